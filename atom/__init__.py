@@ -1,0 +1,57 @@
+"""atom: a Hugging Face checkpoint becomes a graph text that you can read, change, and run.
+
+    from atom import LLMEngine, SamplingParams
+
+    engine = LLMEngine(model="/models/qwen3")
+    print(engine.generate(["Once upon a time"], SamplingParams(max_tokens=32))[0]["text"])
+
+Names are imported when they are asked for: `import atom` loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from atom.config import SamplingParams
+    from atom.errors import (
+        ArtifactError,
+        AtomError,
+        CapacityError,
+        CheckpointError,
+        ConfigError,
+        EngineDeadError,
+        PassError,
+        RequestError,
+        UnsupportedError,
+    )
+    from atom.llm import LLMEngine
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArtifactError",
+    "AtomError",
+    "CapacityError",
+    "CheckpointError",
+    "ConfigError",
+    "EngineDeadError",
+    "LLMEngine",
+    "PassError",
+    "RequestError",
+    "SamplingParams",
+    "UnsupportedError",
+]
+
+HOMES = {"LLMEngine": "atom.llm", "SamplingParams": "atom.config"}  # the others live in atom.errors
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'atom' has no attribute '{name}'")
+    return getattr(importlib.import_module(HOMES.get(name, "atom.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

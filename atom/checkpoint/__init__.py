@@ -1,0 +1,78 @@
+"""Checkpoints: a folder, a hub id or a .gguf file becomes a config, tensors under their hub names, and a tokenizer.
+
+    checkpoint = open_checkpoint("org/name")
+    tokenizer = checkpoint.tokenizer()
+    checkpoint.config["hidden_size"], checkpoint.tensors["model.norm.weight"]
+    checkpoint.read("model.norm.weight")         # memoryview
+    stop_ids(checkpoint, tokenizer)              # tokens that end an answer
+
+Imports no torch, and transformers only for a tokenizer that nothing else can read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from atom.checkpoint.base import Checkpoint, StoredTensor
+from atom.checkpoint.folder import FolderCheckpoint
+from atom.checkpoint.progress import SILENT, Progress, RichProgress, SilentProgress
+from atom.checkpoint.tokenizer import Tokenizer
+from atom.errors import CheckpointError
+
+__all__ = [
+    "SILENT",
+    "Checkpoint",
+    "Progress",
+    "RichProgress",
+    "SilentProgress",
+    "StoredTensor",
+    "Tokenizer",
+    "open_checkpoint",
+    "stop_ids",
+]
+
+
+def open_checkpoint(
+    location: str,
+    *,
+    revision: str | None = None,
+    interleaved: Mapping[str, int] = {},
+    split: Mapping[str, str] = {},
+    ignore_merges: Collection[str] = (),
+    weights: bool = True,
+    progress: Progress = SILENT,
+) -> Checkpoint:
+    """Open a folder, a .gguf file or, where no such path exists, a hub id.
+
+    revision: of a hub id. interleaved, split, ignore_merges: what a GGUF does not say itself, see GGUFCheckpoint.
+    weights: False reads, and downloads, only what describes the model. Raises CheckpointError, UnsupportedError.
+    """
+    path = Path.home() / location[2:] if location.startswith("~/") else Path(location)
+    try:
+        is_folder, is_file = bool(location) and path.is_dir(), path.is_file()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {location}: {error.strerror}") from None
+    if is_folder:
+        return FolderCheckpoint(path, weights=weights)
+    if is_file:
+        if path.suffix != ".gguf":
+            raise CheckpointError(f"{location} is no .gguf file; name the folder of a safetensors checkpoint instead")
+        from atom.checkpoint.gguf import GGUFCheckpoint
+
+        return GGUFCheckpoint(path, interleaved=interleaved, split=split, ignore_merges=ignore_merges)
+    from atom.checkpoint import hub
+
+    if location.endswith(".gguf") or not hub.is_hub_id(location):
+        raise CheckpointError(f"no checkpoint {location!r}: no such folder or .gguf file, and no hub id (owner/name)")
+    folder = hub.download(location, revision=revision, weights=weights, progress=progress)
+    return FolderCheckpoint(folder, location=location, weights=weights)
+
+
+def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The tokens that end an answer: those of generation_config, of config and of the tokenizer together."""
+    ids = set(tokenizer.eos_ids) if tokenizer else set()
+    for described in (checkpoint.generation_config, checkpoint.config):
+        eos = described.get("eos_token_id")
+        ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    return frozenset(ids)

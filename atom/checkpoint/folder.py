@@ -1,0 +1,168 @@
+"""A folder as the hub lays it out: config.json, safetensors (one file, or shards with an index), tokenizer files.
+
+    checkpoint = FolderCheckpoint(Path("/models/tiny"))
+    checkpoint.read("model.norm.weight")     # a view of the mapped file: nothing is copied
+
+Files are mapped and their headers checked when the folder is opened; bytes are read when they are touched.
+Format: https://huggingface.co/docs/safetensors. Pickle files (.bin, .pt, .pth) are never opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import struct
+from pathlib import Path
+from typing import Any
+
+from atom.checkpoint.base import Checkpoint, StoredTensor, normalize_rope, read_json
+from atom.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from atom.errors import CheckpointError, UnsupportedError
+
+DTYPES = {  # safetensors' name: ours, bits
+    "F64": ("fp64", 64),
+    "F32": ("fp32", 32),
+    "F16": ("fp16", 16),
+    "BF16": ("bf16", 16),
+    "F8_E4M3": ("fp8_e4m3", 8),
+    "F8_E5M2": ("fp8_e5m2", 8),
+    "F8_E8M0": ("fp8_e8m0", 8),
+    "F4": ("fp4", 4),
+    "I64": ("i64", 64),
+    "I32": ("i32", 32),
+    "I16": ("i16", 16),
+    "I8": ("i8", 8),
+    "U64": ("u64", 64),
+    "U32": ("u32", 32),
+    "U16": ("u16", 16),
+    "U8": ("u8", 8),
+    "BOOL": ("bool", 8),
+}
+MAX_HEADER = 100 << 20  # bytes, as the safetensors library has it
+MAX_DIMS = 16
+INDEX = "model.safetensors.index.json"
+PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
+
+
+class FolderCheckpoint(Checkpoint):
+    def __init__(self, folder: Path, *, location: str | None = None, weights: bool = True) -> None:
+        self.location = location or str(folder)
+        self._folder = folder
+        self.config = normalize_rope(read_config(folder))
+        generation = folder / "generation_config.json"
+        self.generation_config = read_json(generation) if generation.exists() else {}
+        stored = read_headers(folder) if weights else {}
+        self.tensors = {name: tensor for name, (tensor, _) in stored.items()}
+        self._bytes = {name: view for name, (_, view) in stored.items()}
+
+    def read(self, name: str) -> memoryview:
+        if name not in self._bytes:
+            raise CheckpointError(f"{self.location} has no tensor {name}")
+        return self._bytes[name]
+
+    def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
+        return load_tokenizer(self._folder, trust_remote_code=trust_remote_code)
+
+    def close(self) -> None:
+        self._bytes = {}  # a file stays mapped until the last view of it is gone
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.exists():
+        inside = next(iter(sorted(folder.glob("*.gguf"))), None)
+        hint = f"name the file {inside} itself" if inside else "a checkpoint needs one"
+        raise CheckpointError(f"{folder} has no config.json: {hint}")
+    return read_json(path)
+
+
+def read_headers(folder: Path) -> dict[str, tuple[StoredTensor, memoryview]]:
+    """All tensors of a folder with their bytes; {} where it has no weights at all."""
+    if (folder / "model.safetensors").exists():
+        return read_header(folder / "model.safetensors")
+    if (folder / INDEX).exists():
+        return read_shards(folder)
+    stray = next(iter(sorted(folder.glob("*.safetensors"))), None)
+    if stray:
+        raise CheckpointError(f"{folder} has {stray.name} but no {INDEX}: half a checkpoint; download it again")
+    pickles = sorted(path.name for pattern in PICKLES for path in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"{folder} has its weights only as pickle ({pickles[0]}), which can run code and is refused: "
+            "if you trust it, convert it with from_pretrained and save_pretrained of transformers"
+        )
+    return {}
+
+
+def read_shards(folder: Path) -> dict[str, tuple[StoredTensor, memoryview]]:
+    where = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map from tensors to files; download it again")
+    files = sorted(set(where.values()))
+    outside = [file for file in files if Path(file).name != file]
+    if outside:
+        raise CheckpointError(f"{folder / INDEX} names {outside[0]!r}, which is no file of this folder")
+    missing = [file for file in files if not (folder / file).exists()]
+    if missing:
+        count = f"{len(missing)} of its {len(files)} weight files are"
+        raise CheckpointError(
+            f"{folder} is half a checkpoint: {count} not there, first {missing[0]}; download it again"
+        )
+    shards = {file: read_header(folder / file) for file in files}
+    tensors: dict[str, tuple[StoredTensor, memoryview]] = {}
+    for file, shard in shards.items():
+        for name in shard.keys() & tensors.keys():
+            first = next(other for other in files if name in shards[other])
+            raise CheckpointError(f"{folder} has the tensor {name} twice, in {first} and {file}")
+        tensors |= shard
+    for name, file in where.items():
+        if name not in shards[file]:
+            raise CheckpointError(f"{folder / file} lacks the tensor {name} that {INDEX} names; download it again")
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, tuple[StoredTensor, memoryview]]:
+    """The tensors of one safetensors file. Its ranges must lie end to end and fill the file, as the format demands."""
+    try:
+        with path.open("rb") as file:
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError:  # mmap refuses an empty file
+        data = memoryview(b"")
+    size = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else 0
+    if len(data) < 8 or size > len(data) - 8:
+        raise CheckpointError(f"{path} is cut short in its header ({len(data)} bytes); download it again")
+    if size > MAX_HEADER:
+        raise CheckpointError(f"{path} is no safetensors file: its header would have {size} bytes")
+    try:
+        header = json.loads(bytes(data[8 : 8 + size]))
+        header.pop("__metadata__", None)
+        entries = [
+            (*entry["data_offsets"], name, str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()
+        ]
+        numbers = [n for begin, end, _, _, shape in entries for n in (begin, end, len(shape), *shape[: MAX_DIMS + 1])]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a malformed header ({type(error).__name__}: {error})") from None
+    if not all(type(n) is int and n >= 0 for n in numbers) or any(len(entry[4]) > MAX_DIMS for entry in entries):
+        raise CheckpointError(f"{path} has a malformed header: a shape or an offset is no whole number")
+
+    body = data[8 + size :]
+    tensors, position = {}, 0
+    for begin, end, name, dtype, shape in sorted(entries):
+        if dtype not in DTYPES:
+            raise UnsupportedError(f"{path}: tensor {name} has the unknown dtype {dtype!r}")
+        ours, bits = DTYPES[dtype]
+        if begin != position or (end - begin) * 8 != math.prod(shape) * bits:
+            what = f"tensor {name}, {dtype}{list(shape)},"
+            raise CheckpointError(f"{path}: {what} does not fit its bytes {begin} to {end}; download it again")
+        if end > len(body):
+            raise CheckpointError(
+                f"{path} is cut short: tensor {name} ends at byte {end} of {len(body)}; download it again"
+            )
+        tensors[name] = StoredTensor(ours, shape), body[begin:end]
+        position = end
+    if position != len(body):
+        raise CheckpointError(f"{path} has {len(body) - position} bytes that no tensor names; download it again")
+    return tensors

@@ -1,0 +1,62 @@
+"""Checkpoints by hub id.
+
+    download("org/name", revision="main")      # Path of the local snapshot
+
+huggingface_hub does the work, with its cache and its settings: HF_TOKEN, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+from typing import Any
+
+from atom.checkpoint.progress import SILENT, Progress
+from atom.errors import AtomError, CheckpointError
+
+DESCRIPTION = ["*.json", "*.jinja", "*.py", "*.txt", "*.model"]
+SKIP = ["*/*", "consolidated*"]  # other formats' copies of the same weights
+
+
+def is_hub_id(text: str) -> bool:
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text) is not None
+
+
+def download(name: str, *, revision: str | None = None, weights: bool = True, progress: Progress = SILENT) -> Path:
+    """Fetch what a checkpoint needs (without `weights`, only what describes it) or find it in the cache."""
+    from huggingface_hub import errors, snapshot_download
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    class NoBar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **(options | {"disable": True}))
+
+    wanted = [*DESCRIPTION, "*.safetensors"] if weights else DESCRIPTION
+    at = f"{name} (revision {revision})" if revision else name
+    try:
+        with progress.task(f"Fetching {at} from the hub"):
+            folder = snapshot_download(
+                name, revision=revision, allow_patterns=wanted, ignore_patterns=SKIP, tqdm_class=NoBar
+            )
+            return Path(folder)
+    except errors.GatedRepoError:
+        raise CheckpointError(f"{name} is gated: ask for access on its page and set HF_TOKEN") from None
+    except errors.RevisionNotFoundError:
+        raise CheckpointError(f"{name} has no revision {revision} on the hub") from None
+    except (errors.RepositoryNotFoundError, errors.HFValidationError):
+        raise CheckpointError(
+            f"no checkpoint {name}: no folder or .gguf file here, no model on the hub (a private one needs HF_TOKEN)"
+        ) from None
+    except errors.LocalEntryNotFoundError:
+        raise CheckpointError(
+            f"{at} is no folder or .gguf file here, not in the hub's cache, and the hub cannot be reached: "
+            "check the network and HF_HUB_OFFLINE"
+        ) from None
+    except Exception as error:  # the HTTP library beneath has changed over versions, and its errors with it
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise AtomError(
+                f"the disk is full: no room for {at} in the hub's cache; free some or set HF_HOME"
+            ) from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"cannot download {at}: {reason}") from error

@@ -1,0 +1,251 @@
+"""Text to token ids and back, and chats to prompts, from the tokenizer files of a checkpoint.
+
+    tokenizer = load_tokenizer(Path("/models/tiny"))
+    tokenizer.decode(tokenizer.encode("Hello"))
+    tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+
+tokenizer.json is read by `tokenizers`, the template rendered by jinja2 in its sandbox, both by the rules of
+transformers 5 (`TokenizersBackend`, `apply_chat_template`). Decoded text is not cleaned up, so that it can be streamed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from atom.checkpoint.base import read_json
+from atom.errors import CheckpointError, RequestError
+
+if TYPE_CHECKING:
+    import jinja2
+    import tokenizers
+
+OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # read by transformers alone
+
+
+class Backend(Protocol):
+    """What is used of `tokenizers.Tokenizer`."""
+
+    def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Any: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    def token_to_id(self, token: str) -> int | None: ...
+    def get_vocab_size(self) -> int: ...
+
+
+class Tokenizer:
+    """Encodes, decodes and renders chats.
+
+    special_tokens: the named ones, which templates may use: {"bos_token": "<s>", ...}. templates: by name; "default" is
+    used, and "tool_use", where there is one, for chats with tools.
+    """
+
+    def __init__(
+        self, backend: Backend, *, special_tokens: Mapping[str, str] = {}, templates: Mapping[str, str] = {}
+    ) -> None:
+        self._backend, self._special_tokens, self._templates = backend, special_tokens, templates
+        bos, eos = (backend.token_to_id(special_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
+        self.bos_id: int | None = bos
+        self.eos_ids: list[int] = [] if eos is None else [eos]
+        self.vocab_size: int = backend.get_vocab_size()  # tokens, added ones included
+        self.chat_template: str | None = templates.get("default")
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; with add_special_tokens also those that the tokenizer puts around every text (BOS, mostly)."""
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError):  # TypeError is what the Rust library makes of half a surrogate pair
+            raise RequestError("the text to encode is no valid Unicode string (half a surrogate pair?)") from None
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
+        """The prompt that asks for the next answer. RequestError where the template does not take these messages.
+
+        template_values: what the template may read besides: tools, documents, add_generation_prompt (default true), ...
+        """
+        use_tools = bool(template_values.get("tools")) and "tool_use" in self._templates
+        source = self._templates["tool_use"] if use_tools else self.chat_template
+        if source is None:
+            known = f" named default (it has {', '.join(sorted(self._templates))})" if self._templates else ""
+            raise RequestError(f"this checkpoint has no chat template{known}; send a plain prompt instead")
+        template = compile_template(source)
+        values = {
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **self._special_tokens,
+            **template_values,
+        }
+        try:
+            return template.render(messages=messages, **values)
+        except Exception as error:  # a template is a program and can fail in every way
+            raise RequestError(f"the chat template does not take these messages: {first_line(error)}") from error
+
+    def encode_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> list[int]:
+        """Token ids of `render_chat`. The template alone says which special tokens there are: none is added to it."""
+        return self.encode(self.render_chat(messages, **template_values), add_special_tokens=False)
+
+
+@lru_cache(maxsize=16)
+def compile_template(source: str) -> jinja2.Template:
+    """A chat template with all that transformers offers it: trimmed blocks, loop controls, functions, `generation`."""
+    import jinja2
+    from jinja2 import ext, nodes, sandbox
+    from jinja2.parser import Parser
+
+    class Generation(ext.Extension):  # marks an answer's text for training; here it is just its text
+        tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance variable)
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:  # jinja's own escapes HTML
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise CheckpointError(f"the checkpoint's chat template is no valid jinja: {first_line(error)}") from None
+
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer | None:
+    """The tokenizer of a folder; None where it has none.
+
+    Without a tokenizer.json it takes transformers, and `trust_remote_code` where it is code of the checkpoint's own.
+    """
+    path = folder / "tokenizer_config.json"
+    config = read_json(path) if path.exists() else {}
+    if not (folder / "tokenizer.json").exists():
+        if "auto_map" not in config and not any((folder / name).exists() for name in OTHER_FORMATS):
+            return None
+        return load_with_transformers(folder, trust_remote_code=trust_remote_code)
+
+    if "added_tokens_decoder" not in config and (folder / "special_tokens_map.json").exists():
+        config |= read_json(folder / "special_tokens_map.json")
+    special_tokens = {key: text for key, value in config.items() if key.endswith("_token") and (text := content(value))}
+    try:
+        backend = read_backend(folder / "tokenizer.json", config, special_tokens)
+        return Tokenizer(backend, special_tokens=special_tokens, templates=read_templates(folder, config))
+    except Exception as error:  # the Rust library raises plain Exception, a malformed tokenizer_config.json much else
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"cannot read the tokenizer files of {folder} ({reason}); download them again") from error
+
+
+def read_backend(path: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> tokenizers.Tokenizer:
+    import tokenizers
+
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend.no_truncation()
+    backend.no_padding()
+    add_tokens(backend, config, special_tokens)
+    if backend.post_processor is None or "add_bos_token" in config or "add_eos_token" in config:
+        bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
+        eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
+        add_around(backend, bos, eos)
+    return backend
+
+
+def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name: those in files of their own, else those in tokenizer_config.json."""
+    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (folder / "chat_template.jinja").exists():
+        files["default"] = folder / "chat_template.jinja"
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    return named_templates(config.get("chat_template"))
+
+
+def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
+    """Add the tokens that only tokenizer_config.json knows, and make the named ones special."""
+    from tokenizers import AddedToken
+
+    added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    for _, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+        if entry["content"] not in added:
+            backend.add_tokens([AddedToken(entry["content"], **{flag: entry[flag] for flag in flags if flag in entry})])
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    extra = extra.values() if isinstance(extra, dict) else extra
+    for token in (*special_tokens.values(), *filter(None, map(content, extra))):
+        if backend.token_to_id(token) is not None and not (token in added and added[token].special):
+            backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
+
+
+def add_around(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Make the backend put these tokens around every text that it encodes with special tokens, and no others."""
+    from tokenizers.processors import TemplateProcessing
+
+    ids = {name: backend.token_to_id(token) for name, token in (("BOS", bos), ("EOS", eos)) if token is not None}
+    single = [name for name in ("BOS", "$A", "EOS") if name == "$A" or ids.get(name) is not None]
+    tokens = [{"id": name, "ids": [ids[name]], "tokens": [name]} for name in single if name != "$A"]
+    backend.post_processor = TemplateProcessing(single=single, pair=[*single, "$B:1"], special_tokens=tokens)
+
+
+def load_with_transformers(folder: Path, *, trust_remote_code: bool) -> Tokenizer:
+    """A tokenizer in a format that only transformers reads, or with code of its own."""
+    try:
+        from transformers import AutoTokenizer
+
+        theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # anything, where the checkpoint's own code runs
+        reason = first_line(error)
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            reason = "it is code of the checkpoint's own: read it, then set trust_remote_code=true"
+        raise CheckpointError(f"transformers cannot read the tokenizer of {folder}: {reason}") from error
+    backend: Backend = theirs.backend_tokenizer if theirs.is_fast else SlowBackend(theirs)
+    return Tokenizer(backend, special_tokens=theirs.special_tokens_map, templates=named_templates(theirs.chat_template))
+
+
+class SlowBackend:
+    """A tokenizer of transformers that is written in Python, with the methods of one of `tokenizers`."""
+
+    def __init__(self, theirs: Any) -> None:
+        self._theirs = theirs
+
+    def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Any:
+        return SimpleNamespace(ids=self._theirs.encode(sequence, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+        return str(self._theirs.decode(list(ids), **options))
+
+    def token_to_id(self, token: str) -> int | None:
+        found: int | None = self._theirs.get_vocab().get(token)
+        return found
+
+    def get_vocab_size(self) -> int:
+        return len(self._theirs)
+
+
+def named_templates(templates: Any) -> dict[str, str]:
+    """Chat templates by name, from any of the forms they are stored in: text, {name: text}, [{name, template}]."""
+    if isinstance(templates, list):
+        return {entry["name"]: entry["template"] for entry in templates}
+    return templates if isinstance(templates, dict) else {"default": templates} if templates else {}
+
+
+def content(token: Any) -> str | None:
+    """The text of a token stored as itself or as an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,18 @@
+"""The text: ops, recipes, programs, `show` and `parse`, the verifier and the reference interpreter.
+
+    graph = parse(open("graph.py").read())
+    verify(graph, ops.SEMANTIC)
+    print(show(graph))
+"""
+
+from atom.graph import ops
+from atom.graph.graph import Graph, Program
+from atom.graph.interpret import TORCH_DTYPES, interpret
+from atom.graph.recipes import KV, Cat, Recipe, RopeFreqs, W
+from atom.graph.text import parse, show
+from atom.graph.types import Type
+from atom.graph.verify import verify
+
+__all__ = [
+    "KV", "TORCH_DTYPES", "Cat", "Graph", "Program", "Recipe", "RopeFreqs", "Type", "W", "interpret", "ops", "parse", "show", "verify",
+]  # fmt: skip

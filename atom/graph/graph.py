@@ -1,0 +1,180 @@
+"""The graph: programs of `torch.fx` nodes whose targets are ops and whose weights are recipes.
+
+    graph = Graph()
+    body = graph.program("body")
+    tokens = body.input("tokens", Type("i64", ("T",)))
+    x = body.call(ops.embedding, tokens, W("embed.weight", Type("bf16", (100, 64))), name="x")
+    body.output(x)
+
+    for norm in graph.find(ops.rms_norm):                 # what passes do: find, insert, replace
+        graph.replace({norm: graph.insert(norm, ops.layer_norm, *norm.args, eps=1e-6)})
+
+A node's type is `node.meta["type"]`, inferred when it is made. A node with several results is followed by one getitem node each.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch.fx
+from torch.fx import Node
+
+from atom.errors import PassError
+from atom.graph.ops import Op
+from atom.graph.recipes import KV, TEXT_NAMES, Recipe, W, leaves
+from atom.graph.types import Type
+
+LEAVES = tuple(TEXT_NAMES.values())
+
+
+class Program:
+    """One function of the text."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.fx = torch.fx.Graph()
+
+    @property
+    def inputs(self) -> list[Node]:
+        return [node for node in self.fx.nodes if node.op == "placeholder"]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The calls of ops, in order."""
+        return [node for node in self.fx.nodes if isinstance(node.target, Op)]
+
+    @property
+    def results(self) -> tuple[Node, ...]:
+        return tuple(self.fx.output_node().args[0])  # type: ignore[arg-type]
+
+    def input(self, name: str, type: Type) -> Node:
+        """The input of this name, added behind the others if there is none yet."""
+        for node in self.inputs:
+            if node.name == name:
+                return node
+        behind = self.inputs[-1:] or [self.fx._root]
+        with self.fx.inserting_after(behind[0]):
+            node = self.fx.create_node("placeholder", name, name=name)
+        node.meta["type"] = type
+        return node
+
+    def call(self, op: Op, *args: Any, name: str | tuple[str, ...] = "", **kwargs: Any) -> Any:
+        """Add a call: a node, or a tuple of nodes for an op of several results. PassError where the types do not fit."""
+        defaults = op.signature.parameters
+        kwargs = {key: value for key, value in kwargs.items() if key not in defaults or value != defaults[key].default}
+        result = infer_call(op, args, kwargs)
+        names = (name,) if isinstance(name, str) else name
+        if isinstance(result, Type):
+            node = self.fx.create_node("call_function", op, args, kwargs, name=names[0] or op.name)
+            node.meta["type"] = result
+            return node
+        node = self.fx.create_node("call_function", op, args, kwargs, name=f"{op.name}_results")
+        node.meta["type"] = result
+        names = names if len(names) == len(result) else (names[0] or op.name,) * len(result)
+        return tuple(self._item(node, index, name) for index, name in enumerate(names))
+
+    def output(self, *nodes: Node) -> None:
+        self.fx.output(nodes)  # type: ignore[arg-type]
+
+    def _item(self, node: Node, index: int, name: str) -> Node:
+        item = self.fx.create_node("call_function", operator.getitem, (node, index), name=name)
+        item.meta["type"] = node.meta["type"][index]
+        return item
+
+
+class Graph:
+    """A model: programs by name. `num_rewrites` counts the replacements that passes made."""
+
+    def __init__(self) -> None:
+        self.programs: dict[str, Program] = {}
+        self.num_rewrites = 0
+
+    def program(self, name: str) -> Program:
+        """The program of this name, made empty if there is none."""
+        return self.programs.setdefault(name, Program(name))
+
+    def program_of(self, node: Node) -> Program:
+        return next(program for program in self.programs.values() if program.fx is node.graph)
+
+    def find(self, op: Op) -> list[Node]:
+        """The calls of an op in all programs, in order."""
+        return [node for program in self.programs.values() for node in program.nodes if node.target is op]
+
+    def insert(self, before: Node, op: Op, *args: Any, name: str | tuple[str, ...] = "", **kwargs: Any) -> Any:
+        """Add a call before a node; otherwise as `Program.call`."""
+        with before.graph.inserting_before(before):
+            return self.program_of(before).call(op, *args, name=name, **kwargs)
+
+    def replace(self, mapping: Mapping[Node, Node]) -> None:
+        """Let every user of a key use its value, then erase what nobody uses any more."""
+        for old, new in mapping.items():
+            old.replace_all_uses_with(new)
+            new.name, old.name = old.name, new.name
+        for old in mapping:
+            _erase_unused(old)
+        self.num_rewrites += 1
+
+    def recipes(self) -> list[Recipe]:
+        """Every tensor that the programs read, each once, in order."""
+        found = (leaf for program in self.programs.values() for node in program.nodes for leaf in node_leaves(node))
+        return list(dict.fromkeys(leaf for leaf in found if not isinstance(leaf, KV)))
+
+    def caches(self) -> list[KV]:
+        """Every cache that the programs keep, each once, in order."""
+        found = (leaf for program in self.programs.values() for node in program.nodes for leaf in node_leaves(node))
+        return list(dict.fromkeys(leaf for leaf in found if isinstance(leaf, KV)))
+
+    def stored(self) -> dict[str, W]:
+        """The checkpoint's tensors that the recipes read, by name."""
+        return {leaf.name: leaf for recipe in self.recipes() for leaf in leaves(recipe)}
+
+
+def node_leaves(node: Node) -> Iterator[Recipe | KV]:
+    """The recipes and caches among a call's arguments."""
+    return (arg for arg in node.args if isinstance(arg, LEAVES))  # type: ignore[misc]
+
+
+def infer_call(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Type | tuple[Type, ...]:
+    """The type of a call; PassError where the arguments do not fit the op."""
+
+    def type_of(arg: Any) -> Any:
+        if isinstance(arg, Node):
+            return arg.meta["type"]
+        return arg.type if isinstance(arg, LEAVES) and not isinstance(arg, KV) else arg
+
+    try:
+        op.signature.bind(*args, **kwargs)
+        return op.infer(*(type_of(arg) for arg in args), **kwargs)
+    except (TypeError, ValueError, AttributeError) as error:
+        shown = ", ".join([str(type_of(arg)) for arg in args] + [f"{key}={value}" for key, value in kwargs.items()])
+        raise PassError(f"{op.name}({shown}): {error}") from None
+
+
+def results_of(call: Node) -> tuple[Node, ...]:
+    """The nodes that stand for a call's results: itself, or its getitem nodes."""
+    is_many = isinstance(call.meta["type"], tuple)
+    return tuple(sorted(call.users, key=lambda item: item.args[1])) if is_many else (call,)  # type: ignore[arg-type, return-value]
+
+
+def call_of(node: Node) -> Node:
+    """The call that a node is a result of."""
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
+
+
+def _erase_unused(node: Node) -> None:
+    waiting = [node]
+    erased: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node in erased or not isinstance(call_of(node).target, Op):
+            continue
+        call = call_of(node)
+        results = results_of(call)
+        if call.target.is_state or any(result.users for result in results):  # type: ignore[union-attr]
+            continue
+        waiting += call.all_input_nodes
+        for dead in dict.fromkeys((*results, call)):
+            dead.graph.erase_node(dead)
+            erased.add(dead)

@@ -1,0 +1,174 @@
+"""The text of a graph, a small subset of Python: `show` writes it, `parse` reads it back.
+
+    def body(tokens: i64[T], positions: i64[T]):
+        x = embedding(tokens, W("model.embed_tokens.weight", bf16[49152, 576]))    # bf16[T, 576]
+        h = rms_norm(x, W("model.layers.0.input_layernorm.weight", bf16[576]), eps=1e-05)    # bf16[T, 576]
+        return h
+
+`parse(show(graph))` is the same graph. Comments (types, and why a kernel was refused) are written and not read. Once kernels are
+chosen a call names its own: `torch.rms_norm(x, …)`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+from typing import Any
+
+from torch.fx import Node
+
+from atom.errors import ConfigError, PassError
+from atom.graph.graph import LEAVES, Graph, Program, call_of, results_of
+from atom.graph.ops import OPS
+from atom.graph.recipes import TEXT_NAMES
+from atom.graph.types import BITS, Type
+
+NAMES = {kind: name for name, kind in TEXT_NAMES.items()}
+
+
+def show(graph: Graph) -> str:
+    """The graph's text."""
+    return "\n".join(_show_program(program) for program in graph.programs.values())
+
+
+def _show_program(program: Program) -> str:
+    inputs = ", ".join(f"{node.name}: {node.meta['type']}" for node in program.inputs)
+    lines = [f"def {program.name}({inputs}):"]
+    for node in program.nodes:
+        results = results_of(node)
+        args = [_show_value(arg) for arg in node.args] + [f"{key}={_show_value(arg)}" for key, arg in node.kwargs.items()]
+        op = ".".join([*([node.meta["kernel"]] if "kernel" in node.meta else []), node.target.name])  # type: ignore[union-attr]
+        notes = [", ".join(str(result.meta["type"]) for result in results), *node.meta.get("notes", [])]
+        lines.append(f"    {', '.join(result.name for result in results)} = {op}({', '.join(args)})    # {'; '.join(notes)}")
+    returned = ", ".join(node.name for node in program.results)
+    return "\n".join([*lines, f"    return {returned}", ""])
+
+
+def _show_value(value: Any) -> str:
+    if isinstance(value, Node):
+        return value.name
+    if isinstance(value, LEAVES):
+        return _show_leaf(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_show_value, value))}]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return str(value) if isinstance(value, Type) else repr(value)
+
+
+def _show_leaf(leaf: Any) -> str:
+    shown = []
+    for field in dataclasses.fields(leaf):
+        value = getattr(leaf, field.name)
+        if field.default is dataclasses.MISSING:
+            shown.append(_show_value(value))
+        elif value != field.default:
+            shown.append(f"{field.name}={_show_value(value)}")
+    return f"{NAMES[type(leaf)]}({', '.join(shown)})"
+
+
+def parse(text: str, source: str = "graph") -> Graph:
+    """The graph of a text. ConfigError with the line where it is not one; `source` names the text in it."""
+    try:
+        module = ast.parse(text)
+    except SyntaxError as error:
+        raise ConfigError(f"{source}:{error.lineno}: {error.msg}") from None
+    graph = Graph()
+    for function in module.body:
+        if not isinstance(function, ast.FunctionDef):
+            raise ConfigError(f"{source}:{function.lineno}: a graph's text consists of functions")
+        _Parser(source, graph.program(function.name)).function(function)
+    return graph
+
+
+class _Parser:
+    """Reads one function into one program."""
+
+    def __init__(self, source: str, program: Program) -> None:
+        self.source = source
+        self.program = program
+        self.names: dict[str, Node] = {}
+
+    def fail(self, node: ast.AST, reason: str) -> ConfigError:
+        return ConfigError(f"{self.source}:{getattr(node, 'lineno', 0)}: {reason}")
+
+    def function(self, function: ast.FunctionDef) -> None:
+        for argument in function.args.args:
+            if argument.annotation is None:
+                raise self.fail(argument, f"{argument.arg} has no type")
+            self.names[argument.arg] = self.program.input(argument.arg, self.type(argument.annotation))
+        for statement in function.body:
+            match statement:
+                case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
+                    self.call(call, (name,))
+                case ast.Assign(targets=[ast.Tuple(elts=elements)], value=ast.Call() as call):
+                    self.call(call, tuple(element.id for element in elements if isinstance(element, ast.Name)))
+                case ast.Return(value=ast.Tuple(elts=elements)):
+                    self.program.output(*(self.name(element) for element in elements))
+                case ast.Return(value=ast.Name() as element):
+                    self.program.output(self.name(element))
+                case _:
+                    raise self.fail(statement, "a line is `name = op(...)` or `return name`")
+        if not function.body or not isinstance(function.body[-1], ast.Return):
+            raise self.fail(function, f"{function.name} returns nothing")
+
+    def call(self, call: ast.Call, names: tuple[str, ...]) -> None:
+        kernel = None
+        match call.func:
+            case ast.Name(id=name):
+                pass
+            case ast.Attribute(value=ast.Name(id=kernel), attr=name):
+                pass
+            case _:
+                raise self.fail(call, "a line is `name = op(...)` or `name = kernel.op(...)`")
+        if name not in OPS:
+            raise self.fail(call, f"there is no op '{name}'; ops: {', '.join(sorted(OPS))}")
+        args = [self.value(arg) for arg in call.args]
+        kwargs = {str(keyword.arg): self.value(keyword.value) for keyword in call.keywords}
+        try:
+            result = self.program.call(OPS[name], *args, name=names, **kwargs)
+        except PassError as error:
+            raise self.fail(call, str(error)) from None
+        results = result if isinstance(result, tuple) else (result,)
+        if len(results) != len(names):
+            raise self.fail(call, f"{name} has {len(results)} results, not {len(names)}")
+        if kernel is not None:
+            call_of(results[0]).meta["kernel"] = kernel
+        for given, node in zip(names, results, strict=True):
+            if given in self.names:
+                raise self.fail(call, f"{given} is set twice")
+            self.names[given] = node
+
+    def name(self, node: ast.AST) -> Node:
+        if not isinstance(node, ast.Name) or node.id not in self.names:
+            raise self.fail(node, f"nothing is named {ast.unparse(node)}")
+        return self.names[node.id]
+
+    def type(self, node: ast.AST) -> Type:
+        match node:
+            case ast.Subscript(value=ast.Name(id=dtype), slice=dims) if dtype in BITS:
+                elements = dims.elts if isinstance(dims, ast.Tuple) else [dims]
+                return Type(dtype, tuple(e.id if isinstance(e, ast.Name) else self.value(e) for e in elements))
+            case ast.Name(id=dtype) if dtype in BITS:
+                return Type(dtype, ())
+        raise self.fail(node, f"{ast.unparse(node)} is no type; types look like bf16[T, 576], dtypes are {', '.join(BITS)}")
+
+    def value(self, node: ast.AST) -> Any:
+        match node:
+            case ast.Name(id=name) if name in self.names:
+                return self.names[name]
+            case ast.Name() | ast.Subscript():
+                return self.type(node) if isinstance(node, ast.Subscript) else self.name(node)
+            case ast.List(elts=elements):
+                return tuple(self.value(element) for element in elements)
+            case ast.Call(func=ast.Name(id=name)) if name in TEXT_NAMES:
+                args = [self.value(arg) for arg in node.args]
+                try:
+                    return TEXT_NAMES[name](*args, **{str(k.arg): self.value(k.value) for k in node.keywords})
+                except TypeError as error:
+                    raise self.fail(node, str(error)) from None
+        try:
+            return ast.literal_eval(node)  # type: ignore[arg-type]
+        except ValueError:
+            raise self.fail(node, f"{ast.unparse(node)} is no value that a graph knows") from None

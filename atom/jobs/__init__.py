@@ -1,0 +1,1 @@
+"""What `atom-run` does, one file a job; each has `run(config) -> exit code`."""

@@ -1,0 +1,137 @@
+"""`job=generate`: answers to prompts, shown as they are generated.
+
+    atom-run prompts='["What is the capital of France?"]' job.chat=true
+    atom-run prompts=@questions.txt sampling.temperature=0 job.output=json
+    echo "Why is the sky blue?" | atom-run job.chat=true
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from atom.checkpoint import RichProgress
+from atom.config import Config, SamplingParams
+from atom.errors import ConfigError, RequestError
+from atom.llm import LLMEngine, answer
+from atom.runtime.types import RequestOutput, Sequence
+
+def run(config: Config) -> int:
+    """Answer the prompts: text as it comes and a table of times behind it, or with job.output=json one object a prompt.
+
+    A prompt that cannot be served is one line on stderr and does not stop the others; the exit code then is 2.
+    """
+    prompts = read_prompts(config.prompts)
+    started = time.perf_counter()
+    engine = LLMEngine.from_config(config, RichProgress())
+    loaded = time.perf_counter()
+    names = [field.name for field in dataclasses.fields(SamplingParams)]
+    params = SamplingParams(**{name: getattr(config.sampling, name) for name in names})
+    is_json = config.job.output == "json"
+    show = None if is_json else _Screen(is_single=len(prompts) * params.n == 1)
+    places: dict[str, int] = {}  # request id -> which prompt
+    for place, prompt in enumerate(prompts):
+        try:
+            tokens = engine.encode_chat([{"role": "user", "content": prompt}]) if config.job.chat else prompt
+            places[engine.add_request([tokens], params, show)[0]] = place
+        except RequestError as error:
+            print(f"atom-run: RequestError: prompt {place}: {error}", file=sys.stderr)
+    ended: list[Sequence] = []
+    while not engine.is_finished():
+        ended += engine.step()
+    ended.sort(key=lambda sequence: (places[sequence.request_id], sequence.index))
+    if is_json:
+        for sequence in ended:
+            print(json.dumps({"prompt": prompts[places[sequence.request_id]], **_plain(answer(sequence))}))
+    elif ended:
+        _show_times(ended, loaded - started)
+    return 0 if len(places) == len(prompts) else RequestError.exit_code
+
+
+def read_prompts(prompts: Any) -> list[Any]:
+    """The prompts of a configuration: a prompt, a list of prompts, @FILE, or null for stdin; a prompt is a string or a list of token ids.
+
+    A file holds a JSON list of prompts, or on each line a prompt as it is, as JSON, or as a JSON object with `prompt`.
+    """
+    if prompts is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise ConfigError("there are no prompts: give prompts='[\"…\"]' or prompts=@FILE, or pipe them in")
+        prompts = _parse_prompts(sys.stdin.read(), "stdin")
+    elif isinstance(prompts, str) and prompts.startswith("@"):
+        try:
+            prompts = _parse_prompts(Path(prompts[1:]).read_text(), prompts[1:])
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"prompts={prompts}: {error}") from None
+    if isinstance(prompts, str) or (prompts and all(isinstance(token, int) for token in prompts)):
+        return [prompts]
+    return list(prompts)
+
+
+def _parse_prompts(text: str, source: str) -> list[Any]:
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        whole = None
+    if isinstance(whole, list):
+        return whole
+    prompts = [_parse_line(line) for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ConfigError(f"there are no prompts in {source}")
+    return prompts
+
+
+def _parse_line(line: str) -> Any:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return line
+    if isinstance(value, dict) and "prompt" in value:
+        return value["prompt"]
+    return value if isinstance(value, str | list) else line
+
+
+class _Screen:
+    """Shows one answer as it comes, several each when it is done."""
+
+    def __init__(self, is_single: bool) -> None:
+        self.is_single = is_single
+        self.texts: dict[tuple[str, int], str] = {}
+
+    def __call__(self, output: RequestOutput) -> None:
+        new = " ".join(map(str, output.token_ids)) + " " if output.text is None else output.text
+        if self.is_single:
+            print(new, end="\n" if output.finished else "", flush=True)
+            return
+        key = output.request_id, output.index
+        self.texts[key] = self.texts.get(key, "") + new
+        if output.finished:
+            print(f"── {output.request_id}.{output.index}\n{self.texts.pop(key)}", flush=True)
+
+
+def _plain(value: Any) -> Any:
+    """The value with its dataclasses as dicts."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _show_times(ended: list[Sequence], load_seconds: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    first = min(sequence.first_token_at or sequence.arrival for sequence in ended)
+    last = max(sequence.finished_at or first for sequence in ended)
+    start = min(sequence.arrival for sequence in ended)
+    num_tokens = sum(len(sequence.output) for sequence in ended)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("load s", "first token s", "tokens", "tokens/s"):
+        table.add_column(heading, justify="right")
+    rate = num_tokens / (last - start) if last > start else 0.0
+    table.add_row(f"{load_seconds:.2f}", f"{first - start:.2f}", str(num_tokens), f"{rate:.1f}")
+    Console(stderr=True).print(table)

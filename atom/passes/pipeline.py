@@ -1,0 +1,65 @@
+"""The order of the passes, and the one place that runs, times, counts and verifies them.
+
+    graph = lower(graph, level=1, target=Target("cpu"))
+    graph = lower(graph, level=1, target=Target("cpu"), watch=print)      # a PassReport after each pass
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from atom.errors import PassError
+from atom.graph import Graph, ops, show, verify
+from atom.kernels import Target
+from atom.passes.fuse_gate_up import fuse_gate_up
+from atom.passes.fuse_norm_residual import fuse_norm_residual
+from atom.passes.fuse_qkv import fuse_qkv
+from atom.passes.lower_attention import lower_attention
+from atom.passes.select_kernels import select_kernels
+
+# (pass, the level from which it runs, what the graph is behind it)
+PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
+    (fuse_qkv, 1, ops.SEMANTIC),
+    (fuse_gate_up, 1, ops.SEMANTIC),
+    (fuse_norm_residual, 1, ops.SEMANTIC),
+    (lower_attention, 0, ops.LOWERED),
+    (select_kernels, 0, ops.LOWERED),
+)
+
+BACKENDS = {0: ("reference",), 1: ("torch", "reference")}  # by level, in the order of preference
+
+
+@dataclass(frozen=True)
+class PassReport:
+    """What one pass did; `graph` is live, so what is to be kept of it must be copied, as text."""
+
+    name: str
+    num_changes: int
+    seconds: float
+    graph: Graph
+
+
+def lower(graph: Graph, level: int, target: Target, watch: Callable[[PassReport], Any] = lambda _: None) -> Graph:
+    """Run the passes of a level. PassError names the pass whose graph is wrong, those before it and where its text is."""
+    done: list[str] = []
+    configured = {select_kernels: (target, BACKENDS[level])}
+    for rewrite, from_level, graph_level in PIPELINE:
+        if level < from_level:
+            continue
+        before, started = graph.num_rewrites, time.perf_counter()
+        graph = rewrite(graph, *configured.get(rewrite, ()))  # type: ignore[call-overload]
+        seconds = time.perf_counter() - started
+        name = rewrite.__name__
+        try:
+            verify(graph, graph_level)
+        except PassError as error:
+            with tempfile.NamedTemporaryFile("w", prefix=f"atom-{name}-", suffix=".py", delete=False) as dump:
+                dump.write(show(graph))
+            raise PassError(f"{name} (after {', '.join(done) or 'no pass'}): {error}; its text: {dump.name}") from None
+        done.append(name)
+        watch(PassReport(name, graph.num_rewrites - before, seconds, graph))
+    return graph

@@ -1,0 +1,146 @@
+"""Text as it is generated: never a broken character, never part of a stop string, never a word taken back.
+
+    detokenizer = Detokenizer(tokenizer, prompt, params)
+    for token in tokens:
+        print(detokenizer.push(token), end="")      # "" while a character or a possible stop string is incomplete
+        if detokenizer.stopped:                     # a stop string was met: the text ends before it
+            break
+    print(detokenizer.finish())                     # the rest, if something was held back
+
+A token alone has no text: sentencepiece drops the first space of what it decodes, bytes make characters together. So
+each token is decoded with the text before it, in a window (as in Hugging Face's text-generation-inference) of the last
+piece of text shown and the tokens since: the cost of a token does not grow with the text, and the pieces add up to what
+the tokenizer makes of all tokens at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from atom.config import SamplingParams
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers make of bytes that are no character, or not yet
+RARE = "\U0010fffd"  # a character that no vocabulary has: it becomes bytes
+MAX_HELD = 64  # tokens that may wait for others before they are shown as they are, so that their cost has a bound
+
+
+class TextCodec(Protocol):
+    """What a `checkpoint.Tokenizer` does."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+class Detokenizer:
+    """The text of one sequence. A token whose text must not be seen (one that ends the sequence) is not pushed."""
+
+    stopped: bool  # a stop string was met
+
+    def __init__(self, tokenizer: TextCodec, prompt: Sequence[int], params: SamplingParams) -> None:
+        self.stopped = False
+        self._tokenizer = tokenizer
+        self._stops = params.stop_strings or []
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._shown: list[str] = []
+        self._held = ""  # whole characters that a stop string may begin with
+        self._num_searched = 0  # characters of what is not shown in which no stop string may end any more
+        self._context = _tail(tokenizer, prompt)  # the window: tokens whose text is settled
+        self._context_text = tokenizer.decode(self._context)
+        self._tokens: list[int] = []  # and those since
+        self._text = ""  # their text so far
+        self._stray = _stray_byte(tokenizer)
+
+    @property
+    def text(self) -> str:
+        """All that push and finish have returned."""
+        return "".join(self._shown)
+
+    def push(self, token: int) -> str:
+        """Takes the next token and returns the text that is now safe to show."""
+        assert not self.stopped, "a token was pushed after a stop string"
+        self._num_tokens += 1
+        text = self._text_with(token)
+        if text != self._text or self._tokenizer.decode([token, token]):
+            self._tokens.append(token)  # all but special tokens, which have no text anywhere
+        self._text = text
+        is_settled = self._is_settled()
+        text = self._held + text
+        end = self._find_stop(text if is_settled else text.rstrip(BROKEN))
+        if end is not None:
+            return self._show(text, end)
+        if not is_settled:
+            return ""
+        self._context, self._context_text = self._tokens, self._tokenizer.decode(self._tokens)
+        self._tokens, self._text = [], ""
+        return self._show(text, min((_start_of(stop, text) for stop in self._stops), default=len(text)))
+
+    def finish(self) -> str:
+        """Ends the text and returns the rest of it, broken characters too. A stop string in it still counts."""
+        text = "" if self.stopped else self._held + self._text
+        end = self._find_stop(text) if text else None
+        self._text = ""
+        return self._show(text, len(text) if end is None else end)
+
+    def _text_with(self, token: int) -> str:
+        """Text of the tokens since the context, and of one more."""
+        text = self._tokenizer.decode([*self._context, *self._tokens, token])
+        if text.startswith(self._context_text):
+            return text[len(self._context_text) :]
+        return self._tokenizer.decode([*self._tokens, token])  # it spoils bytes of the context, which stay as shown
+
+    def _is_settled(self) -> bool:
+        """Whether no token that may follow changes the text so far."""
+        if not self._text or len(self._tokens) >= MAX_HELD:
+            return bool(self._text)
+        if self._text.endswith(BROKEN):
+            return False
+        return self._stray is None or self._text_with(self._stray).startswith(self._text)
+
+    def _find_stop(self, text: str) -> int | None:
+        """Where the earliest stop string starts that ends in a part of the text not searched before."""
+        starts = []
+        if self._num_tokens >= self._min_tokens:
+            starts = [text.find(stop, max(0, self._num_searched - len(stop) + 1)) for stop in self._stops]
+        self._num_searched = len(text)
+        found = min((start for start in starts if start >= 0), default=None)
+        self.stopped = found is not None
+        return found
+
+    def _show(self, text: str, end: int) -> str:
+        self._shown.append(text[:end])
+        self._held = text[end:]
+        self._num_searched -= end
+        return text[:end]
+
+
+def _start_of(stop: str, text: str) -> int:
+    """The first position from which the rest of the text may grow into the stop string."""
+    start = max(0, len(text) - len(stop) + 1)
+    while not stop.startswith(text[start:]):
+        start += 1
+    return start
+
+
+def _tail(tokenizer: TextCodec, prompt: Sequence[int]) -> list[int]:
+    """As many last tokens of the prompt as have text; none if there are none, or if it ends within a character."""
+    size = 4
+    while True:
+        tail = list(prompt[-size:])
+        text = tokenizer.decode(tail)
+        if text and not text.endswith(BROKEN):
+            return tail
+        if size >= len(prompt):
+            return []
+        size *= 2
+
+
+def _stray_byte(tokenizer: TextCodec) -> int | None:
+    """A token of one byte, where the tokenizer decodes bytes in runs (`byte_fallback`) that one such token spoils.
+
+    There a run is one U+FFFD a byte if any of it is no character, so whole characters in it may still be lost.
+    """
+    ids = tokenizer.encode(RARE, add_special_tokens=False)
+    return ids[-2] if tokenizer.decode(ids[:-1]).endswith(2 * BROKEN) else None

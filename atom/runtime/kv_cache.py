@@ -1,0 +1,293 @@
+"""Which block holds the KV of which tokens of which sequence: room, sharing, prefix hits, plan of memory. No tensors.
+
+    cache = KVCache([CacheKind("full", 2048)], {"full": 1024}, block_size=16, enable_prefix_caching=True)
+    sequence.num_computed = cache.match_prefix(sequence)    # fills sequence.blocks with what is there already
+    cache.allocate(sequence, 40)                            # room for the KV of positions 0 to 39; the step runs
+    sequence.num_computed = 40
+    cache.commit(sequence)                                  # its 2 full blocks are prefixes for others from now on
+    cache.free(sequence)                                    # and stay so until their room is needed
+
+Each cache kind has a pool. Entry i of a sequence's table is the block of positions i * block_size and on, 0 for none.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
+from atom.errors import CapacityError
+from atom.runtime.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache, pack
+from atom.runtime.types import CacheKind, Sequence
+
+
+def num_blocks_needed(kind: CacheKind, block_size: int, num_tokens: int, step: int = 1) -> int:
+    """Blocks that a sequence holds at most while it grows to `num_tokens`, `step` of them at a time."""
+    whole = -(-num_tokens // block_size)
+    if kind.window is None:
+        return whole
+    span = kind.window - 1 + step  # tokens that a step's queries see, wherever blocks begin
+    return min(whole, (span - 2) // block_size + 2 + 1)  # and the block that `commit` keeps for siblings
+
+
+def plan_memory(
+    kinds: SequenceOf[CacheKind],
+    block_size: int,
+    *,
+    memory_bytes: int | None = None,
+    num_blocks: int | None = None,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+) -> dict[str, int]:
+    """Blocks by cache kind, with block 0, of pools that take `memory_bytes` together or have `num_blocks` without it.
+
+    All kinds get equally many, but a window kind no more than `max_num_seqs` windows and a step can fill.
+    Raises CapacityError where `memory_bytes` do not hold one sequence of `max_model_len`.
+    """
+    step_blocks = -(-max_num_batched_tokens // block_size)
+    useful = {
+        kind.name: max_num_seqs * num_blocks_needed(kind, block_size, max_model_len) + step_blocks
+        for kind in kinds
+        if kind.window is not None
+    }
+
+    def equal(count: int) -> dict[str, int]:
+        return {kind.name: 1 + min(count, useful.get(kind.name, count)) for kind in kinds}
+
+    def alone(length: int) -> dict[str, int]:
+        step = min(length, max_num_batched_tokens)
+        return {kind.name: 1 + num_blocks_needed(kind, block_size, length, step) for kind in kinds}
+
+    def size(blocks: Mapping[str, int]) -> int:
+        return sum(blocks[kind.name] * block_size * kind.bytes_per_token for kind in kinds)
+
+    if num_blocks is not None:
+        return equal(num_blocks)
+    assert memory_bytes is not None, "plan_memory needs memory_bytes or num_blocks"
+    least = alone(max_model_len)
+    if size(least) > memory_bytes:
+        length = bisect_right(range(1, max_model_len), memory_bytes, key=lambda length: size(alone(length)))
+        raise CapacityError(
+            f"the KV of one sequence of max_model_len={max_model_len} takes {size(least)} bytes, kv_cache_memory has "
+            f"{memory_bytes}: raise kv_cache_memory to {size(least)}"
+            + (f" or lower max_model_len to {length}" if length else "")
+        )
+
+    def plan(count: int) -> dict[str, int]:
+        return {name: max(blocks, least[name]) for name, blocks in equal(count).items()}
+
+    counts = range(memory_bytes // (block_size * min(kind.bytes_per_token for kind in kinds)) + 1)
+    return plan(bisect_right(counts, memory_bytes, key=lambda count: size(plan(count))) - 1)
+
+
+class BlockPool:
+    """The blocks of one kind: held by tables, or free and blank, or free and cached until they are taken."""
+
+    def __init__(self, kind: CacheKind, num_blocks: int, prefixes: PrefixCache) -> None:
+        assert num_blocks > 1, f"{kind.name}: a pool needs a block beside block 0"
+        self.kind, self.name, self.window = kind, kind.name, kind.window
+        self.num_blocks = num_blocks
+        self.num_holders = [0] * num_blocks
+        self.prefix: list[Prefix | None] = [None] * num_blocks  # whose last tokens others find in the block
+        self.blank = list(range(num_blocks - 1, 0, -1))
+        self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._prefixes = prefixes
+
+    @property
+    def num_free(self) -> int:
+        return len(self.blank) + len(self.cached)
+
+    def take(self) -> int:
+        if self.blank:
+            block = self.blank.pop()
+        else:
+            block, _ = self.cached.popitem(last=False)
+            prefix, self.prefix[block] = self.prefix[block], None
+            assert prefix, "a cached block has a prefix"
+            self._prefixes.forget(prefix, self.name)
+        self.num_holders[block] = 1
+        return block
+
+    def share(self, block: int) -> int:
+        if not self.num_holders[block]:
+            del self.cached[block]
+        self.num_holders[block] += 1
+        return block
+
+    def release(self, block: int) -> None:
+        self.num_holders[block] -= 1
+        if self.num_holders[block]:
+            return
+        if self.prefix[block]:
+            self.cached[block] = None
+        else:
+            self.blank.append(block)
+
+    def publish(self, block: int, prefix: Prefix) -> None:
+        self.prefix[block] = prefix
+        prefix.blocks[self.name] = block
+
+    def first_seen(self, query: int, block_size: int) -> int:
+        """Index of the first block that a query at this position sees."""
+        return 0 if self.window is None else max(query - self.window + 1, 0) // block_size
+
+
+class KVCache:
+    """All pools of one model, the tables in `Sequence.blocks`, and the prefix cache."""
+
+    def __init__(
+        self,
+        kinds: SequenceOf[CacheKind],
+        num_blocks: Mapping[str, int],
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        salt: bytes = b"",
+    ) -> None:
+        """`num_blocks` counts block 0, where padding reads and writes. `salt`: what all KV here depends on."""
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.prefixes = PrefixCache()
+        self.pools = [BlockPool(kind, num_blocks[kind.name], self.prefixes) for kind in kinds]
+        self._full = [pool for pool in self.pools if pool.window is None]
+        self._windows = [pool for pool in self.pools if pool.window is not None]
+        self._salt = salt
+        self._published: dict[Sequence, tuple[Prefix, int]] = {}  # its last prefix in the tree, of so many blocks
+
+    @property
+    def num_free(self) -> dict[str, int]:
+        """Blocks by kind that no sequence holds."""
+        return {pool.name: pool.num_free for pool in self.pools}
+
+    @property
+    def usage(self) -> float:
+        """The share of blocks that sequences hold, in the fullest pool."""
+        return max(1 - pool.num_free / (pool.num_blocks - 1) for pool in self.pools)
+
+    def can_ever_fit(self, num_tokens: int) -> bool:
+        """Whether a sequence can have the KV of that many tokens when it is alone."""
+        needs = ((pool, num_blocks_needed(pool.kind, self.block_size, num_tokens)) for pool in self.pools)
+        return all(needed < pool.num_blocks for pool, needed in needs)
+
+    def match_prefix(self, sequence: Sequence) -> int:
+        """Gives the sequence the longest prefix that all kinds have, less than all its tokens; returns its tokens."""
+        if not self.enable_prefix_caching:
+            return 0
+        limit = (sequence.num_tokens - 1) // self.block_size
+        content, width = pack(sequence.tokens(0, limit * self.block_size)), self.block_size * TOKEN_BYTES
+        prefix = self.prefixes.find(None, self._salt + sequence.salt)
+        path: list[Prefix] = []
+        since = {pool.name: 0 for pool in self._windows}  # where the unbroken run of its blocks begins
+        num_hit = 0
+        for index in range(limit):
+            prefix = prefix and self.prefixes.find(prefix, content[index * width : (index + 1) * width])
+            if not prefix or any(pool.name not in prefix.blocks for pool in self._full):
+                break
+            path.append(prefix)
+            since = {name: first if name in prefix.blocks else index + 1 for name, first in since.items()}
+            query = (index + 1) * self.block_size
+            if all(since[pool.name] <= pool.first_seen(query, self.block_size) for pool in self._windows):
+                num_hit = index + 1
+        if num_hit:
+            tables = {pool.name: [prefix.blocks.get(pool.name, 0) for prefix in path] for pool in self.pools}
+            self._share(sequence, num_hit, tables)
+            self._set_published(sequence, path[num_hit - 1], num_hit)
+        return num_hit * self.block_size
+
+    def fork(self, parent: Sequence, child: Sequence) -> int:
+        """Gives the child the full blocks, less than all, of the prompt that its parent computed; returns their tokens.
+
+        0 where a window of the parent has moved past them, which it has not in the step after its prompt was computed.
+        """
+        num_shared = (len(parent.prompt) - 1) // self.block_size
+        query = num_shared * self.block_size
+        assert parent.num_computed >= query, f"{parent.id}: forked before its prompt was computed"
+        for pool in self._windows:
+            if not all(parent.blocks[pool.name][pool.first_seen(query, self.block_size) : num_shared]):
+                return 0
+        self._share(child, num_shared, parent.blocks)
+        return query
+
+    def allocate(self, sequence: Sequence, num_tokens: int, spare: int = 0) -> int:
+        """Makes room for positions up to `num_tokens`, leaving `spare` blocks in each pool; returns how far it reaches.
+
+        That is less than asked where a window pool is short, since a shorter step can run; and 0, with nothing taken,
+        where not one more token has room. A full kind takes room for all known tokens at once: a prompt that has begun
+        never waits for the rest.
+        """
+        known = max(num_tokens, sequence.num_tokens)
+        for pool in self.pools:
+            goal = known if pool.window is None else num_tokens
+            room = len(sequence.blocks.setdefault(pool.name, [])) * self.block_size
+            if room < goal:
+                room += max(pool.num_free - spare, 0) * self.block_size
+                if room < goal and pool.window is None:
+                    return 0
+                num_tokens = min(num_tokens, room)
+        if num_tokens <= sequence.num_computed:
+            return 0
+        for pool in self.pools:
+            goal = known if pool.window is None else num_tokens
+            table = sequence.blocks[pool.name]
+            while len(table) * self.block_size < goal:
+                table.append(pool.take())
+        return num_tokens
+
+    def commit(self, sequence: Sequence) -> None:
+        """Publishes the blocks that `num_computed` tokens fill and releases those that no later query sees."""
+        if self.enable_prefix_caching:
+            self._publish(sequence)
+        for pool in self._windows:
+            query = sequence.num_computed
+            if query == len(sequence.prompt):  # siblings begin at its last full block, in the next step
+                query = (query - 1) // self.block_size * self.block_size
+            table = sequence.blocks[pool.name]
+            index = pool.first_seen(query, self.block_size) - 1
+            while index >= 0 and table[index]:
+                pool.release(table[index])
+                table[index] = 0
+                index -= 1
+
+    def free(self, sequence: Sequence) -> None:
+        for pool in self.pools:
+            for block in reversed(sequence.blocks.get(pool.name, [])):  # what follows a prefix goes before it
+                if block:
+                    pool.release(block)
+        sequence.blocks = {}
+        if sequence in self._published:
+            self.prefixes.leave(self._published.pop(sequence)[0])
+
+    def _publish(self, sequence: Sequence) -> None:
+        prefix, index = self._published.get(sequence, (None, 0))
+        num_full = sequence.num_computed // self.block_size
+        if index >= num_full:
+            return
+        prefix = prefix or self.prefixes.extend(None, self._salt + sequence.salt)
+        if not prefix:
+            return
+        while index < num_full:
+            tokens = sequence.tokens(index * self.block_size, (index + 1) * self.block_size)
+            child = self.prefixes.extend(prefix, pack(tokens))
+            if not child:  # another prefix has its hash: tried again at the next commit
+                break
+            for pool in self.pools:
+                block = sequence.blocks[pool.name][index]
+                if block and pool.name not in child.blocks:
+                    pool.publish(block, child)
+            prefix, index = child, index + 1
+        self._set_published(sequence, prefix, index)
+
+    def _set_published(self, sequence: Sequence, prefix: Prefix, num_blocks: int) -> None:
+        prefix.num_users += 1
+        if sequence in self._published:
+            self.prefixes.leave(self._published[sequence][0])
+        self._published[sequence] = prefix, num_blocks
+
+    def _share(self, sequence: Sequence, num_blocks: int, tables: Mapping[str, list[int]]) -> None:
+        """The sequence begins with that many blocks of other tables: it takes those that its next query sees."""
+        for pool in self.pools:
+            first = pool.first_seen(num_blocks * self.block_size, self.block_size)
+            shared = [pool.share(block) for block in tables[pool.name][first:num_blocks]]
+            sequence.blocks[pool.name] = [0] * first + shared

@@ -1,0 +1,66 @@
+"""The verb `execute`: one rank's weights, caches and programs, and what a plan makes of them.
+
+    runner = Runner(graph, weights, num_blocks={"full": 1024}, block_size=16)
+    sampled = runner.execute(plan)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atom.graph import KV, TORCH_DTYPES, Graph, Recipe
+from atom.runtime.batch import build_inputs
+from atom.runtime.program import Executable
+from atom.runtime.sampler import prompt_logprobs, sample
+from atom.runtime.types import Logprobs, Plan, Row, Sampled
+
+HEAD_ROWS = 256  # logits that prompt_logprobs makes at a time
+
+
+class Runner:
+    def __init__(
+        self, graph: Graph, weights: Mapping[Recipe, Tensor], num_blocks: Mapping[str, int], block_size: int
+    ) -> None:
+        self.block_size = block_size
+        self.caches = {cache: _allocate(cache, num_blocks[cache.kind], block_size) for cache in graph.caches()}
+        self.body = Executable(graph.programs["body"], weights, self.caches)
+        self.head = Executable(graph.programs["head"], weights, self.caches)
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan) -> Sampled:
+        """Run the plan's tokens through the model and sample a token for each row that is to have one."""
+        hidden = self.body(build_inputs(plan, self.body.inputs, self.block_size))
+        ends = np.cumsum([row.num_tokens for row in plan.rows])
+        sampling = [(row.sequence, end - 1) for row, end in zip(plan.rows, ends.tolist(), strict=True) if row.samples]
+        scored = {
+            row.sequence.id: self._score_prompt(row, hidden[end - row.num_tokens : end])
+            for row, end in zip(plan.rows, ends.tolist(), strict=True)
+            if row.sequence.params.prompt_logprobs is not None and row.start < len(row.sequence.prompt)
+        }
+        if not sampling:
+            return Sampled([], [], scored)
+        rows = torch.tensor([last for _, last in sampling])
+        logits = self.head({"hidden": hidden.index_select(0, rows)})
+        return Sampled(*sample(logits, [sequence for sequence, _ in sampling]), scored)
+
+    def _score_prompt(self, row: Row, hidden: Tensor) -> list[Logprobs]:
+        """Log probabilities of the prompt's tokens that follow this row's positions."""
+        sequence = row.sequence
+        targets = sequence.prompt[row.start + 1 : row.start + 1 + row.num_tokens]
+        scored: list[Logprobs] = []
+        for start in range(0, len(targets), HEAD_ROWS):
+            part = targets[start : start + HEAD_ROWS]
+            logits = self.head({"hidden": hidden[start : start + len(part)]})
+            scored += prompt_logprobs(logits, part, sequence.params.prompt_logprobs or 0)
+        return scored
+
+
+def _allocate(cache: KV, num_blocks: int, block_size: int) -> Tensor:
+    """Zeros [num_blocks, block_size, *entry], whose pages the system gives when they are first written."""
+    nbytes = num_blocks * block_size * cache.type.num_bytes
+    shape = (num_blocks, block_size, *(int(dim) for dim in cache.type.shape))
+    return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(TORCH_DTYPES[cache.type.dtype]).view(shape)

@@ -1,0 +1,251 @@
+"""Which sequences run in the next step, and how many tokens of each: policy alone, no device and no tensors.
+
+    scheduler = Scheduler(cache, max_num_seqs=64, max_num_batched_tokens=8192, max_model_len=4096)
+    scheduler.add(sequence)
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        sampled = ...                                                # the step runs
+        ended = scheduler.commit(plan, sampled, lambda sequence: finish_reason(sequence, 4096))
+
+A plan names no token. Tokens are appended, blocks published and sequences ended at its commit, which may come late:
+sequences of a pending plan are left out of further ones, and keep their blocks till then even if they are aborted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from atom.errors import RequestError
+from atom.runtime.kv_cache import KVCache
+from atom.runtime.types import Plan, Row, Sampled, Sequence
+
+
+@dataclass
+class SchedulerStats:
+    """Counts since the start."""
+
+    num_steps: int = 0  # committed plans
+    num_chunks: int = 0  # rows that did not reach the end of their prompt
+    num_preemptions: int = 0
+    num_prefix_hit_tokens: int = 0  # that the prefix cache gave at admissions
+    num_forked_tokens: int = 0  # that siblings took over from their parent
+
+
+def finish_reason(sequence: Sequence, max_model_len: int) -> str | None:
+    """Whether the last token ends the answer: eos, stop_{id}, max_tokens, or None. Stop strings are the caller's."""
+    params, token = sequence.params, sequence.output[-1]
+    if len(sequence.output) >= params.min_tokens:
+        if token in sequence.stop_ids and not params.ignore_eos:
+            return "eos"
+        if params.stop_token_ids and token in params.stop_token_ids:
+            return f"stop_{token}"
+    if len(sequence.output) >= params.max_tokens or sequence.num_tokens >= max_model_len:
+        return "max_tokens"
+    return None
+
+
+class Scheduler:
+    """Continuous batching: decodes first, then prompts in chunks, first come first served; the last to come gives way.
+
+    The first of the running sequences can take the blocks of all others, and `add` refuses what does not fit alone: it
+    ends, and so does each in turn.
+    """
+
+    def __init__(self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+        assert max_num_seqs > 0 and max_num_batched_tokens > 0, "a step needs room for a sequence and a token"
+        self.cache = cache
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each decode gets its token in each step
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.stats = SchedulerStats()
+        self.sequences: dict[str, Sequence] = {}  # all that wait or run, by id
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[Sequence, None] = {}  # in the order of admission
+        self._in_flight: set[Sequence] = set()  # in a plan that is not committed
+        self._refused: Sequence | None = None  # found no room, and none has been given back since
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.sequences)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    def check(self, sequence: Sequence) -> None:
+        """Raises RequestError for what can never run."""
+        num_prompt = len(sequence.prompt)
+        if sequence.id in self.sequences:
+            raise RequestError(f"the id {sequence.id} is in use, choose another")
+        if not num_prompt:
+            raise RequestError("the prompt is empty, give at least one token")
+        if num_prompt >= self.max_model_len:
+            raise RequestError(
+                f"a prompt of {num_prompt} tokens leaves no room for an answer in max_model_len="
+                f"{self.max_model_len}, shorten it or raise max_model_len"
+            )
+        num_tokens = min(num_prompt + sequence.params.max_tokens, self.max_model_len)
+        if not self.cache.can_ever_fit(num_tokens - 1):  # the last token is never computed
+            raise RequestError(
+                f"prompt and max_tokens are {num_tokens} tokens, more than the whole KV cache holds, "
+                "shorten them or raise kv_cache_memory"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence; raises as `check` does, with nothing changed."""
+        self.check(sequence)
+        self.sequences[sequence.id] = sequence
+        self.waiting.append(sequence)
+
+    def abort(self, id: str) -> Sequence | None:
+        """Ends a sequence with reason abort, whatever step it is in; None where there is none of that id."""
+        sequence = self.sequences.get(id)
+        if sequence is None:
+            return None
+        if sequence not in self.running:
+            self.waiting.remove(sequence)
+        self._end(sequence, "abort")
+        return sequence
+
+    def schedule(self) -> Plan:
+        """The next step. It has no rows where there is no work, or none before a pending plan is committed."""
+        decodes: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self.running:
+            if sequence not in self._in_flight:
+                (decodes if sequence.num_tokens - sequence.num_computed == 1 else prompts).append(sequence)
+        planned: dict[Sequence, int] = {}
+        budget = self.max_num_batched_tokens
+        for sequence in decodes + prompts:
+            if not budget or sequence not in self.running:  # preempted by one before it
+                continue
+            while not (num_tokens := self._extend(sequence, budget)):
+                last = next(other for other in reversed(self.running) if other not in self._in_flight)
+                if last is sequence:
+                    break  # sits this step out and keeps what it has, until one before it needs that
+                budget += planned.pop(last, 0)
+                self._preempt(last)
+            if num_tokens:
+                planned[sequence] = num_tokens
+                budget -= num_tokens
+        self._admit(planned, budget)
+        self._in_flight.update(planned)
+        decode_rows: list[Row] = []
+        other_rows: list[Row] = []
+        for sequence, num_tokens in planned.items():
+            start = sequence.num_computed
+            samples = start + num_tokens == sequence.num_tokens
+            row = Row(sequence, start, num_tokens, samples)
+            (decode_rows if samples and num_tokens == 1 else other_rows).append(row)
+        return Plan(decode_rows + other_rows, len(decode_rows))
+
+    def commit(self, plan: Plan, sampled: Sampled, finish: Callable[[Sequence], str | None]) -> list[Sequence]:
+        """Takes in what a step gave and returns the sequences that it ended.
+
+        `finish` is called after each appended token and gives the reason to end there, or None. Sequences aborted since
+        the plan was made get no token.
+        """
+        self.stats.num_steps += 1
+        if len(plan.rows) > plan.num_decodes:  # prompts that moved on share more, and leave windows behind
+            self._refused = None
+        ended = []
+        answers = iter(zip(sampled.tokens, sampled.logprobs, strict=True))
+        for row in plan.rows:
+            sequence = row.sequence
+            self._in_flight.discard(sequence)
+            answer = next(answers) if row.samples else None
+            if sequence.finish_reason is not None:
+                self._release(sequence)
+                continue
+            sequence.num_computed = row.start + row.num_tokens
+            self.cache.commit(sequence)
+            if sequence.id in sampled.prompt_logprobs:
+                known = sequence.prompt_logprobs or [None]
+                sequence.prompt_logprobs = known[: row.start + 1] + list(sampled.prompt_logprobs[sequence.id])
+            if answer is None:
+                self.stats.num_chunks += 1
+                continue
+            token, logprobs = answer
+            sequence.output.append(token)
+            if logprobs is not None:
+                sequence.logprobs.append(logprobs)
+            reason = finish(sequence)
+            if reason is not None and sequence.finish_reason is None:  # finish may have aborted it
+                self._end(sequence, reason)
+                ended.append(sequence)
+        return ended
+
+    def _admit(self, planned: dict[Sequence, int], budget: int) -> None:
+        """Adds waiting sequences to the running ones and to the step."""
+        siblings = []
+        while self.waiting and budget and len(self.running) < self.max_num_seqs:
+            sequence = self.waiting.popleft()
+            if self._waits_for_parent(sequence):
+                siblings.append(sequence)
+                continue
+            num_tokens = 0 if sequence is self._refused else self._start(sequence, budget)
+            if not num_tokens:
+                self._refused = sequence
+                self.waiting.appendleft(sequence)
+                break
+            self.running[sequence] = None
+            planned[sequence] = num_tokens
+            budget -= num_tokens
+        self.waiting.extendleft(reversed(siblings))
+
+    def _waits_for_parent(self, sequence: Sequence) -> bool:
+        parent = sequence.parent
+        if parent not in self.running or sequence.params.prompt_logprobs is not None:
+            return False
+        return parent.num_computed < len(parent.prompt)
+
+    def _start(self, sequence: Sequence, budget: int) -> int:
+        """Takes what others have computed, and room for tokens after it; returns how many, 0 if it took nothing."""
+        num_cached = num_forked = 0
+        if sequence.params.prompt_logprobs is None:  # they need each position computed
+            num_cached = self.cache.match_prefix(sequence)
+            if not num_cached and sequence.parent in self.running:
+                num_forked = self.cache.fork(sequence.parent, sequence)
+        sequence.num_computed = num_cached + num_forked
+        # a spare block for each that runs: who is let in on the last blocks is preempted at once
+        num_tokens = self._extend(sequence, budget, spare=len(self.running))
+        if not num_tokens:
+            self.cache.free(sequence)
+            sequence.num_computed = 0
+            return 0
+        sequence.num_cached = min(num_cached, len(sequence.prompt))
+        self.stats.num_prefix_hit_tokens += num_cached
+        self.stats.num_forked_tokens += num_forked
+        return num_tokens
+
+    def _extend(self, sequence: Sequence, budget: int, spare: int = 0) -> int:
+        """Room for the sequence's next tokens, at most `budget`; returns how many have it."""
+        start = sequence.num_computed
+        stop = self.cache.allocate(sequence, min(start + budget, sequence.num_tokens), spare)
+        return max(stop - start, 0)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Its tokens stay, their KV is computed again."""
+        del self.running[sequence]
+        self._release(sequence)
+        sequence.num_computed = 0
+        self.waiting.appendleft(sequence)
+        self.stats.num_preemptions += 1
+
+    def _end(self, sequence: Sequence, reason: str) -> None:
+        sequence.finish_reason = reason
+        del self.sequences[sequence.id]
+        self.running.pop(sequence, None)
+        self._release(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Gives its blocks back, unless a pending plan names them: then that plan's commit does."""
+        if sequence not in self._in_flight:
+            self.cache.free(sequence)
+            self._refused = None

@@ -1,0 +1,116 @@
+"""The nouns that the runtime's layers hand each other; no torch.
+
+    sequence = Sequence("req-0", prompt=[1, 2, 3], params=SamplingParams(max_tokens=8))
+    plan = scheduler.schedule()              # which rows run, and how many tokens of each
+    pending = runner.execute(plan)           # on the device
+    finished = scheduler.commit(plan, sampled)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from atom.config import SamplingParams
+
+
+@dataclass(frozen=True)
+class CacheKind:
+    """What the layers of one kind keep for each token of a sequence."""
+
+    name: str  # "full", "window_4096"
+    bytes_per_token: int  # over all layers of this kind
+    window: int | None = None  # tokens that a query sees, itself included; None: all
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """One position: the chosen token's log probability and those of the most likely tokens, best first."""
+
+    token: int
+    logprob: float
+    rank: int  # 1: the most likely token
+    top: list[tuple[int, float]]
+
+
+@dataclass(eq=False)  # equal only to itself
+class Sequence:
+    """One prompt and its answer so far. The scheduler owns its progress, the KV cache its blocks."""
+
+    id: str  # unique in the engine
+    prompt: list[int]
+    params: SamplingParams
+    seed: int = 0
+    salt: bytes = b""  # separates prefix caches: what else the KV depends on
+    request_id: str = ""  # shared by the n sequences of one request
+    index: int = 0  # among them
+    parent: Sequence | None = None  # the sibling whose prompt blocks this one shares, once they are computed
+    stop_ids: frozenset[int] = frozenset()  # eos tokens
+    arrival: float = field(default_factory=time.perf_counter)  # seconds
+
+    output: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
+    num_computed: int = 0  # tokens whose KV is in the cache
+    num_cached: int = 0  # prompt tokens that the prefix cache gave at the last admission
+    blocks: dict[str, list[int]] = field(default_factory=dict)  # cache kind -> block numbers, in order; 0 is no block
+    finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | abort | error
+    text: str | None = None  # the answer, once finished; None without a tokenizer
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + len(self.output)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids at positions start to stop, over prompt and output."""
+        num_prompt = len(self.prompt)
+        return self.prompt[start:stop] + self.output[max(start - num_prompt, 0) : max(stop - num_prompt, 0)]
+
+
+class Row(NamedTuple):
+    """A sequence's share of a step: positions start to start + num_tokens."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool  # these are the last known tokens: a new one comes of them
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step. Rows of one token that sample come first (decodes), then the others (prefill chunks)."""
+
+    rows: list[Row]
+    num_decodes: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step gave, in the order of the plan's rows that sample."""
+
+    tokens: list[int]
+    logprobs: list[Logprobs | None]
+    prompt_logprobs: dict[str, list[Logprobs]] = field(default_factory=dict)  # sequence id -> for positions start + 1 …
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What a stream callback gets, once for every token that completes text and once at the end."""
+
+    request_id: str
+    index: int
+    text: str | None  # new text since the last one; None without a tokenizer
+    token_ids: list[int]  # new tokens since the last one
+    finish_reason: str | None
+    finished: bool
+
+
+StreamCallback = Callable[[RequestOutput], Any]

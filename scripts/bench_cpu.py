@@ -1,0 +1,140 @@
+"""Decode tokens/s of the embedded model, bf16, greedy, 64 tokens in and 128 out, and the start-up time; see scripts/bench-cpu."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
+
+import atom
+from atom import LLMEngine, SamplingParams
+from atom.checkpoint import SilentProgress
+from atom.config import load
+from atom.graph import TORCH_DTYPES
+from atom.llm import open_for
+
+NUM_IN, NUM_OUT = 64, 128
+
+
+def reference() -> Any:
+    """transformers' model with the same tensors, in bf16."""
+    config = load([])
+    checkpoint = open_for(config, SilentProgress())
+    model = LlamaForCausalLM(LlamaConfig(**config.hf)).to(torch.bfloat16).eval()
+    state = {
+        name: torch.frombuffer(bytearray(checkpoint.read(name)), dtype=TORCH_DTYPES[stored.dtype]).view(stored.shape)
+        for name, stored in checkpoint.tensors.items()
+    }
+    missing, surplus = model.load_state_dict(state, strict=False)
+    assert not surplus and missing in ([], ["lm_head.weight"]), (missing, surplus)
+    return model
+
+
+class Clock(StoppingCriteria):
+    """Takes the time of each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def time_reference(model: Any, prompts: list[list[int]]) -> float:
+    clock = Clock()
+    ids = torch.tensor(prompts)
+    with torch.inference_mode():
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_OUT,
+            min_new_tokens=NUM_OUT,
+            do_sample=False,
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+    return len(prompts) * (NUM_OUT - 1) / (clock.times[-1] - clock.times[0])
+
+
+def time_ours(engine: LLMEngine, prompts: list[list[int]]) -> float:
+    started = time.perf_counter()
+    answers = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NUM_OUT, ignore_eos=True))
+    seconds = time.perf_counter() - started - max(answer["ttft"] for answer in answers)
+    assert all(answer["num_tokens_output"] == NUM_OUT for answer in answers)
+    return len(prompts) * (NUM_OUT - 1) / seconds
+
+
+def time_start() -> float:
+    """Seconds from exec to the first token on stdout, page cache warm."""
+    command = [os.path.join(os.path.dirname(sys.executable), "atom-run"), "job=generate", "sampling.temperature=0",
+               'prompts=["What is the capital of France?"]', "job.chat=true"]  # fmt: skip
+    started = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        first = os.read(process.stdout.fileno(), 1)
+        seconds = time.perf_counter() - started
+        process.stdout.read()
+    assert first and process.returncode == 0
+    return seconds
+
+
+def read_rate() -> float:
+    """Bytes a second that this machine reads from memory, best of 5."""
+    data = torch.ones(1 << 26)
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        data.sum()
+        best = min(best, time.perf_counter() - started)
+    return data.nbytes / best
+
+
+def alternate(runs: int, *timed: Callable[[], float]) -> list[float]:
+    """The median of each, run in turns, after one round that does not count."""
+    rounds = [[one() for one in timed] for _ in range(runs + 1)][1:]
+    return [statistics.median(column) for column in zip(*rounds, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    engine, model = LLMEngine(), reference()
+    generator = torch.Generator().manual_seed(0)
+    result: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__, "atom": atom.__version__,
+                              "cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}  # fmt: skip
+    rate = read_rate()
+    weights = sum(tensor.nbytes for tensor in model.parameters())
+    result["read_GB_s"] = rate / 1e9
+    for num_requests in (1, 16):
+        prompts = torch.randint(100, 40000, (num_requests, NUM_IN), generator=generator).tolist()
+        ours, theirs = alternate(
+            options.runs, lambda p=prompts: time_ours(engine, p), lambda p=prompts: time_reference(model, p)
+        )
+        limit = rate / weights * num_requests
+        result[f"decode_{num_requests}"] = {"atom": ours, "transformers": theirs, "ratio": ours / theirs, "share_of_read_limit": ours / limit}
+    engine.close()
+    result["start_to_first_token_s"] = statistics.median(time_start() for _ in range(options.runs))
+    if options.json:
+        print(json.dumps(result))
+        return
+    for name, value in result.items():
+        shown = {key: round(number, 3) for key, number in value.items()} if isinstance(value, dict) else value
+        print(f"{name:<24}{shown if not isinstance(shown, float) else round(shown, 3)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,446 @@
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from atom.checkpoint import StoredTensor, open_checkpoint
+from atom.checkpoint.base import normalize_rope
+from atom.checkpoint.gguf_reader import PLAIN, GGUFTensor, dequantize
+from atom.errors import CheckpointError, UnsupportedError
+
+Type = gguf.GGMLQuantizationType
+HIDDEN, HEADS, KV_HEADS, WIDTH, VOCAB = 64, 4, 2, 96, 40
+SIZES = {
+    "block_count": 2,
+    "context_length": 128,
+    "embedding_length": HIDDEN,
+    "feed_forward_length": WIDTH,
+    "attention.head_count": HEADS,
+    "attention.head_count_kv": KV_HEADS,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "rope.freq_base": 10000.0,
+}
+
+
+def write(
+    path: Path,
+    tensors: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]],
+    *,
+    sizes: Mapping[str, Any] = SIZES,
+    metadata: Mapping[str, Any] = {},
+) -> Path:
+    """tensors: name -> fp32 numbers and the type to store them in; sizes: keys below `tiny.`; metadata: other keys."""
+    writer = gguf.GGUFWriter(path, "tiny")
+    for key, value in {**{f"tiny.{key}": value for key, value in sizes.items()}, **metadata}.items():
+        add(writer, key, value)
+    for name, (array, kind) in tensors.items():
+        writer.add_tensor(name, gguf.quants.quantize(array.astype(np.float32), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds.get(type(value), writer.add_array)(key, value)
+
+
+def random(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def layer_tensors(
+    kind: gguf.GGMLQuantizationType = Type.F32,
+) -> dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]:
+    kv = HIDDEN // HEADS * KV_HEADS
+    shapes = {
+        "attn_q": (HIDDEN, HIDDEN),
+        "attn_k": (kv, HIDDEN),
+        "attn_v": (kv, HIDDEN),
+        "attn_output": (HIDDEN, HIDDEN),
+    }
+    shapes |= {"ffn_gate": (WIDTH, HIDDEN), "ffn_up": (WIDTH, HIDDEN), "ffn_down": (HIDDEN, WIDTH)}
+    tensors = {"token_embd.weight": (random(VOCAB, HIDDEN), kind), "output_norm.weight": (random(HIDDEN), Type.F32)}
+    for layer in range(2):
+        for seed, (name, shape) in enumerate(shapes.items()):
+            tensors[f"blk.{layer}.{name}.weight"] = random(*shape, seed=100 * layer + seed), kind
+        for name in ("attn_norm", "ffn_norm"):
+            tensors[f"blk.{layer}.{name}.weight"] = random(HIDDEN), Type.F32
+    return tensors
+
+
+HUB_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "blk.1.attn_norm": "model.layers.1.input_layernorm",
+    "blk.1.attn_q": "model.layers.1.self_attn.q_proj",
+    "blk.1.attn_k": "model.layers.1.self_attn.k_proj",
+    "blk.1.attn_v": "model.layers.1.self_attn.v_proj",
+    "blk.1.attn_output": "model.layers.1.self_attn.o_proj",
+    "blk.1.attn_q_norm": "model.layers.1.self_attn.q_norm",
+    "blk.1.attn_k_norm": "model.layers.1.self_attn.k_norm",
+    "blk.1.ffn_norm": "model.layers.1.post_attention_layernorm",
+    "blk.1.ffn_gate": "model.layers.1.mlp.gate_proj",
+    "blk.1.ffn_up": "model.layers.1.mlp.up_proj",
+    "blk.1.ffn_down": "model.layers.1.mlp.down_proj",
+}
+
+
+def as_array(view: memoryview, dtype: Any = np.float32) -> np.ndarray:
+    return np.frombuffer(view, dtype)
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_1, Type.Q8_0, Type.Q4_0, Type.Q5_1], ids=lambda kind: kind.name)
+def test_quantized_tensors_read_as_the_gguf_package_dequantizes_them(tmp_path: Path, kind: Any) -> None:
+    path = write(tmp_path / "tiny.gguf", layer_tensors(kind))
+    checkpoint = open_checkpoint(str(path))
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for ours, name in [("self_attn.q_proj", "attn_q"), ("mlp.down_proj", "ffn_down")]:
+        tensor = theirs[f"blk.1.{name}.weight"]
+        expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+        stored = checkpoint.tensors[f"model.layers.1.{ours}.weight"]
+        assert stored == StoredTensor("fp32", expected.shape)
+        assert np.array_equal(as_array(checkpoint.read(f"model.layers.1.{ours}.weight")), expected.reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(Type.F32, "fp32"), (Type.F16, "fp16"), (Type.BF16, "bf16")], ids=lambda value: str(value)
+)
+def test_plain_types_are_read_in_place(tmp_path: Path, kind: Any, dtype: str) -> None:
+    path = write(tmp_path / "tiny.gguf", layer_tensors(kind))
+    checkpoint = open_checkpoint(str(path))
+    view = checkpoint.read("model.embed_tokens.weight")
+    assert checkpoint.tensors["model.embed_tokens.weight"].dtype == dtype and view.readonly
+    assert bytes(view) == gguf.quants.quantize(layer_tensors()["token_embd.weight"][0], kind).tobytes()
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in gguf.GGML_QUANT_SIZES if kind not in PLAIN], ids=lambda kind: kind.name
+)
+def test_every_block_format_equals_the_gguf_package_bit_by_bit(kind: Any) -> None:
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    blocks = np.random.default_rng(0).integers(0, 256, (33, size), np.uint8)
+    with np.errstate(all="ignore"):
+        try:
+            expected = gguf.quants.dequantize(blocks, kind).reshape(-1)
+        except NotImplementedError:
+            pytest.skip("the gguf package cannot dequantize it")
+        ours = dequantize(GGUFTensor(kind, (), memoryview(blocks.tobytes())))
+    assert np.array_equal(ours, expected, equal_nan=True)
+
+
+def permute(weights: np.ndarray, heads: int) -> np.ndarray:
+    """How llama.cpp's convert_hf_to_gguf.py stores rotary rows in pairs."""
+    halves = weights.reshape(heads, 2, weights.shape[0] // heads // 2, *weights.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weights.shape)
+
+
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.BF16, Type.F32], ids=lambda kind: kind.name)
+def test_interleaved_rows_come_back_in_the_order_of_the_hub(tmp_path: Path, kind: Any) -> None:
+    tensors = layer_tensors(kind)
+    bias = random(HIDDEN, seed=9)
+    stored = {
+        **tensors,
+        "blk.0.attn_q.weight": (permute(tensors["blk.0.attn_q.weight"][0], HEADS), kind),
+        "blk.0.attn_k.weight": (permute(tensors["blk.0.attn_k.weight"][0], KV_HEADS), kind),
+        "blk.0.attn_q.bias": (permute(bias, HEADS), Type.F32),
+    }
+    path = write(tmp_path / "tiny.gguf", stored)
+    straight = open_checkpoint(str(write(tmp_path / "straight.gguf", tensors)))
+    checkpoint = open_checkpoint(str(path), interleaved={"q_proj": HEADS, "k_proj": KV_HEADS})
+    for name in ("q_proj", "k_proj", "v_proj"):
+        name = f"model.layers.0.self_attn.{name}.weight"
+        assert bytes(checkpoint.read(name)) == bytes(straight.read(name))
+    assert np.array_equal(as_array(checkpoint.read("model.layers.0.self_attn.q_proj.bias")), bias)
+
+
+def test_rows_that_do_not_divide_into_pairs_of_heads_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf", layer_tensors())
+    with pytest.raises(CheckpointError, match=r"the 64 rows of \S+q_proj\.weight are no pairs in 7 heads"):
+        open_checkpoint(str(path), interleaved={"q_proj": 7})
+
+
+def test_tensors_come_under_their_usual_names_and_strangers_keep_theirs(tmp_path: Path) -> None:
+    names = [*HUB_NAMES, "blk.0.post_ffw_norm", "rope_factors_long"]
+    path = write(tmp_path / "tiny.gguf", {f"{name}.weight": (random(32), Type.F32) for name in names})
+    expected = {f"{HUB_NAMES.get(name, name)}.weight" for name in names}
+    assert open_checkpoint(str(path)).tensors.keys() == expected
+
+
+def test_usual_names_are_among_those_that_the_gguf_package_maps_there() -> None:
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 2)
+    assert {known.get_name(ours): ours for ours in HUB_NAMES.values()} == HUB_NAMES
+
+
+def test_the_config_says_what_the_metadata_says(tmp_path: Path) -> None:
+    tokens = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 7}
+    sizes = {**SIZES, "attention.key_length": 32, "attention.sliding_window": 16}
+    checkpoint = open_checkpoint(str(write(tmp_path / "tiny.gguf", layer_tensors(), sizes=sizes, metadata=tokens)))
+    assert checkpoint.config == {
+        "gguf_architecture": "tiny",
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "max_position_embeddings": 128,
+        "sliding_window": 16,
+        "vocab_size": 40,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    assert checkpoint.generation_config == {"eos_token_id": [2, 7]}
+
+
+def test_ties_and_biases_are_seen_in_the_tensors(tmp_path: Path) -> None:
+    names = ["output.weight", "blk.0.attn_output.bias", "blk.0.ffn_down.bias"]
+    path = write(tmp_path / "tiny.gguf", {**layer_tensors(), **{name: (random(32), Type.F32) for name in names}})
+    config = open_checkpoint(str(path)).config
+    assert (config["tie_word_embeddings"], config["attention_bias"], config["mlp_bias"]) == (False, True, True)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"rope.scaling.type": "none"}, {"rope_type": "default"}),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}, {"rope_type": "default"}),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope.dimension_count": 4}, {"rope_type": "default", "partial_rotary_factor": 0.25}),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
+            | {"rope.scaling.yarn_beta_fast": 16.0, "rope.scaling.attn_factor": 1.0, "rope.scaling.finetuned": True},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 16.0},
+        ),
+    ],
+)
+def test_rope_takes_the_form_of_the_hub(tmp_path: Path, keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    path = write(tmp_path / "tiny.gguf", layer_tensors(), sizes={**SIZES, **keys})
+    assert open_checkpoint(str(path)).config["rope_parameters"] == {"rope_theta": 10000.0, **expected}
+
+
+def test_a_table_of_rope_factors_is_config_and_no_tensor(tmp_path: Path) -> None:
+    factors = np.array([1, 1, 1.5, 8], np.float32)
+    checkpoint = open_checkpoint(str(write(tmp_path / "tiny.gguf", {"rope_freqs.weight": (factors, Type.F32)})))
+    rope = checkpoint.config["rope_parameters"]
+    assert rope == {"rope_type": "factors", "rope_theta": 10000.0, "factors": [1.0, 1.0, 1.5, 8.0]}
+    assert dict(checkpoint.tensors) == {}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rope.scaling.type": "longrope"}, "rope.scaling.type 'longrope' is not supported"),
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_log_multiplier": 0.1},
+            "rope.scaling.type 'yarn' with yarn_log_multiplier is not supported",
+        ),
+        ({"attention.head_count": [4, 2]}, "attention.head_count differs from layer to layer"),
+    ],
+)
+def test_what_the_config_cannot_say_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "tiny.gguf", layer_tensors(), sizes={**SIZES, **keys})
+    with pytest.raises(UnsupportedError, match=message):
+        open_checkpoint(str(path))
+
+
+def test_one_number_a_layer_is_one_number_where_they_agree(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf", layer_tensors(), sizes={**SIZES, "attention.head_count_kv": [2, 2]})
+    assert open_checkpoint(str(path)).config["num_key_value_heads"] == 2
+
+
+@pytest.mark.parametrize(
+    ("sizes", "metadata", "message"),
+    [
+        ({"block_count": "two"}, {}, "block_count is 'two', not a whole number"),
+        ({"block_count": 2.5}, {}, "block_count is 2.5, not a whole number"),
+        ({"rope.freq_base": "big"}, {}, "rope.freq_base is 'big', not a number"),
+        ({}, {"tokenizer.ggml.eos_token_id": "end"}, "eos_token_id is 'end', not a whole number"),
+        ({}, {"general.alignment": "wide"}, "general.alignment is 'wide'"),
+    ],
+)
+def test_metadata_of_the_wrong_type_is_refused(
+    tmp_path: Path, sizes: dict[str, Any], metadata: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    sizes = {f"tiny.{key}": value for key, value in sizes.items()}
+    path.write_bytes(header(metadata={"general.architecture": "tiny", **sizes, **metadata}))
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(str(path))
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def header(
+    *,
+    magic: bytes = b"GGUF",
+    version: int = 3,
+    num_tensors: int | None = None,
+    num_values: int | None = None,
+    metadata: dict[str, Any] | None = None,
+    tensors: list[tuple[str, list[int], int, int]] | None = None,
+) -> bytes:
+    """A header written by hand, so that it can be wrong."""
+    metadata = {"general.architecture": "tiny"} if metadata is None else metadata
+    tensors = tensors or []
+    out = magic + struct.pack("<I", version)
+    out += struct.pack("<Q", len(tensors) if num_tensors is None else num_tensors)
+    out += struct.pack("<Q", len(metadata) if num_values is None else num_values)
+    for key, value in metadata.items():
+        out += text(key)
+        if isinstance(value, bytes):
+            out += value
+        elif isinstance(value, str):
+            out += struct.pack("<I", 8) + text(value)
+        else:
+            out += struct.pack("<If", 6, value) if isinstance(value, float) else struct.pack("<II", 4, value)
+    for name, dims, kind, offset in tensors:
+        out += text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
+    return out + bytes(-len(out) % 32)
+
+
+HUGE = (1 << 64) - 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b"GG", "is cut short or damaged"),
+        (header(magic=b"GGML"), "is no GGUF file"),
+        (header(num_values=HUGE), "is cut short or damaged"),
+        (header(num_tensors=HUGE), "is cut short or damaged"),
+        (header(metadata={"k": struct.pack("<IQ", 8, HUGE)}), "is cut short or damaged: a string ends at byte"),
+        (header(metadata={"k": struct.pack("<IIQ", 9, 8, HUGE)}), "is cut short or damaged"),
+        (header(metadata={"k": struct.pack("<IIQ", 9, 4, HUGE)}), "is cut short or damaged: a value ends at byte"),
+        (header(metadata={"k": struct.pack("<IIQ", 9, 9, 1)}), "a value of the unknown type 9"),
+        (header(metadata={"k": struct.pack("<I", 77)}), "a value of the unknown type 77"),
+        (header(metadata={"k": struct.pack("<IQ", 8, 1) + b"\xff"}), "is cut short or damaged: 'utf-8' codec"),
+        (header(tensors=[("w", [4], 0, 0)]), "is cut short: w ends at byte"),
+        (header(tensors=[("w", [4], 0, HUGE)]), "is cut short: w ends at byte"),
+        (header(tensors=[("w", [HUGE, HUGE], 0, 0)]), "is cut short: w ends at byte"),
+        (header(tensors=[("w", [1 << 32] * 4, 0, 0)]), "is cut short: w ends at byte"),
+        (header(tensors=[("w", [1] * 5, 0, 0)]), "tensor w has 5 dimensions"),
+        (header(tensors=[("w", [0], 0, 0)]), "tensor w is there twice or has impossible dimensions"),
+        (header(tensors=[("w", [], 0, 0)]), "tensor w is there twice or has impossible dimensions"),
+        (header(tensors=[("w", [20], 8, 0)]), "tensor w is there twice or has impossible dimensions"),
+        (header(tensors=[("w", [1], 0, 0)] * 2) + bytes(64), "tensor w is there twice"),
+        (
+            header(tensors=[("output.weight", [1], 0, 0), ("lm_head.weight", [1], 0, 0)]) + bytes(64),
+            "two tensors of one name on the hub",
+        ),
+    ],
+)
+def test_a_damaged_or_malicious_file_is_one_line(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        open_checkpoint(str(path))
+    assert "bad.gguf" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (header(version=1), "is GGUF version 1"),
+        (header(version=0x03000000), "or big-endian"),
+        (header(tensors=[("w", [32], 99, 0)]), "tensor w has the unknown type 99"),
+        (header(tensors=[("w", [32], int(Type.Q8_1), 0)]) + bytes(64), "tensor w has the type Q8_1, which is not read"),
+        (header(metadata={"split.count": 3}), "is one of 3 parts; merge them"),
+    ],
+)
+def test_what_is_not_read_here_says_so(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "odd.gguf"
+    path.write_bytes(content)
+    with pytest.raises(UnsupportedError, match=message):
+        open_checkpoint(str(path))
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "tiny.gguf", layer_tensors(Type.Q8_0), metadata={"tokenizer.ggml.tokens": ["a", "b"]})
+    whole = path.read_bytes()
+    for length in range(0, len(whole) - 64, 997):  # the last tensor is padded
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError):
+            open_checkpoint(str(path))
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, 1500), byte=st.integers(0, 255))
+def test_a_flipped_header_byte_never_ends_in_another_error(tmp_path: Path, position: int, byte: int) -> None:
+    path = tmp_path / "tiny.gguf"
+    if not path.exists():
+        write(path, layer_tensors(Type.Q8_0), metadata={"tokenizer.ggml.tokens": ["a", "b"]})
+    damaged = bytearray(path.read_bytes())
+    damaged[position] = byte
+    flipped = tmp_path / "flipped.gguf"
+    flipped.write_bytes(damaged)
+    try:
+        checkpoint = open_checkpoint(str(flipped), interleaved={"q_proj": HEADS})
+        for name in checkpoint.tensors:
+            checkpoint.read(name)
+        checkpoint.tokenizer()
+    except (CheckpointError, UnsupportedError) as error:
+        assert "flipped.gguf" in str(error)
+
+
+def test_closing_keeps_bytes_that_were_read(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(str(write(tmp_path / "tiny.gguf", layer_tensors())))
+    view = checkpoint.read("model.norm.weight")
+    checkpoint.close()
+    assert np.array_equal(as_array(view), layer_tensors()["output_norm.weight"][0])
+    with pytest.raises(CheckpointError, match=r"has no tensor model\.norm\.weight"):
+        checkpoint.read("model.norm.weight")
+
+
+def test_two_threads_read_what_one_reads(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(
+        str(write(tmp_path / "tiny.gguf", layer_tensors(Type.Q4_1))), interleaved={"q_proj": 4}
+    )
+    names = list(checkpoint.tensors) * 5
+    with ThreadPoolExecutor(2) as pool:
+        assert [bytes(view) for view in pool.map(checkpoint.read, names)] == [bytes(checkpoint.read(n)) for n in names]
+
+
+def test_the_embedded_checkpoint_reads_as_the_gguf_package_reads_it(embedded_gguf: Path) -> None:
+    checkpoint = open_checkpoint(str(embedded_gguf), interleaved={"q_proj": 9, "k_proj": 3})
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(embedded_gguf).tensors}
+    assert len(checkpoint.tensors) == len(theirs) == 272
+    for ours, name, heads in [
+        ("model.embed_tokens.weight", "token_embd.weight", None),
+        ("model.layers.29.mlp.down_proj.weight", "blk.29.ffn_down.weight", None),
+        ("model.layers.3.self_attn.k_proj.weight", "blk.3.attn_k.weight", 3),
+        ("model.norm.weight", "output_norm.weight", None),
+    ]:
+        expected = gguf.dequantize(theirs[name].data, theirs[name].tensor_type)
+        found = as_array(checkpoint.read(ours)).reshape(expected.shape)
+        assert np.array_equal(permute(found, heads) if heads else found, expected)
+
+
+def test_the_config_shipped_for_the_embedded_checkpoint_agrees_with_its_metadata(embedded_gguf: Path) -> None:
+    ours = open_checkpoint(str(embedded_gguf)).config
+    shipped = json.loads((Path(__file__).parents[2] / "conf/model/smollm2.json").read_text())
+    assert normalize_rope(shipped)["rope_parameters"] == ours.pop("rope_parameters")
+    same = ours.keys() & shipped.keys()
+    assert len(same) >= 12 and {key: ours[key] for key in same} == {key: shipped[key] for key in same}

@@ -1,0 +1,33 @@
+"""Every variant's semantic text, run by the reference interpreter, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from law import assert_same_logits
+
+from atom import weights
+from atom.checkpoint import SilentProgress, open_checkpoint
+from atom.compiler import semantic_graph
+from atom.config import load
+from atom.graph import interpret, ops, verify
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_the_semantic_text_gives_the_logits_of_transformers(name: str, checkpoints: Callable[[str], Path], references: Any):
+    config = load([f"checkpoint={checkpoints(name)}", "dtype=fp32"])
+    graph = semantic_graph(config)
+    verify(graph, ops.SEMANTIC)
+    checkpoint = open_checkpoint(str(checkpoints(name)))
+    weights.check(graph, checkpoint.tensors, config.model.ignore)
+    tensors = weights.load(graph.recipes(), checkpoint, SilentProgress())
+    tokens = torch.tensor(tiny.prompt(70))
+    hidden = interpret(graph, "body", {"tokens": tokens, "positions": torch.arange(70)}, tensors.__getitem__)
+    logits = interpret(graph, "head", {"hidden": hidden}, tensors.__getitem__)
+    assert_same_logits(logits, references(name)(tokens.unsqueeze(0)).logits[0])

@@ -1,0 +1,27 @@
+"""What the pass tests share: texts in, texts out, and equal numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from atom.graph import TORCH_DTYPES, Cat, Graph, Recipe, W, interpret, parse, show
+
+Rewrite = object
+
+
+def text_of(graph: Graph) -> str:
+    """The text without comments."""
+    return "\n".join(line.split("    #")[0] for line in show(graph).splitlines())
+
+
+def random_weight(recipe: Recipe) -> torch.Tensor:
+    """A tensor that depends on the stored names alone, so that fused and separate weights agree."""
+    if isinstance(recipe, Cat):
+        return torch.cat([random_weight(part) for part in recipe.parts], recipe.dim)
+    assert isinstance(recipe, W)
+    generator = torch.Generator().manual_seed(sum(map(ord, recipe.name)))
+    return torch.randn(recipe.type.shape, generator=generator, dtype=torch.float32).to(TORCH_DTYPES[recipe.type.dtype])
+
+
+def run(text: str, **inputs: torch.Tensor) -> torch.Tensor:
+    return interpret(parse(text), "f", inputs, random_weight)

@@ -1,0 +1,121 @@
+"""Each fusion: the text before and after, what it leaves alone, and equal numbers on the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases import run, text_of
+
+from atom.graph import Graph, parse
+from atom.passes.fuse_gate_up import fuse_gate_up
+from atom.passes.fuse_norm_residual import fuse_norm_residual
+from atom.passes.fuse_qkv import fuse_qkv
+
+QKV = """\
+def f(h: fp32[T, 8]):
+    q = linear(h, W("q", fp32[8, 8]))
+    k = linear(h, W("k", fp32[4, 8]))
+    v = linear(h, W("v", fp32[4, 8]))
+    q_1 = split_heads(q, heads=2)
+    k_1 = split_heads(k, heads=1)
+    v_1 = split_heads(v, heads=1)
+    q_2 = rms_norm(q_1, W("q_norm", fp32[4]), eps=1e-06)
+    a = attention(q_2, k_1, v_1, KV("0", fp32[2, 1, 4]), scale=0.5)
+    return a"""
+
+QKV_FUSED = """\
+def f(h: fp32[T, 8]):
+    qkv = linear(h, cat([W("q", fp32[8, 8]), W("k", fp32[4, 8]), W("v", fp32[4, 8])]))
+    q, k, v = split(qkv, sizes=[8, 4, 4])
+    q_1 = split_heads(q, heads=2)
+    k_1 = split_heads(k, heads=1)
+    v_1 = split_heads(v, heads=1)
+    q_2 = rms_norm(q_1, W("q_norm", fp32[4]), eps=1e-06)
+    a = attention(q_2, k_1, v_1, KV("0", fp32[2, 1, 4]), scale=0.5)
+    return a"""
+
+GATE_UP = """\
+def f(h: fp32[T, 8]):
+    gate = linear(h, W("g", fp32[6, 8]), W("g.b", fp32[6]))
+    up = linear(h, W("u", fp32[6, 8]), W("u.b", fp32[6]))
+    active = activate(gate, kind="silu")
+    m = mul(active, up)
+    return m"""
+
+GATE_UP_FUSED = """\
+def f(h: fp32[T, 8]):
+    gate_up = linear(h, cat([W("g", fp32[6, 8]), W("u", fp32[6, 8])]), cat([W("g.b", fp32[6]), W("u.b", fp32[6])]))
+    m = gated_activate(gate_up, kind="silu")
+    return m"""
+
+NORM = """\
+def f(h: fp32[T, 8]):
+    x = add(h, h)
+    n = rms_norm(x, W("w", fp32[8]), eps=1e-06)
+    y = add(n, x)
+    return y"""
+
+NORM_FUSED = """\
+def f(h: fp32[T, 8]):
+    n, x = add_rms_norm(h, h, W("w", fp32[8]), eps=1e-06)
+    y = add(n, x)
+    return y"""
+
+CASES = [(fuse_qkv, QKV, QKV_FUSED), (fuse_gate_up, GATE_UP, GATE_UP_FUSED), (fuse_norm_residual, NORM, NORM_FUSED)]
+
+
+@pytest.mark.parametrize(("fuse", "before", "after"), CASES)
+def test_the_text_before_becomes_the_text_after(fuse: Callable[[Graph], Graph], before: str, after: str):
+    graph = fuse(parse(before))
+    assert text_of(graph).strip() == after
+    assert graph.num_rewrites == 1
+
+
+@pytest.mark.parametrize(("fuse", "before", "after"), CASES)
+def test_the_numbers_stay(fuse: Callable[[Graph], Graph], before: str, after: str):
+    h = torch.randn(5, 8)
+    torch.testing.assert_close(run(after, h=h), run(before, h=h))
+
+
+@pytest.mark.parametrize(("fuse", "before", "after"), CASES)
+def test_a_second_run_changes_nothing(fuse: Callable[[Graph], Graph], before: str, after: str):
+    graph = fuse(parse(after))
+    assert text_of(graph).strip() == after
+    assert graph.num_rewrites == 0
+
+
+@pytest.mark.parametrize(
+    ("fuse", "text"),
+    [
+        (fuse_qkv, QKV.replace("k = linear(h, ", "g = add(h, h)\n    k = linear(g, ")),  # not the same input
+        (fuse_qkv, QKV.replace('W("k", fp32[4, 8])', 'W("k", fp32[4, 8]), W("k.b", fp32[4])')),  # one bias
+        (fuse_qkv, QKV.replace('W("v", fp32[4, 8])', 'W("v", fp32[4, 8], fmt="int8")')),  # another stored format
+        (fuse_qkv, QKV.replace('    v = linear(h, W("v", fp32[4, 8]))\n', "").replace("split_heads(v,", "split_heads(k,")),  # k is v
+        (fuse_gate_up, GATE_UP.replace("up = linear(h, ", "g = add(h, h)\n    up = linear(g, ")),
+        (fuse_gate_up, GATE_UP.replace(', W("u.b", fp32[6])', "")),
+        (fuse_gate_up, GATE_UP.replace('W("u", fp32[6, 8])', 'W("u", fp32[6, 8], fmt="int8")')),
+        (fuse_gate_up, GATE_UP.replace("mul(active, up)", "mul(active, active)")),
+        (fuse_gate_up, GATE_UP.replace("mul(active, up)", "mul(gate, up)")),
+        (fuse_norm_residual, NORM.replace("x = add(", "x = mul(")),
+    ],
+)
+def test_it_declines(fuse: Callable[[Graph], Graph], text: str):
+    before = parse(text)
+    expected = text_of(before)
+    graph = fuse(before)
+    assert text_of(graph) == expected
+    assert graph.num_rewrites == 0
+
+
+def test_a_gate_that_is_read_elsewhere_stays_for_its_reader():
+    graph = fuse_gate_up(parse(GATE_UP.replace("return m", "n = mul(m, gate)\n    return n")))
+    assert 'gate = linear(h, W("g", fp32[6, 8]), W("g.b", fp32[6]))' in text_of(graph)
+
+
+def test_the_sum_before_a_norm_keeps_its_other_readers_in_order():
+    text = NORM.replace("    n =", "    z = mul(x, h)\n    n =")
+    fused = text_of(fuse_norm_residual(parse(text)))
+    h = torch.randn(3, 8)
+    torch.testing.assert_close(run(fused, h=h), run(text, h=h))

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+from cases import text_of
+
+from atom.errors import PassError
+from atom.graph import Graph, ops, parse, show
+from atom.kernels import Target
+from atom.passes import PassReport, lower, pipeline
+from atom.passes.lower_attention import lower_attention
+from atom.passes.select_kernels import select_kernels
+
+BEFORE = """\
+def body(q: fp32[T, 2, 4], k: fp32[T, 1, 4], v: fp32[T, 1, 4], cos: fp32[T, 2], sin: fp32[T, 2]):
+    q_1 = rms_norm(q, W("q_norm", fp32[4]), eps=1e-06)
+    k_1 = rms_norm(k, W("k_norm", fp32[4]), eps=1e-06)
+    q_2 = rope(q_1, cos, sin)
+    k_2 = rope(k_1, cos, sin)
+    a = attention(q_2, k_2, v, KV("0", fp32[2, 1, 4], window=3), scale=0.5, window=3)
+    return a"""
+
+LAYOUT = "slots_window_3: i64[T], table_window_3: i32[S, M], starts: i32[S1], lengths: i32[S], num_decodes: i64"
+
+AFTER = f"""\
+def body(q: fp32[T, 2, 4], k: fp32[T, 1, 4], v: fp32[T, 1, 4], cos: fp32[T, 2], sin: fp32[T, 2], {LAYOUT}):
+    q_3 = norm_rope_write(q, k, v, cos, sin, W("q_norm", fp32[4]), W("k_norm", fp32[4]), KV("0", fp32[2, 1, 4], window=3), slots_window_3, eps=1e-06)
+    a = paged_attention(q_3, KV("0", fp32[2, 1, 4], window=3), table_window_3, starts, lengths, num_decodes, scale=0.5, window=3)
+    return a"""
+
+
+def test_norm_rope_and_write_become_one_op():
+    assert text_of(lower_attention(parse(BEFORE))).strip() == AFTER
+
+
+def test_a_rope_that_only_q_has_stays():
+    lowered = text_of(lower_attention(parse(BEFORE.replace("k_2 = rope(k_1, cos, sin)", "k_2 = add(k_1, k_1)"))))
+    assert "q_2 = rope(q_1, cos, sin)" in lowered
+    assert "norm_rope_write(q_2, k_2, v, None, None, None, None," in lowered
+
+
+def test_norms_of_different_eps_stay():
+    lowered = text_of(lower_attention(parse(BEFORE.replace('W("k_norm", fp32[4]), eps=1e-06', 'W("k_norm", fp32[4]), eps=1e-05'))))
+    assert "norm_rope_write(q_1, k_1, v, cos, sin, None, None," in lowered
+
+
+def test_a_graph_without_attention_is_left_alone():
+    text = "def f(x: fp32[T, 8]):\n    y = add(x, x)\n    return y\n"
+    graph = lower_attention(parse(text))
+    assert text_of(graph).strip() == text.strip()
+    assert graph.num_rewrites == 0
+
+
+def test_the_reference_takes_every_call_at_level_0():
+    graph = select_kernels(parse(AFTER), Target("cpu"), ("reference",))
+    assert {node.meta["kernel"] for node in graph.program("body").nodes} == {"reference"}
+    assert show(parse(show(graph))) == show(graph)
+
+
+def test_a_refusal_is_written_with_its_reason():
+    graph = select_kernels(parse(AFTER), Target("nowhere"), ("torch", "reference"))
+    (call,) = graph.find(ops.paged_attention)
+    assert call.meta["kernel"] == "reference"
+    assert [note for note in call.meta["notes"] if note.startswith("torch: ")]
+    assert f"; {call.meta['notes'][0]}" in show(graph)
+
+
+def test_the_runner_reports_each_pass_in_order():
+    reports: list[PassReport] = []
+    lower(parse(BEFORE), 1, Target("cpu"), reports.append)
+    assert [report.name for report in reports] == [rewrite.__name__ for rewrite, _, _ in pipeline.PIPELINE]
+    assert [report.num_changes for report in reports if report.name == "lower_attention"] == [1]
+
+
+def test_level_0_only_lowers():
+    reports: list[PassReport] = []
+    lower(parse(BEFORE), 0, Target("cpu"), reports.append)
+    assert [report.name for report in reports] == ["lower_attention", "select_kernels"]
+
+
+def test_a_pass_that_breaks_the_graph_is_named_with_those_before_it(monkeypatch: pytest.MonkeyPatch):
+    def break_it(graph: Graph) -> Graph:
+        (attention,) = graph.find(ops.attention)
+        attention.meta["type"] = None
+        return graph
+
+    monkeypatch.setattr(pipeline, "PIPELINE", (pipeline.PIPELINE[0], (break_it, 0, ops.SEMANTIC)))
+    with pytest.raises(PassError, match=r"^break_it \(after fuse_qkv\): body: a is .*; its text: /.*atom-break_it-.*\.py$"):
+        lower(parse(BEFORE), 1, Target("cpu"))

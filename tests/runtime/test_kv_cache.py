@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence as SequenceOf
+
+import pytest
+
+from atom.config import SamplingParams
+from atom.errors import CapacityError
+from atom.runtime import prefix_cache
+from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
+from atom.runtime.types import CacheKind, Sequence
+
+FULL = CacheKind("full", bytes_per_token=10)
+WINDOW = CacheKind("window", bytes_per_token=10, window=5)
+counter = itertools.count()
+
+
+def make(tokens: SequenceOf[int], salt: bytes = b"") -> Sequence:
+    return Sequence(str(next(counter)), list(tokens), SamplingParams(), salt=salt)
+
+
+def make_cache(*kinds: CacheKind, num_blocks: int = 20, prefix: bool = True, salt: bytes = b"") -> KVCache:
+    sizes = {kind.name: num_blocks for kind in kinds or (FULL,)}
+    return KVCache(kinds or (FULL,), sizes, 4, enable_prefix_caching=prefix, salt=salt)
+
+
+def compute(cache: KVCache, sequence: Sequence, num_tokens: int | None = None) -> Sequence:
+    """A step that computes the sequence up to num_tokens, or all of it."""
+    stop = sequence.num_tokens if num_tokens is None else num_tokens
+    assert cache.allocate(sequence, stop) == stop
+    sequence.num_computed = stop
+    cache.commit(sequence)
+    return sequence
+
+
+def start(cache: KVCache, sequence: Sequence) -> int:
+    sequence.num_computed = cache.match_prefix(sequence)
+    return sequence.num_computed
+
+
+def test_a_prompt_hits_the_full_blocks_of_one_before_it() -> None:
+    cache = make_cache()
+    first = compute(cache, make(range(10)))
+    second = make([*range(10), 77])
+    assert start(cache, second) == 8
+    assert second.blocks["full"] == first.blocks["full"][:2]
+    compute(cache, second)
+    assert second.blocks["full"][2] != first.blocks["full"][2]
+
+
+def test_a_hit_leaves_a_token_to_compute() -> None:
+    cache = make_cache()
+    compute(cache, make(range(8)))
+    assert start(cache, make(range(8))) == 4
+    assert start(cache, make(range(9))) == 8
+
+
+def test_another_past_or_salt_is_no_hit() -> None:
+    cache = make_cache()
+    compute(cache, make([1, 1, 1, 1, 2, 2, 2, 2], salt=b"a"))
+    assert start(cache, make([3, 3, 3, 3, 2, 2, 2, 2, 9], salt=b"a")) == 0
+    assert start(cache, make([1, 1, 1, 1, 2, 2, 2, 2, 9], salt=b"b")) == 0
+    assert start(cache, make([1, 1, 1, 1, 2, 2, 2, 2, 9], salt=b"a")) == 8
+
+
+def test_blocks_filled_by_decode_are_hits_and_partly_filled_ones_never() -> None:
+    cache = make_cache()
+    sequence = compute(cache, make(range(6)))
+    for token in (6, 7, 8):
+        sequence.output.append(token)
+        compute(cache, sequence)
+    cache.free(sequence)
+    assert start(cache, make(range(20))) == 8
+
+
+def test_blocks_survive_their_sequence_until_the_least_recently_used_is_taken() -> None:
+    cache = make_cache(num_blocks=1 + 4)
+    for tokens in ([1] * 4, [2] * 4, [3] * 4):
+        cache.free(compute(cache, make(tokens)))
+    again = make([1] * 5)  # touches the oldest
+    assert start(cache, again) == 4
+    cache.free(again)
+    compute(cache, make([4] * 8))  # takes the blank block and the oldest, now that of the 2s
+    assert [start(cache, make([token] * 5)) for token in (1, 2, 3)] == [4, 0, 4]
+
+
+def test_a_held_block_is_never_taken() -> None:
+    cache = make_cache(num_blocks=1 + 3)
+    held = compute(cache, make([1] * 8))
+    other = make([2] * 8)
+    assert cache.allocate(other, 8) == 0
+    assert cache.num_free == {"full": 1}
+    cache.free(held)
+    assert cache.allocate(other, 8) == 8
+
+
+def test_the_end_of_a_prefix_is_taken_before_its_beginning() -> None:
+    cache = make_cache(num_blocks=1 + 3)
+    cache.free(compute(cache, make(range(12))))
+    compute(cache, make([9] * 4))
+    assert start(cache, make(range(13))) == 8
+
+
+def test_a_prefix_computed_again_joins_what_follows_it() -> None:
+    cache = make_cache(num_blocks=1 + 6)
+    first = compute(cache, make(range(4)))
+    second = compute(cache, make(range(8)))  # its first block is a copy, its second one follows the first's
+    cache.free(first)
+    third = compute(cache, make([9] * 16))  # takes the published one
+    cache.free(third)
+    cache.free(second)
+    cache.free(compute(cache, make(range(4))))
+    assert start(cache, make(range(9))) == 8
+
+
+@pytest.mark.parametrize(
+    "weak_hash",
+    [lambda parent, content: 7, lambda parent, content: sum(content), lambda parent, content: sum(content) // 4 % 3],
+    ids=["constant", "no parent", "few"],
+)
+def test_a_collision_never_gives_a_wrong_hit(
+    weak_hash: Callable[[int, bytes], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_cache, "chain_hash", weak_hash)
+    cache = make_cache(num_blocks=300)
+    blocks = [[a] * 4 for a in (1, 2, 3, 4)]
+    content: dict[int, list[int]] = {}  # block -> all tokens up to its end
+    num_hits = 0
+    for parts in itertools.product(blocks, repeat=3):
+        sequence = make([*sum(parts, []), 9])
+        hit = start(cache, sequence)
+        for index, block in enumerate(sequence.blocks.get("full", [])):
+            assert content[block] == sequence.prompt[: 4 * index + 4]
+        compute(cache, sequence)
+        for index, block in enumerate(sequence.blocks["full"][hit // 4 : 3], hit // 4):
+            content[block] = sequence.prompt[: 4 * index + 4]
+        num_hits += hit > 0
+    assert (num_hits > 0) == (weak_hash(0, b"") != 7)
+
+
+def test_all_is_forgotten_once_it_is_overwritten() -> None:
+    cache = make_cache(num_blocks=1 + 4)
+    for token in range(50):
+        cache.free(compute(cache, make([token] * 15, salt=bytes([token % 3]))))
+    assert len(cache.prefixes.by_hash) <= 4 + 2  # a node for each block and one for each salt that they have
+    cache.free(compute(cache, make([1, 2, 3])))
+    assert cache.num_free == {"full": 4}
+
+
+def test_without_prefix_caching_nothing_is_published_and_siblings_still_share() -> None:
+    cache = make_cache(prefix=False)
+    parent = compute(cache, make(range(10)))
+    assert start(cache, make(range(20))) == 0
+    child = make(range(10))
+    child.num_computed = cache.fork(parent, child)
+    assert child.num_computed == 8
+    compute(cache, child)
+    assert child.blocks["full"][:2] == parent.blocks["full"][:2]
+    assert child.blocks["full"][2] != parent.blocks["full"][2]
+    cache.free(parent)
+    assert cache.num_free == {"full": 19 - 3}
+    cache.free(child)
+    assert cache.num_free == {"full": 19}
+
+
+def test_a_sibling_computes_at_least_the_last_token_of_the_prompt() -> None:
+    cache = make_cache()
+    parent, child = compute(cache, make(range(8))), make(range(8))
+    assert cache.fork(parent, child) == 4
+    parent, child = compute(cache, make([5])), make([5])
+    assert cache.fork(parent, child) == 0
+
+
+@pytest.mark.parametrize("num_prompt", range(1, 14))
+def test_a_window_still_has_what_siblings_need_in_the_step_after_the_prompt(num_prompt: int) -> None:
+    cache = make_cache(FULL, WINDOW, prefix=False)
+    parent, child = compute(cache, make(range(num_prompt))), make(range(num_prompt))
+    shared = cache.fork(parent, child)
+    assert shared == (num_prompt - 1) // 4 * 4
+    first = max(shared - 5 + 1, 0) // 4  # of the blocks that position `shared` sees
+    assert child.blocks["window"] == [0] * first + parent.blocks["window"][first : shared // 4]
+    assert all(child.blocks["window"][first:])
+
+
+def test_a_sibling_starts_alone_where_the_window_has_moved_on() -> None:
+    cache = make_cache(FULL, WINDOW, prefix=False)
+    parent, child = compute(cache, make(range(10))), make(range(10))
+    for token in range(8):
+        parent.output.append(token)
+        compute(cache, parent)
+    assert cache.fork(parent, child) == 0
+    assert not child.blocks
+
+
+def test_a_window_pool_does_not_grow_with_the_context() -> None:
+    cache = make_cache(WINDOW, num_blocks=1 + 4)
+    assert cache.can_ever_fit(10**6)
+    sequence = compute(cache, make(range(8)))
+    for token in range(200):
+        sequence.output.append(token)
+        compute(cache, sequence)
+        table = sequence.blocks["window"]
+        num_tokens = sequence.num_tokens
+        seen = range(max(num_tokens - 4, 0) // 4, len(table))  # by the query at num_tokens
+        assert [index for index, block in enumerate(table) if block] == list(seen)
+
+
+@pytest.mark.parametrize("window", range(1, 12))
+@pytest.mark.parametrize("step", [1, 2, 3, 7])
+def test_no_sequence_holds_more_blocks_than_it_is_said_to_need(window: int, step: int) -> None:
+    kind = CacheKind("window", 1, window)
+    most = 0
+    for num_prompt in range(1, 30):
+        cache = KVCache([kind], {"window": 50}, 4, enable_prefix_caching=False)
+        sequence = make(range(40))
+        sequence.prompt, sequence.output = sequence.prompt[:num_prompt], sequence.prompt[num_prompt:]
+        for stop in [*range(num_prompt % step, 40, step), 40]:
+            if stop > sequence.num_computed:
+                assert cache.allocate(sequence, stop) == stop
+                most = max(most, 49 - cache.num_free["window"])
+                sequence.num_computed = stop
+                cache.commit(sequence)
+    assert most == num_blocks_needed(kind, 4, 40, step) or most == num_blocks_needed(kind, 4, 40, step) - 1
+
+
+def test_a_hit_needs_each_block_of_the_window_before_it_and_no_other() -> None:
+    cache = make_cache(FULL, WINDOW, num_blocks=30)
+    cache.free(compute(cache, make(range(24))))
+    pool = cache.pools[1]
+    prefix = cache.prefixes.find(None, b"")
+    path = []
+    for index in range(6):
+        prefix = cache.prefixes.find(prefix, prefix_cache.pack(range(4 * index, 4 * index + 4)))
+        assert prefix
+        path.append(prefix)
+
+    def lose(index: int) -> None:  # as if its block of the window had been taken
+        block = path[index].blocks["window"]
+        del pool.cached[block]
+        pool.prefix[block] = None
+        cache.prefixes.forget(path[index], "window")
+        pool.blank.append(block)
+
+    lose(0)
+    probe = make([*range(24), 9])
+    assert start(cache, probe) == 24
+    assert probe.blocks["window"] == [0] * 5 + [path[5].blocks["window"]]  # position 24 sees 20 to 24
+    assert all(probe.blocks["full"])
+    cache.free(probe)
+    lose(5)
+    assert start(cache, probe := make([*range(24), 9])) == 20
+    cache.free(probe)
+    lose(3)
+    assert start(cache, probe := make([*range(24), 9])) == 20  # position 20 sees 16 to 20
+    cache.free(probe)
+    lose(4)
+    assert start(cache, probe := make([*range(24), 9])) == 12
+    cache.free(probe)
+    lose(1)
+    lose(2)
+    assert start(cache, make([*range(24), 9])) == 0
+
+
+def test_a_block_outside_the_window_is_never_published() -> None:
+    cache = make_cache(FULL, WINDOW)
+    first = compute(cache, make(range(12)))
+    cache.free(first)
+    pool = cache.pools[1]
+    held = [pool.take() for _ in range(pool.num_free)]  # the prefixes keep their blocks of the full kind alone
+    for block in held:
+        pool.release(block)
+    sequence = make(range(12))
+    assert start(cache, sequence) == 0
+    sequence.blocks = {"full": [cache.pools[0].take() for _ in range(3)], "window": [0, pool.take(), pool.take()]}
+    sequence.num_computed = 12
+    cache.commit(sequence)
+    assert pool.prefix[0] is None
+    assert pool.prefix[sequence.blocks["window"][2]]
+
+
+def test_room_is_refused_without_a_change() -> None:
+    cache = make_cache(FULL, WINDOW, num_blocks=1 + 4)
+    holder = compute(cache, make(range(7)))
+    sequence = make(range(12))
+    assert cache.allocate(sequence, 4) == 0  # all known tokens need 3 blocks of the full kind
+    assert cache.num_free == {"full": 2, "window": 2}
+    assert not any(sequence.blocks.values())
+    sequence = make(range(8))
+    assert cache.allocate(sequence, 8, spare=1) == 0
+    assert cache.allocate(sequence, 8) == 8
+    cache.free(holder)
+    cache.free(sequence)
+    assert cache.num_free == {"full": 4, "window": 4}
+    assert cache.usage == 0
+
+
+def test_a_window_pool_that_is_short_makes_the_step_shorter() -> None:
+    cache = KVCache([FULL, WINDOW], {"full": 20, "window": 1 + 4}, 4, enable_prefix_caching=True)
+    sequence = make(range(40))
+    assert cache.can_ever_fit(40)
+    stops = []
+    while sequence.num_computed < 40:
+        stop = cache.allocate(sequence, 40)
+        assert stop > sequence.num_computed
+        stops.append(stop)
+        sequence.num_computed = stop
+        cache.commit(sequence)
+    assert stops == [16, 28, 40]  # 4 blocks, then 3 beside the one in the window
+
+
+def test_what_fits_alone_is_known_before() -> None:
+    cache = make_cache(num_blocks=1 + 5)
+    assert cache.can_ever_fit(20)
+    assert not cache.can_ever_fit(21)
+
+
+def plan(kinds: SequenceOf[CacheKind], *, max_num_seqs: int = 8, **limits: int) -> dict[str, int]:
+    return plan_memory(kinds, 4, max_model_len=100, max_num_seqs=max_num_seqs, max_num_batched_tokens=40, **limits)
+
+
+def test_full_kinds_share_the_memory() -> None:
+    assert plan([FULL], memory_bytes=40 * 101) == {"full": 101}
+    assert plan([FULL, CacheKind("big", 30)], memory_bytes=160 * 50 + 159) == {"full": 50, "big": 50}
+
+
+def test_a_window_kind_gets_what_it_can_use_and_full_kinds_the_rest() -> None:
+    window = CacheKind("window", 30, window=9)
+    blocks = plan([FULL, window], memory_bytes=40_000)
+    most = 8 * (num_blocks_needed(window, 4, 100)) + 10  # 8 sequences, and 40 tokens of a step
+    assert blocks == {"full": 1000 - 3 * (most + 1), "window": most + 1}
+    assert plan([FULL, window], num_blocks=500) == {"full": 501, "window": most + 1}
+    small = plan([FULL, window], memory_bytes=160 * 26)
+    assert small == {"full": 26, "window": 26}
+
+
+def test_the_least_memory_holds_one_sequence_of_max_model_len() -> None:
+    window = CacheKind("window", 30, window=9)
+    with pytest.raises(CapacityError) as error:
+        plan([FULL, window], memory_bytes=2000)
+    assert plan([FULL, window], memory_bytes=2840) == {"full": 26, "window": 15}
+    assert str(error.value) == (
+        "the KV of one sequence of max_model_len=100 takes 2840 bytes, kv_cache_memory has 2000: "
+        "raise kv_cache_memory to 2840 or lower max_model_len to 44"
+    )
+
+
+def test_memory_too_small_for_any_sequence_names_the_knob_alone() -> None:
+    with pytest.raises(CapacityError, match=r"raise kv_cache_memory to 1040$"):
+        plan([FULL], memory_bytes=79)

@@ -1,0 +1,37 @@
+"""The texts of a 2-layer version of each model file, as they were when somebody last looked at them.
+
+`scripts/test --update-golden` writes them anew; look at the diff before it is committed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+
+from atom.compiler import compile_graph, semantic_graph
+from atom.config import load
+from atom.graph import show
+
+GOLDEN = Path(__file__).parent / "golden"
+MODEL_FILES = sorted(path.stem for path in (GOLDEN.parents[1] / "conf" / "model").glob("*.yaml"))
+ABSTRACT = {"auto", "decoder"}  # what the others start from
+
+
+@pytest.mark.parametrize("stage", ["semantic", "level_0", "level_1"])
+@pytest.mark.parametrize("name", [name for name in MODEL_FILES if name not in ABSTRACT])
+def test_the_text_is_the_golden_one(name: str, stage: str, tmp_path: Path, request: pytest.FixtureRequest):
+    overrides = [f"model={name}", "model.layers=2"]
+    if name in tiny.VARIANTS:
+        (tmp_path / "config.json").write_text(json.dumps(tiny.config(name).to_dict()))
+        overrides += [f"checkpoint={tmp_path}", "dtype=bf16"]
+    if stage == "semantic":
+        text = show(semantic_graph(load(overrides)))
+    else:
+        text = show(compile_graph(load([*overrides, f"level={stage[-1]}"])))
+    golden = GOLDEN / f"{name}.{stage}.py"
+    if request.config.getoption("--update-golden"):
+        golden.write_text(text)
+    assert text == golden.read_text()

@@ -1,0 +1,266 @@
+"""The whole way, from a checkpoint's folder to tokens, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from law import assert_same_logits, assert_same_tokens
+
+from atom import LLMEngine, SamplingParams
+from atom.errors import EngineDeadError, RequestError
+from atom.runtime.batch import build_inputs
+from atom.runtime.types import RequestOutput, Sequence
+
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+EVENTFUL = ["llama", "llama_odd_heads", "qwen2_window", "qwen3_window", "mistral_window"]
+
+Open = Callable[..., LLMEngine]
+
+
+@pytest.fixture
+def open_engine(checkpoints: Callable[[str], Path]) -> Iterator[Open]:
+    """Engines on tiny variants in float32, with a small KV pool; closed behind the test."""
+    opened: list[LLMEngine] = []
+
+    def open(name: str, **fields: Any) -> LLMEngine:
+        pool = {} if "num_kvcache_blocks" in fields else {"kv_cache_memory": 1 << 22}
+        opened.append(LLMEngine(model=str(checkpoints(name)), dtype="fp32", **pool, **fields))
+        return opened[-1]
+
+    yield open
+    for engine in opened:
+        engine.close()
+
+
+def logits_of(engine: LLMEngine, tokens: list[int]) -> torch.Tensor:
+    """[T, V] at every position, by the engine's own steps."""
+    inner = engine._engine
+    sequence = Sequence("probe", tokens, SamplingParams(max_tokens=1))
+    inner.scheduler.add(sequence)
+    parts = []
+    while not sequence.finish_reason:
+        plan = inner.scheduler.schedule()
+        with torch.inference_mode():
+            parts.append(inner.runner.head({"hidden": inner.runner.body(build_inputs(plan, inner.runner.body.inputs, inner.runner.block_size))}))
+        inner.scheduler.commit(plan, inner.runner.execute(plan), lambda _: "max_tokens")
+    return torch.cat(parts)
+
+
+def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model: Any) -> None:
+    for answer, prompt in zip(answers, prompts, strict=True):
+        expected, logits = tiny.greedy(model, prompt, len(answer["token_ids"]))
+        assert_same_tokens(answer["token_ids"], expected, logits)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_logits_at_every_position_and_64_greedy_tokens(name: str, level: int, open_engine: Open, references: Any):
+    engine, model = open_engine(name, level=level, max_num_batched_tokens=64), references(name)
+    tokens = tiny.prompt(100)
+    with torch.inference_mode():
+        assert_same_logits(logits_of(engine, tokens), model(torch.tensor([tokens])).logits[0])
+    assert engine.metrics.scheduler.num_chunks > 0
+    prompt = tiny.prompt(40, seed=1)
+    assert_greedy(engine.generate([prompt], GREEDY), [prompt], model)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("name", EVENTFUL)
+def test_a_batch_of_odd_lengths_gives_each_its_own_tokens(name: str, level: int, open_engine: Open, references: Any):
+    prompts = [tiny.prompt(length, seed=length) for length in (1, 15, 16, 17, 2, 48, 33)]
+    engine = open_engine(name, level=level)
+    assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
+    assert engine.metrics.scheduler.num_steps < 2 * GREEDY.max_tokens, "they ran together"
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("name", EVENTFUL)
+def test_chunks_mixed_with_decodes_change_nothing(name: str, level: int, open_engine: Open, references: Any):
+    prompts = [tiny.prompt(length, seed=length) for length in (3, 61, 20, 50)]
+    engine = open_engine(name, level=level, max_num_batched_tokens=7, block_size=3)
+    assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
+    assert engine.metrics.scheduler.num_chunks > 10
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("name", EVENTFUL)
+def test_prefix_hits_change_nothing(name: str, level: int, open_engine: Open, references: Any):
+    engine = open_engine(name, level=level, enable_prefix_caching=True, block_size=4)
+    shared = tiny.prompt(37)
+    prompts = [shared, shared + tiny.prompt(9, seed=1), shared[:20] + tiny.prompt(30, seed=2), shared]
+    for prompt in prompts:
+        assert_greedy(engine.generate([prompt], GREEDY), [prompt], references(name))
+    assert engine.metrics.scheduler.num_prefix_hit_tokens >= 36 + 20 + 36
+
+
+def test_an_answer_is_a_prefix_for_the_next_turn(open_engine: Open, references: Any):
+    engine = open_engine("llama", enable_prefix_caching=True, block_size=4)
+    first = tiny.prompt(10)
+    (answer,) = engine.generate([first], GREEDY)
+    second = first + answer["token_ids"] + tiny.prompt(5, seed=3)
+    assert_greedy(engine.generate([second], GREEDY), [second], references("llama"))
+    assert engine.metrics.scheduler.num_prefix_hit_tokens >= 72, "blocks that decoding filled were found"
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("name", EVENTFUL)
+def test_preemption_changes_nothing(name: str, level: int, open_engine: Open, references: Any):
+    prompts = [tiny.prompt(length, seed=length) for length in (30, 25, 41)]
+    engine = open_engine(name, level=level, num_kvcache_blocks=27, block_size=4, max_model_len=106)
+    assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
+    if "window" not in name:
+        assert engine.metrics.scheduler.num_preemptions > 0
+
+
+def test_every_option_that_groups_tokens_gives_the_same_text_of_the_same_seed(open_engine: Open):
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=32, ignore_eos=True)
+    prompts = [tiny.prompt(length, seed=length) for length in (9, 30)]
+    alone = open_engine("llama")
+    expected = [alone.generate([prompt], params)[0]["token_ids"] for prompt in prompts]
+    together = open_engine("llama", max_num_batched_tokens=8, num_kvcache_blocks=18, block_size=4, max_model_len=64)
+    answers = together.generate(prompts, params)
+    assert [answer["token_ids"] for answer in answers] == expected
+    assert together.metrics.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_siblings_share_the_prompt_and_differ_in_their_seeds(open_engine: Open, prefix_caching: bool):
+    engine = open_engine("llama", enable_prefix_caching=prefix_caching, block_size=4)
+    params = SamplingParams(temperature=1.0, seed=11, n=3, max_tokens=12, ignore_eos=True)
+    prompts = [tiny.prompt(18), tiny.prompt(3)]
+    answers = engine.generate(prompts, params)
+    assert [answer["index"] for answer in answers] == [0, 1, 2, 0, 1, 2]
+    assert len({tuple(answer["token_ids"]) for answer in answers[:3]}) == 3
+    assert engine.metrics.scheduler.num_forked_tokens == 2 * 16
+    lone = open_engine("llama").generate([prompts[0]], SamplingParams(temperature=1.0, seed=13, max_tokens=12, ignore_eos=True))
+    assert lone[0]["token_ids"] == answers[2]["token_ids"], "sibling i is the request of seed + i"
+
+
+def test_stop_tokens_and_lengths_end_an_answer(open_engine: Open):
+    engine = open_engine("llama")
+    prompt = tiny.prompt(20)
+    (free,) = engine.generate([prompt], GREEDY)
+    third = free["token_ids"][2]
+    assert third not in free["token_ids"][:2]
+    (stopped,) = engine.generate([prompt], SamplingParams(temperature=0, stop_token_ids=[third]))
+    assert (stopped["finish_reason"], stopped["token_ids"]) == (f"stop_{third}", free["token_ids"][:3])
+    (later,) = engine.generate([prompt], SamplingParams(temperature=0, stop_token_ids=[third], min_tokens=5, max_tokens=9))
+    assert len(later["token_ids"]) >= 5
+    assert free["finish_reason"] == "max_tokens"
+    assert free["text"] is None, "the checkpoint has no tokenizer"
+    (longest,) = engine.generate([tiny.prompt(250)], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    assert (longest["num_tokens_output"], longest["finish_reason"]) == (6, "max_tokens"), "max_model_len is 256"
+
+
+def test_the_times_of_an_answer_add_up(open_engine: Open):
+    (answer,) = open_engine("llama").generate([tiny.prompt(5)], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    assert (answer["num_tokens_input"], answer["num_tokens_output"]) == (5, 9)
+    assert 0 < answer["ttft"] < answer["latency"]
+    assert answer["ttft"] + 8 * answer["tpot"] == pytest.approx(answer["latency"])
+
+
+def test_logprobs_are_those_of_the_reference(open_engine: Open, references: Any):
+    prompt = tiny.prompt(30)
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+    (answer,) = open_engine("llama", max_num_batched_tokens=8).generate([prompt], params)
+    tokens = prompt + answer["token_ids"]
+    with torch.inference_mode():
+        expected = references("llama")(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    assert answer["prompt_logprobs"][0] is None, "nothing comes before the first token"
+    assert len(answer["prompt_logprobs"]) == len(prompt)
+    for place, told in enumerate([*answer["prompt_logprobs"][1:], *answer["logprobs"]]):
+        best = expected[place].topk(len(told.top))
+        assert told.token == tokens[place + 1]
+        assert told.logprob == pytest.approx(expected[place, told.token].item(), abs=1e-3)
+        assert [token for token, _ in told.top] == best.indices.tolist()
+        assert [logprob for _, logprob in told.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+        assert told.rank == 1 + (expected[place] > expected[place, told.token]).sum()
+
+
+def test_requests_come_and_go_while_others_run(open_engine: Open):
+    engine = open_engine("llama")
+    seen: list[RequestOutput] = []
+    prompts = [tiny.prompt(8, seed=seed) for seed in range(3)]
+    expected = [engine.generate([prompt], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))[0]["token_ids"] for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    first, second = engine.add_request(prompts[:2], params, seen.append)
+    ended = [*engine.step(), *engine.step()]
+    (third,) = engine.add_request(prompts[2:], params, seen.append)
+    engine.abort(second)
+    while not engine.is_finished():
+        ended += engine.step()
+    reasons = {sequence.request_id: sequence.finish_reason for sequence in ended}
+    assert reasons == {first: "max_tokens", second: "abort", third: "max_tokens"}
+    streamed = {id: [token for output in seen if output.request_id == id for token in output.token_ids] for id in reasons}
+    assert streamed[first] == expected[0] and streamed[third] == expected[2]
+    assert streamed[second] == expected[1][:2]
+    assert [output.finish_reason for output in seen if output.finished and output.request_id == second] == ["abort"]
+    assert engine._engine.scheduler.cache.usage == 0
+    engine.abort(second)
+    engine.abort("nobody")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ([], "the prompt is empty"),
+        ([5, 101], "101 in the prompt is no token id; they are numbers from 0 to 100"),
+        ([-1], "-1 in the prompt"),
+        ([True], "True in the prompt"),
+        ([1.5], "1.5 in the prompt"),
+        ("text", "has no tokenizer"),
+        ([1] * 256, "max_model_len"),
+        (7, "7"),
+    ],
+)
+def test_a_bad_prompt_is_refused_and_disturbs_nobody(open_engine: Open, prompt: Any, reason: str):
+    engine = open_engine("llama")
+    (id,) = engine.add_request([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
+    engine.step()
+    with pytest.raises(RequestError, match=reason):
+        engine.generate([[4, 5], prompt], GREEDY)
+    ended = []
+    while not engine.is_finished():
+        ended += engine.step()
+    assert [(sequence.request_id, len(sequence.output)) for sequence in ended] == [(id, 4)], "and none of its list was queued"
+
+
+def test_what_the_pool_can_never_hold_is_refused(open_engine: Open):
+    engine = open_engine("llama", num_kvcache_blocks=4, block_size=4, max_model_len=200)
+    with pytest.raises(RequestError):
+        engine.generate([tiny.prompt(20)], GREEDY)
+    assert engine.is_finished()
+
+
+def test_bad_arguments_say_what_to_give(open_engine: Open):
+    engine = open_engine("llama")
+    with pytest.raises(RequestError, match="give a list"):
+        engine.generate("one string")
+    with pytest.raises(RequestError, match="2 sampling params for 1 prompts"):
+        engine.generate([[1]], [GREEDY, GREEDY])
+    with pytest.raises(RequestError, match="101 is no token id"):
+        engine.generate([[1]], SamplingParams(logit_bias={101: 1.0}))
+    with pytest.raises(RequestError, match="stop_strings needs a tokenizer"):
+        engine.generate([[1]], SamplingParams(stop_strings=["x"]))
+    assert engine.generate([], GREEDY) == []
+    engine.close()
+    with pytest.raises(EngineDeadError):
+        engine.generate([[1]])
+
+
+def test_dummy_weights_need_only_a_config(checkpoints: Any, tmp_path: Path):
+    (tmp_path / "config.json").write_bytes((checkpoints("qwen3") / "config.json").read_bytes())
+    engine = LLMEngine(model=str(tmp_path), load_dummy=True, kv_cache_memory=1 << 22, seed=3)
+    (answer,) = engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    again = LLMEngine(model=str(tmp_path), load_dummy=True, kv_cache_memory=1 << 22, seed=3)
+    assert again.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))[0]["token_ids"] == answer["token_ids"]
+
+
+def test_the_pool_is_told_at_the_start(open_engine: Open, capsys: pytest.CaptureFixture[str]):
+    open_engine("llama", num_kvcache_blocks=40, block_size=4, max_model_len=50)
+    assert "KV: 160 tokens, 3 requests at max_model_len\n" in capsys.readouterr().err

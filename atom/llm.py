@@ -1,10 +1,10 @@
 """The Python API: a model in this process.
 
-    from atom import LLMEngine, SamplingParams
+from atom import LLMEngine, SamplingParams
 
-    engine = LLMEngine(model="/models/qwen3", max_model_len=4096)
-    for answer in engine.generate(["What is the capital of France?"], SamplingParams(max_tokens=32)):
-        print(answer["text"])
+engine = LLMEngine(model="/models/qwen3", max_model_len=4096)
+for answer in engine.generate(["What is the capital of France?"], SamplingParams(max_tokens=32)):
+    print(answer["text"])
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.types import CacheKind, Sequence, StreamCallback
 
-Prompt = str | List[int]
+Prompt = str | list[int]
 
 
 class LLMEngine:
-    """Serves one model. Fields are those of the configuration: serve's (max_num_seqs, block_size, …) and the plain ones.
+    """Serves one model. The fields are the configuration's: serve's (max_num_seqs, block_size, …) and the plain ones.
 
     Raises the errors of `atom.errors`; a value that is not built yet is an UnsupportedError.
     """
@@ -62,8 +62,9 @@ class LLMEngine:
     ) -> list[dict[str, Any]]:
         """Answer every prompt; blocks until all are done.
 
-        A dict for each prompt, or n of them in a row with their `index`: text (None without a tokenizer), token_ids, finish_reason,
-        num_tokens_input, num_tokens_output; ttft, tpot and latency in seconds; logprobs and prompt_logprobs where asked for.
+        A dict for each prompt, or n of them in a row with their `index`: text (None without a tokenizer), token_ids,
+        finish_reason, num_tokens_input, num_tokens_output; ttft, tpot and latency in seconds; logprobs and
+        prompt_logprobs where asked for.
         """
         ids = self.add_request(prompts, sampling_params)
         order = {id: place for place, id in enumerate(ids)}
@@ -212,7 +213,8 @@ def _describe_pool(kinds: List[CacheKind], num_blocks: dict[str, int], config: C
     length, step = limits["max_model_len"], limits["max_num_batched_tokens"]
     num_tokens = (max(num_blocks.values()) - 1) * serve.block_size
     num_requests = min(
-        (num_blocks[kind.name] - 1) // num_blocks_needed(kind, serve.block_size, length, min(step, length)) for kind in kinds
+        (num_blocks[kind.name] - 1) // num_blocks_needed(kind, serve.block_size, length, min(step, length))
+        for kind in kinds
     )
     return f"KV: {num_tokens} tokens, {num_requests} requests at max_model_len"
 

@@ -3,7 +3,7 @@
     check(graph, checkpoint.tensors, ignore=config.model.ignore)      # missing, left over, misshapen: a CheckpointError
     weights = load(graph.recipes(), checkpoint, progress)             # {recipe: tensor}; equal recipes are one tensor
 
-Tensors are streamed: each stored one is read, converted to the dtype that the graph computes in, and written to its place.
+Tensors are streamed: each stored one is read, converted to the dtype that the graph computes in, and put in its place.
 """
 
 from __future__ import annotations
@@ -29,12 +29,18 @@ def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str
     needed = graph.stored()
     missing = [name for name in needed if name not in stored]
     if missing:
-        raise CheckpointError(f"the checkpoint has no tensor {_some(missing)}; is it whole, and is model= the right one?")
+        raise CheckpointError(
+            f"the checkpoint has no tensor {_some(missing)}; is it whole, and is model= the right one?"
+        )
     for name, leaf in needed.items():
         if tuple(stored[name].shape) != leaf.type.shape:
-            raise CheckpointError(f"tensor {name} is {list(stored[name].shape)}, the model expects {list(leaf.type.shape)}")
+            raise CheckpointError(
+                f"tensor {name} is {list(stored[name].shape)}, the model expects {list(leaf.type.shape)}"
+            )
     patterns = tuple(ignore)
-    surplus = [name for name in stored if name not in needed and not any(fnmatch(name, pattern) for pattern in patterns)]
+    surplus = [
+        name for name in stored if name not in needed and not any(fnmatch(name, pattern) for pattern in patterns)
+    ]
     if surplus:
         raise CheckpointError(
             f"the model does not use tensor {_some(surplus)}; name it in model.ignore if it may be left out"
@@ -103,8 +109,8 @@ def _stored(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def rope_freqs(recipe: RopeFreqs) -> Tensor:
-    """fp32[dim / 2] in radians a token: default RoFormer; linear position interpolation; llama3 by wavelength (Llama 3.1);
-    yarn (Peng et al. 2023); factors: divisors that the checkpoint states."""
+    """fp32[dim / 2] in radians a token. default: Su et al. 2021; linear: Chen et al. 2023; llama3: by wavelength, as in
+    Llama 3.1; yarn: Peng et al. 2023; factors: divisors that the checkpoint states."""
     exponents = torch.arange(0, recipe.dim, 2, dtype=torch.float32) / recipe.dim
     freqs = 1.0 / recipe.theta**exponents
     match recipe.kind:

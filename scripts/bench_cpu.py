@@ -1,4 +1,4 @@
-"""Decode tokens/s of the embedded model, bf16, greedy, 64 tokens in and 128 out, and the start-up time; see scripts/bench-cpu."""
+"""Decode tokens/s of the embedded model, bf16, greedy, 64 tokens in and 128 out, and the start-up time."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def main() -> None:
     options = parser.parse_args()
     engine, model = LLMEngine(), reference()
     generator = torch.Generator().manual_seed(0)
-    result: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__, "atom": atom.__version__,
-                              "cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}  # fmt: skip
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "atom": atom.__version__}
+    result: dict[str, Any] = {**versions, "cpu": platform.machine(), "threads": torch.get_num_threads()}
     rate = read_rate()
     weights = sum(tensor.nbytes for tensor in model.parameters())
     result["read_GB_s"] = rate / 1e9
@@ -125,7 +125,12 @@ def main() -> None:
             options.runs, lambda p=prompts: time_ours(engine, p), lambda p=prompts: time_reference(model, p)
         )
         limit = rate / weights * num_requests
-        result[f"decode_{num_requests}"] = {"atom": ours, "transformers": theirs, "ratio": ours / theirs, "share_of_read_limit": ours / limit}
+        result[f"decode_{num_requests}"] = {
+            "atom": ours,
+            "transformers": theirs,
+            "ratio": ours / theirs,
+            "share_of_read_limit": ours / limit,
+        }
     engine.close()
     result["start_to_first_token_s"] = statistics.median(time_start() for _ in range(options.runs))
     if options.json:

@@ -27,15 +27,21 @@ def conf(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("changes", [{}, {"use_parallel_residual": True}, {"use_qkv_bias": True, "tie_word_embeddings": True}])
-def test_the_worked_example_gives_the_tokens_of_transformers(conf: Path, tmp_path: Path, changes: dict[str, Any], level: int):
+@pytest.mark.parametrize(
+    "changes", [{}, {"use_parallel_residual": True}, {"use_qkv_bias": True, "tie_word_embeddings": True}]
+)
+def test_the_worked_example_gives_the_tokens_of_transformers(
+    conf: Path, tmp_path: Path, changes: dict[str, Any], level: int
+):
     torch.manual_seed(0)
     config = transformers.StableLmConfig(**{**tiny.SIZES, **changes})
     model = transformers.StableLmForCausalLM(config).eval()
     for parameter in model.parameters():
         parameter.data += torch.randn_like(parameter) * 0.2
     model.save_pretrained(tmp_path / "checkpoint")
-    engine = LLMEngine(model=str(tmp_path / "checkpoint"), config_dirs=[str(conf)], level=level, kv_cache_memory=1 << 22)
+    engine = LLMEngine(
+        model=str(tmp_path / "checkpoint"), config_dirs=[str(conf)], level=level, kv_cache_memory=1 << 22
+    )
     prompt = tiny.prompt(40)
     (answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
     expected, logits = tiny.greedy(model, prompt, 64)

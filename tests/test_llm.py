@@ -46,7 +46,11 @@ def logits_of(engine: LLMEngine, tokens: list[int]) -> torch.Tensor:
     while not sequence.finish_reason:
         plan = inner.scheduler.schedule()
         with torch.inference_mode():
-            parts.append(inner.runner.head({"hidden": inner.runner.body(build_inputs(plan, inner.runner.body.inputs, inner.runner.block_size))}))
+            parts.append(
+                inner.runner.head(
+                    {"hidden": inner.runner.body(build_inputs(plan, inner.runner.body.inputs, inner.runner.block_size))}
+                )
+            )
         inner.scheduler.commit(plan, inner.runner.execute(plan), lambda _: "max_tokens")
     return torch.cat(parts)
 
@@ -137,7 +141,9 @@ def test_siblings_share_the_prompt_and_differ_in_their_seeds(open_engine: Open, 
     assert [answer["index"] for answer in answers] == [0, 1, 2, 0, 1, 2]
     assert len({tuple(answer["token_ids"]) for answer in answers[:3]}) == 3
     assert engine.metrics.scheduler.num_forked_tokens == 2 * 16
-    lone = open_engine("llama").generate([prompts[0]], SamplingParams(temperature=1.0, seed=13, max_tokens=12, ignore_eos=True))
+    lone = open_engine("llama").generate(
+        [prompts[0]], SamplingParams(temperature=1.0, seed=13, max_tokens=12, ignore_eos=True)
+    )
     assert lone[0]["token_ids"] == answers[2]["token_ids"], "sibling i is the request of seed + i"
 
 
@@ -149,7 +155,9 @@ def test_stop_tokens_and_lengths_end_an_answer(open_engine: Open):
     assert third not in free["token_ids"][:2]
     (stopped,) = engine.generate([prompt], SamplingParams(temperature=0, stop_token_ids=[third]))
     assert (stopped["finish_reason"], stopped["token_ids"]) == (f"stop_{third}", free["token_ids"][:3])
-    (later,) = engine.generate([prompt], SamplingParams(temperature=0, stop_token_ids=[third], min_tokens=5, max_tokens=9))
+    (later,) = engine.generate(
+        [prompt], SamplingParams(temperature=0, stop_token_ids=[third], min_tokens=5, max_tokens=9)
+    )
     assert len(later["token_ids"]) >= 5
     assert free["finish_reason"] == "max_tokens"
     assert free["text"] is None, "the checkpoint has no tokenizer"
@@ -158,7 +166,9 @@ def test_stop_tokens_and_lengths_end_an_answer(open_engine: Open):
 
 
 def test_the_times_of_an_answer_add_up(open_engine: Open):
-    (answer,) = open_engine("llama").generate([tiny.prompt(5)], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+    (answer,) = open_engine("llama").generate(
+        [tiny.prompt(5)], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    )
     assert (answer["num_tokens_input"], answer["num_tokens_output"]) == (5, 9)
     assert 0 < answer["ttft"] < answer["latency"]
     assert answer["ttft"] + 8 * answer["tpot"] == pytest.approx(answer["latency"])
@@ -186,7 +196,10 @@ def test_requests_come_and_go_while_others_run(open_engine: Open):
     engine = open_engine("llama")
     seen: list[RequestOutput] = []
     prompts = [tiny.prompt(8, seed=seed) for seed in range(3)]
-    expected = [engine.generate([prompt], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))[0]["token_ids"] for prompt in prompts]
+    expected = [
+        engine.generate([prompt], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))[0]["token_ids"]
+        for prompt in prompts
+    ]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     first, second = engine.add_request(prompts[:2], params, seen.append)
     ended = [*engine.step(), *engine.step()]
@@ -196,7 +209,9 @@ def test_requests_come_and_go_while_others_run(open_engine: Open):
         ended += engine.step()
     reasons = {sequence.request_id: sequence.finish_reason for sequence in ended}
     assert reasons == {first: "max_tokens", second: "abort", third: "max_tokens"}
-    streamed = {id: [token for output in seen if output.request_id == id for token in output.token_ids] for id in reasons}
+    streamed = {
+        id: [token for output in seen if output.request_id == id for token in output.token_ids] for id in reasons
+    }
     assert streamed[first] == expected[0] and streamed[third] == expected[2]
     assert streamed[second] == expected[1][:2]
     assert [output.finish_reason for output in seen if output.finished and output.request_id == second] == ["abort"]
@@ -227,7 +242,9 @@ def test_a_bad_prompt_is_refused_and_disturbs_nobody(open_engine: Open, prompt: 
     ended = []
     while not engine.is_finished():
         ended += engine.step()
-    assert [(sequence.request_id, len(sequence.output)) for sequence in ended] == [(id, 4)], "and none of its list was queued"
+    assert [(sequence.request_id, len(sequence.output)) for sequence in ended] == [(id, 4)], (
+        "and none of its list was queued"
+    )
 
 
 def test_what_the_pool_can_never_hold_is_refused(open_engine: Open):
@@ -258,7 +275,10 @@ def test_dummy_weights_need_only_a_config(checkpoints: Any, tmp_path: Path):
     engine = LLMEngine(model=str(tmp_path), load_dummy=True, kv_cache_memory=1 << 22, seed=3)
     (answer,) = engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     again = LLMEngine(model=str(tmp_path), load_dummy=True, kv_cache_memory=1 << 22, seed=3)
-    assert again.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))[0]["token_ids"] == answer["token_ids"]
+    assert (
+        again.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))[0]["token_ids"]
+        == answer["token_ids"]
+    )
 
 
 def test_the_pool_is_told_at_the_start(open_engine: Open, capsys: pytest.CaptureFixture[str]):

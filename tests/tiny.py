@@ -1,7 +1,7 @@
 """Tiny random checkpoints that `transformers` makes: the numeric reference, in float32.
 
-    folder = tiny.save("qwen3", tmp_path)
-    model = tiny.reference(folder)
+folder = tiny.save("qwen3", tmp_path)
+model = tiny.reference(folder)
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def save(name: str, folder: Path) -> Path:
     if not target.exists():
         torch.manual_seed(sum(map(ord, name)))
         model = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32)
-        for parameter in model.parameters():  # larger than they start: attention must matter, and so must norms and biases
+        for (
+            parameter
+        ) in model.parameters():  # larger than they start: attention must matter, and so must norms and biases
             parameter.data += torch.randn_like(parameter) * 0.2
         model.save_pretrained(target)
     return target

@@ -148,7 +148,8 @@ def make_config(
 ) -> dict[str, Any]:
     """What a config.json of the same model says, as far as the metadata goes; never `architectures`."""
     architecture = metadata.get("general.architecture")
-    own = {key.removeprefix(f"{architecture}."): value for key, value in metadata.items()}
+    prefix = f"{architecture}."
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     config: dict[str, Any] = {"gguf_architecture": architecture}
     config |= {name: whole_number(path, key, own[key]) for key, name in SIZES.items() if key in own}
     config |= {name: number(path, key, own[key]) for key, name in NORMS.items() if key in own}

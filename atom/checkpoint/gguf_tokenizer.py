@@ -14,69 +14,64 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from atom.checkpoint.tokenizer import Tokenizer, add_around, first_line
+from atom.checkpoint.tokenizer import Tokenizer, first_line
 from atom.errors import CheckpointError, UnsupportedError
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # of tokenizer.ggml.token_type
+CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+MAX_TOKEN = 1024  # characters; the longest there are have some 100
 
 
 def build_tokenizer(
     metadata: Mapping[str, Any], location: str, *, split: Mapping[str, str] = {}, ignore_merges: Collection[str] = ()
 ) -> Tokenizer | None:
     """None where the file has no tokenizer; UnsupportedError for a kind or a pre-tokenizer that is not known here."""
-    own = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
-    kind = own.get("model", "none")
+    prefix = "tokenizer.ggml."
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    kind, pre = own.get("model", "none"), own.get("pre", "default")
     if kind in ("none", "no_vocab"):
         return None
-    tokens = own.get("tokens")
-    if not isinstance(tokens, list) or not tokens:
-        raise CheckpointError(f"{location} has a tokenizer without tokens")
-    special_tokens = {name: tokens[i] for name, key in NAMED.items() if (i := token_id(own, key, location)) is not None}
-    try:
-        if kind == "gpt2":
-            backend = byte_level(own, location, split, ignore_merges)
-        elif kind == "llama":
-            backend = sentencepiece(own, special_tokens.get("unk_token"))
-        else:
-            raise UnsupportedError(f"{location}: tokenizer.ggml.model {kind!r} is not supported (gpt2, llama)")
-        for token_type, special in ((CONTROL, True), (USER_DEFINED, False)):
-            chosen = [token for token, its in zip(tokens, own.get("token_type", ()), strict=False) if its == token_type]
-            backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in chosen])
-    except UnsupportedError:
-        raise
-    except Exception as error:  # the Rust library raises plain Exception
-        raise CheckpointError(f"{location}: its vocabulary makes no tokenizer: {first_line(error)}") from error
-    begins_with_bos = own.get("add_bos_token", kind == "llama" or own.get("pre") in ignore_merges)
-    bos = special_tokens.get("bos_token") if begins_with_bos else None
-    eos = special_tokens.get("eos_token") if own.get("add_eos_token", False) else None
-    add_around(backend, bos, eos)
-    named = {
-        name: metadata.get(f"tokenizer.chat_template.{name}") for name in metadata.get("tokenizer.chat_templates", ())
-    }
-    templates = {"default": metadata.get("tokenizer.chat_template"), **named}
-    return Tokenizer(
-        backend,
-        special_tokens=special_tokens,
-        templates={name: template for name, template in templates.items() if template},
-    )
-
-
-def byte_level(
-    own: Mapping[str, Any], location: str, split: Mapping[str, str], ignore_merges: Collection[str]
-) -> tokenizers.Tokenizer:
-    pre = own.get("pre", "default")
-    if pre not in split:
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedError(f"{location}: tokenizer.ggml.model {kind!r} is not supported (gpt2, llama)")
+    if kind == "gpt2" and pre not in split:
         raise UnsupportedError(
             f"{location}: unknown pre-tokenizer {pre!r}; gguf.split of a model file can give its regular expression"
         )
-    model = models.BPE(vocab=vocabulary(own), merges=read_merges(own), ignore_merges=pre in ignore_merges)
+    try:
+        tokens = own["tokens"]
+        special_tokens = {
+            name: tokens[own[f"{key}_token_id"]] for name, key in NAMED.items() if f"{key}_token_id" in own
+        }
+        if max(map(len, tokens)) > MAX_TOKEN:
+            raise ValueError(f"a token has more than {MAX_TOKEN} characters")
+        if kind == "gpt2":
+            backend = byte_level(own, split[pre], ignore_merges=pre in ignore_merges)
+        else:
+            backend = sentencepiece(own, special_tokens.get("unk_token"))
+        for token_type, special in ((CONTROL, True), (USER_DEFINED, False)):
+            chosen = [token for token, its in zip(tokens, own.get("token_type", ()), strict=False) if its == token_type]
+            backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in chosen])
+        begins_with_bos = own.get("add_bos_token", kind == "llama" or pre in ignore_merges)
+        bos = special_tokens.get("bos_token") if begins_with_bos else None
+        eos = special_tokens.get("eos_token") if own.get("add_eos_token", False) else None
+        add_around(backend, bos, eos)
+        names = {name: f"tokenizer.chat_template.{name}" for name in metadata.get("tokenizer.chat_templates", ())}
+        names["default"] = "tokenizer.chat_template"
+        templates = {name: metadata[key] for name, key in names.items() if key in metadata}
+        return Tokenizer(backend, special_tokens=special_tokens, templates=templates)
+    except Exception as error:  # the Rust library raises plain Exception, malformed metadata much else
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"{location}: its vocabulary makes no tokenizer ({reason})") from error
+
+
+def byte_level(own: Mapping[str, Any], split: str, *, ignore_merges: bool) -> tokenizers.Tokenizer:
+    model = models.BPE(vocab=vocabulary(own), merges=read_merges(own), ignore_merges=ignore_merges)
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(split[pre]), behavior="isolated"),
+            pre_tokenizers.Split(Regex(split), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -110,6 +105,14 @@ def merges_by_score(vocab: Mapping[str, int], scores: list[float]) -> list[tuple
     return [(left, right) for *_, left, right in sorted(pairs)]
 
 
+def add_around(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
+    """Make the backend put these tokens around every text that it encodes with special tokens, and no others."""
+    ids = {name: backend.token_to_id(token) for name, token in (("BOS", bos), ("EOS", eos)) if token is not None}
+    single = [name for name in ("BOS", "$A", "EOS") if name == "$A" or ids.get(name) is not None]
+    tokens = [{"id": name, "ids": [ids[name]], "tokens": [name]} for name in single if name != "$A"]
+    backend.post_processor = processors.TemplateProcessing(single=single, pair=[*single, "$B:1"], special_tokens=tokens)
+
+
 def read_merges(own: Mapping[str, Any]) -> list[tuple[str, str]]:
     halves = (merge.partition(" ") for merge in own.get("merges", ()))
     return [(left, right) for left, _, right in halves]
@@ -117,10 +120,3 @@ def read_merges(own: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def vocabulary(own: Mapping[str, Any]) -> dict[str, int]:
     return {token: index for index, token in enumerate(own["tokens"])}
-
-
-def token_id(own: Mapping[str, Any], name: str, location: str) -> int | None:
-    index: Any = own.get(f"{name}_token_id")
-    if index is not None and not (type(index) is int and 0 <= index < len(own["tokens"])):
-        raise CheckpointError(f"{location}: {name}_token_id {index!r} is no token of the vocabulary")
-    return index

@@ -149,16 +149,13 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
 
 
 def read_backend(path: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> tokenizers.Tokenizer:
+    """A tokenizer.json, which alone says what goes around a text: add_bos_token of the config does not count."""
     import tokenizers
 
     backend = tokenizers.Tokenizer.from_file(str(path))
     backend.no_truncation()
     backend.no_padding()
     add_tokens(backend, config, special_tokens)
-    if backend.post_processor is None or "add_bos_token" in config or "add_eos_token" in config:
-        bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
-        eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
-        add_around(backend, bos, eos)
     return backend
 
 
@@ -186,16 +183,6 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special
     for token in (*special_tokens.values(), *filter(None, map(content, extra))):
         if backend.token_to_id(token) is not None and not (token in added and added[token].special):
             backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
-
-
-def add_around(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Make the backend put these tokens around every text that it encodes with special tokens, and no others."""
-    from tokenizers.processors import TemplateProcessing
-
-    ids = {name: backend.token_to_id(token) for name, token in (("BOS", bos), ("EOS", eos)) if token is not None}
-    single = [name for name in ("BOS", "$A", "EOS") if name == "$A" or ids.get(name) is not None]
-    tokens = [{"id": name, "ids": [ids[name]], "tokens": [name]} for name in single if name != "$A"]
-    backend.post_processor = TemplateProcessing(single=single, pair=[*single, "$B:1"], special_tokens=tokens)
 
 
 def load_with_transformers(folder: Path, *, trust_remote_code: bool) -> Tokenizer:

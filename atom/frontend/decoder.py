@@ -21,10 +21,9 @@ from atom.graph import KV, Graph, Program, RopeFreqs, Type, W, ops
 
 
 def build(model: ModelConfig, dtype: str, cache_dtype: str) -> Graph:
-    """The semantic graph: `body` from tokens and positions i64[T] to hidden states [T, H], `head` from rows [R, H] to logits."""
+    """The semantic graph: `body` from tokens and positions i64[T] to hidden states [T, H], `head` from [R, H] to logits."""
     graph = Graph()
-    body = _Writer(model, graph.program("body"), dtype, cache_dtype)
-    body.write_body()
+    _Writer(model, graph.program("body"), dtype, cache_dtype).write_body()
     _Writer(model, graph.program("head"), dtype, cache_dtype).write_head()
     return graph
 
@@ -70,17 +69,19 @@ class _Writer:
             raise UnsupportedError(f"model.mlp: activation={mlp.activation} is not built; activations: {kinds}")
         if self.model.residual == "parallel":
             both = self.program.call(ops.add, attended, MLPS[mlp.kind](self, h, mlp, layer), name="o")
-            return self.program.call(ops.add, x, both, name="x")  # type: ignore[no-any-return]
+            return self.program.call(ops.add, x, both, name="x")
         x = self.program.call(ops.add, x, attended, name="x")
         h = self.norm(x, "mlp_norm", layer)
-        return self.program.call(ops.add, x, MLPS[mlp.kind](self, h, mlp, layer), name="x")  # type: ignore[no-any-return]
+        return self.program.call(ops.add, x, MLPS[mlp.kind](self, h, mlp, layer), name="x")
 
     def gqa(self, h: Node, rotary: Rotary | None, layer: int) -> Node:
         """Grouped-query attention (Ainslie et al. 2023)."""
         model, attention, program = self.model, self.model.attention, self.program
         heads, kv_heads, dim = attention.heads, attention.kv_heads or attention.heads, head_dim(model)
         q, k, v = (
-            program.call(ops.split_heads, self.linear(h, role, model.hidden, n * dim, attention.bias, layer), heads=n, name=role)
+            program.call(
+                ops.split_heads, self.linear(h, role, model.hidden, n * dim, attention.bias, layer), heads=n, name=role
+            )
             for role, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
         )
         if attention.qk_norm == "per_head":
@@ -91,7 +92,9 @@ class _Writer:
         cache = KV(self.name("layer", layer), Type(self.cache_dtype, (2, kv_heads, dim)), window)
         scale = dim**-0.5 if attention.scale is None else attention.scale
         a = program.call(ops.attention, q, k, v, cache, scale=scale, window=window, name="a")
-        return self.linear(program.call(ops.merge_heads, a, name="a"), "o", heads * dim, model.hidden, attention.o_bias, layer)
+        return self.linear(
+            program.call(ops.merge_heads, a, name="a"), "o", heads * dim, model.hidden, attention.o_bias, layer
+        )
 
     def gated(self, h: Node, mlp: MLPConfig, layer: int) -> Node:
         """down(act(gate) * up) (Shazeer 2020)."""
@@ -109,12 +112,12 @@ class _Writer:
 
     def linear(self, x: Node, role: str, inner: int, outer: int, has_bias: bool, layer: int) -> Node:
         bias = [self.weight(role, (outer,), layer, "bias")] if has_bias else []
-        return self.program.call(ops.linear, x, self.weight(role, (outer, inner), layer), *bias, name=role)  # type: ignore[no-any-return]
+        return self.program.call(ops.linear, x, self.weight(role, (outer, inner), layer), *bias, name=role)
 
     def norm(self, x: Node, role: str, layer: int | None = None, width: int | None = None, name: str = "h") -> Node:
         norm, shape = self.model.norm, (width or self.model.hidden,)
         bias = [self.weight(role, shape, layer, "bias")] if norm.bias else []
-        return self.program.call(NORMS[norm.kind], x, self.weight(role, shape, layer), *bias, eps=norm.eps, name=name)  # type: ignore[no-any-return]
+        return self.program.call(NORMS[norm.kind], x, self.weight(role, shape, layer), *bias, eps=norm.eps, name=name)
 
     def rotary(self, positions: Node, attention: AttentionConfig) -> Rotary:
         freqs = rope_freqs(attention.rope, head_dim(self.model))
@@ -172,7 +175,9 @@ def rope_freqs(rope: RopeConfig, head_dim: int) -> RopeFreqs:
                              beta_fast=rope.beta_fast, beta_slow=rope.beta_slow, truncate=rope.truncate)  # fmt: skip
         case "factors":
             return RopeFreqs(dim, rope.theta, "factors", factors=tuple(rope.factors or ()))
-    raise UnsupportedError(f"model.attention.rope.kind={rope.kind} is not built; kinds: none, default, linear, llama3, yarn, factors")
+    raise UnsupportedError(
+        f"model.attention.rope.kind={rope.kind} is not built; kinds: none, default, linear, llama3, yarn, factors"
+    )
 
 
 def rotary_scale(rope: RopeConfig) -> float:

@@ -1,8 +1,8 @@
 """The text: ops, recipes, programs, `show` and `parse`, the verifier and the reference interpreter.
 
-    graph = parse(open("graph.py").read())
-    verify(graph, ops.SEMANTIC)
-    print(show(graph))
+graph = parse(open("graph.py").read())
+verify(graph, ops.SEMANTIC)
+print(show(graph))
 """
 
 from atom.graph import ops
@@ -14,5 +14,6 @@ from atom.graph.types import Type
 from atom.graph.verify import verify
 
 __all__ = [
-    "KV", "TORCH_DTYPES", "Cat", "Graph", "Program", "Recipe", "RopeFreqs", "Type", "W", "interpret", "ops", "parse", "show", "verify",
+    "KV", "TORCH_DTYPES", "Cat", "Graph", "Program", "Recipe", "RopeFreqs", "Type", "W",
+    "interpret", "ops", "parse", "show", "verify",
 ]  # fmt: skip

@@ -9,7 +9,8 @@
     for norm in graph.find(ops.rms_norm):                 # what passes do: find, insert, replace
         graph.replace({norm: graph.insert(norm, ops.layer_norm, *norm.args, eps=1e-6)})
 
-A node's type is `node.meta["type"]`, inferred when it is made. A node with several results is followed by one getitem node each.
+A node's type is `node.meta["type"]`, inferred when it is made. A node of several results has a getitem
+node behind it for each.
 """
 
 from __future__ import annotations
@@ -23,10 +24,8 @@ from torch.fx import Node
 
 from atom.errors import PassError
 from atom.graph.ops import Op
-from atom.graph.recipes import KV, TEXT_NAMES, Recipe, W, leaves
+from atom.graph.recipes import KV, Recipe, W, leaves
 from atom.graph.types import Type
-
-LEAVES = tuple(TEXT_NAMES.values())
 
 
 class Program:
@@ -47,7 +46,7 @@ class Program:
 
     @property
     def results(self) -> tuple[Node, ...]:
-        return tuple(self.fx.output_node().args[0])  # type: ignore[arg-type]
+        return tuple(self.fx.output_node().args[0])
 
     def input(self, name: str, type: Type) -> Node:
         """The input of this name, added behind the others if there is none yet."""
@@ -61,7 +60,7 @@ class Program:
         return node
 
     def call(self, op: Op, *args: Any, name: str | tuple[str, ...] = "", **kwargs: Any) -> Any:
-        """Add a call: a node, or a tuple of nodes for an op of several results. PassError where the types do not fit."""
+        """Add a call: its node, or a tuple of nodes for an op of several results. PassError where types do not fit."""
         defaults = op.signature.parameters
         kwargs = {key: value for key, value in kwargs.items() if key not in defaults or value != defaults[key].default}
         result = infer_call(op, args, kwargs)
@@ -76,7 +75,7 @@ class Program:
         return tuple(self._item(node, index, name) for index, name in enumerate(names))
 
     def output(self, *nodes: Node) -> None:
-        self.fx.output(nodes)  # type: ignore[arg-type]
+        self.fx.output(nodes)
 
     def _item(self, node: Node, index: int, name: str) -> Node:
         item = self.fx.create_node("call_function", operator.getitem, (node, index), name=name)
@@ -133,7 +132,7 @@ class Graph:
 
 def node_leaves(node: Node) -> Iterator[Recipe | KV]:
     """The recipes and caches among a call's arguments."""
-    return (arg for arg in node.args if isinstance(arg, LEAVES))  # type: ignore[misc]
+    return (arg for arg in node.args if isinstance(arg, Recipe | KV))
 
 
 def infer_call(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Type | tuple[Type, ...]:
@@ -142,7 +141,7 @@ def infer_call(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Type
     def type_of(arg: Any) -> Any:
         if isinstance(arg, Node):
             return arg.meta["type"]
-        return arg.type if isinstance(arg, LEAVES) and not isinstance(arg, KV) else arg
+        return arg.type if isinstance(arg, Recipe) else arg
 
     try:
         op.signature.bind(*args, **kwargs)
@@ -155,7 +154,7 @@ def infer_call(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Type
 def results_of(call: Node) -> tuple[Node, ...]:
     """The nodes that stand for a call's results: itself, or its getitem nodes."""
     is_many = isinstance(call.meta["type"], tuple)
-    return tuple(sorted(call.users, key=lambda item: item.args[1])) if is_many else (call,)  # type: ignore[arg-type, return-value]
+    return tuple(sorted(call.users, key=lambda item: item.args[1])) if is_many else (call,)
 
 
 def call_of(node: Node) -> Node:
@@ -172,7 +171,7 @@ def _erase_unused(node: Node) -> None:
             continue
         call = call_of(node)
         results = results_of(call)
-        if call.target.is_state or any(result.users for result in results):  # type: ignore[union-attr]
+        if call.target.is_state or any(result.users for result in results):
             continue
         waiting += call.all_input_nodes
         for dead in dict.fromkeys((*results, call)):

@@ -1,7 +1,7 @@
 """The reference interpreter: any graph, at any level, on the reference bodies.
 
-    hidden = interpret(graph, "body", {"tokens": …, "positions": …}, weights=loaded.__getitem__)
-    logits = interpret(graph, "head", {"hidden": hidden}, weights=loaded.__getitem__)
+hidden = interpret(graph, "body", {"tokens": …, "positions": …}, weights=loaded.__getitem__)
+logits = interpret(graph, "head", {"hidden": hidden}, weights=loaded.__getitem__)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
-from atom.graph.graph import LEAVES, Graph
+from atom.graph.graph import Graph
 from atom.graph.recipes import KV, Recipe
 
 TORCH_DTYPES = {
@@ -42,7 +42,7 @@ def interpret(
             return values[arg]
         if isinstance(arg, KV):
             return caches(arg)
-        return weights(arg) if isinstance(arg, LEAVES) else arg
+        return weights(arg) if isinstance(arg, Recipe) else arg
 
     for node in graph.programs[program].fx.nodes:
         args = map_aggregate(node.args, value)

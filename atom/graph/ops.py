@@ -4,8 +4,9 @@
     ops.rms_norm.infer(Type("bf16", ("T", 576)), …)        # its result's type
     OPS["rms_norm"]                                        # by the name that the text uses
 
-Tensors are positional, attributes keyword-only. Shapes by letter: T tokens, R rows, S sequences, H hidden, V vocabulary, N query
-heads, K key/value heads, D head dim, M blocks of the longest sequence. A `state` op writes a cache, so it is never dead.
+Tensors are positional, attributes keyword-only. A `state` op writes a cache, so it is never dead. Shapes by letter:
+T tokens, R rows, S sequences, H hidden, V vocabulary, N query heads, K key/value heads, D head dim, M blocks of the
+longest sequence.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ BOTH = frozenset({SEMANTIC, LOWERED})
 class Op:
     name: str
     body: Callable[..., Any]
-    infer: Callable[..., Type | tuple[Type, ...]]  # over the types of the tensors; raises ValueError where they do not fit
+    infer: Callable[
+        ..., Type | tuple[Type, ...]
+    ]  # over the types of the tensors; raises ValueError where they do not fit
     levels: frozenset[str]  # where it is legal
     is_state: bool
     signature: inspect.Signature
@@ -96,7 +99,9 @@ def _divide(dim: Dim, parts: int) -> int:
 
 def _rope(x: Type, cos: Type, sin: Type) -> Type:
     _need(cos == sin, f"cos is {cos}, sin {sin}")
-    _need(2 * int(cos.shape[-1]) <= int(x.shape[-1]), f"{2 * int(cos.shape[-1])} rotated dims in heads of {x.shape[-1]}")
+    _need(
+        2 * int(cos.shape[-1]) <= int(x.shape[-1]), f"{2 * int(cos.shape[-1])} rotated dims in heads of {x.shape[-1]}"
+    )
     return x
 
 
@@ -191,13 +196,13 @@ def activate(x: Tensor, *, kind: str) -> Tensor:
 @op(_split)
 def split(x: Tensor, *, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """x [..., sum(sizes)] -> views [..., size], one a size"""
-    return x.split(list(sizes), dim=-1)
+    return torch.split(x, list(sizes), dim=-1)
 
 
 @op(lambda x, *, heads: x.with_last(heads, _divide(x.shape[-1], heads)))
 def split_heads(x: Tensor, *, heads: int) -> Tensor:
     """x [T, N * D] -> a view [T, N, D]"""
-    return x.unflatten(-1, (heads, -1))
+    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
 @op(lambda x: Type(x.dtype, (x.shape[0], x.shape[1] * x.shape[2])))
@@ -215,10 +220,10 @@ def rotary(positions: Tensor, freqs: Tensor, *, scale: float = 1.0) -> tuple[Ten
 
 @op(_rope)
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, N, D], cos and sin fp32[T, P] -> [T, N, D]: dim i turns with dim i + P, dims from 2 P on stay (Su et al. 2021)"""
+    """x [T, N, D], cos and sin fp32[T, P] -> [T, N, D]: dim i turns with i + P, the rest stays (Su et al. 2021)"""
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    first, second, rest = torch.split(x.float(), [half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
 
 
@@ -231,7 +236,7 @@ def causal_mask(num_queries: int, num_keys: int, window: int | None, device: tor
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """One sequence: q [Q, N, D] at the last Q of L positions, k and v [L, K, D] -> [Q, N, D]; softmax in float32."""
+    """One sequence: q [Q, N, D] at the last Q of L positions, k and v [L, K, D] -> [Q, N, D], in float32."""
     num_queries, heads, dim = q.shape
     grouped = q.float().view(num_queries, k.shape[1], -1, dim)  # N / K query heads share a key/value head
     scores = torch.einsum("qkgd,lkd->kgql", grouped, k.float()) * scale
@@ -242,9 +247,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) ->
 @op(_attention, levels=frozenset({SEMANTIC}))
 def attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor | None, *, scale: float,
               window: int | None = None) -> Tensor:  # fmt: skip
-    """q [T, N, D], k and v [T, K, D] -> [T, N, D]: causal, the T tokens being one whole sequence.
+    """q [T, N, D], k and v [T, K, D] -> [T, N, D], causal: the T tokens are one whole sequence.
 
-    A query sees the window's tokens up to its own. The cache is where a lowered graph keeps k and v; here it is not touched.
+    A query sees the window's tokens up to its own. The cache, where a lowered graph keeps k and v, is not touched.
     """
     return attend(q, k, v, scale, window)
 
@@ -284,8 +289,9 @@ def paged_attention(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, len
                     scale: float, window: int | None = None) -> Tensor:  # fmt: skip
     """Attention of S sequences over the blocks that each one's row of the table lists.
 
-    q [T, N, D], cache [blocks, block size, 2, K, D], table i32[S, M], starts i32[S + 1]: sequence s has queries starts[s] to
-    starts[s + 1], the last of its lengths[s] positions; the first num_decodes sequences have one query each -> [T, N, D].
+    q [T, N, D], cache [blocks, block size, 2, K, D], table i32[S, M], starts i32[S + 1], lengths i32[S] -> [T, N, D];
+    sequence s has queries starts[s] to starts[s + 1], the last of its lengths[s] positions; the first num_decodes
+    sequences have one query each.
     """
     out = torch.zeros_like(q)
     for row, (first, last) in enumerate(itertools.pairwise(starts.tolist())):

@@ -1,9 +1,9 @@
 """Weights as data: how each tensor that a graph names is made of what a checkpoint stores.
 
-    W("model.layers.0.self_attn.q_proj.weight", bf16[576, 576])     a stored tensor, in the dtype that the graph computes in
-    cat([W(…), W(…)], dim=0)                                        tensors joined
-    rope_freqs(dim=64, theta=10000.0)                               a constant
-    KV("model.layers.0", bf16[2, 3, 64])                            not a weight: the state that a layer keeps for each token
+    W("model.layers.0.mlp.up_proj.weight", bf16[1536, 576])     a stored tensor, in the dtype that the graph computes in
+    cat([W(…), W(…)])                                           tensors joined
+    rope_freqs(64, 10000.0)                                     a constant
+    KV("model.layers.0", bf16[2, 3, 64])                        no weight: the state that a layer keeps for each token
 
 They are values: equal recipes are one tensor. Passes rewrite them beside the nodes, only `atom.weights` evaluates them.
 """
@@ -42,7 +42,7 @@ class Cat:
 
 @dataclass(frozen=True)
 class RopeFreqs:
-    """Rotary frequencies fp32[dim / 2], in radians a token (RoFormer; the scaled kinds: see `atom.weights.rope_freqs`)."""
+    """Rotary frequencies fp32[dim / 2], radians a token; `atom.weights.rope_freqs` has the kinds and their sources."""
 
     dim: int  # rotated dims of a head
     theta: float

@@ -2,11 +2,11 @@
 
     def body(tokens: i64[T], positions: i64[T]):
         x = embedding(tokens, W("model.embed_tokens.weight", bf16[49152, 576]))    # bf16[T, 576]
-        h = rms_norm(x, W("model.layers.0.input_layernorm.weight", bf16[576]), eps=1e-05)    # bf16[T, 576]
+        h = rms_norm(x, W("model.norm.weight", bf16[576]), eps=1e-05)    # bf16[T, 576]
         return h
 
-`parse(show(graph))` is the same graph. Comments (types, and why a kernel was refused) are written and not read. Once kernels are
-chosen a call names its own: `torch.rms_norm(x, …)`.
+`parse(show(graph))` is the same graph. Comments (types, and why a kernel was refused) are written and not
+read. Once kernels are chosen a call names its own: `torch.rms_norm(x, …)`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any
 from torch.fx import Node
 
 from atom.errors import ConfigError, PassError
-from atom.graph.graph import LEAVES, Graph, Program, call_of, results_of
+from atom.graph.graph import Graph, Program, call_of, results_of
 from atom.graph.ops import OPS
-from atom.graph.recipes import TEXT_NAMES
+from atom.graph.recipes import KV, TEXT_NAMES, Recipe
 from atom.graph.types import BITS, Type
 
 NAMES = {kind: name for name, kind in TEXT_NAMES.items()}
@@ -37,18 +37,22 @@ def _show_program(program: Program) -> str:
     lines = [f"def {program.name}({inputs}):"]
     for node in program.nodes:
         results = results_of(node)
-        args = [_show_value(arg) for arg in node.args] + [f"{key}={_show_value(arg)}" for key, arg in node.kwargs.items()]
-        op = ".".join([*([node.meta["kernel"]] if "kernel" in node.meta else []), node.target.name])  # type: ignore[union-attr]
+        args = [_show_value(arg) for arg in node.args] + [
+            f"{key}={_show_value(arg)}" for key, arg in node.kwargs.items()
+        ]
+        op = ".".join([*([node.meta["kernel"]] if "kernel" in node.meta else []), node.target.name])
         notes = [", ".join(str(result.meta["type"]) for result in results), *node.meta.get("notes", [])]
-        lines.append(f"    {', '.join(result.name for result in results)} = {op}({', '.join(args)})    # {'; '.join(notes)}")
+        lines.append(
+            f"    {', '.join(result.name for result in results)} = {op}({', '.join(args)})    # {'; '.join(notes)}"
+        )
     returned = ", ".join(node.name for node in program.results)
     return "\n".join([*lines, f"    return {returned}", ""])
 
 
 def _show_value(value: Any) -> str:
     if isinstance(value, Node):
-        return value.name
-    if isinstance(value, LEAVES):
+        return str(value.name)
+    if isinstance(value, Recipe | KV):
         return _show_leaf(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_show_value, value))}]"
@@ -114,7 +118,7 @@ class _Parser:
             raise self.fail(function, f"{function.name} returns nothing")
 
     def call(self, call: ast.Call, names: tuple[str, ...]) -> None:
-        kernel = None
+        kernel = ""
         match call.func:
             case ast.Name(id=name):
                 pass
@@ -133,7 +137,7 @@ class _Parser:
         results = result if isinstance(result, tuple) else (result,)
         if len(results) != len(names):
             raise self.fail(call, f"{name} has {len(results)} results, not {len(names)}")
-        if kernel is not None:
+        if kernel:
             call_of(results[0]).meta["kernel"] = kernel
         for given, node in zip(names, results, strict=True):
             if given in self.names:
@@ -152,7 +156,9 @@ class _Parser:
                 return Type(dtype, tuple(e.id if isinstance(e, ast.Name) else self.value(e) for e in elements))
             case ast.Name(id=dtype) if dtype in BITS:
                 return Type(dtype, ())
-        raise self.fail(node, f"{ast.unparse(node)} is no type; types look like bf16[T, 576], dtypes are {', '.join(BITS)}")
+        raise self.fail(
+            node, f"{ast.unparse(node)} is no type; types look like bf16[T, 576], dtypes are {', '.join(BITS)}"
+        )
 
     def value(self, node: ast.AST) -> Any:
         match node:
@@ -169,6 +175,6 @@ class _Parser:
                 except TypeError as error:
                     raise self.fail(node, str(error)) from None
         try:
-            return ast.literal_eval(node)  # type: ignore[arg-type]
+            return ast.literal_eval(node)
         except ValueError:
             raise self.fail(node, f"{ast.unparse(node)} is no value that a graph knows") from None

@@ -1,7 +1,7 @@
 """Tensor types as the text writes them: a dtype and a shape whose dims are numbers or symbols.
 
-    Type("bf16", ("T", 576))            # bf16[T, 576]: T tokens of 576 numbers
-    Type("bf16", (576, 576)).num_bytes  # 663552
+Type("bf16", ("T", 576))            # bf16[T, 576]: T tokens of 576 numbers
+Type("bf16", (576, 576)).num_bytes  # 663552
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""`job=explain`: what the passes make of a model, and what it takes to hold it. Reads no weight and compiles nothing.
+"""`job=explain`: what the passes make of a model, and what it takes to hold it. Reads no weights, compiles nothing.
 
-    atom-run job=explain                                  # each pass: changes, time, what changed in the text; then the sizes
-    atom-run job=explain job.stage=fuse_qkv > graph.py    # the whole text at that point, which job.graph=graph.py runs
-    atom-run job=explain job.output=json
+atom-run job=explain                                  # each pass: changes, time, diff of the text; then sizes
+atom-run job=explain job.stage=fuse_qkv > graph.py    # the whole text at that point, which job.graph=graph.py runs
+atom-run job=explain job.output=json
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
 import sys
@@ -45,7 +46,7 @@ def run(config: Config) -> int:
         passes = [{"name": s.name, "changes": s.num_changes, "seconds": s.seconds} for s in stages[1:]]
         print(json.dumps({"passes": passes, **sizes(graph, config)}))
     else:
-        for before, after in zip(stages, stages[1:], strict=False):
+        for before, after in itertools.pairwise(stages):
             print(f"{after.name}: {after.num_changes} changes, {after.seconds * 1e3:.1f} ms")
             for line in folded_diff(before.text, after.text):
                 print(f"  {line}")
@@ -64,7 +65,10 @@ def _find(stages: list[Stage], name: str) -> Stage:
 
 def folded_diff(before: str, after: str) -> Iterator[str]:
     """The lines that changed, each kind of line once: layers differ in their numbers only."""
-    old, new = (["    ".join(line.split("    ")[:-1]) if "    #" in line else line for line in text.splitlines()] for text in (before, after))
+    old, new = (
+        ["    ".join(line.split("    ")[:-1]) if "    #" in line else line for line in text.splitlines()]
+        for text in (before, after)
+    )
     seen: set[str] = set()
     num_folded = 0
     for line in difflib.unified_diff(old, new, n=0, lineterm=""):

@@ -1,8 +1,8 @@
 """`job=generate`: answers to prompts, shown as they are generated.
 
-    atom-run prompts='["What is the capital of France?"]' job.chat=true
-    atom-run prompts=@questions.txt sampling.temperature=0 job.output=json
-    echo "Why is the sky blue?" | atom-run job.chat=true
+atom-run prompts='["What is the capital of France?"]' job.chat=true
+atom-run prompts=@questions.txt sampling.temperature=0 job.output=json
+echo "Why is the sky blue?" | atom-run job.chat=true
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from atom.config import Config, SamplingParams
 from atom.errors import ConfigError, RequestError
 from atom.llm import LLMEngine, answer
 from atom.runtime.types import RequestOutput, Sequence
+
 
 def run(config: Config) -> int:
     """Answer the prompts: text as it comes and a table of times behind it, or with job.output=json one object a prompt.
@@ -53,7 +54,7 @@ def run(config: Config) -> int:
 
 
 def read_prompts(prompts: Any) -> list[Any]:
-    """The prompts of a configuration: a prompt, a list of prompts, @FILE, or null for stdin; a prompt is a string or a list of token ids.
+    """The prompts of a configuration: a prompt (text or token ids), a list of prompts, @FILE, or null for stdin.
 
     A file holds a JSON list of prompts, or on each line a prompt as it is, as JSON, or as a JSON object with `prompt`.
     """

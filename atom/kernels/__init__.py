@@ -1,7 +1,7 @@
 """Implementations of ops, by backend.
 
-    kernel = find_kernel(ops.paged_attention, "torch")
-    attend = kernel.load()
+kernel = find_kernel(ops.paged_attention, "torch")
+attend = kernel.load()
 """
 
 from atom.kernels.registry import Kernel, Target, candidates, find_kernel

@@ -58,7 +58,7 @@ def find_kernel(op: Op, backend: str) -> Kernel:
 
 def _backend(name: str) -> Sequence[Kernel]:
     if name == "torch":
-        from atom.kernels.torch import KERNELS
+        from atom.kernels import torch
 
-        return KERNELS
+        return torch.KERNELS
     raise UnsupportedError(f"there is no kernel backend '{name}'; backends: torch, reference")

@@ -1,6 +1,6 @@
 """Graph to graph, in the order of PIPELINE.
 
-    graph = lower(graph, level=1, target=Target("cpu"))
+graph = lower(graph, level=1, target=Target("cpu"))
 """
 
 from atom.passes.pipeline import PIPELINE, PassReport, lower

@@ -1,10 +1,10 @@
 """
-    q = rope(q, cos, sin)               ->      q = norm_rope_write(q, k, v, cos, sin, None, None, KV("0"), slots_full)
-    k = rope(k, cos, sin)                       a = paged_attention(q, KV("0"), table_full, starts, lengths, num_decodes, scale=s)
-    a = attention(q, k, v, KV("0"), scale=s)
+    q = rope(q, cos, sin)               ->      q = norm_rope_write(q, k, v, cos, sin, None, None, KV("0"), slots)
+    k = rope(k, cos, sin)                       a = paged_attention(q, KV("0"), table, starts, lengths, num_decodes, …)
+    a = attention(q, k, v, KV("0"), …)
 
-Norms of q and k before the rope go along. A rope or norm that q and k do not share stays where it is. The batch's layout becomes
-inputs: `slots_*` and `table_*` for each kind of cache, `starts`, `lengths` and `num_decodes` for all (see `ops.paged_attention`).
+Norms of q and k before the rope go along. A rope or norm that q and k do not share stays where it is. The layout of the batch
+becomes inputs (see `ops.paged_attention`): `slots` and `table` by kind of cache, the others for all.
 """
 
 from torch.fx import Node

@@ -1,7 +1,7 @@
 """What several passes ask of linears before they join them.
 
-    if have_same_form([gate, up]):
-        fused = graph.insert(gate, ops.linear, *cat_linears([gate, up]))
+if have_same_form([gate, up]):
+    fused = graph.insert(gate, ops.linear, *cat_linears([gate, up]))
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ def have_same_form(linears: Sequence[Node]) -> bool:
     if len(set(linears)) < len(linears) or any(linear.target is not ops.linear for linear in linears):
         return False
     forms = {
-        (linear.args[0], len(linear.args), tuple((leaf.fmt, leaf.type.dtype) for arg in linear.args[1:] for leaf in leaves(arg)))  # type: ignore[arg-type]
+        (
+            linear.args[0],
+            len(linear.args),
+            tuple((leaf.fmt, leaf.type.dtype) for arg in linear.args[1:] for leaf in leaves(arg)),
+        )
         for linear in linears
     }
     return len(forms) == 1
@@ -30,4 +34,4 @@ def cat_linears(linears: Sequence[Node]) -> tuple[Any, ...]:
     """The arguments of the linear that gives the results of all these, side by side."""
     x = linears[0].args[0]
     recipes = zip(*(linear.args[1:] for linear in linears), strict=True)
-    return (x, *(Cat(tuple(parts)) for parts in recipes))  # type: ignore[arg-type]
+    return (x, *(Cat(tuple(parts)) for parts in recipes))

@@ -1,7 +1,7 @@
 """The order of the passes, and the one place that runs, times, counts and verifies them.
 
-    graph = lower(graph, level=1, target=Target("cpu"))
-    graph = lower(graph, level=1, target=Target("cpu"), watch=print)      # a PassReport after each pass
+graph = lower(graph, level=1, target=Target("cpu"))
+graph = lower(graph, level=1, target=Target("cpu"), watch=print)      # a PassReport after each pass
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class PassReport:
 
 
 def lower(graph: Graph, level: int, target: Target, watch: Callable[[PassReport], Any] = lambda _: None) -> Graph:
-    """Run the passes of a level. PassError names the pass whose graph is wrong, those before it and where its text is."""
+    """Run the passes of a level. PassError names the pass whose graph is wrong, those before it, and a dump."""
     done: list[str] = []
     configured = {select_kernels: (target, BACKENDS[level])}
     for rewrite, from_level, graph_level in PIPELINE:
         if level < from_level:
             continue
         before, started = graph.num_rewrites, time.perf_counter()
-        graph = rewrite(graph, *configured.get(rewrite, ()))  # type: ignore[call-overload]
+        graph = rewrite(graph, *configured.get(rewrite, ()))
         seconds = time.perf_counter() - started
         name = rewrite.__name__
         try:

@@ -1,5 +1,5 @@
 """
-    h = rms_norm(x, w, eps=eps)         ->      h = torch.rms_norm(x, w, eps=eps)      # bf16[T, 576]; triton: needs a GPU
+    h = rms_norm(x, w, eps=eps)         ->      h = torch.rms_norm(x, w, eps=eps)    # bf16[T, 576]; triton: no GPU
 
 The first backend in the order whose kernel accepts the call; the reasons of those before it are noted in the text.
 """
@@ -18,7 +18,7 @@ def select_kernels(graph: Graph, target: Target, backends: Sequence[str]) -> Gra
         for node in program.nodes:
             types = [_type_of(arg) for arg in node.args]
             node.meta["notes"] = []
-            for kernel in candidates(node.target, backends):  # type: ignore[arg-type]
+            for kernel in candidates(node.target, backends):
                 reason = kernel.accepts(target, *types, **node.kwargs)
                 if reason is None:
                     node.meta["kernel"] = kernel.backend

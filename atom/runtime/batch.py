@@ -1,7 +1,7 @@
 """A plan as tensors: the inputs that a lowered program asks for by name.
 
-    inputs = build_inputs(plan, body.inputs, block_size=16)
-    inputs["tokens"], inputs["slots_full"], inputs["num_decodes"]
+inputs = build_inputs(plan, body.inputs, block_size=16)
+inputs["tokens"], inputs["slots_full"], inputs["num_decodes"]
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from atom.runtime.types import Plan
 
 
 def build_inputs(plan: Plan, names: Collection[str], block_size: int) -> dict[str, Any]:
-    """T tokens of S rows: tokens and positions i64[T], starts i32[S + 1], lengths i32[S] (positions known after this step),
-    and by cache kind slots i64[T] and table i32[S, M]."""
+    """T tokens of S rows: tokens and positions i64[T], starts i32[S + 1], lengths i32[S] (positions known after this
+    step), and by cache kind slots i64[T] and table i32[S, M]."""
     rows = plan.rows
     counts = np.array([row.num_tokens for row in rows])
     first_positions = np.array([row.start for row in rows])

@@ -1,10 +1,10 @@
 """Requests in, text out: schedule, execute, commit, with the text and the callbacks of each sequence beside them.
 
-    engine = Engine(runner, scheduler, tokenizer=tokenizer, stop_ids=frozenset({2}), seed=0, vocab_size=49152)
-    request_id = engine.submit(engine.prepare([1, 2, 3], SamplingParams(max_tokens=8)))
-    while engine.has_work:
-        for sequence in engine.step():
-            print(sequence.text, sequence.finish_reason)
+engine = Engine(runner, scheduler, tokenizer=tokenizer, stop_ids=frozenset({2}), seed=0, vocab_size=49152)
+request_id = engine.submit(engine.prepare([1, 2, 3], SamplingParams(max_tokens=8)))
+while engine.has_work:
+    for sequence in engine.step():
+        print(sequence.text, sequence.finish_reason)
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class Engine:
             raise RequestError("the prompt is empty; give at least one token")
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise RequestError(f"{token!r} in the prompt is no token id; they are numbers from 0 to {self.vocab_size - 1}")
+                raise RequestError(
+                    f"{token!r} in the prompt is no token id; they are numbers from 0 to {self.vocab_size - 1}"
+                )
         return prompt
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:

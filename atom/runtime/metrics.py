@@ -1,6 +1,6 @@
 """What an engine has done so far, in counts; the tests assert through them that an event took place.
 
-    engine.metrics.num_output_tokens, engine.metrics.scheduler.num_preemptions
+engine.metrics.num_output_tokens, engine.metrics.scheduler.num_preemptions
 """
 
 from __future__ import annotations

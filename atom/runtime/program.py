@@ -1,7 +1,7 @@
 """A lowered program made callable: each node's kernel, with the weights, caches and constants already in their places.
 
-    body = Executable(graph.programs["body"], weights, caches)
-    hidden = body({"tokens": …, "positions": …, …})
+body = Executable(graph.programs["body"], weights, caches)
+hidden = body({"tokens": …, "positions": …, …})
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from atom.graph import KV, Program, Recipe
-from atom.graph.graph import LEAVES, results_of
+from atom.graph.graph import results_of
 from atom.graph.ops import Op
 from atom.kernels import find_kernel
 
@@ -39,7 +39,7 @@ class Executable:
         def place(arg: Any) -> int:
             if isinstance(arg, Node):
                 return place_of[arg]
-            self._start.append(caches[arg] if isinstance(arg, KV) else weights[arg] if isinstance(arg, LEAVES) else arg)
+            self._start.append(caches[arg] if isinstance(arg, KV) else weights[arg] if isinstance(arg, Recipe) else arg)
             return len(self._start) - 1
 
         last_use = _last_uses(program)

@@ -1,7 +1,7 @@
 """The verb `execute`: one rank's weights, caches and programs, and what a plan makes of them.
 
-    runner = Runner(graph, weights, num_blocks={"full": 1024}, block_size=16)
-    sampled = runner.execute(plan)
+runner = Runner(graph, weights, num_blocks={"full": 1024}, block_size=16)
+sampled = runner.execute(plan)
 """
 
 from __future__ import annotations

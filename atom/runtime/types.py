@@ -1,9 +1,9 @@
 """The nouns that the runtime's layers hand each other; no torch.
 
-    sequence = Sequence("req-0", prompt=[1, 2, 3], params=SamplingParams(max_tokens=8))
-    plan = scheduler.schedule()              # which rows run, and how many tokens of each
-    pending = runner.execute(plan)           # on the device
-    finished = scheduler.commit(plan, sampled)
+sequence = Sequence("req-0", prompt=[1, 2, 3], params=SamplingParams(max_tokens=8))
+plan = scheduler.schedule()              # which rows run, and how many tokens of each
+pending = runner.execute(plan)           # on the device
+finished = scheduler.commit(plan, sampled)
 """
 
 from __future__ import annotations

@@ -20,7 +20,9 @@ from atom.graph import interpret, ops, verify
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", tiny.VARIANTS)
-def test_the_semantic_text_gives_the_logits_of_transformers(name: str, checkpoints: Callable[[str], Path], references: Any):
+def test_the_semantic_text_gives_the_logits_of_transformers(
+    name: str, checkpoints: Callable[[str], Path], references: Any
+):
     config = load([f"checkpoint={checkpoints(name)}", "dtype=fp32"])
     graph = semantic_graph(config)
     verify(graph, ops.SEMANTIC)

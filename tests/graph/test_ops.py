@@ -95,7 +95,9 @@ def test_paged_attention_over_scattered_blocks_is_attention(block_size: int):
         expected.append(ops.attention(q, k, v, None, scale=0.5, window=4)[-chunk:])
         queries.append(q[-chunk:])
     starts = torch.tensor([0, 1, 2, 6], dtype=torch.int32)
-    out = ops.paged_attention(torch.cat(queries), cache, table, starts, torch.tensor(lengths).int(), 2, scale=0.5, window=4)
+    out = ops.paged_attention(
+        torch.cat(queries), cache, table, starts, torch.tensor(lengths).int(), 2, scale=0.5, window=4
+    )
     torch.testing.assert_close(out, torch.cat(expected))
 
 
@@ -147,7 +149,9 @@ def test_the_verifier_infers_types_again():
 
 
 def test_replace_erases_what_nobody_uses_and_keeps_the_name():
-    graph = parse("def f(x: bf16[T, 8]):\n    a = add(x, x)\n    b, c = split(a, sizes=[4, 4])\n    d = add(b, c)\n    return d\n")
+    graph = parse(
+        "def f(x: bf16[T, 8]):\n    a = add(x, x)\n    b, c = split(a, sizes=[4, 4])\n    d = add(b, c)\n    return d\n"
+    )
     (d,) = [node for node in graph.find(ops.add) if node.name == "d"]
     graph.replace({d: graph.insert(d, ops.split, graph.program("f").inputs[0], sizes=[4, 4])[0]})
     assert [node.target.name for node in graph.program("f").nodes] == ["split"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import run, text_of
+from passes.cases import run, text_of
 
 from atom.graph import Graph, parse
 from atom.passes.fuse_gate_up import fuse_gate_up
@@ -92,7 +92,10 @@ def test_a_second_run_changes_nothing(fuse: Callable[[Graph], Graph], before: st
         (fuse_qkv, QKV.replace("k = linear(h, ", "g = add(h, h)\n    k = linear(g, ")),  # not the same input
         (fuse_qkv, QKV.replace('W("k", fp32[4, 8])', 'W("k", fp32[4, 8]), W("k.b", fp32[4])')),  # one bias
         (fuse_qkv, QKV.replace('W("v", fp32[4, 8])', 'W("v", fp32[4, 8], fmt="int8")')),  # another stored format
-        (fuse_qkv, QKV.replace('    v = linear(h, W("v", fp32[4, 8]))\n', "").replace("split_heads(v,", "split_heads(k,")),  # k is v
+        (
+            fuse_qkv,
+            QKV.replace('    v = linear(h, W("v", fp32[4, 8]))\n', "").replace("split_heads(v,", "split_heads(k,"),
+        ),  # k is v
         (fuse_gate_up, GATE_UP.replace("up = linear(h, ", "g = add(h, h)\n    up = linear(g, ")),
         (fuse_gate_up, GATE_UP.replace(', W("u.b", fp32[6])', "")),
         (fuse_gate_up, GATE_UP.replace('W("u", fp32[6, 8])', 'W("u", fp32[6, 8], fmt="int8")')),

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from cases import text_of
+from passes.cases import text_of
 
 from atom.errors import PassError
 from atom.graph import Graph, ops, parse, show
@@ -39,7 +39,9 @@ def test_a_rope_that_only_q_has_stays():
 
 
 def test_norms_of_different_eps_stay():
-    lowered = text_of(lower_attention(parse(BEFORE.replace('W("k_norm", fp32[4]), eps=1e-06', 'W("k_norm", fp32[4]), eps=1e-05'))))
+    lowered = text_of(
+        lower_attention(parse(BEFORE.replace('W("k_norm", fp32[4]), eps=1e-06', 'W("k_norm", fp32[4]), eps=1e-05')))
+    )
     assert "norm_rope_write(q_1, k_1, v, cos, sin, None, None," in lowered
 
 
@@ -84,5 +86,7 @@ def test_a_pass_that_breaks_the_graph_is_named_with_those_before_it(monkeypatch:
         return graph
 
     monkeypatch.setattr(pipeline, "PIPELINE", (pipeline.PIPELINE[0], (break_it, 0, ops.SEMANTIC)))
-    with pytest.raises(PassError, match=r"^break_it \(after fuse_qkv\): body: a is .*; its text: /.*atom-break_it-.*\.py$"):
+    with pytest.raises(
+        PassError, match=r"^break_it \(after fuse_qkv\): body: a is .*; its text: /.*atom-break_it-.*\.py$"
+    ):
         lower(parse(BEFORE), 1, Target("cpu"))

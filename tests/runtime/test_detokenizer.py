@@ -160,12 +160,18 @@ def test_the_text_ends_before_the_earliest_stop_string(name, data):
 
 
 @settings(max_examples=150, deadline=None)
-@given(text=st.text("ab", max_size=30), stop=st.text("ab", min_size=1, max_size=4), min_tokens=st.integers(0, 12))
-def test_no_stop_string_counts_before_min_tokens(text, stop, min_tokens):
+@given(
+    text=st.text("ab", max_size=30),
+    stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3),
+    min_tokens=st.integers(0, 12),
+)
+def test_no_stop_string_counts_before_min_tokens(text, stops, min_tokens):
     ids = [id for letter in text for id in codec("byte_level").ids(letter)]  # one token a letter
-    ends = [end for end in range(max(min_tokens, len(stop)), len(text) + 1) if text[:end].endswith(stop)]
-    expected = text[: ends[0] - len(stop)] if ends else text
-    steps = list(stream("byte_level", [], ids, stop_strings=[stop], min_tokens=min_tokens))
+    ends = [end for end in range(max(min_tokens, 1), len(text) + 1) if text[:end].endswith(tuple(stops))]
+    expected = text
+    if ends:
+        expected = text[: ends[0] - max(len(stop) for stop in stops if text[: ends[0]].endswith(stop))]
+    steps = list(stream("byte_level", [], ids, stop_strings=stops, min_tokens=min_tokens))
     assert all(expected.startswith(shown) for _, _, shown in steps)
     assert steps[-1][2] == expected
     assert steps[-1][0].stopped == bool(ends)

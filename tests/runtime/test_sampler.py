@@ -180,7 +180,7 @@ def test_greedy_takes_the_lowest_id_among_equals(dtype):
 def test_cuts_take_the_lower_ids_among_equals():
     assert_drawn_from([1 / 3, 1 / 3, 1 / 3, 0.0, 0.0], draws([1.0] * 5, 5000, top_k=3))
     assert_drawn_from([0.25, 0.0, 0.25, 0.25, 0.25, 0.0], draws([1.0, -2.0, 1.0, 1.0, 1.0, 1.0], 5000, top_p=0.7))
-    assert_drawn_from([0.5, 0.0, 0.5], draws([0.0, -1.0, -0.0], 5000, top_k=2))
+    assert set(draws([-0.0, -1.0, 0.0], 100, top_k=1)) == {0}
 
 
 def test_a_batch_of_all_kinds_draws_what_each_row_draws_alone():

@@ -142,7 +142,7 @@ def run(overrides: Sequence[str], dirs: Sequence[str] = ()) -> int:
 def sweep(flags: list[str], overrides: Sequence[str], dirs: Sequence[str]) -> int:
     """Hydra runs the jobs. Where the choices are known, every configuration is loaded before the first job runs."""
     texts = rewrite(overrides, config_dirs=dirs, multirun=True)
-    if any(text.lstrip("+").startswith("job.save_recipe=") for text in texts):
+    if any(text.startswith("job.save_recipe=") for text in texts):
         raise ConfigError("job.save_recipe writes the recipe of one run: leave out -m")
     for job in choices(texts):
         load(job, config_dirs=dirs)

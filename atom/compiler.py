@@ -1,4 +1,4 @@
-"""From a configuration to the graph that runs: the frontend writes it, the passes lower it; a saved text replaces either.
+"""From a configuration to the graph that runs: the frontend writes it, the passes lower it, or a saved text is read.
 
 graph = compile_graph(load(["model=auto", "checkpoint=/models/qwen3"]))
 print(show(graph))
@@ -24,7 +24,7 @@ def semantic_graph(config: Config) -> Graph:
 
 
 def compile_graph(config: Config, watch: Callable[[PassReport], Any] = lambda _: None) -> Graph:
-    """The lowered graph; `watch` gets a report after each pass. A text saved before lowering goes through the passes too."""
+    """The lowered graph; `watch` gets a report after each pass. A text saved before lowering is lowered too."""
     assert config.level is not None, "config.load resolves it"
     graph = semantic_graph(config) if config.job.graph is None else _saved_graph(Path(config.job.graph))
     if graph.find(ops.attention):

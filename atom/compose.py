@@ -10,6 +10,8 @@ The schema is handed in: this module knows no field but those that name a source
 
 from __future__ import annotations
 
+import difflib
+import functools
 import json
 import re
 import threading
@@ -163,8 +165,9 @@ def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = 
             GlobalHydra.instance().hydra = outer
 
 
+@functools.cache
 def register(schema: Any) -> None:
-    """Make the schema and the resolvers known to Hydra; twice does no harm."""
+    """Make the schema and the resolvers known to Hydra."""
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
@@ -181,9 +184,6 @@ def resolve(composed: DictConfig, hf: Mapping[str, Any]) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
     attach(composed, hf)
-    missing = [key for key in sorted(OmegaConf.missing_keys(composed)) if not key.startswith("prompts")]
-    if missing:
-        raise ConfigError(f"{missing[0]}=??? has no value; set it")
     values: Any = OmegaConf.to_container(composed, resolve=True)
     return dict(values)
 
@@ -228,9 +228,9 @@ def explain(error: BaseException, schema: Any) -> AtomError:
     chain: list[Any] = [error]
     while cause := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(cause)
+    if own := [each for each in chain if isinstance(each, AtomError)]:
+        return own[0]
     for each in chain:
-        if isinstance(each, AtomError):
-            return each
         text, key = str(each), re.sub(r"\[(\d+)\]", r".\1", getattr(each, "full_key", None) or "")
         if choice := re.search(r"Could not (?:find|load) '(.+)/(.+?)'", text):
             names = re.findall(r"^\t([\w./-]+)$", text, re.MULTILINE)
@@ -250,9 +250,9 @@ def unknown_key(key: str, schema: Any) -> ConfigError:
     siblings = list(dict.fromkeys(name.partition(".")[0] for name in inside))
     if not siblings:
         return ConfigError(f"{key}: there is no such key; +{key}=… adds one to a mapping")
-    elsewhere = [name for name in known if name.rpartition(".")[2] == last]
-    if elsewhere and not did_you_mean(last, siblings):
-        return ConfigError(f"{key}: there is no such field, did you mean {elsewhere[0]}?")
+    elsewhere = {name.rpartition(".")[2]: name for name in reversed(known)}
+    if not did_you_mean(last, siblings) and (near := difflib.get_close_matches(last, elsewhere, 1, 0.8)):
+        return ConfigError(f"{key}: there is no such field, did you mean {elsewhere[near[0]]}?")
     return ConfigError(f"{key}: {no_such('field', last, siblings, f'{parent} has: ' if parent else 'there are: ')}")
 
 

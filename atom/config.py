@@ -332,6 +332,8 @@ def build(kind: Any, value: Any, at: str = "") -> Any:
     if get_origin(kind) is list and isinstance(value, list):
         return [build(get_args(kind)[0], item, f"{at}.{index}") for index, item in enumerate(value)]
     if not is_dataclass(kind):
+        if value == "???" and kind is not Any:
+            raise ConfigError(f"{at}=??? has no value; set it")
         return value
     kinds, prefix = get_type_hints(kind), f"{at}." if at else ""
     for name in value:

@@ -35,7 +35,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def read(self, name: str) -> memoryview:
-        """The row-major bytes of the whole tensor, read-only; safe to call from several threads."""
+        """The row-major bytes of the whole tensor, not to be written to. Several threads may read at once."""
 
     @abstractmethod
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:

@@ -77,8 +77,8 @@ class GGUFCheckpoint(Checkpoint):
         self.location = str(path)
         self._split, self._ignore_merges = split, ignore_merges
         self._metadata, tensors = read_gguf(path)
-        parts = self._metadata.get("split.count", 0)
-        if parts not in (0, 1):
+        parts = whole_number(path, "split.count", self._metadata.get("split.count", 0))
+        if parts > 1:
             raise UnsupportedError(f"{path} is one of {parts} parts; merge them with llama-gguf-split --merge")
         check_types(path, tensors)
         factors = tensors.pop(FACTORS, None)
@@ -182,20 +182,18 @@ def make_rope(
         rotated = whole_number(path, "rope.dimension_count", own["rope.dimension_count"])
         rope |= {"partial_rotary_factor": rotated / head_dim} if rotated != head_dim else {}
 
-    scaling = {
-        key.removeprefix("rope.scaling."): value for key, value in own.items() if key.startswith("rope.scaling.")
-    }
-    kind = scaling.pop("type", "linear")  # llama.cpp's default
+    scaling = {key.removeprefix("rope.scaling."): own[key] for key in own if key.startswith("rope.scaling.")}
+    kind = str(scaling.pop("type", "linear"))  # llama.cpp's default
     scaling.pop("finetuned", None)
     scaling.setdefault("factor", own.get("rope.scale_linear", 1.0))
+    scaling = {key: number(path, f"rope.scaling.{key}", value) for key, value in scaling.items()}
     if kind == "none" or (kind == "linear" and scaling["factor"] in (0, 1)):
         return rope if divisors is None else rope | {"rope_type": "factors", "factors": divisors}
     odd = [key for key, value in scaling.items() if key not in SCALING and not (key in NEUTRAL_AT_1 and value == 1)]
     odd += [FACTORS] if divisors is not None else []
     if kind not in ("linear", "yarn") or odd:
         raise UnsupportedError(f"{path}: rope.scaling.type {' with '.join([repr(kind), *odd])} is not supported")
-    known = {name: number(path, key, scaling[key]) for key, name in SCALING.items() if key in scaling}
-    return rope | {"rope_type": kind} | known
+    return rope | {"rope_type": kind} | {name: scaling[key] for key, name in SCALING.items() if key in scaling}
 
 
 def whole_number(path: Path, key: str, value: Any) -> int:

@@ -30,7 +30,7 @@ def build_tokenizer(
     """None where the file has no tokenizer; UnsupportedError for a kind or a pre-tokenizer that is not known here."""
     prefix = "tokenizer.ggml."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    kind, pre = own.get("model", "none"), own.get("pre", "default")
+    kind, pre = str(own.get("model", "none")), str(own.get("pre", "default"))
     if kind in ("none", "no_vocab"):
         return None
     if kind not in ("gpt2", "llama"):
@@ -41,9 +41,8 @@ def build_tokenizer(
         )
     try:
         tokens = own["tokens"]
-        special_tokens = {
-            name: tokens[own[f"{key}_token_id"]] for name, key in NAMED.items() if f"{key}_token_id" in own
-        }
+        ids = {name: own.get(f"{key}_token_id") for name, key in NAMED.items()}
+        special_tokens = {name: tokens[i] for name, i in ids.items() if i in range(len(tokens))}  # 2**32 - 1 means none
         if max(map(len, tokens)) > MAX_TOKEN:
             raise ValueError(f"a token has more than {MAX_TOKEN} characters")
         if kind == "gpt2":

@@ -21,7 +21,7 @@ from atom.graph import KV, Graph, Program, RopeFreqs, Type, W, ops
 
 
 def build(model: ModelConfig, dtype: str, cache_dtype: str) -> Graph:
-    """The semantic graph: `body` from tokens and positions i64[T] to hidden states [T, H], `head` from [R, H] to logits."""
+    """`body`: tokens and positions i64[T] to hidden states [T, H]; `head`: rows of them [R, H] to logits [R, V]."""
     graph = Graph()
     _Writer(model, graph.program("body"), dtype, cache_dtype).write_body()
     _Writer(model, graph.program("head"), dtype, cache_dtype).write_head()

@@ -3,7 +3,7 @@
     k = rope(k, cos, sin)                       a = paged_attention(q, KV("0"), table, starts, lengths, num_decodes, …)
     a = attention(q, k, v, KV("0"), …)
 
-Norms of q and k before the rope go along. A rope or norm that q and k do not share stays where it is. The layout of the batch
+Norms of q and k before the rope go along. A rope or norm that the two do not share stays as it is. The batch's layout
 becomes inputs (see `ops.paged_attention`): `slots` and `table` by kind of cache, the others for all.
 """
 
@@ -15,6 +15,7 @@ from atom.graph import KV, Graph, Type, ops
 def lower_attention(graph: Graph) -> Graph:
     for attention in graph.find(ops.attention):
         q, k, v, cache = attention.args
+        turned = q
         slots, layout = _inputs(graph, attention, cache)
         cos = sin = q_norm = k_norm = None
         attributes = {}
@@ -23,11 +24,11 @@ def lower_attention(graph: Graph) -> Graph:
         if q.target is ops.rms_norm and k.target is ops.rms_norm and q.kwargs == k.kwargs:
             attributes = q.kwargs
             (q, q_norm), (k, k_norm) = q.args, k.args
-        q = graph.insert(
+        written = graph.insert(
             attention, ops.norm_rope_write, q, k, v, cos, sin, q_norm, k_norm, cache, slots, name="q", **attributes
         )
-        paged = graph.insert(attention, ops.paged_attention, q, cache, *layout, **attention.kwargs)
-        graph.replace({attention: paged})
+        paged = graph.insert(attention, ops.paged_attention, written, cache, *layout, **attention.kwargs)
+        graph.replace({attention: paged} if q is turned else {attention: paged, turned: written})
     return graph
 
 

@@ -23,8 +23,8 @@ LAYOUT = "slots_window_3: i64[T], table_window_3: i32[S, M], starts: i32[S1], le
 
 AFTER = f"""\
 def body(q: fp32[T, 2, 4], k: fp32[T, 1, 4], v: fp32[T, 1, 4], cos: fp32[T, 2], sin: fp32[T, 2], {LAYOUT}):
-    q_3 = norm_rope_write(q, k, v, cos, sin, W("q_norm", fp32[4]), W("k_norm", fp32[4]), KV("0", fp32[2, 1, 4], window=3), slots_window_3, eps=1e-06)
-    a = paged_attention(q_3, KV("0", fp32[2, 1, 4], window=3), table_window_3, starts, lengths, num_decodes, scale=0.5, window=3)
+    q_2 = norm_rope_write(q, k, v, cos, sin, W("q_norm", fp32[4]), W("k_norm", fp32[4]), KV("0", fp32[2, 1, 4], window=3), slots_window_3, eps=1e-06)
+    a = paged_attention(q_2, KV("0", fp32[2, 1, 4], window=3), table_window_3, starts, lengths, num_decodes, scale=0.5, window=3)
     return a"""
 
 

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 
 import pytest
 
@@ -128,7 +129,7 @@ def test_a_collision_never_gives_a_wrong_hit(
     content: dict[int, list[int]] = {}  # block -> all tokens up to its end
     num_hits = 0
     for parts in itertools.product(blocks, repeat=3):
-        sequence = make([*sum(parts, []), 9])
+        sequence = make([*itertools.chain(*parts), 9])
         hit = start(cache, sequence)
         for index, block in enumerate(sequence.blocks.get("full", [])):
             assert content[block] == sequence.prompt[: 4 * index + 4]
@@ -235,6 +236,12 @@ def test_a_hit_needs_each_block_of_the_window_before_it_and_no_other() -> None:
         assert prefix
         path.append(prefix)
 
+    def hit() -> int:
+        probe = make([*range(24), 9])
+        num_tokens = start(cache, probe)
+        cache.free(probe)
+        return num_tokens
+
     def lose(index: int) -> None:  # as if its block of the window had been taken
         block = path[index].blocks["window"]
         del pool.cached[block]
@@ -249,17 +256,14 @@ def test_a_hit_needs_each_block_of_the_window_before_it_and_no_other() -> None:
     assert all(probe.blocks["full"])
     cache.free(probe)
     lose(5)
-    assert start(cache, probe := make([*range(24), 9])) == 20
-    cache.free(probe)
+    assert hit() == 20
     lose(3)
-    assert start(cache, probe := make([*range(24), 9])) == 20  # position 20 sees 16 to 20
-    cache.free(probe)
+    assert hit() == 20  # position 20 sees 16 to 20
     lose(4)
-    assert start(cache, probe := make([*range(24), 9])) == 12
-    cache.free(probe)
+    assert hit() == 12
     lose(1)
     lose(2)
-    assert start(cache, make([*range(24), 9])) == 0
+    assert hit() == 0
 
 
 def test_a_block_outside_the_window_is_never_published() -> None:

@@ -58,7 +58,9 @@ def sample(plan: Plan, token: int = 7) -> Sampled:
 
 
 def commit(scheduler: Scheduler, plan: Plan, token: int = 7) -> list[str]:
-    ended = scheduler.commit(plan, sample(plan, token), lambda sequence: finish_reason(sequence, scheduler.max_model_len))
+    ended = scheduler.commit(
+        plan, sample(plan, token), lambda sequence: finish_reason(sequence, scheduler.max_model_len)
+    )
     return [sequence.id for sequence in ended]
 
 
@@ -127,7 +129,10 @@ def test_a_step_has_at_most_max_num_seqs_sequences_first_come_first_served() -> 
 def test_every_decode_has_a_token_in_the_budget() -> None:
     scheduler = make_scheduler(max_num_seqs=8, max_num_batched_tokens=3)
     add(scheduler, *(make(id, 1, max_tokens=5) for id in "abcde"))
-    assert [len(step(scheduler)) for _ in range(5)] == [3] * 5
+    plan = scheduler.schedule()
+    assert (len(plan.rows), scheduler.schedule().rows) == (3, [])
+    commit(scheduler, plan)
+    assert [len(step(scheduler)) for _ in range(4)] == [3] * 4
     finish_all(scheduler)
 
 
@@ -169,21 +174,19 @@ def test_a_sequence_ends_at_max_model_len() -> None:
 
 
 def test_the_last_to_come_gives_its_blocks_and_is_computed_again() -> None:
-    scheduler = make_scheduler(num_blocks=1 + 6)
+    scheduler = make_scheduler(num_blocks=1 + 6, max_num_seqs=2)
     first, second = make("a", 8, max_tokens=12), make("b", 8, max_tokens=12)
-    add(scheduler, first, second)
+    add(scheduler, first, second, make("c", 1, max_tokens=1))
     for _ in range(5):  # 3 blocks each, then
         step(scheduler)
     assert second.num_computed == 12
     assert step(scheduler) == [("a", 12, 1, True)]
     assert (second.num_computed, second.blocks, len(second.output)) == (0, {}, 5)
     assert scheduler.stats.num_preemptions == 1
-    add(scheduler, make("c", 1, max_tokens=1))
-    step(scheduler)
     assert [sequence.id for sequence in scheduler.waiting] == ["b", "c"]
     while first.finish_reason is None:
         step(scheduler)
-    assert step(scheduler)[-1] == ("b", 0, 13, True)
+    assert step(scheduler) == [("c", 0, 1, True), ("b", 0, 13, True)]
     finish_all(scheduler)
     assert (len(first.output), len(second.output)) == (12, 12)
 
@@ -212,6 +215,20 @@ def test_one_that_was_refused_is_let_in_once_it_can_share_what_another_has_compu
     add(scheduler, make("a", 20), make("b", 20))
     assert step(scheduler) == [("a", 0, 20, True)]
     assert step(scheduler) == [("a", 20, 1, True), ("b", 16, 4, True)]
+
+
+def test_one_that_was_refused_is_not_looked_up_again_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make_scheduler(num_blocks=1 + 8, prefix=True)
+    add(scheduler, make("a", 20))
+    step(scheduler)
+    lookups = []
+    monkeypatch.setattr(scheduler.cache, "match_prefix", lambda sequence: lookups.append(sequence.id) or 0)
+    add(scheduler, make("b", 20))
+    for _ in range(5):
+        step(scheduler)
+    assert lookups == ["b"]
+    finish_all(scheduler)
+    assert lookups == ["b", "b"]
 
 
 def test_a_prompt_takes_the_blocks_of_a_decode_that_came_after_it() -> None:
@@ -280,19 +297,25 @@ def test_siblings_of_one_that_ended_run_on_their_own(end: str) -> None:
 
 def test_a_preempted_parent_leaves_the_shared_blocks_to_its_siblings() -> None:
     scheduler = make_scheduler(num_blocks=1 + 8)
-    first, parent = make("x", 4, max_tokens=17), make("a", 10, max_tokens=12)
-    child = make("b", 10, 12, parent)
-    add(scheduler, first, parent, child)
-    preempted = False
-    while scheduler.has_work:
-        step(scheduler)
-        if parent in scheduler.waiting and child in scheduler.running:
-            preempted = True
-            assert all(scheduler.cache.pools[0].num_holders[block] == 1 for block in child.blocks["full"])
-    assert not preempted or scheduler.stats.num_preemptions
-    assert (len(parent.output), len(child.output)) == (12, 12)
-    assert scheduler.stats.num_forked_tokens >= 8
+    pool = scheduler.cache.pools[0]
+    first, parent = make("x", 7), make("a", 10)
+    child = make("b", 10, parent=parent)
+    add(scheduler, first, parent)
+    step(scheduler)
+    before = scheduler.schedule()
+    add(scheduler, child)
+    pending = scheduler.schedule()
+    assert rows(pending) == [("b", 8, 2, True)]
+    commit(scheduler, before)
+    taken = [pool.take() for _ in range(pool.num_free)]
+    assert step(scheduler) == [("x", 8, 1, True)]  # with a block of a, since b is in a pending plan
+    assert list(scheduler.waiting) == [parent]
+    assert [pool.num_holders[block] for block in child.blocks["full"]] == [1, 1, 1]
+    commit(scheduler, pending)
+    for block in taken:
+        pool.release(block)
     finish_all(scheduler)
+    assert len(parent.output) == len(child.output) == 8
 
 
 def test_an_abort_frees_blocks_at_once_or_at_the_commit_of_the_plan_that_names_them() -> None:
@@ -358,7 +381,8 @@ def test_a_pending_plan_s_sequences_are_left_out_of_the_next_one_and_not_preempt
     assert rows(second) == [("b", 0, 7, True)]
     assert scheduler.schedule().rows == []
     commit(scheduler, first)
-    assert rows(third := scheduler.schedule()) == [("a", 8, 1, True)]
+    third = scheduler.schedule()
+    assert rows(third) == [("a", 8, 1, True)]
     commit(scheduler, second)
     commit(scheduler, third)
     finish_all(scheduler)
@@ -448,6 +472,7 @@ class World:
             sequence = row.sequence
             assert sequence.finish_reason is None
             assert sequence not in in_flight
+            assert sequence.num_cached <= min(row.start, len(sequence.prompt))
             assert row.num_tokens > 0
             assert row.samples == (row.start + row.num_tokens == sequence.num_tokens)
             assert (index < plan.num_decodes) == (row.samples and row.num_tokens == 1)
@@ -470,12 +495,23 @@ class World:
         def finish(sequence: Sequence) -> str | None:
             return finish_reason(sequence, self.scheduler.max_model_len)
 
-        ended = self.scheduler.commit(plan, Sampled(sampled, [None] * len(sampled)), finish)
+        prompt_logprobs = {
+            row.sequence.id: [
+                Logprobs(token, -1.0, 1, [])
+                for token in row.sequence.prompt[row.start + 1 : row.start + row.num_tokens + 1]
+            ]
+            for row in plan.rows
+            if row.sequence.params.prompt_logprobs is not None
+        }
+        ended = self.scheduler.commit(plan, Sampled(sampled, [None] * len(sampled), prompt_logprobs), finish)
         for sequence, output in expected:
             assert sequence.output == output
         for sequence in ended:
             assert sequence.finish_reason in ("eos", "max_tokens")
             self.alive.remove(sequence)
+            if sequence.params.prompt_logprobs is not None:
+                tokens = [entry and entry.token for entry in sequence.prompt_logprobs]
+                assert tokens == [None, *sequence.prompt[1:]]
 
     def _compute(self, sequence: Sequence, start: int, stop: int, tables: dict[str, list[int]]) -> None:
         size = self.scheduler.cache.block_size

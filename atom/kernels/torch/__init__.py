@@ -1,0 +1,36 @@
+"""The CPU kernels in eager torch: what beats an op's reference body without a compiler.
+
+    for kernel in KERNELS:
+        reason = kernel.accepts(Target("cpu"))     # None: yes
+        run = kernel.load()                        # a callable with the op's signature
+
+A matrix product, an activation and an embedding are one or two calls of torch in the reference, which nothing here beats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from atom.graph import ops
+from atom.graph.ops import Op
+from atom.kernels.registry import Kernel, Target
+from atom.kernels.torch.attention import PagedAttention
+from atom.kernels.torch.norm import add_rms_norm, rms_norm
+from atom.kernels.torch.rope import norm_rope_write
+
+
+def _accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
+    return None if target.device == "cpu" else f"runs on a cpu, not on {target.device}"
+
+
+def _kernel(op: Op, load: Callable[[], Callable[..., Any]]) -> Kernel:
+    return Kernel(op, "torch", _accepts, load)
+
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel(ops.rms_norm, lambda: rms_norm),
+    _kernel(ops.add_rms_norm, lambda: add_rms_norm),
+    _kernel(ops.norm_rope_write, lambda: norm_rope_write),
+    _kernel(ops.paged_attention, PagedAttention),
+)

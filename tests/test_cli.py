@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import atom
+from atom.cli import main
+from atom.config import Config
+from atom.errors import EngineDeadError
+from atom.overrides import read_recipe
+
+ROOT = Path(__file__).parents[1]
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "vocab_size": 101,
+    "max_position_embeddings": 256,
+}
+Job = Callable[[Config], int]
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Job], list[Config]]:
+    """Puts a function in the place of job=generate; the configurations that it is run with."""
+    monkeypatch.chdir(tmp_path)
+
+    def install(run: Job = lambda config: 0) -> list[Config]:
+        seen: list[Config] = []
+
+        def record(config: Config) -> int:
+            seen.append(config)
+            return run(config)
+
+        module: Any = types.ModuleType("atom.jobs.generate")
+        module.run = record
+        monkeypatch.setitem(sys.modules, "atom.jobs.generate", module)
+        return seen
+
+    return install
+
+
+def run(*argv: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "atom.cli", *argv]
+    return subprocess.run(command, capture_output=True, text=True, cwd=options.pop("cwd", ROOT), timeout=60, **options)
+
+
+def raising(error: BaseException) -> Job:
+    def job(config: Config) -> int:
+        raise error
+
+    return job
+
+
+def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
+    seen = job(lambda config: 3)
+    assert main(["prompts=What is 2+2?", "level=0", "model=llama"]) == 3
+    assert [(config.prompts, config.level, config.model.name) for config in seen] == [("What is 2+2?", 0, "llama")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["foo=1"], "atom-run: ConfigError: foo: there is no such field; there are: model, "),
+        (["checkpoint=/nowhere"], "atom-run: CheckpointError: no checkpoint '/nowhere'"),
+        (["parallel=tp8"], "atom-run: UnsupportedError: parallel: running on several devices is not built yet"),
+        (["sampling.n=0"], "atom-run: RequestError: n=0 must be a finite number from 1 to 128"),
+        (["job=explian"], "atom-run: ConfigError: job=explian: there is no such choice, did you mean explain?"),
+        (["level=0,1"], "atom-run: ConfigError: 'level=0,1' is a sweep: add -m"),
+        (["--bogus"], "atom-run: ConfigError: unrecognized arguments: --bogus; atom-run --help shows what there is"),
+        (["--cfg", "job", "-m"], "atom-run: ConfigError: only one of"),
+        (["--cfg", "nope"], "atom-run: ConfigError: argument --cfg/-c: invalid choice"),
+        (["-cn", "x"], "atom-run: ConfigError: --config-name"),
+        (["--config-dir", "/nowhere"], "atom-run: ConfigError: config dir /nowhere: there is no such folder"),
+        (["--cfg", "job", "-p", "nope"], "atom-run: ConfigError: nope: there is no such field"),
+        (["-m", "level=0,5"], "atom-run: ConfigError: level=5: there is no such choice"),
+        (["-m", "seed=interval(0,1)"], "atom-run: ConfigError: BasicSweeper does not support"),
+        (["-m", "seed=1,2", "job.save_recipe=x"], "atom-run: ConfigError: job.save_recipe writes the recipe of one run"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(argv: list[str], line: str, capsys: Any, job: Any):
+    seen = job()
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(line)
+    assert (err.count("\n"), out, seen) == (1, "", [])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (EngineDeadError("it stopped\nhere"), 1, "atom-run: EngineDeadError: it stopped; here\n"),
+        (OSError(28, "No space left on device", "/x"), 1, "atom-run: [Errno 28] No space left on device: '/x'\n"),
+        (KeyboardInterrupt(), 130, "atom-run: interrupted\n"),
+        (BrokenPipeError(32, "Broken pipe"), 1, ""),
+    ],
+)
+def test_other_errors_that_we_foresee_are_one_line(error: BaseException, code: int, line: str, capsys: Any, job: Any):
+    job(raising(error))
+    assert main([]) == code
+    assert capsys.readouterr().err == line
+
+
+def test_a_bug_shows_where_it_is(job: Any):
+    job(raising(ZeroDivisionError("a bug")))
+    with pytest.raises(ZeroDivisionError):
+        main([])
+
+
+def test_a_full_disk_is_one_line():
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "atom.cli", "--help"], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        )
+    assert (ended.returncode, ended.stderr) == (1, "atom-run: [Errno 28] No space left on device\n")
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    ended = subprocess.run(
+        [sys.executable, "-m", "atom.cli", "--help"], stdout=write, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    os.close(write)
+    assert ended.stderr == ""
+
+
+def test_ctrl_c_ends_with_130(tmp_path: Path):
+    program = "import sys, time, types\nfrom atom.cli import main\nmodule = types.ModuleType('x')\n"
+    program += "module.run = lambda config: (print('ready', flush=True), time.sleep(30))\n"
+    program += "sys.modules['atom.jobs.generate'] = module\nsys.exit(main([]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (130, "atom-run: interrupted\n")
+
+
+def test_a_sweep_runs_each_choice_and_leaves_nothing(capsys: Any, job: Any):
+    seen = job(lambda config: print(config.level, config.model.name) or 0)
+    assert main(["-m", "level=0,1", "model=llama,qwen2", 'prompts=["a, b", "costs ${5}"]']) == 0
+    out, err = capsys.readouterr()
+    assert out == "0 llama\n0 qwen2\n1 llama\n1 qwen2\n"
+    assert err.splitlines()[0] == r"atom-run: job 0: level=0 model=llama prompts=['a, b','costs \${5}']"
+    assert {tuple(config.prompts) for config in seen} == {("a, b", "costs ${5}")}
+    assert os.listdir() == []
+
+
+def test_a_sweep_chooses_the_model_file_for_each_checkpoint(tmp_path: Path, job: Any):
+    for name, architecture in (("a", "LlamaForCausalLM"), ("b", "Qwen3ForCausalLM")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({**TINY, "architectures": [architecture]}))
+    seen = job()
+    assert main(["-m", f"checkpoint={tmp_path}/a,{tmp_path}/b"]) == 0
+    assert [config.model.name for config in seen] == ["llama", "qwen3"]
+
+
+def test_a_job_of_a_sweep_that_fails_ends_it(capsys: Any, job: Any):
+    seen = job(lambda config: 1)
+    assert main(["-m", "seed=1,2"]) == 1
+    assert len(seen) == 1
+
+
+def test_hydras_own_choices_work_in_a_sweep(job: Any):
+    seen = job()
+    assert main(["-m", "seed=range(1,3)"]) == 0
+    assert main(["-m", "model=glob(qwen*)"]) == 0
+    assert [config.seed for config in seen[:2]] == [1, 2]
+    assert [config.model.name for config in seen[2:]] == ["qwen2", "qwen3"]
+
+
+def test_a_config_dir_counts_in_a_run_and_in_a_sweep(tmp_path: Path, job: Any):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [llama, _self_]\nauto: false\nmax_position: 7\n")
+    seen = job()
+    assert main(["--config-dir", str(tmp_path), "model=mine"]) == 0
+    assert main(["-m", "model=mine,llama", "--config-dir", str(tmp_path)]) == 0
+    assert [config.model.max_position for config in seen] == [7, 7, 8192]
+
+
+def test_a_recipe_is_saved_and_runs_again(tmp_path: Path, job: Any):
+    seen = job()
+    (tmp_path / "first.yaml").write_text("overrides: [seed=1, level=0]")
+    assert main(["recipe=first.yaml", "prompts=it's, ${5}", "seed=2", "job.save_recipe=second.yaml"]) == 0
+    assert read_recipe("second.yaml") == ["seed=1", "level=0", r"prompts='it\'s, \${5}'", "seed=2"]
+    assert main(["recipe=second.yaml"]) == 0
+    assert (seen[1].prompts, seen[1].seed, seen[1].level) == ("it's, ${5}", 2, 0)
+    assert "model: smollm2" in Path("second.yaml").read_text()
+
+
+def test_cfg_shows_the_model_that_auto_means(tmp_path: Path, capsys: Any):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    assert main(["--cfg", "job", f"checkpoint={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert "name: qwen3" in out and "qk_norm: per_head" in out and "intermediate_size: 80" not in out
+    assert main(["--cfg", "job", "--resolve", "-p", "model.attention", f"checkpoint={tmp_path}"]) == 0
+    assert "heads: 4" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["--cfg", "hydra"], "output_subdir: null"),
+        (["--cfg", "all"], "name: atom-run"),
+        (["--info", "defaults-tree"], "model: auto"),
+        (["--hydra-help"], "hydra/launcher: basic"),
+        (["--shell-completion", "install=bash"], "hydra_bash_completion"),
+    ],
+)
+def test_hydras_flags_mean_what_they_mean_to_hydra(argv: list[str], expected: str):
+    ended = run(*argv)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert expected in ended.stdout
+
+
+def test_an_error_of_hydra_is_one_line_too():
+    ended = run("--info", "defaults", "job=x")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "atom-run: ConfigError: job=x: there is no such choice; choices: explain, generate\n"
+
+
+def test_tab_completes_groups_and_fields():
+    for typed, expected in (("job=", "job=explain job=generate"), ("serve.max_num_s", "serve.max_num_seqs=")):
+        env = {**os.environ, "COMP_LINE": f"atom-run {typed}", "COMP_POINT": "99"}
+        assert run("-sc", "query=bash", env=env).stdout.strip() == expected
+
+
+def test_version_is_the_packages():
+    ended = run("--version")
+    assert (ended.stdout, ended.returncode) == (f"atom-run {atom.__version__}\n", 0)
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
+    assert main([flag]) == 0
+    out = capsys.readouterr().out
+    assert "  model: auto, decoder, llama, mistral, qwen2, qwen3, smollm2\n" in out
+    assert "checkpoint=null                     folder, hub id or .gguf file; null: the embedded default\n" in out
+    assert "dtype=auto                          auto | bf16 | fp16 | fp32; auto: the checkpoint's\n" in out
+    assert out.split("Examples\n")[1].count("atom-run ") == 5
+    assert max(map(len, out.splitlines())) <= 140
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--cfg", "job"]])
+def test_questions_are_answered_at_once(argv: list[str]):
+    """Half a second on an idle machine; the limit leaves room for a busy one."""
+
+    def seconds() -> float:
+        started = time.perf_counter()
+        assert run(*argv).returncode == 0
+        return time.perf_counter() - started
+
+    assert min(seconds() for _ in range(3)) < 1.0

@@ -1,0 +1,185 @@
+"""What users can rely on, frozen: a surface grows on purpose, by editing this file. And how the parts may know each other."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import atom
+from atom.cli import JOBS
+from atom.compose import keys
+from atom.config import Config, SamplingParams
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "atom").rglob("*.py"))
+
+PUBLIC = """
+ArtifactError AtomError CapacityError CheckpointError ConfigError EngineDeadError LLMEngine PassError RequestError
+SamplingParams UnsupportedError
+"""
+
+SAMPLING = {
+    "temperature": 1.0,
+    "max_tokens": 64,
+    "ignore_eos": False,
+    "stop_strings": None,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "seed": None,
+    "n": 1,
+    "stop_token_ids": None,
+    "min_tokens": 0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+}
+
+CONFIG = """
+model: name architectures model_types auto hidden layers vocab max_position tied residual weights ignore
+model.norm: kind eps bias
+model.attention: kind heads kv_heads head_dim bias o_bias qk_norm scale window window_from layer_types
+model.attention.rope: kind theta partial factor original_max_position low_freq_factor high_freq_factor beta_fast beta_slow
+model.attention.rope: attention_factor mscale mscale_all_dim truncate factors
+model.mlp.0: kind width activation bias every skip
+model.gguf: architecture interleaved split ignore_merges
+model.embedded: requirement member sha256 config
+serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory max_model_len max_num_seqs max_num_batched_tokens
+serve: enable_prefix_caching enforce_eager tensor_parallel_size
+job: kind output chat stage graph save_recipe
+sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
+sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias defaults
+: checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf
+"""
+
+ENVIRONMENT = {"ATOM_CACHE"}
+
+# A line imports only from lines above it; between | neither imports the other.
+IMPORT_ORDER = """
+errors
+checkpoint | overrides
+compose
+config | graph
+kernels | runtime.types
+frontend | passes | weights
+compiler | runtime
+llm
+jobs
+cli
+"""
+
+
+def test_the_names_that_atom_exports():
+    assert sorted(atom.__all__) == PUBLIC.split()
+    assert set(atom.__all__) <= set(dir(atom))
+    assert {name for name in atom.__all__ if name.endswith("Error")} == {
+        name for name in atom.__all__ if isinstance(getattr(atom, name), type) and name.endswith("Error")
+    }
+    with pytest.raises(AttributeError, match="module 'atom' has no attribute 'nope'"):
+        atom.nope  # noqa: B018
+
+
+def test_the_fields_of_sampling_params_and_their_defaults():
+    assert {each.name: each.default for each in dataclasses.fields(SamplingParams)} == SAMPLING
+
+
+def test_the_keys_of_the_configuration():
+    frozen = [line.partition(":")[::2] for line in CONFIG.strip().splitlines()]
+    expected = {f"{at}.{name}".lstrip(".") for at, names in frozen for name in names.split()}
+    assert set(keys(Config)) == expected
+
+
+def test_the_groups_jobs_and_commands():
+    groups = {path.name: {file.stem for file in path.glob("*.yaml")} for path in (ROOT / "conf").iterdir() if path.is_dir()}
+    assert groups == {
+        "job": {"generate", "explain"},
+        "model": {"auto", "decoder", "llama", "mistral", "qwen2", "qwen3", "smollm2"},
+        "serve": {"default"},
+    }
+    assert set(JOBS) == groups["job"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["scripts"] == {"atom-run": "atom.cli:main"}
+    assert set(project["project"]["optional-dependencies"]) == {"amd", "dev"}
+
+
+def test_the_environment_variables_that_conf_reads():
+    texts = [path.read_text() for path in (ROOT / "conf").rglob("*.yaml")]
+    assert {name for text in texts for name in re.findall(r"oc\.env:(\w+)", text)} == ENVIRONMENT
+
+
+def test_a_wheel_carries_every_package():
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in SOURCES}
+    assert set(packages) == folders | {"atom.conf", "atom.recipes"}
+
+
+def unit(module: str, units: set[str]) -> str | None:
+    """The unit of the order that a module belongs to: runtime.types is one, runtime.engine is part of runtime."""
+    parts = module.split(".")
+    return next((name for n in (2, 1) if (name := ".".join(parts[:n])) in units), None)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Modules of atom that a file imports anywhere in it, without the leading atom."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "atom":
+            yield from (alias.name for alias in node.names if alias.name not in atom.__all__)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("atom."):
+            assert node.module
+            yield from (f"{node.module}.{alias.name}".removeprefix("atom.") for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.removeprefix("atom.") for alias in node.names if alias.name.startswith("atom."))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_down_only(path: Path):
+    row = {name.strip(): row for row, line in enumerate(IMPORT_ORDER.strip().splitlines()) for name in line.split("|")}
+    own = unit(".".join(path.relative_to(ROOT / "atom").with_suffix("").parts), set(row))
+    if path == ROOT / "atom" / "__init__.py":
+        return
+    assert own, f"{path} has no place in the order of imports"
+    for module in imports(path):
+        other = unit(module, set(row))
+        assert other, f"{path} imports {module}, which has no place in the order of imports"
+        assert other == own or row[other] < row[own], f"{own} ({path}) imports {other}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_state_is_global_and_no_data_is_code(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        assert not isinstance(node, ast.Global), f"{path}:{node.lineno}: global"
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            assert not {"pickle", "marshal", "shelve", "dill"} & set(names), f"{path}:{node.lineno}: pickle"
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            assert node.func.id not in ("eval", "exec"), f"{path}:{node.lineno}: {node.func.id}"
+        if isinstance(node, ast.Attribute):
+            assert node.attr not in ("environ", "getenv"), f"{path}:{node.lineno}: the environment is conf's to read"
+
+
+@pytest.mark.parametrize(
+    ("statement", "unloaded"),
+    [
+        ("import atom; atom.SamplingParams; atom.ConfigError", "torch triton transformers hydra omegaconf tokenizers"),
+        ("import atom.config, atom.cli, atom.runtime.types", "torch triton transformers hydra tokenizers huggingface_hub"),
+        ("from atom.cli import main; main(['--help'])", "torch triton transformers hydra tokenizers huggingface_hub"),
+        ("from atom.cli import main; main(['--cfg', 'job'])", "torch triton transformers huggingface_hub gguf"),
+        ("from atom.config import load; load()", "torch triton transformers huggingface_hub gguf"),
+        ("import atom.checkpoint", "torch triton transformers"),
+    ],
+)
+def test_imports_are_light(statement: str, unloaded: str):
+    program = f"{statement}\nimport sys\nassert not [m for m in '{unloaded}'.split() if m in sys.modules], sys.modules.keys()"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr

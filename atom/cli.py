@@ -17,10 +17,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import atom
-from atom.compose import CONF, one_line_errors, register
+from atom.compose import CONF, one_line_errors, plain_fields, register
 from atom.config import Config, describe_fields, load, show
 from atom.errors import AtomError, ConfigError
 from atom.overrides import one_line, override, parse, rewrite, write_recipe
@@ -144,6 +145,9 @@ def sweep(flags: list[str], overrides: Sequence[str], dirs: Sequence[str]) -> in
     texts = rewrite(overrides, config_dirs=dirs, multirun=True)
     if any(text.startswith("job.save_recipe=") for text in texts):
         raise ConfigError("job.save_recipe writes the recipe of one run: leave out -m")
+    for path in [Path(folder, name) for folder in dirs for name in plain_fields(Config)]:
+        if path.is_dir():
+            raise ConfigError(f"{path} makes a config group of the field {path.name}: move it, or leave out -m")
     for job in choices(texts):
         load(job, config_dirs=dirs)
     with tempfile.TemporaryDirectory(prefix="atom-run-") as folder:  # for Hydra's multirun.yaml

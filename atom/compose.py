@@ -146,23 +146,36 @@ def sampling_defaults(generation: Mapping[str, Any]) -> list[str]:
 
 
 def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
-    """What Hydra makes of conf/ and the overrides; also where Hydra is at work already, in a job of a sweep."""
+    """What Hydra makes of conf/ and the overrides; also where Hydra is at work already, in a job of a sweep.
+
+    Plain fields are set behind it: to Hydra, a folder in a config dir makes a group of the field that has its name.
+    """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
 
     for folder in config_dirs:
         if not Path(folder).is_dir():
             raise ConfigError(f"config dir {folder}: there is no such folder")
     search = override("hydra.searchpath", [f"file://{Path(folder).absolute()}" for folder in config_dirs])
+    fields = [text for text in overrides if text.lstrip("+").partition("=")[0] in plain_fields(schema)]
+    others = [text for text in overrides if text not in fields]
     register(schema)
     with COMPOSING:
         outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
         try:
             with hydra.initialize_config_dir(str(CONF), job_name="atom-run", version_base="1.3"):
-                composed: DictConfig = hydra.compose("config", [*([search] if config_dirs else []), *overrides])
-                return composed
+                composed: DictConfig = hydra.compose("config", [*([search] if config_dirs else []), *others])
         finally:
             GlobalHydra.instance().hydra = outer
+    for parsed in map(parse, fields):
+        OmegaConf.update(composed, parsed.key_or_group, parsed.value(), merge=True)
+    return composed
+
+
+def plain_fields(schema: Any) -> list[str]:
+    """The fields of a schema that are no blocks."""
+    return [name for name, kind in get_type_hints(schema).items() if not is_dataclass(kind)]
 
 
 @functools.cache

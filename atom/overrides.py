@@ -194,7 +194,10 @@ def write_recipe(path: str, overrides: Iterable[str], about: Mapping[str, Any]) 
     """A recipe of these overrides, for `recipe=PATH`."""
     import yaml
 
-    recipe = {"about": dict(about), "overrides": [text for text in overrides if not text.startswith("job.save_recipe=")]}
+    recipe = {
+        "about": dict(about),
+        "overrides": [text for text in overrides if not text.startswith("job.save_recipe=")],
+    }
     text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=1000)
     if yaml.safe_load(text) != recipe:  # PyYAML writes some line breaks of Unicode that it reads as spaces
         text = yaml.safe_dump(recipe, sort_keys=False, width=1000)

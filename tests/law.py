@@ -17,16 +17,23 @@ def assert_same_logits(ours: torch.Tensor, reference: torch.Tensor) -> None:
     assert (error <= allowed).all(), f"position {worst}: {error[worst]:.3g} is over {allowed[worst]:.3g}"
 
 
-def assert_same_tokens(ours: list[int], reference: list[int], reference_logits: torch.Tensor) -> None:
-    """Greedy tokens; the first difference must fall where the reference's two best logits nearly tie.
+def assert_greedy_tokens(tokens: list[int], reference_logits: torch.Tensor) -> None:
+    """Each token is the reference's best; the first that is not must fall where its two best logits nearly tie.
 
-    reference_logits [len(reference), V]: what each of its tokens was chosen from.
+    reference_logits [len(tokens), V]: the reference's, at the position before each token, on these very tokens. Up to the
+    first difference that is what the reference would have generated itself.
     """
-    for place, (a, b) in enumerate(zip(ours, reference, strict=False)):
-        if a != b:
-            logits = reference_logits[place]
+    assert len(tokens) == len(reference_logits)
+    for place, (token, logits) in enumerate(zip(tokens, reference_logits, strict=True)):
+        if token != logits.argmax():
             best = logits.topk(2).values
             gap = (best[0] - best[1]) / logits.abs().max()
-            assert gap <= NEAR_TIE, f"token {place} is {a}, the reference's {b}, whose lead is {gap:.3g}"
+            assert gap <= NEAR_TIE, (
+                f"token {place} is {token}, the reference's {logits.argmax()}, whose lead is {gap:.3g}"
+            )
             return
-    assert len(ours) == len(reference)
+
+
+def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
+    """‖a - b‖ / ‖b‖ over all positions."""
+    return ((ours.float() - reference).norm() / reference.norm()).item()

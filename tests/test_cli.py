@@ -88,7 +88,10 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
         (["--cfg", "job", "-p", "nope"], "atom-run: ConfigError: nope: there is no such field"),
         (["-m", "level=0,5"], "atom-run: ConfigError: level=5: there is no such choice"),
         (["-m", "seed=interval(0,1)"], "atom-run: ConfigError: BasicSweeper does not support"),
-        (["-m", "seed=1,2", "job.save_recipe=x"], "atom-run: ConfigError: job.save_recipe writes the recipe of one run"),
+        (
+            ["-m", "seed=1,2", "job.save_recipe=x"],
+            "atom-run: ConfigError: job.save_recipe writes the recipe of one run",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(argv: list[str], line: str, capsys: Any, job: Any):

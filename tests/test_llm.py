@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from law import assert_same_logits, assert_same_tokens
+from law import assert_same_logits
+from probe import logits_of
 
 from atom import LLMEngine, SamplingParams
 from atom.errors import EngineDeadError, RequestError
-from atom.runtime.batch import build_inputs
-from atom.runtime.types import RequestOutput, Sequence
+from atom.runtime.types import RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 EVENTFUL = ["llama", "llama_odd_heads", "qwen2_window", "qwen3_window", "mistral_window"]
@@ -37,28 +37,9 @@ def open_engine(checkpoints: Callable[[str], Path]) -> Iterator[Open]:
         engine.close()
 
 
-def logits_of(engine: LLMEngine, tokens: list[int]) -> torch.Tensor:
-    """[T, V] at every position, by the engine's own steps."""
-    inner = engine._engine
-    sequence = Sequence("probe", tokens, SamplingParams(max_tokens=1))
-    inner.scheduler.add(sequence)
-    parts = []
-    while not sequence.finish_reason:
-        plan = inner.scheduler.schedule()
-        with torch.inference_mode():
-            parts.append(
-                inner.runner.head(
-                    {"hidden": inner.runner.body(build_inputs(plan, inner.runner.body.inputs, inner.runner.block_size))}
-                )
-            )
-        inner.scheduler.commit(plan, inner.runner.execute(plan), lambda _: "max_tokens")
-    return torch.cat(parts)
-
-
 def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model: Any) -> None:
     for answer, prompt in zip(answers, prompts, strict=True):
-        expected, logits = tiny.greedy(model, prompt, len(answer["token_ids"]))
-        assert_same_tokens(answer["token_ids"], expected, logits)
+        tiny.assert_greedy(answer, prompt, model)
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -66,11 +47,19 @@ def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model
 def test_logits_at_every_position_and_64_greedy_tokens(name: str, level: int, open_engine: Open, references: Any):
     engine, model = open_engine(name, level=level, max_num_batched_tokens=64), references(name)
     tokens = tiny.prompt(100)
-    with torch.inference_mode():
-        assert_same_logits(logits_of(engine, tokens), model(torch.tensor([tokens])).logits[0])
+    assert_same_logits(logits_of(engine, tokens), tiny.logits(model, tokens))
     assert engine.metrics.scheduler.num_chunks > 0
     prompt = tiny.prompt(40, seed=1)
     assert_greedy(engine.generate([prompt], GREEDY), [prompt], model)
+
+
+def test_the_tokens_are_those_that_transformers_generates(open_engine: Open, references: Any):
+    prompt = tiny.prompt(30)
+    expected = references("qwen3").generate(
+        torch.tensor([prompt]), attention_mask=torch.ones(1, 30), max_new_tokens=20, do_sample=False
+    )
+    (answer,) = open_engine("qwen3").generate([prompt], SamplingParams(temperature=0, max_tokens=20))
+    assert answer["token_ids"] == expected[0, 30:].tolist()
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -140,7 +129,8 @@ def test_siblings_share_the_prompt_and_differ_in_their_seeds(open_engine: Open, 
     answers = engine.generate(prompts, params)
     assert [answer["index"] for answer in answers] == [0, 1, 2, 0, 1, 2]
     assert len({tuple(answer["token_ids"]) for answer in answers[:3]}) == 3
-    assert engine.metrics.scheduler.num_forked_tokens == 2 * 16
+    stats = engine.metrics.scheduler
+    assert (stats.num_prefix_hit_tokens, stats.num_forked_tokens) == ((32, 0) if prefix_caching else (0, 32))
     lone = open_engine("llama").generate(
         [prompts[0]], SamplingParams(temperature=1.0, seed=13, max_tokens=12, ignore_eos=True)
     )
@@ -179,8 +169,7 @@ def test_logprobs_are_those_of_the_reference(open_engine: Open, references: Any)
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=3, prompt_logprobs=2)
     (answer,) = open_engine("llama", max_num_batched_tokens=8).generate([prompt], params)
     tokens = prompt + answer["token_ids"]
-    with torch.inference_mode():
-        expected = references("llama")(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    expected = tiny.logits(references("llama"), tokens).log_softmax(-1)
     assert answer["prompt_logprobs"][0] is None, "nothing comes before the first token"
     assert len(answer["prompt_logprobs"]) == len(prompt)
     for place, told in enumerate([*answer["prompt_logprobs"][1:], *answer["logprobs"]]):
@@ -218,6 +207,44 @@ def test_requests_come_and_go_while_others_run(open_engine: Open):
     assert engine._engine.scheduler.cache.usage == 0
     engine.abort(second)
     engine.abort("nobody")
+
+
+def test_a_step_that_raises_can_be_taken_again(open_engine: Open, monkeypatch: pytest.MonkeyPatch):
+    engine = open_engine("llama")
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [tiny.prompt(8, seed=seed) for seed in range(3)]
+    expected = [answer["token_ids"] for answer in engine.generate(prompts, params)]
+    ids = engine.add_request(prompts, params)
+    engine.step()
+    runner = engine._engine.runner
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "execute", lambda plan: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    engine.abort(ids[1])
+    ended = []
+    while not engine.is_finished():
+        ended += engine.step()
+    answers = {sequence.request_id: sequence.output for sequence in ended}
+    assert [answers[ids[0]], answers[ids[2]]] == [expected[0], expected[2]]
+    assert engine._engine.scheduler.cache.usage == 0
+
+
+def test_a_callback_that_raises_loses_nothing(open_engine: Open):
+    engine = open_engine("llama")
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    (expected,) = engine.generate([[1, 2, 3]], params)
+
+    def fail(output: RequestOutput) -> None:
+        raise ValueError("mine")
+
+    (id,) = engine.add_request([[1, 2, 3]], params, fail)
+    ended = []
+    for _ in range(3):
+        with pytest.raises(ValueError, match="mine"):
+            engine.step()
+    ended = engine.step()
+    assert [(sequence.request_id, sequence.output) for sequence in ended] == [(id, expected["token_ids"])]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from atom.overrides import override, parse, plain, project_folder, read_recipe, 
 TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.text(alphabet="$\\{}'\"\n =,[]:?ab").map(lambda s: s * 2)
 JSON = st.recursive(
     TEXT | st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "b.c", "d-e"]), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "b.c", "d-e"]), inner, max_size=2)
+    ),
     max_leaves=6,
 )
 
@@ -89,8 +91,19 @@ def test_the_other_name_of_block_size():
 
 @pytest.mark.parametrize(
     "text",
-    ["parallel=tp8", "quant=fp8", "serve.http.port=80", "serve.gpu_memory_utilization=0.9", "data_parallel_size=2"]
-    + ["enable_expert_parallel=true", "method=mtp", "torch_profiler_dir=x", "job=serve", "job='bench'", "job=compile"],
+    [
+        "parallel=tp8",
+        "quant=fp8",
+        "serve.http.port=80",
+        "serve.gpu_memory_utilization=0.9",
+        "data_parallel_size=2",
+        "enable_expert_parallel=true",
+        "method=mtp",
+        "torch_profiler_dir=x",
+        "job=serve",
+        "job='bench'",
+        "job=compile",
+    ],
 )
 def test_what_is_not_built_yet_says_so(text: str):
     with pytest.raises(UnsupportedError, match="not built yet"):
@@ -132,7 +145,17 @@ def test_a_recipe_is_found_by_name(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "text", ["[", "a string", "overrides: seed=1", "overrides: [1]", "overrides: []", "overides: [a=1]", "", "{overrides: [a=1], x: 1}"]
+    "text",
+    [
+        "[",
+        "a string",
+        "overrides: seed=1",
+        "overrides: [1]",
+        "overrides: []",
+        "overides: [a=1]",
+        "",
+        "{overrides: [a=1], x: 1}",
+    ],
 )
 def test_what_is_no_recipe_is_refused(tmp_path: Path, text: str):
     (tmp_path / "r.yaml").write_text(text)

@@ -101,7 +101,9 @@ def test_the_keys_of_the_configuration():
 
 
 def test_the_groups_jobs_and_commands():
-    groups = {path.name: {file.stem for file in path.glob("*.yaml")} for path in (ROOT / "conf").iterdir() if path.is_dir()}
+    groups = {
+        path.name: {file.stem for file in path.glob("*.yaml")} for path in (ROOT / "conf").iterdir() if path.is_dir()
+    }
     assert groups == {
         "job": {"generate", "explain"},
         "model": {"auto", "decoder", "llama", "mistral", "qwen2", "qwen3", "smollm2"},
@@ -172,7 +174,10 @@ def test_no_state_is_global_and_no_data_is_code(path: Path):
     ("statement", "unloaded"),
     [
         ("import atom; atom.SamplingParams; atom.ConfigError", "torch triton transformers hydra omegaconf tokenizers"),
-        ("import atom.config, atom.cli, atom.runtime.types", "torch triton transformers hydra tokenizers huggingface_hub"),
+        (
+            "import atom.config, atom.cli, atom.runtime.types",
+            "torch triton transformers hydra tokenizers huggingface_hub",
+        ),
         ("from atom.cli import main; main(['--help'])", "torch triton transformers hydra tokenizers huggingface_hub"),
         ("from atom.cli import main; main(['--cfg', 'job'])", "torch triton transformers huggingface_hub gguf"),
         ("from atom.config import load; load()", "torch triton transformers huggingface_hub gguf"),
@@ -180,6 +185,8 @@ def test_no_state_is_global_and_no_data_is_code(path: Path):
     ],
 )
 def test_imports_are_light(statement: str, unloaded: str):
-    program = f"{statement}\nimport sys\nassert not [m for m in '{unloaded}'.split() if m in sys.modules], sys.modules.keys()"
+    program = (
+        f"{statement}\nimport sys\nassert not [m for m in '{unloaded}'.split() if m in sys.modules], sys.modules.keys()"
+    )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import transformers
+from law import assert_greedy_tokens
 from transformers import AutoModelForCausalLM
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -77,9 +78,12 @@ def prompt(length: int, seed: int = 0, vocab_size: int = 101) -> list[int]:
 
 
 @torch.inference_mode()
-def greedy(model: Any, tokens: list[int], num_tokens: int) -> tuple[list[int], torch.Tensor]:
-    """The reference's greedy tokens and the logits that each was chosen from, [num_tokens, V]."""
-    ids = torch.tensor([tokens])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False,
-                         output_logits=True, return_dict_in_generate=True, pad_token_id=0)  # fmt: skip
-    return out.sequences[0, len(tokens) :].tolist(), torch.cat(out.logits)
+def logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """The reference's logits at every position, float32[T, V]."""
+    return model(torch.tensor([tokens])).logits[0].float()
+
+
+def assert_greedy(answer: dict[str, Any], prompt: list[int], model: Any) -> None:
+    """The answer is the reference's own, under the law of numbers."""
+    tokens = answer["token_ids"]
+    assert_greedy_tokens(tokens, logits(model, prompt + tokens)[len(prompt) - 1 : -1])

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,13 @@ def run(config: Config) -> int:
     names = [field.name for field in dataclasses.fields(SamplingParams)]
     params = SamplingParams(**{name: getattr(config.sampling, name) for name in names})
     is_json = config.job.output == "json"
-    show = None if is_json else _Screen(is_single=len(prompts) * params.n == 1)
     places: dict[str, int] = {}  # request id -> which prompt
+    show = None if is_json else _Screen(places, is_single=len(prompts) * params.n == 1)
     for place, prompt in enumerate(prompts):
         try:
             tokens = engine.encode_chat([{"role": "user", "content": prompt}]) if config.job.chat else prompt
-            places[engine.add_request([tokens], params, show)[0]] = place
+            (request_id,) = engine.add_request([tokens], params, show)
+            places[request_id] = place
         except RequestError as error:
             print(f"atom-run: RequestError: prompt {place}: {error}", file=sys.stderr)
     ended: list[Sequence] = []
@@ -98,7 +100,8 @@ def _parse_line(line: str) -> Any:
 class _Screen:
     """Shows one answer as it comes, several each when it is done."""
 
-    def __init__(self, is_single: bool) -> None:
+    def __init__(self, places: Mapping[str, int], is_single: bool) -> None:
+        self.places = places
         self.is_single = is_single
         self.texts: dict[tuple[str, int], str] = {}
 
@@ -110,7 +113,8 @@ class _Screen:
         key = output.request_id, output.index
         self.texts[key] = self.texts.get(key, "") + new
         if output.finished:
-            print(f"── {output.request_id}.{output.index}\n{self.texts.pop(key)}", flush=True)
+            answer = f", answer {output.index}" if output.index else ""
+            print(f"── prompt {self.places[output.request_id]}{answer}\n{self.texts.pop(key).strip()}\n", flush=True)
 
 
 def _plain(value: Any) -> Any:

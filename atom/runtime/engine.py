@@ -35,11 +35,12 @@ class _Stream:
     num_shown: int = 0  # output tokens that the callback has had
     pending: str = ""  # text that it has not
 
-    def emit(self, finished: bool) -> None:
+    def emit(self) -> None:
         """Tell the callback what is new, if that is text or the end."""
+        sequence = self.sequence
+        finished = sequence.finished_at is not None
         if self.callback is None or not (finished or self.pending or self.detokenizer is None):
             return
-        sequence = self.sequence
         text = None if self.detokenizer is None else self.pending
         tokens = sequence.output[self.num_shown :]
         self.num_shown, self.pending = len(sequence.output), ""
@@ -66,13 +67,14 @@ class Engine:
         self.metrics = Metrics(scheduler.stats)
         self._streams: dict[str, _Stream] = {}  # by sequence id
         self._requests: dict[str, list[Sequence]] = {}
-        self._aborted: list[Sequence] = []
+        self._ended: list[Sequence] = []  # and not returned by `step` yet
+        self._moved: list[_Stream] = []  # by the commit that is under way
         self._numbers = itertools.count()
         self._seeds = random.Random(seed)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._aborted)
+        return self.scheduler.has_work or bool(self._ended)
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
         """A prompt's token ids. RequestError where it is empty or names a token that the model does not have."""
@@ -80,6 +82,8 @@ class Engine:
             if self.tokenizer is None:
                 raise RequestError("the checkpoint has no tokenizer; give the prompt as a list of token ids")
             prompt = self.tokenizer.encode(prompt)
+        if not isinstance(prompt, list | tuple):
+            raise RequestError(f"{prompt!r} is no prompt; a prompt is a string or a list of token ids")
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         for token in prompt:
@@ -87,7 +91,7 @@ class Engine:
                 raise RequestError(
                     f"{token!r} in the prompt is no token id; they are numbers from 0 to {self.vocab_size - 1}"
                 )
-        return prompt
+        return list(prompt)
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """The token ids of a conversation in the chat template. RequestError where the checkpoint has none."""
@@ -137,24 +141,36 @@ class Engine:
         """End a request's sequences that have not finished; unknown ids are none of ours any more."""
         for sequence in self._requests.get(request_id, ()):
             if sequence.finish_reason is None and self.scheduler.abort(sequence.id):
-                self._aborted.append(self._end(sequence))
+                self._end(sequence).emit()
 
     def is_running(self, request_id: str) -> bool:
         """Whether a request has sequences that have not ended, or ended without being returned by `step`."""
-        return request_id in self._requests or any(sequence.request_id == request_id for sequence in self._aborted)
+        return request_id in self._requests or any(sequence.request_id == request_id for sequence in self._ended)
 
     def step(self) -> list[Sequence]:
-        """Run one step: the sequences that ended in it, or were aborted since the last one."""
-        ended, self._aborted = self._aborted, []
+        """Run one step: the sequences that ended in it, or were aborted since the last one.
+
+        A step that raises has not taken place; what a callback raises leaves the engine as it is, to go on.
+        """
         plan = self.scheduler.schedule()
         if plan.rows:
-            sampled = self.runner.execute(plan)
-            ended += map(self._end, self.scheduler.commit(plan, sampled, self._take_token))
+            try:
+                sampled = self.runner.execute(plan)
+            except BaseException:
+                self.scheduler.retract(plan)
+                raise
+            self._moved = []
+            for sequence in self.scheduler.commit(plan, sampled, self._take_token):
+                self._end(sequence)
+            for stream in self._moved:
+                stream.emit()
+        ended, self._ended = self._ended, []
         return ended
 
     def _take_token(self, sequence: Sequence) -> str | None:
-        """Show a sequence's newest token; the reason to finish, if there is one."""
+        """Turn a sequence's newest token to text; the reason to finish, if there is one."""
         stream = self._streams[sequence.id]
+        self._moved.append(stream)
         if sequence.first_token_at is None:
             sequence.first_token_at = time.perf_counter()
         self.metrics.num_output_tokens += 1
@@ -163,20 +179,17 @@ class Engine:
             stream.pending += stream.detokenizer.push(sequence.output[-1])
             if stream.detokenizer.stopped:
                 reason = "stop_sequence"
-        if reason is None:
-            stream.emit(finished=False)
         return reason
 
-    def _end(self, sequence: Sequence) -> Sequence:
+    def _end(self, sequence: Sequence) -> _Stream:
         """Close the books of a sequence that has its finish reason."""
         stream = self._streams.pop(sequence.id)
         sequence.finished_at = time.perf_counter()
         if stream.detokenizer is not None:
             stream.pending += stream.detokenizer.finish()
             sequence.text = stream.detokenizer.text
-        siblings = self._requests.get(sequence.request_id, ())
-        if all(sibling.finish_reason for sibling in siblings):
-            self._requests.pop(sequence.request_id, None)
-        self.metrics.count_finish(sequence)
-        stream.emit(finished=True)
-        return sequence
+        if all(sibling.finished_at for sibling in self._requests[sequence.request_id]):
+            del self._requests[sequence.request_id]
+        self.metrics.finish_reasons[str(sequence.finish_reason)] += 1
+        self._ended.append(sequence)
+        return stream

@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from atom.runtime.scheduler import SchedulerStats
-from atom.runtime.types import Sequence
 
 
 @dataclass
@@ -19,6 +18,3 @@ class Metrics:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
-
-    def count_finish(self, sequence: Sequence) -> None:
-        self.finish_reasons[str(sequence.finish_reason)] += 1

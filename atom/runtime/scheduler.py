@@ -181,6 +181,13 @@ class Scheduler:
                 ended.append(sequence)
         return ended
 
+    def retract(self, plan: Plan) -> None:
+        """The plan's step did not take place: its rows may be planned again."""
+        for row in plan.rows:
+            self._in_flight.discard(row.sequence)
+            if row.sequence.finish_reason is not None:
+                self._release(row.sequence)
+
     def _admit(self, planned: dict[Sequence, int], budget: int) -> None:
         """Adds waiting sequences to the running ones and to the step."""
         siblings = []

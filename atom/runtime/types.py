@@ -3,7 +3,7 @@
 sequence = Sequence("req-0", prompt=[1, 2, 3], params=SamplingParams(max_tokens=8))
 plan = scheduler.schedule()              # which rows run, and how many tokens of each
 pending = runner.execute(plan)           # on the device
-finished = scheduler.commit(plan, sampled)
+ended = scheduler.commit(plan, sampled, finish)
 """
 
 from __future__ import annotations

@@ -1,0 +1,241 @@
+"""The jobs as a user runs them: what is on stdout, what on stderr, and the exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from atom import LLMEngine, SamplingParams
+from atom.checkpoint import SilentProgress, open_checkpoint
+from atom.cli import main
+from atom.config import load
+from atom.graph import interpret, parse
+from atom.jobs.generate import read_prompts
+from atom.llm import load_weights
+from atom.weights import load as load_tensors
+
+GREEDY = [
+    "sampling.temperature=0",
+    "sampling.max_tokens=6",
+    "sampling.ignore_eos=true",
+    "serve.kv_cache_memory=4194304",
+]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """A command line's exit code, stdout and stderr."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        code = main(argv)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def test_json_has_one_object_a_prompt(run: Any, checkpoints: Any, references: Any):
+    prompts = [tiny.prompt(5), tiny.prompt(9, seed=1)]
+    code, out, err = run(f"checkpoint={checkpoints('llama')}", f"prompts={prompts}", "job.output=json", *GREEDY)
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [answer["prompt"] for answer in answers] == prompts
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tiny.assert_greedy(answer, prompt, references("llama"))
+        assert set(answer) == {"prompt", "text", "token_ids", "finish_reason", "num_tokens_input", "num_tokens_output",
+                               "ttft", "tpot", "latency"}  # fmt: skip
+    assert "KV: " in err
+
+
+def test_a_refused_prompt_is_one_line_and_the_others_are_answered(run: Any, checkpoints: Any):
+    prompts = [[1, 2], [1, 999], [3]]
+    code, out, err = run(f"checkpoint={checkpoints('llama')}", f"prompts={prompts}", "job.output=json", *GREEDY)
+    assert code == 2
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == [[1, 2], [3]]
+    assert "atom-run: RequestError: prompt 1: 999 in the prompt is no token id; they are numbers from 0 to 100\n" in err
+
+
+def test_text_shows_tokens_where_there_is_no_tokenizer_and_a_table_behind(run: Any, checkpoints: Any):
+    code, out, err = run(f"checkpoint={checkpoints('llama')}", "prompts=[1,2,3]", *GREEDY)
+    assert code == 0
+    assert re.fullmatch(r"(\d+ ){6}\n", out)
+    assert re.search(r"load s +first token s +tokens +tokens/s\n +[\d.]+ +[\d.]+ +6 +[\d.]+\n$", err)
+
+
+def test_several_answers_are_shown_each_as_a_whole(run: Any, embedded_gguf: Path):
+    prompts = '["The capital of France is", "1 + 1 ="]'
+    code, out, _ = run(
+        f"prompts={prompts}", "sampling.temperature=0", "sampling.max_tokens=3", "serve.kv_cache_memory=100000000"
+    )
+    assert code == 0
+    assert re.fullmatch(r"── prompt 0\n(.+\n)+\n── prompt 1\n(.+\n)+\n", out)
+
+
+@pytest.mark.parametrize(
+    ("text", "prompts"),
+    [
+        ('["a\\nb", [1, 2]]', ["a\nb", [1, 2]]),
+        ("one\n\n  two: [x]  \n", ["one", "  two: [x]  "]),
+        ('{"prompt": "a", "id": 3}\n"quoted"\n[4, 5]\n{"no": 1}\n17', ["a", "quoted", [4, 5], '{"no": 1}', "17"]),
+    ],
+)
+def test_prompts_come_from_a_file_and_from_stdin(
+    text: str, prompts: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "prompts").write_text(text)
+    assert read_prompts(f"@{tmp_path}/prompts") == prompts
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    assert read_prompts(None) == prompts
+
+
+def test_a_prompt_may_stand_alone():
+    assert read_prompts("one") == ["one"]
+    assert read_prompts([1, 2, 3]) == [[1, 2, 3]]
+    assert read_prompts([[1], "x"]) == [[1], "x"]
+
+
+@pytest.mark.parametrize("prompts", ["@/no/such/file", None])
+def test_missing_prompts_are_one_line(run: Any, prompts: str | None, checkpoints: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    given = [] if prompts is None else [f"prompts={prompts}"]
+    code, out, err = run(f"checkpoint={checkpoints('llama')}", *given)
+    assert (code, out) == (2, "")
+    assert err.startswith("atom-run: ConfigError: ") and err.count("\n") == 1
+
+
+def test_explain_shows_passes_and_sizes(run: Any, checkpoints: Any, references: Any):
+    code, out, _ = run("job=explain", f"checkpoint={checkpoints('qwen3')}")
+    assert code == 0
+    for name in ("fuse_qkv", "fuse_gate_up", "lower_attention"):
+        assert re.search(rf"^{name}: 3 changes, [\d.]+ ms$", out, re.MULTILINE)
+    assert "  -    gate = linear(h_1, " in out and "  +    gate_up = linear(h_1, cat([" in out
+    assert "and 9 lines like these" in out or re.search(r"and \d+ lines like these", out)
+    assert f"parameters            {sum(p.numel() for p in references('qwen3').parameters()):,}\n" in out
+
+
+def test_explain_as_json_counts_bytes(run: Any, checkpoints: Any, references: Any):
+    code, out, _ = run("job=explain", f"checkpoint={checkpoints('qwen3_window')}", "job.output=json", "dtype=bf16")
+    told = json.loads(out)
+    assert code == 0
+    assert told["kv_bytes_per_token"] == {"full": 2 * 2 * 24 * 2, "window_7": 2 * 24 * 2}, (
+        "layers x (k and v) x dim x bytes"
+    )
+    freqs = 4 * 24 // 2
+    assert told["weights_bytes"] == freqs + 2 * sum(p.numel() for p in references("qwen3_window").parameters())
+
+
+def test_explain_needs_no_weights_and_an_unknown_stage_names_the_known(run: Any, checkpoints: Any, tmp_path: Path):
+    (tmp_path / "config.json").write_bytes((checkpoints("llama") / "config.json").read_bytes())
+    code, out, _ = run("job=explain", f"checkpoint={tmp_path}", "job.stage=semantic")
+    assert code == 0 and out.startswith("def body(tokens: i64[T], positions: i64[T]):\n")
+    code, _, err = run("job=explain", f"checkpoint={tmp_path}", "job.stage=nope")
+    assert (
+        code == 2
+        and "stages: semantic, fuse_qkv, fuse_gate_up, fuse_norm_residual, lower_attention, select_kernels" in err
+    )
+
+
+@torch.inference_mode()
+def predict(text: str, folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    """Greedy tokens of a semantic text, by the reference interpreter."""
+    graph = parse(text)
+    tensors = load_tensors(graph.recipes(), open_checkpoint(str(folder)), SilentProgress())
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        inputs = {"tokens": torch.tensor(tokens), "positions": torch.arange(len(tokens))}
+        hidden = interpret(graph, "body", inputs, tensors.__getitem__)
+        tokens.append(int(interpret(graph, "head", {"hidden": hidden[-1:]}, tensors.__getitem__).argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_the_text_is_what_runs(run: Any, checkpoints: Any, tmp_path: Path):
+    folder, prompt = checkpoints("llama"), tiny.prompt(12)
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    plain = LLMEngine(model=str(folder), kv_cache_memory=1 << 22).generate([prompt], params)[0]["token_ids"]
+    _, semantic, _ = run("job=explain", f"checkpoint={folder}", "job.stage=semantic")
+    _, lowered, _ = run("job=explain", f"checkpoint={folder}", "job.stage=select_kernels")
+    assert predict(semantic, folder, prompt, 10) == plain
+
+    edited = re.sub(
+        r'(\w+) = \w+\.gated_activate\((\w+), kind="silu"\)',
+        r'\1 = reference.gated_activate(\2, kind="relu")',
+        lowered,
+        count=1,
+    )
+    expected = predict(semantic.replace('kind="silu"', 'kind="relu"', 1), folder, prompt, 10)
+    assert edited != lowered and expected != plain
+    (tmp_path / "mine.py").write_text(edited)
+    engine = LLMEngine(model=str(folder), kv_cache_memory=1 << 22, **{"job.graph": str(tmp_path / "mine.py")})
+    assert engine.generate([prompt], params)[0]["token_ids"] == expected
+
+
+def test_a_text_saved_before_lowering_runs_too(run: Any, checkpoints: Any, tmp_path: Path):
+    folder, prompt = checkpoints("llama"), tiny.prompt(12)
+    _, text, _ = run("job=explain", f"checkpoint={folder}", "job.stage=fuse_qkv")
+    (tmp_path / "mine.py").write_text(text)
+    code, out, _ = run(
+        f"checkpoint={folder}", f"job.graph={tmp_path}/mine.py", f"prompts={prompt}", "job.output=json", *GREEDY
+    )
+    assert code == 0
+    assert json.loads(out)["token_ids"] == predict(text, folder, prompt, 6)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "No such file or directory"),
+        ("def body(x: bf16[T]):\n    y = nope(x)\n    return y\n", ":2: there is no op 'nope'"),
+        ("def body(x: bf16[T]):\n    return x\n", "it has no function head"),
+    ],
+)
+def test_a_bad_saved_text_is_one_line(run: Any, checkpoints: Any, tmp_path: Path, text: str | None, reason: str):
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
+    code, out, err = run(f"checkpoint={checkpoints('llama')}", f"job.graph={tmp_path}/mine.py", "prompts=[1]")
+    assert (code, out) == (2, "")
+    assert err.startswith("atom-run: ConfigError: ") and reason in err and err.count("\n") == 1
+
+
+def test_dummy_weights_are_normal(checkpoints: Any):
+    config = load([f"checkpoint={checkpoints('llama')}", "load_dummy=true", "dtype=fp32"])
+    from atom.compiler import semantic_graph
+
+    graph = semantic_graph(config)
+    tensors = load_weights(graph, open_checkpoint(str(checkpoints("llama"))), config, SilentProgress())
+    values = torch.cat([tensors[recipe].flatten() for recipe in graph.recipes() if not hasattr(recipe, "theta")])
+    assert values.mean().abs() < 1e-3 and abs(values.std() - 0.02) < 1e-3
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(embedded_gguf: Path, tmp_path: Path):
+    command = [
+        sys.executable,
+        "-m",
+        "atom.cli",
+        "prompts=Tell me a long story.",
+        "sampling.max_tokens=8000",
+        "sampling.ignore_eos=true",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert os.read(process.stdout.fileno(), 1)
+        process.send_signal(signal.SIGINT)
+        started = time.perf_counter()
+        process.stdout.read()
+        err = process.stderr.read()
+    assert process.returncode == 130
+    assert "Traceback" not in err and err.endswith("atom-run: interrupted\n")
+    assert time.perf_counter() - started < 10
+    assert list(tmp_path.iterdir()) == [], "nothing is left in the folder"

@@ -1,0 +1,97 @@
+"""The embedded default on real text, against transformers with the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from law import assert_same_logits, relative_error
+from probe import logits_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from atom import LLMEngine, SamplingParams
+from atom.checkpoint import SilentProgress
+from atom.config import load
+from atom.graph import TORCH_DTYPES
+from atom.llm import open_for
+
+PROMPTS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "def fibonacci(n):",
+    "The quick brown fox jumps over the lazy dog. Translate this sentence into Spanish:",
+    "List three reasons why the sky is blue.",
+    "1 + 1 = 2, 2 + 2 = 4, 3 + 3 =",
+    "Once upon a time, in a village by the mountains, there lived",
+    "Explain to a child what a computer does, in two sentences.",
+    "Die Hauptstadt von Deutschland ist",
+    "Summarise: Water boils at 100 degrees Celsius at sea level, and at a lower temperature on a mountain.",
+]
+MORE_PROMPTS = [f"{text} Answer in one word." for text in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def reference(embedded_gguf: Any) -> Any:
+    """transformers' model with the tensors that atom reads, in float32."""
+    config = load([])
+    checkpoint = open_for(config, SilentProgress())
+    model = LlamaForCausalLM(LlamaConfig(**config.hf, attn_implementation="eager")).eval()
+    state = {
+        name: torch.frombuffer(bytearray(checkpoint.read(name)), dtype=TORCH_DTYPES[stored.dtype]).view(stored.shape)
+        for name, stored in checkpoint.tensors.items()
+    }
+    missing, surplus = model.load_state_dict(state, strict=False)
+    assert (missing, surplus) in (([], []), (["lm_head.weight"], []))
+    return model
+
+
+@pytest.fixture(scope="module")
+def engine(embedded_gguf: Any) -> Iterator[LLMEngine]:
+    engine = LLMEngine(dtype="fp32", kv_cache_memory=1 << 28, max_model_len=1024)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def all_threads() -> Iterator[None]:
+    """A model of real size wants the machine's cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_logits_at_every_position(engine: LLMEngine, reference: Any):
+    for prompt in PROMPTS:
+        tokens = engine._engine.tokenize(prompt)
+        assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
+
+
+def test_64_greedy_tokens_of_10_chats_together(engine: LLMEngine, reference: Any):
+    prompts = [engine.encode_chat([{"role": "user", "content": text}]) for text in PROMPTS]
+    answers = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tiny.assert_greedy(answer, prompt, reference)
+
+
+def test_it_answers_a_question(engine: LLMEngine):
+    prompt = engine.encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+    (answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=64))
+    assert (answer["text"], answer["finish_reason"]) == ("The capital of France is Paris.", "eos")
+
+
+def test_bf16_is_as_near_to_float32_as_that_of_transformers(reference: Any):
+    engine = LLMEngine(dtype="bf16", kv_cache_memory=1 << 28)
+    prompts = [engine._engine.tokenize(text) for text in PROMPTS + MORE_PROMPTS]
+    exact = [tiny.logits(reference, tokens) for tokens in prompts]
+    ours = [relative_error(logits_of(engine, tokens), logits) for tokens, logits in zip(prompts, exact, strict=True)]
+    reference.to(torch.bfloat16)
+    theirs = [
+        relative_error(tiny.logits(reference, tokens), logits) for tokens, logits in zip(prompts, exact, strict=True)
+    ]
+    reference.float()
+    engine.close()
+    assert sum(ours) / len(ours) <= 1.25 * sum(theirs) / len(theirs)

@@ -78,7 +78,7 @@ def test_text_shows_tokens_where_there_is_no_tokenizer_and_a_table_behind(run: A
 def test_several_answers_are_shown_each_as_a_whole(run: Any, embedded_gguf: Path):
     prompts = '["The capital of France is", "1 + 1 ="]'
     code, out, _ = run(
-        f"prompts={prompts}", "sampling.temperature=0", "sampling.max_tokens=3", "serve.kv_cache_memory=100000000"
+        f"prompts={prompts}", "sampling.temperature=0", "sampling.max_tokens=3", "serve.max_model_len=512"
     )
     assert code == 0
     assert re.fullmatch(r"── prompt 0\n(.+\n)+\n── prompt 1\n(.+\n)+\n", out)

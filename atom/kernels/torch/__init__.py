@@ -4,7 +4,7 @@
         reason = kernel.accepts(Target("cpu"))     # None: yes
         run = kernel.load()                        # a callable with the op's signature
 
-A matrix product, an activation and an embedding are one or two calls of torch in the reference, which nothing here beats.
+Matrix products, activations and embeddings are one or two calls of torch in the reference, which nothing here beats.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Paged attention in float32 on batched matrix products, which on a CPU beat torch's flash attention and round only once.
+"""Paged attention in float32 on batched matrix products: as fast as torch's flash attention, rounded once.
 
     attend = PagedAttention()                # one object for all layers: it owns the workspace and the plan of the step
     for layer in layers:
         out = attend(q, cache, table, starts, lengths, num_decodes, scale=0.125)
+
+The plan holds what depends on table, starts and lengths alone: slots that are read, masks, places in the workspace.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class _Plan:
 
 
 class PagedAttention:
-    """The op `paged_attention`. A step's table, starts and lengths are new tensors, not written to while its layers run."""
+    """The op `paged_attention`. Each step brings new tables, starts and lengths: it is known by their identity."""
 
     def __init__(self, workspace_bytes: int = 4 << 20) -> None:
         """workspace_bytes: of the fp32 keys and values that decodes read at a time"""

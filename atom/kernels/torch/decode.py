@@ -3,9 +3,9 @@
     decodes = Decodes(workspace, budget, cache, table, lengths, heads, window)    # once a step
     decodes.attend(q, cache, scale, out)                                          # each layer
 
-Contexts are cut into parts of one size. As many parts as the budget holds are attended together, the N / K query heads of a
-key/value head as rows of one product, and the parts of a sequence are merged by their log-sum-exp (flash decoding, Dao et al.
-2023). A masked position reads a visible one of its sequence, so that memory of others, whatever it holds, changes nothing.
+Contexts are cut into parts of one size. As many parts as the budget holds are attended together, the N / K query heads
+of a key/value head as rows of one product, and the parts of a sequence are merged by their log-sum-exp (flash decoding,
+Dao et al. 2023). A masked position reads a visible one of its sequence, so that nothing foreign is read, NaN or not.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ class Decodes:
 
     def __init__(self, workspace: Workspace, budget: int, cache: Tensor, table: Tensor, lengths: Tensor, heads: int,
                  window: int | None) -> None:  # fmt: skip
-        """budget: bytes of fp32 keys and values, cache [blocks, block size, 2, K, D], table i32[S, M], lengths [S], heads: N"""
+        """budget in bytes of fp32 keys and values, cache [blocks, block size, 2, K, D], table i32[S, M], lengths [S]"""
         _, block_size, _, kv_heads, dim = cache.shape
         lengths = lengths.long()
         first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp_(min=0)
         at_once = budget // (2 * kv_heads * dim * 4)  # positions
         size = min(max([1, *(lengths - first).tolist()]), max(PART, at_once // max(1, len(lengths))))
         num_parts = (lengths - first + (size - 1)) // size
+        first_part = num_parts.cumsum(0) - num_parts
         self._sequence = torch.repeat_interleave(num_parts)  # that a part is of
-        self._place = torch.arange(len(self._sequence)) - (num_parts.cumsum(0) - num_parts)[self._sequence]  # of a part in it
+        self._place = torch.arange(len(self._sequence)) - first_part[self._sequence]  # of a part in its sequence
         self._is_whole = bool((num_parts == 1).all())  # each sequence is one part
 
         ends = lengths[self._sequence].unsqueeze(1)
@@ -72,7 +73,7 @@ class _Group:
     """I parts of C positions that are attended together, and their places in the workspace."""
 
     def __init__(self, workspace: Workspace, cache: Tensor, slots: Tensor, mask: Tensor, heads: int) -> None:
-        """cache [blocks, block size, 2, K, D], slots i64[I, C], mask fp32[I, C], added to the scores, heads: N"""
+        """cache [blocks, block size, 2, K, D], slots i64[I, C], mask fp32[I, C], added to the scores"""
         kv_heads, dim = cache.shape[3:]
         num, size = slots.shape
         rows = (num * kv_heads, heads // kv_heads)

@@ -1,4 +1,4 @@
-"""RMS norms that stay in float32 to their last step: fewer calls, no temporaries but one, and one rounding instead of two.
+"""RMS norms in float32 to their last step: fewer calls of torch, one temporary, one rounding instead of two.
 
     y = rms_norm(x, weight, eps=1e-6)
     y, total = add_rms_norm(a, b, weight, eps=1e-6)

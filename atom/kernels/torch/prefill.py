@@ -3,8 +3,8 @@
     prefill = Prefill(workspace, cache, table, tokens, length, window)    # once a step
     prefill.attend(q, cache, scale, out)                                  # each layer
 
-A tile's keys end with its own positions, so that only the last square of its scores is masked causally, and only the first by
-the window: there is no mask of all queries by all keys. The N / K query heads of a key/value head are rows of one product.
+A tile's keys end with its own positions, so that only the last square of its scores is masked causally, and only the
+first by the window: no mask spans the context. The N / K query heads of a key/value head are rows of one product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Prefill:
 
     def __init__(self, workspace: Workspace, cache: Tensor, table: Tensor, tokens: slice, length: int,
                  window: int | None) -> None:  # fmt: skip
-        """cache [blocks, block size, 2, K, D], table i32[M], tokens: those of the step that are the last of `length` positions"""
+        """cache [blocks, block size, 2, K, D], table i32[M]; tokens of the step are the last of `length` positions"""
         self._workspace = workspace
         self._tokens = tokens
         self._window = window
@@ -51,19 +51,19 @@ class Prefill:
     def _attend_tile(self, q: Tensor, position: int, scale: float, out: Tensor) -> None:
         """q [Q, N, D] at `position` and after -> out [Q, N, D]"""
         kv_heads, _, dim = self._reader.keys.shape
-        num = len(q)
+        num, group = len(q), q.shape[1] // kv_heads
         low = self._first_seen(position)
         seen = slice(low - self._base, position + num - self._base)
-        heads = (num, kv_heads, q.shape[1] // kv_heads, dim)
-        rows, out_rows = (self._workspace.take(name, kv_heads, num, *heads[2:]) for name in ("q", "out"))
-        torch.mul(q.float().view(heads).transpose(0, 1), scale, out=rows)
-        scores = self._workspace.take("scores", kv_heads, *heads[:1], heads[2], seen.stop - seen.start)
-        flat = scores.flatten(1, 2)
-        torch.bmm(rows.flatten(1, 2), self._reader.keys[:, seen].mT, out=flat)
+        queries, sums = (self._workspace.take(name, kv_heads, num, group, dim) for name in ("q", "out"))
+        scores = self._workspace.take("scores", kv_heads, num, group, seen.stop - seen.start)
+        rows = scores.flatten(1, 2)
+
+        queries.copy_(q.view(num, kv_heads, group, dim).transpose(0, 1)).mul_(scale)
+        torch.bmm(queries.flatten(1, 2), self._reader.keys[:, seen].mT, out=rows)
         square = torch.ones(num, num, dtype=torch.bool)
         scores[..., -num:].masked_fill_(square.triu(1).unsqueeze(1), -math.inf)
         if self._window is not None:
             scores[..., :num].masked_fill_(square.tril(position - self._window - low).unsqueeze(1), -math.inf)
-        torch.softmax(flat, -1, out=flat)
-        torch.bmm(flat, self._reader.values[:, seen], out=out_rows.flatten(1, 2))
-        out.view(heads).copy_(out_rows.transpose(0, 1))
+        torch.softmax(rows, -1, out=rows)
+        torch.bmm(rows, self._reader.values[:, seen], out=sums.flatten(1, 2))
+        out.view(num, kv_heads, group, dim).copy_(sums.transpose(0, 1))

@@ -33,7 +33,7 @@ def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Te
 
 
 def rotate_(wide: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Turn fp32[T, N, D] in place: dim i with dim i + P by cos and sin fp32[T, 1, P]; dims from 2 P on stay (Su et al. 2021)."""
+    """fp32[T, N, D] in place: dim i turns with dim i + P by cos and sin fp32[T, 1, P], others stay (Su et al. 2021)."""
     first, second = wide[..., : 2 * cos.shape[-1]].chunk(2, dim=-1)
     crossed = first * sin
     first.mul_(cos).addcmul_(second, sin, value=-1)

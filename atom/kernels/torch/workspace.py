@@ -4,6 +4,8 @@
     reader = Reader(workspace, cache, slots)    # once a step
     reader.read(cache)                          # each layer: two calls of torch
     scores = q @ reader.keys.mT
+
+Float32, since torch's batched products of bf16 round each score, and its conversion costs less than they gain.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import Tensor
 
 
 class Workspace:
-    """Uninitialised memory by name. It grows by doubling, so that a step hardly ever allocates; a name has one user at a time."""
+    """Memory by name, for one user of a name at a time. It grows by doubling, so that a step hardly ever allocates."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -37,11 +39,10 @@ class Reader:
         (num, size), (kv_heads, dim) = slots.shape, cache.shape[3:]
         self._slots = slots.flatten().int()
         self._stored = workspace.take("stored", num * size, 2, kv_heads, dim, dtype=cache.dtype)
-        by_head = self._stored.view(num, size, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
-        wide = workspace.take("wide", *by_head.shape)
-        self._wide, self._by_head = wide, by_head
-        self.keys, self.values = wide.view(2, num * kv_heads, size, dim).unbind()
+        self._by_head = self._stored.view(num, size, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
+        self._wide = workspace.take("wide", *self._by_head.shape)
+        self.keys, self.values = self._wide.view(2, num * kv_heads, size, dim).unbind()
 
     def read(self, cache: Tensor) -> None:
-        torch.index_select(cache.flatten(0, 1), 0, self._slots, out=self._stored)
+        torch.index_select(cache.view(-1, *cache.shape[2:]), 0, self._slots, out=self._stored)
         self._wide.copy_(self._by_head)

@@ -14,7 +14,7 @@ from atom.config import Config
 from atom.errors import ConfigError, PassError
 from atom.frontend import build
 from atom.graph import Graph, ops, parse, verify
-from atom.kernels import Target
+from atom.kernels import Target, find_target
 from atom.passes import PassReport, lower
 
 
@@ -23,12 +23,17 @@ def semantic_graph(config: Config) -> Graph:
     return build(config.model, config.dtype, config.serve.kv_cache_dtype)
 
 
-def compile_graph(config: Config, watch: Callable[[PassReport], Any] = lambda _: None) -> Graph:
-    """The lowered graph; `watch` gets a report after each pass. A text saved before lowering is lowered too."""
+def compile_graph(
+    config: Config, watch: Callable[[PassReport], Any] = lambda _: None, target: Target | None = None
+) -> Graph:
+    """The lowered graph; `watch` gets a report after each pass. A text saved before lowering is lowered too.
+
+    The target is this machine, unless another is given.
+    """
     assert config.level is not None, "config.load resolves it"
     graph = semantic_graph(config) if config.job.graph is None else _saved_graph(Path(config.job.graph))
     if graph.find(ops.attention):
-        return lower(graph, config.level, Target(config.device), watch)
+        return lower(graph, config.level, target or find_target(config.device), watch)
     return graph
 
 

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from atom.checkpoint import Checkpoint, Progress, StoredTensor
 from atom.errors import CheckpointError, UnsupportedError
-from atom.graph import TORCH_DTYPES, Cat, Graph, Recipe, RopeFreqs, W
+from atom.graph import TORCH_DTYPES, Cat, Graph, Recipe, RopeFreqs, Shuffle, W
+from atom.kernels import shuffle
 
 NUM_READERS = 2  # threads that read and convert
 
@@ -49,41 +51,41 @@ def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str
 
 def load(recipes: Iterable[Recipe], checkpoint: Checkpoint, progress: Progress) -> dict[Recipe, Tensor]:
     """Every recipe's tensor, on the CPU."""
-    made = {recipe: _allocate(recipe) for recipe in recipes}
-    places = [place for recipe, tensor in made.items() for place in _places(recipe, tensor)]
-    with progress.task("weights", sum(tensor.nbytes for tensor in made.values())) as task:
+    ordered = sorted(recipes, key=lambda recipe: -recipe.type.num_bytes)  # the readers end together
+    with progress.task("weights", sum(recipe.type.num_bytes for recipe in ordered)) as task:
 
-        def fill(place: tuple[W, Tensor]) -> None:
-            leaf, target = place
-            with torch.inference_mode():
-                target.copy_(_stored(checkpoint, leaf.name))
+        def fill(leaf: W, target: Tensor) -> None:
+            target.copy_(_stored(checkpoint, leaf.name))
             task.advance(target.nbytes)
 
         with ThreadPoolExecutor(NUM_READERS) as readers, warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
-            for _ in readers.map(fill, places):
-                pass
-    return made
+            return dict(zip(ordered, readers.map(lambda recipe: _make(recipe, fill), ordered), strict=True))
 
 
 def load_dummy(recipes: Iterable[Recipe], seed: int) -> dict[Recipe, Tensor]:
     """Weights of normal(0, 0.02) in place of stored ones."""
     generator = torch.Generator().manual_seed(seed)
-    made = {recipe: _allocate(recipe) for recipe in recipes}
-    for recipe, tensor in made.items():
-        for _, target in _places(recipe, tensor):
-            target.normal_(0.0, 0.02, generator=generator)
-    return made
+    return {
+        recipe: _make(recipe, lambda _, target: target.normal_(0.0, 0.02, generator=generator)) for recipe in recipes
+    }
 
 
 def _some(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 
-def _allocate(recipe: Recipe) -> Tensor:
+@torch.inference_mode()
+def _make(recipe: Recipe, fill: Callable[[W, Tensor], Any]) -> Tensor:
+    """A recipe's tensor; `fill` writes each leaf into its place."""
     if isinstance(recipe, RopeFreqs):
         return rope_freqs(recipe)
-    return torch.empty([int(dim) for dim in recipe.type.shape], dtype=TORCH_DTYPES[recipe.type.dtype])
+    if isinstance(recipe, Shuffle):
+        return shuffle(_make(recipe.part, fill), recipe.layout)
+    tensor = torch.empty([int(dim) for dim in recipe.type.shape], dtype=TORCH_DTYPES[recipe.type.dtype])
+    for leaf, place in _places(recipe, tensor):
+        fill(leaf, place)
+    return tensor
 
 
 def _places(recipe: Recipe, target: Tensor) -> Iterator[tuple[W, Tensor]]:

@@ -14,10 +14,12 @@ import tiny
 from atom.compiler import compile_graph, semantic_graph
 from atom.config import load
 from atom.graph import show
+from atom.kernels import Target
 
 GOLDEN = Path(__file__).parent / "golden"
 MODEL_FILES = sorted(path.stem for path in (GOLDEN.parents[1] / "conf" / "model").glob("*.yaml"))
 ABSTRACT = {"auto", "decoder"}  # what the others start from
+TARGET = Target("cpu", frozenset({"onednn_bf16", "onednn_fp32"}))
 
 
 @pytest.mark.parametrize("stage", ["semantic", "level_0", "level_1"])
@@ -30,7 +32,7 @@ def test_the_text_is_the_golden_one(name: str, stage: str, tmp_path: Path, reque
     if stage == "semantic":
         text = show(semantic_graph(load(overrides)))
     else:
-        text = show(compile_graph(load([*overrides, f"level={stage[-1]}"])))
+        text = show(compile_graph(load([*overrides, f"level={stage[-1]}"]), target=TARGET))
     golden = GOLDEN / f"{name}.{stage}.py"
     if request.config.getoption("--update-golden"):
         golden.write_text(text)

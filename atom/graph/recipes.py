@@ -2,6 +2,7 @@
 
     W("model.layers.0.mlp.up_proj.weight", bf16[1536, 576])     a stored tensor, in the dtype that the graph computes in
     cat([W(…), W(…)])                                           tensors joined
+    shuffle(W(…), "onednn")                                     a tensor in a kernel's own layout
     rope_freqs(64, 10000.0)                                     a constant
     KV("model.layers.0", bf16[2, 3, 64])                        no weight: the state that a layer keeps for each token
 
@@ -41,6 +42,18 @@ class Cat:
 
 
 @dataclass(frozen=True)
+class Shuffle:
+    """A tensor in the layout that a kernel wants."""
+
+    part: Recipe
+    layout: str  # a layout of `atom.kernels`
+
+    @property
+    def type(self) -> Type:
+        return self.part.type
+
+
+@dataclass(frozen=True)
 class RopeFreqs:
     """Rotary frequencies fp32[dim / 2], radians a token; `atom.weights.rope_freqs` has the kinds and their sources."""
 
@@ -74,16 +87,16 @@ class KV:
         return "full" if self.window is None else f"window_{self.window}"
 
 
-Recipe = W | Cat | RopeFreqs
+Recipe = W | Cat | Shuffle | RopeFreqs
 
 # the names that recipes have in the text
-TEXT_NAMES: dict[str, type[Recipe | KV]] = {"W": W, "cat": Cat, "rope_freqs": RopeFreqs, "KV": KV}
+TEXT_NAMES: dict[str, type[Recipe | KV]] = {"W": W, "cat": Cat, "shuffle": Shuffle, "rope_freqs": RopeFreqs, "KV": KV}
 
 
 def leaves(recipe: Recipe) -> Iterator[W]:
     """The stored tensors that a recipe reads, in order."""
     if isinstance(recipe, W):
         yield recipe
-    elif isinstance(recipe, Cat):
-        for part in recipe.parts:
+    elif isinstance(recipe, Cat | Shuffle):
+        for part in recipe.parts if isinstance(recipe, Cat) else (recipe.part,):
             yield from leaves(part)

@@ -4,6 +4,6 @@ kernel = find_kernel(ops.paged_attention, "torch")
 attend = kernel.load()
 """
 
-from atom.kernels.registry import Kernel, Target, candidates, find_kernel
+from atom.kernels.registry import Kernel, Target, candidates, find_kernel, find_target, shuffle
 
-__all__ = ["Kernel", "Target", "candidates", "find_kernel"]
+__all__ = ["Kernel", "Target", "candidates", "find_kernel", "find_target", "shuffle"]

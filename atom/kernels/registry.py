@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from atom.errors import UnsupportedError
 from atom.graph.ops import Op
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Target:
     """What the kernels will run on."""
 
     device: str  # cpu
+    features: frozenset[str] = frozenset()  # what this one can do: onednn_bf16, …
 
 
 Accepts = Callable[..., str | None]  # (target, *types of the arguments, **attributes) -> None, or why not
@@ -33,6 +38,7 @@ class Kernel:
     backend: str
     accepts: Accepts
     load: Callable[[], Callable[..., Any]]  # a new one each time: a kernel may own a workspace, which its calls share
+    layout: str | None = None  # of its weight, its second argument: a key of LAYOUTS of its backend; None: as stored
 
 
 def reference(op: Op) -> Kernel:
@@ -46,7 +52,7 @@ def candidates(op: Op, backends: Sequence[str]) -> Iterator[Kernel]:
         if backend == "reference":
             yield reference(op)
         else:
-            yield from (kernel for kernel in _backend(backend) if kernel.op is op)
+            yield from (kernel for kernel in _backend(backend).KERNELS if kernel.op is op)
 
 
 def find_kernel(op: Op, backend: str) -> Kernel:
@@ -56,9 +62,19 @@ def find_kernel(op: Op, backend: str) -> Kernel:
     raise UnsupportedError(f"there is no kernel {backend}.{op.name}")
 
 
-def _backend(name: str) -> Sequence[Kernel]:
+def find_target(device: str) -> Target:
+    """The target that this machine is."""
+    return Target(device, _backend("torch").find_features())
+
+
+def shuffle(weight: Tensor, layout: str) -> Tensor:
+    """A weight in a kernel's own layout."""
+    return _backend("torch").LAYOUTS[layout](weight)  # type: ignore[no-any-return]
+
+
+def _backend(name: str) -> ModuleType:
     if name == "torch":
         from atom.kernels import torch
 
-        return torch.KERNELS
+        return torch
     raise UnsupportedError(f"there is no kernel backend '{name}'; backends: torch, reference")

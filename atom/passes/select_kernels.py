@@ -1,31 +1,62 @@
 """
-    h = rms_norm(x, w, eps=eps)         ->      h = torch.rms_norm(x, w, eps=eps)    # bf16[T, 576]; triton: no GPU
+    h = rms_norm(x, w, eps=eps)         ->      h = torch.rms_norm(x, w, eps=eps)
+    y = linear(h, W("y"))                       y = torch.linear(h, shuffle(W("y"), "onednn"))
 
-The first backend in the order whose kernel accepts the call; the reasons of those before it are noted in the text.
+The first backend in the order whose kernel accepts the call; why those before it refused is noted in the text. A kernel
+that wants its weight in a layout of its own is passed over where another op reads it too: no weight is kept twice.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.fx import Node
 
-from atom.graph import KV, Graph
-from atom.kernels import Target, candidates
+from atom.graph import KV, Graph, Recipe, Shuffle
+from atom.graph.graph import node_leaves
+from atom.graph.ops import Op
+from atom.kernels import Kernel, Target, candidates
 
 
 def select_kernels(graph: Graph, target: Target, backends: Sequence[str]) -> Graph:
+    readers = _readers(graph)
     for program in graph.programs.values():
         for node in program.nodes:
-            types = [_type_of(arg) for arg in node.args]
             node.meta["notes"] = []
             for kernel in candidates(node.target, backends):
-                reason = kernel.accepts(target, *types, **node.kwargs)
+                reason = _refusal(kernel, target, node, readers)
                 if reason is None:
-                    node.meta["kernel"] = kernel.backend
+                    _choose(kernel, node)
                     graph.num_rewrites += kernel.backend != "reference"
                     break
                 node.meta["notes"].append(f"{kernel.backend}: {reason}")
     return graph
+
+
+def _refusal(kernel: Kernel, target: Target, node: Node, readers: Mapping[Any, set[Op]]) -> str | None:
+    if kernel.layout is not None:
+        if not isinstance(node.args[1], Recipe):
+            return "its weight is computed"
+        others = readers[node.args[1]] - {kernel.op}
+        if others:
+            return f"its weight is read by {', '.join(sorted(other.name for other in others))} too"
+    return kernel.accepts(target, *(_type_of(arg) for arg in node.args), **node.kwargs)
+
+
+def _choose(kernel: Kernel, node: Node) -> None:
+    node.meta["kernel"] = kernel.backend
+    if kernel.layout is not None:
+        node.update_arg(1, Shuffle(node.args[1], kernel.layout))
+
+
+def _readers(graph: Graph) -> dict[Any, set[Op]]:
+    """By recipe, the ops that read it."""
+    readers: dict[Any, set[Op]] = defaultdict(set)
+    for program in graph.programs.values():
+        for node in program.nodes:
+            for leaf in node_leaves(node):
+                readers[leaf].add(node.target)
+    return readers
 
 
 def _type_of(arg: Any) -> Any:

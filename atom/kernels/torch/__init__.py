@@ -4,7 +4,7 @@
         reason = kernel.accepts(Target("cpu"))     # None: yes
         run = kernel.load()                        # a callable with the op's signature
 
-Matrix products, activations and embeddings are one or two calls of torch in the reference, which nothing here beats.
+Activations and embeddings are one or two calls of torch in the reference, which nothing here beats.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from atom.graph import ops
 from atom.graph.ops import Op
 from atom.kernels.registry import Kernel, Target
 from atom.kernels.torch.attention import PagedAttention
+from atom.kernels.torch.linear import accepts, find_features, pack, packed_linear
 from atom.kernels.torch.norm import add_rms_norm, rms_norm
 from atom.kernels.torch.rope import norm_rope_write
 
@@ -28,7 +29,12 @@ def _kernel(op: Op, load: Callable[[], Callable[..., Any]]) -> Kernel:
     return Kernel(op, "torch", _accepts, load)
 
 
+LAYOUTS = {"onednn": pack}
+
+__all__ = ["KERNELS", "LAYOUTS", "find_features"]
+
 KERNELS: tuple[Kernel, ...] = (
+    Kernel(ops.linear, "torch", accepts, lambda: packed_linear, layout="onednn"),
     _kernel(ops.rms_norm, lambda: rms_norm),
     _kernel(ops.add_rms_norm, lambda: add_rms_norm),
     _kernel(ops.norm_rope_write, lambda: norm_rope_write),

@@ -30,7 +30,7 @@ class _Plan:
 class PagedAttention:
     """The op `paged_attention`. Each step brings new tables, starts and lengths: it is known by their identity."""
 
-    def __init__(self, workspace_bytes: int = 4 << 20) -> None:
+    def __init__(self, workspace_bytes: int = 6 << 20) -> None:
         """workspace_bytes: of the fp32 keys and values that decodes read at a time"""
         self._workspace_bytes = workspace_bytes
         self._workspace = Workspace()
@@ -47,8 +47,10 @@ class PagedAttention:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = self._plan(q, cache, table, starts, lengths, num_decodes, window)
+        if num_decodes == len(q):
+            return plan.decodes.attend(q, cache, scale).to(q.dtype, copy=True)
         out = q.new_zeros(q.shape)
-        plan.decodes.attend(q[:num_decodes], cache, scale, out[:num_decodes])
+        out[:num_decodes] = plan.decodes.attend(q[:num_decodes], cache, scale)
         for prefill in plan.prefills:
             prefill.attend(q, cache, scale, out)
         return out

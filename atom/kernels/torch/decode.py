@@ -1,7 +1,7 @@
 """Attention of sequences that have one query each, all at once, in memory that does not grow with their contexts.
 
     decodes = Decodes(workspace, budget, cache, table, lengths, heads, window)    # once a step
-    decodes.attend(q, cache, scale, out)                                          # each layer
+    out = decodes.attend(q, cache, scale)                                         # each layer
 
 Contexts are cut into parts of one size. As many parts as the budget holds are attended together, the N / K query heads
 of a key/value head as rows of one product, and the parts of a sequence are merged by their log-sum-exp (flash decoding,
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from atom.kernels.torch.workspace import Reader, Workspace
 
-PART = 256  # positions: a context is not cut into smaller parts
+PART = 256  # positions: no context is cut into parts much smaller
 MASKED = -1e30  # added to the score of a masked position
 
 
@@ -31,12 +31,11 @@ class Decodes:
         lengths = lengths.long()
         first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp_(min=0)
         at_once = budget // (2 * kv_heads * dim * 4)  # positions
-        size = min(max([1, *(lengths - first).tolist()]), max(PART, at_once // max(1, len(lengths))))
+        size = _part_size((lengths - first).tolist(), at_once)
         num_parts = (lengths - first + (size - 1)) // size
         first_part = num_parts.cumsum(0) - num_parts
         self._sequence = torch.repeat_interleave(num_parts)  # that a part is of
         self._place = torch.arange(len(self._sequence)) - first_part[self._sequence]  # of a part in its sequence
-        self._is_whole = bool((num_parts == 1).all())  # each sequence is one part
 
         ends = lengths[self._sequence].unsqueeze(1)
         positions = (first[self._sequence] + self._place * size).unsqueeze(1) + torch.arange(size)
@@ -46,27 +45,31 @@ class Decodes:
         step = max(1, at_once // size)
         ranges = [slice(start, start + step) for start in range(0, len(slots), step)]
         self._groups = [(parts, _Group(workspace, cache, slots[parts], mask[parts], heads)) for parts in ranges]
+        self._is_whole = bool((num_parts == 1).all())  # each sequence is one part
 
-    def attend(self, q: Tensor, cache: Tensor, scale: float, out: Tensor) -> None:
-        """q [S, N, D] -> out [S, N, D], left alone where a sequence has no positions"""
-        totals, sums = [], []
-        for parts, group in self._groups:
-            if self._is_whole:
-                group.score(q[parts], cache, scale)
-                out[parts].copy_(group.attend())
-            else:
-                group.score(q[self._sequence[parts]], cache, scale)
-                totals.append(group.total())
-                sums.append(group.attend().clone())
-        if totals:
-            out.copy_(self._merge(torch.cat(totals), torch.cat(sums), len(out)))
-
-    def _merge(self, totals: Tensor, sums: Tensor, num: int) -> Tensor:
-        """log-sum-exp fp32[parts, N], attended fp32[parts, N, D] -> fp32[num, N, D]"""
-        by_sequence = totals.new_full((num, int(self._place.max()) + 1, totals.shape[1]), -math.inf)
+    def attend(self, q: Tensor, cache: Tensor, scale: float) -> Tensor:
+        """q [S, N, D] -> fp32[S, N, D], maybe in the workspace; zeros where a sequence has no positions"""
+        if not self._groups:
+            return torch.zeros(q.shape)
+        if self._is_whole and len(self._groups) == 1:
+            return self._groups[0][1].attend(q, cache, scale)
+        if self._is_whole:
+            return torch.cat([group.attend(q[parts], cache, scale).clone() for parts, group in self._groups])
+        attended = [group.attend_part(q[self._sequence[parts]], cache, scale) for parts, group in self._groups]
+        sums, totals = map(torch.cat, zip(*attended, strict=True))
+        by_sequence = totals.new_full((len(q), int(self._place.max()) + 1, q.shape[1]), -math.inf)
         by_sequence[self._sequence, self._place] = totals
         weights = by_sequence.softmax(1)[self._sequence, self._place]
-        return sums.new_zeros((num, *sums.shape[1:])).index_add_(0, self._sequence, sums * weights.unsqueeze(-1))
+        return torch.zeros(q.shape).index_add_(0, self._sequence, sums * weights.unsqueeze(-1))
+
+
+def _part_size(lengths: list[int], at_once: int) -> int:
+    """Positions of a part: whole sequences where most of them would not be padding, else equal shares of the longest."""
+    longest = max([1, *lengths])
+    if longest <= at_once and len(lengths) * longest <= max(at_once, 2 * sum(lengths)):
+        return longest
+    num_parts = -(-longest // max(PART, at_once // len(lengths)))
+    return -(-longest // num_parts)
 
 
 class _Group:
@@ -84,18 +87,23 @@ class _Group:
         self._q_rows, self._out_rows = (tensor.view(*rows, dim) for tensor in (self._q, self._out))
         self._scores = workspace.take("scores", *rows, size)
 
-    def score(self, q: Tensor, cache: Tensor, scale: float) -> None:
-        """q [I, N, D] against the keys"""
+    def attend(self, q: Tensor, cache: Tensor, scale: float) -> Tensor:
+        """q [I, N, D] -> fp32[I, N, D], in the workspace"""
+        self._score(q, cache, scale)
+        return self._sum()
+
+    def attend_part(self, q: Tensor, cache: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """q [I, N, D] -> fp32[I, N, D] and the log-sum-exp of its scores fp32[I, N]"""
+        self._score(q, cache, scale)
+        total = self._scores.logsumexp(-1).view(q.shape[:2])
+        return self._sum().clone(), total
+
+    def _score(self, q: Tensor, cache: Tensor, scale: float) -> None:
         self._reader.read(cache)
         self._q.copy_(q)
         torch.baddbmm(self._mask, self._q_rows, self._keys, alpha=scale, out=self._scores)
 
-    def total(self) -> Tensor:
-        """log-sum-exp of the scores fp32[I, N]"""
-        return self._scores.logsumexp(-1).view(self._q.shape[:2])
-
-    def attend(self) -> Tensor:
-        """The values summed by the softmax of the scores, which this overwrites: fp32[I, N, D], in the workspace."""
+    def _sum(self) -> Tensor:
         torch.softmax(self._scores, -1, out=self._scores)
         torch.bmm(self._scores, self._reader.values, out=self._out_rows)
         return self._out

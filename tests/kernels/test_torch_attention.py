@@ -1,0 +1,226 @@
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.paged import Batch, make_batch, reference
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from atom.graph import ops
+from atom.kernels import Target, find_kernel
+from atom.kernels.torch import KERNELS, PagedAttention
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.inference_mode():
+        yield
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def assert_equal(out: Tensor, expected: Tensor) -> None:
+    assert out.shape == expected.shape
+    assert out.dtype == expected.dtype
+    assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+class Calls(TorchDispatchMode):
+    """The names of the aten ops that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def calls_of(run: Callable[[], object]) -> list[str]:
+    with Calls() as calls:
+        run()
+    return calls.names
+
+
+@st.composite
+def batches(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> tuple[Batch, int | None]:
+    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 5), (2, 1), (2, 3), (3, 3)]))
+    window = draw(st.sampled_from([None, None, 1, 5, 16, 70]))
+    decodes = draw(st.lists(st.integers(1, 90), max_size=5))
+    prefills = draw(
+        st.lists(st.tuples(st.integers(1, 80), st.integers(0, 80)), min_size=0 if decodes else 1, max_size=3)
+    )
+    batch = make_batch(
+        decodes, [(num, num + before) for num, before in prefills], kv_heads=kv_heads, heads=kv_heads * group,
+        dim=draw(st.sampled_from([8, 20, 36])), block_size=draw(st.sampled_from([1, 3, 16, 32])), window=window,
+        dtype=dtype, seed=draw(st.integers(0, 9)),
+    )  # fmt: skip
+    return batch, window
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_any_mix_of_decodes_and_prefills_equals_the_reference(case):
+    batch, window = case
+    assert_equal(PagedAttention()(*batch, scale=0.3, window=window), reference(batch, scale=0.3, window=window))
+
+
+@settings(max_examples=20, deadline=None)
+@given(batches(torch.bfloat16))
+def test_in_bf16_it_is_as_near_to_the_truth_as_the_reference(case):
+    batch, window = case
+    truth = reference(batch, scale=0.3, window=window, wide=True)
+    allowed = 1.1 * relative_error(reference(batch, scale=0.3, window=window), truth) + 1e-6
+    assert relative_error(PagedAttention()(*batch, scale=0.3, window=window), truth) <= allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_cache_may_have_another_dtype(dtype, cache_dtype):
+    batch = make_batch([20, 5], [(7, 30)], kv_heads=2, heads=4, dtype=dtype, cache_dtype=cache_dtype)
+    truth = reference(batch, scale=0.3, wide=True)
+    allowed = 1.1 * relative_error(reference(batch, scale=0.3), truth) + 1e-6
+    assert relative_error(PagedAttention()(*batch, scale=0.3), truth) <= allowed
+
+
+@pytest.mark.parametrize("window", [None, 15, 16, 17])
+def test_lengths_around_the_ends_of_blocks_windows_and_tiles(window):
+    lengths = [1, 15, 16, 17, 31, 32, 33]
+    prefills = [(num, num + before) for num in (1, 16, 63, 64, 65, 129) for before in (0, 15, 16, 17)]
+    batch = make_batch(lengths, prefills, kv_heads=2, heads=6, window=window)
+    assert_equal(PagedAttention()(*batch, scale=0.3, window=window), reference(batch, scale=0.3, window=window))
+
+
+@pytest.mark.parametrize("foreign", [math.nan, math.inf, 1e30])
+def test_what_lies_in_memory_of_others_changes_nothing(foreign):
+    args = {"decodes": [3, 40], "prefills": [(5, 21), (70, 70)], "block_size": 32, "window": 30}
+    clean = PagedAttention()(*make_batch(**args, foreign=0.0), scale=0.3, window=30)
+    assert torch.equal(PagedAttention()(*make_batch(**args, foreign=foreign), scale=0.3, window=30), clean)
+
+
+def test_a_sequence_without_positions_and_a_token_without_sequence_give_zeros():
+    batch = make_batch([20, 1, 40], [(5, 9)], kv_heads=2, heads=4)
+    expected = reference(batch, scale=0.3)
+    padded = batch._replace(q=torch.cat((batch.q, batch.q[:2])), lengths=batch.lengths.clone())
+    padded.lengths[1] = 0
+    out = PagedAttention()(*padded, scale=0.3)
+    assert not out[1].any()
+    assert not out[-2:].any()
+    assert_equal(out[[0, 2, 3, 7]], expected[[0, 2, 3, 7]])
+
+
+def test_a_batch_of_nothing_but_empty_sequences_gives_zeros():
+    batch = make_batch([1, 1], kv_heads=2, heads=4)
+    empty = batch._replace(lengths=torch.zeros(2, dtype=torch.int32))
+    assert torch.equal(PagedAttention()(*empty, scale=0.3), torch.zeros_like(batch.q))
+
+
+@pytest.mark.parametrize("window", [None, 600])
+def test_contexts_beyond_the_workspace_are_attended_in_parts(window):
+    batch = make_batch([1500, 3, 700, 256, 257], kv_heads=2, heads=6, window=window)
+    bytes_a_position = 2 * 2 * 8 * 4
+    small = PagedAttention(workspace_bytes=300 * bytes_a_position)
+    out = small(*batch, scale=0.3, window=window)
+    assert_equal(out, reference(batch, scale=0.3, window=window))
+    again = calls_of(lambda: small(*batch, scale=0.3, window=window))
+    assert again.count("aten::bmm") > 5
+    assert max(len(buffer) for buffer in small._workspace._buffers.values()) <= 512 * bytes_a_position // 4
+
+
+def test_groups_of_whole_sequences_equal_the_reference():
+    batch = make_batch([30 + row for row in range(20)], kv_heads=2, heads=6)
+    small = PagedAttention(workspace_bytes=150 * 2 * 2 * 8 * 4)
+    assert_equal(small(*batch, scale=0.3), reference(batch, scale=0.3))
+    assert calls_of(lambda: small(*batch, scale=0.3)).count("aten::bmm") == 7  # 20 sequences, three at a time
+
+
+def test_chunks_of_a_prompt_give_what_the_whole_prompt_gives():
+    whole = make_batch(prefills=[(150, 150)], kv_heads=2, heads=6)
+    expected = PagedAttention()(*whole, scale=0.3, window=40)
+    attend = PagedAttention()
+    for first, last in [(0, 1), (1, 64), (64, 100), (100, 150)]:
+        chunk = whole._replace(
+            q=whole.q[first:last], starts=torch.tensor([0, last - first]), lengths=torch.tensor([last])
+        )
+        assert_equal(attend(*chunk, scale=0.3, window=40), expected[first:last])
+
+
+def test_decodes_make_the_same_calls_whatever_their_number():
+    attend = PagedAttention()
+
+    def calls(num: int) -> tuple[list[str], list[str]]:
+        batch = make_batch([10 + row for row in range(num)], kv_heads=2, heads=4)
+        first = calls_of(lambda: attend(*batch, scale=0.3))
+        return first, calls_of(lambda: attend(*batch, scale=0.3))
+
+    assert calls(2) == calls(40)
+
+
+def test_the_layers_of_a_step_share_its_plan():
+    attend = PagedAttention()
+    batch = make_batch([30, 50], [(4, 20)], kv_heads=2, heads=4, foreign=0.0)
+    first = calls_of(lambda: attend(*batch, scale=0.3))
+    assert_equal(attend(*batch, scale=0.3, window=7), reference(batch, scale=0.3, window=7))
+    second = calls_of(lambda: attend(*batch._replace(cache=batch.cache.clone()), scale=0.3))
+    assert "aten::arange" in first
+    assert "aten::arange" not in second
+    assert_equal(attend(*batch, scale=0.3), reference(batch, scale=0.3))
+
+
+def test_each_step_has_its_own_plan():
+    attend = PagedAttention()
+    for seed in range(20):  # each batch is freed before the next one, which may get its addresses
+        batch = make_batch([5 + seed, 9], kv_heads=2, heads=4, seed=seed)
+        assert_equal(attend(*batch, scale=0.3), reference(batch, scale=0.3))
+        earlier = batch._replace(lengths=batch.lengths - 1)
+        assert_equal(attend(*earlier, scale=0.3), reference(earlier, scale=0.3))
+
+
+def test_tiles_shrink_where_the_context_is_very_long(monkeypatch):
+    monkeypatch.setattr("atom.kernels.torch.prefill.SCORES", 6 * 90 * 3)
+    batch = make_batch(prefills=[(40, 90)], kv_heads=2, heads=6)
+    attend = PagedAttention()
+    assert_equal(attend(*batch, scale=0.3), reference(batch, scale=0.3))
+    assert calls_of(lambda: attend(*batch, scale=0.3)).count("aten::bmm") == 2 * 14  # three queries a tile
+
+
+def test_each_load_has_a_workspace_of_its_own():
+    kernel = find_kernel(ops.paged_attention, "torch")
+    assert kernel.load() is not kernel.load()
+
+
+def test_a_decode_step_allocates_less_than_a_hundredth_of_the_weights():
+    """30 layers of SmolLM2-135M, whose weights have 269 MB: norms, rotary, cache writes and attention of one request."""
+    load = {kernel.op: kernel.load() for kernel in KERNELS}
+    batch = make_batch([129], kv_heads=3, heads=9, dim=64, dtype=torch.bfloat16, foreign=0.0)
+    qkv, x, weight = torch.randn(1, 960).bfloat16(), torch.randn(1, 576).bfloat16(), torch.ones(576).bfloat16()
+    cos, sin = ops.rotary.body(torch.tensor([128]), torch.ones(32))
+
+    def step(length: int) -> None:
+        inputs = batch._replace(lengths=torch.tensor([length], dtype=torch.int32))
+        q, k, v = (part.unflatten(-1, (-1, 64)) for part in qkv.split([576, 192, 192], dim=-1))
+        for _ in range(30):
+            load[ops.add_rms_norm](x, x, weight, eps=1e-5)
+            turned = load[ops.norm_rope_write](q, k, v, cos, sin, None, None, inputs.cache, torch.tensor([length - 1]))
+            load[ops.paged_attention](turned, *inputs[1:], scale=0.125)
+            load[ops.add_rms_norm](x, x, weight, eps=1e-5)
+
+    step(128)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        step(129)
+    memory = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = sum(size for size in memory if size > 0)
+    assert 0 < allocated < 0.01 * 269e6
+
+
+def test_it_refuses_other_devices():
+    for kernel in KERNELS:
+        assert kernel.accepts(Target("cpu")) is None
+        assert kernel.accepts(Target("cuda")) == "runs on a cpu, not on cuda"

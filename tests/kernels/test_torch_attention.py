@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from atom.graph import ops
 from atom.kernels import Target, find_kernel
-from atom.kernels.torch import KERNELS, PagedAttention
+from atom.kernels.torch import PagedAttention
 
 
 @pytest.fixture(autouse=True)
@@ -161,6 +161,15 @@ def test_decodes_make_the_same_calls_whatever_their_number():
         return first, calls_of(lambda: attend(*batch, scale=0.3))
 
     assert calls(2) == calls(40)
+    assert len(calls(2)[1]) == 8
+
+
+def test_the_next_layer_leaves_the_results_of_this_one_alone():
+    attend = PagedAttention()
+    batch = make_batch([20, 30], kv_heads=2, heads=4)
+    out = attend(*batch, scale=0.3)
+    attend(*batch._replace(q=batch.q + 1), scale=0.3)
+    assert_equal(out, reference(batch, scale=0.3))
 
 
 def test_the_layers_of_a_step_share_its_plan():
@@ -198,7 +207,7 @@ def test_each_load_has_a_workspace_of_its_own():
 
 def test_a_decode_step_allocates_less_than_a_hundredth_of_the_weights():
     """30 layers of SmolLM2-135M, whose weights have 269 MB: norms, rotary, cache writes and attention of one request."""
-    load = {kernel.op: kernel.load() for kernel in KERNELS}
+    load = {op: find_kernel(op, "torch").load() for op in (ops.add_rms_norm, ops.norm_rope_write, ops.paged_attention)}
     batch = make_batch([129], kv_heads=3, heads=9, dim=64, dtype=torch.bfloat16, foreign=0.0)
     qkv, x, weight = torch.randn(1, 960).bfloat16(), torch.randn(1, 576).bfloat16(), torch.ones(576).bfloat16()
     cos, sin = ops.rotary.body(torch.tensor([128]), torch.ones(32))
@@ -220,7 +229,8 @@ def test_a_decode_step_allocates_less_than_a_hundredth_of_the_weights():
     assert 0 < allocated < 0.01 * 269e6
 
 
-def test_it_refuses_other_devices():
-    for kernel in KERNELS:
-        assert kernel.accepts(Target("cpu")) is None
-        assert kernel.accepts(Target("cuda")) == "runs on a cpu, not on cuda"
+@pytest.mark.parametrize("op", [ops.paged_attention, ops.norm_rope_write, ops.rms_norm, ops.add_rms_norm])
+def test_kernels_refuse_other_devices(op):
+    kernel = find_kernel(op, "torch")
+    assert kernel.accepts(Target("cpu")) is None
+    assert kernel.accepts(Target("cuda")) == "runs on a cpu, not on cuda"

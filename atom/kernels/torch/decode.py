@@ -64,7 +64,7 @@ class Decodes:
 
 
 def _part_size(lengths: list[int], at_once: int) -> int:
-    """Positions of a part: whole sequences where most of them would not be padding, else equal shares of the longest."""
+    """Positions of a part: all of the longest where most would not be padding, else an equal share of it."""
     longest = max([1, *lengths])
     if longest <= at_once and len(lengths) * longest <= max(at_once, 2 * sum(lengths)):
         return longest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import tiny
 import torch
 from law import assert_same_logits, relative_error
 from probe import logits_of
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from atom import LLMEngine, SamplingParams
@@ -17,6 +19,7 @@ from atom.checkpoint import SilentProgress
 from atom.config import load
 from atom.graph import TORCH_DTYPES
 from atom.llm import open_for
+from atom.runtime.types import RequestOutput
 
 PROMPTS = [
     "What is the capital of France?",
@@ -95,3 +98,44 @@ def test_bf16_is_as_near_to_float32_as_that_of_transformers(reference: Any):
     reference.float()
     engine.close()
     assert sum(ours) / len(ours) <= 1.25 * sum(theirs) / len(theirs)
+
+
+def allocations_of_a_step(engine: LLMEngine) -> list[int]:
+    """Bytes that the profiler saw allocated (and, negative, given back) in one step, in order."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        engine.step()
+    events = profiler.profiler.kineto_results.events()
+    return [event.nbytes() for event in events if event.name() == "[memory]"]
+
+
+def test_a_decode_step_allocates_less_than_a_hundredth_of_the_weights():
+    engine = LLMEngine(dtype="bf16", max_model_len=512, kv_cache_memory=1 << 28)
+    weights = 2 * 134_515_008
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for num_requests in (1, 16):
+        engine.add_request([list(range(100 + i, 164 + i)) for i in range(num_requests)], params)
+        for _ in range(5):
+            engine.step()
+        allocated = allocations_of_a_step(engine)
+        assert 0 < max(itertools.accumulate(allocated)) < weights / 100, "held at once"
+        if num_requests == 1:
+            assert sum(size for size in allocated if size > 0) < weights / 100, "taken in all, given back or not"
+        while not engine.is_finished():
+            engine.step()
+    engine.close()
+
+
+def test_stop_strings_and_streams_show_whole_text(engine: LLMEngine):
+    prompt = engine.encode_chat([{"role": "user", "content": "Repeat: 日本語 🎉 naïve café. Repeat it again."}])
+    seen: list[RequestOutput] = []
+    params = SamplingParams(temperature=0, max_tokens=64, stop_strings=["never there"])
+    engine.add_request([prompt], params, seen.append)
+    while not engine.is_finished():
+        ended = engine.step()
+    text = "".join(output.text or "" for output in seen)
+    assert text == ended[0].text and len(seen) > 5
+    assert "\ufffd" not in text
+    assert [token for output in seen for token in output.token_ids] == ended[0].output
+    stop = text[10:14]
+    (answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=64, stop_strings=[stop]))
+    assert (answer["text"], answer["finish_reason"]) == (text[: text.index(stop)], "stop_sequence")

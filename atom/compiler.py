@@ -10,12 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch.fx import Node
+
 from atom.config import Config
 from atom.errors import ConfigError, PassError
 from atom.frontend import build
-from atom.graph import Graph, ops, parse, verify
-from atom.kernels import Target, find_target
+from atom.graph import Graph, Shuffle, ops, parse, verify
+from atom.kernels import Target, find_kernel, find_target
 from atom.passes import PassReport, lower
+
+# what a batch provides to a body by name: these, and for each kind of cache the others
+SHARED_INPUTS = ("tokens", "positions", "starts", "lengths", "num_decodes")
+BY_KIND = ("table_", "slots_")
 
 
 def semantic_graph(config: Config) -> Graph:
@@ -31,22 +37,49 @@ def compile_graph(
     The target is this machine, unless another is given.
     """
     assert config.level is not None, "config.load resolves it"
-    graph = semantic_graph(config) if config.job.graph is None else _saved_graph(Path(config.job.graph))
-    if graph.find(ops.attention):
-        return lower(graph, config.level, target or find_target(config.device), watch)
+    target = target or find_target(config.device)
+    if config.job.graph is None:
+        return lower(semantic_graph(config), config.level, target, watch)
+    graph = _saved_graph(Path(config.job.graph))
+    is_semantic = bool(graph.find(ops.attention))
+    if is_semantic or not any("kernel" in node.meta for node in _nodes(graph)):
+        graph = lower(graph, config.level, target, watch, first="fuse_qkv" if is_semantic else "select_kernels")
+    _check_runnable(graph, config.job.graph)
     return graph
+
+
+def _nodes(graph: Graph) -> list[Node]:
+    return [node for program in graph.programs.values() for node in program.nodes]
 
 
 def _saved_graph(path: Path) -> Graph:
     try:
         graph = parse(path.read_text(), str(path))
-    except OSError as error:
-        raise ConfigError(f"job.graph={path}: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"job.graph={path}: {getattr(error, 'strerror', error)}") from None
     try:
         verify(graph, ops.SEMANTIC if graph.find(ops.attention) else ops.LOWERED)
-        missing = {"body", "head"} - set(graph.programs)
-        if missing:
-            raise PassError(f"it has no function {', '.join(sorted(missing))}")
     except PassError as error:
         raise ConfigError(f"job.graph={path}: {error}") from None
     return graph
+
+
+def _check_runnable(graph: Graph, path: str) -> None:
+    """ConfigError where a saved text asks for an input, a kernel or a layout that nothing provides."""
+    kinds = {cache.kind for cache in graph.caches()}
+    provided = {"body": {*SHARED_INPUTS, *(f"{name}{kind}" for name in BY_KIND for kind in kinds)}, "head": {"hidden"}}
+    if missing := provided.keys() - graph.programs.keys():
+        raise ConfigError(f"job.graph={path}: it has no function {', '.join(sorted(missing))}")
+    for name, inputs in provided.items():
+        for node in graph.programs[name].inputs:
+            if node.name not in inputs:
+                raise ConfigError(
+                    f"job.graph={path}: {name} has an input {node.name}; there are: {', '.join(sorted(inputs))}"
+                )
+    for node in _nodes(graph):
+        backend = node.meta.get("kernel", "reference")
+        wanted = find_kernel(node.target, backend).layout
+        given = next((arg.layout for arg in node.args if isinstance(arg, Shuffle)), None)
+        if given != wanted:
+            rule = f'shuffle(…, "{wanted}")' if wanted else "its weight as it is, without shuffle"
+            raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name} takes {rule}")

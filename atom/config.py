@@ -158,7 +158,7 @@ class ServeConfig:
     max_num_seqs: int = number(512, 1)  # sequences in a step
     max_num_batched_tokens: int = number(16384, 1)  # tokens in a step
     enable_prefix_caching: bool = False
-    enforce_eager: bool = False  # never capture a CUDA graph
+    enforce_eager: bool = False  # capture no CUDA graph: levels 0 and 1 never do
     tensor_parallel_size: int = one_of(1, later=range(2, 1 << 16))
 
 
@@ -261,7 +261,7 @@ class Config:
     trust_remote_code: bool = False
     dtype: str = one_of("auto", "bf16", "fp16", "fp32")  # auto: the checkpoint's
     device: str = one_of("auto", "cpu", later=("cuda",))
-    seed: int = 0
+    seed: int = number(0, -(1 << 63), (1 << 63) - 1)
     level: int | None = one_of(None, 0, 1, later=(2, 3))  # 0 reference ops, 1 fused ops and kernels; null: the highest
     tune: bool = one_of(False, later=(True,))  # search kernel parameters
     load_dummy: bool = False  # random weights: only config.json is read
@@ -321,6 +321,10 @@ def show(
 def engine_overrides(model: str | os.PathLike[str] | None, values: Mapping[str, Any]) -> list[str]:
     """The overrides of an engine's keyword arguments: serve's and the plain fields by name, others by dotted key."""
     serve = {each.name for each in fields(ServeConfig)} | {key.removeprefix("serve.") for key in ALIASES}
+    for key in ALIASES:
+        twice = [name for name in (key.removeprefix("serve."), ALIASES[key].removeprefix("serve.")) if name in values]
+        if len(twice) > 1:
+            raise ConfigError(f"{twice[0]} and {twice[1]} are the same option; give one")
     given = [] if model is None else [override("checkpoint", model)]
     return given + [override(f"serve.{name}" if name in serve else name, value) for name, value in values.items()]
 
@@ -348,6 +352,8 @@ def derive(config: Config) -> Config:
     config = respell(config)
     check(config)
     refuse_stored(config)
+    if config.model.norm.bias and config.model.norm.kind != "layer":
+        raise ConfigError(f"model.norm.bias: a norm of kind {config.model.norm.kind} has none, a layer norm has")
     dtype = stored_dtype(config.hf) if config.dtype == "auto" else config.dtype
     model = replace(config.model, attention=derive_attention(config.model))
     max_model_len = config.serve.max_model_len or model.max_position

@@ -10,6 +10,7 @@ for answer in engine.generate(["What is the capital of France?"], SamplingParams
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,10 @@ class LLMEngine:
         except BaseException:
             for id in waiting:
                 self.abort(id)
+            others += [sequence for sequence in self._engine.take_ended() if sequence.request_id not in order]
             raise
-        self._ended += others
+        finally:
+            self._ended += others
         return [answer(sequence) for sequence in sorted(mine, key=lambda s: (order[s.request_id], s.index))]
 
     def add_request(
@@ -94,12 +97,15 @@ class LLMEngine:
         The callback gets a `RequestOutput` for every token that completes text and one at the end.
         """
         prompts = prompt_or_tokens_list
-        if isinstance(prompts, str):
-            raise RequestError("the prompts are one string; give a list of prompts")
+        if isinstance(prompts, str | Mapping):
+            raise RequestError(f"the prompts are one {type(prompts).__name__}; give a list of prompts")
+        prompts = list(prompts)
         params = SamplingParams() if sampling_params_list is None else sampling_params_list
         every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(every) != len(prompts):
             raise RequestError(f"{len(every)} sampling params for {len(prompts)} prompts; give one, or one for each")
+        if wrong := [one for one in every if not isinstance(one, SamplingParams)]:
+            raise RequestError(f"{wrong[0]!r} is no SamplingParams")
         prepared = []
         for place, (prompt, one) in enumerate(zip(prompts, every, strict=True)):
             try:
@@ -172,9 +178,9 @@ def open_engine(config: Config, progress: Progress) -> Engine:
     serve = config.serve
     kinds = cache_kinds(graph)
     num_blocks = plan_kv(kinds, config)
+    runner = Runner(graph, tensors, num_blocks, serve.block_size)
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
     scheduler = Scheduler(cache, **_limits(config))
-    runner = Runner(graph, tensors, num_blocks, serve.block_size)
     print(_describe_pool(kinds, num_blocks, config), file=sys.stderr)
     return Engine(
         runner, scheduler, tokenizer=tokenizer, stop_ids=stops, vocab_size=config.model.vocab, seed=config.seed

@@ -21,6 +21,7 @@ from torch import Tensor
 from atom.checkpoint import Checkpoint, Progress, StoredTensor
 from atom.errors import CheckpointError, UnsupportedError
 from atom.graph import TORCH_DTYPES, Cat, Graph, Recipe, RopeFreqs, Shuffle, W
+from atom.graph.recipes import leaves
 from atom.kernels import shuffle
 
 NUM_READERS = 2  # threads that read and convert
@@ -28,21 +29,19 @@ NUM_READERS = 2  # threads that read and convert
 
 def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str] = ()) -> None:
     """Hold the checkpoint against the graph: every tensor there, of the right shape, and none left over."""
-    needed = graph.stored()
-    missing = [name for name in needed if name not in stored]
+    needed = [leaf for recipe in graph.recipes() for leaf in leaves(recipe)]
+    missing = [leaf.name for leaf in needed if leaf.name not in stored]
     if missing:
         raise CheckpointError(
             f"the checkpoint has no tensor {_some(missing)}; is it whole, and is model= the right one?"
         )
-    for name, leaf in needed.items():
-        if tuple(stored[name].shape) != leaf.type.shape:
-            raise CheckpointError(
-                f"tensor {name} is {list(stored[name].shape)}, the model expects {list(leaf.type.shape)}"
-            )
+    for leaf in needed:
+        shape = tuple(stored[leaf.name].shape)
+        if shape != leaf.type.shape:
+            raise CheckpointError(f"tensor {leaf.name} is {list(shape)}, the model expects {list(leaf.type.shape)}")
+    names = {leaf.name for leaf in needed}
     patterns = tuple(ignore)
-    surplus = [
-        name for name in stored if name not in needed and not any(fnmatch(name, pattern) for pattern in patterns)
-    ]
+    surplus = [name for name in stored if name not in names and not any(fnmatch(name, pattern) for pattern in patterns)]
     if surplus:
         raise CheckpointError(
             f"the model does not use tensor {_some(surplus)}; name it in model.ignore if it may be left out"

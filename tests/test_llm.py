@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from law import assert_same_logits
+from law import assert_same_logits, relative_error
 from probe import logits_of
 
 from atom import LLMEngine, SamplingParams
-from atom.errors import EngineDeadError, RequestError
+from atom.errors import CapacityError, ConfigError, EngineDeadError, RequestError
 from atom.runtime.types import RequestOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
@@ -247,6 +248,79 @@ def test_a_callback_that_raises_loses_nothing(open_engine: Open):
     assert [(sequence.request_id, sequence.output) for sequence in ended] == [(id, expected["token_ids"])]
 
 
+def test_a_callback_that_raises_keeps_nothing_from_the_others(open_engine: Open):
+    engine = open_engine("llama")
+    seen: list[tuple[list[int], bool]] = []
+
+    def fail(output: RequestOutput) -> None:
+        raise ValueError("mine")
+
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    engine.add_request([[1, 2]], params, fail)
+    engine.add_request([[3]], params, lambda output: seen.append((output.token_ids, output.finished)))
+    ended = []
+    for _ in range(6):
+        with contextlib.suppress(ValueError):
+            ended += engine.step()
+    assert engine.is_finished() and len(ended) == 2
+    assert [finished for _, finished in seen] == [False, True]
+    assert [token for tokens, _ in seen for token in tokens] == ended[1].output
+
+
+def test_a_callback_may_abort_its_own_request(open_engine: Open):
+    engine = open_engine("llama")
+    seen: list[tuple[int, bool]] = []
+
+    def stop(output: RequestOutput) -> None:
+        seen.append((output.index, output.finished))
+        engine.abort(output.request_id)
+
+    engine.add_request([[1, 2]], SamplingParams(n=3, max_tokens=9, ignore_eos=True, seed=1), stop)
+    ended = []
+    while not engine.is_finished():
+        ended += engine.step()
+    assert {sequence.finish_reason for sequence in ended} == {"abort"} and len(ended) == 3
+    assert sorted(index for index, finished in seen if finished) == [0, 1, 2], "each is told its end once"
+    assert engine._engine.scheduler.cache.usage == 0
+
+
+def test_an_interrupted_generate_leaves_other_requests_alone(open_engine: Open, monkeypatch: pytest.MonkeyPatch):
+    engine = open_engine("llama")
+    (id,) = engine.add_request([[5, 6]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+    execute, calls = engine._engine.runner.execute, iter(range(4))
+
+    def interrupt(plan: Any) -> Any:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return execute(plan)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine._engine.runner, "execute", interrupt)
+        engine.generate([[1, 2, 3]], GREEDY)
+    assert [(sequence.request_id, sequence.finish_reason) for sequence in engine.step()] == [(id, "max_tokens")]
+    assert engine.is_finished()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"dtype": "fp16"}, {"dtype": "bf16", "kv_cache_dtype": "fp32"}, {"dtype": "fp32", "kv_cache_dtype": "bf16"}],
+)
+@pytest.mark.parametrize("level", [0, 1])
+def test_other_dtypes_stay_near_the_reference(checkpoints: Any, references: Any, fields: dict[str, Any], level: int):
+    engine = LLMEngine(model=str(checkpoints("qwen3")), level=level, kv_cache_memory=1 << 22, **fields)
+    tokens = tiny.prompt(50)
+    exact = tiny.logits(references("qwen3"), tokens)
+    half = tiny.reference(checkpoints("qwen3"), torch.bfloat16)
+    assert relative_error(logits_of(engine, tokens), exact) <= 1.25 * relative_error(tiny.logits(half, tokens), exact)
+    engine.close()
+
+
+@pytest.mark.parametrize("fields", [{"num_kvcache_blocks": 10**14}, {"kv_cache_memory": 10**17}])
+def test_a_pool_that_memory_cannot_hold_names_the_knob(checkpoints: Any, fields: dict[str, int]):
+    with pytest.raises(CapacityError, match="lower kv_cache_memory, or num_kvcache_blocks"):
+        LLMEngine(model=str(checkpoints("llama")), **fields)
+
+
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [
@@ -291,6 +365,10 @@ def test_bad_arguments_say_what_to_give(open_engine: Open):
         engine.generate([[1]], SamplingParams(logit_bias={101: 1.0}))
     with pytest.raises(RequestError, match="stop_strings needs a tokenizer"):
         engine.generate([[1]], SamplingParams(stop_strings=["x"]))
+    with pytest.raises(RequestError, match="is no SamplingParams"):
+        engine.generate([[1]], [None])
+    with pytest.raises(ConfigError, match="are the same option"):
+        LLMEngine(block_size=8, kv_cache_block_size=4)
     assert engine.generate([], GREEDY) == []
     engine.close()
     with pytest.raises(EngineDeadError):

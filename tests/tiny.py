@@ -35,6 +35,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama_rope_linear": ("LlamaConfig", {"rope_parameters": LINEAR}),
     "llama_rope_yarn": ("LlamaConfig", {"rope_parameters": YARN, "head_dim": 32}),
     "llama_rope_yarn_mscale": ("LlamaConfig", {"rope_parameters": YARN_MSCALE, "head_dim": 32}),
+    "llama_gelu_tanh": ("LlamaConfig", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama_relu2": ("LlamaConfig", {"hidden_act": "relu2"}),
     "qwen2": ("Qwen2Config", {}),
     "qwen2_tied": ("Qwen2Config", {"tie_word_embeddings": True, "num_attention_heads": 6, "num_key_value_heads": 3}),
     "qwen2_window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}),

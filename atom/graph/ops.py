@@ -172,10 +172,10 @@ def mul(a: Tensor, b: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
-}  # by the names of the hub's config.json
+}
 
 
 def _activate(x: Type, *, kind: str) -> Type:

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from atom.runtime.types import RequestOutput, Sequence
 
 
 def run(config: Config) -> int:
-    """Answer the prompts: text as it comes and a table of times behind it, or with job.output=json one object a prompt.
+    """Answer the prompts: text as it comes, and a table of times; with job.output=json one object a prompt, in order.
 
     A prompt that cannot be served is one line on stderr and does not stop the others; the exit code then is 2.
     """
@@ -44,13 +45,18 @@ def run(config: Config) -> int:
         except RequestError as error:
             print(f"atom-run: RequestError: prompt {place}: {error}", file=sys.stderr)
     ended: list[Sequence] = []
+    waiting = deque(places)  # whose answers are to be printed next
+    done: dict[str, list[Sequence]] = {id: [] for id in places}
     while not engine.is_finished():
-        ended += engine.step()
-    ended.sort(key=lambda sequence: (places[sequence.request_id], sequence.index))
-    if is_json:
-        for sequence in ended:
-            print(json.dumps({"prompt": prompts[places[sequence.request_id]], **_plain(answer(sequence))}))
-    elif ended:
+        for sequence in engine.step():
+            ended.append(sequence)
+            done[sequence.request_id].append(sequence)
+        while is_json and waiting and len(done[waiting[0]]) == params.n:
+            id = waiting.popleft()
+            for sequence in sorted(done.pop(id), key=lambda sequence: sequence.index):
+                told = {"prompt": prompts[places[id]], **_plain(answer(sequence))}
+                print(json.dumps(told), flush=True)
+    if ended and not is_json:
         _show_times(ended, loaded - started)
     return 0 if len(places) == len(prompts) else RequestError.exit_code
 
@@ -69,7 +75,9 @@ def read_prompts(prompts: Any) -> list[Any]:
             prompts = _parse_prompts(Path(prompts[1:]).read_text(), prompts[1:])
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"prompts={prompts}: {error}") from None
-    if isinstance(prompts, str) or (prompts and all(isinstance(token, int) for token in prompts)):
+    if not isinstance(prompts, str) and not prompts:
+        raise ConfigError("there are no prompts: the list is empty")
+    if isinstance(prompts, str) or (all(isinstance(token, int) for token in prompts)):
         return [prompts]
     return list(prompts)
 

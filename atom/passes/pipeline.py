@@ -43,11 +43,21 @@ class PassReport:
     graph: Graph
 
 
-def lower(graph: Graph, level: int, target: Target, watch: Callable[[PassReport], Any] = lambda _: None) -> Graph:
-    """Run the passes of a level. PassError names the pass whose graph is wrong, those before it, and a dump."""
+def lower(
+    graph: Graph,
+    level: int,
+    target: Target,
+    watch: Callable[[PassReport], Any] = lambda _: None,
+    first: str = PIPELINE[0][0].__name__,
+) -> Graph:
+    """Run the passes of a level, from the first one named.
+
+    PassError names the pass whose graph is wrong, those before it, and the file that holds the text.
+    """
     done: list[str] = []
     configured = {select_kernels: (target, BACKENDS[level])}
-    for rewrite, from_level, graph_level in PIPELINE:
+    names = [rewrite.__name__ for rewrite, _, _ in PIPELINE]
+    for rewrite, from_level, graph_level in PIPELINE[names.index(first) :]:
         if level < from_level:
             continue
         before, started = graph.num_rewrites, time.perf_counter()

@@ -14,6 +14,8 @@ import torch
 
 from atom.runtime.types import Plan
 
+BY_KIND = ("table_", "slots_")  # inputs that there are for each kind of cache
+
 
 def build_inputs(plan: Plan, names: Collection[str], block_size: int) -> dict[str, Any]:
     """T tokens of S rows: tokens and positions i64[T], starts i32[S + 1], lengths i32[S] (positions known after this
@@ -32,12 +34,10 @@ def build_inputs(plan: Plan, names: Collection[str], block_size: int) -> dict[st
         "num_decodes": plan.num_decodes,
     }
     row_of_token = np.repeat(np.arange(len(rows)), counts)
-    for name in names:
-        if name.startswith("table_"):
-            kind = name.removeprefix("table_")
-            table = _table(plan, kind, block_size)
-            slots = table[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
-            inputs[name], inputs[f"slots_{kind}"] = torch.from_numpy(table), torch.from_numpy(slots)
+    for kind in {name.partition("_")[2] for name in names if name.startswith(BY_KIND)}:
+        table = _table(plan, kind, block_size)
+        slots = table[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        inputs[f"table_{kind}"], inputs[f"slots_{kind}"] = torch.from_numpy(table), torch.from_numpy(slots)
     return inputs
 
 

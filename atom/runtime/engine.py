@@ -12,7 +12,9 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections import deque
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from atom.checkpoint import Tokenizer
@@ -33,14 +35,16 @@ class _Stream:
     detokenizer: Detokenizer | None
     callback: StreamCallback | None
     num_shown: int = 0  # output tokens that the callback has had
+    is_told: bool = False  # of the end
     pending: str = ""  # text that it has not
 
     def emit(self) -> None:
         """Tell the callback what is new, if that is text or the end."""
         sequence = self.sequence
         finished = sequence.finished_at is not None
-        if self.callback is None or not (finished or self.pending or self.detokenizer is None):
+        if self.callback is None or self.is_told or not (finished or self.pending or self.detokenizer is None):
             return
+        self.is_told = finished
         text = None if self.detokenizer is None else self.pending
         tokens = sequence.output[self.num_shown :]
         self.num_shown, self.pending = len(sequence.output), ""
@@ -68,13 +72,13 @@ class Engine:
         self._streams: dict[str, _Stream] = {}  # by sequence id
         self._requests: dict[str, list[Sequence]] = {}
         self._ended: list[Sequence] = []  # and not returned by `step` yet
-        self._moved: list[_Stream] = []  # by the commit that is under way
+        self._moved: deque[_Stream] = deque()  # have something to tell
         self._numbers = itertools.count()
         self._seeds = random.Random(seed)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._ended)
+        return self.scheduler.has_work or bool(self._ended) or bool(self._moved)
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
         """A prompt's token ids. RequestError where it is empty or names a token that the model does not have."""
@@ -87,11 +91,11 @@ class Engine:
         if not prompt:
             raise RequestError("the prompt is empty; give at least one token")
         for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < self.vocab_size:
                 raise RequestError(
                     f"{token!r} in the prompt is no token id; they are numbers from 0 to {self.vocab_size - 1}"
                 )
-        return list(prompt)
+        return [int(token) for token in prompt]
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """The token ids of a conversation in the chat template. RequestError where the checkpoint has none."""
@@ -141,7 +145,9 @@ class Engine:
         """End a request's sequences that have not finished; unknown ids are none of ours any more."""
         for sequence in self._requests.get(request_id, ()):
             if sequence.finish_reason is None and self.scheduler.abort(sequence.id):
-                self._end(sequence).emit()
+                self._end(sequence)
+                self._moved.append(self._streams.pop(sequence.id))
+        self._tell()
 
     def is_running(self, request_id: str) -> bool:
         """Whether a request has sequences that have not ended, or ended without being returned by `step`."""
@@ -150,8 +156,9 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Run one step: the sequences that ended in it, or were aborted since the last one.
 
-        A step that raises has not taken place; what a callback raises leaves the engine as it is, to go on.
+        A step that raises has not taken place. What a callback raises comes out here; the next step goes on.
         """
+        self._tell()
         plan = self.scheduler.schedule()
         if plan.rows:
             try:
@@ -159,13 +166,21 @@ class Engine:
             except BaseException:
                 self.scheduler.retract(plan)
                 raise
-            self._moved = []
             for sequence in self.scheduler.commit(plan, sampled, self._take_token):
                 self._end(sequence)
-            for stream in self._moved:
-                stream.emit()
+                del self._streams[sequence.id]
+            self._tell()
+        return self.take_ended()
+
+    def take_ended(self) -> list[Sequence]:
+        """The sequences that ended and were not returned yet."""
         ended, self._ended = self._ended, []
         return ended
+
+    def _tell(self) -> None:
+        """Call the callbacks; one that raises leaves the others for the next time."""
+        while self._moved:
+            self._moved.popleft().emit()
 
     def _take_token(self, sequence: Sequence) -> str | None:
         """Turn a sequence's newest token to text; the reason to finish, if there is one."""
@@ -181,9 +196,9 @@ class Engine:
                 reason = "stop_sequence"
         return reason
 
-    def _end(self, sequence: Sequence) -> _Stream:
+    def _end(self, sequence: Sequence) -> None:
         """Close the books of a sequence that has its finish reason."""
-        stream = self._streams.pop(sequence.id)
+        stream = self._streams[sequence.id]
         sequence.finished_at = time.perf_counter()
         if stream.detokenizer is not None:
             stream.pending += stream.detokenizer.finish()
@@ -192,4 +207,3 @@ class Engine:
             del self._requests[sequence.request_id]
         self.metrics.finish_reasons[str(sequence.finish_reason)] += 1
         self._ended.append(sequence)
-        return stream

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atom.errors import CapacityError
 from atom.graph import KV, TORCH_DTYPES, Graph, Recipe
 from atom.runtime.batch import build_inputs
 from atom.runtime.program import Executable
@@ -63,4 +64,11 @@ def _allocate(cache: KV, num_blocks: int, block_size: int) -> Tensor:
     """Zeros [num_blocks, block_size, *entry], whose pages the system gives when they are first written."""
     nbytes = num_blocks * block_size * cache.type.num_bytes
     shape = (num_blocks, block_size, *(int(dim) for dim in cache.type.shape))
-    return torch.from_numpy(np.zeros(nbytes, np.uint8)).view(TORCH_DTYPES[cache.type.dtype]).view(shape)
+    try:
+        zeros = np.zeros(nbytes, np.uint8)
+    except (MemoryError, ValueError):
+        raise CapacityError(
+            f"the KV cache of {cache.name} takes {nbytes} bytes, more than the system has: "
+            "lower kv_cache_memory, or num_kvcache_blocks where it is set"
+        ) from None
+    return torch.from_numpy(zeros).view(TORCH_DTYPES[cache.type.dtype]).view(shape)

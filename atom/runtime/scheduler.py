@@ -94,7 +94,7 @@ class Scheduler:
         if not self.cache.can_ever_fit(num_tokens - 1):  # the last token is never computed
             raise RequestError(
                 f"prompt and max_tokens are {num_tokens} tokens, more than the whole KV cache holds, "
-                "shorten them or raise kv_cache_memory"
+                "shorten them or raise kv_cache_memory (num_kvcache_blocks where it is set)"
             )
 
     def add(self, sequence: Sequence) -> None:

@@ -2,7 +2,7 @@
 
 sequence = Sequence("req-0", prompt=[1, 2, 3], params=SamplingParams(max_tokens=8))
 plan = scheduler.schedule()              # which rows run, and how many tokens of each
-pending = runner.execute(plan)           # on the device
+sampled = runner.execute(plan)           # on the device
 ended = scheduler.commit(plan, sampled, finish)
 """
 
@@ -56,7 +56,7 @@ class Sequence:
     num_computed: int = 0  # tokens whose KV is in the cache
     num_cached: int = 0  # prompt tokens that the prefix cache gave at the last admission
     blocks: dict[str, list[int]] = field(default_factory=dict)  # cache kind -> block numbers, in order; 0 is no block
-    finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | abort | error
+    finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | abort
     text: str | None = None  # the answer, once finished; None without a tokenizer
     first_token_at: float | None = None
     finished_at: float | None = None

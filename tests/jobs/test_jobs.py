@@ -21,8 +21,9 @@ import torch
 from atom import LLMEngine, SamplingParams
 from atom.checkpoint import SilentProgress, open_checkpoint
 from atom.cli import main
+from atom.compiler import compile_graph, semantic_graph
 from atom.config import load
-from atom.graph import interpret, parse
+from atom.graph import interpret, parse, show
 from atom.jobs.generate import read_prompts
 from atom.llm import load_weights
 from atom.weights import load as load_tensors
@@ -107,7 +108,7 @@ def test_a_prompt_may_stand_alone():
     assert read_prompts([[1], "x"]) == [[1], "x"]
 
 
-@pytest.mark.parametrize("prompts", ["@/no/such/file", None])
+@pytest.mark.parametrize("prompts", ["@/no/such/file", None, "[]"])
 def test_missing_prompts_are_one_line(run: Any, prompts: str | None, checkpoints: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     given = [] if prompts is None else [f"prompts={prompts}"]
@@ -199,6 +200,10 @@ def test_a_text_saved_before_lowering_runs_too(run: Any, checkpoints: Any, tmp_p
         (None, "No such file or directory"),
         ("def body(x: bf16[T]):\n    y = nope(x)\n    return y\n", ":2: there is no op 'nope'"),
         ("def body(x: bf16[T]):\n    return x\n", "it has no function head"),
+        (
+            "def body(x: i64[T]):\n    return x\n\ndef head(hidden: fp32[R, 48]):\n    return hidden\n",
+            "body has an input x",
+        ),
     ],
 )
 def test_a_bad_saved_text_is_one_line(run: Any, checkpoints: Any, tmp_path: Path, text: str | None, reason: str):
@@ -209,10 +214,31 @@ def test_a_bad_saved_text_is_one_line(run: Any, checkpoints: Any, tmp_path: Path
     assert err.startswith("atom-run: ConfigError: ") and reason in err and err.count("\n") == 1
 
 
+def test_an_edited_kernel_or_layout_that_does_not_fit_is_one_line(run: Any, checkpoints: Any, tmp_path: Path):
+    _, text, _ = run("job=explain", f"checkpoint={checkpoints('llama')}", "job.stage=select_kernels")
+    assert "torch.linear(" in text and '"onednn"' in text, "this CPU has oneDNN"
+    for edited, reason in [
+        (text.replace("torch.linear(", "linear(", 1), "reference.linear takes its weight as it is, without shuffle"),
+        (text.replace('"onednn"', '"foo"', 1), 'torch.linear takes shuffle(…, "onednn")'),
+        (text.replace("num_decodes", "num_dec"), "body has an input num_dec"),
+        (text.replace("torch.linear(", "triton.linear(", 1), "there is no kernel backend 'triton'"),
+    ]:
+        (tmp_path / "mine.py").write_text(edited)
+        code, out, err = run(f"checkpoint={checkpoints('llama')}", f"job.graph={tmp_path}/mine.py", "prompts=[1]")
+        assert (code, out) == (2, "")
+        assert reason in err and err.count("\n") == 1
+
+
+def test_a_text_saved_before_kernels_were_chosen_gets_them(checkpoints: Any, run: Any, tmp_path: Path):
+    _, text, _ = run("job=explain", f"checkpoint={checkpoints('llama')}", "job.stage=lower_attention")
+    _, chosen, _ = run("job=explain", f"checkpoint={checkpoints('llama')}", "job.stage=select_kernels")
+    (tmp_path / "mine.py").write_text(text)
+    graph = compile_graph(load([f"checkpoint={checkpoints('llama')}", f"job.graph={tmp_path}/mine.py"]))
+    assert show(graph) == chosen
+
+
 def test_dummy_weights_are_normal(checkpoints: Any):
     config = load([f"checkpoint={checkpoints('llama')}", "load_dummy=true", "dtype=fp32"])
-    from atom.compiler import semantic_graph
-
     graph = semantic_graph(config)
     tensors = load_weights(graph, open_checkpoint(str(checkpoints("llama"))), config, SilentProgress())
     values = torch.cat([tensors[recipe].flatten() for recipe in graph.recipes() if not hasattr(recipe, "theta")])

@@ -53,6 +53,8 @@ def open_checkpoint(
         is_folder, is_file = bool(location) and path.is_dir(), path.is_file()
     except OSError as error:
         raise CheckpointError(f"cannot read {location}: {error.strerror}") from None
+    if revision is not None and (is_folder or is_file):
+        raise CheckpointError(f"{location} is on this disk and has no revision {revision}; only a hub id has")
     if is_folder:
         return FolderCheckpoint(path, weights=weights)
     if is_file:

@@ -152,3 +152,9 @@ def test_progress_goes_to_stderr_or_nowhere(capfd: pytest.CaptureFixture[str], t
         task.advance(10)
     out, err = capfd.readouterr()
     assert out == "" and "Loading [weights]" in err
+
+
+def test_a_revision_is_of_a_hub_id(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="has no revision v2; only a hub id has"):
+        open_checkpoint(str(tmp_path), revision="v2")

@@ -18,10 +18,7 @@ from atom.frontend import build
 from atom.graph import Graph, Shuffle, ops, parse, verify
 from atom.kernels import Target, find_kernel, find_target
 from atom.passes import PassReport, lower
-
-# what a batch provides to a body by name: these, and for each kind of cache the others
-SHARED_INPUTS = ("tokens", "positions", "starts", "lengths", "num_decodes")
-BY_KIND = ("table_", "slots_")
+from atom.runtime.types import INPUTS, INPUTS_BY_KIND
 
 
 def semantic_graph(config: Config) -> Graph:
@@ -67,7 +64,7 @@ def _saved_graph(path: Path) -> Graph:
 def _check_runnable(graph: Graph, path: str) -> None:
     """ConfigError where a saved text asks for an input, a kernel or a layout that nothing provides."""
     kinds = {cache.kind for cache in graph.caches()}
-    provided = {"body": {*SHARED_INPUTS, *(f"{name}{kind}" for name in BY_KIND for kind in kinds)}, "head": {"hidden"}}
+    provided = {"body": {*INPUTS, *(f"{name}{kind}" for name in INPUTS_BY_KIND for kind in kinds)}, "head": {"hidden"}}
     if missing := provided.keys() - graph.programs.keys():
         raise ConfigError(f"job.graph={path}: it has no function {', '.join(sorted(missing))}")
     for name, inputs in provided.items():

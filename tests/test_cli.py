@@ -124,8 +124,6 @@ def test_a_bug_shows_where_it_is(job: Any):
 
 
 def test_a_full_disk_is_one_line():
-    if not Path("/dev/full").exists():
-        pytest.skip("no /dev/full here")
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, "-m", "atom.cli", "--help"], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT

@@ -12,9 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from atom.runtime.types import Plan
-
-BY_KIND = ("table_", "slots_")  # inputs that there are for each kind of cache
+from atom.runtime.types import INPUTS_BY_KIND, Plan
 
 
 def build_inputs(plan: Plan, names: Collection[str], block_size: int) -> dict[str, Any]:
@@ -34,7 +32,7 @@ def build_inputs(plan: Plan, names: Collection[str], block_size: int) -> dict[st
         "num_decodes": plan.num_decodes,
     }
     row_of_token = np.repeat(np.arange(len(rows)), counts)
-    for kind in {name.partition("_")[2] for name in names if name.startswith(BY_KIND)}:
+    for kind in {name.partition("_")[2] for name in names if name.startswith(INPUTS_BY_KIND)}:
         table = _table(plan, kind, block_size)
         slots = table[row_of_token, positions // block_size].astype(np.int64) * block_size + positions % block_size
         inputs[f"table_{kind}"], inputs[f"slots_{kind}"] = torch.from_numpy(table), torch.from_numpy(slots)

@@ -15,6 +15,10 @@ from typing import Any, NamedTuple
 
 from atom.config import SamplingParams
 
+# what a batch provides to a lowered body by name: these, and for each kind of cache one that begins like the others
+INPUTS = ("tokens", "positions", "starts", "lengths", "num_decodes")
+INPUTS_BY_KIND = ("table_", "slots_")
+
 
 @dataclass(frozen=True)
 class CacheKind:

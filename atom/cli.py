@@ -16,6 +16,7 @@ import io
 import os
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -42,6 +43,7 @@ usage: atom-run [group=choice] [field=value] ...   one run
 
 Groups
 {groups}
+  job.gpu is one of {gpus}, or a YAML file
 
 Fields
 {fields}
@@ -93,8 +95,10 @@ def dispatch(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         files = sorted(CONF.glob("*/*.yaml"))
         groups = {file.parent.name: [each.stem for each in files if each.parent == file.parent] for file in files}
+        gpus = groups.pop("gpu")  # no group of Hydra's: job.gpu names one
         lines = [f"  {group}: {', '.join(names)}" for group, names in groups.items()]
-        print(HELP.format(groups="\n".join(lines), fields=describe_fields()))
+        shown = [textwrap.fill(line, 120, subsequent_indent="    ") for line in lines]
+        print(HELP.format(groups="\n".join(shown), gpus=", ".join(gpus), fields=describe_fields()))
         return 0
     args = parse_flags(argv)
     flags = [text for text in argv if text not in args.overrides]

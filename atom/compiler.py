@@ -38,7 +38,7 @@ def compile_graph(
     if config.job.graph is None:
         return lower(semantic_graph(config), config.level, target, watch)
     graph = _saved_graph(Path(config.job.graph))
-    is_semantic = bool(graph.find(ops.attention))
+    is_semantic = _level(graph) == ops.SEMANTIC
     if is_semantic or not any("kernel" in node.meta for node in _nodes(graph)):
         graph = lower(graph, config.level, target, watch, first="fuse_qkv" if is_semantic else "select_kernels")
     _check_runnable(graph, config.job.graph)
@@ -49,13 +49,19 @@ def _nodes(graph: Graph) -> list[Node]:
     return [node for program in graph.programs.values() for node in program.nodes]
 
 
+def _level(graph: Graph) -> str:
+    """semantic, where a call is that only such a graph may have."""
+    is_lowered = all(ops.LOWERED in node.target.levels for node in _nodes(graph) if isinstance(node.target, ops.Op))
+    return ops.LOWERED if is_lowered else ops.SEMANTIC
+
+
 def _saved_graph(path: Path) -> Graph:
     try:
         graph = parse(path.read_text(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"job.graph={path}: {getattr(error, 'strerror', error)}") from None
     try:
-        verify(graph, ops.SEMANTIC if graph.find(ops.attention) else ops.LOWERED)
+        verify(graph, _level(graph))
     except PassError as error:
         raise ConfigError(f"job.graph={path}: {error}") from None
     return graph

@@ -189,6 +189,7 @@ def register(schema: Any) -> None:
 
     ConfigStore.instance().store(name="schema", node=schema)
     OmegaConf.register_new_resolver("hf", look_up, replace=True)
+    OmegaConf.register_new_resolver("stated", look_up_null, replace=True)
     OmegaConf.register_new_resolver("if", choose, replace=True)
 
 
@@ -223,6 +224,13 @@ def look_up(key: str, *default: Any, _root_: DictConfig, _node_: Any) -> Any:
         asks = f"conf/model/{_root_.model.name}.yaml needs it for {_node_._get_full_key('')}"
         raise CheckpointError(f"{_root_.checkpoint or 'the embedded checkpoint'}: config.json has no {key}; {asks}")
     return value if value is not None or not default else default[0]
+
+
+def look_up_null(key: str, default: Any, *, _root_: DictConfig) -> Any:
+    """`${stated:key,default}`: the value that config.json states at its top, null included; the default without one."""
+    from omegaconf import OmegaConf
+
+    return (OmegaConf.get_cache(_root_).get("hf") or {}).get(key, default)
 
 
 @contextmanager

@@ -15,12 +15,10 @@ from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from atom import weights
 from atom.checkpoint import Checkpoint, Progress, SilentProgress, embedded, open_checkpoint, stop_ids
 from atom.compiler import compile_graph
-from atom.config import Config, SamplingParams, engine_overrides, load
+from atom.config import Config, ModelConfig, SamplingParams, engine_overrides, load
 from atom.errors import EngineDeadError, RequestError
 from atom.graph import Graph, Recipe
 from atom.runtime.engine import Engine
@@ -171,6 +169,7 @@ def open_engine(config: Config, progress: Progress) -> Engine:
     try:
         tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
         graph = compile_graph(config)
+        weights.refuse_packed(graph)
         tensors = load_weights(graph, checkpoint, config, progress)
         stops = stop_ids(checkpoint, tokenizer)
     finally:
@@ -189,7 +188,11 @@ def open_engine(config: Config, progress: Progress) -> Engine:
 
 def open_for(config: Config, progress: Progress) -> Checkpoint:
     """The configuration's checkpoint; the embedded default is fetched if it is not in the cache folder."""
-    location, gguf = config.checkpoint, config.model.gguf
+    location, gguf, names = config.checkpoint, config.model.gguf, config.model.weights
+    stacked = {
+        name: [names[role] + dot + part for role, dot, part in (each.partition(".") for each in parts)]
+        for name, parts in config.model.stacked.items()
+    }
     if location is None:
         source = config.model.embedded
         assert source is not None and config.cache is not None, "config.load resolves them"
@@ -200,17 +203,26 @@ def open_for(config: Config, progress: Progress) -> Checkpoint:
         interleaved=gguf.interleaved,
         split=gguf.split,
         ignore_merges=gguf.ignore_merges,
+        stacked=stacked,
         weights=not config.load_dummy,
         progress=progress,
     )
 
 
-def load_weights(graph: Graph, checkpoint: Checkpoint, config: Config, progress: Progress) -> dict[Recipe, Tensor]:
+def load_weights(
+    graph: Graph, checkpoint: Checkpoint, config: Config, progress: Progress
+) -> dict[Recipe, weights.Loaded]:
     """The tensors of the graph's recipes, stored or random."""
     if config.load_dummy:
         return weights.load_dummy(graph.recipes(), config.seed)
-    weights.check(graph, checkpoint.tensors, config.model.ignore)
+    weights.check(graph, checkpoint.tensors, [*config.model.ignore, *mtp_patterns(config.model)])
     return weights.load(graph.recipes(), checkpoint, progress)
+
+
+def mtp_patterns(model: ModelConfig) -> List[str]:
+    """The tensors of the layers that predict further tokens, which are stored behind the last one."""
+    layers = range(model.layers, model.layers + model.mtp_layers)
+    return [model.weights["layer"].replace("{layer}", str(layer)) + ".*" for layer in layers]
 
 
 def plan_kv(kinds: List[CacheKind], config: Config) -> dict[str, int]:

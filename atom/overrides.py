@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 LISTS_OF_TEXT = ("prompts", "sampling.stop_strings")
-TEXTS = (*LISTS_OF_TEXT, "checkpoint", "revision", "cache", "recipe", "job.graph", "job.save_recipe")
+TEXTS = (*LISTS_OF_TEXT, "checkpoint", "revision", "cache", "recipe", "job.gpu", "job.graph", "job.save_recipe")
 ALIASES = {"serve.kv_cache_block_size": "serve.block_size"}
 JOBS_TO_COME = ("serve", "compile", "bench", "profile", "cache")
 TO_COME = {  # the first part of a key, without "serve." -> what it asks for

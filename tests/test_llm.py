@@ -17,8 +17,11 @@ from atom import LLMEngine, SamplingParams
 from atom.errors import CapacityError, ConfigError, EngineDeadError, RequestError
 from atom.runtime.types import RequestOutput
 
+ROOT = Path(__file__).parents[1]
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 EVENTFUL = ["llama", "llama_odd_heads", "qwen2_window", "qwen3_window", "mistral_window"]
+
+MODEL_FILES = [name for name in tiny.VARIANTS if (ROOT / "conf" / "model" / f"{name}.yaml").exists()]  # a variant each
 
 Open = Callable[..., LLMEngine]
 
@@ -30,7 +33,7 @@ def open_engine(checkpoints: Callable[[str], Path]) -> Iterator[Open]:
 
     def open(name: str, **fields: Any) -> LLMEngine:
         pool = {} if "num_kvcache_blocks" in fields else {"kv_cache_memory": 1 << 22}
-        opened.append(LLMEngine(model=str(checkpoints(name)), dtype="fp32", **pool, **fields))
+        opened.append(LLMEngine(model=str(checkpoints(name)), **{"dtype": "fp32", **pool, **fields}))
         return opened[-1]
 
     yield open
@@ -109,6 +112,21 @@ def test_preemption_changes_nothing(name: str, level: int, open_engine: Open, re
     assert_greedy(engine.generate(prompts, GREEDY), prompts, references(name))
     if "window" not in name:
         assert engine.metrics.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("name", [name for name in tiny.VARIANTS if name not in EVENTFUL])
+def test_all_of_these_together_change_nothing(name: str, level: int, open_engine: Open, references: Any):
+    engine = open_engine(name, level=level, num_kvcache_blocks=30, block_size=4, max_model_len=106,
+                         max_num_batched_tokens=16, enable_prefix_caching=True)  # fmt: skip
+    shared = tiny.prompt(30)
+    prompts = [shared, tiny.prompt(25, seed=1), shared[:17] + tiny.prompt(24, seed=2)]
+    for batch in (prompts, prompts[::-1]):
+        assert_greedy(engine.generate(batch, GREEDY), batch, references(name))
+    metrics = engine.metrics.scheduler
+    assert metrics.num_chunks > 0
+    assert metrics.num_prefix_hit_tokens > 0
+    assert metrics.num_preemptions > 0 or "full" not in engine._engine.scheduler.cache.num_free
 
 
 def test_every_option_that_groups_tokens_gives_the_same_text_of_the_same_seed(open_engine: Open):
@@ -299,6 +317,20 @@ def test_an_interrupted_generate_leaves_other_requests_alone(open_engine: Open, 
         engine.generate([[1, 2, 3]], GREEDY)
     assert [(sequence.request_id, sequence.finish_reason) for sequence in engine.step()] == [(id, "max_tokens")]
     assert engine.is_finished()
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+def test_bf16_is_as_near_to_float32_as_that_of_transformers(
+    name: str, open_engine: Open, checkpoints: Any, references: Any
+):
+    engine, half = open_engine(name, dtype="bf16"), tiny.reference(checkpoints(name), torch.bfloat16)
+    ours, theirs = 0.0, 0.0
+    for seed in range(20):
+        tokens = tiny.prompt(24, seed=seed)
+        exact = tiny.logits(references(name), tokens)
+        ours += relative_error(logits_of(engine, tokens), exact) / 20
+        theirs += relative_error(tiny.logits(half, tokens), exact) / 20
+    assert ours <= 1.25 * theirs
 
 
 @pytest.mark.parametrize(

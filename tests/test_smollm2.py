@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,7 @@ import tiny
 import torch
 from law import assert_same_logits, relative_error
 from probe import logits_of
+from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -91,11 +95,8 @@ def test_bf16_is_as_near_to_float32_as_that_of_transformers(reference: Any):
     prompts = [engine._engine.tokenize(text) for text in PROMPTS + MORE_PROMPTS]
     exact = [tiny.logits(reference, tokens) for tokens in prompts]
     ours = [relative_error(logits_of(engine, tokens), logits) for tokens, logits in zip(prompts, exact, strict=True)]
-    reference.to(torch.bfloat16)
-    theirs = [
-        relative_error(tiny.logits(reference, tokens), logits) for tokens, logits in zip(prompts, exact, strict=True)
-    ]
-    reference.float()
+    half = copy.deepcopy(reference).to(torch.bfloat16)
+    theirs = [relative_error(tiny.logits(half, tokens), logits) for tokens, logits in zip(prompts, exact, strict=True)]
     engine.close()
     assert sum(ours) / len(ours) <= 1.25 * sum(theirs) / len(theirs)
 
@@ -139,3 +140,34 @@ def test_stop_strings_and_streams_show_whole_text(engine: LLMEngine):
     stop = text[10:14]
     (answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=64, stop_strings=[stop]))
     assert (answer["text"], answer["finish_reason"]) == (text[: text.index(stop)], "stop_sequence")
+
+
+@pytest.fixture(scope="module")
+def moe_checkpoint(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2 with its MLP in each of three experts, of which a random router chooses two."""
+    folder, generator = tmp_path_factory.mktemp("moe"), torch.Generator().manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in reference.state_dict().items():
+        layer, _, projection = name.partition(".mlp.")
+        if projection:
+            place = {"gate_proj.weight": "w1", "up_proj.weight": "w3", "down_proj.weight": "w2"}[projection]
+            for expert in range(3):
+                tensors[f"{layer}.block_sparse_moe.experts.{expert}.{place}.weight"] = tensor.clone()
+            tensors[f"{layer}.block_sparse_moe.gate.weight"] = torch.randn(3, 576, generator=generator)
+        elif name != "lm_head.weight":
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    stated = reference.config.to_dict() | {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}
+    stated |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    (folder / "config.json").write_text(json.dumps(stated))
+    return folder
+
+
+def test_experts_that_are_all_its_mlp_give_the_same_tokens(moe_checkpoint: Path, reference: Any, engine: LLMEngine):
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = [engine._engine.tokenize(text) for text in PROMPTS[:4]]
+    mixture = LLMEngine(model=str(moe_checkpoint), dtype="fp32", kv_cache_memory=1 << 28, max_model_len=1024)
+    for prompt, answer in zip(prompts, mixture.generate(prompts, params), strict=True):
+        tiny.assert_greedy(answer, prompt, reference)
+        assert_same_logits(logits_of(mixture, prompt), tiny.logits(reference, prompt))
+    mixture.close()

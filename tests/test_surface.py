@@ -48,19 +48,32 @@ SAMPLING = {
 
 CONFIG = """
 model: name architectures model_types auto hidden layers vocab max_position tied residual weights ignore
-model.norm: kind eps bias
-model.attention: kind heads kv_heads head_dim bias o_bias qk_norm scale window window_from layer_types
-model.attention.rope: kind theta partial factor original_max_position low_freq_factor high_freq_factor beta_fast beta_slow
-model.attention.rope: attention_factor mscale mscale_all_dim truncate factors
-model.mlp.0: kind width activation bias every skip
+model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_softcap mtp_layers stacked fmt plain
+model.norm: kind eps bias offset before after
+model.attention: kind heads kv_heads head_dim bias o_bias qk_norm scale scale_dim softcap sinks
+model.attention: full_rope rope_layers window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim
+model.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
+model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim truncate factors
+model.attention.rope: short_factor long_factor
+model.attention.window_rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
+model.attention.window_rope: beta_fast beta_slow attention_factor mscale mscale_all_dim truncate factors
+model.attention.window_rope: short_factor long_factor
+model.mlp.0: kind width activation limit alpha bias experts top_k shared shared_width shared_gate transposed interleaved
+model.mlp.0: every first skip
+model.mlp.0.router: method score bias groups top_groups renormalize scale
 model.gguf: architecture interleaved split ignore_merges
 model.embedded: requirement member sha256 config
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory max_model_len max_num_seqs max_num_batched_tokens
 serve: enable_prefix_caching enforce_eager tensor_parallel_size
-job: kind output chat stage graph save_recipe
+job: kind output gpu chat stage graph save_recipe
 sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias defaults
 : checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf
+"""
+
+MODEL_FILES = """
+arcee auto decoder deepseek_v3 dots1 ernie4_5 exaone4 gemma2 gemma3 glm glm4 glm4_moe gpt_oss granite granitemoe kimi_k2 llama
+minimax_m2 mistral mixtral nemotron olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm2 smollm3 starcoder2
 """
 
 ENVIRONMENT = {"ATOM_CACHE"}
@@ -69,7 +82,8 @@ ENVIRONMENT = {"ATOM_CACHE"}
 IMPORT_ORDER = """
 errors
 checkpoint | overrides
-compose
+compose | schema
+derive
 config | graph
 kernels | runtime.types
 frontend | passes | weights
@@ -105,8 +119,9 @@ def test_the_groups_jobs_and_commands():
         path.name: {file.stem for file in path.glob("*.yaml")} for path in (ROOT / "conf").iterdir() if path.is_dir()
     }
     assert groups == {
+        "gpu": {"a100", "h100", "h200", "l40s", "mi300x", "mi355x", "rtx_4090"},
         "job": {"generate", "explain"},
-        "model": {"auto", "decoder", "llama", "mistral", "qwen2", "qwen3", "smollm2"},
+        "model": set(MODEL_FILES.split()),
         "serve": {"default"},
     }
     assert set(JOBS) == groups["job"]

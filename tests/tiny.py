@@ -6,6 +6,7 @@ model = tiny.reference(folder)
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 YARN_MSCALE = {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9, "beta_fast": 16, "beta_slow": 2}
 LINEAR = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.5}
+
+YARN_MLA = {**YARN, "mscale": 0.8, "mscale_all_dim": 0.7}
+MLA = {"kv_lora_rank": 18, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "num_key_value_heads": 4}
+EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 
 SIZES: dict[str, Any] = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
                          "intermediate_size": 80, "vocab_size": 101, "max_position_embeddings": 256,
@@ -48,7 +53,107 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "mistral_window": ("MistralConfig", {"sliding_window": 16, "head_dim": 20}),
     "mistral_window_1": ("MistralConfig", {"sliding_window": 33, "tie_word_embeddings": True}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 8}),
+    "mixtral_odd": ("MixtralConfig", {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 28, "tie_word_embeddings": True,
+                                      "num_attention_heads": 3, "num_key_value_heads": 1}),
+    "mixtral_window_stacked": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": 12, "num_experts_per_tok": 1}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 16, "num_experts_per_tok": 4, "norm_topk_prob": True, "head_dim": 16}),
+    "qwen3_moe_dense_list": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 7, "mlp_only_layers": [1], "head_dim": 10, "tie_word_embeddings": True}),
+    "qwen3_moe_dense_step_stacked": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 6, "decoder_sparse_step": 2, "norm_topk_prob": True,
+                                                        "attention_bias": True}),
+    "deepseek_v2": ("DeepseekV2Config", {**MLA, **EXPERTS, "n_routed_experts": 8, "topk_method": "greedy", "routed_scaling_factor": 1.0,
+                                         "first_k_dense_replace": 1, "q_lora_rank": None}),
+    "deepseek_v2_groups": ("DeepseekV2Config", {**MLA, **EXPERTS, "n_routed_experts": 12, "topk_method": "group_limited_greedy", "n_group": 4,
+                                                "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "q_lora_rank": 20,
+                                                "rope_parameters": YARN_MLA, "first_k_dense_replace": 0}),
+    "deepseek_v3": ("DeepseekV3Config", {**MLA, **EXPERTS, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4,
+                                         "q_lora_rank": 20, "rope_parameters": YARN_MLA, "first_k_dense_replace": 1}),
+    "deepseek_v3_plain_q_odd": ("DeepseekV3Config", {**MLA, **EXPERTS, "n_routed_experts": 9, "n_group": 3, "topk_group": 1, "q_lora_rank": None,
+                                                     "num_attention_heads": 3, "num_key_value_heads": 3, "v_head_dim": 7,
+                                                     "qk_nope_head_dim": 5, "qk_rope_head_dim": 6, "kv_lora_rank": 11,
+                                                     "attention_bias": True, "tie_word_embeddings": True, "norm_topk_prob": False,
+                                                     "rope_interleave": False, "first_k_dense_replace": 2, "n_shared_experts": 2}),
+    "deepseek_v3_stacked": ("DeepseekV3Config", {**MLA, **EXPERTS, "n_routed_experts": 8, "n_group": 1, "topk_group": 1, "q_lora_rank": 12,
+                                                 "routed_scaling_factor": 1.7, "first_k_dense_replace": 0}),
+    "kimi_k2": ("DeepseekV3Config", {**MLA, **EXPERTS, "n_routed_experts": 24, "n_group": 1, "topk_group": 1, "q_lora_rank": 16,
+                                     "num_experts_per_tok": 8, "routed_scaling_factor": 2.827, "rope_parameters": YARN_MLA,
+                                     "first_k_dense_replace": 1}),
+    "glm4_moe": ("Glm4MoeConfig", {**EXPERTS, "n_routed_experts": 8, "head_dim": 16, "use_qk_norm": True, "attention_bias": True,
+                                   "routed_scaling_factor": 2.5}),
+    "glm4_moe_plain": ("Glm4MoeConfig", {**EXPERTS, "n_routed_experts": 6, "n_group": 2, "topk_group": 1, "head_dim": 20, "partial_rotary_factor": 0.3,
+                                         "first_k_dense_replace": 0, "num_key_value_heads": 4, "n_shared_experts": 2}),
+    "gpt_oss": ("GptOssConfig", {"num_local_experts": 6, "num_experts_per_tok": 4, "head_dim": 16, "sliding_window": 9}),
+    "gpt_oss_odd": ("GptOssConfig", {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 12, "sliding_window": 16, "swiglu_limit": 1.5,
+                                     "num_attention_heads": 6, "num_key_value_heads": 1, "rope_parameters": YARN,
+                                     "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 10, "query_pre_attn_scalar": 24, "num_hidden_layers": 4,
+                                    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+                                    "rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 50000.0},
+                                                        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0}}}),
+    "gemma3_untied": ("Gemma3TextConfig", {"head_dim": 20, "sliding_window": 17, "final_logit_softcapping": 3.0,
+                                           "tie_word_embeddings": False, "num_key_value_heads": 1}),
+    "phi3": ("Phi3Config", {"sliding_window": None}),
+    "phi3_window_tied": ("Phi3Config", {"sliding_window": 14, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "phi3_longrope": ("Phi3Config", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+                                                         "long_factor": [1.5, 2.0, 3.0, 4.0, 5.0, 6.0]},
+                                     "original_max_position_embeddings": 256, "max_position_embeddings": 256}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo2_tied": ("Olmo2Config", {"num_attention_heads": 3, "num_key_value_heads": 3, "tie_word_embeddings": True, "attention_bias": True}),
+    "olmo3": ("Olmo3Config", {"sliding_window": 11, "num_hidden_layers": 4}),
+    "granite": ("GraniteConfig", {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 5.0}),
+    "granite_biases": ("GraniteConfig", {"attention_bias": True, "mlp_bias": True, "logits_scaling": 0.3, "tie_word_embeddings": True,
+                                         "attention_multiplier": 0.1}),
+    "gemma2": ("Gemma2Config", {"head_dim": 16, "sliding_window": 10, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0,
+                                "final_logit_softcapping": 3.0}),
+    "gemma2_untied": ("Gemma2Config", {"head_dim": 20, "sliding_window": 17, "tie_word_embeddings": False, "num_key_value_heads": 1,
+                                       "layer_types": ["full_attention", "sliding_attention", "full_attention"], "attention_bias": True}),
+    "glm": ("GlmConfig", {"head_dim": 16}),
+    "glm_odd": ("GlmConfig", {"head_dim": 20, "partial_rotary_factor": 0.3, "attention_bias": False, "tie_word_embeddings": True,
+                              "num_attention_heads": 3, "num_key_value_heads": 1, "rms_norm_eps": 1e-3}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "glm4_odd": ("Glm4Config", {"head_dim": 24, "partial_rotary_factor": 1.0, "attention_bias": False, "tie_word_embeddings": True,
+                                "num_key_value_heads": 1, "rope_parameters": LINEAR}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "num_key_value_heads": 4}),
+    "olmoe_odd": ("OlmoeConfig", {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 28, "norm_topk_prob": True, "attention_bias": True,
+                                  "tie_word_embeddings": True, "num_attention_heads": 6}),
+    "qwen2_moe": ("Qwen2MoeConfig", {**EXPERTS, "num_experts": 8, "shared_expert_intermediate_size": 40}),
+    "qwen2_moe_odd": ("Qwen2MoeConfig", {**EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 20, "decoder_sparse_step": 2, "qkv_bias": False,
+                                         "norm_topk_prob": True, "tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 15}),
+    "granitemoe": ("GraniteMoeConfig", {"num_local_experts": 8, "intermediate_size": 24, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+                                        "attention_multiplier": 0.2, "logits_scaling": 5.0, "tie_word_embeddings": True}),
+    "granitemoe_biases_stacked": ("GraniteMoeConfig", {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 20, "attention_bias": True,
+                                                       "attention_multiplier": 0.1, "num_key_value_heads": 1}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
+    "ernie4_5_biases": ("Ernie4_5Config", {"head_dim": 20, "use_bias": True, "tie_word_embeddings": False, "num_attention_heads": 3,
+                                           "num_key_value_heads": 1}),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 16}),
+    "seed_oss_biases": ("SeedOssConfig", {"head_dim": 20, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True,
+                                          "tie_word_embeddings": True, "num_attention_heads": 6}),
+    "dots1": ("Dots1Config", {**EXPERTS, "n_routed_experts": 8, "n_shared_experts": 2, "num_key_value_heads": 4, "first_k_dense_replace": 1,
+                              "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None}),
+    "dots1_window": ("Dots1Config", {**EXPERTS, "n_routed_experts": 6, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "sliding_window": 13,
+                                     "max_window_layers": 1, "attention_bias": True, "tie_word_embeddings": True}),
+    "exaone4": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3, "rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "exaone4_window": ("Exaone4Config", {"sliding_window": 11, "head_dim": 20, "rope_parameters": LLAMA3,
+                                         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 18}),
+    "starcoder2_plain": ("Starcoder2Config", {"use_bias": False, "tie_word_embeddings": False, "num_key_value_heads": 1, "hidden_act": "relu",
+                                              "norm_epsilon": 1e-3}),
+    "nemotron": ("NemotronConfig", {}),
+    "nemotron_biases": ("NemotronConfig", {"head_dim": 20, "partial_rotary_factor": 0.3, "attention_bias": True, "mlp_bias": True,
+                                           "tie_word_embeddings": True, "norm_eps": 1e-3}),
+    "arcee": ("ArceeConfig", {"head_dim": 32, "rope_parameters": YARN}),
+    "arcee_biases": ("ArceeConfig", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "minimax_m2": ("MiniMaxM2Config", {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "head_dim": 16, "rotary_dim": 8}),
+    "minimax_m2_stacked": ("MiniMaxM2Config", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 28, "head_dim": 20, "tie_word_embeddings": True,
+                                               "num_attention_heads": 3, "num_key_value_heads": 1, "rotary_dim": 20}),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1]}),
+    "smollm3_window": ("SmolLM3Config", {"no_rope_layers": [0, 1, 1], "use_sliding_window": True, "sliding_window": 12, "tie_word_embeddings": False,
+                                         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
 }  # fmt: skip
+
+
+MODEL_TYPES = {"kimi_k2": "kimi_k2"}  # what config.json says where transformers has no class of its own
 
 
 def config(name: str) -> transformers.PreTrainedConfig:
@@ -62,16 +167,21 @@ def save(name: str, folder: Path) -> Path:
     if not target.exists():
         torch.manual_seed(sum(map(ord, name)))
         model = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32)
-        for (
-            parameter
-        ) in model.parameters():  # larger than they start: attention must matter, and so must norms and biases
-            parameter.data += torch.randn_like(parameter) * 0.2
-        model.save_pretrained(target)
+        corrections = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
+        for tensor in (*model.parameters(), *corrections):  # larger than they start: norms and biases must matter
+            tensor.data += torch.randn_like(tensor) * 0.2
+        model.save_pretrained(target, save_original_format="stacked" not in name)
+        if name in MODEL_TYPES:
+            stated = json.loads((target / "config.json").read_text())
+            (target / "config.json").write_text(json.dumps({**stated, "model_type": MODEL_TYPES[name]}))
     return target
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+    stated = json.loads((folder / "config.json").read_text())
+    made = getattr(transformers, stated["architectures"][0])
+    config = made.config_class(**{key: value for key, value in stated.items() if key != "model_type"})
+    return made.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager").eval()
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 101) -> list[int]:

@@ -11,12 +11,13 @@ Imports no torch, and transformers only for a tokenizer that nothing else can re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from atom.checkpoint.base import Checkpoint, StoredTensor
 from atom.checkpoint.folder import FolderCheckpoint
 from atom.checkpoint.progress import SILENT, Progress, RichProgress, SilentProgress
+from atom.checkpoint.stacked import unstack
 from atom.checkpoint.tokenizer import Tokenizer
 from atom.errors import CheckpointError
 
@@ -40,13 +41,15 @@ def open_checkpoint(
     interleaved: Mapping[str, int] = {},
     split: Mapping[str, str] = {},
     ignore_merges: Collection[str] = (),
+    stacked: Mapping[str, Sequence[str]] = {},
     weights: bool = True,
     progress: Progress = SILENT,
 ) -> Checkpoint:
     """Open a folder, a .gguf file or, where no such path exists, a hub id.
 
     revision: of a hub id. interleaved, split, ignore_merges: what a GGUF does not say itself, see GGUFCheckpoint.
-    weights: False reads, and downloads, only what describes the model. Raises CheckpointError, UnsupportedError.
+    stacked: the parts of tensors that may be stored as one, see `unstack`. weights: False reads, and downloads, only
+    what describes the model. Raises CheckpointError, UnsupportedError.
     """
     path = Path.home() / location[2:] if location.startswith("~/") else Path(location)
     try:
@@ -55,20 +58,24 @@ def open_checkpoint(
         raise CheckpointError(f"cannot read {location}: {error.strerror}") from None
     if revision is not None and (is_folder or is_file):
         raise CheckpointError(f"{location} is on this disk and has no revision {revision}; only a hub id has")
+    checkpoint: Checkpoint
     if is_folder:
-        return FolderCheckpoint(path, weights=weights)
-    if is_file:
+        checkpoint = FolderCheckpoint(path, weights=weights)
+    elif is_file:
         if path.suffix != ".gguf":
             raise CheckpointError(f"{location} is no .gguf file; name the folder of a safetensors checkpoint instead")
         from atom.checkpoint.gguf import GGUFCheckpoint
 
-        return GGUFCheckpoint(path, interleaved=interleaved, split=split, ignore_merges=ignore_merges)
-    from atom.checkpoint import hub
+        checkpoint = GGUFCheckpoint(path, interleaved=interleaved, split=split, ignore_merges=ignore_merges)
+    else:
+        from atom.checkpoint import hub
 
-    if location.endswith(".gguf") or not hub.is_hub_id(location):
-        raise CheckpointError(f"no checkpoint {location!r}: no such folder or .gguf file, and no hub id (owner/name)")
-    folder = hub.download(location, revision=revision, weights=weights, progress=progress)
-    return FolderCheckpoint(folder, location=location, weights=weights)
+        if location.endswith(".gguf") or not hub.is_hub_id(location):
+            message = "no such folder or .gguf file, and no hub id (owner/name)"
+            raise CheckpointError(f"no checkpoint {location!r}: {message}")
+        folder = hub.download(location, revision=revision, weights=weights, progress=progress)
+        checkpoint = FolderCheckpoint(folder, location=location, weights=weights)
+    return unstack(checkpoint, stacked)
 
 
 def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -15,10 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from atom.errors import CheckpointError
+from atom.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
     from atom.checkpoint.tokenizer import Tokenizer
+
+ROPE_KEYS = (  # of config.json, which move into rope_parameters
+    "rope_scaling",
+    "rope_theta",
+    "rope_local_base_freq",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,12 @@ class Checkpoint(ABC):
     @abstractmethod
     def read(self, name: str) -> memoryview:
         """The row-major bytes of the whole tensor, not to be written to. Several threads may read at once."""
+
+    def read_part(self, name: str, index: int, count: int) -> memoryview:
+        """The bytes of one of the `count` equal parts that those of a tensor are cut into, all rows in one."""
+        whole = self.read(name)
+        size = len(whole) // count
+        return whole[index * size : (index + 1) * size]
 
     @abstractmethod
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
@@ -60,25 +74,56 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def normalize_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with its rotary embedding in one form, `rope_parameters`, as transformers 5 writes it.
+    """The config with its rotary embedding in one form, `rope_parameters`, as transformers 5 writes it for one rope.
 
-    `rope_theta`, `rope_scaling` (with `type` or `rope_type`) and `partial_rotary_factor` move into it, with the
-    precedence of transformers.modeling_rope_utils. Parameters by layer type are left as they are.
+    `rope_theta`, `rope_scaling` (with `type` or `rope_type`), `partial_rotary_factor` and, where the type of rope has
+    it, `original_max_position_embeddings` move into it, with the precedence of transformers.modeling_rope_utils.
+
+    Where layer types differ, full_attention is what stands at the top, and the others are objects beside it:
+    {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0, "sliding_attention": {"rope_type": "default", ...}}.
+    null is a layer type without rope, rope_type "none" at the top. UnsupportedError where there is no full_attention.
     """
-    parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(parameters, dict):
-        raise CheckpointError(f"rope_parameters in config.json is {parameters!r}, not an object")
-    if any(isinstance(value, dict) for value in parameters.values()):
-        return config
+    stated, scaling = (config.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    for parameters in (stated, scaling):
+        if not isinstance(parameters, dict):
+            raise CheckpointError(f"rope_parameters in config.json is {parameters!r}, not an object")
+    types = {key: value for key, value in {**stated, **scaling}.items() if is_layer_type(config, key, value)}
+    own, scaled = ({key: value for key, value in each.items() if key not in types} for each in (stated, scaling))
+    if "full_attention" in types:
+        full = types.pop("full_attention")
+        is_none = full is None and not scaled
+        rope = {"rope_type": "none"} if is_none else normalize_one_rope({**(full or {}), **scaled}, config)
+    elif types and not (scaled or own).keys() & {"rope_type", "type"}:
+        raise UnsupportedError(f"rope_parameters in config.json has {', '.join(types)} and no full_attention")
+    else:
+        rope = normalize_one_rope(scaled or own, config, original=config.get("original_max_position_embeddings"))
+    local_theta = config.get("rope_local_base_freq")
+    if local_theta is not None and types.setdefault("sliding_attention", {}) is not None:
+        types["sliding_attention"] = {"rope_theta": local_theta, **types["sliding_attention"]}
+    rope |= {key: None if value is None else normalize_one_rope(value, config) for key, value in types.items()}
+    return {key: value for key, value in config.items() if key not in ROPE_KEYS} | {"rope_parameters": rope}
+
+
+def is_layer_type(config: Mapping[str, Any], key: str, value: Any) -> bool:
+    """Whether this entry of rope_parameters is the rope of a layer type, and no parameter of the one rope there is."""
+    return isinstance(value, dict) or (
+        value is None and (key.endswith("_attention") or key in (config.get("layer_types") or ()))
+    )
+
+
+def normalize_one_rope(
+    parameters: Mapping[str, Any], config: Mapping[str, Any], *, original: int | None = None
+) -> dict[str, Any]:
+    """original: the context that the model was trained on, before what the parameters say."""
     rope = {key: value for key, value in parameters.items() if key != "type"}
-    rope["rope_type"] = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    rope["rope_type"] = "longrope" if kind == "su" else kind  # an old name
     for key in ("rope_theta", "partial_rotary_factor"):
         if config.get(key) is not None:
             rope.setdefault(key, config[key])
     if rope["rope_type"] in ("llama3", "yarn", "longrope"):
-        if "original_max_position_embeddings" in config:
-            rope["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+        if original is not None:
+            rope["original_max_position_embeddings"] = original
         elif "max_position_embeddings" in config:
             rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
-    moved = ("rope_scaling", "rope_theta", "partial_rotary_factor")
-    return {key: value for key, value in config.items() if key not in moved} | {"rope_parameters": rope}
+    return rope

@@ -108,6 +108,19 @@ class GGUFCheckpoint(Checkpoint):
             return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1).data.cast("B")
         return tensor.data if tensor.type in PLAIN else dequantize(tensor).data.cast("B")
 
+    def read_part(self, name: str, index: int, count: int) -> memoryview:
+        tensor = self._stored.get(name)
+        size = len(tensor.data) // count if tensor else 0
+        if (
+            tensor is None
+            or tensor.type in PLAIN
+            or name in self._heads
+            or size % gguf.GGML_QUANT_SIZES[tensor.type][1]
+        ):
+            return super().read_part(name, index, count)
+        blocks = tensor.data[index * size : (index + 1) * size]  # of this part alone: there may be hundreds
+        return dequantize(tensor._replace(data=blocks)).data.cast("B")
+
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
         return build_tokenizer(self._metadata, self.location, split=self._split, ignore_merges=self._ignore_merges)
 

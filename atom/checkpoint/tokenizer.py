@@ -11,9 +11,9 @@ transformers 5 (`TokenizersBackend`, `apply_chat_template`). Decoded text is not
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -41,13 +41,19 @@ class Tokenizer:
     """Encodes, decodes and renders chats.
 
     special_tokens: the named ones, which templates may use: {"bos_token": "<s>", ...}. templates: by name; "default" is
-    used, and "tool_use", where there is one, for chats with tools.
+    used, and "tool_use", where there is one, for chats with tools. render: renders a chat in place of the templates.
     """
 
     def __init__(
-        self, backend: Backend, *, special_tokens: Mapping[str, str] = {}, templates: Mapping[str, str] = {}
+        self,
+        backend: Backend,
+        *,
+        special_tokens: Mapping[str, str] = {},
+        templates: Mapping[str, str] = {},
+        render: Callable[..., str] | None = None,
     ) -> None:
         self._backend, self._special_tokens, self._templates = backend, special_tokens, templates
+        self._render = render
         bos, eos = (backend.token_to_id(special_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
         self.bos_id: int | None = bos
         self.eos_ids: list[int] = [] if eos is None else [eos]
@@ -70,27 +76,23 @@ class Tokenizer:
 
         template_values: what the template may read besides: tools, documents, add_generation_prompt (default true), ...
         """
-        use_tools = bool(template_values.get("tools")) and "tool_use" in self._templates
-        source = self._templates["tool_use"] if use_tools else self.chat_template
-        if source is None:
-            known = f" named default (it has {', '.join(sorted(self._templates))})" if self._templates else ""
-            raise RequestError(f"this checkpoint has no chat template{known}; send a plain prompt instead")
-        template = compile_template(source)
-        values = {
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": True,
-            **self._special_tokens,
-            **template_values,
-        }
+        values = {"tools": None, "documents": None, "add_generation_prompt": True, **template_values}
+        render = self._render or partial(self._find_template(values["tools"]).render, **self._special_tokens)
         try:
-            return template.render(messages=messages, **values)
+            return render(messages=messages, **values)
         except Exception as error:  # a template is a program and can fail in every way
             raise RequestError(f"the chat template does not take these messages: {first_line(error)}") from error
 
     def encode_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> list[int]:
         """Token ids of `render_chat`. The template alone says which special tokens there are: none is added to it."""
         return self.encode(self.render_chat(messages, **template_values), add_special_tokens=False)
+
+    def _find_template(self, tools: Any) -> jinja2.Template:
+        source = self._templates["tool_use"] if tools and "tool_use" in self._templates else self.chat_template
+        if source is None:
+            known = f" named default (it has {', '.join(sorted(self._templates))})" if self._templates else ""
+            raise RequestError(f"this checkpoint has no chat template{known}; send a plain prompt instead")
+        return compile_template(source)
 
 
 @lru_cache(maxsize=16)
@@ -133,9 +135,14 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {}
     if not (folder / "tokenizer.json").exists():
-        if "auto_map" not in config and not any((folder / name).exists() for name in OTHER_FORMATS):
+        code = find_code(config)
+        if code is None and not any((folder / name).exists() for name in OTHER_FORMATS):
             return None
-        return load_with_transformers(folder, trust_remote_code=trust_remote_code)
+        if code is not None and not trust_remote_code:
+            raise CheckpointError(
+                f"the tokenizer of {folder} is code of the checkpoint's own: read it, then set trust_remote_code=true"
+            )
+        return load_with_transformers(folder, code)
 
     if "added_tokens_decoder" not in config and (folder / "special_tokens_map.json").exists():
         config |= read_json(folder / "special_tokens_map.json")
@@ -185,40 +192,68 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special
             backend.add_special_tokens([AddedToken(token, special=True, normalized=False)])
 
 
-def load_with_transformers(folder: Path, *, trust_remote_code: bool) -> Tokenizer:
-    """A tokenizer in a format that only transformers reads, or with code of its own."""
+def find_code(config: Mapping[str, Any]) -> str | None:
+    """The class "module.Name" that a tokenizer_config.json names as its tokenizer: the fast one, else the other."""
+    named = config.get("auto_map")
+    classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
+    names = classes if isinstance(classes, list) else [classes]
+    return next((name for name in reversed(names) if isinstance(name, str)), None)
+
+
+def load_with_transformers(folder: Path, code: str | None) -> Tokenizer:
+    """A tokenizer in a format that only transformers reads, or of the class `code` in the checkpoint's own file.
+
+    That code is all of the checkpoint's own that runs: AutoTokenizer would also run what config.json names.
+    """
     try:
-        from transformers import AutoTokenizer
+        if code is None:
+            from transformers import AutoTokenizer
 
-        theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+            theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        else:
+            from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+            own = get_class_from_dynamic_module(code, str(folder), local_files_only=True)
+            theirs = own.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
+        backend: Backend = theirs.backend_tokenizer if theirs.is_fast and not code else TransformersBackend(theirs)
+        templates = named_templates(theirs.chat_template)
+        render = find_render(theirs) if code else None
+        return Tokenizer(backend, special_tokens=theirs.special_tokens_map, templates=templates, render=render)
     except Exception as error:  # anything, where the checkpoint's own code runs
-        reason = first_line(error)
-        if not trust_remote_code and "trust_remote_code" in str(error):
-            reason = "it is code of the checkpoint's own: read it, then set trust_remote_code=true"
-        raise CheckpointError(f"transformers cannot read the tokenizer of {folder}: {reason}") from error
-    backend: Backend = theirs.backend_tokenizer if theirs.is_fast else SlowBackend(theirs)
-    return Tokenizer(backend, special_tokens=theirs.special_tokens_map, templates=named_templates(theirs.chat_template))
+        raise CheckpointError(f"transformers cannot read the tokenizer of {folder}: {first_line(error)}") from error
 
 
-class SlowBackend:
-    """A tokenizer of transformers that is written in Python, with the methods of one of `tokenizers`."""
+def find_render(theirs: Any) -> Callable[..., str] | None:
+    """What renders chats where the code of a tokenizer does more for that than its template."""
+    from transformers import PreTrainedTokenizerBase
+
+    if type(theirs).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
+        return None
+    return lambda messages, **values: str(theirs.apply_chat_template(messages, tokenize=False, **values))
+
+
+class TransformersBackend:
+    """A tokenizer of transformers that is, or may be, written in Python, with the methods of one of `tokenizers`."""
 
     def __init__(self, theirs: Any) -> None:
         self._theirs = theirs
+        self._ids: dict[str, int] = {
+            **theirs.get_vocab(),
+            **theirs.added_tokens_encoder,
+        }  # a class may leave out what was added
 
     def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Any:
-        return SimpleNamespace(ids=self._theirs.encode(sequence, add_special_tokens=add_special_tokens))
+        return SimpleNamespace(ids=self._theirs(sequence, add_special_tokens=add_special_tokens)["input_ids"])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
         return str(self._theirs.decode(list(ids), **options))
 
     def token_to_id(self, token: str) -> int | None:
-        found: int | None = self._theirs.get_vocab().get(token)
-        return found
+        return self._ids.get(token)
 
     def get_vocab_size(self) -> int:
-        return len(self._theirs)
+        return len(self._ids)
 
 
 def named_templates(templates: Any) -> dict[str, str]:

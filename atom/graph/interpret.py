@@ -23,6 +23,7 @@ TORCH_DTYPES = {
     "bf16": torch.bfloat16,
     "i64": torch.int64,
     "i32": torch.int32,
+    "u8": torch.uint8,
     "bool": torch.bool,
 }
 

@@ -2,6 +2,8 @@
 
     W("model.layers.0.mlp.up_proj.weight", bf16[1536, 576])     a stored tensor, in the dtype that the graph computes in
     cat([W(…), W(…)])                                           tensors joined
+    stack(W("…experts.{expert}.up_proj.weight", …), 0, 8)       the tensors of experts 0 to 7, in a new first dim
+    slice(W("…qkv_proj.weight", …), 576, 768)                   rows 576 to 767
     shuffle(W(…), "onednn")                                     a tensor in a kernel's own layout
     rope_freqs(64, 10000.0)                                     a constant
     KV("model.layers.0", bf16[2, 3, 64])                        no weight: the state that a layer keeps for each token
@@ -11,9 +13,12 @@ They are values: equal recipes are one tensor. Passes rewrite them beside the no
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from atom.graph.formats import num_bytes
 from atom.graph.types import Type
 
 
@@ -21,9 +26,9 @@ from atom.graph.types import Type
 class W:
     """A stored tensor."""
 
-    name: str  # in the checkpoint
+    name: str  # in the checkpoint; {expert} is a number that a stack puts in
     type: Type  # shape as stored, dtype as computed
-    fmt: str | None = None  # stored format, where it is not a plain tensor
+    fmt: str | None = None  # stored format, where it is not a plain tensor: see `atom.graph.formats`
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,75 @@ class Cat:
         shape = list(first.shape)
         shape[self.dim] = sum(int(part.type.shape[self.dim]) for part in self.parts)
         return Type(first.dtype, tuple(shape))
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The tensors of a range of experts, along a new first dim."""
+
+    part: Recipe  # of one expert
+    start: int
+    stop: int
+
+    @property
+    def type(self) -> Type:
+        return Type(self.part.type.dtype, (self.stop - self.start, *self.part.type.shape))
+
+    def of(self, expert: int) -> Recipe:
+        """The part of one expert."""
+        return _of_expert(self.part, str(expert))
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A range of a tensor along one dim, every step-th of it."""
+
+    part: Recipe
+    start: int
+    stop: int
+    dim: int = 0
+    step: int = 1
+
+    @property
+    def type(self) -> Type:
+        shape = list(self.part.type.shape)
+        shape[self.dim] = -(-(self.stop - self.start) // self.step)
+        return Type(self.part.type.dtype, tuple(shape))
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """A tensor with its last two dims swapped."""
+
+    part: Recipe
+
+    @property
+    def type(self) -> Type:
+        *others, rows, columns = self.part.type.shape
+        return Type(self.part.type.dtype, (*others, columns, rows))
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A tensor with a number added to each element."""
+
+    part: Recipe
+    by: float
+
+    @property
+    def type(self) -> Type:
+        return self.part.type
+
+
+@dataclass(frozen=True)
+class Dequantize:
+    """A tensor that is stored in a format, as a plain one."""
+
+    part: W
+
+    @property
+    def type(self) -> Type:
+        return self.part.type
 
 
 @dataclass(frozen=True)
@@ -84,19 +158,128 @@ class KV:
 
     @property
     def kind(self) -> str:
-        return "full" if self.window is None else f"window_{self.window}"
+        form = "latent" if len(self.type.shape) == 1 else "full"  # one entry for all heads, or keys and values of each
+        windowed = "latent_window" if form == "latent" else "window"
+        return form if self.window is None else f"{windowed}_{self.window}"
 
 
-Recipe = W | Cat | Shuffle | RopeFreqs
+Recipe = W | Cat | Stack | Slice | Transpose | Shift | Dequantize | Shuffle | RopeFreqs
 
 # the names that recipes have in the text
-TEXT_NAMES: dict[str, type[Recipe | KV]] = {"W": W, "cat": Cat, "shuffle": Shuffle, "rope_freqs": RopeFreqs, "KV": KV}
+TEXT_NAMES: dict[str, type[Recipe | KV]] = {
+    "W": W,
+    "cat": Cat,
+    "stack": Stack,
+    "slice": Slice,
+    "transpose": Transpose,
+    "shift": Shift,
+    "dequantize": Dequantize,
+    "shuffle": Shuffle,
+    "rope_freqs": RopeFreqs,
+    "KV": KV,
+}
 
 
 def leaves(recipe: Recipe) -> Iterator[W]:
     """The stored tensors that a recipe reads, in order."""
     if isinstance(recipe, W):
         yield recipe
-    elif isinstance(recipe, Cat | Shuffle):
-        for part in recipe.parts if isinstance(recipe, Cat) else (recipe.part,):
+    elif isinstance(recipe, Stack):
+        for expert in range(recipe.start, recipe.stop):
+            yield from leaves(recipe.of(expert))
+    elif not isinstance(recipe, RopeFreqs):
+        for part in _parts(recipe):
             yield from leaves(part)
+
+
+def packed_leaves(recipe: Recipe) -> Iterator[W]:
+    """The stored tensors that are computed with in a format of their own; of a stack, those of its first expert."""
+    if isinstance(recipe, W):
+        yield from [recipe] if recipe.fmt else []
+    elif isinstance(recipe, Stack):
+        yield from packed_leaves(recipe.of(recipe.start))
+    elif not isinstance(recipe, Dequantize | RopeFreqs):
+        for part in _parts(recipe):
+            yield from packed_leaves(part)
+
+
+def held_bytes(recipe: Recipe) -> int:
+    """Bytes of the tensor in memory: in its stored format, unless the recipe dequantizes it."""
+    return sum(held_by_format(recipe).values())
+
+
+def held_by_format(recipe: Recipe) -> Counter[str]:
+    """The bytes of `held_bytes`, by the format that they are stored in; of what is stored plain, by dtype."""
+    if isinstance(recipe, W):
+        return Counter({recipe.fmt or recipe.type.dtype: num_bytes(recipe.type, recipe.fmt)})
+    if isinstance(recipe, Dequantize):
+        return Counter({recipe.part.fmt or recipe.type.dtype: recipe.type.num_bytes})
+    if isinstance(recipe, RopeFreqs):
+        return Counter({recipe.type.dtype: recipe.type.num_bytes})
+    if isinstance(recipe, Stack):
+        num_experts = recipe.stop - recipe.start
+        return Counter({fmt: num_experts * size for fmt, size in held_by_format(recipe.part).items()})
+    held: Counter[str] = sum(map(held_by_format, _parts(recipe)), Counter())
+    if isinstance(recipe, Slice):
+        kept, whole = recipe.type.num_elements, recipe.part.type.num_elements
+        return Counter({fmt: size * kept // whole for fmt, size in held.items()})
+    return held
+
+
+def cat(parts: tuple[Recipe, ...], dim: int = 0) -> Recipe:
+    """The parts joined; neighbouring slices that make up a whole tensor are that tensor."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, Slice) and all(
+        isinstance(part, Slice) and (part.part, part.dim, part.step) == (first.part, dim, 1) for part in parts
+    ):
+        bounds = [(part.start, part.stop) for part in parts if isinstance(part, Slice)]
+        ends = [stop for _, stop in bounds]
+        if [start for start, _ in bounds] == [0, *ends[:-1]] and ends[-1] == first.part.type.shape[dim]:
+            return first.part
+    return Cat(parts, dim)
+
+
+def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
+    """The recipe of a range of a tensor, which reads no more than it needs: of experts, rows or columns."""
+    if (start, stop) == (0, recipe.type.shape[dim]):
+        return recipe
+    if isinstance(recipe, Stack):
+        if dim == 0:
+            return Stack(recipe.part, recipe.start + start, recipe.start + stop)
+        return Stack(narrow(recipe.part, start, stop, dim - 1), recipe.start, recipe.stop)
+    if isinstance(recipe, Cat):
+        if dim != recipe.dim:
+            return Cat(tuple(narrow(part, start, stop, dim) for part in recipe.parts), recipe.dim)
+        ends, parts = 0, []
+        for part in recipe.parts:
+            size, begin = int(part.type.shape[dim]), ends
+            ends += size
+            if begin < stop and start < ends:
+                parts.append(narrow(part, max(start - begin, 0), min(stop - begin, size), dim))
+        return parts[0] if len(parts) == 1 else Cat(tuple(parts), dim)
+    if isinstance(recipe, Slice) and dim == recipe.dim:
+        first = recipe.start + start * recipe.step
+        return dataclasses.replace(recipe, start=first, stop=min(first + (stop - start) * recipe.step, recipe.stop))
+    if isinstance(recipe, Transpose):
+        swapped = {len(recipe.type.shape) - 1: -1, len(recipe.type.shape) - 2: 1}
+        return Transpose(narrow(recipe.part, start, stop, dim + swapped.get(dim, 0)))
+    if isinstance(recipe, Slice | Shift | Shuffle):
+        return dataclasses.replace(recipe, part=narrow(recipe.part, start, stop, dim))
+    return Slice(recipe, start, stop, dim)
+
+
+def _parts(recipe: Cat | Slice | Transpose | Shift | Dequantize | Shuffle) -> tuple[Recipe, ...]:
+    return recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
+
+
+def _of_expert(recipe: Recipe, expert: str) -> Recipe:
+    """The recipe with an expert's number in its names."""
+    if isinstance(recipe, W):
+        return dataclasses.replace(recipe, name=recipe.name.replace("{expert}", expert))
+    if isinstance(recipe, RopeFreqs):
+        return recipe
+    if isinstance(recipe, Cat):
+        return Cat(tuple(_of_expert(part, expert) for part in recipe.parts), recipe.dim)
+    return dataclasses.replace(recipe, part=_of_expert(recipe.part, expert))  # type: ignore[arg-type]

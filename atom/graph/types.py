@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 Dim = int | str
 
-BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "i64": 64, "i32": 32, "bool": 8}
+BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "i64": 64, "i32": 32, "u8": 8, "bool": 8}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 atom-run job=explain                                  # each pass: changes, time, diff of the text; then sizes
 atom-run job=explain job.stage=fuse_qkv > graph.py    # the whole text at that point, which job.graph=graph.py runs
+atom-run job=explain job.gpu=h200                     # the sizes beside a GPU of conf/gpu
 atom-run job=explain job.output=json
 """
 
@@ -12,15 +13,29 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any, NamedTuple
 
+from torch.fx import Node
+
 from atom.compiler import compile_graph, semantic_graph
-from atom.config import Config
-from atom.errors import ConfigError
-from atom.graph import Graph, show
-from atom.llm import cache_kinds, plan_kv
+from atom.config import Config, GPUConfig, load_gpu
+from atom.errors import CapacityError, ConfigError
+from atom.graph import KV, Graph, Recipe, W, ops, show
+from atom.graph.formats import num_bytes
+from atom.graph.graph import call_of, node_leaves
+from atom.graph.recipes import held_by_format, held_bytes, leaves
+from atom.graph.types import BITS
+from atom.llm import cache_kinds, mtp_patterns, plan_kv
 from atom.passes import PassReport
+from atom.runtime.kv_cache import num_blocks_needed
+from atom.runtime.types import CacheKind
+
+UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
 class Stage(NamedTuple):
@@ -34,6 +49,7 @@ class Stage(NamedTuple):
 
 def run(config: Config) -> int:
     """Print the stages and the sizes, or one stage's whole text."""
+    gpu = None if config.job.gpu is None else load_gpu(config.job.gpu)
     stages = [Stage("semantic", 0, 0.0, show(semantic_graph(config)))]
 
     def watch(report: PassReport) -> None:
@@ -42,17 +58,23 @@ def run(config: Config) -> int:
     graph = compile_graph(config, watch)
     if config.job.stage is not None:
         sys.stdout.write(_find(stages, config.job.stage).text)
-    elif config.job.output == "json":
+        return 0
+    told = sizes(graph, config)
+    if gpu is not None:
+        told["gpu"] = fit(gpu, told, cache_kinds(graph), config)
+    if config.job.output == "json":
         passes = [{"name": s.name, "changes": s.num_changes, "seconds": s.seconds} for s in stages[1:]]
-        print(json.dumps({"passes": passes, **sizes(graph, config)}))
-    else:
-        for before, after in itertools.pairwise(stages):
-            print(f"{after.name}: {after.num_changes} changes, {after.seconds * 1e3:.1f} ms")
-            for line in folded_diff(before.text, after.text):
-                print(f"  {line}")
-            print()
-        for name, value in sizes(graph, config).items():
-            print(f"{name.replace('_', ' '):<22}{_human(name, value)}")
+        print(json.dumps({"passes": passes, **told}))
+        return 0
+    for before, after in itertools.pairwise(stages):
+        print(f"{after.name}: {after.num_changes} changes, {after.seconds * 1e3:.1f} ms")
+        for line in folded_diff(before.text, after.text):
+            print(f"  {line}")
+        print()
+    lines = list(describe(told, config))
+    width = max(len(label) for label, _ in lines)
+    for label, text in lines:
+        print(f"{label:<{width}}  {text}".rstrip())
     return 0
 
 
@@ -85,19 +107,147 @@ def folded_diff(before: str, after: str) -> Iterator[str]:
 
 
 def sizes(graph: Graph, config: Config) -> dict[str, Any]:
-    """Parameters, bytes of weights, KV bytes a token by cache kind, and what the KV pool holds."""
-    kinds = cache_kinds(graph)
-    num_blocks = plan_kv(kinds, config)
+    """Parameters, bytes of weights, KV bytes a token by cache kind, and what the KV pool holds.
+
+    Active is what one token is multiplied with: all but the experts that it does not choose, and the embedding, of
+    which it takes one row; an embedding that is the head too counts. Most published figures are met by this, some
+    by the embedding besides. A format's bytes are those in the checkpoint and those in memory, which differ where it is
+    unpacked; a plain tensor counts in the dtype that it is computed in.
+    """
+    shares, kinds = token_shares(graph), cache_kinds(graph)
+    share_of: dict[W, Fraction] = defaultdict(Fraction)
+    for recipe, share in shares.items():
+        for leaf in leaves(recipe):
+            share_of[leaf] = max(share_of[leaf], share)
+    stored, held = Counter[str](), Counter[str]()
+    active: dict[str, Fraction] = defaultdict(Fraction)
+    for leaf, share in share_of.items():
+        stored[leaf.fmt or leaf.type.dtype] += num_bytes(leaf.type, leaf.fmt)
+        active[leaf.fmt or leaf.type.dtype] += leaf.type.num_elements * share
+    for recipe in shares:
+        held.update(held_by_format(recipe))
     return {
-        "parameters": sum(leaf.type.num_elements for leaf in graph.stored().values()),
-        "weights_bytes": sum(recipe.type.num_bytes for recipe in graph.recipes()),
+        "parameters": sum(leaf.type.num_elements for leaf in share_of),
+        "active_parameters": int(sum(active.values())),
+        "weights_bytes": held.total(),
+        "active_weights_bytes": int(sum(held_bytes(recipe) * share for recipe, share in shares.items())),
+        "formats": {
+            fmt: {"stored_bytes": size, "held_bytes": held[fmt], "active_parameters": int(active[fmt])}
+            for fmt, size in stored.most_common()
+        },
+        "left_out": mtp_patterns(config.model),
         "kv_bytes_per_token": {kind.name: kind.bytes_per_token for kind in kinds},
-        "kv_pool_bytes": sum(num_blocks[kind.name] * config.serve.block_size * kind.bytes_per_token for kind in kinds),
-        "kv_tokens": {kind.name: (num_blocks[kind.name] - 1) * config.serve.block_size for kind in kinds},
+        **kv_pool(kinds, config),
     }
 
 
-def _human(name: str, value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_human(name, item)}" for key, item in value.items())
-    return f"{value:,} ({value / 2**20:,.1f} MiB)" if name.endswith("bytes") else f"{value:,}"
+def token_shares(graph: Graph) -> dict[Recipe, Fraction]:
+    """The lowered graph's weights, and the share of each that one token is multiplied with."""
+    shares: dict[Recipe, Fraction] = defaultdict(Fraction)
+    for program in graph.programs.values():
+        for node in program.nodes:
+            for leaf in node_leaves(node):
+                if not isinstance(leaf, KV):
+                    shares[leaf] = max(shares[leaf], _share(node))
+    return shares
+
+
+def _share(node: Node) -> Fraction:
+    if node.target is ops.embedding:
+        return Fraction(0)
+    if node.target is not ops.grouped_linear:
+        return Fraction(1)
+    group = call_of(node.args[2])
+    assert group.target is ops.group, "nothing else knows where the rows of an expert end"
+    top_k = group.args[1].meta["type"].shape[1]
+    return Fraction(top_k, group.kwargs["experts"])
+
+
+def kv_pool(kinds: Sequence[CacheKind], config: Config) -> dict[str, Any]:
+    """What the configured pool holds: tokens by cache kind, and the longest sequence, up to max_model_len."""
+    serve = config.serve
+    lengths = range(1, (serve.max_model_len or 0) + 1)
+    longest = bisect_left(lengths, True, key=lambda length: _plan(kinds, config, length) is None)
+    num_blocks = _plan(kinds, config, longest) or {kind.name: 0 for kind in kinds}
+    num_usable = {name: max(num - 1, 0) for name, num in num_blocks.items()}  # block 0 is nobody's
+    return {
+        "kv_pool_bytes": sum(num_blocks[kind.name] * serve.block_size * kind.bytes_per_token for kind in kinds),
+        "kv_tokens": {name: num * serve.block_size for name, num in num_usable.items()},
+        "kv_longest_sequence": longest,
+    }
+
+
+def _plan(kinds: Sequence[CacheKind], config: Config, length: int) -> dict[str, int] | None:
+    """Blocks by cache kind of the configured pool for sequences of a length; None where it does not hold one."""
+    serve = replace(config.serve, max_model_len=length)
+    try:
+        num_blocks = plan_kv(kinds, replace(config, serve=serve))
+    except CapacityError:
+        return None
+    step = min(length, serve.max_num_batched_tokens)
+    needed = {kind.name: 1 + num_blocks_needed(kind, serve.block_size, length, step) for kind in kinds}
+    return num_blocks if all(needed[name] <= num for name, num in num_blocks.items()) else None
+
+
+def fit(gpu: GPUConfig, told: dict[str, Any], kinds: Sequence[CacheKind], config: Config) -> dict[str, Any]:
+    """Whether weights and the KV of one sequence of max_model_len fit in all of a GPU's memory, and its limits.
+
+    Decode is that of one request: bandwidth over the bytes of weights that a token reads. Prefill: two operations an
+    active parameter, at the rate of its format, or of bf16 where the GPU states none; without attention.
+    """
+    bf16 = gpu.rates.get("bf16")
+    rates = {fmt: gpu.rates.get(fmt.partition("[")[0], bf16) for fmt in told["formats"]}
+    seconds = [2 * each["active_parameters"] / rate for fmt, each in told["formats"].items() if (rate := rates[fmt])]
+    weights_bytes = told["weights_bytes"]
+    serve = replace(config.serve, kv_cache_memory=max(gpu.memory - weights_bytes, 0), num_kvcache_blocks=None)
+    pool = kv_pool(kinds, replace(config, serve=serve))
+    return {
+        "name": config.job.gpu,
+        "memory_bytes": gpu.memory,
+        "bandwidth": gpu.bandwidth,
+        "weights_fit": weights_bytes <= gpu.memory,
+        "fits": pool["kv_longest_sequence"] == serve.max_model_len,
+        "kv_tokens": pool["kv_tokens"],
+        "kv_longest_sequence": pool["kv_longest_sequence"],
+        "gpus_for_weights": -(-weights_bytes // gpu.memory),
+        "decode_tokens_per_second": gpu.bandwidth / told["active_weights_bytes"],
+        "prefill_tokens_per_second": 1 / sum(seconds) if all(rates.values()) else None,
+    }
+
+
+def describe(told: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:
+    """The sizes as lines for the screen: what, and how much."""
+    one = f"one sequence of max_model_len={config.serve.max_model_len:,}"
+    yield "parameters", f"{told['parameters']:,} in all, {told['active_parameters']:,} active"
+    yield "weights", f"{_size(told['weights_bytes'])} in all, {_size(told['active_weights_bytes'])} active"
+    for fmt, size in told["formats"].items():
+        is_unpacked = fmt not in BITS and size["held_bytes"] > size["stored_bytes"]
+        unpacked = f", unpacked to {_size(size['held_bytes'])}" if is_unpacked else ""
+        yield f"  {fmt}", f"{_size(size['stored_bytes'])}{unpacked}"
+    for name in told["left_out"]:
+        yield "left out", f"{name}, stored behind the last layer to predict further tokens"
+    yield "KV a token", _each(told["kv_bytes_per_token"], "bytes")
+    too_few = "" if told["kv_longest_sequence"] == config.serve.max_model_len else f": too few for {one}"
+    yield "KV pool", f"{_size(told['kv_pool_bytes'])} for {_each(told['kv_tokens'], 'tokens')}{too_few}"
+    if gpu := told.get("gpu"):
+        yield "", ""
+        yield "GPU", f"{gpu['name']}: {_size(gpu['memory_bytes'])} of memory, {gpu['bandwidth'] / 1e12:.2f} TB/s"
+        if gpu["weights_fit"]:
+            yield "  weights", f"fit: {told['weights_bytes'] / gpu['memory_bytes']:.1%} of its memory"
+            does = "fits" if gpu["fits"] else "does not fit"
+            yield "  KV", f"{one} {does}: behind the weights is room for {_each(gpu['kv_tokens'], 'tokens')}"
+        else:
+            yield "  weights", f"do not fit: they alone take {gpu['gpus_for_weights']} such GPUs at least"
+        rate = f"{gpu['decode_tokens_per_second']:,.0f} tokens/s"
+        yield "  decode", f"at most {rate} for one request: its bandwidth over the active weights"
+        if rate := gpu["prefill_tokens_per_second"]:
+            yield "  prefill", f"at most {rate:,.0f} tokens/s: its rate over the active weights, without attention"
+
+
+def _each(numbers: dict[str, int], unit: str) -> str:
+    return ", ".join(f"{number:,} {unit} ({name})" for name, number in numbers.items())
+
+
+def _size(num_bytes: int) -> str:
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, len(UNITS) - 1)
+    return f"{num_bytes / 1024**power:,.1f} {UNITS[power]}" if power else f"{num_bytes:,} bytes"

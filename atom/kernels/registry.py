@@ -68,7 +68,7 @@ def find_target(device: str) -> Target:
 
 
 def shuffle(weight: Tensor, layout: str) -> Tensor:
-    """A weight in a kernel's own layout."""
+    """A weight [O, I] in a kernel's own layout; of a weight [E, O, I], each expert's is laid out by itself."""
     return _backend("torch").LAYOUTS[layout](weight)  # type: ignore[no-any-return]
 
 

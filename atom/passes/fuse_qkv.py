@@ -3,31 +3,44 @@
     k = linear(h, W("k"))                       q, k, v = split(qkv, sizes=[…])
     v = linear(h, W("v"))
 
-Declines where the three do not read the same tensor, only some have a bias, or their stored formats differ.
+Of latent attention those that read h: q (or q_a, where q has a latent too) and kv_a.
+Declines where they do not read the same tensor, only some have a bias, or their stored formats differ.
 """
+
+from collections.abc import Sequence
 
 from torch.fx import Node
 
 from atom.graph import Graph, ops
+from atom.graph.graph import call_of
 from atom.passes.match import cat_linears, have_same_form
 
-WRAPPERS = (ops.rope, ops.rms_norm, ops.split_heads)  # what may stand between a projection and its attention
+WRAPPERS = (ops.rope, ops.rms_norm, ops.split_heads, ops.split)  # what may stand between a projection and its attention
 
 
 def fuse_qkv(graph: Graph) -> Graph:
     for attention in graph.find(ops.attention):
-        linears = [_projection(arg) for arg in attention.args[:3]]
-        if not have_same_form(linears):
-            continue
-        sizes = [linear.meta["type"].shape[-1] for linear in linears]
-        first = min(linears)
-        qkv = graph.insert(first, ops.linear, *cat_linears(linears), name="qkv")
-        parts = graph.insert(first, ops.split, qkv, sizes=sizes, name=("q", "k", "v"))
-        graph.replace(dict(zip(linears, parts, strict=True)))
+        _fuse(graph, [_projection(arg) for arg in attention.args[:3]], "qkv")
+    for attention in graph.find(ops.mla_attention):
+        q, kv_a = (_projection(attention.args[place]) for place in (0, 2))
+        if q.target is ops.linear and q.args[0] is not kv_a.args[0]:
+            q = _projection(q.args[0])
+        _fuse(graph, [q, kv_a], "qkv_a")
     return graph
 
 
+def _fuse(graph: Graph, linears: Sequence[Node], name: str) -> None:
+    if not have_same_form(linears):
+        return
+    sizes = [linear.meta["type"].shape[-1] for linear in linears]
+    first = min(linears)
+    fused = graph.insert(first, ops.linear, *cat_linears(linears), name=name)
+    parts = graph.insert(first, ops.split, fused, sizes=sizes, name=tuple(linear.name for linear in linears))
+    graph.replace(dict(zip(linears, parts, strict=True)))
+
+
 def _projection(node: Node) -> Node:
+    node = call_of(node)
     while node.target in WRAPPERS:
-        node = node.all_input_nodes[0]
+        node = call_of(node.all_input_nodes[0])
     return node

@@ -3,9 +3,16 @@
     k = rope(k, cos, sin)                       a = paged_attention(q, KV("0"), table, starts, lengths, num_decodes, …)
     a = attention(q, k, v, KV("0"), …)
 
+    latent = rms_norm(latent, w, …)     ->      q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, w, …)
+    q_rope = rope(q_rope, cos, sin)             a = paged_mla_attention(q, q_rope, W("kv_b"), KV("0"), table, …)
+    k_rope = rope(k_rope, cos, sin)
+    a = mla_attention(q, q_rope, latent, k_rope, W("kv_b"), KV("0"), …)
+
 Norms of q and k before the rope go along. A rope or norm that the two do not share stays as it is. The batch's layout
 becomes inputs (see `ops.paged_attention`): `slots` and `table` by kind of cache, the others for all.
 """
+
+from typing import Any
 
 from torch.fx import Node
 
@@ -14,22 +21,49 @@ from atom.graph import KV, Graph, Type, ops
 
 def lower_attention(graph: Graph) -> Graph:
     for attention in graph.find(ops.attention):
-        q, k, v, cache = attention.args
-        turned = q
-        slots, layout = _inputs(graph, attention, cache)
-        cos = sin = q_norm = k_norm = None
-        attributes = {}
-        if q.target is ops.rope and k.target is ops.rope and q.args[1:] == k.args[1:]:
-            (q, cos, sin), k = q.args, k.args[0]
-        if q.target is ops.rms_norm and k.target is ops.rms_norm and q.kwargs == k.kwargs:
-            attributes = q.kwargs
-            (q, q_norm), (k, k_norm) = q.args, k.args
-        written = graph.insert(
-            attention, ops.norm_rope_write, q, k, v, cos, sin, q_norm, k_norm, cache, slots, name="q", **attributes
-        )
-        paged = graph.insert(attention, ops.paged_attention, written, cache, *layout, **attention.kwargs)
-        graph.replace({attention: paged} if q is turned else {attention: paged, turned: written})
+        _lower(graph, attention)
+    for attention in graph.find(ops.mla_attention):
+        _lower_latent(graph, attention)
     return graph
+
+
+def _lower(graph: Graph, attention: Node) -> None:
+    turned, k, v, cache, *sinks = attention.args
+    slots, layout = _inputs(graph, attention, cache)
+    q, k, cos, sin, attributes = _before_rope(turned, k)
+    q_norm = k_norm = None
+    if q.target is ops.rms_norm and k.target is ops.rms_norm and q.kwargs == k.kwargs:
+        attributes |= q.kwargs
+        (q, q_norm), (k, k_norm) = q.args, k.args
+    written = graph.insert(
+        attention, ops.norm_rope_write, q, k, v, cos, sin, q_norm, k_norm, cache, slots, name="q", **attributes
+    )
+    paged = graph.insert(attention, ops.paged_attention, written, cache, *layout, *sinks, **attention.kwargs)
+    graph.replace({attention: paged} if q is turned else {attention: paged, turned: written})
+
+
+def _lower_latent(graph: Graph, attention: Node) -> None:
+    q, turned, latent, k_rope, kv_b, cache = attention.args
+    slots, layout = _inputs(graph, attention, cache)
+    q_rope, k_rope, cos, sin, attributes = _before_rope(turned, k_rope)
+    norm = None
+    if latent.target is ops.rms_norm:
+        attributes |= latent.kwargs
+        latent, norm = latent.args
+    written = graph.insert(
+        attention, ops.norm_rope_write_latent, q_rope, latent, k_rope, cos, sin, norm, cache, slots, name="q_rope",
+        **attributes,
+    )  # fmt: skip
+    paged = graph.insert(attention, ops.paged_mla_attention, q, written, kv_b, cache, *layout, **attention.kwargs)
+    graph.replace({attention: paged} if q_rope is turned else {attention: paged, turned: written})
+
+
+def _before_rope(q: Node, k: Node) -> tuple[Node, Node, Node | None, Node | None, dict[str, Any]]:
+    """q and k without the rope that they share, its cos and sin, and its attributes."""
+    if q.target is ops.rope and k.target is ops.rope and q.args[1:] == k.args[1:] and q.kwargs == k.kwargs:
+        (inner, cos, sin), k_inner = q.args, k.args[0]
+        return inner, k_inner, cos, sin, dict(q.kwargs)
+    return q, k, None, None, {}
 
 
 def _inputs(graph: Graph, attention: Node, cache: KV) -> tuple[Node, tuple[Node, ...]]:

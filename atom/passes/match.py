@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from atom.graph import Cat, ops
-from atom.graph.recipes import leaves
+from atom.graph import ops
+from atom.graph.recipes import cat, leaves
 
 
 def have_same_form(linears: Sequence[Node]) -> bool:
@@ -34,4 +34,4 @@ def cat_linears(linears: Sequence[Node]) -> tuple[Any, ...]:
     """The arguments of the linear that gives the results of all these, side by side."""
     x = linears[0].args[0]
     recipes = zip(*(linear.args[1:] for linear in linears), strict=True)
-    return (x, *(Cat(tuple(parts)) for parts in recipes))
+    return (x, *(cat(tuple(parts)) for parts in recipes))

@@ -19,6 +19,7 @@ from atom.passes.fuse_gate_up import fuse_gate_up
 from atom.passes.fuse_norm_residual import fuse_norm_residual
 from atom.passes.fuse_qkv import fuse_qkv
 from atom.passes.lower_attention import lower_attention
+from atom.passes.lower_moe import lower_moe
 from atom.passes.select_kernels import select_kernels
 
 # (pass, the level from which it runs, what the graph is behind it)
@@ -26,6 +27,7 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (fuse_qkv, 1, ops.SEMANTIC),
     (fuse_gate_up, 1, ops.SEMANTIC),
     (fuse_norm_residual, 1, ops.SEMANTIC),
+    (lower_moe, 0, ops.SEMANTIC),
     (lower_attention, 0, ops.LOWERED),
     (select_kernels, 0, ops.LOWERED),
 )

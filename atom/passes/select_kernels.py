@@ -15,6 +15,7 @@ from torch.fx import Node
 from atom.graph import KV, Graph, Recipe, Shuffle
 from atom.graph.graph import node_leaves
 from atom.graph.ops import Op
+from atom.graph.recipes import packed_leaves
 from atom.kernels import Kernel, Target, candidates
 
 
@@ -34,6 +35,9 @@ def select_kernels(graph: Graph, target: Target, backends: Sequence[str]) -> Gra
 
 
 def _refusal(kernel: Kernel, target: Target, node: Node, readers: Mapping[Any, set[Op]]) -> str | None:
+    packed = next((leaf for recipe in _recipes(node) for leaf in packed_leaves(recipe)), None)
+    if packed is not None and kernel.backend != "reference":
+        return f"its weight is stored as {packed.fmt}"
     if kernel.layout is not None:
         if not isinstance(node.args[1], Recipe):
             return "its weight is computed"
@@ -41,6 +45,10 @@ def _refusal(kernel: Kernel, target: Target, node: Node, readers: Mapping[Any, s
         if others:
             return f"its weight is read by {', '.join(sorted(other.name for other in others))} too"
     return kernel.accepts(target, *(_type_of(arg) for arg in node.args), **node.kwargs)
+
+
+def _recipes(node: Node) -> list[Recipe]:
+    return [leaf for leaf in node_leaves(node) if not isinstance(leaf, KV)]
 
 
 def _choose(kernel: Kernel, node: Node) -> None:

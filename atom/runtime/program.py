@@ -30,7 +30,7 @@ class _Step(NamedTuple):
 class Executable:
     """Runs a program's calls in order over a list of places: one for each input, constant and result."""
 
-    def __init__(self, program: Program, weights: Mapping[Recipe, Tensor], caches: Mapping[KV, Tensor]) -> None:
+    def __init__(self, program: Program, weights: Mapping[Recipe, Any], caches: Mapping[KV, Tensor]) -> None:
         self.inputs = {node.name: place for place, node in enumerate(program.inputs)}
         self._start: list[Any] = [None] * len(self.inputs)
         place_of: dict[Node, int] = {node: self.inputs[node.name] for node in program.inputs}

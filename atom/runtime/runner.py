@@ -7,6 +7,7 @@ sampled = runner.execute(plan)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ HEAD_ROWS = 256  # logits that prompt_logprobs makes at a time
 
 class Runner:
     def __init__(
-        self, graph: Graph, weights: Mapping[Recipe, Tensor], num_blocks: Mapping[str, int], block_size: int
+        self, graph: Graph, weights: Mapping[Recipe, Any], num_blocks: Mapping[str, int], block_size: int
     ) -> None:
         self.block_size = block_size
         self.caches = {cache: _allocate(cache, num_blocks[cache.kind], block_size) for cache in graph.caches()}

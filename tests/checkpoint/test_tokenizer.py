@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import json
 from datetime import datetime
 from pathlib import Path
@@ -10,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from atom.checkpoint import Tokenizer, open_checkpoint
+from atom.checkpoint import Tokenizer, open_checkpoint, stop_ids
 from atom.errors import CheckpointError, RequestError
 
 CORPUS = [
@@ -283,36 +284,210 @@ def test_vocabulary_and_merges_are_read_through_transformers(tmp_path: Path) -> 
     assert tokenizer.eos_ids == [2] and tokenizer.render_chat(QUESTION).endswith("<|im_start|>assistant\n")
 
 
-CUSTOM = """
+OWN = """
+import base64
+from pathlib import Path
+
 from transformers import PreTrainedTokenizer
 
+Path("RAN").touch()
+
 class OwnTokenizer(PreTrainedTokenizer):
+    vocab_files_names = {"vocab_file": "tiktoken.model"}
+
+    def __init__(self, vocab_file, bos_token="[BOS]", eos_token="[EOS]", added_tokens_decoder=None, **kwargs):
+        lines = [line.split() for line in Path(vocab_file).read_text().splitlines()]
+        self.pieces = {int(rank): base64.b64decode(piece) for piece, rank in lines}
+        self.pieces |= {index: token.content.encode() for index, token in added_tokens_decoder.items()}
+        self.ranks = {piece: rank for rank, piece in self.pieces.items()}
+        super().__init__(bos_token=bos_token, eos_token=eos_token, **kwargs)
+
     @property
-    def vocab_size(self): return 256
-    def get_vocab(self): return {chr(i): i for i in range(256)} | self.added_tokens_encoder
-    def _tokenize(self, text): return list(text)
-    def _convert_token_to_id(self, token): return ord(token)
-    def _convert_id_to_token(self, index): return chr(index)
-    def convert_tokens_to_string(self, tokens): return "".join(tokens)
+    def vocab_size(self):
+        return len(self.pieces)
+
+    def get_vocab(self):
+        return {piece.decode("latin-1"): rank for rank, piece in self.pieces.items()}
+
+    def encode(self, text, allow_special_tokens=True, **kwargs):
+        if kwargs:
+            raise TypeError(f"unexpected {kwargs}")
+        rest, ids = text.encode(), []
+        while rest:
+            piece = next(rest[:size] for size in range(9, 0, -1) if rest[:size] in self.ranks)
+            ids.append(self.ranks[piece])
+            rest = rest[len(piece):]
+        return ids
+
+    def _tokenize(self, text, **kwargs):
+        return [self.pieces[rank].decode("latin-1") for rank in self.encode(text)]
+
+    def _convert_token_to_id(self, token):
+        return self.ranks[token.encode("latin-1")]
+
+    def _convert_id_to_token(self, index):
+        return self.pieces[index].decode("latin-1")
+
+    def convert_tokens_to_string(self, tokens):
+        return "".join(tokens).encode("latin-1").decode("utf-8", "replace")
 """
+SORTS_TOOLS = """
+    def apply_chat_template(self, conversation, tools=None, tokenize=True, add_generation_prompt=False, **kwargs):
+        tools = None if tools is None else [dict(sorted(tool.items())) for tool in tools]
+        options = {"tokenize": tokenize, "add_generation_prompt": add_generation_prompt, **kwargs}
+        return super().apply_chat_template(conversation, tools=tools, **options)
+"""
+OWN_CHAT = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for message in messages %}{{ message.content }}[EOT]{% endfor %}"
+    "{% if add_generation_prompt %}{{ bos_token }}{% endif %}"
+)
+END = 260  # [EOS]
 
 
-def test_a_tokenizer_with_code_of_its_own_runs_only_where_it_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint whose tokenizer is code of its own over a tiktoken.model, and which has code for the model too."""
     import transformers.dynamic_module_utils as dynamic
 
     monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "own"
     folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "own"}')
-    (folder / "own.py").write_text(CUSTOM)
-    config = {"auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}, "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "OwnTokenizer"}))
-    checkpoint = open_checkpoint(str(folder))
-    with pytest.raises(CheckpointError, match=r"code of the checkpoint's own: .*trust_remote_code=true"):
-        checkpoint.tokenizer()
-    tokenizer = checkpoint.tokenizer(trust_remote_code=True)
+    pieces = [bytes([byte]) for byte in range(256)] + [b"The", b" quick", " brün".encode()]
+    lines = [f"{base64.b64encode(piece).decode()} {rank}" for rank, piece in enumerate(pieces)]
+    (folder / "tiktoken.model").write_text("\n".join(lines))
+    (folder / "tokenization_own.py").write_text(OWN.replace("RAN", str(tmp_path / "ran")))
+    for name in ("configuration_own", "modeling_own"):
+        (folder / f"{name}.py").write_text("raise AssertionError('the code of the model ran')")
+    model = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": model}))
+    config = {
+        "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]},
+        "tokenizer_class": "OwnTokenizer",
+        "bos_token": "[BOS]",
+        "eos_token": "[EOS]",
+        "chat_template": OWN_CHAT,
+        "added_tokens_decoder": {
+            str(259 + place): {"content": content, "special": True, "normalized": False}
+            for place, content in enumerate(["[BOS]", "[EOS]", "[EOT]"])
+        },
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def load_trusted(folder: Path) -> Tokenizer:
+    tokenizer = open_checkpoint(str(folder)).tokenizer(trust_remote_code=True)
     assert tokenizer is not None
-    assert tokenizer.encode("abc") == [97, 98, 99] and tokenizer.decode([97, 98, 256]) == "ab"
-    assert tokenizer.eos_ids == [256] and tokenizer.vocab_size == 257
+    return tokenizer
+
+
+@pytest.mark.parametrize("model_type", ["own", "llama", "gpt2", "qwen2", "deepseek_v3"])
+@pytest.mark.parametrize("tokenizer_class", ["OwnTokenizer", "GPT2Tokenizer", "PreTrainedTokenizerFast"])
+def test_code_of_the_checkpoints_own_does_not_run_untrusted(own: Path, model_type: str, tokenizer_class: str) -> None:
+    (own / "config.json").write_text(json.dumps({"model_type": model_type}))
+    change_config(own, tokenizer_class=tokenizer_class)
+    message = rf"^the tokenizer of {own} is code of the checkpoint's own: read it, then set trust_remote_code=true$"
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(str(own)).tokenizer()
+    assert not (own.parent / "ran").exists()
+    assert load_trusted(own).encode("The") == [256]
+    assert (own.parent / "ran").exists()
+
+
+def test_trusted_code_encodes_and_decodes(own: Path) -> None:
+    tokenizer = load_trusted(own)
+    assert tokenizer.encode("The quick brünet\n") == [256, 257, 258, *b"et\n"]
+    assert tokenizer.encode("[BOS]The[EOS]é", add_special_tokens=False) == [259, 256, END, *"é".encode()]
+    assert tokenizer.decode([259, 256, *"é👍".encode(), END]) == "Theé👍"
+    assert tokenizer.decode([259, 256, END], skip_special_tokens=False) == "[BOS]The[EOS]"
+    assert tokenizer.decode([*"👍".encode()][:2]) == "\ufffd"
+    assert tokenizer.decode([]) == ""
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (259, [END], 262)
+    checkpoint = open_checkpoint(str(own))
+    assert stop_ids(checkpoint, tokenizer) == {END}
+
+
+def test_trusted_code_renders_chats_with_its_template(own: Path) -> None:
+    tokenizer = load_trusted(own)
+    assert tokenizer.render_chat([{"content": "Hi"}]) == "Hi[EOT][BOS]"
+    assert tokenizer.encode_chat([{"content": "The"}], add_generation_prompt=False) == [256, 261]
+    assert tokenizer.render_chat([], tools=[{"b": 1, "a": 2}]) == '[{"b": 1, "a": 2}][BOS]'
+    (own / "chat_template.jinja").write_text("from the file {{ eos_token }}")
+    assert load_trusted(own).render_chat([]) == "from the file [EOS]"
+
+
+def test_code_may_do_more_for_a_chat_than_its_template(own: Path) -> None:
+    with (own / "tokenization_own.py").open("a") as file:
+        file.write(SORTS_TOOLS)
+    tokenizer = load_trusted(own)
+    assert tokenizer.render_chat([{"content": "Hi"}]) == "Hi[EOT][BOS]"
+    assert tokenizer.render_chat([{"content": "Hi"}], tools=[{"b": 1, "a": 2}]) == '[{"a": 2, "b": 1}]Hi[EOT][BOS]'
+    assert tokenizer.encode_chat([{"content": "The"}], add_generation_prompt=False) == [256, 261]
+    with pytest.raises(RequestError, match="the chat template does not take these messages: ") as caught:
+        tokenizer.render_chat([{"content": "Hi"}], tools=[1])
+    assert "\n" not in str(caught.value)
+
+
+def test_tokens_that_only_the_base_class_has_added_count(own: Path) -> None:
+    change_config(own, eos_token="<|end|>")
+    tokenizer = load_trusted(own)
+    assert (tokenizer.eos_ids, tokenizer.vocab_size) == ([262], 263)
+    assert tokenizer.encode("The<|end|>") == [256, 262] and tokenizer.decode([256, 262]) == "The"
+
+
+def test_the_code_may_be_of_a_fast_tokenizer(own: Path) -> None:
+    (own / "tiktoken.model").unlink()
+    BACKENDS["byte_level"].save(str(own / "own.json"))
+    code = """
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    vocab_files_names = {"vocab_file": "own.json"}
+    def __init__(self, vocab_file, **kwargs):
+        super().__init__(tokenizer_object=tokenizers.Tokenizer.from_file(vocab_file), **kwargs)
+    def convert_tokens_to_string(self, tokens):
+        return super().convert_tokens_to_string(tokens)
+"""
+    (own / "tokenization_own.py").write_text(code)
+    change_config(
+        own,
+        auto_map={"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]},
+        eos_token="</s>",
+        added_tokens_decoder={},
+    )
+    tokenizer = load_trusted(own)
+    assert tokenizer.encode("The lazy dog's\n") == BACKENDS["byte_level"].encode("The lazy dog's\n").ids
+    assert tokenizer.decode(tokenizer.encode("The lazy dog</s>")) == "The lazy dog" and tokenizer.eos_ids == [2]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise RuntimeError('first\\nsecond')", "cannot read the tokenizer of .*: first$"),
+        ("import surely_not_installed", "requires the following packages .*surely_not_installed"),
+        ("class Other: pass", "OwnTokenizer"),
+    ],
+)
+def test_code_that_fails_is_one_line(own: Path, code: str, message: str) -> None:
+    (own / "tokenization_own.py").write_text(code)
+    with pytest.raises(CheckpointError, match=message):
+        load_trusted(own)
+
+
+def test_trust_is_not_spent_on_the_code_of_the_model(own: Path) -> None:
+    (own / "tiktoken.model").unlink()
+    BACKENDS["byte_level"].model.save(str(own))
+    (own / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "eos_token": "</s>"}')
+    assert load_trusted(own).encode("The lazy dog") == BACKENDS["byte_level"].encode("The lazy dog").ids
+
+
+def test_a_folder_with_code_for_other_things_has_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoProcessor": "processing.Processor"}}')
+    assert open_checkpoint(str(tmp_path)).tokenizer() is None

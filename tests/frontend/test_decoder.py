@@ -12,10 +12,11 @@ import torch
 from law import assert_same_logits
 
 from atom import weights
-from atom.checkpoint import SilentProgress, open_checkpoint
+from atom.checkpoint import SilentProgress
 from atom.compiler import semantic_graph
 from atom.config import load
 from atom.graph import interpret, ops, verify
+from atom.llm import open_for
 
 
 @torch.inference_mode()
@@ -26,7 +27,7 @@ def test_the_semantic_text_gives_the_logits_of_transformers(
     config = load([f"checkpoint={checkpoints(name)}", "dtype=fp32"])
     graph = semantic_graph(config)
     verify(graph, ops.SEMANTIC)
-    checkpoint = open_checkpoint(str(checkpoints(name)))
+    checkpoint = open_for(config, SilentProgress())
     weights.check(graph, checkpoint.tensors, config.model.ignore)
     tensors = weights.load(graph.recipes(), checkpoint, SilentProgress())
     tokens = torch.tensor(tiny.prompt(70))

@@ -117,38 +117,6 @@ def test_missing_prompts_are_one_line(run: Any, prompts: str | None, checkpoints
     assert err.startswith("atom-run: ConfigError: ") and err.count("\n") == 1
 
 
-def test_explain_shows_passes_and_sizes(run: Any, checkpoints: Any, references: Any):
-    code, out, _ = run("job=explain", f"checkpoint={checkpoints('qwen3')}")
-    assert code == 0
-    for name in ("fuse_qkv", "fuse_gate_up", "lower_attention"):
-        assert re.search(rf"^{name}: 3 changes, [\d.]+ ms$", out, re.MULTILINE)
-    assert "  -    gate = linear(h_1, " in out and "  +    gate_up = linear(h_1, cat([" in out
-    assert "and 9 lines like these" in out or re.search(r"and \d+ lines like these", out)
-    assert f"parameters            {sum(p.numel() for p in references('qwen3').parameters()):,}\n" in out
-
-
-def test_explain_as_json_counts_bytes(run: Any, checkpoints: Any, references: Any):
-    code, out, _ = run("job=explain", f"checkpoint={checkpoints('qwen3_window')}", "job.output=json", "dtype=bf16")
-    told = json.loads(out)
-    assert code == 0
-    assert told["kv_bytes_per_token"] == {"full": 2 * 2 * 24 * 2, "window_7": 2 * 24 * 2}, (
-        "layers x (k and v) x dim x bytes"
-    )
-    freqs = 4 * 24 // 2
-    assert told["weights_bytes"] == freqs + 2 * sum(p.numel() for p in references("qwen3_window").parameters())
-
-
-def test_explain_needs_no_weights_and_an_unknown_stage_names_the_known(run: Any, checkpoints: Any, tmp_path: Path):
-    (tmp_path / "config.json").write_bytes((checkpoints("llama") / "config.json").read_bytes())
-    code, out, _ = run("job=explain", f"checkpoint={tmp_path}", "job.stage=semantic")
-    assert code == 0 and out.startswith("def body(tokens: i64[T], positions: i64[T]):\n")
-    code, _, err = run("job=explain", f"checkpoint={tmp_path}", "job.stage=nope")
-    assert (
-        code == 2
-        and "stages: semantic, fuse_qkv, fuse_gate_up, fuse_norm_residual, lower_attention, select_kernels" in err
-    )
-
-
 @torch.inference_mode()
 def predict(text: str, folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
     """Greedy tokens of a semantic text, by the reference interpreter."""

@@ -8,12 +8,14 @@ expected = reference(batch, scale=0.5)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from atom.graph import ops
+
+NAN = float("nan")
 
 
 class Batch(NamedTuple):
@@ -25,32 +27,78 @@ class Batch(NamedTuple):
     starts: Tensor
     lengths: Tensor
     num_decodes: int
+    sinks: Tensor | None = None
+
+
+class LatentBatch(NamedTuple):
+    """The arguments of paged_mla_attention."""
+
+    q_nope: Tensor
+    q_rope: Tensor
+    kv_b: Tensor
+    cache: Tensor
+    table: Tensor
+    starts: Tensor
+    lengths: Tensor
+    num_decodes: int
 
 
 def make_batch(decodes: Sequence[int] = (), prefills: Sequence[tuple[int, int]] = (), *, kv_heads: int = 1, heads: int = 1,
                dim: int = 8, block_size: int = 16, window: int | None = None, dtype: torch.dtype = torch.float32,
-               cache_dtype: torch.dtype | None = None, foreign: float = float("nan"), seed: int = 0) -> Batch:  # fmt: skip
+               cache_dtype: torch.dtype | None = None, foreign: float = NAN, has_sinks: bool = False,
+               seed: int = 0) -> Batch:  # fmt: skip
     """Decodes by their lengths, prefills by (queries, length). What no query sees holds `foreign`, as does block 0."""
     random = torch.Generator().manual_seed(seed)
     counts = [1] * len(decodes) + [num for num, _ in prefills]
     lengths = [*decodes, *(length for _, length in prefills)]
+    entry = torch.Size((2, kv_heads, dim))
+    cache, table = _scatter(counts, lengths, entry, block_size, window, cache_dtype or dtype, foreign, random)
+    q = torch.randn(sum(counts), heads, dim, generator=random).to(dtype)
+    sinks = 3 * torch.randn(heads, generator=random).to(dtype) if has_sinks else None
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    return Batch(q, cache, table, starts, torch.tensor(lengths, dtype=torch.int32), len(decodes), sinks)
+
+
+def make_latent_batch(decodes: Sequence[int] = (), prefills: Sequence[tuple[int, int]] = (), *, heads: int = 1, rank: int = 12,
+                      plain: int = 8, rotated: int = 6, value: int = 10, block_size: int = 16,
+                      dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None, foreign: float = NAN,
+                      seed: int = 0) -> LatentBatch:  # fmt: skip
+    """As make_batch; q_nope and q_rope are views of one product, as in a model."""
+    random = torch.Generator().manual_seed(seed)
+    counts = [1] * len(decodes) + [num for num, _ in prefills]
+    lengths = [*decodes, *(length for _, length in prefills)]
+    entry = torch.Size((rank + rotated,))
+    cache, table = _scatter(counts, lengths, entry, block_size, None, cache_dtype or dtype, foreign, random)
+    q = torch.randn(sum(counts), heads, plain + rotated, generator=random).to(dtype)
+    kv_b = (torch.randn(heads * (plain + value), rank, generator=random) / rank**0.5).to(dtype)
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    q_nope, q_rope = q.split([plain, rotated], dim=2)
+    return LatentBatch(
+        q_nope, q_rope, kv_b, cache, table, starts, torch.tensor(lengths, dtype=torch.int32), len(decodes)
+    )
+
+
+def _scatter(counts: Sequence[int], lengths: Sequence[int], entry: torch.Size, block_size: int, window: int | None,
+             dtype: torch.dtype, foreign: float, random: torch.Generator) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A cache [blocks, block size, *entry] with random entries where a query sees one, and its table."""
     widths = [-(-length // block_size) for length in lengths]
     blocks = 1 + torch.randperm(sum(widths), generator=random)
-    cache = torch.full((1 + len(blocks), block_size, 2, kv_heads, dim), foreign, dtype=cache_dtype or dtype)
+    cache = torch.full((1 + len(blocks), block_size, *entry), foreign, dtype=dtype)
     table = torch.zeros(len(lengths), max(widths, default=0), dtype=torch.int32)
     for row, (own, length, count) in enumerate(zip(blocks.split(widths), lengths, counts, strict=True)):
         first_seen = 0 if window is None else max(0, length - count - window + 1)
-        entries = torch.randn(length, 2, kv_heads, dim, generator=random)
+        entries = torch.randn(length, *entry, generator=random)
         for position in range(first_seen, length):
             block = table[row, position // block_size] = own[position // block_size]
             cache[block, position % block_size] = entries[position].to(cache.dtype)
-    q = torch.randn(sum(counts), heads, dim, generator=random).to(dtype)
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
-    return Batch(q, cache, table, starts, torch.tensor(lengths, dtype=torch.int32), len(decodes))
+    return cache, table
 
 
-def reference(batch: Batch, *, scale: float, window: int | None = None, wide: bool = False) -> Tensor:
+def reference(batch: Batch | LatentBatch, *, wide: bool = False, **attributes: Any) -> Tensor:
     """The op's own body, which reads what it masks and so needs a number there; `wide`: on float32, the truth for bf16."""
-    cache = batch.cache.nan_to_num()
-    q, cache = (batch.q.float(), cache.float()) if wide else (batch.q, cache)
-    return ops.paged_attention.body(q, cache, *batch[2:], scale=scale, window=window)
+    op = ops.paged_attention if isinstance(batch, Batch) else ops.paged_mla_attention
+    args = [
+        arg.float() if wide and isinstance(arg, Tensor) and arg.is_floating_point() else arg
+        for arg in batch._replace(cache=batch.cache.nan_to_num())
+    ]
+    return op.body(*args, **attributes)

@@ -1,14 +1,13 @@
 import math
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.checks import assert_equal, calls_of, relative_error
 from kernels.paged import Batch, make_batch, reference
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from atom.graph import ops
 from atom.kernels import Target, find_kernel
@@ -21,36 +20,8 @@ def inference():
         yield
 
 
-def relative_error(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
-
-
-def assert_equal(out: Tensor, expected: Tensor) -> None:
-    assert out.shape == expected.shape
-    assert out.dtype == expected.dtype
-    assert (out - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-class Calls(TorchDispatchMode):
-    """The names of the aten ops that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
-def calls_of(run: Callable[[], object]) -> list[str]:
-    with Calls() as calls:
-        run()
-    return calls.names
-
-
 @st.composite
-def batches(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> tuple[Batch, int | None]:
+def batches(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> tuple[Batch, dict[str, Any]]:
     kv_heads, group = draw(st.sampled_from([(1, 1), (1, 5), (2, 1), (2, 3), (3, 3)]))
     window = draw(st.sampled_from([None, None, 1, 5, 16, 70]))
     decodes = draw(st.lists(st.integers(1, 90), max_size=5))
@@ -60,25 +31,25 @@ def batches(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> tuple[Batch,
     batch = make_batch(
         decodes, [(num, num + before) for num, before in prefills], kv_heads=kv_heads, heads=kv_heads * group,
         dim=draw(st.sampled_from([8, 20, 36])), block_size=draw(st.sampled_from([1, 3, 16, 32])), window=window,
-        dtype=dtype, seed=draw(st.integers(0, 9)),
+        dtype=dtype, has_sinks=draw(st.booleans()), seed=draw(st.integers(0, 9)),
     )  # fmt: skip
-    return batch, window
+    return batch, {"scale": 0.3, "window": window, "softcap": draw(st.sampled_from([None, 1.5]))}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(batches())
 def test_any_mix_of_decodes_and_prefills_equals_the_reference(case):
-    batch, window = case
-    assert_equal(PagedAttention()(*batch, scale=0.3, window=window), reference(batch, scale=0.3, window=window))
+    batch, attributes = case
+    assert_equal(PagedAttention()(*batch, **attributes), reference(batch, **attributes))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(batches(torch.bfloat16))
 def test_in_bf16_it_is_as_near_to_the_truth_as_the_reference(case):
-    batch, window = case
-    truth = reference(batch, scale=0.3, window=window, wide=True)
-    allowed = 1.1 * relative_error(reference(batch, scale=0.3, window=window), truth) + 1e-6
-    assert relative_error(PagedAttention()(*batch, scale=0.3, window=window), truth) <= allowed
+    batch, attributes = case
+    truth = reference(batch, **attributes, wide=True)
+    allowed = 1.1 * relative_error(reference(batch, **attributes), truth) + 1e-6
+    assert relative_error(PagedAttention()(*batch, **attributes), truth) <= allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -90,23 +61,56 @@ def test_the_cache_may_have_another_dtype(dtype, cache_dtype):
     assert relative_error(PagedAttention()(*batch, scale=0.3), truth) <= allowed
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 15, 16, 17])
-def test_lengths_around_the_ends_of_blocks_windows_and_tiles(window):
+def test_lengths_around_the_ends_of_blocks_windows_and_tiles(window, has_sinks):
     lengths = [1, 15, 16, 17, 31, 32, 33]
     prefills = [(num, num + before) for num in (1, 16, 63, 64, 65, 129) for before in (0, 15, 16, 17)]
-    batch = make_batch(lengths, prefills, kv_heads=2, heads=6, window=window)
+    batch = make_batch(lengths, prefills, kv_heads=2, heads=6, window=window, has_sinks=has_sinks)
     assert_equal(PagedAttention()(*batch, scale=0.3, window=window), reference(batch, scale=0.3, window=window))
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("foreign", [math.nan, math.inf, 1e30])
-def test_what_lies_in_memory_of_others_changes_nothing(foreign):
-    args = {"decodes": [3, 40], "prefills": [(5, 21), (70, 70)], "block_size": 32, "window": 30}
-    clean = PagedAttention()(*make_batch(**args, foreign=0.0), scale=0.3, window=30)
-    assert torch.equal(PagedAttention()(*make_batch(**args, foreign=foreign), scale=0.3, window=30), clean)
+def test_what_lies_in_memory_of_others_changes_nothing(foreign, has_sinks, softcap):
+    def run(foreign: float) -> torch.Tensor:
+        batch = make_batch([3, 40], [(5, 21), (70, 70)], block_size=32, window=30, foreign=foreign, has_sinks=has_sinks)
+        return PagedAttention()(*batch, scale=0.3, window=30, softcap=softcap)
+
+    assert torch.equal(run(foreign), run(0.0))
 
 
-def test_a_sequence_without_positions_and_a_token_without_sequence_give_zeros():
-    batch = make_batch([20, 1, 40], [(5, 9)], kv_heads=2, heads=4)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_what_an_earlier_step_left_in_the_workspace_changes_nothing(softcap):
+    attend = PagedAttention()
+    clean, spoilt = make_batch([3, 40], [(5, 21)]), make_batch([5, 70], [(9, 30)])
+    attend(*spoilt._replace(cache=torch.full_like(spoilt.cache, math.nan)), scale=0.3, softcap=softcap)
+    assert_equal(attend(*clean, scale=0.3, softcap=softcap), reference(clean, scale=0.3, softcap=softcap))
+
+
+def test_a_sink_takes_from_nothing_to_all():
+    batch = make_batch([20, 1], [(5, 9)], kv_heads=2, heads=4)
+    without = PagedAttention()(*batch, scale=0.3)
+    sinks = torch.tensor([-math.inf, -200.0, 200.0, math.inf])
+    out = PagedAttention()(*batch._replace(sinks=sinks), scale=0.3)
+    assert_equal(out[:, :2], without[:, :2])
+    assert not out[:, 2:].any()
+
+
+def test_layers_with_sinks_of_their_own_share_a_plan():
+    attend = PagedAttention()
+    batch = make_batch([20, 30], [(4, 20)], kv_heads=2, heads=4, has_sinks=True)
+    attend(*batch, scale=0.3)
+    for sinks in (-batch.sinks, None, batch.sinks):
+        layer = batch._replace(sinks=sinks)
+        assert_equal(attend(*layer, scale=0.3), reference(layer, scale=0.3))
+        assert "aten::gather" not in calls_of(lambda layer=layer: attend(*layer, scale=0.3))
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_sequence_without_positions_and_a_token_without_sequence_give_zeros(has_sinks):
+    batch = make_batch([20, 1, 40], [(5, 9)], kv_heads=2, heads=4, has_sinks=has_sinks)
     expected = reference(batch, scale=0.3)
     padded = batch._replace(q=torch.cat((batch.q, batch.q[:2])), lengths=batch.lengths.clone())
     padded.lengths[1] = 0
@@ -116,33 +120,37 @@ def test_a_sequence_without_positions_and_a_token_without_sequence_give_zeros():
     assert_equal(out[[0, 2, 3, 7]], expected[[0, 2, 3, 7]])
 
 
-def test_a_batch_of_nothing_but_empty_sequences_gives_zeros():
-    batch = make_batch([1, 1], kv_heads=2, heads=4)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_a_batch_of_nothing_but_empty_sequences_gives_zeros(has_sinks):
+    batch = make_batch([1, 1], kv_heads=2, heads=4, has_sinks=has_sinks)
     empty = batch._replace(lengths=torch.zeros(2, dtype=torch.int32))
     assert torch.equal(PagedAttention()(*empty, scale=0.3), torch.zeros_like(batch.q))
 
 
+@pytest.mark.parametrize(("has_sinks", "softcap"), [(False, None), (True, None), (False, 1.5), (True, 1.5)])
 @pytest.mark.parametrize("window", [None, 600])
-def test_contexts_beyond_the_workspace_are_attended_in_parts(window):
-    batch = make_batch([1500, 3, 700, 256, 257], kv_heads=2, heads=6, window=window)
+def test_contexts_beyond_the_workspace_are_attended_in_parts(window, has_sinks, softcap):
+    batch = make_batch([1500, 3, 700, 256, 257], kv_heads=2, heads=6, window=window, has_sinks=has_sinks)
     bytes_a_position = 2 * 2 * 8 * 4
     small = PagedAttention(workspace_bytes=300 * bytes_a_position)
-    out = small(*batch, scale=0.3, window=window)
-    assert_equal(out, reference(batch, scale=0.3, window=window))
-    again = calls_of(lambda: small(*batch, scale=0.3, window=window))
+    attributes = {"scale": 0.3, "window": window, "softcap": softcap}
+    assert_equal(small(*batch, **attributes), reference(batch, **attributes))
+    again = calls_of(lambda: small(*batch, **attributes))
     assert again.count("aten::bmm") > 5
-    assert max(len(buffer) for buffer in small._workspace._buffers.values()) <= 512 * bytes_a_position // 4
+    assert max(len(buffer) for buffer in small._plans._workspace._buffers.values()) <= 512 * bytes_a_position // 4
 
 
-def test_groups_of_whole_sequences_equal_the_reference():
-    batch = make_batch([30 + row for row in range(20)], kv_heads=2, heads=6)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_groups_of_whole_sequences_equal_the_reference(has_sinks):
+    batch = make_batch([30 + row for row in range(20)], kv_heads=2, heads=6, has_sinks=has_sinks)
     small = PagedAttention(workspace_bytes=150 * 2 * 2 * 8 * 4)
     assert_equal(small(*batch, scale=0.3), reference(batch, scale=0.3))
     assert calls_of(lambda: small(*batch, scale=0.3)).count("aten::bmm") == 7  # 20 sequences, three at a time
 
 
-def test_chunks_of_a_prompt_give_what_the_whole_prompt_gives():
-    whole = make_batch(prefills=[(150, 150)], kv_heads=2, heads=6)
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_chunks_of_a_prompt_give_what_the_whole_prompt_gives(has_sinks):
+    whole = make_batch(prefills=[(150, 150)], kv_heads=2, heads=6, has_sinks=has_sinks)
     expected = PagedAttention()(*whole, scale=0.3, window=40)
     attend = PagedAttention()
     for first, last in [(0, 1), (1, 64), (64, 100), (100, 150)]:
@@ -229,7 +237,7 @@ def test_a_decode_step_allocates_less_than_a_hundredth_of_the_weights():
     assert 0 < allocated < 0.01 * 269e6
 
 
-@pytest.mark.parametrize("op", [ops.paged_attention, ops.norm_rope_write, ops.rms_norm, ops.add_rms_norm])
+@pytest.mark.parametrize("op", [ops.paged_attention, ops.paged_mla_attention, ops.norm_rope_write, ops.combine])
 def test_kernels_refuse_other_devices(op):
     kernel = find_kernel(op, "torch")
     assert kernel.accepts(Target("cpu")) is None

@@ -2,10 +2,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from kernels.checks import assert_as_near
 
 from atom.graph import ops
-from atom.kernels.torch import add_rms_norm, norm_rope_write, rms_norm
+from atom.kernels.torch import add_rms_norm, norm_rope_write, norm_rope_write_latent, rms_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HEAD_DIMS = [8, 20, 36, 64]
@@ -15,13 +15,6 @@ HEAD_DIMS = [8, 20, 36, 64]
 def inference():
     with torch.inference_mode():
         yield
-
-
-def assert_as_near(out: Tensor, by_reference: Tensor, truth: Tensor) -> None:
-    """No further from the truth in float32 than 1.1 times the reference, which in float32 is the truth, and 1e-5."""
-    assert (out.dtype, out.shape) == (by_reference.dtype, by_reference.shape)
-    error, allowed = ((x.double() - truth).norm() / truth.double().norm() for x in (out, by_reference))
-    assert error <= 1.1 * allowed + 1e-5
 
 
 @settings(max_examples=40, deadline=None)
@@ -40,6 +33,16 @@ def test_norms_are_as_near_to_the_truth_as_the_reference(tokens, width, dtype, s
     assert torch.equal(a, given_a)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_in_float32_norms_any_dtype(dtype):
+    a, b = torch.randn(2, 5, 40).to(dtype)
+    weight = torch.randn(40)
+    truth = ops.rms_norm.body(a.float(), weight, eps=1e-5)
+    assert_as_near(rms_norm(a, weight, eps=1e-5), truth.to(dtype), truth)
+    truth = ops.rms_norm.body((a + b).float(), weight, eps=1e-5)
+    assert_as_near(add_rms_norm(a, b, weight, eps=1e-5)[0], truth.to(dtype), truth)
+
+
 def test_a_row_of_zeros_stays_zero():
     assert torch.equal(rms_norm(torch.zeros(2, 8), torch.ones(8), eps=1e-5), torch.zeros(2, 8))
 
@@ -52,7 +55,7 @@ def test_norm_rope_write_is_as_near_to_the_truth_as_the_reference(data):
     dtype, cache_dtype = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(DTYPES))
     block_size = data.draw(st.sampled_from([1, 3, 16]))
     turned = data.draw(st.sampled_from([0, 2, dim // 2 // 2 * 2, dim]))  # dims that turn; 0: no rotary position
-    has_norm = data.draw(st.booleans())
+    has_norm, interleaved = data.draw(st.booleans()), data.draw(st.booleans())
 
     heads = kv_heads * group
     sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
@@ -64,7 +67,7 @@ def test_norm_rope_write_is_as_near_to_the_truth_as_the_reference(data):
 
     def run(op, q, k, v, norms, cache_dtype):
         cache = torch.full((tokens // block_size + 2, block_size, 2, kv_heads, dim), -1.0, dtype=cache_dtype)
-        return op(q, k, v, cos, sin, *norms, cache, slots, eps=1e-5), cache
+        return op(q, k, v, cos, sin, *norms, cache, slots, eps=1e-5, interleaved=interleaved), cache
 
     given_qkv = qkv.clone()
     out, cache = run(norm_rope_write, q, k, v, norms, cache_dtype)
@@ -77,3 +80,35 @@ def test_norm_rope_write_is_as_near_to_the_truth_as_the_reference(data):
     untouched = torch.ones(cache.shape[0] * block_size, dtype=torch.bool).index_fill(0, slots, False)
     assert (cache.flatten(0, 1)[untouched] == -1).all()
     assert torch.equal(qkv, given_qkv)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_norm_rope_write_latent_is_as_near_to_the_truth_as_the_reference(data):
+    tokens, heads = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([1, 3, 16]))
+    rank, rotated, plain = data.draw(st.sampled_from([(1, 2, 1), (12, 6, 8), (35, 10, 7), (64, 32, 16)]))
+    dtype, cache_dtype = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(DTYPES))
+    block_size = data.draw(st.sampled_from([1, 3, 16]))
+    has_norm, has_rope, interleaved = (data.draw(st.booleans()) for _ in range(3))
+
+    q_rope = torch.randn(tokens, heads, plain + rotated).to(dtype)[..., plain:]  # views of products, as in a model
+    latent, k_rope = torch.randn(tokens, rank + rotated).to(dtype).split([rank, rotated], dim=1)
+    cos, sin = ops.rotary.body(torch.arange(tokens) + 7, torch.rand(rotated // 2)) if has_rope else (None, None)
+    norm = torch.randn(rank).to(dtype) if has_norm else None
+    slots = torch.randperm((tokens // block_size + 2) * block_size)[:tokens]
+
+    def run(op, q_rope, latent, k_rope, norm, cache_dtype):
+        cache = torch.full((tokens // block_size + 2, block_size, rank + rotated), -1.0, dtype=cache_dtype)
+        k_rope = k_rope.unsqueeze(1)
+        return op(q_rope, latent, k_rope, cos, sin, norm, cache, slots, eps=1e-5, interleaved=interleaved), cache
+
+    given_inputs = q_rope.clone(), latent.clone(), k_rope.clone()
+    out, cache = run(norm_rope_write_latent, q_rope, latent, k_rope, norm, cache_dtype)
+    wide = [None if x is None else x.float() for x in (q_rope, latent, k_rope, norm)]
+    truth, true_cache = run(ops.norm_rope_write_latent.body, *wide, torch.float32)
+    expected, expected_cache = run(ops.norm_rope_write_latent.body, q_rope, latent, k_rope, norm, cache_dtype)
+    assert_as_near(out, expected, truth)
+    assert_as_near(cache, expected_cache, true_cache)
+    untouched = torch.ones(cache.shape[0] * block_size, dtype=torch.bool).index_fill(0, slots, False)
+    assert (cache.flatten(0, 1)[untouched] == -1).all()
+    assert all(map(torch.equal, (q_rope, latent, k_rope), given_inputs))

@@ -45,6 +45,48 @@ def test_norms_of_different_eps_stay():
     assert "norm_rope_write(q_1, k_1, v, cos, sin, None, None," in lowered
 
 
+LATENT = """\
+def body(q: fp32[T, 2, 4], q_rope: fp32[T, 2, 2], latent: fp32[T, 6], k_rope: fp32[T, 1, 2], cos: fp32[T, 1], sin: fp32[T, 1]):
+    latent_1 = rms_norm(latent, W("kv_a_norm", fp32[6]), eps=1e-06)
+    q_rope_1 = rope(q_rope, cos, sin, interleaved=True)
+    k_rope_1 = rope(k_rope, cos, sin, interleaved=True)
+    a = mla_attention(q, q_rope_1, latent_1, k_rope_1, W("kv_b", fp32[14, 6]), KV("0", fp32[8]), scale=0.5)
+    return a"""
+
+LATENT_AFTER = """\
+def body(q: fp32[T, 2, 4], q_rope: fp32[T, 2, 2], latent: fp32[T, 6], k_rope: fp32[T, 1, 2], cos: fp32[T, 1], sin: fp32[T, 1], slots_latent: i64[T], table_latent: i32[S, M], starts: i32[S1], lengths: i32[S], num_decodes: i64):
+    q_rope_1 = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, W("kv_a_norm", fp32[6]), KV("0", fp32[8]), slots_latent, interleaved=True, eps=1e-06)
+    a = paged_mla_attention(q, q_rope_1, W("kv_b", fp32[14, 6]), KV("0", fp32[8]), table_latent, starts, lengths, num_decodes, scale=0.5)
+    return a"""
+
+
+def test_latent_attention_writes_one_entry_for_all_heads():
+    assert text_of(lower_attention(parse(LATENT))).strip() == LATENT_AFTER
+
+
+def test_a_rope_of_which_only_one_is_interleaved_stays():
+    lowered = text_of(
+        lower_attention(
+            parse(
+                LATENT.replace(
+                    "k_rope_1 = rope(k_rope, cos, sin, interleaved=True)", "k_rope_1 = rope(k_rope, cos, sin)"
+                )
+            )
+        )
+    )
+    assert "q_rope_1 = rope(q_rope, cos, sin, interleaved=True)" in lowered
+    assert "norm_rope_write_latent(q_rope_1, latent, k_rope_1, None, None," in lowered
+
+
+def test_sinks_and_interleaved_pairs_go_along():
+    text = BEFORE.replace("cos, sin)\n", "cos, sin, interleaved=True)\n").replace(
+        "window=3), scale", 'window=3), W("sinks", fp32[2]), softcap=2.0, scale'
+    )
+    lowered = text_of(lower_attention(parse(text)))
+    assert "slots_window_3, interleaved=True, eps=1e-06)" in lowered
+    assert 'num_decodes, W("sinks", fp32[2]), softcap=2.0, scale=0.5, window=3)' in lowered
+
+
 def test_a_graph_without_attention_is_left_alone():
     text = "def f(x: fp32[T, 8]):\n    y = add(x, x)\n    return y\n"
     graph = lower_attention(parse(text))
@@ -76,7 +118,7 @@ def test_the_runner_reports_each_pass_in_order():
 def test_level_0_only_lowers():
     reports: list[PassReport] = []
     lower(parse(BEFORE), 0, Target("cpu"), reports.append)
-    assert [report.name for report in reports] == ["lower_attention", "select_kernels"]
+    assert [report.name for report in reports] == ["lower_moe", "lower_attention", "select_kernels"]
 
 
 def test_a_pass_that_breaks_the_graph_is_named_with_those_before_it(monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,8 @@
         reason = kernel.accepts(Target("cpu"))     # None: yes
         run = kernel.load()                        # a callable with the op's signature
 
-Activations and embeddings are one or two calls of torch in the reference, which nothing here beats.
+Activations, embeddings and what chooses and groups experts are few calls of torch in the reference, which nothing here
+beats.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.kernels.registry import Kernel, Target
 from atom.kernels.torch.attention import PagedAttention
+from atom.kernels.torch.latent import PagedLatentAttention
 from atom.kernels.torch.linear import accepts, find_features, pack, packed_linear
+from atom.kernels.torch.moe import combine, packed_grouped_linear
 from atom.kernels.torch.norm import add_rms_norm, rms_norm
-from atom.kernels.torch.rope import norm_rope_write
+from atom.kernels.torch.rope import norm_rope_write, norm_rope_write_latent
 
 
 def _accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
@@ -29,7 +34,7 @@ def _kernel(op: Op, load: Callable[[], Callable[..., Any]]) -> Kernel:
     return Kernel(op, "torch", _accepts, load)
 
 
-LAYOUTS = {"onednn": pack}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {"onednn": pack}
 
 __all__ = ["KERNELS", "LAYOUTS", "find_features"]
 
@@ -37,6 +42,10 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(ops.linear, "torch", accepts, lambda: packed_linear, layout="onednn"),
     _kernel(ops.rms_norm, lambda: rms_norm),
     _kernel(ops.add_rms_norm, lambda: add_rms_norm),
+    Kernel(ops.grouped_linear, "torch", accepts, lambda: packed_grouped_linear, layout="onednn"),
+    _kernel(ops.combine, lambda: combine),
     _kernel(ops.norm_rope_write, lambda: norm_rope_write),
+    _kernel(ops.norm_rope_write_latent, lambda: norm_rope_write_latent),
     _kernel(ops.paged_attention, PagedAttention),
+    _kernel(ops.paged_mla_attention, PagedLatentAttention),
 )

@@ -1,7 +1,7 @@
 """Attention of sequences that have one query each, all at once, in memory that does not grow with their contexts.
 
-    decodes = Decodes(workspace, budget, cache, table, lengths, heads, window)    # once a step
-    out = decodes.attend(q, cache, scale)                                         # each layer
+    decodes = Decodes(workspace, budget, cache, value_dim, table, lengths, heads, window)    # once a step
+    out = decodes.attend(q, cache, rule)                                                     # each layer
 
 Contexts are cut into parts of one size. As many parts as the budget holds are attended together, the N / K query heads
 of a key/value head as rows of one product, and the parts of a sequence are merged by their log-sum-exp (flash decoding,
@@ -15,6 +15,7 @@ import math
 import torch
 from torch import Tensor
 
+from atom.kernels.torch.softmax import Rule, kept_of_sinks, softmax_
 from atom.kernels.torch.workspace import Reader, Workspace
 
 PART = 256  # positions: no context is cut into parts much smaller
@@ -24,16 +25,17 @@ MASKED = -1e30  # added to the score of a masked position
 class Decodes:
     """The decodes of one step."""
 
-    def __init__(self, workspace: Workspace, budget: int, cache: Tensor, table: Tensor, lengths: Tensor, heads: int,
-                 window: int | None) -> None:  # fmt: skip
-        """budget in bytes of fp32 keys and values, cache [blocks, block size, 2, K, D], table i32[S, M], lengths [S]"""
-        _, block_size, _, kv_heads, dim = cache.shape
+    def __init__(self, workspace: Workspace, budget: int, cache: Tensor, value_dim: int, table: Tensor, lengths: Tensor,
+                 heads: int, window: int | None) -> None:  # fmt: skip
+        """budget in bytes of fp32 keys and values, cache and value_dim as in Reader, table i32[S, M], lengths [S]"""
+        block_size = cache.shape[1]
         lengths = lengths.long()
         first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp_(min=0)
-        at_once = budget // (2 * kv_heads * dim * 4)  # positions
+        at_once = budget // (cache.shape[2:].numel() * 4)  # positions
         size = _part_size((lengths - first).tolist(), at_once)
         num_parts = (lengths - first + (size - 1)) // size
         first_part = num_parts.cumsum(0) - num_parts
+        self._shape = len(lengths), heads, value_dim
         self._sequence = torch.repeat_interleave(num_parts)  # that a part is of
         self._place = torch.arange(len(self._sequence)) - first_part[self._sequence]  # of a part in its sequence
 
@@ -44,23 +46,33 @@ class Decodes:
         slots = table[self._sequence.unsqueeze(1), positions // block_size] * block_size + positions % block_size
         step = max(1, at_once // size)
         ranges = [slice(start, start + step) for start in range(0, len(slots), step)]
-        self._groups = [(parts, _Group(workspace, cache, slots[parts], mask[parts], heads)) for parts in ranges]
+        self._groups = [
+            (parts, _Group(workspace, Reader(workspace, cache, value_dim, slots[parts]), mask[parts], heads))
+            for parts in ranges
+        ]
         self._is_whole = bool((num_parts == 1).all())  # each sequence is one part
 
-    def attend(self, q: Tensor, cache: Tensor, scale: float) -> Tensor:
-        """q [S, N, D] -> fp32[S, N, D], maybe in the workspace; zeros where a sequence has no positions"""
+    def attend(self, q: Tensor, cache: Tensor, rule: Rule) -> Tensor:
+        """q [S, N, D] -> fp32[S, N, U], maybe in the workspace; zeros where a sequence has no positions"""
         if not self._groups:
-            return torch.zeros(q.shape)
-        if self._is_whole and len(self._groups) == 1:
-            return self._groups[0][1].attend(q, cache, scale)
-        if self._is_whole:
-            return torch.cat([group.attend(q[parts], cache, scale).clone() for parts, group in self._groups])
-        attended = [group.attend_part(q[self._sequence[parts]], cache, scale) for parts, group in self._groups]
+            return torch.zeros(self._shape)
+        if self._is_whole and rule.sinks is None:
+            if len(self._groups) == 1:
+                return self._groups[0][1].attend(q, cache, rule)
+            return torch.cat([group.attend(q[parts], cache, rule).clone() for parts, group in self._groups])
+        attended = [group.attend_part(q[self._sequence[parts]], cache, rule) for parts, group in self._groups]
         sums, totals = map(torch.cat, zip(*attended, strict=True))
-        by_sequence = totals.new_full((len(q), int(self._place.max()) + 1, q.shape[1]), -math.inf)
+        if not self._is_whole:
+            sums, totals = self._merge(sums, totals)
+        return sums if rule.sinks is None else sums.mul_(kept_of_sinks(totals, rule.sinks))
+
+    def _merge(self, sums: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
+        """Of parts, fp32[I, N, U] and the log-sum-exp of their scores fp32[I, N] -> the same of sequences"""
+        by_sequence = totals.new_full((self._shape[0], int(self._place.max()) + 1, self._shape[1]), -math.inf)
         by_sequence[self._sequence, self._place] = totals
-        weights = by_sequence.softmax(1)[self._sequence, self._place]
-        return torch.zeros(q.shape).index_add_(0, self._sequence, sums * weights.unsqueeze(-1))
+        shares = by_sequence.softmax(1)[self._sequence, self._place].unsqueeze(-1)
+        merged = torch.zeros(self._shape).index_add_(0, self._sequence, sums * shares)
+        return merged, by_sequence.logsumexp(1)
 
 
 def _part_size(lengths: list[int], at_once: int) -> int:
@@ -75,35 +87,39 @@ def _part_size(lengths: list[int], at_once: int) -> int:
 class _Group:
     """I parts of C positions that are attended together, and their places in the workspace."""
 
-    def __init__(self, workspace: Workspace, cache: Tensor, slots: Tensor, mask: Tensor, heads: int) -> None:
-        """cache [blocks, block size, 2, K, D], slots i64[I, C], mask fp32[I, C], added to the scores"""
-        kv_heads, dim = cache.shape[3:]
-        num, size = slots.shape
-        rows = (num * kv_heads, heads // kv_heads)
-        self._reader = Reader(workspace, cache, slots)
-        self._keys = self._reader.keys.mT
+    def __init__(self, workspace: Workspace, reader: Reader, mask: Tensor, heads: int) -> None:
+        """mask fp32[I, C], added to the scores"""
+        (num, size), (rows, _, dim), value_dim = mask.shape, reader.keys.shape, reader.values.shape[2]
+        kv_heads = rows // num
+        self._reader = reader
+        self._keys = reader.keys.mT
         self._mask = mask.repeat_interleave(kv_heads, dim=0).unsqueeze(1)
-        self._q, self._out = (workspace.take(name, num, heads, dim) for name in ("q", "out"))
-        self._q_rows, self._out_rows = (tensor.view(*rows, dim) for tensor in (self._q, self._out))
-        self._scores = workspace.take("scores", *rows, size)
+        self._q, self._out = workspace.take("q", num, heads, dim), workspace.take("out", num, heads, value_dim)
+        self._q_rows, self._out_rows = (each.view(rows, heads // kv_heads, -1) for each in (self._q, self._out))
+        self._scores = workspace.take("scores", rows, heads // kv_heads, size)
 
-    def attend(self, q: Tensor, cache: Tensor, scale: float) -> Tensor:
-        """q [I, N, D] -> fp32[I, N, D], in the workspace"""
-        self._score(q, cache, scale)
+    def attend(self, q: Tensor, cache: Tensor, rule: Rule) -> Tensor:
+        """q [I, N, D] -> fp32[I, N, U], in the workspace"""
+        self._score(q, cache, rule)
+        torch.softmax(self._scores, -1, out=self._scores)
         return self._sum()
 
-    def attend_part(self, q: Tensor, cache: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """q [I, N, D] -> fp32[I, N, D] and the log-sum-exp of its scores fp32[I, N]"""
-        self._score(q, cache, scale)
-        total = self._scores.logsumexp(-1).view(q.shape[:2])
-        return self._sum().clone(), total
+    def attend_part(self, q: Tensor, cache: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+        """q [I, N, D] -> fp32[I, N, U] and the log-sum-exp of its scores fp32[I, N]"""
+        self._score(q, cache, rule)
+        totals = softmax_(self._scores).view(q.shape[:2])
+        return self._sum().clone(), totals
 
-    def _score(self, q: Tensor, cache: Tensor, scale: float) -> None:
+    def _score(self, q: Tensor, cache: Tensor, rule: Rule) -> None:
         self._reader.read(cache)
         self._q.copy_(q)
-        torch.baddbmm(self._mask, self._q_rows, self._keys, alpha=scale, out=self._scores)
+        scores, softcap = self._scores, rule.softcap
+        if softcap is None:
+            torch.baddbmm(self._mask, self._q_rows, self._keys, alpha=rule.scale, out=scores)
+        else:
+            torch.baddbmm(scores, self._q_rows, self._keys, beta=0, alpha=rule.scale / softcap, out=scores).tanh_()
+            torch.add(self._mask, scores, alpha=softcap, out=scores)
 
     def _sum(self) -> Tensor:
-        torch.softmax(self._scores, -1, out=self._scores)
         torch.bmm(self._scores, self._reader.values, out=self._out_rows)
         return self._out

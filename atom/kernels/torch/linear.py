@@ -17,7 +17,7 @@ from atom.kernels.registry import Target
 ROWS = 64  # the number of rows that the layout is chosen for; it serves any
 
 
-def accepts(target: Target, x: Type, weight: Type, bias: Type | None = None, **_attributes: Any) -> str | None:
+def accepts(target: Target, x: Type, *_types: Any, **_attributes: Any) -> str | None:
     if target.device != "cpu":
         return f"runs on a cpu, not on {target.device}"
     return None if f"onednn_{x.dtype}" in target.features else f"oneDNN has no {x.dtype} on this CPU"

@@ -1,7 +1,9 @@
 """Attention of one sequence's many queries, in tiles of queries over just the keys that a tile sees.
 
-    prefill = Prefill(workspace, cache, table, tokens, length, window)    # once a step
-    prefill.attend(q, cache, scale, out)                                  # each layer
+    prefill = Prefill(workspace, cache, value_dim, table, tokens, length, window)    # once a step
+    reader = prefill.reader
+    reader.read(cache)                                                               # each layer
+    prefill.attend(q[tokens], reader.keys, reader.values, rule, out[tokens])
 
 A tile's keys end with its own positions, so that only the last square of its scores is masked causally, and only the
 first by the window: no mask spans the context. The N / K query heads of a key/value head are rows of one product.
@@ -14,6 +16,7 @@ import math
 import torch
 from torch import Tensor
 
+from atom.kernels.torch.softmax import Rule, kept_of_sinks, softmax_
 from atom.kernels.torch.workspace import Reader, Workspace
 
 TILE = 64  # queries
@@ -23,47 +26,53 @@ SCORES = 1 << 23  # most scores of a tile, so that it has fewer queries where th
 class Prefill:
     """One sequence of one step."""
 
-    def __init__(self, workspace: Workspace, cache: Tensor, table: Tensor, tokens: slice, length: int,
+    def __init__(self, workspace: Workspace, cache: Tensor, value_dim: int, table: Tensor, tokens: slice, length: int,
                  window: int | None) -> None:  # fmt: skip
-        """cache [blocks, block size, 2, K, D], table i32[M]; tokens of the step are the last of `length` positions"""
+        """cache and value_dim as in Reader, table i32[M]; tokens of the step are the last of `length` positions"""
         self._workspace = workspace
-        self._tokens = tokens
         self._window = window
         self._start = length - (tokens.stop - tokens.start)  # position of the first query
         self._base = self._first_seen(self._start)
         block_size = cache.shape[1]
         positions = torch.arange(self._base, length)
         slots = table[positions // block_size] * block_size + positions % block_size
-        self._reader = Reader(workspace, cache, slots.unsqueeze(0))
+        self.tokens = tokens
+        self.reader = Reader(workspace, cache, value_dim, slots.unsqueeze(0))  # of the positions that a query sees
 
     def _first_seen(self, position: int) -> int:
         return 0 if self._window is None else max(0, position - self._window + 1)
 
-    def attend(self, q: Tensor, cache: Tensor, scale: float, out: Tensor) -> None:
-        """q [T, N, D] -> out [T, N, D], the tokens of this sequence"""
-        self._reader.read(cache)
-        q, out = q[self._tokens], out[self._tokens]
-        most = min(TILE, max(1, SCORES // (q.shape[1] * self._reader.keys.shape[1])))
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, rule: Rule, out: Tensor) -> None:
+        """q [Q, N, D], over the reader's positions keys fp32[K, C, D] and values fp32[K, C, U] -> out [Q, N, U]"""
+        most = min(TILE, max(1, SCORES // (q.shape[1] * keys.shape[1])))
         for first in range(0, len(q), most):
             tile = slice(first, first + most)
-            self._attend_tile(q[tile], self._start + first, scale, out[tile])
+            self._attend_tile(q[tile], self._start + first, keys, values, rule, out[tile])
 
-    def _attend_tile(self, q: Tensor, position: int, scale: float, out: Tensor) -> None:
-        """q [Q, N, D] at `position` and after -> out [Q, N, D]"""
-        kv_heads, _, dim = self._reader.keys.shape
-        num, group = len(q), q.shape[1] // kv_heads
+    def _attend_tile(self, q: Tensor, position: int, keys: Tensor, values: Tensor, rule: Rule, out: Tensor) -> None:
+        """The tile of Q queries at `position` and after."""
+        (num, heads, dim), (kv_heads, _, value_dim) = q.shape, values.shape
+        group = heads // kv_heads
         low = self._first_seen(position)
         seen = slice(low - self._base, position + num - self._base)
-        queries, sums = (self._workspace.take(name, kv_heads, num, group, dim) for name in ("q", "out"))
+        queries = self._workspace.take("q", kv_heads, num, group, dim)
+        sums = self._workspace.take("out", kv_heads, num, group, value_dim)
         scores = self._workspace.take("scores", kv_heads, num, group, seen.stop - seen.start)
-        rows = scores.flatten(1, 2)
 
-        queries.copy_(q.view(num, kv_heads, group, dim).transpose(0, 1)).mul_(scale)
-        torch.bmm(queries.flatten(1, 2), self._reader.keys[:, seen].mT, out=rows)
+        cap = 1.0 if rule.softcap is None else rule.softcap
+        queries.copy_(q.view(num, kv_heads, group, dim).transpose(0, 1)).mul_(rule.scale / cap)
+        torch.bmm(queries.flatten(1, 2), keys[:, seen].mT, out=scores.flatten(1, 2))
+        if rule.softcap is not None:
+            scores.tanh_().mul_(cap)
         square = torch.ones(num, num, dtype=torch.bool)
         scores[..., -num:].masked_fill_(square.triu(1).unsqueeze(1), -math.inf)
         if self._window is not None:
             scores[..., :num].masked_fill_(square.tril(position - self._window - low).unsqueeze(1), -math.inf)
-        torch.softmax(rows, -1, out=rows)
-        torch.bmm(rows, self._reader.values[:, seen], out=sums.flatten(1, 2))
-        out.view(num, kv_heads, group, dim).copy_(sums.transpose(0, 1))
+        if rule.sinks is None:
+            torch.softmax(scores, -1, out=scores)
+            torch.bmm(scores.flatten(1, 2), values[:, seen], out=sums.flatten(1, 2))
+        else:
+            totals = softmax_(scores)
+            torch.bmm(scores.flatten(1, 2), values[:, seen], out=sums.flatten(1, 2))
+            sums.mul_(kept_of_sinks(totals, rule.sinks.view(kv_heads, 1, group)))
+        out.view(num, kv_heads, group, value_dim).copy_(sums.transpose(0, 1))

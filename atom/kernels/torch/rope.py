@@ -1,6 +1,7 @@
-"""Norm, rotary position and cache write in one pass over q and k together, in place in float32.
+"""Norm, rotary position and cache write in one pass over all that turns, in place in float32.
 
     q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, slots, eps=1e-6)
+    q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, norm, cache, slots, eps=1e-6)
 
 q and k are joined, so that each step is one call of torch for both; they may be strided views of one product.
 """
@@ -10,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atom.kernels.torch.norm import normalize_
+from atom.kernels.torch.norm import normalize_, rms_norm
 
 
 def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
-                    k_norm: Tensor | None, cache: Tensor, slots: Tensor, *, eps: float = 0.0) -> Tensor:  # fmt: skip
+                    k_norm: Tensor | None, cache: Tensor, slots: Tensor, *, eps: float = 0.0,
+                    interleaved: bool = False) -> Tensor:  # fmt: skip
     """q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D] -> q [T, N, D], a view of more;
     cache [blocks, block size, 2, K, D], slots i64[T]. Rounds once, after the rotation.
     """
@@ -25,16 +27,36 @@ def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Te
         wide[:, :heads].mul_(q_norm)
         wide[:, heads:].mul_(k_norm)
     if cos is not None and sin is not None:
-        rotate_(wide, cos.unsqueeze(1), sin.unsqueeze(1))
+        rotate_(wide, cos, sin, interleaved)
     turned = wide.to(q.dtype)
     entries = torch.stack((turned[:, heads:], v), dim=1).to(cache.dtype)
     cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, entries)
     return turned[:, :heads]
 
 
-def rotate_(wide: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """fp32[T, N, D] in place: dim i turns with dim i + P by cos and sin fp32[T, 1, P], others stay (Su et al. 2021)."""
-    first, second = wide[..., : 2 * cos.shape[-1]].chunk(2, dim=-1)
+def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tensor | None,
+                           norm: Tensor | None, cache: Tensor, slots: Tensor, *, eps: float = 0.0,
+                           interleaved: bool = False) -> Tensor:  # fmt: skip
+    """q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, R / 2], norm [L] -> q_rope [T, N, R], a
+    view of more; cache [blocks, block size, L + R], slots i64[T]."""
+    turned = torch.cat((q_rope, k_rope), dim=1)
+    if cos is not None and sin is not None:
+        wide = turned.float()
+        rotate_(wide, cos, sin, interleaved)
+        turned = wide.to(q_rope.dtype)
+    if norm is not None:
+        latent = rms_norm(latent, norm, eps=eps)
+    entries = torch.cat((latent, turned[:, -1]), dim=-1).to(cache.dtype)
+    cache.view(-1, cache.shape[-1]).index_copy_(0, slots, entries)
+    return turned[:, :-1]
+
+
+def rotate_(wide: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    """fp32[T, N, D] in place, cos and sin fp32[T, P]: dim i turns with i + P, or 2 i with 2 i + 1 where they are
+    interleaved, others stay (Su et al. 2021)."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned = wide[..., : 2 * cos.shape[-1]]
+    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
     crossed = first * sin
     first.mul_(cos).addcmul_(second, sin, value=-1)
     second.mul_(cos).add_(crossed)

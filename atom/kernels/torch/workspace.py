@@ -1,8 +1,8 @@
 """Memory that a kernel keeps from step to step, and what it reads into it: keys and values of a paged cache in float32.
 
     workspace = Workspace()
-    reader = Reader(workspace, cache, slots)    # once a step
-    reader.read(cache)                          # each layer: two calls of torch
+    reader = Reader(workspace, cache, value_dim, slots)    # once a step
+    reader.read(cache)                                     # each layer: two calls of torch
     scores = q @ reader.keys.mT
 
 Float32, since torch's batched products of bf16 round each score, and its conversion costs less than they gain.
@@ -32,17 +32,26 @@ class Workspace:
 
 
 class Reader:
-    """I times C slots of a cache: `keys` and `values` fp32[I K, C, D], once `read` has run."""
+    """I times C slots of a cache: `keys` fp32[I K, C, D] and `values` fp32[I K, C, U], once `read` has run.
 
-    def __init__(self, workspace: Workspace, cache: Tensor, slots: Tensor) -> None:
-        """cache [blocks, block size, 2, K, D], slots i64[I, C]: block number * block size + place in the block"""
-        (num, size), (kv_heads, dim) = slots.shape, cache.shape[3:]
+    A slot holds planes of K heads: the first is of keys, and values are the first U dims of the last, which may be the
+    same one.
+    """
+
+    def __init__(self, workspace: Workspace, cache: Tensor, value_dim: int, slots: Tensor) -> None:
+        """cache [blocks, block size, planes, K, D], slots i64[I, C]: block number * block size + place in the block"""
+        (num, size), (planes, kv_heads, dim) = slots.shape, cache.shape[2:]
         self._slots = slots.flatten().int()
-        self._stored = workspace.take("stored", num * size, 2, kv_heads, dim, dtype=cache.dtype)
-        self._by_head = self._stored.view(num, size, 2, kv_heads, dim).permute(2, 0, 3, 1, 4)
+        self._stored = workspace.take("stored", num * size, planes, kv_heads, dim, dtype=cache.dtype)
+        self._by_head = self._stored.view(num, size, planes, kv_heads, dim).permute(2, 0, 3, 1, 4)
         self._wide = workspace.take("wide", *self._by_head.shape)
-        self.keys, self.values = self._wide.view(2, num * kv_heads, size, dim).unbind()
+        wide = self._wide.view(planes, num * kv_heads, size, dim)
+        self.keys, self.values = wide[0], wide[-1, ..., :value_dim]
 
     def read(self, cache: Tensor) -> None:
-        torch.index_select(cache.view(-1, *cache.shape[2:]), 0, self._slots, out=self._stored)
+        self.gather(cache)
         self._wide.copy_(self._by_head)
+
+    def gather(self, cache: Tensor) -> Tensor:
+        """The slots as they are stored, [I C, planes, K, D]."""
+        return torch.index_select(cache.view(-1, *cache.shape[2:]), 0, self._slots, out=self._stored)

@@ -1,0 +1,110 @@
+"""Tensors that are stored as one, under the names of their parts.
+
+    stacked = {"layers.{layer}.gate_up": ["layers.{layer}.{expert}.gate", "layers.{layer}.{expert}.up"]}
+    checkpoint = unstack(checkpoint, stacked)
+    checkpoint.tensors["layers.3.17.up"]
+    checkpoint.read("layers.3.17.up")        # a view of the mapped file: nothing is copied
+
+transformers 5 can save the experts of a layer as one tensor, where the hub has tensors of each expert, which is what
+a graph names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from atom.checkpoint.base import Checkpoint, StoredTensor
+from atom.checkpoint.folder import DTYPES
+from atom.checkpoint.tokenizer import Tokenizer
+from atom.errors import CheckpointError, ConfigError
+
+BITS = dict(DTYPES.values())
+
+
+# The stored tensor, which of its parts in the order of the bytes, and how many of one size there are. A plain tuple:
+# the garbage collector soon leaves those alone, and a checkpoint may have 50k of them.
+Part = tuple[str, int, int]
+
+
+class StackedCheckpoint(Checkpoint):
+    """parts: by the names that they get, with their tensors; what is in no part has its own name."""
+
+    def __init__(self, stored: Checkpoint, tensors: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> None:
+        self.location, self.tensors = stored.location, tensors
+        self.config, self.generation_config = stored.config, stored.generation_config
+        self._stored, self._parts = stored, parts
+
+    def read(self, name: str) -> memoryview:
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.location} has no tensor {name}")
+        return self.read_part(name, 0, 1)
+
+    def read_part(self, name: str, index: int, count: int) -> memoryview:
+        source, place, num_parts = self._parts.get(name, (name, 0, 1))
+        return self._stored.read_part(source, place * count + index, num_parts * count)
+
+    def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
+        return self._stored.tokenizer(trust_remote_code=trust_remote_code)
+
+    def close(self) -> None:
+        self._parts = {}  # so that what cannot be read any more is named as it was asked for
+        self._stored.close()
+
+
+def unstack(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> Checkpoint:
+    """The checkpoint with its stacked tensors as their parts; itself where it has none.
+
+    stacked: the stored name -> those of its parts, with {layer} for the same number on both sides. Where the parts hold
+    {expert}, the first dim counts the experts and goes. What is left is cut along its first dim into as many equal
+    parts as there are names; equal names count once, and one name alone is another name of the whole tensor. Raises
+    CheckpointError for a tensor that cannot be cut so, or whose part is there by itself.
+    """
+    found = find_stacked(checkpoint, stacked)
+    if not found:
+        return checkpoint
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in found}
+    parts: dict[str, Part] = {}
+    for source, names in found.items():
+        num_experts, cut = cut_tensor(f"{checkpoint.location}: tensor {source}", checkpoint.tensors[source], names)
+        by_expert = [name.replace("{expert}", str(expert)) for expert in range(num_experts) for name in names]
+        for place, name in enumerate(by_expert):
+            if name in tensors:
+                beside = f"in {parts[name][0]}" if name in parts else "by itself"
+                raise CheckpointError(f"{checkpoint.location} has the tensor {name} twice, {beside} and in {source}")
+            tensors[name], parts[name] = cut, (source, place, len(by_expert))
+    return StackedCheckpoint(checkpoint, tensors, parts)
+
+
+def find_stacked(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The stored names that a pattern fits, with the names of their parts, in which only {expert} is open."""
+    patterns = {}
+    for key, parts in stacked.items():
+        names = list(dict.fromkeys(parts))
+        if len({"{expert}" in name for name in names}) != 1:
+            raise ConfigError(f"stacked: {key}: either all of its parts hold {{expert}}, or none; they are {names}")
+        if names != [key]:
+            patterns[re.compile("([0-9]+)".join(map(re.escape, key.split("{layer}"))))] = names
+    found = {}
+    for pattern, names in patterns.items():
+        for stored in checkpoint.tensors:
+            if match := pattern.fullmatch(stored):
+                layer = "".join(match.groups()[:1])
+                found[stored] = [name.replace("{layer}", layer) for name in names]
+    return found
+
+
+def cut_tensor(at: str, tensor: StoredTensor, names: Sequence[str]) -> tuple[int, StoredTensor]:
+    """The number of experts in a stacked tensor, 1 where the names have none, and each of its parts."""
+    described, has_experts = f"{at} {tensor.dtype}{list(tensor.shape)}", "{expert}" in names[0]
+    if len(tensor.shape) < has_experts + (len(names) > 1):
+        raise CheckpointError(f"{described} has too few dims to hold {', '.join(names)}")
+    num_experts, shape = (tensor.shape[0], tensor.shape[1:]) if has_experts else (1, tensor.shape)
+    if len(names) > 1:
+        if shape[0] % len(names):
+            raise CheckpointError(f"{described}: its {shape[0]} rows are not {len(names)} equal parts")
+        shape = (shape[0] // len(names), *shape[1:])
+    if num_experts * len(names) > 1 and math.prod(shape) * BITS[tensor.dtype] % 8:
+        raise CheckpointError(f"{described}: a part of it, {list(shape)}, is no whole number of bytes")
+    return num_experts, StoredTensor(tensor.dtype, shape)

@@ -1,0 +1,109 @@
+"""The attention blocks of a layer, by `kind`: h [T, H] -> [T, H]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch.fx import Node
+
+from atom.config import AttentionConfig, RopeConfig
+from atom.frontend.rope import rope_freqs, rotary_scale
+from atom.frontend.writer import Writer, required
+from atom.graph import KV, Type, W, ops
+
+
+class Rotary(NamedTuple):
+    """The turns of this step's positions, fp32[T, D / 2] each."""
+
+    cos: Node
+    sin: Node
+    interleaved: bool
+
+
+def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
+    """Grouped-query attention (Ainslie et al. 2023)."""
+    model, attention = writer.model, writer.model.attention
+    heads, kv_heads, dim = attention.heads, required(attention.kv_heads), required(attention.head_dim)
+    rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+    q, k, v = writer.linears(h, rows, attention.bias, layer)
+    if attention.qk_norm == "whole":
+        q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
+    q, k, v = (
+        writer.call(ops.split_heads, x, heads=n, name=name)
+        for x, n, name in ((q, heads, "q"), (k, kv_heads, "k"), (v, kv_heads, "v"))
+    )
+    if attention.qk_norm == "per_head":
+        q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
+    q, k = turn(writer, q, rotary, "q"), turn(writer, k, rotary, "k")
+    window = window_of(attention, layer)
+    cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (2, kv_heads, dim)), window)
+    sinks = [W(writer.name("sinks", layer), Type(writer.dtype, (heads,)))] if attention.sinks else []
+    a = writer.call(
+        ops.attention, q, k, v, cache, *sinks, scale=required(attention.scale), window=window,
+        softcap=attention.softcap, name="a",
+    )  # fmt: skip
+    return writer.linear(writer.call(ops.merge_heads, a, name="a"), "o", model.hidden, attention.o_bias, layer)
+
+
+def mla(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
+    """Multi-head latent attention (DeepSeek-AI 2024)."""
+    model, attention = writer.model, writer.model.attention
+    heads, rank, turned = attention.heads, required(attention.kv_rank), required(attention.rope_dim)
+    plain, value = required(attention.nope_dim), required(attention.value_dim)
+    if attention.q_rank is None:
+        q = writer.linear(h, "q", heads * (plain + turned), False, layer)
+    else:
+        q_a = writer.linear(h, "q_a", attention.q_rank, attention.bias, layer)
+        q_a = writer.norm(q_a, "q_a_norm", layer, name="q_a")
+        q = writer.linear(q_a, "q_b", heads * (plain + turned), False, layer)
+    q = writer.call(ops.split_heads, q, heads=heads, name="q")
+    q, q_rope = writer.call(ops.split, q, sizes=[plain, turned], name=("q", "q_rope"))
+    kv_a = writer.linear(h, "kv_a", rank + turned, attention.bias, layer)
+    latent, k_rope = writer.call(ops.split, kv_a, sizes=[rank, turned], name=("latent", "k_rope"))
+    latent = writer.norm(latent, "kv_a_norm", layer, name="latent")
+    k_rope = writer.call(ops.split_heads, k_rope, heads=1, name="k_rope")
+    q_rope, k_rope = turn(writer, q_rope, rotary, "q_rope"), turn(writer, k_rope, rotary, "k_rope")
+    cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (rank + turned,)))
+    kv_b = writer.stored(writer.weight_name("kv_b", layer), (heads * (plain + value), rank))
+    scale = required(attention.scale)
+    a = writer.call(ops.mla_attention, q, q_rope, latent, k_rope, kv_b, cache, scale=scale, name="a")
+    return writer.linear(writer.call(ops.merge_heads, a, name="a"), "o", model.hidden, attention.o_bias, layer)
+
+
+ATTENTIONS: dict[str, Callable[[Writer, Node, Rotary | None, int], Node]] = {"gqa": gqa, "mla": mla}
+
+
+def rotaries(writer: Writer, positions: Node) -> list[Rotary | None]:
+    """By layer, None where it has none; layers of one rope share its turns."""
+    ropes = [rope_of(writer.model.attention, layer) for layer in range(writer.model.layers)]
+    made: dict[int, Rotary] = {}
+    for key, rope in {id(rope): rope for rope in ropes if rope is not None}.items():
+        cos, sin = writer.call(ops.rotary, positions, rope_freqs(rope), scale=rotary_scale(rope), name=("cos", "sin"))
+        made[key] = Rotary(cos, sin, rope.interleaved)
+    return [None if rope is None else made[id(rope)] for rope in ropes]
+
+
+def rope_of(attention: AttentionConfig, layer: int) -> RopeConfig | None:
+    """The layer's rope, or None."""
+    is_full, listed = window_of(attention, layer) is None, attention.rope_layers
+    if (is_full and not attention.full_rope) or (listed is not None and not listed[layer]):
+        return None
+    rope = attention.rope if is_full else attention.window_rope or attention.rope
+    return None if rope.kind == "none" else rope
+
+
+def turn(writer: Writer, x: Node, rotary: Rotary | None, name: str) -> Node:
+    if rotary is None:
+        return x
+    turned: Node = writer.call(ops.rope, x, rotary.cos, rotary.sin, interleaved=rotary.interleaved, name=name)
+    return turned
+
+
+def window_of(attention: AttentionConfig, layer: int) -> int | None:
+    """The layer's window in tokens, or None."""
+    if attention.layer_types is not None:
+        return attention.window if attention.layer_types[layer] == "sliding_attention" else None
+    if attention.full_every is not None and (layer + 1) % attention.full_every == 0:
+        return None
+    return attention.window if layer >= attention.window_from else None

@@ -1,0 +1,95 @@
+"""The mlp blocks of a layer, by `kind`: h [T, H] -> [T, H]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.fx import Node
+
+from atom.config import MLPConfig, ModelConfig
+from atom.errors import ConfigError
+from atom.frontend.writer import Writer, required
+from atom.graph import Recipe, Stack, Transpose, Type, W, ops
+from atom.graph.recipes import cat
+
+
+def gated(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
+    """down(act(gate) * up) (Shazeer 2020)."""
+    return _gated(writer, h, mlp, mlp.width, layer)
+
+
+def _gated(writer: Writer, h: Node, mlp: MLPConfig, width: int, layer: int, prefix: str = "") -> Node:
+    gate, up = writer.linears(h, {f"{prefix}gate": width, f"{prefix}up": width}, mlp.bias, layer)
+    active = writer.call(ops.activate, gate, kind=mlp.activation, name="active")
+    m = writer.call(ops.mul, active, up, name="m")
+    return writer.linear(m, f"{prefix}down", writer.model.hidden, mlp.bias, layer)
+
+
+def plain(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
+    """down(act(up))."""
+    up = writer.linear(h, "up", mlp.width, mlp.bias, layer)
+    m = writer.call(ops.activate, up, kind=mlp.activation, name="m")
+    return writer.linear(m, "down", writer.model.hidden, mlp.bias, layer)
+
+
+def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
+    """The sum of a token's experts (Shazeer et al. 2017), and of the one that all tokens share (Dai et al. 2024)."""
+    router, experts = mlp.router, required(mlp.experts)
+    scores = writer.weight("router", (experts, writer.model.hidden), layer)
+    bias = writer.weight("router", (experts,), layer, "bias") if router.bias else None
+    correction = None
+    if router.method == "noaux_tc":
+        correction = W(writer.name("router_correction", layer), Type("fp32", (experts,)))
+    weights, ids = writer.call(
+        ops.router, h, scores, bias, correction, top_k=mlp.top_k, method=router.method, score=router.score,
+        groups=router.groups, top_groups=router.top_groups, renormalize=router.renormalize, scale=router.scale,
+        name=("weights", "ids"),
+    )  # fmt: skip
+    clamp = {"limit": mlp.limit, "alpha": mlp.alpha} if mlp.activation == "swigluoai" else {}
+    recipes = expert_weights(writer, mlp, layer)
+    y: Node = writer.call(ops.experts, h, weights, ids, *recipes, kind=mlp.activation, **clamp, name="y")
+    if mlp.shared_width is None:
+        return y
+    shared = _gated(writer, h, mlp, mlp.shared_width, layer, "shared_")
+    if mlp.shared_gate:
+        share = writer.linear(h, "shared_share", 1, False, layer)
+        share = writer.call(ops.activate, share, kind="sigmoid", name="share")
+        shared = writer.call(ops.mul, shared, share, name="shared")
+    total: Node = writer.call(ops.add, y, shared, name="y")
+    return total
+
+
+def expert_weights(writer: Writer, mlp: MLPConfig, layer: int) -> list[Recipe]:
+    """gate_up [E, 2 W, H] and down [E, H, W], and behind them the biases [E, 2 W] and [E, H] where there are some."""
+    experts, hidden = required(mlp.experts), writer.model.hidden
+    gate_up, down = {"experts_gate": mlp.width, "experts_up": mlp.width}, {"experts_down": hidden}
+
+    def joined(rows: dict[str, int], columns: int | None, suffix: str = "") -> Recipe:
+        """The roles' rows, of all experts: stored one by one, where a name holds {expert}, or as one tensor."""
+        is_one_by_one = "{expert}" in writer.name(next(iter(rows)) + suffix, layer)
+        dim, leading = (0, ()) if is_one_by_one else (1, (experts,))
+
+        def stored(role: str, n: int) -> Recipe:
+            name = writer.name(role + suffix, layer)
+            if columns is None:
+                return W(name, Type(writer.dtype, (*leading, n)))
+            if mlp.transposed:
+                return Transpose(writer.stored(name, (*leading, columns, n)))
+            return writer.stored(name, (*leading, n, columns))
+
+        whole = cat(tuple(writer.parts(rows, stored, layer, suffix, dim, mlp.interleaved)), dim)
+        return Stack(whole, 0, experts) if is_one_by_one else whole
+
+    recipes = [joined(gate_up, hidden), joined(down, mlp.width)]
+    return [*recipes, joined(gate_up, None, "_bias"), joined(down, None, "_bias")] if mlp.bias else recipes
+
+
+MLPS: dict[str, Callable[[Writer, Node, MLPConfig, int], Node]] = {"gated": gated, "plain": plain, "moe": moe}
+
+
+def mlp_of(model: ModelConfig, layer: int) -> MLPConfig:
+    """The first mlp entry that takes the layer."""
+    for mlp in model.mlp:
+        if layer >= mlp.first and (layer + 1) % mlp.every == 0 and layer not in mlp.skip:
+            return mlp
+    raise ConfigError(f"model.mlp: no entry takes layer {layer}")

@@ -1,0 +1,120 @@
+"""What the blocks of a model are written with: calls whose weights go by role.
+
+    writer = Writer(model, graph.program("body"), dtype="bf16", cache_dtype="bf16")
+    h = writer.norm(x, "attention_norm", layer=0)
+    q, k, v = writer.linears(h, {"q": 576, "k": 192, "v": 192}, has_bias=False, layer=0)
+
+A role is a part of the model; the model file says what the checkpoint calls it. Roles that name one tensor are parts of
+it, in their order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from itertools import accumulate
+from typing import Any
+
+from torch.fx import Node
+
+from atom.config import ModelConfig
+from atom.errors import ConfigError
+from atom.graph import Dequantize, Program, Recipe, Shift, Slice, Type, W, ops
+from atom.graph.ops import Op
+
+NORMS = {"rms": ops.rms_norm, "layer": ops.layer_norm}
+DEQUANTIZED = ("mxfp4",)  # formats that run as plain tensors
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Writes one program."""
+
+    model: ModelConfig
+    program: Program
+    dtype: str
+    cache_dtype: str
+
+    def call(self, op: Op, *args: Any, name: str | tuple[str, ...], **kwargs: Any) -> Any:
+        return self.program.call(op, *args, name=name, **kwargs)
+
+    def linear(self, x: Node, role: str, rows: int, has_bias: bool, layer: int) -> Node:
+        """x [T, I] -> [T, rows]"""
+        return self.linears(x, {role: rows}, has_bias, layer)[0]
+
+    def linears(self, x: Node, rows: dict[str, int], has_bias: bool, layer: int) -> list[Node]:
+        """x [T, I] -> for each role [T, rows]"""
+        inner = x.meta["type"].shape[-1]
+        weights = self.parts(rows, lambda role, n: self.stored(self.weight_name(role, layer), (n, inner)), layer)
+        args = [weights]
+        if has_bias:
+            args.append(self.parts(rows, lambda role, n: self.weight(role, (n,), layer, "bias"), layer))
+        return [self.call(ops.linear, x, *recipes, name=role) for role, *recipes in zip(rows, *args, strict=True)]
+
+    def norm(self, x: Node, role: str, layer: int | None = None, name: str = "h") -> Node:
+        norm, shape = self.model.norm, x.meta["type"].shape[-1:]
+        weight: Recipe = self.weight(role, shape, layer)
+        if norm.offset:  # in float32, where a small weight is not lost beside it
+            weight = Shift(W(self.weight_name(role, layer), Type("fp32", shape)), norm.offset)
+        bias = [self.weight(role, shape, layer, "bias")] if norm.bias else []
+        normed: Node = self.call(NORMS[norm.kind], x, weight, *bias, eps=norm.eps, name=name)
+        return normed
+
+    def scale(self, x: Node, by: float | None) -> Node:
+        """x times a number, None for 1"""
+        return x if by is None else self.call(ops.scale, x, by=by, name=x.name)
+
+    def parts(self, rows: dict[str, int], stored: Callable[[str, int], Recipe], layer: int, suffix: str = "",
+              dim: int = 0, in_turns: bool = False) -> list[Recipe]:  # fmt: skip
+        """The weights of these roles, of so many rows in `dim`; `stored` gives what a role's name holds."""
+        if len(rows) == 1 or len({self.name(role + suffix, layer) for role in rows}) > 1:
+            return [stored(role, n) for role, n in rows.items()]
+        total = sum(rows.values())
+        whole = stored(next(iter(rows)), total)
+        if in_turns:
+            return [Slice(whole, first, total, dim, len(rows)) for first in range(len(rows))]
+        return [
+            Slice(whole, end - n, end, dim) for end, n in zip(accumulate(rows.values()), rows.values(), strict=True)
+        ]
+
+    def weight(self, role: str, shape: tuple[int, ...], layer: int | None = None, part: str = "weight") -> W:
+        """A plain tensor of a module."""
+        return W(f"{self.name(role, layer)}.{part}", Type(self.dtype, shape))
+
+    def stored(self, name: str, shape: tuple[int, ...]) -> Recipe:
+        """A tensor that may be in the checkpoint's stored format."""
+        fmt = None if is_plain(name, self.model.plain) else self.model.fmt
+        leaf = W(name, Type(self.dtype, shape), fmt)
+        return Dequantize(leaf) if fmt in DEQUANTIZED else leaf
+
+    def weight_name(self, role: str, layer: int | None) -> str:
+        return f"{self.name(role, layer)}.weight"
+
+    def name(self, role: str, layer: int | None = None) -> str:
+        """What the checkpoint calls a role."""
+        if role not in self.model.weights:
+            raise ConfigError(f"model.weights: nothing says what the checkpoint calls '{role}'; add {role}: <name>")
+        return self.model.weights[role].replace("{layer}", str(layer))
+
+
+def required(value: Any) -> Any:
+    """A value that `config.load` has made sure of."""
+    assert value is not None, "config.load checks it"
+    return value
+
+
+def is_plain(name: str, patterns: list[str]) -> bool:
+    """Whether quantization_config excepts a tensor.
+
+    A pattern is a module or one around it, with wildcards, or `re:` and a regular expression.
+    """
+    module = name.removesuffix(".weight")
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            if re.match(pattern[3:], module):
+                return True
+        elif f".{pattern}." in f".{module}." or fnmatch(module, pattern) or fnmatch(module, f"{pattern}.*"):
+            return True
+    return False

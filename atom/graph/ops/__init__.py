@@ -1,0 +1,83 @@
+"""The ops of the text. Each is a reference body in plain torch, a shape rule in plain Python, and a docstring.
+
+    ops.rms_norm(x, weight, eps=1e-6)                      # the reference body
+    ops.rms_norm.infer(Type("bf16", ("T", 576)), …)        # its result's type
+    OPS["rms_norm"]                                        # by the name that the text uses
+
+Tensors are positional, attributes keyword-only. A `state` op writes a cache, so it is never dead. Shapes by letter:
+T tokens, R rows, S sequences, H hidden, V vocabulary, N query heads, K key/value heads, D head dim, M blocks of the
+longest sequence.
+"""
+
+from atom.graph.ops.attention import (
+    attend,
+    attention,
+    causal_mask,
+    merge_heads,
+    norm_rope_write,
+    paged_attention,
+    rope,
+    rotary,
+    split_heads,
+)
+from atom.graph.ops.base import LOWERED, OPS, SEMANTIC, Op
+from atom.graph.ops.dense import (
+    ACTIVATIONS,
+    activate,
+    add,
+    add_rms_norm,
+    embedding,
+    gated_activate,
+    layer_norm,
+    linear,
+    mul,
+    rms_norm,
+    scale,
+    softcap,
+    split,
+)
+from atom.graph.ops.latent import (
+    attend_latent,
+    mla_attention,
+    norm_rope_write_latent,
+    paged_mla_attention,
+)
+from atom.graph.ops.moe import combine, experts, group, grouped_linear, router
+
+__all__ = [
+    "ACTIVATIONS",
+    "LOWERED",
+    "OPS",
+    "SEMANTIC",
+    "Op",
+    "activate",
+    "add",
+    "add_rms_norm",
+    "attend",
+    "attend_latent",
+    "attention",
+    "causal_mask",
+    "combine",
+    "embedding",
+    "experts",
+    "gated_activate",
+    "group",
+    "grouped_linear",
+    "layer_norm",
+    "linear",
+    "merge_heads",
+    "mla_attention",
+    "mul",
+    "norm_rope_write",
+    "norm_rope_write_latent",
+    "paged_attention",
+    "paged_mla_attention",
+    "rms_norm",
+    "rope",
+    "rotary",
+    "router",
+    "scale",
+    "softcap",
+    "split",
+    "split_heads",
+]

@@ -1,0 +1,160 @@
+"""Attention over keys and values, semantic (one whole sequence) and lowered (many, in the blocks of a paged cache)."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from atom.graph.ops.base import LOWERED, SEMANTIC, divide, need, op
+from atom.graph.ops.dense import rms_norm
+from atom.graph.recipes import KV
+from atom.graph.types import Type
+
+
+@op(lambda x, *, heads: x.with_last(heads, divide(x.shape[-1], heads)))
+def split_heads(x: Tensor, *, heads: int) -> Tensor:
+    """x [T, N * D] -> a view [T, N, D]"""
+    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+
+@op(lambda x: Type(x.dtype, (x.shape[0], x.shape[1] * x.shape[2])))
+def merge_heads(x: Tensor) -> Tensor:
+    """x [T, N, D] -> [T, N * D]"""
+    return x.flatten(1)
+
+
+@op(lambda positions, freqs, *, scale=1.0: (Type("fp32", (*positions.shape, *freqs.shape)),) * 2)
+def rotary(positions: Tensor, freqs: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """positions i64[T], freqs fp32[D / 2] -> cos, sin fp32[T, D / 2], both times scale"""
+    angles = positions.float().unsqueeze(-1) * freqs
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def _rope(x: Type, cos: Type, sin: Type, *, interleaved: bool = False) -> Type:
+    need(cos == sin, f"cos is {cos}, sin {sin}")
+    need(2 * int(cos.shape[-1]) <= int(x.shape[-1]), f"{2 * int(cos.shape[-1])} rotated dims in heads of {x.shape[-1]}")
+    return x
+
+
+@op(_rope)
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """x [T, N, D], cos and sin fp32[T, P] -> [T, N, D] (Su et al. 2021)
+
+    Dim i turns with i + P, or 2 i with 2 i + 1 where they are interleaved; the dims behind 2 P stay.
+    """
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned, rest = torch.split(x.float(), [2 * half, x.shape[-1] - 2 * half], dim=-1)
+    first, second = turned.reshape(*x.shape[:-1], half, 2).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
+    pair = first * cos - second * sin, second * cos + first * sin
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((turned, rest), dim=-1).to(x.dtype)
+
+
+def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+    """bool[num_queries, num_keys], the last query at the last key; true where the query sees the key."""
+    queries = torch.arange(num_keys - num_queries, num_keys, device=device).unsqueeze(1)
+    keys = torch.arange(num_keys, device=device)
+    mask = keys <= queries
+    return mask if window is None else mask & (keys > queries - window)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, softcap: float | None = None,
+           sinks: Tensor | None = None) -> Tensor:  # fmt: skip
+    """One sequence: q [Q, N, D] at the last Q of L positions, k [L, K, D], v [L, K, U] -> [Q, N, U], in float32.
+
+    A sink is a score [N] that takes part in the softmax and has no value (Agarwal et al. 2025).
+    """
+    num_queries, heads, dim = q.shape
+    grouped = q.float().view(num_queries, k.shape[1], -1, dim)  # N / K query heads share a key/value head
+    scores = torch.einsum("qkgd,lkd->kgql", grouped, k.float()) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores.masked_fill_(~causal_mask(num_queries, k.shape[0], window, q.device), float("-inf"))
+    if sinks is not None:
+        column = sinks.float().view(k.shape[1], -1, 1, 1).expand(-1, -1, num_queries, 1)
+        scores = torch.cat((scores, column), dim=-1)
+    shares = scores.softmax(-1)[..., : k.shape[0]]
+    return torch.einsum("kgql,lkd->qkgd", shares, v.float()).reshape(num_queries, heads, v.shape[2]).to(q.dtype)
+
+
+def _window(cache: KV, window: int | None) -> None:
+    need(cache.window is None or (window is not None and window <= cache.window),
+          f"a query sees {window or 'all'} tokens, the cache keeps {cache.window}")  # fmt: skip
+
+
+def _sinks(sinks: Type | None, q: Type) -> None:
+    need(sinks is None or sinks.shape == (q.shape[1],), f"the sinks are {sinks} for q {q}")
+
+
+def _attention(q: Type, k: Type, v: Type, cache: KV, sinks: Type | None = None, *, scale: float,
+               window: int | None = None, softcap: float | None = None) -> Type:  # fmt: skip
+    _window(cache, window)
+    _sinks(sinks, q)
+    tokens, heads, dim = q.shape
+    need(k == v and k.shape[0] == tokens and k.shape[2] == dim, f"q is {q}, k {k}, v {v}")
+    divide(heads, int(k.shape[1]))
+    need(cache.type.shape == (2, *k.shape[1:]), f"the cache keeps {cache.type} of k {k}")
+    return q
+
+
+@op(_attention, levels=frozenset({SEMANTIC}))
+def attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor | None, sinks: Tensor | None = None, *, scale: float,
+              window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
+    """q [T, N, D], k and v [T, K, D], sinks [N] -> [T, N, D], causal: the T tokens are one whole sequence.
+
+    A query sees the window's tokens up to its own. The cache, where a lowered graph keeps k and v, is not touched.
+    """
+    return attend(q, k, v, scale, window, softcap, sinks)
+
+
+def _norm_rope_write(q: Type, k: Type, v: Type, cos: Type | None, sin: Type | None, q_norm: Type | None,
+                     k_norm: Type | None, cache: KV, slots: Type, *, eps: float = 0.0,
+                     interleaved: bool = False) -> Type:  # fmt: skip
+    need(cache.type.shape == (2, *k.shape[1:]), f"the cache keeps {cache.type} of k {k}")
+    return q
+
+
+@op(_norm_rope_write, levels=frozenset({LOWERED}), state=True)
+def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
+                    k_norm: Tensor | None, cache: Tensor, slots: Tensor, *, eps: float = 0.0,
+                    interleaved: bool = False) -> Tensor:  # fmt: skip
+    """Norm and turn q and k, write k and v to the cache, give q.
+
+    q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D] -> q [T, N, D];
+    cache [blocks, block size, 2, K, D], slots i64[T]: block number * block size + place in the block.
+    """
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm(q, q_norm, eps=eps), rms_norm(k, k_norm, eps=eps)
+    if cos is not None and sin is not None:
+        q, k = (rope(x, cos, sin, interleaved=interleaved) for x in (q, k))
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, torch.stack((k, v), dim=1).to(cache.dtype))
+    return q
+
+
+def _paged_attention(q: Type, cache: KV, table: Type, starts: Type, lengths: Type, num_decodes: Type,
+                     sinks: Type | None = None, *, scale: float, window: int | None = None,
+                     softcap: float | None = None) -> Type:  # fmt: skip
+    _window(cache, window)
+    _sinks(sinks, q)
+    need(len(q.shape) == 3 and q.shape[2] == cache.type.shape[2], f"q is {q}, the cache keeps {cache.type}")
+    return q
+
+
+@op(_paged_attention, levels=frozenset({LOWERED}))
+def paged_attention(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
+                    sinks: Tensor | None = None, *, scale: float, window: int | None = None,
+                    softcap: float | None = None) -> Tensor:  # fmt: skip
+    """Attention of S sequences over the blocks that each one's row of the table lists.
+
+    q [T, N, D], cache [blocks, block size, 2, K, D], table i32[S, M], starts i32[S + 1], lengths i32[S], sinks [N] ->
+    [T, N, D]; sequence s has queries starts[s] to starts[s + 1], the last of its lengths[s] positions; the first
+    num_decodes sequences have one query each.
+    """
+    out = torch.zeros_like(q)
+    for row, (first, last) in enumerate(itertools.pairwise(starts.tolist())):
+        keys, values = cache[table[row]].flatten(0, 1)[: int(lengths[row])].unbind(1)
+        out[first:last] = attend(q[first:last], keys, values, scale, window, softcap, sinks)
+    return out

@@ -1,0 +1,148 @@
+"""Ops on each token by itself: embeddings, linears, norms, activations, sums."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atom.graph.ops.base import divide, need, op
+from atom.graph.types import Type
+
+
+@op(lambda tokens, weight: Type(weight.dtype, (*tokens.shape, weight.shape[1])))
+def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+    """tokens i64[T], weight [V, H] -> [T, H]"""
+    return F.embedding(tokens, weight)
+
+
+def _linear(x: Type, weight: Type, bias: Type | None = None) -> Type:
+    out, inner = weight.shape
+    need(x.shape[-1] == inner, f"x has {x.shape[-1]} columns, the weight {inner}")
+    need(x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}")
+    need(bias is None or bias.shape == (out,), f"the bias is {bias}, for {out} outputs")
+    return x.with_last(out)
+
+
+@op(_linear)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, I], weight [O, I], bias [O] -> [T, O]"""
+    return F.linear(x, weight, bias)
+
+
+def _norm(x: Type, weight: Type, bias: Type | None = None, *, eps: float) -> Type:
+    need(weight.shape == x.shape[-1:], f"the weight is {weight} for {x}")
+    need(bias is None or bias.shape == weight.shape, f"the bias is {bias} for {x}")
+    return x
+
+
+@op(_norm)
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
+    """x [..., H], weight [H] -> [..., H]; in float32, rounded once (Zhang and Sennrich 2019)"""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+
+@op(_norm)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float) -> Tensor:
+    """x [..., H], weight [H], bias [H] -> [..., H]; in float32, rounded once (Ba et al. 2016)"""
+    wide = None if bias is None else bias.float()
+    return F.layer_norm(x.float(), weight.shape, weight.float(), wide, eps).to(x.dtype)
+
+
+def _same(a: Type, b: Type) -> Type:
+    need(a == b, f"{a} and {b} differ")
+    return a
+
+
+@op(_same)
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """a [...], b [...] -> [...]"""
+    return a + b
+
+
+def _mul(a: Type, b: Type) -> Type:
+    need(b in (a, a.with_last(1)), f"{a} and {b} differ")
+    return a
+
+
+@op(_mul)
+def mul(a: Tensor, b: Tensor) -> Tensor:
+    """a [..., H], b [..., H] or [..., 1] -> [..., H]"""
+    return a * b
+
+
+@op(lambda x, *, by: x)
+def scale(x: Tensor, *, by: float) -> Tensor:
+    """x [...] -> [...]"""
+    return x * by
+
+
+@op(lambda x, *, cap: x)
+def softcap(x: Tensor, *, cap: float) -> Tensor:
+    """x [...] -> [...] within -cap to cap (Gemma Team 2024)"""
+    return torch.tanh(x / cap) * cap
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "sigmoid": torch.sigmoid,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+def _activate(x: Type, *, kind: str) -> Type:
+    need(kind in ACTIVATIONS, f"there is no activation '{kind}'; kinds: {', '.join(ACTIVATIONS)}")
+    return x
+
+
+@op(_activate)
+def activate(x: Tensor, *, kind: str) -> Tensor:
+    """x [...] -> [...]; kind is a key of ACTIVATIONS"""
+    return ACTIVATIONS[kind](x)
+
+
+def _split(x: Type, *, sizes: Sequence[int]) -> tuple[Type, ...]:
+    need(sum(sizes) == x.shape[-1], f"sizes {list(sizes)} do not add up to {x.shape[-1]}")
+    return tuple(x.with_last(size) for size in sizes)
+
+
+@op(_split)
+def split(x: Tensor, *, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """x [..., sum(sizes)] -> views [..., size], one a size"""
+    return torch.split(x, list(sizes), dim=-1)
+
+
+@op(lambda a, b, weight, *, eps: (_norm(_same(a, b), weight, eps=eps), a))
+def add_rms_norm(a: Tensor, b: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    """a and b [T, H], weight [H] -> rms_norm(a + b), a + b"""
+    total = a + b
+    return rms_norm(total, weight, eps=eps), total
+
+
+GATED_ACTIVATIONS = (*ACTIVATIONS, "swigluoai")
+
+
+def gated_activate_type(x: Type, *, kind: str, limit: float | None = None, alpha: float | None = None) -> Type:
+    need(kind in GATED_ACTIVATIONS, f"there is no activation '{kind}'; kinds: {', '.join(GATED_ACTIVATIONS)}")
+    is_clamped = limit is not None and alpha is not None
+    need(is_clamped == (kind == "swigluoai"), f"limit={limit} and alpha={alpha} for {kind}: swigluoai takes both")
+    return x.with_last(divide(x.shape[-1], 2))
+
+
+@op(gated_activate_type)
+def gated_activate(x: Tensor, *, kind: str, limit: float | None = None, alpha: float | None = None) -> Tensor:
+    """x [T, 2 W], gate before up -> activate(gate) * up, [T, W]
+
+    swigluoai: gate sigmoid(alpha gate) (up + 1), with gate up to the limit and up within it (Agarwal et al. 2025).
+    """
+    gate, up = x.chunk(2, dim=-1)
+    if kind != "swigluoai" or limit is None or alpha is None:
+        return ACTIVATIONS[kind](gate) * up
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * torch.sigmoid(alpha * gate) * (up + 1)

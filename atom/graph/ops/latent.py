@@ -1,0 +1,105 @@
+"""Multi-head latent attention (DeepSeek-AI 2024): one latent entry a token for all heads, expanded or absorbed.
+
+Shapes by letter: L latent dims, P dims of a head without position, R rotated ones, U dims of a value.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atom.graph.ops.attention import attend, rope
+from atom.graph.ops.base import LOWERED, SEMANTIC, divide, need, op
+from atom.graph.ops.dense import rms_norm
+from atom.graph.recipes import KV
+from atom.graph.types import Type
+
+
+def attend_latent(q_nope: Tensor, q_rope: Tensor, entries: Tensor, kv_b: Tensor, scale: float) -> Tensor:
+    """One sequence, its latents expanded to keys and values (DeepSeek-AI 2024, section 2.1).
+
+    q_nope [Q, N, P] and q_rope [Q, N, R] at the last Q of C positions, entries [C, L + R], kv_b [N (P + U), L] ->
+    [Q, N, U]
+    """
+    (_, heads, plain), rank = q_nope.shape, kv_b.shape[1]
+    expanded = F.linear(entries[:, :rank].to(kv_b.dtype), kv_b).view(len(entries), heads, -1)
+    k_rope = entries[:, rank:].to(kv_b.dtype).unsqueeze(1).expand(-1, heads, -1)
+    keys = torch.cat((expanded[..., :plain], k_rope), dim=-1)
+    return attend(torch.cat((q_nope, q_rope), dim=-1), keys, expanded[..., plain:], scale)
+
+
+def _latent(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV) -> Type:
+    """The type of latent attention's result [T, N, U]."""
+    (tokens, heads, plain), rank = q_nope.shape, int(kv_b.shape[1])
+    need(q_rope.shape[:2] == (tokens, heads), f"q without position is {q_nope}, rotated {q_rope}")
+    need(cache.type.shape == (rank + int(q_rope.shape[2]),), f"the cache keeps {cache.type} of {rank} latent dims")
+    value = divide(kv_b.shape[0], int(heads)) - int(plain)
+    need(value > 0, f"kv_b is {kv_b} for q {q_nope}")
+    return Type(q_nope.dtype, (tokens, heads, value))
+
+
+def _mla_attention(q_nope: Type, q_rope: Type, latent: Type, k_rope: Type, kv_b: Type, cache: KV, *,
+                   scale: float) -> Type:  # fmt: skip
+    need(latent.shape[-1] == kv_b.shape[1], f"the latent is {latent}, kv_b {kv_b}")
+    need(k_rope.shape == (q_rope.shape[0], 1, q_rope.shape[2]), f"q is {q_rope}, its key {k_rope}")
+    return _latent(q_nope, q_rope, kv_b, cache)
+
+
+@op(_mla_attention, levels=frozenset({SEMANTIC}))
+def mla_attention(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, cache: Tensor | None, *,
+                  scale: float) -> Tensor:  # fmt: skip
+    """Multi-head latent attention (DeepSeek-AI 2024), causal: the T tokens are one whole sequence.
+
+    q_nope [T, N, P], q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], kv_b [N (P + U), L] -> [T, N, U]; the cache,
+    where a lowered graph keeps latent and k_rope, is not touched.
+    """
+    return attend_latent(q_nope, q_rope, torch.cat((latent, k_rope.squeeze(1)), dim=-1), kv_b, scale)
+
+
+def _norm_rope_write_latent(q_rope: Type, latent: Type, k_rope: Type, cos: Type | None, sin: Type | None,
+                            norm: Type | None, cache: KV, slots: Type, *, eps: float = 0.0,
+                            interleaved: bool = False) -> Type:  # fmt: skip
+    entry = int(latent.shape[-1]) + int(k_rope.shape[-1])
+    need(cache.type.shape == (entry,), f"the cache keeps {cache.type} of {latent} and {k_rope}")
+    return q_rope
+
+
+@op(_norm_rope_write_latent, levels=frozenset({LOWERED}), state=True)
+def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tensor | None,
+                           norm: Tensor | None, cache: Tensor, slots: Tensor, *, eps: float = 0.0,
+                           interleaved: bool = False) -> Tensor:  # fmt: skip
+    """Norm the latent, turn q_rope and k_rope, write latent and k_rope to the cache, give q_rope.
+
+    q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, R / 2], norm [L] -> q_rope [T, N, R];
+    cache [blocks, block size, L + R], slots i64[T].
+    """
+    if norm is not None:
+        latent = rms_norm(latent, norm, eps=eps)
+    if cos is not None and sin is not None:
+        q_rope, k_rope = (rope(x, cos, sin, interleaved=interleaved) for x in (q_rope, k_rope))
+    entries = torch.cat((latent, k_rope.squeeze(1)), dim=-1)
+    cache.view(-1, cache.shape[-1]).index_copy_(0, slots, entries.to(cache.dtype))
+    return q_rope
+
+
+def _paged_mla_attention(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, table: Type, starts: Type, lengths: Type,
+                         num_decodes: Type, *, scale: float) -> Type:  # fmt: skip
+    return _latent(q_nope, q_rope, kv_b, cache)
+
+
+@op(_paged_mla_attention, levels=frozenset({LOWERED}))
+def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Tensor, table: Tensor, starts: Tensor,
+                        lengths: Tensor, num_decodes: int, *, scale: float) -> Tensor:  # fmt: skip
+    """Latent attention of S sequences over the blocks that each one's row of the table lists.
+
+    q_nope [T, N, P], q_rope [T, N, R], kv_b [N (P + U), L], cache [blocks, block size, L + R] -> [T, N, U]; table,
+    starts, lengths and num_decodes as in paged_attention.
+    """
+    out = q_nope.new_zeros(*q_nope.shape[:2], kv_b.shape[0] // q_nope.shape[1] - q_nope.shape[2])
+    for row, (first, last) in enumerate(itertools.pairwise(starts.tolist())):
+        entries = cache[table[row]].flatten(0, 1)[: int(lengths[row])]
+        out[first:last] = attend_latent(q_nope[first:last], q_rope[first:last], entries, kv_b, scale)
+    return out

@@ -1,0 +1,141 @@
+"""Mixture of experts: a router chooses k of E experts a token; lowered, the tokens are grouped by expert.
+
+    weights, ids = router(h, W("gate"), top_k=2)                        # fp32[T, 2], i64[T, 2]
+    grouped, order, ends = group(h, ids, experts=8)                     # rows by expert; what lies behind this line
+    gate_up = grouped_linear(grouped, cat([…], dim=1), ends)            # and before combine may run on other ranks
+    m = gated_activate(gate_up, kind="silu")
+    down = grouped_linear(m, stack(…), ends)
+    y = combine(down, weights, order)
+
+Shapes by letter: E experts, k of them a token, W width of an expert.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atom.graph.ops.base import SEMANTIC, divide, need, op
+from atom.graph.ops.dense import gated_activate, gated_activate_type
+from atom.graph.types import Dim, Type
+
+METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
+
+
+SCORES = ("softmax", "sigmoid")
+
+
+def _router(x: Type, weight: Type, bias: Type | None = None, correction: Type | None = None, *, top_k: int,
+            method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
+            renormalize: bool = False, scale: float = 1.0) -> tuple[Type, Type]:  # fmt: skip
+    experts, inner = weight.shape
+    need(x.shape[-1] == inner, f"x has {x.shape[-1]} columns, the weight {inner}")
+    need(method in METHODS, f"there is no routing method '{method}'; methods: {', '.join(METHODS)}")
+    need(score in SCORES, f"there is no score '{score}'; scores: {', '.join(SCORES)}")
+    need(all(each is None or each.shape == (experts,) for each in (bias, correction)), f"{bias}, {correction}")
+    need(top_k <= top_groups * divide(experts, groups), f"{top_k} experts of {top_groups} of {groups} groups")
+    chosen = (x.shape[0], top_k)
+    return Type("fp32", chosen), Type("i64", chosen)
+
+
+@op(_router)
+def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *, top_k: int,
+           method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
+           renormalize: bool = False, scale: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x [T, H], weight [E, H], bias and correction [E] -> weights fp32[T, k] and ids i64[T, k] of each token's experts.
+
+    Scores are a softmax or sigmoid of x weight + bias, in float32. greedy takes the best; group_limited_greedy those of
+    the top_groups groups that hold the best experts (DeepSeek-AI 2024, section 2.2.2); noaux_tc adds the correction for
+    the choice alone and takes the groups whose two best experts are best together (Wang et al. 2024). The weights are
+    the chosen scores, brought to a sum of 1 by renormalize, times scale.
+    """
+    logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
+    ranks = scores if correction is None else scores + correction.float()
+    if groups > 1:
+        grouped = ranks.view(len(x), groups, -1)
+        best = (
+            grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1) if method == "noaux_tc" else grouped.amax(-1)
+        )
+        kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(top_groups, dim=-1).indices, True)
+        ranks = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(1)
+    ids = ranks.topk(top_k, dim=-1).indices
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-20)
+    return weights * scale, ids
+
+
+def _pairs(tokens: Dim, top_k: Dim) -> Dim:
+    return tokens * top_k if isinstance(tokens, int) and isinstance(top_k, int) else f"{top_k}*{tokens}"
+
+
+def _group(x: Type, ids: Type, *, experts: int) -> tuple[Type, Type, Type]:
+    pairs = _pairs(x.shape[0], ids.shape[1])
+    return Type(x.dtype, (pairs, *x.shape[1:])), Type("i64", (pairs,)), Type("i64", (experts,))
+
+
+@op(_group)
+def group(x: Tensor, ids: Tensor, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, H], ids i64[T, k] -> rows [k T, H] of tokens, sorted by expert; order i64[k T]: the place in ids that each
+    row stands for; ends i64[E]: where each expert's rows end"""
+    order = ids.flatten().argsort(stable=True)
+    ends = torch.bincount(ids.flatten(), minlength=experts).cumsum(0)
+    return x[order // ids.shape[1]], order, ends
+
+
+def _grouped_linear(x: Type, weight: Type, ends: Type, bias: Type | None = None) -> Type:
+    experts, out, inner = weight.shape
+    need(x.shape[-1] == inner, f"x has {x.shape[-1]} columns, the weight {inner}")
+    need(x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}")
+    need(ends.shape == (experts,), f"{ends} are the ends of {experts} experts")
+    need(bias is None or bias.shape == (experts, out), f"the bias is {bias}, for {out} outputs of {experts} experts")
+    return x.with_last(out)
+
+
+@op(_grouped_linear)
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is not
+    read"""
+    out = x.new_empty(len(x), weight.shape[1])
+    for expert, (first, last) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+        if first < last:
+            out[first:last] = F.linear(x[first:last], weight[expert], None if bias is None else bias[expert])
+    return out
+
+
+def _combine(x: Type, weights: Type, order: Type) -> Type:
+    return Type(x.dtype, (weights.shape[0], x.shape[-1]))
+
+
+@op(_combine)
+def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """x [k T, H] in the order i64[k T] that group gave, weights fp32[T, k] -> the weighted sums [T, H], in float32"""
+    by_token = torch.empty_like(x).index_copy_(0, order, x).view(*weights.shape, -1)
+    return torch.einsum("tkh,tk->th", by_token.float(), weights).to(x.dtype)
+
+
+def _experts(x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, gate_up_bias: Type | None = None,
+             down_bias: Type | None = None, *, kind: str, limit: float | None = None,
+             alpha: float | None = None) -> Type:  # fmt: skip
+    ends = Type("i64", gate_up.shape[:1])
+    pairs = Type(x.dtype, (_pairs(x.shape[0], ids.shape[1]), *x.shape[1:]))
+    m = gated_activate_type(_grouped_linear(pairs, gate_up, ends, gate_up_bias), kind=kind, limit=limit, alpha=alpha)
+    return _combine(_grouped_linear(m, down, ends, down_bias), weights, ids)
+
+
+@op(_experts, levels=frozenset({SEMANTIC}))
+def experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
+            down_bias: Tensor | None = None, *, kind: str, limit: float | None = None,
+            alpha: float | None = None) -> Tensor:  # fmt: skip
+    """Each token through the experts that it chose, summed by their weights (Shazeer et al. 2017).
+
+    x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H] with gate before up, down [E, H, W], their biases
+    [E, 2 W] and [E, H] -> [T, H]; kind, limit and alpha as in gated_activate.
+    """
+    grouped, order, ends = group(x, ids, experts=len(gate_up))
+    m = gated_activate(grouped_linear(grouped, gate_up, ends, gate_up_bias), kind=kind, limit=limit, alpha=alpha)
+    return combine(grouped_linear(m, down, ends, down_bias), weights, order)  # type: ignore[no-any-return]

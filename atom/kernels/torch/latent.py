@@ -1,0 +1,116 @@
+"""Paged latent attention (DeepSeek-AI 2024) in its two forms, each where it multiplies less.
+
+    attend = PagedLatentAttention()          # one object for all layers, as PagedAttention
+    for layer in layers:
+        out = attend(q_nope, q_rope, kv_b, cache, table, starts, lengths, num_decodes, scale=0.1)
+
+Absorbed: queries times the key rows of kv_b attend over the entries themselves, one key/value head whose values are the
+first L dims of its keys, and the sums are multiplied by the value rows. So are decodes, and prefills of few queries
+behind a long context. Expanded: the entries times kv_b are keys and values of every head, a linear like any other and
+rounded like one. So are other prefills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atom.kernels.torch.plan import Plans
+from atom.kernels.torch.prefill import Prefill
+from atom.kernels.torch.softmax import Rule
+from atom.kernels.torch.workspace import Workspace
+
+
+class PagedLatentAttention:
+    """The op `paged_mla_attention`. Weights are [N, P + U, L] here, heads apart."""
+
+    def __init__(self, workspace_bytes: int = 6 << 20, expanded_bytes: int = 32 << 20) -> None:
+        """workspace_bytes: of the fp32 entries that decodes read at a time, and of the weights that are made fp32 at a
+        time; expanded_bytes: of the fp32 keys and values that a prefill has at a time. One head's at least."""
+        self._workspace = Workspace()
+        self._plans = Plans(self._workspace, workspace_bytes)
+        self._weight_bytes = workspace_bytes
+        self._expanded_bytes = expanded_bytes
+
+    def __call__(self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Tensor, table: Tensor, starts: Tensor,
+                 lengths: Tensor, num_decodes: int, *, scale: float) -> Tensor:  # fmt: skip
+        """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
+        (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
+        weight = kv_b.view(heads, -1, rank)
+        cache = cache.view(*cache.shape[:2], 1, 1, -1)
+        rule = Rule(scale)
+        plan = self._plans.find(cache, rank, heads, None, table, starts, lengths, num_decodes)
+        out = q_nope.new_zeros(tokens, heads, weight.shape[1] - plain)
+        if num_decodes:
+            q = self._absorb(q_nope[:num_decodes], q_rope[:num_decodes], weight)
+            self._sum_values(plan.decodes.attend(q, cache, rule), weight, out[:num_decodes])
+        for prefill in plan.prefills:
+            own = prefill.tokens
+            args = prefill, q_nope[own], q_rope[own], weight
+            attend = self._attend_absorbed if _is_absorbed(*args) else self._attend_expanded
+            attend(*args, cache, rule, out[own])
+        return out
+
+    def _attend_absorbed(self, prefill: Prefill, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: Tensor,
+                         rule: Rule, out: Tensor) -> None:  # fmt: skip
+        """q_nope [Q, N, P], q_rope [Q, N, R] -> out [Q, N, U]"""
+        prefill.reader.read(cache)
+        q = self._absorb(q_nope, q_rope, weight)
+        sums = self._workspace.take("sums", *q.shape[:2], weight.shape[2])
+        prefill.attend(q, prefill.reader.keys, prefill.reader.values, rule, sums)
+        self._sum_values(sums, weight, out)
+
+    def _attend_expanded(self, prefill: Prefill, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: Tensor,
+                         rule: Rule, out: Tensor) -> None:  # fmt: skip
+        """q_nope [Q, N, P], q_rope [Q, N, R] -> out [Q, N, U]"""
+        plain, value_dim = q_nope.shape[2], out.shape[2]
+        entries = prefill.reader.gather(cache).flatten(1).to(weight.dtype)
+        latents, k_rope = torch.split(entries, [weight.shape[2], q_rope.shape[2]], dim=1)
+        q = torch.cat((q_nope, q_rope), dim=2)
+        for some in _slices(len(weight), self._expanded_bytes // (len(entries) * (q.shape[2] + value_dim) * 4)):
+            expanded = F.linear(latents, weight[some].flatten(0, 1)).view(len(entries), -1, plain + value_dim)
+            keys, values = torch.split(expanded.transpose(0, 1), [plain, value_dim], dim=2)
+            wide_keys = self._workspace.take("keys", *keys.shape[:2], q.shape[2])
+            wide_keys[..., :plain].copy_(keys)
+            wide_keys[..., plain:].copy_(k_rope)
+            wide_values = self._workspace.take("values", *values.shape).copy_(values)
+            prefill.attend(q[:, some], wide_keys, wide_values, rule, out[:, some])
+
+    def _absorb(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor) -> Tensor:
+        """q_nope [Q, N, P], q_rope [Q, N, R] -> fp32[Q, N, L + R], in the workspace"""
+        rank = weight.shape[2]
+        q = self._workspace.take("absorbed", *q_rope.shape[:2], rank + q_rope.shape[2])
+        for some, rows in self._widen(weight[:, : q_nope.shape[2]]):
+            q[:, some, :rank].copy_(torch.bmm(q_nope[:, some].transpose(0, 1).float(), rows).transpose(0, 1))
+        q[..., rank:].copy_(q_rope)
+        return q
+
+    def _sum_values(self, sums: Tensor, weight: Tensor, out: Tensor) -> None:
+        """Sums of entries fp32[Q, N, L] -> of values, out [Q, N, U]"""
+        for some, rows in self._widen(weight[:, -out.shape[2] :]):
+            out[:, some].copy_(torch.bmm(sums[:, some].transpose(0, 1), rows.mT).transpose(0, 1))
+
+    def _widen(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Rows [N, ., L] in float32, those of some heads at a time."""
+        for some in _slices(len(rows), self._weight_bytes // (rows[0].numel() * 4)):
+            part = rows[some]
+            yield some, part if part.dtype is torch.float32 else self._workspace.take("rows", *part.shape).copy_(part)
+
+
+def _slices(num: int, size: int) -> Iterator[slice]:
+    """The range of num in slices of size, of one at least."""
+    size = max(1, size)
+    return (slice(first, first + size) for first in range(0, num, size))
+
+
+def _is_absorbed(prefill: Prefill, q_nope: Tensor, q_rope: Tensor, weight: Tensor) -> bool:
+    """Whether a prefill multiplies less so; q_nope [Q, N, P], q_rope [Q, N, R]"""
+    queries, context = len(q_nope), prefill.reader.keys.shape[1]
+    (_, expanded, rank), rotated = weight.shape, q_rope.shape[2]
+    linear = rank * expanded * weight.itemsize / 4  # bf16 multiplies twice as fast as fp32
+    by_absorbing = queries * (rank * expanded + context * (2 * rank + rotated))
+    by_expanding = context * (linear + queries * (expanded + rotated))
+    return by_absorbing < by_expanding

@@ -1,0 +1,27 @@
+"""
+    y = experts(h, weights, ids, gate_up, down, kind="silu")
+        ->
+    grouped, order, ends = group(h, ids, experts=8)
+    gate_up = grouped_linear(grouped, gate_up, ends)
+    m = gated_activate(gate_up, kind="silu")
+    down = grouped_linear(m, down, ends)
+    y = combine(down, weights, order)
+
+What lies between group and combine sees rows by expert and no token: that part can run where the experts are.
+"""
+
+from atom.graph import Graph, ops
+
+
+def lower_moe(graph: Graph) -> Graph:
+    for experts in graph.find(ops.experts):
+        h, weights, ids, gate_up, down, *biases = experts.args
+        gate_up_bias, down_bias = biases or (None, None)
+        grouped, order, ends = graph.insert(
+            experts, ops.group, h, ids, experts=gate_up.type.shape[0], name=("grouped", "order", "ends")
+        )
+        both = graph.insert(experts, ops.grouped_linear, grouped, gate_up, ends, gate_up_bias, name="gate_up")
+        m = graph.insert(experts, ops.gated_activate, both, name="m", **experts.kwargs)
+        rows = graph.insert(experts, ops.grouped_linear, m, down, ends, down_bias, name="down")
+        graph.replace({experts: graph.insert(experts, ops.combine, rows, weights, order, name="y")})
+    return graph

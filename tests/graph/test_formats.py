@@ -1,0 +1,58 @@
+"""Bytes of weights by stored format, against numbers computed by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from atom.errors import UnsupportedError
+from atom.graph import Type
+from atom.graph.formats import FORMATS, num_bytes, parse_format, stored_parts
+
+
+@pytest.mark.parametrize(
+    ("shape", "fmt", "expected"),
+    [
+        ((7168, 2048), None, 7168 * 2048 * 2),
+        ((7168, 2048), "fp8[128, 128]", 7168 * 2048 + 56 * 16 * 4),
+        ((576, 7168), "fp8[128, 128]", 576 * 7168 + 5 * 56 * 4),  # the last block of rows is half full
+        ((4, 576, 7168), "fp8[128, 128]", 4 * (576 * 7168 + 5 * 56 * 4)),
+        ((64, 96), "fp8", 64 * 96 + 4),
+        ((64, 96), "fp8[*, *]", 64 * 96 + 4),
+        ((64, 96), "fp8[1, *]", 64 * 96 + 64 * 4),
+        ((64, 96), "int8", 64 * 96 + 64 * 2),
+        ((64, 256), "int8[1, 128]", 64 * 256 + 64 * 2 * 2),
+        ((64, 256), "int8z", 64 * 256 + 64 * 2 * 3),
+        ((64, 256), "int4", 64 * 256 // 2 + 64 * 2 * 2),
+        ((64, 256), "int4[1, 32]", 64 * 256 // 2 + 64 * 8 * 2),
+        ((64, 256), "int4z", 64 * 256 // 2 + 64 * 2 * 5 // 2),
+        ((3, 5), "int4z", 8 + 8),  # 7.5 bytes of elements, 7.5 of scales and zero points
+        ((2880, 2880), "mxfp4", 2880 * 2880 // 2 + 2880 * 90),
+        ((32, 5760, 2880), "mxfp4", 32 * 5760 * 90 * 17),
+        ((2880, 2880), "nvfp4", 2880 * 2880 // 2 + 2880 * 180),
+    ],
+)
+def test_bytes_of_a_weight(shape: tuple[int, ...], fmt: str | None, expected: int):
+    assert num_bytes(Type("bf16", shape), fmt) == expected
+    assert num_bytes(Type("fp32", shape), fmt) == (expected if fmt else 2 * expected)
+
+
+def test_a_block_may_be_stated():
+    assert parse_format("int4").block == (1, 128)
+    assert parse_format("int4[16, *]").block == (16, None)
+    assert parse_format("int4[16, *]")._replace(block=(1, 128)) == FORMATS["int4"]
+
+
+@pytest.mark.parametrize("fmt", ["fp9", "int3z[1, 128]", "fp8[128]", "fp8[128,128]", "fp8[a, 1]", ""])
+def test_an_unknown_format_lists_the_known(fmt: str):
+    with pytest.raises(UnsupportedError, match="not known yet; formats: fp8, int8, int4, int4z, int8z, mxfp4, nvfp4"):
+        parse_format(fmt)
+
+
+def test_the_tensors_that_a_weight_is_stored_in():
+    plain = Type("bf16", (8, 64, 96))
+    assert stored_parts(plain, None) == {"": plain}
+    parts = stored_parts(plain, "mxfp4")
+    assert parts == {"_blocks": Type("u8", (8, 64, 3, 16)), "_scales": Type("u8", (8, 64, 3))}
+    assert sum(part.num_bytes for part in parts.values()) == num_bytes(plain, "mxfp4")
+    with pytest.raises(UnsupportedError, match="the tensors of a weight stored as fp8 are not known yet"):
+        stored_parts(plain, "fp8")

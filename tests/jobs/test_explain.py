@@ -1,0 +1,461 @@
+"""`job=explain`: sizes against formulas over published configs (tests/configs), and what a user sees of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from atom.cli import main
+from atom.compiler import compile_graph
+from atom.config import load, load_gpu
+from atom.errors import CapacityError
+from atom.llm import cache_kinds, plan_kv
+from atom.runtime.runner import Runner
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Exit code, stdout and stderr of `job=explain` with these overrides."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        code = main(["job=explain", *argv])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def explain(run: Any) -> Callable[..., dict[str, Any]]:
+    """What `job=explain` tells as JSON."""
+
+    def explain(*argv: str) -> dict[str, Any]:
+        code, out, err = run(*argv, "job.output=json")
+        assert code == 0, err
+        return json.loads(out)
+
+    return explain
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Callable[[str], str]:
+    """The override that names a folder with nothing but a published config.json."""
+
+    def make(name: str) -> str:
+        (tmp_path / name).mkdir(exist_ok=True)
+        shutil.copy(CONFIGS / f"{name}.json", tmp_path / name / "config.json")
+        return f"checkpoint={tmp_path / name}"
+
+    return make
+
+
+# the passes
+
+
+def test_passes_and_sizes_are_shown(run: Any, checkpoints: Any, references: Any):
+    code, out, _ = run(f"checkpoint={checkpoints('qwen3')}")
+    assert code == 0
+    for name in ("fuse_qkv", "fuse_gate_up", "lower_attention"):
+        assert re.search(rf"^{name}: 3 changes, [\d.]+ ms$", out, re.MULTILINE)
+    assert "  -    gate = linear(h_1, " in out and "  +    gate_up = linear(h_1, cat([" in out
+    assert re.search(r"… and \d+ lines like these", out)
+    num_parameters = sum(p.numel() for p in references("qwen3").parameters())
+    assert re.search(
+        rf"^parameters  {num_parameters:,} in all, {num_parameters - 101 * 48:,} active$", out, re.MULTILINE
+    )
+
+
+def test_no_weights_are_needed_and_an_unknown_stage_names_the_known(run: Any, checkpoints: Any, tmp_path: Path):
+    (tmp_path / "config.json").write_bytes((checkpoints("llama") / "config.json").read_bytes())
+    code, out, _ = run(f"checkpoint={tmp_path}", "job.stage=semantic")
+    assert code == 0 and out.startswith("def body(tokens: i64[T], positions: i64[T]):\n")
+    code, _, err = run(f"checkpoint={tmp_path}", "job.stage=nope")
+    stages = "semantic, fuse_qkv, fuse_gate_up, fuse_norm_residual, lower_moe, lower_attention, select_kernels"
+    assert code == 2 and f"stages: {stages}" in err
+
+
+# published sizes
+
+
+class Part(NamedTuple):
+    """Tensors [rows, columns] of a model."""
+
+    rows: int
+    columns: int = 1
+    count: int = 1
+    active: int | None = None  # how many of them a token is multiplied with; None: all
+    is_packed: bool = False  # in the checkpoint's format, where it has one
+    num_bytes: int = 2  # an element, where it is plain
+
+    @property
+    def num_active(self) -> int:
+        return self.count if self.active is None else self.active
+
+
+def latent_attention(c: dict[str, Any]) -> list[Part]:
+    hidden, heads, rank, turned = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], c["qk_rope_head_dim"]
+    plain, value, q_rank = c["qk_nope_head_dim"], c["v_head_dim"], c["q_lora_rank"]
+    return [
+        *(Part(rows, columns, is_packed=True) for rows, columns in (
+            (q_rank, hidden), (heads * (plain + turned), q_rank), (rank + turned, hidden), (heads * (plain + value), rank),
+            (hidden, heads * value),
+        )),
+        Part(q_rank), Part(rank),
+    ]  # fmt: skip
+
+
+def grouped_attention(c: dict[str, Any]) -> list[Part]:
+    hidden, dim = c["hidden_size"], c["head_dim"]
+    q, kv = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
+    biases = [Part(q + 2 * kv), Part(hidden)] if c["attention_bias"] else []
+    return [Part(q + 2 * kv, hidden), Part(hidden, q), *biases]
+
+
+def mixture(c: dict[str, Any], experts: int, width: int, has_bias: bool = False) -> list[Part]:
+    hidden, top_k = c["hidden_size"], c["num_experts_per_tok"]
+    sizes = [(width, hidden), (width, hidden), (hidden, width)]
+    parts = [Part(rows, columns, experts, top_k, is_packed=True) for rows, columns in sizes]
+    biases = [Part(rows, 1, experts, top_k) for rows, _ in sizes] + [Part(experts)] if has_bias else []
+    return [*parts, Part(experts, hidden), *biases]
+
+
+def deepseek(c: dict[str, Any]) -> list[Part]:
+    hidden, layers, dense = c["hidden_size"], c["num_hidden_layers"], c["first_k_dense_replace"]
+    shared, wide = c["moe_intermediate_size"] * c["n_shared_experts"], c["intermediate_size"]
+    gated = {
+        width: [Part(width, hidden, is_packed=True)] * 2 + [Part(hidden, width, is_packed=True)]
+        for width in (shared, wide)
+    }
+    moe = [*mixture(c, c["n_routed_experts"], c["moe_intermediate_size"]), *gated[shared]]
+    moe.append(Part(c["n_routed_experts"], num_bytes=4))  # the correction of the choice
+    return (latent_attention(c) + [Part(hidden)] * 2) * layers + gated[wide] * dense + moe * (layers - dense)
+
+
+def gpt_oss(c: dict[str, Any]) -> list[Part]:
+    moe = mixture(c, c["num_local_experts"], c["intermediate_size"], has_bias=True)
+    sinks = [Part(c["num_attention_heads"])]
+    return (grouped_attention(c) + sinks + moe + [Part(c["hidden_size"])] * 2) * c["num_hidden_layers"]
+
+
+def qwen3_moe(c: dict[str, Any]) -> list[Part]:
+    moe = mixture(c, c["num_experts"], c["moe_intermediate_size"])
+    norms = [Part(c["hidden_size"])] * 2 + [Part(c["head_dim"])] * 2
+    return (grouped_attention(c) + moe + norms) * c["num_hidden_layers"]
+
+
+class Published(NamedTuple):
+    layers: Callable[[dict[str, Any]], list[Part]]
+    parameters: float
+    active: float
+    counts_embedding: bool = False  # among the active ones
+
+
+PUBLISHED = {
+    "deepseek_v3": Published(deepseek, 671e9, 37e9),
+    "kimi_k2": Published(deepseek, 1.0e12, 32e9),
+    "gpt_oss_20b": Published(gpt_oss, 20.9e9, 3.6e9),
+    "qwen3_30b_a3b": Published(qwen3_moe, 30.5e9, 3.3e9, counts_embedding=True),
+}
+
+
+def fp8_bytes(part: Part) -> int:
+    return part.rows * part.columns + 4 * -(-part.rows // 128) * -(-part.columns // 128)
+
+
+def mxfp4_bytes(part: Part) -> int:
+    return part.rows * part.columns // 32 * 17
+
+
+def plain_bytes(part: Part) -> int:
+    return part.rows * part.columns * part.num_bytes
+
+
+def parts_of(name: str) -> tuple[dict[str, Any], list[Part]]:
+    """A published config, and every tensor of that model."""
+    c = json.loads((CONFIGS / f"{name}.json").read_text())
+    ends = [
+        Part(c["vocab_size"], c["hidden_size"], active=0),
+        Part(c["vocab_size"], c["hidden_size"]),
+        Part(c["hidden_size"]),
+    ]
+    return c, PUBLISHED[name].layers(c) + ends
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_published_ones(name: str, explain: Any, published: Any):
+    c, parts = parts_of(name)
+    told = explain(published(name))
+    assert told["parameters"] == sum(part.rows * part.columns * part.count for part in parts)
+    assert told["active_parameters"] == sum(part.rows * part.columns * part.num_active for part in parts)
+    stated = PUBLISHED[name]
+    embedding = c["vocab_size"] * c["hidden_size"] if stated.counts_embedding else 0
+    assert told["parameters"] == pytest.approx(stated.parameters, rel=0.03)
+    assert told["active_parameters"] + embedding == pytest.approx(stated.active, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "fmt", "packed_bytes", "held_bytes"),
+    [
+        ("deepseek_v3", "fp8[128, 128]", fp8_bytes, fp8_bytes),
+        ("kimi_k2", "fp8[128, 128]", fp8_bytes, fp8_bytes),
+        ("gpt_oss_20b", "mxfp4", mxfp4_bytes, plain_bytes),  # unpacked to run
+        ("qwen3_30b_a3b", None, plain_bytes, plain_bytes),
+    ],
+)
+def test_bytes_are_those_of_the_stored_formats(
+    name: str, fmt: str | None, packed_bytes: Any, held_bytes: Any, explain: Any, published: Any
+):
+    c, parts = parts_of(name)
+    told = explain(published(name))
+    freqs = 4 * c.get("qk_rope_head_dim", c.get("head_dim")) // 2
+    packed = [part for part in parts if part.is_packed and fmt]
+    plain = [part for part in parts if not (part.is_packed and fmt)]
+    held = [(part, (held_bytes if part in packed else plain_bytes)(part)) for part in parts]
+    assert told["weights_bytes"] == sum(size * part.count for part, size in held) + freqs
+    assert told["active_weights_bytes"] == sum(size * part.num_active for part, size in held) + freqs
+    expected = {fmt: sum(packed_bytes(part) * part.count for part in packed)} if fmt else {}
+    for dtype, size in (("bf16", 2), ("fp32", 4)):
+        if total := sum(plain_bytes(part) * part.count for part in plain if part.num_bytes == size):
+            expected[dtype] = total
+    assert {name: size["stored_bytes"] for name, size in told["formats"].items()} == expected
+    if fmt:
+        assert told["formats"][fmt]["held_bytes"] == sum(held_bytes(part) * part.count for part in packed)
+
+
+SUMMARY = """\
+parameters       671,026,419,200 in all, 36,625,618,432 active
+weights          626.9 GiB in all, 35.1 GiB active
+  fp8[128, 128]  623.3 GiB
+  bf16           3.7 GiB
+  fp32           58.0 KiB
+left out         model.layers.61.*, stored behind the last layer to predict further tokens
+KV a token       70,272 bytes (latent)
+KV pool          4.0 GiB for 61,088 tokens (latent): too few for one sequence of max_model_len=163,840
+
+GPU              h200: 139.8 GiB of memory, 4.47 TB/s
+  weights        do not fit: they alone take 5 such GPUs at least
+  decode         at most 119 tokens/s for one request: its bandwidth over the active weights
+  prefill        at most 18,860 tokens/s: its rate over the active weights, without attention
+"""
+
+
+def test_a_large_model_is_explained_within_20_seconds_from_its_config_alone(published: Any):
+    command = [sys.executable, "-m", "atom.cli", "job=explain", published("deepseek_v3"), "job.gpu=h200"]
+    started = time.perf_counter()
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert time.perf_counter() - started < 20
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.endswith(f"\n\n{SUMMARY}")
+    assert (
+        'W("model.layers.3.mlp.experts.{expert}.gate_proj.weight", bf16[2048, 7168], fmt="fp8[128, 128]")'
+        in ended.stdout
+    )
+
+
+# active parameters
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_tied", "phi3", "gpt_oss", "mixtral_odd", "qwen3_moe_dense_list", "deepseek_v2"]
+)
+@pytest.mark.parametrize("level", [0, 1])
+def test_every_parameter_is_counted_once(name: str, level: int, explain: Any, checkpoints: Any, references: Any):
+    told = explain(f"checkpoint={checkpoints(name)}", f"level={level}")
+    model = references(name)
+    assert told["parameters"] == sum(p.numel() for p in model.parameters())
+    embedding = 0 if model.config.tie_word_embeddings else model.model.embed_tokens.weight.numel()
+    of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    num_experts = getattr(model.config, "n_routed_experts", None) or getattr(model.config, "num_local_experts", 1)
+    chosen = of_experts * getattr(model.config, "num_experts_per_tok", 1) // num_experts
+    assert told["active_parameters"] == told["parameters"] - embedding - of_experts + chosen
+
+
+def test_a_token_is_multiplied_with_the_experts_that_the_text_says(
+    explain: Any, run: Any, published: Any, tmp_path: Path
+):
+    """Of a text in which the router chooses half as many."""
+    name = published("qwen3_30b_a3b")
+    (tmp_path / "half.py").write_text(run(name, "job.stage=semantic")[1].replace("top_k=8", "top_k=4"))
+    c, parts = parts_of("qwen3_30b_a3b")
+    told = [explain(name, *given) for given in ((), (f"job.graph={tmp_path}/half.py",))]
+    one_expert = 3 * c["moe_intermediate_size"] * c["hidden_size"] * c["num_hidden_layers"]
+    assert told[0]["active_parameters"] - told[1]["active_parameters"] == 4 * one_expert
+    assert told[0]["active_weights_bytes"] - told[1]["active_weights_bytes"] == 2 * 4 * one_expert
+    assert (
+        told[0]["parameters"] == told[1]["parameters"] == sum(part.rows * part.columns * part.count for part in parts)
+    )
+
+
+# the KV pool
+
+
+KV_BYTES = {
+    "deepseek_v3": {"latent": 61 * (512 + 64) * 2},
+    "kimi_k2": {"latent": 61 * (512 + 64) * 2},
+    "gpt_oss_20b": {"window_128": 12 * 2 * 8 * 64 * 2, "full": 12 * 2 * 8 * 64 * 2},
+    "qwen3_30b_a3b": {"full": 48 * 2 * 4 * 128 * 2},
+}
+
+
+@pytest.mark.parametrize("name", KV_BYTES)
+def test_kv_bytes_a_token_are_those_that_the_pool_allocates(name: str, explain: Any, published: Any):
+    overrides = [published(name), "serve.max_model_len=4096"]
+    told = explain(*overrides)
+    assert told["kv_bytes_per_token"] == KV_BYTES[name]
+    config = load(overrides)
+    graph, block_size = compile_graph(config), config.serve.block_size
+    num_blocks = plan_kv(cache_kinds(graph), config)
+    runner = Runner(graph, defaultdict(lambda: None), num_blocks, block_size)  # type: ignore[arg-type]
+    allocated = dict.fromkeys(num_blocks, 0)
+    for cache, tensor in runner.caches.items():
+        allocated[cache.kind] += tensor.nbytes
+    assert sum(allocated.values()) == told["kv_pool_bytes"] <= config.serve.kv_cache_memory
+    for kind, num in num_blocks.items():
+        assert allocated[kind] == num * block_size * KV_BYTES[name][kind]
+        assert told["kv_tokens"][kind] == (num - 1) * block_size, "block 0 is nobody's"
+
+
+def test_kv_bytes_by_kind_of_a_model_with_a_window(explain: Any, checkpoints: Any):
+    told = explain(f"checkpoint={checkpoints('qwen3_window')}", "dtype=bf16")
+    assert told["kv_bytes_per_token"] == {"full": 2 * 2 * 24 * 2, "window_7": 2 * 24 * 2}, (
+        "layers x (k and v) x dim x bytes"
+    )
+    assert explain(f"checkpoint={checkpoints('qwen3_window')}", "serve.kv_cache_dtype=fp32")["kv_bytes_per_token"] == {
+        "full": 2 * 2 * 24 * 4,
+        "window_7": 2 * 24 * 4,
+    }
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss_20b"])
+def test_a_pool_that_is_too_small_says_how_long_a_sequence_it_holds(name: str, explain: Any, run: Any, published: Any):
+    overrides = [published(name), f"serve.kv_cache_memory={1 << 30}"]
+    told = explain(*overrides)
+    longest = told["kv_longest_sequence"]
+    assert told["kv_pool_bytes"] <= 1 << 30 and min(told["kv_tokens"].values()) > 0
+    config = load([*overrides, f"serve.max_model_len={longest}"])
+    kinds = cache_kinds(compile_graph(config))
+    assert max(told["kv_tokens"].values()) >= longest
+    plan_kv(kinds, config)
+    with pytest.raises(CapacityError, match=f"lower max_model_len to {longest}"):
+        plan_kv(kinds, load([*overrides, f"serve.max_model_len={longest + 1}"]))
+    _, out, _ = run(*overrides)
+    assert re.search(r"^KV pool .*: too few for one sequence of max_model_len=1\d\d,\d\d\d$", out, re.MULTILINE)
+
+
+def test_a_pool_may_hold_nothing_or_be_counted_in_blocks(explain: Any, published: Any):
+    told = explain(published("qwen3_30b_a3b"), "serve.kv_cache_memory=1")
+    assert (told["kv_longest_sequence"], told["kv_tokens"], told["kv_pool_bytes"]) == (0, {"full": 0}, 0)
+    told = explain(published("qwen3_30b_a3b"), "serve.num_kvcache_blocks=10")
+    assert (told["kv_longest_sequence"], told["kv_tokens"]) == (160, {"full": 160})
+    told = explain(published("qwen3_30b_a3b"), "serve.max_model_len=100")
+    assert told["kv_longest_sequence"] == 100
+
+
+# GPUs
+
+
+def test_a_gpu_that_holds_the_model(explain: Any, run: Any, published: Any):
+    name, gpu = published("qwen3_30b_a3b"), load_gpu("h200")
+    told = explain(name, "job.gpu=h200")
+    fit, behind = told["gpu"], gpu.memory - told["weights_bytes"]
+    assert (fit["name"], fit["memory_bytes"], fit["weights_fit"], fit["fits"]) == ("h200", gpu.memory, True, True)
+    assert (fit["gpus_for_weights"], fit["kv_longest_sequence"]) == (1, 40960)
+    blocks = behind // (16 * KV_BYTES["qwen3_30b_a3b"]["full"])
+    assert fit["kv_tokens"] == {"full": (blocks - 1) * 16}
+    assert fit["decode_tokens_per_second"] == gpu.bandwidth / told["active_weights_bytes"]
+    assert fit["prefill_tokens_per_second"] == pytest.approx(804e12 / 2 / told["active_parameters"], rel=1e-6)
+    _, out, _ = run(name, "job.gpu=h200")
+    share, rate = told["weights_bytes"] / gpu.memory, gpu.bandwidth / told["active_weights_bytes"]
+    assert f"\n  weights   fit: {share:.1%} of its memory\n" in out
+    assert (
+        f"\n  KV        one sequence of max_model_len=40,960 fits: behind the weights is room for {(blocks - 1) * 16:,} tokens (full)\n"
+        in out
+    )
+    assert f"\n  decode    at most {rate:,.0f} tokens/s for one request: " in out
+
+
+def test_a_gpu_that_does_not(explain: Any, published: Any):
+    told = explain(published("deepseek_v3"), "job.gpu=mi355x")
+    fit = told["gpu"]
+    assert (fit["weights_fit"], fit["fits"], fit["kv_tokens"], fit["kv_longest_sequence"]) == (
+        False,
+        False,
+        {"latent": 0},
+        0,
+    )
+    assert (fit["gpus_for_weights"] - 1) * 288e9 < told["weights_bytes"] <= fit["gpus_for_weights"] * 288e9
+
+
+def test_a_gpu_fits_to_the_byte(explain: Any, run: Any, published: Any, tmp_path: Path):
+    name = published("qwen3_30b_a3b")
+    one = (40960 // 16 + 1) * 16 * KV_BYTES["qwen3_30b_a3b"]["full"]
+    needed = explain(name)["weights_bytes"] + one
+
+    def on(memory: int) -> dict[str, Any]:
+        (tmp_path / "mine.yaml").write_text(f"memory: {memory}\nbandwidth: 1e12\n")
+        return explain(name, f"job.gpu={tmp_path}/mine.yaml")["gpu"]
+
+    assert (on(needed)["fits"], on(needed)["kv_tokens"]) == (True, {"full": 40960})
+    less = on(needed - 1)
+    assert (less["weights_fit"], less["fits"], less["kv_longest_sequence"]) == (True, False, 40960 - 16)
+    assert (on(needed - one)["weights_fit"], on(needed - one - 1)["weights_fit"]) == (True, False)
+    assert (on(needed - one)["gpus_for_weights"], on(needed - one - 1)["gpus_for_weights"]) == (1, 2)
+    on(needed - 1)
+    _, out, _ = run(name, f"job.gpu={tmp_path}/mine.yaml")
+    assert (
+        "one sequence of max_model_len=40,960 does not fit: behind the weights is room for 40,944 tokens (full)" in out
+    )
+
+
+def test_an_unknown_gpu_is_one_line(run: Any, published: Any):
+    code, out, err = run(published("qwen3_30b_a3b"), "job.gpu=h20")
+    assert (code, out) == (2, "")
+    assert (
+        err.startswith("atom-run: ConfigError: job.gpu=h20: ") and "did you mean h200?" in err and err.count("\n") == 1
+    )
+
+
+# what cannot run
+
+
+SMALL = ["model.layers=2", "model.mlp.0.first=1", "model.mlp.0.experts=16", "model.vocab=64", "serve.max_model_len=64"]
+
+
+def test_running_weights_in_a_stored_format_is_refused(run: Any, published: Any):
+    code, out, err = run(published("deepseek_v3"), "job=generate", "load_dummy=true", "prompts=[1,2,3]", *SMALL)
+    assert (code, out) == (2, "")
+    assert err == (
+        "atom-run: UnsupportedError: model.layers.0.self_attn.q_a_proj.weight is stored as fp8[128, 128]: "
+        "running quantized weights is not built yet, job=explain reads them\n"
+    )
+
+
+def test_a_format_that_nobody_knows_is_one_line(run: Any, published: Any, tmp_path: Path):
+    config = json.loads((CONFIGS / "qwen3_30b_a3b.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 3, "group_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, _, err = run(f"checkpoint={tmp_path}")
+    assert code == 2
+    assert err.startswith(
+        "atom-run: UnsupportedError: weights stored as int3z[1, 64] are not known yet; formats: fp8, "
+    )
+
+
+def test_layers_that_predict_further_tokens_are_left_out(explain: Any, published: Any):
+    assert explain(published("deepseek_v3"))["left_out"] == ["model.layers.61.*"]
+    assert explain(published("deepseek_v3"), "model.mtp_layers=2")["left_out"] == [
+        "model.layers.61.*",
+        "model.layers.62.*",
+    ]
+    assert explain(published("kimi_k2"))["left_out"] == []

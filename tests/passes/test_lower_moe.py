@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import torch
+from passes.cases import run, text_of
+
+from atom.graph import parse
+from atom.passes.lower_moe import lower_moe
+
+BEFORE = """\
+def f(h: fp32[T, 8], weights: fp32[T, 2], ids: i64[T, 2]):
+    y = experts(h, weights, ids, W("gate_up", fp32[4, 12, 8]), W("down", fp32[4, 8, 6]), kind="silu")
+    return y"""
+
+AFTER = """\
+def f(h: fp32[T, 8], weights: fp32[T, 2], ids: i64[T, 2]):
+    grouped, order, ends = group(h, ids, experts=4)
+    gate_up = grouped_linear(grouped, W("gate_up", fp32[4, 12, 8]), ends, None)
+    m = gated_activate(gate_up, kind="silu")
+    down = grouped_linear(m, W("down", fp32[4, 8, 6]), ends, None)
+    y = combine(down, weights, order)
+    return y"""
+
+CLAMPED = BEFORE.replace(
+    'W("down", fp32[4, 8, 6]), kind="silu"',
+    'W("down", fp32[4, 8, 6]), W("b1", fp32[4, 12]), W("b2", fp32[4, 8]), kind="swigluoai", limit=1.5, alpha=1.7',
+)
+
+
+def test_experts_become_group_linears_combine():
+    assert text_of(lower_moe(parse(BEFORE))).strip() == AFTER
+
+
+def test_biases_and_the_clamp_go_along():
+    lowered = text_of(lower_moe(parse(CLAMPED)))
+    assert 'grouped_linear(grouped, W("gate_up", fp32[4, 12, 8]), ends, W("b1", fp32[4, 12]))' in lowered
+    assert 'gated_activate(gate_up, kind="swigluoai", limit=1.5, alpha=1.7)' in lowered
+    assert 'grouped_linear(m, W("down", fp32[4, 8, 6]), ends, W("b2", fp32[4, 8]))' in lowered
+
+
+def test_a_graph_without_experts_is_left_alone():
+    graph = lower_moe(parse("def f(x: fp32[T, 8]):\n    y = add(x, x)\n    return y\n"))
+    assert graph.num_rewrites == 0
+
+
+def test_numbers_are_equal():
+    inputs = {
+        "h": torch.randn(9, 8),
+        "weights": torch.rand(9, 2),
+        "ids": torch.stack([torch.randperm(4)[:2] for _ in range(9)]),
+    }
+    for text in (BEFORE, CLAMPED):
+        lowered = text_of(lower_moe(parse(text)))
+        torch.testing.assert_close(run(lowered, **inputs), run(text, **inputs))

@@ -1,0 +1,124 @@
+"""What is particular to a mixture of experts: its weights, its errors, and which of them are read."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from law import assert_same_logits
+from probe import logits_of
+from safetensors.torch import load_file, save_file
+
+from atom import LLMEngine, SamplingParams
+from atom.config import load
+from atom.errors import AtomError, CheckpointError, ConfigError, UnsupportedError
+
+Checkpoints = Callable[[str], Path]
+
+
+def changed(folder: Path, target: Path, tensors: Callable[[dict[str, Any]], Any] = dict, **config: Any) -> Path:
+    """A copy of a checkpoint with other tensors or other values in its config.json."""
+    shutil.copytree(folder, target)
+    stated = json.loads((target / "config.json").read_text()) | config
+    (target / "config.json").write_text(json.dumps(stated))
+    stored = load_file(target / "model.safetensors")
+    save_file(tensors(stored), target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def opened(folder: Path, **fields: Any) -> LLMEngine:
+    return LLMEngine(model=str(folder), dtype="fp32", kv_cache_memory=1 << 22, **fields)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_experts_that_no_token_chose_are_not_read(
+    checkpoints: Checkpoints, references: Any, tmp_path: Path, level: int
+):
+    """The correction keeps experts 10 and up from being chosen; NaN in them must change nothing."""
+    folder = changed(
+        checkpoints("kimi_k2"),
+        tmp_path / "barred",
+        lambda stored: (
+            stored
+            | {name: torch.tensor([0.0] * 10 + [-9.0] * 14) for name in stored if name.endswith("correction_bias")}
+        ),
+    )
+    numbers = {f".experts.{expert}." for expert in range(10, 24)}
+
+    def spoil(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        spoiled = [name for name in stored if any(number in name for number in numbers)]
+        assert len(spoiled) == 2 * 14 * 3
+        return stored | {name: torch.full_like(stored[name], math.nan) for name in spoiled}
+
+    tokens = tiny.prompt(40)
+    engine = opened(changed(folder, tmp_path / "spoiled", spoil), level=level)
+    assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(folder), tokens))
+    (answer,) = engine.generate([tokens], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    tiny.assert_greedy(answer, tokens, tiny.reference(folder))
+    engine.close()
+
+
+def test_the_layer_that_predicts_further_tokens_is_known_and_left_out(
+    checkpoints: Checkpoints, references: Any, tmp_path: Path
+):
+    def add(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return stored | {
+            "model.layers.3.eh_proj.weight": torch.zeros(48, 96),
+            "model.layers.3.mlp.gate.weight": torch.zeros(2),
+        }
+
+    tokens = tiny.prompt(20)
+    engine = opened(changed(checkpoints("deepseek_v3"), tmp_path / "mtp", add))
+    assert_same_logits(logits_of(engine, tokens), tiny.logits(references("deepseek_v3"), tokens))
+    engine.close()
+    with pytest.raises(CheckpointError, match=r"does not use tensor model\.layers\.3\.eh_proj\.weight \(and 1 more\)"):
+        opened(changed(checkpoints("deepseek_v3"), tmp_path / "none", add, num_nextn_predict_layers=0))
+
+
+def without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda stored: {key: tensor for key, tensor in stored.items() if key != name}
+
+
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error"),
+    [
+        (without(EXPERT), rf"has no tensor {EXPERT}; is it whole"),
+        (lambda stored: stored | {EXPERT.replace(".3.", ".99."): torch.zeros(1)}, r"does not use tensor .*experts\.99\.up_proj"),
+        (lambda stored: stored | {EXPERT: torch.zeros(24, 47)}, rf"tensor {EXPERT} is \[24, 47\], the model expects \[24, 48\]"),
+    ],
+)  # fmt: skip
+def test_a_wrong_expert_weight_is_named(checkpoints: Checkpoints, tmp_path: Path, tensors: Any, error: str):
+    with pytest.raises(CheckpointError, match=error):
+        opened(changed(checkpoints("qwen3_moe"), tmp_path / "wrong", tensors))
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "error"),
+    [
+        ({"topk_method": "coin_toss"}, UnsupportedError, r"model\.mlp\.0\.router\.method=coin_toss is not built yet; there is: greedy, group_limited_greedy, noaux_tc"),
+        ({"scoring_func": "tanh"}, UnsupportedError, r"model\.mlp\.0\.router\.score=tanh is not built yet; there is: null, softmax, sigmoid"),
+        ({"n_group": 3}, ConfigError, r"model\.mlp\.0\.router\.groups=3: 16 experts do not divide into them"),
+        ({"topk_group": 5}, ConfigError, r"model\.mlp\.0\.router\.top_groups=5 is more than its groups=4"),
+        ({"num_experts_per_tok": 9}, ConfigError, r"model\.mlp\.0\.top_k=9 is more than the 8 experts that a token may choose from"),
+        ({"num_experts_per_tok": None}, CheckpointError, r"config\.json has no num_experts_per_tok; .* needs it for model\.mlp\[0\]\.top_k"),
+        ({"kv_lora_rank": None}, CheckpointError, r"config\.json has no kv_lora_rank"),
+        ({"qk_rope_head_dim": 7}, ConfigError, r"model\.attention\.rope: 7 dims of 7 would be rotated, an odd number or none"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_cannot_be_is_one_line(
+    checkpoints: Checkpoints, tmp_path: Path, config: dict[str, Any], kind: type[AtomError], error: str
+):
+    folder = changed(checkpoints("deepseek_v3"), tmp_path / "wrong", **config)
+    with pytest.raises(kind, match=error) as caught:
+        load([f"checkpoint={folder}"])
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,76 @@
+"""Experts that are stored as MXFP4 blocks, against transformers' own reading of the same file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from law import assert_same_logits
+from probe import logits_of
+from safetensors.torch import save_file
+from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
+
+from atom import LLMEngine, SamplingParams
+from atom.compiler import semantic_graph
+from atom.config import load
+from atom.graph import show
+
+EXPERTS = 5
+SIZES = {**tiny.SIZES, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": EXPERTS, "head_dim": 16,
+         "num_experts_per_tok": 2, "sliding_window": 9}  # fmt: skip
+PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mxfp4")
+    torch.manual_seed(0)
+    config = GptOssConfig(**SIZES)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in GptOssForCausalLM(config).state_dict().items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = tensor.shape
+            tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_scales"] = torch.randint(120, 125, (experts, rows, columns // 32), dtype=torch.uint8)
+        else:
+            tensors[name] = tensor + torch.randn_like(tensor) * 0.2
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    stated = {**config.to_dict(), "architectures": ["GptOssForCausalLM"]}
+    stated["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": PLAIN}
+    (folder / "config.json").write_text(json.dumps(stated))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoint: Path) -> Any:
+    config = Mxfp4Config(dequantize=True, modules_to_not_convert=PLAIN)
+    return GptOssForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, quantization_config=config, attn_implementation="eager"
+    ).eval()
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
+    engine = LLMEngine(model=str(checkpoint), dtype="fp32", level=request.param, kv_cache_memory=1 << 22)
+    yield engine
+    engine.close()
+
+
+def test_logits_and_greedy_tokens(engine: LLMEngine, reference: Any):
+    tokens = tiny.prompt(60)
+    assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
+    (answer,) = engine.generate([tokens[:20]], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    tiny.assert_greedy(answer, tokens[:20], reference)
+
+
+def test_the_text_says_what_is_unpacked(checkpoint: Path):
+    text = show(semantic_graph(load([f"checkpoint={checkpoint}"])))
+    shape = f"[{EXPERTS}, 192, 64]"
+    stored = f'dequantize(W("model.layers.0.mlp.experts.gate_up_proj", bf16{shape}, fmt="mxfp4"))'
+    assert f"cat([slice({stored}, 0, 192, dim=1, step=2), slice({stored}, 1, 192, dim=1, step=2)], dim=1)" in text
+    assert 'W("model.layers.0.self_attn.q_proj.weight", bf16[64, 64])' in text

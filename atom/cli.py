@@ -31,7 +31,12 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 # conf/job -> the module whose run(config) does it
-JOBS = {"generate": "atom.jobs.generate", "explain": "atom.jobs.explain"}
+JOBS = {
+    "generate": "atom.jobs.generate",
+    "explain": "atom.jobs.explain",
+    "compile": "atom.jobs.compile",
+    "cache": "atom.jobs.cache",
+}
 
 HELP = """\
 atom-run: from a Hugging Face checkpoint to tokens, with every step in between to read and change.

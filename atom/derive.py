@@ -41,7 +41,6 @@ def derive(config: Config) -> Config:
         ),
         dtype=dtype,
         device="cpu" if config.device == "auto" else config.device,
-        level=1 if config.level is None else config.level,
         cache=str(Path(config.cache or "~/.cache/atom-run").expanduser()),
     )
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from atom import weights
+from atom.artifact import Cache
 from atom.checkpoint import Checkpoint, Progress, SilentProgress, embedded, open_checkpoint, stop_ids
-from atom.compiler import compile_graph
+from atom.compiler import Compiled, compile_model
 from atom.config import Config, ModelConfig, SamplingParams, engine_overrides, load
 from atom.errors import EngineDeadError, RequestError
 from atom.graph import Graph, Recipe
@@ -168,7 +169,8 @@ def open_engine(config: Config, progress: Progress) -> Engine:
     checkpoint = open_for(config, progress)
     try:
         tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
-        graph = compile_graph(config)
+        compiled = compile_with(config, progress)
+        graph = compiled.graph
         weights.refuse_packed(graph)
         tensors = load_weights(graph, checkpoint, config, progress)
         stops = stop_ids(checkpoint, tokenizer)
@@ -177,13 +179,25 @@ def open_engine(config: Config, progress: Progress) -> Engine:
     serve = config.serve
     kinds = cache_kinds(graph)
     num_blocks = plan_kv(kinds, config)
-    runner = Runner(graph, tensors, num_blocks, serve.block_size)
+    runner = Runner(graph, tensors, num_blocks, serve.block_size, compiled.code)
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
     scheduler = Scheduler(cache, **_limits(config))
     print(_describe_pool(kinds, num_blocks, config), file=sys.stderr)
     return Engine(
         runner, scheduler, tokenizer=tokenizer, stop_ids=stops, vocab_size=config.model.vocab, seed=config.seed
     )
+
+
+def compile_with(config: Config, progress: Progress) -> Compiled:
+    """The compiled model; what it took, and what is wrong with the cache folder, is told on stderr."""
+    assert config.cache is not None, "config.load resolves it"
+    cache = Cache(Path(config.cache))
+    try:
+        return compile_model(config, progress, cache)
+    finally:
+        for line in cache.warnings:
+            print(line, file=sys.stderr)
+        cache.close()
 
 
 def open_for(config: Config, progress: Progress) -> Checkpoint:

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 LISTS_OF_TEXT = ("prompts", "sampling.stop_strings")
-TEXTS = (*LISTS_OF_TEXT, "checkpoint", "revision", "cache", "recipe", "job.gpu", "job.graph", "job.save_recipe")
-ALIASES = {"serve.kv_cache_block_size": "serve.block_size"}
-JOBS_TO_COME = ("serve", "compile", "bench", "profile", "cache")
+JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.entry", "job.prune", "job.export", "job.import_from")
+TEXTS = (*LISTS_OF_TEXT, "checkpoint", "revision", "cache", "recipe", *JOB_TEXTS)
+ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
+JOBS_TO_COME = ("serve", "bench", "profile")
 TO_COME = {  # the first part of a key, without "serve." -> what it asks for
     "parallel": "running on several devices",
     "quant": "quantization",
@@ -80,7 +81,7 @@ def refuse_to_come(key: str, value: str | None) -> None:
     if first in TO_COME:
         raise UnsupportedError(f"{key}: {TO_COME[first]} is not built yet")
     if key == "job" and value is not None and value.strip("'\" ") in JOBS_TO_COME:
-        raise UnsupportedError(f"job={value}: this job is not built yet; jobs: generate, explain")
+        raise UnsupportedError(f"job={value}: this job is not built yet; jobs: generate, explain, cache")
 
 
 def quote(key: str, value: str, multirun: bool) -> str:

@@ -193,6 +193,12 @@ class JobConfig:
     stage: str | None = None  # explain: print the whole text after this pass
     graph: str | None = None  # run this saved text instead of the one the passes make
     save_recipe: str | None = None  # write the overrides of this run to a file
+    entry: str | None = None  # cache: the beginning of a key: explain this entry, or export it
+    prune: str | None = None  # cache: 30d removes what was unused for longer; 2GiB the least recently used beyond it
+    verify: bool = False  # cache: look at all checksums and owners
+    export: str | None = None  # cache: write an artifact and its pieces to this file
+    import_from: str | None = None  # cache: job.import=FILE takes in what job.export wrote
+    trust: bool = False  # cache: import what will run as you
 
 
 @dataclass
@@ -294,7 +300,9 @@ class Config:
     dtype: str = one_of("auto", "bf16", "fp16", "fp32")  # auto: the checkpoint's
     device: str = one_of("auto", "cpu", later=("cuda",))
     seed: int = number(0, -(1 << 63), (1 << 63) - 1)
-    level: int | None = one_of(None, 0, 1, later=(2, 3))  # 0 reference ops, 1 fused ops and kernels; null: the highest
+    level: int | None = one_of(
+        None, 0, 1, 2, later=(3,)
+    )  # 0 reference ops, 1 fused ops and kernels, 2 compiled pieces; null: the highest that runs here
     tune: bool = one_of(False, later=(True,))  # search kernel parameters
     load_dummy: bool = False  # random weights: only config.json is read
     prompts: Any = None  # a prompt, a list of prompts, @FILE, or null for stdin

@@ -34,7 +34,7 @@ def changed(folder: Path, target: Path, tensors: Callable[[dict[str, Any]], Any]
 
 
 def opened(folder: Path, **fields: Any) -> LLMEngine:
-    return LLMEngine(model=str(folder), dtype="fp32", kv_cache_memory=1 << 22, **fields)
+    return LLMEngine(model=str(folder), **{"dtype": "fp32", "level": 1, "kv_cache_memory": 1 << 22, **fields})
 
 
 @pytest.mark.parametrize("level", [0, 1])

@@ -33,7 +33,7 @@ def open_engine(checkpoints: Callable[[str], Path]) -> Iterator[Open]:
 
     def open(name: str, **fields: Any) -> LLMEngine:
         pool = {} if "num_kvcache_blocks" in fields else {"kv_cache_memory": 1 << 22}
-        opened.append(LLMEngine(model=str(checkpoints(name)), **{"dtype": "fp32", **pool, **fields}))
+        opened.append(LLMEngine(model=str(checkpoints(name)), **{"dtype": "fp32", "level": 1, **pool, **fields}))
         return opened[-1]
 
     yield open

@@ -55,9 +55,9 @@ def reference(embedded_gguf: Any) -> Any:
     return model
 
 
-@pytest.fixture(scope="module")
-def engine(embedded_gguf: Any) -> Iterator[LLMEngine]:
-    engine = LLMEngine(dtype="fp32", kv_cache_memory=1 << 28, max_model_len=1024)
+@pytest.fixture(scope="module", params=[1, 2])
+def engine(embedded_gguf: Any, request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
+    engine = LLMEngine(dtype="fp32", level=request.param, kv_cache_memory=1 << 28, max_model_len=1024)
     yield engine
     engine.close()
 
@@ -90,8 +90,9 @@ def test_it_answers_a_question(engine: LLMEngine):
     assert (answer["text"], answer["finish_reason"]) == ("The capital of France is Paris.", "eos")
 
 
-def test_bf16_is_as_near_to_float32_as_that_of_transformers(reference: Any):
-    engine = LLMEngine(dtype="bf16", kv_cache_memory=1 << 28)
+@pytest.mark.parametrize("level", [1, 2])
+def test_bf16_is_as_near_to_float32_as_that_of_transformers(reference: Any, level: int):
+    engine = LLMEngine(dtype="bf16", level=level, kv_cache_memory=1 << 28)
     prompts = [engine._engine.tokenize(text) for text in PROMPTS + MORE_PROMPTS]
     exact = [tiny.logits(reference, tokens) for tokens in prompts]
     ours = [relative_error(logits_of(engine, tokens), logits) for tokens, logits in zip(prompts, exact, strict=True)]
@@ -110,7 +111,7 @@ def allocations_of_a_step(engine: LLMEngine) -> list[int]:
 
 
 def test_a_decode_step_allocates_less_than_a_hundredth_of_the_weights():
-    engine = LLMEngine(dtype="bf16", max_model_len=512, kv_cache_memory=1 << 28)
+    engine = LLMEngine(dtype="bf16", level=1, max_model_len=512, kv_cache_memory=1 << 28)
     weights = 2 * 134_515_008
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     for num_requests in (1, 16):
@@ -166,7 +167,7 @@ def moe_checkpoint(reference: Any, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_experts_that_are_all_its_mlp_give_the_same_tokens(moe_checkpoint: Path, reference: Any, engine: LLMEngine):
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompts = [engine._engine.tokenize(text) for text in PROMPTS[:4]]
-    mixture = LLMEngine(model=str(moe_checkpoint), dtype="fp32", kv_cache_memory=1 << 28, max_model_len=1024)
+    mixture = LLMEngine(model=str(moe_checkpoint), dtype="fp32", level=1, kv_cache_memory=1 << 28, max_model_len=1024)
     for prompt, answer in zip(prompts, mixture.generate(prompts, params), strict=True):
         tiny.assert_greedy(answer, prompt, reference)
         assert_same_logits(logits_of(mixture, prompt), tiny.logits(reference, prompt))

@@ -65,7 +65,7 @@ model.gguf: architecture interleaved split ignore_merges
 model.embedded: requirement member sha256 config
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory max_model_len max_num_seqs max_num_batched_tokens
 serve: enable_prefix_caching enforce_eager tensor_parallel_size
-job: kind output gpu chat stage graph save_recipe
+job: kind output gpu chat stage graph save_recipe entry prune verify export import_from trust
 sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias defaults
 : checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf
@@ -81,7 +81,7 @@ ENVIRONMENT = {"ATOM_CACHE"}
 # A line imports only from lines above it; between | neither imports the other.
 IMPORT_ORDER = """
 errors
-checkpoint | overrides
+artifact | checkpoint | overrides
 compose | schema
 derive
 config | graph
@@ -120,7 +120,7 @@ def test_the_groups_jobs_and_commands():
     }
     assert groups == {
         "gpu": {"a100", "h100", "h200", "l40s", "mi300x", "mi355x", "rtx_4090"},
-        "job": {"generate", "explain"},
+        "job": {"cache", "compile", "explain", "generate"},
         "model": set(MODEL_FILES.split()),
         "serve": {"default"},
     }

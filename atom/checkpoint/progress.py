@@ -16,17 +16,19 @@ if TYPE_CHECKING:
 
 class Task(Protocol):
     def advance(self, amount: int, /) -> None:
-        """Count `amount` more bytes as done. Safe to call from several threads."""
+        """Count `amount` more as done. Safe to call from several threads."""
 
 
 class Progress(Protocol):
-    def task(self, description: str, total: int | None = None) -> AbstractContextManager[Task]:
-        """A piece of work of `total` bytes; None where nobody knows how many."""
+    def task(
+        self, description: str, total: int | None = None, *, in_bytes: bool = True
+    ) -> AbstractContextManager[Task]:
+        """A piece of work of `total` bytes or things; None where nobody knows how many."""
 
 
 class SilentProgress:
     @contextmanager
-    def task(self, description: str, total: int | None = None) -> Iterator[Task]:
+    def task(self, description: str, total: int | None = None, *, in_bytes: bool = True) -> Iterator[Task]:
         yield _SilentTask()
 
 
@@ -37,11 +39,11 @@ class RichProgress:
     """A line on stderr for each task: a moving bar on a terminal, the last state elsewhere."""
 
     @contextmanager
-    def task(self, description: str, total: int | None = None) -> Iterator[Task]:
+    def task(self, description: str, total: int | None = None, *, in_bytes: bool = True) -> Iterator[Task]:
         from rich import progress
         from rich.console import Console
 
-        known = (progress.BarColumn(), progress.DownloadColumn())
+        known = (progress.BarColumn(), progress.DownloadColumn() if in_bytes else progress.MofNCompleteColumn())
         columns = known if total is not None else (progress.SpinnerColumn(finished_text=""),)
         text, elapsed = progress.TextColumn("{task.description}", markup=False), progress.TimeElapsedColumn()
         with progress.Progress(text, *columns, elapsed, console=Console(stderr=True)) as bars:

@@ -42,6 +42,7 @@ def _show_program(program: Program) -> str:
         ]
         op = ".".join([*([node.meta["kernel"]] if "kernel" in node.meta else []), node.target.name])
         notes = [", ".join(str(result.meta["type"]) for result in results), *node.meta.get("notes", [])]
+        notes += [f"piece {node.meta['piece']}"] if "piece" in node.meta else []
         lines.append(
             f"    {', '.join(result.name for result in results)} = {op}({', '.join(args)})    # {'; '.join(notes)}"
         )

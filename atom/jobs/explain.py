@@ -18,11 +18,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from atom.compiler import compile_graph, semantic_graph
+from atom.artifact import Cache
+from atom.compiler import compile_graph, pieces_of, semantic_graph
 from atom.config import Config, GPUConfig, load_gpu
 from atom.errors import CapacityError, ConfigError
 from atom.graph import KV, Graph, Recipe, W, ops, show
@@ -32,6 +34,7 @@ from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.types import BITS
 from atom.llm import cache_kinds, mtp_patterns, plan_kv
 from atom.passes import PassReport
+from atom.pieces import identity, key_of
 from atom.runtime.kv_cache import num_blocks_needed
 from atom.runtime.types import CacheKind
 
@@ -59,7 +62,7 @@ def run(config: Config) -> int:
     if config.job.stage is not None:
         sys.stdout.write(_find(stages, config.job.stage).text)
         return 0
-    told = sizes(graph, config)
+    told = {**pieces(graph, config), **sizes(graph, config)}
     if gpu is not None:
         told["gpu"] = fit(gpu, told, cache_kinds(graph), config)
     if config.job.output == "json":
@@ -141,6 +144,15 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
     }
 
 
+def pieces(graph: Graph, config: Config) -> dict[str, Any]:
+    """How many pieces are compiled, how many are distinct, and how many of those are in the cache folder."""
+    assert config.cache is not None, "config.load resolves it"
+    cache, found = Cache(Path(config.cache)), pieces_of(graph)
+    texts = dict.fromkeys(piece.text for piece in found)
+    cached = [text for text in texts if cache.find("pieces", key_of(identity(text))) is not None]
+    return {"pieces": len(found), "distinct_pieces": len(texts), "cached_pieces": len(cached)}
+
+
 def token_shares(graph: Graph) -> dict[Recipe, Fraction]:
     """The lowered graph's weights, and the share of each that one token is multiplied with."""
     shares: dict[Recipe, Fraction] = defaultdict(Fraction)
@@ -218,6 +230,8 @@ def fit(gpu: GPUConfig, told: dict[str, Any], kinds: Sequence[CacheKind], config
 def describe(told: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:
     """The sizes as lines for the screen: what, and how much."""
     one = f"one sequence of max_model_len={config.serve.max_model_len:,}"
+    if told["pieces"]:
+        yield "pieces", f"{told['pieces']}, {told['distinct_pieces']} distinct, {told['cached_pieces']} in the cache"
     yield "parameters", f"{told['parameters']:,} in all, {told['active_parameters']:,} active"
     yield "weights", f"{_size(told['weights_bytes'])} in all, {_size(told['active_weights_bytes'])} active"
     for fmt, size in told["formats"].items():

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from atom.errors import UnsupportedError
+from atom.graph import ops
 from atom.graph.ops import Op
 
 if TYPE_CHECKING:
@@ -39,11 +40,20 @@ class Kernel:
     accepts: Accepts
     load: Callable[[], Callable[..., Any]]  # a new one each time: a kernel may own a workspace, which its calls share
     layout: str | None = None  # of its weight, its second argument: a key of LAYOUTS of its backend; None: as stored
+    trace: Callable[..., Any] | None = None  # what stands for it in a compiled piece; None: it runs between pieces
+
+
+# ops whose bodies a compiler can trace: no state, no shape that depends on data
+COMPILED = frozenset({
+    ops.embedding, ops.linear, ops.rms_norm, ops.layer_norm, ops.add, ops.mul, ops.scale, ops.softcap, ops.activate,
+    ops.gated_activate, ops.add_rms_norm, ops.split, ops.split_heads, ops.merge_heads, ops.rotary, ops.rope,
+})  # fmt: skip
 
 
 def reference(op: Op) -> Kernel:
     """The op's own body as a kernel."""
-    return Kernel(op, "reference", lambda *_args, **_attributes: None, lambda: op.body)
+    trace = op.body if op in COMPILED else None
+    return Kernel(op, "reference", lambda *_args, **_attributes: None, lambda: op.body, trace=trace)
 
 
 def candidates(op: Op, backends: Sequence[str]) -> Iterator[Kernel]:
@@ -77,4 +87,8 @@ def _backend(name: str) -> ModuleType:
         from atom.kernels import torch
 
         return torch
-    raise UnsupportedError(f"there is no kernel backend '{name}'; backends: torch, reference")
+    if name == "inductor":
+        from atom.kernels import inductor
+
+        return inductor
+    raise UnsupportedError(f"there is no kernel backend '{name}'; backends: inductor, torch, reference")

@@ -21,6 +21,7 @@ from atom.passes.fuse_qkv import fuse_qkv
 from atom.passes.lower_attention import lower_attention
 from atom.passes.lower_moe import lower_moe
 from atom.passes.select_kernels import select_kernels
+from atom.passes.split_pieces import split_pieces
 
 # (pass, the level from which it runs, what the graph is behind it)
 PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
@@ -30,9 +31,14 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (lower_moe, 0, ops.SEMANTIC),
     (lower_attention, 0, ops.LOWERED),
     (select_kernels, 0, ops.LOWERED),
+    (split_pieces, 2, ops.LOWERED),
 )
 
-BACKENDS = {0: ("reference",), 1: ("torch", "reference")}  # by level, in the order of preference
+BACKENDS = {
+    0: ("reference",),
+    1: ("torch", "reference"),
+    2: ("inductor", "torch", "reference"),
+}  # by level, in the order of preference
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""A lowered program made callable: each node's kernel, with the weights, caches and constants already in their places.
+"""A lowered program made callable: kernels and compiled pieces, with weights, caches and constants in their places.
 
-body = Executable(graph.programs["body"], weights, caches)
+body = Executable(graph.programs["body"], weights, caches, code)
 hidden = body({"tokens": …, "positions": …, …})
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from atom.graph import KV, Program, Recipe
 from atom.graph.graph import results_of
 from atom.graph.ops import Op
 from atom.kernels import find_kernel
+from atom.pieces import PieceCode, find_pieces
 
 
 class _Step(NamedTuple):
@@ -24,13 +26,20 @@ class _Step(NamedTuple):
     args: tuple[int, ...]  # places of the arguments
     results: tuple[int, ...]  # places of the results
     is_single: bool
-    dead: tuple[int, ...]  # places that nobody reads after this step
+    dead: tuple[int, ...] = ()  # places that nobody reads after this step
 
 
 class Executable:
     """Runs a program's calls in order over a list of places: one for each input, constant and result."""
 
-    def __init__(self, program: Program, weights: Mapping[Recipe, Any], caches: Mapping[KV, Tensor]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        weights: Mapping[Recipe, Any],
+        caches: Mapping[KV, Tensor],
+        code: Mapping[str, PieceCode] = MappingProxyType({}),
+    ) -> None:
+        """code: of the program's pieces, by their text; a piece without one runs call by call"""
         self.inputs = {node.name: place for place, node in enumerate(program.inputs)}
         self._start: list[Any] = [None] * len(self.inputs)
         place_of: dict[Node, int] = {node: self.inputs[node.name] for node in program.inputs}
@@ -42,23 +51,30 @@ class Executable:
             self._start.append(caches[arg] if isinstance(arg, KV) else weights[arg] if isinstance(arg, Recipe) else arg)
             return len(self._start) - 1
 
-        last_use = _last_uses(program)
-        self._steps: list[_Step] = []
-        for node in program.nodes:
-            assert isinstance(node.target, Op)
-            key = node.target, node.meta.get("kernel", "reference")
-            if key not in kernels:
-                kernels[key] = find_kernel(*key).load()
-            call = functools.partial(kernels[key], **node.kwargs) if node.kwargs else kernels[key]
-            args = tuple(place(arg) for arg in node.args)
-            results = results_of(node)
+        def result_places(results: Sequence[Node]) -> tuple[int, ...]:
             for result in results:
                 place_of[result] = len(self._start)
                 self._start.append(None)
-            dead = tuple(place_of[used] for used in last_use.get(node, ()))
-            is_single = not isinstance(node.meta["type"], tuple)
-            self._steps.append(_Step(call, args, tuple(place_of[result] for result in results), is_single, dead))
+            return tuple(place_of[result] for result in results)
+
+        pieces = {piece.calls[0]: piece for piece in find_pieces(program) if piece.text in code}
+        inside = {call for piece in pieces.values() for call in piece.calls}
+        steps: list[_Step] = []
+        for node in program.nodes:
+            if node in pieces:
+                piece = pieces[node]
+                args = tuple(place(arg) for arg in (*piece.inputs, *piece.weights))
+                steps.append(_Step(code[piece.text], args, result_places(piece.results), False))
+            elif node not in inside:
+                assert isinstance(node.target, Op)
+                key = node.target, node.meta.get("kernel", "reference")
+                if key not in kernels:
+                    kernels[key] = find_kernel(*key).load()
+                call = functools.partial(kernels[key], **node.kwargs) if node.kwargs else kernels[key]
+                args, results = tuple(place(arg) for arg in node.args), result_places(results_of(node))
+                steps.append(_Step(call, args, results, not isinstance(node.meta["type"], tuple)))
         self._results = tuple(place_of[node] for node in program.results)
+        self._steps = _with_deaths(steps, {*self.inputs.values(), *self._results})
 
     def __call__(self, inputs: Mapping[str, Any]) -> Any:
         """Run it: the result, or a tuple where there are several."""
@@ -77,15 +93,12 @@ class Executable:
         return places[self._results[0]] if len(self._results) == 1 else tuple(places[place] for place in self._results)
 
 
-def _last_uses(program: Program) -> dict[Node, list[Node]]:
-    """By call, the results that it is the last to read."""
-    last: dict[Node, Node] = {}
-    for node in program.nodes:
-        for used in (*node.all_input_nodes, *results_of(node)):
-            last[used] = node
-    kept = {*program.results, *program.inputs}
-    by_call: dict[Node, list[Node]] = {}
-    for used, node in last.items():
-        if used not in kept:
-            by_call.setdefault(node, []).append(used)
-    return by_call
+def _with_deaths(steps: Sequence[_Step], kept: Collection[int]) -> list[_Step]:
+    """The steps, each with the results that it is the last to read."""
+    last = {place: index for index, step in enumerate(steps) for place in step.results}
+    last |= {place: index for index, step in enumerate(steps) for place in step.args if place in last}
+    dead: dict[int, list[int]] = {}
+    for place, index in last.items():
+        if place not in kept:
+            dead.setdefault(index, []).append(place)
+    return [step._replace(dead=tuple(dead.get(index, ()))) for index, step in enumerate(steps)]

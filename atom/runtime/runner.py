@@ -7,6 +7,7 @@ sampled = runner.execute(plan)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from atom.errors import CapacityError
 from atom.graph import KV, TORCH_DTYPES, Graph, Recipe
+from atom.pieces import PieceCode
 from atom.runtime.batch import build_inputs
 from atom.runtime.program import Executable
 from atom.runtime.sampler import prompt_logprobs, sample
@@ -25,12 +27,18 @@ HEAD_ROWS = 256  # logits that prompt_logprobs makes at a time
 
 class Runner:
     def __init__(
-        self, graph: Graph, weights: Mapping[Recipe, Any], num_blocks: Mapping[str, int], block_size: int
+        self,
+        graph: Graph,
+        weights: Mapping[Recipe, Any],
+        num_blocks: Mapping[str, int],
+        block_size: int,
+        code: Mapping[str, PieceCode] = MappingProxyType({}),
     ) -> None:
+        """num_blocks by cache kind; code by the text of a piece"""
         self.block_size = block_size
         self.caches = {cache: _allocate(cache, num_blocks[cache.kind], block_size) for cache in graph.caches()}
-        self.body = Executable(graph.programs["body"], weights, self.caches)
-        self.head = Executable(graph.programs["head"], weights, self.caches)
+        self.body = Executable(graph.programs["body"], weights, self.caches, code)
+        self.head = Executable(graph.programs["head"], weights, self.caches, code)
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> Sampled:

@@ -234,6 +234,7 @@ def test_bytes_are_those_of_the_stored_formats(
 
 
 SUMMARY = """\
+pieces           178, 6 distinct, 0 in the cache
 parameters       671,026,419,200 in all, 36,625,618,432 active
 weights          626.9 GiB in all, 35.1 GiB active
   fp8[128, 128]  623.3 GiB

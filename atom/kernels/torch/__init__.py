@@ -20,7 +20,7 @@ from atom.graph.ops import Op
 from atom.kernels.registry import Kernel, Target
 from atom.kernels.torch.attention import PagedAttention
 from atom.kernels.torch.latent import PagedLatentAttention
-from atom.kernels.torch.linear import accepts, find_features, pack, packed_linear
+from atom.kernels.torch.linear import accepts, find_features, pack, packed_linear, trace_packed_linear
 from atom.kernels.torch.moe import combine, packed_grouped_linear
 from atom.kernels.torch.norm import add_rms_norm, rms_norm
 from atom.kernels.torch.rope import norm_rope_write, norm_rope_write_latent
@@ -39,7 +39,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {"onednn": pack}
 __all__ = ["KERNELS", "LAYOUTS", "find_features"]
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(ops.linear, "torch", accepts, lambda: packed_linear, layout="onednn"),
+    Kernel(ops.linear, "torch", accepts, lambda: packed_linear, layout="onednn", trace=trace_packed_linear),
     _kernel(ops.rms_norm, lambda: rms_norm),
     _kernel(ops.add_rms_norm, lambda: add_rms_norm),
     Kernel(ops.grouped_linear, "torch", accepts, lambda: packed_grouped_linear, layout="onednn"),

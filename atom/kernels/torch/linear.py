@@ -33,6 +33,22 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
+# the same as an op that compiled code can call: there, a packed weight is a tensor of the plain one's shape
+LIBRARY = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
+LIBRARY.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+@torch.library.register_fake("atom::packed_linear", lib=LIBRARY)  # type: ignore[untyped-decorator]
+def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def trace_packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """packed_linear as a call in compiled code."""
+    return torch.ops.atom.packed_linear(x, weight, bias)  # type: ignore[no-any-return]
+
+
 def find_features() -> frozenset[str]:
     """The dtypes in which oneDNN multiplies on this CPU, as features of a target."""
     if not torch._C._has_mkldnn:

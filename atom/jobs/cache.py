@@ -1,0 +1,243 @@
+"""`job=cache`: what the cache folder holds, and its upkeep.
+
+atom-run job=cache                                         # a line for each entry
+atom-run job=cache job.entry=3f2a                          # what one was made of, by whom and when
+atom-run job=cache job.prune=30d                           # removes what was unused for longer; 2GiB: what is beyond
+atom-run job=cache job.verify=true                         # all checksums and owners
+atom-run job=cache job.entry=3f2a job.export=qwen3.tar     # an artifact and its pieces as one file
+atom-run job=cache job.import=qwen3.tar job.trust=true     # takes them in: code that will run as you
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from atom.artifact import Cache, Entry, export, open_bundle
+from atom.config import Config, JobConfig
+from atom.errors import ArtifactError, ConfigError
+
+SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+BYTES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+
+
+def run(config: Config) -> int:
+    """List the entries, or do the one thing that the job's fields ask for."""
+    assert config.cache is not None, "config.load resolves it"
+    cache, job = Cache(Path(config.cache)), config.job
+    work = {
+        "job.prune": (job.prune, _prune),
+        "job.verify": (job.verify, _verify),
+        "job.export": (job.export, _export),
+        "job.import": (job.import_from, _import),
+    }
+    asked = {name: do for name, (value, do) in work.items() if value}
+    if len(asked) > 1:
+        raise ConfigError(f"{' and '.join(asked)} are two jobs: do one after the other")
+    if job.entry is not None and asked.keys() - {"job.export"}:
+        raise ConfigError(f"{next(iter(asked))} takes no job.entry")
+    if job.trust and job.import_from is None:
+        raise ConfigError("job.trust is for job.import")
+    do = next(iter(asked.values()), _list if job.entry is None else _explain)
+    try:
+        do(cache, job)
+    finally:
+        for line in cache.warnings:
+            print(f"atom-run: {line}", file=sys.stderr)
+    return 0
+
+
+def _list(cache: Cache, job: JobConfig) -> None:
+    _show(cache.entries(), job, cache)
+
+
+def _explain(cache: Cache, job: JobConfig) -> None:
+    entry = _chosen(cache.entries(), job.entry or "", cache)
+    _show_whole(entry, job)
+
+
+def _prune(cache: Cache, job: JobConfig) -> None:
+    """Remove by age or by size; what cannot be removed is named at the end, and stops nothing."""
+    find_old = _limit(job.prune or "")
+    removed: list[Entry] = []
+    faults: list[str] = []
+    for entry in find_old(cache.entries()):
+        try:
+            cache.remove(entry)
+        except ArtifactError as error:
+            faults.append(str(error))
+        else:
+            removed.append(entry)
+    _show(removed, job, cache, "removed")
+    if faults:
+        raise ArtifactError("; ".join(faults))
+
+
+def _limit(text: str) -> Callable[[Sequence[Entry]], list[Entry]]:
+    """Which entries are too old, or too many: `30d`, `2GiB`."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text)
+    number, unit = (float(match[1]), match[2]) if match else (0.0, "")
+    if unit in SECONDS:
+        try:
+            oldest = datetime.now(UTC) - timedelta(seconds=number * SECONDS[unit])
+        except OverflowError:
+            raise ConfigError(f"job.prune={text}: nothing is as old as that") from None
+        return lambda entries: [entry for entry in entries if entry.used < oldest]
+    if unit in BYTES:
+        return lambda entries: _beyond(entries, number * BYTES[unit])
+    units = f"{', '.join(SECONDS)} for how long unused, {', '.join(BYTES)} for how much to keep"
+    raise ConfigError(f"job.prune={text} is neither an age, as 30d, nor a size, as 2GiB; units: {units}")
+
+
+def _beyond(entries: Sequence[Entry], size: float) -> list[Entry]:
+    """The least recently used of the entries, as few as it takes for the others to fit."""
+    held = sum(entry.size for entry in entries)
+    result: list[Entry] = []
+    for entry in sorted(entries, key=lambda entry: entry.used):
+        if held <= size:
+            break
+        result.append(entry)
+        held -= entry.size
+    return result
+
+
+def _verify(cache: Cache, job: JobConfig) -> None:
+    """Every checksum and owner. Deletes nothing: what is damaged is built anew when it is needed."""
+    checked = [(entry, cache.verify(entry.kind, entry.key)) for entry in cache.entries()]
+    num_faults = sum(fault is not None for _, fault in checked)
+    for entry, fault in checked:
+        if job.output == "json":
+            print(json.dumps({"kind": entry.kind, "key": entry.key, "fault": fault}))
+        elif fault:
+            print(f"{entry.kind}/{entry.key[:12]}: {_printable(fault)}")
+    if num_faults:
+        raise ArtifactError(
+            f"{num_faults} of {len(checked)} entries in {cache.folder} are damaged or not to be trusted"
+        )
+    if job.output != "json":
+        print(f"all {len(checked)} entries in {cache.folder} are whole, and nobody else's")
+
+
+def _export(cache: Cache, job: JobConfig) -> None:
+    """One artifact, chosen by job.entry where there are several, with its pieces."""
+    assert job.export
+    artifacts = [entry for entry in cache.entries() if entry.kind == "artifacts"]
+    if job.entry is None and len(artifacts) != 1:
+        raise ConfigError(f"job.export: {cache.folder} holds {len(artifacts)} artifacts; choose one with job.entry=KEY")
+    artifact = artifacts[0] if job.entry is None else _chosen(artifacts, job.entry, cache)
+    _show(export(cache, artifact, Path(job.export).expanduser()), job, cache, "exported")
+
+
+def _import(cache: Cache, job: JobConfig) -> None:
+    """Show what a bundle says of itself and, where it is trusted, take in its entries, those first that others name."""
+    assert job.import_from
+    path = Path(job.import_from).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"job.import={job.import_from}: there is no such file")
+    with open_bundle(path) as (bundle, entries):
+        _show_whole(entries[-1], job)
+        if not job.trust:
+            raise ConfigError(
+                f"job.import={job.import_from}: it is code that will run as you, and what is above is only "
+                "what its maker says; job.trust=true imports it"
+            )
+        for entry in entries:
+            cache.copy(entry, bundle)
+        if job.output != "json":
+            print()
+            _show(entries, job, cache, "imported")
+
+
+def _chosen(entries: Sequence[Entry], prefix: str, cache: Cache) -> Entry:
+    """The one entry whose key, or kind/key, begins so."""
+    found = [each for each in entries if each.key.startswith(prefix) or f"{each.kind}/{each.key}".startswith(prefix)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise ConfigError(f"job.entry={prefix}: {cache.folder} holds no such entry; job=cache lists what there is")
+    names = ", ".join(f"{entry.kind}/{entry.key[:12]}" for entry in found[:4]) + (", …" if len(found) > 4 else "")
+    raise ConfigError(f"job.entry={prefix} may be {len(found)} entries ({names}): write more of the key")
+
+
+def _show(entries: Sequence[Entry], job: JobConfig, cache: Cache, verb: str = "") -> None:
+    """A table with the total below it, or an object a line."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if job.output == "json":
+        for entry in entries:
+            print(json.dumps(_plain(entry)))
+        return
+    now = datetime.now(UTC)
+    table = Table(box=None, pad_edge=False)
+    for heading in ("kind", "key", "what", "size", "age", "unused"):
+        table.add_column(heading, justify="right" if heading in ("size", "age", "unused") else "left")
+    for entry in entries:
+        what = f"not used: {entry.fault}" if entry.fault else str(entry.about.get("name", ""))
+        ages = (_age(now - entry.created), _age(now - entry.used))
+        table.add_row(entry.kind, entry.key[:12], _printable(what), _size(entry.size), *ages)
+    if entries:
+        width = None if sys.stdout.isatty() else 1000  # a pipe takes lines as long as they are
+        Console(width=width, markup=False, emoji=False, highlight=False).print(table)
+    where = f"to {job.export}" if verb == "exported" else f"in {cache.folder}"
+    total = f"{len(entries)} {'entry' if len(entries) == 1 else 'entries'}, {_size(sum(each.size for each in entries))}"
+    print(" ".join(filter(None, (verb, total, where))))
+
+
+def _show_whole(entry: Entry, job: JobConfig) -> None:
+    if job.output == "json":
+        print(json.dumps(_plain(entry)))
+        return
+    print(f"{entry.kind}/{entry.key}")
+    if entry.fault:
+        print(f"not used: {_printable(entry.fault)}")
+    if entry.built_by:
+        print(f"built by {_printable(entry.built_by)} at {entry.created.isoformat(' ', 'seconds')}")
+    print("made of")
+    for line in _words(entry.about):
+        print(f"  {_printable(line)}")
+    print(f"{len(entry.files)} files, {_size(entry.size)}")
+    for name, size in entry.files.items():
+        print(f"  {_printable(name)}  {_size(size)}")
+
+
+def _words(about: Any) -> Iterator[str]:
+    """Nested values as indented lines."""
+    items = about.items() if isinstance(about, dict) else [("-", item) for item in about]
+    for name, value in items:
+        label = name if name == "-" else f"{name}:"
+        if isinstance(value, dict | list) and value:
+            yield label
+            yield from (f"  {line}" for line in _words(value))
+        else:
+            lines = (value if isinstance(value, str) else json.dumps(value)).splitlines() or [""]
+            yield f"{label} {lines[0]}".rstrip()
+            yield from (f"  {line}" for line in lines[1:])
+
+
+def _printable(text: str) -> str:
+    """What a terminal shows as it is, whoever wrote it."""
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    times = {"created": entry.created.isoformat(), "used": entry.used.isoformat()}
+    return {name: times.get(name, value) for name, value in vars(entry).items()}
+
+
+def _size(size: int) -> str:
+    unit = next((name for name in reversed(BYTES) if size >= BYTES[name]), None)
+    return f"{size} B" if unit is None else f"{size / BYTES[unit]:.1f} {unit}"
+
+
+def _age(age: timedelta) -> str:
+    seconds = max(age.total_seconds(), 0)
+    for name, unit in (("d", "d"), ("h", "h"), ("m", "min")):
+        if seconds >= SECONDS[name]:
+            return f"{seconds / SECONDS[name]:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,23 @@
+"""Ops that Inductor compiles, in pieces of the graph: what lies between two stateful ops is one loop nest or a few.
+
+A linear is left to torch, whose packed weights are faster than the products that Inductor writes, and runs in the midst
+of a piece. Called by itself, outside of a piece, such a kernel is the op's own body.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atom.graph import ops
+from atom.kernels.registry import COMPILED, Kernel, Target
+
+
+def accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
+    return None if target.device == "cpu" else f"compiles for a cpu, not for {target.device}"
+
+
+KERNELS: tuple[Kernel, ...] = tuple(
+    Kernel(op, "inductor", accepts, lambda op=op: op.body, trace=op.body)  # type: ignore[misc]
+    for op in ops.OPS.values()
+    if op in COMPILED and op is not ops.linear
+)

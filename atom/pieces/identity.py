@@ -1,0 +1,64 @@
+"""What a piece's code depends on, in words: equal ingredients, equal code.
+
+key_of(identity(piece.text))     # 32 hex digits
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cache
+from pathlib import Path
+
+import torch
+
+OPTIONS = {"cpp.dynamic_threads": True}  # of Inductor: as many threads as the process has, not as this machine has now
+PACKAGE = Path(__file__).parents[1]
+
+
+def identity(text: str) -> dict[str, str]:
+    """All that a piece's code depends on, in words; equal ones have equal code."""
+    return {
+        "text": digest(text),
+        "torch": torch.__version__,
+        "instruction set": instruction_set(),
+        "strides": "contiguous",
+        "compiler options": json.dumps(OPTIONS),
+        "sources": sources_of("graph/ops", "kernels", "pieces"),
+    }
+
+
+def key_of(ingredients: dict[str, str]) -> str:
+    return digest(json.dumps(ingredients, sort_keys=True))
+
+
+def digest(text: str) -> str:
+    """32 hex digits."""
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@cache
+def sources_of(*parts: str) -> str:
+    """A digest of the sources of these parts of atom, files or folders."""
+    files = [
+        file
+        for part in parts
+        for file in ([PACKAGE / part] if part.endswith(".py") else (PACKAGE / part).rglob("*.py"))
+    ]
+    return digest("".join(f"{file.relative_to(PACKAGE)}\n{file.read_text()}" for file in sorted(files)))
+
+
+@cache
+def instruction_set() -> str:
+    """What compiled code may use of this CPU."""
+    kinds = ("sse", "ssse", "avx", "fma", "f16c", "bmi", "amx", "neon", "asimd", "sve", "bf16", "popcnt", "movbe")
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    stated = next(
+        (line.partition(":")[2].split() for line in lines if line.lower().startswith(("flags", "features"))), []
+    )
+    return " ".join(
+        [torch.backends.cpu.get_cpu_capability(), *sorted({flag for flag in stated if flag.startswith(kinds)})]
+    )

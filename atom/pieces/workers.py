@@ -1,0 +1,118 @@
+"""Compiling in processes of their own, one a core.
+
+for text, files in compile_pieces(texts):
+    publish(text, files)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from atom.errors import ArtifactError, PassError
+
+
+def compile_pieces(texts: Sequence[str]) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Compile pieces in processes of their own, one a core: each text with its files, as it is done.
+
+    ArtifactError where there is no compiler or it fails; PassError where a piece's code is not what its ops say.
+    """
+    count = min(len(texts), os.cpu_count() or 1)
+    done: queue.Queue[tuple[str, dict[str, bytes]] | Exception | None] = queue.Queue()
+    with tempfile.TemporaryDirectory(prefix="atom-run-") as folder:
+        workers = [_Worker(Path(folder, str(index)), texts[index::count], done) for index in range(count)]
+        try:
+            running = count
+            while running:
+                item = done.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for worker in workers:
+                worker.stop()
+
+
+class _Worker:
+    """A process that compiles some pieces, and the thread that reads what it has done."""
+
+    def __init__(self, folder: Path, texts: Sequence[str], done: queue.Queue[Any]) -> None:
+        folder.mkdir()
+        (folder / "texts.json").write_text(json.dumps(list(texts)))
+        command = [
+            sys.executable,
+            "-c",
+            "import sys; from atom.pieces.workers import work; work(sys.argv[1])",
+            str(folder),
+        ]
+        self._errors = (folder / "errors.txt").open("w+")
+        self._process = subprocess.Popen(
+            command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+        self._thread = threading.Thread(target=self._read, args=(folder, texts, done), daemon=True)
+        self._thread.start()
+
+    def _read(self, folder: Path, texts: Sequence[str], done: queue.Queue[Any]) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            kind, _, rest = line.rstrip().partition(" ")
+            if kind == "done":
+                made = folder / rest
+                done.put((texts[int(rest)], {file.name: file.read_bytes() for file in made.iterdir()}))
+            elif kind in REPORTED:
+                done.put(REPORTED[kind](rest))
+        if self._process.wait():
+            self._errors.seek(0)
+            last = (self._errors.read().strip().splitlines() or ["it was ended"])[-1]
+            done.put(ArtifactError(f"compiling failed: {last}; level=1 runs without a compiler"))
+        done.put(None)
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._thread.join()
+        self._errors.close()
+
+
+REPORTED = {error.__name__: error for error in (ArtifactError, PassError)}
+
+
+def work(folder: str) -> None:
+    """What a worker does: the texts in the folder, and a line on stdout for each."""
+    from atom.pieces.compile import compile_piece
+
+    out = os.fdopen(os.dup(1), "w")  # Inductor's own prints go elsewhere
+    os.dup2(2, 1)
+    for index, text in enumerate(json.loads(Path(folder, "texts.json").read_text())):
+        try:
+            files = compile_piece(text)
+        except (ArtifactError, PassError) as error:
+            print(type(error).__name__, error, file=out, flush=True)
+            return
+        made = Path(folder, str(index))
+        made.mkdir()
+        for name, content in files.items():
+            (made / name).write_bytes(content)
+        print("done", index, file=out, flush=True)
+
+
+def has_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return shutil.which(get_cpp_compiler()) is not None
+    except InvalidCxxCompiler:
+        return False

@@ -1,0 +1,256 @@
+"""`job=cache` as a user runs it: the table, the JSON, what goes and what stays, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atom.artifact import Cache
+from atom.cli import main
+
+ONE, TWO, MODEL = "ab" * 32, "cd" * 32, "012345" + "ab" * 29  # a key that is all digits at first stays a text
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    """Two pieces of 1 MiB and an artifact made of them."""
+    cache = Cache(tmp_path / "cache")
+    for key in (ONE, TWO):
+        cache.publish("pieces", key, {"piece.so": bytes([key.encode()[0]]) * (1 << 20)}, {"name": f"piece {key[:2]}"})
+    about = {"name": "llama [bold] on a CPU", "pieces": [ONE, TWO], "versions": {"torch": "2.11"}, "note": "a\x1b[31mb"}
+    cache.publish("artifacts", MODEL, {"graph.py": b"def body(): ...\n"}, about)
+    return cache
+
+
+@pytest.fixture
+def run(cache: Cache, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Exit code, stdout and stderr of `job=cache` with these overrides."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        code = main(["job=cache", f"cache={cache.folder}", *argv])
+        return (code, *capsys.readouterr())
+
+    return run
+
+
+def last_used(cache: Cache, key: str, days: float) -> None:
+    (manifest,) = cache.folder.glob(f"*/{key}/manifest.json")
+    os.utime(manifest, (time.time() - days * 86400,) * 2)
+
+
+def keys(cache: Cache) -> set[str]:
+    return {entry.key for entry in cache.entries()}
+
+
+def test_the_table_has_a_line_for_each_entry_and_a_total(run: Any, cache: Cache):
+    code, out, err = run()
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0].split() == ["kind", "key", "what", "size", "age", "unused"]
+    assert [line.split()[:2] for line in lines[1:4]] == [
+        ["pieces", ONE[:12]],
+        ["pieces", TWO[:12]],
+        ["artifacts", MODEL[:12]],
+    ]
+    assert lines[1].split()[2:6] == ["piece", "ab", "1.0", "MiB"] and "llama [bold] on a CPU" in lines[3]
+    assert lines[4] == f"3 entries, 2.0 MiB in {cache.folder}"
+
+
+def test_an_empty_cache(run: Any, tmp_path: Path):
+    code, out, err = run(f"cache={tmp_path}/none")
+    assert (code, out, err) == (0, f"0 entries, 0 B in {tmp_path}/none\n", "")
+    assert not (tmp_path / "none").exists()
+
+
+def test_json_is_an_object_a_line(run: Any):
+    _, out, _ = run("job.output=json")
+    told = [json.loads(line) for line in out.splitlines()]
+    assert [each["key"] for each in told] == [ONE, TWO, MODEL]
+    assert told[0]["files"] == {"piece.so": 1 << 20} and told[2]["about"]["pieces"] == [ONE, TWO]
+    assert set(told[0]) == {"kind", "key", "about", "files", "size", "created", "used", "built_by", "fault"}
+
+
+def test_a_damaged_entry_is_in_the_list(run: Any, cache: Cache):
+    os.truncate(cache.folder / "pieces" / ONE / "piece.so", 5)
+    code, out, _ = run()
+    assert code == 0 and "not used: piece.so has 5 bytes instead of 1,048,576" in out
+
+
+def test_an_entry_is_explained(run: Any):
+    code, out, err = run("job.entry=012345")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == f"artifacts/{MODEL}"
+    assert lines[1].startswith("built by ") and "@" in lines[1]
+    assert lines[2:] == [
+        "made of",
+        "  name: llama [bold] on a CPU",
+        "  pieces:",
+        f"    - {ONE}",
+        f"    - {TWO}",
+        "  versions:",
+        "    torch: 2.11",
+        "  note: a\N{REPLACEMENT CHARACTER}[31mb",
+        "1 files, " + lines[-2].partition(", ")[2],
+        "  graph.py  16 B",
+    ]
+    assert json.loads(run(f"job.entry=pieces/{ONE}", "job.output=json")[1])["key"] == ONE
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["job.entry=ff"], "holds no such entry; job=cache lists what there is"),
+        (
+            ["job.entry=pieces"],
+            "job.entry=pieces may be 2 entries (pieces/abababababab, pieces/cdcdcdcdcdcd): write more",
+        ),
+        (["job.prune=30"], "job.prune=30 is neither an age, as 30d, nor a size, as 2GiB; units: m, h, d, w for"),
+        (["job.prune=30y"], "job.prune=30y is neither an age"),
+        (["job.prune=-1d"], "job.prune=-1d is neither an age"),
+        (["job.prune=1e9d"], "is neither an age"),
+        (["job.prune=9999999999d"], "nothing is as old as that"),
+        (["job.prune=30d", "job.verify=true"], "job.prune and job.verify are two jobs: do one after the other"),
+        (["job.prune=30d", "job.entry=ab"], "job.prune takes no job.entry"),
+        (["job.trust=true"], "job.trust is for job.import"),
+        (["job.import=nope.tar"], "job.import=nope.tar: there is no such file"),
+        (["job.export=x.tar", "job.entry=ab"], "holds no such entry"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(overrides: list[str], message: str, run: Any, cache: Cache):
+    code, out, err = run(*overrides)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith("atom-run: ConfigError: ") and message in err
+    assert keys(cache) == {ONE, TWO, MODEL}
+
+
+# upkeep
+
+
+def test_prune_by_age_removes_what_was_unused_for_longer(run: Any, cache: Cache):
+    last_used(cache, ONE, days=31)
+    last_used(cache, TWO, days=29)
+    code, out, err = run("job.prune=30d")
+    assert (code, err) == (0, "")
+    assert ONE[:12] in out and TWO[:12] not in out
+    assert out.splitlines()[-1] == f"removed 1 entry, 1.0 MiB in {cache.folder}"
+    assert keys(cache) == {TWO, MODEL}
+    assert os.listdir(cache.folder / "pieces") == [TWO]
+    assert run("job.prune=4w", "job.output=json")[1].count("\n") == 1 and keys(cache) == {MODEL}
+    assert run("job.prune=0.5h")[1] == f"removed 0 entries, 0 B in {cache.folder}\n"
+
+
+def test_prune_by_size_removes_the_least_recently_used_until_the_rest_fits(run: Any, cache: Cache):
+    for key, days in ((TWO, 3), (ONE, 2), (MODEL, 1)):
+        last_used(cache, key, days)
+    assert run("job.prune=3MiB")[0] == 0 and keys(cache) == {ONE, TWO, MODEL}
+    assert TWO[:12] in run("job.prune=2MiB")[1] and keys(cache) == {ONE, MODEL}
+    run("job.prune=0.5MiB")
+    assert keys(cache) == {MODEL}
+    run("job.prune=0KiB")
+    assert keys(cache) == set()
+
+
+def test_a_hit_saves_an_entry_from_pruning_where_reads_are_noted(run: Any, cache: Cache):
+    """relatime, the default of Linux: the first read after a day is noted."""
+    last_used(cache, ONE, days=31)
+    before = (cache.folder / "pieces" / ONE / "manifest.json").stat().st_atime
+    run()
+    assert (cache.folder / "pieces" / ONE / "manifest.json").stat().st_atime == before, "looking is no use"
+    cache.find("pieces", ONE)
+    if (cache.folder / "pieces" / ONE / "manifest.json").stat().st_atime == before:
+        pytest.skip("this file system notes no reads")
+    run("job.prune=30d")
+    assert keys(cache) == {ONE, TWO, MODEL}
+
+
+def test_what_cannot_be_removed_stops_nothing(run: Any, cache: Cache, monkeypatch: pytest.MonkeyPatch):
+    """os.rename refuses one entry: root, who may run this, is stopped by no mode."""
+    rename = os.rename
+
+    def refuse(source: Any, target: Any) -> None:
+        if ONE in str(source):
+            raise PermissionError(13, "Permission denied", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    code, out, err = run("job.prune=0d")
+    assert code == 1 and out.splitlines()[-1].startswith("removed 2 entries")
+    assert err == f"atom-run: ArtifactError: {cache.folder}/pieces/{ONE} cannot be removed: Permission denied\n"
+    assert keys(cache) == {ONE}
+
+
+def test_verify_names_what_is_damaged_and_deletes_nothing(run: Any, cache: Cache):
+    assert run("job.verify=true") == (0, f"all 3 entries in {cache.folder} are whole, and nobody else's\n", "")
+    file = cache.folder / "pieces" / ONE / "piece.so"
+    file.write_bytes(b"b" + file.read_bytes()[1:])
+    code, out, err = run("job.verify=true")
+    assert (code, out) == (1, f"pieces/{ONE[:12]}: the checksum of piece.so is wrong\n")
+    assert err == f"atom-run: ArtifactError: 1 of 3 entries in {cache.folder} are damaged or not to be trusted\n"
+    (cache.folder / "artifacts" / MODEL / "graph.py").chmod(0o666)
+    code, out, _ = run("job.verify=true", "job.output=json")
+    told = {each["key"]: each["fault"] for each in map(json.loads, out.splitlines())}
+    assert code == 1 and told[TWO] is None and "graph.py is writable by others" in told[MODEL]
+    assert keys(cache) == {ONE, TWO, MODEL}
+
+
+# bundles
+
+
+@pytest.fixture
+def bundle(run: Any, tmp_path: Path) -> Path:
+    code, out, err = run(f"job.export={tmp_path}/model.tar")
+    assert (code, err) == (0, "") and out.splitlines()[-1] == f"exported 3 entries, 2.0 MiB to {tmp_path}/model.tar"
+    return tmp_path / "model.tar"
+
+
+def test_an_import_without_trust_shows_what_it_is_and_takes_nothing(run: Any, bundle: Path, tmp_path: Path):
+    code, out, err = run(f"job.import={bundle}", f"cache={tmp_path}/target")
+    assert code == 2
+    assert out.startswith(f"artifacts/{MODEL}\nbuilt by ") and "    torch: 2.11\n" in out and "\x1b" not in out
+    assert err == (
+        f"atom-run: ConfigError: job.import={bundle}: it is code that will run as you, and what is above is only what "
+        "its maker says; job.trust=true imports it\n"
+    )
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_trusted_import_is_found_with_its_maker(run: Any, cache: Cache, bundle: Path, tmp_path: Path):
+    code, out, err = run(f"job.import={bundle}", f"cache={tmp_path}/target", "job.trust=true")
+    assert (code, err) == (0, "") and out.splitlines()[-1] == f"imported 3 entries, 2.0 MiB in {tmp_path}/target"
+    target = Cache(tmp_path / "target")
+    for before, after in zip(cache.entries(), target.entries(), strict=True):
+        assert target.find(after.kind, after.key) and (before.about, before.files) == (after.about, after.files)
+        assert (before.built_by, before.created) == (after.built_by, after.created)
+    assert run(f"job.import={bundle}", f"cache={tmp_path}/target", "job.trust=true")[0] == 0, "twice is no error"
+
+
+def test_a_damaged_bundle_is_one_line_and_imports_nothing(run: Any, bundle: Path, tmp_path: Path):
+    raw = bundle.read_bytes()
+    flipped = raw[: 1 << 20] + bytes([raw[1 << 20] ^ 1]) + raw[(1 << 20) + 1 :]
+    for damaged in (raw[: len(raw) // 2], flipped, b"", b"not a tar" * 1000, raw[512:]):
+        bundle.write_bytes(damaged)
+        code, out, err = run(f"job.import={bundle}", f"cache={tmp_path}/target", "job.trust=true")
+        assert (code, out) == (1, "") and err.count("\n") == 1
+        assert err.startswith(f"atom-run: ArtifactError: {bundle} is no whole bundle: ")
+        assert not (tmp_path / "target").exists()
+
+
+def test_an_import_that_cannot_be_written_is_an_error(run: Any, bundle: Path, tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"")
+    code, _, err = run(f"job.import={bundle}", f"cache={tmp_path}/file", "job.trust=true")
+    assert code == 1 and "is not imported: File exists" in err
+
+
+def test_one_of_several_artifacts_is_chosen_by_its_key(run: Any, cache: Cache, tmp_path: Path):
+    cache.publish("artifacts", "99" * 32, {"graph.py": b""}, {"name": "no pieces"})
+    code, out, err = run(f"job.export={tmp_path}/model.tar")
+    assert (code, out) == (2, "") and "holds 2 artifacts; choose one with job.entry=KEY" in err
+    assert run(f"job.export={tmp_path}/model.tar", "job.entry=99")[1].splitlines()[-1].startswith("exported 1 entry")
+    assert not (tmp_path / "model.tar.part").exists()

@@ -91,9 +91,15 @@ def level_of(config: Config) -> int:
     return HIGHEST_LEVEL if config.level is None else config.level
 
 
-def compile_model(config: Config, progress: Progress = SILENT, cache: Cache | None = None) -> Compiled:
+def compile_model(
+    config: Config,
+    progress: Progress = SILENT,
+    cache: Cache | None = None,
+    check: Callable[[Graph], Any] = lambda _: None,
+) -> Compiled:
     """The graph and the code of its pieces, of the cache folder where they are there; below level 2 there are none.
 
+    `check` sees the graph before anything is compiled.
     `cache.warnings` says what was ignored in the folder, and what a level left open has become. UnsupportedError where
     level=2 needs a compiler that is not there, ArtifactError where one fails.
     """
@@ -101,7 +107,9 @@ def compile_model(config: Config, progress: Progress = SILENT, cache: Cache | No
     cache = cache or Cache(Path(config.cache))
     clock = _Clock()
     if level_of(config) < 2:
-        return Compiled(compile_graph(config), {}, Report("", False, "pieces begin at level 2", 0, 0, 0, clock.seconds))
+        graph = compile_graph(config)
+        check(graph)
+        return Compiled(graph, {}, Report("", False, "pieces begin at level 2", 0, 0, 0, clock.seconds))
     key, ingredients, found = "", {}, None
     if config.job.graph is None:
         ingredients = launch_ingredients(config, find_target(config.device))
@@ -109,6 +117,7 @@ def compile_model(config: Config, progress: Progress = SILENT, cache: Cache | No
         clock.stop("key")
         found = _read_artifact(cache, key)
     graph = found or compile_graph(config)
+    check(graph)
     clock.stop("graph")
     pieces = pieces_of(graph)
     keys = {piece.text: key_of(identity(piece.text)) for piece in pieces}
@@ -119,7 +128,7 @@ def compile_model(config: Config, progress: Progress = SILENT, cache: Cache | No
         if config.level is not None:
             raise UnsupportedError(f"level=2: {needed}, or take level=1")
         cache.warnings.append(f"{needed}; until then this runs at level 1, which is slower")
-        return compile_model(replace(config, level=1), progress, cache)
+        return compile_model(replace(config, level=1), progress, cache, check)
     reason = "" if found else _why(ingredients, cache.entries()) if key else "a saved text has no artifact"
     num_compiled = 0
     if missing:
@@ -174,6 +183,7 @@ def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
         "sources of the passes": sources_of("passes"),
         "sources of the kernels": sources_of("kernels"),
         "sources of the pieces": sources_of("pieces"),
+        "sources of the compiler": sources_of("compiler.py"),
     }
 
 
@@ -200,23 +210,24 @@ def _read_artifact(cache: Cache, key: str) -> Graph | None:
     if folder is None or entry is None:
         return None
     graph = parse((folder / "graph.py").read_text(), f"artifact {key[:12]}")
+    number = 0
     for name, program in graph.programs.items():
         nodes = program.nodes
-        for number, first, last in entry.about["marks"][name]:
+        for run in entry.about["marks"][name].split():
+            first, last = map(int, run.split("-"))
             for node in nodes[first : last + 1]:
                 node.meta["piece"] = number
+            number += 1
     return graph
 
 
-def _marks(graph: Graph) -> dict[str, list[tuple[int, int, int]]]:
-    """By program, the number of each piece and the places of its first and last call."""
-    marks: dict[str, list[tuple[int, int, int]]] = {}
+def _marks(graph: Graph) -> dict[str, str]:
+    """By program, the places of each piece's first and last call: `0-7 10-21`."""
+    marks: dict[str, str] = {}
     for name, program in graph.programs.items():
         places = {node: place for place, node in enumerate(program.nodes)}
-        marks[name] = [
-            (piece.calls[0].meta["piece"], places[piece.calls[0]], places[piece.calls[-1]])
-            for piece in find_pieces(program)
-        ]
+        runs = [(places[piece.calls[0]], places[piece.calls[-1]]) for piece in find_pieces(program)]
+        marks[name] = " ".join(f"{first}-{last}" for first, last in runs)
     return marks
 
 

@@ -42,7 +42,10 @@ class ModelFile(NamedTuple):
 
     def embedded_config(self) -> dict[str, Any]:
         """config.json of the checkpoint that the file brings."""
-        config: dict[str, Any] = json.loads((self.path.parent / self.spec["embedded"]["config"]).read_text("utf-8"))
+        stated = self.spec["embedded"]
+        if not isinstance(stated, dict) or not isinstance(stated.get("config"), str):
+            raise ConfigError(f"{self.path}: embedded.config has no value; name the config.json beside this file")
+        config: dict[str, Any] = json.loads((self.path.parent / stated["config"]).read_text("utf-8"))
         return config
 
 
@@ -60,6 +63,8 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
     for text, each in zip(texts, parsed, strict=True):
         if each.is_sweep_override():
             raise ConfigError(f"'{text}' is a sweep: add -m, or quote the value")
+        if each.key_or_group.split(".")[:2] == ["model", "embedded"]:
+            raise ConfigError(f"{each.key_or_group}: only a model file brings a checkpoint; set checkpoint instead")
 
     def value(key: str, default: Any = None) -> Any:
         return plain(given[key]) if key in given else default
@@ -148,29 +153,71 @@ def sampling_defaults(generation: Mapping[str, Any]) -> list[str]:
 def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
     """What Hydra makes of conf/ and the overrides; also where Hydra is at work already, in a job of a sweep.
 
-    Plain fields are set behind it: to Hydra, a folder in a config dir makes a group of the field that has its name.
+    Plain fields are set behind it: to Hydra, a folder in a config dir makes a group of the field that has its name. So
+    are values in blocks that may be null, which Hydra cannot fill.
     """
     import hydra
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     for folder in config_dirs:
         if not Path(folder).is_dir():
             raise ConfigError(f"config dir {folder}: there is no such folder")
     search = override("hydra.searchpath", [f"file://{Path(folder).absolute()}" for folder in config_dirs])
-    fields = [text for text in overrides if text.lstrip("+").partition("=")[0] in plain_fields(schema)]
-    others = [text for text in overrides if text not in fields]
+    optional = [at for at, _, is_list in inner_blocks(schema) if not is_list]
+    later = [text for text in overrides if is_set_later(text, plain_fields(schema), optional)]
+    others = [text for text in overrides if text not in later]
     register(schema)
     with COMPOSING:
         outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
         try:
             with hydra.initialize_config_dir(str(CONF), job_name="atom-run", version_base="1.3"):
                 composed: DictConfig = hydra.compose("config", [*([search] if config_dirs else []), *others])
+        except (HydraException, OmegaConfBaseException):
+            check_entries(schema, overrides, model_files(config_dirs))
+            raise
         finally:
             GlobalHydra.instance().hydra = outer
-    for parsed in map(parse, fields):
-        OmegaConf.update(composed, parsed.key_or_group, parsed.value(), merge=True)
+    for parsed in map(parse, later):
+        key = parsed.key_or_group
+        for at in optional:
+            if f"{key}.".startswith(f"{at}.") and OmegaConf.select(composed, at) is None:
+                parent, _, name = at.rpartition(".")
+                OmegaConf.update(composed, parent, {name: {}}, merge=True)
+        OmegaConf.update(composed, key, parsed.value(), merge=True)
     return composed
+
+
+def is_set_later(text: str, plain: Sequence[str], optional: Sequence[str]) -> bool:
+    """Whether an override is of a plain field, or of values in an optional block."""
+    key = text.lstrip("+").partition("=")[0]
+    if any(key.startswith(f"{at}.") for at in optional):
+        return True
+    return key in plain or (key in optional and isinstance(parse(text).value(), dict))
+
+
+def check_entries(schema: Any, overrides: Sequence[str], files: Sequence[ModelFile]) -> None:
+    """Raise the error of an entry of a list, whose key Hydra tells without the list that the entry is in."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    parsed = [each for each in map(parse, overrides) if not each.is_delete()]
+    stated = [(each.key_or_group, each.value()) for each in parsed]
+    by_name, names = {file.name: file.spec for file in files}, [value for key, value in stated if key == "model"]
+    for name in names:  # grows by what the files inherit
+        spec = by_name.get(name) if isinstance(name, str) else None
+        stated += [(f"model.{key}", value) for key, value in (spec or {}).items()]
+        names += [each for each in (spec or {}).get("defaults") or () if each not in names]
+    for at, kind, is_list in inner_blocks(schema):
+        lists = [value for key, value in stated if is_list and key == at and isinstance(value, list)]
+        for index, entry in [each for value in lists for each in enumerate(value)]:
+            try:
+                OmegaConf.merge(OmegaConf.structured(kind), entry if isinstance(entry, dict) else {})
+            except OmegaConfBaseException as error:
+                error.full_key = f"{at}.{index}.{error.full_key}"
+                raise
 
 
 def plain_fields(schema: Any) -> list[str]:
@@ -280,6 +327,16 @@ def unknown_key(key: str, schema: Any) -> ConfigError:
 def no_such(what: str, name: str, names: Sequence[str], heading: str) -> str:
     listed = f"; {heading}{', '.join(names)}" if names else ""
     return f"there is no such {what}{did_you_mean(name, names)}{listed}"
+
+
+def inner_blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any, bool]]:
+    """The blocks of a schema that may be null, and those that are entries of a list: key, class, whether in a list."""
+    for name, each in get_type_hints(kind).items():
+        inner = get_args(each)[0] if get_origin(each) in (UnionType, list) else each
+        if is_dataclass(inner):
+            if inner is not each:
+                yield f"{at}{name}", inner, get_origin(each) is list
+            yield from inner_blocks(inner, f"{at}{name}.")
 
 
 def keys(kind: Any, at: str = "") -> list[str]:

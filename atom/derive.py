@@ -6,19 +6,25 @@ config.dtype, config.model.attention.scale       # no longer auto, no longer Non
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atom.errors import ConfigError, UnsupportedError
+from atom.errors import CheckpointError, ConfigError, UnsupportedError
 from atom.overrides import did_you_mean
 from atom.schema import AttentionConfig, Config, MLPConfig, ModelConfig, RopeConfig, out_of_range
 
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
+FORMATS = ("fp8", "int8", "int4", "int4z", "int8z", "mxfp4")  # the names of `atom.graph.formats`
+PLAIN_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore")  # of quantization_config
+# roles that name a tensor, the others a module
+TENSOR_ROLES = re.compile(r"sinks|router_correction|experts_(gate|up|down)(_bias)?")
 
 
 def derive(config: Config) -> Config:
@@ -96,7 +102,8 @@ def derive_model(config: Config, max_model_len: int) -> ModelConfig:
             raise UnsupportedError(
                 f"{config.checkpoint}: {key}={spelled(stated)} in its config.json is not built; {known}"
             )
-    fmt, plain = stored_format(config.hf)
+    check_stacked(model)
+    fmt, plain = derive_format(config)
     return replace(
         model,
         embedding_scale=model.hidden**0.5 if model.embedding_scale_root else model.embedding_scale,
@@ -111,7 +118,7 @@ def derive_attention(config: Config, max_model_len: int) -> AttentionConfig:
     model, attention, at = config.model, config.model.attention, "model.attention"
     head_dim = mla_head_dim(attention) if attention.kind == "mla" else gqa_head_dim(model)
     kv_heads, types = attention.kv_heads or attention.heads, attention.layer_types
-    if attention.heads % kv_heads:
+    if attention.kind == "gqa" and attention.heads % kv_heads:
         raise ConfigError(f"{at}.heads={attention.heads} is no multiple of kv_heads={kv_heads}")
     if types is not None and len(types) < model.layers:
         raise ConfigError(f"{at}.layer_types names only {len(types)} layers, the model has {model.layers}")
@@ -173,10 +180,14 @@ def derive_rope(rope: RopeConfig, dims: int, at: str, max_position: int, max_mod
     rotated = rope.dims or int(dims * rope.partial)
     if rope.kind != "none" and (rotated % 2 or not rotated):
         raise ConfigError(f"{at}: {rotated} dims of {dims} would be rotated, an odd number or none")
+    if rope.kind != "none" and rotated > dims:
+        raise ConfigError(f"{at}.dims={rotated} is more than the {dims} dims of a head; set at most those")
     original = rope.original_max_position or max_position
     factor = max_position / original if rope.kind in ("yarn", "longrope") and not rope.factor else rope.factor
     if rope.kind in ("linear", "llama3") and not factor:
         raise ConfigError(f"{at}: kind {rope.kind} needs a factor")
+    if rope.kind == "yarn" and min(rope.beta_fast, rope.beta_slow) <= 0:
+        raise ConfigError(f"{at}: beta_fast={rope.beta_fast} and beta_slow={rope.beta_slow} must both be above 0")
     rope = replace(rope, original_max_position=original, factor=factor or 1.0, dims=rotated)
     if rope.kind == "longrope":
         rope = choose_factors(rope, max_model_len)
@@ -213,51 +224,158 @@ def derive_mlp(mlp: MLPConfig, at: str) -> MLPConfig:
         if getattr(mlp, name) is None:
             raise ConfigError(f"{at}.{name} has no value; kind moe needs it")
     router, experts, top_k = mlp.router, mlp.experts or 0, mlp.top_k or 0
-    if experts % router.groups:
+    is_grouped = router.method != "greedy"  # which takes the best of all
+    if is_grouped and experts % router.groups:
         raise ConfigError(f"{at}.router.groups={router.groups}: {experts} experts do not divide into them")
-    if router.top_groups > router.groups:
+    if is_grouped and router.top_groups > router.groups:
         raise ConfigError(f"{at}.router.top_groups={router.top_groups} is more than its groups={router.groups}")
-    if top_k > (candidates := router.top_groups * experts // router.groups):
+    candidates = router.top_groups * experts // router.groups if is_grouped else experts
+    if top_k > candidates:
         raise ConfigError(f"{at}.top_k={top_k} is more than the {candidates} experts that a token may choose from")
     score = router.score or ("sigmoid" if router.method == "noaux_tc" else "softmax")
     width = mlp.shared_width or mlp.shared * mlp.width
     return replace(mlp, router=replace(router, score=score), shared_width=width or None)
 
 
-def stored_format(hf: Mapping[str, Any]) -> tuple[str | None, list[str]]:
-    """quantization_config: the format of the layers' weights (see `atom.graph.formats`), and which are plain."""
-    stated = hf.get("quantization_config") or {}
+def check_stacked(model: ModelConfig) -> None:
+    """Hold the parts of model.stacked against the roles of model.weights."""
+    for name, parts in model.stacked.items():
+        for part in parts:
+            role, _, tensor = part.partition(".")
+            at = f"model.stacked: {name} holds {part}"
+            if role not in model.weights:
+                hint = did_you_mean(role, model.weights)
+                raise ConfigError(f"{at}, there is no such role{hint}; roles: {', '.join(model.weights)}")
+            if TENSOR_ROLES.fullmatch(role):
+                if tensor:
+                    raise ConfigError(f"{at}, the role {role} names a tensor already; write {role}")
+            elif tensor not in ("weight", "bias"):
+                raise ConfigError(f"{at}, the role {role} names a module; choices: {role}.weight, {role}.bias")
+
+
+def derive_format(config: Config) -> tuple[str | None, list[str]]:
+    """The stored format of the layers' weights, None for plain, and which of them are plain: as set, or as stated."""
+    fmt, plain = config.model.fmt, config.model.plain
+    for pattern in plain:
+        check_pattern(pattern, "model.plain", ConfigError)
+    if fmt in (None, "none"):
+        return None, plain
+    try:
+        stated = stored_format(config.hf) if fmt == "auto" else fmt
+        plain = list(dict.fromkeys([*plain_patterns(quantization(config.hf)), *plain]))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{config.checkpoint or 'the embedded checkpoint'}: {error}, or set model.fmt=none"
+        ) from None
+    if stated is None or is_format(stated):
+        return stated, plain
+    if fmt == "auto":
+        raise UnsupportedError(f"weights stored as {stated} are not known yet; formats: {', '.join(FORMATS)}")
+    choices = f"auto, none, {', '.join(FORMATS)}, also with a block, as in fp8[128, 128] or int4[1, *]"
+    raise ConfigError(f"model.fmt={stated}: there is no such format{did_you_mean(stated, FORMATS)}; choices: {choices}")
+
+
+def is_format(fmt: str) -> bool:
+    """Whether `atom.graph.formats.parse_format` takes it."""
+    match = re.fullmatch(r"(\w+)(?:\[(?:[1-9]\d*|\*), (?:[1-9]\d*|\*)\])?", fmt, re.ASCII)
+    return match is not None and match[1] in FORMATS
+
+
+def quantization(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return stated_as(hf, "quantization_config", dict, "an object", at="") or {}
+
+
+def stored_format(hf: Mapping[str, Any]) -> str | None:
+    """quantization_config: the format of the layers' weights (see `atom.graph.formats`), None without one."""
+    stated = quantization(hf)
     if not stated:
-        return None, []
+        return None
     method = stated.get("quant_method")
-    plain = stated.get("modules_to_not_convert") or stated.get("ignored_layers") or stated.get("ignore") or []
     match method:
         case "fp8":
-            return f"fp8{list(block)}" if (block := stated.get("weight_block_size")) else "fp8", plain
+            block = stated_block(stated, "weight_block_size")
+            return f"fp8{block}" if block else "fp8"
         case "mxfp4":
-            return "mxfp4", plain
+            return "mxfp4"
         case "gptq" | "awq":
-            bits, group = stated.get("bits", 4), stated.get("group_size", 128)
-            return f"int{bits}z[1, {group if group > 0 else '*'}]", plain
+            bits, group = stated_number(stated, "bits", 4), stated_number(stated, "group_size", 128, is_size=True)
+            return f"int{bits}z[1, {'*' if group == -1 else group}]"
         case "compressed-tensors":
-            schemes: list[Any] = list((stated.get("config_groups") or {}).values())
-            if len(schemes) == 1 and schemes[0].get("weights"):
-                return compressed_format(schemes[0]["weights"]), plain
+            schemes = list((stated_as(stated, "config_groups", dict, "an object") or {}).values())
+            if len(schemes) == 1:
+                group_at = f"quantization_config.config_groups.{next(iter(stated['config_groups']))}"
+                scheme = stated_as({group_at: schemes[0]}, group_at, dict, "an object", at="") or {}
+                if weights := stated_as(scheme, "weights", dict, "an object", at=f"{group_at}."):
+                    return compressed_format(weights, f"{group_at}.weights.")
     raise UnsupportedError(f"quantization_config: a checkpoint quantized by {method} is not known yet")
 
 
-def compressed_format(weights: Mapping[str, Any]) -> str:
-    kind, bits = ("fp" if weights.get("type") == "float" else "int"), weights.get("num_bits")
+def compressed_format(weights: Mapping[str, Any], at: str) -> str:
+    kind = "fp" if weights.get("type") == "float" else "int"
+    bits, strategy = stated_number(weights, "num_bits", None, at), stated_as(weights, "strategy", str, "a string", at)
     sign = "z" if kind == "int" and weights.get("symmetric") is False else ""
-    blocks = {
-        "group": f"[1, {weights.get('group_size')}]",
-        "channel": "[1, *]",
-        "tensor": "[*, *]",
-        "block": str(weights.get("block_structure")),
-    }
-    if (strategy := weights.get("strategy")) not in blocks:
-        raise UnsupportedError(f"quantization_config: weights by {strategy} are not known yet")
-    return f"{kind}{bits}{sign}{blocks[strategy]}"
+    match strategy:
+        case "group":
+            block = f"[1, {stated_number(weights, 'group_size', None, at)}]"
+        case "channel":
+            block = "[1, *]"
+        case "tensor":
+            block = "[*, *]"
+        case "block":
+            block = stated_block(weights, "block_structure", at)
+        case _:
+            raise UnsupportedError(f"quantization_config: weights by {strategy} are not known yet")
+    return f"{kind}{bits}{sign}{block}"
+
+
+def plain_patterns(stated: Mapping[str, Any]) -> list[str]:
+    """The weights that quantization_config excepts."""
+    for key in PLAIN_KEYS:
+        patterns: list[Any] = stated_as(stated, key, list, "a list of strings") or []
+        for pattern in patterns:
+            check_pattern(pattern, f"quantization_config.{key}", CheckpointError)
+        if patterns:
+            return patterns
+    return []
+
+
+def check_pattern(pattern: Any, at: str, error: type[CheckpointError | ConfigError]) -> None:
+    if not isinstance(pattern, str):
+        raise error(f"{at}: {json.dumps(pattern)} is not a string; mend it")
+    try:
+        re.compile(pattern[3:] if pattern.startswith("re:") else "")
+    except (re.error, RecursionError, OverflowError) as fault:
+        raise error(f"{at}: {pattern} is no regular expression ({fault}); mend it") from None
+
+
+def stated_as(stated: Mapping[str, Any], key: str, kind: type, name: str, at: str = "quantization_config.") -> Any:
+    """A value of config.json of this type, or null."""
+    value = stated.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise CheckpointError(f"{at}{key}={json.dumps(value)} in its config.json is not {name}; mend it")
+    return value
+
+
+def stated_number(stated: Mapping[str, Any], key: str, default: int | None, at: str = "quantization_config.", *,
+                  is_size: bool = False) -> int:  # fmt: skip
+    """A whole number of config.json from 1, or -1 where it is the size of a group that may be a whole row."""
+    value = stated.get(key, default)
+    if type(value) is not int or (value < 1 and not (is_size and value == -1)):
+        choices = "from 1" + (", or -1" if is_size else "")
+        raise CheckpointError(f"{at}{key}={json.dumps(value)} in its config.json is no whole number {choices}; mend it")
+    return value
+
+
+def stated_block(stated: Mapping[str, Any], key: str, at: str = "quantization_config.") -> str:
+    """The rows and columns of a block, as a format's name has them; nothing for null."""
+    value = stated.get(key)
+    if value is None and key == "weight_block_size":
+        return ""
+    if not (isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)):
+        raise CheckpointError(
+            f"{at}{key}={json.dumps(value)} in its config.json is not two whole numbers from 1; mend it"
+        )
+    return str(value)
 
 
 def spelled(value: Any) -> str:

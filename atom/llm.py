@@ -166,19 +166,17 @@ def answer(sequence: Sequence) -> dict[str, Any]:
 
 def open_engine(config: Config, progress: Progress) -> Engine:
     """Everything between a configuration and an engine that waits for requests."""
+    compiled = compile_with(config, progress)
+    graph, kinds = compiled.graph, cache_kinds(compiled.graph)
+    num_blocks = plan_kv(kinds, config)
     checkpoint = open_for(config, progress)
     try:
         tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
-        compiled = compile_with(config, progress)
-        graph = compiled.graph
-        weights.refuse_packed(graph)
         tensors = load_weights(graph, checkpoint, config, progress)
         stops = stop_ids(checkpoint, tokenizer)
     finally:
         checkpoint.close()
     serve = config.serve
-    kinds = cache_kinds(graph)
-    num_blocks = plan_kv(kinds, config)
     runner = Runner(graph, tensors, num_blocks, serve.block_size, compiled.code)
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
     scheduler = Scheduler(cache, **_limits(config))
@@ -192,8 +190,13 @@ def compile_with(config: Config, progress: Progress) -> Compiled:
     """The compiled model; what it took, and what is wrong with the cache folder, is told on stderr."""
     assert config.cache is not None, "config.load resolves it"
     cache = Cache(Path(config.cache))
+
+    def check(graph: Graph) -> None:  # what can be refused before anything is compiled or downloaded
+        weights.refuse_packed(graph)
+        plan_kv(cache_kinds(graph), config)
+
     try:
-        return compile_model(config, progress, cache)
+        return compile_model(config, progress, cache, check=check)
     finally:
         for line in cache.warnings:
             print(line, file=sys.stderr)

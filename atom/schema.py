@@ -164,8 +164,8 @@ class ModelConfig:
     stacked: dict[str, list[str]] = field(default_factory=dict)  # stored name -> the roles that it may hold
     ignore: list[str] = field(default_factory=list)  # patterns of stored tensors that the model does not use
     assumes: dict[str, Any] = field(default_factory=dict)  # key of config.json -> its only known value, beside null
-    fmt: str | None = None  # stored format of the layers' linears and experts, set by load from quantization_config
-    plain: list[str] = field(default_factory=list)  # patterns of those that are stored plain, set by load
+    fmt: str | None = "auto"  # stored format of linears and experts; auto: quantization_config's; none: plain
+    plain: list[str] = field(default_factory=list)  # patterns of those that are plain, beside quantization_config's
     gguf: GGUFConfig = field(default_factory=GGUFConfig)
     embedded: EmbeddedConfig | None = None  # what runs without a checkpoint; null after load where there is one
 

@@ -1,4 +1,4 @@
-"""Decode tokens/s of the embedded model, bf16, greedy, 64 tokens in and 128 out, and the start-up time."""
+"""The embedded model in bf16: decode tokens/s (greedy, 64 tokens in, 128 out), start-up, compilation, memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -76,9 +77,12 @@ def time_ours(engine: LLMEngine, prompts: list[list[int]]) -> float:
     return len(prompts) * (NUM_OUT - 1) / seconds
 
 
-def time_start() -> float:
-    """Seconds from exec to the first token on stdout, page cache warm."""
-    command = [os.path.join(os.path.dirname(sys.executable), "atom-run"), "job=generate", "sampling.temperature=0",
+ATOM_RUN = os.path.join(os.path.dirname(sys.executable), "atom-run")
+
+
+def time_start(level: int) -> float:
+    """Seconds from exec to the first token on stdout, page cache and artifact cache warm."""
+    command = [ATOM_RUN, "job=generate", f"level={level}", "sampling.temperature=0",
                'prompts=["What is the capital of France?"]', "job.chat=true"]  # fmt: skip
     started = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
@@ -88,6 +92,30 @@ def time_start() -> float:
         process.stdout.read()
     assert first and process.returncode == 0
     return seconds
+
+
+def time_compilation() -> float:
+    """Seconds of `job=compile` from exec with an empty cache folder."""
+    with tempfile.TemporaryDirectory() as cache:
+        started = time.perf_counter()
+        subprocess.run([ATOM_RUN, "job=compile", f"cache={cache}"], check=True, capture_output=True)
+        return time.perf_counter() - started
+
+
+MEMORY = """
+from atom import LLMEngine, SamplingParams
+
+engine = LLMEngine(kv_cache_memory=1 << 30)
+engine.generate([list(range(100 + i, 164 + i)) for i in range(16)], SamplingParams(max_tokens=128, ignore_eos=True))
+(peak,) = [line for line in open("/proc/self/status") if line.startswith("VmHWM")]
+print(int(peak.split()[1]) * 1024)
+"""
+
+
+def peak_memory() -> int:
+    """Bytes resident at most, of a process that starts, answers 16 requests and has a KV pool of 1 GiB."""
+    ended = subprocess.run([sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True)
+    return int(ended.stdout)
 
 
 def read_rate() -> float:
@@ -112,7 +140,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    engine, model = LLMEngine(), reference()
+    engines, model = {level: LLMEngine(level=level) for level in (1, 2)}, reference()
     generator = torch.Generator().manual_seed(0)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "atom": atom.__version__}
     result: dict[str, Any] = {**versions, "cpu": platform.machine(), "threads": torch.get_num_threads()}
@@ -121,18 +149,27 @@ def main() -> None:
     result["read_GB_s"] = rate / 1e9
     for num_requests in (1, 16):
         prompts = torch.randint(100, 40000, (num_requests, NUM_IN), generator=generator).tolist()
-        ours, theirs = alternate(
-            options.runs, lambda p=prompts: time_ours(engine, p), lambda p=prompts: time_reference(model, p)
+        level_1, ours, theirs = alternate(
+            options.runs,
+            lambda p=prompts: time_ours(engines[1], p),
+            lambda p=prompts: time_ours(engines[2], p),
+            lambda p=prompts: time_reference(model, p),
         )
         limit = rate / weights * num_requests
         result[f"decode_{num_requests}"] = {
             "atom": ours,
+            "level_1": level_1,
             "transformers": theirs,
             "ratio": ours / theirs,
+            "ratio_to_level_1": ours / level_1,
             "share_of_read_limit": ours / limit,
         }
-    engine.close()
-    result["start_to_first_token_s"] = statistics.median(time_start() for _ in range(options.runs))
+    for engine in engines.values():
+        engine.close()
+    starts = alternate(options.runs, lambda: time_start(1), lambda: time_start(2))
+    result["start_to_first_token_s"] = {"level_1": starts[0], "level_2": starts[1]}
+    result["cold_compile_s"] = time_compilation()
+    result["peak_memory_MB"] = {"resident": peak_memory() / 1e6, "weights_and_pool": (weights + (1 << 30)) / 1e6}
     if options.json:
         print(json.dumps(result))
         return

@@ -235,11 +235,17 @@ def test_hydras_flags_mean_what_they_mean_to_hydra(argv: list[str], expected: st
 def test_an_error_of_hydra_is_one_line_too():
     ended = run("--info", "defaults", "job=x")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == "atom-run: ConfigError: job=x: there is no such choice; choices: explain, generate\n"
+    assert (
+        ended.stderr
+        == "atom-run: ConfigError: job=x: there is no such choice; choices: cache, compile, explain, generate\n"
+    )
 
 
 def test_tab_completes_groups_and_fields():
-    for typed, expected in (("job=", "job=explain job=generate"), ("serve.max_num_s", "serve.max_num_seqs=")):
+    for typed, expected in (
+        ("job=", "job=cache job=compile job=explain job=generate"),
+        ("serve.max_num_s", "serve.max_num_seqs="),
+    ):
         env = {**os.environ, "COMP_LINE": f"atom-run {typed}", "COMP_POINT": "99"}
         assert run("-sc", "query=bash", env=env).stdout.strip() == expected
 

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from atom.compose import CONF, model_files
 from atom.config import SamplingParams, engine_overrides, load, load_gpu, override, show
+from atom.derive import FORMATS, is_format
 from atom.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.graph import Type
+from atom.graph import formats as graph_formats
 from atom.graph.formats import num_bytes
 
 TINY: dict[str, Any] = {
@@ -81,7 +83,7 @@ def test_without_a_checkpoint_the_embedded_one_is_meant_and_nothing_is_fetched(m
     )
     assert config.model.attention.rope.theta == 100000.0
     assert config.model.tied
-    assert (config.dtype, config.device, config.level, config.serve.max_model_len) == ("bf16", "cpu", 1, 8192)
+    assert (config.dtype, config.device, config.level, config.serve.max_model_len) == ("bf16", "cpu", None, 8192)
     assert config.model.gguf.interleaved == {"q_proj": 9, "k_proj": 3}
 
 
@@ -215,6 +217,61 @@ def test_a_stored_format_that_is_not_known_is_one_line(write: Write, stated: dic
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ([], r"quantization_config=\[\] in its config.json is not an object"),
+        ("fp8", 'quantization_config="fp8" in its config.json is not an object'),
+        ({"quant_method": "gptq", "group_size": None}, "quantization_config.group_size=null in its config.json is no whole number from 1, or -1"),
+        ({"quant_method": "awq", "bits": "4"}, 'quantization_config.bits="4" in its config.json is no whole number from 1'),
+        ({"quant_method": "fp8", "weight_block_size": [0, 0]}, r"quantization_config.weight_block_size=\[0, 0\] in its config.json is not two"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "quantization_config.weight_block_size=128 in its config.json is not two"),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, r"quantization_config.config_groups=\[1\] in its config.json is not an object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "quantization_config.config_groups.a=1 in its config.json is not an object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": "b"}}}, 'config_groups.a.weights="b" in its config.json is not an object'),
+        (compressed(group_size=None), "config_groups.group_0.weights.group_size=null in its config.json is no whole number from 1"),
+        (compressed(strategy=["group"]), r'config_groups.group_0.weights.strategy=\["group"\] in its config.json is not a string'),
+        (compressed(strategy="block"), "config_groups.group_0.weights.block_structure=null in its config.json is not two"),
+        ({"quant_method": "fp8", "ignore": ["re:(("]}, r"quantization_config.ignore: re:\(\( is no regular expression"),
+        ({"quant_method": "fp8", "modules_to_not_convert": [3]}, "quantization_config.modules_to_not_convert: 3 is not a string"),
+        ({"quant_method": "fp8", "modules_to_not_convert": "self_attn"}, 'modules_to_not_convert="self_attn" in its config.json is not a list'),
+    ],
+)  # fmt: skip
+def test_a_malformed_quantization_config_is_one_line_that_names_the_key(write: Write, stated: Any, message: str):
+    with pytest.raises(CheckpointError, match=message) as error:
+        load([f"checkpoint={write(quantization_config=stated)}"])
+    assert "\n" not in str(error.value)
+    assert load([f"checkpoint={write(quantization_config=stated)}", "model.fmt=none"]).model.fmt is None
+
+
+def test_the_stored_format_may_be_set(write: Write):
+    stated = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignore": ["lm_head"]}
+
+    def loaded(*overrides: str) -> tuple[str | None, list[str]]:
+        model = load([f"checkpoint={write(quantization_config=stated)}", *overrides]).model
+        return model.fmt, model.plain
+
+    assert loaded("model.fmt=auto") == ("fp8[128, 128]", ["lm_head"])
+    assert loaded("model.fmt='int4[1, *]'") == ("int4[1, *]", ["lm_head"])
+    assert loaded("model.fmt=none") == loaded("model.fmt=null") == (None, [])
+    assert loaded("model.plain=[o_proj, lm_head]") == ("fp8[128, 128]", ["lm_head", "o_proj"])
+    assert load(["model.fmt=mxfp4", "model.plain=['re:.*gate$']"]).model.plain == ["re:.*gate$"]
+
+
+def test_the_formats_that_may_be_set_are_those_of_the_graph():
+    assert set(FORMATS) == set(graph_formats.FORMATS)
+    for fmt in ("fp8", "fp8[128, 128]", "int4[1, *]", "fp8[0, 1]", "fp8[1]", "fp9", "", "int4[1, 32] ", "fp8[1,1]"):
+        assert is_format(fmt) == is_parsed(fmt), fmt
+
+
+def is_parsed(fmt: str) -> bool:
+    try:
+        graph_formats.parse_format(fmt)
+    except UnsupportedError:
+        return False
+    return True
+
+
 # the model files
 
 
@@ -332,6 +389,30 @@ def test_a_folder_named_like_a_field_does_no_harm(write: Write, tmp_path: Path):
     assert load([f"checkpoint={write()}", "prompts=hi"], config_dirs=[str(tmp_path)]).prompts == "hi"
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mlp: [{kind: moe, router: {methd: a}}]", r"^model\.mlp\.0\.router\.methd: there is no such field, did you mean method\?; model\.mlp\.router has: method, score,"),
+        ("mlp: [{width: 3}, {widht: 4}]", r"^model\.mlp\.1\.widht: there is no such field, did you mean width\?; model\.mlp has: kind, width"),
+        ("mlp: [{width: wide}]", r"^model\.mlp\.0\.width: Value 'wide' of type 'str' could not be converted to Integer"),
+        ("stacked: {a: [nope]}", "^model.stacked: a holds nope, there is no such role; roles: embedding, .*router"),
+        ("stacked: {a: [rooter.weight]}", r"there is no such role, did you mean router\?; roles: "),
+        ("stacked: {a: [router]}", "^model.stacked: a holds router, the role router names a module; choices: router.weight, router.bias"),
+        ("stacked: {a: [experts_up.weight]}", "the role experts_up names a tensor already; write experts_up"),
+        ("embedded: {confg: x}", r"mine\.yaml: embedded\.config has no value"),
+    ],
+)  # fmt: skip
+def test_a_wrong_line_of_a_model_file_is_one_line(conf: Callable[[str, str], str], text: str, message: str):
+    folder = conf("parent", f"defaults: [llama, _self_]\n{text}\n")
+    conf(
+        "mine",
+        f"defaults: [{'llama' if 'embedded' in text else 'parent'}, _self_]\n{text if 'embedded' in text else ''}",
+    )
+    with pytest.raises(ConfigError, match=message) as error:
+        load(["model=mine"], config_dirs=[folder])
+    assert "\n" not in str(error.value)
+
+
 def test_a_wrong_key_in_a_model_file_is_named(write: Write, conf: Callable[[str, str], str]):
     folder = conf("mine", "defaults: [llama, _self_]\nattention: {headz: 3}\n")
     with pytest.raises(ConfigError, match=r"attention.headz: there is no such field, did you mean heads\?"):
@@ -358,8 +439,17 @@ def test_a_wrong_key_in_a_model_file_is_named(write: Write, conf: Callable[[str,
         ("model.mlp.0.kind=moe", r"model\.mlp\.0\.experts has no value; kind moe needs it"),
         ("model.mlp.0={kind: moe, experts: 8}", r"model\.mlp\.0\.top_k has no value; kind moe needs it"),
         ("model.mlp.0={kind: moe, experts: 8, top_k: 9}", "top_k=9 is more than the 8 experts that a token may choose from"),
-        ("model.mlp.0={kind: moe, experts: 8, top_k: 2, router: {groups: 3}}", "router.groups=3: 8 experts do not divide into them"),
-        ("model.mlp.0={kind: moe, experts: 8, top_k: 2, router: {groups: 4, top_groups: 5}}", "top_groups=5 is more than its groups=4"),
+        ("model.mlp.0={kind: moe, experts: 8, top_k: 2, router: {method: noaux_tc, groups: 3}}", "router.groups=3: 8 experts do not divide into them"),
+        ("model.mlp.0={kind: moe, experts: 8, top_k: 2, router: {method: noaux_tc, groups: 4, top_groups: 5}}", "top_groups=5 is more than its groups=4"),
+        ("model.attention.rope={kind: yarn, beta_slow: 0}", "beta_fast=32.0 and beta_slow=0.0 must both be above 0"),
+        ("model.attention.rope.dims=14", "model.attention.rope.dims=14 is more than the 12 dims of a head"),
+        ("model.fmt=fp9", r"model.fmt=fp9: there is no such format, did you mean fp8\?; choices: auto, none, fp8, int8,"),
+        ("model.fmt='fp8[0, 0]'", r"model.fmt=fp8\[0, 0\]: there is no such format"),
+        ("model.plain=['re:((']", r"model.plain: re:\(\( is no regular expression .*; mend it"),
+        ("model.attention.window_rope.thet=5", r"model.attention.window_rope.thet: there is no such field, did you mean theta\?"),
+        ("model.embedded.sha256=5", "model.embedded.sha256: only a model file brings a checkpoint; set checkpoint"),
+        ("model.embedded={sha256: 5}", "model.embedded: only a model file brings a checkpoint; set checkpoint"),
+        ("model.mlp=[{router: {methd: 5}}]", r"^model\.mlp\.0\.router\.methd: there is no such field"),
         ("model.mlp.0.activation=swigluoai", "activation=swigluoai is not built for kind gated; there is: moe"),
     ],
 )  # fmt: skip
@@ -368,6 +458,25 @@ def test_values_that_do_not_fit_each_other_are_one_line(write: Write, text: str,
     with pytest.raises((ConfigError, UnsupportedError), match=message) as error:
         load([f"checkpoint={write()}", *overrides])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["model.attention.window_rope.theta=5", "model.attention.window_rope={theta: 5}"])
+def test_a_block_that_is_null_is_filled(write: Write, text: str):
+    attention = load([f"checkpoint={write()}", "model.attention.rope.factor=3", text]).model.attention
+    assert attention.window_rope is not None and attention.window_rope != attention.rope
+    assert (attention.window_rope.theta, attention.window_rope.kind, attention.window_rope.factor) == (
+        5.0,
+        "default",
+        1.0,
+    )
+    gemma = [f"checkpoint={write(head_dim=16)}", "model=gemma3", text.replace("theta: 5", "theta: 5, partial: 0.5")]
+    window_rope = load(gemma).model.attention.window_rope
+    assert window_rope is not None and window_rope.theta == 5.0, "one that is there is changed"
+
+
+def test_latent_attention_has_no_use_for_kv_heads(write: Write):
+    mla = "model.attention={kind: mla, kv_rank: 8, nope_dim: 4, rope_dim: 4, value_dim: 4}"
+    assert load([f"checkpoint={write(num_key_value_heads=3)}", mla]).model.attention.kind == "mla"
 
 
 EVERY_SIZE = {  # that a model file asks the checkpoint for
@@ -502,14 +611,17 @@ def test_the_cache_folder_is_atom_caches_or_in_the_home(monkeypatch: pytest.Monk
         ("seed=[1", r"'seed=\[1' is no override .*; quote the value"),
         ("seed=???", r"seed=\?\?\? has no value"),
         ("cache=${nope}/x", "cache: Interpolation key 'nope' not found"),
-        ("job=explian", r"job=explian: there is no such choice, did you mean explain\?; choices: explain, generate"),
+        (
+            "job=explian",
+            r"job=explian: there is no such choice, did you mean explain\?; choices: cache, compile, explain, generate",
+        ),
         ("model=lama", r"model=lama: there is no such choice, did you mean llama\?; choices: .*auto, .*llama,"),
         ("model=null", "model=None: it takes the name of one file"),
         ("hf.vocab_size=3", "hf.*"),
         ("+hf.vocab_size=3", "hf is the checkpoint's config.json and cannot be set"),
         ("job.output=jsn", r"job.output=jsn: there is no such choice, did you mean json\?; choices: text, json"),
         ("dtype=int4", "dtype=int4: there is no such choice; choices: auto, bf16, fp16, fp32"),
-        ("level=7", "level=7: there is no such choice; choices: null, 0, 1"),
+        ("level=7", "level=7: there is no such choice; choices: null, 0, 1, 2$"),
         ("serve.block_size=0", "serve.block_size=0 must be a finite number from 1"),
         ("serve.max_num_seqs=-1", "serve.max_num_seqs=-1 must be"),
         ("serve.kv_cache_memory=0", "serve.kv_cache_memory=0 must be"),
@@ -526,7 +638,7 @@ def test_a_wrong_override_is_one_line_that_says_what_and_where(text: str, messag
 
 @pytest.mark.parametrize(
     "text",
-    ["device=cuda", "level=2", "level=3", "tune=true", "serve.tensor_parallel_size=2", "serve.kv_cache_dtype=fp8"],
+    ["device=cuda", "level=3", "tune=true", "serve.tensor_parallel_size=2", "serve.kv_cache_dtype=fp8"],
 )
 def test_a_value_that_is_not_built_yet_says_so(text: str):
     with pytest.raises(UnsupportedError, match="not built yet; there is: "):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,13 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import transformers
 from law import assert_same_logits
 from probe import logits_of
 from safetensors.torch import load_file, save_file
 
 from atom import LLMEngine, SamplingParams
+from atom.checkpoint import hub
 from atom.config import load
 from atom.errors import AtomError, CheckpointError, ConfigError, UnsupportedError
 
@@ -122,3 +126,51 @@ def test_a_rule_that_cannot_be_is_one_line(
     with pytest.raises(kind, match=error) as caught:
         load([f"checkpoint={folder}"])
     assert "\n" not in str(caught.value)
+
+
+GROWTH = """
+import sys
+from pathlib import Path
+from atom import LLMEngine
+
+def anonymous():
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) * 1024
+
+LLMEngine(model=sys.argv[1], load_dummy=True, dtype="fp32", level=1, kv_cache_memory=1 << 20, **{{"model.layers": 1}}).close()
+before = anonymous()
+engine = LLMEngine(model=sys.argv[2], dtype="fp32", level=1, kv_cache_memory=1 << 20)
+print(anonymous() - before)
+"""
+
+
+@pytest.mark.parametrize("form", ["experts", "stacked"])
+def test_experts_are_in_memory_once(form: str, tmp_path: Path, checkpoints: Checkpoints):
+    config = transformers.Qwen3MoeConfig(**{**tiny.SIZES, **SIZES})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path, save_original_format=form == "experts")
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    command = [sys.executable, "-c", GROWTH.format(), str(checkpoints("llama")), str(tmp_path)]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert weights < grown < 1.15 * weights
+
+
+SIZES = {"hidden_size": 512, "num_hidden_layers": 2, "num_experts": 24, "num_experts_per_tok": 2, "moe_intermediate_size": 768,
+         "head_dim": 64}  # fmt: skip
+
+
+def test_what_cannot_run_is_refused_before_its_weights_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    published = Path(__file__).parent / "configs" / "deepseek_v3.json"
+    shutil.copy(published, tmp_path / "config.json")
+    asked: list[bool] = []
+
+    def download(_location: str, *, weights: bool, **_: Any) -> Path:
+        asked.append(weights)
+        return tmp_path
+
+    monkeypatch.setattr(hub, "download", download)
+    with pytest.raises(
+        UnsupportedError, match=r"q_a_proj\.weight is stored as fp8\[128, 128\]: running quantized weights"
+    ):
+        LLMEngine(model="owner/name", kv_cache_memory=1 << 34)
+    assert asked == [False], "config.json was read, and nothing else"

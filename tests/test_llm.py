@@ -126,7 +126,8 @@ def test_all_of_these_together_change_nothing(name: str, level: int, open_engine
     metrics = engine.metrics.scheduler
     assert metrics.num_chunks > 0
     assert metrics.num_prefix_hit_tokens > 0
-    assert metrics.num_preemptions > 0 or "full" not in engine._engine.scheduler.cache.num_free
+    has_window_alone = all(pool.window is not None for pool in engine._engine.scheduler.cache.pools)
+    assert metrics.num_preemptions > 0 or has_window_alone, "a window's pool holds every sequence's window"
 
 
 def test_every_option_that_groups_tokens_gives_the_same_text_of_the_same_seed(open_engine: Open):

@@ -102,7 +102,6 @@ def test_the_other_name_of_block_size():
         "torch_profiler_dir=x",
         "job=serve",
         "job='bench'",
-        "job=compile",
     ],
 )
 def test_what_is_not_built_yet_says_so(text: str):

@@ -86,7 +86,7 @@ compose | schema
 derive
 config | graph
 kernels | runtime.types
-frontend | passes | weights
+pieces | frontend | passes | weights
 compiler | runtime
 llm
 jobs

@@ -63,6 +63,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                                         "attention_bias": True}),
     "deepseek_v2": ("DeepseekV2Config", {**MLA, **EXPERTS, "n_routed_experts": 8, "topk_method": "greedy", "routed_scaling_factor": 1.0,
                                          "first_k_dense_replace": 1, "q_lora_rank": None}),
+    "deepseek_v2_greedy_groups": ("DeepseekV2Config", {**MLA, **EXPERTS, "n_routed_experts": 8, "topk_method": "greedy", "n_group": 4, "topk_group": 1,
+                                                       "q_lora_rank": None}),
     "deepseek_v2_groups": ("DeepseekV2Config", {**MLA, **EXPERTS, "n_routed_experts": 12, "topk_method": "group_limited_greedy", "n_group": 4,
                                                 "topk_group": 2, "num_experts_per_tok": 3, "routed_scaling_factor": 2.5, "q_lora_rank": 20,
                                                 "rope_parameters": YARN_MLA, "first_k_dense_replace": 0}),
@@ -94,6 +96,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                            "tie_word_embeddings": False, "num_key_value_heads": 1}),
     "phi3": ("Phi3Config", {"sliding_window": None}),
     "phi3_window_tied": ("Phi3Config", {"sliding_window": 14, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "phi3_longrope_long": ("Phi3Config", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
+                                                              "long_factor": [1.5, 2.0, 3.0, 4.0, 5.0, 6.0]},
+                                          "original_max_position_embeddings": 16}),
     "phi3_longrope": ("Phi3Config", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
                                                          "long_factor": [1.5, 2.0, 3.0, 4.0, 5.0, 6.0]},
                                      "original_max_position_embeddings": 256, "max_position_embeddings": 256}),
@@ -181,7 +186,9 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     stated = json.loads((folder / "config.json").read_text())
     made = getattr(transformers, stated["architectures"][0])
     config = made.config_class(**{key: value for key, value in stated.items() if key != "model_type"})
-    return made.from_pretrained(folder, config=config, dtype=dtype, attn_implementation="eager").eval()
+    return made.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 101) -> list[int]:

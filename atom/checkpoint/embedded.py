@@ -39,6 +39,9 @@ def fetch(requirement: str, member: str, sha256: str, cache: Path, progress: Pro
     if is_sealed(target, sha256):
         return target
     try:
+        cache.mkdir(
+            mode=0o700, parents=True, exist_ok=True
+        )  # compiled code lies there too, which others must not write
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"):
             if is_sealed(target, sha256):  # another process was first

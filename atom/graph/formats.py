@@ -17,6 +17,10 @@ from atom.errors import UnsupportedError
 from atom.graph.types import Type
 
 
+class FormatError(UnsupportedError, ValueError):
+    """A weight cannot be stored in the format that is named."""
+
+
 class Format(NamedTuple):
     """How a weight [..., O, I] is packed."""
 
@@ -33,13 +37,12 @@ FORMATS: dict[str, Format] = {
     "int4z": Format(4, 20, (1, 128)),  # with a zero point a block
     "int8z": Format(8, 24, (1, 128)),
     "mxfp4": Format(4, 8, (1, 32)),
-    "nvfp4": Format(4, 8, (1, 16)),
 }
 
 
 def parse_format(fmt: str) -> Format:
     """The format of a name such as `fp8[128, 128]`, `int4[1, 32]` or `fp8[1, *]`."""
-    match = re.fullmatch(r"(\w+)(?:\[(\d+|\*), (\d+|\*)\])?", fmt)
+    match = re.fullmatch(r"(\w+)(?:\[([1-9]\d*|\*), ([1-9]\d*|\*)\])?", fmt, re.ASCII)
     if not match or match[1] not in FORMATS:
         raise UnsupportedError(f"weights stored as {fmt} are not known yet; formats: {', '.join(FORMATS)}")
     known = FORMATS[match[1]]
@@ -49,11 +52,19 @@ def parse_format(fmt: str) -> Format:
     return known._replace(block=(rows, columns))
 
 
+def check_columns(type: Type, fmt: str | None) -> None:
+    """FormatError where a weight has no whole number of blocks and its format stores no others."""
+    if fmt == "mxfp4" and (len(type.shape) < 2 or int(type.shape[-1]) % 32):
+        columns = f"{type.shape[-1]} columns" if len(type.shape) > 1 else "no columns"
+        raise FormatError(f"{type} has {columns}, mxfp4 stores multiples of 32; set another model.fmt, or model.plain")
+
+
 def num_bytes(type: Type, fmt: str | None) -> int:
     """Bytes of a weight [..., O, I] in a format, its scales included; None is plain."""
     if fmt is None:
         return type.num_bytes
     known = parse_format(fmt)
+    check_columns(type, fmt)
     *others, rows, columns = (int(dim) for dim in type.shape)
     blocks = [-(-dim // (size or dim)) for dim, size in zip((rows, columns), known.block, strict=True)]
     num_bits = (rows * columns * known.bits, math.prod(blocks) * known.scale_bits)
@@ -66,6 +77,7 @@ def stored_parts(type: Type, fmt: str | None) -> dict[str, Type]:
         return {"": type}
     if fmt != "mxfp4":
         raise UnsupportedError(f"the tensors of a weight stored as {fmt} are not known yet")
+    check_columns(type, fmt)
     *others, columns = type.shape
     num_blocks = int(columns) // 32
     return {"_blocks": Type("u8", (*others, num_blocks, 16)), "_scales": Type("u8", (*others, num_blocks))}

@@ -9,6 +9,7 @@
     KV("model.layers.0", bf16[2, 3, 64])                        no weight: the state that a layer keeps for each token
 
 They are values: equal recipes are one tensor. Passes rewrite them beside the nodes, only `atom.weights` evaluates them.
+One that describes no tensor raises a ValueError with the reason when it is made.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from atom.graph.formats import num_bytes
+from atom.graph.formats import FormatError, check_columns, num_bytes
 from atom.graph.types import Type
 
 
@@ -30,6 +32,17 @@ class W:
     type: Type  # shape as stored, dtype as computed
     fmt: str | None = None  # stored format, where it is not a plain tensor: see `atom.graph.formats`
 
+    def __post_init__(self) -> None:
+        _need(isinstance(self.name, str), f"a tensor's name is a string, not {self.name!r}")
+        _need_type(self.type, self.name)
+        if self.fmt is None:
+            return
+        _need(isinstance(self.fmt, str), f"{self.name}: a format is a string, not {self.fmt!r}")
+        try:
+            check_columns(self.type, self.fmt)
+        except FormatError as error:
+            raise FormatError(f"{self.name}: {error}") from None
+
 
 @dataclass(frozen=True)
 class Cat:
@@ -37,6 +50,17 @@ class Cat:
 
     parts: tuple[Recipe, ...]
     dim: int = 0
+
+    def __post_init__(self) -> None:
+        _need(isinstance(self.parts, tuple) and len(self.parts) > 0, "cat takes a list of at least one tensor")
+        for part in self.parts:
+            _need_part("cat", part)
+        first = self.parts[0].type
+        _need_dim("cat", self.dim, first)
+        for part in self.parts[1:]:
+            others = [(*each.shape[: self.dim], *each.shape[self.dim + 1 :]) for each in (first, part.type)]
+            fits = first.dtype == part.type.dtype and others[0] == others[1]
+            _need(fits, f"cat: {first} and {part.type} cannot be joined along dim {self.dim}")
 
     @property
     def type(self) -> Type:
@@ -53,6 +77,11 @@ class Stack:
     part: Recipe  # of one expert
     start: int
     stop: int
+
+    def __post_init__(self) -> None:
+        _need_part("stack", self.part)
+        is_range = _is_whole(self.start) and _is_whole(self.stop) and 0 <= self.start < self.stop
+        _need(is_range, f"stack: {self.start!r} to {self.stop!r} is no range of experts")
 
     @property
     def type(self) -> Type:
@@ -73,6 +102,14 @@ class Slice:
     dim: int = 0
     step: int = 1
 
+    def __post_init__(self) -> None:
+        _need_part("slice", self.part)
+        _need_dim("slice", self.dim, self.part.type)
+        size = int(self.part.type.shape[self.dim])
+        is_range = _is_whole(self.start) and _is_whole(self.stop) and 0 <= self.start < self.stop <= size
+        _need(is_range, f"slice: {self.start!r} to {self.stop!r} is no range of the {size} in dim {self.dim}")
+        _need(_is_whole(self.step) and self.step > 0, f"slice: step={self.step!r} is no whole number from 1")
+
     @property
     def type(self) -> Type:
         shape = list(self.part.type.shape)
@@ -85,6 +122,10 @@ class Transpose:
     """A tensor with its last two dims swapped."""
 
     part: Recipe
+
+    def __post_init__(self) -> None:
+        _need_part("transpose", self.part)
+        _need(len(self.part.type.shape) >= 2, f"transpose: {self.part.type} has no two dims to swap")
 
     @property
     def type(self) -> Type:
@@ -99,6 +140,10 @@ class Shift:
     part: Recipe
     by: float
 
+    def __post_init__(self) -> None:
+        _need_part("shift", self.part)
+        _need(_is_number(self.by), f"shift: {self.by!r} is no number")
+
     @property
     def type(self) -> Type:
         return self.part.type
@@ -109,6 +154,10 @@ class Dequantize:
     """A tensor that is stored in a format, as a plain one."""
 
     part: W
+
+    def __post_init__(self) -> None:
+        is_packed = isinstance(self.part, W) and self.part.fmt is not None
+        _need(is_packed, 'dequantize takes a stored tensor with a format, W("…", …, fmt="…")')
 
     @property
     def type(self) -> Type:
@@ -121,6 +170,10 @@ class Shuffle:
 
     part: Recipe
     layout: str  # a layout of `atom.kernels`
+
+    def __post_init__(self) -> None:
+        _need_part("shuffle", self.part)
+        _need(isinstance(self.layout, str), f"shuffle: a layout is a string, not {self.layout!r}")
 
     @property
     def type(self) -> Type:
@@ -143,6 +196,24 @@ class RopeFreqs:
     truncate: bool = True
     factors: tuple[float, ...] | None = None
 
+    def __post_init__(self) -> None:
+        dim, kind = self.dim, self.kind
+        _need(_is_whole(dim) and dim > 0 and dim % 2 == 0, f"rope_freqs: dim={dim!r} is no even number from 2")
+        _need(kind in ROPE_KINDS, f"rope_freqs: there is no kind {kind!r}; kinds: {', '.join(ROPE_KINDS)}")
+        for name in ("theta", "factor", "beta_fast", "beta_slow"):
+            value = getattr(self, name)
+            _need(_is_number(value) and value > 0, f"rope_freqs: {name}={value!r} is no number above 0")
+        for name in ("low_freq_factor", "high_freq_factor"):
+            _need(_is_number(getattr(self, name)), f"rope_freqs: {name}={getattr(self, name)!r} is no number")
+        if kind in ("llama3", "yarn"):
+            original = self.original_max_position
+            is_length = _is_whole(original) and original is not None and original > 0
+            _need(is_length, f"rope_freqs: kind {kind} needs an original_max_position from 1, not {original!r}")
+        if kind == "factors":
+            is_list = isinstance(self.factors, tuple) and all(map(_is_number, self.factors))
+            is_whole = is_list and len(self.factors or ()) == dim // 2
+            _need(is_whole, f"rope_freqs: kind factors needs a list of {dim // 2} numbers")
+
     @property
     def type(self) -> Type:
         return Type("fp32", (self.dim // 2,))
@@ -156,12 +227,20 @@ class KV:
     type: Type
     window: int | None = None  # tokens that a query sees, itself included; None: all
 
+    def __post_init__(self) -> None:
+        _need(isinstance(self.name, str), f"a cache's name is a string, not {self.name!r}")
+        _need_type(self.type, self.name)
+        is_window = self.window is None or (_is_whole(self.window) and self.window > 0)
+        _need(is_window, f"{self.name}: window={self.window!r} is no whole number from 1")
+
     @property
     def kind(self) -> str:
-        form = "latent" if len(self.type.shape) == 1 else "full"  # one entry for all heads, or keys and values of each
-        windowed = "latent_window" if form == "latent" else "window"
-        return form if self.window is None else f"{windowed}_{self.window}"
+        if self.window is not None:
+            return f"window_{self.window}"
+        return "latent" if len(self.type.shape) == 1 else "full"  # one entry for all heads, or keys and values of each
 
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
 
 Recipe = W | Cat | Stack | Slice | Transpose | Shift | Dequantize | Shuffle | RopeFreqs
 
@@ -268,6 +347,32 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
     if isinstance(recipe, Slice | Shift | Shuffle):
         return dataclasses.replace(recipe, part=narrow(recipe.part, start, stop, dim))
     return Slice(recipe, start, stop, dim)
+
+
+def _need(condition: bool, reason: str) -> None:
+    if not condition:
+        raise ValueError(reason)
+
+
+def _need_part(name: str, part: Any) -> None:
+    _need(isinstance(part, Recipe), f"{name} takes a tensor, not {part!r}")
+
+
+def _need_type(type: Any, name: str) -> None:
+    is_type = isinstance(type, Type) and all(_is_whole(dim) and dim >= 0 for dim in type.shape)  # type: ignore[operator]
+    _need(is_type, f"{name}: {type} is no type of a tensor whose dims are numbers")
+
+
+def _need_dim(name: str, dim: Any, type: Type) -> None:
+    _need(_is_whole(dim) and 0 <= dim < len(type.shape), f"{name}: {type} has no dim {dim!r}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _parts(recipe: Cat | Slice | Transpose | Shift | Dequantize | Shuffle) -> tuple[Recipe, ...]:

@@ -79,6 +79,8 @@ def parse(text: str, source: str = "graph") -> Graph:
         module = ast.parse(text)
     except SyntaxError as error:
         raise ConfigError(f"{source}:{error.lineno}: {error.msg}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{source}: {error}") from None
     graph = Graph()
     for function in module.body:
         if not isinstance(function, ast.FunctionDef):
@@ -135,6 +137,8 @@ class _Parser:
             result = self.program.call(OPS[name], *args, name=names, **kwargs)
         except PassError as error:
             raise self.fail(call, str(error)) from None
+        except (ArithmeticError, LookupError) as error:  # a shape rule that met too few dims
+            raise self.fail(call, f"{name}: its arguments do not fit ({error})") from None
         results = result if isinstance(result, tuple) else (result,)
         if len(results) != len(names):
             raise self.fail(call, f"{name} has {len(results)} results, not {len(names)}")
@@ -154,7 +158,9 @@ class _Parser:
         match node:
             case ast.Subscript(value=ast.Name(id=dtype), slice=dims) if dtype in BITS:
                 elements = dims.elts if isinstance(dims, ast.Tuple) else [dims]
-                return Type(dtype, tuple(e.id if isinstance(e, ast.Name) else self.value(e) for e in elements))
+                shape = tuple(e.id if isinstance(e, ast.Name) else self.value(e) for e in elements)
+                if all(isinstance(dim, str) or (type(dim) is int and dim >= 0) for dim in shape):
+                    return Type(dtype, shape)
             case ast.Name(id=dtype) if dtype in BITS:
                 return Type(dtype, ())
         raise self.fail(
@@ -171,11 +177,14 @@ class _Parser:
                 return tuple(self.value(element) for element in elements)
             case ast.Call(func=ast.Name(id=name)) if name in TEXT_NAMES:
                 args = [self.value(arg) for arg in node.args]
+                kwargs = {str(keyword.arg): self.value(keyword.value) for keyword in node.keywords}
                 try:
-                    return TEXT_NAMES[name](*args, **{str(k.arg): self.value(k.value) for k in node.keywords})
-                except TypeError as error:
+                    leaf = TEXT_NAMES[name](*args, **kwargs)
+                    assert isinstance(leaf.type, Type), "a recipe has the type of one tensor"
+                except (TypeError, ValueError) as error:
                     raise self.fail(node, str(error)) from None
+                return leaf
         try:
             return ast.literal_eval(node)
-        except ValueError:
+        except (ValueError, TypeError, SyntaxError):
             raise self.fail(node, f"{ast.unparse(node)} is no value that a graph knows") from None

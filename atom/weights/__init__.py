@@ -124,8 +124,14 @@ def _shuffled(recipe: Shuffle, fill: Callable[[Recipe, Tensor], Any]) -> Loaded:
     part = recipe.part
     if len(part.type.shape) == 2:
         return shuffle(cast(Tensor, _make(part, fill)), recipe.layout)
-    experts = (_make(narrow(part, expert, expert + 1), fill) for expert in range(int(part.type.shape[0])))
-    return [shuffle(expert[0], recipe.layout) for expert in experts]
+    num_experts, *shape = (int(dim) for dim in part.type.shape)
+    plain = torch.empty([1, *shape], dtype=TORCH_DTYPES[part.type.dtype])  # one for all: freed ones would be holes
+    experts: list[Tensor] = []
+    for expert in range(num_experts):
+        for each, place in _places(narrow(part, expert, expert + 1), plain):
+            fill(each, place)
+        experts.append(shuffle(plain[0], recipe.layout))
+    return experts
 
 
 def _places(recipe: Recipe, target: Tensor) -> Iterator[tuple[Recipe, Tensor]]:
@@ -162,16 +168,29 @@ def _view(recipe: Recipe, read: Callable[[str], Tensor]) -> Tensor:
         return read(recipe.name)
     if isinstance(recipe, Transpose):
         return _view(recipe.part, read).mT
-    if isinstance(recipe, Slice) and isinstance(recipe.part, Dequantize) and recipe.dim < len(recipe.type.shape) - 1:
-        return unpack(recipe.part.part, read, lambda part: _range(recipe, part))
-    if isinstance(recipe, Slice):
-        return _range(recipe, _view(recipe.part, read))
-    assert isinstance(recipe, Dequantize), f"{recipe} is made of several tensors"
-    return unpack(recipe.part, read)
+    ranges, inner = _ranges(recipe)
+    if isinstance(inner, Dequantize):
+        last = len(inner.type.shape) - 1  # the dim along which it is packed
+        packed = unpack(inner.part, read, lambda part: _cut(part, [each for each in ranges if each.dim != last]))
+        return _cut(packed, [each for each in ranges if each.dim == last])
+    if not ranges:
+        raise UnsupportedError(f"a weight cannot be read as {type(recipe).__name__.lower()}(…) of several tensors")
+    return _cut(_view(inner, read), ranges)
 
 
-def _range(recipe: Slice, tensor: Tensor) -> Tensor:
-    return tensor[(slice(None),) * recipe.dim + (slice(recipe.start, recipe.stop, recipe.step),)]
+def _ranges(recipe: Recipe) -> tuple[list[Slice], Recipe]:
+    """The slices around a recipe, innermost first, and what they are of."""
+    ranges: list[Slice] = []
+    while isinstance(recipe, Slice):
+        ranges.insert(0, recipe)
+        recipe = recipe.part
+    return ranges, recipe
+
+
+def _cut(tensor: Tensor, ranges: Iterable[Slice]) -> Tensor:
+    for each in ranges:
+        tensor = tensor[(slice(None),) * each.dim + (slice(each.start, each.stop, each.step),)]
+    return tensor
 
 
 def _stored(checkpoint: Checkpoint, name: str) -> Tensor:

@@ -29,6 +29,7 @@ def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
     A byte holds two elements, the first in its lower half; a scale is an exponent of 2, plus 127.
     """
-    halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    values = torch.tensor(FP4)[halves.int()]
+    fp4 = torch.tensor(FP4)
+    pairs = torch.stack((fp4.repeat(16), fp4.repeat_interleave(16)), dim=1)  # by byte
+    values = torch.nn.functional.embedding(blocks.int(), pairs).flatten(-2)
     return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).flatten(-2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -72,7 +72,7 @@ RECIPES: list[tuple[Recipe, str]] = [
     (Slice(stored("up", 6, 16), 1, 16, 1, 2), 'slice(W("up", fp32[6, 16]), 1, 16, dim=1, step=2)'),
     (Transpose(stored("up", 8, 6)), 'transpose(W("up", fp32[8, 6]))'),
     (Shift(stored("up", 6, 8), 1.5), 'shift(W("up", fp32[6, 8]), 1.5)'),
-    (Dequantize(stored("up", 6, 8, fmt="mxfp4")), 'dequantize(W("up", fp32[6, 8], fmt="mxfp4"))'),
+    (Dequantize(stored("up", 6, 8, fmt="int4")), 'dequantize(W("up", fp32[6, 8], fmt="int4"))'),
     (Shuffle(stored("up", 6, 8), "onednn"), 'shuffle(W("up", fp32[6, 8]), "onednn")'),
     (Cat((stored("a", 6, 3), stored("b", 6, 5)), 1), 'cat([W("a", fp32[6, 3]), W("b", fp32[6, 5])], dim=1)'),
     (
@@ -93,6 +93,23 @@ def test_a_recipe_is_shown_and_read_back(recipe: Recipe, text: str):
     assert f"(x, {text}" in shown
     assert show(parse(shown)) == shown
     assert parse(shown).recipes() == [recipe]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Cat(()), "cat takes a list of at least one tensor"),
+        (lambda: Slice(stored("w", 4, 8), 0, 0), "slice: 0 to 0 is no range of the 4 in dim 0"),
+        (lambda: Slice(stored("w", 4, 8), 0, 9, 1), "slice: 0 to 9 is no range of the 8 in dim 1"),
+        (lambda: Stack(stored("w", 4, 8), 2, 2), "stack: 2 to 2 is no range of experts"),
+        (lambda: Transpose(stored("w", 4)), r"transpose: fp32\[4\] has no two dims to swap"),
+        (lambda: Dequantize(stored("w", 4, 8)), "dequantize takes a stored tensor with a format"),
+        (lambda: RopeFreqs(4, 1e4, "yarn", 2.0), "kind yarn needs an original_max_position from 1, not None"),
+    ],
+)
+def test_a_recipe_of_no_tensor_is_refused_when_it_is_made(make: Callable[[], Recipe], reason: str):
+    with pytest.raises(ValueError, match=reason):
+        make()
 
 
 # narrow
@@ -252,7 +269,9 @@ def test_bytes_in_memory_by_format(recipe: Recipe, expected: dict[str, int]):
 
 
 def test_what_is_computed_with_packed_is_found_below_every_recipe():
-    assert list(packed_leaves(Shuffle(Cat((Transpose(FP8), Shift(Slice(FP8, 0, 2), 1.0))), "onednn"))) == [FP8, FP8]
+    assert list(
+        packed_leaves(Shuffle(Cat((Transpose(FP8), Shift(Transpose(Slice(FP8, 0, 2)), 1.0)), 1), "onednn"))
+    ) == [FP8, FP8]
     (leaf,) = packed_leaves(Stack(stored("e.{expert}", 2, 2, fmt="fp8"), 3, 8))
     assert leaf.name == "e.3"
     assert not list(packed_leaves(Cat((Dequantize(MXFP4), stored("b", 4, 1, 64)), 1)))

@@ -68,8 +68,40 @@ def test_recipes_and_caches_read_back_as_equal_values():
         ("y = x", "a line is"),
         ("import os", "a line is"),
         ("y = (", "was never closed"),
+        ("y = linear(x, cat([]))", "cat takes a list of at least one tensor"),
+        ('y = linear(x, cat(W("w", bf16[4, 8])))', "cat takes a list of at least one tensor"),
+        ('y = linear(x, cat([W("w", bf16[4, 8]), 3]))', "cat takes a tensor, not 3"),
+        ('y = linear(x, cat([W("v", bf16[4, 8]), W("w", bf16[4, 7])]))', "bf16[4, 8] and bf16[4, 7] cannot be joined along dim 0"),
+        ('y = linear(x, cat([W("w", bf16[4, 8])], dim=2))', "cat: bf16[4, 8] has no dim 2"),
+        ('y = linear(x, slice(W("w", bf16[4, 8]), 0, 4, step=0))', "slice: step=0 is no whole number from 1"),
+        ('y = linear(x, slice(W("w", bf16[4, 8]), 0, 4, dim=7))', "slice: bf16[4, 8] has no dim 7"),
+        ('y = linear(x, slice(W("w", bf16[4, 8]), 0, 5))', "slice: 0 to 5 is no range of the 4 in dim 0"),
+        ('y = linear(x, slice(W("w", bf16[4, 8]), -1, 4))', "slice: -1 to 4 is no range of the 4 in dim 0"),
+        ('y = linear(x, transpose(W("w", bf16[8])))', "transpose: bf16[8] has no two dims to swap"),
+        ("y = linear(x, stack(3, 0, 1))", "stack takes a tensor, not 3"),
+        ('y = linear(x, stack(W("w", bf16[4, 8]), 3, 1))', "stack: 3 to 1 is no range of experts"),
+        ('y = linear(x, shift(W("w", bf16[4, 8]), "1"))', "shift: '1' is no number"),
+        ('y = linear(x, shuffle(W("w", bf16[4, 8]), 1))', "shuffle: a layout is a string, not 1"),
+        ('y = linear(x, dequantize(W("w", bf16[4, 8])))', "dequantize takes a stored tensor with a format"),
+        ('y = linear(x, dequantize(W("w", bf16[4, 8], fmt="mxfp4")))', "w: bf16[4, 8] has 8 columns, mxfp4 stores multiples of 32"),
+        ('y = linear(x, W("w", bf16[T, 8]))', "w: bf16[T, 8] is no type of a tensor whose dims are numbers"),
+        ('y = linear(x, W(3, bf16[4, 8]))', "a tensor's name is a string, not 3"),
+        ('y = linear(x, W("w", bf16[-4, 8]))', "bf16[-4, 8] is no type"),
+        ('y = linear(x, W("w", 4))', "w: 4 is no type of a tensor"),
+        ('cos, sin = rotary(x, rope_freqs(4, 1e4, kind="yarn"))', "rope_freqs: kind yarn needs an original_max_position from 1"),
+        ('cos, sin = rotary(x, rope_freqs(4, 1e4, kind="llama3"))', "rope_freqs: kind llama3 needs an original_max_position"),
+        ('cos, sin = rotary(x, rope_freqs(4, 1e4, kind="yrn"))', "rope_freqs: there is no kind 'yrn'; kinds: default, linear,"),
+        ('cos, sin = rotary(x, rope_freqs(5, 1e4))', "rope_freqs: dim=5 is no even number from 2"),
+        ('cos, sin = rotary(x, rope_freqs(4, 0))', "rope_freqs: theta=0 is no number above 0"),
+        ('cos, sin = rotary(x, rope_freqs(4, 1e4, kind="factors"))', "rope_freqs: kind factors needs a list of 2 numbers"),
+        ('y = attention(x, x, x, KV("0", bf16[2, 1, 8], window=0), scale=1.0)', "0: window=0 is no whole number from 1"),
+        ("y, z = split(x, sizes=8)", "sizes=8 is no list of whole numbers from 1"),
+        ("y, z = split(x, sizes=[-1, 9])", "sizes=(-1, 9) is no list of whole numbers from 1"),
+        ("y = split_heads(x, heads=0)", "0 is no number of parts from 1"),
+        ("y = merge_heads(x)", "merge_heads: its arguments do not fit"),
+        ("y = scale(x, by={[]: 1})", "is no value that a graph knows"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_line_is_an_error_that_names_it(line: str, reason: str):
     with pytest.raises(ConfigError, match=r"^mine\.py:2: ") as raised:
         parse(f"def f(x: bf16[T, 8]):\n    {line}\n    return x\n", "mine.py")
@@ -81,3 +113,15 @@ def test_a_function_without_result_or_type_is_an_error():
         parse("def f(x: bf16[T]):\n    y = add(x, x)\n")
     with pytest.raises(ConfigError, match="x has no type"):
         parse("def f(x):\n    return x\n")
+
+
+def test_latent_attention_has_no_window():
+    text = """\
+def body(q: bf16[T, 2, 8], r: bf16[T, 2, 4], latent: bf16[T, 16], k: bf16[T, 1, 4]):
+    a = mla_attention(q, r, latent, k, W("kv_b", bf16[32, 16]), KV("0", bf16[20]%s), scale=1.0)
+    return a
+"""
+    (cache,) = parse(text % "").caches()
+    assert cache.kind == "latent"
+    with pytest.raises(ConfigError, match=r"graph:2: .*latent attention has no window, the cache keeps 4 tokens"):
+        parse(text % ", window=4")

@@ -110,7 +110,7 @@ def test_a_refusal_is_written_with_its_reason():
 
 def test_the_runner_reports_each_pass_in_order():
     reports: list[PassReport] = []
-    lower(parse(BEFORE), 1, Target("cpu"), reports.append)
+    lower(parse(BEFORE), 2, Target("cpu"), reports.append)
     assert [report.name for report in reports] == [rewrite.__name__ for rewrite, _, _ in pipeline.PIPELINE]
     assert [report.num_changes for report in reports if report.name == "lower_attention"] == [1]
 

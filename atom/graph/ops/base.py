@@ -63,5 +63,6 @@ def need(condition: bool, reason: str) -> None:
 
 
 def divide(dim: Dim, parts: int) -> int:
+    need(isinstance(parts, int) and parts > 0, f"{parts} is no number of parts from 1")
     need(isinstance(dim, int) and dim % parts == 0, f"{dim} does not divide by {parts}")
     return int(dim) // parts

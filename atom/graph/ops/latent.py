@@ -33,6 +33,7 @@ def attend_latent(q_nope: Tensor, q_rope: Tensor, entries: Tensor, kv_b: Tensor,
 
 def _latent(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV) -> Type:
     """The type of latent attention's result [T, N, U]."""
+    need(cache.window is None, f"latent attention has no window, the cache keeps {cache.window} tokens")
     (tokens, heads, plain), rank = q_nope.shape, int(kv_b.shape[1])
     need(q_rope.shape[:2] == (tokens, heads), f"q without position is {q_nope}, rotated {q_rope}")
     need(cache.type.shape == (rank + int(q_rope.shape[2]),), f"the cache keeps {cache.type} of {rank} latent dims")

@@ -36,7 +36,9 @@ def _router(x: Type, weight: Type, bias: Type | None = None, correction: Type | 
     need(method in METHODS, f"there is no routing method '{method}'; methods: {', '.join(METHODS)}")
     need(score in SCORES, f"there is no score '{score}'; scores: {', '.join(SCORES)}")
     need(all(each is None or each.shape == (experts,) for each in (bias, correction)), f"{bias}, {correction}")
-    need(top_k <= top_groups * divide(experts, groups), f"{top_k} experts of {top_groups} of {groups} groups")
+    need(top_k > 0 and groups > 0, f"{top_k} experts of {groups} groups")
+    candidates = int(experts) if method == "greedy" else top_groups * divide(experts, groups)
+    need(top_k <= candidates, f"{top_k} experts of the {candidates} that a token may choose from")
     chosen = (x.shape[0], top_k)
     return Type("fp32", chosen), Type("i64", chosen)
 
@@ -55,7 +57,7 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
     logits = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
     scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)
     ranks = scores if correction is None else scores + correction.float()
-    if groups > 1:
+    if groups > 1 and method != "greedy":
         grouped = ranks.view(len(x), groups, -1)
         best = (
             grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1) if method == "noaux_tc" else grouped.amax(-1)
@@ -74,6 +76,7 @@ def _pairs(tokens: Dim, top_k: Dim) -> Dim:
 
 
 def _group(x: Type, ids: Type, *, experts: int) -> tuple[Type, Type, Type]:
+    need(isinstance(experts, int) and experts > 0, f"there are {experts} experts")
     pairs = _pairs(x.shape[0], ids.shape[1])
     return Type(x.dtype, (pairs, *x.shape[1:])), Type("i64", (pairs,)), Type("i64", (experts,))
 

@@ -113,10 +113,10 @@ def test_routing_is_in_float32_whatever_x_is():
 def test_what_does_not_route_is_refused():
     x, weight = Type("fp32", ("T", H)), Type("fp32", (E, H))
     with pytest.raises(ValueError, match="8 does not divide by 3"):
-        ops.router.infer(x, weight, top_k=2, groups=3)
-    with pytest.raises(ValueError, match="5 experts of 2 of 4 groups"):
+        ops.router.infer(x, weight, top_k=2, method="noaux_tc", groups=3)
+    with pytest.raises(ValueError, match="5 experts of the 4 that a token may choose from"):
         ops.router.infer(x, weight, top_k=5, method="noaux_tc", groups=4, top_groups=2)
-    with pytest.raises(ValueError, match="9 experts of 1 of 1 groups"):
+    with pytest.raises(ValueError, match="9 experts of the 8 that a token may choose from"):
         ops.router.infer(x, weight, top_k=9)
     with pytest.raises(ValueError, match="there is no routing method 'random'; methods: greedy, group_limited_greedy"):
         ops.router.infer(x, weight, top_k=2, method="random")

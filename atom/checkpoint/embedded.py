@@ -39,9 +39,8 @@ def fetch(requirement: str, member: str, sha256: str, cache: Path, progress: Pro
     if is_sealed(target, sha256):
         return target
     try:
-        cache.mkdir(
-            mode=0o700, parents=True, exist_ok=True
-        )  # compiled code lies there too, which others must not write
+        if not cache.exists():
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)  # compiled code will lie there: nobody else may write
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"):
             if is_sealed(target, sha256):  # another process was first

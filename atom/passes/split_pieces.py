@@ -18,7 +18,7 @@ def split_pieces(graph: Graph) -> Graph:
     number = 0
     for program in graph.programs.values():
         for run in _runs(program):
-            if all(node.meta["kernel"] != "inductor" or node.target in VIEWS for node in run):
+            if all(node.meta.get("kernel") != "inductor" or node.target in VIEWS for node in run):
                 continue
             for node in run:
                 node.meta["piece"] = number
@@ -31,7 +31,7 @@ def _runs(program: Program) -> list[list[Node]]:
     """The calls that can be compiled, those that follow each other together."""
     runs: list[list[Node]] = [[]]
     for node in program.nodes:
-        if find_kernel(node.target, node.meta["kernel"]).trace is not None:
+        if find_kernel(node.target, node.meta.get("kernel", "reference")).trace is not None:
             runs[-1].append(node)
         elif runs[-1]:
             runs.append([])

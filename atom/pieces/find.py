@@ -66,6 +66,6 @@ def _text(calls: list[Node], inputs: list[Node], weights: list[Recipe], results:
         made = program.call(call.target, *args, **call.kwargs)
         for old, new in zip(results_of(call), made if isinstance(made, tuple) else (made,), strict=True):
             place[old] = new
-        program.nodes[-1].meta["kernel"] = call.meta["kernel"]
+        program.nodes[-1].meta["kernel"] = call.meta.get("kernel", "reference")
     program.output(*(place[node] for node in results))
     return show(graph)

@@ -199,7 +199,7 @@ def test_an_edited_kernel_or_layout_that_does_not_fit_is_one_line(run: Any, chec
 
 def test_a_text_saved_before_kernels_were_chosen_gets_them(checkpoints: Any, run: Any, tmp_path: Path):
     _, text, _ = run("job=explain", f"checkpoint={checkpoints('llama')}", "job.stage=lower_attention")
-    _, chosen, _ = run("job=explain", f"checkpoint={checkpoints('llama')}", "job.stage=select_kernels")
+    _, chosen, _ = run("job=explain", f"checkpoint={checkpoints('llama')}", "job.stage=split_pieces")
     (tmp_path / "mine.py").write_text(text)
     graph = compile_graph(load([f"checkpoint={checkpoints('llama')}", f"job.graph={tmp_path}/mine.py"]))
     assert show(graph) == chosen

@@ -33,7 +33,7 @@ def rope_freqs(recipe: RopeFreqs) -> Tensor:
 
 def _llama3(recipe: RopeFreqs, freqs: Tensor) -> Tensor:
     """Short wavelengths stay, long ones stretch by the factor, those between are blended."""
-    assert recipe.original_max_position is not None, "the frontend checks it"
+    assert recipe.original_max_position is not None, "the recipe checks it"
     turns = recipe.original_max_position * freqs / (2 * math.pi)  # in the original context
     low, high = recipe.low_freq_factor, recipe.high_freq_factor
     blend = ((turns - low) / (high - low)).clamp(0, 1)
@@ -42,7 +42,7 @@ def _llama3(recipe: RopeFreqs, freqs: Tensor) -> Tensor:
 
 def _yarn_share(recipe: RopeFreqs) -> Tensor:
     """By frequency, the share that is left as it was: 1 where it turns more than beta_fast times, 0 below beta_slow."""
-    assert recipe.original_max_position is not None, "the frontend checks it"
+    assert recipe.original_max_position is not None, "the recipe checks it"
 
     def dim_of(turns: float) -> float:
         ratio = recipe.original_max_position / (turns * 2 * math.pi)  # type: ignore[operator]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from atom.graph.types import Type
 from atom.kernels.registry import Target
@@ -34,12 +34,12 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 # the same as an op that compiled code can call: there, a packed weight is a tensor of the plain one's shape
-LIBRARY = torch.library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY = library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
 LIBRARY.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
-@torch.library.register_fake("atom::packed_linear", lib=LIBRARY)  # type: ignore[untyped-decorator]
+@library.register_fake("atom::packed_linear", lib=LIBRARY)  # type: ignore[untyped-decorator]
 def _shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 

@@ -133,9 +133,8 @@ def compile_model(
     num_compiled = 0
     if missing:
         with _locked(cache, [keys[text] for text in missing]):
-            folders |= {
-                text: cache.find("pieces", keys[text]) for text in missing
-            }  # another process may have been first
+            # another process may have been first
+            folders |= {text: cache.find("pieces", keys[text]) for text in missing}
             missing = [text for text in missing if folders[text] is None]
             folders |= _compile({text: keys[text] for text in missing}, cache, progress)
         num_compiled = len(missing)

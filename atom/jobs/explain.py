@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from atom.artifact import Cache
-from atom.compiler import compile_graph, pieces_of, semantic_graph
+from atom.compiler import compile_graph, describe_piece, pieces_of
 from atom.config import Config, GPUConfig, load_gpu
 from atom.errors import CapacityError, ConfigError
 from atom.graph import KV, Graph, Recipe, W, ops, show
@@ -32,6 +32,7 @@ from atom.graph.formats import num_bytes
 from atom.graph.graph import call_of, node_leaves
 from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.types import BITS
+from atom.launch import semantic_graph
 from atom.llm import cache_kinds, mtp_patterns, plan_kv
 from atom.passes import PassReport
 from atom.pieces import identity, key_of
@@ -145,12 +146,21 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
 
 
 def pieces(graph: Graph, config: Config) -> dict[str, Any]:
-    """How many pieces are compiled, how many are distinct, and how many of those are in the cache folder."""
+    """How many pieces there are, and each distinct one: how often it runs, and whether the cache folder has it.
+
+    `fault` is why one that is there is not used. To look is no use: pruning goes by uses.
+    """
     assert config.cache is not None, "config.load resolves it"
-    cache, found = Cache(Path(config.cache)), pieces_of(graph)
-    texts = dict.fromkeys(piece.text for piece in found)
-    cached = [text for text in texts if cache.find("pieces", key_of(identity(text))) is not None]
-    return {"pieces": len(found), "distinct_pieces": len(texts), "cached_pieces": len(cached)}
+    cache = Cache(Path(config.cache))
+    counts = Counter(piece.text for piece in pieces_of(graph))
+    distinct = []
+    for text, times in counts.items():
+        key = key_of(identity(text))
+        is_there = cache.holds("pieces", key)
+        fault = cache.verify("pieces", key) if is_there else None
+        told = {"key": key, "cached": is_there and fault is None, "fault": fault}
+        distinct.append({"name": describe_piece(text), "times": times, **told})
+    return {"pieces": counts.total(), "distinct_pieces": distinct}
 
 
 def token_shares(graph: Graph) -> dict[Recipe, Fraction]:
@@ -231,7 +241,14 @@ def describe(told: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:
     """The sizes as lines for the screen: what, and how much."""
     one = f"one sequence of max_model_len={config.serve.max_model_len:,}"
     if told["pieces"]:
-        yield "pieces", f"{told['pieces']}, {told['distinct_pieces']} distinct, {told['cached_pieces']} in the cache"
+        distinct = told["distinct_pieces"]
+        num_cached = sum(piece["cached"] for piece in distinct)
+        yield "pieces", f"{told['pieces']}, {len(distinct)} distinct, {num_cached} in the cache"
+        for piece in distinct:
+            where = "in the cache" if piece["cached"] else "not in the cache"
+            if piece["fault"]:
+                where = f"in the cache and not used: {piece['fault']}"
+            yield f"  {piece['key'][:8]}", f"{piece['times']} times {piece['name']}, {where}"
     yield "parameters", f"{told['parameters']:,} in all, {told['active_parameters']:,} active"
     yield "weights", f"{_size(told['weights_bytes'])} in all, {_size(told['active_weights_bytes'])} active"
     for fmt, size in told["formats"].items():

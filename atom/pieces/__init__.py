@@ -11,11 +11,11 @@ one symbol for each dim that may change and goes to Inductor ahead of time; what
 """
 
 from atom.pieces.find import NAME, Piece, find_pieces
-from atom.pieces.identity import digest, identity, instruction_set, key_of, sources_of
+from atom.pieces.identity import digest, identity, instruction_set, key_of, libraries, sources_of
 from atom.pieces.load import PieceCode, load_piece
 from atom.pieces.workers import compile_pieces, has_compiler
 
 __all__ = [
     "NAME", "Piece", "PieceCode", "compile_pieces", "digest", "find_pieces", "has_compiler", "identity",
-    "instruction_set", "key_of", "load_piece", "sources_of",
+    "instruction_set", "key_of", "libraries", "load_piece", "sources_of",
 ]  # fmt: skip

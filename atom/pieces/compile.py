@@ -43,7 +43,7 @@ def compile_piece(text: str) -> dict[str, bytes]:
 
 @torch.inference_mode()
 def _check(program: Program, files: dict[str, bytes]) -> None:
-    """Hold the code against the ops' bodies: the compiler took the open dims for 2 or more, and planned for HINT."""
+    """Hold the code against its traces: the compiler took the open dims for 2 or more, and planned for HINT."""
     generator = torch.Generator().manual_seed(0)
 
     def example(type: Type, rows: int) -> Tensor:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from functools import cache
 from pathlib import Path
 
 import torch
 
-OPTIONS = {"cpp.dynamic_threads": True}  # of Inductor: as many threads as the process has, not as this machine has now
+OPTIONS = {  # of Inductor
+    "cpp.dynamic_threads": True,  # as many threads as the process has, not as this machine has now
+    "aot_inductor.precompile_headers": False,  # needs openssl, and takes what lies at a known path in /tmp
+}
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -22,6 +26,7 @@ def identity(text: str) -> dict[str, str]:
         "text": digest(text),
         "torch": torch.__version__,
         "instruction set": instruction_set(),
+        "libraries": libraries(),
         "strides": "contiguous",
         "compiler options": json.dumps(OPTIONS),
         "sources": sources_of("graph/ops", "kernels", "pieces"),
@@ -62,3 +67,14 @@ def instruction_set() -> str:
     return " ".join(
         [torch.backends.cpu.get_cpu_capability(), *sorted({flag for flag in stated if flag.startswith(kinds)})]
     )
+
+
+@cache
+def libraries() -> str:
+    """The libc and the libstdc++ that compiled code is loaded with: those of another machine may lack a symbol."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        lines = []
+    loaded = {Path(line.split()[-1]).resolve().name for line in lines if "libstdc++" in line}
+    return " ".join([*platform.libc_ver(), *sorted(loaded)])

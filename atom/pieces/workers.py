@@ -2,14 +2,19 @@
 
 for text, files in compile_pieces(texts):
     publish(text, files)
+
+A worker and the compilers that it starts are a session, and all their files are in the worker's folder. The parent
+ends the session and removes the folder; where the parent is killed, the worker does both when its stdin ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,11 +31,13 @@ def compile_pieces(texts: Sequence[str]) -> Iterator[tuple[str, dict[str, bytes]
 
     ArtifactError where there is no compiler or it fails; PassError where a piece's code is not what its ops say.
     """
-    count = min(len(texts), os.cpu_count() or 1)
+    count = min(len(texts), len(os.sched_getaffinity(0)))
     done: queue.Queue[tuple[str, dict[str, bytes]] | Exception | None] = queue.Queue()
-    with tempfile.TemporaryDirectory(prefix="atom-run-") as folder:
-        workers = [_Worker(Path(folder, str(index)), texts[index::count], done) for index in range(count)]
+    with tempfile.TemporaryDirectory(prefix="atom-run-", ignore_cleanup_errors=True) as folder:
+        workers: list[_Worker] = []
         try:
+            for index in range(count):
+                workers.append(_Worker(Path(folder, str(index)), texts[index::count], done))
             running = count
             while running:
                 item = done.get()
@@ -49,9 +56,12 @@ class _Worker:
     """A process that compiles some pieces, and the thread that reads what it has done."""
 
     def __init__(self, folder: Path, texts: Sequence[str], done: queue.Queue[Any]) -> None:
-        folder.mkdir()
+        temporary = folder / "tmp"  # the worker's, and its compilers'
+        temporary.mkdir(parents=True)
         (folder / "texts.json").write_text(json.dumps(list(texts)))
         command = [
+            "/usr/bin/env",
+            f"TMPDIR={temporary}",
             sys.executable,
             "-c",
             "import sys; from atom.pieces.workers import work; work(sys.argv[1])",
@@ -59,7 +69,13 @@ class _Worker:
         ]
         self._errors = (folder / "errors.txt").open("w+")
         self._process = subprocess.Popen(
-            command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=self._errors, text=True
+            command,
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,  # nothing is written: its end says that this process is gone
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
         )
         self._thread = threading.Thread(target=self._read, args=(folder, texts, done), daemon=True)
         self._thread.start()
@@ -73,15 +89,19 @@ class _Worker:
                 done.put((texts[int(rest)], {file.name: file.read_bytes() for file in made.iterdir()}))
             elif kind in REPORTED:
                 done.put(REPORTED[kind](rest))
-        if self._process.wait():
+        # it is not reaped here: its number must stay its own until `stop` has ended the session
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        if ended is None or ended.si_status:
             self._errors.seek(0)
             last = (self._errors.read().strip().splitlines() or ["it was ended"])[-1]
             done.put(ArtifactError(f"compiling failed: {last}; level=1 runs without a compiler"))
         done.put(None)
 
     def stop(self) -> None:
-        self._process.kill()
+        """End it and the compilers that it has started."""
+        os.killpg(self._process.pid, signal.SIGKILL)
         self._thread.join()
+        self._process.communicate()
         self._errors.close()
 
 
@@ -90,6 +110,9 @@ REPORTED = {error.__name__: error for error in (ArtifactError, PassError)}
 
 def work(folder: str) -> None:
     """What a worker does: the texts in the folder, and a line on stdout for each."""
+    signal.signal(signal.SIGTERM, lambda *_: _leave(Path(folder)))
+    threading.Thread(target=_watch, args=(os.dup(0),), daemon=True).start()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     from atom.pieces.compile import compile_piece
 
     out = os.fdopen(os.dup(1), "w")  # Inductor's own prints go elsewhere
@@ -105,6 +128,20 @@ def work(folder: str) -> None:
         for name, content in files.items():
             (made / name).write_bytes(content)
         print("done", index, file=out, flush=True)
+
+
+def _watch(link: int) -> None:
+    """End this session when the parent is gone."""
+    os.read(link, 1)
+    os.killpg(0, signal.SIGTERM)
+
+
+def _leave(folder: Path) -> None:
+    """Remove what the session has written, in the main thread, which writes nothing meanwhile; then end it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()  # the last worker does
+    os.killpg(0, signal.SIGKILL)
 
 
 def has_compiler() -> bool:

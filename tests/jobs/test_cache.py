@@ -13,6 +13,10 @@ import pytest
 
 from atom.artifact import Cache
 from atom.cli import main
+from atom.config import load
+from atom.kernels import find_target
+from atom.launch import machine_ingredients, recipe_of
+from atom.pieces import identity, key_of
 
 ONE, TWO, MODEL = "ab" * 32, "cd" * 32, "012345" + "ab" * 29  # a key that is all digits at first stays a text
 
@@ -42,6 +46,29 @@ def run(cache: Cache, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple
 def last_used(cache: Cache, key: str, days: float) -> None:
     (manifest,) = cache.folder.glob(f"*/{key}/manifest.json")
     os.utime(manifest, (time.time() - days * 86400,) * 2)
+
+
+@pytest.fixture
+def carry(tmp_path: Path, run: Any) -> Callable[..., Path]:
+    """The bundle of a model and two pieces, made of what this machine is but for these changes of ingredients."""
+
+    def carry(changes: dict[str, str] | None = None, **about: Any) -> Path:
+        cache = Cache(tmp_path / "theirs")
+        pieces = []
+        for text in ("def piece(x0: fp32[A, 64]): ...", "def piece(x0: fp32[A, 32]): ..."):
+            made_of = {name: (changes or {}).get(name, value) for name, value in identity(text).items()}
+            pieces.append(key_of(made_of))
+            told = {"name": f"piece {len(pieces)}", "text": text, "ingredients": made_of}
+            cache.publish("pieces", pieces[-1], {"piece.so": bytes([len(pieces)]) * (1 << 20)}, told)
+        made_of = {"model": "llama", "dtype": "fp32", **machine_ingredients(find_target("cpu")), **(changes or {})}
+        about = {"name": "llama\x1b[31m", "ingredients": made_of, "recipe": ["dtype='fp32'"], "pieces": pieces, **about}
+        files = {"graph.py": b"def body(): ...\n", "recipe.yaml": b"overrides: []\n"}
+        cache.publish("artifacts", key_of(about["ingredients"]), files, about)
+        code, out, err = run(f"cache={cache.folder}", f"job.export={tmp_path}/model.tar")
+        assert (code, err) == (0, "") and out.splitlines()[-1] == f"exported 3 entries, 2.0 MiB to {tmp_path}/model.tar"
+        return tmp_path / "model.tar"
+
+    return carry
 
 
 def keys(cache: Cache) -> set[str]:
@@ -97,7 +124,7 @@ def test_an_entry_is_explained(run: Any):
         "  versions:",
         "    torch: 2.11",
         "  note: a\N{REPLACEMENT CHARACTER}[31mb",
-        "1 files, " + lines[-2].partition(", ")[2],
+        "1 file, " + lines[-2].partition(", ")[2],
         "  graph.py  16 B",
     ]
     assert json.loads(run(f"job.entry=pieces/{ONE}", "job.output=json")[1])["key"] == ONE
@@ -121,6 +148,9 @@ def test_an_entry_is_explained(run: Any):
         (["job.trust=true"], "job.trust is for job.import"),
         (["job.import=nope.tar"], "job.import=nope.tar: there is no such file"),
         (["job.export=x.tar", "job.entry=ab"], "holds no such entry"),
+        (["job.export="], "job.export= names no file; write job.export=FILE"),
+        (["job.import="], "job.import=: there is no such file"),
+        (["job.prune="], "job.prune= is neither an age"),
     ],
 )
 def test_what_makes_no_sense_is_one_line(overrides: list[str], message: str, run: Any, cache: Cache):
@@ -142,19 +172,43 @@ def test_prune_by_age_removes_what_was_unused_for_longer(run: Any, cache: Cache)
     assert out.splitlines()[-1] == f"removed 1 entry, 1.0 MiB in {cache.folder}"
     assert keys(cache) == {TWO, MODEL}
     assert os.listdir(cache.folder / "pieces") == [TWO]
-    assert run("job.prune=4w", "job.output=json")[1].count("\n") == 1 and keys(cache) == {MODEL}
+    assert run("job.prune=4w", "job.output=json")[1].count("\n") == 2 and keys(cache) == set(), (
+        "both of its pieces went"
+    )
     assert run("job.prune=0.5h")[1] == f"removed 0 entries, 0 B in {cache.folder}\n"
 
 
 def test_prune_by_size_removes_the_least_recently_used_until_the_rest_fits(run: Any, cache: Cache):
-    for key, days in ((TWO, 3), (ONE, 2), (MODEL, 1)):
+    for key, days in ((MODEL, 4), (TWO, 3), (ONE, 2)):
         last_used(cache, key, days)
     assert run("job.prune=3MiB")[0] == 0 and keys(cache) == {ONE, TWO, MODEL}
     assert TWO[:12] in run("job.prune=2MiB")[1] and keys(cache) == {ONE, MODEL}
     run("job.prune=0.5MiB")
-    assert keys(cache) == {MODEL}
-    run("job.prune=0KiB")
-    assert keys(cache) == set()
+    assert keys(cache) == set(), "an artifact goes with the last of its pieces"
+
+
+def test_prune_leaves_the_model_that_was_launched_last_whole(run: Any, tmp_path: Path):
+    """A launch reads its artifact first, then the pieces; the older launch shares one of them."""
+    cache, hour = Cache(tmp_path / "launched"), 1 / 24
+    pieces, old, new = [f"{number:02}" * 16 for number in range(5)], "aa" * 16, "bb" * 16
+    for key in pieces:
+        cache.publish("pieces", key, {"piece.so": bytes(1 << 20)}, {"name": "piece"})
+    for key, used in ((old, pieces[:3]), (new, pieces[2:])):
+        cache.publish("artifacts", key, {"graph.py": b""}, {"name": "model", "pieces": used})
+    for days, key, used in ((2, old, pieces[:3]), (1, new, pieces[2:])):
+        for place, each in enumerate((key, *used)):
+            last_used(cache, each, days - place * hour)
+    run(f"cache={cache.folder}", "job.prune=3.5MiB")
+    assert keys(cache) == {old, new, *pieces[2:]}, "its shared piece is of the last launch"
+    run(f"cache={cache.folder}", "job.prune=3MiB")
+    assert keys(cache) == {new, *pieces[3:]}, "and the older artifact, of which no piece was left"
+
+
+def test_prune_by_age_takes_an_artifact_for_as_recent_as_its_pieces(run: Any, cache: Cache):
+    for key, days in ((MODEL, 40), (ONE, 40), (TWO, 1)):
+        last_used(cache, key, days)
+    run("job.prune=30d")
+    assert keys(cache) == {TWO, MODEL}
 
 
 def test_a_hit_saves_an_entry_from_pruning_where_reads_are_noted(run: Any, cache: Cache):
@@ -203,17 +257,16 @@ def test_verify_names_what_is_damaged_and_deletes_nothing(run: Any, cache: Cache
 # bundles
 
 
-@pytest.fixture
-def bundle(run: Any, tmp_path: Path) -> Path:
-    code, out, err = run(f"job.export={tmp_path}/model.tar")
-    assert (code, err) == (0, "") and out.splitlines()[-1] == f"exported 3 entries, 2.0 MiB to {tmp_path}/model.tar"
-    return tmp_path / "model.tar"
-
-
-def test_an_import_without_trust_shows_what_it_is_and_takes_nothing(run: Any, bundle: Path, tmp_path: Path):
+def test_an_import_without_trust_shows_what_it_is_and_takes_nothing(run: Any, carry: Any, tmp_path: Path):
+    bundle = carry()
     code, out, err = run(f"job.import={bundle}", f"cache={tmp_path}/target")
-    assert code == 2
-    assert out.startswith(f"artifacts/{MODEL}\nbuilt by ") and "    torch: 2.11\n" in out and "\x1b" not in out
+    assert code == 2 and "\x1b" not in out
+    lines = out.splitlines()
+    assert lines[0].startswith("artifacts/") and lines[1].startswith("built by ")
+    assert lines[2:4] == ["made of", "  name: llama\N{REPLACEMENT CHARACTER}[31m"] and "    - dtype='fp32'" in lines
+    builder = lines[1]
+    assert [line.partition(" ")[2].partition(" at ")[0] for line in lines[-2:]] == [builder.partition(" at ")[0]] * 2
+    assert [line.rpartition(": ")[2] for line in lines[-2:]] == ["piece 1", "piece 2"]
     assert err == (
         f"atom-run: ConfigError: job.import={bundle}: it is code that will run as you, and what is above is only what "
         "its maker says; job.trust=true imports it\n"
@@ -221,17 +274,92 @@ def test_an_import_without_trust_shows_what_it_is_and_takes_nothing(run: Any, bu
     assert not (tmp_path / "target").exists()
 
 
-def test_a_trusted_import_is_found_with_its_maker(run: Any, cache: Cache, bundle: Path, tmp_path: Path):
+def test_a_trusted_import_is_found_with_its_maker_and_its_recipe(run: Any, carry: Any, tmp_path: Path):
+    bundle = carry()
     code, out, err = run(f"job.import={bundle}", f"cache={tmp_path}/target", "job.trust=true")
-    assert (code, err) == (0, "") and out.splitlines()[-1] == f"imported 3 entries, 2.0 MiB in {tmp_path}/target"
-    target = Cache(tmp_path / "target")
-    for before, after in zip(cache.entries(), target.entries(), strict=True):
+    assert (code, err) == (0, "")
+    source, target = Cache(tmp_path / "theirs"), Cache(tmp_path / "target")
+    total, recipe = out.splitlines()[-2:]
+    assert total == f"imported 3 entries, 2.0 MiB in {target.folder}"
+    assert recipe == f"recipe={target.folder}/artifacts/{target.entries()[-1].key}/recipe.yaml starts it"
+    for before, after in zip(source.entries(), target.entries(), strict=True):
         assert target.find(after.kind, after.key) and (before.about, before.files) == (after.about, after.files)
         assert (before.built_by, before.created) == (after.built_by, after.created)
     assert run(f"job.import={bundle}", f"cache={tmp_path}/target", "job.trust=true")[0] == 0, "twice is no error"
 
 
-def test_a_damaged_bundle_is_one_line_and_imports_nothing(run: Any, bundle: Path, tmp_path: Path):
+@pytest.mark.parametrize("trust", ["true", "false"])
+def test_an_import_as_json_is_an_object_a_line_for_all_that_it_holds(trust: str, run: Any, carry: Any, tmp_path: Path):
+    bundle = carry()
+    _, out, _ = run(f"job.import={bundle}", f"cache={tmp_path}/target", f"job.trust={trust}", "job.output=json")
+    told = [json.loads(line) for line in out.splitlines()]
+    assert [each["kind"] for each in told] == ["pieces", "pieces", "artifacts"]
+    assert [each["key"] for each in told[:2]] == told[2]["about"]["pieces"] and told[2]["about"]["recipe"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "differences"),
+    [
+        ({"torch": "1.0"}, ["torch (1.0, here "]),
+        ({"instruction set": "AVX1024 avx1024f"}, ["instruction set"]),
+        ({"sources of the passes": "0" * 32}, ["sources of the passes"]),
+        ({"sources": "0" * 32}, ["sources"]),
+        ({"features": "none", "torch": "1.0"}, ["torch (1.0, here ", "features (none, here "]),
+    ],
+)
+def test_a_bundle_that_can_never_be_used_here_is_refused_by_name(
+    changes: dict[str, str], differences: list[str], run: Any, carry: Any, tmp_path: Path
+):
+    bundle = carry(changes)
+    code, _, err = run(f"job.import={bundle}", f"cache={tmp_path}/target", "job.trust=true")
+    start = f"atom-run: ConfigError: job.import={bundle}: it is of another machine or version, and would never be used here: "
+    assert code == 2 and err.startswith(f"{start}other ") and err.count("\n") == 1
+    assert all(each in err.removeprefix(start) for each in differences)
+    assert err.removeprefix(start).count(",") - err.count(", here") == len(differences) - 1, "nothing else"
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_bundle_whose_keys_are_not_of_what_it_says_is_refused(run: Any, cache: Cache, carry: Any, tmp_path: Path):
+    carry()
+    theirs = Cache(tmp_path / "theirs")
+    first, second, artifact = theirs.entries()
+    for lying, about in (
+        (artifact, {"ingredients": artifact.about["ingredients"] | {"torch": "forged"}}),
+        (artifact, {"ingredients": 7}),
+        (first, {"text": "def piece(): ..."}),
+        (second, {"ingredients": first.about["ingredients"]}),
+    ):
+        forged = Cache(tmp_path / f"forged-{lying.key[:4]}-{len(str(about))}")
+        for each in (first, second, artifact):
+            told = each.about | (about if each is lying else {})
+            forged.publish(each.kind, each.key, {"a": b""}, told)
+        run(f"cache={forged.folder}", f"job.export={tmp_path}/forged.tar")
+        code, _, err = run(f"job.import={tmp_path}/forged.tar", f"cache={tmp_path}/target", "job.trust=true")
+        what = f"{lying.kind}/{lying.key[:12]} is not the key of what it says that it is made of"
+        whole = f"{tmp_path}/forged.tar is no bundle that job.export wrote: {what}"
+        assert (code, err) == (1, f"atom-run: ArtifactError: {whole}\n")
+        assert not (tmp_path / "target").exists()
+
+
+def test_a_recipe_keeps_what_was_said_of_the_model_and_no_secret(checkpoints: Any):
+    checkpoint = checkpoints("llama")
+    said = ["model.layers=2", "+model.weights.more=x", "serve.http.api_keys=secret", "seed=3", "prompts=hello"]
+    config = load([f"checkpoint={checkpoint}", *said, "cache=/elsewhere", "serve.max_model_len=64"])
+    assert recipe_of(config) == [
+        f"checkpoint='{checkpoint}'",
+        "model.layers=2",
+        "+model.weights.more=x",
+        "model='llama'",
+        "dtype='fp32'",
+        "device='cpu'",
+        "level=2",
+        "serve.kv_cache_dtype='fp32'",
+        "serve.max_model_len=64",
+    ]
+
+
+def test_a_damaged_bundle_is_one_line_and_imports_nothing(run: Any, carry: Any, tmp_path: Path):
+    bundle = carry()
     raw = bundle.read_bytes()
     flipped = raw[: 1 << 20] + bytes([raw[1 << 20] ^ 1]) + raw[(1 << 20) + 1 :]
     for damaged in (raw[: len(raw) // 2], flipped, b"", b"not a tar" * 1000, raw[512:]):
@@ -242,7 +370,8 @@ def test_a_damaged_bundle_is_one_line_and_imports_nothing(run: Any, bundle: Path
         assert not (tmp_path / "target").exists()
 
 
-def test_an_import_that_cannot_be_written_is_an_error(run: Any, bundle: Path, tmp_path: Path):
+def test_an_import_that_cannot_be_written_is_an_error(run: Any, carry: Any, tmp_path: Path):
+    bundle = carry()
     (tmp_path / "file").write_bytes(b"")
     code, _, err = run(f"job.import={bundle}", f"cache={tmp_path}/file", "job.trust=true")
     assert code == 1 and "is not imported: File exists" in err

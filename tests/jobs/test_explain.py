@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from atom.artifact import Cache
 from atom.cli import main
 from atom.compiler import compile_graph
 from atom.config import load, load_gpu
@@ -83,6 +85,36 @@ def test_no_weights_are_needed_and_an_unknown_stage_names_the_known(run: Any, ch
     code, _, err = run(f"checkpoint={tmp_path}", "job.stage=nope")
     stages = "semantic, fuse_qkv, fuse_gate_up, fuse_norm_residual, lower_moe, lower_attention, select_kernels"
     assert code == 2 and f"stages: {stages}" in err
+
+
+# pieces
+
+
+def test_pieces_are_told_as_cached_only_where_they_are_trusted(
+    run: Any, explain: Any, checkpoints: Any, tmp_path: Path
+):
+    overrides = (f"checkpoint={checkpoints('llama')}", f"cache={tmp_path}")
+    keys = [piece["key"] for piece in explain(*overrides)["distinct_pieces"]]
+    cache, long_ago = Cache(tmp_path), time.time() - 40 * 86400
+    folders = [cache.publish("pieces", key, {"piece.so": b"code"}, {}) for key in keys[:2]]
+    for folder in folders:
+        os.utime(folder / "manifest.json", (long_ago, long_ago))
+    (folders[1] / "piece.so").write_bytes(b"evil")
+    fault = "the checksum of piece.so is wrong"
+    told = explain(*overrides)
+    states = [(piece["times"], piece["cached"], piece["fault"]) for piece in told["distinct_pieces"]]
+    assert states == [(1, True, None), (2, False, fault), (1, False, None)]
+    code, out, err = run(*overrides)
+    assert (code, err) == (0, "")
+    (total,) = re.findall(r"^pieces +(.*)$", out, re.MULTILINE)
+    assert total == "4, 3 distinct, 1 in the cache"
+    lines = re.findall(r"^  [0-9a-f]{8} +.* calls, (.*)$", out, re.MULTILINE)
+    assert lines == ["in the cache", f"in the cache and not used: {fault}", "not in the cache"]
+    assert [(folder / "manifest.json").stat().st_atime for folder in folders] == pytest.approx([long_ago] * 2), (
+        "it is no use"
+    )
+    (tmp_path / "pieces").chmod(0o777)
+    assert not any(piece["cached"] for piece in explain(*overrides)["distinct_pieces"])
 
 
 # published sizes
@@ -257,7 +289,9 @@ def test_a_large_model_is_explained_within_20_seconds_from_its_config_alone(publ
     ended = subprocess.run(command, capture_output=True, text=True)
     assert time.perf_counter() - started < 20
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.endswith(f"\n\n{SUMMARY}")
+    piece_lines = re.findall(r"^  [0-9a-f]{8} +(\d+) times .* calls, not in the cache$", ended.stdout, re.MULTILINE)
+    assert (len(piece_lines), sum(map(int, piece_lines))) == (6, 178)
+    assert re.sub(r"^  [0-9a-f]{8} .*\n", "", ended.stdout, flags=re.MULTILINE).endswith(f"\n\n{SUMMARY}")
     assert (
         'W("model.layers.3.mlp.experts.{expert}.gate_proj.weight", bf16[2048, 7168], fmt="fp8[128, 128]")'
         in ended.stdout
@@ -348,7 +382,7 @@ def test_a_pool_that_is_too_small_says_how_long_a_sequence_it_holds(name: str, e
     kinds = cache_kinds(compile_graph(config))
     assert max(told["kv_tokens"].values()) >= longest
     plan_kv(kinds, config)
-    with pytest.raises(CapacityError, match=f"lower max_model_len to {longest}"):
+    with pytest.raises(CapacityError, match=f"lower serve.max_model_len to {longest}"):
         plan_kv(kinds, load([*overrides, f"serve.max_model_len={longest + 1}"]))
     _, out, _ = run(*overrides)
     assert re.search(r"^KV pool .*: too few for one sequence of max_model_len=1\d\d,\d\d\d$", out, re.MULTILINE)

@@ -29,6 +29,7 @@ from atom.llm import load_weights
 from atom.weights import load as load_tensors
 
 GREEDY = [
+    "level=1",
     "sampling.temperature=0",
     "sampling.max_tokens=6",
     "sampling.ignore_eos=true",
@@ -79,7 +80,7 @@ def test_text_shows_tokens_where_there_is_no_tokenizer_and_a_table_behind(run: A
 def test_several_answers_are_shown_each_as_a_whole(run: Any, embedded_gguf: Path):
     prompts = '["The capital of France is", "1 + 1 ="]'
     code, out, _ = run(
-        f"prompts={prompts}", "sampling.temperature=0", "sampling.max_tokens=3", "serve.max_model_len=512"
+        "level=1", f"prompts={prompts}", "sampling.temperature=0", "sampling.max_tokens=3", "serve.max_model_len=512"
     )
     assert code == 0
     assert re.fullmatch(r"── prompt 0\n(.+\n)+\n── prompt 1\n(.+\n)+\n", out)
@@ -112,7 +113,7 @@ def test_a_prompt_may_stand_alone():
 def test_missing_prompts_are_one_line(run: Any, prompts: str | None, checkpoints: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     given = [] if prompts is None else [f"prompts={prompts}"]
-    code, out, err = run(f"checkpoint={checkpoints('llama')}", *given)
+    code, out, err = run("job=generate", f"checkpoint={checkpoints('llama')}", *given)
     assert (code, out) == (2, "")
     assert err.startswith("atom-run: ConfigError: ") and err.count("\n") == 1
 
@@ -133,7 +134,7 @@ def predict(text: str, folder: Path, prompt: list[int], num_tokens: int) -> list
 def test_the_text_is_what_runs(run: Any, checkpoints: Any, tmp_path: Path):
     folder, prompt = checkpoints("llama"), tiny.prompt(12)
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-    plain = LLMEngine(model=str(folder), kv_cache_memory=1 << 22).generate([prompt], params)[0]["token_ids"]
+    plain = LLMEngine(model=str(folder), kv_cache_memory=1 << 22, level=1).generate([prompt], params)[0]["token_ids"]
     _, semantic, _ = run("job=explain", f"checkpoint={folder}", "job.stage=semantic")
     _, lowered, _ = run("job=explain", f"checkpoint={folder}", "job.stage=select_kernels")
     assert predict(semantic, folder, prompt, 10) == plain
@@ -147,7 +148,7 @@ def test_the_text_is_what_runs(run: Any, checkpoints: Any, tmp_path: Path):
     expected = predict(semantic.replace('kind="silu"', 'kind="relu"', 1), folder, prompt, 10)
     assert edited != lowered and expected != plain
     (tmp_path / "mine.py").write_text(edited)
-    engine = LLMEngine(model=str(folder), kv_cache_memory=1 << 22, **{"job.graph": str(tmp_path / "mine.py")})
+    engine = LLMEngine(model=str(folder), kv_cache_memory=1 << 22, level=1, **{"job.graph": str(tmp_path / "mine.py")})
     assert engine.generate([prompt], params)[0]["token_ids"] == expected
 
 
@@ -218,6 +219,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback(embedded_gguf: Path, tmp_path: Pa
         sys.executable,
         "-m",
         "atom.cli",
+        "level=1",
         "prompts=Tell me a long story.",
         "sampling.max_tokens=8000",
         "sampling.ignore_eos=true",

@@ -1,0 +1,151 @@
+"""An artifact with its pieces as one file, to be carried to another machine.
+
+export(cache, entry, Path("qwen3.tar"))
+with open_bundle(Path("qwen3.tar")) as (cache, entries):      # whole, but nobody knows who made it: it is code
+    ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import secrets
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from atom.artifact.cache import Cache, Entry
+from atom.artifact.files import (
+    KEY,
+    KINDS,
+    MANIFEST,
+    MAX_JSON,
+    NAME,
+    Damaged,
+    Unfit,
+    copy_bytes,
+    create_file,
+    reason_of,
+    seal,
+    unseal,
+)
+from atom.errors import ArtifactError
+
+BUNDLE = "bundle.json"  # the first member of a bundle
+
+
+def export(cache: Cache, entry: Entry, path: Path) -> list[Entry]:
+    """Write an artifact and the pieces that it names into one tar file: what went into it, the artifact last.
+
+    ArtifactError where one of them is missing or not trusted; then nothing is written.
+    """
+    keys = [("pieces", key) for key in _piece_keys(entry)] + [(entry.kind, entry.key)]
+    try:
+        entries = [_checked(cache, kind, key) for kind, key in keys]
+    except Damaged as error:
+        raise ArtifactError(f"{path} is not written: {error}; run the model once to build it anew") from None
+    head = seal({"artifact": entry.key, "entries": [f"{kind}/{key}" for kind, key in keys]})
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with tarfile.open(part, "x", format=tarfile.USTAR_FORMAT) as bundle:
+            bundle.addfile(_member(BUNDLE, len(head)), io.BytesIO(head))
+            for each in entries:
+                for name in (MANIFEST, *each.files):
+                    file = cache.folder / each.kind / each.key / name
+                    with open(file, "rb") as stream:
+                        size = os.fstat(stream.fileno()).st_size
+                        bundle.addfile(_member(f"{each.kind}/{each.key}/{name}", size), stream)
+        os.replace(part, path)
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be written: {reason_of(error)}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+    return entries
+
+
+@contextlib.contextmanager
+def open_bundle(path: Path) -> Iterator[tuple[Cache, list[Entry]]]:
+    """A bundle's content as a cache of its own, in a private folder, and its entries, the artifact last.
+
+    Every name, size and checksum is in order: else ArtifactError. Who made it is not known by that, and it is code.
+    """
+    with tempfile.TemporaryDirectory(prefix="atom-run-") as folder:
+        cache = Cache(Path(folder))
+        try:
+            names, key = _unpack(path, cache.folder)
+            entries = [_checked(cache, *name.split("/")) for name in names]
+            if names != [*(f"pieces/{piece}" for piece in _piece_keys(entries[-1])), f"artifacts/{key}"]:
+                raise Damaged("it does not hold the pieces that its artifact names")
+        except OSError as error:
+            raise ArtifactError(f"{path} cannot be unpacked: {reason_of(error)}") from None
+        except (Unfit, ArtifactError, tarfile.TarError) as error:
+            raise ArtifactError(f"{path} is no whole bundle: {reason_of(error)}; get it again") from None
+        yield cache, entries
+
+
+def _unpack(path: Path, folder: Path) -> tuple[list[str], str]:
+    """Write the members of a bundle below a folder: the entries' names as the head tells them, and the artifact's key.
+
+    Only plain members of kinds and names that we know, so that none leaves the folder. tarfile reads one header at
+    a time and nothing else, since what it does for links, sparse files and long names is not wanted. A tar is not
+    compressed: what is written is no more than what is read.
+    """
+    with open(path, "rb") as bundle:
+        end = os.fstat(bundle.fileno()).st_size
+        names: list[str] = []
+        key = ""
+        while any(block := bundle.read(tarfile.BLOCKSIZE)):
+            member = tarfile.TarInfo.frombuf(block, "utf-8", "replace")
+            if member.type != tarfile.REGTYPE or not 0 <= member.size <= end - bundle.tell():
+                raise Damaged(f"its member {member.name!r} is no plain file of the size that it says")
+            if not names:
+                if member.name != BUNDLE or member.size > MAX_JSON:
+                    raise Damaged(f"it does not begin with {BUNDLE}")
+                names, key = _read_head(bundle.read(member.size))
+            else:
+                place, _, name = member.name.rpartition("/")
+                if place not in names or not NAME.fullmatch(name):
+                    raise Damaged(f"it holds {member.name!r}, which its head does not name")
+                for each in (folder / place).parent, folder / place:
+                    each.mkdir(0o700, exist_ok=True)
+                with create_file(folder / place / name) as file:
+                    copy_bytes(bundle, file, member.size)
+            bundle.seek(-member.size % tarfile.BLOCKSIZE, os.SEEK_CUR)
+    if not names:
+        raise Damaged("it is empty")
+    return names, key
+
+
+def _read_head(raw: bytes) -> tuple[list[str], str]:
+    head = unseal(raw)
+    names, key = head.get("entries"), head.get("artifact")
+    if not isinstance(names, list) or not names or not isinstance(key, str):
+        raise Damaged(f"{BUNDLE} does not say what it holds")
+    for name in names:
+        kind, _, rest = name.partition("/") if isinstance(name, str) else ("", "", "")
+        if kind not in KINDS or not KEY.fullmatch(rest):
+            raise Damaged(f"{BUNDLE} names {name!r}, which is no entry")
+    return names, key
+
+
+def _checked(cache: Cache, kind: str, key: str) -> Entry:
+    fault, entry = cache.verify(kind, key), cache.describe(kind, key)
+    if fault or entry is None:
+        raise Damaged(f"{kind}/{key[:12]}: {fault or 'it is gone'}")
+    return entry
+
+
+def _piece_keys(artifact: Entry) -> list[str]:
+    keys = artifact.about.get("pieces", [])
+    if not isinstance(keys, list) or not all(isinstance(key, str) and KEY.fullmatch(key) for key in keys):
+        raise ArtifactError(f"artifacts/{artifact.key[:12]} does not say which pieces it is made of")
+    return list(dict.fromkeys(keys))
+
+
+def _member(name: str, size: int) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)  # mode 0644, nobody's, of no time
+    member.size = size
+    return member

@@ -1,0 +1,220 @@
+"""Files of entries: written whole, with a manifest that names size and sha256 of each, read only where that holds.
+
+fill_folder(new, Manifest("pieces", key, about, now, "me@here", {}), {"piece.so": code})
+check_owner(folder, is_folder=True)              # Unfit: somebody else can have written it
+read_manifest(raw)                               # Damaged: it is not what was published
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import platform
+import pwd
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+KINDS = ("pieces", "artifacts")
+MANIFEST = "manifest.json"
+MAX_JSON = 64 << 20  # bytes of a manifest; a larger one is not read
+KEY = re.compile(r"[0-9a-f]{1,128}")
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}")  # of a file in an entry: never a path, fits a tar header
+UNFINISHED = re.compile(r"\.(.+)-([1-9]\d{0,8})-[0-9a-f]{16}")  # folders that are being written or removed: host, pid
+UNFINISHED_SECONDS = 3600  # after which such a folder is nobody's, whoever made it
+CHUNK = 1 << 20  # bytes
+
+
+class Manifest(NamedTuple):
+    kind: str
+    key: str
+    about: dict[str, Any]
+    created: datetime
+    built_by: str
+    files: dict[str, tuple[int, str]]  # name -> bytes, sha256
+
+    def as_json(self) -> bytes:
+        files = {name: {"size": size, "sha256": digest} for name, (size, digest) in self.files.items()}
+        return seal(self._asdict() | {"created": self.created.isoformat(), "files": files})
+
+
+class Unfit(Exception):
+    """Why an entry is not used: somebody else can have written it."""
+
+    then = "ignored"
+
+
+class Damaged(Unfit):
+    """It is not what was published."""
+
+    then = "built anew"
+
+
+def fill_folder(folder: Path, manifest: Manifest, files: Mapping[str, bytes | Path]) -> None:
+    """Write the files and their manifest to a folder, and have the disk hold them."""
+    written: dict[str, tuple[int, str]] = {}
+    for name, content in files.items():
+        assert NAME.fullmatch(name) and name != MANIFEST, f"{name!r} is no name for a file of the cache"
+        with create_file(folder / name) as file:
+            if isinstance(content, bytes):
+                written[name] = copy_bytes(io.BytesIO(content), file)
+            else:
+                with open(content, "rb") as source:
+                    written[name] = copy_bytes(source, file)
+            os.fsync(file.fileno())
+    with create_file(folder / MANIFEST) as file:
+        file.write(manifest._replace(files=written).as_json())
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def create_file(path: Path) -> BinaryIO:
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+
+
+def copy_bytes(source: BinaryIO, target: BinaryIO, size: int | None = None) -> tuple[int, str]:
+    """Copy all, or so many bytes: how many, and their sha256."""
+    digest, num = hashlib.sha256(), 0
+    while chunk := source.read(CHUNK if size is None else min(CHUNK, size - num)):
+        target.write(chunk)
+        digest.update(chunk)
+        num += len(chunk)
+    target.flush()
+    return num, digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def unfinished_name(parent: Path) -> Path:
+    """A new name beside entries that tells which process it belongs to."""
+    return parent / f".{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def discard(place: Path) -> None:
+    """Remove what is at a path, by a rename first, so that nobody sees half of it."""
+    aside = unfinished_name(place.parent)
+    os.rename(place, aside)
+    if stat.S_ISDIR(aside.lstat().st_mode):
+        shutil.rmtree(aside)
+    else:
+        aside.unlink()
+
+
+def sweep_unfinished(parent: Path) -> None:
+    """Remove what processes left unfinished that are dead, or started it too long ago."""
+    for name in os.listdir(parent):
+        if match := UNFINISHED.fullmatch(name):
+            with contextlib.suppress(OSError):
+                is_ours = match[1] == _host() and not _is_alive(int(match[2]))
+                if is_ours or time.time() - (parent / name).lstat().st_mtime > UNFINISHED_SECONDS:
+                    shutil.rmtree(parent / name, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's
+    return True
+
+
+def check_owner(path: Path, *, is_folder: bool = False) -> None:
+    """Raise unless a path is a folder or plain file, and none but the user and root can change it."""
+    found = path.lstat()
+    if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(found.st_mode):
+        raise Damaged(f"{path} is no plain {'folder' if is_folder else 'file'}")
+    if found.st_uid not in (os.geteuid(), 0):
+        raise Unfit(f"{path} is owned by {_user(found.st_uid)}")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Unfit(f"{path} is writable by others (chmod go-w would mend it, if you trust what is there)")
+
+
+def open_file(path: Path, is_use: bool) -> io.BufferedReader:
+    """A file of an entry. Only a use leaves its time of access behind, where the file system keeps one."""
+    check_owner(path)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+    with contextlib.suppress(PermissionError):  # of a file that is root's
+        return os.fdopen(os.open(path, flags if is_use else flags | os.O_NOATIME), "rb")
+    return os.fdopen(os.open(path, flags), "rb")
+
+
+def sizes_of(folder: Path) -> dict[str, int]:
+    """The files of an entry, if it is a folder: name -> bytes."""
+    try:
+        with os.scandir(folder) as found:
+            return {file.name: file.stat(follow_symlinks=False).st_size for file in found}
+    except NotADirectoryError:
+        return {}
+
+
+def seal(body: Mapping[str, Any]) -> bytes:
+    """JSON that holds a checksum of itself."""
+    body = json.loads(json.dumps(body, allow_nan=False))
+    return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
+
+
+def unseal(raw: bytes) -> dict[str, Any]:
+    try:
+        body = json.loads(raw)
+        digest = body.pop("sha256")
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        raise Damaged("its JSON is damaged") from None
+    if not isinstance(body, dict) or digest != _digest(body):
+        raise Damaged("the checksum of its JSON is wrong")
+    return body
+
+
+def _digest(body: Any) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(raw: bytes) -> Manifest:
+    body = unseal(raw)
+    try:
+        files = {name: (file["size"], file["sha256"]) for name, file in body.pop("files").items()}
+        manifest = Manifest(**body | {"created": datetime.fromisoformat(body["created"]), "files": files})
+    except (ValueError, TypeError, AttributeError, KeyError):
+        raise Damaged(f"{MANIFEST} is damaged") from None
+    texts = (manifest.kind, manifest.key, manifest.built_by, *(digest for _, digest in files.values()))
+    is_whole = all(isinstance(text, str) for text in texts) and isinstance(manifest.about, dict)
+    is_whole &= all(isinstance(size, int) for size, _ in files.values()) and manifest.created.tzinfo is not None
+    if not is_whole or not all(NAME.fullmatch(name) and name != MANIFEST for name in files):
+        raise Damaged(f"{MANIFEST} is damaged")
+    return manifest
+
+
+def reason_of(error: Exception) -> str:
+    return str((error.strerror if isinstance(error, OSError) else None) or error)
+
+
+def user_and_machine() -> str:
+    return f"{_user(os.geteuid())}@{_host()}"
+
+
+def _user(id: int) -> str:
+    try:
+        return pwd.getpwuid(id).pw_name
+    except KeyError:
+        return f"user {id}"
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9.-]", "-", platform.node())[:100] or "localhost"

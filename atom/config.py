@@ -21,13 +21,14 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from atom.compose import CONF, attach, compose, find_source, keys, no_such, one_line_errors, resolve, unknown_key
 from atom.derive import check, derive, spelled
 from atom.errors import ConfigError
-from atom.overrides import ALIASES, one_line, override
+from atom.overrides import ALIASES, HIDDEN, SECRET, is_secret, one_line, override
 from atom.schema import (
     AttentionConfig,
     Config,
     EmbeddedConfig,
     GGUFConfig,
     GPUConfig,
+    HTTPConfig,
     JobConfig,
     MLPConfig,
     ModelConfig,
@@ -45,6 +46,7 @@ __all__ = [
     "EmbeddedConfig",
     "GGUFConfig",
     "GPUConfig",
+    "HTTPConfig",
     "JobConfig",
     "MLPConfig",
     "ModelConfig",
@@ -77,8 +79,10 @@ def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> C
         config: Config = build(Config, resolve(compose(Config, source.overrides, config_dirs), hf))
     if config.hf:
         raise ConfigError("hf is the checkpoint's config.json and cannot be set; set a field of model instead")
+    if config.overrides:
+        raise ConfigError("overrides is what the configuration is loaded from and cannot be set; set the fields")
     embedded = EmbeddedConfig(**source.embedded) if source.embedded else None
-    return derive(replace(config, hf=hf, model=replace(config.model, embedded=embedded)))
+    return derive(replace(config, hf=hf, overrides=source.overrides, model=replace(config.model, embedded=embedded)))
 
 
 def load_gpu(name: str) -> GPUConfig:
@@ -112,7 +116,10 @@ def show(
     package: str | None = None,
     is_resolved: bool = False,
 ) -> str:
-    """The composed configuration as YAML, or what is at a dotted key; resolved, with the checkpoint's values."""
+    """The composed configuration as YAML, or what is at a dotted key; resolved, with the checkpoint's values.
+
+    Keys are hidden, unless it is a file that has them.
+    """
     from omegaconf import OmegaConf, open_dict
 
     from atom.checkpoint.base import normalize_rope
@@ -121,7 +128,9 @@ def show(
         source = find_source(overrides, config_dirs)
         composed = compose(Config, source.overrides, config_dirs)
         with open_dict(composed):
-            del composed["hf"]
+            del composed["hf"], composed["overrides"]
+            if is_secret(OmegaConf.select(composed, SECRET)):
+                OmegaConf.update(composed, SECRET, HIDDEN)
         attach(composed, normalize_rope(source.hf))
         part = OmegaConf.select(composed, package) if package else composed
         if part is None and package not in keys(Config):
@@ -161,7 +170,13 @@ def build(kind: Any, value: Any, at: str = "") -> Any:
 def describe_fields() -> str:
     """For `--help`: the plain fields, serve's, job's and sampling's, with default, choices and comment."""
     lines: list[str] = []
-    for at, kind in (("", Config), ("serve.", ServeConfig), ("job.", JobConfig), ("sampling.", SamplingConfig)):
+    for at, kind in (
+        ("", Config),
+        ("serve.", ServeConfig),
+        ("serve.http.", HTTPConfig),
+        ("job.", JobConfig),
+        ("sampling.", SamplingConfig),
+    ):
         source = "".join(inspect.getsource(each) for each in reversed(kind.__mro__[:-1]))
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))
         for each in fields(kind):

@@ -72,6 +72,8 @@ def check(value: Any, at: str = "") -> None:
         check(item, key)
         if "built" in limits and item not in limits["built"]:
             built = [spelled(choice) for choice in limits["built"]]
+            if others := limits.get("others"):
+                raise UnsupportedError(f"{key}={spelled(item)}: {others} is not built yet; there is: {built[0]}")
             if item in limits["later"] or key.startswith("model."):
                 raise UnsupportedError(f"{key}={spelled(item)} is not built yet; there is: {', '.join(built)}")
             hint = did_you_mean(str(item), built)
@@ -103,6 +105,7 @@ def derive_model(config: Config, max_model_len: int) -> ModelConfig:
                 f"{config.checkpoint}: {key}={spelled(stated)} in its config.json is not built; {known}"
             )
     check_stacked(model)
+    check_reasoning(model)
     fmt, plain = derive_format(config)
     return replace(
         model,
@@ -251,6 +254,14 @@ def check_stacked(model: ModelConfig) -> None:
                     raise ConfigError(f"{at}, the role {role} names a tensor already; write {role}")
             elif tensor not in ("weight", "bias"):
                 raise ConfigError(f"{at}, the role {role} names a module; choices: {role}.weight, {role}.bias")
+
+
+def check_reasoning(model: ModelConfig) -> None:
+    """Hold model.reasoning against what it stands for: two different markers."""
+    markers = model.reasoning
+    if markers is not None and not (len(markers) == 2 and all(markers) and markers[0] != markers[1]):
+        stated = f"model.reasoning={json.dumps(markers, ensure_ascii=False)}"
+        raise ConfigError(f"{stated} must be two different markers, as in ['<think>','</think>'], or null")
 
 
 def derive_format(config: Config) -> tuple[str | None, list[str]]:

@@ -27,23 +27,15 @@ if TYPE_CHECKING:
 
 LISTS_OF_TEXT = ("prompts", "sampling.stop_strings")
 JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.entry", "job.prune", "job.export", "job.import_from")
-TEXTS = (*LISTS_OF_TEXT, "checkpoint", "revision", "cache", "recipe", *JOB_TEXTS)
+SECRET = "serve.http.api_keys"
+HIDDEN = "***"  # what is shown of it
+TEXTS = (*LISTS_OF_TEXT, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir", SECRET, *JOB_TEXTS)
 ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
-JOBS_TO_COME = ("serve", "bench", "profile")
+JOBS_TO_COME = ("bench", "profile")
 TO_COME = {  # the first part of a key, without "serve." -> what it asks for
     "parallel": "running on several devices",
     "quant": "quantization",
-    "http": "the HTTP server",
-    "data_parallel_size": "data parallelism",
-    "enable_dp_attention": "data parallelism",
-    "enable_expert_parallel": "expert parallelism",
-    "gpu_memory_utilization": "running on a GPU (on a CPU kv_cache_memory sizes the pool)",
-    "cudagraph_capture_sizes": "running on a GPU",
-    "scheduler_delay_factor": "delaying the scheduler",
-    "torch_profiler_dir": "profiling",
-    "method": "speculative decoding",
-    "num_speculative_tokens": "speculative decoding",
-    "port": "an engine in a process of its own",
+    "port": "an engine on another machine (serve.http.port is the server's)",
 }
 
 
@@ -191,18 +183,46 @@ def read_recipe(name: str, config_dirs: Sequence[str] = ()) -> list[str]:
     return list(overrides)
 
 
-def write_recipe(path: str, overrides: Iterable[str], about: Mapping[str, Any]) -> None:
-    """A recipe of these overrides, for `recipe=PATH`."""
+def write_recipe(path: str, overrides: Iterable[str], about: Mapping[str, Any]) -> bool:
+    """A recipe of these overrides, for `recipe=PATH`. Whether keys were among them, which a recipe does not hold."""
+    own = [text for text in overrides if not text.startswith("job.save_recipe=")]
+    kept = [text for text in own if not has_secret(text)]
+    Path(path).expanduser().write_text(format_recipe(kept, about), "utf-8")
+    return len(kept) < len(own)
+
+
+def has_secret(text: str) -> bool:
+    """Whether an override, in Hydra's grammar, sets keys themselves and not the file that has them."""
+    if "api_keys" not in text:
+        return False
+    parsed = parse(text)
+    key, value = parsed.key_or_group, parsed.value()
+    if not parsed.is_sweep_override() and SECRET.startswith(f"{key}."):
+        for part in SECRET.removeprefix(f"{key}.").split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        key = SECRET
+    return key == SECRET and (parsed.is_sweep_override() or is_secret(value))
+
+
+def is_secret(value: Any) -> bool:
+    """Whether this value of SECRET is what nobody should read."""
+    return value is not None and not str(value).startswith("@")
+
+
+def hide_secret(text: str) -> str:
+    """An override to be shown."""
+    return override(SECRET, HIDDEN) if has_secret(text) else text
+
+
+def format_recipe(overrides: Iterable[str], about: Mapping[str, Any]) -> str:
+    """The YAML of a recipe."""
     import yaml
 
-    recipe = {
-        "about": dict(about),
-        "overrides": [text for text in overrides if not text.startswith("job.save_recipe=")],
-    }
-    text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=1000)
+    recipe = {"about": dict(about), "overrides": list(overrides)}
+    text: str = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=1000)
     if yaml.safe_load(text) != recipe:  # PyYAML writes some line breaks of Unicode that it reads as spaces
         text = yaml.safe_dump(recipe, sort_keys=False, width=1000)
-    Path(path).expanduser().write_text(text, "utf-8")
+    return text
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

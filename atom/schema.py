@@ -22,6 +22,11 @@ def one_of(*built: Any, later: Any = ()) -> Any:
     return field(default=built[0], metadata={"built": built, "later": later})
 
 
+def only(default: Any, others: str) -> Any:
+    """A field of ROCm/ATOM's whose other values ask for what is not built yet."""
+    return field(default=default, metadata={"built": (default,), "later": (), "others": others})
+
+
 def number(default: Any, low: float, high: float = math.inf, *, above: bool = False) -> Any:
     """A field from low to high, both included, or above low."""
     return field(default=default, metadata={"low": low, "high": high, "above": above})
@@ -29,6 +34,14 @@ def number(default: Any, low: float, high: float = math.inf, *, above: bool = Fa
 
 TOKEN_ID = number(0, 0).metadata
 BIAS = number(0, -100, 100).metadata
+# what SamplingParams.structured_outputs may hold, one of them, by the names of vLLM's StructuredOutputsParams
+STRUCTURED_OUTPUTS: dict[str, tuple[tuple[type, ...], str]] = {
+    "json": ((Mapping, str), "a JSON schema, as an object or as its text"),
+    "json_object": ((bool,), "true"),
+    "regex": ((str,), "a regular expression of at least one character"),
+    "grammar": ((str,), "a grammar in Lark's notation"),
+    "choice": ((list, tuple), "a list of at least one string"),
+}
 
 
 @dataclass
@@ -166,8 +179,34 @@ class ModelConfig:
     assumes: dict[str, Any] = field(default_factory=dict)  # key of config.json -> its only known value, beside null
     fmt: str | None = "auto"  # stored format of linears and experts; auto: quantization_config's; none: plain
     plain: list[str] = field(default_factory=list)  # patterns of those that are plain, beside quantization_config's
+    tool_calls: str | None = one_of(None, "json", "tagged_json", "python_tag")  # how calls are written; null: not so
+    reasoning: list[str] | None = None  # the markers before and behind what is thought before an answer; null: none
     gguf: GGUFConfig = field(default_factory=GGUFConfig)
     embedded: EmbeddedConfig | None = None  # what runs without a checkpoint; null after load where there is one
+
+
+@dataclass
+class HTTPConfig:
+    host: str = "0.0.0.0"  # address to listen on
+    port: int = number(8000, 0, 65535)  # 0: a free one
+    served_model_name: list[str] | None = None  # what requests may call the model; null: the checkpoint's name
+    api_keys: str | None = None  # keys, separated by commas, or @FILE with one a line; null: nobody needs one
+    cors: list[str] = field(default_factory=list)  # origins whose pages may read answers; "*": all
+    chat_template: str | None = None  # a file that takes the place of the checkpoint's template
+    tool_calls: str | None = one_of("auto", "none", "json", "tagged_json", "python_tag")  # auto: the model file's
+    max_queue: int = number(1024, 1)  # requests that wait for the engine; more are answered 429
+    max_input_length: int | None = number(None, 1)  # tokens of a prompt; null: what max_total_tokens leaves
+    max_total_tokens: int | None = number(None, 1)  # tokens of prompt and answer; null: max_model_len
+    max_stop_sequences: int = number(16, 0)  # of a request
+    max_top_n_tokens: int = number(20, 0, 20)  # logprobs that a request may ask for at each token
+    best_of: int = number(16, 1, 128)  # answers that a request may ask for, n included
+    max_body: int = number(8 << 20, 1)  # bytes of a request
+    max_header: int = number(64 << 10, 1024)  # bytes of its head
+    read_seconds: float = number(30.0, 0, above=True)  # for a request to arrive
+    write_seconds: float = number(60.0, 0, above=True)  # for a client to take what was sent
+    comment_seconds: float = number(15.0, 0, above=True)  # of silence in a stream before a comment is sent
+    drain_seconds: float = number(30.0, 0)  # for running requests to end after SIGTERM or Ctrl-C
+    heartbeat_seconds: float = number(4.0, 0.5)  # of the engine's silence before it is taken for dead
 
 
 @dataclass
@@ -182,11 +221,22 @@ class ServeConfig:
     enable_prefix_caching: bool = False
     enforce_eager: bool = False  # capture no CUDA graph: levels 0 and 1 never do
     tensor_parallel_size: int = one_of(1, later=range(2, 1 << 16))
+    data_parallel_size: int = only(1, "data parallelism")  # copies of the model
+    enable_expert_parallel: bool = only(False, "expert parallelism")  # divide experts among devices
+    enable_dp_attention: bool = only(False, "data parallelism")  # divide attention by request
+    gpu_memory_utilization: float = only(0.9, "running on a GPU")  # share of its memory; CPU: kv_cache_memory
+    cudagraph_capture_sizes: tuple[int, ...] | None = only(None, "running on a GPU")  # batch sizes
+    scheduler_delay_factor: float = only(0.0, "delaying the scheduler")  # wait before the next prompt
+    method: str | None = only(None, "speculative decoding")  # of guessing tokens ahead
+    num_speculative_tokens: int = only(1, "speculative decoding")  # tokens that a method guesses
+    torch_profiler_dir: str | None = None  # folder of the profiler's traces; null: it cannot be started
+    profiler_more: bool = False  # shapes, stacks and memory in them
+    http: HTTPConfig = field(default_factory=HTTPConfig)
 
 
 @dataclass
 class JobConfig:
-    kind: str = "generate"  # the conf/job file that was chosen
+    kind: str = "serve"  # the conf/job file that was chosen
     output: str = one_of("text", "json")  # json: one object a line
     gpu: str | None = None  # explain: whether the model fits one; a name in conf/gpu or a YAML file
     chat: bool = False  # prompts are user messages for the chat template
@@ -231,25 +281,31 @@ class SamplingParams:
     frequency_penalty: float = number(0.0, -2, 2)
     repetition_penalty: float = number(1.0, 0, above=True)
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit, -100 to 100
+    include_stop_str_in_output: bool = False  # the text ends behind the stop string or stop token, not before it
+    skip_special_tokens: bool = True  # special tokens have no text
+    visible_tokens: list[str] | None = None  # special tokens that have it all the same, such as <|python_tag|>
+    structured_outputs: dict[str, Any] | None = None  # what the answer must be: see STRUCTURED_OUTPUTS
 
     def __post_init__(self) -> None:
         for each in fields(self):
             if "low" in each.metadata:
                 value = sampling_number(each.name, getattr(self, each.name), str(each.type), each.metadata)
                 setattr(self, each.name, value)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos={self.ignore_eos!r} is not true or false")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r} is not true or false")
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         self.top_k = max(self.top_k, 0)
         if isinstance(self.stop_strings, str):
             self.stop_strings = [self.stop_strings]
-        for name in ("stop_strings", "stop_token_ids"):
+        for name in ("stop_strings", "stop_token_ids", "visible_tokens"):
             if not isinstance(getattr(self, name), list | tuple | None):
                 raise RequestError(f"{name}={getattr(self, name)!r} is not a list")
-        for text in self.stop_strings or ():
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop_strings: {text!r} is not a string of at least one character")
+        for name in ("stop_strings", "visible_tokens"):
+            for text in getattr(self, name) or ():
+                if not isinstance(text, str) or not text:
+                    raise RequestError(f"{name}: {text!r} is not a string of at least one character")
         for id in self.stop_token_ids or ():
             sampling_number("stop_token_ids", id, "int", TOKEN_ID)
         if not isinstance(self.logit_bias, Mapping | None):
@@ -257,6 +313,27 @@ class SamplingParams:
         for id, bias in (self.logit_bias or {}).items():
             sampling_number("logit_bias: token id", id, "int", TOKEN_ID)
             sampling_number(f"logit_bias[{id}]", bias, "float", BIAS)
+        if self.structured_outputs is not None:
+            self.structured_outputs = structured_outputs(self.structured_outputs)
+
+
+def structured_outputs(value: Any) -> dict[str, Any]:
+    """The one thing that an answer must be, {kind: value}, as STRUCTURED_OUTPUTS has it."""
+    kinds = ", ".join(STRUCTURED_OUTPUTS)
+    if not isinstance(value, Mapping):
+        raise RequestError(f"structured_outputs={value!r} is not a mapping with one of {kinds}")
+    if unknown := [kind for kind in value if kind not in STRUCTURED_OUTPUTS]:
+        raise RequestError(f"structured_outputs: there is no {unknown[0]!r}; give one of {kinds}")
+    given = {kind: item for kind, item in value.items() if item is not None}
+    if len(given) != 1:
+        raise RequestError(f"structured_outputs gives {', '.join(given) or 'nothing'}; give exactly one of {kinds}")
+    ((kind, item),) = given.items()
+    types, meaning = STRUCTURED_OUTPUTS[kind]
+    is_wrong = item is not True if kind == "json_object" else not item and kind != "json"
+    texts = item if kind == "choice" and isinstance(item, list | tuple) else ()
+    if not isinstance(item, types) or is_wrong or not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"structured_outputs: {kind}={item!r} is not {meaning}")
+    return given
 
 
 def sampling_number(name: str, value: Any, kind: str, limits: Mapping[str, Any]) -> Any:
@@ -283,8 +360,9 @@ def out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
 
 @dataclass
 class SamplingConfig(SamplingParams):
-    # OmegaConf cannot fill an optional dict, so here it has no type
+    # OmegaConf cannot fill an optional dict, so here these have no type
     logit_bias: Any = None
+    structured_outputs: Any = None
     defaults: str = one_of("none", "checkpoint")  # checkpoint: values of generation_config.json where none is given
 
 
@@ -309,3 +387,4 @@ class Config:
     recipe: str | None = None  # name or file of a list of overrides that go before the others
     cache: str | None = None  # folder for downloads and artifacts; null: ~/.cache/atom-run
     hf: dict[str, Any] = field(default_factory=dict)  # the checkpoint's config.json, set by load
+    overrides: list[str] = field(default_factory=list)  # that this was loaded from, recipes opened, set by load

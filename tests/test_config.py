@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.compose import CONF, model_files
-from atom.config import SamplingParams, engine_overrides, load, load_gpu, override, show
+from atom.compose import CONF, compose, model_files
+from atom.config import Config, SamplingParams, engine_overrides, load, load_gpu, override, show
 from atom.derive import FORMATS, is_format
 from atom.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.graph import Type
@@ -537,6 +537,47 @@ def test_the_pre_tokenizers_of_ggufs_split_text_as_llama_cpp_does():
     assert all(split(pattern) for pattern in ours.values())
 
 
+WRITTEN = {  # model file -> how its models call tools, and where their reasoning stands
+    "deepseek_v3": (None, "think"),
+    "exaone4": ("tagged_json", "think"),
+    "glm4_moe": (None, "think"),
+    "kimi_k2": (None, "think"),
+    "llama": ("python_tag", None),
+    "minimax_m2": (None, "think"),
+    "mistral": ("json", None),
+    "mixtral": ("json", None),
+    "olmo3": (None, "think"),
+    "qwen2": ("tagged_json", "think"),
+    "qwen2_moe": ("tagged_json", "think"),
+    "qwen3": ("tagged_json", "think"),
+    "qwen3_moe": ("tagged_json", "think"),
+    "seed_oss": (None, "seed:think"),
+    "smollm3": ("tagged_json", "think"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(file.name for file in model_files()))
+def test_a_model_file_says_how_tools_are_called_and_where_reasoning_stands(name: str):
+    model = compose(Config, [f"model={name}"])["model"]
+    tool_calls, tag = WRITTEN.get(name, (None, None))
+    assert model["tool_calls"] == tool_calls
+    assert model["reasoning"] == (tag and [f"<{tag}>", f"</{tag}>"])
+
+
+@pytest.mark.parametrize("markers", ["['<a>']", "['<a>','']", "['<a>','<a>']", "[]", "['<a>','<b>','<c>']"])
+def test_reasoning_has_two_markers(markers: str):
+    with pytest.raises(ConfigError, match=r"model.reasoning=\[.*\] must be two different markers, as in"):
+        load([f"model.reasoning={markers}"])
+    assert load(["model.reasoning=['<a>','</a>']"]).model.reasoning == ["<a>", "</a>"]
+
+
+def test_an_unknown_way_to_call_tools_is_refused():
+    message = "model.tool_calls=xml is not built yet; there is: null, json, tagged_json, python_tag"
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
+        load(["model.tool_calls=xml"])
+    assert load(["model.tool_calls=json"]).model.tool_calls == "json"
+
+
 # the fields
 
 
@@ -638,7 +679,21 @@ def test_a_wrong_override_is_one_line_that_says_what_and_where(text: str, messag
 
 @pytest.mark.parametrize(
     "text",
-    ["device=cuda", "level=3", "tune=true", "serve.tensor_parallel_size=2", "serve.kv_cache_dtype=fp8"],
+    [
+        "device=cuda",
+        "level=3",
+        "tune=true",
+        "serve.tensor_parallel_size=2",
+        "serve.kv_cache_dtype=fp8",
+        "serve.data_parallel_size=2",
+        "serve.enable_expert_parallel=true",
+        "serve.enable_dp_attention=true",
+        "serve.gpu_memory_utilization=0.8",
+        "serve.cudagraph_capture_sizes=[1,2]",
+        "serve.scheduler_delay_factor=0.5",
+        "serve.method=mtp",
+        "serve.num_speculative_tokens=2",
+    ],
 )
 def test_a_value_that_is_not_built_yet_says_so(text: str):
     with pytest.raises(UnsupportedError, match="not built yet; there is: "):
@@ -768,6 +823,20 @@ def test_an_unknown_gpu_lists_the_known_ones():
         load_gpu("/nowhere")
 
 
+def test_the_profiler_is_set_by_the_environment_where_nobody_says_otherwise(monkeypatch: pytest.MonkeyPatch):
+    names = ("ATOM_TORCH_PROFILER_DIR", "ATOM_PROFILER_MORE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    serve = load([]).serve
+    assert (serve.torch_profiler_dir, serve.profiler_more) == (None, False)
+    for name, value in zip(names, ("/a b/{c}", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    serve = load([]).serve
+    assert (serve.torch_profiler_dir, serve.profiler_more) == ("/a b/{c}", True)
+    serve = load(["serve.torch_profiler_dir=my traces, of today", "serve.profiler_more=false"]).serve
+    assert (serve.torch_profiler_dir, serve.profiler_more) == ("my traces, of today", False)
+
+
 # sampling
 
 
@@ -791,6 +860,36 @@ def test_an_unknown_gpu_lists_the_known_ones():
         ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
         ("repetition_penalty", [0.1, 2], [0, -1]),
         ("logit_bias", [{5: 100, 6: -100}, {}, None], [{5: 101}, {-1: 1}, {"5": 1}, {5: math.nan}, [1], {5: "x"}]),
+        ("include_stop_str_in_output", [True], [1, None]),
+        ("skip_special_tokens", [False], [0, None]),
+        ("visible_tokens", [["<|python_tag|>"], [], None], [[""], [1], "x"]),
+        (
+            "structured_outputs",
+            [
+                {"json": {}},
+                {"json": '{"type": "object"}'},
+                {"regex": "a", "json": None},
+                {"choice": ["a", ""]},
+                {"json_object": True},
+                {"grammar": "start: x"},
+                None,
+            ],
+            [
+                {},
+                {"regex": ""},
+                {"regex": "a", "json": {}},
+                {"json": None},
+                {"json": 3},
+                {"json_object": False},
+                {"choice": []},
+                {"choice": "ab"},
+                {"choice": [1]},
+                {"xml": "a"},
+                ["json"],
+                "json",
+                {"json_object": 1},
+            ],
+        ),
     ],
 )
 def test_a_sampling_value_is_checked(name: str, good: list[Any], bad: list[Any]):

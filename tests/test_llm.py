@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -350,8 +352,8 @@ def test_other_dtypes_stay_near_the_reference(checkpoints: Any, references: Any,
 
 @pytest.mark.parametrize("fields", [{"num_kvcache_blocks": 10**14}, {"kv_cache_memory": 10**17}])
 def test_a_pool_that_memory_cannot_hold_names_the_knob(checkpoints: Any, fields: dict[str, int]):
-    with pytest.raises(CapacityError, match="lower kv_cache_memory, or num_kvcache_blocks"):
-        LLMEngine(model=str(checkpoints("llama")), **fields)
+    with pytest.raises(CapacityError, match=r"lower serve\.kv_cache_memory, or serve\.num_kvcache_blocks"):
+        LLMEngine(model=str(checkpoints("llama")), level=1, **fields)
 
 
 @pytest.mark.parametrize(
@@ -410,9 +412,9 @@ def test_bad_arguments_say_what_to_give(open_engine: Open):
 
 def test_dummy_weights_need_only_a_config(checkpoints: Any, tmp_path: Path):
     (tmp_path / "config.json").write_bytes((checkpoints("qwen3") / "config.json").read_bytes())
-    engine = LLMEngine(model=str(tmp_path), load_dummy=True, kv_cache_memory=1 << 22, seed=3)
+    engine = LLMEngine(model=str(tmp_path), load_dummy=True, kv_cache_memory=1 << 22, seed=3, level=1)
     (answer,) = engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
-    again = LLMEngine(model=str(tmp_path), load_dummy=True, kv_cache_memory=1 << 22, seed=3)
+    again = LLMEngine(model=str(tmp_path), load_dummy=True, kv_cache_memory=1 << 22, seed=3, level=1)
     assert (
         again.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))[0]["token_ids"]
         == answer["token_ids"]
@@ -422,3 +424,46 @@ def test_dummy_weights_need_only_a_config(checkpoints: Any, tmp_path: Path):
 def test_the_pool_is_told_at_the_start(open_engine: Open, capsys: pytest.CaptureFixture[str]):
     open_engine("llama", num_kvcache_blocks=40, block_size=4, max_model_len=50)
     assert "KV: 160 tokens, 3 requests at max_model_len\n" in capsys.readouterr().err
+
+
+def test_a_prompt_that_fails_where_others_run_has_its_error_as_answer(
+    open_engine: Open, monkeypatch: pytest.MonkeyPatch
+):
+    engine = open_engine("llama")
+    prompts = [tiny.prompt(8, seed=seed) for seed in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    expected = [answer["token_ids"] for answer in engine.generate(prompts, params)]
+    execute = engine._engine.runner.execute
+
+    def fail(plan: Any) -> Any:
+        if any(row.sequence.prompt == prompts[1] and len(row.sequence.output) == 2 for row in plan.rows):
+            raise ValueError("it is nan")
+        return execute(plan)
+
+    monkeypatch.setattr(engine._engine.runner, "execute", fail)
+    first, second, third = engine.generate(prompts, params)
+    assert [first["token_ids"], third["token_ids"]] == [expected[0], expected[2]]
+    assert (second["finish_reason"], second["error"]) == ("error", "ValueError: it is nan")
+    assert second["token_ids"] == expected[1][:2]
+    assert "error" not in first
+    assert engine._engine.scheduler.cache.usage == 0
+    with pytest.raises(ValueError, match="it is nan"):
+        engine.generate([prompts[1]], params)
+    assert engine.is_finished()
+
+
+def test_a_profile_of_some_steps_lies_in_the_folder_of_its_rank(open_engine: Open, tmp_path: Path):
+    engine = open_engine("llama", torch_profiler_dir=str(tmp_path / "my traces"), profiler_more=True)
+    with pytest.raises(RequestError, match="start it first"):
+        engine.stop_profile()
+    engine.start_profile()
+    engine.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))
+    path = engine.stop_profile()
+    assert path.parent == tmp_path / "my traces" / "rank_0" and path.name.endswith(".pt.trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert any("Input Dims" in event.get("args", {}) for event in events if event["name"].startswith("aten::"))
+
+
+def test_there_are_no_statistics_of_speculation(open_engine: Open, capsys: pytest.CaptureFixture[str]):
+    assert open_engine("llama").print_mtp_statistics() is None
+    assert "there is no speculative decoding" in capsys.readouterr().out

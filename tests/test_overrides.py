@@ -94,13 +94,7 @@ def test_the_other_name_of_block_size():
     [
         "parallel=tp8",
         "quant=fp8",
-        "serve.http.port=80",
-        "serve.gpu_memory_utilization=0.9",
-        "data_parallel_size=2",
-        "enable_expert_parallel=true",
-        "method=mtp",
-        "torch_profiler_dir=x",
-        "job=serve",
+        "serve.port=8007",
         "job='bench'",
     ],
 )

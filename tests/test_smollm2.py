@@ -22,7 +22,7 @@ from atom import LLMEngine, SamplingParams
 from atom.checkpoint import SilentProgress
 from atom.config import load
 from atom.graph import TORCH_DTYPES
-from atom.llm import open_for
+from atom.opening import open_for
 from atom.runtime.types import RequestOutput
 
 PROMPTS = [
@@ -90,7 +90,7 @@ def test_it_answers_a_question(engine: LLMEngine):
     assert (answer["text"], answer["finish_reason"]) == ("The capital of France is Paris.", "eos")
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_bf16_is_as_near_to_float32_as_that_of_transformers(reference: Any, level: int):
     engine = LLMEngine(dtype="bf16", level=level, kv_cache_memory=1 << 28)
     prompts = [engine._engine.tokenize(text) for text in PROMPTS + MORE_PROMPTS]

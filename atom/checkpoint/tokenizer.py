@@ -11,9 +11,10 @@ transformers 5 (`TokenizersBackend`, `apply_chat_template`). Decoded text is not
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     import jinja2
     import tokenizers
 
+BREAK = "\ufdd0"  # stands in no text: Unicode calls it no character
+LONG = 4096  # characters that take longer to encode than other threads should wait
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # read by transformers alone
 
 
@@ -34,7 +37,9 @@ class Backend(Protocol):
     def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Any: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
     def token_to_id(self, token: str) -> int | None: ...
+    def get_vocab(self) -> Mapping[str, int]: ...
     def get_vocab_size(self) -> int: ...
+    def get_added_tokens_decoder(self) -> Mapping[int, Any]: ...
 
 
 class Tokenizer:
@@ -42,6 +47,7 @@ class Tokenizer:
 
     special_tokens: the named ones, which templates may use: {"bos_token": "<s>", ...}. templates: by name; "default" is
     used, and "tool_use", where there is one, for chats with tools. render: renders a chat in place of the templates.
+    control: matches the special tokens in a text; None asks the backend.
     """
 
     def __init__(
@@ -51,9 +57,11 @@ class Tokenizer:
         special_tokens: Mapping[str, str] = {},
         templates: Mapping[str, str] = {},
         render: Callable[..., str] | None = None,
+        control: re.Pattern[str] | None = None,
     ) -> None:
         self._backend, self._special_tokens, self._templates = backend, special_tokens, templates
         self._render = render
+        self._control = control or control_texts(backend)
         bos, eos = (backend.token_to_id(special_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
         self.bos_id: int | None = bos
         self.eos_ids: list[int] = [] if eos is None else [eos]
@@ -62,7 +70,10 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with add_special_tokens also those that the tokenizer puts around every text (BOS, mostly)."""
+        many = getattr(self._backend, "encode_batch_fast", None) if len(text) > LONG else None
         try:
+            if many is not None:  # the library lets other threads run in it, but not in `encode`
+                return list(many([text], add_special_tokens=add_special_tokens)[0].ids)
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):  # TypeError is what the Rust library makes of half a surrogate pair
             raise RequestError("the text to encode is no valid Unicode string (half a surrogate pair?)") from None
@@ -70,6 +81,21 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token as the vocabulary spells it, which is no shorter than the text of it."""
+        return max(map(len, self._backend.get_vocab()), default=1)
+
+    def piece(self, id: int) -> str | None:
+        """A token as its vocabulary spells it; None where it has none, or is code."""
+        find = getattr(self._backend, "id_to_token", None)
+        return None if find is None else find(id)
+
+    def to_json(self) -> str | None:
+        """The text of its tokenizer.json; None where it is code."""
+        write = getattr(self._backend, "to_str", None)
+        return None if write is None else str(write())
 
     def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
         """The prompt that asks for the next answer. RequestError where the template does not take these messages.
@@ -85,7 +111,45 @@ class Tokenizer:
 
     def encode_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> list[int]:
         """Token ids of `render_chat`. The template alone says which special tokens there are: none is added to it."""
-        return self.encode(self.render_chat(messages, **template_values), add_special_tokens=False)
+        return self.prepare_chat(messages, **template_values)[1]
+
+    def prepare_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        prefill: str = "",
+        cut: Callable[[str], str] = str,
+        **template_values: Any,
+    ) -> tuple[str, list[int]]:
+        """`render_chat`, with what the answer begins with behind it, and its token ids.
+
+        cut: gives the part of the prompt that counts, or raises where there is too much of it to encode. A special
+        token that somebody wrote into a message, a value, or the beginning of the answer, stays text.
+        """
+        values = self._break_special(template_values)
+        prompt = cut(self.render_chat(self._break_special(messages), **values) + self._break_special(prefill))
+        parts = prompt.split(BREAK)
+        return "".join(parts), [id for part in parts for id in self.encode(part, add_special_tokens=False)]
+
+    def with_template(self, template: str) -> Tokenizer:
+        """The same with another chat template in the place of all it has."""
+        return Tokenizer(
+            self._backend, special_tokens=self._special_tokens, templates={"default": template}, control=self._control
+        )
+
+    def template_variables(self) -> frozenset[str]:
+        """The names that the default template may read: messages, tools, enable_thinking, ..."""
+        return frozenset() if self.chat_template is None else find_variables(self.chat_template)
+
+    def _break_special(self, value: Any) -> Any:
+        """The value with a mark inside every special token in its texts, which are encoded in two parts there."""
+        if isinstance(value, str):
+            return (
+                self._control.sub(lambda match: match[0][0] + BREAK + match[0][1:], value) if self._control else value
+            )
+        if isinstance(value, dict):
+            return {key: self._break_special(item) for key, item in value.items()}
+        return [self._break_special(item) for item in value] if isinstance(value, list | tuple) else value
 
     def _find_template(self, tools: Any) -> jinja2.Template:
         source = self._templates["tool_use"] if tools and "tool_use" in self._templates else self.chat_template
@@ -93,6 +157,15 @@ class Tokenizer:
             known = f" named default (it has {', '.join(sorted(self._templates))})" if self._templates else ""
             raise RequestError(f"this checkpoint has no chat template{known}; send a plain prompt instead")
         return compile_template(source)
+
+
+def control_texts(backend: Backend) -> re.Pattern[str] | None:
+    """What matches the backend's special tokens in a text, the longest first; None where it has none."""
+    added = backend.get_added_tokens_decoder().values()
+    texts = sorted(
+        (token.content for token in added if token.special and len(token.content) > 1), key=len, reverse=True
+    )
+    return re.compile("|".join(map(re.escape, texts))) if texts else None
 
 
 @lru_cache(maxsize=16)
@@ -125,6 +198,14 @@ def compile_template(source: str) -> jinja2.Template:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
         raise CheckpointError(f"the checkpoint's chat template is no valid jinja: {first_line(error)}") from None
+
+
+@lru_cache(maxsize=16)
+def find_variables(source: str) -> frozenset[str]:
+    """The names that a chat template reads, those left out that it has set before."""
+    from jinja2 import meta
+
+    return frozenset(meta.find_undeclared_variables(compile_template(source).environment.parse(source)))
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer | None:
@@ -252,8 +333,14 @@ class TransformersBackend:
     def token_to_id(self, token: str) -> int | None:
         return self._ids.get(token)
 
+    def get_vocab(self) -> Mapping[str, int]:
+        return self._ids
+
     def get_vocab_size(self) -> int:
         return len(self._ids)
+
+    def get_added_tokens_decoder(self) -> Mapping[int, Any]:
+        return dict(self._theirs.added_tokens_decoder)
 
 
 def named_templates(templates: Any) -> dict[str, str]:

@@ -36,12 +36,16 @@ class TextCodec(Protocol):
 class Detokenizer:
     """The text of one sequence. A token whose text must not be seen (one that ends the sequence) is not pushed."""
 
-    stopped: bool  # a stop string was met
+    stop: str | None  # the stop string that was met
 
     def __init__(self, tokenizer: TextCodec, prompt: Sequence[int], params: SamplingParams) -> None:
-        self.stopped = False
+        """The prompt is what the first token is decoded behind; a stop string does not begin in it."""
+        self.stop = None
+        if params.visible_tokens or not params.skip_special_tokens:
+            tokenizer = _Showing(tokenizer, params)
         self._tokenizer = tokenizer
         self._stops = params.stop_strings or []
+        self._keeps_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self._shown: list[str] = []
@@ -57,6 +61,11 @@ class Detokenizer:
     def text(self) -> str:
         """All that push and finish have returned."""
         return "".join(self._shown)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was met."""
+        return self.stop is not None
 
     def push(self, token: int) -> str:
         """Takes the next token and returns the text that is now safe to show."""
@@ -100,20 +109,43 @@ class Detokenizer:
         return self._stray is None or self._text_with(self._stray).startswith(self._text)
 
     def _find_stop(self, text: str) -> int | None:
-        """Where the earliest stop string starts that ends in a part of the text not searched before."""
-        starts = []
+        """Where the text ends for the earliest stop string that ends in a part of it not searched before."""
+        found: list[tuple[int, int, str]] = []
         if self._num_tokens >= self._min_tokens:
-            starts = [text.find(stop, max(0, self._num_searched - len(stop) + 1)) for stop in self._stops]
+            first = self._num_searched + 1  # no stop string ends before it
+            starts = [(text.find(stop, max(0, first - len(stop))), len(stop), stop) for stop in self._stops]
+            found = [each for each in starts if each[0] >= 0]
         self._num_searched = len(text)
-        found = min((start for start in starts if start >= 0), default=None)
-        self.stopped = found is not None
-        return found
+        if not found:
+            return None
+        start, length, self.stop = min(found)
+        return start + length if self._keeps_stop else start
 
     def _show(self, text: str, end: int) -> str:
         self._shown.append(text[:end])
         self._held = text[end:]
         self._num_searched -= end
         return text[:end]
+
+
+class _Showing:
+    """A tokenizer that gives text to special tokens: all of them, or those that `visible_tokens` names."""
+
+    def __init__(self, tokenizer: TextCodec, params: SamplingParams) -> None:
+        self.encode = tokenizer.encode
+        self._tokenizer = tokenizer
+        self._hides = params.skip_special_tokens
+        encoded = [tokenizer.encode(text, add_special_tokens=False) for text in params.visible_tokens or ()]
+        self._has_text = {ids[0]: True for ids in encoded if len(ids) == 1}  # other texts are no token, and always seen
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        shown = [id for id in ids if not self._hides or self._is_shown(id)]
+        return self._tokenizer.decode(shown, skip_special_tokens=False)
+
+    def _is_shown(self, id: int) -> bool:
+        if id not in self._has_text:
+            self._has_text[id] = bool(self._tokenizer.decode([id, id]))
+        return self._has_text[id]
 
 
 def _start_of(stop: str, text: str) -> int:

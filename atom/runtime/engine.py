@@ -11,48 +11,31 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 from atom.checkpoint import Tokenizer
 from atom.config import SamplingParams
 from atom.errors import RequestError
 from atom.runtime.detokenizer import Detokenizer
-from atom.runtime.metrics import Metrics
+from atom.runtime.grammar import GrammarCompiler
+from atom.runtime.isolate import describe, execute
+from atom.runtime.metrics import EngineStats, Metrics
+from atom.runtime.profiler import Profiler
 from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler, finish_reason
-from atom.runtime.types import RequestOutput, Sequence, StreamCallback
-
-
-@dataclass
-class _Stream:
-    """What is shown of one sequence."""
-
-    sequence: Sequence
-    detokenizer: Detokenizer | None
-    callback: StreamCallback | None
-    num_shown: int = 0  # output tokens that the callback has had
-    is_told: bool = False  # of the end
-    pending: str = ""  # text that it has not
-
-    def emit(self) -> None:
-        """Tell the callback what is new, if that is text or the end."""
-        sequence = self.sequence
-        finished = sequence.finished_at is not None
-        if self.callback is None or self.is_told or not (finished or self.pending or self.detokenizer is None):
-            return
-        self.is_told = finished
-        text = None if self.detokenizer is None else self.pending
-        tokens = sequence.output[self.num_shown :]
-        self.num_shown, self.pending = len(sequence.output), ""
-        reason = sequence.finish_reason if finished else None
-        self.callback(RequestOutput(sequence.request_id, sequence.index, text, tokens, reason, finished))
+from atom.runtime.stream import Stream
+from atom.runtime.types import Matcher, Sampled, Sequence, StreamCallback
 
 
 class Engine:
+    """One thread steps, submits and aborts; `prepare`, `tokenize` and `stats` may be called from any."""
+
     def __init__(
         self,
         runner: Runner,
@@ -62,19 +45,24 @@ class Engine:
         stop_ids: frozenset[int],
         vocab_size: int,
         seed: int,
+        profiler: Profiler | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
         self.vocab_size = vocab_size
+        self.profiler = profiler or Profiler(None)
         self.metrics = Metrics(scheduler.stats)
-        self._streams: dict[str, _Stream] = {}  # by sequence id
+        self._streams: dict[str, Stream] = {}  # by sequence id
         self._requests: dict[str, list[Sequence]] = {}
         self._ended: list[Sequence] = []  # and not returned by `step` yet
-        self._moved: deque[_Stream] = deque()  # have something to tell
+        self._moved: deque[Stream] = deque()  # have something to tell
+        self._failed: dict[str, Exception] = {}  # sequence id -> why the last step raised
         self._numbers = itertools.count()
         self._seeds = random.Random(seed)
+        self._grammars: GrammarCompiler | None = None  # made when the first request asks for it
+        self._lock = threading.Lock()  # of these three
 
     @property
     def has_work(self) -> bool:
@@ -99,20 +87,33 @@ class Engine:
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """The token ids of a conversation in the chat template. RequestError where the checkpoint has none."""
-        if self.tokenizer is None or self.tokenizer.chat_template is None:
-            raise RequestError("the checkpoint has no chat template; give prompts as they are, without job.chat")
+        if self.tokenizer is None:
+            raise RequestError("the checkpoint has no tokenizer; give prompts as lists of token ids, without job.chat")
         return self.tokenizer.encode_chat(messages)
 
-    def prepare(self, prompt: str | list[int], params: SamplingParams) -> list[Sequence]:
-        """The n sequences of a request, nothing queued yet. RequestError where it cannot be served."""
+    def prepare(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        salt: bytes = b"",
+        priority: int = 0,
+    ) -> list[Sequence]:
+        """The n sequences of a request, nothing queued yet. RequestError where it cannot be served.
+
+        salt: requests of another salt share no cached prefix with this one. priority: lower is served earlier.
+        """
         tokens = self.tokenize(prompt)
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop_strings needs a tokenizer, which the checkpoint has not; use stop_token_ids")
         for token in (*(params.stop_token_ids or ()), *(params.logit_bias or ())):
             if not 0 <= token < self.vocab_size:
                 raise RequestError(f"{token} is no token id; they are numbers from 0 to {self.vocab_size - 1}")
-        request_id = f"request-{next(self._numbers)}"
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        matchers = self._compile_grammar(params)
+        with self._lock:
+            request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
+            seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         sequences: list[Sequence] = []
         for index in range(params.n):
             sequence = Sequence(
@@ -120,22 +121,27 @@ class Engine:
                 prompt=tokens,
                 params=params,
                 seed=seed + index,
+                salt=salt,
                 request_id=request_id,
                 index=index,
                 parent=sequences[0] if sequences else None,
                 stop_ids=self.stop_ids,
+                priority=priority,
+                matcher=matchers[index] if matchers else None,
             )
             self.scheduler.check(sequence)
             sequences.append(sequence)
         return sequences
 
     def submit(self, sequences: list[Sequence], callback: StreamCallback | None = None) -> str:
-        """Queue what `prepare` made; the request's id."""
+        """Queue what `prepare` made; the request's id. RequestError where another one runs under it."""
         first = sequences[0]
-        for sequence in sequences:
-            detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, first.prompt, first.params)
-            self._streams[sequence.id] = _Stream(sequence, detokenizer, callback)
-            self.scheduler.add(sequence)
+        if self.is_running(first.request_id):
+            raise RequestError(f"the request id {first.request_id} is in use, choose another")
+        streams = [Stream(sequence, self._detokenizer(sequence), callback) for sequence in sequences]
+        for stream in streams:
+            self._streams[stream.sequence.id] = stream
+            self.scheduler.add(stream.sequence)
         self._requests[first.request_id] = sequences
         self.metrics.num_requests += 1
         self.metrics.num_prompt_tokens += len(first.prompt)
@@ -144,33 +150,83 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """End a request's sequences that have not finished; unknown ids are none of ours any more."""
         for sequence in self._requests.get(request_id, ()):
-            if sequence.finish_reason is None and self.scheduler.abort(sequence.id):
-                self._end(sequence)
-                self._moved.append(self._streams.pop(sequence.id))
+            self._drop(sequence, "abort")
         self._tell()
 
     def is_running(self, request_id: str) -> bool:
         """Whether a request has sequences that have not ended, or ended without being returned by `step`."""
         return request_id in self._requests or any(sequence.request_id == request_id for sequence in self._ended)
 
-    def step(self) -> list[Sequence]:
+    def start_profile(self) -> None:
+        """Trace what follows in this thread. ConfigError without a folder for traces, RequestError where one runs."""
+        self.profiler.start()
+
+    def stop_profile(self) -> Path:
+        """Write the trace: its file. RequestError where none runs."""
+        return self.profiler.stop()
+
+    def stats(self) -> EngineStats:
+        """How full it is now, and its counts since the start."""
+        scheduler, counts, metrics = self.scheduler, self.scheduler.stats, self.metrics
+        num_used, num_blocks = scheduler.cache.fullest
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=num_blocks,
+            num_blocks_used=num_used,
+            kv_cache_usage=num_used / num_blocks,
+            num_preemptions=counts.num_preemptions,
+            num_prefix_queries=counts.num_prefix_queries,
+            num_prefix_hit_tokens=counts.num_prefix_hit_tokens,
+            num_steps=counts.num_steps,
+            num_prompt_tokens=metrics.num_prompt_tokens,
+            num_output_tokens=metrics.num_output_tokens,
+            finish_reasons=dict(metrics.finish_reasons),
+        )
+
+    def step(self, tell_plan: Callable[[], object] | None = None) -> list[Sequence]:
         """Run one step: the sequences that ended in it, or were aborted since the last one.
 
-        A step that raises has not taken place. What a callback raises comes out here; the next step goes on.
+        tell_plan: called once it is known what the step is about, as it may take long: `stats` counts what is admitted.
+
+        Where it fails for some sequences and not for others, those end with reason error. Where it fails for all, it
+        raises and has not taken place: it may be taken again, or `end_failed` ends what was in it. What a callback
+        raises comes out here; the next step goes on.
         """
         self._tell()
         plan = self.scheduler.schedule()
+        if tell_plan is not None:
+            tell_plan()
         if plan.rows:
+            self._failed = {}
             try:
-                sampled = self.runner.execute(plan)
-            except BaseException:
+                parts = execute(self.runner, plan)
+            except BaseException as error:
                 self.scheduler.retract(plan)
+                if isinstance(error, Exception):
+                    self._failed = {row.sequence.id: error for row in plan.rows}
                 raise
-            for sequence in self.scheduler.commit(plan, sampled, self._take_token):
-                self._end(sequence)
-                del self._streams[sequence.id]
+            for part, outcome in parts:
+                if isinstance(outcome, Sampled):
+                    for sequence in self.scheduler.commit(part, outcome, self._take_token):
+                        self._end(sequence)
+                        del self._streams[sequence.id]
+                else:
+                    self.scheduler.retract(part)
+                    self._fail(part.rows[0].sequence, outcome)
             self._tell()
         return self.take_ended()
+
+    def end_failed(self) -> None:
+        """After a step that raised: end what was in it with reason error. The next step returns it, and others go on.
+
+        An engine whose next steps raise too has more wrong with it than a request.
+        """
+        failed, self._failed = self._failed, {}
+        for id, error in failed.items():
+            if id in self.scheduler.sequences:
+                self._fail(self.scheduler.sequences[id], error)
+        self._tell()
 
     def take_ended(self) -> list[Sequence]:
         """The sequences that ended and were not returned yet."""
@@ -182,6 +238,18 @@ class Engine:
         while self._moved:
             self._moved.popleft().emit()
 
+    def _detokenizer(self, sequence: Sequence) -> Detokenizer | None:
+        return None if self.tokenizer is None else Detokenizer(self.tokenizer, sequence.prompt, sequence.params)
+
+    def _compile_grammar(self, params: SamplingParams) -> list[Matcher]:
+        """A matcher for each of the n sequences; none where the answer may be anything."""
+        if params.structured_outputs is None:
+            return []
+        with self._lock:
+            if self._grammars is None:
+                self._grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.stop_ids)
+        return [self._grammars.compile(params.structured_outputs) for _ in range(params.n)]
+
     def _take_token(self, sequence: Sequence) -> str | None:
         """Turn a sequence's newest token to text; the reason to finish, if there is one."""
         stream = self._streams[sequence.id]
@@ -189,20 +257,35 @@ class Engine:
         if sequence.first_token_at is None:
             sequence.first_token_at = time.perf_counter()
         self.metrics.num_output_tokens += 1
-        reason = finish_reason(sequence, self.scheduler.max_model_len)
-        if stream.detokenizer is not None and reason != "eos":
-            stream.pending += stream.detokenizer.push(sequence.output[-1])
-            if stream.detokenizer.stopped:
-                reason = "stop_sequence"
-        return reason
+        try:
+            reason = finish_reason(sequence, self.scheduler.max_model_len)
+            if sequence.matcher is not None and sequence.matcher.push(sequence.output[-1]):
+                reason = "eos"
+            return stream.push(reason)
+        except Exception as error:  # a tokenizer may be the checkpoint's own code
+            sequence.error = describe(error)
+            return "error"
+
+    def _fail(self, sequence: Sequence, error: Exception) -> None:
+        sequence.error = describe(error)
+        self._drop(sequence, "error")
+
+    def _drop(self, sequence: Sequence, reason: str) -> None:
+        """End a sequence that has not, whatever it is doing."""
+        if sequence.finish_reason is None and self.scheduler.abort(sequence.id, reason):
+            self._end(sequence)
+            self._moved.append(self._streams.pop(sequence.id))
 
     def _end(self, sequence: Sequence) -> None:
         """Close the books of a sequence that has its finish reason."""
         stream = self._streams[sequence.id]
         sequence.finished_at = time.perf_counter()
+        try:
+            stream.finish()
+        except Exception as error:
+            sequence.finish_reason, sequence.error = "error", sequence.error or describe(error)
         if stream.detokenizer is not None:
-            stream.pending += stream.detokenizer.finish()
-            sequence.text = stream.detokenizer.text
+            sequence.text, sequence.stop_string = stream.detokenizer.text, stream.detokenizer.stop
         if all(sibling.finished_at for sibling in self._requests[sequence.request_id]):
             del self._requests[sequence.request_id]
         self.metrics.finish_reasons[str(sequence.finish_reason)] += 1

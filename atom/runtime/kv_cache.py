@@ -70,9 +70,9 @@ def plan_memory(
     if size(least) > memory_bytes:
         length = bisect_right(range(1, max_model_len), memory_bytes, key=lambda length: size(alone(length)))
         raise CapacityError(
-            f"the KV of one sequence of max_model_len={max_model_len} takes {size(least)} bytes, kv_cache_memory has "
-            f"{memory_bytes}: raise kv_cache_memory to {size(least)}"
-            + (f" or lower max_model_len to {length}" if length else "")
+            f"the KV of one sequence of serve.max_model_len={max_model_len} takes {size(least)} bytes, "
+            f"serve.kv_cache_memory has {memory_bytes}: raise serve.kv_cache_memory to {size(least)}"
+            + (f" or lower serve.max_model_len to {length}" if length else "")
         )
 
     def plan(count: int) -> dict[str, int]:
@@ -162,9 +162,16 @@ class KVCache:
         return {pool.name: pool.num_free for pool in self.pools}
 
     @property
+    def fullest(self) -> tuple[int, int]:
+        """Blocks that sequences hold and blocks in all, of the pool that they hold the largest share of."""
+        counts = ((pool.num_blocks - 1 - pool.num_free, pool.num_blocks - 1) for pool in self.pools)
+        return max(counts, key=lambda count: count[0] / count[1])
+
+    @property
     def usage(self) -> float:
         """The share of blocks that sequences hold, in the fullest pool."""
-        return max(1 - pool.num_free / (pool.num_blocks - 1) for pool in self.pools)
+        num_used, num_blocks = self.fullest
+        return num_used / num_blocks
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence can have the KV of that many tokens when it is alone."""

@@ -1,12 +1,14 @@
-"""What an engine has done so far, in counts; the tests assert through them that an event took place.
+"""What an engine has done so far, in counts, and how full it is; tests assert through them that an event took place.
 
 engine.metrics.num_output_tokens, engine.metrics.scheduler.num_preemptions
+engine.stats().kv_cache_usage        # all of it at this moment, in plain numbers that can be sent elsewhere
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from atom.runtime.scheduler import SchedulerStats
 
@@ -18,3 +20,20 @@ class Metrics:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     finish_reasons: Counter[str] = field(default_factory=Counter)
+
+
+class EngineStats(NamedTuple):
+    """How full an engine is, and its counts since the start."""
+
+    num_running: int  # sequences
+    num_waiting: int  # sequences
+    num_blocks: int  # of the kind of KV blocks that is fullest
+    num_blocks_used: int  # of these, held by sequences
+    kv_cache_usage: float  # the share of the two, 0 to 1
+    num_preemptions: int
+    num_prefix_queries: int  # tokens that the prefix cache was asked for
+    num_prefix_hit_tokens: int  # tokens that it had
+    num_steps: int
+    num_prompt_tokens: int  # of all requests that were queued
+    num_output_tokens: int
+    finish_reasons: dict[str, int]  # sequences by the reason that they ended for

@@ -40,9 +40,27 @@ class Runner:
         self.body = Executable(graph.programs["body"], weights, self.caches, code)
         self.head = Executable(graph.programs["head"], weights, self.caches, code)
 
-    @torch.inference_mode()
     def execute(self, plan: Plan) -> Sampled:
-        """Run the plan's tokens through the model and sample a token for each row that is to have one."""
+        """Run the plan's tokens through the model and sample a token for each row that is to have one.
+
+        Nothing but KV of the plan's own tokens is written, so that a plan that raised can be executed again, or in
+        parts. CapacityError where memory does not suffice.
+        """
+        try:
+            return self._execute(plan)
+        except (MemoryError, RuntimeError) as error:
+            if is_raised_by(error, "KeyboardInterrupt"):
+                raise KeyboardInterrupt from None
+            if not is_out_of_memory(error):
+                raise
+            raise CapacityError(
+                f"a step of {plan.num_tokens} tokens of {len(plan.rows)} sequences ran out of memory: "
+                f"lower serve.max_num_batched_tokens (to {max(plan.num_tokens // 2, 1)}), serve.max_num_seqs or "
+                "serve.kv_cache_memory"
+            ) from error
+
+    @torch.inference_mode()
+    def _execute(self, plan: Plan) -> Sampled:
         hidden = self.body(build_inputs(plan, self.body.inputs, self.block_size))
         ends = np.cumsum([row.num_tokens for row in plan.rows])
         sampling = [(row.sequence, end - 1) for row, end in zip(plan.rows, ends.tolist(), strict=True) if row.samples]
@@ -69,6 +87,18 @@ class Runner:
         return scored
 
 
+def is_raised_by(error: Exception, name: str) -> bool:
+    """Whether a kernel in Python raised that: a compiled piece makes a RuntimeError of it that begins with its name."""
+    return str(error).startswith(f"{name}: ")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error means that. That of torch's allocator on a CPU is a RuntimeError like others."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+        return True
+    return is_raised_by(error, "MemoryError") or is_raised_by(error, "OutOfMemoryError")
+
+
 def _allocate(cache: KV, num_blocks: int, block_size: int) -> Tensor:
     """Zeros [num_blocks, block_size, *entry], whose pages the system gives when they are first written."""
     nbytes = num_blocks * block_size * cache.type.num_bytes
@@ -78,6 +108,6 @@ def _allocate(cache: KV, num_blocks: int, block_size: int) -> Tensor:
     except (MemoryError, ValueError):
         raise CapacityError(
             f"the KV cache of {cache.name} takes {nbytes} bytes, more than the system has: "
-            "lower kv_cache_memory, or num_kvcache_blocks where it is set"
+            "lower serve.kv_cache_memory, or serve.num_kvcache_blocks where it is set"
         ) from None
     return torch.from_numpy(zeros).view(TORCH_DTYPES[cache.type.dtype]).view(shape)

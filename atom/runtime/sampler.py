@@ -4,10 +4,11 @@
     logprobs = prompt_logprobs(logits, targets, num_top=5)    # logits [P, V] that predict the P targets
 
 The order is that of vLLM's sampler (docs.vllm.ai, vllm.v1.sample.sampler): log probabilities for the report from the
-logits as they came, logit bias, min_tokens, repetition, frequency and presence penalty, temperature, min_p, top_k,
-top_p, draw. Among equal logits the lower id comes first, in a cut as in an argmax, so top_k=1 is greedy. A draw inverts
-the CDF at `uniform(seed, position)`. A row whose largest logit is not finite (it holds a nan or an inf, or nothing but
--inf) has no distribution: it gives its largest number, or token 0, and leaves the other rows alone.
+logits as they came, logit bias, min_tokens, repetition, frequency and presence penalty, grammar, temperature, min_p,
+top_k, top_p, draw. Where a grammar allows nothing but what min_tokens forbids, the grammar counts. Among equal logits
+the lower id comes first, in a cut as in an argmax, so top_k=1 is greedy. A draw inverts the CDF at `uniform(seed,
+position)`. A row whose largest logit is not finite (it holds a nan or an inf, or nothing but -inf) has no distribution:
+it gives its largest number, or token 0, and leaves the other rows alone.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def _is_random(sequence: Sequence) -> bool:
 def _is_adjusted(sequence: Sequence) -> bool:
     p = sequence.params
     penalties = (p.repetition_penalty - 1.0, p.frequency_penalty, p.presence_penalty)
-    return bool(p.logit_bias) or len(sequence.output) < p.min_tokens or any(penalties)
+    is_bound = sequence.matcher is not None or len(sequence.output) < p.min_tokens
+    return is_bound or bool(p.logit_bias) or any(penalties)
 
 
 def _is_cut(params: SamplingParams, vocab: int) -> bool:
@@ -95,17 +97,19 @@ def _largest(logits: Tensor) -> Tensor:
 
 
 def _adjust(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """Applies bias, min_tokens and penalties in place; passes over ids beyond the vocabulary. logits: fp32[R, V]."""
+    """Applies what comes before temperature, in place; passes over ids beyond the vocabulary. logits: fp32[R, V]."""
     vocab, device = logits.shape[-1], logits.device
     for row, sequence in enumerate(sequences):
         if not _is_adjusted(sequence):
             continue
         values, p, output = logits[row], sequence.params, sequence.output
+        allowed = None if sequence.matcher is None else sequence.matcher.allowed(vocab)
         if bias := {token: value for token, value in (p.logit_bias or {}).items() if token < vocab}:
             values[torch.tensor(list(bias), device=device)] += torch.tensor(list(bias.values()), device=device)
         if len(output) < p.min_tokens:
             stops = [token for token in sequence.stop_ids.union(p.stop_token_ids or ()) if token < vocab]
-            values[torch.tensor(stops, dtype=torch.int64, device=device)] = -torch.inf
+            if allowed is None or allowed.sum() > allowed[stops].sum():
+                values[torch.tensor(stops, dtype=torch.int64, device=device)] = -torch.inf
         if p.repetition_penalty != 1:
             seen = torch.from_numpy(np.unique(sequence.prompt + output)).to(device)
             found = values[seen]
@@ -113,6 +117,8 @@ def _adjust(logits: Tensor, sequences: list[Sequence]) -> Tensor:
         if output and (p.frequency_penalty or p.presence_penalty):
             seen, counts = (torch.from_numpy(array).to(device) for array in np.unique(output, return_counts=True))
             values[seen] -= counts * p.frequency_penalty + p.presence_penalty
+        if allowed is not None:
+            values.masked_fill_(torch.from_numpy(~allowed).to(device), -torch.inf)
     return logits
 
 

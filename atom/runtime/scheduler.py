@@ -13,9 +13,11 @@ sequences of a pending plan are left out of further ones, and keep their blocks 
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from bisect import insort_left, insort_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from atom.errors import RequestError
 from atom.runtime.kv_cache import KVCache
@@ -29,6 +31,7 @@ class SchedulerStats:
     num_steps: int = 0  # committed plans
     num_chunks: int = 0  # rows that did not reach the end of their prompt
     num_preemptions: int = 0
+    num_prefix_queries: int = 0  # tokens that the prefix cache was asked for at admissions
     num_prefix_hit_tokens: int = 0  # that the prefix cache gave at admissions
     num_forked_tokens: int = 0  # that siblings took over from their parent
 
@@ -46,11 +49,15 @@ def finish_reason(sequence: Sequence, max_model_len: int) -> str | None:
     return None
 
 
+_priority = attrgetter("priority")
+
+
 class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, first come first served; the last to come gives way.
 
-    The first of the running sequences can take the blocks of all others, and `add` refuses what does not fit alone: it
-    ends, and so does each in turn.
+    A lower `priority` counts as having come earlier, among those that wait and among those that run; who waits takes
+    nothing from who runs. The first of the running sequences can take the blocks of all others, and `add` refuses what
+    does not fit alone: it ends, and so does each in turn.
     """
 
     def __init__(self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
@@ -61,7 +68,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.stats = SchedulerStats()
         self.sequences: dict[str, Sequence] = {}  # all that wait or run, by id
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []  # by priority
         self.running: dict[Sequence, None] = {}  # in the order of admission
         self._in_flight: set[Sequence] = set()  # in a plan that is not committed
         self._refused: Sequence | None = None  # found no room, and none has been given back since
@@ -101,16 +108,16 @@ class Scheduler:
         """Queue a sequence; raises as `check` does, with nothing changed."""
         self.check(sequence)
         self.sequences[sequence.id] = sequence
-        self.waiting.append(sequence)
+        insort_right(self.waiting, sequence, key=_priority)
 
-    def abort(self, id: str) -> Sequence | None:
-        """Ends a sequence with reason abort, whatever step it is in; None where there is none of that id."""
+    def abort(self, id: str, reason: str = "abort") -> Sequence | None:
+        """Ends a sequence, whatever step it is in; None where there is none of that id."""
         sequence = self.sequences.get(id)
         if sequence is None:
             return None
         if sequence not in self.running:
             self.waiting.remove(sequence)
-        self._end(sequence, "abort")
+        self._end(sequence, reason)
         return sequence
 
     def schedule(self) -> Plan:
@@ -120,13 +127,15 @@ class Scheduler:
         for sequence in self.running:
             if sequence not in self._in_flight:
                 (decodes if sequence.num_tokens - sequence.num_computed == 1 else prompts).append(sequence)
+        decodes.sort(key=_priority)
+        prompts.sort(key=_priority)
         planned: dict[Sequence, int] = {}
         budget = self.max_num_batched_tokens
         for sequence in decodes + prompts:
             if not budget or sequence not in self.running:  # preempted by one before it
                 continue
             while not (num_tokens := self._extend(sequence, budget)):
-                last = next(other for other in reversed(self.running) if other not in self._in_flight)
+                last = max((other for other in reversed(self.running) if other not in self._in_flight), key=_priority)
                 if last is sequence:
                     break  # sits this step out and keeps what it has, until one before it needs that
                 budget += planned.pop(last, 0)
@@ -192,19 +201,20 @@ class Scheduler:
         """Adds waiting sequences to the running ones and to the step."""
         siblings = []
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting.popleft()
+            sequence = self.waiting.pop(0)
             if self._waits_for_parent(sequence):
                 siblings.append(sequence)
                 continue
             num_tokens = 0 if sequence is self._refused else self._start(sequence, budget)
             if not num_tokens:
                 self._refused = sequence
-                self.waiting.appendleft(sequence)
+                insort_left(self.waiting, sequence, key=_priority)
                 break
             self.running[sequence] = None
             planned[sequence] = num_tokens
             budget -= num_tokens
-        self.waiting.extendleft(reversed(siblings))
+        for sequence in reversed(siblings):
+            insort_left(self.waiting, sequence, key=_priority)
 
     def _waits_for_parent(self, sequence: Sequence) -> bool:
         parent = sequence.parent
@@ -226,7 +236,11 @@ class Scheduler:
             self.cache.free(sequence)
             sequence.num_computed = 0
             return 0
-        sequence.num_cached = min(num_cached, len(sequence.prompt))
+        if sequence.admitted_at is None:
+            sequence.admitted_at = time.perf_counter()
+            sequence.num_cached = num_cached
+        if self.cache.enable_prefix_caching and sequence.params.prompt_logprobs is None:
+            self.stats.num_prefix_queries += sequence.num_tokens
         self.stats.num_prefix_hit_tokens += num_cached
         self.stats.num_forked_tokens += num_forked
         return num_tokens
@@ -242,7 +256,7 @@ class Scheduler:
         del self.running[sequence]
         self._release(sequence)
         sequence.num_computed = 0
-        self.waiting.appendleft(sequence)
+        insort_left(self.waiting, sequence, key=_priority)
         self.stats.num_preemptions += 1
 
     def _end(self, sequence: Sequence, reason: str) -> None:

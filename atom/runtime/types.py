@@ -11,7 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from atom.config import SamplingParams
 
@@ -39,6 +42,16 @@ class Logprobs:
     top: list[tuple[int, float]]
 
 
+class Matcher(Protocol):
+    """What an answer must be, and how far it is; `runtime.grammar` makes them."""
+
+    def allowed(self, vocab: int) -> npt.NDArray[np.bool_]:
+        """bool[vocab]: the tokens that may come next, at least one."""
+
+    def push(self, token: int) -> bool:
+        """Takes the next token of the answer; whether it is complete."""
+
+
 @dataclass(eq=False)  # equal only to itself
 class Sequence:
     """One prompt and its answer so far. The scheduler owns its progress, the KV cache its blocks."""
@@ -52,16 +65,21 @@ class Sequence:
     index: int = 0  # among them
     parent: Sequence | None = None  # the sibling whose prompt blocks this one shares, once they are computed
     stop_ids: frozenset[int] = frozenset()  # eos tokens
+    priority: int = 0  # lower is served earlier
+    matcher: Matcher | None = None  # None: the answer may be anything
     arrival: float = field(default_factory=time.perf_counter)  # seconds
 
     output: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     num_computed: int = 0  # tokens whose KV is in the cache
-    num_cached: int = 0  # prompt tokens that the prefix cache gave at the last admission
+    num_cached: int = 0  # prompt tokens that the prefix cache gave at the first admission
     blocks: dict[str, list[int]] = field(default_factory=dict)  # cache kind -> block numbers, in order; 0 is no block
-    finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | abort
+    finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | abort | error
+    stop_string: str | None = None  # the one that was met
+    error: str | None = None  # what went wrong, where that is the reason
     text: str | None = None  # the answer, once finished; None without a tokenizer
+    admitted_at: float | None = None  # first
     first_token_at: float | None = None
     finished_at: float | None = None
 
@@ -115,6 +133,8 @@ class RequestOutput:
     token_ids: list[int]  # new tokens since the last one
     finish_reason: str | None
     finished: bool
+    logprobs: list[Logprobs]  # of token_ids; none where they were not asked for
+    sequence: Sequence  # as it is now: what it has and when, beside what is new
 
 
 StreamCallback = Callable[[RequestOutput], Any]

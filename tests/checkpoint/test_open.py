@@ -111,6 +111,9 @@ class Words:
     def get_vocab_size(self) -> int:
         return 3
 
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        return {}
+
 
 @pytest.mark.parametrize(
     ("config", "generation", "expected"),

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
+import threading
+import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -231,6 +234,20 @@ def test_chats_render_and_encode_as_in_transformers(
     ids = ours.encode_chat(messages, **values)
     assert ids == theirs.apply_chat_template(messages, return_dict=False, **options)
     assert ids.count(ours.bos_id) == (0 if template is CHATML else 1)
+
+
+def test_what_an_answer_begins_with_is_encoded_with_the_prompt_as_text(tmp_path: Path) -> None:
+    tokenizer = load(save(tmp_path, chat_template=CHATML))
+    text, ids = tokenizer.prepare_chat(QUESTION, prefill="It is <|im_end|>")
+    assert text == tokenizer.render_chat(QUESTION) + "It is <|im_end|>"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert ids.count(tokenizer.encode("<|im_end|>")[0]) == 1, "the one behind the question"
+
+
+def test_the_variables_of_a_template_are_those_that_it_reads_and_does_not_set(tmp_path: Path) -> None:
+    template = "{% set a = a | default(1) %}{% set b = 2 %}{{ b }}{% for m in messages %}{{ m.thinking }}{% endfor %}"
+    assert load(save(tmp_path, chat_template=template)).template_variables() == {"a", "messages"}
+    assert "date_string" in load(save(tmp_path, chat_template=HEADERS)).template_variables()
 
 
 def test_the_date_is_todays(tmp_path: Path) -> None:
@@ -491,3 +508,30 @@ def test_a_folder_with_code_for_other_things_has_no_tokenizer(tmp_path: Path) ->
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoProcessor": "processing.Processor"}}')
     assert open_checkpoint(str(tmp_path)).tokenizer() is None
+
+
+def test_a_long_text_has_the_same_tokens_and_lets_other_threads_run():
+    backend = tokenizers.Tokenizer(
+        models.BPE({byte: i for i, byte in enumerate(pre_tokenizers.ByteLevel.alphabet())}, [])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.longest_token == 1
+    text = "Some words, äöü. " * 40_000
+    ends = [time.perf_counter()]
+    is_done = threading.Event()
+
+    def run() -> None:
+        while not is_done.is_set():
+            time.sleep(0.005)
+            ends.append(time.perf_counter())
+
+    other = threading.Thread(target=run)
+    other.start()
+    start = time.perf_counter()
+    ids = tokenizer.encode(text)
+    seconds = time.perf_counter() - start
+    is_done.set()
+    other.join()
+    assert ids == backend.encode(text).ids and len(ids) == 40_000 * 20
+    assert max(later - earlier for earlier, later in itertools.pairwise(ends)) < seconds / 2

@@ -16,7 +16,7 @@ from atom.checkpoint import SilentProgress
 from atom.compiler import semantic_graph
 from atom.config import load
 from atom.graph import interpret, ops, verify
-from atom.llm import open_for
+from atom.opening import open_for
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from atom.runtime import detokenizer as module
 from atom.runtime.detokenizer import Detokenizer
 
 CORPUS = ["the cat sat on the mat, the end.\n", "hello world! hello there\n\n", "naïve café 你好 你们 😀 👍🏽"]
-SPECIAL = "<|end|>"
+SPECIAL, OTHER = "<|end|>", "<|call|>"
 BROKEN = "\ufffd"
 
 
@@ -42,7 +42,7 @@ def byte_level() -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = {"initial_alphabet": alphabet, "special_tokens": [SPECIAL]}
+    special = {"initial_alphabet": alphabet, "special_tokens": [SPECIAL, OTHER]}
     trainer = trainers.BpeTrainer(vocab_size=330, show_progress=False, **special)
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
@@ -51,7 +51,7 @@ def byte_level() -> Tokenizer:
 def byte_fallback() -> Tokenizer:
     """As Llama 2 and Mistral have it: a piece starts with ▁ for a space, a rare character is its bytes."""
     pieces = ["▁", *"acdehlnorstw.,!", "he", "th", "▁th", "▁the", "ll", "hell", "▁c", "at", "▁cat", "▁▁", "你", "é"]
-    vocab = ["<unk>", SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
+    vocab = ["<unk>", SPECIAL, OTHER, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     merges = ["h e", "t h", "▁ th", "▁th e", "l l", "he ll", "▁ c", "a t", "▁c at", "▁ ▁"]
     model = models.BPE(
         {token: id for id, token in enumerate(vocab)},
@@ -61,7 +61,7 @@ def byte_fallback() -> Tokenizer:
         fuse_unk=True,
     )
     tokenizer = Tokenizer(model)
-    tokenizer.add_special_tokens([AddedToken(SPECIAL)])
+    tokenizer.add_special_tokens([AddedToken(SPECIAL), AddedToken(OTHER)])
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -157,6 +157,45 @@ def test_the_text_ends_before_the_earliest_stop_string(name, data):
             break
     else:
         assert shown + detokenizer.finish() == whole
+
+
+@each_tokenizer
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_stop_string_stays_in_the_text_where_it_is_wanted(name, data):
+    ids = codec(name).encode(data.draw(texts))[:60]
+    stops = data.draw(st.lists(words, min_size=1, max_size=4))
+    (*_, (without, _, shown)) = stream(name, [], ids, stop_strings=stops)
+    (*_, (with_it, _, longer)) = stream(name, [], ids, stop_strings=stops, include_stop_str_in_output=True)
+    assert with_it.stopped == without.stopped
+    assert longer.removeprefix(shown) == (with_it.stop or "") and with_it.stop in (*stops, None)
+    assert not with_it.stopped or text_after(name, [], ids).startswith(longer)
+
+
+def test_the_shortest_of_the_stop_strings_that_begin_together_stays_in_the_text():
+    stops = {"stop_strings": ["bcd", "bc"], "include_stop_str_in_output": True}
+    assert shown_by("byte_level", ["a", "b", "c"], **stops) == ["a", "", "bc", ""]
+
+
+@each_tokenizer
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), visible=st.sampled_from([[], [SPECIAL], [OTHER], [SPECIAL, OTHER, "no token"]]))
+def test_special_tokens_have_text_where_they_are_to_be_visible(name, data, visible):
+    special = codec(name).ids(SPECIAL, OTHER)
+    ids = data.draw(st.lists(ids_of(name) | st.sampled_from(special).map(lambda id: [id]), max_size=6))
+    ids = [id for part in ids for id in part]
+    (*_, (_, _, shown)) = stream(name, [], ids, visible_tokens=visible)
+    hidden = [id for id, text in zip(special, [SPECIAL, OTHER], strict=True) if text not in visible]
+    assert shown == codec(name).decode([id for id in ids if id not in hidden], skip_special_tokens=False)
+    (*_, (_, _, shown)) = stream(name, [], ids, skip_special_tokens=False, visible_tokens=visible)
+    assert shown == codec(name).decode(ids, skip_special_tokens=False)
+
+
+def test_a_visible_token_is_shown_at_once_and_may_be_a_stop_string():
+    tokens = ["a", SPECIAL, OTHER, "b"]
+    assert shown_by("byte_level", tokens, visible_tokens=[OTHER]) == ["a", "", OTHER, "b", ""]
+    stops = {"stop_strings": [OTHER], "visible_tokens": [OTHER]}
+    assert shown_by("byte_level", tokens[:3], **stops) == ["a", "", "", ""]
 
 
 @settings(max_examples=150, deadline=None)

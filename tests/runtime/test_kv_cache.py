@@ -344,11 +344,11 @@ def test_the_least_memory_holds_one_sequence_of_max_model_len() -> None:
         plan([FULL, window], memory_bytes=2000)
     assert plan([FULL, window], memory_bytes=2840) == {"full": 26, "window": 15}
     assert str(error.value) == (
-        "the KV of one sequence of max_model_len=100 takes 2840 bytes, kv_cache_memory has 2000: "
-        "raise kv_cache_memory to 2840 or lower max_model_len to 44"
+        "the KV of one sequence of serve.max_model_len=100 takes 2840 bytes, serve.kv_cache_memory has 2000: "
+        "raise serve.kv_cache_memory to 2840 or lower serve.max_model_len to 44"
     )
 
 
 def test_memory_too_small_for_any_sequence_names_the_knob_alone() -> None:
-    with pytest.raises(CapacityError, match=r"raise kv_cache_memory to 1040$"):
+    with pytest.raises(CapacityError, match=r"raise serve\.kv_cache_memory to 1040$"):
         plan([FULL], memory_bytes=79)

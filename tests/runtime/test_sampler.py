@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -301,6 +302,56 @@ def test_a_row_without_a_distribution_gives_its_largest_number_and_disturbs_nobo
 def test_a_mask_that_leaves_nothing_falls_back_on_the_models_choice():
     row = Sequence("a", [0], SamplingParams(min_tokens=5), stop_ids=frozenset({0, 1}))
     assert sample(torch.tensor([[1.0, 2.0]]), [row])[0] == [1]
+
+
+class Allows:
+    """A grammar that allows these tokens next."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = tokens
+
+    def allowed(self, vocab: int) -> np.ndarray:
+        return np.isin(np.arange(vocab), self.tokens)
+
+    def push(self, token: int) -> bool:
+        raise AssertionError("a token is pushed at the commit")
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 4}, {"top_p": 0.7}, {"temperature": 0.5, "min_p": 0.1}], ids=str)
+def test_a_grammar_limits_the_draw_to_what_it_allows(params):
+    allowed = [1, 3, 6, 8, 9]
+    logits = [logit if token in allowed else -math.inf for token, logit in enumerate(LOGITS)]
+    row = SamplingParams(**params)
+    rows = [Sequence("a", PROMPTS[i % 100], row, seed=i // 100, matcher=Allows(*allowed)) for i in range(20_000)]
+    drawn = sample(torch.tensor(LOGITS).expand(20_000, -1), rows)[0]
+    if len(params) < 2:
+        assert_drawn_from(probabilities(logits, **params), drawn)
+    assert set(drawn) <= set(allowed)
+
+
+def test_a_grammar_comes_after_bias_and_penalties_and_leaves_other_rows_alone():
+    logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]] * 3)
+    bound = Sequence("a", [0], SamplingParams(temperature=0, logprobs=4), matcher=Allows(2, 3))
+    biased = Sequence(
+        "b", [0], SamplingParams(temperature=0, logit_bias={0: 100.0, 3: 5.0}), matcher=Allows(2, 3), output=[2]
+    )
+    free = Sequence("c", [0], SamplingParams(temperature=0, logprobs=4))
+    tokens, reports = sample(logits, [bound, biased, free])
+    assert tokens == [2, 3, 0]
+    assert reports[0].top == reports[2].top, "log probabilities are those of the model"
+    assert reports[0].rank == 3
+
+
+@pytest.mark.parametrize(("allowed", "token"), [((1, 2), 2), ((1,), 1), ((1, 3), 1), ((0, 1), 0)])
+def test_a_grammar_wins_over_min_tokens_where_they_leave_nothing(allowed: tuple[int, ...], token: int):
+    params = SamplingParams(temperature=0, min_tokens=5, stop_token_ids=[3])
+    row = Sequence("a", [0], params, stop_ids=frozenset({1}), matcher=Allows(*allowed))
+    assert sample(torch.tensor([[3.0, 9.0, 2.0, 1.0]]), [row])[0] == [token]
+
+
+def test_a_grammar_that_knows_fewer_tokens_than_the_model_allows_none_of_the_others():
+    row = Sequence("a", [0], SamplingParams(temperature=0), matcher=Allows(2))
+    assert sample(torch.tensor([[3.0, 9.0, 2.0, 1.0, 7.0]]), [row])[0] == [2]
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 0}, {"temperature": 0, "logit_bias": {0: 9.0}}], ids=str)

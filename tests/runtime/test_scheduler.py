@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -41,6 +42,11 @@ def make_scheduler(
 def make(id: str, num_prompt: int, max_tokens: int = 8, parent: Sequence | None = None, **params: object) -> Sequence:
     prompt = list(range(1000, 1000 + num_prompt))
     return Sequence(id, prompt, SamplingParams(max_tokens=max_tokens, **params), parent=parent)  # type: ignore[arg-type]
+
+
+def with_priority(sequence: Sequence, priority: int) -> Sequence:
+    sequence.priority = priority
+    return sequence
 
 
 def add(scheduler: Scheduler, *sequences: Sequence) -> None:
@@ -318,6 +324,58 @@ def test_a_preempted_parent_leaves_the_shared_blocks_to_its_siblings() -> None:
     assert len(parent.output) == len(child.output) == 8
 
 
+def test_a_lower_priority_number_is_admitted_first_and_equals_as_they_came() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    numbers = {"a": 1, "b": 0, "c": 1, "d": -3, "e": 0}
+    add(scheduler, *(with_priority(make(id, 2, max_tokens=1), number) for id, number in numbers.items()))
+    assert [step(scheduler)[0][0] for _ in numbers] == [*"dbeac"]
+
+
+def test_who_waits_takes_nothing_from_who_runs() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    add(scheduler, with_priority(make("a", 2, max_tokens=3), 9))
+    step(scheduler)
+    add(scheduler, with_priority(make("b", 2), 0))
+    assert step(scheduler) == [("a", 2, 1, True)]
+    assert scheduler.stats.num_preemptions == 0
+
+
+def test_the_largest_priority_number_gives_its_blocks_whoever_came_first() -> None:
+    scheduler = make_scheduler(num_blocks=1 + 8)
+    add(scheduler, with_priority(make("a", 8, max_tokens=9), 1), make("b", 8, max_tokens=9))
+    step(scheduler)
+    assert step(scheduler) == [("b", 8, 1, True), ("a", 8, 1, True)]
+    scheduler.cache.pools[0].take(), scheduler.cache.pools[0].take()
+    for _ in range(3):
+        step(scheduler)
+    assert step(scheduler) == [("b", 12, 1, True)]
+    assert [sequence.id for sequence in scheduler.waiting] == ["a"]
+    assert scheduler.stats.num_preemptions == 1
+
+
+def test_one_that_is_preempted_is_the_first_of_its_priority_to_come_back() -> None:
+    scheduler = make_scheduler(num_blocks=1 + 6, max_num_seqs=2)
+    first, second = make("a", 8, max_tokens=12), with_priority(make("b", 8, max_tokens=12), 1)
+    add(scheduler, first, second)
+    step(scheduler)
+    add(scheduler, with_priority(make("c", 1), 1), with_priority(make("d", 1), 0), with_priority(make("e", 1), 2))
+    while not scheduler.stats.num_preemptions:
+        step(scheduler)
+    assert [sequence.id for sequence in scheduler.waiting] == [*"bce"]  # d was let in for it
+
+
+def test_prompts_share_the_budget_by_priority() -> None:
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    add(scheduler, with_priority(make("a", 20), 1))
+    step(scheduler)
+    add(scheduler, make("b", 20))
+    scheduler.max_num_batched_tokens = 16
+    assert step(scheduler) == [("a", 8, 12, True), ("b", 0, 4, False)]
+    scheduler.max_num_batched_tokens = 8
+    add(scheduler, with_priority(make("c", 20), -1))
+    assert step(scheduler) == [("a", 20, 1, True), ("b", 4, 7, False)]  # c came too late
+
+
 def test_an_abort_frees_blocks_at_once_or_at_the_commit_of_the_plan_that_names_them() -> None:
     scheduler = make_scheduler()
     running, waiting = make("a", 8), make("b", 8)
@@ -442,12 +500,20 @@ class World:
     alive: list[Sequence] = field(default_factory=list)
     num_added: int = 0
 
-    def add(self, prompts: list[list[int]], max_tokens: int, salt: bytes, prompt_logprobs: bool = False) -> None:
+    def add(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        salt: bytes,
+        prompt_logprobs: bool = False,
+        priority: int = 0,
+    ) -> None:
         """Siblings, where there are several prompts (which are equal)."""
         parent = None
         for prompt in prompts:
             params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=0 if prompt_logprobs else None)
             sequence = Sequence(str(self.num_added), prompt, params, salt=salt, parent=parent, stop_ids=frozenset({0}))
+            sequence.priority = priority
             self.num_added += 1
             try:
                 self.scheduler.add(sequence)
@@ -472,7 +538,8 @@ class World:
             sequence = row.sequence
             assert sequence.finish_reason is None
             assert sequence not in in_flight
-            assert sequence.num_cached <= min(row.start, len(sequence.prompt))
+            assert sequence.admitted_at is not None
+            assert sequence.num_cached < len(sequence.prompt)
             assert row.num_tokens > 0
             assert row.samples == (row.start + row.num_tokens == sequence.num_tokens)
             assert (index < plan.num_decodes) == (row.samples and row.num_tokens == 1)
@@ -532,6 +599,8 @@ class World:
         assert {*self.scheduler.waiting} | {*self.scheduler.running} == {*self.alive}
         assert self.scheduler.num_waiting + self.scheduler.num_running == len(self.alive)
         assert all(not sequence.blocks and not sequence.num_computed for sequence in self.scheduler.waiting)
+        numbers = [sequence.priority for sequence in self.scheduler.waiting]
+        assert numbers == sorted(numbers)
         holders = {*self.alive}
         for plan, tables in self.pending:
             for row, seen in zip(plan.rows, tables, strict=True):
@@ -636,9 +705,10 @@ class Serving(RuleBasedStateMachine):
         max_tokens=st.integers(1, 20),
         salt=st.sampled_from([b"", b"", b"s"]),
         prompt_logprobs=st.sampled_from([False, False, True]),
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
     )
-    def add(self, prompt: list[int], num_siblings: int, max_tokens: int, salt: bytes, prompt_logprobs: bool) -> None:
-        self.world.add([prompt] * num_siblings, max_tokens, salt, prompt_logprobs)
+    def add(self, prompt: list[int], num_siblings: int, **params: Any) -> None:
+        self.world.add([prompt] * num_siblings, **params)
 
     @rule(index=st.integers(0, 20))
     def abort(self, index: int) -> None:

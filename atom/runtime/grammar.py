@@ -1,0 +1,213 @@
+"""Answers of a given form (a JSON schema, a regular expression, a grammar, a choice), through `llguidance`.
+
+    compiler = GrammarCompiler(tokenizer, vocab_size=49152, stop_ids=frozenset({2}))
+    matcher = compiler.compile({"regex": "[0-9]{3}"})     # of one sequence
+    matcher.allowed(49152)                                # bool[V]: the tokens that may come next, never none
+    matcher.push(token)                                   # True once the answer is complete
+
+A matcher knows the tokens pushed to it and nothing else, so that chunks, preemption and the other rows of a batch do
+not matter to it. `compile` may be called from any thread, and takes milliseconds for what people write by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from atom.checkpoint import Tokenizer
+from atom.errors import RequestError, UnsupportedError
+from atom.runtime.detokenizer import BROKEN
+
+MAX_SCHEMA = 1 << 20  # bytes of a JSON schema, a grammar, or all choices
+MAX_REGEX = 1 << 16  # bytes
+MAX_PROPERTIES = 3000  # of a JSON schema: the time to compile it grows with the square of them
+MAX_LEXER_STATES = 50_000  # of one sequence; one takes 1 or 2 kB
+STEP_FUEL = 100_000  # work on one mask: some 10 ms
+COMPILE_SECONDS = 5.0
+NUM_KEPT = 32  # compiled grammars
+SPACE = (
+    r"[ \t\n\r]{1,64}"  # between the parts of a JSON text: a model may indent it, and not go on with spaces for ever
+)
+
+
+class GrammarMatcher:
+    """Where one sequence stands in its grammar."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state  # an LLMatcher
+
+    def allowed(self, vocab: int) -> npt.NDArray[np.bool_]:
+        """bool[vocab]: the tokens that may come next. RequestError where the grammar is too complex to say."""
+        bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
+        self._check()
+        found = np.unpackbits(bits, count=vocab, bitorder="little").view(np.bool_)
+        if not found.any():
+            raise RequestError("structured_outputs: no token of the model continues the answer; change the grammar")
+        return found
+
+    def push(self, token: int) -> bool:
+        """Takes the sampled token; whether the answer is complete. RequestError where the token is not allowed."""
+        self._state.consume_token(token)
+        self._check()
+        return bool(self._state.is_stopped())
+
+    def copy(self) -> GrammarMatcher:
+        return GrammarMatcher(self._state.deep_copy())
+
+    def _check(self) -> None:
+        if self._state.is_error():
+            raise RequestError(f"structured_outputs: {_summarize(self._state.get_error())}")
+
+
+class GrammarCompiler:
+    """Makes matchers for one tokenizer. UnsupportedError without llguidance, RequestError where it has no use here."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: frozenset[int]) -> None:
+        try:
+            import llguidance
+        except ImportError:
+            raise UnsupportedError("structured_outputs needs llguidance: pip install 'atom-run[structured]'") from None
+        text = None if tokenizer is None else tokenizer.to_json()
+        if tokenizer is None or text is None:
+            lack = "the checkpoint has none" if tokenizer is None else "this one is code of the checkpoint's own"
+            raise RequestError(f"structured_outputs needs a tokenizer that can be read: {lack}")
+        if not stop_ids:
+            raise RequestError("structured_outputs needs a token that ends the answer, which the checkpoint has not")
+        size = max(vocab_size, tokenizer.vocab_size)
+        try:
+            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=size, eos_token=sorted(stop_ids))
+        except Exception as error:  # the Rust library raises ValueError, or what a panic of it becomes
+            reason = _summarize(str(error))
+            raise RequestError(
+                f"structured_outputs cannot be used with the checkpoint's tokenizer ({reason})"
+            ) from None
+        if misread := find_misread(tokenizer, self._tokenizer):
+            raise RequestError(f"structured_outputs cannot be used with the checkpoint's tokenizer ({misread})")
+        self._library = llguidance
+        self._limits = llguidance.LLParserLimits(
+            step_lexer_fuel=STEP_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+        )
+        self._known: OrderedDict[str, GrammarMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of these
+
+    def compile(self, wanted: Mapping[str, Any]) -> GrammarMatcher:
+        """A matcher for `SamplingParams.structured_outputs`. RequestError says what is wrong with these."""
+        grammar = self._write(wanted)
+        with self._lock:
+            known = self._known.get(grammar)
+            if known is not None:
+                self._known.move_to_end(grammar)
+                return known.copy()
+        matcher = self._build(grammar)
+        with self._lock:
+            self._known[grammar] = matcher
+            while len(self._known) > NUM_KEPT:
+                self._known.popitem(last=False)
+            return matcher.copy()
+
+    def _write(self, wanted: Mapping[str, Any]) -> str:
+        """The grammar as the library takes it."""
+        ((kind, value),) = wanted.items()
+        match kind:
+            case "json" | "json_object":
+                schema = {"type": "object"} if kind == "json_object" else _read_schema(value)
+                return json.dumps(
+                    {"grammars": [{"json_schema": {"x-guidance": {"whitespace_pattern": SPACE}, **schema}}]}
+                )
+            case "regex":
+                _check_size("the regular expression", value, MAX_REGEX)
+                return str(self._library.LLMatcher.grammar_from_regex(value))
+            case "choice":
+                choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
+                _check_size("the choice", choices, MAX_SCHEMA)
+                return _lark(f"start: CHOICE\nCHOICE: {choices}")
+        _check_size("the grammar", value, MAX_SCHEMA)
+        return _lark(value)
+
+    def _build(self, grammar: str) -> GrammarMatcher:
+        """The matcher of a grammar. A first token is tried, since most that is too complex shows there."""
+        built: list[GrammarMatcher | RequestError] = []
+
+        def build() -> None:
+            try:
+                matcher = GrammarMatcher(
+                    self._library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+                )
+                matcher._check()
+                probe = matcher.copy()
+                probe.push(int(probe.allowed(self._tokenizer.vocab_size).argmax()))
+                built.append(matcher)
+            except RequestError as error:
+                built.append(error)
+
+        thread = threading.Thread(target=build, name="grammar", daemon=True)
+        thread.start()
+        thread.join(COMPILE_SECONDS)
+        if not built:
+            raise RequestError(f"structured_outputs takes more than {COMPILE_SECONDS:g} s to compile; make it simpler")
+        if isinstance(built[0], RequestError):
+            raise built[0]
+        return built[0]
+
+
+def find_misread(tokenizer: Tokenizer, theirs: Any) -> str | None:
+    """A token that llguidance takes for another text than the tokenizer, where it is more than one in a thousand."""
+    anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]  # since the first space of a text may be dropped
+    start = len(tokenizer.decode(anchor))
+    texts = ((id, tokenizer.decode([*anchor, id])[start:]) for id in range(tokenizer.vocab_size))
+    whole = [(id, text) for id, text in texts if text and BROKEN not in text]
+    misread = [
+        (text, read) for id, text in whole if (read := theirs.decode_bytes([id]).decode(errors="replace")) != text
+    ]
+    return f"{misread[0][0]!r} is read as {misread[0][1]!r}" if len(misread) * 1000 > len(whole) else None
+
+
+def _read_schema(value: Any) -> dict[str, Any]:
+    """A JSON schema that is an object, or the text of one."""
+    try:
+        schema = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(schema, Mapping):
+            raise RequestError("structured_outputs: the JSON schema is not an object")
+        text = json.dumps(schema)
+        num_properties = _count_properties(schema)
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"structured_outputs: the JSON schema is no JSON ({error})") from None
+    except RecursionError:
+        raise RequestError("structured_outputs: the JSON schema is nested too deeply") from None
+    _check_size("the JSON schema", text, MAX_SCHEMA)
+    if num_properties > MAX_PROPERTIES:
+        raise RequestError(
+            f"structured_outputs: the JSON schema has {num_properties} properties, more than {MAX_PROPERTIES}"
+        )
+    return dict(schema)
+
+
+def _count_properties(schema: Any) -> int:
+    if isinstance(schema, list):
+        return sum(map(_count_properties, schema))
+    if not isinstance(schema, Mapping):
+        return 0
+    own = schema.get("properties")
+    return (len(own) if isinstance(own, Mapping) else 0) + sum(map(_count_properties, schema.values()))
+
+
+def _check_size(name: str, text: str, limit: int) -> None:
+    size = len(text.encode(errors="surrogatepass"))
+    if size > limit:
+        raise RequestError(f"structured_outputs: {name} has {size} bytes, more than {limit}")
+
+
+def _lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _summarize(text: str) -> str:
+    """What the library says: its first line, and the reason that it gives further down for a regular expression."""
+    first, *others = (text.strip() or "the grammar is not valid").splitlines()
+    return " ".join([first, *(line.removeprefix("error: ") for line in others if line.startswith("error: "))])

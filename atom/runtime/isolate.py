@@ -1,0 +1,60 @@
+"""A step in which one sequence fails is not lost for the others: it runs in halves, down to what fails alone.
+
+    for part, outcome in execute(runner, plan):      # one part, where nothing fails
+        if isinstance(outcome, Sampled):
+            scheduler.commit(part, outcome, finish)
+        else:
+            ...                                      # the error of the one row of this part
+
+It counts on `Runner.execute`, which writes nothing but the KV of the plan's own tokens and can do so again.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from atom.errors import CapacityError, RequestError
+from atom.runtime.types import Plan, Row, Sampled
+
+Part = tuple[Plan, Sampled | Exception]
+
+
+class Executes(Protocol):
+    def execute(self, plan: Plan) -> Sampled: ...
+
+
+def execute(runner: Executes, plan: Plan) -> list[Part]:
+    """What each part of a plan gave.
+
+    Raises what the rows raise where all do, for then it is not one of them that is wrong; but for RequestErrors, which
+    say that it is. A CapacityError is always raised: memory is short for all.
+    """
+    parts = execute_parts(runner, plan)
+    errors = [outcome for _, outcome in parts if not isinstance(outcome, Sampled)]
+    wrong = next((error for error in errors if not isinstance(error, RequestError)), None)
+    if wrong is not None and len(errors) == len(parts):
+        raise wrong
+    return parts
+
+
+def execute_parts(runner: Executes, plan: Plan) -> list[Part]:
+    try:
+        return [(plan, runner.execute(plan))]
+    except CapacityError:
+        raise
+    except Exception as error:
+        if len(plan.rows) == 1:
+            return [(plan, error)]
+    middle = len(plan.rows) // 2
+    halves = (take(plan.rows[:middle]), take(plan.rows[middle:]))
+    return [part for half in halves for part in execute_parts(runner, half)]
+
+
+def take(rows: list[Row]) -> Plan:
+    """A plan of some of a plan's rows."""
+    return Plan(rows, sum(row.samples and row.num_tokens == 1 for row in rows))
+
+
+def describe(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]

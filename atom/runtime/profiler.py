@@ -1,0 +1,61 @@
+"""Traces of what the engine does, operator by operator, from torch's profiler, for TensorBoard or Chrome's viewer.
+
+    profiler = Profiler("traces", is_detailed=False)
+    profiler.start()
+    ...                            # steps, in this thread
+    profiler.stop()                # traces/rank_0/atom.1716899120527.pt.trace.json.gz
+
+A GPU's kernels are in it too, where there is one. In detail means with shapes, stacks and memory; it takes more time.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from atom.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+
+class Profiler:
+    """Of one rank, one trace at a time; folder None: of none. Raises ConfigError without one it can write to."""
+
+    def __init__(self, folder: str | None, *, rank: int = 0, is_detailed: bool = False) -> None:
+        self._folder = Path(folder) / f"rank_{rank}" if folder else None
+        self._is_detailed = is_detailed
+        self._running: profile | None = None
+
+    def start(self) -> None:
+        """Begin a trace. RequestError where one runs."""
+        from torch.profiler import profile
+
+        if self._folder is None:
+            raise ConfigError(
+                "there is no folder for traces; set serve.torch_profiler_dir or ATOM_TORCH_PROFILER_DIR and restart"
+            )
+        if self._running is not None:
+            raise RequestError("the profiler runs already; stop it before it is started again")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"serve.torch_profiler_dir: {error}") from None
+        detail = self._is_detailed
+        running = profile(record_shapes=detail, with_stack=detail, profile_memory=detail)
+        running.start()
+        self._running = running
+
+    def stop(self) -> Path:
+        """End the trace and write it: its file. RequestError where none runs."""
+        if self._running is None or self._folder is None:
+            raise RequestError("the profiler does not run; start it first")
+        running, self._running = self._running, None
+        running.stop()
+        path = self._folder / f"atom.{time.time_ns()}.pt.trace.json.gz"  # the name is what TensorBoard looks for
+        try:
+            running.export_chrome_trace(str(path))
+        except OSError as error:
+            raise ConfigError(f"serve.torch_profiler_dir: {error}") from None
+        return path

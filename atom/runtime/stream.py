@@ -1,0 +1,57 @@
+"""What is shown of one sequence while it is generated: its text, and what its callback has not been told yet.
+
+stream = Stream(sequence, Detokenizer(tokenizer, sequence.prompt, sequence.params), callback)
+stream.push(reason)          # its newest token becomes text, and may complete a stop string
+stream.emit()                # the callback gets a RequestOutput, if there is text or the end to tell
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atom.runtime.detokenizer import Detokenizer
+from atom.runtime.types import RequestOutput, Sequence, StreamCallback
+
+
+@dataclass
+class Stream:
+    sequence: Sequence
+    detokenizer: Detokenizer | None
+    callback: StreamCallback | None
+    num_shown: int = 0  # output tokens that the callback has had
+    is_told: bool = False  # of the end
+    pending: str = ""  # text that it has not
+
+    def push(self, reason: str | None) -> str | None:
+        """Turn the newest token to text, unless it ends the answer for this reason; the reason after that."""
+        if self.detokenizer is None or self._is_hidden(reason):
+            return reason
+        self.pending += self.detokenizer.push(self.sequence.output[-1])
+        return "stop_sequence" if self.detokenizer.stopped else reason
+
+    def finish(self) -> None:
+        """The sequence has ended: so does its text."""
+        if self.detokenizer is not None:
+            self.pending += self.detokenizer.finish()
+
+    def emit(self) -> None:
+        """Tell the callback what is new, if that is text or the end."""
+        sequence = self.sequence
+        finished = sequence.finished_at is not None
+        if self.callback is None or self.is_told or not (finished or self.pending or self.detokenizer is None):
+            return
+        self.is_told = finished
+        text = None if self.detokenizer is None else self.pending
+        tokens, logprobs = sequence.output[self.num_shown :], sequence.logprobs[self.num_shown :]
+        self.num_shown, self.pending = len(sequence.output), ""
+        reason = sequence.finish_reason if finished else None
+        told = RequestOutput(sequence.request_id, sequence.index, text, tokens, reason, finished, logprobs, sequence)
+        self.callback(told)
+
+    def _is_hidden(self, reason: str | None) -> bool:
+        if reason is None:
+            return False
+        params, token = self.sequence.params, self.sequence.output[-1]
+        if reason == "eos":  # a grammar may also end with a token that is none
+            return token in self.sequence.stop_ids
+        return reason.startswith("stop_") and not params.include_stop_str_in_output

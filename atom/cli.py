@@ -25,13 +25,15 @@ import atom
 from atom.compose import CONF, one_line_errors, plain_fields, register
 from atom.config import Config, describe_fields, load, show
 from atom.errors import AtomError, ConfigError
-from atom.overrides import one_line, override, parse, rewrite, write_recipe
+from atom.overrides import HIDDEN, SECRET, hide_secret, one_line, override, parse, rewrite, write_recipe
+from atom.startup import no_collection
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 # conf/job -> the module whose run(config) does it
 JOBS = {
+    "serve": "atom.jobs.serve",
     "generate": "atom.jobs.generate",
     "explain": "atom.jobs.explain",
     "compile": "atom.jobs.compile",
@@ -109,13 +111,14 @@ def dispatch(argv: list[str]) -> int:
     flags = [text for text in argv if text not in args.overrides]
     dirs = [args.config_dir] if args.config_dir else []
     if args.shell_completion or args.hydra_help or args.cfg in ("hydra", "all"):
-        return run_hydra(flags, args.overrides)
+        return run_hydra(flags, hide_secrets(args.overrides, dirs) if args.cfg else args.overrides)
     if args.multirun:
         return sweep(flags, args.overrides, dirs)
     if args.info:
-        return run_hydra(flags, rewrite(args.overrides, config_dirs=dirs))
+        return run_hydra(flags, hide_secrets(rewrite(args.overrides, config_dirs=dirs), dirs))
     if args.cfg:
-        print(show(args.overrides, config_dirs=dirs, package=args.package, is_resolved=args.resolve), end="")
+        texts = choose_job(args.overrides, dirs)
+        print(show(texts, config_dirs=dirs, package=args.package, is_resolved=args.resolve), end="")
         return 0
     return run(args.overrides, dirs)
 
@@ -138,15 +141,32 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 def run(overrides: Sequence[str], dirs: Sequence[str] = ()) -> int:
     """Load the configuration and do its job."""
-    config = load(overrides, config_dirs=dirs)
-    if config.job.kind not in JOBS:
-        raise ConfigError(f"job.kind={config.job.kind}: there is no such job; jobs: {', '.join(JOBS)}")
+    overrides = choose_job(overrides, dirs)
+    with no_collection():
+        config = load(overrides, config_dirs=dirs)
+        if config.job.kind not in JOBS:
+            raise ConfigError(f"job.kind={config.job.kind}: there is no such job; jobs: {', '.join(JOBS)}")
+        job: Callable[[Config], int] = importlib.import_module(JOBS[config.job.kind]).run
     if config.job.save_recipe:
         about = {name: getattr(config, name) for name in ("dtype", "device", "level")}
         about |= {"model": config.model.name, "job": config.job.kind, "atom-run": atom.__version__}
-        write_recipe(config.job.save_recipe, rewrite(overrides, config_dirs=dirs), about)
-    job: Callable[[Config], int] = importlib.import_module(JOBS[config.job.kind]).run
+        if write_recipe(config.job.save_recipe, rewrite(overrides, config_dirs=dirs), about):
+            told = f"{config.job.save_recipe} is without {SECRET}, as others may read it; {SECRET}=@FILE would stay"
+            print(f"atom-run: {told}", file=sys.stderr)
     return job(config)
+
+
+def choose_job(overrides: Sequence[str], dirs: Sequence[str]) -> list[str]:
+    """The overrides; where they give prompts and no job, the job is to answer these."""
+    keys = {text.partition("=")[0] for text in rewrite(overrides, config_dirs=dirs)}
+    return [*(["job=generate"] if keys & {"prompts", "job.chat"} and "job" not in keys else []), *overrides]
+
+
+def hide_secrets(overrides: Sequence[str], dirs: Sequence[str]) -> list[str]:
+    """The overrides for Hydra to show; it would show keys too, those of the environment included."""
+    hidden = [hide_secret(text) for text in overrides]
+    is_hidden = show(overrides, config_dirs=dirs, package=SECRET) == f"{HIDDEN}\n"
+    return [*hidden, override(SECRET, HIDDEN)] if is_hidden and hidden == list(overrides) else hidden
 
 
 def sweep(flags: list[str], overrides: Sequence[str], dirs: Sequence[str]) -> int:
@@ -207,7 +227,7 @@ def run_of_sweep(_: DictConfig) -> None:
     overrides = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     assert isinstance(overrides, list), "Hydra keeps a list of overrides"
     dirs = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
-    print(f"atom-run: job {hydra.job.num}: {' '.join(overrides)}", file=sys.stderr, flush=True)
+    print(f"atom-run: job {hydra.job.num}: {' '.join(map(hide_secret, overrides))}", file=sys.stderr, flush=True)
     if code := report(lambda: run(overrides, dirs)):
         raise SystemExit(code)
 

@@ -45,9 +45,10 @@ def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Job], list
             seen.append(config)
             return run(config)
 
-        module: Any = types.ModuleType("atom.jobs.generate")
-        module.run = record
-        monkeypatch.setitem(sys.modules, "atom.jobs.generate", module)
+        for name in ("generate", "serve"):
+            module: Any = types.ModuleType(f"atom.jobs.{name}")
+            module.run = record
+            monkeypatch.setitem(sys.modules, f"atom.jobs.{name}", module)
         return seen
 
     return install
@@ -144,7 +145,7 @@ def test_a_reader_that_leaves_early_is_no_error():
 def test_ctrl_c_ends_with_130(tmp_path: Path):
     program = "import sys, time, types\nfrom atom.cli import main\nmodule = types.ModuleType('x')\n"
     program += "module.run = lambda config: (print('ready', flush=True), time.sleep(30))\n"
-    program += "sys.modules['atom.jobs.generate'] = module\nsys.exit(main([]))"
+    program += "sys.modules['atom.jobs.serve'] = module\nsys.exit(main([]))"
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
@@ -201,10 +202,56 @@ def test_a_recipe_is_saved_and_runs_again(tmp_path: Path, job: Any):
     seen = job()
     (tmp_path / "first.yaml").write_text("overrides: [seed=1, level=0]")
     assert main(["recipe=first.yaml", "prompts=it's, ${5}", "seed=2", "job.save_recipe=second.yaml"]) == 0
-    assert read_recipe("second.yaml") == ["seed=1", "level=0", r"prompts='it\'s, \${5}'", "seed=2"]
+    assert read_recipe("second.yaml") == ["seed=1", "level=0", "job=generate", r"prompts='it\'s, \${5}'", "seed=2"]
     assert main(["recipe=second.yaml"]) == 0
     assert (seen[1].prompts, seen[1].seed, seen[1].level) == ("it's, ${5}", 2, 0)
     assert "model: smollm2" in Path("second.yaml").read_text()
+
+
+@pytest.mark.parametrize("said", ["serve.http.api_keys=open,sesame", "serve.http={api_keys: sesame}"])
+def test_a_recipe_is_saved_without_keys_and_says_so(said: str, job: Any, capsys: Any):
+    seen = job()
+    assert main([said, "seed=1", "job.save_recipe=shared.yaml"]) == 0
+    assert str(seen[0].serve.http.api_keys).endswith("sesame"), "the run itself has them"
+    assert read_recipe("shared.yaml") == ["seed=1"]
+    assert "atom-run: shared.yaml is without serve.http.api_keys" in capsys.readouterr().err
+
+
+def test_a_recipe_keeps_the_name_of_a_file_of_keys(job: Any, capsys: Any):
+    job()
+    assert main(["serve.http.api_keys=@keys.txt", "job.save_recipe=shared.yaml"]) == 0
+    assert read_recipe("shared.yaml") == ["serve.http.api_keys='@keys.txt'"]
+    assert "api_keys" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["job"], ["job", "--resolve"], ["job", "-p", "serve.http.api_keys"]])
+@pytest.mark.parametrize(
+    ("said", "environment", "shown"),
+    [
+        (["serve.http.api_keys=sesame"], None, "***"),
+        (["serve.http={api_keys: sesame}"], None, "***"),
+        ([], "sesame", "***"),
+        (["serve.http.api_keys=@keys.txt"], "sesame", "@keys.txt"),
+        ([], "@keys.txt", "@keys.txt"),
+    ],
+)
+def test_cfg_hides_keys(
+    flags: list[str], said: list[str], environment: str | None, shown: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("ATOM_API_KEYS", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("ATOM_API_KEYS", environment)
+    assert main(["--cfg", *flags, *said]) == 0
+    out = capsys.readouterr().out
+    assert "sesame" not in out
+    assert shown in out or (flags == ["job"] and "${oc.env:ATOM_API_KEYS,null}" in out)
+
+
+@pytest.mark.parametrize("flag", ["--cfg=all", "--info=all"])
+def test_what_hydra_shows_hides_keys_too(flag: str):
+    ended = run(flag, "serve.http.api_keys=sesame")
+    assert ended.returncode == 0 and "sesame" not in ended.stdout + ended.stderr
+    assert "api_keys: '***'" in ended.stdout
 
 
 def test_cfg_shows_the_model_that_auto_means(tmp_path: Path, capsys: Any):
@@ -237,13 +284,13 @@ def test_an_error_of_hydra_is_one_line_too():
     assert (ended.returncode, ended.stdout) == (2, "")
     assert (
         ended.stderr
-        == "atom-run: ConfigError: job=x: there is no such choice; choices: cache, compile, explain, generate\n"
+        == "atom-run: ConfigError: job=x: there is no such choice; choices: cache, compile, explain, generate, serve\n"
     )
 
 
 def test_tab_completes_groups_and_fields():
     for typed, expected in (
-        ("job=", "job=cache job=compile job=explain job=generate"),
+        ("job=", "job=cache job=compile job=explain job=generate job=serve"),
         ("serve.max_num_s", "serve.max_num_seqs="),
     ):
         env = {**os.environ, "COMP_LINE": f"atom-run {typed}", "COMP_POINT": "99"}

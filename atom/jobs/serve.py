@@ -1,0 +1,26 @@
+"""`job=serve`: the OpenAI API over HTTP.
+
+atom-run checkpoint=Qwen/Qwen3-0.6B
+atom-run checkpoint=/models/llama serve.http.port=9000 serve.http.api_keys=@keys.txt
+curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" \\
+    -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
+"""
+
+from __future__ import annotations
+
+from atom.config import Config
+
+
+def run(config: Config) -> int:
+    """Serve until a signal; the exit code."""
+    import uvloop
+
+    from atom.serve import log
+    from atom.serve.server import Server
+
+    log.configure()
+
+    async def serve() -> int:
+        return await Server(config).run()
+
+    return uvloop.run(serve())

@@ -1,0 +1,135 @@
+"""The ASGI app: FastAPI's routes behind the guard.
+
+context = Context(config, client, Metrics())
+app = create_app(context, keys=[])              # for uvicorn, or for httpx.ASGITransport in a test
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+import atom
+from atom.errors import AtomError
+from atom.serve import chat, completions, docs, messages, operations, page, tokens
+from atom.serve.context import Context
+from atom.serve.errors import error_body, error_response, refuse
+from atom.serve.guard import Guard
+
+TITLE = "atom"
+ABOUT = "The APIs of OpenAI and Anthropic, served by atom"
+NO_OBJECT = ("missing", "model_attributes_type", "model_type", "dict_type")  # pydantic's names of it
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "Refused: `error` says why, and `param` which field"}
+}
+MAX_SHOWN = 200  # characters of a client's own words in an error
+
+
+def create_app(context: Context, keys: Sequence[str]) -> ASGIApp:
+    """keys: those that open the door; none: it stands open."""
+    app = FastAPI(
+        title=TITLE, description=ABOUT, version=atom.__version__, docs_url=None, redoc_url=None, responses=REFUSALS
+    )
+    for module in (completions, chat, messages, tokens, operations, page):
+        app.include_router(module.routes(context))
+    app.include_router(docs.routes(app.openapi))
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_body(request: Request, error: RequestValidationError) -> Response:
+        param, message = describe(error)
+        return refuse(request.scope, 400, error_body(400, message, param))
+
+    @app.exception_handler(HTTPException)
+    async def refuse_route(request: Request, error: HTTPException) -> Response:
+        body = error_body(error.status_code, explain(request, error))
+        return refuse(request.scope, error.status_code, body, dict(error.headers or {}))
+
+    @app.exception_handler(AtomError)
+    async def refuse_request(request: Request, error: AtomError) -> Response:
+        context.report(error)
+        return error_response(request.scope, error)
+
+    @app.exception_handler(Exception)
+    async def admit_fault(request: Request, error: Exception) -> Response:
+        return error_response(request.scope, error)  # it is raised further on, and the guard writes it to the log
+
+    @app.exception_handler(ClientDisconnect)
+    async def let_go(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    origins = context.config.serve.http.cors
+    door: ASGIApp = Guard(app, keys, context.metrics, origins)
+    if origins:
+        door = CORSMiddleware(
+            door, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]
+        )
+    return door
+
+
+def explain(request: Request, error: HTTPException) -> str:
+    """What is wrong with a request that no route has seen."""
+    path = request.url.path[:MAX_SHOWN]
+    match error.status_code:
+        case 404:
+            return f"there is no {request.method} {path} here; /docs lists what there is"
+        case 405:
+            ways = (error.headers or {}).get("Allow")
+            return f"{request.method} {path} is not served" + (f"; use {ways}" if ways else "")
+        case 400 if error.__cause__ is not None:
+            return f"the body is no JSON that can be read: {error.__cause__}"
+    return str(error.detail)
+
+
+def describe(error: RequestValidationError) -> tuple[str | None, str]:
+    """The field that is wrong, and what all wrong fields are told."""
+    faults: dict[tuple[str, ...], list[str]] = {}
+    for each in error.errors():
+        reasons = faults.setdefault(find_field(each, error.body), [])
+        if (why := reason(each)) not in reasons:
+            reasons.append(why)
+    lines = [
+        ": ".join(filter(None, (".".join(names)[:MAX_SHOWN], " or ".join(reasons))))
+        for names, reasons in list(faults.items())[:4]
+    ]
+    first = next(iter(faults))
+    return first[0][:MAX_SHOWN] if first else None, "; ".join(lines)
+
+
+def find_field(fault: Any, body: Any) -> tuple[str, ...]:
+    """Where in the body a fault lies: of pydantic's names those that lead there, not the alternatives of unions."""
+    names: list[str] = []
+    *way, last = fault["loc"][1:] or [None]
+    for part in way:
+        if has_part(body, part) and not is_tag(body, part):
+            names.append(str(part))
+            body = body[part]
+    if has_part(body, last) or (fault["type"] == "missing" and last is not None):
+        names.append(str(last))
+    return tuple(names)
+
+
+def is_tag(value: Any, part: Any) -> bool:
+    """Whether pydantic means the alternative of a union, though the value has a field of that name: a text's text."""
+    return isinstance(value, dict) and value.get("type") == part and not isinstance(value[part], dict | list)
+
+
+def has_part(value: Any, part: Any) -> bool:
+    if isinstance(value, dict):
+        return part in value
+    return isinstance(value, list) and isinstance(part, int) and part < len(value)
+
+
+def reason(fault: Any) -> str:
+    if fault["type"] == "json_invalid":
+        return f"the body is no JSON: {fault['ctx']['error']} at character {fault['loc'][-1]}"
+    if tuple(fault["loc"]) == ("body",) and fault["type"] in NO_OBJECT:
+        return "the body is no JSON object; send one, with the header Content-Type: application/json"
+    return str(fault["msg"])

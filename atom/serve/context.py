@@ -1,0 +1,155 @@
+"""What the routes share: the configuration, the engine, the tokenizer, the metrics.
+
+context = Context(config, EngineClient(config), Metrics())
+tokens = await context.encode("Hello")
+params = sampling_params(body, context.config)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from atom.checkpoint import Tokenizer
+from atom.config import Config
+from atom.errors import ConfigError, EngineDeadError, RequestError
+from atom.serve.client import EngineClient, State
+from atom.serve.errors import FieldError, ModelNotFoundError, body_of, status_of
+from atom.serve.metrics import Metrics
+
+LOG = logging.getLogger("atom.serve")
+NUM_THREADS = 4  # that tokenize and render
+TEMPLATE_SECONDS = 10.0  # after which a chat is refused
+CUT_TOKENS = 64  # before those that count: where a text is cut its first tokens are others
+SHORT = 4096  # characters that are tokenized faster than a thread is woken
+
+T = TypeVar("T")
+
+
+class Context:
+    def __init__(self, config: Config, client: EngineClient, metrics: Metrics) -> None:
+        self.config = config
+        self.client = client
+        self.metrics = metrics
+        self.names = served_names(config)
+        self.tokenizer: Tokenizer | None = None  # before `is_ready`, and where the checkpoint has none
+        self.has_tokenizer = asyncio.Event()  # it is known whether there is one
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "text")
+
+    @property
+    def state(self) -> State:
+        is_waiting = self.client.state is State.READY and not self.has_tokenizer.is_set()
+        return State.LOADING if is_waiting else self.client.state
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens of prompt and answer together."""
+        limit = self.config.serve.max_model_len
+        assert limit is not None, "config.load resolves it"
+        return min(self.config.serve.http.max_total_tokens or limit, limit)
+
+    @property
+    def max_input_length(self) -> int:
+        """Tokens of a prompt, which leaves one to answer."""
+        total = self.max_total_tokens
+        return min(self.config.serve.http.max_input_length or total, total - 1)
+
+    def begin(self, model: str | None) -> str:
+        """The name that the answer bears.
+
+        EngineDeadError unless the engine is ready, ModelNotFoundError for a name that is not served.
+        """
+        if self.state is not State.READY:
+            raise EngineDeadError(f"the server is {self.state}")
+        return self.names[0] if model is None else self.served(model)
+
+    def served(self, model: str) -> str:
+        """The name, if it is one that is served. ModelNotFoundError for another."""
+        if model not in self.names:
+            raise ModelNotFoundError(f"the model {model!r} is not served here; there is: {', '.join(self.names)}")
+        return model
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run what takes a while and holds no lock. RequestError where it takes too long."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await asyncio.wait_for(loop.run_in_executor(self._threads, work), TEMPLATE_SECONDS)
+        except TimeoutError:
+            raise RequestError(f"the prompt took more than {TEMPLATE_SECONDS:g} s to prepare") from None
+
+    def need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("the checkpoint has no tokenizer; send token ids to /v1/completions")
+        return self.tokenizer
+
+    def cut(self, text: str, truncate: int | None = None) -> str:
+        """What of a prompt is worth encoding: its end where its last `truncate` tokens count, else all.
+
+        FieldError where there are more characters than the tokens that are taken can have: it would take seconds.
+        """
+        most = self.max_input_length
+        if len(text) <= most:
+            return text
+        size = self.need_tokenizer().longest_token
+        if truncate is not None and truncate <= most:
+            return text[-size * (truncate + CUT_TOKENS) :]
+        if len(text) > size * most:
+            raise FieldError(
+                "prompt",
+                f"the prompt is too long: {len(text)} characters, and this server takes {most} tokens of at most "
+                f"{size} each (max_input_length, max_total_tokens); shorten it or set truncate_prompt_tokens",
+            )
+        return text
+
+    async def encode(self, text: str, *, add_special_tokens: bool = True, truncate: int | None = None) -> list[int]:
+        """FieldError where `cut` says so. truncate: how many of the last tokens count; there may be more."""
+        tokenizer = self.need_tokenizer()
+        text = self.cut(text, truncate)
+        if len(text) <= SHORT:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await self.in_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def fit(self, prompt: list[int], max_tokens: int, truncate: int | None = None) -> tuple[list[int], int]:
+        """The prompt, cut at its front where that is asked for, and the tokens that its answer may have."""
+        longest = self.max_input_length
+        if truncate is not None:
+            prompt = prompt[-truncate:]
+        if not prompt:
+            raise FieldError("prompt", "the prompt is empty; give at least one token")
+        if len(prompt) > longest:
+            raise FieldError(
+                "prompt",
+                f"the prompt has {len(prompt)} tokens, and this server takes {longest} "
+                "(max_input_length, max_total_tokens); shorten it or set truncate_prompt_tokens",
+            )
+        return prompt, min(max_tokens, self.max_total_tokens - len(prompt))
+
+    def report(self, error: Exception) -> dict[str, Any]:
+        """The body that tells of an error; what we did not foresee goes to the log."""
+        if status_of(error) == 500:
+            LOG.error("request failed", exc_info=error)
+        return body_of(error)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def served_names(config: Config) -> list[str]:
+    """What requests may call the model."""
+    default = config.checkpoint or config.model.name
+    return config.serve.http.served_model_name or [default]
+
+
+def read_template(config: Config) -> str | None:
+    """The text of serve.http.chat_template."""
+    path = config.serve.http.chat_template
+    if path is None:
+        return None
+    try:
+        return Path(path).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"serve.http.chat_template={path}: {getattr(error, 'strerror', error)}") from None

@@ -1,0 +1,111 @@
+"""`GET /docs`: the OpenAPI schema as a page to read, without a script and with nothing from elsewhere.
+
+    app.include_router(docs.routes(app.openapi))
+
+FastAPI's own loads its scripts from other hosts, and would run them on the origin whose key the browser holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib import resources
+from typing import Any, NamedTuple
+
+import jinja2
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse
+
+from atom.serve.page import headers
+
+Schema = Mapping[str, Any]
+WORD = (1 << 31) - 1  # a limit that only says how many bits there are is not shown
+
+
+class Field(NamedTuple):
+    name: str
+    kind: str
+    about: str
+    is_required: bool
+
+
+class Operation(NamedTuple):
+    id: str
+    method: str
+    path: str
+    about: str
+    bodies: list[tuple[str, list[Field]]]  # the body first, then the objects in it, by name
+
+
+def routes(openapi: Callable[[], Schema]) -> APIRouter:
+    """openapi: gives the schema of all routes; asked at the first request."""
+    router = APIRouter(tags=["page"])
+    text = resources.files("atom.serve").joinpath("docs.html").read_text("utf-8")
+    template = jinja2.Environment(autoescape=True).from_string(text)
+
+    @router.get("/docs", response_class=HTMLResponse)
+    async def docs() -> HTMLResponse:
+        """This page."""
+        schema = openapi()
+        html = template.render(info=schema["info"], operations=list(operations(schema)))
+        return HTMLResponse(html, headers=headers(html))
+
+    return router
+
+
+def operations(schema: Schema) -> Iterator[Operation]:
+    for path, methods in schema["paths"].items():
+        for method, told in methods.items():
+            content = told.get("requestBody", {}).get("content", {})
+            root = content.get("application/json", {}).get("schema", {})
+            bodies = [(name, list(fields(schema, name))) for name in objects(schema, root)]
+            about = told.get("description") or told.get("summary", "")
+            yield Operation(told["operationId"], method.upper(), path, about, bodies)
+
+
+def objects(schema: Schema, root: Any) -> list[str]:
+    """The names of the objects that a schema is made of, in the order in which they come."""
+    found: list[str] = []
+    rest = [root]
+    while rest:
+        at = rest.pop(0)
+        if isinstance(at, list):
+            rest += at
+        elif isinstance(at, Mapping):
+            name = named(at)
+            if name is not None and name not in found:
+                found.append(name)
+                rest.append(schema["components"]["schemas"][name])
+            rest += at.values()
+    return [name for name in found if "properties" in schema["components"]["schemas"][name]]
+
+
+def fields(schema: Schema, name: str) -> Iterator[Field]:
+    told = schema["components"]["schemas"][name]
+    for key, value in told["properties"].items():
+        yield Field(key, kind_of(value), value.get("description", ""), key in told.get("required", ()))
+
+
+def kind_of(value: Schema) -> str:
+    """A type in words: `list of integer from 0, or string`."""
+    if (name := named(value)) is not None:
+        return name
+    if alternatives := value.get("anyOf") or value.get("oneOf"):
+        kinds = [kind_of(each) for each in alternatives if each.get("type") != "null"]
+        return ", or ".join(dict.fromkeys(kinds))
+    if "const" in value:
+        return f"{value['const']!r}"
+    if "enum" in value:
+        return " | ".join(map(str, value["enum"]))
+    if value.get("type") == "array":
+        return f"list of {kind_of(value.get('items', {}))}"
+    ends = (value.get("minimum", value.get("exclusiveMinimum")), value.get("maximum", value.get("exclusiveMaximum")))
+    low, high = (
+        "" if end is None or abs(end) >= WORD else f" {word} {end:g}"
+        for word, end in zip(("from", "to"), ends, strict=True)
+    )
+    return f"{value.get('type', 'anything')}{low}{high}"
+
+
+def named(value: Schema) -> str | None:
+    reference = value.get("$ref")
+    return reference.rpartition("/")[2] if isinstance(reference, str) else None

@@ -1,0 +1,96 @@
+"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}.
+
+At MESSAGES and below it as Anthropic's do: {"type": "error", "error": {"type", "message"}, "request_id"}.
+
+raise FieldError("n", "n=3 is more than best_of=2")      # 400
+error_response(request.scope, error)                     # of any AtomError: 400, 429, 503 or 500
+refuse(request.scope, 404, error_body(404, "no such route"))
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi.responses import Response
+from starlette.types import Scope
+
+from atom.errors import EngineDeadError, RequestError
+from atom.serve.client import QueueFullError
+
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+MESSAGES = "/v1/messages"
+ANTHROPIC_TYPES = TYPES | {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
+
+
+class FieldError(RequestError):
+    """A field of a body that does not hold what it should."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ModelNotFoundError(RequestError):
+    """A model that is not served here."""
+
+    param = "model"
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status that an error asks for."""
+    match error:
+        case ModelNotFoundError():
+            return 404
+        case RequestError():
+            return 400
+        case QueueFullError():
+            return 429
+        case EngineDeadError():
+            return 503
+    return 500
+
+
+def body_of(error: Exception) -> dict[str, Any]:
+    """The error's body. What we did not foresee is told in the log alone."""
+    status = status_of(error)
+    message = "internal error, the server's log has it" if status == 500 else str(error)
+    code = {404: "model_not_found", 429: "queue_full", 503: "unavailable"}.get(status)
+    return error_body(status, message, getattr(error, "param", None), code)
+
+
+def is_anthropic(path: str) -> bool:
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
+
+
+def anthropic_body(status: int, message: str, request_id: str | None) -> dict[str, Any]:
+    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
+def body_at(path: str, status: int, body: dict[str, Any], request_id: str | None = None) -> dict[str, Any]:
+    """An OpenAI body in the words of the API that answers on this path."""
+    return anthropic_body(status, body["error"]["message"], request_id) if is_anthropic(path) else body
+
+
+def refuse(scope: Scope, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
+    """The answer to a request that has passed the guard."""
+    return json_response(body_at(scope["path"], status, body, scope["state"]["request_id"]), status, headers)
+
+
+def error_response(scope: Scope, error: Exception) -> Response:
+    headers = {}
+    if isinstance(error, QueueFullError):
+        headers["retry-after"] = str(error.retry_after)
+    elif isinstance(error, EngineDeadError):
+        headers["retry-after"] = "5"
+    return refuse(scope, status_of(error), body_of(error), headers)
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

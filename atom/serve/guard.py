@@ -1,0 +1,155 @@
+"""What every request passes: a name and a line in the log, then the door.
+
+    app = Guard(fastapi, keys=read_keys(config.serve.http.api_keys), metrics=metrics)
+
+The door is decided on `scope["path"]`, what the server will route by, and closed unless a key opens it: as
+`Authorization: Bearer KEY` (OpenAI), `x-api-key: KEY` (Anthropic), or the password of Basic (a browser, for the page).
+Only /health needs none. A browser keeps that password and sends it with what any page asks, so what another origin's
+page posts is refused, unless `origins` has it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import hmac
+import logging
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from atom.errors import ConfigError
+from atom.serve.errors import body_of, error_body, is_anthropic, refuse
+from atom.serve.ids import new_id
+from atom.serve.metrics import Metrics
+
+LOG = logging.getLogger("atom.access")
+OPEN = "/health"
+READING = ("GET", "HEAD", "OPTIONS")  # which change nothing
+POLLED = (OPEN, "/ready", "/metrics")  # too often for the log
+REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], metrics: Metrics, origins: Sequence[str] = ()) -> None:
+        self._app, self._metrics, self._origins = app, metrics, origins
+        self._digests = [digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            return None  # nothing else is served
+        started, headers = time.perf_counter(), dict(scope["headers"])
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = given if REQUEST_ID.fullmatch(given) else new_id("req")
+        told: dict[str, Any] = {}
+        scope["state"] = {**scope.get("state", {}), "log": told, "request_id": request_id, "send": send}
+        named = [b"x-request-id"]
+        if is_anthropic(scope["path"]):
+            named.append(b"request-id")  # which Anthropic's SDK reads
+        status = 0
+
+        async def send_named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], *((name, request_id.encode()) for name in named)]
+            await send(message)
+
+        try:
+            if scope["path"] != OPEN and not self.is_open(headers):
+                await lock_out(scope)(scope, receive, send_named)
+            elif scope["method"] not in READING and not self.is_welcome(headers):
+                await refuse_origin(scope, headers)(scope, receive, send_named)
+            else:
+                await self._app(scope, receive, send_named)
+        except Exception as error:
+            LOG.exception("request failed", extra={"told": {"request_id": request_id}})
+            if not status:
+                await refuse(scope, 500, body_of(error))(scope, receive, send_named)
+        finally:
+            route = scope.get("route")
+            path = getattr(route, "path", None) or "other"  # a name of ours: labels have bounds
+            self._metrics.http.labels(path, str(status or "left")).inc()
+            seconds = round(time.perf_counter() - started, 6)
+            line = {"request_id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
+            if scope["path"] not in POLLED:
+                LOG.info("request", extra={"told": line | {"seconds": seconds} | told})
+
+    def is_open(self, headers: dict[bytes, bytes]) -> bool:
+        """Whether a key is right, in a time that does not depend on how much of it is."""
+        if not self._digests:
+            return True
+        found = digest(given_key(headers))
+        return any([hmac.compare_digest(found, each) for each in self._digests])
+
+    def is_welcome(self, headers: dict[bytes, bytes]) -> bool:
+        """Whether no page asks, or one of ours or of `origins`.
+
+        Browsers say by Sec-Fetch-Site where a page is from, but to https and localhost alone; Origin they always send.
+        """
+        origin = headers.get(b"origin")
+        if "*" in self._origins or (origin or b"").decode("latin-1") in self._origins:
+            return True
+        if site := headers.get(b"sec-fetch-site"):
+            return site in (b"same-origin", b"none")
+        return origin is None or origin.partition(b"://")[2].lower() == headers.get(b"host", b"").lower()
+
+
+def given_key(headers: dict[bytes, bytes]) -> bytes:
+    if key := headers.get(b"x-api-key"):
+        return key
+    kind, _, value = headers.get(b"authorization", b"").partition(b" ")
+    if kind.lower() == b"bearer":
+        return value.strip()
+    if kind.lower() == b"basic":
+        try:
+            return base64.b64decode(value, validate=True).partition(b":")[2]
+        except binascii.Error:
+            return b""
+    return b""
+
+
+def digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def lock_out(scope: Scope) -> ASGIApp:
+    way = "x-api-key: KEY" if is_anthropic(scope["path"]) else "Authorization: Bearer KEY"
+    body = error_body(401, f"a valid API key is missing: send {way}", code="invalid_api_key")
+    # Basic alone: Chromium takes the line for one challenge, and asks for no key where another scheme follows
+    return refuse(scope, 401, body, {"www-authenticate": 'Basic realm="atom"'})
+
+
+def refuse_origin(scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp:
+    origin = headers.get(b"origin", b"").decode("latin-1")[:200]
+    fix = "the server's serve.http.cors names the origins that may"
+    return refuse(scope, 403, error_body(403, f"a page of {origin or 'another site'} may not post here; {fix}"))
+
+
+def read_keys(stated: str | None) -> list[str]:
+    """The keys of serve.http.api_keys. ConfigError where a file has none: a door without a key stands open."""
+    if stated is None:
+        return []
+    if stated.startswith("@"):
+        try:
+            lines = Path(stated[1:]).expanduser().read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", error)
+            raise ConfigError(f"serve.http.api_keys={stated}: {reason}") from None
+        found = {at: key for at, line in enumerate(lines, 1) if (key := line.strip()) and key[0] != "#"}
+        if wrong := next((at for at, key in found.items() if len(key.split()) > 1), None):
+            fix = "write one key a line, and comments on lines that begin with #"
+            raise ConfigError(f"serve.http.api_keys={stated}: line {wrong} has more than one word; {fix}")
+        keys = list(found.values())
+    else:
+        keys = [key for each in stated.split(",") if (key := each.strip())]
+    if not keys:
+        raise ConfigError("serve.http.api_keys holds no key; name one, or null for none")
+    return keys

@@ -1,0 +1,97 @@
+"""Prometheus metrics under names in vLLM's style, `atom:` before them.
+
+    metrics = Metrics(client)
+    metrics.ttft.observe(0.12)                # seconds
+    metrics.render()                          # the text of /metrics
+
+Counts of the engine are taken from its last heartbeat, those of HTTP are counted here. A registry of its own: two apps
+in one process do not meet.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from atom.serve.client import EngineClient
+
+LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)  # seconds
+SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)  # seconds
+
+
+class EngineCollector:
+    """The engine's state, read when somebody asks."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def collect(self) -> Iterable[Metric]:
+        client, stats = self._client, self._client.stats
+        gauges = {
+            "num_requests_running": ("sequences in the engine's steps", stats.num_running),
+            "num_requests_waiting": ("sequences that are not admitted", client.num_waiting),
+            "kv_cache_usage_perc": ("share of the KV blocks in use, 0 to 1", stats.kv_cache_usage),
+            "kv_cache_blocks": ("KV blocks in all", stats.num_blocks),
+            "kv_cache_blocks_used": ("KV blocks in use", stats.num_blocks_used),
+        }
+        counters = {
+            "num_preemptions": ("sequences that gave way to others", stats.num_preemptions),
+            "prefix_cache_queries": ("prompt tokens looked up in the prefix cache", stats.num_prefix_queries),
+            "prefix_cache_hits": ("prompt tokens that it had", stats.num_prefix_hit_tokens),
+            "engine_steps": ("steps of the engine", stats.num_steps),
+        }
+        for name, (about, value) in gauges.items():
+            yield GaugeMetricFamily(f"atom:{name}", about, value)
+        for name, (about, value) in counters.items():
+            yield CounterMetricFamily(f"atom:{name}", about, value)
+
+
+class Histogram:
+    """Values by bucket, of one thread: what every token pays must not take a lock or walk the buckets."""
+
+    def __init__(self, name: str, about: str, bounds: Sequence[float]) -> None:
+        self._name, self._about, self._bounds = name, about, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterable[Metric]:
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
+        yield HistogramMetricFamily(self._name, self._about, buckets, self._sum)
+
+
+class Metrics:
+    def __init__(self, client: EngineClient) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.registry.register(EngineCollector(client))
+        ProcessCollector(registry=self.registry)  # process_resident_memory_bytes, process_open_fds, … of this process
+
+        def counter(name: str, about: str, *labels: str) -> Counter:
+            return Counter(f"atom:{name}", about, labels, registry=self.registry)
+
+        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
+            found = Histogram(f"atom:{name}", about, buckets)
+            self.registry.register(found)
+            return found
+
+        self.prompt_tokens = counter("prompt_tokens", "tokens of prompts")
+        self.generation_tokens = counter("generation_tokens", "tokens generated")
+        self.requests = counter("request_success", "sequences that ended, by reason", "finished_reason")
+        self.http = counter("http_requests", "answers over HTTP", "path", "status")
+        self.tasks = Gauge("atom:event_loop_tasks", "tasks of the HTTP process", registry=self.registry)
+        self.ttft = histogram("time_to_first_token_seconds", "from arrival to the first token", LONG)
+        self.itl = histogram("inter_token_latency_seconds", "between two events of a sequence", SHORT)
+        self.tpot = histogram("request_time_per_output_token_seconds", "of a sequence, after its first", SHORT)
+        self.e2e = histogram("e2e_request_latency_seconds", "from arrival to the last token", LONG)
+        self.queue = histogram("request_queue_time_seconds", "from arrival in the engine to admission", LONG)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,177 @@
+"""What the HTTP process and the engine process say to each other: msgpack in frames, over one socket.
+
+    link.send(encode(Submit("cmpl-1", [1, 2, 3], SamplingParams(max_tokens=8))))
+    for message in frames.feed(data):                 # bytes as they arrive, whole messages out
+        ...                                           # of the types that the decoder was made for
+
+A frame is the length of its body in 4 bytes, little-endian, and the body. Nothing in it can name code.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Generic, TypeVar
+
+import msgspec
+
+from atom.config import Config, SamplingParams
+from atom.runtime.types import Logprobs
+
+HEAD = struct.Struct("<I")
+MAX_FRAME = 1 << 30  # bytes; more is no message of ours
+
+
+class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
+    pass
+
+
+class Start(Message):
+    """The first message to the engine."""
+
+    config: Config
+
+
+class Submit(Message):
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    salt: bytes = b""
+    priority: int = 0
+
+
+class Abort(Message):
+    id: str
+
+
+class Profile(Message):
+    """Start or stop the profiler; answered by a `Done` of the same id."""
+
+    id: str
+    starts: bool
+
+
+class Finish(msgspec.Struct, array_like=True, gc=False):
+    """The end of one sequence."""
+
+    reason: str  # eos | max_tokens | stop_sequence | stop_{id} | abort | error
+    num_output: int  # tokens
+    num_cached: int  # prompt tokens that the prefix cache gave
+    queue: float  # seconds from its arrival in the engine to its admission
+    prompt_logprobs: list[Logprobs | None] | None = None
+    stop_string: str | None = None  # the one that was met
+    error: str | None = None  # what went wrong, where that is the reason
+
+
+class Output(msgspec.Struct, array_like=True, gc=False):
+    """What is new of one sequence."""
+
+    id: str
+    index: int  # among the request's sequences
+    text: str | None  # None without a tokenizer
+    tokens: list[int]
+    logprobs: list[Logprobs] | None = None
+    finish: Finish | None = None
+
+
+class Stats(msgspec.Struct, array_like=True, gc=False):
+    """The engine's state and its counts since the start, as `runtime.engine.EngineStats` has them."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_blocks_used: int = 0
+    kv_cache_usage: float = 0.0
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_steps: int = 0
+
+
+class Ready(Message):
+    """The model is loaded."""
+
+    num_blocks: int  # of the KV pool
+
+
+class Outputs(Message):
+    """What a step gave, and how far the engine is with what it was sent."""
+
+    outputs: list[Output]
+    num_seen: int  # Submit messages taken in so far
+    num_waiting: int  # sequences of these that are not admitted
+
+
+class Refused(Message):
+    """A request that cannot be served; nothing else follows for its id."""
+
+    id: str
+    error: str  # "": a fault of ours, which the log of the engine has
+
+
+class Done(Message):
+    """A profiler has started or stopped."""
+
+    id: str
+    result: str
+    error: str = ""
+
+
+class Beat(Message):
+    """Sent by a thread of its own: the engine's process lives."""
+
+    stats: Stats
+
+
+class Failed(Message):
+    """The engine cannot go on; its process ends."""
+
+    kind: str  # the class of the error
+    error: str
+    exit_code: int
+
+
+ToEngine = Start | Submit | Abort | Profile
+FromEngine = Ready | Outputs | Refused | Done | Beat | Failed
+
+T = TypeVar("T")
+
+
+class Frames(Generic[T]):
+    """Whole messages out of bytes that arrive in any portions."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
+        self._decoder = decoder
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[T]:
+        """The messages that these bytes complete. ValueError where they are none of ours."""
+        self._data += data
+        start, held, messages = 0, self._data, []
+        with memoryview(held) as view:
+            while len(held) - start >= HEAD.size:
+                (size,) = HEAD.unpack_from(held, start)
+                if size > MAX_FRAME:
+                    raise ValueError(f"a frame of {size} bytes is no message of ours")
+                stop = start + HEAD.size + size
+                if stop > len(held):
+                    break
+                messages.append(self._decoder.decode(view[start + HEAD.size : stop]))
+                start = stop
+        del held[:start]
+        return messages
+
+
+def encode(message: Message) -> bytes:
+    """A message as a frame."""
+    buffer = bytearray(HEAD.size)
+    msgspec.msgpack.Encoder().encode_into(message, buffer, HEAD.size)
+    HEAD.pack_into(buffer, 0, len(buffer) - HEAD.size)
+    return bytes(buffer)
+
+
+def to_engine() -> Frames[ToEngine]:
+    return Frames(msgspec.msgpack.Decoder(ToEngine))
+
+
+def from_engine() -> Frames[FromEngine]:
+    return Frames(msgspec.msgpack.Decoder(FromEngine))

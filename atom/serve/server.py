@@ -1,0 +1,264 @@
+"""The server's life: start the engine, listen, drain, end.
+
+    code = asyncio.run(Server(config).run())
+
+SIGTERM and Ctrl-C drain: what runs may end within drain_seconds, what comes is told 503. A second signal ends at once,
+and so does one while the engine loads. An engine that dies or falls silent ends the server with an exit code that a
+supervisor restarts on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import threading
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import Any
+
+import uvicorn
+
+from atom.checkpoint import SILENT, Tokenizer
+from atom.config import Config
+from atom.errors import (
+    ArtifactError,
+    AtomError,
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    EngineDeadError,
+    PassError,
+    UnsupportedError,
+)
+from atom.opening import open_for
+from atom.serve.app import create_app
+from atom.serve.client import EngineClient, State
+from atom.serve.context import Context, read_template
+from atom.serve.guard import read_keys
+from atom.serve.http import limited_protocol
+from atom.serve.metrics import Metrics
+from atom.serve.process import WORKER, EngineProcess, settle
+
+LOG = logging.getLogger("atom.serve")
+TICK_SECONDS = 0.5  # between two looks at the engine
+DEAD_SECONDS = 5.0  # that /health tells of a death before the server ends
+POLL_SECONDS = 0.02
+END_SECONDS = 5.0  # for connections to close and for the engine's process to end
+BACKLOG = 2048  # connections that wait to be accepted
+KNOWN = (ConfigError, CheckpointError, UnsupportedError, CapacityError, PassError, ArtifactError)
+ERRORS = {each.__name__: each for each in KNOWN}
+CANNOT_LOAD = 2  # the exit code where it would be the same at the next start
+
+
+class Server:
+    def __init__(self, config: Config, worker: tuple[str, ...] = WORKER) -> None:
+        """worker: the command of the engine's process.
+
+        ConfigError where keys, template or address cannot be had; nothing has been started then.
+        """
+        http = config.serve.http
+        self._config, self._worker = config, worker
+        self._template = read_template(config)
+        self._client = EngineClient(config)
+        metrics = Metrics(self._client)
+        self._context = Context(config, self._client, metrics)
+        app = create_app(self._context, read_keys(http.api_keys))
+        self._socket = listen(http.host, http.port)
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                app,
+                http=limited_protocol(http, metrics),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=int(END_SECONDS),
+                timeout_keep_alive=65,
+            )
+        )
+        self._asked_to_end = asyncio.Event()
+        self._signals: list[int] = []
+        self._has_mourned = False
+        self._fault: Exception | None = None  # of this process
+        self._code = 0
+
+    async def run(self) -> int:
+        """Serve until a signal or the engine's death; the exit code. AtomError where the engine cannot start."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._take_signal, number)
+        engine = EngineProcess(self._worker)
+        serving = asyncio.create_task(self._uvicorn.serve([self._socket]))
+        try:
+            await self._client.connect(engine.connection)
+            # a thread that nobody waits for: it may be downloading when it is time to end
+            threading.Thread(target=self._open_tokenizer, args=(loop,), name="tokenizer", daemon=True).start()
+            announcing = asyncio.create_task(self._announce())
+            await self._watch()
+            announcing.cancel()
+        finally:
+            self._uvicorn.end()
+            self._client.close("the server ends before this request has been answered")
+            await serving
+            self._context.close()
+            engine_end = await self._end(engine)
+        if self._fault is not None:
+            raise self._fault
+        if not self._signals and not self._client.ready.is_set():
+            raise self._why_not_loaded(engine_end)
+        LOG.info("ended", extra={"told": {"engine": engine_end}})
+        return self._code
+
+    async def _end(self, engine: EngineProcess) -> str:
+        """Wait for the engine to end, unless that is asked for at once or it is dead already; how it ended."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (0.0 if self._has_mourned else END_SECONDS)
+        while not engine.has_ended() and not self._is_forced and loop.time() < end:
+            await asyncio.sleep(POLL_SECONDS)
+        return describe_exit(engine.end(), has_left=self._client.has_left)
+
+    def _why_not_loaded(self, engine_end: str) -> AtomError:
+        failed = self._client.error
+        if failed is None:
+            return EngineDeadError(f"{self._client.reason} while it loaded ({engine_end})")
+        if failed.kind not in ERRORS:
+            return AtomError(f"{failed.kind}: {failed.error}")
+        error = ERRORS[failed.kind](failed.error)
+        error.exit_code = CANNOT_LOAD
+        return error
+
+    @property
+    def _is_forced(self) -> bool:
+        return len(self._signals) > 1
+
+    async def _watch(self) -> None:
+        """Return when it is time to end."""
+        while not self._asked_to_end.is_set() and self._client.state is not State.DEAD:
+            await wait_for_any(TICK_SECONDS, self._asked_to_end, self._client.dead)
+            self._client.check()
+        if self._client.state is State.DEAD:
+            return await self._mourn()
+        self._asked_to_end.clear()  # the next signal ends at once
+        self._code = 130 if self._signals[0] == signal.SIGINT else 0
+        if self._client.ready.is_set():
+            await self._drain()
+        return None
+
+    async def _drain(self) -> None:
+        """Return when nothing runs any more, or it is time to end all the same."""
+        client, seconds = self._client, self._config.serve.http.drain_seconds
+        client.drain()
+        LOG.info("draining", extra={"told": {"seconds": seconds}})
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while loop.time() < end and not client.idle.is_set() and not self._asked_to_end.is_set():
+            await wait_for_any(min(TICK_SECONDS, end - loop.time()), client.idle, self._asked_to_end, client.dead)
+            client.check()
+            if client.state is State.DEAD:
+                return await self._mourn()
+
+    async def _mourn(self) -> None:
+        """The engine is dead: streams have ended with an error; tell it for a while, then end."""
+        self._code = 1
+        if self._client.ready.is_set():
+            LOG.error("the engine is dead", extra={"told": {"reason": self._client.reason}})
+            await wait_for_any(DEAD_SECONDS, self._asked_to_end)
+            self._has_mourned = True
+
+    def _take_signal(self, number: int) -> None:
+        self._signals.append(number)
+        self._asked_to_end.set()
+        if self._is_forced:
+            self._uvicorn.force_exit = True
+
+    def _open_tokenizer(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The tokenizer, while the engine loads the weights, which finds too what is wrong with it."""
+        try:
+            checkpoint = open_for(self._config, SILENT, weights=False)
+            try:
+                tokenizer = checkpoint.tokenizer(trust_remote_code=self._config.trust_remote_code)
+            finally:
+                checkpoint.close()
+            if tokenizer is not None and self._template is not None:
+                tokenizer = tokenizer.with_template(self._template)
+            found = partial(self._take_tokenizer, tokenizer)
+        except Exception as error:
+            found = partial(self._fail, error)
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(found)
+
+    def _take_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        self._context.tokenizer = tokenizer
+        self._context.has_tokenizer.set()
+
+    def _fail(self, error: Exception) -> None:
+        self._fault = error
+        self._client.close(str(error))
+
+    async def _announce(self) -> None:
+        """Say where the server is, once it serves."""
+        await self._client.ready.wait()
+        await self._context.has_tokenizer.wait()
+        settle()
+        host, port = self._socket.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else "localhost" if host == "0.0.0.0" else host
+        names = ", ".join(self._context.names)
+        print(f"atom-run: {names} at http://{shown}:{port} (Ctrl-C drains, twice ends at once)", file=sys.stderr)
+
+
+class _Uvicorn(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._ended = asyncio.Event()
+
+    def capture_signals(self) -> Any:
+        """Signals are this module's."""
+        return nullcontext()
+
+    async def main_loop(self) -> None:
+        """uvicorn looks ten times a second whether it is to end; here it is told."""
+        while not self._ended.is_set():
+            await self.on_tick(0)  # the date of the answers
+            await wait_for_any(1.0, self._ended)
+
+    def end(self) -> None:
+        self.should_exit = True
+        self._ended.set()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens. ConfigError says why it cannot be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind, proto)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        fix = "choose another serve.http.port" if port else "choose another serve.http.host"
+        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror or error}); {fix}") from None
+    found.listen(BACKLOG)
+    return found
+
+
+async def wait_for_any(seconds: float, *events: asyncio.Event) -> None:
+    """Wait for the first of some events, but no longer than so many seconds."""
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def describe_exit(code: int, *, has_left: bool) -> str:
+    """The exit code of the engine's process in words. has_left: it ended unasked."""
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    if -code != signal.SIGKILL:
+        return name
+    return f"{name}, as where memory runs out" if has_left else f"{name}, at the server's wish"

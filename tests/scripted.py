@@ -1,0 +1,99 @@
+"""The app over an engine whose part a test plays: what the engine says is in the test, and what it was asked comes out.
+
+    response, seen = scripted.post(config, Said(["Hel", "lo"]), {"prompt": "Hi"}, path="/v1/completions")
+    response.json(), seen[0].params.temperature
+
+Both sides of the socket between HTTP and engine are real, but for the process at its other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+
+from atom.checkpoint.tokenizer import load_tokenizer
+from atom.config import Config
+from atom.serve.app import create_app
+from atom.serve.client import EngineClient
+from atom.serve.context import Context
+from atom.serve.metrics import Metrics
+from atom.serve.protocol import Abort, Finish, Message, Output, Outputs, Ready, Start, Submit, encode, to_engine
+
+
+class Said(NamedTuple):
+    """What the engine gives to a request: pieces of text, one token each, then the end."""
+
+    pieces: list[str]
+    reason: str = "eos"
+    stop: str | None = None
+    num_cached: int = 0
+    pause: float = 0.0  # seconds before each
+
+
+Script = Said | Callable[[Submit], list[Message]]
+
+
+def post(
+    config: Config,
+    script: Script,
+    body: dict[str, Any],
+    path: str,
+    *,
+    keys: Sequence[str] = (),
+    headers: dict[str, str] | None = None,
+    before: Callable[[Context], object] = lambda context: None,
+) -> tuple[httpx.Response, list[Submit]]:
+    """The app's answer to a request, all of it, and what the engine was asked. before: changes what stands behind it."""
+
+    async def run() -> tuple[httpx.Response, list[Submit]]:
+        ours, theirs = socket.socketpair()
+        engine, seen = EngineClient(config), list[Submit]()
+        context = Context(config, engine, Metrics(engine))
+        assert config.checkpoint is not None
+        context.tokenizer = load_tokenizer(Path(config.checkpoint))
+        context.has_tokenizer.set()
+        playing = asyncio.create_task(play(theirs, script, seen))
+        await engine.connect(ours)
+        await engine.ready.wait()
+        before(context)
+        transport = httpx.ASGITransport(create_app(context, keys))
+        async with httpx.AsyncClient(transport=transport, base_url="http://atom") as http:
+            response = await http.post(path, json=body, headers=headers)
+        engine.close("the test is over")
+        await playing
+        context.close()
+        return response, seen
+
+    return asyncio.run(run())
+
+
+async def play(connection: socket.socket, script: Script, seen: list[Submit]) -> None:
+    """The engine, until the other end of the socket is closed."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    frames = to_engine()
+    while data := await reader.read(1 << 16):
+        for message in frames.feed(data):
+            if isinstance(message, Start):
+                writer.write(encode(Ready(100)))
+            elif isinstance(message, Submit):
+                seen.append(message)
+                for answer in answers(script, message):
+                    await asyncio.sleep(script.pause if isinstance(script, Said) else 0)
+                    writer.write(encode(answer))
+            else:
+                assert isinstance(message, Abort)
+    writer.close()
+
+
+def answers(script: Script, submit: Submit) -> list[Message]:
+    if not isinstance(script, Said):
+        return script(submit)
+    *pieces, last = script.pieces
+    finish = Finish(script.reason, len(script.pieces), script.num_cached, 0.0, None, script.stop)
+    outputs = [Output(submit.id, 0, piece, [1]) for piece in pieces]
+    return [Outputs([each], 1, 0) for each in (*outputs, Output(submit.id, 0, last, [1], None, finish))]

@@ -1,0 +1,179 @@
+"""A server whose engine computes nothing: it emits tokens on schedule, and can fail on demand.
+
+    python tests/serve/stub_engine.py '{"step_seconds": 0.02}' checkpoint=FOLDER serve.http.port=0
+
+Only the engine is a stub: it stands inside atom.serve.worker, behind the real protocol, HTTP server and processes. A
+prompt may steer it: token 1 in front makes each step raise that this request is in, 2 computes in Python for 10 s, 3
+for 10 s in C without the interpreter's lock, 4 lacks memory, 5 ends the process, 6 cannot be prepared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from atom.config import Config, SamplingParams, load
+from atom.errors import AtomError, CapacityError, RequestError
+from atom.runtime.metrics import EngineStats
+from atom.runtime.types import RequestOutput, Sequence, StreamCallback
+
+BLOCK = 16  # tokens
+NUM_BLOCKS = 100_000
+LONG_SECONDS = 10.0  # of a step that takes long
+RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED = range(1, 7)  # the first token of a prompt
+
+
+@dataclass
+class Options:
+    step_seconds: float = 0.01  # between two steps
+    load_seconds: float = 0.0
+    prefill_seconds: float = 0.0  # from admission to the first token
+    max_running: int = 1 << 30  # sequences; more wait
+    clock: bool = False  # the text of a token is the time when it was emitted, in seconds
+    no_memory: bool = False  # to load
+    has_child: bool = False  # it has started a process, as for compiling
+
+
+@dataclass
+class StubEngine:
+    options: Options
+    waiting: dict[str, Sequence] = field(default_factory=dict)  # by id
+    running: dict[str, Sequence] = field(default_factory=dict)
+    callbacks: dict[str, StreamCallback] = field(default_factory=dict)
+    num_steps: int = 0
+    due: float = 0.0  # when the next step is
+    stepping: list[Sequence] = field(default_factory=list)  # what the last step was about
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def prepare(
+        self, prompt: list[int], params: SamplingParams, *, request_id: str, salt: bytes, priority: int
+    ) -> list[Sequence]:
+        if prompt[0] == UNPREPARED:
+            raise KeyError("a fault")
+        if len(prompt) > 8192:
+            raise RequestError("too long for the stub")
+        return [
+            Sequence(f"{request_id}-{index}", prompt, params, request_id=request_id, index=index, priority=priority)
+            for index in range(params.n)
+        ]
+
+    def submit(self, sequences: list[Sequence], callback: StreamCallback) -> None:
+        if not self.has_work:
+            self.due = time.perf_counter()
+        self.callbacks[sequences[0].request_id] = callback
+        self.waiting |= {each.id: each for each in sequences}
+
+    def abort(self, request_id: str) -> None:
+        self.callbacks.pop(request_id, None)
+        index = 0
+        while self.waiting.pop(id := f"{request_id}-{index}", None) or self.running.pop(id, None):
+            index += 1
+
+    def step(self, tell_plan: Callable[[], object]) -> None:
+        while self.waiting and len(self.running) < self.options.max_running:
+            sequence = self.waiting.pop(next(iter(self.waiting)))
+            sequence.admitted_at = time.perf_counter()
+            self.running[sequence.id] = sequence
+        tell_plan()
+        self.due = max(self.due + self.options.step_seconds, time.perf_counter() - 1)  # it catches up, but not for ever
+        time.sleep(max(0.0, self.due - time.perf_counter()))
+        self.num_steps += 1
+        self.stepping = list(self.running.values())
+        now = time.perf_counter()
+        for sequence in self.stepping:
+            self._obey(sequence.prompt[0])
+        text = f"{time.monotonic():.6f} " if self.options.clock else "word "
+        for sequence in self.stepping:
+            assert sequence.admitted_at is not None
+            if now - sequence.admitted_at >= self.options.prefill_seconds:
+                self._emit(sequence, text)
+
+    def _obey(self, token: int) -> None:
+        if token == RAISES:
+            raise ArithmeticError("a fault")
+        if token == NO_MEMORY:
+            raise CapacityError("no memory is left; lower serve.kv_cache_memory")
+        if token == EXITS:
+            os._exit(9)
+        if token in (IN_PYTHON, IN_C) and self.num_steps > 1:
+            end = time.monotonic() + LONG_SECONDS
+            if token == IN_C:
+                time.sleep(LONG_SECONDS)
+            while time.monotonic() < end:
+                pass
+            self.stepping[0].prompt[0] = 0
+
+    def _emit(self, sequence: Sequence, text: str) -> None:
+        sequence.output.append(7)
+        is_last = len(sequence.output) >= sequence.params.max_tokens
+        if is_last:
+            sequence.finish_reason, sequence.finished_at = "max_tokens", time.perf_counter()
+            del self.running[sequence.id]
+        reason = sequence.finish_reason
+        told = RequestOutput(sequence.request_id, sequence.index, text, [7], reason, is_last, [], sequence)
+        self.callbacks[sequence.request_id](told)
+
+    def end_failed(self) -> None:
+        for sequence in self.stepping:
+            sequence.finish_reason, sequence.finished_at = "error", time.perf_counter()
+            told = RequestOutput(sequence.request_id, sequence.index, "", [], "error", True, [], sequence)
+            self.callbacks[sequence.request_id](told)
+            self.running.pop(sequence.id, None)
+
+    def start_profile(self) -> None:
+        raise RequestError("a stub has no profiler")
+
+    stop_profile = start_profile
+
+    def stats(self) -> EngineStats:
+        used = sum(-(-each.num_tokens // BLOCK) for each in list(self.running.values()))
+        counts = (len(self.running), len(self.waiting), NUM_BLOCKS, used, used / NUM_BLOCKS, 0, 0, 0, self.num_steps)
+        return EngineStats(*counts, 0, 0, {})
+
+
+def open_stub(options: Options) -> StubEngine:
+    if options.has_child:
+        subprocess.Popen(["sleep", "1000"])
+    if options.no_memory:
+        raise CapacityError("the KV pool needs 9 GiB and 1 GiB is there; lower serve.kv_cache_memory")
+    end = time.monotonic() + options.load_seconds
+    while time.monotonic() < end:
+        time.sleep(min(0.05, options.load_seconds))
+    return StubEngine(options)
+
+
+def main() -> int:
+    stated, *rest = sys.argv[1:]
+    options = Options(**json.loads(stated))
+    if rest[0] == "--engine":
+        from atom.serve import worker
+
+        return worker.main(lambda _: open_stub(options))
+    import uvloop
+
+    from atom.serve import log
+    from atom.serve.server import Server
+
+    log.configure()
+
+    async def serve(config: Config) -> int:
+        return await Server(config, (sys.executable, str(Path(__file__)), stated, "--engine")).run()
+
+    try:
+        return uvloop.run(serve(load(rest)))
+    except AtomError as error:  # as atom.cli tells of it
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,167 @@
+"""What is wrong with a request is told in OpenAI's words, by the name of the field, and the next one is served."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import asking
+import pytest
+from asking import CHAT, COMPLETIONS, Answer
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from serving import Server
+
+from atom.serve.app import describe
+from atom.serve.schema import ChatRequest, CompletionRequest
+
+HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
+
+
+def assert_is_openai(answer: Answer, status: int, kind: str, param: str | None = None, code: str | None = None) -> str:
+    """The message of an error that has the shape that OpenAI's clients know."""
+    assert (answer.status, answer.headers["content-type"]) == (status, "application/json"), answer.body
+    assert set(answer.body) == {"error"}
+    assert set(answer.error) == {"message", "type", "param", "code"}
+    assert (answer.error["type"], answer.error["param"], answer.error["code"]) == (kind, param, code)
+    message: str = answer.error["message"]
+    assert message and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_an_unknown_route(server: Server, method: str):
+    message = assert_is_openai(asking.send(server, method, "/v1/nothing"), 404, "not_found_error")
+    assert f"{method} /v1/nothing" in message
+
+
+def test_a_wrong_method(server: Server):
+    answer = asking.get(server, COMPLETIONS)
+    assert "use POST" in assert_is_openai(answer, 405, "invalid_request_error")
+    assert answer.headers["allow"] == "POST"
+
+
+BAD_BODIES = {
+    "nothing": (b"", "Content-Type: application/json"),
+    "half an object": (b'{"prompt": ', "at character 11"),
+    "a list": (b"[]", "no JSON object"),
+    "null": (b"null", "no JSON object"),
+    "two objects": (b"{}{}", "at character 2"),
+    "no UTF-8": (b'{"prompt": "\xff"}', "utf-8"),
+    "10,000 lists": (b'{"prompt":' + b"[" * 10_000 + b"]" * 10_000 + b"}", "recursion"),
+    "5,000 digits": (b'{"seed":' + b"9" * 5_000 + b"}", "digits"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BODIES)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_body_that_is_no_json_object(server: Server, path: str, name: str):
+    data, told = BAD_BODIES[name]
+    answer = asking.send(server, "POST", path, data)
+    assert told in assert_is_openai(answer, 400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_a_body_that_is_not_called_json(server: Server, kind: str | None):
+    headers = {} if kind is None else {"content-type": kind}
+    answer = asking.send(server, "POST", COMPLETIONS, b'{"prompt": "Hello"}', headers)
+    assert "Content-Type: application/json" in assert_is_openai(answer, 400, "invalid_request_error")
+
+
+def calling(parameters: Any, choice: Any = "required") -> dict[str, Any]:
+    function = {"name": "f", "parameters": parameters}
+    return HELLO | {"tools": [{"type": "function", "function": function}], "tool_choice": choice}
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+BAD_FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
+    (COMPLETIONS, {}, "prompt", "Field required"),
+    (COMPLETIONS, {"prompt": None}, "prompt", "a valid string or "),
+    (COMPLETIONS, {"prompt": ""}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": []}, "prompt", "0 prompts"),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt", "empty"),
+    (COMPLETIONS, {"prompt": ["a", 1]}, "prompt", "prompt.1"),
+    (COMPLETIONS, {"prompt": [264]}, "prompt", "0 to 263"),
+    (COMPLETIONS, {"prompt": [1] * 8192}, "prompt", "8191"),
+    (COMPLETIONS, {"prompt": "a", "maxTokens": 1}, "maxTokens", "maxTokens: "),
+    (COMPLETIONS, {"prompt": "a", "x" * 100_000: 1}, "x" * 200, "not permitted"),
+    (COMPLETIONS, {"prompt": "a"} | dict.fromkeys(map(str, range(200)), 1), None, "201 fields"),
+    (COMPLETIONS, {"prompt": "a", "temperature": "0"}, "temperature", "valid number"),
+    (COMPLETIONS, {"prompt": "a", "stop": ""}, "stop", "at least 1"),
+    (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 17}, "stop", "16"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [264]}, "stop_token_ids", "0 to 263"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [1] * 1025}, "stop_token_ids", "1024"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias", "logit_bias.5"),
+    (COMPLETIONS, {"prompt": "a", "min_tokens": 3, "max_tokens": 2}, "min_tokens", "max_tokens=2"),
+    (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "stream_options.x"),
+    (COMPLETIONS, {"prompt": "a", "regex": "("}, "regex", "unclosed group"),
+    (COMPLETIONS, {"prompt": "a", "regex": "(", "stream": True}, "regex", "unclosed group"),
+    (COMPLETIONS, {"prompt": "a", "regex": "a" * 70_000}, "regex", "65536"),
+    (COMPLETIONS, {"prompt": "a", "grammar": "start: x"}, "grammar", "unknown name"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"json": nested(101)}}, "structured_outputs", "100 levels"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"json": {"const": 10**30}}}, "structured_outputs", "64 bits"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"json": {"a": "\ud800"}}}, "structured_outputs", "surrogate"),
+    (CHAT, {}, "messages", "missing"),
+    (CHAT, {"messages": []}, "messages", "at least 1"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages", "no content"),
+    (CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, "messages", "messages.0.role"),
+    (CHAT, HELLO | {"response_format": {"type": "xml"}}, "response_format", "response_format.type"),
+    (CHAT, HELLO | {"tool_choice": "auto"}, "tool_choice", "tools"),
+    (CHAT, calling(nested(101)), "tools", "tools.0.function.parameters"),
+    (CHAT, calling({"type": "array"}), "tools", "object"),
+    (CHAT, calling({"type": "object", "properties": {"a": {"type": "nothing"}}}), "tools", "nothing"),
+    (CHAT, calling({}, {"type": "function", "function": {"name": "g"}}), "tool_choice", "no function g"),
+    (CHAT, HELLO | {"chat_template_kwargs": {"\ud800": 1}}, "chat_template_kwargs", "unicode"),
+    (CHAT, HELLO | {"chat_template_kwargs": {"messages": "a"}}, "chat_template_kwargs", "enable_thinking"),
+    (CHAT, HELLO | {"user": "\ud800"}, "user", "unicode"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "told"), BAD_FIELDS)
+def test_a_field_that_is_wrong(server: Server, path: str, body: dict[str, Any], param: str, told: str):
+    answer = asking.post(server, path, body)
+    message = assert_is_openai(answer, 400, "invalid_request_error", param)
+    assert told in message
+    assert len(message) < 1000
+
+
+def test_the_arguments_of_a_call_that_are_no_shallow_object(server: Server):
+    for arguments in ("[1]", "{", json.dumps(nested(101))):
+        call = {"id": "1", "function": {"name": "f", "arguments": arguments}}
+        answer = asking.post(server, CHAT, {"messages": [{"role": "assistant", "tool_calls": [call]}]})
+        assert "arguments" in assert_is_openai(answer, 400, "invalid_request_error", "messages")
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_model_that_is_not_served(server: Server, path: str):
+    asked = HELLO if path == CHAT else {"prompt": "Hello"}
+    answer = asking.post(server, path, asked | {"model": "\ud800"})
+    assert "talker" in assert_is_openai(answer, 404, "not_found_error", "model", "model_not_found")
+
+
+def test_after_all_that_the_server_generates(server: Server):
+    asking.assert_generates(server)
+
+
+def fault(model: type[Any], body: Any) -> tuple[str | None, str]:
+    """What is told of a body that does not fit, as FastAPI hands it on."""
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate(body)
+    faults = [each | {"loc": ("body", *each["loc"])} for each in caught.value.errors()]
+    return describe(RequestValidationError(faults, body=body))
+
+
+def test_a_fault_is_named_without_the_alternatives_of_a_union():
+    param, message = fault(ChatRequest, {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]})
+    assert (param, message.split("; ")[-1]) == ("messages", "messages.0.content.0.text: Input should be a valid string")
+    assert fault(CompletionRequest, {"prompt": "a", "stop": 1}) == (
+        "stop",
+        "stop: Input should be a valid string or Input should be a valid list",
+    )
+    assert fault(CompletionRequest, {"prompt": "a", "x y": 1}) == ("x y", "x y: Extra inputs are not permitted")

@@ -1,0 +1,696 @@
+"""Every field of every body does what it says: two requests whose answers differ by it, or its refusal by name.
+
+A field that is added to `atom.serve.schema` fails here until it has a row.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import asking
+import pytest
+import serving
+import tokenizers
+from asking import CHAT, COMPLETIONS, Answer
+from serving import Server
+from tokenizers import processors
+
+from atom.serve import schema
+
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+A, B, C, EOS, END_OF_TEXT = "64", "65", "66", "257", "258"  # tokens of the talker's
+COMPLETION: dict[str, Any] = {"prompt": "Hello there", "max_tokens": 8, "temperature": 0}
+TALK: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hello there"}],
+    "max_tokens": 8,
+    "temperature": 0,
+}
+SAMPLED = {"temperature": 1, "seed": 1}
+ABC = {"structured_outputs": {"regex": "abcdef"}}  # an answer that is known
+TERSE = {"logit_bias": dict.fromkeys(("197", "198", "201", "220"), -100)}  # no space in JSON
+ENDS = {"logit_bias": {EOS: 100}}  # an answer that ends at once
+
+Row = Callable[[Server], None]
+
+
+@pytest.fixture(scope="module")
+def odd(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One sequence at a time, a prefix cache, a BOS before every text, a template that shows all it is given."""
+    folder = tmp_path_factory.mktemp("odd")
+    checkpoint = folder / "talker"
+    shutil.copytree(talker, checkpoint)
+    tokenizer = tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", int(END_OF_TEXT))]
+    )
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    template = folder / "template.jinja"
+    template.write_text("{{ messages | tojson }}{{ tools | tojson }}")
+    settings = ["serve.enable_prefix_caching=true", "serve.max_num_seqs=1", f"serve.http.chat_template={template}"]
+    server = serving.start(checkpoint, folder, *settings)
+    yield server
+    server.process.kill()
+    server.process.wait()
+
+
+def differs(path: str, one: dict[str, Any], other: dict[str, Any]) -> Row:
+    """Both are served, and what they make is not the same."""
+
+    def check(server: Server) -> None:
+        first, second = (asking.post(server, path, body) for body in (one, other))
+        assert (first.status, second.status) == (200, 200), (first.body, second.body)
+        assert essence(first) != essence(second)
+
+    return check
+
+
+def makes(path: str, one: dict[str, Any], other: dict[str, Any], read: Callable[[Answer], Any], *expected: Any) -> Row:
+    """What is read of each answer is what is expected of it."""
+
+    def check(server: Server) -> None:
+        first, second = (asking.post(server, path, body) for body in (one, other))
+        assert (first.status, second.status) == (200, 200), (first.body, second.body)
+        assert (read(first), read(second)) == expected
+        assert expected[0] != expected[1]
+
+    return check
+
+
+def refuses(path: str, body: dict[str, Any], param: str, status: int = 400) -> Row:
+    """It is refused by name, where the field leaves no other choice."""
+
+    def check(server: Server) -> None:
+        answer = asking.post(server, path, body)
+        assert (answer.status, answer.error["param"]) == (status, param), answer.body
+        assert param in answer.error["message"]
+
+    return check
+
+
+def is_label(path: str, model: type[schema.Body], field: str, one: dict[str, Any], other: dict[str, Any]) -> Row:
+    """The schema calls it a label, and the answer is the same with another."""
+
+    def check(server: Server) -> None:
+        assert "a label" in str(model.model_fields[field].description)
+        first, second = (asking.post(server, path, body) for body in (one, other))
+        assert (first.status, second.status) == (200, 200), (first.body, second.body)
+        assert essence(first) == essence(second)
+
+    return check
+
+
+def both(*rows: Row) -> Row:
+    def check(server: Server) -> None:
+        for row in rows:
+            row(server)
+
+    return check
+
+
+def essence(answer: Answer) -> Any:
+    """What an answer says: no ids, no times."""
+    if not isinstance(answer.body, dict) or "choices" not in answer.body:
+        return answer.body
+    told = json.loads(json.dumps(answer.choices))
+    for choice in told:
+        for call in choice.get("message", {}).get("tool_calls") or ():
+            del call["id"]
+    return told
+
+
+def text(answer: Answer) -> str:
+    return answer.text
+
+
+def tokens_in(answer: Answer) -> int:
+    return int(answer.usage["prompt_tokens"])
+
+
+def tokens_out(answer: Answer) -> int:
+    return int(answer.usage["completion_tokens"])
+
+
+def finish_reason(answer: Answer) -> str:
+    return str(answer.choices[0]["finish_reason"])
+
+
+def reads_differ(path: str, one: dict[str, Any], other: dict[str, Any], read: Callable[[Answer], Any]) -> Row:
+    def check(server: Server) -> None:
+        first, second = (asking.post(server, path, body) for body in (one, other))
+        assert (first.status, second.status) == (200, 200), (first.body, second.body)
+        assert read(first) != read(second)
+
+    return check
+
+
+def events_of(answer: Answer) -> list[Any]:
+    lines = [line.removeprefix("data: ") for line in answer.body.split("\n\n") if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def has_usage(answer: Answer) -> bool:
+    return bool(events_of(answer)[-1].get("usage"))
+
+
+def tells_user(path: str, base: dict[str, Any]) -> Row:
+    """The server's log names the user of the one request."""
+
+    def check(server: Server) -> None:
+        asking.post(server, path, base | {"user": f"somebody at {path}"})
+        asking.post(server, path, base | {"user": f"another at {path}"})
+        line = f'"user":"somebody at {path}"'
+        wait_until(lambda: line in server.log.read_text())
+        assert server.log.read_text().count(line) == 1
+
+    return check
+
+
+def salts(path: str, base: dict[str, Any]) -> Row:
+    """What is cached under one salt is found under that alone."""
+
+    def check(server: Server) -> None:
+        def cached(salt: str) -> bool:
+            answer = asking.post(server, path, base | {"cache_salt": salt})
+            return int(answer.usage["prompt_tokens_details"]["cached_tokens"]) > 0
+
+        assert [cached("a"), cached("a"), cached("b"), cached("b")] == [False, True, False, True]
+
+    return check
+
+
+def goes_first(path: str, base: dict[str, Any]) -> Row:
+    """Of two that wait, the one that came later is served first, since its number is lower."""
+
+    def check(server: Server) -> None:
+        answers: dict[int, Answer] = {}
+
+        def ask(priority: int) -> threading.Thread:
+            def run() -> None:
+                answers[priority] = asking.post(server, path, base | {"priority": priority})
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            return thread
+
+        running = []
+        with asking.begin(server, path, base | {"max_tokens": 7000, "ignore_eos": True}):  # leaves no room
+            for priority in (5, 1):
+                running.append(ask(priority))
+                wait_until(lambda: asking.num_waiting(server) == len(running))
+        for thread in running:
+            thread.join()
+        first, second = (f'"id":"{answers[priority].body["id"]}"' for priority in (1, 5))
+        wait_until(lambda: first in server.log.read_text() and second in server.log.read_text())
+        log = server.log.read_text()
+        assert log.index(first) < log.index(second)
+
+    return check
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.02)
+
+
+def schema_of(**properties: Any) -> dict[str, Any]:
+    closed = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": closed}}
+
+
+def tool(name: str = "look_up", **more: Any) -> dict[str, Any]:
+    parameters = {
+        "type": "object",
+        "properties": {"word": {"enum": ["cat"]}},
+        "required": ["word"],
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": name, "parameters": parameters} | more}
+
+
+def generation(path: str, base: dict[str, Any]) -> dict[str, Row]:
+    """The fields that completions and chats share, for one of the two."""
+    sampled = base | SAMPLED
+    long = base | {"max_tokens": 60, "ignore_eos": True}
+    known = base | ABC
+    words = {"type": "string", "enum": ["yes"]}
+    return {
+        "model": both(
+            refuses(path, base | {"model": "nobody"}, "model", 404),
+            lambda server: assert_served(server, path, base | {"model": "talker"}),
+        ),
+        "temperature": differs(path, sampled | {"temperature": 0}, sampled),
+        "top_p": differs(path, sampled, sampled | {"top_p": 1e-6}),
+        "top_k": differs(path, sampled, sampled | {"top_k": 1}),
+        "min_p": differs(path, sampled, sampled | {"min_p": 1.0}),
+        "min_tokens": makes(
+            path, base | ENDS, base | ENDS | {"min_tokens": 5}, lambda it: tokens_out(it) > 5, False, True
+        ),
+        "stop": makes(path, known, known | {"stop": ["never", "de"]}, text, "abcdef", "abc"),
+        "include_stop_str_in_output": makes(
+            path,
+            known | {"stop": "de"},
+            known | {"stop": "de", "include_stop_str_in_output": True},
+            text,
+            "abc",
+            "abcde",
+        ),
+        "stop_token_ids": makes(path, known, known | {"stop_token_ids": [int(C)]}, text, "abcdef", "ab"),
+        "ignore_eos": makes(path, base | ENDS, base | ENDS | {"ignore_eos": True}, finish_reason, "stop", "length"),
+        "skip_special_tokens": makes(
+            path,
+            base | {"logit_bias": {END_OF_TEXT: 100}},
+            base | {"logit_bias": {END_OF_TEXT: 100}, "skip_special_tokens": False},
+            text,
+            "",
+            "<|endoftext|>" * 8,
+        ),
+        "stream": makes(
+            path,
+            base | {"stream": False},
+            base | {"stream": True},
+            lambda it: it.headers["content-type"].partition(";")[0],
+            "application/json",
+            "text/event-stream",
+        ),
+        "stream_options": both(
+            makes(
+                path,
+                base | {"stream": True},
+                base | {"stream": True, "stream_options": {"include_usage": True}},
+                has_usage,
+                False,
+                True,
+            ),
+            refuses(path, base | {"stream_options": {"include_usage": True}}, "stream_options"),
+        ),
+        "seed": differs(path, sampled, sampled | {"seed": 2}),
+        "n": both(
+            makes(path, sampled, sampled | {"n": 3}, lambda it: len(it.choices), 1, 3),
+            refuses(path, base | {"n": 17}, "n"),
+        ),
+        "best_of": both(
+            makes(path, long, long | {"best_of": 3}, lambda it: (len(it.choices), tokens_out(it)), (1, 60), (1, 180)),
+            refuses(path, base | {"best_of": 17}, "best_of"),
+            refuses(path, base | {"n": 3, "best_of": 2}, "best_of"),
+            refuses(path, base | {"best_of": 2, "stream": True}, "best_of"),
+        ),
+        "prompt_logprobs": both(
+            reads_differ(
+                path, base, base | {"prompt_logprobs": 1}, lambda it: "prompt_logprobs" in json.dumps(it.body)
+            ),
+            refuses(path, base | {"prompt_logprobs": 21}, "prompt_logprobs"),
+            refuses(path, base | {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ),
+        "presence_penalty": differs(path, long, long | {"presence_penalty": 2}),
+        "frequency_penalty": differs(path, long, long | {"frequency_penalty": 2}),
+        "repetition_penalty": differs(path, long, long | {"repetition_penalty": 3}),
+        "logit_bias": both(
+            makes(path, base | {"logit_bias": {A: 100}}, base | {"logit_bias": {B: 100}}, text, "a" * 8, "b" * 8),
+            refuses(path, base | {"logit_bias": {"264": 1}}, "logit_bias"),
+            refuses(path, base | {"logit_bias": {"a": 1}}, "logit_bias"),
+        ),
+        "truncate_prompt_tokens": makes(
+            path, base | {"truncate_prompt_tokens": 5}, base | {"truncate_prompt_tokens": 3}, tokens_in, 5, 3
+        ),
+        "cache_salt": salts(path, base | long_prompt(path)),
+        "priority": goes_first(path, base),
+        "user": tells_user(path, base),
+        "response_format": makes(
+            path,
+            base | {"response_format": {"type": "text"}},
+            base | {"response_format": {"type": "json_object"}},
+            lambda it: it.text.startswith("{"),
+            False,
+            True,
+        ),
+        "structured_outputs": both(
+            makes(
+                path,
+                base | {"structured_outputs": {"regex": "a{3}"}},
+                base | {"structured_outputs": {"choice": ["bb"]}},
+                text,
+                "aaa",
+                "bb",
+            ),
+            refuses(path, base | {"structured_outputs": {}}, "structured_outputs"),
+        ),
+        "regex": both(
+            makes(path, base | {"regex": "a{3}"}, base | {"regex": "b{2}"}, text, "aaa", "bb"),
+            refuses(path, base | {"regex": "a", "response_format": schema_of(a=words)}, "response_format"),
+        ),
+        "grammar": makes(path, base | {"grammar": 'start: "a" "b"'}, base | {"grammar": 'start: "c"'}, text, "ab", "c"),
+    }
+
+
+def assert_served(server: Server, path: str, body: dict[str, Any]) -> None:
+    answer = asking.post(server, path, body)
+    assert answer.status == 200, answer.body
+    assert answer.body["model"] == body["model"]
+
+
+def long_prompt(path: str) -> dict[str, Any]:
+    """Of some blocks, and no other test's."""
+    said = f"A text of several blocks that is sent to {path} alone. " * 3
+    return {"prompt": said} if path == COMPLETIONS else {"messages": [{"role": "user", "content": said}]}
+
+
+def says(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **more}
+
+
+def user(content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content, **more}
+
+
+def called(**more: Any) -> dict[str, Any]:
+    """What the assistant said: a call."""
+    call = {"id": "call-1", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "cat"}'}}
+    return {"role": "assistant", "content": None, "tool_calls": [call | more]}
+
+
+def called_twice(first: int, second: int) -> dict[str, Any]:
+    (one,), (other,) = (called(id=f"call-{place}", index=place)["tool_calls"] for place in (first, second))
+    return {"role": "assistant", "tool_calls": [one | {"id": "call-1"}, other | {"id": "call-2"}]}
+
+
+def shown(one: dict[str, Any], other: dict[str, Any]) -> Row:
+    """What the template is given differs."""
+    return differs(TOKENIZE, one, other)
+
+
+def structured(one: dict[str, Any], other: dict[str, Any], *expected: Any) -> Row:
+    bodies = [COMPLETION | TERSE | {"max_tokens": 60, "structured_outputs": value} for value in (one, other)]
+    return makes(COMPLETIONS, bodies[0], bodies[1], text, *expected)
+
+
+FORCED = TALK | TERSE | {"max_tokens": 400, "tools": [tool(), tool("other")], "tool_choice": "required"}
+EAGER = {"logit_bias": TERSE["logit_bias"] | {"11": 60}}  # a comma, wherever one may stand
+ONE = {"enum": [1]}
+
+
+def json_text(answer: Answer) -> Any:
+    return json.loads(answer.text)
+
+
+def calls(answer: Answer) -> list[str]:
+    return [call["function"]["name"] for call in answer.choices[0]["message"].get("tool_calls", [])]
+
+
+def named(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}, **more}
+
+
+def formed(**changes: Any) -> dict[str, Any]:
+    """A chat whose answer is a JSON schema's, with changes of what says so."""
+    form = schema_of(a=ONE)
+    return TALK | TERSE | {"max_tokens": 200, "response_format": form | {"json_schema": form["json_schema"] | changes}}
+
+
+ROWS: dict[type[schema.Body], dict[str, Row]] = {
+    schema.CompletionRequest: generation(COMPLETIONS, COMPLETION)
+    | {
+        "prompt": differs(COMPLETIONS, COMPLETION, COMPLETION | {"prompt": [1, 2, 3]}),
+        "max_tokens": both(
+            makes(COMPLETIONS, COMPLETION | {"max_tokens": 2}, COMPLETION | {"max_tokens": 3}, tokens_out, 2, 3),
+            refuses(COMPLETIONS, COMPLETION | {"max_tokens": 0}, "max_tokens"),
+        ),
+        "logprobs": both(
+            reads_differ(
+                COMPLETIONS,
+                COMPLETION | {"logprobs": 1},
+                COMPLETION | {"logprobs": 2},
+                lambda it: max(len(top) for top in it.choices[0]["logprobs"]["top_logprobs"]),
+            ),
+            refuses(COMPLETIONS, COMPLETION | {"logprobs": 21}, "logprobs"),
+        ),
+        "echo": both(
+            makes(
+                COMPLETIONS,
+                COMPLETION | ABC,
+                COMPLETION | ABC | {"echo": True},
+                text,
+                "abcdef",
+                "Hello thereabcdef",
+            ),
+            refuses(COMPLETIONS, COMPLETION | {"echo": True, "logprobs": 1, "stream": True}, "echo"),
+        ),
+        "suffix": refuses(COMPLETIONS, COMPLETION | {"suffix": "b"}, "suffix"),
+    },
+    schema.ChatRequest: generation(CHAT, TALK)
+    | {
+        "messages": both(
+            differs(CHAT, TALK, TALK | {"messages": [user("Good night")]}),
+            refuses(CHAT, {"max_tokens": 1}, "messages"),
+        ),
+        "prompt": both(
+            differs(CHAT, TALK, {"prompt": [user("Good night")], "max_tokens": 8, "temperature": 0}),
+            refuses(CHAT, TALK | {"prompt": [user("Good night")]}, "messages"),
+        ),
+        "max_tokens": makes(CHAT, TALK | {"max_tokens": 2}, TALK | {"max_tokens": 3}, tokens_out, 2, 3),
+        "max_completion_tokens": makes(CHAT, TALK, TALK | {"max_completion_tokens": 3}, tokens_out, 8, 3),
+        "logprobs": makes(
+            CHAT, TALK, TALK | {"logprobs": True}, lambda it: it.choices[0]["logprobs"] is not None, False, True
+        ),
+        "top_logprobs": both(
+            makes(
+                CHAT,
+                TALK | {"logprobs": True},
+                TALK | {"logprobs": True, "top_logprobs": 2},
+                lambda it: len(it.choices[0]["logprobs"]["content"][0]["top_logprobs"]),
+                0,
+                2,
+            ),
+            refuses(CHAT, TALK | {"top_logprobs": 2}, "top_logprobs"),
+            refuses(CHAT, TALK | {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ),
+        "tools": reads_differ(CHAT, TALK, TALK | {"tools": [tool()]}, tokens_in),
+        "tool_choice": both(
+            makes(CHAT, FORCED | {"tool_choice": "auto"}, FORCED, lambda it: len(calls(it)) > 0, False, True),
+            refuses(CHAT, TALK | {"tool_choice": "auto"}, "tool_choice"),
+        ),
+        "parallel_tool_calls": makes(
+            CHAT,
+            FORCED | EAGER,
+            FORCED | EAGER | {"parallel_tool_calls": False},
+            lambda it: len(calls(it)) > 1,
+            True,
+            False,
+        ),
+        "chat_template_kwargs": both(
+            reads_differ(CHAT, TALK, TALK | {"chat_template_kwargs": {"enable_thinking": False}}, tokens_in),
+            refuses(CHAT, TALK | {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        ),
+    },
+    schema.StreamOptions: {
+        "include_usage": makes(
+            COMPLETIONS,
+            COMPLETION | {"stream": True, "stream_options": {"include_usage": False}},
+            COMPLETION | {"stream": True, "stream_options": {"include_usage": True}},
+            has_usage,
+            False,
+            True,
+        )
+    },
+    schema.ResponseFormat: {
+        "type": makes(
+            CHAT,
+            TALK | {"response_format": {"type": "text"}},
+            TALK | {"response_format": {"type": "json_object"}},
+            lambda it: it.text.startswith("{"),
+            False,
+            True,
+        ),
+        "json_schema": both(
+            makes(
+                CHAT, formed(), formed(schema=schema_of(b=ONE)["json_schema"]["schema"]), json_text, {"a": 1}, {"b": 1}
+            ),
+            refuses(CHAT, TALK | {"response_format": {"type": "json_schema"}}, "response_format"),
+        ),
+    },
+    schema.JSONSchema: {
+        "name": both(
+            is_label(CHAT, schema.JSONSchema, "name", formed(), formed(name="another")),
+            refuses(CHAT, formed(name="n" * 65), "response_format"),
+        ),
+        "description": both(
+            is_label(CHAT, schema.JSONSchema, "description", formed(), formed(description="Say 7.")),
+            refuses(CHAT, formed(description=1), "response_format"),
+        ),
+        "schema_": makes(
+            CHAT, formed(), formed(schema=schema_of(b=ONE)["json_schema"]["schema"]), json_text, {"a": 1}, {"b": 1}
+        ),
+        "strict": is_label(CHAT, schema.JSONSchema, "strict", formed(strict=False), formed(strict=True)),
+    },
+    schema.StructuredOutputs: {
+        "json_": structured({"json": {"const": 1}}, {"json": '{"const": 2}'}, "1", "2"),
+        "json_object": makes(
+            COMPLETIONS,
+            COMPLETION,
+            COMPLETION | {"structured_outputs": {"json_object": True}},
+            lambda it: it.text.startswith("{"),
+            False,
+            True,
+        ),
+        "regex": structured({"regex": "a{3}"}, {"regex": "b{2}"}, "aaa", "bb"),
+        "choice": structured({"choice": ["yes"]}, {"choice": ["no"]}, "yes", "no"),
+        "grammar": structured({"grammar": 'start: "a" "b"'}, {"grammar": 'start: "c"'}, "ab", "c"),
+    },
+    schema.ChatMessage: {
+        "role": shown(says({"role": "user", "content": "a"}), says({"role": "assistant", "content": "a"})),
+        "content": shown(says(user("a")), says(user("b"))),
+        "name": shown(says(user("a")), says(user("a", name="Ada"))),
+        "tool_calls": shown(says(called(), user("a")), says({"role": "assistant", "content": ""}, user("a"))),
+        "tool_call_id": shown(
+            says({"role": "tool", "content": "a", "tool_call_id": "1"}),
+            says({"role": "tool", "content": "a", "tool_call_id": "2"}),
+        ),
+        "reasoning_content": shown(
+            says({"role": "assistant", "content": "a"}),
+            says({"role": "assistant", "content": "a", "reasoning_content": "b"}),
+        ),
+        **{
+            name: refuses(TOKENIZE, says({"role": "assistant", "content": "a", name: {"a": 1}}), "messages")
+            for name in ("refusal", "annotations", "audio", "function_call")
+        },
+    },
+    schema.TextPart: {
+        "type": refuses(TOKENIZE, says(user([{"type": "image_url", "text": "a"}])), "messages"),
+        "text": shown(says(user([{"type": "text", "text": "a"}])), says(user([{"type": "text", "text": "b"}]))),
+    },
+    schema.ToolCallMessage: {
+        "id": shown(says(called()), says(called(id="call-2"))),
+        "type": refuses(TOKENIZE, says(called(type="custom")), "messages"),
+        "function": shown(says(called()), says(called(function={"name": "look_up", "arguments": "{}"}))),
+        "index": shown(says(called_twice(0, 1)), says(called_twice(1, 0))),
+    },
+    schema.FunctionCall: {
+        "name": shown(says(called()), says(called(function={"name": "other", "arguments": '{"word": "cat"}'}))),
+        "arguments": both(
+            shown(says(called()), says(called(function={"name": "look_up", "arguments": '{"word": "dog"}'}))),
+            refuses(TOKENIZE, says(called(function={"name": "f", "arguments": "[]"})), "messages"),
+        ),
+    },
+    schema.Tool: {
+        "type": refuses(CHAT, TALK | {"tools": [tool() | {"type": "web_search"}]}, "tools"),
+        "function": shown(says(user("a"), tools=[tool()]), says(user("a"), tools=[tool("other")])),
+    },
+    schema.Function: {
+        "name": shown(says(user("a"), tools=[tool()]), says(user("a"), tools=[tool("other")])),
+        "description": shown(says(user("a"), tools=[tool()]), says(user("a"), tools=[tool(description="Looks up.")])),
+        "parameters": shown(says(user("a"), tools=[tool()]), says(user("a"), tools=[tool(parameters={})])),
+        "strict": both(
+            *(
+                is_label(
+                    CHAT, schema.Function, "strict", asked | {"tools": [tool()]}, asked | {"tools": [tool(strict=True)]}
+                )
+                for asked in (TALK, FORCED)
+            )
+        ),
+    },
+    schema.NamedTool: {
+        "type": refuses(CHAT, FORCED | {"tool_choice": {"type": "tool", "function": {"name": "other"}}}, "tool_choice"),
+        "function": makes(
+            CHAT,
+            FORCED | {"tool_choice": named("look_up")},
+            FORCED | {"tool_choice": named("other")},
+            calls,
+            ["look_up"],
+            ["other"],
+        ),
+    },
+    schema.NamedFunction: {
+        "name": both(
+            makes(
+                CHAT,
+                FORCED | {"tool_choice": named("look_up")},
+                FORCED | {"tool_choice": named("other")},
+                calls,
+                ["look_up"],
+                ["other"],
+            ),
+            refuses(CHAT, FORCED | {"tool_choice": named("nothing")}, "tool_choice"),
+        )
+    },
+    schema.TokenizeRequest: {
+        "model": refuses(TOKENIZE, {"prompt": "a", "model": "nobody"}, "model", 404),
+        "prompt": differs(TOKENIZE, {"prompt": "a"}, {"prompt": "b"}),
+        "messages": differs(TOKENIZE, says(user("a")), says(user("b"))),
+        "tools": both(
+            shown(says(user("a")), says(user("a"), tools=[tool()])),
+            refuses(TOKENIZE, {"prompt": "a", "tools": [tool()]}, "tools"),
+        ),
+        "chat_template_kwargs": both(
+            shown(says(user("a")), says(user("a"), chat_template_kwargs={"enable_thinking": False})),
+            refuses(TOKENIZE, {"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
+        ),
+        "add_special_tokens": both(
+            makes(
+                TOKENIZE,
+                {"prompt": "a"},
+                {"prompt": "a", "add_special_tokens": False},
+                lambda it: it.body["tokens"],
+                [int(END_OF_TEXT), int(A)],
+                [int(A)],
+            ),
+            refuses(TOKENIZE, says(user("a"), add_special_tokens=True), "add_special_tokens"),
+        ),
+    },
+    schema.DetokenizeRequest: {
+        "model": refuses(DETOKENIZE, {"tokens": [1], "model": "nobody"}, "model", 404),
+        "tokens": both(
+            makes(
+                DETOKENIZE,
+                {"tokens": [int(A)]},
+                {"tokens": [int(B), int(EOS)]},
+                lambda it: it.body["prompt"],
+                "a",
+                "b<|im_end|>",
+            ),
+            refuses(DETOKENIZE, {"tokens": [264]}, "tokens"),
+        ),
+    },
+}
+
+# those that the other server shows
+AT_ODD = {"cache_salt", "priority", "add_special_tokens"} | {
+    f"{model.__name__}.{name}"
+    for model in (schema.ChatMessage, schema.ToolCallMessage, schema.Function)
+    for name in model.model_fields
+}
+NAMES = [f"{model.__name__}.{name}" for model, rows in ROWS.items() for name in rows]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_field_does_what_it_says(name: str, request: pytest.FixtureRequest):
+    model, field = name.split(".")
+    is_odd = bool({name, field} & AT_ODD)
+    server: Server = request.getfixturevalue("odd" if is_odd else "server")
+    ROWS[getattr(schema, model)][field](server)
+
+
+def test_every_field_of_every_body_has_a_row():
+    bodies = {each for each in vars(schema).values() if isinstance(each, type) and issubclass(each, schema.Body)}
+    bodies -= {schema.Body, schema.Generation}  # whose fields their children have
+    assert {each.__name__: set(each.model_fields) for each in bodies} == {
+        each.__name__: set(rows) for each, rows in ROWS.items()
+    }
+
+
+def test_a_prompt_is_read_with_its_special_tokens_and_a_message_is_text(server: Server):
+    told = [
+        str(model.model_fields["prompt"].description) for model in (schema.CompletionRequest, schema.TokenizeRequest)
+    ]
+    assert all("special token" in each for each in told)
+    assert asking.post(server, TOKENIZE, {"prompt": "a<|im_end|>"}).body["tokens"] == [int(A), int(EOS)]
+    usage = asking.post(server, COMPLETIONS, COMPLETION | {"prompt": "a<|im_end|>"}).usage
+    assert usage["prompt_tokens"] == 2
+    spelt, plain = (asking.post(server, CHAT, TALK | says(user(text))).usage for text in ("a<|im_end|>", "a"))
+    assert spelt["prompt_tokens"] - plain["prompt_tokens"] == len("<|im_end|>"), "a byte each"

@@ -1,0 +1,257 @@
+"""Real processes behind a real socket; the engine is a stub inside the real worker, protocol and server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serving
+import wire
+from serving import Server, Start
+
+HEALTH_SECONDS = 5.0  # within which /health tells of a death
+RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED = range(1, 7)  # as in stub_engine.py
+
+
+def family(server: Server) -> list[int]:
+    """The server's processes, itself excluded."""
+    found, left = [], [server.process.pid]
+    while left:
+        pid = left.pop()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        left += map(int, children)
+        found += map(int, children)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def assert_dies(
+    server: Server, streams: list[wire.Stream], answers: list[wire.Stream], since: float, *, is_hurried: bool = True
+) -> None:
+    """/health says so in time, streams end with an error event, answers that are waited for are 503, the exit code is 1."""
+    wire.wait_until(lambda: wire.ask(server.url, "GET", "/health").json["state"] == "dead", HEALTH_SECONDS)
+    assert time.monotonic() - since < HEALTH_SECONDS
+    assert wire.ask(server.url, "GET", "/health").status == 503
+    assert wire.ask(server.url, "GET", "/ready").status == 503
+    for stream in streams:
+        *_, last = stream.read_events()
+        assert last["error"]["code"] == "unavailable" and last["error"]["type"] == "server_error"
+    for waiting in answers:
+        answer = wire.read_answer(waiting.file)
+        assert answer.status == 503 and answer.json["error"]["code"] == "unavailable"
+    late = wire.ask(server.url, "POST", "/v1/completions", {"prompt": [0]})
+    assert late.status == 503
+    if is_hurried:
+        server.process.terminate()  # it tells of the death for some seconds more
+    assert server.process.wait(15) == 1
+
+
+@pytest.fixture
+def running(start_server: Start) -> Iterator[tuple[Server, list[wire.Stream], list[wire.Stream]]]:
+    """A server, two streams that have begun, one of them with two sequences, and a request that waits for its answer."""
+    server = start_server(stub={"step_seconds": 0.02})
+    body: dict[str, Any] = {"prompt": [0, 9], "max_tokens": 100_000}
+    streams = [wire.Stream(server.url, body | {"max_tokens": 8000, "n": n}) for n in (1, 2)]
+    answers = [wire.Stream(server.url, body | {"stream": False, "max_tokens": 8000})]
+    for stream in streams:
+        stream.read_events(3)
+    yield server, streams, answers
+    for stream in [*streams, *answers]:
+        stream.close()
+
+
+Running = tuple[Server, list[wire.Stream], list[wire.Stream]]
+
+
+def test_an_engine_that_is_killed_ends_streams_with_an_error_and_the_server(running: Running):
+    server, streams, answers = running
+    (engine,) = family(server)
+    os.kill(engine, signal.SIGKILL)
+    assert_dies(server, streams, answers, time.monotonic(), is_hurried=False)
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": [0]},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/messages": {"model": "talker", "messages": [{"role": "user", "content": "x"}]},
+}
+
+
+def test_a_stream_that_dies_is_no_success_in_the_log_and_the_counts(start_server: Start):
+    server = start_server(stub={"step_seconds": 0.02})
+    streams = [
+        wire.Stream(server.url, body | {"max_tokens": 8000}, path, **{"x-request-id": f"at{path}"})
+        for path, body in BODIES.items()
+    ]
+    wire.wait_until(lambda: wire.metrics(server.url)["atom:time_to_first_token_seconds_count"] == 3)
+    (engine,) = family(server)
+    os.kill(engine, signal.SIGKILL)
+
+    def lines() -> list[Any]:
+        found = (json.loads(line) for line in server.log.read_text().splitlines() if line.startswith("{"))
+        return [line for line in found if line["message"] == "request"]
+
+    wire.wait_until(lambda: len(lines()) == 3, HEALTH_SECONDS)
+    assert wire.metrics(server.url)['atom:request_success_total{finished_reason="error"}'] == 3
+    for line in lines():
+        assert line["path"] in BODIES and line["request_id"] == f"at{line['path']}"
+        assert line["error"] == "the engine's process has ended" and line["finish_reasons"] == ["error"]
+        assert line["usage"].get("completion_tokens", line["usage"].get("output_tokens")) > 0
+    for stream in streams:
+        stream.close()
+    server.process.terminate()
+    assert server.process.wait(15) == 1
+
+
+def test_an_engine_that_is_stopped_is_taken_for_dead(running: Running):
+    server, streams, answers = running
+    (engine,) = family(server)
+    os.kill(engine, signal.SIGSTOP)
+    assert_dies(server, streams, answers, time.monotonic())
+    assert not is_alive(engine)
+
+
+def test_an_engine_without_memory_ends_and_says_so(running: Running):
+    server, streams, answers = running
+    answers.append(wire.Stream(server.url, {"prompt": [NO_MEMORY], "max_tokens": 5}))
+    assert_dies(server, streams, answers, time.monotonic())
+    assert "lower serve.kv_cache_memory" in server.log.read_text()
+
+
+def test_an_engine_whose_process_exits_ends_the_server(running: Running):
+    server, streams, answers = running
+    answers.append(wire.Stream(server.url, {"prompt": [EXITS], "max_tokens": 5}))
+    assert_dies(server, streams, answers, time.monotonic())
+
+
+def test_a_step_that_raises_ends_what_was_in_it_and_the_next_request_is_served(start_server: Start):
+    server = start_server(stub={})
+    stream = wire.Stream(server.url, {"prompt": [RAISES], "max_tokens": 5})
+    *_, last = stream.read_events()
+    assert last["error"]["type"] == "server_error"
+    refused = wire.ask(server.url, "POST", "/v1/completions", {"prompt": [UNPREPARED], "max_tokens": 5})
+    assert refused.status == 500 and refused.json["error"]["type"] == "server_error"
+    good = wire.ask(server.url, "POST", "/v1/completions", {"prompt": [0], "max_tokens": 2})
+    assert good.status == 200 and good.json["choices"][0]["text"] == "word word "
+    assert "ArithmeticError: a fault" in server.log.read_text() and "KeyError: 'a fault'" in server.log.read_text()
+    # two in a row are more than a bad request
+    for status in (500, 503):
+        bad = wire.ask(server.url, "POST", "/v1/completions", {"prompt": [RAISES], "max_tokens": 5})
+        assert bad.status == status
+    server.process.terminate()
+    assert server.process.wait(15) == 1
+
+
+@pytest.mark.parametrize("where", [IN_PYTHON, IN_C])
+@pytest.mark.slow
+def test_an_engine_that_computes_for_long_is_not_taken_for_dead(start_server: Start, where: int):
+    server = start_server("serve.http.heartbeat_seconds=1", stub={})
+    stream = wire.Stream(server.url, {"prompt": [where], "max_tokens": 5})
+    stream.read_events(1)
+    end = time.monotonic() + 8
+    while time.monotonic() < end:
+        assert wire.ask(server.url, "GET", "/health").json == {"status": "ok", "state": "ready"}
+        time.sleep(0.2)
+    assert stream.read_events()[-1] == "[DONE]"
+
+
+def test_an_engine_that_cannot_load_is_one_line_and_an_exit_code(talker: Path, tmp_path: Path):
+    server = serving.launch(talker, tmp_path, stub={"no_memory": True})
+    assert server.process.wait(60) == 2  # on which a supervisor leaves it
+    assert "CapacityError: the KV pool needs 9 GiB" in server.log.read_text()
+
+
+def test_a_pool_that_is_too_small_names_the_whole_key_and_is_a_mistake(talker: Path, tmp_path: Path):
+    server = serving.launch(talker, tmp_path, "serve.kv_cache_memory=1000")
+    assert server.process.wait(100) == 2
+    assert "serve.kv_cache_memory has 1000: raise serve.kv_cache_memory to " in server.log.read_text()
+
+
+def test_an_engine_that_the_server_ends_has_not_run_out_of_memory(talker: Path, tmp_path: Path):
+    server = serving.launch(talker, tmp_path, stub={"load_seconds": 100})
+    wire.wait_until(lambda: family(server))
+    time.sleep(0.5)
+    server.process.terminate()
+    assert server.process.wait(15) == 0
+    (line,) = (line for line in server.log.read_text().splitlines() if '"message":"ended"' in line)
+    assert json.loads(line)["engine"] in ("SIGKILL, at the server's wish", "exit code 0")
+
+
+def test_an_engine_that_is_killed_while_it_loads_ends_the_server(talker: Path, tmp_path: Path):
+    server = serving.launch(talker, tmp_path, stub={"load_seconds": 100})
+    wire.wait_until(lambda: family(server))
+    (engine,) = family(server)
+    os.kill(engine, signal.SIGKILL)
+    assert server.process.wait(15) == 1
+    assert "ended while it loaded (SIGKILL, as where memory runs out)" in server.log.read_text()
+
+
+@pytest.mark.parametrize("load_seconds", [100, 0])
+def test_no_process_is_left_where_the_http_process_is_killed(talker: Path, tmp_path: Path, load_seconds: int):
+    port = free_port()
+    stub = {"load_seconds": load_seconds, "has_child": True}
+    server = serving.launch(talker, tmp_path, f"serve.http.port={port}", stub=stub)
+    wire.wait_until(lambda: len(family(server)) == 2)  # the engine, and a compiler of its own
+    left = family(server)
+    if not load_seconds:
+        url = serving.wait_for_url(server)
+        wire.Stream(url, {"prompt": [0], "max_tokens": 8000}).read_events(1)
+    server.process.kill()
+    server.process.wait()
+    wire.wait_until(lambda: not any(map(is_alive, left)), 5)
+
+
+def test_what_an_engine_has_started_ends_with_the_engine(start_server: Start):
+    server = start_server(stub={"has_child": True})
+    engine, child = family(server)
+    os.kill(engine, signal.SIGKILL)
+    wire.wait_until(lambda: wire.ask(server.url, "GET", "/health").json["state"] == "dead", HEALTH_SECONDS)
+    server.process.terminate()
+    assert server.process.wait(15) == 1
+    assert not is_alive(child)
+
+
+def test_only_http_listens(start_server: Start):
+    server = start_server(stub={})
+    port = int(server.url.rpartition(":")[2])
+    assert listening(server.process.pid) == {("127.0.0.1", port)}
+    (engine,) = family(server)
+    assert listening(engine) == set()
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """The addresses where a process listens."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+        except FileNotFoundError:  # closed since
+            continue
+    found = set()
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if rest[5] in inodes and (state == "0A" or table.startswith("udp")):
+                address, _, port = local.partition(":")
+                host = socket.inet_ntoa(bytes.fromhex(address)[::-1]) if len(address) == 8 else address
+                found.add((host, int(port, 16)))
+    return found

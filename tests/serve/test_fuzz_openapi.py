@@ -1,0 +1,94 @@
+"""Whatever fits the OpenAPI schema, and whatever does not: no 5xx, no dropped connection, and then a real generation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import asking
+import hypothesis
+import pytest
+import schemathesis
+from hypothesis import HealthCheck
+from schemathesis import GenerationMode
+from serving import Server
+
+OPERATIONS = [
+    "GET /",
+    "GET /docs",
+    "GET /health",
+    "GET /metrics",
+    "GET /ready",
+    "GET /v1/models",
+    "GET /v1/models/{name}",
+    "GET /version",
+    "POST /detokenize",
+    "POST /start_profile",
+    "POST /stop_profile",
+    "POST /tokenize",
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
+]
+QUICK = hypothesis.settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+SAID = [{"role": "user", "content": "Hello"}]
+LEAST: dict[str, dict[str, Any]] = {  # what is served, and with whatever FREE holds
+    "/v1/chat/completions": {"messages": SAID, "max_tokens": 4},
+    "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
+    "/v1/messages": {"model": "talker", "messages": SAID, "max_tokens": 4},
+    "/v1/messages/count_tokens": {"model": "talker", "messages": SAID},
+    "/tokenize": {"prompt": "Hello"},
+    "/detokenize": {"tokens": [1]},
+}
+FREE = {  # fields whose values are good by themselves; of others, no schema says which go with which
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "stream", "user", "cache_salt", "add_special_tokens",
+    "parallel_tool_calls",
+}  # fmt: skip
+SHORT = {"max_tokens", "max_completion_tokens"}  # what is generated in a test need not be long
+
+
+@pytest.fixture(scope="module")
+def schema(server: Server) -> Any:
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
+def test_all_operations_are_here(schema: Any):
+    found = [result.ok() for result in schema.get_all_operations()]
+    known = sorted(f"{operation.method.upper()} {operation.path}" for operation in found)
+    assert known == OPERATIONS
+    told = {status for operation in found for status in operation.definition.raw["responses"]}
+    assert told == {"200", "4XX"}
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda mode: mode.value)
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "POST" in name and "profile" not in name])
+def test_no_body_brings_the_server_down(name: str, mode: GenerationMode, schema: Any, server: Server):
+    method, path = name.split()
+    statuses = set()
+
+    @QUICK
+    @hypothesis.given(case=schema[path][method].as_strategy(generation_mode=mode))
+    def send(case: Any) -> None:
+        if isinstance(case.body, dict):
+            case.body |= dict.fromkeys(SHORT & case.body.keys(), 4)
+            case.body |= dict.fromkeys({"model"} & case.body.keys(), "talker")
+        answer = case.call(base_url=server.url, timeout=30)
+        statuses.add(answer.status_code)
+        assert answer.status_code < 500, answer.text
+        if answer.status_code >= 400:
+            assert answer.json()["error"]["message"]
+        if mode is GenerationMode.POSITIVE:
+            body = {key: value for key, value in case.body.items() if key in FREE} | LEAST[path]
+            answer = asking.post(server, path, body)
+            assert answer.status == 200, (body, answer.body)
+
+    send()
+    assert statuses
+    asking.assert_generates(server)

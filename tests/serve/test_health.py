@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import serving
+import wire
+
+
+def test_health_tells_loading_then_ready_then_draining_then_dead(talker: Path, tmp_path: Path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    stub = {"load_seconds": 3, "step_seconds": 0.02}
+    server = serving.launch(talker, tmp_path, f"serve.http.port={port}", stub=stub)
+    url = f"http://127.0.0.1:{port}"
+    states = []
+
+    def look() -> str:
+        try:
+            health, ready = (wire.ask(url, "GET", path) for path in ("/health", "/ready"))
+        except ConnectionError:
+            return "nobody"
+        assert health.body == ready.body or health.json["state"] != ready.json["state"]
+        state = str(health.json["state"])
+        assert health.status == (200 if state == "ready" else 503)
+        assert health.json["status"] == ("ok" if state == "ready" else state)
+        if state not in states:
+            states.append(state)
+        return state
+
+    try:
+        wire.wait_until(lambda: look() == "loading")
+        refused = wire.ask(url, "POST", "/v1/completions", {"prompt": [0], "max_tokens": 1})
+        assert refused.status == 503 and refused.json["error"]["message"] == "the server is loading"
+        assert wire.ask(url, "GET", "/v1/models").status == 200  # what needs no engine is told
+        wire.wait_until(lambda: look() == "ready")
+        stream = wire.Stream(url, {"prompt": [0], "max_tokens": 8000})
+        stream.read_events(1)
+        server.process.terminate()
+        wire.wait_until(lambda: look() == "draining")
+        engine = int(Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text())
+        os.kill(engine, signal.SIGKILL)
+        wire.wait_until(lambda: look() == "dead", 5)
+    finally:
+        server.process.terminate()
+        server.process.wait(15)
+    assert states == ["loading", "ready", "draining", "dead"]

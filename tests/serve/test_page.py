@@ -1,0 +1,404 @@
+"""The page, in a real browser against a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from serving import Server, Start
+
+CHROMIUM = shutil.which("chromium")
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",  # nothing can leave this machine
+]
+SECONDS = 1000  # milliseconds, as playwright counts
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
+
+
+class Visit(NamedTuple):
+    """A page that is open, and what it did."""
+
+    page: Page
+    errors: list[str]  # that the console and the window told
+    requests: list[tuple[str, str]]  # method, address
+
+    def send(self, text: str) -> None:
+        box = self.page.get_by_role("textbox", name="Message")
+        box.fill(text)
+        box.press("Enter")
+
+    def set(self, **values: Any) -> None:
+        """Settings by their labels."""
+        if self.page.get_by_label("System prompt").is_hidden():
+            self.page.get_by_role("button", name="Settings").click()
+        for name, value in values.items():
+            self.page.get_by_label(name.replace("_", " ")).fill(value if isinstance(value, str) else json.dumps(value))
+
+    def figure(self, title: str) -> Any:
+        return self.page.locator("figure").filter(has=self.page.get_by_role("heading", name=title))
+
+
+Open = Callable[..., Visit]  # visit(url, **options of the browser's context)
+
+
+@pytest.fixture(scope="module")  # playwright runs an event loop in this thread, which other modules want to do too
+def browser() -> Iterator[Browser]:
+    expect.set_options(timeout=60 * SECONDS)
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+
+
+@pytest.fixture
+def visit(browser: Browser) -> Iterator[Open]:
+    """Opens a page. Behind the test it may have asked nobody but the server."""
+    visits: list[tuple[str, Visit]] = []
+
+    def open(url: str, *, ready: bool = True, **options: Any) -> Visit:
+        page = browser.new_context(viewport={"width": 1280, "height": 900}, **options).new_page()
+        page.set_default_timeout(60 * SECONDS)
+        visit = Visit(page, [], [])
+        visits.append((url, visit))
+        page.on("console", lambda message: visit.errors.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: visit.errors.append(str(error)))
+        page.on("request", lambda request: visit.requests.append((request.method, request.url)))
+        if ready:
+            page.goto(url)
+            expect(page.get_by_role("status")).to_have_text("ready")
+        return visit
+
+    yield open
+    for url, visit in visits:
+        visit.page.context.close()
+        assert {address for _, address in visit.requests if not address.startswith(url + "/")} == set()
+
+
+def complete(server: Server, **body: Any) -> dict[str, Any]:
+    """The answer to a chat, without a browser."""
+    data = json.dumps({"temperature": 0, **body}).encode()
+    request = urllib.request.Request(f"{server.url}/v1/chat/completions", data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        return json.loads(answer.read())
+
+
+def read_metric(server: Server, name: str) -> float:
+    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+        (found,) = re.findall(rf"^atom:{name} (\S+)$", answer.read().decode(), re.MULTILINE)
+    return float(found)
+
+
+def events(*deltas: dict[str, Any]) -> str:
+    """A stream as the server sends it."""
+    usage = {"prompt_tokens": 7, "completion_tokens": 50, "total_tokens": 57, "ttft_s": 0.25, "tpot_s": 0.02}
+    usage |= {"latency_s": 1.25, "prompt_tokens_details": {"cached_tokens": 4}}
+    told: list[Any] = [{"choices": [{"index": 0, "delta": each, "finish_reason": None}]} for each in deltas]
+    told.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]})
+    told.append({"choices": [], "usage": usage})
+    return ": keep-alive\n\n" + "".join(f"data: {json.dumps(each)}\n\n" for each in told) + "data: [DONE]\n\n"
+
+
+def answer_with(page: Page, stream: str) -> None:
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=stream, content_type="text/event-stream"))
+
+
+def test_a_chat_streams_and_remembers_what_was_said(server: Server, visit: Open):
+    pattern = {"regex": "[a-z ]{200}"}
+    first = [{"role": "user", "content": "Who are you?"}]
+    expected = complete(server, messages=first, max_tokens=512, **pattern)
+    text = expected["choices"][0]["message"]["content"]
+    opened = visit(server.url)
+    page = opened.page
+    page.evaluate("""() => {
+        window.lengths = new Set();
+        const count = () => window.lengths.add(document.querySelector(".assistant > .text")?.textContent.length ?? 0);
+        new MutationObserver(count).observe(document.getElementById("log"), {subtree: true, childList: true});
+    }""")
+    opened.set(Temperature=0, Other_fields=pattern)
+    opened.send("Who are you?")
+    meta = page.locator(".assistant .meta")
+    expect(meta).to_have_text(re.compile(r"^TTFT [\d.]+ m?s · [\d.]+ tokens/s · 200 tokens · prompt \d+$"))
+    assert page.locator(".assistant > .text").text_content() == text and len(text) == 200
+    assert f"prompt {expected['usage']['prompt_tokens']}" in (meta.text_content() or "")
+    assert len(page.evaluate("[...window.lengths]")) > 3, "it came bit by bit"
+    answer_with(page, events({"content": "Yes."}))
+    with page.expect_request("**/v1/chat/completions") as asked:
+        opened.send("Really?")
+    assert asked.value.post_data_json["messages"] == [
+        *first,
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": "Really?"},
+    ]
+    expect(page.locator(".assistant > .text").last).to_have_text("Yes.")
+    page.get_by_role("button", name="New chat").click()
+    expect(page.get_by_role("article")).to_have_count(0)
+    with page.expect_request("**/v1/chat/completions") as asked:
+        opened.send("Hello?")
+    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "Hello?"}]
+    assert opened.errors == []
+
+
+def test_an_answer_that_is_stopped_frees_the_engine(server: Server, visit: Open):
+    opened = visit(server.url)
+    page = opened.page
+    opened.set(Max_tokens=7000, Other_fields={"ignore_eos": True})
+    before = read_metric(server, "generation_tokens_total")
+    opened.send("Talk for a long while.")
+    expect(page.locator(".assistant > .text")).not_to_be_empty()
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".assistant .meta")).to_have_text("stopped")
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    assert read_metric(server, "generation_tokens_total") - before < 7000, "it was over by itself"
+    end = time.monotonic() + 20
+    while read_metric(server, "num_requests_running") or read_metric(server, "kv_cache_blocks_used"):
+        assert time.monotonic() < end, "it still runs"
+        time.sleep(0.1)
+    assert opened.errors == []
+
+
+def test_settings_are_what_the_request_says(server: Server, visit: Open):
+    opened = visit(server.url)
+    page = opened.page
+    answer_with(page, events({"content": "yes"}))
+    with page.expect_request("**/v1/chat/completions") as asked:
+        opened.send("One\nline and another")
+    base = {"model": "talker", "stream": True, "stream_options": {"include_usage": True}}
+    question = {"role": "user", "content": "One\nline and another"}
+    assert asked.value.post_data_json == {**base, "max_tokens": 512, "messages": [question]}, "empty ones are left out"
+    page.get_by_role("button", name="New chat").click()
+    opened.set(System_prompt="Be brief.", Temperature=0.5, Top_p=0.9, Top_k=40, Max_tokens=9, Seed=-3)
+    opened.set(
+        Stop_strings="END\n\\n\\n", Other_fields={"min_p": 0.1, "chat_template_kwargs": {"enable_thinking": False}}
+    )
+    with page.expect_request("**/v1/chat/completions") as asked:
+        opened.send("Again")
+    assert asked.value.post_data_json == {
+        **base,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "max_tokens": 9,
+        "seed": -3,
+        "stop": ["END", "\n\n"],
+        "min_p": 0.1,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Again"}],
+    }
+
+
+@pytest.mark.parametrize("more", ["{min_p: 1}", "[1]", '{"n": 2}'])
+def test_fields_that_cannot_be_sent_are_not(more: str, server: Server, visit: Open):
+    opened = visit(server.url)
+    opened.set(Other_fields=more)
+    opened.page.get_by_role("button", name="Settings").click()
+    opened.send("Hello")
+    expect(opened.page.get_by_label("Other fields")).to_be_focused()
+    assert "POST" not in {method for method, _ in opened.requests}
+
+
+def test_a_refusal_is_told_and_the_message_comes_back(server: Server, visit: Open):
+    opened = visit(server.url)
+    page = opened.page
+    opened.set(Temperature=-1)
+    opened.send("Hello")
+    expect(page.get_by_role("alert")).to_have_text("temperature: Input should be greater than or equal to 0 (400)")
+    box = page.get_by_role("textbox", name="Message")
+    expect(box).to_have_value("Hello")
+    opened.set(Temperature=0, Max_tokens=3)
+    with page.expect_request("**/v1/chat/completions") as asked:
+        box.press("Enter")
+    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "Hello"}], "it was not answered"
+    expect(page.locator(".assistant .meta").last).to_contain_text("3 tokens · cut at the limit")
+
+
+def test_a_stream_that_breaks_off_says_so(server: Server, visit: Open):
+    opened = visit(server.url)
+    page = opened.page
+    whole = events({"content": "as far as it "}, {"content": "came"})
+    answer_with(page, whole[: whole.index("came") + 60])
+    opened.send("Hello")
+    expect(page.get_by_role("alert")).to_have_text("The connection ended before the answer did.")
+    expect(page.locator(".assistant > .text")).to_have_text("as far as it came")
+    page.unroute("**/v1/chat/completions")
+    answer_with(page, 'data: {"error": {"message": "the engine was silent for 4 s"}}\n\n')
+    opened.send("Hello")
+    expect(page.get_by_role("alert").last).to_have_text("the engine was silent for 4 s")
+    assert opened.errors == []
+
+
+def test_text_stays_text_with_its_code_reasoning_and_calls(server: Server, visit: Open):
+    opened = visit(server.url)
+    page = opened.page
+    evil = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"in":'}}
+    stream = events(
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": f"Hm {evil}"},
+        {"content": f"{evil} uses `a"},
+        {"content": " < b`:\n```python\nif a < b:\n    "},
+        {"content": "pass\n```\nso **there** ```"},
+        {"tool_calls": [call]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ' "Bonn"}'}}]},
+    )
+    answer_with(page, stream)
+    opened.send(evil)
+    article = page.locator(".assistant")
+    expect(article.locator(".meta")).to_have_text(
+        "TTFT 250 ms · 50 tokens/s · 50 tokens · cut at the limit · prompt 7, 4 of them cached"
+    )
+    assert article.locator("> .text").text_content() == f"{evil} uses a < b:\nif a < b:\n    passso **there** ```"
+    assert article.locator("> .text > code").all_text_contents() == ["a < b"]
+    assert article.locator("pre code").all_text_contents() == ["if a < b:\n    pass"]
+    expect(article.locator(".call")).to_have_text('weather({"in": "Bonn"})')
+    expect(article.get_by_text("Hm <img")).to_be_hidden()
+    article.get_by_text("Reasoning").click()
+    expect(article.get_by_text("Hm <img")).to_be_visible()
+    assert page.locator(".user > .text").text_content() == evil
+    assert page.locator("#log :is(img, script)").count() == 0
+    with page.expect_request("**/v1/chat/completions") as asked:
+        opened.send("15 degrees")
+    whole = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"in": "Bonn"}'}}
+    assert asked.value.post_data_json["messages"][1]["tool_calls"] == [whole]
+    assert opened.errors == []
+
+
+def test_shift_enter_begins_a_line_and_nothing_but_space_is_not_sent(server: Server, visit: Open):
+    opened = visit(server.url)
+    box = opened.page.get_by_role("textbox", name="Message")
+    expect(box).to_be_focused()
+    opened.page.keyboard.press("Shift+Enter")
+    opened.page.keyboard.press("Enter")
+    expect(box).to_have_value("\n")
+    expect(opened.page.get_by_role("article")).to_have_count(0)
+
+
+def accented(page: Page) -> dict[str, int]:
+    """By chart the pixels that have the accent's colour, which only lines have."""
+    return page.evaluate("""() => {
+        const style = getComputedStyle(document.documentElement).getPropertyValue("--accent");
+        const accent = style.match(/[0-9a-f]{2}/g).map(part => parseInt(part, 16));
+        return Object.fromEntries([...document.querySelectorAll("figure")].map(figure => {
+            const canvas = figure.querySelector("canvas");
+            const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            let number = 0;
+            for (let i = 0; i < data.length; i += 4)
+                number += data[i + 3] === 255 && accent.every((part, which) => data[i + which] === part);
+            return [figure.querySelector("h2").firstChild.textContent, number];
+        }));
+    }""")
+
+
+def test_plots_draw_what_the_server_does(server: Server, visit: Open):
+    opened = visit(server.url)
+    opened.set(Max_tokens=7000, Other_fields={"ignore_eos": True})
+    latencies, measured = ("Time to first token", "Inter-token latency", "Queue time"), re.compile(r"mean \d.* p95 \d")
+    assert {accented(opened.page)[title] for title in latencies} == {0}, "there is nothing to measure yet"
+    opened.send("Talk.")
+    expect(opened.figure("Requests")).to_contain_text("running 1")
+    expect(opened.figure("KV")).to_contain_text(re.compile(r"used [1-9]\d* of \d+ \([\d.]+ %\)"))
+    expect(opened.figure("Time to first token")).to_contain_text(measured)
+    expect(opened.figure("Inter-token latency")).to_contain_text(measured)
+    expect(opened.figure("Generated")).to_contain_text(re.compile(r"rate [1-9]"))
+    opened.page.get_by_role("button", name="Stop").click()
+    opened.set(Max_tokens=2)
+    opened.send("And briefly?")
+    expect(opened.figure("Queue time")).to_contain_text(measured)
+    drawn = accented(opened.page)
+    assert {title for title, number in drawn.items() if not number} == {"Prefix hits"}, "nothing is looked up"
+    assert len(drawn) == 8
+    assert opened.errors == []
+
+
+def metrics(num: int, total: float, under: int) -> str:
+    """A histogram of `num` requests: `under` of them below 100 ms, the others below 250 ms; and hits."""
+    name = "atom:time_to_first_token_seconds"
+    counts = {"0.1": under, "0.25": num, "+Inf": num}
+    lines = [f'{name}_bucket{{le="{bound}"}} {count}.0' for bound, count in counts.items()]
+    lines += [f"{name}_count {num}.0", f"{name}_sum {total}"]
+    lines += [f"atom:prefix_cache_queries_total {100 * num}.0", f"atom:prefix_cache_hits_total {40 * num}.0"]
+    return "# HELP of something\n" + "\n".join(lines) + "\n"
+
+
+def test_latencies_are_those_between_two_looks(server: Server, visit: Open):
+    opened = visit(server.url, ready=False)
+    texts = [metrics(1000, 5000.0, 0)]
+    opened.page.route("**/metrics", lambda route: route.fulfill(body=texts[-1], content_type="text/plain"))
+    with opened.page.expect_response("**/metrics"):
+        opened.page.goto(server.url)
+    texts.append(metrics(1020, 5003.0, 10))  # 20 in 3 s; the 19th is the 9th of the 10 between 100 and 250 ms
+    expect(opened.figure("Time to first token")).to_contain_text("mean 150 ms p95 235 ms")
+    expect(opened.figure("Prefix hits")).to_contain_text("hits 40 %")
+
+
+@pytest.mark.parametrize("state", ["loading", "draining", "dead"])
+def test_the_state_is_that_of_health(state: str, server: Server, visit: Open):
+    opened = visit(server.url, ready=False)
+    body = json.dumps({"status": state, "state": state})
+    opened.page.route("**/health", lambda route: route.fulfill(status=503, body=body))
+    opened.page.goto(server.url)
+    expect(opened.page.get_by_role("status")).to_have_text(state)
+
+
+def test_a_key_that_fits_no_more_is_told_and_not_asked_for_each_second(server: Server, visit: Open):
+    opened = visit(server.url)
+    opened.page.route("**/metrics", lambda route: route.fulfill(status=401))
+    expect(opened.page.get_by_role("status")).to_have_text("key refused: reload the page")
+    num_requests = len(opened.requests)
+    opened.page.wait_for_timeout(1.5 * SECONDS)
+    assert len(opened.requests) == num_requests
+
+
+def test_with_a_key_as_password_all_works_until_the_server_is_gone(start_server: Start, visit: Open):
+    server = start_server("serve.http.api_keys=sesame")
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(server.url)
+    opened = visit(server.url, http_credentials={"username": "me", "password": "sesame"})
+    opened.set(Max_tokens=4)
+    opened.send("Hello")
+    expect(opened.page.locator(".assistant .meta")).to_contain_text("4 tokens")
+    assert opened.errors == []
+    server.process.kill()
+    expect(opened.page.get_by_role("status")).to_have_text("unreachable")
+    opened.send("Hello?")
+    expect(opened.page.get_by_role("alert")).to_have_text("The server cannot be reached.")
+
+
+def test_the_policy_forbids_what_is_not_the_pages_own(server: Server, visit: Open):
+    opened = visit(server.url)
+    assert opened.page.evaluate("fetch('https://example.org/').then(() => 'sent', error => error.name)") == "TypeError"
+    html = "() => { try { document.body.innerHTML = '<p>'; return 'made'; } catch (error) { return error.name; } }"
+    assert opened.page.evaluate(html) == "TypeError"
+    violated = opened.page.evaluate("""() => new Promise(resolve => {
+        document.addEventListener("securitypolicyviolation", event => resolve(event.effectiveDirective));
+        document.body.append(Object.assign(document.createElement("img"), {src: "/health"}));
+    })""")
+    assert violated == "img-src"
+
+
+def test_a_phone_shows_one_part_at_a_time(server: Server, visit: Open):
+    opened = visit(server.url, color_scheme="dark")
+    page = opened.page
+    page.set_viewport_size({"width": 400, "height": 800})
+    chat, plots = page.get_by_role("region", name="Chat"), page.get_by_role("region", name="Plots")
+    for name, shown, hidden in (("Plots", plots, chat), ("Chat", chat, plots)):
+        page.get_by_role("group", name="View").get_by_role("button", name=name).click()
+        expect(shown).to_be_visible()
+        expect(hidden).to_be_hidden()
+        assert page.evaluate("document.documentElement.scrollWidth") == 400
+    opened.set(Temperature=1)
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    expect(page.get_by_role("button", name="Send")).to_be_in_viewport()

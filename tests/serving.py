@@ -1,0 +1,120 @@
+"""Real servers for tests: `atom-run` as a process of its own, on a tiny random checkpoint that chats.
+
+server = serving.start(serving.save_talker(tmp_path / "talker"), tmp_path, "serve.http.max_queue=1")
+urllib.request.urlopen(server.url + "/health")
+server.process.kill()
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+import torch
+import transformers
+from tokenizers import decoders, models, pre_tokenizers
+
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]  # tokens 256, 257, 258; a byte's token is below
+WORDS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]  # 259 … 262: tokens of their own, but text
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.reasoning_content %}<think>
+{{ message.reasoning_content }}
+</think>
+{% endif %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}"""
+START_SECONDS = 120  # on a busy machine
+STUB = Path(__file__).parent / "serve" / "stub_engine.py"
+
+
+class Server(NamedTuple):
+    url: str  # http://127.0.0.1:PORT
+    process: subprocess.Popen[bytes]
+    log: Path  # its stderr
+
+
+Start = Callable[..., Server]  # start_server(*overrides)
+
+
+def save_talker(folder: Path) -> Path:
+    """A checkpoint with random weights, a tokenizer of bytes, and a chat template with tools and reasoning."""
+    folder.mkdir()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({byte: place for place, byte in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL)
+    backend.add_tokens(WORDS)
+    backend.save(str(folder / "tokenizer.json"))
+    stated = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+    config = transformers.Qwen3Config(
+        vocab_size=264,
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=80,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        eos_token_id=257,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for tensor in model.parameters():
+        tensor.data += torch.randn_like(tensor) * 0.2
+    model.save_pretrained(folder)
+    return folder
+
+
+def start(checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any] | None = None) -> Server:
+    """A server that serves, on an engine that computes nothing where there are options for one (serve/stub_engine.py).
+
+    Its log and its cache lie in the folder; the caller ends it.
+    """
+    server = launch(checkpoint, folder, *overrides, stub=stub)
+    return server._replace(url=wait_for_url(server))
+
+
+def launch(checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any] | None = None) -> Server:
+    """The same, not waited for: its url is empty."""
+    log = folder / f"{len(list(folder.glob('*.log')))}.log"
+    program = ["-m", "atom.cli", "job=serve"] if stub is None else [str(STUB), json.dumps(stub)]
+    command = [sys.executable, *program, f"checkpoint={checkpoint}", f"cache={folder / 'cache'}"]
+    command += ["serve.http.served_model_name=[talker]", "serve.http.host=127.0.0.1", "serve.http.port=0"]
+    command += ["level=1", "dtype=fp32", "serve.kv_cache_memory=16777216", *overrides]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log.open("wb"))
+    return Server("", process, log)
+
+
+def wait_for_url(server: Server) -> str:
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end and server.process.poll() is None:
+        if found := re.search(r" at (http://127\.0\.0\.1:\d+) ", server.log.read_text()):
+            return found[1]
+        time.sleep(0.05)
+    server.process.kill()
+    raise AssertionError(f"the server did not start: {server.log.read_text()}")

@@ -1,0 +1,230 @@
+"""ROCm/ATOM's engine flags, each an override of the one configuration.
+
+    parser = Parser("python -m my_script", "What it does.")
+    EngineArgs.add_cli_args(parser)
+    args = EngineArgs.from_cli_args(parser.parse(["--model", "/models/qwen3", "--max_num_seqs=8"]))
+    args.overrides()                     # ["checkpoint='/models/qwen3'", "serve.max_num_seqs=8"]
+    engine = args.create_engine()
+
+A flag that is not given overrides nothing: defaults, limits and errors are the configuration's; errors name its keys by
+their flags. Flags are written with - or with _.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
+
+from atom.cli import report
+from atom.config import Config, load, override
+from atom.derive import spelled
+from atom.errors import AtomError, ConfigError
+from atom.overrides import did_you_mean
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from atom import LLMEngine
+
+
+class Flag(NamedTuple):
+    key: str  # what it overrides
+    about: str
+    short: str = ""  # another name
+    null: str = "none"  # what the default null means
+    accepted: Any = None  # of a key that is no field: the value that overrides nothing
+
+
+def flag(*parts: str, **options: Any) -> Any:
+    """A field that `Flag` describes; None means that it was not given."""
+    return field(default=None, metadata={"flag": Flag(*parts, **options)})
+
+
+@dataclass
+class EngineArgs:
+    """What the flags said; None where one was not given."""
+
+    model: str | None = flag("checkpoint", "folder, hub id or .gguf file", null="the embedded model")
+    trust_remote_code: bool | None = flag("trust_remote_code", "run the code that a checkpoint's tokenizer brings")
+    tensor_parallel_size: int | None = flag(
+        "serve.tensor_parallel_size", "devices that a layer is divided among", "-tp"
+    )
+    data_parallel_size: int | None = flag("serve.data_parallel_size", "copies of the model", "-dp")
+    enforce_eager: bool | None = flag("serve.enforce_eager", "capture no CUDA graph")
+    enable_prefix_caching: bool | None = flag("serve.enable_prefix_caching", "share the KV of prompts that begin alike")
+    port: int | None = flag("serve.port", "of the engine itself, which listens on none", accepted=8006)
+    kv_cache_dtype: str | None = flag("serve.kv_cache_dtype", "of the KV cache: bf16, fp16, fp32 or auto, the model's")
+    block_size: int | None = flag("serve.block_size", "tokens of a KV block")
+    max_model_len: int | None = flag("serve.max_model_len", "tokens of prompt and answer", null="the model's")
+    max_num_batched_tokens: int | None = flag("serve.max_num_batched_tokens", "tokens in a step")
+    max_num_seqs: int | None = flag("serve.max_num_seqs", "sequences in a step")
+    gpu_memory_utilization: float | None = flag(
+        "serve.gpu_memory_utilization", "share of a GPU's memory; on a CPU --set serve.kv_cache_memory=BYTES"
+    )
+    scheduler_delay_factor: float | None = flag("serve.scheduler_delay_factor", "wait before the next prompt")
+    cudagraph_capture_sizes: tuple[str, ...] | None = flag(
+        "serve.cudagraph_capture_sizes", "batch sizes of captured CUDA graphs"
+    )
+    level: int | None = flag(
+        "level", "0 reference ops, 1 fused ops, 2 compiled pieces, 3 CUDA graphs", null="the highest that runs here"
+    )
+    load_dummy: bool | None = flag("load_dummy", "random weights: only config.json is read")
+    enable_expert_parallel: bool | None = flag("serve.enable_expert_parallel", "divide experts among devices")
+    enable_dp_attention: bool | None = flag("serve.enable_dp_attention", "divide attention by request among devices")
+    torch_profiler_dir: str | None = flag(
+        "serve.torch_profiler_dir", "folder for profiler traces", null="$ATOM_TORCH_PROFILER_DIR"
+    )
+    method: str | None = flag("serve.method", "of speculative decoding")
+    num_speculative_tokens: int | None = flag("serve.num_speculative_tokens", "tokens that a method guesses")
+    settings: tuple[str, ...] | None = None  # overrides that go behind those of the flags
+
+    @classmethod
+    def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Give the parser every flag, under its name with - and with _."""
+        about = "any fields of the configuration, put behind what the flags say"
+        add_flag(parser, "set", dest="settings", nargs="+", action="extend", metavar="KEY=VALUE", help=about)
+        for name, kind, flag in cls.flags():
+            options: dict[str, Any] = {"metavar": "N" if kind in (int, float) else "TEXT", "type": kind}
+            if get_origin(kind) is tuple:
+                options |= {"nargs": "+", "action": "extend", "type": str}
+            elif kind is bool:
+                options = {"action": "store_true", "default": None}
+            names = filter(None, (name.replace("_", "-"), flag.short))
+            add_flag(parser, *names, help=describe(flag), **options)
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        given = {each.name: getattr(args, each.name) for each in fields(cls)}
+        opened: Any = {name: open_lists(value) if isinstance(value, list) else value for name, value in given.items()}
+        return cls(**opened)
+
+    @classmethod
+    def flags(cls) -> Iterator[tuple[str, Any, Flag]]:
+        """The flags: name, type, description."""
+        kinds = get_type_hints(cls)
+        for each in fields(cls):
+            if "flag" in each.metadata:
+                (kind,) = (inner for inner in get_args(kinds[each.name]) if inner is not NoneType)
+                yield each.name, kind, each.metadata["flag"]
+
+    def overrides(self) -> list[str]:
+        """The overrides of the flags that were given."""
+        given = [(flag, getattr(self, name)) for name, _, flag in self.flags()]
+        texts = [override(flag.key, value) for flag, value in given if value not in (None, flag.accepted)]
+        return [*texts, *(self.settings or ())]
+
+    def create_engine(self) -> LLMEngine:
+        """The engine, its progress shown on stderr. Raises the errors of `atom.errors`."""
+        from atom import LLMEngine
+        from atom.checkpoint import RichProgress
+
+        return LLMEngine.from_config(load(self.overrides()), RichProgress())
+
+
+class Parser(argparse.ArgumentParser):
+    """What it complains of is a ConfigError; no flag may be shortened."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog=prog, usage=f"{prog} [flag ...]", description=description, allow_abbrev=False)
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """The flags of a command line, by default this process's."""
+        argv = sys.argv[1:] if argv is None else argv
+        for text in argv:
+            if re.fullmatch(r"-[^h\W\d]", text):  # argparse would take -t for -tp
+                self.error(f"unrecognized arguments: {text}")
+        return self.parse_args(argv)
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        names = re.findall(r"--[\w-]+", self.format_help())
+        hint = did_you_mean(unknown[1].replace("_", "-"), names) if unknown else ""
+        raise ConfigError(f"{message}{hint}; {self.prog} --help shows what there is")
+
+
+def add_flag(parser: argparse.ArgumentParser, name: str, *others: str, **options: Any) -> None:
+    """Add a flag under its name with - and, which the help does not show, with _."""
+    parser.add_argument(f"--{name}", *others, **options)
+    if "-" in name:
+        parser.add_argument(f"--{name.replace('-', '_')}", **{**options, "help": argparse.SUPPRESS})
+
+
+def run_command(
+    parser: Parser,
+    work: Callable[[argparse.Namespace], int],
+    argv: Sequence[str] | None,
+    kind: type[EngineArgs] = EngineArgs,
+) -> int:
+    """Parse a command line and do its work; the exit code, with errors told as `atom-run` tells them.
+
+    kind: has the flags that errors name. A key that --set gave keeps its name.
+    """
+
+    def parse_and_work() -> int:
+        args = parser.parse(argv)
+        typed = {text.partition("=")[0] for text in args.settings or ()}
+        flags = {flag.key: (name, kind) for name, kind, flag in kind.flags() if flag.key not in typed}
+        try:
+            return work(args)
+        except AtomError as error:
+            error.args = (name_flags(str(error), flags),)
+            raise
+
+    return report(parse_and_work)
+
+
+def name_flags(text: str, flags: Mapping[str, tuple[str, Any]]) -> str:
+    """An error's text with keys of the configuration written as flags.
+
+    flags: field of EngineArgs and type, by key. A key of one word may be a word of the sentence: only `level=3` is one.
+    """
+
+    def spell(match: re.Match[str]) -> str:
+        key, value = match[1], match[2] or ""
+        name, kind = flags[key]
+        if value in ("=null", "=false") or not (value or "." in key):  # no flag says these
+            return match[0]
+        return f"--{name.replace('_', '-')}{'' if kind is bool else value}"
+
+    keys = "|".join(map(re.escape, flags))
+    return re.sub(rf"(?<![\w./-])({keys})(?!\w|\.\w)(=\w*)?", spell, text)
+
+
+def describe(flag: Flag) -> str:
+    """What a flag is about, and the default that really applies."""
+    default, is_only = flag.accepted, True
+    if default is None:
+        found = find_field(flag.key)
+        default = found.default if found.default_factory is MISSING else found.default_factory()
+        is_only = len(found.metadata.get("built", ())) == 1
+    if isinstance(default, bool):
+        return f"{flag.about} (not built yet)" if is_only else flag.about
+    words = flag.null if default in (None, []) else spelled(default)
+    return f"{flag.about} (default: {words}{'; others are not built yet' if is_only else ''})"
+
+
+def find_field(key: str) -> Any:
+    """The configuration's field at a dotted key."""
+    kind: Any = Config
+    *blocks, name = key.split(".")
+    for block in blocks:
+        kind = get_type_hints(kind)[block]
+    return next(each for each in fields(kind) if each.name == name)
+
+
+def open_lists(texts: Sequence[str]) -> tuple[str, ...]:
+    """The values of a flag that takes several, where a text may be a JSON list of them: `1 2` or `[1,2]`."""
+    values: list[str] = []
+    for text in texts:
+        try:
+            values += map(str, json.loads(text)) if text.startswith("[") else [text]
+        except ValueError as error:
+            raise ConfigError(f"'{text}' is no JSON list ({error})") from None
+    return tuple(values)

@@ -1,0 +1,8 @@
+"""Measures a server from outside, over HTTP: any server that speaks one of the protocols, not only atom's.
+
+    python -m atom.benchmarks.benchmark_serving --model M --base-url http://localhost:8000 --dataset-name random
+    python -m atom.benchmarks.matrix --model M --tp 1 2 --concurrency 4 8 16 --result-dir results
+    python -m atom.benchmarks.compare results/before results/after
+
+Imports nothing else of atom, and no torch: it may run on a machine that has neither. Needs the extra `bench`.
+"""

@@ -1,0 +1,138 @@
+"""The flags of the serving benchmark: ROCm/ATOM's names and defaults.
+
+    args = read_arguments(["--model", "org/model", "--dataset_name=random", "--goodput", "ttft:200"])
+    args.endpoint, args.base_url, args.goodput      # "/v1/completions", "http://127.0.0.1:8000", {"ttft": 200.0}
+
+What contradicts itself is refused here, before a tokenizer is loaded or a request is sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+
+from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS
+from atom.benchmarks.benchmark_utils import FlagParser, UsageError, count_int, positive_float, positive_int
+from atom.benchmarks.metrics import METRICS, parse_goodput
+
+ENDPOINTS = {
+    "openai-chat": "/v1/chat/completions",
+    "tgi": "/generate_stream",
+    "tensorrt-llm": "/v2/models/ensemble/generate_stream",
+}  # the others speak OpenAI's /v1/completions
+ENDINGS = {"openai-chat": "/chat/completions", "tgi": "/generate_stream", "tensorrt-llm": "/generate_stream"}
+TEXT_ONLY = ("openai-chat", "tgi", "tensorrt-llm", "deepspeed-mii")  # take no token ids
+NO_IGNORE_EOS = ("tgi", "deepspeed-mii")  # their protocols have no such field
+DATASETS = ("random", "sharegpt", "sonnet", "burstgpt", "hf")
+
+
+def make_parser() -> FlagParser:
+    description = "Sends requests to a server and reports how fast it answers."
+    parser = FlagParser("benchmark_serving", description, usage="--model MODEL [flags]")
+    add = parser.add_argument
+    add("--backend", default="vllm", choices=sorted(ASYNC_REQUEST_FUNCS), help="the protocol that the server speaks")
+    add("--model", required=True, help="the model: its name, and where its tokenizer is, unless others are given")
+    add("--served-model-name", help="the name that requests give the model, where it is not --model")
+    add("--tokenizer", help="a folder or hub id, where it is not --model's")
+    add("--trust-remote-code", action="store_true", help="run a tokenizer's own code")
+    add("--base-url", help="http://host:port, in place of --host and --port")
+    add("--host", default="127.0.0.1", help="the server's host")
+    add("--port", type=positive_int, default=8000, help="the server's port")
+    add("--endpoint", help="the path that requests are sent to; by default the backend's own")
+    add("--num-prompts", type=positive_int, default=1000, help="requests to send")
+    add("--request-rate", type=positive_float, default=math.inf, help="requests a second; inf sends all at once")
+    add("--burstiness", type=positive_float, default=1.0, help="1: Poisson arrivals; less: in bursts; more: even")
+    add("--max-concurrency", type=positive_int, help="requests under way at most; by default any number")
+    add("--num-warmups", type=positive_int, default=1, help="requests before those that count")
+    add("--ignore-eos", action="store_true", help="ask for answers of full length")
+    add("--seed", type=count_int, default=0, help="of prompts, lengths and arrivals")
+    add("--profile", action="store_true", help="POST /start_profile before and /stop_profile after")
+    add("--disable-tqdm", action="store_true", help="show no progress bar")
+
+    group = parser.add_argument_group("prompts")
+    add = group.add_argument
+    add("--dataset-name", default="sharegpt", choices=DATASETS, help="where prompts come from")
+    add("--dataset-path", help="its file; of hf a hub id, folder or file")
+    add("--use-chat-template", action="store_true", help="put prompts into the tokenizer's chat template")
+    add("--random-input-len", type=positive_int, default=1024, help="tokens of a prompt")
+    add("--random-output-len", type=positive_int, default=128, help="tokens of an answer")
+    add("--random-range-ratio", type=float, default=1.0, help="lengths are uniform from this share of them up to them")
+    add("--random-prefix-len", type=count_int, default=0, help="tokens before the prompt that all requests share")
+    add("--sharegpt-output-len", type=positive_int, help="tokens of an answer, in place of the data set's")
+    add("--sonnet-input-len", type=positive_int, default=550, help="tokens of a prompt")
+    add("--sonnet-output-len", type=positive_int, default=150, help="tokens of an answer")
+    add("--sonnet-prefix-len", type=positive_int, default=200, help="tokens that all prompts share")
+    add("--hf-subset", help="subset of the data set")
+    add("--hf-split", help="split of the data set; train where none is given")
+    add("--hf-output-len", type=positive_int, help="tokens of an answer, in place of the data set's")
+
+    group = parser.add_argument_group("results")
+    add = group.add_argument
+    add("--percentile-metrics", default="ttft,tpot,itl", help=f"what the table shows, of {','.join(METRICS)}")
+    add("--metric-percentiles", default="99", help="as in 25,50,75,99")
+    add("--goodput", nargs="+", metavar="KEY:MS", help="objectives, as in ttft:200 tpot:50 e2el:5000 (milliseconds)")
+    add("--save-result", action="store_true", help="write a JSON file")
+    add("--result-dir", help="its folder; by default the current one")
+    add("--result-filename", help="its name; by default made of backend, rate, concurrency, model and date")
+    add("--metadata", nargs="*", metavar="KEY=VALUE", help="kept in the JSON file")
+    return parser
+
+
+def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments, with texts parsed and defaults that depend on others filled in. UsageError."""
+    args = make_parser().read(argv)
+    args.base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
+    args.endpoint = args.endpoint or ENDPOINTS.get(args.backend, "/v1/completions")
+    args.percentile_metrics = [each.strip() for each in args.percentile_metrics.split(",") if each.strip()]
+    args.metric_percentiles = parse_percentiles(args.metric_percentiles)
+    args.goodput = parse_goodput(args.goodput or [])
+    args.metadata = parse_metadata(args.metadata or [])
+    refuse_contradictions(args)
+    return args
+
+
+def refuse_contradictions(args: argparse.Namespace) -> None:
+    if unknown := ", ".join(sorted(set(args.percentile_metrics) - set(METRICS))):
+        raise UsageError(f"--percentile-metrics: there is no {unknown}; there are {', '.join(METRICS)}")
+    if not args.base_url.startswith(("http://", "https://")):
+        raise UsageError(f"--base-url {args.base_url}: write http://host:port")
+    if not args.endpoint.startswith("/"):
+        raise UsageError(f"--endpoint {args.endpoint}: write a path, as in /v1/completions")
+    ending = ENDINGS.get(args.backend, "/completions")
+    is_chat = args.endpoint.endswith("/chat/completions")
+    if not args.endpoint.endswith(ending) or is_chat != (args.backend == "openai-chat"):
+        mend = "use --backend openai-chat" if is_chat else f"its path ends with {ending}"
+        raise UsageError(f"--endpoint {args.endpoint} does not speak the protocol of {args.backend}: {mend}")
+    if args.ignore_eos and args.backend in NO_IGNORE_EOS:
+        raise UsageError(f"--ignore-eos: the protocol of {args.backend} has nothing to ask for it with")
+    if args.use_chat_template and args.backend == "openai-chat":
+        raise UsageError("--use-chat-template: openai-chat's server applies the template itself; leave the flag out")
+    if args.backend == "deepspeed-mii" and args.goodput.keys() & {"ttft", "tpot"}:
+        raise UsageError("--goodput: deepspeed-mii answers in one piece, only e2el is known")
+    if not 0 < args.random_range_ratio <= 1:
+        raise UsageError(f"--random-range-ratio {args.random_range_ratio}: it is greater than 0 and at most 1")
+    if math.isinf(args.burstiness):
+        raise UsageError("--burstiness inf: give a number")
+    if args.dataset_name != "random" and not args.dataset_path:
+        raise UsageError(f"--dataset-name {args.dataset_name} needs --dataset-path; random needs no file")
+    for flag in ("result_dir", "result_filename"):
+        if getattr(args, flag) and not args.save_result:
+            raise UsageError(f"--{flag.replace('_', '-')} says where a result goes: add --save-result")
+
+
+def parse_percentiles(text: str) -> list[float]:
+    try:
+        ranks = [float(each) for each in text.split(",") if each.strip()]
+    except ValueError:
+        raise UsageError(f"--metric-percentiles {text}: write numbers, as in 25,50,99") from None
+    if not ranks or not all(0 <= rank <= 100 for rank in ranks):
+        raise UsageError(f"--metric-percentiles {text}: percentiles are from 0 to 100")
+    return sorted(set(ranks))
+
+
+def parse_metadata(pairs: Sequence[str]) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            raise UsageError(f"--metadata {pair}: write KEY=VALUE")
+    return {key.strip(): value.strip() for key, _, value in (pair.partition("=") for pair in pairs)}

@@ -1,0 +1,186 @@
+"""One request to a server, by the protocol of its backend, and when its tokens came.
+
+    request = RequestFuncInput("Once upon a time", "http://localhost:8000/v1/completions", 4, 128, "org/model")
+    async with aiohttp.ClientSession() as session:
+        output = await ASYNC_REQUEST_FUNCS["vllm"](request, session)
+    output.success, output.ttft, output.itl, output.generated_text, output.error
+
+A time is taken once for each chunk that the socket gives, before anything in it is read. What goes wrong with a request
+is in its output's `error`; nothing is raised.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from atom.benchmarks import protocols
+from atom.benchmarks.benchmark_utils import one_line
+from atom.benchmarks.sse import EventReader
+
+if TYPE_CHECKING:
+    import aiohttp
+
+ERROR_LENGTH = 500  # characters of a server's answer that an error repeats
+
+
+@dataclass(slots=True)
+class RequestFuncInput:
+    prompt: str | list[int]  # text, or token ids where the protocol takes them
+    api_url: str
+    prompt_len: int  # tokens, as we count them
+    output_len: int  # tokens asked for
+    model: str
+    ignore_eos: bool = False
+
+
+@dataclass(slots=True)
+class RequestFuncOutput:
+    generated_text: str = ""
+    success: bool = False
+    latency: float = 0.0  # seconds from sending to the end of the answer
+    ttft: float | None = None  # seconds from sending to the first token; None where the protocol does not stream
+    itl: list[float] = field(default_factory=list)  # seconds between the arrivals of tokens
+    tpot: float | None = None  # seconds a token after the first, once these are counted; None with fewer than two
+    prompt_len: int = 0  # tokens, as the server counts them where it says so
+    output_tokens: int | None = None  # as the server counts them; None where it does not say
+    error: str = ""
+
+
+RequestFunc = Callable[[RequestFuncInput, "aiohttp.ClientSession"], Awaitable[RequestFuncOutput]]
+Read = Callable[[bytes, protocols.Progress], str | None]
+
+
+async def async_request_openai_completions(
+    request: RequestFuncInput, session: aiohttp.ClientSession
+) -> RequestFuncOutput:
+    """POST /v1/completions, streamed."""
+    payload = {"model": request.model, "prompt": request.prompt, "max_tokens": request.output_len, **OPENAI}
+    return await stream(request, session, payload | ignore_eos(request), protocols.read_completion)
+
+
+async def async_request_openai_chat_completions(
+    request: RequestFuncInput, session: aiohttp.ClientSession
+) -> RequestFuncOutput:
+    """POST /v1/chat/completions, streamed, with the prompt as the user's only message."""
+    messages = [{"role": "user", "content": request.prompt}]
+    payload = {"model": request.model, "messages": messages, "max_completion_tokens": request.output_len, **OPENAI}
+    return await stream(request, session, payload | ignore_eos(request), protocols.read_chat)
+
+
+async def async_request_tgi(request: RequestFuncInput, session: aiohttp.ClientSession) -> RequestFuncOutput:
+    """POST /generate_stream of text-generation-inference; greedy, since it takes no temperature of 0."""
+    parameters = {"max_new_tokens": request.output_len, "do_sample": False, "details": True}
+    return await stream(request, session, {"inputs": request.prompt, "parameters": parameters}, protocols.read_tgi)
+
+
+async def async_request_trt_llm(request: RequestFuncInput, session: aiohttp.ClientSession) -> RequestFuncOutput:
+    """POST …/generate_stream of Triton's TensorRT-LLM backend, which sends one token an event."""
+    payload = {"text_input": request.prompt, "max_tokens": request.output_len, "temperature": 0.0, "top_p": 1.0}
+    shortest = {"min_length": request.output_len} if request.ignore_eos else {}
+    return await stream(request, session, payload | shortest | {"stream": True}, protocols.read_trt_llm)
+
+
+async def async_request_deepspeed_mii(request: RequestFuncInput, session: aiohttp.ClientSession) -> RequestFuncOutput:
+    """POST /v1/completions of DeepSpeed-MII, which answers in one piece: only the latency is known."""
+    payload: dict[str, Any] = {"model": request.model, "prompt": request.prompt, "max_tokens": request.output_len}
+    payload |= {"temperature": 0.01, "top_p": 1.0}  # it takes no temperature of 0
+    output = RequestFuncOutput(prompt_len=request.prompt_len)
+
+    async def read(response: aiohttp.ClientResponse, started: float) -> None:
+        body = await response.read()
+        output.latency = time.perf_counter() - started
+        progress = protocols.Progress()
+        output.generated_text = protocols.read_mii(body, progress)
+        take_counts(output, progress)
+
+    return await post(request, session, payload, output, read)
+
+
+OPENAI: Mapping[str, Any] = {"temperature": 0.0, "stream": True, "stream_options": {"include_usage": True}}
+
+ASYNC_REQUEST_FUNCS: Mapping[str, RequestFunc] = {
+    "tgi": async_request_tgi,
+    "vllm": async_request_openai_completions,
+    "lmdeploy": async_request_openai_completions,
+    "deepspeed-mii": async_request_deepspeed_mii,
+    "openai": async_request_openai_completions,
+    "openai-chat": async_request_openai_chat_completions,
+    "tensorrt-llm": async_request_trt_llm,
+    "scalellm": async_request_openai_completions,
+    "sglang": async_request_openai_completions,
+}
+
+
+def ignore_eos(request: RequestFuncInput) -> dict[str, bool]:
+    return {"ignore_eos": True} if request.ignore_eos else {}  # OpenAI's own server refuses the field
+
+
+async def stream(
+    request: RequestFuncInput, session: aiohttp.ClientSession, payload: Mapping[str, Any], read_event: Read
+) -> RequestFuncOutput:
+    """Send a request whose answer is streamed. read_event: the text of an event that brings a token, else None."""
+    output = RequestFuncOutput(prompt_len=request.prompt_len)
+
+    async def read(response: aiohttp.ClientResponse, started: float) -> None:
+        events, progress = EventReader(), protocols.Progress()
+        texts: list[str] = []
+        last = started
+        async for chunk in response.content.iter_any():
+            now = time.perf_counter()
+            for data in events.feed(chunk):
+                text = read_event(data, progress)
+                if text is None:
+                    continue
+                if output.ttft is None:
+                    output.ttft = now - started
+                else:
+                    output.itl.append(now - last)
+                last = now
+                texts.append(text)
+        output.latency = time.perf_counter() - started
+        output.generated_text = "".join(texts)
+        take_counts(output, progress)
+        if not progress.is_ended:
+            raise protocols.ProtocolError(f"the stream ended early, after {len(texts)} tokens")
+        if output.ttft is None:
+            raise protocols.ProtocolError("the answer brought no token, so that there is nothing to time")
+
+    return await post(request, session, payload, output, read)
+
+
+async def post(
+    request: RequestFuncInput,
+    session: aiohttp.ClientSession,
+    payload: Mapping[str, Any],
+    output: RequestFuncOutput,
+    read: Callable[[aiohttp.ClientResponse, float], Awaitable[None]],
+) -> RequestFuncOutput:
+    """Send a request and let `read` fill the output; what fails becomes its error."""
+    import aiohttp  # the session has it loaded
+
+    body = msgspec.json.encode(payload)
+    started = time.perf_counter()
+    try:
+        async with session.post(request.api_url, data=body, headers={"Content-Type": "application/json"}) as response:
+            if response.status != 200:
+                text = (await response.text(errors="replace"))[:ERROR_LENGTH]
+                raise protocols.ProtocolError(f"HTTP {response.status} {response.reason}: {text}")
+            await read(response, started)
+        output.success = True
+    except protocols.ProtocolError as error:
+        output.error = one_line(str(error))
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        output.error = one_line(f"the server sent what its protocol does not know: {error}")
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        output.error = one_line(f"{type(error).__name__}: {error}")
+    return output
+
+
+def take_counts(output: RequestFuncOutput, progress: protocols.Progress) -> None:
+    output.output_tokens = progress.output_tokens
+    output.prompt_len = progress.prompt_tokens or output.prompt_len

@@ -1,0 +1,194 @@
+"""How fast a server answers: requests are sent to it over HTTP, their tokens timed as they stream back.
+
+    python -m atom.benchmarks.benchmark_serving --model org/model --base-url http://localhost:8000 \\
+        --dataset-name random --random-input-len 1024 --random-output-len 128 --num-prompts 1000 --ignore-eos
+
+The table goes to stdout, everything else to stderr. Exit code 1 where no request was answered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from atom.benchmarks import datasets, random_dataset
+from atom.benchmarks.arguments import TEXT_ONLY, read_arguments
+from atom.benchmarks.backend_request_func import RequestFuncInput, RequestFuncOutput
+from atom.benchmarks.benchmark_utils import (
+    BenchmarkError,
+    UsageError,
+    convert_to_pytorch_benchmark_format,
+    report,
+    say,
+    write_json,
+)
+from atom.benchmarks.client import Measurement, measure, run_loop
+from atom.benchmarks.metrics import BenchmarkMetrics, calculate_metrics, finish_outputs, flatten_metrics, format_table
+from atom.benchmarks.prompts import PromptForm, SampleRequest
+from atom.benchmarks.tokenizer import Tokenizer, load_tokenizer
+
+ALWAYS = 99.0  # the percentile that a result file has in any case
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return report("benchmark_serving", lambda: run(read_arguments(argv)))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print and save. The exit code; BenchmarkError, UsageError."""
+    tokenizer = find_tokenizer(args)
+    requests = make_inputs(args, sample_requests(args, tokenizer))
+    say(describe_traffic(args, len(requests)))
+    measured = run_loop(measure(args, requests))
+    count = (lambda text: len(tokenizer.encode(text, add_special_tokens=False))) if tokenizer else None
+    tell_failures(measured.outputs)
+    finish_outputs(measured.outputs, count)
+    tell_lengths(args, requests, measured.outputs)
+    percentiles = sorted({*args.metric_percentiles, ALWAYS})
+    metrics = calculate_metrics(measured.outputs, measured.seconds, percentiles, args.goodput)
+    print(format_table(metrics, args.percentile_metrics, args.metric_percentiles))
+    if args.save_result:
+        save(args, make_result(args, tokenizer, requests, measured, metrics))
+    if measured.trouble:
+        raise BenchmarkError(measured.trouble)
+    return 0
+
+
+def find_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    """The tokenizer; None where it cannot be had and is not needed, since random prompts can be token ids."""
+    is_needed = args.tokenizer or args.dataset_name != "random" or args.use_chat_template or args.backend in TEXT_ONLY
+    try:
+        return load_tokenizer(args.tokenizer or args.model, trust_remote_code=args.trust_remote_code)
+    except UsageError as error:
+        if is_needed:
+            raise
+        say(f"{error}; random prompts are sent as token ids")
+        return None
+
+
+def sample_requests(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[SampleRequest]:
+    """Prompts and lengths, from the data set that the arguments name."""
+    rng = numpy.random.default_rng(args.seed)
+    if args.dataset_name == "random":
+        ratio, prefix_len = args.random_range_ratio, args.random_prefix_len
+        inputs = random_dataset.draw_lengths(rng, args.num_prompts, args.random_input_len, range_ratio=ratio)
+        outputs = random_dataset.draw_lengths(rng, args.num_prompts, args.random_output_len, range_ratio=ratio)
+        if tokenizer is None:
+            size = random_dataset.find_vocab_size(args.model)
+            return random_dataset.sample_random_ids(rng, size, inputs, outputs, prefix_len=prefix_len)
+    assert tokenizer is not None, "only random prompts can do without"
+    form = PromptForm(tokenizer, is_chat=args.backend == "openai-chat", use_chat_template=args.use_chat_template)
+    if args.use_chat_template and not tokenizer.has_template:
+        raise UsageError(f"--use-chat-template: the tokenizer {args.tokenizer or args.model} has no chat template")
+    if args.dataset_name == "random":
+        return random_dataset.sample_random(rng, form, inputs, outputs, prefix_len=prefix_len)
+    if args.dataset_name == "hf":
+        names = {"subset": args.hf_subset, "split": args.hf_split, "num": args.num_prompts}
+        conversations = datasets.read_hf(args.dataset_path, **names)
+        return datasets.sample_sharegpt(rng, form, args.num_prompts, conversations, output_len=args.hf_output_len)
+    path = Path(args.dataset_path)
+    if not path.is_file():
+        raise UsageError(f"--dataset-path {path}: no such file; {args.dataset_name} is read from one on this disk")
+    if args.dataset_name == "burstgpt":
+        return datasets.sample_burstgpt(rng, form, args.num_prompts, path)
+    if args.dataset_name == "sonnet":
+        lengths = {name: getattr(args, f"sonnet_{name}") for name in ("input_len", "output_len", "prefix_len")}
+        return datasets.sample_sonnet(rng, form, args.num_prompts, path, **lengths)
+    conversations = datasets.read_sharegpt(path)
+    return datasets.sample_sharegpt(rng, form, args.num_prompts, conversations, output_len=args.sharegpt_output_len)
+
+
+def make_inputs(args: argparse.Namespace, samples: Sequence[SampleRequest]) -> list[RequestFuncInput]:
+    url, model = args.base_url + args.endpoint, args.served_model_name or args.model
+    return [
+        RequestFuncInput(each.prompt, url, each.prompt_len, each.expected_output_len, model, args.ignore_eos)
+        for each in samples
+    ]
+
+
+def describe_traffic(args: argparse.Namespace, num: int) -> str:
+    limit = f", at most {args.max_concurrency} under way" if args.max_concurrency else ""
+    rate = "all at once" if args.request_rate == float("inf") else f"{args.request_rate:g} requests a second"
+    burst = "" if args.request_rate == float("inf") else f" (burstiness {args.burstiness:g})"
+    return f"{num} requests to {args.base_url}{args.endpoint}: {rate}{burst}{limit}"
+
+
+def tell_failures(outputs: Sequence[RequestFuncOutput]) -> None:
+    """BenchmarkError where every request failed."""
+    errors = [output.error for output in outputs if not output.success]
+    if len(errors) == len(outputs):
+        raise BenchmarkError(f"all {len(outputs)} requests failed; the first error: {errors[0]}")
+    if errors:
+        say(f"{len(errors)} of {len(outputs)} requests failed; the first error: {errors[0]}")
+
+
+def tell_lengths(
+    args: argparse.Namespace, requests: Sequence[RequestFuncInput], outputs: Sequence[RequestFuncOutput]
+) -> None:
+    """Say where prompts or answers were not as long as they were to be: such numbers do not compare."""
+    answered = [pair for pair in zip(requests, outputs, strict=True) if pair[1].success]
+    prompts = [(asked.prompt_len, got.prompt_len) for asked, got in answered if asked.prompt_len != got.prompt_len]
+    if prompts:
+        asked_len, got_len = prompts[0]
+        say(f"{len(prompts)} of {len(answered)} prompts have another length for the server: {got_len}, not {asked_len}")
+    answers = [
+        (asked.output_len, got.output_tokens) for asked, got in answered if asked.output_len != got.output_tokens
+    ]
+    if answers and args.ignore_eos:
+        asked_len, num = answers[0]
+        say(f"{len(answers)} of {len(answered)} answers have another length than asked for: {num}, not {asked_len}")
+
+
+def make_result(
+    args: argparse.Namespace,
+    tokenizer: Tokenizer | None,
+    requests: Sequence[RequestFuncInput],
+    measured: Measurement,
+    metrics: BenchmarkMetrics,
+) -> dict[str, Any]:
+    """What a result file holds. Metadata stands under its own names too, where nothing else has them."""
+    outputs = measured.outputs
+    return {
+        **args.metadata,
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "backend": args.backend,
+        "model_id": args.model,
+        "tokenizer_id": (args.tokenizer or args.model) if tokenizer else None,
+        "num_prompts": len(requests),
+        "request_rate": args.request_rate,
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+        "metadata": args.metadata,
+        "hardware": measured.hardware,
+        "hardware_of": measured.hardware_of,
+        **flatten_metrics(metrics),
+        "input_lens": [output.prompt_len for output in outputs],
+        "output_lens": [output.output_tokens or 0 for output in outputs],
+        "ttfts": [output.ttft for output in outputs],
+        "itls": [output.itl for output in outputs],
+        "generated_texts": [output.generated_text for output in outputs],
+        "errors": [output.error for output in outputs],
+    }
+
+
+def save(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
+    """Write the result file and, where the environment asks for it, its records for PyTorch's benchmark database."""
+    limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
+    model = args.model.rstrip("/").rpartition("/")[2]
+    name = args.result_filename or f"{args.backend}-{args.request_rate:g}qps{limit}-{model}-{result['date']}.json"
+    path = Path(args.result_dir or ".") / name
+    write_json(path, result)
+    say(f"wrote {path}")
+    names = [name for name, value in result.items() if name.endswith(("_ms", "_throughput")) and value is not None]
+    if records := convert_to_pytorch_benchmark_format(args, {name: [result[name]] for name in names}, args.metadata):
+        write_json(path.with_suffix(".pytorch.json"), records)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

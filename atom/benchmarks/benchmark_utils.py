@@ -1,0 +1,155 @@
+"""What the commands of this package share: how flags are read, how errors end them, how results are written.
+
+    parser = FlagParser("matrix", "Measures ...", usage="--model MODEL [flags]")
+    parser.add_argument("--result-dir")                         # --result_dir is the same flag
+    sys.exit(report("matrix", lambda: run(parser.read())))
+    write_json(Path("results/a.json"), {"request_rate": math.inf})   # whole or not at all
+
+A mistake in the flags is one line and exit code 2, another error that we foresee one line and 1, Ctrl-C 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+
+class BenchmarkError(Exception):
+    """The measurement cannot go on: what happened, where, what to do, in one line."""
+
+    exit_code = 1
+
+
+class UsageError(BenchmarkError):
+    """The command line, or a file that it names, is wrong."""
+
+    exit_code = 2
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False) else super()._get_help_string(action)
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Flags are written with - or _, never abbreviated, and a mistake raises UsageError."""
+
+    def __init__(self, name: str, description: str, usage: str) -> None:
+        prog = f"python -m atom.benchmarks.{name}"
+        super().__init__(
+            prog, f"{prog} {usage}", description, formatter_class=partial(Help, width=110), allow_abbrev=False
+        )
+
+    def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse a command line, by default that of the process."""
+        return self.parse_args([self._spell(each) for each in (sys.argv[1:] if argv is None else argv)])
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; {self.prog} --help shows what there is")
+
+    def _spell(self, text: str) -> str:
+        name, equals, value = text.partition("=")
+        flag = name.replace("_", "-")
+        return flag + equals + value if flag in self._option_string_actions else text
+
+
+def report(command: str, work: Callable[[], int]) -> int:
+    """The exit code of some work; an error that we foresee is one line on stderr."""
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code
+    except BenchmarkError as error:
+        print(f"{command}: {one_line(str(error))}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted", file=sys.stderr)
+        return 130
+    except OSError as error:
+        print(f"{command}: {one_line(str(error))}", file=sys.stderr)
+        return 1
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def say(text: str) -> None:
+    """A line for the person who watches; results alone go to stdout."""
+    print(one_line(text), file=sys.stderr, flush=True)
+
+
+def positive_int(text: str) -> int:
+    """The type of a flag that counts."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def count_int(text: str) -> int:
+    """The type of a flag that counts and may be 0."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} is less than 0")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """The type of a flag that measures; inf is allowed."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
+    return value
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file that appears whole or not at all; an infinite number becomes the text "inf"."""
+    text = json.dumps(name_infinite(value), allow_nan=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def name_infinite(value: Any) -> Any:
+    if isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    if isinstance(value, Mapping):
+        return {key: name_infinite(each) for key, each in value.items()}
+    return [name_infinite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def convert_to_pytorch_benchmark_format(
+    args: argparse.Namespace, metrics: Mapping[str, Sequence[float]], extra_info: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Results as records of PyTorch's benchmark database, one for each metric.
+
+    metrics: values by name. extra_info: what else is known of the run; its tensor_parallel_size joins the arguments.
+    Nothing unless SAVE_TO_PYTORCH_BENCHMARK_FORMAT is set in the environment, as its other producers hold it.
+    """
+    if not os.environ.get("SAVE_TO_PYTORCH_BENCHMARK_FORMAT"):
+        return []
+    arguments = dict(vars(args))
+    if not arguments.get("tensor_parallel_size") and "tensor_parallel_size" in extra_info:
+        arguments["tensor_parallel_size"] = extra_info["tensor_parallel_size"]
+    return [
+        {
+            "benchmark": {"name": "atom benchmark", "extra_info": {"args": arguments}},
+            "model": {"name": args.model},
+            "metric": {"name": name, "benchmark_values": list(values), "extra_info": dict(extra_info)},
+        }
+        for name, values in metrics.items()
+    ]

@@ -1,0 +1,163 @@
+"""The client of a measurement: warms the server up, sends the requests, and asks the server what it runs on.
+
+    measured = run_loop(measure(args, requests))        # args of read_arguments, requests as RequestFuncInput
+    measured.outputs, measured.seconds, measured.hardware
+
+OPENAI_API_KEY of the environment is sent as the bearer's token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy
+
+from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS, RequestFuncInput, RequestFuncOutput
+from atom.benchmarks.benchmark_utils import BenchmarkError, one_line
+from atom.benchmarks.hardware import describe_machine
+from atom.benchmarks.traffic import draw_arrivals, send_all
+
+if TYPE_CHECKING:
+    import aiohttp
+
+T = TypeVar("T")
+
+LONGEST = 6 * 3600  # seconds that a request may take
+KEEP_ALIVE = 3  # seconds that a free connection is kept: servers close theirs after 5
+SPARE_FILES = 64  # descriptors beside those of the connections
+
+
+@dataclass(frozen=True)
+class Measurement:
+    outputs: list[RequestFuncOutput]  # in the order of the requests
+    seconds: float
+    hardware: str  # what the server runs on, where it says so; else what this machine is
+    hardware_of: str  # server or client
+    trouble: str  # what went wrong after the requests; empty where nothing did
+
+
+def run_loop(work: Coroutine[Any, Any, T]) -> T:
+    """Run on uvloop where there is one: it costs half of asyncio's own loop."""
+    factory = asyncio.new_event_loop
+    if sys.platform != "win32":
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(work)
+
+
+async def measure(args: argparse.Namespace, requests: Sequence[RequestFuncInput]) -> Measurement:
+    """BenchmarkError where the server does not answer the first request."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    request_func = ASYNC_REQUEST_FUNCS[args.backend]
+    arrivals = draw_arrivals(len(requests), args.request_rate, args.burstiness, numpy.random.default_rng(args.seed))
+    allow_connections(min(args.max_concurrency or len(requests), len(requests)))
+    async with open_session() as session:
+
+        async def send(request: RequestFuncInput) -> RequestFuncOutput:
+            return await request_func(request, session)
+
+        await warm_up([requests[at % len(requests)] for at in range(args.num_warmups)], send)
+        hardware, hardware_of = await ask_hardware(session, args.base_url)
+        troubles: list[str] = []
+        async with profiling(session, args.base_url, troubles) if args.profile else contextlib.nullcontext():
+            with tqdm(total=len(requests), disable=args.disable_tqdm, unit="req") as bar, untracked_past():
+                outputs, seconds = await send_all(
+                    requests, send, arrivals, max_concurrency=args.max_concurrency, on_end=bar.update
+                )
+    return Measurement(outputs, seconds, hardware, hardware_of, " ".join(troubles))
+
+
+def open_session() -> aiohttp.ClientSession:
+    try:
+        import aiohttp
+    except ImportError:
+        raise BenchmarkError("sending requests needs the package aiohttp: pip install 'atom-run[bench]'") from None
+    key = os.environ.get("OPENAI_API_KEY")
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE),
+        timeout=aiohttp.ClientTimeout(total=LONGEST),
+        headers={"Authorization": f"Bearer {key}"} if key else {},
+    )
+
+
+async def warm_up(requests: Sequence[RequestFuncInput], send: Any) -> None:
+    """Send these, the first one alone, so that a server that cannot answer is found out early."""
+    first = await send(requests[0])
+    outputs = [first, *await asyncio.gather(*map(send, requests[1:]))] if first.success else [first]
+    if failed := [output.error for output in outputs if not output.success]:
+        raise BenchmarkError(
+            f"a test request to {requests[0].api_url} failed: {failed[0]}; is the server up, and are --backend, "
+            "--endpoint and --model what it expects?"
+        )
+
+
+async def ask_hardware(session: aiohttp.ClientSession, base_url: str) -> tuple[str, str]:
+    """The `hardware` that /version of the server tells, and "server"; else this machine, and "client"."""
+    import aiohttp
+
+    with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):  # a server need not have this route
+        async with session.get(f"{base_url}/version", timeout=aiohttp.ClientTimeout(total=5)) as response:
+            told = await response.json() if response.status == 200 else {}
+            if isinstance(told, dict) and told.get("hardware"):
+                return str(told["hardware"]), "server"
+    return describe_machine(), "client"
+
+
+@contextlib.asynccontextmanager
+async def profiling(session: aiohttp.ClientSession, base_url: str, troubles: list[str]) -> AsyncIterator[None]:
+    """The server's profiler runs within. Where it cannot be stopped, that becomes a trouble: the results stay."""
+    if refused := await post_profile(session, f"{base_url}/start_profile"):
+        raise BenchmarkError(f"--profile: {refused}")
+    try:
+        yield
+    finally:
+        if refused := await post_profile(session, f"{base_url}/stop_profile"):
+            troubles.append(f"--profile: {refused}")
+
+
+async def post_profile(session: aiohttp.ClientSession, url: str) -> str:
+    """What is wrong, or an empty text."""
+    import aiohttp
+
+    try:
+        async with session.post(url) as response:
+            text = (await response.text(errors="replace"))[:500]
+            return "" if response.status == 200 else one_line(f"{url} answers HTTP {response.status}: {text}")
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        return one_line(f"{url}: {type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def untracked_past() -> Iterator[None]:
+    """Within, the garbage collector passes over what there was before: its pauses would be timed as the server's."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def allow_connections(num: int) -> None:
+    """Raise this process's limit of open files, as far as it may be. BenchmarkError where that is too low."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        if hard != resource.RLIM_INFINITY and hard < wanted:
+            raise BenchmarkError(f"{num} connections need more open files than {hard}: set --max-concurrency")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

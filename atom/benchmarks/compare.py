@@ -1,0 +1,194 @@
+"""Two sets of results beside each other: the ratios of what was measured alike, and a plot.
+
+    python -m atom.benchmarks.compare results/before results/after --output before_after
+    python -m atom.benchmarks.compare a.json b.json
+    python -m atom.benchmarks.compare results/public results/clean      # results/public_tp8_….json, no such folders
+
+Results belong together by their names without the prefix. The table goes to stdout, and before_after.png and
+before_after.html show throughput against interactivity. Sentences below it say what keeps numbers from being compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from atom.benchmarks.benchmark_utils import FlagParser, UsageError, report, say
+from atom.benchmarks.plot import Point, Series, draw_png, write_html
+
+NAME = re.compile(r"(?:(?P<prefix>.*)_)?(?P<key>tp(?P<tp>\d+)_isl(?P<isl>\d+)_osl(?P<osl>\d+)_conc(?P<conc>\d+))")
+COLUMNS = (  # key of a result, title
+    ("output_throughput", "output tok/s"),
+    ("median_ttft_ms", "median TTFT ms"),
+    ("median_tpot_ms", "median TPOT ms"),
+)
+
+
+@dataclass(frozen=True)
+class Results:
+    label: str
+    by_key: Mapping[str, Mapping[str, Any]]  # what a result file holds, by its name without the prefix
+
+
+def make_parser() -> FlagParser:
+    description = "Shows the results of two measurements, or of two folders of them, beside each other."
+    parser = FlagParser("compare", description, usage="A B [--output NAME]")
+    about = "a folder of results, a result file, or the beginning of several files' names: folder/prefix"
+    parser.add_argument("a", metavar="A", help=about)
+    parser.add_argument("b", metavar="B", help="the same; ratios are B / A")
+    parser.add_argument("--output", default="compare", help="NAME.png and NAME.html are written")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return report("compare", lambda: run(make_parser().read(argv)))
+
+
+def run(args: argparse.Namespace) -> int:
+    a, b = read_pair(args.a, args.b)
+    both = sorted(a.by_key.keys() & b.by_key.keys(), key=sort_key)
+    if not both:
+        raise UsageError(f"{args.a} and {args.b} have no result in common: names without the prefix have to be equal")
+    notes = [note for tell in (tell_failures, tell_undrawn, tell_hardware) if (note := tell(a, b, both))]
+    rows = make_rows(a, b, both)
+    print("\n".join([*format_rows(rows), *notes]))
+    for one, other in ((a, b), (b, a)):
+        if alone := sorted(one.by_key.keys() - other.by_key.keys(), key=sort_key):
+            say(f"only in {one.label}: {', '.join(alone)}")
+    series = [line for results in (a, b) for line in make_series(results, both)]
+    output = Path(args.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    png, html = Path(f"{output}.png"), Path(f"{output}.html")
+    draw_png(series, png)
+    write_html(series, rows, f"{b.label} against {a.label}", notes, html)
+    say(f"wrote {png} and {html}")
+    return 0
+
+
+def read_pair(first: str, second: str) -> tuple[Results, Results]:
+    """Two files belong together whatever their names are."""
+    a, b = read_results(first), read_results(second)
+    if Path(first).is_file() and Path(second).is_file():
+        key = next(iter(a.by_key))
+        b = Results(b.label, {key: next(iter(b.by_key.values()))})
+    return (a, b) if a.label != b.label else (Results(first, a.by_key), Results(second, b.by_key))
+
+
+def read_results(where: str) -> Results:
+    """The results of a file, of a folder, or of the files whose names begin so."""
+    path = Path(where)
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
+        files = sorted(path.glob("*.json"))
+    else:
+        files = sorted(path.parent.glob(f"{path.name}_*.json"))
+    found: dict[str, tuple[Path, Mapping[str, Any]]] = {}
+    for file in files:
+        if (result := read_result(file, is_named=path.is_file())) is None:
+            continue
+        key = name_key(file.stem)
+        if key in found:
+            raise UsageError(f"{found[key][0]} and {file} are both {key}: name one of them, as in {file.parent}/PREFIX")
+        found[key] = (file, result)
+    if not found:
+        raise UsageError(f"{where}: no such file, folder or prefix with results")
+    return Results(path.stem if path.is_file() else path.name or where, {key: found[key][1] for key in found})
+
+
+def read_result(path: Path, *, is_named: bool) -> Mapping[str, Any] | None:
+    """What a result file holds; None for another JSON file of a folder. UsageError where it cannot be read."""
+    try:
+        result = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON file ({error})") from None
+    if isinstance(result, dict) and "output_throughput" in result:
+        return result
+    if is_named:
+        raise UsageError(f"{path} is no result of benchmark_serving: it has no output_throughput")
+    return None
+
+
+def name_key(stem: str) -> str:
+    match = NAME.fullmatch(stem)
+    return match["key"] if match else stem
+
+
+def sort_key(key: str) -> tuple[Any, ...]:
+    """tp, input and output length, concurrency; names of another kind come last."""
+    match = NAME.fullmatch(key)
+    return (0, *(int(match[name]) for name in ("tp", "isl", "osl", "conc"))) if match else (1, key)
+
+
+def tell_failures(a: Results, b: Results, keys: Sequence[str]) -> str:
+    """A sentence where requests failed, whose tokens and times are in no number; else an empty text."""
+    counts = [(f"{each.label} {key}", each.by_key[key].get("failed")) for each in (a, b) for key in keys]
+    told = [f"{num} of {name}" for name, num in counts if num]
+    return f"Requests failed, and the numbers leave them out: {', '.join(told)}." if told else ""
+
+
+def tell_undrawn(a: Results, b: Results, keys: Sequence[str]) -> str:
+    """A sentence that names the results that no plot shows; else an empty text."""
+    told = [f"{each.label} {key}" for each in (a, b) for key in keys if not is_drawable(each.by_key[key])]
+    return f"Not drawn, since they have no median TPOT: {', '.join(told)}." if told else ""
+
+
+def tell_hardware(a: Results, b: Results, keys: Sequence[str]) -> str:
+    """A sentence where the two ran on different hardware or do not say on which; else an empty text."""
+    named = [sorted({str(each.by_key[key].get("hardware") or "") for key in keys}) for each in (a, b)]
+    if any("" in each for each in named):
+        return "The results do not all say what hardware they ran on: the ratios may compare machines."
+    if named[0] != named[1]:
+        told = [f"{each.label} on {', '.join(names)}" for each, names in zip((a, b), named, strict=True)]
+        return f"The hardware differs, so the ratios compare machines too: {'; '.join(told)}."
+    return ""
+
+
+def make_rows(a: Results, b: Results, keys: Sequence[str]) -> list[list[str]]:
+    """The table with its head: a row for each key; of each column A, B and B / A."""
+    head = [text for _, title in COLUMNS for text in (f"{title} {a.label}", b.label, "ratio")]
+    rows = [["config", *head]]
+    for key in keys:
+        cells = [key]
+        for name, _ in COLUMNS:
+            values = a.by_key[key].get(name), b.by_key[key].get(name)
+            ratio = values[1] / values[0] if values[0] and values[1] is not None else None
+            cells += [*("-" if each is None else f"{each:.1f}" for each in values), f"{ratio:.3f}" if ratio else "-"]
+        rows.append(cells)
+    return rows
+
+
+def format_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+    return ["  ".join(cells) for cells in lines]
+
+
+def is_drawable(result: Mapping[str, Any]) -> bool:
+    return bool(result.get("median_tpot_ms"))  # interactivity is its inverse
+
+
+def make_series(results: Results, keys: Sequence[str]) -> list[Series]:
+    """A line for each tensor-parallel size and pair of lengths, its points in the order of concurrency."""
+    lines: dict[tuple[str, str], list[Point]] = {}
+    for key in keys:
+        result, match = results.by_key[key], NAME.fullmatch(key)
+        if not is_drawable(result):
+            continue
+        gpus = int(match["tp"]) if match else int(result.get("tensor_parallel_size") or 1)
+        panel = f"input {match['isl']}, output {match['osl']}" if match else "all"
+        label = f"{results.label} tp{gpus}" if match else results.label
+        name = f"c{match['conc']}" if match else key
+        interactivity, throughput = 1000 / result["median_tpot_ms"], result["output_throughput"] / gpus
+        lines.setdefault((panel, label), []).append(Point(interactivity, throughput, name))
+    return [Series(panel, label, tuple(points)) for (panel, label), points in lines.items()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Prompts and answer lengths from the data sets that servers are usually measured with.
+
+    rng = numpy.random.default_rng(0)
+    sample_sharegpt(rng, form, 100, read_sharegpt(Path("ShareGPT.json")), output_len=None)
+    sample_sonnet(rng, form, 100, Path("sonnet.txt"), input_len=550, output_len=150, prefix_len=200)
+    sample_burstgpt(rng, form, 100, Path("BurstGPT.csv"))
+    sample_sharegpt(rng, form, 100, read_hf("org/conversations", subset=None, split=None), output_len=None)
+
+Each yields at most as many requests as asked for; a data set with fewer usable entries says so. random_dataset.py makes
+prompts of nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy
+
+from atom.benchmarks.benchmark_utils import BenchmarkError, UsageError, say
+from atom.benchmarks.prompts import PromptForm, SampleRequest
+from atom.benchmarks.random_dataset import sample_random
+
+MIN_TOKENS = 4  # of a prompt and of an answer: shorter ones say nothing about a server
+MAX_PROMPT, MAX_TOTAL = 1024, 2048  # tokens, the bounds that published ShareGPT numbers use
+NUM_READ = 5  # entries of a data set that are read for each request, to have enough that are usable
+SONNET_TASK = "Pick as many lines as you can from these poem lines:\n"
+NO_ANSWER_LEN = 128  # tokens, where a data set has prompts alone and nobody says how long an answer is
+
+Conversation = tuple[str, str | None]  # a prompt, and the answer to it where there is one
+
+
+def read_sharegpt(path: Path) -> list[Conversation]:
+    """The first two turns of each conversation in a ShareGPT JSON file."""
+    try:
+        entries = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON file ({error})") from None
+    if not isinstance(entries, list):
+        raise UsageError(f"{path} is no list of conversations")
+    return [turns for entry in entries if (turns := read_entry(entry)) is not None]
+
+
+def read_entry(entry: Any) -> Conversation | None:
+    """A prompt and its answer, from any of the forms that data sets have them in; None where there are none."""
+    if not isinstance(entry, dict):
+        return None
+    turns = entry.get("conversations") or entry.get("conversation") or entry.get("messages")
+    if isinstance(turns, list):
+        found = [turn.get("value") or turn.get("content") for turn in turns[:2] if isinstance(turn, dict)]
+        texts = [each for each in found if is_text(each)]
+        return (texts[0], texts[1]) if len(texts) == 2 else None
+    prompts = (entry.get(name) for name in ("prompt", "instruction", "question", "text"))
+    prompt = next(filter(is_text, prompts), None)
+    answers = (entry.get(name) for name in ("completion", "response", "output", "answer"))
+    return (prompt, next(filter(is_text, answers), None)) if prompt else None
+
+
+def is_text(value: Any) -> TypeGuard[str]:
+    """Whether it is a text that is not empty and can be sent: published data has halves of surrogate pairs."""
+    return isinstance(value, str) and value != "" and not any("\ud800" <= each <= "\udfff" for each in value)
+
+
+def sample_sharegpt(
+    rng: numpy.random.Generator,
+    form: PromptForm,
+    num: int,
+    conversations: Sequence[Conversation],
+    *,
+    output_len: int | None,
+) -> list[SampleRequest]:
+    """Prompts in a random order, without the very short and the very long. output_len: in place of the answers' own."""
+    requests: list[SampleRequest] = []
+    for at in rng.permutation(len(conversations)):
+        prompt, answer = conversations[at]
+        wanted = output_len or (len(form.tokenizer.encode(answer, add_special_tokens=False)) if answer else None)
+        wanted = NO_ANSWER_LEN if wanted is None else wanted
+        prompt_len = form.count(prompt)
+        if prompt_len < MIN_TOKENS or (output_len is None and wanted < MIN_TOKENS):
+            continue
+        if prompt_len > MAX_PROMPT or prompt_len + wanted > MAX_TOTAL:
+            continue
+        requests.append(SampleRequest(form.word(prompt), prompt_len, wanted))
+        if len(requests) == num:
+            return requests
+    return enough(requests, num)
+
+
+def sample_sonnet(
+    rng: numpy.random.Generator,
+    form: PromptForm,
+    num: int,
+    path: Path,
+    *,
+    input_len: int,
+    output_len: int,
+    prefix_len: int,
+) -> list[SampleRequest]:
+    """Lines of a poem, of about input_len tokens; the first ones, of about prefix_len, are the same in all prompts."""
+    lines = [line + "\n" for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise UsageError(f"{path} has no lines")
+    lengths = [len(form.tokenizer.encode(line, add_special_tokens=False)) for line in lines]
+    mean, task = sum(lengths) / len(lengths), form.count(SONNET_TASK)
+    if input_len <= task or not task <= prefix_len <= input_len:
+        raise UsageError(
+            f"--sonnet-input-len {input_len} --sonnet-prefix-len {prefix_len}: the task alone takes {task} tokens; "
+            "the prefix cannot be shorter, nor longer than the input"
+        )
+    num_lines, num_shared = round((input_len - task) / mean), round((prefix_len - task) / mean)
+    if num_shared > len(lines):
+        raise UsageError(f"--sonnet-prefix-len {prefix_len}: {path} has only {sum(lengths)} tokens")
+    requests = []
+    for _ in range(num):
+        chosen = lines[:num_shared] + [lines[at] for at in rng.integers(0, len(lines), num_lines - num_shared)]
+        text = SONNET_TASK + "".join(chosen)
+        requests.append(SampleRequest(form.word(text), form.count(text), output_len))
+    return requests
+
+
+def sample_burstgpt(rng: numpy.random.Generator, form: PromptForm, num: int, path: Path) -> list[SampleRequest]:
+    """Random prompts with the lengths of a trace of GPT-4's users."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = csv.DictReader(file)
+        names = ("Model", "Request tokens", "Response tokens")
+        if missing := [name for name in names if name not in (rows.fieldnames or ())]:
+            raise UsageError(f"{path} is no BurstGPT trace: it has no column {', '.join(missing)}")
+        lengths = [
+            (int(each["Request tokens"]), int(each["Response tokens"]))
+            for each in rows
+            if each["Model"] == "GPT-4" and int(each["Request tokens"]) > 0 and int(each["Response tokens"]) > 0
+        ]
+    if not lengths:
+        raise UsageError(f"{path} has no answered request of GPT-4")
+    chosen = rng.choice(len(lengths), num, replace=num > len(lengths))
+    return sample_random(rng, form, [lengths[at][0] for at in chosen], [lengths[at][1] for at in chosen])
+
+
+def read_hf(name: str, *, subset: str | None, split: str | None, num: int) -> list[Conversation]:
+    """Conversations of a data set on the hub, or in a folder or file of JSON, CSV or Parquet here.
+
+    Reads no more than it takes to find `num` of them, with some to choose from.
+    """
+    return list(itertools.islice(read_hf_entries(name, subset=subset, split=split), NUM_READ * num))
+
+
+def read_hf_entries(name: str, *, subset: str | None, split: str | None) -> Iterator[Conversation]:
+    try:
+        import datasets  # type: ignore[import-untyped]
+    except ImportError:
+        raise BenchmarkError("--dataset-name hf needs the package datasets: pip install 'atom-run[bench]'") from None
+    path, kinds = Path(name), {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+    datasets.disable_progress_bars()
+    try:
+        if path.is_file():
+            if path.suffix not in kinds:
+                raise UsageError(f"--dataset-path {name}: a file is one of {', '.join(kinds)}")
+            found = datasets.load_dataset(kinds[path.suffix], data_files=name, split=split or "train", streaming=True)
+        else:
+            found = datasets.load_dataset(name, subset, split=split or "train", streaming=True)
+        entries: Iterable[Any] = found
+        yield from (turns for entry in entries if (turns := read_entry(entry)) is not None)
+    except BenchmarkError:
+        raise
+    except Exception as error:  # whatever its loaders and the network raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"cannot read the data set {name} ({reason}); check --hf-subset and --hf-split") from error
+
+
+def enough(requests: list[SampleRequest], num: int) -> list[SampleRequest]:
+    if not requests:
+        raise UsageError("the data set has no usable conversation: two turns, of neither very few nor very many tokens")
+    if len(requests) < num:
+        say(f"the data set has only {len(requests)} usable entries: so many requests are sent, not {num}")
+    return requests

@@ -1,0 +1,35 @@
+"""What a result was measured on, so that results of different machines are not taken for a change of the program.
+
+    describe_machine()      # "8 x NVIDIA H200" or "64 x AMD EPYC 9654 96-Core Processor"
+
+Names models and counts them; never a host. Reads what the kernel shows and starts no vendor's tool.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import Counter
+from pathlib import Path
+
+
+def describe_machine(root: Path = Path("/")) -> str:
+    """The GPUs of this machine or, where it has none, its CPUs. root: where /proc and /sys are."""
+    return describe_gpus(root) or describe_cpus(root)
+
+
+def describe_gpus(root: Path) -> str:
+    names = []
+    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+        names += [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("Model:")]
+    for path in sorted((root / "sys/class/drm").glob("card[0-9]*/device/product_name")):
+        names += [path.read_text().strip()]
+    return " + ".join(f"{count} x {name}" for name, count in Counter(filter(None, names)).items())
+
+
+def describe_cpus(root: Path) -> str:
+    path = root / "proc/cpuinfo"
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{len(names) or os.cpu_count()} x {name}"

@@ -1,0 +1,181 @@
+"""From outputs to the numbers that are reported.
+
+    finish_outputs(outputs, count=lambda text: len(tokenizer.encode(text)))
+    metrics = calculate_metrics(outputs, seconds=12.5, percentiles=[50, 99], goodput={"ttft": 200.0})
+    metrics.output_throughput, metrics.latencies["ttft"].percentiles[99]
+    print(format_table(metrics, ["ttft", "tpot"]))
+
+Latencies are in milliseconds here, as everywhere outside an output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from atom.benchmarks.backend_request_func import RequestFuncOutput
+from atom.benchmarks.benchmark_utils import UsageError
+
+METRICS = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
+WIDTH = 50  # of the table, as the tables that it is laid beside
+
+
+@dataclass(frozen=True)
+class Latency:
+    """In milliseconds; None where nothing was measured."""
+
+    mean: float | None
+    median: float | None
+    std: float | None
+    percentiles: dict[float, float | None]
+
+
+@dataclass(frozen=True)
+class BenchmarkMetrics:
+    duration: float  # seconds
+    completed: int  # requests
+    failed: int
+    total_input: int  # tokens of the completed requests
+    total_output: int
+    request_throughput: float  # completed requests a second
+    request_goodput: float | None  # requests a second that met every objective; None where there is none
+    output_throughput: float  # tokens a second
+    total_token_throughput: float
+    latencies: dict[str, Latency]  # by the names of METRICS
+
+
+def finish_outputs(outputs: Sequence[RequestFuncOutput], count: Callable[[str], int] | None) -> None:
+    """Give every answer its number of tokens and its TPOT: the time after its first token, over the tokens after it.
+
+    That time goes to the answer's end, since a last token without text is in no event.
+    count: tokens of a text, for servers that do not say how many there were; without it an event counts as a token.
+    """
+    for output in outputs:
+        if not output.success:
+            continue
+        if output.output_tokens is None:
+            num_events = len(output.itl) + (output.ttft is not None)
+            output.output_tokens = count(output.generated_text) if count else num_events
+        if output.ttft is not None and output.output_tokens > 1:
+            output.tpot = (output.latency - output.ttft) / (output.output_tokens - 1)
+
+
+def calculate_metrics(
+    outputs: Sequence[RequestFuncOutput], seconds: float, percentiles: Sequence[float], goodput: Mapping[str, float]
+) -> BenchmarkMetrics:
+    """goodput: milliseconds that a request may take, by metric. percentiles: from 0 to 100."""
+    good = [output for output in outputs if output.success]
+    inputs = sum(output.prompt_len for output in good)
+    generated = sum(output.output_tokens or 0 for output in good)
+    samples = {
+        "ttft": [output.ttft for output in good if output.ttft is not None],
+        "tpot": [output.tpot for output in good if output.tpot is not None],
+        "itl": [gap for output in good for gap in output.itl],
+        "e2el": [output.latency for output in good],
+    }
+    met = sum(meets(output, goodput) for output in good)
+    return BenchmarkMetrics(
+        duration=seconds,
+        completed=len(good),
+        failed=len(outputs) - len(good),
+        total_input=inputs,
+        total_output=generated,
+        request_throughput=len(good) / seconds,
+        request_goodput=met / seconds if goodput else None,
+        output_throughput=generated / seconds,
+        total_token_throughput=(inputs + generated) / seconds,
+        latencies={name: summarize(values, percentiles) for name, values in samples.items()},
+    )
+
+
+def summarize(values: Sequence[float], percentiles: Sequence[float]) -> Latency:
+    """values: seconds."""
+    if not values:
+        return Latency(None, None, None, dict.fromkeys(percentiles))
+    ms = numpy.asarray(values) * 1000
+    ranks: dict[float, float | None] = {rank: float(numpy.percentile(ms, rank)) for rank in percentiles}
+    return Latency(float(ms.mean()), float(numpy.median(ms)), float(ms.std()), ranks)
+
+
+def meets(output: RequestFuncOutput, goodput: Mapping[str, float]) -> bool:
+    """Whether an answer met every objective. One of a single token has no TPOT to miss."""
+    seconds = {"ttft": output.ttft, "tpot": output.tpot, "e2el": output.latency}
+    return all(1000 * (seconds[name] or 0.0) <= limit for name, limit in goodput.items())
+
+
+def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
+    """["ttft:100"] -> {"ttft": 100.0}, in milliseconds."""
+    objectives = {}
+    for pair in pairs:
+        name, _, value = pair.partition(":")
+        try:
+            limit = float(value)
+        except ValueError:
+            raise UsageError(f"--goodput {pair}: write KEY:MILLISECONDS, as in ttft:200") from None
+        if name not in GOODPUT_METRICS:
+            raise UsageError(f"--goodput {pair}: there is no {name}; there are {', '.join(GOODPUT_METRICS)}")
+        if not limit >= 0:
+            raise UsageError(f"--goodput {pair}: milliseconds cannot be less than 0")
+        objectives[name] = limit
+    return objectives
+
+
+def flatten_metrics(metrics: BenchmarkMetrics) -> dict[str, Any]:
+    """The metrics under the names of a result file: duration, completed, …, mean_ttft_ms, p99_ttft_ms, …"""
+    result: dict[str, Any] = {
+        "duration": metrics.duration,
+        "completed": metrics.completed,
+        "failed": metrics.failed,
+        "total_input_tokens": metrics.total_input,
+        "total_output_tokens": metrics.total_output,
+        "request_throughput": metrics.request_throughput,
+    }
+    if metrics.request_goodput is not None:
+        result["request_goodput"] = metrics.request_goodput
+    result |= {
+        "output_throughput": metrics.output_throughput,
+        "total_token_throughput": metrics.total_token_throughput,
+    }
+    for name, latency in metrics.latencies.items():
+        result |= {f"mean_{name}_ms": latency.mean, f"median_{name}_ms": latency.median, f"std_{name}_ms": latency.std}
+        result |= {f"p{rank:g}_{name}_ms": value for rank, value in latency.percentiles.items()}
+    return result
+
+
+def format_table(metrics: BenchmarkMetrics, shown: Sequence[str], percentiles: Sequence[float]) -> str:
+    """The table that a person reads. shown: names of METRICS."""
+    rows: list[tuple[str, float | None]] = [
+        ("Successful requests", metrics.completed),
+        ("Failed requests", metrics.failed),
+        ("Benchmark duration (s)", metrics.duration),
+        ("Total input tokens", metrics.total_input),
+        ("Total generated tokens", metrics.total_output),
+        ("Request throughput (req/s)", metrics.request_throughput),
+    ]
+    if metrics.request_goodput is not None:
+        rows.append(("Request goodput (req/s)", metrics.request_goodput))
+    rows.append(("Output token throughput (tok/s)", metrics.output_throughput))
+    rows.append(("Total Token throughput (tok/s)", metrics.total_token_throughput))
+    lines = [" Serving Benchmark Result ".center(WIDTH, "="), *map(row, rows)]
+    for name in shown:
+        latency, label = metrics.latencies[name], f"{name.upper()} (ms)"
+        lines.append(METRICS[name].center(WIDTH, "-"))
+        lines += map(row, [(f"Mean {label}", latency.mean), (f"Median {label}", latency.median)])
+        lines.append(row((f"Std {label}", latency.std)))
+        lines += [row((f"P{rank:g} {label}", latency.percentiles[rank])) for rank in percentiles]
+    return "\n".join([*lines, "=" * WIDTH])
+
+
+def row(entry: tuple[str, float | None]) -> str:
+    label, value = entry
+    shown = "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    return f"{label + ':':<40} {shown:<10}".rstrip()

@@ -1,0 +1,104 @@
+"""Throughput against interactivity, as a PNG and as one HTML file that needs nothing from outside.
+
+    series = [Series("input 1024, output 1024", "before tp8", (Point(95.0, 410.0, "c4"), Point(70.0, 620.0, "c8")))]
+    draw_png(series, Path("compare.png"))
+    write_html(series, rows, "after against before", ["The hardware differs."], Path("compare.html"))
+
+Interactivity is what one user sees, tokens a second; throughput what a GPU gives to all of them.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from atom.benchmarks.benchmark_utils import BenchmarkError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+THROUGHPUT = "throughput: output tokens/s (a GPU, where tp is known)"
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222 }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+th, td {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd }}
+th:first-child, td:first-child {{ text-align: left }}
+svg {{ max-width: 100%; height: auto }}
+</style></head><body>
+<h1>{title}</h1>
+{notes}
+{svg}
+<table>
+{table}
+</table>
+</body></html>
+"""
+
+
+class Point(NamedTuple):
+    interactivity: float  # tokens a second of one user
+    throughput: float  # output tokens a second of one GPU
+    name: str
+
+
+class Series(NamedTuple):
+    panel: str  # what is drawn into one plot
+    label: str
+    points: tuple[Point, ...]
+
+
+def draw_png(series: Sequence[Series], path: Path) -> None:
+    draw(series).savefig(path, dpi=120)
+
+
+def write_html(
+    series: Sequence[Series], rows: Sequence[Sequence[str]], title: str, notes: Sequence[str], path: Path
+) -> None:
+    """rows: the table, its head first. notes: sentences above it."""
+    head, *body = [[html.escape(cell) for cell in row] for row in rows]
+    lines = [f"<tr><th>{'</th><th>'.join(head)}</th></tr>"]
+    lines += [f"<tr><td>{'</td><td>'.join(cells)}</td></tr>" for cells in body]
+    told = "\n".join(f"<p><strong>{html.escape(note)}</strong></p>" for note in notes)
+    page = PAGE.format(title=html.escape(title), notes=told, svg=draw_svg(series), table="\n".join(lines))
+    path.write_text(page, encoding="utf-8")
+
+
+def draw_svg(series: Sequence[Series]) -> str:
+    """An <svg> element to stand in a page."""
+    import matplotlib
+
+    file = io.StringIO()
+    nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "atom"}):
+        draw(series).savefig(file, format="svg", metadata=nothing)
+    text = file.getvalue()
+    return text[text.index("<svg") :]
+
+
+def draw(series: Sequence[Series]) -> Figure:
+    """A plot for each panel, side by side."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise BenchmarkError("drawing needs the package matplotlib: pip install 'atom-run[bench]'") from None
+    panels = list(dict.fromkeys(each.panel for each in series)) or [""]
+    figure = Figure(figsize=(6.5 * len(panels), 5), layout="constrained")
+    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        for each in (line for line in series if line.panel == panel):
+            across, up = ([point[at] for point in each.points] for at in (0, 1))
+            axes.plot(across, up, marker="o", label=each.label)
+            for point in each.points:
+                at = (point.interactivity, point.throughput)
+                axes.annotate(point.name, at, xytext=(4, 4), textcoords="offset points", fontsize=8)
+        axes.set(title=panel, xlabel="interactivity: tokens/s a user", ylabel=THROUGHPUT)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        if any(line.panel == panel for line in series):
+            axes.legend()
+    return figure

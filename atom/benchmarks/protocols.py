@@ -1,0 +1,161 @@
+"""What a server's events say: the text of a token, how many tokens there were, that the answer has ended.
+
+    progress = Progress()
+    read_completion(b'{"choices": [{"text": " time", "finish_reason": null}]}', progress)     # " time"
+    read_completion(b'{"choices": [], "usage": {"completion_tokens": 7}}', progress)          # None
+    progress.output_tokens                                                                    # 7
+
+A reader decodes only the fields that it needs. It raises ProtocolError where the server reports an error, and
+msgspec.MsgspecError or UnicodeDecodeError where an event is no JSON or of another shape.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+
+class ProtocolError(Exception):
+    """A server answered with an error, or not to the end."""
+
+
+@dataclass(slots=True)
+class Progress:
+    prompt_tokens: int | None = None  # as the server counts them
+    output_tokens: int | None = None
+    is_ended: bool = False  # whether the server has said so
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class Choice(msgspec.Struct):
+    text: str | None = None
+    delta: Delta | None = None
+    finish_reason: str | None = None
+
+
+class OpenAIEvent(msgspec.Struct):
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    error: Any = None
+
+
+class Token(msgspec.Struct):
+    text: str = ""
+    special: bool = False
+
+
+class Details(msgspec.Struct):
+    generated_tokens: int | None = None
+    input_length: int | None = None
+
+
+class TGIEvent(msgspec.Struct):
+    token: Token | None = None
+    generated_text: str | None = None
+    details: Details | None = None
+    error: Any = None
+
+
+class TRTEvent(msgspec.Struct):
+    text_output: str | None = None
+    error: Any = None
+
+
+class MIIAnswer(msgspec.Struct):
+    choices: list[Choice] = []
+    text: str | list[str] = []
+    usage: Usage | None = None
+
+
+decode_openai = msgspec.json.Decoder(OpenAIEvent).decode
+decode_tgi = msgspec.json.Decoder(TGIEvent).decode
+decode_trt = msgspec.json.Decoder(TRTEvent).decode
+decode_mii = msgspec.json.Decoder(MIIAnswer).decode
+
+
+def read_openai(data: bytes, progress: Progress) -> Choice | None:
+    """The first choice of an event, if it has one."""
+    if data == b"[DONE]":
+        progress.is_ended = True
+        return None
+    event = decode_openai(data)
+    check_error(event.error)
+    if event.usage is not None:
+        take_usage(event.usage, progress)
+    if not event.choices:
+        return None
+    choice = event.choices[0]
+    if choice.finish_reason is not None:
+        progress.is_ended = True
+    return choice
+
+
+def read_completion(data: bytes, progress: Progress) -> str | None:
+    """An event that neither ends the answer nor has text is a token whose text is not whole yet, or is empty."""
+    choice = read_openai(data, progress)
+    if choice is None or (not choice.text and choice.finish_reason is not None):
+        return None
+    return choice.text or ""
+
+
+def read_chat(data: bytes, progress: Progress) -> str | None:
+    """An event without text tells the role or the end, and is no token."""
+    choice = read_openai(data, progress)
+    if choice is None or choice.delta is None:
+        return None
+    return choice.delta.content or choice.delta.reasoning_content or choice.delta.reasoning or None
+
+
+def read_tgi(data: bytes, progress: Progress) -> str | None:
+    event = decode_tgi(data)
+    check_error(event.error)
+    if event.details is not None:
+        progress.output_tokens = event.details.generated_tokens
+        progress.prompt_tokens = event.details.input_length
+    if event.generated_text is not None:
+        progress.is_ended = True
+    if event.token is None:
+        return None
+    return "" if event.token.special else event.token.text
+
+
+def read_trt_llm(data: bytes, progress: Progress) -> str | None:
+    """The stream has no mark of its end: the response ends whole, or the client library says that it did not."""
+    event = decode_trt(data)
+    check_error(event.error)
+    progress.is_ended = event.text_output is not None
+    return event.text_output
+
+
+def read_mii(body: bytes, progress: Progress) -> str:
+    """The text of an answer in one piece, of its OpenAI server or of its own."""
+    answer = decode_mii(body)
+    if answer.usage is not None:
+        take_usage(answer.usage, progress)
+    if answer.choices and answer.choices[0].text is not None:
+        return answer.choices[0].text
+    texts = [answer.text] if isinstance(answer.text, str) else answer.text
+    if not texts:
+        raise ProtocolError(f"the answer has neither choices nor text: {body[:200].decode(errors='replace')}")
+    return texts[0]
+
+
+def take_usage(usage: Usage, progress: Progress) -> None:
+    progress.prompt_tokens, progress.output_tokens = usage.prompt_tokens, usage.completion_tokens
+
+
+def check_error(error: Any) -> None:
+    if error is not None:
+        raise ProtocolError(f"the server reports {msgspec.json.encode(error).decode()}")

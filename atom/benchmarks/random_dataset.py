@@ -1,0 +1,118 @@
+"""Random prompts of exactly as many tokens as asked for, as the server counts them.
+
+    form = PromptForm(tokenizer)
+    lengths = draw_lengths(rng, 1000, 1024, range_ratio=0.8)                # from 819 to 1024
+    sample_random(rng, form, lengths, outputs, prefix_len=0)
+
+Text made of random tokens seldom comes back as the same tokens, so that a prompt of 1024 of them is counted as 1000 or
+1100. So tokens are added or taken away until the count is right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy
+from numpy.typing import NDArray
+
+from atom.benchmarks.benchmark_utils import UsageError, say
+from atom.benchmarks.prompts import PromptForm, SampleRequest
+from atom.benchmarks.tokenizer import Tokenizer
+
+Ids = NDArray[numpy.int64]
+
+NUM_TRIED = 4096  # tokens of the vocabulary that are looked at
+NUM_STEPS = 20  # until another prompt is begun
+NUM_PROMPTS = 5  # until the nearest is taken
+SMALL_VOCABULARY = 1000  # ids that any model has
+
+
+def draw_lengths(rng: numpy.random.Generator, num: int, length: int, *, range_ratio: float) -> list[int]:
+    """Uniform from length × range_ratio to length, both included: at a ratio of 1 all are equal."""
+    lowest = max(1, int(length * range_ratio))
+    return [int(each) for each in rng.integers(lowest, length + 1, size=num)]
+
+
+def sample_random(
+    rng: numpy.random.Generator,
+    form: PromptForm,
+    input_lens: Sequence[int],
+    output_lens: Sequence[int],
+    *,
+    prefix_len: int = 0,
+) -> list[SampleRequest]:
+    """Prompts of prefix_len + input_lens tokens; the prefix is the same text in all of them."""
+    ids = find_stable_ids(rng, form.tokenizer)
+    prefix = form.tokenizer.decode(rng.choice(ids, prefix_len).tolist()) if prefix_len else ""
+    requests = []
+    for input_len, output_len in zip(input_lens, output_lens, strict=True):
+        text, num_tokens = make_prompt(rng, form, ids, prefix, prefix_len + input_len)
+        requests.append(SampleRequest(form.word(text), num_tokens, output_len))
+    off = [each.prompt_len - wanted - prefix_len for each, wanted in zip(requests, input_lens, strict=True)]
+    if any(off):
+        num_off, furthest = numpy.count_nonzero(off), max(map(abs, off))
+        say(f"{num_off} of {len(off)} prompts are not of the length asked for, by up to {furthest} tokens: this "
+            "tokenizer cannot be made to count it")  # fmt: skip
+    return requests
+
+
+def make_prompt(rng: numpy.random.Generator, form: PromptForm, ids: Ids, prefix: str, wanted: int) -> tuple[str, int]:
+    """A random text that the server counts `wanted` tokens in, or nearly so, and how many it counts."""
+    own = form.count(prefix)  # what the template and the prefix take
+    if own >= wanted:
+        raise UsageError(f"{wanted} tokens are too few for a prompt: the template and the prefix alone take {own}")
+    nearest = ("", -wanted)
+    for _ in range(NUM_PROMPTS):
+        body = rng.choice(ids, wanted - own)
+        for _ in range(NUM_STEPS):
+            text = prefix + form.tokenizer.decode(body.tolist())
+            surplus = form.count(text) - wanted
+            if abs(surplus) < abs(nearest[1]):
+                nearest = (text, surplus)
+            if surplus == 0:
+                return text, wanted
+            num = max(1, round(abs(surplus) * len(body) / max(1, wanted + surplus - own)))
+            body = body[:-num] if surplus > 0 else numpy.concatenate([body, rng.choice(ids, num)])
+    return nearest[0], wanted + nearest[1]
+
+
+def find_stable_ids(rng: numpy.random.Generator, tokenizer: Tokenizer) -> Ids:
+    """Tokens that, written twice in a row, are read as themselves: text made of them mostly keeps its tokens."""
+    plain = [each for each in range(tokenizer.vocab_size) if each not in tokenizer.added_ids]
+    tried = rng.permutation(plain)[:NUM_TRIED].tolist()
+    stable = [
+        each
+        for each in tried
+        if tokenizer.encode(tokenizer.decode([each, each]), add_special_tokens=False) == [each, each]
+    ]
+    return numpy.asarray(stable if len(stable) > 1 else plain)
+
+
+def sample_random_ids(
+    rng: numpy.random.Generator,
+    vocab_size: int,
+    input_lens: Sequence[int],
+    output_lens: Sequence[int],
+    *,
+    prefix_len: int = 0,
+) -> list[SampleRequest]:
+    """The same as token ids, for a model without a tokenizer at hand."""
+    prefix = rng.integers(0, vocab_size, prefix_len).tolist()
+    return [
+        SampleRequest(prefix + rng.integers(0, vocab_size, input_len).tolist(), prefix_len + input_len, output_len)
+        for input_len, output_len in zip(input_lens, output_lens, strict=True)
+    ]
+
+
+def find_vocab_size(model: str) -> int:
+    """What the config.json of a folder says, else as many ids as any model has."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return SMALL_VOCABULARY
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON file ({error})") from None
+    return int(config.get("vocab_size") or config.get("text_config", {}).get("vocab_size") or SMALL_VOCABULARY)

@@ -1,0 +1,67 @@
+"""When requests are sent, and the sending of them all.
+
+    rng = numpy.random.default_rng(0)
+    times = draw_arrivals(100, rate=5.0, burstiness=1.0, rng=rng)       # seconds after the start; all 0.0 for inf
+    outputs, seconds = await send_all(requests, send, times, max_concurrency=16)
+
+A burstiness of 1 is a Poisson process; below it requests come in bursts, above it more evenly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+
+import numpy
+from numpy.typing import NDArray
+
+from atom.benchmarks.backend_request_func import RequestFuncInput, RequestFuncOutput
+
+Send = Callable[[RequestFuncInput], Awaitable[RequestFuncOutput]]
+
+
+def draw_arrivals(num: int, rate: float, burstiness: float, rng: numpy.random.Generator) -> NDArray[numpy.float64]:
+    """Seconds from the start at which requests arrive, the first at once, with gamma-distributed gaps of mean 1/rate.
+
+    rate: requests a second, or inf for all at once. burstiness: the gamma distribution's shape.
+    """
+    if math.isinf(rate):
+        return numpy.zeros(num)
+    gaps = rng.gamma(shape=burstiness, scale=1 / (rate * burstiness), size=num)
+    return numpy.concatenate([[0.0], numpy.cumsum(gaps)[:-1]])
+
+
+async def send_all(
+    requests: Sequence[RequestFuncInput],
+    send: Send,
+    arrivals: Sequence[float] | NDArray[numpy.float64],
+    *,
+    max_concurrency: int | None = None,
+    on_end: Callable[[], object] = lambda: None,
+) -> tuple[list[RequestFuncOutput], float]:
+    """The outputs in the order of the requests, and the seconds from the first one's sending to the last one's end.
+
+    A request that arrives while max_concurrency are under way waits; its times count from its sending.
+    """
+    limit: AbstractAsyncContextManager[object] = (
+        asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
+    )
+
+    async def send_one(request: RequestFuncInput) -> RequestFuncOutput:
+        async with limit:
+            output = await send(request)
+        on_end()
+        return output
+
+    started = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for request, arrival in zip(requests, arrivals, strict=True):
+            wait = started + arrival - time.perf_counter()
+            if wait > 0:
+                await asyncio.sleep(wait)
+            tasks.append(group.create_task(send_one(request)))
+    return [task.result() for task in tasks], time.perf_counter() - started

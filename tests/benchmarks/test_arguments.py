@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from atom.benchmarks.arguments import make_parser, read_arguments
+from atom.benchmarks.benchmark_utils import UsageError
+
+MINIMAL = ["--model", "m", "--dataset-name", "random"]
+GUIDE = {  # the flags of ROCm/ATOM's guide and what they are without a word
+    "backend": "vllm",
+    "base_url": None,
+    "host": "127.0.0.1",
+    "port": 8000,
+    "dataset_name": "sharegpt",
+    "dataset_path": None,
+    "num_prompts": 1000,
+    "request_rate": math.inf,
+    "burstiness": 1.0,
+    "max_concurrency": None,
+    "ignore_eos": False,
+    "save_result": False,
+    "result_dir": None,
+    "result_filename": None,
+    "percentile_metrics": "ttft,tpot,itl",
+    "metric_percentiles": "99",
+    "goodput": None,
+    "profile": False,
+    "tokenizer": None,
+    "seed": 0,
+    "random_input_len": 1024,
+    "random_output_len": 128,
+    "random_range_ratio": 1.0,
+    "random_prefix_len": 0,
+    "use_chat_template": False,
+    "metadata": None,
+    "trust_remote_code": False,
+}
+MORE = {
+    "model": "m",
+    "endpoint": None,
+    "served_model_name": None,
+    "num_warmups": 1,
+    "disable_tqdm": False,
+    "sharegpt_output_len": None,
+    "sonnet_input_len": 550,
+    "sonnet_output_len": 150,
+    "sonnet_prefix_len": 200,
+    "hf_subset": None,
+    "hf_split": None,
+    "hf_output_len": None,
+}
+
+
+def test_the_flags_and_their_defaults():
+    assert vars(make_parser().read(["--model", "m"])) == GUIDE | MORE
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--random-input-len", "5", "--ignore-eos", "--metadata", "a=1", "b_c=d_e"],
+        ["--random_input_len", "5", "--ignore_eos", "--metadata", "a=1", "b_c=d_e"],
+        ["--random_input-len=5", "--ignore_eos", "--metadata", "a=1", "b_c=d_e"],
+    ],
+)
+def test_flags_are_written_with_dashes_or_underscores(argv: list[str]):
+    args = read_arguments([*MINIMAL, *argv])
+    assert (args.random_input_len, args.ignore_eos, args.metadata) == (5, True, {"a": "1", "b_c": "d_e"})
+
+
+@pytest.mark.parametrize(
+    ("argv", "url", "endpoint"),
+    [
+        ([], "http://127.0.0.1:8000", "/v1/completions"),
+        (["--host", "gpu1", "--port", "9"], "http://gpu1:9", "/v1/completions"),
+        (["--base-url", "https://gpu1/x/"], "https://gpu1/x", "/v1/completions"),
+        (["--backend", "openai-chat"], "http://127.0.0.1:8000", "/v1/chat/completions"),
+        (["--backend", "tgi"], "http://127.0.0.1:8000", "/generate_stream"),
+        (["--backend", "tensorrt-llm"], "http://127.0.0.1:8000", "/v2/models/ensemble/generate_stream"),
+        (["--backend", "sglang", "--endpoint", "/my/completions"], "http://127.0.0.1:8000", "/my/completions"),
+    ],
+)
+def test_where_requests_go(argv: list[str], url: str, endpoint: str):
+    args = read_arguments([*MINIMAL, *argv])
+    assert (args.base_url, args.endpoint) == (url, endpoint)
+
+
+def test_lists_are_parsed():
+    args = read_arguments([*MINIMAL, "--percentile-metrics", "ttft, e2el", "--metric-percentiles", "99.9,50,50",
+                           "--goodput", "ttft:100", "tpot:20"])  # fmt: skip
+    assert (args.percentile_metrics, args.metric_percentiles) == (["ttft", "e2el"], [50.0, 99.9])
+    assert args.goodput == {"ttft": 100.0, "tpot": 20.0}
+
+
+@pytest.mark.parametrize(
+    ("argv", "mistake"),
+    [
+        (["--nope"], "unrecognized arguments: --nope; python -m atom.benchmarks.benchmark_serving --help shows"),
+        (["--num-prompt", "5"], "unrecognized arguments: --num-prompt 5"),
+        (["--backend", "x"], "argument --backend: invalid choice: 'x'"),
+        (["--num-prompts", "0"], "argument --num-prompts: 0 is less than 1"),
+        (["--random-prefix-len", "-1"], "argument --random-prefix-len"),
+        (["--request-rate", "0"], "argument --request-rate: 0 is not greater than 0"),
+        (["--request-rate", "nan"], "argument --request-rate: nan is not greater than 0"),
+        (["--burstiness", "inf"], "--burstiness inf: give a number"),
+        (["--random-range-ratio", "1.5"], "--random-range-ratio 1.5: it is greater than 0 and at most 1"),
+        (["--random-range-ratio", "0"], "--random-range-ratio 0.0: it is greater than 0"),
+        (["--percentile-metrics", "ttft,x"], "--percentile-metrics: there is no x; there are ttft, tpot, itl, e2el"),
+        (["--metric-percentiles", "101"], "percentiles are from 0 to 100"),
+        (["--metric-percentiles", "p99"], "--metric-percentiles p99: write numbers, as in 25,50,99"),
+        (["--metric-percentiles", ","], "percentiles are from 0 to 100"),
+        (["--goodput", "itl:5"], "--goodput itl:5: there is no itl"),
+        (["--metadata", "x"], "--metadata x: write KEY=VALUE"),
+        (["--base-url", "localhost:8000"], "--base-url localhost:8000: write http://host:port"),
+        (["--endpoint", "v1/completions"], "--endpoint v1/completions: write a path"),
+        (["--endpoint", "/v1/chat/completions"], "does not speak the protocol of vllm: use --backend openai-chat"),
+        (["--backend", "tgi", "--endpoint", "/v1/completions"], "of tgi: its path ends with /generate_stream"),
+        (["--backend", "tgi", "--ignore-eos"], "--ignore-eos: the protocol of tgi has nothing to ask for it with"),
+        (["--backend", "deepspeed-mii", "--ignore-eos"], "--ignore-eos: the protocol of deepspeed-mii"),
+        (["--backend", "deepspeed-mii", "--goodput", "ttft:5"], "deepspeed-mii answers in one piece"),
+        (["--backend", "openai-chat", "--use-chat-template"], "--use-chat-template: openai-chat's server applies"),
+        (["--dataset-name", "sonnet"], "--dataset-name sonnet needs --dataset-path; random needs no file"),
+        (["--result-dir", "x"], "--result-dir says where a result goes: add --save-result"),
+        (["--result-filename", "x"], "--result-filename says where a result goes: add --save-result"),
+    ],
+)
+def test_mistakes_are_named_with_what_to_do(argv: list[str], mistake: str):
+    with pytest.raises(UsageError) as caught:
+        read_arguments([*MINIMAL, *argv])
+    assert mistake in str(caught.value)
+
+
+def test_a_model_is_needed():
+    with pytest.raises(UsageError, match="the following arguments are required: --model"):
+        read_arguments([])
+
+
+def test_help_shows_every_flag_and_the_defaults(capsys: pytest.CaptureFixture[Any]):
+    with pytest.raises(SystemExit) as ended:
+        read_arguments(["--help"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(f"--{name.replace('_', '-')}" in shown for name in GUIDE | MORE)
+    assert "(default: 1024)" in shown and "(default: None)" not in shown and "(default: False)" not in shown

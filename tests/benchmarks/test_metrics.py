@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import pytest
+
+from atom.benchmarks.backend_request_func import RequestFuncOutput
+from atom.benchmarks.benchmark_utils import UsageError
+from atom.benchmarks.metrics import calculate_metrics, finish_outputs, flatten_metrics, format_table, parse_goodput
+
+
+def answered(ttft: float | None, *itl: float, latency: float, tokens: int | None = None) -> RequestFuncOutput:
+    """An answer of 10 prompt tokens; seconds."""
+    return RequestFuncOutput("a b c", True, latency, ttft, list(itl), None, 10, tokens)
+
+
+def outputs() -> list[RequestFuncOutput]:
+    return [
+        answered(0.1, 0.02, 0.04, latency=0.17, tokens=3),  # TPOT 35 ms
+        answered(0.3, 0.01, latency=0.31, tokens=3),  # two tokens in one event: TPOT 5 ms
+        answered(0.2, latency=0.2, tokens=1),  # no TPOT
+        RequestFuncOutput(error="HTTP 500", prompt_len=10),
+    ]
+
+
+@pytest.fixture
+def metrics():
+    made = outputs()
+    finish_outputs(made, None)
+    return calculate_metrics(made, 2.0, [50, 99, 100], {"ttft": 250.0, "tpot": 20.0})
+
+
+def test_tpot_is_the_time_after_the_first_token_over_the_tokens_after_it():
+    made = outputs()
+    finish_outputs(made, None)
+    assert [each.tpot for each in made] == [pytest.approx(0.035), pytest.approx(0.005), None, None]
+
+
+def test_a_last_token_without_text_has_its_time_in_tpot():
+    made = [answered(0.1, latency=0.16, tokens=2), answered(0.1, 0.02, latency=0.18, tokens=3)]
+    finish_outputs(made, None)
+    assert [each.tpot for each in made] == [pytest.approx(0.06), pytest.approx(0.04)]
+
+
+def test_tokens_are_counted_by_the_server_else_by_the_tokenizer_else_by_events():
+    told, counted, bare = (answered(0.1, 0.02, latency=0.12, tokens=n) for n in (7, None, None))
+    finish_outputs([told, counted], lambda text: len(text.split()))
+    finish_outputs([bare], None)
+    assert [told.output_tokens, counted.output_tokens, bare.output_tokens] == [7, 3, 2]
+    assert counted.tpot == pytest.approx(0.02 / 2)
+
+
+def test_throughputs_count_answered_requests_only(metrics):
+    assert (metrics.completed, metrics.failed, metrics.total_input, metrics.total_output) == (3, 1, 30, 7)
+    assert (metrics.request_throughput, metrics.output_throughput, metrics.total_token_throughput) == (1.5, 3.5, 18.5)
+
+
+def test_latencies_are_milliseconds(metrics):
+    ttft = metrics.latencies["ttft"]
+    assert (ttft.mean, ttft.median) == (pytest.approx(200), pytest.approx(200))
+    assert ttft.std == pytest.approx(81.6496580927726)  # of 100, 200, 300 as a population
+    assert ttft.percentiles == {50: pytest.approx(200), 99: pytest.approx(298), 100: pytest.approx(300)}
+    assert metrics.latencies["tpot"].mean == pytest.approx(20)
+    assert metrics.latencies["itl"].median == pytest.approx(20)
+    assert metrics.latencies["e2el"].percentiles[100] == pytest.approx(310)
+
+
+def test_goodput_counts_the_requests_that_meet_every_objective(metrics):
+    assert metrics.request_goodput == 0.5  # the third alone, which has no TPOT to miss, in 2 s
+    for goal, met in [({"ttft": 100.0}, 1), ({"tpot": 6.0}, 2), ({"e2el": 200.0}, 2), ({"e2el": 0.0}, 0)]:
+        made = outputs()
+        finish_outputs(made, None)
+        assert calculate_metrics(made, 1.0, [99], goal).request_goodput == met, goal
+    assert calculate_metrics(outputs(), 1.0, [99], {}).request_goodput is None
+
+
+def test_what_was_not_measured_has_no_number():
+    made = [answered(None, latency=0.5, tokens=20)]
+    finish_outputs(made, None)
+    metrics = calculate_metrics(made, 1.0, [99], {})
+    assert metrics.latencies["ttft"].percentiles == {99: None}
+    flat = flatten_metrics(metrics)
+    assert (flat["mean_ttft_ms"], flat["p99_tpot_ms"], flat["mean_e2el_ms"]) == (None, None, 500.0)
+    assert "Mean TTFT (ms):                          -" in format_table(metrics, ["ttft"], [99])
+
+
+def test_the_names_of_a_result_file(metrics):
+    flat = flatten_metrics(metrics)
+    latencies = {
+        f"{kind}_{name}_ms"
+        for name in ("ttft", "tpot", "itl", "e2el")
+        for kind in ("mean", "median", "std", "p50", "p99", "p100")
+    }
+    assert set(flat) - latencies == {
+        "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
+        "request_goodput", "output_throughput", "total_token_throughput",
+    }  # fmt: skip
+    assert latencies <= set(flat)
+    assert "p99.9_itl_ms" in flatten_metrics(calculate_metrics(outputs(), 1.0, [99.9], {}))
+
+
+def test_the_table(metrics):
+    assert format_table(metrics, ["ttft", "itl"], [50, 99]).splitlines() == [
+        "============ Serving Benchmark Result ============",
+        "Successful requests:                     3",
+        "Failed requests:                         1",
+        "Benchmark duration (s):                  2.00",
+        "Total input tokens:                      30",
+        "Total generated tokens:                  7",
+        "Request throughput (req/s):              1.50",
+        "Request goodput (req/s):                 0.50",
+        "Output token throughput (tok/s):         3.50",
+        "Total Token throughput (tok/s):          18.50",
+        "---------------Time to First Token----------------",
+        "Mean TTFT (ms):                          200.00",
+        "Median TTFT (ms):                        200.00",
+        "Std TTFT (ms):                           81.65",
+        "P50 TTFT (ms):                           200.00",
+        "P99 TTFT (ms):                           298.00",
+        "---------------Inter-token Latency----------------",
+        "Mean ITL (ms):                           23.33",
+        "Median ITL (ms):                         20.00",
+        "Std ITL (ms):                            12.47",
+        "P50 ITL (ms):                            20.00",
+        "P99 ITL (ms):                            39.60",
+        "==================================================",
+    ]
+
+
+def test_objectives_are_read_and_mistakes_in_them_named():
+    assert parse_goodput(["ttft:100", "e2el:2.5e3"]) == {"ttft": 100.0, "e2el": 2500.0}
+    for pair, mistake in [
+        ("ttft=100", "write KEY:MILLISECONDS"),
+        ("ttft:fast", "write KEY:MILLISECONDS"),
+        ("itl:5", "there is no itl; there are ttft, tpot, e2el"),
+        ("ttft:-1", "cannot be less than 0"),
+        ("ttft:nan", "cannot be less than 0"),
+    ]:
+        with pytest.raises(UsageError, match=f"--goodput {pair}: .*{mistake}"):
+            parse_goodput([pair])

@@ -10,7 +10,8 @@
     ├── CapacityError      memory
     └── EngineDeadError    the engine has stopped
 
-The first four are the user's to mend and end a command with 2, the others with 1.
+The first four are the user's to mend and end a command with 2, the others with 1. A server that cannot load its model
+ends with 2 for all but the last: the next start would meet the same.
 """
 
 from __future__ import annotations

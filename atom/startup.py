@@ -2,6 +2,7 @@
 
 with no_collection():
     import torch
+settle()                        # before requests come: a full collection is a pause of 50 ms and more
 """
 
 from __future__ import annotations
@@ -22,3 +23,9 @@ def no_collection() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def settle() -> None:
+    """Collect what garbage there is, and never look again at what stays."""
+    gc.collect()
+    gc.freeze()

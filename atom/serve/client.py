@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
 from socket import socket
@@ -74,7 +74,6 @@ class EngineClient(asyncio.Protocol):
         self.error: Failed | None = None  # why it died, where it could say so
         self.reason = ""  # that it is dead
         self.has_left = False  # its process ended, or is about to, and neither side had said so
-        self.finish_reasons: Counter[str] = Counter()
         self.ready = asyncio.Event()
         self.dead = asyncio.Event()
         self.idle = asyncio.Event()  # no request is running
@@ -219,7 +218,6 @@ class EngineClient(asyncio.Protocol):
 
     def _hand_out(self, output: Output, now: float) -> None:
         if output.finish is not None:
-            self.finish_reasons[output.finish.reason] += 1
             ended = self._clock()
             self._interval += SMOOTHING * (ended - self._ended - self._interval)
             self._ended = ended

@@ -9,7 +9,6 @@ engine.end()                              # its exit code; what still runs of it
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import signal
 import socket
@@ -48,9 +47,3 @@ class EngineProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
         return self._process.wait()
-
-
-def settle() -> None:
-    """Take what stands after loading out of the garbage collector's sight: looking through it takes 50 ms and more."""
-    gc.collect()
-    gc.freeze()

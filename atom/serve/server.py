@@ -40,7 +40,8 @@ from atom.serve.context import Context, read_template
 from atom.serve.guard import read_keys
 from atom.serve.http import limited_protocol
 from atom.serve.metrics import Metrics
-from atom.serve.process import WORKER, EngineProcess, settle
+from atom.serve.process import WORKER, EngineProcess
+from atom.startup import settle
 
 LOG = logging.getLogger("atom.serve")
 TICK_SECONDS = 0.5  # between two looks at the engine

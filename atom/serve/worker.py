@@ -28,7 +28,6 @@ from atom.config import Config
 from atom.errors import AtomError, CapacityError, RequestError
 from atom.runtime.types import RequestOutput, Sequence
 from atom.serve.link import Link, beat, fail
-from atom.serve.process import settle
 from atom.serve.protocol import (
     Abort,
     Done,
@@ -43,7 +42,7 @@ from atom.serve.protocol import (
     Submit,
     ToEngine,
 )
-from atom.startup import no_collection
+from atom.startup import no_collection, settle
 
 if TYPE_CHECKING:
     from atom.runtime.engine import Engine

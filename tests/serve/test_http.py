@@ -152,7 +152,7 @@ def test_a_request_that_lies_unread_while_the_server_computes_has_arrived_in_tim
 
     async def main() -> bytes:
         loop = asyncio.get_running_loop()
-        limits = replace(load([]).serve.http, read_seconds=0.3)
+        limits = replace(load([]).serve.http, read_seconds=0.3, max_body=32 << 20)
         config = uvicorn.Config(app, lifespan="off", log_config=None)
         config.load()
         protocol = limited_protocol(limits, Metrics(EngineClient(load([]))))
@@ -161,7 +161,7 @@ def test_a_request_that_lies_unread_while_the_server_computes_has_arrived_in_tim
         with socket.create_connection(server.sockets[0].getsockname()) as connection:
             await asyncio.sleep(0.1)
             connection.settimeout(5)
-            sending = threading.Thread(target=connection.sendall, args=(wire.request("POST", "/", b" " * (6 << 20)),))
+            sending = threading.Thread(target=connection.sendall, args=(wire.request("POST", "/", b" " * (16 << 20)),))
             sending.start()
             time.sleep(0.6)  # as where another body of many megabytes is parsed
             await asyncio.to_thread(sending.join)

@@ -38,6 +38,8 @@ JOBS = {
     "explain": "atom.jobs.explain",
     "compile": "atom.jobs.compile",
     "cache": "atom.jobs.cache",
+    "bench": "atom.jobs.bench",
+    "profile": "atom.jobs.profile",
 }
 
 HELP = """\
@@ -61,7 +63,7 @@ Examples
   atom-run checkpoint=Qwen/Qwen3-0.6B prompts='["Once upon a time", "The capital of France is"]' sampling.temperature=0
   atom-run checkpoint=/models/llama prompts=@questions.txt job.output=json sampling.max_tokens=200
   atom-run job=explain job.stage=fuse_qkv checkpoint=/models/llama
-  atom-run -m level=0,1 serve.max_num_seqs=1,16 prompts=@questions.txt"""
+  atom-run -m job=bench level=1,2 job.num_prompts=1,16 job.input_len=100-1024"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

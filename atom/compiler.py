@@ -79,13 +79,17 @@ def compile_model(
     assert config.cache is not None, "config.load resolves it"
     cache = cache or Cache(Path(config.cache))
     clock = _Clock()
+    if config.device != "cpu":
+        from atom.kernels.triton.store import store_in
+
+        store_in(Cache(cache.folder))  # of its own: it must stay open while Triton compiles
     if level_of(config) < 2:
         graph = compile_graph(config)
         check(graph)
         return Compiled(graph, {}, Report("", False, "pieces begin at level 2", 0, 0, 0, clock.seconds))
-    key, ingredients, found = "", {}, None
+    key, ingredients, found, target = "", {}, None, find_target(config.device)
     if config.job.graph is None:
-        ingredients = launch_ingredients(config, find_target(config.device))
+        ingredients = launch_ingredients(config, target)
         key = key_of(ingredients)
         clock.stop("key")
         found = read_artifact(cache, key)
@@ -93,10 +97,10 @@ def compile_model(
     check(graph)
     clock.stop("graph")
     pieces = pieces_of(graph)
-    keys = {piece.text: key_of(identity(piece.text)) for piece in pieces}
+    keys = {piece.text: key_of(identity(piece.text, target)) for piece in pieces}
     code = _load(keys, cache)
     missing = [text for text in keys if text not in code]
-    if missing and not has_compiler():
+    if missing and target.device == "cpu" and not has_compiler():
         needed = "compiling pieces needs a C++ compiler: install g++"
         if config.job.kind == "compile":
             are = "is" if len(missing) == 1 else "are"
@@ -112,7 +116,7 @@ def compile_model(
             # another process may have been first
             code |= _load({text: keys[text] for text in missing}, cache)
             missing = [text for text in missing if text not in code]
-            code |= _compile({text: keys[text] for text in missing}, cache, progress)
+            code |= _compile({text: keys[text] for text in missing}, target, cache, progress)
         num_compiled = len(missing)
     code = {text: code[text] for text in keys}
     clock.stop("pieces")
@@ -168,14 +172,14 @@ def _load(keys: Mapping[str, str], cache: Cache) -> dict[str, PieceCode]:
     return code
 
 
-def _compile(keys: Mapping[str, str], cache: Cache, progress: Progress) -> dict[str, PieceCode]:
+def _compile(keys: Mapping[str, str], target: Target, cache: Cache, progress: Progress) -> dict[str, PieceCode]:
     """Compile, publish and load pieces, whose locks are held; keys by text."""
     code: dict[str, PieceCode] = {}
     if not keys:
         return code
     with progress.task(f"compiling {_count(len(keys), 'piece')}", len(keys), in_bytes=False) as task:
-        for text, files in compile_pieces(list(keys)):
-            about = {"name": describe_piece(text), "text": text, "ingredients": identity(text)}
+        for text, files in compile_pieces(list(keys), target.device):
+            about = {"name": describe_piece(text), "text": text, "ingredients": identity(text, target)}
             if unfit := cache.describe("pieces", keys[text]):  # it is whole and cannot be loaded
                 with contextlib.suppress(ArtifactError):
                     cache.remove(unfit)

@@ -14,6 +14,7 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from atom.devices import find_device
 from atom.errors import CheckpointError, ConfigError, UnsupportedError
 from atom.overrides import did_you_mean
 from atom.schema import AttentionConfig, Config, MLPConfig, ModelConfig, RopeConfig, out_of_range
@@ -37,6 +38,14 @@ def derive(config: Config) -> Config:
         limit = f"the {model.max_position} tokens of context that the model was made for"
         raise ConfigError(f"serve.max_model_len={max_model_len} is more than {limit}")
     dtype = stored_dtype(config.hf) if config.dtype == "auto" else config.dtype
+    device = find_device() if config.device == "auto" else config.device
+    if config.level == 3 and (device == "cpu" or serve.enforce_eager):
+        why = "serve.enforce_eager=true" if serve.enforce_eager else f"device={device}"
+        raise UnsupportedError(f"level=3 captures CUDA graphs, {why} has none; there is: 0, 1, 2")
+    for size in serve.cudagraph_capture_sizes or ():
+        if not 1 <= size <= serve.max_num_seqs:
+            limit = f"from 1 to serve.max_num_seqs={serve.max_num_seqs}"
+            raise ConfigError(f"serve.cudagraph_capture_sizes: {size} must be {limit}")
     return replace(
         config,
         model=derive_model(config, max_model_len),
@@ -46,7 +55,7 @@ def derive(config: Config) -> Config:
             max_model_len=max_model_len,
         ),
         dtype=dtype,
-        device="cpu" if config.device == "auto" else config.device,
+        device=device,
         cache=str(Path(config.cache or "~/.cache/atom-run").expanduser()),
     )
 

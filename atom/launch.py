@@ -13,8 +13,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from atom.artifact import Cache, Entry
 from atom.config import Config, override
 from atom.frontend import build
@@ -22,16 +20,18 @@ from atom.graph import Graph, parse, show
 from atom.graph.types import BITS
 from atom.kernels import Target, find_target
 from atom.overrides import format_recipe
-from atom.pieces import digest, find_pieces, identity, instruction_set, key_of, libraries, sources_of
+from atom.pieces import digest, find_pieces, identity, key_of, machine, sources_of
 
-HIGHEST_LEVEL = 2
+HIGHEST_LEVEL = {"cpu": 2, "cuda": 3}  # by device
 # of a launch's overrides, those that its graph follows from and that final values below do not say
 IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|model([.@].*)?)(=|$)")
 
 
 def level_of(config: Config) -> int:
-    """The level that a configuration asks for: the highest, where it leaves that open."""
-    return HIGHEST_LEVEL if config.level is None else config.level
+    """The level that a configuration asks for: the highest that its device has, where it leaves that open."""
+    if config.level is not None:
+        return config.level
+    return 2 if config.serve.enforce_eager else HIGHEST_LEVEL[config.device]
 
 
 def semantic_graph(config: Config) -> Graph:
@@ -45,7 +45,7 @@ def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
         "model": digest(show(semantic_graph(config))),
         "dtype": config.dtype,
         "kv_cache_dtype": config.serve.kv_cache_dtype,
-        "level": str(level_of(config)),
+        "level": str(min(level_of(config), 2)),  # 3 runs the text of 2
         **machine_ingredients(target),
     }
 
@@ -55,9 +55,7 @@ def machine_ingredients(target: Target) -> dict[str, str]:
     return {
         "device": target.device,
         "features": " ".join(sorted(target.features)),
-        "instruction set": instruction_set(),
-        "libraries": libraries(),
-        "torch": torch.__version__,
+        **machine(target),
         "sources of the graph": sources_of("graph"),
         "sources of the passes": sources_of("passes"),
         "sources of the kernels": sources_of("kernels"),
@@ -155,8 +153,10 @@ def differences_here(entries: Sequence[Entry]) -> list[str]:
     differences: dict[str, None] = {}
     for entry in entries:
         theirs = ingredients_of(entry)
+        if entry.kind == "triton":
+            continue  # found by Triton's own key, which nobody else can make
         if entry.kind == "pieces":
-            ours = identity(str(entry.about.get("text")))
+            ours = identity(str(entry.about.get("text")), find_target(str(theirs.get("device", "cpu"))))
         else:
             ours = machine_ingredients(find_target(str(theirs.get("device"))))
         for name in ours:

@@ -22,14 +22,17 @@ from atom.compiler import Compiled, compile_model
 from atom.config import Config, ModelConfig, SamplingParams, engine_overrides, load
 from atom.errors import EngineDeadError, RequestError
 from atom.graph import Graph, Recipe
+from atom.launch import level_of
 from atom.opening import open_for
+from atom.runtime import memory
+from atom.runtime.device_runner import DeviceRunner
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
 from atom.runtime.metrics import Metrics
 from atom.runtime.profiler import Profiler
 from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
-from atom.runtime.types import CacheKind, Sequence, StreamCallback
+from atom.runtime.types import CacheKind, Executes, Sequence, StreamCallback
 from atom.startup import no_collection
 
 Prompt = str | list[int]
@@ -192,7 +195,6 @@ def open_engine(config: Config, progress: Progress) -> Engine:
     """Everything between a configuration and an engine that waits for requests."""
     compiled = compile_with(config, progress)
     graph, kinds = compiled.graph, cache_kinds(compiled.graph)
-    num_blocks = plan_kv(kinds, config)
     checkpoint = open_for(config, progress)
     try:
         tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
@@ -201,9 +203,14 @@ def open_engine(config: Config, progress: Progress) -> Engine:
     finally:
         checkpoint.close()
     serve = config.serve
-    runner = Runner(graph, tensors, num_blocks, serve.block_size, compiled.code)
+    runner: Executes
+    if config.device == "cpu":
+        num_blocks = plan_kv(kinds, config)
+        runner = Runner(graph, tensors, num_blocks, serve.block_size, compiled.code)
+    else:
+        runner, num_blocks = open_device(compiled, tensors, config, progress)
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
-    scheduler = Scheduler(cache, **_limits(config))
+    scheduler = Scheduler(cache, run_ahead=runner.run_ahead, **_limits(config))
     print(_describe_pool(kinds, num_blocks, config), file=sys.stderr)
     return Engine(
         runner,
@@ -223,7 +230,7 @@ def compile_with(config: Config, progress: Progress) -> Compiled:
 
     def check(graph: Graph) -> None:  # what can be refused before anything is compiled or downloaded
         weights.refuse_packed(graph)
-        plan_kv(cache_kinds(graph), config)
+        plan_kv(cache_kinds(graph), config, None if config.device == "cpu" else memory.left_for_kv(graph, config))
 
     try:
         return compile_model(config, progress, cache, check=check)
@@ -238,9 +245,9 @@ def load_weights(
 ) -> dict[Recipe, weights.Loaded]:
     """The tensors of the graph's recipes, stored or random."""
     if config.load_dummy:
-        return weights.load_dummy(graph.recipes(), config.seed)
+        return weights.load_dummy(graph.recipes(), config.seed, config.device)
     weights.check(graph, checkpoint.tensors, [*config.model.ignore, *mtp_patterns(config.model)])
-    return weights.load(graph.recipes(), checkpoint, progress)
+    return weights.load(graph.recipes(), checkpoint, progress, config.device)
 
 
 def mtp_patterns(model: ModelConfig) -> List[str]:
@@ -249,11 +256,50 @@ def mtp_patterns(model: ModelConfig) -> List[str]:
     return [model.weights["layer"].replace("{layer}", str(layer)) + ".*" for layer in layers]
 
 
-def plan_kv(kinds: List[CacheKind], config: Config) -> dict[str, int]:
-    """Blocks of the KV pool by cache kind. CapacityError where they hold no sequence of max_model_len."""
-    serve = config.serve
-    memory, num_blocks = serve.kv_cache_memory, serve.num_kvcache_blocks
-    return plan_memory(kinds, serve.block_size, memory_bytes=memory, num_blocks=num_blocks, **_limits(config))
+def plan_kv(kinds: List[CacheKind], config: Config, left: int | None = None) -> dict[str, int]:
+    """Blocks of the KV pool by cache kind. CapacityError where they hold no sequence of max_model_len.
+
+    left: bytes that a GPU has for it; None: what serve.kv_cache_memory says
+    """
+    serve, limits = config.serve, _limits(config)
+    room = "serve.kv_cache_memory has {has}: raise serve.kv_cache_memory to {needs}"
+    if left is not None:
+        room = f"serve.gpu_memory_utilization={serve.gpu_memory_utilization:g} leaves it {{has}}: raise that"
+    return plan_memory(
+        kinds,
+        serve.block_size,
+        memory_bytes=serve.kv_cache_memory if left is None else left,
+        num_blocks=serve.num_kvcache_blocks,
+        max_model_len=limits["max_model_len"],
+        max_num_seqs=limits["max_num_seqs"],
+        max_num_batched_tokens=limits["max_num_batched_tokens"],
+        room=room,
+    )
+
+
+def open_device(
+    compiled: Compiled, tensors: dict[Recipe, weights.Loaded], config: Config, progress: Progress
+) -> tuple[DeviceRunner, dict[str, int]]:
+    """The runner of a GPU with its graphs captured, and the blocks of a KV pool that takes what is left."""
+    serve, kinds = config.serve, cache_kinds(compiled.graph)
+    runner = DeviceRunner(
+        compiled.graph,
+        tensors,
+        {kind.name: 2 for kind in kinds},  # blocks to rehearse with
+        serve.block_size,
+        compiled.code,
+        device=config.device,
+        max_num_seqs=serve.max_num_seqs,
+        max_model_len=_limits(config)["max_model_len"],
+    )
+    sizes = memory.capture_sizes(serve) if level_of(config) == 3 else []
+    with progress.task("compiling kernels"):
+        runner.graphs.compile(sizes)
+    num_blocks = plan_kv(kinds, config, memory.measure_left(runner, sizes[-1:], serve))
+    runner.bind(num_blocks)
+    with progress.task("capturing CUDA graphs"):
+        runner.graphs.capture(sizes)
+    return runner, num_blocks
 
 
 def _describe_pool(kinds: List[CacheKind], num_blocks: dict[str, int], config: Config) -> str:

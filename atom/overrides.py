@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 LISTS_OF_TEXT = ("prompts", "sampling.stop_strings")
-JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.entry", "job.prune", "job.export", "job.import_from")
+JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.entry", "job.prune", "job.export", "job.import_from",
+             "job.dataset_path")  # fmt: skip
 SECRET = "serve.http.api_keys"
 HIDDEN = "***"  # what is shown of it
 TEXTS = (*LISTS_OF_TEXT, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir", SECRET, *JOB_TEXTS)
 ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
-JOBS_TO_COME = ("bench", "profile")
 TO_COME = {  # the first part of a key, without "serve." -> what it asks for
     "parallel": "running on several devices",
     "quant": "quantization",
@@ -58,7 +58,7 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
         if not match or (match[3] is None and match[1] != "~"):
             raise ConfigError(f"'{text}' is no override; write key=value")
         sign, key, value = match[1], ALIASES.get(match[2], match[2]), match[3]
-        refuse_to_come(key, value)
+        refuse_to_come(key)
         if key in TEXTS and value is not None:
             value = quote(key, value, multirun)
         if key == "recipe" and value is not None and not (parsed := parse(f"{key}={value}")).is_sweep_override():
@@ -68,12 +68,10 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
     return [*rewrite(recipes), *result] if recipes else result
 
 
-def refuse_to_come(key: str, value: str | None) -> None:
+def refuse_to_come(key: str) -> None:
     first = re.split(r"[.@/]", key.removeprefix("serve."))[0]
     if first in TO_COME:
         raise UnsupportedError(f"{key}: {TO_COME[first]} is not built yet")
-    if key == "job" and value is not None and value.strip("'\" ") in JOBS_TO_COME:
-        raise UnsupportedError(f"job={value}: this job is not built yet; jobs: generate, explain, cache")
 
 
 def quote(key: str, value: str, multirun: bool) -> str:

@@ -214,18 +214,18 @@ class ServeConfig:
     kv_cache_dtype: str = one_of("auto", "bf16", "fp16", "fp32", later=("fp8",))  # auto: dtype
     block_size: int = number(16, 1)  # tokens of a KV block
     num_kvcache_blocks: int | None = number(None, 1)  # null: as many as kv_cache_memory holds
-    kv_cache_memory: int = number(4 << 30, 1)  # bytes of the KV pool on a CPU
+    kv_cache_memory: int = number(4 << 30, 1)  # bytes of the KV pool on a CPU; a GPU gives it what is left
     max_model_len: int | None = number(None, 1)  # tokens of prompt and answer; null: the model's
     max_num_seqs: int = number(512, 1)  # sequences in a step
     max_num_batched_tokens: int = number(16384, 1)  # tokens in a step
     enable_prefix_caching: bool = False
-    enforce_eager: bool = False  # capture no CUDA graph: levels 0 and 1 never do
+    enforce_eager: bool = False  # capture no CUDA graph: level 2 at most
     tensor_parallel_size: int = one_of(1, later=range(2, 1 << 16))
     data_parallel_size: int = only(1, "data parallelism")  # copies of the model
     enable_expert_parallel: bool = only(False, "expert parallelism")  # divide experts among devices
     enable_dp_attention: bool = only(False, "data parallelism")  # divide attention by request
-    gpu_memory_utilization: float = only(0.9, "running on a GPU")  # share of its memory; CPU: kv_cache_memory
-    cudagraph_capture_sizes: tuple[int, ...] | None = only(None, "running on a GPU")  # batch sizes
+    gpu_memory_utilization: float = number(0.9, 0, 1, above=True)  # share of a GPU's memory to take; a CPU ignores it
+    cudagraph_capture_sizes: list[int] | None = None  # decodes in a CUDA graph; null: up to max_num_seqs
     scheduler_delay_factor: float = only(0.0, "delaying the scheduler")  # wait before the next prompt
     method: str | None = only(None, "speculative decoding")  # of guessing tokens ahead
     num_speculative_tokens: int = only(1, "speculative decoding")  # tokens that a method guesses
@@ -249,6 +249,13 @@ class JobConfig:
     export: str | None = None  # cache: write an artifact and its pieces to this file
     import_from: str | None = None  # cache: job.import=FILE takes in what job.export wrote
     trust: bool = False  # cache: import what will run as you
+    num_prompts: int = number(8, 1)  # bench, profile: requests, all at once
+    input_len: str = "128"  # bench, profile: tokens of a prompt; 100-1024: any number of these, uniform
+    output_len: str | None = None  # bench, profile: of an answer, likewise; null: the dataset's, or sampling.max_tokens
+    dataset_path: str | None = None  # bench, profile: conversations in ShareGPT's JSON; null: random tokens
+    num_warmups: int = number(1, 0)  # bench, profile: runs of all requests before those that count
+    num_iters: int = number(1, 1)  # bench: runs that count
+    num_steps: int = number(16, 1)  # profile: steps traced of prefill and, of another trace, of decode
 
 
 @dataclass
@@ -376,11 +383,10 @@ class Config:
     revision: str | None = None  # of a hub id
     trust_remote_code: bool = False
     dtype: str = one_of("auto", "bf16", "fp16", "fp32")  # auto: the checkpoint's
-    device: str = one_of("auto", "cpu", later=("cuda",))
+    device: str = one_of("auto", "cpu", "cuda")  # cuda: a GPU, AMD's too; auto: one where there is one
     seed: int = number(0, -(1 << 63), (1 << 63) - 1)
-    level: int | None = one_of(
-        None, 0, 1, 2, later=(3,)
-    )  # 0 reference ops, 1 fused ops and kernels, 2 compiled pieces; null: the highest that runs here
+    # 0 reference ops, 1 fused ops and kernels, 2 compiled pieces, 3 CUDA graphs; null: the highest that runs here
+    level: int | None = one_of(None, 0, 1, 2, 3)
     tune: bool = one_of(False, later=(True,))  # search kernel parameters
     load_dummy: bool = False  # random weights: only config.json is read
     prompts: Any = None  # a prompt, a list of prompts, @FILE, or null for stdin

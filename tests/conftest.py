@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,27 @@ import tiny
 import torch
 
 torch.set_num_threads(1)  # tiny models: threads only get in each other's way
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: object, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        # numpy 2.4 makes no int of an array of one element, as in range(start, stop)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def triton_device(request: pytest.FixtureRequest) -> str:
+    """The device that Triton's kernels run on: a GPU, or without one the CPU, under Triton's interpreter."""
+    has_gpu = torch.cuda.is_available()
+    if request.param == "cuda":
+        return "cuda" if has_gpu else pytest.skip("there is no GPU here")
+    return pytest.skip("kernels are compiled here, not interpreted") if has_gpu else "cpu"
 
 
 @pytest.fixture(scope="session")

@@ -284,13 +284,13 @@ def test_an_error_of_hydra_is_one_line_too():
     assert (ended.returncode, ended.stdout) == (2, "")
     assert (
         ended.stderr
-        == "atom-run: ConfigError: job=x: there is no such choice; choices: cache, compile, explain, generate, serve\n"
+        == "atom-run: ConfigError: job=x: there is no such choice; choices: bench, cache, compile, explain, generate, profile, serve\n"
     )
 
 
 def test_tab_completes_groups_and_fields():
     for typed, expected in (
-        ("job=", "job=cache job=compile job=explain job=generate job=serve"),
+        ("job=", "job=bench job=cache job=compile job=explain job=generate job=profile job=serve"),
         ("serve.max_num_s", "serve.max_num_seqs="),
     ):
         env = {**os.environ, "COMP_LINE": f"atom-run {typed}", "COMP_POINT": "99"}

@@ -63,7 +63,7 @@ def no_code(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """Pieces whose code is made up, and gives itself: by text."""
     made: dict[str, bytes] = {}
 
-    def compile_nothing(texts: list[str]) -> Iterator[tuple[str, dict[str, bytes]]]:
+    def compile_nothing(texts: list[str], device: str) -> Iterator[tuple[str, dict[str, bytes]]]:
         for text in texts:
             made[text] = f"code of {text}".encode()
             yield text, {"piece.so": made[text]}

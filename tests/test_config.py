@@ -654,7 +654,7 @@ def test_the_cache_folder_is_atom_caches_or_in_the_home(monkeypatch: pytest.Monk
         ("cache=${nope}/x", "cache: Interpolation key 'nope' not found"),
         (
             "job=explian",
-            r"job=explian: there is no such choice, did you mean explain\?; choices: cache, compile, explain, generate",
+            r"job=explian: there is no such choice, did you mean explain\?; choices: bench, cache, compile, explain, generate",
         ),
         ("model=lama", r"model=lama: there is no such choice, did you mean llama\?; choices: .*auto, .*llama,"),
         ("model=null", "model=None: it takes the name of one file"),
@@ -662,7 +662,7 @@ def test_the_cache_folder_is_atom_caches_or_in_the_home(monkeypatch: pytest.Monk
         ("+hf.vocab_size=3", "hf is the checkpoint's config.json and cannot be set"),
         ("job.output=jsn", r"job.output=jsn: there is no such choice, did you mean json\?; choices: text, json"),
         ("dtype=int4", "dtype=int4: there is no such choice; choices: auto, bf16, fp16, fp32"),
-        ("level=7", "level=7: there is no such choice; choices: null, 0, 1, 2$"),
+        ("level=7", "level=7: there is no such choice; choices: null, 0, 1, 2, 3$"),
         ("serve.block_size=0", "serve.block_size=0 must be a finite number from 1"),
         ("serve.max_num_seqs=-1", "serve.max_num_seqs=-1 must be"),
         ("serve.kv_cache_memory=0", "serve.kv_cache_memory=0 must be"),
@@ -680,16 +680,12 @@ def test_a_wrong_override_is_one_line_that_says_what_and_where(text: str, messag
 @pytest.mark.parametrize(
     "text",
     [
-        "device=cuda",
-        "level=3",
         "tune=true",
         "serve.tensor_parallel_size=2",
         "serve.kv_cache_dtype=fp8",
         "serve.data_parallel_size=2",
         "serve.enable_expert_parallel=true",
         "serve.enable_dp_attention=true",
-        "serve.gpu_memory_utilization=0.8",
-        "serve.cudagraph_capture_sizes=[1,2]",
         "serve.scheduler_delay_factor=0.5",
         "serve.method=mtp",
         "serve.num_speculative_tokens=2",
@@ -698,6 +694,18 @@ def test_a_wrong_override_is_one_line_that_says_what_and_where(text: str, messag
 def test_a_value_that_is_not_built_yet_says_so(text: str):
     with pytest.raises(UnsupportedError, match="not built yet; there is: "):
         load([text])
+
+
+def test_cuda_graphs_need_a_gpu_and_sizes_that_a_step_can_have():
+    with pytest.raises(UnsupportedError, match="level=3 captures CUDA graphs, device=cpu has none; there is: 0, 1, 2"):
+        load(["device=cpu", "level=3"])
+    with pytest.raises(UnsupportedError, match=r"level=3 captures CUDA graphs, serve.enforce_eager=true has none"):
+        load(["device=cuda", "level=3", "serve.enforce_eager=true"])
+    assert load(["device=cuda", "level=3", "serve.cudagraph_capture_sizes=[1,8]"]).serve.cudagraph_capture_sizes == [1, 8]
+    with pytest.raises(ConfigError, match=r"serve.cudagraph_capture_sizes: 9 must be from 1 to serve.max_num_seqs=8"):
+        load(["serve.max_num_seqs=8", "serve.cudagraph_capture_sizes=[9]"])
+    with pytest.raises(ConfigError, match="serve.gpu_memory_utilization=0.0 must be a finite number above 0 to 1"):
+        load(["serve.gpu_memory_utilization=0"])
 
 
 def test_any_value_of_a_model_can_be_set(write: Write):

@@ -49,9 +49,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Any:
     config = Mxfp4Config(dequantize=True, modules_to_not_convert=PLAIN)
-    return GptOssForCausalLM.from_pretrained(
+    model = GptOssForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, quantization_config=config, attn_implementation="eager"
-    ).eval()
+    )
+    return model.float().eval()  # transformers 5.17 unpacks to bf16 whatever is asked, which holds an MXFP4 exactly
 
 
 @pytest.fixture(scope="module", params=[0, 1])

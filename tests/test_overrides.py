@@ -95,7 +95,6 @@ def test_the_other_name_of_block_size():
         "parallel=tp8",
         "quant=fp8",
         "serve.port=8007",
-        "job='bench'",
     ],
 )
 def test_what_is_not_built_yet_says_so(text: str):

@@ -77,6 +77,7 @@ serve.http: host port served_model_name api_keys cors chat_template tool_calls m
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_header read_seconds write_seconds comment_seconds
 serve.http: drain_seconds heartbeat_seconds
 job: kind output gpu chat stage graph save_recipe entry prune verify export import_from trust
+job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias defaults
 sampling: include_stop_str_in_output skip_special_tokens visible_tokens structured_outputs
@@ -107,7 +108,7 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
 
 # A line imports only from lines above it; between | neither imports the other.
 IMPORT_ORDER = """
-errors | startup | benchmarks
+errors | startup | devices | benchmarks
 artifact | checkpoint | overrides
 compose | schema
 derive
@@ -151,7 +152,7 @@ def test_the_groups_jobs_and_commands():
     }
     assert groups == {
         "gpu": {"a100", "h100", "h200", "l40s", "mi300x", "mi355x", "rtx_4090"},
-        "job": {"cache", "compile", "explain", "generate", "serve"},
+        "job": {"bench", "cache", "compile", "explain", "generate", "profile", "serve"},
         "model": set(MODEL_FILES.split()),
         "serve": {"default"},
     }

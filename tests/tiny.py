@@ -149,7 +149,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                            "tie_word_embeddings": True, "norm_eps": 1e-3}),
     "arcee": ("ArceeConfig", {"head_dim": 32, "rope_parameters": YARN}),
     "arcee_biases": ("ArceeConfig", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}),
-    "minimax_m2": ("MiniMaxM2Config", {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "head_dim": 16, "rotary_dim": 8}),
+    "minimax_m2": ("MiniMaxM2Config", {"num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 24, "head_dim": 16, "rotary_dim": 8,
+                                      "partial_rotary_factor": 0.5}),  # what transformers 5.17 reads in place of rotary_dim
     "minimax_m2_stacked": ("MiniMaxM2Config", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 28, "head_dim": 20, "tie_word_embeddings": True,
                                                "num_attention_heads": 3, "num_key_value_heads": 1, "rotary_dim": 20}),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1]}),
@@ -186,9 +187,13 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     stated = json.loads((folder / "config.json").read_text())
     made = getattr(transformers, stated["architectures"][0])
     config = made.config_class(**{key: value for key, value in stated.items() if key != "model_type"})
-    return made.from_pretrained(
+    model = made.from_pretrained(
         folder, config=config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    )
+    for module in model.modules() if "swiglu_limit" in stated else ():
+        if hasattr(module, "limit"):
+            module.limit = stated["swiglu_limit"]  # transformers 5.17 takes 7.0 whatever is stated
+    return model.eval()
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 101) -> list[int]:

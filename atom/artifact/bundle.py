@@ -37,11 +37,14 @@ BUNDLE = "bundle.json"  # the first member of a bundle
 
 
 def export(cache: Cache, entry: Entry, path: Path) -> list[Entry]:
-    """Write an artifact and the pieces that it names into one tar file: what went into it, the artifact last.
+    """Write an artifact and the pieces that it names into one tar file: what went into it, the artifact last; that of a
+    GPU with all of Triton's binaries in the cache, since which of them are for what is known to Triton alone.
 
     ArtifactError where one of them is missing or not trusted; then nothing is written.
     """
-    keys = [("pieces", key) for key in _piece_keys(entry)] + [(entry.kind, entry.key)]
+    binaries = [each.key for each in cache.entries("triton") if each.fault is None] if _is_for_gpu(entry) else []
+    keys = [("triton", key) for key in binaries] + [("pieces", key) for key in _piece_keys(entry)]
+    keys.append((entry.kind, entry.key))
     try:
         entries = [_checked(cache, kind, key) for kind, key in keys]
     except Damaged as error:
@@ -77,7 +80,8 @@ def open_bundle(path: Path) -> Iterator[tuple[Cache, list[Entry]]]:
         try:
             names, key = _unpack(path, cache.folder)
             entries = [_checked(cache, *name.split("/")) for name in names]
-            if names != [*(f"pieces/{piece}" for piece in _piece_keys(entries[-1])), f"artifacts/{key}"]:
+            named = [name for name in names if not name.startswith("triton/")]
+            if named != [*(f"pieces/{piece}" for piece in _piece_keys(entries[-1])), f"artifacts/{key}"]:
                 raise Damaged("it does not hold the pieces that its artifact names")
         except OSError as error:
             raise ArtifactError(f"{path} cannot be unpacked: {reason_of(error)}") from None
@@ -143,6 +147,11 @@ def _piece_keys(artifact: Entry) -> list[str]:
     if not isinstance(keys, list) or not all(isinstance(key, str) and KEY.fullmatch(key) for key in keys):
         raise ArtifactError(f"artifacts/{artifact.key[:12]} does not say which pieces it is made of")
     return list(dict.fromkeys(keys))
+
+
+def _is_for_gpu(artifact: Entry) -> bool:
+    ingredients = artifact.about.get("ingredients")
+    return isinstance(ingredients, dict) and ingredients.get("device") != "cpu"
 
 
 def _member(name: str, size: int) -> tarfile.TarInfo:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atom.errors import CheckpointError, UnsupportedError
 
@@ -35,6 +35,14 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
+class FileRange(NamedTuple):
+    """Where the bytes of a tensor lie, which may be read past the map of the file."""
+
+    path: Path
+    start: int  # byte
+    size: int  # bytes
+
+
 class Checkpoint(ABC):
     location: str  # as errors name it
     config: dict[str, Any]  # config.json; rope only as `rope_parameters`
@@ -50,6 +58,10 @@ class Checkpoint(ABC):
         whole = self.read(name)
         size = len(whole) // count
         return whole[index * size : (index + 1) * size]
+
+    def locate(self, name: str) -> FileRange | None:
+        """Where a file holds the bytes that read() yields; None where it holds them otherwise."""
+        return None
 
     @abstractmethod
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:

@@ -16,7 +16,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from atom.checkpoint.base import Checkpoint, StoredTensor, normalize_rope, read_json
+from atom.checkpoint.base import Checkpoint, FileRange, StoredTensor, normalize_rope, read_json
 from atom.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from atom.errors import CheckpointError, UnsupportedError
 
@@ -44,6 +44,9 @@ MAX_DIMS = 16
 INDEX = "model.safetensors.index.json"
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 
+# A tensor, its bytes in the mapped file, and the file and the byte that they start at.
+Entry = tuple[StoredTensor, memoryview, Path, int]
+
 
 class FolderCheckpoint(Checkpoint):
     def __init__(self, folder: Path, *, location: str | None = None, weights: bool = True) -> None:
@@ -53,19 +56,26 @@ class FolderCheckpoint(Checkpoint):
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else {}
         stored = read_headers(folder) if weights else {}
-        self.tensors = {name: tensor for name, (tensor, _) in stored.items()}
-        self._bytes = {name: view for name, (_, view) in stored.items()}
+        self.tensors = {name: entry[0] for name, entry in stored.items()}
+        self._stored = stored
 
     def read(self, name: str) -> memoryview:
-        if name not in self._bytes:
-            raise CheckpointError(f"{self.location} has no tensor {name}")
-        return self._bytes[name]
+        return self._find(name)[1]
+
+    def locate(self, name: str) -> FileRange:
+        _, data, path, start = self._find(name)
+        return FileRange(path, start, len(data))
 
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
         return load_tokenizer(self._folder, trust_remote_code=trust_remote_code)
 
     def close(self) -> None:
-        self._bytes = {}  # a file stays mapped until the last view of it is gone
+        self._stored = {}  # a file stays mapped until the last view of it is gone
+
+    def _find(self, name: str) -> Entry:
+        if name not in self._stored:
+            raise CheckpointError(f"{self.location} has no tensor {name}")
+        return self._stored[name]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -77,8 +87,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def read_headers(folder: Path) -> dict[str, tuple[StoredTensor, memoryview]]:
-    """All tensors of a folder with their bytes; {} where it has no weights at all."""
+def read_headers(folder: Path) -> dict[str, Entry]:
+    """All tensors of a folder; {} where it has no weights at all."""
     if (folder / "model.safetensors").exists():
         return read_header(folder / "model.safetensors")
     if (folder / INDEX).exists():
@@ -95,7 +105,7 @@ def read_headers(folder: Path) -> dict[str, tuple[StoredTensor, memoryview]]:
     return {}
 
 
-def read_shards(folder: Path) -> dict[str, tuple[StoredTensor, memoryview]]:
+def read_shards(folder: Path) -> dict[str, Entry]:
     where = read_json(folder / INDEX).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise CheckpointError(f"{folder / INDEX} has no weight_map from tensors to files; download it again")
@@ -110,7 +120,7 @@ def read_shards(folder: Path) -> dict[str, tuple[StoredTensor, memoryview]]:
             f"{folder} is half a checkpoint: {count} not there, first {missing[0]}; download it again"
         )
     shards = {file: read_header(folder / file) for file in files}
-    tensors: dict[str, tuple[StoredTensor, memoryview]] = {}
+    tensors: dict[str, Entry] = {}
     for file, shard in shards.items():
         for name in shard.keys() & tensors.keys():
             first = next(other for other in files if name in shards[other])
@@ -122,7 +132,7 @@ def read_shards(folder: Path) -> dict[str, tuple[StoredTensor, memoryview]]:
     return tensors
 
 
-def read_header(path: Path) -> dict[str, tuple[StoredTensor, memoryview]]:
+def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of one safetensors file. Its ranges must lie end to end and fill the file, as the format demands."""
     try:
         with path.open("rb") as file:
@@ -161,7 +171,7 @@ def read_header(path: Path) -> dict[str, tuple[StoredTensor, memoryview]]:
             raise CheckpointError(
                 f"{path} is cut short: tensor {name} ends at byte {end} of {len(body)}; download it again"
             )
-        tensors[name] = StoredTensor(ours, shape), body[begin:end]
+        tensors[name] = StoredTensor(ours, shape), body[begin:end], path, 8 + size + begin
         position = end
     if position != len(body):
         raise CheckpointError(f"{path} has {len(body) - position} bytes that no tensor names; download it again")

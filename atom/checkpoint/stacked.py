@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from atom.checkpoint.base import Checkpoint, StoredTensor
+from atom.checkpoint.base import Checkpoint, FileRange, StoredTensor
 from atom.checkpoint.folder import DTYPES
 from atom.checkpoint.tokenizer import Tokenizer
 from atom.errors import CheckpointError, ConfigError
@@ -44,6 +44,14 @@ class StackedCheckpoint(Checkpoint):
     def read_part(self, name: str, index: int, count: int) -> memoryview:
         source, place, num_parts = self._parts.get(name, (name, 0, 1))
         return self._stored.read_part(source, place * count + index, num_parts * count)
+
+    def locate(self, name: str) -> FileRange | None:
+        source, place, num_parts = self._parts.get(name, (name, 0, 1))
+        whole = self._stored.locate(source)
+        if whole is None:
+            return None
+        size = whole.size // num_parts
+        return FileRange(whole.path, whole.start + place * size, size)
 
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
         return self._stored.tokenizer(trust_remote_code=trust_remote_code)

@@ -16,7 +16,7 @@ node behind it for each.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.fx
@@ -111,8 +111,7 @@ class Graph:
         for old, new in mapping.items():
             old.replace_all_uses_with(new)
             new.name, old.name = old.name, new.name
-        for old in mapping:
-            _erase_unused(old)
+        _erase_unused(mapping)
         self.num_rewrites += 1
 
     def recipes(self) -> list[Recipe]:
@@ -162,8 +161,8 @@ def call_of(node: Node) -> Node:
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
-def _erase_unused(node: Node) -> None:
-    waiting = [node]
+def _erase_unused(nodes: Iterable[Node]) -> None:
+    waiting = list(nodes)[::-1]
     erased: set[Node] = set()
     while waiting:
         node = waiting.pop()

@@ -32,6 +32,7 @@ from atom.graph.formats import num_bytes
 from atom.graph.graph import call_of, node_leaves
 from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.types import BITS
+from atom.kernels import find_target
 from atom.launch import semantic_graph
 from atom.llm import cache_kinds, mtp_patterns, plan_kv
 from atom.passes import PassReport
@@ -152,10 +153,10 @@ def pieces(graph: Graph, config: Config) -> dict[str, Any]:
     """
     assert config.cache is not None, "config.load resolves it"
     cache = Cache(Path(config.cache))
-    counts = Counter(piece.text for piece in pieces_of(graph))
+    counts, target = Counter(piece.text for piece in pieces_of(graph)), find_target(config.device)
     distinct = []
     for text, times in counts.items():
-        key = key_of(identity(text))
+        key = key_of(identity(text, target))
         is_there = cache.holds("pieces", key)
         fault = cache.verify("pieces", key) if is_there else None
         told = {"key": key, "cached": is_there and fault is None, "fault": fault}

@@ -9,6 +9,7 @@ The first that accepts wins; the reference, an op's own body, accepts all and is
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 class Target:
     """What the kernels will run on."""
 
-    device: str  # cpu
-    features: frozenset[str] = frozenset()  # what this one can do: onednn_bf16, …
+    device: str  # cpu, or cuda, which is AMD's GPUs too
+    features: frozenset[str] = frozenset()  # what this one can do: onednn_bf16, …; a GPU's vendor and architecture
 
 
+BACKENDS = ("triton", "generated", "inductor", "torch")  # modules beside this one
 Accepts = Callable[..., str | None]  # (target, *types of the arguments, **attributes) -> None, or why not
 
 
@@ -73,8 +75,8 @@ def find_kernel(op: Op, backend: str) -> Kernel:
 
 
 def find_target(device: str) -> Target:
-    """The target that this machine is."""
-    return Target(device, _backend("torch").find_features())
+    """The target that this machine is. UnsupportedError where it has no such device."""
+    return Target(device, _backend("torch" if device == "cpu" else "triton").find_features())
 
 
 def shuffle(weight: Tensor, layout: str) -> Tensor:
@@ -83,12 +85,6 @@ def shuffle(weight: Tensor, layout: str) -> Tensor:
 
 
 def _backend(name: str) -> ModuleType:
-    if name == "torch":
-        from atom.kernels import torch
-
-        return torch
-    if name == "inductor":
-        from atom.kernels import inductor
-
-        return inductor
-    raise UnsupportedError(f"there is no kernel backend '{name}'; backends: inductor, torch, reference")
+    if name in BACKENDS:
+        return importlib.import_module(f"atom.kernels.{name}")
+    raise UnsupportedError(f"there is no kernel backend '{name}'; backends: {', '.join(BACKENDS)}, reference")

@@ -16,6 +16,8 @@ from atom.errors import PassError
 from atom.graph import Graph, ops, show, verify
 from atom.kernels import Target
 from atom.passes.fuse_gate_up import fuse_gate_up
+from atom.passes.fuse_linear_gate import fuse_linear_gate
+from atom.passes.fuse_norm_linear import fuse_norm_linear
 from atom.passes.fuse_norm_residual import fuse_norm_residual
 from atom.passes.fuse_qkv import fuse_qkv
 from atom.passes.lower_attention import lower_attention
@@ -30,15 +32,17 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (fuse_norm_residual, 1, ops.SEMANTIC),
     (lower_moe, 0, ops.SEMANTIC),
     (lower_attention, 0, ops.LOWERED),
+    (fuse_linear_gate, 1, ops.LOWERED),
+    (fuse_norm_linear, 1, ops.LOWERED),
     (select_kernels, 0, ops.LOWERED),
     (split_pieces, 2, ops.LOWERED),
 )
 
+# by device and level, in the order of preference; level 3 runs the text of level 2
 BACKENDS = {
-    0: ("reference",),
-    1: ("torch", "reference"),
-    2: ("inductor", "torch", "reference"),
-}  # by level, in the order of preference
+    "cpu": (("reference",), ("torch", "reference"), ("inductor", "torch", "reference")),
+    "cuda": (("reference",), ("triton", "reference"), ("triton", "generated", "reference")),
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,8 @@ def lower(
     PassError names the pass whose graph is wrong, those before it, and the file that holds the text.
     """
     done: list[str] = []
-    configured = {select_kernels: (target, BACKENDS[level])}
+    chosen = target, BACKENDS[target.device][min(level, 2)]
+    configured = {rewrite: chosen for rewrite in (fuse_linear_gate, fuse_norm_linear, select_kernels)}
     names = [rewrite.__name__ for rewrite, _, _ in PIPELINE]
     for rewrite, from_level, graph_level in PIPELINE[names.index(first) :]:
         if level < from_level:

@@ -6,16 +6,17 @@
     run = load_piece(folder)                         # milliseconds, without a compiler
     run(x, *weights)                                 # the results, in the piece's order
 
-A piece's text is a graph's, with weights as inputs and names that depend on nothing else. It is expanded to aten with
-one symbol for each dim that may change and goes to Inductor ahead of time; what comes back is a shared object.
+A piece's text is a graph's, with weights as inputs and names that depend on nothing else. For a CPU it is expanded to
+aten with one symbol for each dim that may change and goes to Inductor ahead of time: a shared object. For a GPU it is
+written as a Triton kernel, which takes each row by itself.
 """
 
 from atom.pieces.find import NAME, Piece, find_pieces
-from atom.pieces.identity import digest, identity, instruction_set, key_of, libraries, sources_of
+from atom.pieces.identity import digest, identity, instruction_set, key_of, libraries, machine, sources_of
 from atom.pieces.load import PieceCode, load_piece
 from atom.pieces.workers import compile_pieces, has_compiler
 
 __all__ = [
     "NAME", "Piece", "PieceCode", "compile_pieces", "digest", "find_pieces", "has_compiler", "identity",
-    "instruction_set", "key_of", "libraries", "load_piece", "sources_of",
+    "instruction_set", "key_of", "libraries", "load_piece", "machine", "sources_of",
 ]  # fmt: skip

@@ -1,4 +1,7 @@
-"""From a piece's text to a shared object, by way of aten and Inductor, and the check that it does what its ops say."""
+"""From a piece's text to its code, and the check that this does what its ops say.
+
+For a CPU that is a shared object, by way of aten and Inductor, for a GPU a module of Triton's, which `rows` writes.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,28 @@ from atom.graph.graph import results_of
 from atom.kernels import find_kernel
 from atom.pieces.find import NAME
 from atom.pieces.identity import OPTIONS
-from atom.pieces.load import load_piece
+from atom.pieces.load import LIBRARY, SOURCE, load_piece
+from atom.pieces.rows import write_source
 
 HINT = 16  # rows that Inductor plans its loops for
-LARGE = 1 << 24  # elements of a weight that is not filled to check a piece
+LARGE = 1 << 24  # elements of a weight that does not get values of its own to check a piece
 
 
-def compile_piece(text: str) -> dict[str, bytes]:
-    """The files of a piece's code, for sizes of its open dims from 1 on. PassError where its ops assume more."""
+def compile_piece(text: str, device: str = "cpu") -> dict[str, bytes]:
+    """The files of a piece's code, for sizes of its open dims from 1 on. PassError where its ops assume more.
+
+    For a GPU it is Triton's source, which Triton compiles when it is first run: with a GPU at hand, here.
+    """
+    program = parse(text, NAME).programs[NAME]
+    files = _compile_library(program) if device == "cpu" else {SOURCE: write_source(text).encode()}
+    if device == "cpu" or torch.cuda.is_available():
+        _check(program, files, device)
+    return files
+
+
+def _compile_library(program: Program) -> dict[str, bytes]:
     from torch._inductor.utils import fresh_cache
 
-    program = parse(text, NAME).programs[NAME]
     with fresh_cache():
         module, inputs, environment = _expand(program)
         made = Path(str(torch._inductor.aot_compile(module, tuple(inputs), options=OPTIONS)))
@@ -36,23 +50,24 @@ def compile_piece(text: str) -> dict[str, bytes]:
             used = ", ".join(dict.fromkeys(node.target.name for node in program.nodes))
             raise PassError(f"a piece of {used} compiles only where {[guard.expr for guard in environment.guards]}")
         calls = made.with_suffix(".json")  # the calls into torch that are not in its C interface
-        files = {"piece.so": made.read_bytes(), **({"piece.json": calls.read_bytes()} if calls.exists() else {})}
-    _check(program, files)
-    return files
+        return {LIBRARY: made.read_bytes(), **({"piece.json": calls.read_bytes()} if calls.exists() else {})}
 
 
 @torch.inference_mode()
-def _check(program: Program, files: dict[str, bytes]) -> None:
+def _check(program: Program, files: dict[str, bytes], device: str) -> None:
     """Hold the code against its traces: the compiler took the open dims for 2 or more, and planned for HINT."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def example(type: Type, rows: int) -> Tensor:
         shape = [rows if isinstance(dim, str) else dim for dim in type.shape]
         if type.dtype == "i64":
-            return torch.zeros(shape, dtype=torch.int64)
-        if math.prod(shape) > LARGE:
+            return torch.arange(math.prod(shape), device=device).view(shape) % 2
+        if math.prod(shape) <= LARGE:
+            return torch.randn(shape, generator=generator, device=device).to(TORCH_DTYPES[type.dtype])
+        if device == "cpu":
             return torch.zeros(shape, dtype=TORCH_DTYPES[type.dtype])  # pages that nobody touches
-        return torch.randn(shape, generator=generator).to(TORCH_DTYPES[type.dtype])
+        first = torch.randn(shape[1:], generator=generator, device=device)
+        return first.to(TORCH_DTYPES[type.dtype]).expand(shape)
 
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():

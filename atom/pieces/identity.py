@@ -1,6 +1,6 @@
 """What a piece's code depends on, in words: equal ingredients, equal code.
 
-key_of(identity(piece.text))     # 32 hex digits
+key_of(identity(piece.text, find_target("cuda")))     # 32 hex digits
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from pathlib import Path
 
 import torch
 
+from atom.kernels import Target
+
+CPU = Target("cpu")
 OPTIONS = {  # of Inductor
     "cpp.dynamic_threads": True,  # as many threads as the process has, not as this machine has now
     "aot_inductor.precompile_headers": False,  # needs openssl, and takes what lies at a known path in /tmp
@@ -20,17 +23,24 @@ OPTIONS = {  # of Inductor
 PACKAGE = Path(__file__).parents[1]
 
 
-def identity(text: str) -> dict[str, str]:
+def identity(text: str, target: Target = CPU) -> dict[str, str]:
     """All that a piece's code depends on, in words; equal ones have equal code."""
     return {
         "text": digest(text),
-        "torch": torch.__version__,
-        "instruction set": instruction_set(),
-        "libraries": libraries(),
-        "strides": "contiguous",
-        "compiler options": json.dumps(OPTIONS),
+        **machine(target),
+        **({"strides": "contiguous", "compiler options": json.dumps(OPTIONS)} if target.device == "cpu" else {}),
         "sources": sources_of("graph/ops", "kernels", "pieces"),
     }
+
+
+def machine(target: Target) -> dict[str, str]:
+    """What compiled code depends on of this machine: another one of equal ingredients can run it."""
+    if target.device == "cpu":
+        return {"torch": torch.__version__, "instruction set": instruction_set(), "libraries": libraries()}
+    import triton
+
+    features = " ".join(sorted(target.features))
+    return {"torch": torch.__version__, "triton": triton.__version__, "device": target.device, "features": features}
 
 
 def key_of(ingredients: dict[str, str]) -> str:

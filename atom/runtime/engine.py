@@ -24,13 +24,12 @@ from atom.config import SamplingParams
 from atom.errors import RequestError
 from atom.runtime.detokenizer import Detokenizer
 from atom.runtime.grammar import GrammarCompiler
-from atom.runtime.isolate import describe, execute
+from atom.runtime.isolate import Part, describe, execute
 from atom.runtime.metrics import EngineStats, Metrics
 from atom.runtime.profiler import Profiler
-from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler, finish_reason
 from atom.runtime.stream import Stream
-from atom.runtime.types import Matcher, Sampled, Sequence, StreamCallback
+from atom.runtime.types import Executes, Matcher, Plan, Sequence, StreamCallback
 
 
 class Engine:
@@ -38,7 +37,7 @@ class Engine:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: Executes,
         scheduler: Scheduler,
         *,
         tokenizer: Tokenizer | None,
@@ -58,6 +57,7 @@ class Engine:
         self._requests: dict[str, list[Sequence]] = {}
         self._ended: list[Sequence] = []  # and not returned by `step` yet
         self._moved: deque[Stream] = deque()  # have something to tell
+        self._pending: deque[list[Part]] = deque()  # steps that run, oldest first
         self._failed: dict[str, Exception] = {}  # sequence id -> why the last step raised
         self._numbers = itertools.count()
         self._seeds = random.Random(seed)
@@ -66,7 +66,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or bool(self._ended) or bool(self._moved)
+        return self.scheduler.has_work or bool(self._pending) or bool(self._ended) or bool(self._moved)
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
         """A prompt's token ids. RequestError where it is empty or names a token that the model does not have."""
@@ -185,7 +185,8 @@ class Engine:
         )
 
     def step(self, tell_plan: Callable[[], object] | None = None) -> list[Sequence]:
-        """Run one step: the sequences that ended in it, or were aborted since the last one.
+        """Start steps, as many as the runner may have behind the oldest that runs, and take in what that one gave: the
+        sequences that ended in it, or were aborted since the last one.
 
         tell_plan: called once it is known what the step is about, as it may take long: `stats` counts what is admitted.
 
@@ -194,26 +195,22 @@ class Engine:
         raises comes out here; the next step goes on.
         """
         self._tell()
-        plan = self.scheduler.schedule()
-        if tell_plan is not None:
-            tell_plan()
-        if plan.rows:
-            self._failed = {}
-            try:
-                parts = execute(self.runner, plan)
-            except BaseException as error:
-                self.scheduler.retract(plan)
-                if isinstance(error, Exception):
-                    self._failed = {row.sequence.id: error for row in plan.rows}
-                raise
-            for part, outcome in parts:
-                if isinstance(outcome, Sampled):
-                    for sequence in self.scheduler.commit(part, outcome, self._take_token):
-                        self._end(sequence)
-                        del self._streams[sequence.id]
-                else:
-                    self.scheduler.retract(part)
+        while len(self._pending) <= self.runner.run_ahead:
+            plan = self.scheduler.schedule()
+            if tell_plan is not None:
+                tell_plan()
+            if not plan.rows:
+                break
+            self._pending.append(self._execute(plan))
+        if self._pending:
+            outcomes = [each if isinstance(each, Exception) else each.wait() for _, each in self._pending[0]]
+            for (part, _), outcome in zip(self._pending.popleft(), outcomes, strict=True):
+                if isinstance(outcome, Exception):
                     self._fail(part.rows[0].sequence, outcome)
+                    continue
+                for sequence in self.scheduler.commit(part, outcome, self._take_token):
+                    self._end(sequence)
+                    del self._streams[sequence.id]
             self._tell()
         return self.take_ended()
 
@@ -232,6 +229,21 @@ class Engine:
         """The sequences that ended and were not returned yet."""
         ended, self._ended = self._ended, []
         return ended
+
+    def _execute(self, plan: Plan) -> list[Part]:
+        """The parts of a plan, running; those that failed are retracted."""
+        self._failed = {}
+        try:
+            parts = execute(self.runner, plan)
+        except BaseException as error:
+            self.scheduler.retract(plan)
+            if isinstance(error, Exception):
+                self._failed = {row.sequence.id: error for row in plan.rows}
+            raise
+        for part, outcome in parts:
+            if isinstance(outcome, Exception):
+                self.scheduler.retract(part)
+        return parts
 
     def _tell(self) -> None:
         """Call the callbacks; one that raises leaves the others for the next time."""

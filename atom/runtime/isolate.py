@@ -1,26 +1,20 @@
 """A step in which one sequence fails is not lost for the others: it runs in halves, down to what fails alone.
 
     for part, outcome in execute(runner, plan):      # one part, where nothing fails
-        if isinstance(outcome, Sampled):
-            scheduler.commit(part, outcome, finish)
-        else:
+        if isinstance(outcome, Exception):
             ...                                      # the error of the one row of this part
+        else:
+            scheduler.commit(part, outcome.wait(), finish)
 
-It counts on `Runner.execute`, which writes nothing but the KV of the plan's own tokens and can do so again.
+It counts on a runner's `execute`, which writes nothing but the KV of the plan's own tokens and can do so again.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from atom.errors import CapacityError, RequestError
-from atom.runtime.types import Plan, Row, Sampled
+from atom.runtime.types import Executed, Executes, Plan, Row
 
-Part = tuple[Plan, Sampled | Exception]
-
-
-class Executes(Protocol):
-    def execute(self, plan: Plan) -> Sampled: ...
+Part = tuple[Plan, Executed | Exception]
 
 
 def execute(runner: Executes, plan: Plan) -> list[Part]:
@@ -30,7 +24,7 @@ def execute(runner: Executes, plan: Plan) -> list[Part]:
     say that it is. A CapacityError is always raised: memory is short for all.
     """
     parts = execute_parts(runner, plan)
-    errors = [outcome for _, outcome in parts if not isinstance(outcome, Sampled)]
+    errors = [outcome for _, outcome in parts if isinstance(outcome, Exception)]
     wrong = next((error for error in errors if not isinstance(error, RequestError)), None)
     if wrong is not None and len(errors) == len(parts):
         raise wrong

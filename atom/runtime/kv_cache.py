@@ -40,11 +40,12 @@ def plan_memory(
     max_model_len: int,
     max_num_seqs: int,
     max_num_batched_tokens: int,
+    room: str = "there are {has}",
 ) -> dict[str, int]:
     """Blocks by cache kind, with block 0, of pools that take `memory_bytes` together or have `num_blocks` without it.
 
     All kinds get equally many, but a window kind no more than `max_num_seqs` windows and a step can fill.
-    Raises CapacityError where `memory_bytes` do not hold one sequence of `max_model_len`.
+    Raises CapacityError where `memory_bytes` do not hold one sequence of `max_model_len`; room: what to say of them.
     """
     step_blocks = -(-max_num_batched_tokens // block_size)
     useful = {
@@ -71,7 +72,7 @@ def plan_memory(
         length = bisect_right(range(1, max_model_len), memory_bytes, key=lambda length: size(alone(length)))
         raise CapacityError(
             f"the KV of one sequence of serve.max_model_len={max_model_len} takes {size(least)} bytes, "
-            f"serve.kv_cache_memory has {memory_bytes}: raise serve.kv_cache_memory to {size(least)}"
+            + room.format(has=memory_bytes, needs=size(least))
             + (f" or lower serve.max_model_len to {length}" if length else "")
         )
 
@@ -233,7 +234,7 @@ class KVCache:
                 if room < goal and pool.window is None:
                     return 0
                 num_tokens = min(num_tokens, room)
-        if num_tokens <= sequence.num_computed:
+        if num_tokens <= max(sequence.num_computed, sequence.num_planned):
             return 0
         for pool in self.pools:
             goal = known if pool.window is None else num_tokens

@@ -26,6 +26,8 @@ HEAD_ROWS = 256  # logits that prompt_logprobs makes at a time
 
 
 class Runner:
+    run_ahead = 0
+
     def __init__(
         self,
         graph: Graph,
@@ -53,11 +55,7 @@ class Runner:
                 raise KeyboardInterrupt from None
             if not is_out_of_memory(error):
                 raise
-            raise CapacityError(
-                f"a step of {plan.num_tokens} tokens of {len(plan.rows)} sequences ran out of memory: "
-                f"lower serve.max_num_batched_tokens (to {max(plan.num_tokens // 2, 1)}), serve.max_num_seqs or "
-                "serve.kv_cache_memory"
-            ) from error
+            raise out_of_memory(plan, "serve.kv_cache_memory") from error
 
     @torch.inference_mode()
     def _execute(self, plan: Plan) -> Sampled:
@@ -65,7 +63,7 @@ class Runner:
         ends = np.cumsum([row.num_tokens for row in plan.rows])
         sampling = [(row.sequence, end - 1) for row, end in zip(plan.rows, ends.tolist(), strict=True) if row.samples]
         scored = {
-            row.sequence.id: self._score_prompt(row, hidden[end - row.num_tokens : end])
+            row.sequence.id: score_prompt(self.head, row, hidden[end - row.num_tokens : end])
             for row, end in zip(plan.rows, ends.tolist(), strict=True)
             if row.sequence.params.prompt_logprobs is not None and row.start < len(row.sequence.prompt)
         }
@@ -75,16 +73,25 @@ class Runner:
         logits = self.head({"hidden": hidden.index_select(0, rows)})
         return Sampled(*sample(logits, [sequence for sequence, _ in sampling]), scored)
 
-    def _score_prompt(self, row: Row, hidden: Tensor) -> list[Logprobs]:
-        """Log probabilities of the prompt's tokens that follow this row's positions."""
-        sequence = row.sequence
-        targets = sequence.prompt[row.start + 1 : row.start + 1 + row.num_tokens]
-        scored: list[Logprobs] = []
-        for start in range(0, len(targets), HEAD_ROWS):
-            part = targets[start : start + HEAD_ROWS]
-            logits = self.head({"hidden": hidden[start : start + len(part)]})
-            scored += prompt_logprobs(logits, part, sequence.params.prompt_logprobs or 0)
-        return scored
+
+def score_prompt(head: Executable, row: Row, hidden: Tensor) -> list[Logprobs]:
+    """Log probabilities of the prompt's tokens that follow this row's positions; hidden [num_tokens, H]."""
+    sequence = row.sequence
+    targets = sequence.prompt[row.start + 1 : row.start + 1 + row.num_tokens]
+    scored: list[Logprobs] = []
+    for start in range(0, len(targets), HEAD_ROWS):
+        part = targets[start : start + HEAD_ROWS]
+        logits = head({"hidden": hidden[start : start + len(part)]})
+        scored += prompt_logprobs(logits, part, sequence.params.prompt_logprobs or 0)
+    return scored
+
+
+def out_of_memory(plan: Plan, knob: str) -> CapacityError:
+    """What to say of a step that ran out of memory; knob: of the memory that the KV cache has taken."""
+    return CapacityError(
+        f"a step of {plan.num_tokens} tokens of {len(plan.rows)} sequences ran out of memory: "
+        f"lower serve.max_num_batched_tokens (to {max(plan.num_tokens // 2, 1)}), serve.max_num_seqs or {knob}"
+    )
 
 
 def is_raised_by(error: Exception, name: str) -> bool:

@@ -8,13 +8,15 @@
         ended = scheduler.commit(plan, sampled, lambda sequence: finish_reason(sequence, 4096))
 
 A plan names no token. Tokens are appended, blocks published and sequences ended at its commit, which may come late:
-sequences of a pending plan are left out of further ones, and keep their blocks till then even if they are aborted.
+until then a sequence keeps its blocks and its slot, even if it is aborted. Where steps run ahead, a sequence of a
+pending plan is in the next ones too, beyond its end if that comes as a surprise; else it waits for its commit.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import insort_left, insort_right
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
@@ -34,6 +36,8 @@ class SchedulerStats:
     num_prefix_queries: int = 0  # tokens that the prefix cache was asked for at admissions
     num_prefix_hit_tokens: int = 0  # that the prefix cache gave at admissions
     num_forked_tokens: int = 0  # that siblings took over from their parent
+    num_ahead: int = 0  # rows planned while the one before them was not committed
+    num_overrun: int = 0  # tokens sampled behind the end of their sequence
 
 
 def finish_reason(sequence: Sequence, max_model_len: int) -> str | None:
@@ -60,7 +64,15 @@ class Scheduler:
     does not fit alone: it ends, and so does each in turn.
     """
 
-    def __init__(self, cache: KVCache, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        run_ahead: int = 0,
+    ) -> None:
         assert max_num_seqs > 0 and max_num_batched_tokens > 0, "a step needs room for a sequence and a token"
         self.cache = cache
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each decode gets its token in each step
@@ -70,7 +82,10 @@ class Scheduler:
         self.sequences: dict[str, Sequence] = {}  # all that wait or run, by id
         self.waiting: list[Sequence] = []  # by priority
         self.running: dict[Sequence, None] = {}  # in the order of admission
-        self._in_flight: set[Sequence] = set()  # in a plan that is not committed
+        self._run_ahead = run_ahead  # plans behind the oldest that is pending
+        self._in_flight: Counter[Sequence] = Counter()  # plans that are not committed, by sequence
+        self._leaving: set[Sequence] = set()  # preempted once they are in no plan
+        self._slots = list(range(self.max_num_seqs - 1, -1, -1))  # that nobody has
         self._refused: Sequence | None = None  # found no room, and none has been given back since
 
     @property
@@ -125,8 +140,8 @@ class Scheduler:
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
-            if sequence not in self._in_flight:
-                (decodes if sequence.num_tokens - sequence.num_computed == 1 else prompts).append(sequence)
+            if num_left := self._num_left(sequence):
+                (decodes if num_left == 1 else prompts).append(sequence)
         decodes.sort(key=_priority)
         prompts.sort(key=_priority)
         planned: dict[Sequence, int] = {}
@@ -135,8 +150,10 @@ class Scheduler:
             if not budget or sequence not in self.running:  # preempted by one before it
                 continue
             while not (num_tokens := self._extend(sequence, budget)):
-                last = max((other for other in reversed(self.running) if other not in self._in_flight), key=_priority)
+                free = (other for other in reversed(self.running) if other not in self._in_flight or other is sequence)
+                last = max(free, key=_priority)
                 if last is sequence:
+                    budget += self._ask_to_leave(sequence, planned)
                     break  # sits this step out and keeps what it has, until one before it needs that
                 budget += planned.pop(last, 0)
                 self._preempt(last)
@@ -144,14 +161,11 @@ class Scheduler:
                 planned[sequence] = num_tokens
                 budget -= num_tokens
         self._admit(planned, budget)
-        self._in_flight.update(planned)
         decode_rows: list[Row] = []
         other_rows: list[Row] = []
         for sequence, num_tokens in planned.items():
-            start = sequence.num_computed
-            samples = start + num_tokens == sequence.num_tokens
-            row = Row(sequence, start, num_tokens, samples)
-            (decode_rows if samples and num_tokens == 1 else other_rows).append(row)
+            row = self._plan(sequence, num_tokens)
+            (decode_rows if row.samples and num_tokens == 1 else other_rows).append(row)
         return Plan(decode_rows + other_rows, len(decode_rows))
 
     def commit(self, plan: Plan, sampled: Sampled, finish: Callable[[Sequence], str | None]) -> list[Sequence]:
@@ -167,9 +181,10 @@ class Scheduler:
         answers = iter(zip(sampled.tokens, sampled.logprobs, strict=True))
         for row in plan.rows:
             sequence = row.sequence
-            self._in_flight.discard(sequence)
+            self._land(row)
             answer = next(answers) if row.samples else None
             if sequence.finish_reason is not None:
+                self.stats.num_overrun += row.samples
                 self._release(sequence)
                 continue
             sequence.num_computed = row.start + row.num_tokens
@@ -179,28 +194,31 @@ class Scheduler:
                 sequence.prompt_logprobs = known[: row.start + 1] + list(sampled.prompt_logprobs[sequence.id])
             if answer is None:
                 self.stats.num_chunks += 1
-                continue
-            token, logprobs = answer
-            sequence.output.append(token)
-            if logprobs is not None:
-                sequence.logprobs.append(logprobs)
-            reason = finish(sequence)
-            if reason is not None and sequence.finish_reason is None:  # finish may have aborted it
-                self._end(sequence, reason)
-                ended.append(sequence)
+            else:
+                token, logprobs = answer
+                sequence.output.append(token)
+                if logprobs is not None:
+                    sequence.logprobs.append(logprobs)
+                reason = finish(sequence)
+                if reason is not None and sequence.finish_reason is None:  # finish may have aborted it
+                    self._end(sequence, reason)
+                    ended.append(sequence)
+            if sequence in self._leaving and sequence not in self._in_flight:
+                self._preempt(sequence)
         return ended
 
     def retract(self, plan: Plan) -> None:
-        """The plan's step did not take place: its rows may be planned again."""
+        """The newest plan's step did not take place: its rows may be planned again."""
         for row in plan.rows:
-            self._in_flight.discard(row.sequence)
+            self._land(row)
+            row.sequence.num_planned = row.start
             if row.sequence.finish_reason is not None:
                 self._release(row.sequence)
 
     def _admit(self, planned: dict[Sequence, int], budget: int) -> None:
         """Adds waiting sequences to the running ones and to the step."""
         siblings = []
-        while self.waiting and budget and len(self.running) < self.max_num_seqs:
+        while self.waiting and budget and self._slots:
             sequence = self.waiting.pop(0)
             if self._waits_for_parent(sequence):
                 siblings.append(sequence)
@@ -229,13 +247,15 @@ class Scheduler:
             num_cached = self.cache.match_prefix(sequence)
             if not num_cached and sequence.parent in self.running:
                 num_forked = self.cache.fork(sequence.parent, sequence)
-        sequence.num_computed = num_cached + num_forked
+        sequence.num_computed = sequence.num_planned = num_cached + num_forked
         # a spare block for each that runs: who is let in on the last blocks is preempted at once
         num_tokens = self._extend(sequence, budget, spare=len(self.running))
         if not num_tokens:
             self.cache.free(sequence)
-            sequence.num_computed = 0
+            sequence.num_computed = sequence.num_planned = 0
             return 0
+        sequence.slot = self._slots.pop()
+        sequence.num_given = sequence.num_tokens
         if sequence.admitted_at is None:
             sequence.admitted_at = time.perf_counter()
             sequence.num_cached = num_cached
@@ -247,15 +267,53 @@ class Scheduler:
 
     def _extend(self, sequence: Sequence, budget: int, spare: int = 0) -> int:
         """Room for the sequence's next tokens, at most `budget`; returns how many have it."""
-        start = sequence.num_computed
-        stop = self.cache.allocate(sequence, min(start + budget, sequence.num_tokens), spare)
+        start = sequence.num_planned
+        stop = self.cache.allocate(sequence, min(start + budget, sequence.num_tokens + sequence.num_pending), spare)
         return max(stop - start, 0)
+
+    def _num_left(self, sequence: Sequence) -> int:
+        """Tokens that its next step may compute: 0 where it waits for a commit."""
+        if sequence in self._in_flight:
+            num_output = len(sequence.output) + sequence.num_pending
+            is_last = (
+                num_output >= sequence.params.max_tokens or len(sequence.prompt) + num_output >= self.max_model_len
+            )
+            if not self._run_ahead or sequence.needs_host or sequence in self._leaving or is_last:
+                return 0
+        return sequence.num_tokens + sequence.num_pending - sequence.num_planned
+
+    def _ask_to_leave(self, sequence: Sequence, planned: dict[Sequence, int]) -> int:
+        """The last sequence, in flight, is preempted at its commit; returns the tokens that it was to compute now."""
+        last = max(reversed(self.running), key=_priority)
+        if last is sequence or self._leaving:
+            return 0
+        self._leaving.add(last)
+        return planned.pop(last, 0)
+
+    def _plan(self, sequence: Sequence, num_tokens: int) -> Row:
+        """The sequence's row of the step that is being planned."""
+        start = sequence.num_planned
+        samples = start + num_tokens == sequence.num_tokens + sequence.num_pending
+        self.stats.num_ahead += sequence in self._in_flight
+        self._in_flight[sequence] += 1
+        sequence.num_planned += num_tokens
+        sequence.num_pending += samples
+        return Row(sequence, start, num_tokens, samples)
+
+    def _land(self, row: Row) -> None:
+        """A plan of the sequence is no longer pending."""
+        sequence = row.sequence
+        sequence.num_pending -= row.samples
+        self._in_flight[sequence] -= 1
+        if not self._in_flight[sequence]:
+            del self._in_flight[sequence]
 
     def _preempt(self, sequence: Sequence) -> None:
         """Its tokens stay, their KV is computed again."""
         del self.running[sequence]
+        self._leaving.discard(sequence)
         self._release(sequence)
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_planned = 0
         insort_left(self.waiting, sequence, key=_priority)
         self.stats.num_preemptions += 1
 
@@ -263,10 +321,14 @@ class Scheduler:
         sequence.finish_reason = reason
         del self.sequences[sequence.id]
         self.running.pop(sequence, None)
+        self._leaving.discard(sequence)
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Gives its blocks back, unless a pending plan names them: then that plan's commit does."""
+        """Gives its blocks and slot back, unless a pending plan names them: then that plan's commit does."""
         if sequence not in self._in_flight:
             self.cache.free(sequence)
+            if sequence.slot >= 0:
+                self._slots.append(sequence.slot)
+                sequence.slot = -1
             self._refused = None

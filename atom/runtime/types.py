@@ -73,6 +73,10 @@ class Sequence:
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     num_computed: int = 0  # tokens whose KV is in the cache
+    num_planned: int = 0  # these and those of steps that are not committed: where the next step begins
+    num_pending: int = 0  # tokens that those steps sample, which the device has and the host has not
+    num_given: int = 0  # tokens known at its admission: the host gives them to the device, which has the later ones
+    slot: int = -1  # its place in the device's state, while it is admitted
     num_cached: int = 0  # prompt tokens that the prefix cache gave at the first admission
     blocks: dict[str, list[int]] = field(default_factory=dict)  # cache kind -> block numbers, in order; 0 is no block
     finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | abort | error
@@ -86,6 +90,11 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether what may come next follows from the tokens themselves, so that no step can be planned ahead."""
+        return self.matcher is not None
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at positions start to stop, over prompt and output."""
@@ -121,6 +130,26 @@ class Sampled:
     tokens: list[int]
     logprobs: list[Logprobs | None]
     prompt_logprobs: dict[str, list[Logprobs]] = field(default_factory=dict)  # sequence id -> for positions start + 1 …
+
+    def wait(self) -> Sampled:
+        """Itself: it is there."""
+        return self
+
+
+class Executed(Protocol):
+    """A step that runs, or has run."""
+
+    def wait(self) -> Sampled:
+        """What it gave, once it is there."""
+
+
+class Executes(Protocol):
+    """A runner: the verb `execute`."""
+
+    run_ahead: int  # steps that may be planned behind one that is not committed
+
+    def execute(self, plan: Plan) -> Executed:
+        """Start a step. What it raises has not taken place."""
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,25 @@ def test_read_copies_nothing_and_outlives_close(tmp_path: Path) -> None:
         checkpoint.read("model.norm.weight")
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_tensor_is_located_where_its_bytes_lie(tmp_path: Path, sharded: bool) -> None:
+    folder = make_folder(tmp_path)
+    if sharded:
+        save_shards(folder)
+    else:
+        save_file(TENSORS, folder / "model.safetensors")
+    checkpoint = open_checkpoint(str(folder))
+    places = {name: checkpoint.locate(name) for name in TENSORS}
+    assert len({place.path for place in places.values() if place}) == 1 + sharded
+    for name, place in places.items():
+        assert place is not None
+        data = place.path.read_bytes()[place.start : place.start + place.size]
+        assert data == TENSORS[name].reshape(-1).view(torch.uint8).numpy().tobytes()
+    checkpoint.close()
+    with pytest.raises(CheckpointError, match="has no tensor half"):
+        checkpoint.locate("half")
+
+
 def test_a_folder_with_only_a_config_opens_without_tensors(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(make_folder(tmp_path)))
     assert dict(checkpoint.tensors) == {} and checkpoint.generation_config == {} and checkpoint.tokenizer() is None

@@ -87,6 +87,18 @@ def test_experts_come_first_and_then_the_parts_of_each(tmp_path: Path) -> None:
     assert floats(checkpoint, "model.layers.12.mlp.experts.2.up_proj.weight") == list(range(175, 210))
 
 
+def test_a_part_is_located_where_its_bytes_lie(tmp_path: Path) -> None:
+    stacked = "model.layers.12.mlp.experts.gate_up_proj"
+    path = Path(save(tmp_path, {"first": numbers(3), stacked: numbers(3, 10, 7), "last": numbers(5)}))
+    data = (path / "model.safetensors").read_bytes()
+    body = len(data) - (3 + 3 * 10 * 7 + 5) * 4
+    checkpoint = open_checkpoint(str(path), stacked=STACKED)
+    for name in checkpoint.tensors:
+        place = checkpoint.locate(name)
+        assert place is not None and place.path == path / "model.safetensors" and place.start >= body
+        assert data[place.start : place.start + place.size] == checkpoint.read(name)
+
+
 @pytest.mark.parametrize(
     ("shape", "parts", "expected"),
     [
@@ -244,6 +256,7 @@ def test_parts_of_a_gguf_tensor_are_dequantized_by_themselves(
     whole, checkpoint = open_checkpoint(location), open_checkpoint(location, stacked=stacked)
     expected, row = (bytes(whole.read(name)) for name in ("blk.7.ffn_exps.weight", "row"))
     assert b"".join(checkpoint.read(name) for name in "abcd") == row  # 16 numbers each, half a block
+    assert checkpoint.locate("a") is None and whole.locate("row") is None
     if len(row) == 256:  # what quantized numbers are read as
         monkeypatch.setattr(GGUFCheckpoint, "read", forbid if kind != "F32" else GGUFCheckpoint.read)
     names = [f"7.{expert}.{part}" for expert in range(3) for part in ("gate", "up")]

@@ -34,6 +34,11 @@ CALLS = [
     (ops.rope, ("bf16[T, 6, 4]", "fp32[T, 2]", "fp32[T, 2]"), {"interleaved": True}),
     (ops.router, ("bf16[T, 24]", "bf16[8, 24]", "bf16[8]", "fp32[8]"), {"top_k": 2, "groups": 4, "top_groups": 2}),
     (ops.add_rms_norm, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]"), {"eps": 1e-6}),
+    (ops.gated_linear, ("bf16[T, 24]", "bf16[14, 24]"), {"kind": "silu"}),
+    (ops.norm_linear, ("bf16[T, 24]", "bf16[24]", "bf16[14, 24]"), {"eps": 1e-6}),
+    (ops.norm_linear, ("bf16[T, 24]", "bf16[24]", "bf16[14, 24]", "bf16[14]"), {"eps": 1e-6, "kind": "silu"}),
+    (ops.add_norm_linear, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]", "bf16[14, 24]"), {"eps": 1e-6}),
+    (ops.add_norm_linear, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]", "bf16[14, 24]"), {"eps": 1e-6, "kind": "gelu"}),
 ]
 
 

@@ -19,7 +19,7 @@ from atom.errors import ArtifactError
 FIRST = "there is no artifact in the cache yet"
 
 
-def compile_nothing(texts: list[str]) -> Iterator[tuple[str, dict[str, bytes]]]:
+def compile_nothing(texts: list[str], device: str) -> Iterator[tuple[str, dict[str, bytes]]]:
     return ((text, {"piece.so": text.encode()}) for text in texts)
 
 
@@ -88,7 +88,7 @@ def test_a_folder_that_takes_nothing_is_told_too(run: Any, tmp_path: Path):
 
 
 def test_warnings_come_before_an_error(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def fail(texts: list[str]) -> Iterator[tuple[str, dict[str, bytes]]]:
+    def fail(texts: list[str], device: str) -> Iterator[tuple[str, dict[str, bytes]]]:
         yield texts[0], {"piece.so": b"x"}
         raise ArtifactError("compiling failed: no space")
 

@@ -14,8 +14,9 @@ from pieces.text import TEXT
 from torch import Tensor
 
 from atom.errors import PassError
+from atom.graph import parse
 from atom.kernels import Kernel, find_kernel
-from atom.pieces import compile, load_piece
+from atom.pieces import compile, compile_pieces, load_piece
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -71,3 +72,39 @@ def test_code_that_is_wrong_for_more_rows_is_refused(traced: Any):
     traced(lambda x, weight, eps: norm(x, weight, eps) * torch.ones_like(x).cumsum(0))
     with pytest.raises(PassError, match=r"^a compiled piece of rms_norm is .* off at 2 rows$"):
         compile.compile_piece(TEXT)
+
+
+GPU_TEXT = TEXT.replace("inductor", "generated")
+
+
+def checked(right: str, wrong: str, device: str) -> None:
+    """Hold Triton's source against its traces, with another word in it."""
+    source = compile.write_source(GPU_TEXT)
+    assert right in source
+    program = parse(GPU_TEXT).programs["piece"]
+    compile._check(program, {"piece.py": source.replace(right, wrong).encode()}, device)
+
+
+def test_sources_for_a_gpu_are_held_against_their_traces(triton_device: str):
+    checked("1e-06", "1e-06", triton_device)
+    with pytest.raises(PassError, match=r"^a compiled piece of rms_norm is 0\.\d+ off at 1 rows$"):
+        checked("1e-06", "0.5", triton_device)
+    with pytest.raises(PassError, match=r"^a compiled piece of rms_norm is .* off at 2 rows$"):
+        checked("row * x0_stride_0", "row * x0_stride_1", triton_device)
+
+
+def test_the_files_for_a_gpu_are_one_source():
+    assert compile.compile_piece(GPU_TEXT, "cuda") == {"piece.py": compile.write_source(GPU_TEXT).encode()}
+
+
+def test_pieces_for_a_gpu_are_compiled_in_this_process():
+    texts = [GPU_TEXT.replace("8]", f"{width}]") for width in (8, 9, 10)]
+    assert {text: list(files) for text, files in compile_pieces(texts, "cuda")} == {
+        text: ["piece.py"] for text in texts
+    }
+
+
+def test_a_piece_that_cannot_be_written_for_a_gpu_ends_it():
+    broken = "def piece(x0: fp32[A, 8], w0: fp32[4, 8]):\n    y = reference.linear(x0, w0)\n    return y\n"
+    with pytest.raises(PassError, match=r"^linear does not work"):
+        list(compile_pieces([GPU_TEXT, broken], "cuda"))

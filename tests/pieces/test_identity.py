@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
+from atom.kernels import Target
 from atom.pieces import identity as of
 from atom.pieces import key_of
 from atom.pieces.identity import PACKAGE, instruction_set, libraries, sources_of
@@ -161,3 +163,20 @@ def test_libraries_are_those_of_this_process():
     assert (libc, version) == platform.libc_ver()
     assert [name.partition(".")[0] for name in others] == ["libstdc++"], "torch has loaded one"
     assert json.loads(of(TEXT)["compiler options"])["aot_inductor.precompile_headers"] is False
+
+
+GPU = Target("cuda", frozenset({"nvidia", "sm_90"}))
+
+
+def test_of_a_gpu_it_is_the_architecture_that_counts_and_not_the_processor(monkeypatch: pytest.MonkeyPatch):
+    ingredients = of(TEXT, GPU)
+    assert list(ingredients) == ["text", "torch", "triton", "device", "features", "sources"]
+    assert (ingredients["triton"], ingredients["device"]) == (triton.__version__, "cuda")
+    assert ingredients["features"] == "nvidia sm_90"
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "SVE256")
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "9.9"))
+    clear()
+    assert of(TEXT, GPU) == ingredients
+    assert of(TEXT, Target("cuda", frozenset({"nvidia", "sm_100"}))) != ingredients
+    monkeypatch.setattr(triton, "__version__", "9.9.9")
+    assert of(TEXT, GPU) != ingredients

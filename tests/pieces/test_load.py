@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from pieces.text import TEXT
 
 from atom import compiler
 from atom.artifact import Cache
@@ -15,6 +17,7 @@ from atom.compiler import compile_model
 from atom.config import Config, load
 from atom.errors import ArtifactError, UnsupportedError
 from atom.pieces import identity, key_of, load_piece
+from atom.pieces.rows import write_source
 
 
 @pytest.mark.parametrize("content", [b"", b"this is no library", b"\x7fELF" + bytes(1000)])
@@ -24,13 +27,36 @@ def test_what_is_no_code_raises(content: bytes, tmp_path: Path):
         load_piece(tmp_path)
 
 
+@pytest.mark.parametrize("source", ["run = 1 +", "from triton import nothing", "import torch", "\0"])
+def test_a_source_that_is_none_raises(source: str, tmp_path: Path):
+    (tmp_path / "piece.py").write_text(source)
+    with pytest.raises(ArtifactError, match=rf"^{tmp_path}: this piece cannot be loaded: .+$"):
+        load_piece(tmp_path)
+
+
+def test_loading_a_source_changes_nothing_in_its_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    cache, key = Cache(tmp_path), "ab" * 16
+    folder = cache.publish("pieces", key, {"piece.py": write_source(TEXT).encode()}, {})
+    load_piece(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "piece.py"]
+    assert cache.verify("pieces", key) is None
+
+
+def test_another_source_in_the_same_place_is_loaded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for answer in (1, 2):
+        (tmp_path / "piece.py").write_text(f"def run():\n    return {answer}\n")
+        assert load_piece(tmp_path)() == answer
+
+
 @pytest.fixture
 def config(
     checkpoints: Callable[[str], Path], compiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Config:
     """A model of three pieces; a compiler makes of each the same code, at once, for none of them is run."""
 
-    def make(texts: Sequence[str]) -> Iterator[tuple[str, dict[str, bytes]]]:
+    def make(texts: Sequence[str], device: str) -> Iterator[tuple[str, dict[str, bytes]]]:
         for text in texts:
             yield text, {file.name: file.read_bytes() for file in compiled.iterdir()}
 

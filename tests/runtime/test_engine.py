@@ -39,6 +39,8 @@ class Letters:
 class Script:
     """A runner: each sequence says its text, letter by letter, and fails when told to."""
 
+    run_ahead = 0
+
     def __init__(self, texts: dict[str, str | list[int]], fail: Callable[[Plan], None] = lambda plan: None) -> None:
         self.texts = texts  # by request id
         self.fail = fail

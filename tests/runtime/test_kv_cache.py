@@ -344,8 +344,8 @@ def test_the_least_memory_holds_one_sequence_of_max_model_len() -> None:
         plan([FULL, window], memory_bytes=2000)
     assert plan([FULL, window], memory_bytes=2840) == {"full": 26, "window": 15}
     assert str(error.value) == (
-        "the KV of one sequence of serve.max_model_len=100 takes 2840 bytes, serve.kv_cache_memory has 2000: "
-        "raise serve.kv_cache_memory to 2840 or lower serve.max_model_len to 44"
+        "the KV of one sequence of serve.max_model_len=100 takes 2840 bytes, there are 2000 or lower serve.max_model_len "
+        "to 44"
     )
 
 

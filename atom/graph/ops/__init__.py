@@ -36,6 +36,7 @@ from atom.graph.ops.dense import (
     softcap,
     split,
 )
+from atom.graph.ops.fused import add_norm_linear, gated_linear, norm_linear
 from atom.graph.ops.latent import (
     attend_latent,
     mla_attention,
@@ -52,6 +53,7 @@ __all__ = [
     "Op",
     "activate",
     "add",
+    "add_norm_linear",
     "add_rms_norm",
     "attend",
     "attend_latent",
@@ -61,6 +63,7 @@ __all__ = [
     "embedding",
     "experts",
     "gated_activate",
+    "gated_linear",
     "group",
     "grouped_linear",
     "layer_norm",
@@ -68,6 +71,7 @@ __all__ = [
     "merge_heads",
     "mla_attention",
     "mul",
+    "norm_linear",
     "norm_rope_write",
     "norm_rope_write_latent",
     "paged_attention",

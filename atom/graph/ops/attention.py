@@ -155,6 +155,10 @@ def paged_attention(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, len
     """
     out = torch.zeros_like(q)
     for row, (first, last) in enumerate(itertools.pairwise(starts.tolist())):
-        keys, values = cache[table[row]].flatten(0, 1)[: int(lengths[row])].unbind(1)
+        if first == last:
+            continue
+        length = int(lengths[row])
+        blocks = table[row, : -(-length // cache.shape[1])]
+        keys, values = cache[blocks].flatten(0, 1)[:length].unbind(1)
         out[first:last] = attend(q[first:last], keys, values, scale, window, softcap, sinks)
     return out

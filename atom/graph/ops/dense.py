@@ -18,7 +18,7 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(tokens, weight)
 
 
-def _linear(x: Type, weight: Type, bias: Type | None = None) -> Type:
+def linear_type(x: Type, weight: Type, bias: Type | None = None) -> Type:
     out, inner = weight.shape
     need(x.shape[-1] == inner, f"x has {x.shape[-1]} columns, the weight {inner}")
     need(x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}")
@@ -26,7 +26,7 @@ def _linear(x: Type, weight: Type, bias: Type | None = None) -> Type:
     return x.with_last(out)
 
 
-@op(_linear)
+@op(linear_type)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, I], weight [O, I], bias [O] -> [T, O]"""
     return F.linear(x, weight, bias)

@@ -101,6 +101,9 @@ def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Ten
     """
     out = q_nope.new_zeros(*q_nope.shape[:2], kv_b.shape[0] // q_nope.shape[1] - q_nope.shape[2])
     for row, (first, last) in enumerate(itertools.pairwise(starts.tolist())):
-        entries = cache[table[row]].flatten(0, 1)[: int(lengths[row])]
+        if first == last:
+            continue
+        length = int(lengths[row])
+        entries = cache[table[row, : -(-length // cache.shape[1])]].flatten(0, 1)[:length]
         out[first:last] = attend_latent(q_nope[first:last], q_rope[first:last], entries, kv_b, scale)
     return out

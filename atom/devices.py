@@ -1,0 +1,40 @@
+"""Which device this machine has for torch, found without importing it, which `--help` and the HTTP process do not.
+
+find_device()     # cuda, which is AMD's GPUs too, or cpu
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+# what torch has for a vendor's GPUs -> the driver's library, its start and its count of devices
+VENDORS = {
+    "libtorch_cuda.so": ("libcuda.so.1", "cuInit", "cuDeviceGetCount"),
+    "libtorch_hip.so": ("libamdhip64.so", "hipInit", "hipGetDeviceCount"),
+}
+
+
+@cache
+def find_device() -> str:
+    """cuda where torch is built for a GPU and the driver has one that this process may use, else cpu."""
+    spec = find_spec("torch")
+    folder = Path(spec.origin).parent / "lib" if spec is not None and spec.origin else Path()
+    for built, driver in VENDORS.items():
+        if (folder / built).exists() and _num_devices(folder, *driver) > 0:
+            return "cuda"
+    return "cpu"
+
+
+def _num_devices(folder: Path, library: str, start: str, count: str) -> int:
+    for path in (library, str(folder / library)):  # torch for AMD brings the driver's library along
+        try:
+            driver = ctypes.CDLL(path)
+        except OSError:
+            continue
+        num = ctypes.c_int(0)
+        if getattr(driver, start)(0) == 0 and getattr(driver, count)(ctypes.byref(num)) == 0:
+            return num.value
+    return 0

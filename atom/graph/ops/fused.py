@@ -1,0 +1,52 @@
+"""A linear together with the norm before it or the gates behind it, as one op: what few rows of tokens are fast in."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from atom.graph.ops.base import LOWERED, need, op
+from atom.graph.ops.dense import add_rms_norm, gated_activate, gated_activate_type, linear, linear_type, rms_norm
+from atom.graph.types import Type
+
+ONLY_LOWERED = frozenset({LOWERED})
+
+
+def _gated_linear(x: Type, weight: Type, *, kind: str) -> Type:
+    return gated_activate_type(linear_type(x, weight), kind=kind)
+
+
+@op(_gated_linear, levels=ONLY_LOWERED)
+def gated_linear(x: Tensor, weight: Tensor, *, kind: str) -> Tensor:
+    """x [T, I], weight [2 W, I] with gate before up -> gated_activate(linear(x)), [T, W]"""
+    return gated_activate(linear(x, weight), kind=kind)  # type: ignore[no-any-return]
+
+
+def _norm_linear(x: Type, norm: Type, weight: Type, bias: Type | None = None, *, eps: float,
+                 kind: str | None = None) -> Type:  # fmt: skip
+    need(norm.shape == x.shape[-1:], f"the norm is {norm} for {x}")
+    y = linear_type(x, weight, bias)
+    return y if kind is None else gated_activate_type(y, kind=kind)
+
+
+@op(_norm_linear, levels=ONLY_LOWERED)
+def norm_linear(x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
+                kind: str | None = None) -> Tensor:  # fmt: skip
+    """x [T, I], norm [I], weight [O, I], bias [O] -> linear(rms_norm(x)), [T, O]; with a kind, O is 2 W, and behind it
+    gated_activate gives [T, W]"""
+    y = linear(rms_norm(x, norm, eps=eps), weight, bias)
+    return y if kind is None else gated_activate(y, kind=kind)  # type: ignore[no-any-return]
+
+
+def _add_norm_linear(a: Type, b: Type, norm: Type, weight: Type, bias: Type | None = None, *, eps: float,
+                     kind: str | None = None) -> tuple[Type, Type]:  # fmt: skip
+    need(a == b, f"{a} and {b} differ")
+    return _norm_linear(a, norm, weight, bias, eps=eps, kind=kind), a
+
+
+@op(_add_norm_linear, levels=ONLY_LOWERED)
+def add_norm_linear(a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
+                    kind: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """a and b [T, I], the others as in norm_linear -> norm_linear(a + b), a + b"""
+    normed, total = add_rms_norm(a, b, norm, eps=eps)
+    y = linear(normed, weight, bias)
+    return (y if kind is None else gated_activate(y, kind=kind)), total

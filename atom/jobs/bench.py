@@ -1,0 +1,211 @@
+"""`job=bench`: how fast a workload is answered, and what share of this machine's limit that is.
+
+atom-run job=bench checkpoint=/models/qwen3 job.num_prompts=32 job.input_len=1024 job.output_len=256
+atom-run job=bench load_dummy=true job.input_len=100-1024 job.output_len=100-1024 sampling.temperature=0.6
+atom-run job=bench job.dataset_path=ShareGPT.json job.num_prompts=200 job.output=json
+atom-run -m job=bench level=1,2 job.num_prompts=1,16
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import atom
+from atom.benchmarks.backend_request_func import RequestFuncOutput
+from atom.benchmarks.hardware import describe_cpus
+from atom.benchmarks.metrics import METRICS, calculate_metrics, finish_outputs, flatten_metrics
+from atom.checkpoint import RichProgress
+from atom.compiler import compile_graph
+from atom.config import Config
+from atom.jobs.limits import Costs, Limits, measure_limits, read_costs, step_work, total
+from atom.jobs.workload import Request, Step, open_workload, recording, submit
+from atom.launch import level_of
+from atom.llm import open_engine
+from atom.overrides import hide_secret
+from atom.runtime.engine import Engine
+from atom.startup import settle
+
+PERCENTILES = (50, 90, 99)
+
+
+class Run(NamedTuple):
+    """One answering of all requests, from the first one's submission to the last token."""
+
+    started: float  # seconds
+    steps: list[Step]
+    outputs: list[RequestFuncOutput]
+
+    @property
+    def seconds(self) -> float:
+        return self.steps[-1].at - self.started
+
+
+def run(config: Config) -> int:
+    """Print a table or, with job.output=json, an object; the exit code is 1 where a request failed."""
+    draw, costs = open_workload(config), read_costs(compile_graph(config))
+    limits = measure_limits(config.device, config.dtype)  # before an engine takes the memory
+    engine = open_engine(config, RichProgress())
+    for _ in range(config.job.num_warmups):
+        answer(engine, draw(engine), config)
+    settle()
+    before = engine.stats()
+    runs = [answer(engine, draw(engine), config) for _ in range(config.job.num_iters)]
+    stats = engine.stats()
+    told = {
+        **describe_run(config),
+        **measure(runs),
+        "num_preemptions": stats.num_preemptions - before.num_preemptions,
+        "num_prefix_hit_tokens": stats.num_prefix_hit_tokens - before.num_prefix_hit_tokens,
+        **compare(runs, costs, limits),
+    }
+    if config.job.output == "json":
+        print(json.dumps(told))
+    else:
+        show(told)
+    if told["failed"]:
+        failed = next(output.error for run in runs for output in run.outputs if not output.success)
+        print(f"atom-run: {told['failed']} requests failed, the first one with {failed}", file=sys.stderr)
+    return 1 if told["failed"] else 0
+
+
+def answer(engine: Engine, requests: list[Request], config: Config) -> Run:
+    """Every time counts from the submission of the first request."""
+    with recording(engine) as record:
+        started = time.perf_counter()
+        submit(engine, requests, config)
+        ended = []
+        while engine.has_work:
+            ended += engine.step()
+    outputs, times_of = [], record.times()
+    for sequence in ended:
+        times = times_of.get(sequence, [])
+        output = RequestFuncOutput(
+            success=sequence.error is None and bool(times),
+            error=sequence.error or "",
+            prompt_len=0 if sequence.index else len(sequence.prompt),  # n answers share one
+            output_tokens=len(times),
+        )
+        if times:
+            output.ttft, output.latency = times[0] - started, times[-1] - started
+            output.itl = [after - before for before, after in itertools.pairwise(times)]
+        outputs.append(output)
+    finish_outputs(outputs, None)
+    last = max((times[-1] for times in times_of.values()), default=math.inf)
+    return Run(started, [step for step in record.steps if step.at <= last], outputs)
+
+
+def describe_run(config: Config) -> dict[str, Any]:
+    """What was measured, on what."""
+    versions = {"atom": atom.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {
+        "job": config.job.kind,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hardware": describe_device(config.device),
+        "versions": versions,
+        "model": config.model.name,
+        "dtype": config.dtype,
+        "device": config.device,
+        "level": level_of(config),
+        "num_prompts": config.job.num_prompts,
+        "overrides": [hide_secret(text) for text in config.overrides],
+    }
+
+
+def describe_device(device: str) -> str:
+    return describe_cpus(Path("/")) if device == "cpu" else str(torch.get_device_module(device).get_device_name())
+
+
+def measure(runs: Sequence[Run]) -> dict[str, Any]:
+    """Throughput and latencies over all runs, under the names of `atom.benchmarks`' results; milliseconds."""
+    outputs = [output for run in runs for output in run.outputs]
+    told = flatten_metrics(calculate_metrics(outputs, sum(run.seconds for run in runs), PERCENTILES, {}))
+    rates = [sum(output.output_tokens or 0 for output in run.outputs) / run.seconds for run in runs]
+    return {**told, "output_throughputs": rates}
+
+
+def compare(runs: Sequence[Run], costs: dict[str, Costs], limits: Limits) -> dict[str, Any]:
+    """By phase and in all: steps, tokens computed, seconds, and the seconds that the limits allow."""
+    timed = [(step, seconds) for run in runs for step, seconds in step_seconds(run)]
+    by_phase = {"prefill": [(s, t) for s, t in timed if s.chunks], "decode": [(s, t) for s, t in timed if not s.chunks]}
+    phases = {name: compare_steps(steps, costs, limits) for name, steps in {**by_phase, "all": timed}.items() if steps}
+    num_output = sum(output.output_tokens or 0 for run in runs for output in run.outputs)
+    return {
+        "limits": {"bandwidth": limits.bandwidth, "flops": limits.flops},
+        "phases": phases,
+        "output_throughput_limit": num_output / phases["all"]["limit_seconds"],
+    }
+
+
+def step_seconds(run: Run) -> Iterator[tuple[Step, float]]:
+    """Each step with the time since the one before it was committed, so that no time is left out."""
+    before = run.started
+    for step in run.steps:
+        yield step, step.at - before
+        before = step.at
+
+
+def compare_steps(timed: Iterable[tuple[Step, float]], costs: dict[str, Costs], limits: Limits) -> dict[str, Any]:
+    timed = list(timed)
+    seconds = sum(each for _, each in timed)
+    least = sum(limits.seconds(total(step_work(costs, step).values())) for step, _ in timed)
+    num_tokens = sum(step.num_tokens for step, _ in timed)
+    return {
+        "steps": len(timed),
+        "tokens": num_tokens,
+        "seconds": seconds,
+        "tokens_per_second": num_tokens / seconds,
+        "limit_seconds": least,
+        "limit_tokens_per_second": num_tokens / least,
+        "share_of_limit": least / seconds,
+    }
+
+
+def show(told: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
+    console.print(f"{told['model']}, {told['dtype']}, level {told['level']}, on {told['hardware']}; {versions}")
+    console.print(
+        f"{told['completed']} requests, {told['total_input_tokens']:,} tokens in, {told['total_output_tokens']:,} out, "
+        f"{told['duration']:.2f} s\n"
+    )
+    rates = Table(box=None, pad_edge=False)
+    for heading in ("output tokens/s", "all tokens/s", "requests/s", "of the limit"):
+        rates.add_column(heading, justify="right")
+    names = ("output_throughput", "total_token_throughput", "request_throughput")
+    share = f"{told['phases']['all']['share_of_limit']:.1%} of {told['output_throughput_limit']:,.1f}"
+    rates.add_row(*(f"{told[name]:,.2f}" for name in names), share)
+    console.print(rates, "")
+    times = Table(box=None, pad_edge=False)
+    for heading in ("ms", "mean", *(f"p{rank}" for rank in PERCENTILES)):
+        times.add_column(heading, justify="left" if heading == "ms" else "right")
+    for name, label in METRICS.items():
+        values = [told[f"mean_{name}_ms"], *(told[f"p{rank}_{name}_ms"] for rank in PERCENTILES)]
+        times.add_row(label, *("-" if value is None else f"{value:,.2f}" for value in values))
+    console.print(times, "")
+    phases = Table(box=None, pad_edge=False)
+    for heading in ("phase", "steps", "tokens", "s", "tokens/s", "limit", "share"):
+        phases.add_column(heading, justify="left" if heading == "phase" else "right")
+    for name, phase in told["phases"].items():
+        shown = [f"{phase['steps']:,}", f"{phase['tokens']:,}", f"{phase['seconds']:.2f}"]
+        shown += [f"{phase[key]:,.1f}" for key in ("tokens_per_second", "limit_tokens_per_second")]
+        phases.add_row(name, *shown, f"{phase['share_of_limit']:.1%}")
+    console.print(phases, "")
+    limits = told["limits"]
+    console.print(
+        f"limits measured in this run: {limits['bandwidth'] / 1e9:,.1f} GB/s read, "
+        f"{limits['flops'] / 1e12:,.2f} TFLOP/s of matrix products"
+    )

@@ -1,0 +1,232 @@
+"""How fast this machine could be: what a step has to read and to multiply, over rates that are measured here.
+
+    limits = measure_limits("cpu", "bf16")              # bytes/s read, FLOP/s of matrix products
+    costs = read_costs(compile_graph(config))
+    work = step_work(costs, step)                       # {"matrix": Work(bytes, flops), "attention": Work(…)}
+    limits.seconds(total(work.values()))                # no step of these rows takes less
+
+Counted are the weights, each read once a step (the head's where a row samples, an expert's with the chance that a token
+chose it), the KV that the rows see, and the operations on both. Activations are not, nor what is written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from atom.graph import KV, TORCH_DTYPES, Graph, Program, Recipe, ops
+from atom.graph.graph import node_leaves
+from atom.graph.recipes import held_bytes
+from atom.graph.types import Type
+from atom.jobs.workload import Step
+
+READ_BYTES = {"cpu": 512 << 20}  # of the buffer that is read: larger than any cache
+OTHER_READ_BYTES = 2 << 30
+BATCH_SECONDS = 0.02  # that a measurement takes at least
+NUM_BATCHES = 5  # of which the fastest counts
+PRODUCT_SECONDS = 0.005  # of a product that is large enough
+PRODUCT_SIZES = [1 << power for power in range(9, 15)]
+
+
+class Work(NamedTuple):
+    bytes: float = 0.0  # read
+    flops: float = 0.0
+
+    def times(self, count: int) -> Work:
+        return Work(self.bytes * count, self.flops * count)
+
+
+def total(works: Iterable[Work]) -> Work:
+    return Work(*map(sum, zip(*works, strict=True))) if (works := list(works)) else Work()
+
+
+@dataclass(frozen=True)
+class Limits:
+    bandwidth: float  # bytes/s read
+    flops: float  # FLOP/s of matrix products, in the dtype of the run
+
+    def seconds(self, work: Work) -> float:
+        """The least that it takes, where reading and computing overlap."""
+        return max(work.bytes / self.bandwidth, work.flops / self.flops)
+
+
+class Product(NamedTuple):
+    """A call that multiplies rows with a weight."""
+
+    shape: tuple[int, ...]
+    num_bytes: int  # of the weight, and of a bias
+    num_elements: int
+    share: float = 1.0  # of the weight that a row is multiplied with: the experts that it chose
+
+    def work(self, num_rows: int) -> Work:
+        """Read is what some row is expected to need."""
+        num_bytes = self.num_bytes * (1 - (1 - self.share) ** num_rows)
+        return Work(num_bytes, 2.0 * num_rows * self.num_elements * self.share)
+
+
+class Attention(NamedTuple):
+    """One layer's attention."""
+
+    window: int | None  # tokens that a query sees, itself included
+    num_bytes: int  # of KV, a token
+    decode_flops: int  # of a query and a token that it sees
+    prefill_flops: int  # likewise, in a prompt
+    weight: Product | None = None  # that it multiplies with besides
+
+    def work(self, step: Step) -> Work:
+        window = self.window or 1 << 62
+        seen = sum(min(context, window) for context in step.decodes)
+        num_read, flops = seen, float(seen * self.decode_flops)
+        for start, num_tokens in step.chunks:
+            num_read += min(start + num_tokens, window - 1 + num_tokens)
+            flops += visible_pairs(start, num_tokens, window) * self.prefill_flops
+        work = Work(float(num_read * self.num_bytes), flops)
+        return work if self.weight is None else total([work, self.weight.work(step.num_tokens)])
+
+
+@dataclass
+class Costs:
+    """What one run of a program reads and computes."""
+
+    num_bytes: int = 0  # of weights that are in no product: norms
+    products: list[Product] = field(default_factory=list)  # in order
+    attention: list[Attention] = field(default_factory=list)  # in order
+
+    def work(self, num_rows: int) -> Work:
+        """Of all but attention; nothing where there are no rows."""
+        if not num_rows:
+            return Work()
+        products = (product.work(num_rows).times(count) for product, count in Counter(self.products).items())
+        return total([Work(self.num_bytes), *products])
+
+
+def read_costs(graph: Graph) -> dict[str, Costs]:
+    """By program, off the lowered text."""
+    return {name: program_costs(program) for name, program in graph.programs.items()}
+
+
+def program_costs(program: Program) -> Costs:
+    costs = Costs()
+    for node in program.nodes:
+        assert isinstance(node.target, ops.Op)
+        if node.target is ops.embedding:  # of which a token takes one row
+            continue
+        weights = [leaf for leaf in node_leaves(node) if isinstance(leaf, Recipe)]
+        caches = [arg for arg in node.args if isinstance(arg, KV)]
+        product = find_product(node, weights)
+        if caches and not node.target.is_state:
+            costs.attention.append(attention_costs(node, caches[0], product))
+        elif product is not None:
+            costs.products.append(product)
+        if product is None:
+            costs.num_bytes += sum(map(held_bytes, weights))
+    return costs
+
+
+def find_product(node: Node, weights: Sequence[Recipe]) -> Product | None:
+    """Of a call with weights, where there are matrices among them, or stacks of experts' matrices."""
+    num_dims = max((len(weight.type.shape) for weight in weights), default=0)
+    if num_dims < 2:
+        return None
+    matrices = [weight.type for weight in weights if len(weight.type.shape) == num_dims]
+    shape = tuple(int(size) for size in matrices[0].shape)
+    share = 1.0 if num_dims == 2 else find_top_k(node) / shape[0]
+    return Product(shape, sum(map(held_bytes, weights)), sum(each.num_elements for each in matrices), share)
+
+
+def find_top_k(node: Node) -> int:
+    """How many experts each token of a call chose: the nearest router before it says."""
+    found = {node: None}
+    for each in (waiting := [node]):
+        if each.target is ops.router:
+            return int(each.kwargs["top_k"])
+        new = [before for before in each.all_input_nodes if before not in found]
+        found |= dict.fromkeys(new)
+        waiting += new
+    raise AssertionError(f"{node} has experts and no router before it")
+
+
+def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:
+    query: Type = node.args[0].meta["type"]  # [T, N, D]
+    heads, dim = (int(size) for size in query.shape[1:])
+    if weight is None:
+        flops = 4 * heads * dim
+        return Attention(node.kwargs.get("window"), cache.type.num_bytes, flops, flops)
+    rows, rank = weight.shape  # latent: [N (P + U), L], where a head has P = dim plain dims and U of a value
+    entry, value = cache.type.num_elements, rows // heads - dim
+    absorbed, expanded = entry + rank, dim + entry - rank + value
+    return Attention(None, cache.type.num_bytes, 2 * heads * absorbed, 2 * heads * expanded, weight)
+
+
+def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:
+    """What a step reads and computes: in products with weights, and in attention."""
+    body, head = costs["body"], costs["head"]
+    attention = (each.work(step).times(count) for each, count in Counter(body.attention).items())
+    matrix = [body.work(step.num_tokens), head.work(step.num_sampled)]
+    return {"matrix": total(matrix), "attention": total(attention)}
+
+
+def visible_pairs(start: int, num_tokens: int, window: int) -> int:
+    """Queries at positions start to start + num_tokens, each with the tokens that it sees."""
+    num_growing = min(max(window - start, 0), num_tokens)  # queries that see all before them
+    growing = num_growing * start + num_growing * (num_growing + 1) // 2
+    return growing + (num_tokens - num_growing) * window
+
+
+def measure_limits(device: str, dtype: str) -> Limits:
+    """This machine's, in the seconds that it takes; what it allocates is given back."""
+    limits = Limits(measure_reads(device, TORCH_DTYPES[dtype]), measure_products(device, TORCH_DTYPES[dtype]))
+    if device != "cpu":
+        torch.accelerator.empty_cache()
+    return limits
+
+
+def measure_reads(device: str, dtype: torch.dtype) -> float:
+    """Bytes/s: the best of a sum, a copy, which writes as much, and a product with a vector."""
+    num_bytes = READ_BYTES.get(device, OTHER_READ_BYTES)
+    data = torch.full((num_bytes,), 0x3C, dtype=torch.uint8, device=device)  # pages that nobody wrote are one page
+    wide, (source, target) = data.view(torch.float32), data.chunk(2)
+    matrix = data.view(dtype).view(-1, 4096)
+    vector = torch.zeros(4096, dtype=dtype, device=device)
+    reads: list[Callable[[], object]] = [wide.sum, lambda: target.copy_(source), lambda: matrix @ vector]
+    return max(data.nbytes / fastest(read, device) for read in reads)
+
+
+def measure_products(device: str, dtype: torch.dtype) -> float:
+    """FLOP/s of products of square matrices, which grow until one takes long enough."""
+    best = 0.0
+    for size in PRODUCT_SIZES:
+        a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
+        seconds = fastest(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+        best = max(best, 2 * size**3 / seconds)
+        if seconds > PRODUCT_SECONDS:
+            break
+    return best
+
+
+@torch.inference_mode()
+def fastest(call: Callable[[], object], device: str) -> float:
+    """Seconds of a call in the fastest of some batches, each long enough that its launch does not count."""
+
+    def batch(num_calls: int) -> float:
+        started = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        wait_for(device)
+        return time.perf_counter() - started
+
+    batch(1)
+    num_calls = max(1, round(BATCH_SECONDS / batch(1)))
+    return min(batch(num_calls) for _ in range(NUM_BATCHES)) / num_calls
+
+
+def wait_for(device: str) -> None:
+    """Until a device has done what was asked of it."""
+    if device != "cpu":
+        torch.accelerator.synchronize()

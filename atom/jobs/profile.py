@@ -1,0 +1,210 @@
+"""`job=profile`: where a step's time goes, by kernel on a GPU, by piece, kernel and operator on a CPU.
+
+atom-run job=profile checkpoint=/models/qwen3 job.num_prompts=32 job.input_len=1024 job.output_len=64
+atom-run job=profile load_dummy=true job.num_steps=8 serve.torch_profiler_dir=traces
+atom-run job=profile job.output=json | jq .phases.decode.rows
+
+The first steps, which take in the prompts, are one trace, and those behind them, which decode, another.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import record_function
+
+from atom.checkpoint import RichProgress
+from atom.compiler import compile_graph
+from atom.config import Config
+from atom.graph import Program
+from atom.jobs.bench import answer, describe_run
+from atom.jobs.limits import Costs, Limits, measure_limits, read_costs, step_work, total, wait_for
+from atom.jobs.trace import KINDS, Summary, summarize
+from atom.jobs.workload import Record, Step, open_workload, recording, submit
+from atom.llm import open_engine
+from atom.pieces import find_pieces
+from atom.runtime.engine import Engine
+from atom.runtime.program import Executable
+from atom.runtime.runner import Runner
+
+GAP, OTHER = "gap", "other"
+NUM_SHOWN = 24  # rows of a table
+
+
+def run(config: Config) -> int:
+    """Print a table a phase or, with job.output=json, an object with all rows."""
+    draw, graph = open_workload(config), compile_graph(config)
+    costs = read_costs(graph)
+    limits = measure_limits(config.device, config.dtype)  # before an engine takes the memory
+    engine = open_engine(config, RichProgress())
+    for _ in range(config.job.num_warmups):
+        answer(engine, draw(engine), config)
+    if isinstance(engine.runner, Runner) and config.device == "cpu":  # a GPU's kernels have names of their own
+        numbers: dict[str, int] = {}
+        for name, executable in (("body", engine.runner.body), ("head", engine.runner.head)):
+            label_calls(executable, name_calls(graph.programs[name], len(executable._steps), numbers))
+    phases: dict[str, Any] = {}
+    with recording(engine) as record:
+        ids = submit(engine, draw(engine), config)
+        for name, path, steps in trace_phases(engine, record, config):
+            with gzip.open(path) as file:
+                summary = summarize(json.load(file))
+            phases[name] = {"trace": str(path), **describe(summary, steps, costs, limits)}
+        for id in ids:
+            engine.abort(id)
+    told = {
+        **describe_run(config),
+        "limits": {"bandwidth": limits.bandwidth, "flops": limits.flops},
+        "phases": phases,
+    }
+    if config.job.output == "json":
+        print(json.dumps(told))
+    else:
+        show(told)
+    return 0
+
+
+def trace_phases(engine: Engine, record: Record, config: Config) -> Iterator[tuple[str, Path, list[Step]]]:
+    """Of prefill and of decode: the trace's file and the steps in it."""
+    num_steps = config.job.num_steps
+    for phase in ("prefill", "decode"):
+        while phase == "decode" and engine.has_work and not is_decoding(engine):
+            engine.step()
+        first = len(record.steps)
+        wait_for(config.device)  # where steps run ahead, so that a trace has whole ones
+        engine.start_profile()
+        while engine.has_work and len(record.steps) < first + num_steps and is_decoding(engine) == (phase == "decode"):
+            engine.step()
+        wait_for(config.device)
+        path = engine.stop_profile()
+        if steps := record.steps[first:]:
+            yield phase, path, steps
+        else:
+            path.unlink()
+
+
+def is_decoding(engine: Engine) -> bool:
+    """Whether all that run have their prompts behind them, and nothing else can come in."""
+    scheduler = engine.scheduler
+    is_full = not scheduler.num_waiting or scheduler.num_running == scheduler.max_num_seqs
+    return is_full and all(sequence.output for sequence in scheduler.running)
+
+
+def label_calls(executable: Executable, names: Sequence[str]) -> None:
+    """Let a trace show each call of a program under its name, with the operators that it is made of inside."""
+
+    def labelled(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with record_function(name):
+                return call(*args)
+
+        return run
+
+    steps = zip(executable._steps, names, strict=True)
+    executable._steps = [step._replace(call=labelled(step.call, name)) for step, name in steps]
+
+
+def name_calls(program: Program, num_calls: int, numbers: dict[str, int]) -> list[str]:
+    """A name for each call: kernels as the text has them, and pieces, equal ones under one number.
+
+    numbers: of pieces by their text; those of new ones are added.
+    """
+    pieces = find_pieces(program) if num_calls < len(program.nodes) else []  # else nothing could be compiled
+    first = {piece.calls[0]: f"piece {numbers.setdefault(piece.text, len(numbers))}" for piece in pieces}
+    inside = {call for piece in pieces for call in piece.calls}
+    return [
+        first.get(node) or f"{node.meta.get('kernel', 'reference')}.{node.target.name}"
+        for node in program.nodes
+        if node in first or node not in inside
+    ]
+
+
+def match_products(
+    launches: Sequence[float], costs: Mapping[str, Costs], steps: Sequence[Step], limits: Limits
+) -> list[tuple[str, int, float, float]]:
+    """Name, calls, seconds and limit of the products with weights of a shape, from the seconds of all in order.
+
+    Empty where kernels and products are not one to one. Steps that ran ahead may follow those that are known.
+    """
+    expected = [
+        (product, num_rows)
+        for step in steps
+        for program, num_rows in (("body", step.num_tokens), ("head", step.num_sampled))
+        for product in (costs[program].products if num_rows else ())
+    ]
+    num_ahead, per_step = len(launches) - len(expected), len(costs["body"].products) + len(costs["head"].products)
+    if num_ahead < 0 or num_ahead % per_step:
+        return []
+    calls, seconds, least = Counter[str](), defaultdict[str, float](float), defaultdict[str, float](float)
+    for (product, num_rows), taken in zip(expected, launches, strict=False):
+        name = f"weight {list(product.shape)}"
+        calls[name] += 1
+        seconds[name] += taken
+        least[name] += limits.seconds(product.work(num_rows))
+    return [(name, calls[name], seconds[name], least[name]) for name in calls]
+
+
+def describe(summary: Summary, steps: Sequence[Step], costs: Mapping[str, Costs], limits: Limits) -> dict[str, Any]:
+    """The summary in plain values; a kind's limit is what all its rows together could take at the least."""
+    work = [step_work(costs, step) for step in steps]
+
+    def entry(name: str, calls: int, seconds: float, limit: float | None = None) -> dict[str, Any]:
+        told = {"name": name, "calls": calls, "seconds": seconds, "share": seconds / summary.seconds}
+        told["us_per_call"] = seconds / calls * 1e6 if calls else None
+        return told if limit is None else {**told, "limit_seconds": limit, "share_of_limit": limit / seconds}
+
+    kinds = []
+    for kind in (*KINDS, OTHER):
+        rows = [row for row in summary.rows if (row.kind or OTHER) == kind]
+        calls, seconds = sum(row.calls for row in rows), sum(row.seconds for row in rows)
+        is_known = rows and kind != OTHER
+        limit = limits.seconds(total(each[kind] for each in work)) if is_known else None
+        kinds.append(entry(kind, calls, seconds, limit))
+    products = match_products(summary.products, costs, steps, limits)
+    return {
+        "steps": len(steps),
+        "tokens": sum(step.num_tokens for step in steps),
+        "timeline": summary.timeline,
+        "timeline_seconds": summary.seconds,
+        "kinds": [*kinds, entry(GAP, summary.num_gaps, summary.gap_seconds)],
+        "products": [entry(*product) for product in products],
+        "rows": [{**entry(row.name, row.calls, row.seconds), "kind": row.kind} for row in summary.rows],
+    }
+
+
+def show(told: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{told['model']}, {told['dtype']}, level {told['level']}, on {told['hardware']}")
+    for phase, about in told["phases"].items():
+        per_step = about["timeline_seconds"] / about["steps"] * 1e3
+        console.print(
+            f"\n{phase}, steps: {about['steps']:,}, tokens: {about['tokens']:,}, {per_step:,.3f} ms a step on the "
+            f"{about['timeline']}'s timeline\n{about['trace']}"
+        )
+        table = Table(box=None, pad_edge=False)
+        for heading in ("", "calls", "ms", "share", "µs a call", "limit ms", "of limit"):
+            table.add_column(heading, justify="right" if heading else "left")
+        rows = about["rows"]
+        for part in (about["kinds"], about["products"], rows[:NUM_SHOWN]):
+            for row in part:
+                table.add_row(*cells(row))
+            table.add_row()
+        console.print(table)
+        if len(rows) > NUM_SHOWN:
+            console.print(f"… and {len(rows) - NUM_SHOWN} more, which job.output=json has")
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    each, limit = row["us_per_call"], row.get("limit_seconds")
+    name = row["name"] if len(row["name"]) <= 60 else f"{row['name'][:59]}…"
+    shown = [name, f"{row['calls']:,}", f"{row['seconds'] * 1e3:,.3f}", f"{row['share']:.1%}"]
+    shown.append("-" if each is None else f"{each:,.1f}")
+    return shown if limit is None else [*shown, f"{limit * 1e3:,.3f}", f"{row['share_of_limit']:.0%}"]

@@ -1,0 +1,131 @@
+"""Where the time of a trace went: the kernels of a GPU, or the calls of a thread, and the gaps between them.
+
+summary = summarize(json.load(gzip.open("atom.1716899120527.pt.trace.json.gz")))
+summary.timeline, summary.seconds, summary.gap_seconds
+for row in summary.rows:                        # longest first
+    print(row.name, row.kind, row.calls, row.seconds)
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from atom.errors import ConfigError
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # the profiler's categories of what runs on a GPU
+ON_HOST = ("cpu_op", "user_annotation")
+# what a kernel or operator of this name works at; the first that fits
+KINDS = {
+    "attention": re.compile(r"attention|attn|attend|flash|fmha|^_(decode|prefill)$|(decode|prefill)_kernel", re.IGNORECASE),
+    "matrix": re.compile(
+        r"linear|gemm|gemv|matmul|nvjet|cijk|cutlass|(matrix|vector)_kernel|(?<![a-z])(add)?mm(?![a-z])", re.IGNORECASE
+    ),
+}
+
+
+class Row(NamedTuple):
+    """All calls of one name."""
+
+    name: str
+    kind: str | None  # of KINDS
+    calls: int
+    seconds: float
+
+
+class Summary(NamedTuple):
+    """Where the time between the first and the last event of a timeline went."""
+
+    timeline: str  # device | host
+    seconds: float
+    rows: list[Row]  # longest first
+    num_gaps: int
+    gap_seconds: float  # in which nothing that the trace knows of ran
+    products: list[float]  # seconds of each matrix product, in order
+
+
+class Event(NamedTuple):
+    name: str
+    is_label: bool
+    start: float  # µs
+    stop: float
+
+
+def summarize(trace: Mapping[str, Any]) -> Summary:
+    """Of a Chrome trace: the device's timeline where there is one, else that of the busiest thread. ConfigError."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    on_device = [event for event in events if event.get("cat") in ON_DEVICE]
+    if on_device:
+        return summarize_device([read_event(event) for event in on_device])
+    threads: dict[Any, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.get("cat") in ON_HOST:
+            threads[event["tid"]].append(read_event(event))
+    if not threads:
+        raise ConfigError("the trace has no events: the profiler of this torch sees neither operators nor kernels")
+    return summarize_host(max(threads.values(), key=len))
+
+
+def read_event(event: Mapping[str, Any]) -> Event:
+    start = float(event["ts"])
+    return Event(event["name"], event["cat"] == "user_annotation", start, start + float(event["dur"]))
+
+
+def summarize_device(events: list[Event]) -> Summary:
+    """Kernels that overlap each count in full, and the gaps are where none ran."""
+    calls, micros = Counter[str](), defaultdict[str, float](float)
+    for event in events:
+        calls[event.name] += 1
+        micros[event.name] += event.stop - event.start
+    return make_summary("device", events, events, calls, micros)
+
+
+def summarize_host(events: list[Event]) -> Summary:
+    """An event's own time, without that of events inside it, is counted under the nearest one that has a row.
+
+    Rows have: what is in no other event, labels, and what has a kind inside what has none.
+    """
+    calls, micros = Counter[str](), defaultdict[str, float](float)
+    open_events: list[tuple[float, str]] = []  # when each ends, and its row
+    with_rows: list[Event] = []
+    for event in sorted(events, key=lambda event: (event.start, -event.stop)):
+        while open_events and open_events[-1][0] <= event.start:
+            open_events.pop()
+        outer = open_events[-1][1] if open_events else None
+        has_row = outer is None or event.is_label or (kind_of(outer) is None and kind_of(event.name) is not None)
+        row = event.name if has_row or outer is None else outer
+        if has_row:
+            calls[row] += 1
+            with_rows.append(event)
+        micros[row] += event.stop - event.start
+        if outer is not None:
+            micros[outer] -= event.stop - event.start
+        open_events.append((event.stop, row))
+    return make_summary("host", events, with_rows, calls, micros)
+
+
+def make_summary(
+    timeline: str,
+    events: list[Event],
+    with_rows: list[Event],
+    calls: Mapping[str, int],
+    micros: Mapping[str, float],
+) -> Summary:
+    num_gaps, gap = 0, 0.0
+    events = sorted(events, key=lambda event: event.start)
+    end = events[0].start
+    for event in events:
+        if event.start > end:
+            num_gaps, gap = num_gaps + 1, gap + event.start - end
+        end = max(end, event.stop)
+    rows = [Row(name, kind_of(name), calls[name], micros[name] / 1e6) for name in calls]
+    rows.sort(key=lambda row: -row.seconds)
+    of_products = sorted(event[2:] for event in with_rows if kind_of(event.name) == "matrix")
+    products = [(stop - start) / 1e6 for start, stop in of_products]
+    return Summary(timeline, (end - events[0].start) / 1e6, rows, num_gaps, gap / 1e6, products)
+
+
+def kind_of(name: str) -> str | None:
+    return next((kind for kind, pattern in KINDS.items() if pattern.search(name)), None)

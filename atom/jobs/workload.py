@@ -1,0 +1,170 @@
+"""The requests of `job=bench` and `job=profile`, all of them at once, and a record of the steps that answered them.
+
+    draw = open_workload(config)
+    with recording(engine) as record:
+        submit(engine, draw(engine), config)
+        while engine.has_work:
+            engine.step()
+    record.steps, record.times()        # what each step computed and when it was committed; when each token came
+
+Prompts are random tokens of the model's vocabulary, which need no tokenizer, or those of a file of conversations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from atom.benchmarks.benchmark_utils import UsageError
+from atom.benchmarks.datasets import MAX_PROMPT, MAX_TOTAL, MIN_TOKENS, NO_ANSWER_LEN, Conversation, read_sharegpt
+from atom.config import Config, SamplingParams
+from atom.errors import ConfigError
+from atom.runtime.engine import Engine
+from atom.runtime.types import Plan, Sampled, Sequence
+
+
+class Request(NamedTuple):
+    prompt: list[int]  # token ids
+    output_len: int  # tokens
+
+
+Draw = Callable[[Engine], list[Request]]
+
+
+class Step(NamedTuple):
+    """What a committed step computed."""
+
+    at: float  # seconds, when it was committed
+    decodes: array[int]  # rows of one token that sample: positions that each one sees, itself included
+    chunks: list[tuple[int, int]]  # the other rows, of prompts: first position and number of tokens
+    num_sampled: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decodes) + sum(num_tokens for _, num_tokens in self.chunks)
+
+    @property
+    def phase(self) -> str:
+        return "prefill" if self.chunks else "decode"
+
+
+@dataclass
+class Record:
+    steps: list[Step] = field(default_factory=list)
+    sampled: list[list[Sequence]] = field(default_factory=list)  # by step, the sequences that got a token
+
+    def times(self) -> dict[Sequence, list[float]]:
+        """Seconds, of each token."""
+        times: dict[Sequence, list[float]] = {}
+        for step, sequences in zip(self.steps, self.sampled, strict=True):
+            for sequence in sequences:
+                times.setdefault(sequence, []).append(step.at)
+        return times
+
+
+@contextmanager
+def recording(engine: Engine) -> Iterator[Record]:
+    """Notes every commit, in a fraction of a µs a row where a stream callback takes some µs a token."""
+    record, scheduler = Record(), engine.scheduler
+    commit_plan = scheduler.commit
+
+    def commit(plan: Plan, sampled: Sampled, finish: Callable[[Sequence], str | None]) -> list[Sequence]:
+        decodes, others = (
+            [row for row in rows if row.sequence.finish_reason is None]  # what ran behind its end is no work
+            for rows in (plan.rows[: plan.num_decodes], plan.rows[plan.num_decodes :])
+        )
+        ended = commit_plan(plan, sampled, finish)
+        at, contexts = time.perf_counter(), array("q", [row.start + 1 for row in decodes])
+        sequences = [row.sequence for row in decodes] + [row.sequence for row in others if row.samples]
+        record.steps.append(Step(at, contexts, [(row.start, row.num_tokens) for row in others], len(sequences)))
+        record.sampled.append(sequences)
+        return ended
+
+    scheduler.commit = commit  # type: ignore[method-assign]
+    try:
+        yield record
+    finally:
+        del scheduler.commit  # the class's is there again
+
+
+def submit(engine: Engine, requests: list[Request], config: Config) -> list[str]:
+    """Queue the requests: their ids. RequestError where one cannot be served."""
+    names = [each.name for each in dataclasses.fields(SamplingParams)]
+    values = {name: getattr(config.sampling, name) for name in names}
+    every = [SamplingParams(**{**values, "max_tokens": request.output_len}) for request in requests]
+    prepared = [engine.prepare(request.prompt, params) for request, params in zip(requests, every, strict=True)]
+    return [engine.submit(sequences) for sequences in prepared]
+
+
+def open_workload(config: Config) -> Draw:
+    """Draws the requests of a run: of equal lengths in every run, and random prompts that no run had before."""
+    if config.job.dataset_path is not None:
+        conversations = read_conversations(config.job.dataset_path)
+        return lambda engine: choose_conversations(conversations, config, engine)
+    rng = random.Random(config.seed)
+    lengths, vocab = draw_lengths(config, rng), range(config.model.vocab)
+    return lambda engine: [Request(rng.choices(vocab, k=num_in), num_out) for num_in, num_out in lengths]
+
+
+def draw_lengths(config: Config, rng: random.Random) -> list[tuple[int, int]]:
+    """Tokens of each prompt and of its answer, uniform over the ranges. ConfigError where the model takes fewer."""
+    job, limit = config.job, config.serve.max_model_len
+    assert limit is not None, "config.load resolves it"
+    inputs = parse_range("job.input_len", job.input_len)
+    outputs = parse_range("job.output_len", job.output_len or str(config.sampling.max_tokens))
+    if (total := inputs[1] + outputs[1]) > limit:
+        raise ConfigError(
+            f"job.input_len and job.output_len are {total} tokens, more than serve.max_model_len={limit}; lower one"
+        )
+    return [(rng.randint(*inputs), rng.randint(*outputs)) for _ in range(job.num_prompts)]
+
+
+def parse_range(key: str, text: str) -> tuple[int, int]:
+    """`128` and `100-1024` as the least and the most."""
+    low, dash, high = text.partition("-")
+    if not (low.isdecimal() and (high if dash else low).isdecimal()):
+        raise ConfigError(f"{key}={text}: write a number of tokens, as in 128, or a range, as in 100-1024")
+    least, most = int(low), int(high if dash else low)
+    if not 0 < least <= most:
+        raise ConfigError(f"{key}={text}: it goes from 1 upwards")
+    return least, most
+
+
+def read_conversations(path: str) -> list[Conversation]:
+    try:
+        return read_sharegpt(Path(path).expanduser())
+    except (UsageError, OSError) as error:
+        raise ConfigError(f"job.dataset_path: {error}") from None
+
+
+def choose_conversations(conversations: list[Conversation], config: Config, engine: Engine) -> list[Request]:
+    """Prompts and answer lengths, without the very short and the very long; a random choice, the same each time."""
+    job, tokenizer, limit = config.job, engine.tokenizer, config.serve.max_model_len
+    assert limit is not None, "config.load resolves it"
+    if tokenizer is None:
+        raise ConfigError("job.dataset_path needs a tokenizer, which the checkpoint has not; leave it out")
+    rng = random.Random(config.seed)
+    lengths = None if job.output_len is None else parse_range("job.output_len", job.output_len)
+    requests: list[Request] = []
+    for prompt, answer in rng.sample(conversations, len(conversations)):
+        messages = [{"role": "user", "content": prompt}]
+        tokens = engine.encode_chat(messages) if job.chat else tokenizer.encode(prompt)
+        own = len(tokenizer.encode(answer, add_special_tokens=False)) if answer else NO_ANSWER_LEN
+        output_len = own if lengths is None else rng.randint(*lengths)
+        is_short = len(tokens) < MIN_TOKENS or (lengths is None and own < MIN_TOKENS)
+        if is_short or len(tokens) > MAX_PROMPT or len(tokens) + output_len > min(MAX_TOTAL, limit):
+            continue
+        requests.append(Request(tokens, output_len))
+        if len(requests) == job.num_prompts:
+            return requests
+    raise ConfigError(
+        f"job.dataset_path: {job.dataset_path} has only {len(requests)} conversations of a usable length; "
+        f"lower job.num_prompts={job.num_prompts}"
+    )

@@ -1,0 +1,40 @@
+"""Ops whose kernels atom writes itself, for a GPU, in pieces of the graph: see atom/pieces/rows.py.
+
+They work on each row by itself. A linear or an attention does not, so pieces are what lies between these. Called by
+itself, outside of a piece, such a kernel is the op's own body.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atom.graph import ops
+from atom.graph.types import Type
+from atom.kernels.registry import COMPILED, Kernel, Target
+
+MAX_WIDTH = 1 << 16  # elements of a row that a norm holds at a time
+
+
+def accepts(target: Target, first: Type, *_types: Any, **_attributes: Any) -> str | None:
+    if target.device == "cpu":
+        return "writes kernels for a gpu, not for a cpu"
+    rows, *dims = first.shape or (1,)
+    if not isinstance(rows, str) or any(isinstance(dim, str) for dim in dims):
+        return f"{first} is not of rows of a fixed size"
+    return None
+
+
+def accepts_norm(target: Target, first: Type, *types: Any, **attributes: Any) -> str | None:
+    reason = accepts(target, first, *types, **attributes)
+    if reason is None and (len(first.shape) < 2 or int(first.shape[-1]) > MAX_WIDTH):
+        reason = f"{first} is not of rows of up to {MAX_WIDTH} elements"
+    return reason
+
+
+NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm)
+
+KERNELS: tuple[Kernel, ...] = tuple(
+    Kernel(op, "generated", accepts_norm if op in NORMS else accepts, lambda op=op: op.body, trace=op.body)  # type: ignore[misc]
+    for op in ops.OPS.values()
+    if op in COMPILED and op is not ops.linear
+)

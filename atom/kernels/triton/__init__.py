@@ -1,0 +1,83 @@
+"""Kernels in Triton, for GPUs of all vendors. Nothing here imports triton before a kernel is loaded.
+
+    for kernel in KERNELS:
+        reason = kernel.accepts(find_target("cuda"), *types)     # None: yes
+        run = kernel.load()                                      # a callable with the op's signature
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from atom.errors import UnsupportedError
+from atom.graph import ops
+from atom.graph.ops import Op
+from atom.graph.types import Type
+from atom.kernels.registry import Kernel, Target
+
+MAX_HEAD_DIM = 256
+MAX_RANK, MAX_ROTATED = 512, 64  # of latent entries
+
+
+def find_features() -> frozenset[str]:
+    """The vendor and the architecture of the GPU that this process sees first. UnsupportedError without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError("device=cuda: torch finds no GPU here; take device=cpu, or job.gpu= to ask about one")
+    properties = torch.cuda.get_device_properties(0)
+    if torch.version.hip is not None:
+        return frozenset({"amd", properties.gcnArchName.partition(":")[0], properties.name})
+    return frozenset({"nvidia", f"sm_{properties.major}{properties.minor}", properties.name})
+
+
+def accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
+    return None if target.device == "cuda" else f"runs on a GPU, not on a {target.device}"
+
+
+def accepts_attention(target: Target, q: Type, *types: Any, **attributes: Any) -> str | None:
+    dim = int(q.shape[-1])
+    return f"heads have {dim} dims, more than {MAX_HEAD_DIM}" if dim > MAX_HEAD_DIM else accepts(target)
+
+
+def accepts_linear(target: Target, x: Type | None = None, *_types: Any, kind: str | None = None,
+                   **_attributes: Any) -> str | None:  # fmt: skip
+    if kind == "swigluoai":
+        return "has no swigluoai gate"
+    return "takes rows in two dims" if x is not None and len(x.shape) != 2 else accepts(target)
+
+
+def accepts_latent(target: Target, q_nope: Type, q_rope: Type, kv_b: Type, *_types: Any,
+                   **_attributes: Any) -> str | None:  # fmt: skip
+    rank, rotated = int(kv_b.shape[1]), int(q_rope.shape[2])
+    if rank > MAX_RANK or rotated > MAX_ROTATED:
+        return f"entries have {rank} + {rotated} dims, more than {MAX_RANK} + {MAX_ROTATED}"
+    return accepts(target)
+
+
+def _kernel(op: Op, module: str, name: str = "", accepts: Callable[..., str | None] = accepts) -> Kernel:
+    """The kernel of an op in a module beside this one: a function, or a class of which a model has one object."""
+
+    def load() -> Callable[..., Any]:
+        found = getattr(importlib.import_module(f"{__name__}.{module}"), name or op.name)
+        return found() if isinstance(found, type) else found  # type: ignore[no-any-return]
+
+    return Kernel(op, "triton", accepts, load)
+
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel(ops.linear, "linear", accepts=accepts_linear),
+    _kernel(ops.gated_linear, "linear", accepts=accepts_linear),
+    _kernel(ops.norm_linear, "linear", accepts=accepts_linear),
+    _kernel(ops.add_norm_linear, "linear", accepts=accepts_linear),
+    _kernel(ops.norm_rope_write, "rope", accepts=accepts_attention),
+    _kernel(ops.paged_attention, "attention", "PagedAttention", accepts_attention),
+    _kernel(ops.norm_rope_write_latent, "latent"),
+    _kernel(ops.paged_mla_attention, "latent", accepts=accepts_latent),
+    _kernel(ops.router, "moe"),
+    _kernel(ops.group, "moe"),
+    _kernel(ops.grouped_linear, "moe"),
+    _kernel(ops.combine, "moe"),
+)

@@ -1,0 +1,111 @@
+"""What a step's inputs are, made on the device of what it knows by slot, so that a plan names no token.
+
+    feed_decodes(rows, state, tables, block_size, inputs)               # each row computes its slot's newest token
+    feed_rows(rows, given, row_of, starts, ends, state, tables, …)      # and prompts, whose tokens the host gave
+
+Shapes by letter: S rows, T tokens, C kinds of cache, M blocks of a row's table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TOKENS = 128  # that a program makes inputs of
+ENTRIES = 256  # of a table that are copied at a time
+
+
+class DeviceState(Protocol):
+    """What `runtime.slots.Slots` has by slot; slot `num_slots` is that of rows that pad a batch."""
+
+    num_slots: int
+    tokens: Tensor  # i64[num_slots + 1]: the newest, whose KV is not written yet
+    lengths: Tensor  # i32[num_slots + 1]: tokens known, the newest included
+
+
+class Inputs(NamedTuple):
+    """What a lowered body asks for, in memory that stays where it is; as `runtime.batch.build_inputs` has it."""
+
+    tokens: Tensor  # i64[T]
+    positions: Tensor  # i64[T]
+    lengths: Tensor  # i32[S]
+    slots: Tensor  # i64[C, T], of the KV cache: block number * block size + place in the block
+    tables: Tensor  # i32[C, S, M]
+
+
+def feed_decodes(rows: Tensor, state: DeviceState, tables: Tensor, block_size: int, inputs: Inputs) -> None:
+    """Inputs of S decodes. rows: i32[S], the slot of each; tables: i32[C, num_slots + 1, M]"""
+    num_kinds, num_rows = len(tables), len(rows)
+    _feed[(num_rows, num_kinds)](
+        rows, None, None, None, None, state.tokens, state.lengths, tables, *inputs,
+        inputs.slots.stride(0), inputs.tables.stride(0), num_rows, 0, state.num_slots, tables.shape[2],
+        BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
+    )  # fmt: skip
+
+
+def feed_rows(rows: Tensor, given: Tensor, row_of: Tensor, starts: Tensor, ends: Tensor, state: DeviceState,
+              tables: Tensor, block_size: int, inputs: Inputs) -> None:  # fmt: skip
+    """Inputs of S rows of T tokens.
+
+    rows: i32[S], the slot of each; given: i32[T], tokens, or -1 where the slot has it; row_of: i32[T]; starts:
+    i32[S + 1] in T; ends: i32[S], positions known after this step, or 0 where the slot has the length. A slot whose
+    rows were given gets its length. Tokens of a padding row write to block 0, and attend to nothing where it has none.
+    """
+    num_kinds, num_rows, num_tokens = len(tables), len(rows), len(given)
+    _feed[(num_rows + triton.cdiv(num_tokens, TOKENS), num_kinds)](
+        rows, given, row_of, starts, ends, state.tokens, state.lengths, tables, *inputs,
+        inputs.slots.stride(0), inputs.tables.stride(0), num_rows, num_tokens, state.num_slots, tables.shape[2],
+        BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "slots_stride", "tables_stride"])
+def _feed(
+    rows, given, row_of, starts, ends, newest, known, slot_tables, tokens, positions, lengths, slots, tables,
+    slots_stride, tables_stride, num_rows, num_tokens, num_slots, width,
+    BLOCK_SIZE: tl.constexpr, ENTRIES: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    program, kind = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot_tables += kind * (num_slots + 1) * width
+    slots += kind * slots_stride
+    if program < num_rows:  # a row: its table and length
+        slot = tl.load(rows + program).to(tl.int64)
+        end = tl.load(known + slot)
+        if ends is not None:
+            stated = tl.load(ends + program)
+            end = tl.where((stated > 0) | (slot == num_slots), stated, end)
+            if (stated > 0) & (kind == 0):
+                tl.store(known + slot, end)
+        tl.store(lengths + program, end)
+        target = tables + kind * tables_stride + program.to(tl.int64) * width
+        entries = tl.arange(0, ENTRIES)
+        first = 0
+        while first * BLOCK_SIZE < end:
+            is_there = first + entries < width
+            found = tl.load(slot_tables + slot * width + first + entries, mask=is_there, other=0)
+            tl.store(target + first + entries, found, mask=is_there)
+            first += ENTRIES
+        if given is None:  # and the one token that it computes
+            position = end - 1
+            block = tl.load(slot_tables + slot * width + position // BLOCK_SIZE).to(tl.int64)
+            tl.store(slots + program, block * BLOCK_SIZE + position % BLOCK_SIZE)
+            tl.store(tokens + program, tl.load(newest + slot))
+            tl.store(positions + program, position.to(tl.int64))
+    elif given is not None:
+        at = (program - num_rows) * TOKENS + tl.arange(0, TOKENS)
+        is_there = at < num_tokens
+        row = tl.load(row_of + at, mask=is_there, other=0)
+        owner = tl.load(rows + row, mask=is_there, other=0).to(tl.int64)
+        last = tl.load(ends + row, mask=is_there, other=1)
+        last = tl.where(last > 0, last, tl.load(known + owner, mask=is_there & (last == 0), other=1))
+        has_kv = is_there & (owner < num_slots)
+        place = tl.where(has_kv, last - (tl.load(starts + row + 1, mask=is_there, other=0) - at), 0)
+        token = tl.load(given + at, mask=is_there, other=0).to(tl.int64)
+        token = tl.where(token < 0, tl.load(newest + owner, mask=is_there & (token < 0), other=0), token)
+        blocks = tl.load(slot_tables + owner * width + place // BLOCK_SIZE, mask=has_kv, other=0).to(tl.int64)
+        tl.store(slots + at, blocks * BLOCK_SIZE + place % BLOCK_SIZE, mask=is_there)
+        tl.store(tokens + at, token, mask=is_there)
+        tl.store(positions + at, place.to(tl.int64), mask=is_there)

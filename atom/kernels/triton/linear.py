@@ -1,0 +1,395 @@
+"""Matrix products of a few rows, which cost the reading of the weight and little else; a norm ahead, a gate behind.
+
+    y = linear(x, weight, bias)                                             # [T, I] by [O, I] -> [T, O]
+    y, total = add_norm_linear(a, b, norm, weight, eps=1e-6)                # linear(rms_norm(a + b)), a + b
+    m, total = add_norm_linear(a, b, norm, weight, eps=1e-6, kind="silu")   # and the gates behind it
+
+One row is multiplied on the plain cores: each program makes the norm of it again and then lets its share of the weight
+stream past. More rows are normed first and go through tensor cores with the weight as the left side, so that they are
+padded to 8 and not to 64. Above MAX_ROWS the vendor's library takes over.
+
+On NVIDIA from sm_90, each kernel starts while the one ahead still runs, and fills its memory with the weight until
+that has ended: a weight must have been written before that one began. The splits of a product count themselves in one
+place for a device: products run on one stream, and the first ahead of any capture.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom.kernels.triton.tiles import find_gpu
+
+MAX_ROWS = 64
+MAX_TILES = 4096  # of a product whose columns are split
+MEMORY = 98304  # bytes of a processor that a product of one row takes: on an H200 there is room for the next one's
+KINDS = ("silu", "sigmoid", "gelu", "gelu_tanh", "relu", "relu2")  # of gates
+
+
+class Vector(NamedTuple):
+    """How a product of one row is cut up."""
+
+    block_out: int  # rows of the weight in a step of a program; where gated, half of them gates
+    warps: int
+    stages: int  # steps in memory at a time, all but one on their way
+    programs: int  # for each processor
+
+
+class Matrix(NamedTuple):
+    """How a product of more rows is cut up."""
+
+    block_out: int  # rows of the weight that a program takes; where gated, half of them gates
+    block_inner: int  # columns of the weight that a group reads in a step
+    warps: int
+    stages: int  # steps in memory at a time, all but one on their way
+    groups: int = 1  # of warps, which share out the columns of a step
+    splits: int = 1  # programs that share out the columns
+    prefetch: int = 0  # lines of 128 bytes of each row to send for while the kernel ahead still runs
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, I], weight [O, I], bias [O] -> [T, O]"""
+    return multiply(x, None, None, weight, bias)[0]
+
+
+def gated_linear(x: Tensor, weight: Tensor, *, kind: str) -> Tensor:
+    """x [T, I], weight [2 W, I], gates before ups -> gated_activate(linear(x)), [T, W]"""
+    return multiply(x, None, None, weight, None, kind=kind)[0]
+
+
+def norm_linear(x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
+                kind: str | None = None) -> Tensor:  # fmt: skip
+    """x [T, I], norm [I], weight [O, I], bias [O] -> linear(rms_norm(x)), [T, O]; with a kind, its gated_activate"""
+    return multiply(x, None, norm, weight, bias, eps, kind)[0]
+
+
+def add_norm_linear(a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
+                    kind: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """a and b [T, I], the others as in norm_linear -> norm_linear(a + b), a + b"""
+    return multiply(a, b, norm, weight, bias, eps, kind)
+
+
+def multiply(
+    a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 0.0,
+    kind: str | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """All of the above: a product, and a + b, which is a where there is no b.
+
+    b only with a norm. All are contiguous, but the rows of a and b may lie apart.
+    """
+    assert b is None or norm is not None, "a sum without a norm"
+    parameters = None
+    if len(a) <= MAX_ROWS:
+        parameters = choose(
+            len(a), *weight.shape, weight.element_size(), 1 if kind is None else 2, find_gpu(weight.device).units
+        )
+    if isinstance(parameters, Vector):
+        return multiply_vector(a, b, norm, weight, bias, eps, kind, parameters)
+    x, total = (a, a) if norm is None else normalize(a, b, norm, eps)
+    if parameters is not None:
+        return multiply_matrix(x, weight, bias, kind, parameters), total
+    y = F.linear(x, weight, bias)
+    return y if kind is None else activate_gates(y, kind), total
+
+
+@cache
+def choose(
+    rows: int, out: int, inner: int, element_size: int, gates: int, num_processors: int
+) -> Vector | Matrix | None:
+    """How to cut up a product of MAX_ROWS rows or fewer by a weight [out, inner]; None: by the vendor's library.
+
+    gates is 2 where half of the outputs are gates, else 1.
+    """
+    columns = triton.next_power_of_2(inner)
+    row_size = columns * element_size
+    if rows == 1 and row_size * gates <= MEMORY:
+        block_out = max(gates, 16384 // row_size)
+        while block_out > gates and out < 2 * block_out * num_processors:
+            block_out //= 2
+        stages = min(1 + MEMORY // (block_out * row_size), 7)
+        return Vector(block_out, warps=min(max(columns // 256, 1), 8), stages=stages, programs=1)
+    if element_size > 2:
+        return None
+    # measured on an H200 with the layers of Qwen3-0.6B and 8B at 4, 16 and 32 rows
+    block_out, block_inner, warps, at_least = (32, 256, 2, 0.9) if rows <= 8 else (64, 128, 4, 1.4)
+    if rows > 32:
+        block_inner = 64
+    tiles, splits = triton.cdiv(out, block_out), 1
+    while splits < 8 and tiles * splits < at_least * num_processors and inner >= 4 * splits * block_inner:
+        splits *= 2
+    return Matrix(block_out, block_inner, warps, stages=4, splits=splits, prefetch=4)
+
+
+@cache
+def _arrivals(device: torch.device) -> Tensor:
+    """A counter for each tile of a product; zero again when the product is done."""
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+
+
+def multiply_vector(
+    a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+    kind: str | None, parameters: Vector,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """multiply for one row: a and b [1, I]"""
+    (rows, inner), gates = weight.shape, 1 if kind is None else 2
+    y = a.new_empty(1, rows // gates)
+    total = a if b is None else a.new_empty(1, inner)
+    gpu = find_gpu(a.device)
+    block_out, warps, stages, programs = parameters
+    tiles = triton.cdiv(rows, block_out)
+    programs = min(programs * gpu.units, tiles)
+    _vector_kernel[(programs,)](
+        a, b, norm, total, weight, bias, y, eps, rows // gates,
+        inner, block_out, triton.cdiv(tiles, programs), stages, kind, gpu.has_dependent_launch, num_warps=warps,
+        **gpu.options,
+    )  # fmt: skip
+    return y, total
+
+
+def multiply_matrix(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | None, parameters: Matrix) -> Tensor:
+    """multiply for up to MAX_ROWS rows, normed already: x [T, I]"""
+    (rows, inner), gates = weight.shape, 1 if kind is None else 2
+    block_out, block_inner, warps, stages, groups, splits, prefetch = parameters
+    block_rows = max(8, triton.next_power_of_2(len(x)))
+    if torch.version.hip is not None:  # AMD's tensor cores take 16 rows, and its programs 64 KB of memory
+        block_rows, stages = max(16, block_rows), 2
+    tiles = triton.cdiv(rows, block_out)
+    y = x.new_empty(len(x), rows // gates)
+    partial = arrived = None
+    if splits > 1:
+        assert tiles <= MAX_TILES, f"{tiles} tiles"
+        partial = x.new_empty(splits, tiles, block_out, block_rows, dtype=torch.float32)
+        arrived = _arrivals(x.device)
+    gpu = find_gpu(x.device)
+    _matrix_kernel[(tiles, splits)](
+        x, weight, bias, y, partial, arrived, len(x), rows // gates, x.stride(0),
+        inner, block_rows, block_out, block_inner, stages, groups, splits, prefetch, kind, gpu.has_dependent_launch,
+        num_warps=warps, **gpu.options,
+    )  # fmt: skip
+    return y
+
+
+def normalize(a: Tensor, b: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """a and b [T, I], norm [I] -> rms_norm(a + b), and a + b, which is a where there is no b"""
+    rows, inner = a.shape
+    y = a.new_empty(rows, inner)
+    total = a if b is None else a.new_empty(rows, inner)
+    gpu = find_gpu(a.device)
+    warps = min(max(triton.next_power_of_2(inner) // 512, 1), 16)
+    _norm_kernel[(rows,)](
+        a, b, norm, total, y, eps, a.stride(0), 0 if b is None else b.stride(0), inner, gpu.has_dependent_launch,
+        num_warps=warps, **gpu.options,
+    )  # fmt: skip
+    return y, total
+
+
+def activate_gates(x: Tensor, kind: str) -> Tensor:
+    """x [T, 2 W], gates before ups -> gated_activate, [T, W]"""
+    rows, width = len(x), x.shape[1] // 2
+    y = x.new_empty(rows, width)
+    gpu = find_gpu(x.device)
+    _gate_kernel[(triton.cdiv(width, 1024), rows)](
+        x, y, width, 1024, kind, gpu.has_dependent_launch, num_warps=4, **gpu.options
+    )
+    return y
+
+
+@triton.jit
+def _activate(x, KIND: tl.constexpr):
+    """x fp32 -> fp32"""
+    if KIND == "silu":
+        y = x * tl.sigmoid(x)
+    elif KIND == "sigmoid":
+        y = tl.sigmoid(x)
+    elif KIND == "gelu":
+        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        tl.static_assert(KIND == "relu" or KIND == "relu2")
+        y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if KIND == "relu2":
+            y *= y
+    return y
+
+
+@triton.jit
+def _gate(gate, up, KIND: tl.constexpr):
+    """Rounded after the activation and after the product, as in the op."""
+    active = _activate(gate.to(tl.float32), KIND).to(gate.dtype)
+    return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+
+
+@triton.jit
+def _load_total(a_ptr, b_ptr, offsets, mask):
+    """a, or a + b, rounded as it is stored, in float32."""
+    total = tl.load(a_ptr + offsets, mask=mask, other=0.0)
+    if b_ptr is not None:
+        total = (total.to(tl.float32) + tl.load(b_ptr + offsets, mask=mask, other=0.0).to(tl.float32)).to(total.dtype)
+    return total.to(tl.float32)
+
+
+@triton.jit
+def _weight_rows(first, out, BLOCK_O: tl.constexpr, KIND: tl.constexpr):
+    """The rows of the weight, i64, for the outputs from first on; where gated, gates and ups take turns."""
+    turn = tl.arange(0, BLOCK_O)
+    row = (first + turn) % out if KIND is None else (first + turn // 2) % out + turn % 2 * out  # no row beyond the end
+    return row.to(tl.int64)
+
+
+@triton.jit
+def _send_for(weights, begin, INNER: tl.constexpr, PREFETCH: tl.constexpr):
+    """Brings lines of 128 bytes of each row, from a column on, into NVIDIA's L2."""
+    LINE: tl.constexpr = 1024 // weights.dtype.element_ty.primitive_bitwidth
+    lines = weights[:, None] + tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, INNER - 1)[None, :]
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)],
+                              dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+
+
+@triton.jit
+def _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
+    """The row to multiply, in float32, rounded as it would be stored. The first program stores the total for all."""
+    column = tl.arange(0, triton.next_power_of_2(INNER))
+    mask = column < INNER
+    x = _load_total(a_ptr, b_ptr, column, mask)
+    if b_ptr is not None:
+        tl.store(total_ptr + column, x.to(total_ptr.dtype.element_ty), mask=mask & (tl.program_id(0) == 0))
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + column, mask=mask, other=0.0).to(tl.float32)
+        x = (x * tl.rsqrt(tl.sum(x * x) / INNER + eps) * norm).to(a_ptr.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _vector_kernel(
+    a_ptr, b_ptr, norm_ptr, total_ptr, weight_ptr, bias_ptr, y_ptr, eps, out,
+    INNER: tl.constexpr, BLOCK_O: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One row: each program takes BLOCK_O rows of the weight at a time."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    NUM: tl.constexpr = BLOCK_O if KIND is None else BLOCK_O // 2
+    column = tl.arange(0, triton.next_power_of_2(INNER))
+    x = tl.zeros([column.shape[0]], tl.float32) if PDL else _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        first = (step * tl.num_programs(0) + tl.program_id(0)) * NUM
+        weight_row = _weight_rows(first, out, BLOCK_O, KIND)
+        tile = tl.load(weight_ptr + weight_row[:, None] * INNER + column[None, :], other=0.0,
+                       mask=(column < INNER)[None, :] & (first < out), eviction_policy="evict_first")  # fmt: skip
+        if PDL and step == 0:  # in here, so that the loads of the first steps are sent ahead of the wait
+            tl.extra.cuda.gdc_wait()
+            x = _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
+        acc = tl.sum(tile.to(tl.float32) * x[None, :], axis=1)
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + weight_row).to(tl.float32)
+        y = acc.to(y_ptr.dtype.element_ty)
+        if KIND is not None:
+            gate, up = tl.split(y.reshape([NUM, 2]))
+            y = _gate(gate, up, KIND)
+        index = first + tl.arange(0, NUM)
+        tl.store(y_ptr + index, y, mask=index < out)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _matrix_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, partial_ptr, arrived_ptr, rows, out, x_stride,
+    INNER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr,
+    GROUPS: tl.constexpr, SPLITS: tl.constexpr, PREFETCH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Up to BLOCK_T rows by BLOCK_O rows of the weight, over a split of the columns."""
+    STEP: tl.constexpr = GROUPS * BLOCK_I
+    WIDTH: tl.constexpr = triton.cdiv(triton.cdiv(INNER, STEP), SPLITS) * STEP  # of a split
+    begin = tl.program_id(1) * WIDTH
+    NUM: tl.constexpr = BLOCK_O if KIND is None else BLOCK_O // 2
+    first = tl.program_id(0) * NUM
+    weight_row = _weight_rows(first, out, BLOCK_O, KIND)
+    weights = weight_ptr + weight_row * INNER
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH:
+            _send_for(weights, begin, INNER, PREFETCH)
+        tl.extra.cuda.gdc_wait()
+    row = tl.arange(0, BLOCK_T)
+    x_row = x_ptr + row * x_stride
+    is_row = row < rows
+    if GROUPS == 1:
+        column = begin + tl.arange(0, BLOCK_I)
+        acc = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
+        for start in tl.range(0, WIDTH, STEP, num_stages=STAGES):
+            here = start + column
+            w = tl.load(weights[:, None] + here[None, :], mask=(here < INNER)[None, :], other=0.0,
+                        eviction_policy="evict_first")  # fmt: skip
+            x = tl.load(x_row[None, :] + here[:, None], mask=(here < INNER)[:, None] & is_row[None, :], other=0.0)
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+    else:
+        column = begin + tl.arange(0, GROUPS)[:, None] * BLOCK_I + tl.arange(0, BLOCK_I)[None, :]
+        apart = tl.zeros([GROUPS, BLOCK_O, BLOCK_T], tl.float32)
+        for start in tl.range(0, WIDTH, STEP, num_stages=STAGES):
+            here = start + column
+            w = tl.load(weights[None, :, None] + here[:, None, :], mask=(here < INNER)[:, None, :], other=0.0,
+                        eviction_policy="evict_first")  # fmt: skip
+            x = tl.load(x_row[None, None, :] + here[:, :, None],
+                        mask=(here < INNER)[:, :, None] & is_row[None, None, :], other=0.0)  # fmt: skip
+            apart = tl.dot(w, x, apart, input_precision="ieee")
+        acc = tl.sum(apart, axis=0)
+    if SPLITS > 1:  # the last of a tile's splits to arrive adds up what all of them wrote, always in one order
+        place = tl.program_id(0) * BLOCK_O * BLOCK_T + tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + row[None, :]
+        stride = tl.num_programs(0) * BLOCK_O * BLOCK_T
+        tl.store(partial_ptr + tl.program_id(1) * stride + place, acc)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr + tl.program_id(0), 1, sem="acq_rel") != SPLITS - 1:
+            return
+        acc = tl.zeros_like(acc)
+        for split in range(SPLITS):
+            acc += tl.load(partial_ptr + split * stride + place, cache_modifier=".cg")
+        tl.store(arrived_ptr + tl.program_id(0), 0)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
+    y = acc.to(y_ptr.dtype.element_ty)
+    if KIND is not None:
+        gate, up = tl.split(tl.permute(y.reshape([NUM, 2, BLOCK_T]), (0, 2, 1)))
+        y = _gate(gate, up, KIND)
+    index = (first + tl.arange(0, NUM))[:, None]
+    tl.store(y_ptr + row[None, :] * out + index, y, mask=(index < out) & is_row[None, :])
+
+
+@triton.jit
+def _norm_kernel(a_ptr, b_ptr, norm_ptr, total_ptr, y_ptr, eps, a_stride, b_stride, INNER: tl.constexpr,
+                 PDL: tl.constexpr):  # fmt: skip
+    """A row."""
+    HIDDEN: tl.constexpr = triton.next_power_of_2(INNER)
+    hidden = tl.arange(0, HIDDEN)
+    mask = hidden < INNER
+    norm = tl.load(norm_ptr + hidden, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    b_row = None if b_ptr is None else b_ptr + row * b_stride
+    total = _load_total(a_ptr + row * a_stride, b_row, hidden, mask)
+    offsets = row * INNER + hidden
+    if b_ptr is not None:
+        tl.store(total_ptr + offsets, total.to(total_ptr.dtype.element_ty), mask=mask)
+    rstd = tl.rsqrt(tl.sum(total * total) / INNER + eps)
+    tl.store(y_ptr + offsets, (total * rstd * norm).to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
+    """BLOCK outputs of a row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    gates = x_ptr + row * 2 * width + index
+    gate = tl.load(gates, mask=index < width, other=0.0)
+    up = tl.load(gates + width, mask=index < width, other=0.0)
+    tl.store(y_ptr + row * width + index, _gate(gate, up, KIND), mask=index < width)

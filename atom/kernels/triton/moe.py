@@ -1,0 +1,312 @@
+"""Mixtures of experts in Triton: the host never learns how many rows an expert has, so that a graph can hold a step.
+
+    weights, ids = router(h, gate, top_k=8)                     # 2 launches
+    grouped, order, ends = group(h, ids, experts=128)           # 1 launch for a batch of decodes
+    y = grouped_linear(grouped, weight, ends)                   # weight [E, O, I]; 1 launch for all experts
+    out = combine(y, weights, order)                            # 1 launch for a batch of decodes
+
+The signatures and results are those of the ops.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom.kernels.triton.tiles import Gpu, find_gpu, find_owner, wait_for_inputs
+
+SEARCHED = 2048  # pairs of token and expert among which each row searches its place; more are sorted
+
+
+class Tiles(NamedTuple):
+    """What a program of grouped_linear multiplies at a time: rows of x, rows of a weight, columns of both."""
+
+    rows: int
+    out: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(rows: int, experts: int, out: int, element_size: int, gpu: Gpu) -> Tiles:
+    """Tiles that an average expert fills, of as many stages up to 4 as fit in a program's shared memory, and of few
+    outputs where else the GPU's units would not all have some of them; element_size in bytes"""
+    rows_an_expert = rows / experts
+    if element_size == 4:  # multiplied without tensor cores
+        tile, num_warps = ((16, 32, 32), 4) if rows_an_expert <= 16 else ((64, 64, 32), 8)
+    elif rows_an_expert <= 8:
+        has_plenty = min(rows, experts) * out >= 4 * gpu.units * 64
+        tile, num_warps = (16, 64, 128) if has_plenty else (16, 32, 256), 4
+    elif rows_an_expert <= 16:
+        tile, num_warps = (32, 64, 128), 4
+    elif rows_an_expert <= 48:
+        tile, num_warps = (64, 128, 64), 4
+    else:
+        tile, num_warps = (128, 128, 64), 8
+    stage = (tile[0] + tile[1]) * tile[2] * element_size
+    return Tiles(*tile, num_warps, max(1, min(4, gpu.shared_memory // stage)))
+
+
+def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *, top_k: int,
+           method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
+           renormalize: bool = False, scale: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """x [T, H], weight [E, H], bias and correction [E] -> weights fp32[T, k] and ids i64[T, k]; the first of equal
+    experts is chosen"""
+    assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
+    tokens, inner = x.shape
+    experts, gpu = len(weight), find_gpu(x.device)
+    block_t = 16 if tokens <= 256 else 64
+    tiles = triton.cdiv(tokens, block_t), triton.cdiv(experts, 32)
+    wanted = min(gpu.units // (tiles[0] * tiles[1]), triton.cdiv(inner, 128))
+    num_parts = 16 if wanted >= 16 else 4 if wanted >= 4 else 1  # few values, since each is one more compilation
+    logits = x.new_empty(num_parts, tokens, experts, dtype=torch.float32)
+    _logits_kernel[(*tiles, num_parts)](
+        x, weight, logits, tokens, x.stride(0), EXPERTS=experts, INNER=inner,
+        PART=64 * triton.cdiv(inner, 64 * num_parts), BLOCK_T=block_t, BLOCK_E=32, BLOCK_I=64,
+        PDL=gpu.has_dependent_launch, **gpu.options,
+    )  # fmt: skip
+    weights = x.new_empty(tokens, top_k, dtype=torch.float32)
+    ids = x.new_empty(tokens, top_k, dtype=torch.int64)
+    groups = 1 if method == "greedy" else groups
+    _choose_kernel[(tokens,)](
+        logits, bias, correction, weights, ids, tokens, scale, NUM_PARTS=num_parts, EXPERTS=experts, TOP_K=top_k,
+        HAS_SOFTMAX=score == "softmax", HAS_PAIRS=method == "noaux_tc", GROUPS=groups, TOP_GROUPS=top_groups,
+        RENORMALIZE=renormalize, BLOCK_G=triton.next_power_of_2(groups),
+        BLOCK_M=triton.next_power_of_2(experts // groups), BLOCK_K=triton.next_power_of_2(top_k),
+        PDL=gpu.has_dependent_launch, num_warps=1, **gpu.options,
+    )  # fmt: skip
+    return weights, ids
+
+
+def group(x: Tensor, ids: Tensor, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x [T, H], ids i64[T, k] -> rows [k T, H] by expert, order i64[k T], ends i64[E]"""
+    assert x.stride(1) == 1 and ids.is_contiguous(), "rows have gaps"
+    pairs, top_k = ids.numel(), ids.shape[1]
+    if pairs > SEARCHED:
+        assert experts < 1 << 15, f"{experts} experts are sorted as 16-bit numbers"
+        by_expert, order = ids.flatten().to(torch.int16).sort(stable=True)
+        every = torch.arange(experts, dtype=torch.int16, device=x.device)
+        return x.index_select(0, order // top_k), order, torch.searchsorted(by_expert, every, right=True)
+    gpu = find_gpu(x.device)
+    rows, order, ends = x.new_empty(pairs, x.shape[1]), ids.new_empty(pairs), ids.new_empty(experts)
+    _group_kernel[(pairs + experts,)](
+        x, ids, rows, order, ends, pairs, x.stride(0), TOP_K=top_k, WIDTH=x.shape[1], BLOCK_P=256, BLOCK_W=1024,
+        PDL=gpu.has_dependent_launch, **gpu.options,
+    )  # fmt: skip
+    return rows, order, ends
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is not
+    read"""
+    assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
+    (rows, inner), (experts, out, _) = x.shape, weight.shape
+    y = x.new_empty(rows, out)
+    if not rows:
+        return y
+    gpu = find_gpu(x.device)
+    tiles = choose_tiles(rows, experts, out, x.element_size(), gpu)
+    used = min(experts, rows)
+    most = used + (rows - used) // tiles.rows  # each used expert has one tile that need not be full
+    _grouped_linear_kernel[(most * triton.cdiv(out, tiles.out),)](
+        x, weight, ends, bias, y, x.stride(0), EXPERTS=experts, OUT=out, INNER=inner,
+        BLOCK_E=triton.next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out, BLOCK_I=tiles.inner,
+        PDL=gpu.has_dependent_launch, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
+    )  # fmt: skip
+    return y
+
+
+def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    """x [k T, H], weights fp32[T, k], order i64[k T] -> [T, H]"""
+    assert x.stride(1) == 1 and weights.is_contiguous(), "rows have gaps"
+    (tokens, top_k), width = weights.shape, x.shape[1]
+    is_searched = len(order) <= SEARCHED
+    if not is_searched:  # from here on the row of each pair
+        order = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    gpu = find_gpu(x.device)
+    out = x.new_empty(tokens, width)
+    block_k = triton.next_power_of_2(top_k)
+    block_w = max(64, 4096 // block_k)
+    _combine_kernel[(tokens, triton.cdiv(width, block_w))](
+        x, weights, order, out, len(order), x.stride(0), IS_SEARCHED=is_searched, TOP_K=top_k, WIDTH=width,
+        BLOCK_P=256, BLOCK_K=block_k, BLOCK_W=block_w, PDL=gpu.has_dependent_launch, **gpu.options,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _logits_kernel(x, weight, logits, tokens, x_stride, EXPERTS: tl.constexpr, INNER: tl.constexpr, PART: tl.constexpr,
+                   BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_I: tl.constexpr,
+                   PDL: tl.constexpr):  # fmt: skip
+    """x weight over one part of the columns: logits fp32[parts, T, E], to be summed"""
+    wait_for_inputs(PDL)
+    rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    part = tl.program_id(2)
+    x_rows = x + tl.minimum(rows, tokens - 1).to(tl.int64)[:, None] * x_stride
+    weight_rows = weight + tl.minimum(experts, EXPERTS - 1)[:, None] * INNER
+    total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    for first in range(part * PART, min((part + 1) * PART, INNER), BLOCK_I):
+        columns = first + tl.arange(0, BLOCK_I)[None, :]
+        a = tl.load(x_rows + columns, mask=columns < INNER, other=0.0)
+        b = tl.load(weight_rows + columns, mask=columns < INNER, other=0.0)
+        if a.dtype != b.dtype:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")  # products of 16-bit numbers are exact in fp32
+    places = (part * tokens + rows).to(tl.int64)[:, None] * EXPERTS + experts[None, :]
+    tl.store(logits + places, total, mask=(rows < tokens)[:, None] & (experts < EXPERTS)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PARTS: tl.constexpr,
+                   EXPERTS: tl.constexpr, TOP_K: tl.constexpr, HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr,
+                   GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr,
+                   BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One token's experts and their weights; the experts are a rectangle, one row a group."""
+    wait_for_inputs(PDL)
+    token = tl.program_id(0)
+    members: tl.constexpr = EXPERTS // GROUPS
+    groups = tl.arange(0, BLOCK_G)
+    member = tl.arange(0, BLOCK_M)[None, :]
+    is_expert = (groups[:, None] < GROUPS) & (member < members)
+    experts = tl.where(is_expert, groups[:, None] * members + member, EXPERTS)
+
+    scores = tl.zeros([BLOCK_G, BLOCK_M], tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        row = (part * tokens + token).to(tl.int64) * EXPERTS
+        scores += tl.load(logits + row + experts, mask=is_expert, other=0.0)
+    if bias is not None:
+        scores += tl.load(bias + experts, mask=is_expert, other=0.0).to(tl.float32)
+    if HAS_SOFTMAX:
+        scores = tl.where(is_expert, scores, float("-inf"))
+        scores = tl.exp(scores - tl.max(scores))
+        scores = scores / tl.sum(scores)
+    else:
+        scores = tl.sigmoid(scores)
+
+    ranks = scores
+    if correction is not None:
+        ranks += tl.load(correction + experts, mask=is_expert, other=0.0).to(tl.float32)
+    ranks = tl.where(is_expert, ranks, float("-inf"))
+    if GROUPS > 1:
+        best = tl.max(ranks, axis=1)
+        if HAS_PAIRS and members > 1:
+            first = tl.min(tl.where(ranks == best[:, None], experts, EXPERTS), axis=1)
+            best += tl.max(tl.where(experts == first[:, None], float("-inf"), ranks), axis=1)
+        is_kept = groups < 0
+        for _ in range(TOP_GROUPS):
+            chosen = tl.min(tl.where(best == tl.max(best), groups, BLOCK_G))
+            is_kept |= groups == chosen
+            best = tl.where(groups == chosen, float("-inf"), best)
+        ranks = tl.where(is_kept[:, None], ranks, float("-inf"))
+
+    places = tl.arange(0, BLOCK_K)
+    chosen_ids = tl.zeros([BLOCK_K], tl.int32)
+    shares = tl.zeros([BLOCK_K], tl.float32)
+    for place in range(TOP_K):
+        chosen = tl.min(tl.where(ranks == tl.max(ranks), experts, EXPERTS))
+        chosen = tl.minimum(chosen, EXPERTS - 1)  # an expert, even where scores are NaN
+        chosen_ids = tl.where(places == place, chosen, chosen_ids)
+        shares = tl.where(places == place, tl.sum(tl.where(experts == chosen, scores, 0.0)), shares)
+        ranks = tl.where(experts == chosen, float("-inf"), ranks)
+    if RENORMALIZE:
+        shares = shares / tl.maximum(tl.sum(shares), 1e-20)
+    row = token.to(tl.int64) * TOP_K + places
+    tl.store(ids + row, chosen_ids.to(tl.int64), mask=places < TOP_K)
+    tl.store(weights + row, shares * scale, mask=places < TOP_K)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _group_kernel(x, ids, rows, order, ends, pairs, x_stride, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
+                  BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """A program for each pair, which counts those before it, and one for each expert, which counts up to its last."""
+    wait_for_inputs(PDL)
+    pair = tl.program_id(0)
+    expert = tl.load(ids + pair) if pair < pairs else (pair - pairs).to(tl.int64)
+    earlier = tl.zeros([BLOCK_P], tl.int64)
+    for first in range(0, pairs, BLOCK_P):
+        others = first + tl.arange(0, BLOCK_P)
+        theirs = tl.load(ids + others, mask=others < pairs, other=1 << 62)
+        earlier += (theirs < expert) | ((theirs == expert) & (others < pair))
+    place = tl.sum(earlier)
+    if pair >= pairs:
+        tl.store(ends + expert, place)
+    else:
+        tl.store(order + place, pair.to(tl.int64))
+        source = x + (pair // TOP_K).to(tl.int64) * x_stride
+        target = rows + place * WIDTH
+        for first in range(0, WIDTH, BLOCK_W):
+            columns = first + tl.arange(0, BLOCK_W)
+            values = tl.load(source + columns, mask=columns < WIDTH)
+            tl.store(target + columns, values, mask=columns < WIDTH)
+
+
+@triton.jit
+def _grouped_linear_kernel(x, weight, ends, bias, out, x_stride, EXPERTS: tl.constexpr, OUT: tl.constexpr,
+                           INNER: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
+                           BLOCK_I: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One tile of one expert's rows and outputs. Tiles of the same rows are neighbours, so that caches hold those."""
+    wait_for_inputs(PDL)
+    num_columns: tl.constexpr = (OUT + BLOCK_O - 1) // BLOCK_O
+    experts = tl.arange(0, BLOCK_E)
+    their_ends = tl.load(ends + experts, mask=experts < EXPERTS, other=0).to(tl.int32)
+    their_begins = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < EXPERTS), other=0).to(tl.int32)
+    tile = tl.program_id(0) // num_columns
+    expert, tiles_before = find_owner(tl.cdiv(their_ends - their_begins, BLOCK_R), tile)
+    if expert >= EXPERTS:
+        return
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int32)
+    end = tl.load(ends + expert).to(tl.int32)
+
+    rows = begin + (tile - tiles_before) * BLOCK_R + tl.arange(0, BLOCK_R)
+    columns = (tl.program_id(0) % num_columns) * BLOCK_O + tl.arange(0, BLOCK_O)
+    inner = tl.arange(0, BLOCK_I)[None, :]
+    # what lies behind the last row or column is that row or column again: nothing of it is stored
+    x_pointers = x + tl.minimum(rows, end - 1).to(tl.int64)[:, None] * x_stride + inner
+    weight_rows = expert.to(tl.int64) * OUT + tl.minimum(columns, OUT - 1)
+    weight_pointers = weight + weight_rows[:, None] * INNER + inner
+    total = tl.zeros([BLOCK_R, BLOCK_O], tl.float32)
+    for first in range(0, INNER, BLOCK_I):
+        if INNER % BLOCK_I == 0:
+            a, b = tl.load(x_pointers), tl.load(weight_pointers)
+        else:
+            a = tl.load(x_pointers, mask=inner < INNER - first, other=0.0)
+            b = tl.load(weight_pointers, mask=inner < INNER - first, other=0.0)
+        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+        x_pointers += BLOCK_I
+        weight_pointers += BLOCK_I
+    if bias is not None:
+        total += tl.load(bias + weight_rows)[None, :].to(tl.float32)
+    places = out + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
+    tl.store(places, total.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (columns < OUT)[None, :])
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _combine_kernel(x, weights, order, out, pairs, x_stride, IS_SEARCHED: tl.constexpr, TOP_K: tl.constexpr,
+                    WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+                    BLOCK_W: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Some columns of a token; order: the pair of each row, where rows are searched in it, or the row of each pair."""
+    wait_for_inputs(PDL)
+    token = tl.program_id(0)
+    chosen = tl.arange(0, BLOCK_K)
+    own = token.to(tl.int64) * TOP_K + chosen
+    is_own = chosen < TOP_K
+    if IS_SEARCHED:
+        rows = tl.zeros([BLOCK_K], tl.int64)
+        for first in range(0, pairs, BLOCK_P):
+            others = first + tl.arange(0, BLOCK_P)
+            theirs = tl.load(order + others, mask=others < pairs, other=-1)
+            rows += tl.sum(tl.where(theirs[None, :] == own[:, None], others[None, :], 0), axis=1)
+    else:
+        rows = tl.load(order + own, mask=is_own, other=0)
+    columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    is_column = columns < WIDTH
+    is_value = is_own[:, None] & is_column[None, :]
+    values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=is_value, other=0.0)
+    shares = tl.load(weights + own, mask=is_own, other=0.0)
+    total = tl.sum(values.to(tl.float32) * shares[:, None], axis=0)
+    tl.store(out + token.to(tl.int64) * WIDTH + columns, total.to(out.dtype.element_ty), mask=is_column)

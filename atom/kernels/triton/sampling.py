@@ -1,0 +1,472 @@
+"""From logits to tokens on the device, as `atom.runtime.sampler` does it on the host, without a sort of the vocabulary.
+
+    sample(logits, rows, slots, "cut", out)             # logits [R, V], rows i32[R]: whose slot each row is
+
+A row is read in parts of fixed size by programs of their own, so that one row keeps a device busy, and what a row draws
+depends on nothing but that row:
+
+    _summarize  a part's largest logit, its mass, and how many logits lie in each bin below the largest     (R x parts)
+    _limit      the bin that what top_k, top_p and min_p keep ends in, by those counts                       (R)
+    _gather     the few logits down to that bin, and the mass that min_p leaves                              (R x parts)
+    _draw       the token, and the slot's new state                                                          (R)
+
+A greedy batch needs the first and the last of them, and so does a random one without cuts, whose token is where the CDF
+in the order of ids passes the random number. A cut row's CDF is in the order of likelihood: the few gathered logits are
+ranked by comparing all pairs. Where they are many (a flat distribution), the values at which top_k and top_p end and
+the CDF passes the random number are found by bisection instead, each step a pass that counts and weighs what is above.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PART = 4096  # logits that a program reads
+PART_WARPS = 8  # of such a program: a thread reads 8 logits at a time, twice
+MAX_GATHERED = 8192  # logits of a cut row that are put aside; where it may keep more, the row itself is read again
+MAX_PAIRED = 512  # logits of a cut row that are ranked by comparing all pairs
+CHUNK_ELEMENTS = 1 << 24  # logits that `logprobs` holds in 8 bytes each at once
+
+MIN_TEMPERATURE = tl.constexpr(1e-5)  # anything lower is greedy
+NUM_BINS = tl.constexpr(64)  # the last holds all that is further below the largest logit
+BINS_PER_NAT = tl.constexpr(2.0)  # of logit / temperature
+NOWHERE = tl.constexpr(2**31 - 1)  # behind every id
+
+
+class SamplingState(Protocol):
+    """What `sample` reads and writes of `runtime.slots.Slots`, by slot; slot `num_slots` is that of padding rows."""
+
+    num_slots: int
+    tokens: Tensor
+    lengths: Tensor
+    seed: Tensor
+    top_k: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    counts: Tensor | None
+
+
+def sample(logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: Tensor, penalties: bool = False) -> None:
+    """The next token of each row, to out i64[R] and to its slot, whose length and counts go on by one.
+
+    logits: bf16, fp16 or fp32[R, V], rows contiguous; rows: i32[R], no slot twice but that of padding, whose rows give
+    token 0 and change nothing. kind: "greedy", "random" (temperature), "cut" (top_k, top_p or min_p too); rows of an
+    earlier kind are welcome in a later one and get the token that they get alone. penalties: whether any row has some,
+    which takes `slots.counts`.
+    """
+    assert kind in ("greedy", "random", "cut") and logits.stride(1) == 1
+    assert slots.counts is not None or not penalties
+    (num_rows, vocab), device = logits.shape, logits.device
+    num_parts = triton.cdiv(vocab, PART)
+    best = torch.empty(num_rows, num_parts, dtype=torch.float32, device=device)
+    best_id = torch.empty(num_rows, num_parts, dtype=torch.int32, device=device)
+    sums = bins = limits = ends = values = ids = None
+    if kind != "greedy" or penalties:
+        sums = torch.empty(num_rows, num_parts, dtype=torch.float64, device=device)
+    if kind == "cut":
+        bins = torch.empty(num_rows, num_parts, NUM_BINS.value, dtype=torch.int32, device=device)
+        limits = torch.empty(num_rows, dtype=torch.int32, device=device)
+        ends = torch.empty(num_rows, num_parts, dtype=torch.int32, device=device)
+        values = torch.empty(num_rows, MAX_GATHERED, dtype=torch.float32, device=device)
+        ids = torch.empty(num_rows, MAX_GATHERED, dtype=torch.int32, device=device)
+
+    read = (logits, logits.stride(0), vocab, rows)
+    penalty = (slots.counts if penalties else None, slots.repetition, slots.frequency, slots.presence)
+    params = (slots.temperature, slots.top_k, slots.top_p, slots.min_p)
+    gathered = (limits, ends, values, ids, MAX_GATHERED)
+    state = (slots.num_slots, slots.seed, slots.tokens, slots.lengths, out)
+    grid, padded = (num_parts, num_rows), triton.next_power_of_2(num_parts)
+    exact = {"enable_fp_fusion": False}  # a product is rounded before a sum, as on the host
+    _summarize[grid](
+        *read, *penalty, *params, best, best_id, sums, bins, PART, PART // 2, num_warps=PART_WARPS, **exact
+    )
+    if kind == "cut":
+        _limit[(num_rows,)](*read[2:], *params, best, bins, *gathered, num_parts, padded, **exact)
+        _gather[grid](*read, *penalty, *params, best, sums, *gathered, PART, padded, num_warps=PART_WARPS, **exact)
+    _draw[(num_rows,)](
+        *read, *penalty, *params, *state, best, best_id, sums, *gathered, num_parts, PART, padded, MAX_PAIRED,
+        num_warps=8, **exact,
+    )  # fmt: skip
+
+
+def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log probabilities of the logits as they came, a nan counting as the lowest, without waiting for them.
+
+    logits: any float [R, V]; tokens: i64[R]. Gives fp32[R] and the rank i32[R] (1: the most likely) of each token, and
+    the num_top most likely, best first and among equals the lower id first: ids i32[R, num_top], fp32[R, num_top].
+    """
+    size = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    parts = [_report(*part, num_top) for part in zip(logits.split(size), tokens.split(size), strict=True)]
+    chosen, ranks, ids, top = (torch.cat(column) for column in zip(*parts, strict=True))
+    return chosen, ranks, ids, top
+
+
+def _report(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    vocab = logits.shape[-1]
+    values = logits.float().nan_to_num(nan=torch.finfo(torch.float32).min)
+    total = values.logsumexp(-1, keepdim=True)
+    chosen = values.gather(-1, tokens[:, None])
+    ranks = (values > chosen).sum(-1, dtype=torch.int32) + 1
+    # one integer orders both: the bits of a float32, the negative ones flipped, then the id counted from the end
+    key = (values + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 equal 0.0
+    key ^= (key >> 63) & 0x7FFFFFFF
+    key = (key << 32) + torch.arange(vocab - 1, -1, -1, device=key.device)
+    ids = vocab - 1 - (key.topk(min(num_top, vocab)).values & 0xFFFFFFFF)
+    return (chosen - total)[:, 0], ranks, ids.int(), values.gather(-1, ids) - total
+
+
+@triton.jit
+def _summarize(
+    logits, stride, vocab, rows, counts, repetition, frequency, presence,
+    temperature, top_k, top_p, min_p, best, best_id, sums, bins, PART: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(rows + row).to(tl.int64)
+    penalty = (counts, slot, repetition, frequency, presence)
+    # a lane adds few numbers, and lanes are added in double precision
+    ids = part * PART + tl.arange(0, PART // WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    x = _load(logits + row * stride, ids, vocab, penalty)
+    largest = tl.max(tl.max(tl.where(x != x, float("-inf"), x), axis=0), axis=0)
+    at = row * tl.num_programs(0) + part
+    tl.store(best + at, largest)
+    tl.store(best_id + at, tl.min(tl.min(tl.where((x == largest) & (ids < vocab), ids, NOWHERE), axis=0), axis=0))
+    if sums is not None:
+        weights = _weigh(x, largest, _inverse(temperature + slot))  # a nan makes a nan of the sum
+        tl.store(sums + at, tl.sum(tl.sum(weights, axis=0).to(tl.float64), axis=0))
+    if bins is not None:  # noqa: SIM102 (the second condition is not known when this is compiled)
+        if _is_cut(top_k + slot, top_p + slot, vocab):
+            own = _bins_below(x, largest, _inverse(temperature + slot))
+            counted = tl.histogram(tl.reshape(own, [PART], can_reorder=True), NUM_BINS)
+            tl.store(bins + at * NUM_BINS + tl.arange(0, NUM_BINS), counted)
+
+
+@triton.jit
+def _limit(
+    vocab, rows, temperature, top_k, top_p, min_p,
+    best, bins, limits, ends, values, value_ids, max_gathered, num_parts, NUM_PARTS: tl.constexpr,
+):  # fmt: skip
+    """limits i32[R]: the last bin, counted from the row's largest logit, that a kept token may be in; -1: all of the
+    row is to be looked at. ends i32[R, parts]: how many logits of this part and those before it lie in these bins."""
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows + row).to(tl.int64)
+    if not _is_cut(top_k + slot, top_p + slot, vocab):
+        tl.store(limits + row, -1)
+        return
+    parts = tl.arange(0, NUM_PARTS)
+    bests = tl.load(best + row * num_parts + parts, mask=parts < num_parts, other=float("-inf"))
+    peak, inverse = tl.max(bests, axis=0), _inverse(temperature + slot)
+    shifts = _bins_below(bests, peak, inverse)
+    bin = tl.arange(0, NUM_BINS)
+    own = bin[None, :] - shifts[:, None]
+    is_counted = (own >= 0) & (bin < NUM_BINS - 1)[None, :] & (parts < num_parts)[:, None]
+    by_part = tl.load(bins + (row * num_parts + parts[:, None]) * NUM_BINS + own, mask=is_counted, other=0)
+    counted = tl.sum(by_part, axis=0)
+    counted += tl.where(bin == NUM_BINS - 1, vocab - tl.sum(counted, axis=0), 0)
+
+    # the weights that a bin may hold; products were rounded before they were binned
+    slack = 0.01 + tl.abs(peak) * inverse * BINS_PER_NAT * 2.4e-7
+    most = tl.exp((1 - bin + slack) / BINS_PER_NAT)
+    least = tl.exp((-1 - bin - slack) / BINS_PER_NAT)
+    lowest = tl.load(min_p + slot).to(tl.float32)
+    k = _top_k(top_k + slot, vocab)
+    limit = tl.sum((most >= lowest).to(tl.int32), axis=0) - 1
+    if k < vocab:  # all of them are wanted: top_p is a share of their mass
+        limit = tl.minimum(limit, tl.sum((tl.cumsum(counted, axis=0) < k).to(tl.int32), axis=0))
+    else:
+        mass = tl.sum(tl.where((bin < limit) & (least >= lowest), counted * least, 0.0), axis=0)
+        tail = tl.cumsum(tl.where(bin <= limit, counted * most, 0.0), axis=0, reverse=True)
+        is_needed = tail > (1 - tl.load(top_p + slot)).to(tl.float32) * mass
+        limit = tl.maximum(tl.sum(is_needed.to(tl.int32), axis=0) - 1, 0)
+
+    upto = tl.cumsum(tl.sum(tl.where((bin <= limit)[None, :], by_part, 0), axis=1), axis=0)
+    tl.store(ends + row * num_parts + parts, upto, mask=parts < num_parts)
+    is_few = (limit < NUM_BINS - 1) & (tl.max(upto, axis=0) <= max_gathered)
+    tl.store(limits + row, tl.where(is_few, limit, -1))
+
+
+@triton.jit
+def _gather(
+    logits, stride, vocab, rows, counts, repetition, frequency, presence,
+    temperature, top_k, top_p, min_p, best, sums, limits, ends, values, value_ids, max_gathered,
+    PART: tl.constexpr, NUM_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Puts logits down to the row's limit aside, in the order of their ids, and where there is a min_p, replaces the
+    part's mass by what it leaves."""
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    num_parts = tl.num_programs(0)
+    slot = tl.load(rows + row).to(tl.int64)
+    penalty = (counts, slot, repetition, frequency, presence)
+    limit = tl.load(limits + row)
+    lowest = tl.load(min_p + slot).to(tl.float32)
+    if (limit < 0) & (lowest == 0):
+        return
+    parts = tl.arange(0, NUM_PARTS)
+    peak = tl.max(tl.load(best + row * num_parts + parts, mask=parts < num_parts, other=float("-inf")), axis=0)
+    largest = tl.load(best + row * num_parts + part)
+    inverse = _inverse(temperature + slot)
+    ids = part * PART + tl.arange(0, PART)
+    x = _load(logits + row * stride, ids, vocab, penalty)
+    if limit >= 0:
+        own = _bins_below(x, largest, inverse)
+        chosen = (own < NUM_BINS - 1) & (own + _bins_below(largest, peak, inverse) <= limit)
+        start = tl.load(ends + row * num_parts + part - 1, mask=part > 0, other=0)
+        to = row * max_gathered + start + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+        tl.store(values + to, x, mask=chosen)
+        tl.store(value_ids + to, ids, mask=chosen)
+    if lowest > 0:
+        weights = tl.where(_weigh(x, peak, inverse) < lowest, 0.0, _weigh(x, largest, inverse))
+        tl.store(sums + row * num_parts + part, tl.sum(weights.to(tl.float64), axis=0))
+
+
+@triton.jit
+def _draw(
+    logits, stride, vocab, rows, counts, repetition, frequency, presence,
+    temperature, top_k, top_p, min_p, num_slots, seed, tokens, lengths, out,
+    best, best_id, sums, limits, ends, values, value_ids, max_gathered: tl.constexpr, num_parts: tl.constexpr,
+    PART: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_PAIRED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(rows + row).to(tl.int64)
+    if slot >= num_slots:  # padding
+        tl.store(out + row, 0)
+        return
+    penalty = (counts, slot, repetition, frequency, presence)
+    logits += row * stride
+    parts = tl.arange(0, NUM_PARTS)
+    is_part = parts < num_parts
+    bests = tl.load(best + row * num_parts + parts, mask=is_part, other=float("-inf"))
+    best_ids = tl.load(best_id + row * num_parts + parts, mask=is_part, other=NOWHERE)
+    peak = tl.max(bests, axis=0)
+    token = tl.min(tl.where(bests == peak, best_ids, NOWHERE), axis=0)
+    length = tl.load(lengths + slot)
+    if sums is not None:
+        inverse = _inverse(temperature + slot)
+        scales = tl.where(bests == float("-inf"), 0.0, _weigh(bests, peak, inverse)).to(tl.float64)
+        masses = tl.load(sums + row * num_parts + parts, mask=is_part, other=0.0) * scales
+        total = tl.sum(masses, axis=0)
+        if not (total > 0):  # it holds a nan or an inf, or nothing but -inf
+            if counts is not None:
+                token = _largest(logits, vocab, num_parts * PART, PART)
+        elif tl.load(temperature + slot) >= MIN_TEMPERATURE:
+            at = _uniform(tl.load(seed + slot), length)
+            scale = (peak, inverse, tl.load(min_p + slot).to(tl.float32))
+            is_cut = False
+            if limits is not None:
+                is_cut = _is_cut(top_k + slot, top_p + slot, vocab)
+                if is_cut:
+                    k = _top_k(top_k + slot, vocab)
+                    request = (k, k < vocab, tl.load(top_p + slot), at, total)
+                    values += row * max_gathered
+                    size = tl.load(ends + row * num_parts + num_parts - 1)
+                    if tl.load(limits + row) < 0:
+                        token = _draw_by_bisection(logits, vocab, request, scale, penalty, num_parts * PART, PART)
+                    else:
+                        if size > NUM_PAIRED:
+                            none = (None, slot, repetition, frequency, presence)  # the values have had their penalties
+                            index = _draw_by_bisection(values, size, request, scale, none, max_gathered, PART)
+                        else:
+                            index = _draw_by_pairs(values, size, request, scale, NUM_PAIRED)
+                        token = tl.load(value_ids + row * max_gathered + index)
+            if not is_cut:
+                target = at * total
+                part = _first(tl.cumsum(masses, axis=0), target, masses, parts)
+                target -= tl.sum(tl.where(parts < part, masses, 0.0), axis=0)
+                target /= tl.sum(tl.where(parts == part, scales, 0.0), axis=0)
+                ids = part * PART + tl.arange(0, PART)
+                x = _load(logits, ids, vocab, penalty)
+                weights = _weigh(x, tl.max(tl.where(parts == part, bests, float("-inf")), axis=0), inverse)
+                weights = tl.where(_weigh_kept(x, scale) > 0, weights, 0.0)
+                token = _first(tl.cumsum(weights.to(tl.float64), axis=0), target, weights, ids)
+    token = tl.where(token == NOWHERE, 0, token)  # all of it is nan
+    tl.store(out + row, token)
+    tl.store(tokens + slot, token)
+    tl.store(lengths + slot, length + 1)
+    if counts is not None:
+        counted = counts + slot * vocab + token
+        tl.store(counted, tl.load(counted) + 2)
+
+
+@triton.jit
+def _load(logits, ids, size, penalty):
+    """A row's logits as float32 after its penalties, -inf behind the last."""
+    counts, slot, repetition, frequency, presence = penalty
+    x = tl.load(logits + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
+    if counts is not None:
+        factor = tl.load(repetition + slot).to(tl.float32)
+        each = tl.load(frequency + slot).to(tl.float32)
+        once = tl.load(presence + slot).to(tl.float32)
+        if (factor != 1) | (each != 0) | (once != 0):
+            count = tl.load(counts + slot * size + ids, mask=ids < size, other=0)
+            x = tl.where(count > 0, tl.where(x > 0, tl.math.div_rn(x, factor), x * factor), x)
+            x = tl.where(count > 1, x - ((count >> 1).to(tl.float32) * each + once), x)
+    return x
+
+
+@triton.jit
+def _inverse(temperature):
+    """1 / temperature, 1 where that is greedy."""
+    value = tl.load(temperature)
+    return tl.where(value < MIN_TEMPERATURE, 1.0, 1.0 / value).to(tl.float32)
+
+
+@triton.jit
+def _top_k(top_k, vocab):
+    value = tl.load(top_k)
+    return tl.where((value > 0) & (value < vocab), value, vocab)
+
+
+@triton.jit
+def _is_cut(top_k, top_p, vocab):
+    return (tl.load(top_p) < 1) | (_top_k(top_k, vocab) < vocab)
+
+
+@triton.jit
+def _weigh(x, largest, inverse):
+    """Probabilities relative to that of `largest`; 0 for -inf, also where that is the largest."""
+    return tl.exp((x - tl.where(largest == float("-inf"), 0.0, largest)) * inverse)
+
+
+@triton.jit
+def _bins_below(x, largest, inverse):
+    """How many bins x lies below `largest` on a grid that all parts of a row share, at most the last bin. i32."""
+    scale = inverse * BINS_PER_NAT
+    below = tl.floor(largest * scale) - tl.floor(x * scale)
+    return tl.where(below < NUM_BINS - 1, below, NUM_BINS - 1).to(tl.int32)
+
+
+@triton.jit
+def _first(cdf, target, weights, index):
+    """The first index with a weight whose CDF is above the target, or by rounding the last one with a weight."""
+    last = tl.max(tl.where(weights > 0, index, 0), axis=0)
+    return tl.minimum(tl.min(tl.where((cdf > target) & (weights > 0), index, NOWHERE), axis=0), last)
+
+
+@triton.jit
+def _largest(logits, vocab, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """The lowest id of the largest number of a row, NOWHERE if there is none."""
+    lanes = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    ids = tl.full([BLOCK], NOWHERE, tl.int32)
+    for start in range(0, LIMIT, BLOCK):
+        x = tl.load(logits + start + lanes, mask=start + lanes < vocab, other=float("nan")).to(tl.float32)
+        is_better = (x > best) | ((x == best) & (ids == NOWHERE))
+        best, ids = tl.where(is_better, x, best), tl.where(is_better, start + lanes, ids)
+    return tl.min(tl.where(best == tl.max(best, axis=0), ids, NOWHERE), axis=0)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """`runtime.sampler.uniform`: SplitMix64 (Steele et al. 2014) started at the hashed seed. f64 in 0 to 1."""
+    counter = (position.to(tl.int64) + 1).to(tl.uint64)
+    bits = _mix(_mix(seed.to(tl.uint64)) + counter * 0x9E3779B97F4A7C15) >> 11
+    return bits.to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _mix(z):
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def _draw_by_pairs(values, size, request, scale, SIZE: tl.constexpr):
+    """Index of the value drawn from at most SIZE in the order of their ids, none that may be kept missing."""
+    k, is_top_k, p, at, total = request
+    index = tl.arange(0, SIZE)
+    x = tl.load(values + index, mask=index < size, other=float("-inf"))
+    rank = tl.zeros([SIZE], tl.int32)
+    before = tl.zeros([SIZE], tl.float64)  # mass of what is more likely
+    start = 0
+    while start < size:
+        others = start + tl.arange(0, 32)
+        y = tl.load(values + others, mask=others < size, other=float("-inf"))[:, None]
+        is_before = (y > x[None, :]) | ((y == x[None, :]) & (others[:, None] < index[None, :]))
+        rank += tl.sum(is_before.to(tl.int32), axis=0)
+        before += tl.sum(tl.where(is_before, _weigh_kept(y, scale), 0.0), axis=0)
+        start += 32
+    weights = tl.where(rank < k, _weigh_kept(x, scale), 0.0)
+    mass = tl.where(is_top_k, tl.sum(weights.to(tl.float64), axis=0), total)
+    weights = tl.where(before < p * mass, weights, 0.0)
+    target = at * tl.sum(weights.to(tl.float64), axis=0)
+    last = tl.max(tl.where((weights > 0) & (before <= target), rank, 0), axis=0)
+    return tl.max(tl.where((rank == last) & (index < size), index, 0), axis=0)
+
+
+@triton.jit
+def _draw_by_bisection(values, size, request, scale, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Index of the value drawn from at most LIMIT in the order of their ids, none that may be kept missing."""
+    k, is_top_k, p, at, total = request
+    peak, inverse, _ = scale
+    number, mass, low, _ = _above(values, size, float("-inf"), float("-inf"), scale, penalty, LIMIT, BLOCK)
+    mass = tl.where(is_top_k, mass, total)  # what top_p is a share of
+    drawn, nth = peak, number * 0
+    for step in range(3):  # where top_k ends, where top_p ends, where the CDF passes the random number
+        target = tl.where(step == 0, k.to(tl.float64), tl.where(step == 1, p, at) * mass)
+        is_step = ((step == 0) & (k < number)) | ((step == 1) & (p < 1)) | (step == 2)
+        # the lowest value above which there is less than the target; low and high are values themselves
+        high, num_before, before = peak, number * 0, mass * 0
+        while is_step & (low < high):
+            middle = low * 0.5 + high * 0.5
+            middle = tl.where((middle > low) & (middle < high), middle, high)
+            num_above, above, next_above, next_below = _above(values, size, middle, low, scale, penalty, LIMIT, BLOCK)
+            if tl.where(step == 0, num_above.to(tl.float64), above) < target:
+                high, num_before, before = next_below, num_above, above
+            else:
+                low = next_above
+        if is_step:
+            weight = _weigh(high, peak, inverse).to(tl.float64)
+            rest = tl.where(step == 0, target - num_before, (target - before) / weight)
+            drawn, nth = high, tl.maximum(tl.ceil(rest) - 1, 0.0).to(tl.int32)  # among its equals
+            low, mass = high, before + (nth + 1) * weight
+    return _nth_equal(values, size, drawn, nth, penalty, LIMIT, BLOCK)
+
+
+@triton.jit
+def _above(values, size, middle, low, scale, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Number and mass of the values with a weight from `middle` up, the smallest of them, and the largest value from
+    `low` up that is below `middle`."""
+    lanes = tl.arange(0, BLOCK)
+    number = tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    next_above = tl.full([BLOCK], float("inf"), tl.float32)
+    next_below = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in tl.range(0, LIMIT, BLOCK, num_stages=3):
+        x = _load(values, start + lanes, size, penalty)
+        weights = _weigh_kept(x, scale)
+        is_above = (x >= middle) & (weights > 0)
+        number += is_above.to(tl.int32)
+        mass += tl.where(is_above, weights, 0.0)
+        next_above = tl.where(is_above, tl.minimum(next_above, x), next_above)
+        next_below = tl.where((x < middle) & (x >= low), tl.maximum(next_below, x), next_below)
+    number, mass = tl.sum(number, axis=0), tl.sum(mass.to(tl.float64), axis=0)
+    return number, mass, tl.min(next_above, axis=0), tl.max(next_below, axis=0)
+
+
+@triton.jit
+def _nth_equal(values, size, value, nth, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Index of the nth value, from 0, that equals this one, or of the last if there are fewer."""
+    lanes = tl.arange(0, BLOCK)
+    index, num_seen = nth * 0, nth * 0
+    for start in range(0, LIMIT, BLOCK):
+        is_equal = _load(values, start + lanes, size, penalty) == value
+        place = num_seen + tl.cumsum(is_equal.to(tl.int32), axis=0) - 1
+        index = tl.maximum(index, tl.max(tl.where(is_equal & (place <= nth), start + lanes, 0), axis=0))
+        num_seen += tl.sum(is_equal.to(tl.int32), axis=0)
+    return index
+
+
+@triton.jit
+def _weigh_kept(x, scale):
+    """Weights, 0 where min_p does not let them be."""
+    peak, inverse, lowest = scale
+    weights = _weigh(x, peak, inverse)
+    return tl.where(weights < lowest, 0.0, weights)

@@ -1,0 +1,140 @@
+"""What the attention kernels share: who owns a tile, keys and values read through a block table, the softmax's end.
+
+owner, before = find_owner(counts, tile)                                        # whose tile it is
+best, total, acc = attend_keys(q, best, total, acc, keys, values, row, ...)     # a run of positions
+store_attended(acc, best, total, sinks, out, offsets, mask)                     # with its sink, divided, rounded
+
+Scores are in units of log2, so that exp2 serves. The best starts finite, so that rows that see nothing give no NaN.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+NOTHING = tl.constexpr(-1e38)  # below any score
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class Gpu(NamedTuple):
+    """What launches depend on."""
+
+    units: int  # multiprocessors
+    shared_memory: int  # bytes that a program can have
+    capability: tuple[int, int]  # NVIDIA's; (0, 0) of others
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a kernel may be launched while the one ahead of it still runs."""
+        return self.capability >= (9, 0)
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Of a launch of a kernel that begins with wait_for_inputs."""
+        return {"launch_pdl": True} if self.has_dependent_launch else {}
+
+
+@functools.cache
+def find_gpu(device: torch.device) -> Gpu:
+    if device.type != "cuda":
+        return Gpu(2, 0, (0, 0))  # Triton's interpreter: few programs make short tests
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    capability = torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
+    return Gpu(properties["multiprocessor_count"], properties["max_shared_mem"], capability)
+
+
+def has_rows(x: torch.Tensor) -> bool:
+    """Whether the heads of each token of x [T, N, D] lie side by side; tokens may lie apart."""
+    return x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
+
+
+def sequence_bucket(num: int) -> int:
+    """How many sequences a kernel is compiled for: few values, since each is one more compilation."""
+    return 32 if num <= 32 else max(512, triton.next_power_of_2(num))
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """For a kernel that was launched while the one ahead of it ran: till that has ended. Allows the next the same."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def find_owner(counts, tile):
+    """counts i32[S] of tiles laid end to end: the entry that tile number `tile` falls to, and the tiles before it."""
+    ends = tl.cumsum(counts, 0)
+    is_before = ends <= tile
+    return tl.sum(is_before.to(tl.int32), 0), tl.max(tl.where(is_before, ends, 0), 0)
+
+
+@triton.jit
+def look_up(blocks, positions, stop, BLOCK_SIZE: tl.constexpr):
+    """The blocks of these positions in a sequence's row of the table, which is not read from `stop` on."""
+    return tl.load(blocks + positions // BLOCK_SIZE, mask=positions < stop, other=0)
+
+
+@triton.jit
+def attend_keys(
+    q, best, total, acc, keys, values, blocks, block, start, stop, newest,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Rows q [M, BLOCK_D] attend to positions start to stop of one sequence (Dao 2023).
+
+    best and total fp32[M], acc fp32[M, BLOCK_D]: the softmax so far; newest i32[M]: each row's own position; keys and
+    values of a position lie ROW apart, in the blocks listed at `blocks`; block i32[BLOCK_N]: those of the first turn.
+    Without MASKED every row sees every position, and there are a multiple of BLOCK_N.
+    """
+    columns = tl.arange(0, q.shape[1])
+    for first in range(start, stop, BLOCK_N):
+        positions = first + tl.arange(0, BLOCK_N)
+        offsets = (block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * ROW
+        block = look_up(blocks, positions + BLOCK_N, stop, BLOCK_SIZE)  # a turn ahead, off the way to the keys
+        key_rows, value_rows = (keys + offsets)[:, None], (values + offsets)[:, None]
+        if MASKED or q.shape[1] != DIM:
+            is_there = (positions < stop)[:, None] & (columns < DIM)[None, :]
+            k = tl.load(key_rows + columns[None, :], mask=is_there, other=0.0)
+            v = tl.load(value_rows + columns[None, :], mask=is_there, other=0.0)
+        else:
+            k = tl.load(key_rows + columns[None, :])
+            v = tl.load(value_rows + columns[None, :])
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if SOFTCAP is None:
+            factor = SCALE * LOG2E
+        else:
+            factor = SOFTCAP * LOG2E
+            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * SCALE / SOFTCAP * LOG2E)))  # the hyperbolic tangent
+        if MASKED:
+            is_seen = positions[None, :] <= newest[:, None]
+            if WINDOW is not None:
+                is_seen = is_seen & (positions[None, :] > newest[:, None] - WINDOW)
+            scores = tl.where(is_seen, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1) * factor)
+        weights = tl.exp2(scores * factor - higher[:, None])
+        fade = tl.exp2(best - higher)
+        total = total * fade + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+        best = higher
+    return best, total, acc
+
+
+@triton.jit
+def store_attended(acc, best, total, sinks, out, heads, rows, mask, DIM: tl.constexpr):
+    """acc [M, BLOCK_D], divided by its total and the sinks' of `heads` i32[M], to `out` at the offsets `rows` [M]."""
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=mask, other=0.0).to(tl.float32) * LOG2E
+        sink = tl.clamp(sink, NOTHING, -NOTHING)  # infinite ones would give NaN
+        higher = tl.maximum(best, sink)
+        fade = tl.exp2(best - higher)
+        total = total * fade + tl.exp2(sink - higher)
+        acc = acc * fade[:, None]
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    columns = tl.arange(0, acc.shape[1])
+    is_there = mask[:, None] & (columns < DIM)[None, :]
+    tl.store(out + rows[:, None] + columns[None, :], acc.to(out.dtype.element_ty), mask=is_there)

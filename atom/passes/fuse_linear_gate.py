@@ -1,0 +1,24 @@
+"""
+    gate_up = linear(h, W("gate_up"))   ->      m = gated_linear(h, W("gate_up"), kind="silu")
+    m = gated_activate(gate_up, kind="silu")
+
+Declines where no kernel takes the two as one, where another op reads gate_up, it has a bias, or gates have a limit.
+"""
+
+from collections.abc import Sequence
+
+from atom.graph import Graph, ops
+from atom.kernels import Target
+from atom.passes.match import is_taken
+
+
+def fuse_linear_gate(graph: Graph, target: Target, backends: Sequence[str]) -> Graph:
+    for gated in graph.find(ops.gated_activate):
+        (linear,) = gated.args
+        if linear.target is not ops.linear or len(linear.users) > 1 or len(linear.args) > 2:
+            continue
+        if set(gated.kwargs) != {"kind"}:
+            continue
+        if is_taken(ops.gated_linear, target, backends):
+            graph.replace({gated: graph.insert(gated, ops.gated_linear, *linear.args, **gated.kwargs)})
+    return graph

@@ -1,0 +1,34 @@
+"""
+    h, s = add_rms_norm(x, r, w, eps=eps)       ->      y, s = add_norm_linear(x, r, w, W("y"), eps=eps)
+    y = linear(h, W("y"))
+
+    h = rms_norm(x, w, eps=eps)                 ->      m = norm_linear(x, w, W("gate_up"), eps=eps, kind="silu")
+    m = gated_linear(h, W("gate_up"), kind="silu")
+
+Declines where no kernel takes the two as one, or where more than this linear reads the norm.
+"""
+
+from collections.abc import Sequence
+
+from atom.graph import Graph, ops
+from atom.graph.graph import call_of, results_of
+from atom.kernels import Target
+from atom.passes.match import is_taken
+
+
+def fuse_norm_linear(graph: Graph, target: Target, backends: Sequence[str]) -> Graph:
+    for linear in graph.find(ops.linear) + graph.find(ops.gated_linear):
+        normed, *weights = linear.args
+        norm = call_of(normed)
+        if norm.target not in (ops.rms_norm, ops.add_rms_norm) or len(normed.users) > 1:
+            continue
+        if normed is not results_of(norm)[0]:  # the sum beside it
+            continue
+        attributes = {**norm.kwargs, **linear.kwargs}
+        if norm.target is ops.rms_norm and is_taken(ops.norm_linear, target, backends):
+            graph.replace({linear: graph.insert(linear, ops.norm_linear, *norm.args, *weights, **attributes)})
+        if norm.target is ops.add_rms_norm and is_taken(ops.add_norm_linear, target, backends):
+            _, total = results_of(norm)
+            y, fused_total = graph.insert(norm, ops.add_norm_linear, *norm.args, *weights, **attributes)
+            graph.replace({linear: y, total: fused_total})
+    return graph

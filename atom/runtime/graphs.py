@@ -1,0 +1,178 @@
+"""Steps of a model as CUDA graphs: pure decodes by their number, small steps with prompts by their tokens.
+
+    graphs = Graphs(model)
+    graphs.compile(sizes)                # what these steps need of Triton, on all cores
+    graphs.capture(sizes)
+    step = graphs.decode(slots)          # padded up to the next size; None: too many
+    step = graphs.mix(plan)
+
+All graphs share one pool of memory and lay their results over each other: what a step gave is read before the next one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atom.runtime.device_model import KINDS, DeviceModel
+from atom.runtime.layout import Layout
+from atom.runtime.types import Plan
+
+PROMPT_TOKENS = (16, 32, 64, 128, 256, 512)  # of steps with prompts
+PROMPT_ROWS = 65  # in them at most, one of padding included
+
+
+@dataclass
+class Step:
+    """The rows of a step that sample: their slots i32[R], logits [R, V], and the captured ways to sample of them."""
+
+    rows: Tensor
+    logits: Tensor | None
+    hidden: Tensor | None = None  # [T, H], of a step with prompts
+    tails: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class _Decodes:
+    graph: torch.cuda.CUDAGraph
+    step: Step
+    slots: list[int] = field(default_factory=list)  # that its rows stand for now
+
+
+@dataclass
+class _Mixed:
+    graph: torch.cuda.CUDAGraph
+    layout: Layout
+    packed: Tensor  # where the layout's numbers go
+    step: Step
+
+
+class Graphs:
+    def __init__(self, model: DeviceModel) -> None:
+        self._model = model
+        self._decodes: dict[int, _Decodes] = {}  # by their number, smallest first
+        self._mixed: list[_Mixed] = []  # smallest first
+        self._pool: Any = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of decodes that were captured."""
+        return list(self._decodes)
+
+    def clear(self) -> None:
+        self._decodes.clear()
+        self._mixed.clear()
+        self._pool = None
+
+    def decode(self, slots: list[int]) -> Step | None:
+        """Start the decodes of these slots; None where so many were not captured."""
+        found = next((each for size, each in self._decodes.items() if size >= len(slots)), None)
+        if found is None:
+            return None
+        if found.slots != slots:
+            padding = [self._model.padding] * (len(found.step.rows) - len(slots))
+            found.step.rows.copy_(self._model.send(np.array(slots + padding, np.int32)))
+            found.slots = slots
+        found.graph.replay()
+        return found.step
+
+    def mix(self, plan: Plan) -> Step | None:
+        """Start a step with prompts; None where none of its size was captured."""
+        asked = Layout.of(plan)
+        found = next((each for each in self._mixed if each.layout.holds(asked)), None)
+        if found is None:
+            return None
+        found.packed.copy_(self._model.send(found.layout.pack(plan, self._model.padding)))
+        found.graph.replay()
+        return found.step
+
+    def compile(self, sizes: Sequence[int]) -> None:
+        """Have Triton compile, on all cores, what steps of these numbers of decodes and one of prompts need."""
+        from atom.kernels.triton.driver import load_driver
+
+        load_driver()
+        slots, largest = self._model.slots.num_slots, max(sizes, default=1)
+        first: list[Callable[[], object]] = [lambda kind=kind: self._rehearse_sampling(kind) for kind in KINDS[::-1]]  # type: ignore[misc]
+        first += [lambda: self.rehearse(PROMPT_TOKENS[-1], min(PROMPT_ROWS, slots)), lambda: self._rehearse_decodes(1)]
+        # kernels differ by the power of two that holds the rows: what the first of them share is there by now
+        others = [1 << power for power in range(1, largest.bit_length()) if sizes]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # Triton compiles without the interpreter's lock
+            for jobs in (first, [lambda size=size: self._rehearse_decodes(size) for size in others]):
+                for done in [pool.submit(job) for job in jobs]:
+                    done.result()
+        for size in sizes:
+            self._rehearse_decodes(size)
+
+    @torch.inference_mode()
+    def rehearse(self, num_tokens: int, num_rows: int) -> None:
+        """A step of prompts, of padding alone: it takes the memory that such steps take."""
+        model, layout = self._model, Layout(num_tokens, num_rows, num_rows)
+        packed = model.send(layout.padding(model.padding))
+        hidden, logits = model.mix(layout, packed, 0)
+        del hidden
+        assert logits is not None, "all rows sample"
+        model.sample(layout.samples(packed)[0], logits.float(), KINDS[-1])
+
+    @torch.inference_mode()
+    def _rehearse_decodes(self, size: int) -> None:
+        self._model.decode(self._model.send(np.full(size, self._model.padding, np.int32)))
+
+    @torch.inference_mode()
+    def _rehearse_sampling(self, kind: str) -> None:
+        model = self._model
+        rows = model.send(np.full(1, model.padding, np.int32))
+        for dtype in (model.logits_dtype, torch.float32):
+            model.sample(rows, torch.zeros(1, model.slots.vocab, dtype=dtype, device=model.device), kind)
+
+    @torch.inference_mode()
+    def capture(self, sizes: Sequence[int]) -> None:
+        """Capture decodes of these numbers of rows, and steps with prompts; `compile` has been called with them."""
+        model = self._model
+        self.clear()
+        self._pool = torch.cuda.graph_pool_handle()
+        for size in sorted(sizes, reverse=True):  # the smaller ones fit into the memory of the largest
+            rows = torch.full((size,), model.padding, dtype=torch.int32, device=model.device)
+            graph, logits = self._capture(lambda rows=rows: model.decode(rows))  # type: ignore[misc]
+            self._decodes[size] = _Decodes(graph, self._step(rows, logits))
+        self._decodes = dict(sorted(self._decodes.items()))
+        for num_tokens in PROMPT_TOKENS[::-1] if sizes else ():
+            num_rows = min(num_tokens + 1, model.slots.num_slots + 1, PROMPT_ROWS)
+            layout = Layout(num_tokens, num_rows, num_rows)
+            packed = torch.from_numpy(layout.padding(model.padding)).to(model.device)
+            graph, (hidden, logits) = self._capture(lambda layout=layout, packed=packed: model.mix(layout, packed, 0))  # type: ignore[misc]
+            step = self._step(layout.samples(packed)[0], logits, unowned(hidden))
+            self._mixed.insert(0, _Mixed(graph, layout, packed, step))
+            del hidden
+
+    def _step(self, rows: Tensor, logits: Tensor, hidden: Tensor | None = None) -> Step:
+        """The step of a graph that has just been captured."""
+        tails = {kind: self._capture(lambda kind=kind: self._model.sample(rows, logits, kind)) for kind in KINDS}  # type: ignore[misc]
+        return Step(rows, unowned(logits), hidden, tails)
+
+    def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """The graph of what a function starts on the device, and its results there."""
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                result = run()
+            finally:
+                graph.capture_end()
+        return graph, result
+
+
+def unowned(tensor: Tensor) -> Tensor:
+    """The same memory without a hold on it, so that the next graph of the pool may lay its own over it."""
+    storage = tensor.untyped_storage()
+    same = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(same, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -1,0 +1,323 @@
+"""Two models on a GPU: each figure beside what this GPU could do by rates measured in the same run, and what vLLM does.
+
+bf16, random weights made on the device, everything else as shipped. All requests come at once, answers have their full
+length and are greedy unless the row says more; a figure is all tokens over the wall time from the first submission to
+the last token, its limit what `job=bench` works out. The rows of a model share a process and an engine, and each has
+one run that does not count. A start is the time from exec to the first token on stdout, of a process of its own; cold
+is one with empty folders for caches and temporary files, warm the next one with the same folders. Medians count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import atom
+from atom.devices import find_device
+
+if TYPE_CHECKING:
+    from atom.config import Config
+    from atom.jobs.limits import Costs, Limits
+    from atom.runtime.engine import Engine
+
+ROOT = Path(__file__).parents[1]
+CONFIGS, DOCS = ROOT / "tests" / "configs", ROOT / "docs" / "performance.md"
+BEGIN, END = "<!-- scripts/bench-gpu -->\n", "<!-- end of scripts/bench-gpu -->\n"
+PROMPT = list(range(100, 228))  # of a start
+
+
+class Row(NamedTuple):
+    """A workload; `before` is vLLM 0.26's figure on an H200, `target` what is to be reached there."""
+
+    title: str
+    model: str  # a file of tests/configs
+    num_prompts: int
+    input_len: str
+    output_len: str
+    before: float
+    target: float
+    counted: str = "output"  # or input: the tokens of the figure
+    sampling: tuple[str, ...] = ()
+
+    @property
+    def overrides(self) -> list[str]:
+        sizes = [f"job.{name}={getattr(self, name)}" for name in ("num_prompts", "input_len", "output_len")]
+        return ["job=bench", "load_dummy=true", *sizes, *self.sampling]
+
+
+ROWS = {
+    "8b-1": Row("Qwen3-8B, 1 request, 128 in / 256 out", "qwen3_8b", 1, "128", "256", 191, 265),
+    "8b-32": Row("Qwen3-8B, 32 requests, 1024 in / 256 out", "qwen3_8b", 32, "1024", "256", 3320, 4200),
+    "8b-128": Row("Qwen3-8B, 128 requests, 1024 in / 256 out", "qwen3_8b", 128, "1024", "256", 5428, 6750),
+    "8b-prefill": Row("Qwen3-8B, prefill 8 × 8192", "qwen3_8b", 8, "8192", "1", 37650, 43500, "input"),
+    "0.6b-1": Row("Qwen3-0.6B, 1 request, 128 in / 512 out", "qwen3_0.6b", 1, "128", "512", 616, 2000),
+    "0.6b-256": Row(
+        "Qwen3-0.6B, 256 requests, 100-1024 in, 100-1024 out, sampled",
+        "qwen3_0.6b", 256, "100-1024", "100-1024", 23930, 33000, sampling=("sampling.temperature=0.6",),
+    ),
+}  # fmt: skip
+START, START_MODEL = "start", "qwen3_8b"
+STARTS = {"cold": (73.0, 20.0), "warm": (43.0, 8.0)}  # s: as `before` and `target` of a row
+
+
+@dataclass
+class Figure:
+    title: str
+    unit: str  # s: less is better
+    before: float
+    target: float
+    values: list[float] = field(default_factory=list)  # of the runs; none where it could not be measured
+    limit: float | None = None  # by this run's ceilings
+    details: dict[str, Any] = field(default_factory=dict)  # latencies and phases, as `job=bench` tells them
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def best(self) -> float:
+        return (min if self.unit == "s" else max)(self.values)
+
+    @property
+    def is_met(self) -> bool:
+        if not self.values:
+            return False
+        return self.median <= self.target if self.unit == "s" else self.median >= self.target
+
+    def describe(self) -> dict[str, Any]:
+        if not self.values:
+            return vars(self) | {"is_met": False}
+        share = None if self.limit is None else self.median / self.limit
+        return vars(self) | {"median": self.median, "best": self.best, "share_of_limit": share, "is_met": self.is_met}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join([*ROWS, START]), help="some of these; docs/ are written with all")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    names = options.only.split(",")
+    if unknown := [name for name in names if name not in (*ROWS, START)]:
+        parser.error(f"there is no row {unknown[0]}; rows: {', '.join([*ROWS, START])}")
+    if find_device() == "cpu":
+        print("bench-gpu: there is no GPU here that torch can use", file=sys.stderr)
+        return 2
+    about = alone(measure_machine) | {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": options.commit or find_commit(),
+        "command": " ".join(["scripts/bench-gpu", *sys.argv[1:]]),
+    }
+    figures = measure(names, options.runs, about["limits"])
+    if options.json:
+        print(json.dumps({**about, "rows": {name: figure.describe() for name, figure in figures.items()}}))
+    else:
+        print(write_section(about, list(figures.values())))
+    if {*names} == {*ROWS, START}:
+        DOCS.write_text(replace_section(DOCS.read_text(), write_section(about, list(figures.values()))))
+    return 0 if all(figure.is_met for figure in figures.values()) else 1
+
+
+def alone(work: Callable[..., Any], *given: Any) -> Any:
+    """What a function gives in a process of its own, whose end gives all memory of the GPU back."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, *given).result()
+
+
+def measure_machine() -> dict[str, Any]:
+    """The GPU's name, the software's versions, and the ceilings: bytes/s read, FLOP/s of bf16 products."""
+    import torch
+    import triton
+
+    from atom.jobs.bench import describe_device
+    from atom.jobs.limits import measure_limits
+
+    versions = {"atom": atom.__version__, "torch": str(torch.__version__), "triton": triton.__version__}
+    limits = measure_limits("cuda", "bf16")
+    return {"hardware": describe_device("cuda"), "versions": versions, "limits": vars(limits)}
+
+
+def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[str, Figure]:
+    """A figure for each row; what raises is shown, and the others are measured all the same."""
+    figures = {name: Figure(row.title, f"{row.counted} tok/s", row.before, row.target) for name, row in ROWS.items()}
+    for model in dict.fromkeys(row.model for row in ROWS.values()):
+        chosen = [name for name in names if name in ROWS and ROWS[name].model == model]
+        if chosen:
+            with reported(", ".join(chosen)):
+                figures |= alone(measure_model, model, {name: figures[name] for name in chosen}, runs, limits)
+    figures = {name: figure for name, figure in figures.items() if name in names}
+    if START in names:
+        starts = {
+            f"{START}-{kind}": Figure(f"Qwen3-8B, process start to first token, {kind}", "s", *figure)
+            for kind, figure in STARTS.items()
+        }
+        with reported(START):
+            measure_starts(list(starts.values()), runs)
+        figures |= starts
+    return figures
+
+
+@contextmanager
+def reported(what: str) -> Iterator[None]:
+    """Show what is raised, and go on."""
+    try:
+        yield
+    except Exception:
+        traceback.print_exc()
+        print(f"bench-gpu: {what} failed", file=sys.stderr, flush=True)
+
+
+def measure_model(model: str, figures: dict[str, Figure], runs: int, limits: dict[str, float]) -> dict[str, Figure]:
+    """The figures of one model's rows, all in one engine; from a row that raises on they are left as they are."""
+    from atom.checkpoint import RichProgress
+    from atom.compiler import compile_graph
+    from atom.config import load
+    from atom.jobs.limits import Limits, read_costs
+    from atom.llm import open_engine
+
+    with checkpoint(model) as folder:
+        configs = {name: load([f"checkpoint={folder}", *ROWS[name].overrides]) for name in figures}
+        config = next(iter(configs.values()))
+        costs, engine = read_costs(compile_graph(config)), open_engine(config, RichProgress())
+    with reported(model):
+        for name, figure in figures.items():
+            measure_row(figure, ROWS[name].counted, engine, configs[name], runs, costs, Limits(**limits))
+            tell(name, figure)
+    return figures
+
+
+def measure_row(
+    figure: Figure, counted: str, engine: Engine, config: Config, runs: int, costs: dict[str, Costs], limits: Limits
+) -> None:
+    from atom.jobs.bench import answer, compare, measure
+    from atom.jobs.workload import open_workload
+    from atom.startup import settle
+
+    draw = open_workload(config)
+    answer(engine, draw(engine), config)  # does not count
+    settle()
+    told = [answer(engine, draw(engine), config) for _ in range(runs)]
+    failed = [output.error for run in told for output in run.outputs if not output.success]
+    assert not failed, failed[0]
+    compared = compare(told, costs, limits)
+    counts = [sum(count_tokens(output, counted) for output in run.outputs) for run in told]
+    figure.values = [count / run.seconds for count, run in zip(counts, told, strict=True)]
+    figure.limit = sum(counts) / compared["phases"]["all"]["limit_seconds"]
+    figure.details = {**measure(told), "phases": compared["phases"]}
+
+
+def count_tokens(output: Any, counted: str) -> int:
+    return int(output.prompt_len if counted == "input" else output.output_tokens)
+
+
+@contextmanager
+def checkpoint(model: str) -> Iterator[Path]:
+    """A folder with a config.json and no weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(CONFIGS / f"{model}.json", Path(folder, "config.json"))
+        yield Path(folder)
+
+
+def measure_starts(figures: Sequence[Figure], runs: int) -> None:
+    """Cold and warm, in turns."""
+    with checkpoint(START_MODEL) as model:
+        for _ in range(runs):
+            with tempfile.TemporaryDirectory() as folder:
+                for figure in figures:
+                    figure.values.append(time_start(model, Path(folder)))
+    for figure in figures:
+        tell(figure.title, figure)
+
+
+def time_start(model: Path, folder: Path) -> float:
+    """Seconds from exec to the first token on stdout; what is cached is cached in this folder."""
+    command = [
+        sys.executable, "-m", "atom.cli", "job=generate", f"checkpoint={model}", "load_dummy=true",
+        f"cache={folder}/cache", f"prompts={[PROMPT]}", "sampling.temperature=0", "sampling.ignore_eos=true",
+        "sampling.max_tokens=8",
+    ]  # fmt: skip
+    temporary = folder / "tmp"
+    temporary.mkdir(exist_ok=True)
+    env = {**os.environ, "TMPDIR": str(temporary), "TRITON_HOME": str(folder)}
+    with tempfile.TemporaryFile() as log:
+        started = time.perf_counter()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=env, cwd=ROOT) as process:
+            assert process.stdout is not None
+            first = os.read(process.stdout.fileno(), 1)
+            seconds = time.perf_counter() - started
+            process.stdout.read()
+        if not first or process.returncode:
+            log.seek(0)
+            raise RuntimeError(f"a start ended with {process.returncode}: {log.read().decode()}")
+    return seconds
+
+
+def tell(name: str, figure: Figure) -> None:
+    """A line on stderr as soon as a row is measured."""
+    values = ", ".join(map(number, figure.values))
+    limit = "" if figure.limit is None else f", limit {number(figure.limit)}"
+    phases = figure.details.get("phases", {})
+    shares = [f"{phase} {about['share_of_limit']:.0%} of its limit" for phase, about in phases.items()]
+    print("; ".join([f"{name}: {values} {figure.unit}{limit}", *shares]), file=sys.stderr, flush=True)
+
+
+def find_commit() -> str:
+    if shutil.which("git") is None:
+        return "unknown"
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def write_section(about: dict[str, Any], figures: Sequence[Figure]) -> str:
+    """The table in Markdown, with what it was measured on."""
+    limits, versions = about["limits"], ", ".join(f"{name} {each}" for name, each in about["versions"].items())
+    return (
+        f"{about['hardware']}, {about['date']}; {versions}, commit {about['commit']}; `{about['command']}`. "
+        f"Measured in the same run: {limits['bandwidth'] / 1e12:.2f} TB/s read, "
+        f"{limits['flops'] / 1e12:.0f} TFLOP/s of bf16 products.\n\n"
+        "| | | vLLM 0.26 | limit | atom, median (best) | of the limit | to reach | reached |\n"
+        "|---|---|---|---|---|---|---|---|\n" + "".join(f"| {' | '.join(cells(figure))} |\n" for figure in figures)
+    )
+
+
+def cells(figure: Figure) -> list[str]:
+    ours, share, off = "failed", "-", ""
+    if figure.values:
+        ours = f"{number(figure.median)} ({number(figure.best)})"
+        share = "-" if figure.limit is None else f"{figure.median / figure.limit:.0%}"
+        off = f", {abs(figure.median / figure.target - 1):.0%} {'more' if figure.unit == 's' else 'less'}"
+    limit = "-" if figure.limit is None else number(figure.limit)
+    reached = "yes" if figure.is_met else f"no{off}"
+    return [figure.title, figure.unit, number(figure.before), limit, ours, share, number(figure.target), reached]
+
+
+def number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def replace_section(text: str, section: str) -> str:
+    """The text with the section between its marks."""
+    assert text.count(BEGIN) == text.count(END) == 1, f"the text has no place between {BEGIN!r} and {END!r}"
+    return re.sub(f"(?<={BEGIN}).*(?={END})", lambda _: f"\n{section}\n", text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""How long a GPU waits for the host before a step of decodes, on the GPU's own timeline.
+
+Qwen3-0.6B's config with random weights and a tokenizer made here, the engine in a process of its own as under
+`job=serve`. 64 clients ask again as soon as they have an answer: prompts of 16 to 256 tokens, top-p sampling, answers
+that end by one of many eos tokens, by a string, by their length, or because the client leaves. torch's profiler traces
+some stretches of that.
+
+A step's first kernel is the one that makes its inputs, its last the one that draws its tokens. What counts is the time
+between the last of one step and the first of the next in which nothing ran, where that next step has decodes alone:
+copies and what tells the GPU of new requests lie between the two and are taken off. `before copies` is the part of it
+up to the first of these. The profiler adds to the host's work, so the time of a step is told without it too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import itertools
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import uvloop
+
+from atom.config import Config, SamplingParams, load
+from atom.devices import find_device
+from atom.jobs.trace import ON_DEVICE, Event, read_event
+from atom.serve.client import EngineClient, State
+from atom.serve.process import WORKER, EngineProcess
+
+CONFIG = Path(__file__).parents[1] / "tests" / "configs" / "qwen3_0.6b.json"
+FIRST, LAST, OF_PROMPTS = "_feed", "_draw", "_prefill"  # kernels of a step; the last only where there are prompts
+RESULT = "Memcpy DtoH"  # the copy of a step's tokens
+NUM_ROWS = 64
+MIN_STEPS = 1000  # of decodes alone
+MAX_MEDIAN, MAX_P99 = 20.0, 60.0  # µs
+EVERY_EOS = 1000  # tokens of which one is an eos
+STOP = "zo"  # in one of 338 words
+LOOK_SECONDS = 0.005  # between two looks of a client: it wakes for some tokens at once, to keep up with the engine
+WARM_SECONDS = 2.0
+REST_SECONDS = 0.5  # after a trace: what came in while it was written
+TIMES = {
+    "ms_a_step_without_profiler": "a step, without the profiler",
+    "ms_a_step": "a step, with it",
+    "ms_within_steps": "of that from its first kernel to its last",
+}
+REASONS = ("eos", "stop_sequence", "max_tokens", "abort")
+
+
+class Step(NamedTuple):
+    """A step that followed another one; times in µs."""
+
+    start: float  # of its first kernel
+    span: float  # from there to the end of its last one
+    idle: float  # in which nothing ran since the last kernel of the step before
+    before_copies: float  # of it, up to what else ran between the two steps
+    has_prompts: bool
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of a trace")
+    parser.add_argument("--keep", help="a folder for the traces")
+    parser.add_argument("--read", nargs="+", default=[], help="traces that are there: nothing is run")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    traffic: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        paths = list(map(Path, options.read))
+        if not paths:
+            if find_device() == "cpu":
+                print("gap-gpu: there is no GPU here that torch can use", file=sys.stderr)
+                return 2
+            save_checkpoint(Path(folder), json.loads(CONFIG.read_text()))
+            traces = str(Path(options.keep or folder).resolve())
+            config = load([f"checkpoint={folder}", "load_dummy=true", f"serve.torch_profiler_dir={traces}"])
+            paths, traffic = uvloop.run(trace_traffic(config, options.traces, options.seconds))
+        traced = [read_steps(read_trace(path)) for path in paths]
+    told = {**measure(traced), **traffic}
+    print(json.dumps(told) if options.json else "\n".join(describe(told)))
+    missed = find_missed(told)
+    for each in missed:
+        print(f"missed: {each}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+def save_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
+    """A config.json, with many tokens that end an answer, and a byte-level tokenizer: 256 bytes, then words."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    size = config["vocab_size"]
+    stated = {**config, "eos_token_id": list(range(EVERY_EOS - 1, size, EVERY_EOS))}
+    (folder / "config.json").write_text(json.dumps(stated))
+    letters = [chr(ord("a") + place) for place in range(26)]
+    words = map("".join, itertools.product(letters, repeat=4))
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(f"Ġ{word}" for word in words)][:size]
+    tokenizer = Tokenizer(models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text("{}")
+
+
+async def trace_traffic(config: Config, num_traces: int, seconds: float) -> tuple[list[Path], dict[str, Any]]:
+    """The traces of an engine under load, and what its requests ended by and its steps took without the profiler."""
+    engine, client = EngineProcess(WORKER), EngineClient(config)
+    reasons: Counter[str] = Counter()
+    try:
+        await client.connect(engine.connection)
+        while not client.ready.is_set():
+            if client.state is State.DEAD:
+                raise SystemExit(f"gap-gpu: {client.reason}")
+            await asyncio.sleep(0.1)
+        async with asyncio.TaskGroup() as group:
+            rows = [
+                group.create_task(ask(client, random.Random(row), config.model.vocab, reasons))
+                for row in range(NUM_ROWS)
+            ]
+            await asyncio.sleep(WARM_SECONDS)
+            step_ms = await time_steps(client, WARM_SECONDS)
+            paths = []
+            for _ in range(num_traces):
+                await client.profile(starts=True)
+                await asyncio.sleep(seconds)
+                paths.append(Path(await client.profile(starts=False)))
+                await asyncio.sleep(REST_SECONDS)
+            for row in rows:
+                row.cancel()
+    finally:
+        client.close("it is over")
+        engine.end()
+    return paths, {"ended_by": dict(reasons), "ms_a_step_without_profiler": step_ms}
+
+
+async def ask(client: EngineClient, chance: random.Random, vocab: int, reasons: Counter[str]) -> None:
+    """One client: a request after the other."""
+    for number in itertools.count():
+        prompt = [chance.randrange(vocab) for _ in range(chance.randint(16, 256))]
+        stops = [STOP] if chance.random() < 0.5 else None
+        params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=chance.randint(100, 600), stop_strings=stops)
+        num_left = chance.randint(1, 300) if chance.random() < 0.1 else params.max_tokens + 1  # until it leaves
+        stream = client.submit([prompt], [params], id=f"{id(chance)}-{number}")
+        while not stream.is_done:
+            outputs = await stream.next()
+            reasons.update(output.finish.reason for output in outputs if output.finish is not None)
+            num_left -= sum(len(output.tokens) for output in outputs)
+            if num_left <= 0 and not stream.is_done:
+                client.abort(stream)
+                reasons["abort"] += 1
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+async def time_steps(client: EngineClient, seconds: float) -> float:
+    """ms a step, between two heartbeats, which say how many there were."""
+
+    async def next_beat() -> tuple[float, int]:
+        before = client.stats
+        while client.stats is before:
+            await asyncio.sleep(LOOK_SECONDS)
+        return asyncio.get_running_loop().time(), client.stats.num_steps
+
+    start, num_before = await next_beat()
+    await asyncio.sleep(seconds)
+    end, num_after = await next_beat()
+    return (end - start) / (num_after - num_before) * 1e3
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        return json.load(file)  # type: ignore[no-any-return]
+
+
+def read_steps(trace: Mapping[str, Any]) -> list[Step]:
+    """The whole steps of a Chrome trace that follow another one that drew tokens."""
+    events = [read_event(event) for event in trace["traceEvents"] if event.get("cat") in ON_DEVICE]
+    steps: list[Step] = []
+    first: Event | None = None  # of the step that has begun
+    last: Event | None = None  # of the step before, where that drew tokens
+    since: list[Event] = []  # what ran since its last kernel
+    gap, has_prompts = None, False
+    for event in sorted(events, key=lambda event: event.start):
+        if event.name == FIRST:
+            gap = measure_gap(last, since, event) if last is not None else None
+            first, last, has_prompts = event, None, False
+        elif event.name == OF_PROMPTS:
+            has_prompts = True
+        elif event.name == LAST:
+            if first is not None and gap is not None:
+                steps.append(Step(first.start, event.stop - first.start, *gap, has_prompts))
+            first, last, since = None, event if first is not None else None, []
+        elif last is not None:
+            since.append(event)
+    return steps
+
+
+def measure_gap(last: Event, between: Sequence[Event], first: Event) -> tuple[float, float]:
+    """µs in which nothing ran between two kernels, and those up to the first activity that is no copy of results."""
+    idle, end, before_copies = 0.0, last.stop, None
+    for event in (*between, first):
+        if before_copies is None and not event.name.startswith(RESULT):
+            before_copies = max(event.start - end, 0.0)
+        idle += max(event.start - end, 0.0)
+        end = max(end, event.stop)
+    assert before_copies is not None, "the first kernel is no copy"
+    return idle, before_copies
+
+
+def measure(traced: Sequence[Sequence[Step]]) -> dict[str, Any]:
+    """Of all traces: their steps, and the gaps before those of decodes alone, in µs."""
+    steps = [step for trace in traced for step in trace]
+    decodes = [step for step in steps if not step.has_prompts]
+    told: dict[str, Any] = {"num_steps": len(steps), "num_decode_steps": len(decodes), "gaps_us": {}}
+    taken = [after.start - before.start for trace in traced for before, after in itertools.pairwise(trace)]
+    if taken:
+        told["ms_a_step"] = float(numpy.mean(taken)) / 1e3
+        told["ms_within_steps"] = float(numpy.mean([step.span for step in steps])) / 1e3
+    for name in ("idle", "before_copies") if decodes else ():
+        values = numpy.array([getattr(step, name) for step in decodes])
+        percentiles = numpy.percentile(values, (50, 90, 99))
+        told["gaps_us"][name] = dict(zip(("median", "p90", "p99"), map(float, percentiles), strict=True))
+        told["gaps_us"][name]["max"] = float(values.max())
+    return told
+
+
+def find_missed(told: Mapping[str, Any]) -> list[str]:
+    """What does not hold, in words."""
+    idle, reasons = told["gaps_us"].get("idle", {}), told.get("ended_by")
+    bounds = {
+        f"{MIN_STEPS} steps of decodes alone are traced": told["num_decode_steps"] >= MIN_STEPS,
+        f"the median of the gaps is under {MAX_MEDIAN:g} µs": idle.get("median", MAX_MEDIAN) < MAX_MEDIAN,
+        f"their p99 is under {MAX_P99:g} µs": idle.get("p99", MAX_P99) < MAX_P99,
+        f"requests end by {', '.join(REASONS)}": reasons is None or all(reasons.get(each) for each in REASONS),
+    }
+    return [bound for bound, holds in bounds.items() if not holds]
+
+
+def describe(told: Mapping[str, Any]) -> list[str]:
+    lines = [f"steps {told['num_steps']:,}, of decodes alone {told['num_decode_steps']:,}"]
+    for name, what in TIMES.items():
+        if name in told:
+            lines.append(f"{what}: {told[name]:.3f} ms")
+    if "ended_by" in told:
+        lines.append("ended by " + ", ".join(f"{reason} {count}" for reason, count in told["ended_by"].items()))
+    for name, gaps in told["gaps_us"].items():
+        values = ", ".join(f"{each} {value:.1f}" for each, value in gaps.items())
+        lines.append(f"gap before a step of decodes, µs, {name.replace('_', ' ')}: {values}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

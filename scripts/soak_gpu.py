@@ -1,0 +1,195 @@
+"""An engine under load: what it holds when it is idle again must not grow, and nobody's tokens depend on the others.
+
+    python scripts/soak_gpu.py 6
+
+Rounds of arrivals, aborts and stops, with more work than the pool holds; between them the engine runs empty, and its
+blocks, slots and memory are counted. Then requests of all rounds, a sample, run alone in an engine that waits for each
+step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "tests")]
+
+import tiny  # noqa: E402
+
+from atom import LLMEngine, SamplingParams  # noqa: E402
+from atom.runtime.types import Sequence  # noqa: E402
+
+NUM_ROUNDS = 12
+NUM_WARM = 3  # rounds in which caches fill
+NUM_SAMPLE = 100
+MOST_WAITING = 48  # requests that wait or run
+MIB = 1 << 20
+GROWTH = {"device": 1 * MIB, "reserved": 20 * MIB, "host": 24 * MIB}  # since the warm rounds; 20: torch's large segment
+FIELDS: dict[str, Any] = {"dtype": "fp32", "max_num_seqs": 24, "max_num_batched_tokens": 96, "max_model_len": 200,
+                          "block_size": 4, "num_kvcache_blocks": 130}  # fmt: skip
+
+WAYS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "repetition_penalty": 1.3},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9},
+    {"temperature": 0.9, "top_k": 10, "min_p": 0.02, "presence_penalty": 0.3},
+    {"temperature": 1.0, "logit_bias": {7: 3.0}, "min_tokens": 5},
+    {"temperature": 1.0, "logprobs": 2},
+    {"temperature": 0.7, "prompt_logprobs": 0},
+    {"temperature": 1.0, "n": 2},
+]
+
+
+class Held(NamedTuple):
+    """What an idle engine holds."""
+
+    blocks: int
+    slots: int
+    device: int  # bytes of live tensors
+    reserved: int  # bytes that torch has of the device
+    host: int  # bytes of this process
+
+
+def held_by(engine: LLMEngine) -> Held:
+    gc.collect()
+    scheduler = engine._engine.scheduler
+    blocks = sum(pool.num_blocks - 1 - pool.num_free for pool in scheduler.cache.pools)
+    has_gpu = torch.cuda.is_available()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return Held(
+        blocks,
+        scheduler.max_num_seqs - len(scheduler._slots),
+        torch.cuda.memory_allocated() if has_gpu else 0,
+        torch.cuda.memory_reserved() if has_gpu else 0,
+        pages * 4096,
+    )
+
+
+def make_request(chance: random.Random) -> tuple[list[int], SamplingParams]:
+    length = chance.choice([1, 3, 4, 5, 16, 17, chance.randint(1, 120)])
+    shared = tiny.prompt(60, seed=chance.randrange(3))[: chance.choice([0, 0, 13, 40])]
+    stops = chance.sample(range(101), 4) if chance.random() < 0.3 else None
+    params = {"max_tokens": chance.randint(1, 80), "seed": chance.getrandbits(40), "stop_token_ids": stops}
+    params |= chance.choice(WAYS)
+    params["min_tokens"] = min(params.get("min_tokens", 0), params["max_tokens"])
+    return shared + [chance.randrange(101) for _ in range(length)], SamplingParams(**params)
+
+
+class Sample:
+    """So many of all that are offered, each as likely as any other (Vitter 1985, algorithm R)."""
+
+    def __init__(self, size: int, chance: random.Random) -> None:
+        self.kept: list[Sequence] = []
+        self._size, self._chance, self._num_offered = size, chance, 0
+
+    def offer(self, sequence: Sequence) -> None:
+        self._num_offered += 1
+        if len(self.kept) < self._size:
+            self.kept.append(sequence)
+        elif (place := self._chance.randrange(self._num_offered)) < self._size:
+            self.kept[place] = sequence
+
+
+def run_round(engine: LLMEngine, seconds: float, chance: random.Random, sample: Sample) -> tuple[int, int]:
+    """A load for some seconds, and its end: how many sequences came, and how many ended."""
+    running: set[str] = set()
+    num_came = num_ended = 0
+    end = time.monotonic() + seconds
+    while True:
+        is_open = time.monotonic() < end
+        while is_open and len(running) < MOST_WAITING and chance.random() < 0.4:
+            prompt, params = make_request(chance)
+            running |= set(engine.add_request([prompt], params))
+            num_came += params.n
+        if running and chance.random() < 0.02:
+            engine.abort(chance.choice(sorted(running)))
+        for sequence in engine.step():
+            num_ended += 1
+            running.discard(sequence.request_id)
+            if sequence.finish_reason not in ("abort", "error"):
+                sample.offer(sequence)
+        if not is_open and engine.is_finished():
+            return num_came, num_ended
+
+
+def num_other_than_alone(folder: Path, sample: list[Sequence], fields: dict[str, Any]) -> int:
+    """How many have other tokens by themselves, no step ahead and no prefix found."""
+    engine = LLMEngine(str(folder), **{**FIELDS, **fields})
+    engine._engine.runner.run_ahead = engine._engine.scheduler._run_ahead = 0
+    num_other = 0
+    for sequence in sample:
+        params = sequence.params
+        answers = engine.generate([sequence.prompt], params)
+        if answers[sequence.index]["token_ids"] != sequence.output:
+            print(f"{sequence.id}, {params}: {sequence.output}, alone {answers[sequence.index]['token_ids']}")
+            num_other += 1
+    engine.close()
+    return num_other
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("minutes", nargs="?", type=float, default=6.0)
+    parser.add_argument("--variant", default="qwen3", help="of tests/tiny.py")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    chance = random.Random(asked.seed)
+    folder = tiny.save(asked.variant, Path(tempfile.mkdtemp()))
+    fields = {"device": asked.device, "level": None if asked.device == "cuda" else 1}
+    engine = LLMEngine(str(folder), **{**FIELDS, **fields, "enable_prefix_caching": True})
+    faults: list[str] = []
+    seen: list[Held] = []
+    sample = Sample(NUM_SAMPLE, chance)
+    for place in range(NUM_ROUNDS):
+        num_came, num_ended = run_round(engine, 60 * asked.minutes / NUM_ROUNDS, chance, sample)
+        held = held_by(engine)
+        seen.append(held)
+        print(f"round {place}: {num_came} came, {num_ended} ended; device {held.device / MIB:.2f} MiB of "
+              f"{held.reserved / MIB:.0f} reserved, host {held.host / MIB:.0f} MiB", flush=True)  # fmt: skip
+        if num_came != num_ended:
+            faults.append(f"round {place}: {num_came} came and {num_ended} ended")
+        if held.blocks or held.slots:
+            faults.append(f"round {place}: {held.blocks} blocks and {held.slots} slots are not back")
+    stats, reasons = engine.metrics.scheduler, Counter[str]()
+    for reason, count in engine.metrics.finish_reasons.items():
+        reasons[reason.partition("_")[0]] += count
+    print(stats, dict(reasons))
+    engine.close()
+    warm, last = seen[NUM_WARM], seen[-1]
+    for name, limit in GROWTH.items():
+        grown = getattr(last, name) - getattr(warm, name)
+        print(f"{name} memory has grown by {grown / MIB:.2f} MiB since round {NUM_WARM}")
+        if grown > limit:
+            faults.append(f"{name} memory has grown by {grown} bytes")
+    events = {
+        "preemptions": stats.num_preemptions,
+        "chunks": stats.num_chunks,
+        "prefix hits": stats.num_prefix_hit_tokens,
+        "stops": reasons["stop"],
+        "aborts": reasons["abort"],
+    }
+    if asked.device == "cuda":
+        events |= {"steps ahead": stats.num_ahead, "tokens thrown away": stats.num_overrun}
+    faults += [f"there were no {name}" for name, count in events.items() if not count]
+    faults += [f"{reasons['error']} requests failed"] if reasons["error"] else []
+    num_other = num_other_than_alone(folder, sample.kept, fields)
+    print(f"{num_other} of {len(sample.kept)} have other tokens than alone")
+    faults += [f"{num_other} requests have other tokens than alone"] if num_other else []
+    for fault in faults:
+        print(f"FAULT: {fault}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,96 @@
+"""A server of its own process, whose engine is on the GPU: it answers as an engine on the CPU does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import serving
+import wire
+from gpu.steps import ON_GPU
+from serving import Server
+
+from atom import LLMEngine, SamplingParams
+
+for _package in ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client"):
+    pytest.importorskip(_package)
+
+pytestmark = ON_GPU
+
+FIELDS = {"num_kvcache_blocks": 200, "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64,
+          "cudagraph_capture_sizes": "[1,4,8]"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return serving.save_talker(tmp_path_factory.mktemp("talker") / "talker")
+
+
+@pytest.fixture(scope="module")
+def server(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    overrides = [f"serve.{name}={value}" for name, value in FIELDS.items()]
+    server = serving.start(talker, tmp_path_factory.mktemp("server"), "device=cuda", "level=3", *overrides)
+    yield server
+    server.process.terminate()
+    assert server.process.wait(60) == 0, "it ends cleanly"
+
+
+@pytest.fixture(scope="module")
+def cpu(talker: Path) -> Iterator[LLMEngine]:
+    engine = LLMEngine(str(talker), device="cpu", dtype="fp32", level=1, max_model_len=256, kv_cache_memory=1 << 24)
+    yield engine
+    engine.close()
+
+
+def expected(cpu: LLMEngine, prompt: str, **params: Any) -> str:
+    return str(cpu.generate([prompt], SamplingParams(**params))[0]["text"])
+
+
+def test_a_completion_is_the_cpu_s(server: Server, cpu: LLMEngine):
+    body = {"prompt": "The capital of France is", "max_tokens": 40, "temperature": 0}
+    answer = wire.ask(server.url, "POST", "/v1/completions", body)
+    assert answer.status == 200
+    assert answer.json["choices"][0]["text"] == expected(cpu, body["prompt"], max_tokens=40, temperature=0)
+
+
+def test_a_stream_of_sampled_tokens_is_the_cpu_s(server: Server, cpu: LLMEngine):
+    params = {"max_tokens": 40, "temperature": 0.9, "top_p": 0.9, "seed": 5}
+    *events, done = wire.Stream(server.url, {"prompt": "Once upon", **params}).read_events()
+    assert done == "[DONE]"
+    assert "".join(event["choices"][0]["text"] for event in events) == expected(cpu, "Once upon", **params)
+
+
+def test_more_clients_than_rows_are_answered_each_with_its_own(server: Server, cpu: LLMEngine):
+    prompts = [chr(65 + at) * (at + 1) for at in range(20)]
+    texts: dict[int, str] = {}
+
+    def ask(at: int) -> None:
+        body = {"prompt": prompts[at], "max_tokens": 30, "temperature": 0}
+        texts[at] = wire.ask(server.url, "POST", "/v1/completions", body).json["choices"][0]["text"]
+
+    clients = [Thread(target=ask, args=(at,)) for at in range(len(prompts))]
+    for client in clients:
+        client.start()
+    for client in clients:
+        client.join()
+    answers = cpu.generate(prompts, SamplingParams(max_tokens=30, temperature=0))
+    assert [texts[at] for at in range(len(prompts))] == [answer["text"] for answer in answers]
+
+
+def test_a_client_that_goes_away_leaves_nothing_running(server: Server):
+    stream = wire.Stream(server.url, {"prompt": "A", "max_tokens": 200, "ignore_eos": True})
+    stream.read_events(2)
+    stream.close()
+    wire.wait_until(lambda: wire.metrics(server.url)["atom:num_requests_running"] == 0)
+    assert wire.ask(server.url, "GET", "/health").status == 200
+
+
+def test_a_grammar_is_held(server: Server):
+    pytest.importorskip("llguidance")
+    body = {"prompt": "A", "max_tokens": 20, "temperature": 1.0, "seed": 1, "regex": "[ab]{6}"}
+    answer = wire.ask(server.url, "POST", "/v1/completions", body)
+    text = answer.json["choices"][0]["text"]
+    assert len(text) == 6 and set(text) <= {"a", "b"}

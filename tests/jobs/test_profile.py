@@ -1,0 +1,163 @@
+"""`job=profile` on a CPU, and how it holds what a trace has against the limits."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atom.cli import main
+from atom.compiler import compile_graph
+from atom.config import load
+from atom.jobs.limits import Costs, Limits, Product
+from atom.jobs.profile import describe, match_products, name_calls
+from atom.jobs.trace import Row, Summary
+from atom.jobs.workload import Step
+
+SMALL = ["level=1", "serve.kv_cache_memory=4194304"]
+
+
+A, B, C = Product((8, 4), 100, 10), Product((4, 8), 50, 5), Product((9, 4), 300, 30)
+COSTS = {"body": Costs(products=[A, B, A]), "head": Costs(products=[C])}
+LIMITS = Limits(bandwidth=100.0, flops=1000.0)
+
+
+def step(num_decodes: int, num_sampled: int | None = None) -> Step:
+    return Step(0.0, array("q", [1] * num_decodes), [], num_decodes if num_sampled is None else num_sampled)
+
+
+def test_products_in_order_are_held_each_against_its_limit():
+    launches = [2.0, 1.0, 2.5, 6.0, 4.0, 1.5, 3.5, 6.5]
+    expected = [
+        ("weight [8, 4]", 4, 12.0, 1.0 + 1.0 + 8.0 + 8.0),  # 400 rows: 2 * 400 * 10 operations are more than 100 bytes
+        ("weight [4, 8]", 2, 2.5, 0.5 + 4.0),
+        ("weight [9, 4]", 2, 12.5, 3.0 + 24.0),
+    ]
+    steps = [step(1), step(400)]
+    assert match_products(launches, COSTS, steps, LIMITS) == expected
+    ahead = launches + [9.0] * 4
+    assert match_products(ahead, COSTS, steps, LIMITS) == expected, "of a step that ran ahead"
+    for other in (launches[:-1], [*launches, 1.0]):
+        assert match_products(other, COSTS, steps, LIMITS) == [], "kernels and products are not one to one"
+
+
+def test_a_step_that_samples_nothing_has_no_head():
+    told = match_products([1.0, 1.0, 1.0], COSTS, [step(1, num_sampled=0)], LIMITS)
+    assert [(name, calls) for name, calls, *_ in told] == [("weight [8, 4]", 2), ("weight [4, 8]", 1)]
+
+
+def test_kinds_are_held_against_what_they_had_to_do():
+    rows = [Row("linear", "matrix", 4, 3.0), Row("mm", "matrix", 1, 1.0), Row("split", None, 2, 0.5)]
+    told = describe(Summary("device", 5.0, rows, 7, 0.5, []), [step(1)], COSTS, LIMITS)
+    attention, matrix, other, gap = told["kinds"]
+    assert (matrix["calls"], matrix["seconds"], matrix["share"], matrix["us_per_call"]) == (5, 4.0, 0.8, 8e5)
+    assert (matrix["limit_seconds"], matrix["share_of_limit"]) == (5.5, 5.5 / 4), "550 bytes"
+    assert attention == {"name": "attention", "calls": 0, "seconds": 0, "share": 0, "us_per_call": None}
+    assert (other["calls"], other["share"]) == (2, 0.1) and "limit_seconds" not in other
+    assert (gap["name"], gap["calls"], gap["share"]) == ("gap", 7, 0.1)
+    assert [row["name"] for row in told["rows"]] == ["linear", "mm", "split"]
+    assert (told["steps"], told["tokens"], told["products"]) == (1, 1, [])
+
+
+# the job
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], quick_limits: None) -> Callable[..., tuple[int, str, str]]:
+    """Exit code, stdout and stderr of `job=profile` with these overrides; torch's own words too."""
+
+    def run(*argv: str) -> tuple[int, str, str]:
+        code = main(["job=profile", *SMALL, *argv])
+        return (code, *capfd.readouterr())
+
+    return run
+
+
+def test_each_phase_has_a_trace_and_its_time_is_all_accounted_for(run: Any, checkpoints: Any, tmp_path: Path):
+    code, out, err = run(
+        f"checkpoint={checkpoints('qwen3')}", "job.num_prompts=3", "job.input_len=17", "job.num_steps=5",
+        f"serve.torch_profiler_dir={tmp_path}/my traces", "job.output=json",
+    )  # fmt: skip
+    assert code == 0, err
+    told = json.loads(out)
+    assert set(told["phases"]) == {"prefill", "decode"}
+    assert [(phase["steps"], phase["tokens"]) for phase in told["phases"].values()] == [(1, 51), (5, 15)]
+    assert sorted(tmp_path.glob("my traces/rank_0/*.gz")) == [Path(each["trace"]) for each in told["phases"].values()]
+    for phase in told["phases"].values():
+        assert phase["timeline"] == "host"
+        gap = phase["kinds"][-1]["seconds"]
+        assert sum(row["seconds"] for row in phase["rows"]) + gap == pytest.approx(phase["timeline_seconds"])
+        assert sum(kind["seconds"] for kind in phase["kinds"]) == pytest.approx(phase["timeline_seconds"])
+        assert sum(kind["share"] for kind in phase["kinds"]) == pytest.approx(1)
+        calls = {row["name"]: row["calls"] for row in phase["rows"]}
+        assert calls["torch.paged_attention"] == calls["torch.norm_rope_write"] == 3 * phase["steps"]
+        assert calls["torch.linear"] == 13 * phase["steps"]
+        assert calls["torch.rms_norm"] == calls["reference.embedding"] == phase["steps"]
+        matrix = next(kind for kind in phase["kinds"] if kind["name"] == "matrix")
+        assert matrix["calls"] == (3 * 4 + 1) * phase["steps"], "the products of a layer, and the head"
+        assert {row["name"]: row["calls"] // phase["steps"] for row in phase["products"]} == {
+            "weight [128, 48]": 3, "weight [48, 64]": 3, "weight [160, 48]": 3, "weight [48, 80]": 3, "weight [101, 48]": 1
+        }  # fmt: skip
+        assert sum(row["seconds"] for row in phase["products"]) == pytest.approx(matrix["seconds"])
+        assert matrix["share_of_limit"] == pytest.approx(matrix["limit_seconds"] / matrix["seconds"])
+        with gzip.open(phase["trace"]) as file:
+            assert any(each.get("name") == "torch.paged_attention" for each in json.load(file)["traceEvents"])
+
+
+def test_the_table_says_where_the_trace_is(run: Any, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ATOM_TORCH_PROFILER_DIR", raising=False)
+    code, out, err = run(f"checkpoint={checkpoints('llama')}", "job.num_prompts=2", "job.num_steps=2")
+    assert code == 0, err
+    assert re.search(r"^decode, steps: 2, tokens: 4, [\d.,]+ ms a step on the host's timeline$", out, re.MULTILINE)
+    assert re.search(r"^ +calls +ms +share +µs a call +limit ms +of limit$", out, re.MULTILINE)
+    assert re.search(r"^matrix +26( +[\d.,]+%?){5}$", out, re.MULTILINE), "of two steps"
+    assert re.search(r"^weight \[48, 80\] +6( +[\d.,]+%?){5}$", out, re.MULTILINE)
+    assert re.search(r"^torch\.paged_attention +6( +[\d.,]+%?){3} *$", out, re.MULTILINE)
+    named = re.findall(r"^profiler_traces/.*\.pt\.trace\.json\.gz$", out, re.MULTILINE)
+    assert sorted(named) == sorted(str(path) for path in Path("profiler_traces").rglob("*.gz")) and len(named) == 2
+
+
+def test_calls_have_the_names_of_the_text_and_equal_pieces_one_number(checkpoints: Any):
+    program = compile_graph(load([f"checkpoint={checkpoints('qwen3')}", "level=2", "device=cpu"])).programs["body"]
+    layer = ["torch.norm_rope_write", "torch.paged_attention"]
+    named = ["piece 0", *layer, "piece 1", *layer, "piece 1", *layer, "piece 2"]
+    assert name_calls(program, len(named), {}) == named
+    numbers = {"the text of another": 0}
+    assert name_calls(program, len(named), numbers)[0] == "piece 1" and len(numbers) == 4
+    alone = name_calls(program, len(program.nodes), {})
+    assert len(alone) == len(program.nodes) and not any(name.startswith("piece") for name in alone), (
+        "without a compiler each call runs by itself"
+    )
+    assert [name for name in alone if name in layer] == layer * 3
+
+
+def test_without_decodes_there_is_one_phase(run: Any, checkpoints: Any, tmp_path: Path):
+    given = [f"serve.torch_profiler_dir={tmp_path}", "job.output_len=1", "job.num_prompts=2", "job.output=json"]
+    code, out, _ = run(f"checkpoint={checkpoints('llama')}", *given)
+    assert code == 0
+    assert set(json.loads(out)["phases"]) == {"prefill"}
+    assert len(list(tmp_path.rglob("*.gz"))) == 1
+
+
+def test_prompts_that_take_more_steps_are_traced_in_part(run: Any, checkpoints: Any, tmp_path: Path):
+    code, out, _ = run(
+        f"checkpoint={checkpoints('llama')}", f"serve.torch_profiler_dir={tmp_path}", "job.num_prompts=2", "job.input_len=40",
+        "job.num_steps=3", "serve.max_num_batched_tokens=8", "job.output=json",
+    )  # fmt: skip
+    assert code == 0
+    phases = json.loads(out)["phases"]
+    assert [(phase["steps"], phase["tokens"]) for phase in phases.values()] == [(3, 24), (3, 6)]
+
+
+def test_a_folder_that_cannot_be_written_to_is_one_line(run: Any, checkpoints: Any, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    code, out, err = run(f"checkpoint={checkpoints('llama')}", f"serve.torch_profiler_dir={tmp_path}/file")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("atom-run: ConfigError: serve.torch_profiler_dir: ")

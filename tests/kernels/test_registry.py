@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from atom.errors import UnsupportedError
+from atom.graph import Type, ops
+from atom.kernels import Kernel, Target, candidates, find_kernel, find_target, generated
+from atom.kernels import triton as backend
+from atom.kernels.registry import BACKENDS, COMPILED
+
+GPUS = [Target("cuda", frozenset({"nvidia", "sm_90"})), Target("cuda", frozenset({"amd", "gfx942"}))]
+BY_TRITON = [kernel.op for kernel in backend.KERNELS]
+
+
+def test_kernels_come_in_the_order_of_the_backends_and_the_reference_where_it_is_named():
+    found = candidates(ops.linear, ("triton", "reference", "torch"))
+    assert [kernel.backend for kernel in found] == ["triton", "reference", "torch"]
+    assert [kernel.backend for kernel in candidates(ops.rotary, ("triton", "reference"))] == ["reference"]
+
+
+def test_a_backend_or_a_kernel_that_is_not_there_is_named():
+    with pytest.raises(
+        UnsupportedError, match="there is no kernel backend 'cutlass'; backends: triton, generated, inductor, torch"
+    ):
+        find_kernel(ops.linear, "cutlass")
+    with pytest.raises(UnsupportedError, match=r"there is no kernel triton\.rotary"):
+        find_kernel(ops.rotary, "triton")
+
+
+LINEARS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
+
+
+@pytest.mark.parametrize("op", BY_TRITON, ids=lambda op: op.name)
+def test_an_op_has_one_kernel_in_triton_which_gpus_of_any_vendor_take_and_a_cpu_refuses(op: ops.Op):
+    assert BY_TRITON.count(op) == 1
+    kernel = find_kernel(op, "triton")
+    types = [Type("bf16", ("T", 64) if op in LINEARS else ("T", 8, 64))] * 8
+    assert [kernel.accepts(target, *types) for target in GPUS] == [None, None]
+    assert kernel.accepts(Target("cpu"), *types) == "runs on a GPU, not on a cpu"
+    assert kernel.trace is None, "it runs between pieces"
+
+
+@pytest.mark.parametrize("op", LINEARS, ids=lambda op: op.name)
+def test_linears_take_rows_in_two_dims_and_the_gates_that_they_have(op: ops.Op):
+    accepts, row = find_kernel(op, "triton").accepts, Type("bf16", ("T", 64))
+    assert accepts(GPUS[0], Type("bf16", ("T", 8, 64)), row) == "takes rows in two dims"
+    assert accepts(GPUS[0], row, row, kind="swigluoai") == "has no swigluoai gate"
+    assert accepts(GPUS[0], row, row, kind="silu") is None
+
+
+def test_latent_attention_takes_entries_of_up_to_512_and_64_dims():
+    accepts, head = find_kernel(ops.paged_mla_attention, "triton").accepts, Type("bf16", ("T", 8, 128))
+
+    def asked(rank: int, rotated: int) -> str | None:
+        return accepts(GPUS[0], head, Type("bf16", ("T", 8, rotated)), Type("bf16", (2048, rank)))
+
+    assert asked(512, 64) is None and asked(18, 6) is None
+    assert asked(516, 64) == "entries have 516 + 64 dims, more than 512 + 64"
+    assert asked(512, 66) == "entries have 512 + 66 dims, more than 512 + 64"
+
+
+@pytest.mark.parametrize("target", GPUS, ids=["nvidia", "amd"])
+@pytest.mark.parametrize("op", [ops.paged_attention, ops.norm_rope_write])
+def test_attention_takes_heads_of_up_to_256_dims_on_a_gpu_of_any_vendor(op: ops.Op, target: Target):
+    accepts = find_kernel(op, "triton").accepts
+    for dim in (4, 20, 64, 256):
+        assert accepts(target, Type("bf16", ("T", 8, dim))) is None
+    assert accepts(target, Type("bf16", ("T", 8, 260))) == "heads have 260 dims, more than 256"
+
+
+@pytest.mark.parametrize("kernel", backend.KERNELS, ids=lambda kernel: kernel.op.name)
+def test_every_kernel_in_triton_is_called_as_its_op(kernel: Kernel):
+    pytest.importorskip("triton")
+    ours, theirs = (inspect.signature(each).parameters.values() for each in (kernel.load(), kernel.op.body))
+    assert [(each.name, each.kind, each.default) for each in ours] == [
+        (each.name, each.kind, each.default) for each in theirs
+    ]
+
+
+def test_generated_kernels_are_of_rows_of_a_fixed_size_and_of_no_linear():
+    accepts = {kernel.op: kernel.accepts for kernel in generated.KERNELS}
+    assert set(accepts) == COMPILED - {ops.linear}
+    gpu, row = GPUS[0], Type("bf16", ("T", 64))
+    assert accepts[ops.add](gpu, row, row) is None
+    assert accepts[ops.add](Target("cpu"), row, row) == "writes kernels for a gpu, not for a cpu"
+    assert accepts[ops.add](gpu, Type("bf16", ("T", "N"))) == "bf16[T, N] is not of rows of a fixed size"
+    assert accepts[ops.rms_norm](gpu, Type("bf16", ("T", 1 << 16)), Type("bf16", (1 << 16,)), eps=0.1) is None
+    wide = Type("bf16", ("T", (1 << 16) + 1))
+    assert "is not of rows of up to 65536 elements" in accepts[ops.rms_norm](gpu, wide, wide, eps=0.1)
+
+
+def test_no_backend_imports_triton_before_a_kernel_is_loaded():
+    names = ", ".join(f"atom.kernels.{name}" for name in BACKENDS)
+    program = f"import sys, {names}; print('triton' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"
+
+
+def test_without_a_gpu_the_target_of_one_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match=r"device=cuda: torch finds no GPU here; take device=cpu, or job\.gpu="):
+        find_target("cuda")

@@ -1,0 +1,317 @@
+"""The engine over a device that the host runs ahead of gives the tokens of the engine on the CPU, which waits for each.
+
+Without a GPU the device is the CPU, the feed and the sampler run under Triton's interpreter, and the model is its
+reference bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import serving
+import tiny
+import torch
+
+from atom import LLMEngine, SamplingParams, llm
+from atom.checkpoint import SilentProgress, stop_ids
+from atom.compiler import compile_graph
+from atom.config import engine_overrides, load
+from atom.errors import CapacityError
+from atom.kernels import Target
+from atom.kernels.triton import sampling
+from atom.opening import open_for
+from atom.runtime.device_runner import DeviceRunner
+from atom.runtime.engine import Engine
+from atom.runtime.kv_cache import KVCache
+from atom.runtime.scheduler import Scheduler
+from atom.runtime.types import Sequence
+
+FIELDS = {"dtype": "fp32", "level": 0, "block_size": 4, "num_kvcache_blocks": 60, "max_num_batched_tokens": 16,
+          "max_num_seqs": 6, "max_model_len": 64}  # fmt: skip
+DEPTHS = (0, 1, 2, 3)
+Asked = list[tuple[list[int], SamplingParams]]
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch, triton_device: str) -> None:
+    """The interpreter is slow: what of a vocabulary of 101 is looked at together is as little as that."""
+    if triton_device == "cpu":
+        for name, size in {"PART": 64, "MAX_GATHERED": 128, "MAX_PAIRED": 32}.items():
+            monkeypatch.setattr(sampling, name, size)
+
+
+def open_device(folder: Path, device: str, run_ahead: int, target: Target | None = None, **fields: Any) -> Engine:
+    """The engine of a device. target: of the text's kernels, where it is not the machine at hand."""
+    config = load(engine_overrides(str(folder), {**FIELDS, "device": device, **fields}))
+    graph, serve, limits = compile_graph(config, target=target), config.serve, llm._limits(config)
+    kinds = llm.cache_kinds(graph)
+    num_blocks = llm.plan_kv(kinds, config)
+    checkpoint = open_for(config, SilentProgress())
+    tokenizer = checkpoint.tokenizer(trust_remote_code=False)
+    runner = DeviceRunner(
+        graph,
+        llm.load_weights(graph, checkpoint, config, SilentProgress()),
+        num_blocks,
+        serve.block_size,
+        device=device,
+        max_num_seqs=serve.max_num_seqs,
+        max_model_len=limits["max_model_len"],
+        run_ahead=run_ahead,
+    )
+    cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
+    return Engine(
+        runner,
+        Scheduler(cache, run_ahead=run_ahead, **limits),
+        tokenizer=tokenizer,
+        stop_ids=stop_ids(checkpoint, tokenizer),
+        vocab_size=config.model.vocab,
+        seed=0,
+    )
+
+
+def on_cpu(folder: Path, **fields: Any) -> LLMEngine:
+    return LLMEngine(str(folder), **{**FIELDS, "device": "cpu", **fields})
+
+
+def generate(engine: Engine, asked: Asked, watch: Callable[[], object] = lambda: None) -> list[Sequence]:
+    """The sequences of all requests, in their order, ended; nothing of the pool and no slot is kept."""
+    sequences = [engine.prepare(prompt, params) for prompt, params in asked]
+    for each in sequences:
+        engine.submit(each)
+    while engine.has_work:
+        engine.step()
+        watch()
+    scheduler = engine.scheduler
+    assert all(pool.num_free == pool.num_blocks - 1 for pool in scheduler.cache.pools)
+    assert sorted(scheduler._slots) == list(range(scheduler.max_num_seqs))
+    return [sequence for each in sequences for sequence in each]
+
+
+def expected(engine: LLMEngine, asked: Asked) -> list[dict[str, Any]]:
+    return engine.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+
+
+def assert_same(sequences: list[Sequence], answers: list[dict[str, Any]]) -> None:
+    assert [each.output for each in sequences] == [answer["token_ids"] for answer in answers]
+    assert [each.finish_reason for each in sequences] == [answer["finish_reason"] for answer in answers]
+    assert [each.text for each in sequences] == [answer["text"] for answer in answers]
+    for sequence, answer in zip(sequences, answers, strict=True):
+        ours = [*sequence.logprobs, *sequence.prompt_logprobs]
+        theirs = [*answer.get("logprobs", ()), *answer.get("prompt_logprobs", ())]
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert (one.token, one.rank) == (other.token, other.rank)
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+                assert [token for token, _ in one.top] == [token for token, _ in other.top]
+                assert [value for _, value in one.top] == pytest.approx([value for _, value in other.top], abs=1e-4)
+
+
+def greedy(*lengths: int, max_tokens: int = 9, **params: Any) -> Asked:
+    return [
+        (tiny.prompt(length, seed=length), SamplingParams(temperature=0, max_tokens=max_tokens, **params))
+        for length in lengths
+    ]
+
+
+EVERY_WAY: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9},
+    {"temperature": 0.9, "top_p": 0.8, "top_k": 20, "min_p": 0.01},
+    {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"temperature": 0, "repetition_penalty": 1.5},
+    {"temperature": 1.0, "logit_bias": {5: 9.0, 100: -100, 7: 8.5}},
+    {"temperature": 0, "min_tokens": 3, "stop_token_ids": list(range(0, 101, 2))},
+    {"temperature": 0, "logprobs": 3},
+    {"temperature": 1.0, "logprobs": 0, "prompt_logprobs": 2},
+    {"temperature": 1.0, "n": 2},
+]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_every_way_to_sample_gives_the_tokens_of_the_cpu(checkpoints: Any, triton_device: str, depth: int):
+    asked = [(tiny.prompt(1 + 2 * at, seed=at), SamplingParams(**{"max_tokens": 4, "seed": 7 + at, **params}))
+             for at, params in enumerate(EVERY_WAY)]  # fmt: skip
+    engine = open_device(checkpoints("qwen3"), triton_device, depth)
+    assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3")), asked))
+    stats = engine.scheduler.stats
+    assert stats.num_chunks > 0 and (stats.num_ahead > 0) == (depth > 0)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_tokens_behind_a_stop_are_thrown_away_and_none_are_computed_behind_max_tokens(
+    checkpoints: Any, triton_device: str, depth: int
+):
+    cpu, asked = on_cpu(checkpoints("qwen3")), greedy(3, 17, 1, max_tokens=6)
+    free = expected(cpu, asked)
+    stops = [answer["token_ids"][2] for answer in free]
+    engine = open_device(checkpoints("qwen3"), triton_device, depth)
+    assert_same(generate(engine, asked), free)
+    assert engine.scheduler.stats.num_overrun == 0
+    asked = greedy(3, 17, 1, max_tokens=6, stop_token_ids=stops)
+    stopped = generate(engine, asked)
+    assert_same(stopped, expected(cpu, asked))
+    assert sum(each.finish_reason != "max_tokens" for each in stopped) == 3
+    assert (engine.scheduler.stats.num_overrun > 0) == (depth > 0)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_text_of_the_gpu_s_own_kernels_gives_the_same_tokens(checkpoints: Any, triton_device: str, depth: int):
+    target = Target("cuda", frozenset({"nvidia", "sm_90"})) if triton_device == "cpu" else None
+    asked = greedy(3, 6, max_tokens=4)
+    engine = open_device(checkpoints("qwen3_window"), triton_device, depth, target, level=1, max_model_len=32)
+    assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3_window"), level=1), asked))
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_small_pool_preempts_and_changes_nothing(checkpoints: Any, triton_device: str, depth: int):
+    asked = [
+        (tiny.prompt(9), SamplingParams(temperature=0, max_tokens=12)),
+        (tiny.prompt(14), SamplingParams(temperature=0.9, seed=4, repetition_penalty=1.4, max_tokens=12)),
+        (tiny.prompt(3), SamplingParams(temperature=0, frequency_penalty=1.0, max_tokens=12, logprobs=0)),
+    ]
+    engine = open_device(checkpoints("qwen2_window"), triton_device, depth, num_kvcache_blocks=8, max_model_len=32)
+    assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen2_window")), asked))
+    assert engine.scheduler.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_prefixes_that_are_found_change_nothing(checkpoints: Any, triton_device: str, depth: int):
+    engine = open_device(checkpoints("qwen3"), triton_device, depth, enable_prefix_caching=True)
+    shared = tiny.prompt(13)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    for asked in ([(shared, params)], [(shared, params), ([*shared[:9], 1, 2], params), (shared + [3] * 9, params)]):
+        assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3")), asked))
+    assert engine.scheduler.stats.num_prefix_hit_tokens >= 12 + 8 + 12
+
+
+def test_a_sequence_ends_at_max_model_len_without_a_step_too_many(checkpoints: Any, triton_device: str):
+    asked = greedy(20, 5, max_tokens=40, ignore_eos=True)
+    engine = open_device(checkpoints("qwen3"), triton_device, 2, max_model_len=24)
+    sequences = generate(engine, asked)
+    assert [len(each.output) for each in sequences] == [4, 19]
+    assert_same(sequences, expected(on_cpu(checkpoints("qwen3"), max_model_len=24), asked))
+    assert engine.scheduler.stats.num_overrun == 0
+
+
+def test_a_slot_whose_sequence_was_aborted_in_flight_serves_the_next_one(checkpoints: Any, triton_device: str):
+    engine = open_device(checkpoints("qwen3"), triton_device, 2, max_num_seqs=2)
+    asked = greedy(6, 9, 4, max_tokens=8)
+    gone = engine.submit(engine.prepare(tiny.prompt(5), SamplingParams(temperature=0.7, top_p=0.5, max_tokens=30)))
+    steps = iter(range(99))
+
+    def watch() -> None:
+        if next(steps) == 2:
+            engine.abort(gone)
+
+    assert_same(generate(engine, asked, watch), expected(on_cpu(checkpoints("qwen3")), asked))
+    assert engine.metrics.finish_reasons["abort"] == 1
+    assert engine.scheduler.stats.num_overrun > 0
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return serving.save_talker(tmp_path_factory.mktemp("talker") / "talker")
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_grammar_waits_for_its_tokens_and_the_others_run_ahead(talker: Path, triton_device: str, depth: int):
+    pytest.importorskip("llguidance")
+    asked = [
+        ("ab", SamplingParams(temperature=1.0, seed=1, max_tokens=9, structured_outputs={"regex": "[a-c]{3}(xy|z)"})),
+        ("abc", SamplingParams(temperature=1.0, seed=2, max_tokens=9, min_tokens=3)),
+        ("a", SamplingParams(temperature=1.0, seed=3, max_tokens=9, ignore_eos=True)),
+    ]
+    engine = open_device(talker, triton_device, depth)
+    sequences = generate(engine, asked)  # type: ignore[arg-type]
+    assert_same(sequences, expected(on_cpu(talker), asked))  # type: ignore[arg-type]
+    assert sequences[0].finish_reason == "eos" and sequences[0].text[:3].strip("abc") == ""
+    if depth:
+        assert engine.scheduler.stats.num_ahead >= len(sequences[2].output) - 1
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_stop_string_ends_an_answer_and_the_tokens_behind_it_do_not_show(
+    talker: Path, triton_device: str, depth: int
+):
+    cpu = on_cpu(talker)
+    free = [("abc", SamplingParams(temperature=0.8, seed=seed, max_tokens=12, ignore_eos=True)) for seed in (1, 2)]
+    texts = [answer["text"] for answer in expected(cpu, free)]  # type: ignore[arg-type]
+    asked = [(prompt, SamplingParams(temperature=0.8, seed=seed, max_tokens=12, ignore_eos=True, stop_strings=[text[4:6]]))
+             for (prompt, _), seed, text in zip(free, (1, 2), texts, strict=True)]  # fmt: skip
+    engine = open_device(talker, triton_device, depth)
+    sequences = generate(engine, asked)  # type: ignore[arg-type]
+    assert_same(sequences, expected(cpu, asked))  # type: ignore[arg-type]
+    assert "stop_sequence" in {each.finish_reason for each in sequences}
+    assert (engine.scheduler.stats.num_overrun > 0) == (depth > 0)
+
+
+class Broken:
+    """A grammar that fails at the third token."""
+
+    num_tokens = 0
+
+    def allowed(self, vocab: int) -> np.ndarray:
+        if self.num_tokens == 2:
+            raise ValueError("a grammar that fails")
+        return np.ones(vocab, np.bool_)
+
+    def push(self, token: int) -> bool:
+        self.num_tokens += 1
+        return False
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_row_that_fails_while_steps_run_leaves_the_others_their_tokens(
+    checkpoints: Any, triton_device: str, depth: int
+):
+    asked = greedy(3, 5, 8, max_tokens=8)
+    engine = open_device(checkpoints("qwen3"), triton_device, depth)
+    sequences = [engine.prepare(prompt, params)[0] for prompt, params in asked]
+    sequences[1].matcher = Broken()
+    for each in sequences:
+        engine.submit([each])
+    while engine.has_work:
+        try:
+            engine.step()
+        except ValueError:  # the others' last tokens were on their way, and it was alone
+            engine.end_failed()
+    wanted = expected(on_cpu(checkpoints("qwen3")), asked)
+    assert_same([sequences[0], sequences[2]], [wanted[0], wanted[2]])
+    assert (sequences[1].output, sequences[1].error) == (wanted[1]["token_ids"][:2], "ValueError: a grammar that fails")
+
+
+@pytest.mark.parametrize("place", ["ensure_counts", "extend_tables", "decode", "sample", "send"])
+def test_a_step_without_memory_is_taken_again_as_if_it_had_not_been(
+    checkpoints: Any, triton_device: str, monkeypatch: pytest.MonkeyPatch, place: str
+):
+    params = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=6, logprobs=1, seed=3)
+    asked = [(tiny.prompt(length, seed=length), params) for length in (3, 4)]
+    engine = open_device(checkpoints("qwen3"), triton_device, 2)
+    model = engine.runner.model  # type: ignore[attr-defined]
+    owner = model.slots if place == "ensure_counts" else model
+    real, num_calls = getattr(owner, place), [0]
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        num_calls[0] += 1
+        if num_calls[0] % 3 == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, place, fail)
+    sequences = [engine.prepare(prompt, each)[0] for prompt, each in asked]
+    for each in sequences:
+        engine.submit([each])
+    num_failures = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except CapacityError as error:
+            assert "serve.gpu_memory_utilization" in str(error)
+            num_failures += 1
+    assert num_failures > 0
+    assert_same(sequences, expected(on_cpu(checkpoints("qwen3")), asked))

@@ -1,0 +1,199 @@
+"""Which captured step runs, with graphs that a test makes up; and that captured steps are the eager ones, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from law import assert_same_logits
+
+from atom import LLMEngine, SamplingParams
+from atom.runtime.device_runner import DeviceRunner
+from atom.runtime.graphs import Graphs, Step, _Decodes, _Mixed
+from atom.runtime.layout import Layout
+from atom.runtime.types import Plan, Row, Sequence
+
+PADDING = 99
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+
+
+class Replays:
+    """A captured graph that only counts."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def replay(self) -> None:
+        self.num += 1
+
+
+@pytest.fixture
+def graphs() -> Graphs:
+    """Decodes of 1, 2 and 4, and steps of prompts of 8 and 16 tokens of 3 rows."""
+    sent: list[Any] = []
+
+    def send(array: Any) -> torch.Tensor:
+        sent.append(array)
+        return torch.from_numpy(array)
+
+    found = Graphs(SimpleNamespace(padding=PADDING, send=send, sent=sent))  # type: ignore[arg-type]
+    for size in (1, 2, 4):
+        rows = torch.full((size,), -1, dtype=torch.int32)
+        found._decodes[size] = _Decodes(Replays(), Step(rows, torch.zeros(size, 3)))  # type: ignore[arg-type]
+    for num_tokens in (8, 16):
+        layout = Layout(num_tokens, 3, 3)
+        packed = torch.from_numpy(layout.padding(PADDING))
+        step = Step(layout.samples(packed)[0], torch.zeros(3, 3), torch.zeros(num_tokens, 2))
+        found._mixed.append(_Mixed(Replays(), layout, packed, step))  # type: ignore[arg-type]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("slots", "rows"),
+    [
+        ([5], [5]),
+        ([5, 3], [5, 3]),
+        ([5, 3, 0], [5, 3, 0, PADDING]),
+        ([5, 3, 0, 2], [5, 3, 0, 2]),
+        ([5, 3, 0, 2, 1], None),
+    ],
+)
+def test_decodes_run_in_the_smallest_graph_that_holds_them(graphs: Graphs, slots: list[int], rows: list[int] | None):
+    step = graphs.decode(slots)
+    assert (None if step is None else step.rows.tolist()) == rows
+    num_replays = [each.graph.num for each in graphs._decodes.values()]  # type: ignore[attr-defined]
+    assert num_replays == [int(rows is not None and size == len(rows)) for size in (1, 2, 4)]
+
+
+def test_the_same_rows_are_sent_once_and_others_anew(graphs: Graphs):
+    sent = graphs._model.sent  # type: ignore[attr-defined]
+    for slots in ([5, 3, 0], [5, 3, 0], [5, 3]):
+        graphs.decode(slots)
+    assert [list(array) for array in sent] == [[5, 3, 0, PADDING], [5, 3]]
+    step = graphs.decode([5, 3, 1])
+    assert step is not None and step.rows.tolist() == [5, 3, 1, PADDING]
+    step = graphs.decode([5, 3, 0])
+    assert step is not None and step.rows.tolist() == [5, 3, 0, PADDING]
+
+
+@pytest.mark.parametrize(("counts", "num_tokens"), [([3, 4], 8), ([8], 8), ([4, 5], 16), ([9, 9], None), ([1, 1, 1], None),
+                                                   ([2, 2, 4], 8)])  # fmt: skip
+def test_a_step_with_prompts_runs_in_the_smallest_graph_that_holds_it(
+    graphs: Graphs, counts: list[int], num_tokens: int | None
+):
+    params = SamplingParams()
+    sequences = [Sequence(str(at), list(range(num)), params, slot=at, num_given=num) for at, num in enumerate(counts)]
+    step = graphs.mix(Plan([Row(each, 0, len(each.prompt), True) for each in sequences], 0))
+    found = None if step is None or step.hidden is None else len(step.hidden)
+    assert found == num_tokens
+    if step is not None:
+        assert step.rows.tolist() == [*range(len(counts)), *[PADDING] * (3 - len(counts))]
+
+
+def test_what_was_cleared_runs_no_more(graphs: Graphs):
+    graphs.clear()
+    assert graphs.sizes == [] and graphs.decode([1]) is None
+
+
+@pytest.fixture
+def open_engine(checkpoints: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LLMEngine]]:
+    engines = []
+
+    def open(name: str, **fields: Any) -> LLMEngine:
+        fields = {"dtype": "fp32", "device": "cuda", "level": 3, "num_kvcache_blocks": 256, "max_num_seqs": 12,
+                  "max_num_batched_tokens": 256, "cudagraph_capture_sizes": [1, 2, 4, 8], **fields}  # fmt: skip
+        engines.append(LLMEngine(str(checkpoints(name)), **fields))
+        return engines[-1]
+
+    yield open
+    for each in engines:
+        each.close()
+    torch.cuda.empty_cache()
+
+
+def prefill(engine: LLMEngine, lengths: list[int], max_tokens: int = 100) -> tuple[DeviceRunner, list[Sequence]]:
+    """Sequences whose prompts are computed, each with its first token, and no step running."""
+    engine._engine.runner.run_ahead = engine._engine.scheduler._run_ahead = 0
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    engine.add_request([tiny.prompt(length, seed=length) for length in lengths], params)
+    engine.step()
+    runner = engine._engine.runner
+    assert isinstance(runner, DeviceRunner)
+    return runner, list(engine._engine.scheduler.running)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss", "deepseek_v3"])
+@torch.inference_mode()
+def test_captured_decodes_give_the_logits_of_eager_ones(open_engine: Any, name: str, num_rows: int):
+    runner, sequences = prefill(open_engine(name), [3 + 7 * at for at in range(num_rows)])
+    slots = [each.slot for each in sequences]
+    captured = runner.graphs.decode(slots)
+    assert captured is not None
+    logits = captured.logits[:num_rows].clone()  # type: ignore[index]
+    eager = runner.model.decode(torch.tensor(slots, dtype=torch.int32, device="cuda"))
+    assert_same_logits(logits.float().cpu(), eager.float().cpu())
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("lengths", [[1], [15], [16], [17], [31, 1], [5, 6, 7], [100, 28], [250, 1]], ids=str)
+@pytest.mark.parametrize("name", ["qwen3_window", "qwen3_moe", "deepseek_v3"])
+@torch.inference_mode()
+def test_captured_steps_with_prompts_give_the_logits_of_eager_ones(open_engine: Any, name: str, lengths: list[int]):
+    engine = open_engine(name)
+    runner, _ = prefill(engine, [9, 20])
+    params = SamplingParams(temperature=0, max_tokens=5)
+    engine.add_request([tiny.prompt(length, seed=length) for length in lengths], params)
+    plan = engine._engine.scheduler.schedule()
+    assert plan.num_decodes >= 2 and plan.num_tokens == 2 + sum(lengths), "prompts beside decodes"
+    runner._settle(plan.rows)
+    captured = runner.graphs.mix(plan)
+    assert captured is not None
+    count = sum(row.samples for row in plan.rows)
+    logits, hidden = captured.logits[:count].clone(), captured.hidden[: plan.num_tokens].clone()  # type: ignore[index]
+    eager = runner._mix(plan)
+    assert_same_logits(logits.float().cpu(), eager.logits.float().cpu())  # type: ignore[union-attr]
+    assert_same_logits(hidden.float().cpu(), eager.hidden.float().cpu())  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_memory_is_flat_over_many_steps(open_engine: Any):
+    engine = open_engine("qwen3")
+    params = [
+        SamplingParams(temperature=0.9, top_p=(0.9, 1.0)[at % 2], max_tokens=150, ignore_eos=True, seed=at)
+        for at in range(8)
+    ]
+    prompts = [tiny.prompt(10 + at, seed=at) for at in range(8)]
+    engine.generate(prompts, params)  # all kinds of steps have been there
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    for _ in range(3):
+        engine.generate(prompts, params)
+    torch.cuda.synchronize()
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+    assert engine.metrics.scheduler.num_steps > 500
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_another_pool_forgets_what_was_captured_and_serves_on(open_engine: Any):
+    engine = open_engine("qwen3", enable_prefix_caching=False)
+    prompt, params = tiny.prompt(20), SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    (first,) = engine.generate([prompt], params)
+    runner = engine._engine.runner
+    pools = {pool.name: pool.num_blocks for pool in engine._engine.scheduler.cache.pools}
+    runner.bind(pools)
+    assert runner.graphs.sizes == []
+    (eager,) = engine.generate([prompt], params)
+    runner.graphs.capture([1, 4])
+    assert runner.graphs.sizes == [1, 4]
+    (again,) = engine.generate([prompt], params)
+    assert first["token_ids"] == eager["token_ids"] == again["token_ids"]

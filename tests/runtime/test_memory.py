@@ -1,0 +1,104 @@
+"""What a GPU's memory is for, by the numbers of a GPU that a test makes up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+
+from atom import LLMEngine, weights
+from atom.compiler import compile_graph
+from atom.config import Config, engine_overrides, load
+from atom.errors import CapacityError
+from atom.kernels import Target
+from atom.runtime import memory
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float, float], None]:
+    """Makes a GPU up that has so many GiB free, of so many."""
+
+    def make(free: float, total: float) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * GIB), int(total * GIB)))
+
+    return make
+
+
+def config_of(folder: Path, **fields: Any) -> Config:
+    return load(engine_overrides(str(folder), {"dtype": "fp32", "level": 0, "device": "cuda", **fields}))
+
+
+@pytest.mark.parametrize(
+    ("limits", "sizes"),
+    [
+        ({"max_num_seqs": 1}, [1]),
+        ({"max_num_seqs": 6}, [1, 2, 4, 6]),
+        ({"max_num_seqs": 16}, [1, 2, 4, 8, 16]),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 20}, [1, 2, 4, 8, 16, 20]),
+        ({"max_num_seqs": 513}, [*memory.SIZES, 513]),
+        ({"max_num_seqs": 1000}, [*memory.SIZES, 640, 768, 896, 1000]),
+        ({"max_num_seqs": 640}, [*memory.SIZES, 640]),
+        ({"max_num_seqs": 64, "cudagraph_capture_sizes": [8, 3, 8]}, [3, 8]),
+        ({"max_num_seqs": 64, "cudagraph_capture_sizes": []}, []),
+    ],
+)
+def test_the_numbers_of_decodes_that_are_captured(checkpoints: Any, limits: dict[str, Any], sizes: list[int]) -> None:
+    config = config_of(checkpoints("qwen3"), **{"max_num_batched_tokens": 4096, **limits})
+    assert memory.capture_sizes(config.serve) == sizes
+
+
+def test_what_the_weights_leave_of_the_share(checkpoints: Any, gpu: Callable[..., None]) -> None:
+    config = config_of(checkpoints("qwen3"), gpu_memory_utilization=0.5)
+    graph = compile_graph(config, target=Target("cuda"))
+    stored = sum(tensor.numel() * 4 for tensor in tiny.reference(checkpoints("qwen3")).state_dict().values())
+    assert weights.num_bytes(graph) == pytest.approx(stored, rel=0.01), "and the frequencies of rope"
+    gpu(3, 4)  # 1 GiB is taken already: what is left of 2 is another one
+    assert memory.left_for_kv(graph, config) == GIB - weights.num_bytes(graph)
+
+
+def test_weights_that_do_not_fit_are_refused_with_the_sizes_and_the_knob(
+    checkpoints: Any, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(checkpoints("qwen3"), gpu_memory_utilization=0.25)
+    graph = compile_graph(config, target=Target("cuda"))
+    monkeypatch.setattr(weights, "num_bytes", lambda graph: 3 * GIB)
+    gpu(7, 8)
+    message = "the weights take 3.0 GiB, the GPU has 1.0 GiB for them (7.0 of its 8.0 GiB are free, of all of which "
+    message += "serve.gpu_memory_utilization=0.25 is to be used): raise that, free memory, or take a larger GPU"
+    with pytest.raises(CapacityError, match=f"^{re.escape(message)}$"):
+        memory.left_for_kv(graph, config)
+    gpu(0.5, 8)  # others have taken more than our share
+    with pytest.raises(CapacityError, match=r"the GPU has 0\.0 GiB for them"):
+        memory.left_for_kv(graph, config)
+
+
+def test_nothing_is_loaded_of_weights_that_do_not_fit(
+    checkpoints: Any, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    features = frozenset({"nvidia", "sm_90", "A GPU"})
+    monkeypatch.setattr("atom.compiler.find_target", lambda device: Target(device, features))
+    monkeypatch.setattr("atom.llm.open_for", lambda *_: pytest.fail("the checkpoint is opened"))
+    gpu(2**-20, 1)  # 1 KiB
+    with pytest.raises(CapacityError, match=r"the weights take .* GiB, the GPU has 0\.0 GiB"):
+        LLMEngine.from_config(config_of(checkpoints("qwen3")))
+
+
+def test_a_pool_that_holds_no_sequence_names_the_share(
+    checkpoints: Any, gpu: Callable[..., None], monkeypatch: Any
+) -> None:
+    config = config_of(checkpoints("qwen3"))
+    monkeypatch.setattr("atom.compiler.find_target", lambda device: Target(device, frozenset({"nvidia", "sm_90"})))
+    needed = weights.num_bytes(compile_graph(config))
+    gpu((needed + 65536) / GIB / 0.9, (needed + 65536) / GIB / 0.9)
+    with pytest.raises(
+        CapacityError,
+        match=r"serve\.gpu_memory_utilization=0\.9 leaves it \d+: raise that or lower serve\.max_model_len",
+    ):
+        LLMEngine.from_config(config)

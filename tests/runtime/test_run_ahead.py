@@ -1,0 +1,454 @@
+"""Steps ahead of the host, over a device that has only what a real one has: what it was told, and what it sampled.
+
+A token's KV is its whole past, and the next token a hash of that: who reads another one's KV, or stale KV, is found out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from runtime.test_engine import EOS, Letters
+
+from atom.config import SamplingParams
+from atom.errors import CapacityError, RequestError
+from atom.runtime.engine import Engine
+from atom.runtime.kv_cache import KVCache
+from atom.runtime.scheduler import Scheduler
+from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOutput, Row, Sampled, Sequence
+
+FULL = CacheKind("full", 1)
+WINDOW = CacheKind("window", 1, window=5)
+KINDS = [[FULL], [WINDOW], [FULL, WINDOW], [CacheKind("w1", 1, 1), CacheKind("w7", 1, 7), FULL]]
+DEPTHS = (0, 1, 2, 3)
+
+
+def next_token(tokens: list[int], seed: int) -> int:
+    """An A, B, C or D, or once in eight times the end."""
+    draw = zlib.crc32(bytes([*tokens, seed % 256])) >> 8  # the low bits of a CRC are too regular
+    return EOS if draw % 8 == 0 else 65 + draw // 8 % 4
+
+
+def alone(sequence: Sequence, max_model_len: int) -> list[int]:
+    """The tokens that a sequence gets by itself."""
+    params, tokens = sequence.params, list(sequence.prompt)
+    while True:
+        tokens.append(next_token(tokens, sequence.seed))
+        output = tokens[len(sequence.prompt) :]
+        is_over = len(output) == params.max_tokens or len(tokens) == max_model_len
+        is_stopped = tokens[-1] == EOS and not params.ignore_eos and len(output) >= params.min_tokens
+        text = "".join(chr(token) for token in output if token != EOS)
+        if is_over or is_stopped or any(text.endswith(stop) for stop in params.stop_strings or ()):
+            return output
+
+
+class Bound:
+    """A matcher that allows anything, but must have been told every token before it is asked."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def push(self, token: int) -> bool:
+        self.tokens.append(token)
+        return False
+
+
+@dataclass
+class Device:
+    """A runner: steps are computed when they are started, in order, and what they gave is told when they are waited for."""
+
+    run_ahead: int
+    cache: KVCache
+    fail: Callable[[Plan], None] = lambda plan: None
+
+    def __post_init__(self) -> None:
+        self.known: dict[int, list[int]] = {}  # by slot: the tokens that the device knows of its sequence
+        self.residents: dict[int, dict[str, list[int]]] = {}  # by slot: the blocks that it stands for
+        self.cells: dict[tuple[str, int, int], object] = {}  # kind, block, place in it -> the past of its token
+        self.pending: list[
+            tuple[Plan, list[dict[str, set[int]]]]
+        ] = []  # with the blocks that each row may read or write
+        self.plans: list[Plan] = []
+
+    def execute(self, plan: Plan) -> Started:
+        self.fail(plan)
+        rows, named = plan.rows, [self.blocks_named(row) for row in plan.rows]
+        assert len({row.sequence.slot for row in rows}) == len(rows)
+        for row in rows:
+            self.admit(row.sequence)
+        tokens = [token for row in rows if (token := self.compute(row)) is not None]
+        scored = {
+            row.sequence.id: [
+                Logprobs(token, -1.0, 1, []) for token in row.sequence.prompt[row.start + 1 :][: row.num_tokens]
+            ]
+            for row in rows
+            if row.sequence.params.prompt_logprobs is not None
+        }
+        self.pending.append((plan, named))
+        self.plans.append(plan)
+        return Started(self, plan, Sampled(tokens, [None] * len(tokens), scored))
+
+    def admit(self, sequence: Sequence) -> None:
+        slot = sequence.slot
+        pending = [row.sequence for plan, _ in self.pending for row in plan.rows]
+        if self.residents.get(slot) is not sequence.blocks:
+            assert slot >= 0 and all(other.slot != slot for other in pending if other is not sequence)
+            assert sequence not in pending, "a sequence comes again once it is in no step"
+            self.residents[slot], self.known[slot] = sequence.blocks, sequence.tokens(0, sequence.num_tokens)
+        if sequence.needs_host:
+            assert sequence not in pending, "its next token follows from those that the host has"
+            assert sequence.matcher.tokens == sequence.output  # type: ignore[union-attr]
+
+    def compute(self, row: Row) -> int | None:
+        sequence, stop = row.sequence, row.start + row.num_tokens
+        known = self.known[sequence.slot]
+        if row.start < sequence.num_given:
+            assert sequence.tokens(row.start, stop) == known[row.start : stop]
+        else:
+            assert (row.start, row.num_tokens) == (len(known) - 1, 1), "a decode is of the newest token"
+        size, pasts = self.cache.block_size, [(sequence.salt, tuple(known[: place + 1])) for place in range(stop)]
+        for pool in self.cache.pools:
+            table = sequence.blocks[pool.name]
+            for place in range(row.start, stop):
+                block = table[place // size]
+                assert block, "a token has no block to be written to"
+                for plan, named in self.pending:
+                    for other, blocks in zip(plan.rows, named, strict=True):
+                        assert other.sequence is sequence or block not in blocks[pool.name], "a step that runs names it"
+                self.cells[pool.name, block, place % size] = pasts[place]
+            for place in range(0 if pool.window is None else max(row.start - pool.window + 1, 0), stop):
+                assert self.cells[pool.name, table[place // size], place % size] == pasts[place]
+        if not row.samples:
+            return None
+        known.append(next_token(known[:stop], sequence.seed))
+        assert len(known) == stop + 1
+        return known[-1]
+
+    def blocks_named(self, row: Row) -> dict[str, set[int]]:
+        size, tables = self.cache.block_size, row.sequence.blocks
+        return {pool.name: {*tables[pool.name][pool.first_seen(row.start, size) :]} for pool in self.cache.pools}
+
+
+@dataclass
+class Started:
+    device: Device
+    plan: Plan
+    sampled: Sampled
+
+    def wait(self) -> Sampled:
+        oldest, _ = self.device.pending.pop(0)
+        assert oldest is self.plan, "steps are committed in their order"
+        return self.sampled
+
+
+class World:
+    """An engine over a device, and every request that it has had."""
+
+    def __init__(self, kinds: list[CacheKind], *, run_ahead: int, num_blocks: int = 60, block_size: int = 4,
+                 prefix: bool = False, max_num_seqs: int = 8, budget: int = 64, max_model_len: int = 100) -> None:  # fmt: skip
+        cache = KVCache(kinds, {kind.name: num_blocks for kind in kinds}, block_size, enable_prefix_caching=prefix)
+        self.device = Device(run_ahead, cache, self.fail)
+        self.scheduler = Scheduler(
+            cache,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=max_model_len,
+            run_ahead=run_ahead,
+        )
+        self.engine = Engine(
+            self.device,
+            self.scheduler,
+            tokenizer=Letters(),  # type: ignore[arg-type]
+            stop_ids=frozenset({EOS}),
+            vocab_size=400,
+            seed=0,
+        )
+        self.sequences: list[Sequence] = []
+        self.ended: list[Sequence] = []
+        self.poisoned: set[str] = set()  # request ids: a step with one of them raises
+        self.is_short = False  # the next step finds no memory
+
+    def fail(self, plan: Plan) -> None:
+        assert not any(row.sequence in self.scheduler._leaving for row in plan.rows), "it would never leave"
+        if self.is_short:
+            self.is_short = False
+            raise CapacityError("a step ran out of memory")
+        if any(row.sequence.request_id in self.poisoned for row in plan.rows):
+            raise ValueError("poison")
+
+    def add(self, prompt: list[int], *, is_bound: bool = False, salt: bytes = b"", priority: int = 0,
+            abort_at: int | None = None, **params: Any) -> list[Sequence]:  # fmt: skip
+        """A request; with is_bound each token needs the host, at abort_at tokens its callback ends it."""
+        params = {"max_tokens": 12, "seed": len(self.sequences), **params}
+        sequences = self.engine.prepare(prompt, SamplingParams(**params), salt=salt, priority=priority)
+        for sequence in sequences:
+            sequence.matcher = Bound() if is_bound else None
+
+        def hear(output: RequestOutput) -> None:
+            if abort_at is not None and len(output.sequence.output) >= abort_at:
+                self.engine.abort(output.request_id)
+
+        self.engine.submit(sequences, hear)
+        self.sequences += sequences
+        return sequences
+
+    def step(self) -> None:
+        try:
+            self.ended += self.engine.step()
+        except CapacityError:
+            pass  # and is taken again
+        except ValueError:
+            self.engine.end_failed()
+        assert len(self.engine._pending) <= self.device.run_ahead
+        slots = [*self.scheduler._slots, *(each.slot for each in self.sequences if each.slot >= 0)]
+        assert sorted(slots) == list(range(self.scheduler.max_num_seqs)), "each slot is one sequence's, or free"
+
+    def finish(self) -> None:
+        for _ in range(3000):
+            if not self.engine.has_work:
+                break
+            self.step()
+        assert not self.engine.has_work, "some never end"
+        assert not self.device.pending and not self.scheduler._in_flight and not self.scheduler._leaving
+        assert sorted(self.scheduler._slots) == list(range(self.scheduler.max_num_seqs))
+        assert all(pool.num_free == pool.num_blocks - 1 for pool in self.scheduler.cache.pools)
+        assert Counter(self.ended) == Counter(self.sequences), "each ends once"
+        for each in self.sequences:
+            expected = alone(each, self.scheduler.max_model_len)
+            if each.finish_reason in ("abort", "error"):
+                expected = expected[: len(each.output)]
+            assert each.output == expected
+
+    @property
+    def stats(self) -> Any:
+        return self.scheduler.stats
+
+    def num_sampled(self) -> int:
+        """Tokens that the device sampled."""
+        return sum(row.samples for plan in self.device.plans for row in plan.rows)
+
+
+@pytest.fixture(params=DEPTHS)
+def depth(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+def prompt(length: int) -> list[int]:
+    return [66 + place % 3 for place in range(length)]
+
+
+def test_each_has_the_tokens_that_it_has_alone_and_what_came_behind_its_end_is_thrown_away(depth: int) -> None:
+    world = World([FULL], run_ahead=depth, budget=16)
+    for length in (1, 3, 4, 5, 17, 30, 8, 2, 16, 9, 6):
+        world.add(prompt(length), max_tokens=40)
+    world.finish()
+    assert Counter(each.finish_reason for each in world.sequences)["eos"] > 5
+    assert (world.stats.num_ahead > 0, world.stats.num_overrun > 0) == (depth > 0, depth > 0)
+    assert world.num_sampled() == sum(len(each.output) for each in world.sequences) + world.stats.num_overrun
+    assert world.stats.num_chunks > 0
+
+
+def test_where_max_tokens_ends_a_sequence_nothing_is_computed_behind_it(depth: int) -> None:
+    world = World([FULL], run_ahead=depth)
+    for max_tokens in (1, 2, 3, 9):
+        world.add(prompt(5), max_tokens=max_tokens, ignore_eos=True)
+    world.add(prompt(93), max_tokens=50, ignore_eos=True)  # to max_model_len, 100
+    world.finish()
+    assert [len(each.output) for each in world.sequences] == [1, 2, 3, 9, 7]
+    assert (world.num_sampled(), world.stats.num_overrun) == (1 + 2 + 3 + 9 + 7, 0)
+
+
+def test_a_sequence_that_needs_the_host_waits_for_each_commit_and_the_others_go_on(depth: int) -> None:
+    world = World([FULL], run_ahead=depth)
+    (free,) = world.add(prompt(3), max_tokens=24, ignore_eos=True)
+    (bound,) = world.add(prompt(3), max_tokens=6, ignore_eos=True, is_bound=True)
+    world.finish()
+    plans = [[row.sequence for row in plan.rows] for plan in world.device.plans]
+    assert all(free in plan for plan in plans[:24]), "it is delayed by nobody"
+    assert [at for at, plan in enumerate(plans) if bound in plan] == [place * (depth + 1) for place in range(6)]
+    assert world.stats.num_ahead == (23 if depth else 0)
+
+
+def test_siblings_start_once_the_first_prompt_is_committed_and_share_it(depth: int) -> None:
+    world = World([FULL], run_ahead=depth)
+    first, *others = world.add(prompt(10), n=3, ignore_eos=True)
+    world.finish()
+    starts = [next(at for at, plan in enumerate(world.device.plans) if each in (row.sequence for row in plan.rows))
+              for each in (first, *others)]  # fmt: skip
+    assert starts == [0, depth + 1, depth + 1]
+    assert world.stats.num_forked_tokens == 2 * 8
+    assert len({tuple(each.output) for each in (first, *others)}) == 3
+
+
+def test_a_stop_string_ends_a_sequence_whose_next_steps_run_already(depth: int) -> None:
+    world = World([FULL], run_ahead=depth)
+    for length in range(1, 7):
+        world.add(prompt(length), max_tokens=30, stop_strings=["AB", "CD"], ignore_eos=True)
+    world.finish()
+    stopped = [each for each in world.sequences if each.finish_reason == "stop_sequence"]
+    assert len(stopped) > 3
+    assert {each.stop_string for each in stopped} == {"AB", "CD"}
+    letters = ["".join(chr(token) for token in each.output if token != EOS) for each in stopped]
+    assert [each.text for each in stopped] == [each[:-2] for each in letters]
+    assert world.stats.num_overrun == len(stopped) * depth
+
+
+def test_an_aborted_sequence_keeps_its_slot_and_blocks_until_no_step_names_them(depth: int) -> None:
+    world = World([FULL], run_ahead=depth, max_num_seqs=1, num_blocks=1 + 4)
+    (first,) = world.add(prompt(9), max_tokens=6, ignore_eos=True)
+    (second,) = world.add(prompt(9), max_tokens=6, ignore_eos=True)
+    world.step()
+    world.engine.abort(first.request_id)
+    assert world.scheduler._slots == ([] if depth else [0])
+    for num_pending in range(depth, 0, -1):
+        assert (second.slot, len(world.device.pending)) == (-1, num_pending)
+        world.step()
+    world.finish()
+    assert (first.output, len(second.output)) == (alone(first, 100)[:1], 6)
+    assert world.stats.num_overrun == depth
+
+
+def test_the_last_to_come_leaves_once_its_steps_are_committed_and_is_computed_again(depth: int) -> None:
+    world = World([FULL], run_ahead=depth, num_blocks=1 + 14)
+    for length in (9, 14, 11, 3):
+        world.add(prompt(length), max_tokens=25, ignore_eos=True)
+    world.finish()
+    assert world.stats.num_preemptions > 0
+    assert (world.stats.num_ahead > 0) == (depth > 0)
+    assert world.stats.num_overrun == 0, "what a preempted sequence sampled is kept"
+
+
+def test_a_prefix_is_found_by_those_that_come_while_steps_run(depth: int) -> None:
+    world = World([FULL, WINDOW], run_ahead=depth, prefix=True)
+    shared = prompt(12)
+    world.add(shared, max_tokens=10, ignore_eos=True)
+    for _ in range(3):
+        world.step()
+        world.add([*shared, 70, 71], max_tokens=10, ignore_eos=True)
+    world.finish()
+    assert world.stats.num_prefix_hit_tokens >= 2 * 12
+
+
+@pytest.mark.parametrize("is_short", [False, True], ids=["poison", "memory"])
+def test_a_step_that_fails_leaves_the_steps_before_it_and_the_other_sequences_as_they_are(
+    depth: int, is_short: bool
+) -> None:
+    world = World([FULL], run_ahead=depth)
+    good = [world.add(prompt(length), max_tokens=20, ignore_eos=True)[0] for length in (2, 5)]
+    (bad,) = world.add(prompt(3), max_tokens=20, ignore_eos=True)
+    (other,) = world.add(prompt(4), max_tokens=20, ignore_eos=True)
+    for _ in range(3):
+        world.step()
+    assert len(world.device.pending) == depth
+    world.is_short, world.poisoned = is_short, set() if is_short else {bad.request_id}
+    world.step()
+    world.finish()
+    assert all(len(each.output) == 20 for each in (*good, other))
+    assert (bad.finish_reason, bad.error) == (("max_tokens", None) if is_short else ("error", "ValueError: poison"))
+    assert len(bad.output) == (20 if is_short else 3 + depth)
+
+
+class Serving(RuleBasedStateMachine):
+    """Any order of arrivals, aborts, failures and steps, at any depth, in tiny pools."""
+
+    @initialize(
+        kinds=st.sampled_from(KINDS),
+        run_ahead=st.sampled_from(DEPTHS),
+        num_blocks=st.integers(3, 20),
+        block_size=st.sampled_from([1, 3, 4]),
+        prefix=st.booleans(),
+        max_num_seqs=st.integers(1, 6),
+        budget=st.integers(1, 20),
+        max_model_len=st.integers(2, 40),
+    )
+    def begin(self, **limits: Any) -> None:
+        self.world = World(**limits)
+
+    @rule(
+        length=st.integers(1, 20),
+        n=st.sampled_from([1, 1, 2, 3]),
+        max_tokens=st.integers(1, 20),
+        ignore_eos=st.booleans(),
+        stop_strings=st.sampled_from([None, None, ["AB", "C"]]),
+        salt=st.sampled_from([b"", b"", b"s"]),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        priority=st.sampled_from([0, 0, 0, 1, -1]),
+        is_bound=st.sampled_from([False, False, True]),
+        abort_at=st.sampled_from([None, None, None, 1, 3]),
+    )
+    def add(self, length: int, **params: Any) -> None:
+        with contextlib.suppress(RequestError):
+            self.world.add(prompt(length), **params)
+
+    @rule(index=st.integers(0, 20))
+    def abort(self, index: int) -> None:
+        if self.world.sequences:
+            self.world.engine.abort(self.world.sequences[index % len(self.world.sequences)].request_id)
+
+    @rule(index=st.integers(0, 20))
+    def poison(self, index: int) -> None:
+        if self.world.sequences:
+            self.world.poisoned.add(self.world.sequences[index % len(self.world.sequences)].request_id)
+
+    @rule()
+    def run_short_of_memory(self) -> None:
+        self.world.is_short = True
+
+    @rule(num_steps=st.integers(1, 6))
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.world.step()
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "world"):
+            for pool in self.world.scheduler.cache.pools:
+                holders: Counter[int] = Counter()
+                for each in self.world.sequences:
+                    holders.update(block for block in each.blocks.get(pool.name, []) if block)
+                assert [holders[block] for block in range(pool.num_blocks)] == pool.num_holders
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.finish()
+
+
+Serving.TestCase.settings = settings(
+    max_examples=200,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestServing = Serving.TestCase
+
+
+@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [14, 7, 14, 14], strict=True)])
+def test_a_tiny_pool_under_load_ends_every_sequence(
+    kinds: list[CacheKind], num_blocks: int, prefix: bool, depth: int
+) -> None:
+    chance = random.Random(1)
+    world = World(kinds, run_ahead=depth, num_blocks=num_blocks, block_size=2, prefix=prefix, max_num_seqs=6, budget=9,
+                  max_model_len=30)  # fmt: skip
+    for _ in range(400):
+        if world.scheduler.num_waiting + world.scheduler.num_running < 10:
+            world.add(prompt(chance.randint(1, 11)), n=chance.choice([1, 1, 3]), max_tokens=chance.randint(1, 16),
+                      ignore_eos=chance.random() < 0.5, is_bound=chance.random() < 0.2)  # fmt: skip
+        if chance.random() < 0.05:
+            world.engine.abort(chance.choice(world.sequences).request_id)
+        world.step()
+    world.finish()
+    stats = world.stats
+    assert stats.num_preemptions > 0 and stats.num_chunks > 0
+    assert (stats.num_ahead > 0, stats.num_overrun > 0) == (depth > 0, depth > 0)
+    assert stats.num_prefix_hit_tokens > 0 if prefix else stats.num_forked_tokens > 0

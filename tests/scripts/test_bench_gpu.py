@@ -1,0 +1,135 @@
+"""The table of `scripts/bench-gpu`, and its measurements of a tiny model on a CPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atom.config import load
+from scripts import bench_gpu
+from scripts.bench_gpu import BEGIN, END, ROWS, Figure, Row, measure_model, replace_section, write_section
+
+LIMITS = {"bandwidth": 4.47e12, "flops": 804e12}
+ABOUT = {
+    "hardware": "A GPU",
+    "date": "2026-11-21",
+    "versions": {"torch": "2.11.0", "triton": "3.6.0"},
+    "commit": "abc",
+    "command": "scripts/bench-gpu",
+    "limits": LIMITS,
+}
+
+
+def figure(unit: str, target: float, values: list[float], limit: float | None = None) -> Figure:
+    return Figure("A row", unit, 191, target, values, limit)
+
+
+def test_a_rate_is_reached_from_the_target_upwards_and_a_time_downwards():
+    assert figure("output tok/s", 265, [264, 265, 900]).is_met
+    assert not figure("output tok/s", 265, [264.9, 264.9, 900]).is_met
+    assert figure("s", 8, [8, 30, 7]).is_met
+    assert not figure("s", 8, [8.1, 30, 7]).is_met
+    assert not figure("s", 8, []).is_met
+    assert (figure("s", 8, [9, 30, 7]).best, figure("output tok/s", 8, [9, 30, 7]).best) == (7, 30)
+
+
+def test_the_table_says_what_was_reached_and_what_not():
+    table = write_section(ABOUT, [
+        figure("output tok/s", 265, [264, 270.4, 269.6], 295.2),
+        figure("output tok/s", 6750, [5400, 5500], 7500),
+        figure("s", 8, [10.04, 10, 9]),
+        figure("s", 20, []),
+    ])  # fmt: skip
+    head, *rows = table.split("\n\n")[1].splitlines()[0:1] + table.split("\n\n")[1].splitlines()[2:]
+    assert head == "| | | vLLM 0.26 | limit | atom, median (best) | of the limit | to reach | reached |"
+    assert rows == [
+        "| A row | output tok/s | 191 | 295 | 270 (270) | 91% | 265 | yes |",
+        "| A row | output tok/s | 191 | 7,500 | 5,450 (5,500) | 73% | 6,750 | no, 19% less |",
+        "| A row | s | 191 | - | 10.0 (9.0) | - | 8.0 | no, 25% more |",
+        "| A row | s | 191 | - | failed | - | 20.0 | no |",
+    ]
+    assert "4.47 TB/s read, 804 TFLOP/s" in table and "torch 2.11.0, triton 3.6.0, commit abc" in table
+
+
+def test_only_what_is_between_the_marks_is_written():
+    text = f"before\n{BEGIN}old\n\nolder\n{END}after\n"
+    once = replace_section(text, "new \\1 | \\g<0>\n")
+    assert once == f"before\n{BEGIN}\nnew \\1 | \\g<0>\n\n{END}after\n"
+    assert replace_section(once, "new \\1 | \\g<0>\n") == once
+
+
+def test_the_page_has_a_place_for_the_table():
+    text = bench_gpu.DOCS.read_text()
+    replaced = replace_section(text, "table")
+    assert replaced.partition(BEGIN)[0] == text.partition(BEGIN)[0]
+    assert replaced.partition(END)[2] == text.partition(END)[2]
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_a_workload_of_a_model_that_is_there(name: str):
+    row = ROWS[name]
+    with bench_gpu.checkpoint(row.model) as folder:
+        config = load([f"checkpoint={folder}", "device=cpu", *row.overrides])
+    assert (config.job.kind, config.model.name, config.dtype, config.load_dummy) == ("bench", "qwen3", "bf16", True)
+    stated = f"{config.job.num_prompts} {config.job.input_len} {config.job.output_len}"
+    assert stated == f"{row.num_prompts} {row.input_len} {row.output_len}"
+    assert config.sampling.ignore_eos and config.sampling.top_p == 1 and config.seed == 0
+    assert config.sampling.temperature == (0.6 if "sampled" in row.title else 0)
+    assert config.job.input_len in row.title
+
+
+@pytest.fixture
+def tiny_rows(checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Row]:
+    small = ("device=cpu", "level=1", "serve.kv_cache_memory=4194304")
+    rows = {
+        "sampled": Row("A", "tiny", 3, "10-20", "5-9", 1, 2, "output", ("sampling.temperature=0.6", *small)),
+        "prefill": Row("B", "tiny", 2, "30", "1", 1, 2, "input", small),
+        "too long": Row("C", "tiny", 1, "5000", "1", 1, 2, "input", small),
+        "behind": Row("D", "tiny", 1, "5", "5", 1, 2, "output", small),
+    }
+    shutil.copy(checkpoints("qwen3") / "config.json", tmp_path / "tiny.json")
+    monkeypatch.setattr(bench_gpu, "CONFIGS", tmp_path)
+    monkeypatch.setattr(bench_gpu, "ROWS", rows)
+    return rows
+
+
+def test_rows_are_measured_in_one_engine_until_one_fails(tiny_rows: dict[str, Row], capsys: Any):
+    figures = {name: Figure(row.title, f"{row.counted} tok/s", 1, 2) for name, row in tiny_rows.items()}
+    measured = measure_model("tiny", figures, 1, LIMITS)
+    assert [len(each.values) for each in measured.values()] == [1, 1, 0, 0]
+    sampled, prefill = measured["sampled"], measured["prefill"]
+    assert sampled.values == sampled.details["output_throughputs"]
+    assert prefill.details["total_input_tokens"] == 60
+    assert prefill.values == [pytest.approx(60 / prefill.details["duration"])]
+    assert prefill.limit == pytest.approx(prefill.details["phases"]["all"]["limit_tokens_per_second"])
+    shown = capsys.readouterr().err
+    assert "sampled: " in shown and "of its limit" in shown
+    assert "job.input_len" in shown and "bench-gpu: tiny failed" in shown
+
+
+def test_a_start_that_fails_says_why(tmp_path: Path):
+    with pytest.raises(RuntimeError, match="CheckpointError"):
+        bench_gpu.time_start(tmp_path / "nothing", tmp_path)
+
+
+def test_work_alone_is_in_a_process_of_its_own():
+    assert bench_gpu.alone(os.getpid) != os.getpid()
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    monkeypatch.setattr(bench_gpu, "find_device", lambda: "cpu")
+    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "--only", "8b-1"])
+    assert bench_gpu.main() == 2
+    assert capsys.readouterr().err == "bench-gpu: there is no GPU here that torch can use\n"
+
+
+def test_an_unknown_row_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "--only", "8b-1,8b-2"])
+    with pytest.raises(SystemExit, match="2"):
+        bench_gpu.main()
+    assert "there is no row 8b-2" in capsys.readouterr().err

@@ -1,0 +1,148 @@
+"""The gaps before steps, off traces written by hand, whose times are known; and the traffic, on a CPU."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from atom.checkpoint import open_checkpoint, stop_ids
+from atom.config import load
+from scripts import gap_gpu
+from scripts.gap_gpu import Step, find_missed, measure, read_steps
+
+TO_DEVICE, TO_HOST = "Memcpy HtoD (Pinned -> Device)", "Memcpy DtoH (Device -> Pinned)"
+
+
+def trace(*activities: tuple[str, float, float]) -> dict[str, Any]:
+    """Name, start and stop of what a GPU did, in µs, among what is none of it."""
+    cats = {TO_DEVICE: "gpu_memcpy", TO_HOST: "gpu_memcpy", "Memset (Device)": "gpu_memset"}
+    events: list[dict[str, Any]] = [
+        {"ph": "X", "cat": cats.get(name, "kernel"), "name": name, "ts": start, "dur": stop - start, "tid": 7}
+        for name, start, stop in activities
+    ]
+    other = {"ph": "X", "cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 0, "dur": 500, "tid": 1}
+    return {"traceEvents": [{"ph": "M", "name": "process_name"}, other, *events[::-1]]}  # in any order
+
+
+def test_the_gap_before_a_step_is_the_time_in_which_nothing_ran():
+    steps = read_steps(trace(
+        ("_feed", 0, 5), ("_vector_kernel", 5, 90), ("_draw", 95, 100),
+        (TO_HOST, 102, 103),                                       # 2 idle
+        ("_feed", 107, 110), ("_vector_kernel", 112, 190), ("_draw", 190, 200),  # 4 idle
+        (TO_HOST, 200, 201),
+        (TO_DEVICE, 211, 212), ("index_copy", 215, 218), ("Memset (Device)", 216, 217),  # 10 and 3 idle
+        ("_feed", 225, 230), ("_prefill", 230, 280), ("_draw", 285, 300),  # 7 idle
+        ("_feed", 299, 310), ("_draw", 390, 400),                  # begins before the one before it has ended
+    ))  # fmt: skip
+    assert steps == [
+        Step(start=107, span=93, idle=6, before_copies=4, has_prompts=False),
+        Step(start=225, span=75, idle=20, before_copies=10, has_prompts=True),
+        Step(start=299, span=101, idle=0, before_copies=0, has_prompts=False),
+    ]
+
+
+def test_only_whole_steps_behind_whole_steps_count():
+    steps = read_steps(trace(
+        ("_vector_kernel", 0, 5), ("_draw", 5, 10),                # its beginning is not in the trace
+        ("_feed", 500, 510), ("_draw", 520, 530),                  # after that one
+        ("_feed", 540, 550), ("_prefill", 550, 560),               # draws no tokens
+        ("_feed", 600, 610), ("_draw", 610, 620),                  # after that one
+        ("_feed", 625, 630), ("_draw", 640, 650),
+        ("_feed", 655, 660),                                       # its end is not in the trace
+    ))  # fmt: skip
+    assert [(step.start, step.idle) for step in steps] == [(625, 5)]
+
+
+def test_percentiles_are_those_of_steps_of_decodes_alone():
+    decodes = [Step(1000.0 * i, 900, float(i % 100), 1, False) for i in range(1000)]
+    prompts = [Step(1e6 + 1000.0 * i, 900, 1e6, 1e6, True) for i in range(10)]
+    told = measure([[*decodes, *prompts], [Step(9e9, 900, 5, 1, True)]])
+    assert (told["num_steps"], told["num_decode_steps"]) == (1011, 1000)
+    idle = told["gaps_us"]["idle"]
+    assert (idle["median"], idle["max"]) == (49.5, 99)
+    assert idle["p90"] == pytest.approx(90, abs=1) and idle["p99"] == pytest.approx(99, abs=1)
+    assert told["ms_a_step"] == pytest.approx(1.0), "the time between two traces is no step's"
+    assert told["ms_within_steps"] == pytest.approx(0.9)
+    assert len(find_missed(told)) == 2
+
+
+@pytest.mark.parametrize(
+    ("idle", "num_steps", "missed"),
+    [
+        ([19.9] * 985 + [59.9] * 15, 1000, []),
+        ([20.0] * 985 + [30.0] * 15, 1000, ["median"]),
+        ([5.0] * 985 + [60.0] * 15, 1000, ["p99"]),
+        ([5.0] * 999, 999, ["1000 steps"]),
+        ([], 0, ["1000 steps", "median", "p99"]),
+    ],
+)
+def test_what_is_missed_is_said(idle: list[float], num_steps: int, missed: list[str]):
+    told = measure([[Step(i, 1, each, each, False) for i, each in enumerate(idle)]])
+    assert told["num_decode_steps"] == num_steps
+    found = find_missed(told)
+    assert len(found) == len(missed) and all(word in bound for word, bound in zip(missed, found, strict=True))
+
+
+def test_requests_must_end_in_every_way():
+    told = measure([[Step(i, 1, 5.0, 5.0, False) for i in range(1000)]])
+    ends = {"eos": 4, "stop_sequence": 3, "max_tokens": 2, "abort": 1}
+    assert find_missed({**told, "ended_by": ends}) == []
+    assert len(find_missed({**told, "ended_by": {**ends, "abort": 0}})) == 1
+
+
+def test_the_kernels_that_begin_and_end_a_step_have_these_names():
+    from atom.kernels.triton import feed, prefill, sampling
+
+    for module, name in ((feed, gap_gpu.FIRST), (sampling, gap_gpu.LAST), (prefill, gap_gpu.OF_PROMPTS)):
+        assert callable(getattr(module, name).run), f"{module.__name__} has no kernel {name}"
+
+
+def test_the_tokenizer_has_every_token_and_eos_among_them(tmp_path: Path):
+    gap_gpu.save_checkpoint(tmp_path, json.loads(gap_gpu.CONFIG.read_text()))
+    opened = open_checkpoint(str(tmp_path))
+    tokenizer = opened.tokenizer()
+    assert tokenizer is not None and tokenizer.vocab_size == 151936
+    assert len(tokenizer.encode("Grüß")) == 6, "a byte each"
+    assert tokenizer.decode(tokenizer.encode("Grüß dich")) == "Grüß dich"
+    assert tokenizer.decode([256, 256 + 27]) == " aaaa aabb"
+    ends = stop_ids(opened, tokenizer)
+    assert len(ends) == 151 and {999, 150999} <= ends
+    words = [tokenizer.decode([token]) for token in range(256, 151936)]
+    assert 300 < len(words) / sum(gap_gpu.STOP in word for word in words) < 400
+
+
+def test_a_trace_that_is_there_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    path = tmp_path / "atom.pt.trace.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump(trace(*(each for i in range(1001) for each in (("_feed", i * 50, i * 50 + 9), ("_draw", i * 50 + 9, i * 50 + 40)))), file)  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["gap_gpu.py", "--read", str(path), "--json"])
+    assert gap_gpu.main() == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["num_decode_steps"], told["gaps_us"]["idle"]["median"]) == (1000, 10)
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    monkeypatch.setattr(gap_gpu, "find_device", lambda: "cpu")
+    monkeypatch.setattr(sys, "argv", ["gap_gpu.py"])
+    assert gap_gpu.main() == 2
+    assert capsys.readouterr().err == "gap-gpu: there is no GPU here that torch can use\n"
+
+
+def test_clients_keep_an_engine_busy_while_it_is_traced(tmp_path: Path, checkpoints: Any, monkeypatch: Any):
+    for name, value in (("WARM_SECONDS", 0.5), ("REST_SECONDS", 0), ("EVERY_EOS", 20), ("NUM_ROWS", 8)):
+        monkeypatch.setattr(gap_gpu, name, value)
+    stated = json.loads((checkpoints("qwen3") / "config.json").read_text())
+    gap_gpu.save_checkpoint(tmp_path, {**stated, "vocab_size": 2000, "max_position_embeddings": 1024})
+    overrides = ["load_dummy=true", "device=cpu", "level=1", "serve.kv_cache_memory=50000000"]
+    config = load([f"checkpoint={tmp_path}", f"serve.torch_profiler_dir={tmp_path / 'traces'}", *overrides])
+    paths, told = uvloop.run(gap_gpu.trace_traffic(config, 2, 0.2))
+    assert len(set(paths)) == 2
+    assert all(gap_gpu.read_trace(path)["traceEvents"] for path in paths)
+    assert read_steps(gap_gpu.read_trace(paths[0])) == [], "no GPU ran"
+    assert told["ended_by"]["eos"] > 0 and told["ms_a_step_without_profiler"] > 0

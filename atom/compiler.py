@@ -39,7 +39,7 @@ def compile_graph(
         return lower(semantic_graph(config), level, target, watch)
     graph = read_saved(Path(config.job.graph))
     graph = lower(graph, level, target, watch, first=first_pass(graph))
-    check_runnable(graph, config.job.graph)
+    check_runnable(graph, config.job.graph, target)
     return graph
 
 

@@ -9,11 +9,14 @@ for answer in engine.generate(["What is the capital of France?"], SamplingParams
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from atom import weights
 from atom.artifact import Cache
@@ -157,6 +160,8 @@ class LLMEngine:
     def close(self) -> None:
         """Give the memory back; a closed engine raises EngineDeadError."""
         self._engine = _Closed()  # type: ignore[assignment]
+        if self.config.device != "cpu":
+            release_device()
 
 
 class _Closed:
@@ -254,6 +259,12 @@ def mtp_patterns(model: ModelConfig) -> List[str]:
     """The tensors of the layers that predict further tokens, which are stored behind the last one."""
     layers = range(model.layers, model.layers + model.mtp_layers)
     return [model.weights["layer"].replace("{layer}", str(layer)) + ".*" for layer in layers]
+
+
+def release_device() -> None:
+    """Give a GPU back what nobody holds any more."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def plan_kv(kinds: List[CacheKind], config: Config, left: int | None = None) -> dict[str, int]:

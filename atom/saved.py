@@ -13,7 +13,8 @@ from torch.fx import Node
 
 from atom.errors import ConfigError, PassError
 from atom.graph import Graph, Shuffle, ops, parse, verify
-from atom.kernels import find_kernel
+from atom.kernels import Target, find_kernel
+from atom.passes.select_kernels import type_of
 from atom.runtime.types import INPUTS, INPUTS_BY_KIND
 
 
@@ -37,7 +38,7 @@ def first_pass(graph: Graph) -> str:
     return "split_pieces" if any("kernel" in node.meta for node in _nodes(graph)) else "select_kernels"
 
 
-def check_runnable(graph: Graph, path: str) -> None:
+def check_runnable(graph: Graph, path: str, target: Target) -> None:
     """ConfigError where a saved text asks for an input, a kernel or a layout that nothing provides."""
     kinds = {cache.kind for cache in graph.caches()}
     provided = {"body": {*INPUTS, *(f"{name}{kind}" for name in INPUTS_BY_KIND for kind in kinds)}, "head": {"hidden"}}
@@ -51,11 +52,14 @@ def check_runnable(graph: Graph, path: str) -> None:
                 )
     for node in _nodes(graph):
         backend = node.meta.get("kernel", "reference")
-        wanted = find_kernel(node.target, backend).layout
+        kernel = find_kernel(node.target, backend)
+        wanted = kernel.layout
         given = next((arg.layout for arg in node.args if isinstance(arg, Shuffle)), None)
         if given != wanted:
             rule = f'shuffle(…, "{wanted}")' if wanted else "its weight as it is, without shuffle"
             raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name} takes {rule}")
+        if reason := kernel.accepts(target, *map(type_of, node.args), **node.kwargs):
+            raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name}: {reason}")
 
 
 def _level(graph: Graph) -> str:

@@ -701,10 +701,13 @@ def test_cuda_graphs_need_a_gpu_and_sizes_that_a_step_can_have():
         load(["device=cpu", "level=3"])
     with pytest.raises(UnsupportedError, match=r"level=3 captures CUDA graphs, serve.enforce_eager=true has none"):
         load(["device=cuda", "level=3", "serve.enforce_eager=true"])
-    assert load(["device=cuda", "level=3", "serve.cudagraph_capture_sizes=[1,8]"]).serve.cudagraph_capture_sizes == [1, 8]
+    assert load(["device=cuda", "level=3", "serve.cudagraph_capture_sizes=[1,8]"]).serve.cudagraph_capture_sizes == [
+        1,
+        8,
+    ]
     with pytest.raises(ConfigError, match=r"serve.cudagraph_capture_sizes: 9 must be from 1 to serve.max_num_seqs=8"):
         load(["serve.max_num_seqs=8", "serve.cudagraph_capture_sizes=[9]"])
-    with pytest.raises(ConfigError, match="serve.gpu_memory_utilization=0.0 must be a finite number above 0 to 1"):
+    with pytest.raises(ConfigError, match=r"serve.gpu_memory_utilization=0\.0 must be a finite number above 0 to 1"):
         load(["serve.gpu_memory_utilization=0"])
 
 

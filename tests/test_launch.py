@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from atom import compiler, launch
+from atom import compiler
 from atom.artifact import Cache
 from atom.compiler import Report, compile_model
 from atom.config import Config, load

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from atom.artifact import Cache
@@ -16,6 +17,7 @@ from atom.compiler import Report, compile_model
 from atom.config import Config
 from atom.errors import ConfigError
 from atom.launch import level_of
+from atom.llm import LLMEngine
 
 
 def run(config: Config) -> int:
@@ -26,6 +28,8 @@ def run(config: Config) -> int:
     cache = Cache(Path(config.cache))
     try:
         report = compile_model(config, RichProgress(), cache).report
+        if config.device != "cpu":  # kernels are compiled for the steps that run them
+            LLMEngine.from_config(replace(config, load_dummy=True), RichProgress()).close()
     finally:
         for line in cache.warnings:
             print(f"atom-run: {line}", file=sys.stderr)

@@ -19,7 +19,9 @@ ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # the profiler's categories 
 ON_HOST = ("cpu_op", "user_annotation")
 # what a kernel or operator of this name works at; the first that fits
 KINDS = {
-    "attention": re.compile(r"attention|attn|attend|flash|fmha|^_(decode|prefill)$|(decode|prefill)_kernel", re.IGNORECASE),
+    "attention": re.compile(
+        r"attention|attn|attend|flash|fmha|^_(decode|prefill)$|(decode|prefill)_kernel", re.IGNORECASE
+    ),
     "matrix": re.compile(
         r"linear|gemm|gemv|matmul|nvjet|cijk|cutlass|(matrix|vector)_kernel|(?<![a-z])(add)?mm(?![a-z])", re.IGNORECASE
     ),

@@ -44,7 +44,7 @@ def _refusal(kernel: Kernel, target: Target, node: Node, readers: Mapping[Any, s
         others = readers[node.args[1]] - {kernel.op}
         if others:
             return f"its weight is read by {', '.join(sorted(other.name for other in others))} too"
-    return kernel.accepts(target, *(_type_of(arg) for arg in node.args), **node.kwargs)
+    return kernel.accepts(target, *(type_of(arg) for arg in node.args), **node.kwargs)
 
 
 def _recipes(node: Node) -> list[Recipe]:
@@ -67,7 +67,8 @@ def _readers(graph: Graph) -> dict[Any, set[Op]]:
     return readers
 
 
-def _type_of(arg: Any) -> Any:
+def type_of(arg: Any) -> Any:
+    """What a kernel's `accepts` is asked about an argument of a call."""
     if isinstance(arg, Node):
         return arg.meta["type"]
     return arg if arg is None or isinstance(arg, KV) else arg.type

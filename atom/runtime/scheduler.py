@@ -147,7 +147,7 @@ class Scheduler:
         planned: dict[Sequence, int] = {}
         budget = self.max_num_batched_tokens
         for sequence in decodes + prompts:
-            if not budget or sequence not in self.running:  # preempted by one before it
+            if not budget or sequence not in self.running or sequence in self._leaving:  # for one before it
                 continue
             while not (num_tokens := self._extend(sequence, budget)):
                 free = (other for other in reversed(self.running) if other not in self._in_flight or other is sequence)
@@ -278,7 +278,7 @@ class Scheduler:
             is_last = (
                 num_output >= sequence.params.max_tokens or len(sequence.prompt) + num_output >= self.max_model_len
             )
-            if not self._run_ahead or sequence.needs_host or sequence in self._leaving or is_last:
+            if not self._run_ahead or sequence.needs_host or is_last:
                 return 0
         return sequence.num_tokens + sequence.num_pending - sequence.num_planned
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -15,10 +16,10 @@ from serving import Server
 
 from atom import LLMEngine, SamplingParams
 
-for _package in ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client"):
-    pytest.importorskip(_package)
+PACKAGES = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
+MISSING = [name for name in PACKAGES if find_spec(name) is None]
 
-pytestmark = ON_GPU
+pytestmark = [*ON_GPU, pytest.mark.skipif(bool(MISSING), reason=f"there is no {', '.join(MISSING)} here")]
 
 FIELDS = {"num_kvcache_blocks": 200, "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64,
           "cudagraph_capture_sizes": "[1,4,8]"}  # fmt: skip

@@ -44,7 +44,7 @@ def _all_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=[1, 3])
-def engine(embedded_gguf: Path, gpu_cache: Path, request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
+def engine(embedded_gguf: Path, request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
     found = LLMEngine(**{**FIELDS, "level": request.param, "max_num_seqs": 16, "max_model_len": 1024,
                          "cudagraph_capture_sizes": [1, 8, 16]})  # fmt: skip
     yield found

@@ -363,18 +363,18 @@ class Serving(RuleBasedStateMachine):
     @initialize(
         kinds=st.sampled_from(KINDS),
         run_ahead=st.sampled_from(DEPTHS),
-        num_blocks=st.integers(3, 20),
+        num_tokens=st.integers(20, 70),
         block_size=st.sampled_from([1, 3, 4]),
         prefix=st.booleans(),
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(1, 20),
-        max_model_len=st.integers(2, 40),
+        max_model_len=st.integers(10, 40),
     )
-    def begin(self, **limits: Any) -> None:
-        self.world = World(**limits)
+    def begin(self, num_tokens: int, block_size: int, **limits: Any) -> None:
+        self.world = World(num_blocks=1 + -(-num_tokens // block_size), block_size=block_size, **limits)
 
     @rule(
-        length=st.integers(1, 20),
+        length=st.integers(1, 12),
         n=st.sampled_from([1, 1, 2, 3]),
         max_tokens=st.integers(1, 20),
         ignore_eos=st.booleans(),
@@ -389,15 +389,15 @@ class Serving(RuleBasedStateMachine):
         with contextlib.suppress(RequestError):
             self.world.add(prompt(length), **params)
 
-    @rule(index=st.integers(0, 20))
+    @rule(index=st.integers(0, 40))
     def abort(self, index: int) -> None:
-        if self.world.sequences:
-            self.world.engine.abort(self.world.sequences[index % len(self.world.sequences)].request_id)
+        for sequence in self.world.sequences[index : index + 1]:
+            self.world.engine.abort(sequence.request_id)
 
-    @rule(index=st.integers(0, 20))
+    @rule(index=st.integers(0, 80))
     def poison(self, index: int) -> None:
-        if self.world.sequences:
-            self.world.poisoned.add(self.world.sequences[index % len(self.world.sequences)].request_id)
+        for sequence in self.world.sequences[index : index + 1]:
+            self.world.poisoned.add(sequence.request_id)
 
     @rule()
     def run_short_of_memory(self) -> None:
@@ -423,7 +423,7 @@ class Serving(RuleBasedStateMachine):
 
 
 Serving.TestCase.settings = settings(
-    max_examples=200,
+    max_examples=400,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

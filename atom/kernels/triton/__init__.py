@@ -1,8 +1,8 @@
 """Kernels in Triton, for GPUs of all vendors. Nothing here imports triton before a kernel is loaded.
 
-    for kernel in KERNELS:
-        reason = kernel.accepts(find_target("cuda"), *types)     # None: yes
-        run = kernel.load()                                      # a callable with the op's signature
+for kernel in KERNELS:
+    reason = kernel.accepts(find_target("cuda"), *types)     # None: yes
+    run = kernel.load()                                      # a callable with the op's signature
 """
 
 from __future__ import annotations

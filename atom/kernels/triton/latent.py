@@ -246,9 +246,9 @@ def _attend_kernel(q, q_rope, cache, table, starts, lengths, out, weights, num_s
     for first in range(start, stop, BLOCK_N):
         positions = first + tl.arange(0, BLOCK_N)
         is_there = (positions < stop)[:, None]
-        # multiplied apart: Triton takes the sum of a block's start and places in it for a multiple of the block's size
-        offsets = block.to(tl.int64) * (BLOCK_SIZE * (RANK + ROTATED)) + positions % BLOCK_SIZE * (RANK + ROTATED)
-        entries = cache + offsets[:, None]
+        # multiples of 1 alone: Triton takes sums of a block's start and places in it for multiples of the block's size
+        slots = tl.multiple_of(block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE, 1)
+        entries = cache + slots[:, None] * (RANK + ROTATED)
         following = positions + BLOCK_N  # its blocks are looked up one turn ahead, off the way to the entries
         block = tl.load(blocks + following // BLOCK_SIZE, mask=following < stop, other=0)
         latents = tl.load(entries + columns[None, :], mask=is_there & (columns < RANK)[None, :], other=0.0)

@@ -24,9 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.triton.tiles import find_gpu
+from atom.kernels import tuned
+from atom.kernels.triton.tiles import Gpu, find_gpu
 
 MAX_ROWS = 64
+BUCKETS = (1, 8, 16, 32, MAX_ROWS)  # rows up to which parameters hold
 MAX_TILES = 4096  # of a product whose columns are split
 MEMORY = 98304  # bytes of a processor that a product of one row takes: on an H200 there is room for the next one's
 KINDS = ("silu", "sigmoid", "gelu", "gelu_tanh", "relu", "relu2")  # of gates
@@ -86,9 +88,8 @@ def multiply(
     assert b is None or norm is not None, "a sum without a norm"
     parameters = None
     if len(a) <= MAX_ROWS:
-        parameters = choose(
-            len(a), *weight.shape, weight.element_size(), 1 if kind is None else 2, find_gpu(weight.device).units
-        )
+        gates = 1 if kind is None else 2
+        parameters = find(len(a), *weight.shape, weight.element_size(), gates, find_gpu(weight.device))
     if isinstance(parameters, Vector):
         return multiply_vector(a, b, norm, weight, bias, eps, kind, parameters)
     x, total = (a, a) if norm is None else normalize(a, b, norm, eps)
@@ -99,6 +100,16 @@ def multiply(
 
 
 @cache
+def find(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Vector | Matrix | None:
+    """What was measured for such a product on such a GPU, else what `choose` says."""
+    if element_size == 2:
+        bucket = next(size for size in BUCKETS if size >= rows)
+        if measured := tuned.parameters(gpu.name, "linear", f"{bucket} {out} {inner} {gates}"):
+            style, *numbers = measured
+            return Vector(*numbers) if style == "vector" else Matrix(*numbers)
+    return choose(rows, out, inner, element_size, gates, gpu.units)
+
+
 def choose(
     rows: int, out: int, inner: int, element_size: int, gates: int, num_processors: int
 ) -> Vector | Matrix | None:

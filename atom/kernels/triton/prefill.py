@@ -42,7 +42,11 @@ def choose(dim: int, element_size: int, gpu: Gpu) -> Parameters:
         return Parameters(32, 16, 8, 2)  # without tensor cores
     if gpu.shared_memory <= 99 << 10:
         return Parameters(128, 32, 4, 2) if dim <= 128 else Parameters(64, 16, 4, 2)
-    return Parameters() if dim <= 128 else Parameters(128, 32, 8, 2)
+    if dim > 128:
+        return Parameters(128, 32, 8, 2)
+    if gpu.shared_memory > 200 << 10:
+        return Parameters(num_stages=2, max_registers=128)  # measured on an H200
+    return Parameters()
 
 
 @triton.jit(

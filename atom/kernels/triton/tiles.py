@@ -26,6 +26,7 @@ class Gpu(NamedTuple):
     units: int  # multiprocessors
     shared_memory: int  # bytes that a program can have
     capability: tuple[int, int]  # NVIDIA's; (0, 0) of others
+    name: str = ""  # that its parameters are known under
 
     @property
     def has_dependent_launch(self) -> bool:
@@ -44,7 +45,8 @@ def find_gpu(device: torch.device) -> Gpu:
         return Gpu(2, 0, (0, 0))  # Triton's interpreter: few programs make short tests
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
     capability = torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
-    return Gpu(properties["multiprocessor_count"], properties["max_shared_mem"], capability)
+    name = torch.cuda.get_device_name(device)
+    return Gpu(properties["multiprocessor_count"], properties["max_shared_mem"], capability, name)
 
 
 def has_rows(x: torch.Tensor) -> bool:

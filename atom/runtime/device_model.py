@@ -72,8 +72,7 @@ class DeviceModel:
 
     def extend_tables(self, places: Sequence[int], blocks: Sequence[int]) -> None:
         """Write block numbers to the tables [C, slots, M], at places counted through all of them."""
-        sent = self.send(np.array([places, blocks], np.int64))
-        self.tables.view(-1).index_copy_(0, sent[0], sent[1].int())
+        self._feed.extend_tables(self.tables, self.send(np.array([places, blocks], np.int32)))
 
     def decode(self, rows: Tensor) -> Tensor:
         """rows: i32[S] of slots, each of which computes its newest token -> logits [S, V]"""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from atom.config import SamplingParams
-from atom.kernels.triton.feed import ENTRIES, TOKENS, Inputs, feed_decodes, feed_rows
+from atom.kernels.triton.feed import ENTRIES, TOKENS, Inputs, extend_tables, feed_decodes, feed_rows
 from atom.runtime.batch import build_inputs
 from atom.runtime.layout import Layout
 from atom.runtime.types import Plan, Row, Sequence
@@ -153,3 +153,16 @@ def test_a_step_of_padding_alone(triton_device: str):
     feed_rows(slots, given, row_of, starts, ends, state, world.tables.to(triton_device), 4, inputs)
     assert inputs.slots.eq(0).all() and inputs.positions.eq(0).all() and inputs.lengths.eq(0).all()
     assert state.lengths.tolist() == world.state.lengths.tolist()
+
+
+@pytest.mark.parametrize("num_entries", [1, ENTRIES, ENTRIES + 1])
+def test_tables_are_extended_where_it_is_said_and_nowhere_else(triton_device: str, num_entries: int):
+    tables = torch.full((2, NUM_SLOTS + 1, 40), UNWRITTEN, dtype=torch.int32, device=triton_device)
+    chance = random.Random(num_entries)
+    places = chance.sample(range(tables.numel()), num_entries)
+    blocks = [chance.randrange(1 << 30) for _ in places]
+    expected = tables.clone().cpu()
+    for place, block in zip(places, blocks, strict=True):
+        expected.view(-1)[place] = block
+    extend_tables(tables, torch.tensor([places, blocks], dtype=torch.int32, device=triton_device))
+    assert torch.equal(tables.cpu(), expected)

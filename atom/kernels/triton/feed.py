@@ -1,5 +1,6 @@
 """What a step's inputs are, made on the device of what it knows by slot, so that a plan names no token.
 
+    extend_tables(tables, entries)                              # blocks that slots have got
     feed_decodes(rows, state, tables, block_size, inputs)               # each row computes its slot's newest token
     feed_rows(rows, given, row_of, starts, ends, state, tables, …)      # and prompts, whose tokens the host gave
 
@@ -36,6 +37,12 @@ class Inputs(NamedTuple):
     tables: Tensor  # i32[C, S, M]
 
 
+def extend_tables(tables: Tensor, entries: Tensor) -> None:
+    """entries: i32[2, E], places counted through all of tables i32[C, num_slots + 1, M], and their block numbers"""
+    num_entries = entries.shape[1]
+    _extend[(triton.cdiv(num_entries, ENTRIES),)](tables, entries, num_entries, ENTRIES=ENTRIES)
+
+
 def feed_decodes(rows: Tensor, state: DeviceState, tables: Tensor, block_size: int, inputs: Inputs) -> None:
     """Inputs of S decodes. rows: i32[S], the slot of each; tables: i32[C, num_slots + 1, M]"""
     num_kinds, num_rows = len(tables), len(rows)
@@ -60,6 +67,14 @@ def feed_rows(rows: Tensor, given: Tensor, row_of: Tensor, starts: Tensor, ends:
         inputs.slots.stride(0), inputs.tables.stride(0), num_rows, num_tokens, state.num_slots, tables.shape[2],
         BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_entries"])
+def _extend(tables, entries, num_entries, ENTRIES: tl.constexpr):
+    at = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
+    is_there = at < num_entries
+    places = tl.load(entries + at, mask=is_there, other=0).to(tl.int64)
+    tl.store(tables + places, tl.load(entries + num_entries + at, mask=is_there, other=0), mask=is_there)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "slots_stride", "tables_stride"])

@@ -55,7 +55,7 @@ def reference(embedded_gguf: Any) -> Any:
     return model
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def engine(embedded_gguf: Any, request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
     engine = LLMEngine(dtype="fp32", level=request.param, kv_cache_memory=1 << 28, max_model_len=1024)
     yield engine
@@ -90,7 +90,8 @@ def test_it_answers_a_question(engine: LLMEngine):
     assert (answer["text"], answer["finish_reason"]) == ("The capital of France is Paris.", "eos")
 
 
-@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2])
 def test_bf16_is_as_near_to_float32_as_that_of_transformers(reference: Any, level: int):
     engine = LLMEngine(dtype="bf16", level=level, kv_cache_memory=1 << 28)
     prompts = [engine._engine.tokenize(text) for text in PROMPTS + MORE_PROMPTS]

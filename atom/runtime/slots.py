@@ -74,8 +74,3 @@ def describe(params: SamplingParams, seed: int, num_tokens: int) -> npt.NDArray[
     floats = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
     bits = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], np.uint64).view(np.int64)
     return np.concatenate([[num_tokens], bits, [min(p.top_k, 1 << 31)], np.array(floats, np.float64).view(np.int64)])
-
-
-def num_bytes(num_slots: int, vocab: int, penalties: bool = True) -> int:
-    """Bytes that `Slots` takes on the device, with its counts where there are penalties."""
-    return (num_slots + 1) * (8 + 4 + 8 * NUM_PARAMS + (4 * vocab if penalties else 0))

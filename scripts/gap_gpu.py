@@ -37,7 +37,6 @@ from atom.serve.process import WORKER, EngineProcess
 
 CONFIG = Path(__file__).parents[1] / "tests" / "configs" / "qwen3_0.6b.json"
 FIRST, LAST, OF_PROMPTS = "_feed", "_draw", "_prefill"  # kernels of a step; the last only where there are prompts
-RESULT = "Memcpy DtoH"  # the copy of a step's tokens
 NUM_ROWS = 64
 MIN_STEPS = 1000  # of decodes alone
 MAX_MEDIAN, MAX_P99 = 20.0, 60.0  # µs
@@ -203,15 +202,12 @@ def read_steps(trace: Mapping[str, Any]) -> list[Step]:
 
 
 def measure_gap(last: Event, between: Sequence[Event], first: Event) -> tuple[float, float]:
-    """µs in which nothing ran between two kernels, and those up to the first activity that is no copy of results."""
-    idle, end, before_copies = 0.0, last.stop, None
+    """µs in which nothing ran between two kernels, and those up to the first activity."""
+    end, waits = last.stop, []
     for event in (*between, first):
-        if before_copies is None and not event.name.startswith(RESULT):
-            before_copies = max(event.start - end, 0.0)
-        idle += max(event.start - end, 0.0)
+        waits.append(max(event.start - end, 0.0))
         end = max(end, event.stop)
-    assert before_copies is not None, "the first kernel is no copy"
-    return idle, before_copies
+    return sum(waits), waits[0]
 
 
 def measure(traced: Sequence[Sequence[Step]]) -> dict[str, Any]:

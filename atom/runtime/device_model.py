@@ -48,6 +48,7 @@ class DeviceModel:
         (logits,) = graph.programs["head"].results
         self.logits_dtype = TORCH_DTYPES[logits.meta["type"].dtype]
         self.slots = Slots(max_num_seqs, logits.meta["type"].shape[-1], device)
+        self._starts = torch.arange(max_num_seqs + 2, dtype=torch.int32, device=device)  # of decodes
         width = -(-max_model_len // block_size)
         self.tables = torch.zeros(len(self.kinds), max_num_seqs + 1, width, dtype=torch.int32, device=device)
         self.bind(num_blocks)
@@ -79,8 +80,7 @@ class DeviceModel:
         size = len(rows)
         inputs = self._inputs(size, size)
         self._feed.feed_decodes(rows, self.slots, self.tables, self.block_size, inputs)
-        starts = torch.arange(size + 1, dtype=torch.int32, device=self.device)
-        return self.head({"hidden": self._body(self._named(inputs, starts, size))})  # type: ignore[no-any-return]
+        return self.head({"hidden": self._body(self._named(inputs, self._starts[: size + 1], size))})  # type: ignore[no-any-return]
 
     def mix(self, layout: Layout, packed: Tensor, num_decodes: int) -> tuple[Tensor, Tensor | None]:
         """A step that a layout describes -> hidden [T, H], and logits [R, V] where rows sample"""
@@ -94,7 +94,8 @@ class DeviceModel:
         return hidden, self.head({"hidden": hidden.index_select(0, places.long())})
 
     def sample(self, rows: Tensor, logits: Tensor, kind: str, penalties: bool = False) -> Tensor:
-        """rows: i32[R] of slots, logits [R, V] -> tokens i64[R], which are the newest of their slots from now on"""
+        """rows: i32[R] of slots, logits [R, V] -> tokens i64[R], which are the newest of their slots from now on, and are reported
+        to the host"""
         out = torch.empty(len(rows), dtype=torch.int64, device=self.device)
         self._sampling.sample(logits, rows, self.slots, kind, out, penalties)
         return out

@@ -28,7 +28,7 @@ from atom.runtime.layout import Layout
 from atom.runtime.runner import out_of_memory, score_prompt
 from atom.runtime.sampler import MIN_TEMPERATURE
 from atom.runtime.shaping import Shaping, shape
-from atom.runtime.slots import describe
+from atom.runtime.slots import NUM_REPORTED, describe
 from atom.runtime.types import Logprobs, Plan, Row, Sampled
 from atom.runtime.types import Sequence as Running
 
@@ -80,7 +80,7 @@ class DeviceRunner:
             step = self.graphs.mix(plan) or self._mix(plan)
             scored = self._score_prompts(plan, step)
         if not sampling:
-            return Pending(None, 0, {}, scored, self._record())
+            return Pending(self.model.slots.reported, [], {}, scored, self._record())
         return self._sample(step, sampling, scored)
 
     def _settle(self, rows: Sequence[Row]) -> list[_Resident]:
@@ -150,7 +150,7 @@ class DeviceRunner:
     def _sample(self, step: Step, sampling: Sampling, scored: dict[str, list[Logprobs]]) -> Pending:
         assert step.logits is not None, "there are rows that sample"
         asked = {at: n for at, (row, _) in enumerate(sampling) if (n := row.sequence.params.logprobs) is not None}
-        places = self.model.send(np.array(list(asked), np.int64)) if asked else None
+        told = self.model.send(np.array(list(asked), np.int64)) if asked else None
         count, kind = len(sampling), KINDS[max(each.kind for _, each in sampling)]
         has_penalties = any(each.has_penalties for _, each in sampling)
         shaping = shape([row for row, each in sampling if each.may_be_shaped], step.logits.shape[-1])
@@ -161,10 +161,11 @@ class DeviceRunner:
             logits = step.logits if shaping is None else self._shape(step.logits[:count].float(), sampling, shaping)
             out = self.model.sample(step.rows[: len(logits)], logits, kind, has_penalties)
         reports: list[Tensor] = []
-        if places is not None:
-            found = self.model.logprobs(step.logits[places], out[places], max(asked.values()))
+        if told is not None:
+            found = self.model.logprobs(step.logits[told], out[told], max(asked.values()))
             reports = [self._fetch(each) for each in found]
-        return Pending(self._fetch(out[:count]), count, asked, scored, self._record(), reports)
+        places = [(row.sequence.slot, (row.start + row.num_tokens) % NUM_REPORTED) for row, _ in sampling]
+        return Pending(self.model.slots.reported, places, asked, scored, self._record(), reports)
 
     def _shape(self, logits: Tensor, sampling: Sampling, shaping: Shaping) -> Tensor:
         """Logits fp32[R, V] with what the host says of some rows, in place."""
@@ -199,8 +200,8 @@ class DeviceRunner:
 class Pending:
     """A step that runs."""
 
-    tokens: Tensor | None  # i64[R] on the host
-    count: int
+    reported: Tensor  # of the slots
+    places: list[tuple[int, int]]  # in it, of the tokens that the step samples
     asked: dict[int, int]  # rows with log probabilities, and how many
     scored: dict[str, list[Logprobs]]
     event: torch.cuda.Event | None
@@ -210,8 +211,9 @@ class Pending:
         """What it gave, once the device is done with it."""
         if self.event is not None:
             self.event.synchronize()
-        tokens: list[int] = [] if self.tokens is None else self.tokens.tolist()
-        logprobs: list[Logprobs | None] = [None] * self.count
+        slots, places = zip(*self.places, strict=True) if self.places else ((), ())
+        tokens: list[int] = self.reported.numpy()[list(slots), list(places)].tolist()
+        logprobs: list[Logprobs | None] = [None] * len(tokens)
         if self.asked:
             columns = [each.tolist() for each in self.reports]
             for (at, num_top), chosen, rank, ids, values in zip(self.asked.items(), *columns, strict=True):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from atom.config import SamplingParams
 
+NUM_REPORTED = 8  # of a slot's tokens that the host can read: more than the steps that may be on their way
 NUM_PARAMS = 8  # numbers that describe how a slot is sampled, of 8 bytes each
 
 
@@ -24,6 +25,8 @@ class Slots:
 
     tokens: i64[num_slots + 1], the newest token, whose KV is not written yet
     lengths: i32[num_slots + 1], the tokens known, the newest included
+    reported: i64[num_slots + 1, NUM_REPORTED] in memory of the host, which the device writes: the token at position p
+      of a sequence is at p % NUM_REPORTED, once the step that sampled it has ended
     seed, top_k (0: all): i64[num_slots + 1]; temperature, top_p, min_p, repetition, frequency, presence: f64
     counts: i32[num_slots + 1, vocab], how often a token is in the output, times 2, plus 1 if it is in the prompt
     """
@@ -32,6 +35,8 @@ class Slots:
         self.num_slots, self.vocab, self.device = num_slots, vocab, torch.device(device)
         self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.lengths = torch.ones(num_slots + 1, dtype=torch.int32, device=device)
+        reported = torch.zeros(num_slots + 1, NUM_REPORTED, dtype=torch.int64)
+        self.reported = reported if self.device.type == "cpu" else reported.pin_memory()
         greedy = torch.from_numpy(describe(SamplingParams(temperature=0), seed=0, num_tokens=1)[1:]).to(device)
         self._params = greedy[:, None].repeat(1, num_slots + 1)  # one storage, so that one copy fills it
         self.seed, self.top_k = self._params[:2]

@@ -70,6 +70,7 @@ def sample(device: str, logits: Tensor, sequences: list[Sequence], kind: str | N
     sampling.sample(logits.to(device), rows, slots, kind or kind_of(sequences), out, has_penalties)
     assert slots.tokens[order].tolist() == out.tolist()
     assert slots.lengths[order].tolist() == [s.num_tokens + 1 for s in sequences]
+    assert [slots.reported[slot, s.num_tokens % 8] for slot, s in zip(order, sequences, strict=True)] == out.tolist()
     return out.tolist()
 
 
@@ -194,7 +195,7 @@ def test_padding_rows_change_nothing(device: str):
         sampling.sample(logits.to(device), rows, slots, kind, out)
         assert out[1:].tolist() == [0, 0, 0]
     assert slots.lengths.tolist() == [1, 1, 8, 1]
-    assert slots.tokens.tolist()[3] == 0
+    assert slots.tokens.tolist()[3] == 0 and not slots.reported[3].any()
 
 
 def test_a_row_without_a_distribution_gives_its_largest_number_and_disturbs_nobody(device: str):

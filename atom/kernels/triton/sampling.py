@@ -43,6 +43,7 @@ class SamplingState(Protocol):
     num_slots: int
     tokens: Tensor
     lengths: Tensor
+    reported: Tensor
     seed: Tensor
     top_k: Tensor
     temperature: Tensor
@@ -55,7 +56,7 @@ class SamplingState(Protocol):
 
 
 def sample(logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: Tensor, penalties: bool = False) -> None:
-    """The next token of each row, to out i64[R] and to its slot, whose length and counts go on by one.
+    """The next token of each row, to out i64[R], to its slot, whose length and counts go on by one, and to `reported`.
 
     logits: bf16, fp16 or fp32[R, V], rows contiguous; rows: i32[R], no slot twice but that of padding, whose rows give
     token 0 and change nothing. kind: "greedy", "random" (temperature), "cut" (top_k, top_p or min_p too); rows of an
@@ -82,7 +83,7 @@ def sample(logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: T
     penalty = (slots.counts if penalties else None, slots.repetition, slots.frequency, slots.presence)
     params = (slots.temperature, slots.top_k, slots.top_p, slots.min_p)
     gathered = (limits, ends, values, ids, MAX_GATHERED)
-    state = (slots.num_slots, slots.seed, slots.tokens, slots.lengths, out)
+    state = (slots.num_slots, slots.seed, slots.tokens, slots.lengths, slots.reported, out)
     grid, padded = (num_parts, num_rows), triton.next_power_of_2(num_parts)
     exact = {"enable_fp_fusion": False}  # a product is rounded before a sum, as on the host
     _summarize[grid](
@@ -93,7 +94,7 @@ def sample(logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: T
         _gather[grid](*read, *penalty, *params, best, sums, *gathered, PART, padded, num_warps=PART_WARPS, **exact)
     _draw[(num_rows,)](
         *read, *penalty, *params, *state, best, best_id, sums, *gathered, num_parts, PART, padded, MAX_PAIRED,
-        num_warps=8, **exact,
+        slots.reported.shape[1], num_warps=8, **exact,
     )  # fmt: skip
 
 
@@ -229,9 +230,9 @@ def _gather(
 @triton.jit
 def _draw(
     logits, stride, vocab, rows, counts, repetition, frequency, presence,
-    temperature, top_k, top_p, min_p, num_slots, seed, tokens, lengths, out,
+    temperature, top_k, top_p, min_p, num_slots, seed, tokens, lengths, reported, out,
     best, best_id, sums, limits, ends, values, value_ids, max_gathered: tl.constexpr, num_parts: tl.constexpr,
-    PART: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_PAIRED: tl.constexpr,
+    PART: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_PAIRED: tl.constexpr, NUM_REPORTED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + row).to(tl.int64)
@@ -266,15 +267,15 @@ def _draw(
                     request = (k, k < vocab, tl.load(top_p + slot), at, total)
                     values += row * max_gathered
                     size = tl.load(ends + row * num_parts + num_parts - 1)
-                    if tl.load(limits + row) < 0:
-                        token = _draw_by_bisection(logits, vocab, request, scale, penalty, num_parts * PART, PART)
+                    is_few = tl.load(limits + row) >= 0
+                    if is_few & (size <= NUM_PAIRED):
+                        token = _draw_by_pairs(values, size, request, scale, NUM_PAIRED)
                     else:
-                        if size > NUM_PAIRED:
-                            none = (None, slot, repetition, frequency, presence)  # the values have had their penalties
-                            index = _draw_by_bisection(values, size, request, scale, none, max_gathered, PART)
-                        else:
-                            index = _draw_by_pairs(values, size, request, scale, NUM_PAIRED)
-                        token = tl.load(value_ids + row * max_gathered + index)
+                        limit = tl.where(is_few, max_gathered, num_parts * PART)
+                        source = (logits, vocab, penalty, values, tl.where(is_few, size, 0), limit)
+                        token = _draw_by_bisection(source, request, scale, PART)
+                    if is_few:
+                        token = tl.load(value_ids + row * max_gathered + token)
             if not is_cut:
                 target = at * total
                 part = _first(tl.cumsum(masses, axis=0), target, masses, parts)
@@ -288,6 +289,7 @@ def _draw(
     token = tl.where(token == NOWHERE, 0, token)  # all of it is nan
     tl.store(out + row, token)
     tl.store(tokens + slot, token)
+    tl.store(reported + slot * NUM_REPORTED + length % NUM_REPORTED, token)
     tl.store(lengths + slot, length + 1)
     if counts is not None:
         counted = counts + slot * vocab + token
@@ -402,36 +404,40 @@ def _draw_by_pairs(values, size, request, scale, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _draw_by_bisection(values, size, request, scale, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Index of the value drawn from at most LIMIT in the order of their ids, none that may be kept missing."""
+def _draw_by_bisection(source, request, scale, BLOCK: tl.constexpr):
+    """Index of the value drawn from a source in the order of their ids, none that may be kept missing."""
     k, is_top_k, p, at, total = request
     peak, inverse, _ = scale
-    number, mass, low, _ = _above(values, size, float("-inf"), float("-inf"), scale, penalty, LIMIT, BLOCK)
-    mass = tl.where(is_top_k, mass, total)  # what top_p is a share of
-    drawn, nth = peak, number * 0
-    for step in range(3):  # where top_k ends, where top_p ends, where the CDF passes the random number
-        target = tl.where(step == 0, k.to(tl.float64), tl.where(step == 1, p, at) * mass)
-        is_step = ((step == 0) & (k < number)) | ((step == 1) & (p < 1)) | (step == 2)
+    drawn, low, mass = peak, float("-inf"), total
+    number, nth = 0, 0
+    for step in range(4):  # the lowest with a weight, where top_k and top_p end, where the CDF passes the random number
+        target = tl.where(step == 1, k.to(tl.float64), tl.where(step == 2, p, at) * mass)
+        is_step = (step == 0) | ((step == 1) & (k < number)) | ((step == 2) & (p < 1)) | (step == 3)
         # the lowest value above which there is less than the target; low and high are values themselves
         high, num_before, before = peak, number * 0, mass * 0
-        while is_step & (low < high):
+        is_searched = is_step & ((step == 0) | (low < high))
+        while is_searched:
             middle = low * 0.5 + high * 0.5
-            middle = tl.where((middle > low) & (middle < high), middle, high)
-            num_above, above, next_above, next_below = _above(values, size, middle, low, scale, penalty, LIMIT, BLOCK)
-            if tl.where(step == 0, num_above.to(tl.float64), above) < target:
+            middle = tl.where((middle > low) & (middle < high) | (step == 0), middle, high)
+            num_above, above, next_above, next_below = _above(source, middle, low, scale, BLOCK)
+            if step == 0:
+                number, low = num_above, next_above
+                mass = tl.where(is_top_k, above, total)  # what top_p is a share of
+            elif tl.where(step == 1, num_above.to(tl.float64), above) < target:
                 high, num_before, before = next_below, num_above, above
             else:
                 low = next_above
-        if is_step:
+            is_searched = (step > 0) & (low < high)
+        if is_step & (step > 0):
             weight = _weigh(high, peak, inverse).to(tl.float64)
-            rest = tl.where(step == 0, target - num_before, (target - before) / weight)
+            rest = tl.where(step == 1, target - num_before, (target - before) / weight)
             drawn, nth = high, tl.maximum(tl.ceil(rest) - 1, 0.0).to(tl.int32)  # among its equals
             low, mass = high, before + (nth + 1) * weight
-    return _nth_equal(values, size, drawn, nth, penalty, LIMIT, BLOCK)
+    return _nth_equal(source, drawn, nth, BLOCK)
 
 
 @triton.jit
-def _above(values, size, middle, low, scale, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+def _above(source, middle, low, scale, BLOCK: tl.constexpr):
     """Number and mass of the values with a weight from `middle` up, the smallest of them, and the largest value from
     `low` up that is below `middle`."""
     lanes = tl.arange(0, BLOCK)
@@ -439,8 +445,8 @@ def _above(values, size, middle, low, scale, penalty, LIMIT: tl.constexpr, BLOCK
     mass = tl.zeros([BLOCK], tl.float32)
     next_above = tl.full([BLOCK], float("inf"), tl.float32)
     next_below = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in tl.range(0, LIMIT, BLOCK, num_stages=3):
-        x = _load(values, start + lanes, size, penalty)
+    for start in tl.range(0, source[-1], BLOCK, num_stages=3):
+        x = _load_either(source, start + lanes)
         weights = _weigh_kept(x, scale)
         is_above = (x >= middle) & (weights > 0)
         number += is_above.to(tl.int32)
@@ -452,16 +458,26 @@ def _above(values, size, middle, low, scale, penalty, LIMIT: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _nth_equal(values, size, value, nth, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+def _nth_equal(source, value, nth, BLOCK: tl.constexpr):
     """Index of the nth value, from 0, that equals this one, or of the last if there are fewer."""
     lanes = tl.arange(0, BLOCK)
     index, num_seen = nth * 0, nth * 0
-    for start in range(0, LIMIT, BLOCK):
-        is_equal = _load(values, start + lanes, size, penalty) == value
+    for start in range(0, source[-1], BLOCK):
+        is_equal = _load_either(source, start + lanes) == value
         place = num_seen + tl.cumsum(is_equal.to(tl.int32), axis=0) - 1
         index = tl.maximum(index, tl.max(tl.where(is_equal & (place <= nth), start + lanes, 0), axis=0))
         num_seen += tl.sum(is_equal.to(tl.int32), axis=0)
     return index
+
+
+@triton.jit
+def _load_either(source, ids):
+    """Gathered values, which have had their penalties, or where none were gathered the row's logits: one loop over
+    both takes half the time to compile that one over each does."""
+    logits, vocab, penalty, values, size, _ = source
+    x = _load(logits, ids, tl.where(size > 0, 0, vocab), penalty)
+    gathered = tl.load(values + ids, mask=ids < size, other=float("-inf"))
+    return tl.where(size > 0, gathered, x)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 import atom
 from atom.compose import CONF, one_line_errors, plain_fields, register
 from atom.config import Config, describe_fields, load, show
+from atom.devices import open_early
 from atom.errors import AtomError, ConfigError
 from atom.overrides import HIDDEN, SECRET, hide_secret, one_line, override, parse, rewrite, write_recipe
 from atom.startup import no_collection
@@ -41,6 +42,8 @@ JOBS = {
     "bench": "atom.jobs.bench",
     "profile": "atom.jobs.profile",
 }
+
+IN_PROCESS = ("generate", "bench", "profile")  # jobs that run an engine in this process
 
 HELP = """\
 atom-run: from a Hugging Face checkpoint to tokens, with every step in between to read and change.
@@ -148,6 +151,8 @@ def run(overrides: Sequence[str], dirs: Sequence[str] = ()) -> int:
         config = load(overrides, config_dirs=dirs)
         if config.job.kind not in JOBS:
             raise ConfigError(f"job.kind={config.job.kind}: there is no such job; jobs: {', '.join(JOBS)}")
+        if config.device == "cuda" and config.job.kind in IN_PROCESS:
+            open_early()
         job: Callable[[Config], int] = importlib.import_module(JOBS[config.job.kind]).run
     if config.job.save_recipe:
         about = {name: getattr(config, name) for name in ("dtype", "device", "level")}

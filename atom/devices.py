@@ -1,11 +1,13 @@
 """Which device this machine has for torch, found without importing it, which `--help` and the HTTP process do not.
 
 find_device()     # cuda, which is AMD's GPUs too, or cpu
+open_early()      # the GPU's context is made while torch is imported
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,3 +40,23 @@ def _num_devices(folder: Path, library: str, start: str, count: str) -> int:
         if getattr(driver, start)(0) == 0 and getattr(driver, count)(ctypes.byref(num)) == 0:
             return num.value
     return 0
+
+
+def open_early() -> threading.Thread:
+    """Make the first GPU's context in a thread, while this one imports torch, which takes it over.
+
+    Where that cannot be done, torch does it, or says what is wrong.
+    """
+    thread = threading.Thread(target=_retain_context, daemon=True)
+    thread.start()
+    return thread
+
+
+def _retain_context() -> None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return  # the GPU is another vendor's
+    device, context = ctypes.c_int(0), ctypes.c_void_p()
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

@@ -304,7 +304,8 @@ def open_device(
     num_blocks = plan_kv(kinds, config, memory.measure_left(runner, sizes[-1:], serve))
     runner.bind(num_blocks)
     with progress.task("capturing CUDA graphs"):
-        runner.graphs.capture(sizes)
+        # a server is ready when nothing is left to do; a run of some prompts needs but few sizes
+        runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate")
     return runner, num_blocks
 
 

@@ -65,7 +65,7 @@ class Step(NamedTuple):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=int, default=5)
+    parser.add_argument("--traces", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a trace")
     parser.add_argument("--keep", help="a folder for the traces")
     parser.add_argument("--read", nargs="+", default=[], help="traces that are there: nothing is run")

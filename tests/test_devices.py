@@ -82,3 +82,24 @@ def test_what_is_found_is_what_torch_finds_without_importing_it():
     program = "import sys; from atom.devices import find_device; print(find_device(), 'torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     assert told == ["cuda" if torch.cuda.is_available() else "cpu", "False"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "calls"), [("", ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]), ("cuInit", ["cuInit"]),
+                          ("cuDeviceGet", ["cuInit", "cuDeviceGet"])]
+)  # fmt: skip
+def test_the_context_is_made_ahead_where_the_driver_can(monkeypatch: pytest.MonkeyPatch, broken: str, calls: list[str]):
+    made: list[str] = []
+
+    class Driver:
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args: made.append(name) or 100 * (name == broken)
+
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda path: Driver())
+    devices.open_early().join()
+    assert made == calls
+
+
+def test_another_vendors_context_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    play(monkeypatch, tmp_path, HIP, {"libamdhip64.so": (0, 0, 1)})
+    devices.open_early().join()  # an exception in a thread fails a test

@@ -26,6 +26,7 @@ from atom.graph.recipes import held_bytes
 from atom.graph.types import Type
 from atom.jobs.workload import Step
 
+ATTENTION = (ops.paged_attention, ops.norm_rope_attention, ops.paged_mla_attention)
 READ_BYTES = {"cpu": 512 << 20}  # of the buffer that is read: larger than any cache
 OTHER_READ_BYTES = 2 << 30
 BATCH_SECONDS = 0.02  # that a measurement takes at least
@@ -118,10 +119,10 @@ def program_costs(program: Program) -> Costs:
         if node.target is ops.embedding:  # of which a token takes one row
             continue
         weights = [leaf for leaf in node_leaves(node) if isinstance(leaf, Recipe)]
-        caches = [arg for arg in node.args if isinstance(arg, KV)]
         product = find_product(node, weights)
-        if caches and not node.target.is_state:
-            costs.attention.append(attention_costs(node, caches[0], product))
+        if node.target in ATTENTION:
+            (cache,) = (arg for arg in node.args if isinstance(arg, KV))
+            costs.attention.append(attention_costs(node, cache, product))
         elif product is not None:
             costs.products.append(product)
         if product is None:

@@ -16,6 +16,7 @@ from torch.fx import Node
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.graph.recipes import cat, leaves
+from atom.graph.types import Type
 from atom.kernels import Target, candidates
 
 
@@ -41,7 +42,7 @@ def cat_linears(linears: Sequence[Node]) -> tuple[Any, ...]:
     return (x, *(cat(tuple(parts)) for parts in recipes))
 
 
-def is_taken(op: Op, target: Target, backends: Sequence[str]) -> bool:
-    """Whether a backend beside the reference has a kernel for this op on this target."""
+def is_taken(op: Op, target: Target, backends: Sequence[str], *types: Type) -> bool:
+    """Whether a backend beside the reference has a kernel for this op, with first arguments of these types."""
     own = [backend for backend in backends if backend != "reference"]
-    return any(kernel.accepts(target) is None for kernel in candidates(op, own))
+    return any(kernel.accepts(target, *types) is None for kernel in candidates(op, own))

@@ -19,6 +19,7 @@ from atom.passes.fuse_gate_up import fuse_gate_up
 from atom.passes.fuse_linear_gate import fuse_linear_gate
 from atom.passes.fuse_norm_linear import fuse_norm_linear
 from atom.passes.fuse_norm_residual import fuse_norm_residual
+from atom.passes.fuse_norm_rope_attention import fuse_norm_rope_attention
 from atom.passes.fuse_qkv import fuse_qkv
 from atom.passes.lower_attention import lower_attention
 from atom.passes.lower_moe import lower_moe
@@ -34,6 +35,7 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (lower_attention, 0, ops.LOWERED),
     (fuse_linear_gate, 1, ops.LOWERED),
     (fuse_norm_linear, 1, ops.LOWERED),
+    (fuse_norm_rope_attention, 1, ops.LOWERED),
     (select_kernels, 0, ops.LOWERED),
     (split_pieces, 2, ops.LOWERED),
 )
@@ -68,7 +70,8 @@ def lower(
     """
     done: list[str] = []
     chosen = target, BACKENDS[target.device][min(level, 2)]
-    configured = {rewrite: chosen for rewrite in (fuse_linear_gate, fuse_norm_linear, select_kernels)}
+    takers = fuse_linear_gate, fuse_norm_linear, fuse_norm_rope_attention, select_kernels
+    configured = dict.fromkeys(takers, chosen)
     names = [rewrite.__name__ for rewrite, _, _ in PIPELINE]
     for rewrite, from_level, graph_level in PIPELINE[names.index(first) :]:
         if level < from_level:

@@ -94,8 +94,7 @@ class DeviceModel:
         return hidden, self.head({"hidden": hidden.index_select(0, places.long())})
 
     def sample(self, rows: Tensor, logits: Tensor, kind: str, penalties: bool = False) -> Tensor:
-        """rows: i32[R] of slots, logits [R, V] -> tokens i64[R], which are the newest of their slots from now on, and are reported
-        to the host"""
+        """rows: i32[R] of slots, logits [R, V] -> tokens i64[R], the newest of their slots from now on, and reported"""
         out = torch.empty(len(rows), dtype=torch.int64, device=self.device)
         self._sampling.sample(logits, rows, self.slots, kind, out, penalties)
         return out

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +49,6 @@ class _Decodes:
 @dataclass
 class _Mixed:
     graph: torch.cuda.CUDAGraph
-    layout: Layout
     packed: Tensor  # where the layout's numbers go
     step: Step
 
@@ -57,13 +56,13 @@ class _Mixed:
 class Graphs:
     def __init__(self, model: DeviceModel) -> None:
         self._model = model
-        self._decodes: dict[int, _Decodes] = {}  # by their number, smallest first
-        self._mixed: list[_Mixed] = []  # smallest first
+        self._decodes: dict[int, _Decodes | None] = {}  # by their number, smallest first; None: not captured yet
+        self._mixed: dict[Layout, _Mixed | None] = {}  # smallest first
         self._pool: Any = None
 
     @property
     def sizes(self) -> list[int]:
-        """The numbers of decodes that were captured."""
+        """The numbers of decodes for which there are graphs."""
         return list(self._decodes)
 
     def clear(self) -> None:
@@ -73,9 +72,10 @@ class Graphs:
 
     def decode(self, slots: list[int]) -> Step | None:
         """Start the decodes of these slots; None where so many were not captured."""
-        found = next((each for size, each in self._decodes.items() if size >= len(slots)), None)
-        if found is None:
+        size = next((size for size in self._decodes if size >= len(slots)), None)
+        if size is None:
             return None
+        found = self._decodes[size] = self._decodes[size] or self._capture_decodes(size)
         if found.slots != slots:
             padding = [self._model.padding] * (len(found.step.rows) - len(slots))
             found.step.rows.copy_(self._model.send(np.array(slots + padding, np.int32)))
@@ -86,10 +86,11 @@ class Graphs:
     def mix(self, plan: Plan) -> Step | None:
         """Start a step with prompts; None where none of its size was captured."""
         asked = Layout.of(plan)
-        found = next((each for each in self._mixed if each.layout.holds(asked)), None)
-        if found is None:
+        layout = next((each for each in self._mixed if each.holds(asked)), None)
+        if layout is None:
             return None
-        found.packed.copy_(self._model.send(found.layout.pack(plan, self._model.padding)))
+        found = self._mixed[layout] = self._mixed[layout] or self._capture_mixed(layout)
+        found.packed.copy_(self._model.send(layout.pack(plan, self._model.padding)))
         found.graph.replay()
         return found.step
 
@@ -99,18 +100,23 @@ class Graphs:
 
         load_driver()
         slots, largest = self._model.slots.num_slots, max(sizes, default=1)
-        first: list[Callable[[], object]] = [lambda kind=kind: self._rehearse_sampling(kind) for kind in KINDS[::-1]]  # type: ignore[misc]
-        first += [lambda: self.rehearse(PROMPT_TOKENS[-1], min(PROMPT_ROWS, slots)), lambda: self._rehearse_decodes(1)]
         place_of_padding = slots * self._model.tables.shape[2]
-        first.append(lambda: self._model.extend_tables([place_of_padding], [0]))  # which is what stands there
-        # kernels differ by the power of two that holds the rows: what the first of them share is there by now
-        others = [1 << power for power in range(1, largest.bit_length()) if sizes]
+        shared: list[Callable[[], object]] = [
+            lambda: self._rehearse_decodes(1),
+            lambda: self.rehearse(PROMPT_TOKENS[-1], min(PROMPT_ROWS, slots)),
+            lambda: self.rehearse(PROMPT_TOKENS[-1] + 1, 1),  # longer steps may have kernels of their own
+            lambda: self._model.extend_tables([place_of_padding], [0]),  # which is what stands there
+        ]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # Triton compiles without the interpreter's lock
-            for jobs in (first, [lambda size=size: self._rehearse_decodes(size) for size in others]):
-                for done in [pool.submit(job) for job in jobs]:
-                    done.result()
-        for size in sizes:
-            self._rehearse_decodes(size)
+            first = [pool.submit(rehearsal) for rehearsal in shared]
+            alone: list[Future[Any]] = [pool.submit(launch) for kind in KINDS[::-1] for launch in self._sampling(kind)]
+            for done in first:
+                done.result()
+            # kernels differ by the power of two that holds the rows: what all of them share is there by now
+            powers = [1 << power for power in range(1, largest.bit_length()) if sizes]
+            alone += [pool.submit(self._rehearse_decodes, size) for size in powers]
+            for each in alone:
+                each.result()
 
     @torch.inference_mode()
     def rehearse(self, num_tokens: int, num_rows: int) -> None:
@@ -127,31 +133,51 @@ class Graphs:
         self._model.decode(self._model.send(np.full(size, self._model.padding, np.int32)))
 
     @torch.inference_mode()
-    def _rehearse_sampling(self, kind: str) -> None:
+    def _sampling(self, kind: str) -> list[Callable[[], object]]:
+        """Launches of the kernels that sample, those that take longest to compile first, on a row of padding."""
+        from atom.kernels.triton.sampling import launches
+
         model = self._model
         rows = model.send(np.full(1, model.padding, np.int32))
+        out = torch.empty(1, dtype=torch.int64, device=model.device)
+        found: list[Callable[[], object]] = []
         for dtype in (model.logits_dtype, torch.float32):
-            model.sample(rows, torch.zeros(1, model.slots.vocab, dtype=dtype, device=model.device), kind)
+            logits = torch.zeros(1, model.slots.vocab, dtype=dtype, device=model.device)
+            found += launches(logits, rows, model.slots, kind, out)[::-1]
+        return found
 
     @torch.inference_mode()
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Capture decodes of these numbers of rows, and steps with prompts; `compile` has been called with them."""
-        model = self._model
+    def capture(self, sizes: Sequence[int], is_lazy: bool = False) -> None:
+        """Capture decodes of these numbers of rows, and steps with prompts; `compile` has been called with them.
+
+        is_lazy: now only the largest of each, any other when it is first to run.
+        """
         self.clear()
         self._pool = torch.cuda.graph_pool_handle()
-        for size in sorted(sizes, reverse=True):  # the smaller ones fit into the memory of the largest
-            rows = torch.full((size,), model.padding, dtype=torch.int32, device=model.device)
-            graph, logits = self._capture(lambda rows=rows: model.decode(rows))  # type: ignore[misc]
-            self._decodes[size] = _Decodes(graph, self._step(rows, logits))
-        self._decodes = dict(sorted(self._decodes.items()))
-        for num_tokens in PROMPT_TOKENS[::-1] if sizes else ():
-            num_rows = min(num_tokens + 1, model.slots.num_slots + 1, PROMPT_ROWS)
-            layout = Layout(num_tokens, num_rows, num_rows)
-            packed = torch.from_numpy(layout.padding(model.padding)).to(model.device)
-            graph, (hidden, logits) = self._capture(lambda layout=layout, packed=packed: model.mix(layout, packed, 0))  # type: ignore[misc]
-            step = self._step(layout.samples(packed)[0], logits, unowned(hidden))
-            self._mixed.insert(0, _Mixed(graph, layout, packed, step))
-            del hidden
+        num_slots = self._model.slots.num_slots + 1
+        counts = [(num, min(num + 1, num_slots, PROMPT_ROWS)) for num in PROMPT_TOKENS if sizes]
+        self._decodes = dict.fromkeys(sorted(sizes))
+        self._mixed = {Layout(num_tokens, num_rows, num_rows): None for num_tokens, num_rows in counts}
+        # the smaller ones fit into the memory of the largest
+        for size in list(self._decodes)[-1:] if is_lazy else list(self._decodes)[::-1]:
+            self._decodes[size] = self._capture_decodes(size)
+        for layout in list(self._mixed)[-1:] if is_lazy else list(self._mixed)[::-1]:
+            self._mixed[layout] = self._capture_mixed(layout)
+
+    @torch.inference_mode()
+    def _capture_decodes(self, size: int) -> _Decodes:
+        model = self._model
+        self._rehearse_decodes(size)
+        rows = torch.full((size,), model.padding, dtype=torch.int32, device=model.device)
+        graph, logits = self._capture(lambda: model.decode(rows))
+        return _Decodes(graph, self._step(rows, logits))
+
+    @torch.inference_mode()
+    def _capture_mixed(self, layout: Layout) -> _Mixed:
+        model = self._model
+        packed = torch.from_numpy(layout.padding(model.padding)).to(model.device)
+        graph, (hidden, logits) = self._capture(lambda: model.mix(layout, packed, 0))
+        return _Mixed(graph, packed, self._step(layout.samples(packed)[0], logits, unowned(hidden)))
 
     def _step(self, rows: Tensor, logits: Tensor, hidden: Tensor | None = None) -> Step:
         """The step of a graph that has just been captured."""

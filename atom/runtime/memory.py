@@ -57,7 +57,7 @@ def measure_left(runner: DeviceRunner, largest: Sequence[int], serve: ServeConfi
     step = torch.cuda.max_memory_allocated() - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    runner.graphs.capture(largest)
+    runner.graphs.capture(largest, is_lazy=True)
     torch.cuda.empty_cache()
     graphs = free - torch.cuda.mem_get_info()[0]
     return int(total * serve.gpu_memory_utilization) - (total - free) - step - graphs - SPARE

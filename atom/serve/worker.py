@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from atom.config import Config
+from atom.devices import open_early
 from atom.errors import AtomError, CapacityError, RequestError
 from atom.runtime.types import RequestOutput, Sequence
 from atom.serve.link import Link, beat, fail
@@ -209,6 +210,8 @@ class Worker:
 
 
 def open_real(config: Config) -> Engine:
+    if config.device == "cuda":
+        open_early()
     with no_collection():
         from atom.checkpoint import RichProgress
         from atom.llm import open_engine

@@ -70,7 +70,8 @@ def test_the_shape_rule_says_what_the_body_gives(op: ops.Op, texts: tuple[str, .
 
 
 def test_every_op_says_its_shapes():
-    in_steps = {ops.attention, ops.norm_rope_write, ops.paged_attention}  # their rules are held in graph/ops
+    # their rules are held in graph/ops
+    in_steps = {ops.attention, ops.norm_rope_write, ops.paged_attention, ops.norm_rope_attention}
     latent = {ops.mla_attention, ops.norm_rope_write_latent, ops.paged_mla_attention}
     mixtures = {ops.experts, ops.group, ops.grouped_linear, ops.combine}
     assert {op for op, _, _ in CALLS} | in_steps | latent | mixtures == set(ops.OPS.values())

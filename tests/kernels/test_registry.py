@@ -64,7 +64,7 @@ def test_latent_attention_takes_entries_of_up_to_512_and_64_dims():
 
 
 @pytest.mark.parametrize("target", GPUS, ids=["nvidia", "amd"])
-@pytest.mark.parametrize("op", [ops.paged_attention, ops.norm_rope_write])
+@pytest.mark.parametrize("op", [ops.paged_attention, ops.norm_rope_write, ops.norm_rope_attention])
 def test_attention_takes_heads_of_up_to_256_dims_on_a_gpu_of_any_vendor(op: ops.Op, target: Target):
     accepts = find_kernel(op, "triton").accepts
     for dim in (4, 20, 64, 256):

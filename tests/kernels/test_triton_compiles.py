@@ -56,20 +56,29 @@ for rows in (1, 5, 30):
     x = bf16(rows, 1024)
     linear.linear(x, weight)
     linear.add_norm_linear(x, x, norm, weight, eps=1e-6, kind="silu")
+x = bf16(100, 1024)
+for parameters in (linear.Matrix(128, 64, 8, 3), linear.Matrix(64, 64, 4, 3, splits=2, block_rows=32),
+                   linear.Matrix(16, 64, 4, 4, groups=4, block_rows=8)):
+    linear.multiply_matrix(x, weight, None, "silu", parameters)
 linear.activate_gates(bf16(100, 2048), "silu")
 q, k, cache = bf16(9, 8, 128), bf16(9, 2, 128), bf16(4, 16, 2, 2, 128)
 angle = torch.zeros(9, 64)
 slots = torch.arange(9)
 rope.norm_rope_write(q, k, k, angle, angle, bf16(128), bf16(128), cache, slots, eps=1e-6)
 table, starts = torch.zeros(4, 4, dtype=torch.int32), torch.tensor([0, 1, 2, 3, 9], dtype=torch.int32)
-attention.PagedAttention()(q, cache, table, starts, torch.full((4,), 9, dtype=torch.int32), 3, scale=0.1)
+lengths = torch.full((4,), 9, dtype=torch.int32)
+attention.PagedAttention()(q, cache, table, starts, lengths, 3, scale=0.1)
+for norm, turning in ((bf16(128), angle), (None, None)):
+    attention.NormRopeAttention()(
+        q, k, k, turning, turning, norm, norm, cache, slots, table, starts, lengths, 3, eps=1e-6, scale=0.1
+    )
 rows, tables = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 4, 4, dtype=torch.int32)
 state = Slots(3, 500, "cpu")
 inputs = feed.Inputs(slots, slots, rows, slots[None], torch.zeros(1, 3, 4, dtype=torch.int32))
 feed.feed_decodes(rows, state, tables, 16, inputs)
 feed.feed_rows(rows, slots.int(), slots.int(), starts, rows, state, tables, 16, inputs)
 feed.extend_tables(tables, torch.zeros(2, 3, dtype=torch.int32))
-for kind in ("greedy", "random"):
+for kind in ("greedy", "random", "cut"):
     sampling.sample(bf16(3, 500), rows, state, kind, torch.zeros(3, dtype=torch.int64))
 x, experts = bf16(7, 256), bf16(8, 64, 256)
 weights, ids = moe.router(x, bf16(8, 256), top_k=2)
@@ -84,7 +93,7 @@ NAMES = {
     "moe": "_logits_kernel _choose_kernel _group_kernel _grouped_linear_kernel _combine_kernel",
     "prefill": "_prefill",
     "rope": "_norm_rope_write",
-    "sampling": "_summarize _draw",
+    "sampling": "_summarize _limit _gather _draw",
 }
 
 

@@ -9,7 +9,10 @@ pytest.importorskip("triton")
 from atom.graph import ops
 from atom.kernels.triton import linear as kernels
 from atom.kernels.triton.linear import Matrix, Vector
+from atom.kernels.triton.tiles import Gpu
 
+LARGE = Gpu(132, 227 << 10, (9, 0), "large")
+SMALL = Gpu(128, 99 << 10, (8, 9), "small")
 EPS = 0.01  # large enough to be missed
 SHAPES = {  # by device: outputs, columns
     "cpu": [(17, 77)],
@@ -25,6 +28,8 @@ MATRIX_PARAMETERS = [
     Matrix(32, 32, warps=4, stages=2, splits=3, prefetch=2),
     Matrix(16, 16, warps=4, stages=3, groups=4, prefetch=8),
     Matrix(16, 16, warps=4, stages=2, groups=4, splits=2),
+    Matrix(32, 16, warps=4, stages=2, block_rows=16),
+    Matrix(16, 32, warps=4, stages=3, splits=2, prefetch=4, block_rows=32),
 ]
 
 
@@ -62,7 +67,7 @@ def test_one_row_is_added_normed_multiplied_and_gated_like_the_ops(triton_device
         for out, inner in SHAPES[triton_device]:
             for parameters in VECTOR_PARAMETERS:
                 row_size = 2 ** (inner - 1).bit_length() * dtype.itemsize
-                if (parameters.stages - 1) * parameters.block_out * row_size > kernels.MEMORY:
+                if (parameters.stages - 1) * parameters.block_out * row_size > kernels.MEMORY[0]:
                     continue
                 a, b = make(triton_device, dtype, 2, 1, inner)
                 b = b if ahead == "add and norm" else None
@@ -75,7 +80,7 @@ def test_one_row_is_added_normed_multiplied_and_gated_like_the_ops(triton_device
 
 
 @pytest.mark.parametrize("kind", [None, "silu"])
-@pytest.mark.parametrize("rows", [2, 3, 16, 17, 64])
+@pytest.mark.parametrize("rows", [2, 16, 33, 65, 127, kernels.MAX_ROWS])
 def test_rows_are_multiplied_and_gated_like_the_op(triton_device, rows, kind):
     for dtype in dtypes(triton_device):
         for out, inner in SHAPES[triton_device]:
@@ -87,7 +92,7 @@ def test_rows_are_multiplied_and_gated_like_the_op(triton_device, rows, kind):
                 assert_like_the_ops(y, x, None, None, weight, bias, kind)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 17, kernels.MAX_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 3, 17, 65])
 def test_every_function_gives_what_its_ops_give(triton_device, rows):
     for dtype in dtypes(triton_device):
         a, b = make(triton_device, dtype, 2, rows, 96)
@@ -153,8 +158,8 @@ def test_a_row_is_the_same_beside_any_others(triton_device, parameters):
 
 
 def test_splits_add_up_the_same_each_time(triton_device):
-    x, weight = make(triton_device, torch.float32, 5, 190), make(triton_device, torch.float32, 70, 190)
-    parameters = Matrix(16, 16, warps=4, stages=2, splits=5)
+    x, weight = make(triton_device, torch.float32, 9, 190), make(triton_device, torch.float32, 20, 190)
+    parameters = Matrix(16, 16, warps=4, stages=2, splits=5, block_rows=8)
     first = kernels.multiply_matrix(x, weight, None, None, parameters)
     for _ in range(3):
         assert torch.equal(kernels.multiply_matrix(x, weight, None, None, parameters), first)
@@ -168,12 +173,13 @@ def test_a_nan_stays_a_nan_behind_relu(triton_device):
     assert y[0, 1] == 0
 
 
-@pytest.mark.parametrize("rows", [1, 2, 9, 16, 17, 33, 64])
+@pytest.mark.parametrize("gpu", [LARGE, SMALL], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("rows", [1, 2, 9, 16, 17, 32])
 @pytest.mark.parametrize("shape", [(64, 64), (1024, 2048), (4096, 12288), (6144, 1024), (151936, 4096), (1000, 8192)])
-def test_what_is_chosen_fills_the_device_and_fits_into_its_memory(rows, shape):
+def test_what_is_chosen_fills_the_device_and_fits_into_its_memory(rows, shape, gpu):
     out, inner = shape
     for element_size, gates in itertools.product((2, 4), (1, 2)):
-        chosen = kernels.choose(rows, out, inner, element_size, gates, 132)
+        chosen = kernels.choose(rows, out, inner, element_size, gates, gpu)
         if chosen is None:
             assert element_size == 4  # float32 has no tensor core that is exact
             continue
@@ -182,7 +188,7 @@ def test_what_is_chosen_fills_the_device_and_fits_into_its_memory(rows, shape):
             assert rows == 1
             assert chosen.block_out % gates == 0
             assert chosen.stages > 1
-            assert (chosen.stages - 1) * chosen.block_out * size <= 96 * 1024
+            assert (chosen.stages - 1) * chosen.block_out * size < gpu.shared_memory
             continue
         tiles, step = -(-out // chosen.block_out), chosen.block_inner * chosen.groups
         assert tiles * chosen.splits >= min(120, out * inner * element_size / 2**16)

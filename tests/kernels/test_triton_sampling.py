@@ -198,6 +198,25 @@ def test_padding_rows_change_nothing(device: str):
     assert slots.tokens.tolist()[3] == 0 and not slots.reported[3].any()
 
 
+def test_kernels_of_padding_alone_run_in_any_order(device: str, monkeypatch: pytest.MonkeyPatch):
+    """They write nothing that follows from what another would have written before."""
+    slots, made = Slots(3, 150, device), []
+
+    def full(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        made.append(torch.full(shape, 3, dtype=dtype, device=device))  # in bounds wherever it is taken for a place
+        return made[-1]
+
+    rows, out = torch.full((2,), 3, dtype=torch.int32, device=device), torch.full((2,), -1, device=device)
+    with monkeypatch.context() as poisoned:
+        poisoned.setattr(sampling.torch, "empty", full)
+        launches = sampling.launches(randn(6, 2, 150).to(device), rows, slots, "cut", out)
+    for launch in reversed(launches):
+        launch()
+    gathered = [each for each in made if each.shape == (2, sampling.MAX_GATHERED)]
+    assert len(launches) == 4 and len(gathered) == 2 and all(bool((each == 3).all()) for each in gathered)
+    assert out.tolist() == [0, 0] and slots.lengths.tolist() == [1, 1, 1, 1] and not slots.reported.any()
+
+
 def test_a_row_without_a_distribution_gives_its_largest_number_and_disturbs_nobody(device: str):
     inf, nan = math.inf, math.nan
     logits = torch.full((7, 70), -inf)  # the last part is masked in all rows but one

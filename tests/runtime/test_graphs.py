@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -49,7 +50,7 @@ def graphs() -> Graphs:
         layout = Layout(num_tokens, 3, 3)
         packed = torch.from_numpy(layout.padding(PADDING))
         step = Step(layout.samples(packed)[0], torch.zeros(3, 3), torch.zeros(num_tokens, 2))
-        found._mixed.append(_Mixed(Replays(), layout, packed, step))  # type: ignore[arg-type]
+        found._mixed[layout] = _Mixed(Replays(), packed, step)  # type: ignore[arg-type]
     return found
 
 
@@ -93,6 +94,26 @@ def test_a_step_with_prompts_runs_in_the_smallest_graph_that_holds_it(
     assert found == num_tokens
     if step is not None:
         assert step.rows.tolist() == [*range(len(counts)), *[PADDING] * (3 - len(counts))]
+
+
+def test_what_is_not_captured_yet_is_when_it_first_runs(graphs: Graphs, monkeypatch: pytest.MonkeyPatch):
+    captured = list(graphs._decodes.values())
+    made: list[int] = []
+    monkeypatch.setattr(graphs, "_capture_decodes", lambda size: made.append(size) or captured[1])
+    graphs._decodes[2] = None
+    for slots in ([4], [1, 3], [3, 1], [0, 1, 2]):
+        graphs.decode(slots)
+    assert made == [2]
+    assert captured[1].graph.num == 2  # type: ignore[union-attr]
+    mixed, (small, large) = [], graphs._mixed
+    monkeypatch.setattr(graphs, "_capture_mixed", lambda layout: mixed.append(layout) or graphs._mixed[large])
+    graphs._mixed[small] = None
+    prompt = Sequence("a", [1, 2, 3], SamplingParams(), slot=0, num_given=3)
+    monkeypatch.setattr(Layout, "pack", lambda layout, plan, padding: np.zeros(0, np.int32))
+    monkeypatch.setattr(graphs._mixed[large], "packed", torch.zeros(0, dtype=torch.int32))
+    for _ in range(2):
+        graphs.mix(Plan([Row(prompt, 0, 3, True)], 0))
+    assert mixed == [small]
 
 
 def test_what_was_cleared_runs_no_more(graphs: Graphs):

@@ -36,7 +36,7 @@ from atom.graph.ops.dense import (
     softcap,
     split,
 )
-from atom.graph.ops.fused import add_norm_linear, gated_linear, norm_linear
+from atom.graph.ops.fused import add_norm_linear, gated_linear, norm_linear, norm_rope_attention
 from atom.graph.ops.latent import (
     attend_latent,
     mla_attention,
@@ -72,6 +72,7 @@ __all__ = [
     "mla_attention",
     "mul",
     "norm_linear",
+    "norm_rope_attention",
     "norm_rope_write",
     "norm_rope_write_latent",
     "paged_attention",

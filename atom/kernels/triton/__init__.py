@@ -74,6 +74,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.add_norm_linear, "linear", accepts=accepts_linear),
     _kernel(ops.norm_rope_write, "rope", accepts=accepts_attention),
     _kernel(ops.paged_attention, "attention", "PagedAttention", accepts_attention),
+    _kernel(ops.norm_rope_attention, "attention", "NormRopeAttention", accepts_attention),
     _kernel(ops.norm_rope_write_latent, "latent"),
     _kernel(ops.paged_mla_attention, "latent", accepts=accepts_latent),
     _kernel(ops.router, "moe"),

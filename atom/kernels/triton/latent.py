@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.triton.rope import _turn
+from atom.kernels.triton.rope import store_turned
 from atom.kernels.triton.tiles import NOTHING, find_gpu, find_owner, sequence_bucket, wait_for_inputs
 
 ABSORBED_BYTES = 128 << 20  # of the absorbed queries that a prefill has at a time, one head's at least
@@ -61,8 +61,7 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
     _write_kernel[(tokens, 1 + triton.cdiv(heads, 32) if half else 1)](
         q_rope, latent, k_rope, cos, sin, norm, cache, slots, turned, q_rope.stride(0), q_rope.stride(1),
         latent.stride(0), k_rope.stride(0), EPS=eps, INTERLEAVED=interleaved, HEADS=heads, RANK=rank, ROTATED=rotated,
-        HALF=half, BLOCK_N=32, BLOCK_L=triton.next_power_of_2(rank), BLOCK_H=triton.next_power_of_2(max(1, half)),
-        BLOCK_R=triton.next_power_of_2(max(1, rotated - 2 * half)), PDL=gpu.has_dependent_launch, **gpu.options,
+        HALF=half, BLOCK_N=32, PDL=gpu.has_dependent_launch, **gpu.options,
     )  # fmt: skip
     return turned
 
@@ -160,24 +159,23 @@ def _blocks(rank: int, rotated: int) -> tuple[int, int]:
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, slots, turned, q_stride, head_stride, latent_stride,
                   k_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
-                  ROTATED: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr,
-                  BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  ROTATED: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One token's entry, and behind it some of its heads' queries."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         row = tl.zeros([1], tl.int64)
         entry = cache + tl.load(slots + token) * (RANK + ROTATED) + row
-        _turn(latent + token * latent_stride + row, entry, token + row, row == 0, cos, sin, norm, EPS, INTERLEAVED,
-              RANK, 0, 1, BLOCK_L)  # fmt: skip
-        _turn(k_rope + token * k_stride + row, entry + RANK, token + row, row == 0, cos, sin, None, EPS, INTERLEAVED,
-              ROTATED, HALF, BLOCK_H, BLOCK_R)  # fmt: skip
+        store_turned(latent + token * latent_stride + row, entry, token + row, row == 0, cos, sin, norm, EPS,
+                     INTERLEAVED, RANK, 0)  # fmt: skip
+        store_turned(k_rope + token * k_stride + row, entry + RANK, token + row, row == 0, cos, sin, None, EPS,
+                     INTERLEAVED, ROTATED, HALF)  # fmt: skip
     else:
         heads = (tl.program_id(1) - 1) * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = q_rope + token * q_stride + heads * head_stride
         places = turned + (token * HEADS + heads) * ROTATED
-        _turn(rows, places, token + tl.zeros([BLOCK_N], tl.int64), heads < HEADS, cos, sin, None, EPS, INTERLEAVED,
-              ROTATED, HALF, BLOCK_H, BLOCK_R)  # fmt: skip
+        store_turned(rows, places, token + tl.zeros([BLOCK_N], tl.int64), heads < HEADS, cos, sin, None, EPS,
+                     INTERLEAVED, ROTATED, HALF)  # fmt: skip
 
 
 @triton.jit(

@@ -6,7 +6,7 @@
 
 One row is multiplied on the plain cores: each program makes the norm of it again and then lets its share of the weight
 stream past. More rows are normed first and go through tensor cores with the weight as the left side, so that they are
-padded to 8 and not to 64. Above MAX_ROWS the vendor's library takes over.
+padded to 8 and not to 64. Above MAX_ROWS, and above 32 where nobody has measured, the vendor's library takes over.
 
 On NVIDIA from sm_90, each kernel starts while the one ahead still runs, and fills its memory with the weight until
 that has ended: a weight must have been written before that one began. The splits of a product count themselves in one
@@ -27,10 +27,12 @@ from torch import Tensor
 from atom.kernels import tuned
 from atom.kernels.triton.tiles import Gpu, find_gpu
 
-MAX_ROWS = 64
-BUCKETS = (1, 8, 16, 32, MAX_ROWS)  # rows up to which parameters hold
+MAX_ROWS = 128
+BUCKETS = (1, 8, 16, 32, 64, MAX_ROWS)  # rows up to which parameters hold
 MAX_TILES = 4096  # of a product whose columns are split
-MEMORY = 98304  # bytes of a processor that a product of one row takes: on an H200 there is room for the next one's
+MEMORY = 98304, 16384  # bytes of a processor that a product of one row takes, and of them in a step
+# where there are more: so much that two programs never share a processor, while attention still keeps another one
+LARGE_MEMORY = 131072, 32768
 KINDS = ("silu", "sigmoid", "gelu", "gelu_tanh", "relu", "relu2")  # of gates
 
 
@@ -53,6 +55,7 @@ class Matrix(NamedTuple):
     groups: int = 1  # of warps, which share out the columns of a step
     splits: int = 1  # programs that share out the columns
     prefetch: int = 0  # lines of 128 bytes of each row to send for while the kernel ahead still runs
+    block_rows: int = MAX_ROWS  # rows that a program takes at most
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -106,33 +109,30 @@ def find(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gp
         bucket = next(size for size in BUCKETS if size >= rows)
         if measured := tuned.parameters(gpu.name, "linear", f"{bucket} {out} {inner} {gates}"):
             style, *numbers = measured
-            return Vector(*numbers) if style == "vector" else Matrix(*numbers)
-    return choose(rows, out, inner, element_size, gates, gpu.units)
+            return {"vector": Vector, "matrix": Matrix}[style](*numbers) if numbers else None
+    return choose(rows, out, inner, element_size, gates, gpu)
 
 
-def choose(
-    rows: int, out: int, inner: int, element_size: int, gates: int, num_processors: int
-) -> Vector | Matrix | None:
+def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Vector | Matrix | None:
     """How to cut up a product of MAX_ROWS rows or fewer by a weight [out, inner]; None: by the vendor's library.
 
     gates is 2 where half of the outputs are gates, else 1.
     """
     columns = triton.next_power_of_2(inner)
     row_size = columns * element_size
-    if rows == 1 and row_size * gates <= MEMORY:
-        block_out = max(gates, 16384 // row_size)
-        while block_out > gates and out < 2 * block_out * num_processors:
+    memory, step = LARGE_MEMORY if gpu.shared_memory > LARGE_MEMORY[0] else MEMORY
+    if rows == 1 and row_size * gates <= memory:
+        block_out = max(gates, step // row_size)
+        while block_out > gates and out < 2 * block_out * gpu.units:
             block_out //= 2
-        stages = min(1 + MEMORY // (block_out * row_size), 7)
+        stages = min(1 + memory // (block_out * row_size), 7)
         return Vector(block_out, warps=min(max(columns // 256, 1), 8), stages=stages, programs=1)
-    if element_size > 2:
+    if element_size > 2 or rows > 32:  # at 48 and 64 rows of layers of Qwen3 the library beats what follows
         return None
     # measured on an H200 with the layers of Qwen3-0.6B and 8B at 4, 16 and 32 rows
     block_out, block_inner, warps, at_least = (32, 256, 2, 0.9) if rows <= 8 else (64, 128, 4, 1.4)
-    if rows > 32:
-        block_inner = 64
     tiles, splits = triton.cdiv(out, block_out), 1
-    while splits < 8 and tiles * splits < at_least * num_processors and inner >= 4 * splits * block_inner:
+    while splits < 8 and tiles * splits < at_least * gpu.units and inner >= 4 * splits * block_inner:
         splits *= 2
     return Matrix(block_out, block_inner, warps, stages=4, splits=splits, prefetch=4)
 
@@ -166,19 +166,19 @@ def multiply_vector(
 def multiply_matrix(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | None, parameters: Matrix) -> Tensor:
     """multiply for up to MAX_ROWS rows, normed already: x [T, I]"""
     (rows, inner), gates = weight.shape, 1 if kind is None else 2
-    block_out, block_inner, warps, stages, groups, splits, prefetch = parameters
-    block_rows = max(8, triton.next_power_of_2(len(x)))
+    block_out, block_inner, warps, stages, groups, splits, prefetch, block_rows = parameters
+    block_rows = min(max(8, triton.next_power_of_2(len(x))), block_rows)
     if torch.version.hip is not None:  # AMD's tensor cores take 16 rows, and its programs 64 KB of memory
         block_rows, stages = max(16, block_rows), 2
-    tiles = triton.cdiv(rows, block_out)
+    row_tiles, tiles = triton.cdiv(len(x), block_rows), triton.cdiv(rows, block_out)
     y = x.new_empty(len(x), rows // gates)
     partial = arrived = None
     if splits > 1:
-        assert tiles <= MAX_TILES, f"{tiles} tiles"
-        partial = x.new_empty(splits, tiles, block_out, block_rows, dtype=torch.float32)
+        assert row_tiles * tiles <= MAX_TILES, f"{row_tiles} x {tiles} tiles"
+        partial = x.new_empty(splits, tiles, row_tiles, block_out, block_rows, dtype=torch.float32)
         arrived = _arrivals(x.device)
     gpu = find_gpu(x.device)
-    _matrix_kernel[(tiles, splits)](
+    _matrix_kernel[(row_tiles, tiles, splits)](
         x, weight, bias, y, partial, arrived, len(x), rows // gates, x.stride(0),
         inner, block_rows, block_out, block_inner, stages, groups, splits, prefetch, kind, gpu.has_dependent_launch,
         num_warps=warps, **gpu.options,
@@ -314,12 +314,12 @@ def _matrix_kernel(
     INNER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr,
     GROUPS: tl.constexpr, SPLITS: tl.constexpr, PREFETCH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Up to BLOCK_T rows by BLOCK_O rows of the weight, over a split of the columns."""
+    """BLOCK_T rows by BLOCK_O rows of the weight, over a split of the columns."""
     STEP: tl.constexpr = GROUPS * BLOCK_I
     WIDTH: tl.constexpr = triton.cdiv(triton.cdiv(INNER, STEP), SPLITS) * STEP  # of a split
-    begin = tl.program_id(1) * WIDTH
+    begin = tl.program_id(2) * WIDTH
     NUM: tl.constexpr = BLOCK_O if KIND is None else BLOCK_O // 2
-    first = tl.program_id(0) * NUM
+    first = tl.program_id(1) * NUM
     weight_row = _weight_rows(first, out, BLOCK_O, KIND)
     weights = weight_ptr + weight_row * INNER
     if PDL:
@@ -327,40 +327,35 @@ def _matrix_kernel(
         if PREFETCH:
             _send_for(weights, begin, INNER, PREFETCH)
         tl.extra.cuda.gdc_wait()
-    row = tl.arange(0, BLOCK_T)
+    row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     x_row = x_ptr + row * x_stride
     is_row = row < rows
     if GROUPS == 1:
         column = begin + tl.arange(0, BLOCK_I)
         acc = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-        for start in tl.range(0, WIDTH, STEP, num_stages=STAGES):
-            here = start + column
-            w = tl.load(weights[:, None] + here[None, :], mask=(here < INNER)[None, :], other=0.0,
-                        eviction_policy="evict_first")  # fmt: skip
-            x = tl.load(x_row[None, :] + here[:, None], mask=(here < INNER)[:, None] & is_row[None, :], other=0.0)
-            acc = tl.dot(w, x, acc, input_precision="ieee")
     else:
         column = begin + tl.arange(0, GROUPS)[:, None] * BLOCK_I + tl.arange(0, BLOCK_I)[None, :]
-        apart = tl.zeros([GROUPS, BLOCK_O, BLOCK_T], tl.float32)
-        for start in tl.range(0, WIDTH, STEP, num_stages=STAGES):
-            here = start + column
-            w = tl.load(weights[None, :, None] + here[:, None, :], mask=(here < INNER)[:, None, :], other=0.0,
-                        eviction_policy="evict_first")  # fmt: skip
-            x = tl.load(x_row[None, None, :] + here[:, :, None],
-                        mask=(here < INNER)[:, :, None] & is_row[None, None, :], other=0.0)  # fmt: skip
-            apart = tl.dot(w, x, apart, input_precision="ieee")
-        acc = tl.sum(apart, axis=0)
+        acc = tl.zeros([GROUPS, BLOCK_O, BLOCK_T], tl.float32)
+    for start in tl.range(0, WIDTH, STEP, num_stages=STAGES):
+        across, down = tl.expand_dims(start + column, -2), tl.expand_dims(start + column, -1)
+        w = tl.load(weights[:, None] + across, mask=across < INNER, other=0.0, eviction_policy="evict_first")
+        x = tl.load(x_row + down, mask=(down < INNER) & is_row, other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+    if GROUPS > 1:
+        acc = tl.sum(acc, axis=0)
     if SPLITS > 1:  # the last of a tile's splits to arrive adds up what all of them wrote, always in one order
-        place = tl.program_id(0) * BLOCK_O * BLOCK_T + tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + row[None, :]
-        stride = tl.num_programs(0) * BLOCK_O * BLOCK_T
-        tl.store(partial_ptr + tl.program_id(1) * stride + place, acc)
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        element = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+        place = partial_ptr + tile * BLOCK_O * BLOCK_T + element
+        stride = tl.num_programs(0) * tl.num_programs(1) * BLOCK_O * BLOCK_T
+        tl.store(place + tl.program_id(2) * stride, acc)
         tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr + tl.program_id(0), 1, sem="acq_rel") != SPLITS - 1:
+        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") != SPLITS - 1:
             return
         acc = tl.zeros_like(acc)
         for split in range(SPLITS):
-            acc += tl.load(partial_ptr + split * stride + place, cache_modifier=".cg")
-        tl.store(arrived_ptr + tl.program_id(0), 0)
+            acc += tl.load(place + split * stride, cache_modifier=".cg")
+        tl.store(arrived_ptr + tile, 0)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     y = acc.to(y_ptr.dtype.element_ty)

@@ -4,13 +4,14 @@
 
 A tile has some consecutive queries of one sequence, each with all query heads of one kv head, so that keys and values
 are read once for the group. The launch depends on the numbers of tokens and sequences alone: each program finds its
-tile in `starts`, and the longest tiles of a sequence come first.
+tile in `starts`, and the longest tiles of a sequence come first. Long prompts on Hopper go to prefill_hopper.py.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,6 +27,8 @@ from atom.kernels.triton.tiles import (
     store_attended,
     wait_for_inputs,
 )
+
+FEW_TOKENS = 512  # of prompts in a step: as many as are captured, for which the kernel for Hopper is no faster
 
 
 class Parameters(NamedTuple):
@@ -47,6 +50,26 @@ def choose(dim: int, element_size: int, gpu: Gpu) -> Parameters:
     if gpu.shared_memory > 200 << 10:
         return Parameters(num_stages=2, max_registers=128)  # measured on an H200
     return Parameters()
+
+
+def suits_hopper(
+    gpu: Gpu, q: Tensor, cache: Tensor, num_decodes: int, window: int | None, softcap: float | None
+) -> bool:
+    """Whether the kernel of prefill_hopper.py takes these arguments of `prefill`, and is faster."""
+    num_tokens, heads, dim = q.shape
+    _, block_size, _, kv_heads, _ = cache.shape
+    return (
+        gpu.capability == (9, 0)
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.dtype == cache.dtype
+        and num_tokens - num_decodes > FEW_TOKENS
+        and dim in (64, 128)
+        and 64 % (heads // kv_heads) == 0
+        and block_size % 16 == 0
+        and cache.data_ptr() % 16 == 0
+        and window is None
+        and softcap is None
+    )
 
 
 @triton.jit(
@@ -128,6 +151,10 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     block_d = max(16, triton.next_power_of_2(dim))
     gpu = find_gpu(q.device)
     if parameters is None:
+        if suits_hopper(gpu, q, cache, num_decodes, window, softcap):
+            from atom.kernels.triton import prefill_hopper  # imports what only NVIDIA's GPUs need
+
+            return prefill_hopper.prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale)
         parameters = choose(block_d, q.element_size() if q.dtype == cache.dtype else 4, gpu)
     rows, positions, num_warps, num_stages, max_registers = parameters
     options = gpu.options if max_registers is None else {**gpu.options, "maxnreg": max_registers}

@@ -15,50 +15,60 @@ from torch import Tensor
 
 from atom.kernels.triton.tiles import find_gpu, has_rows, wait_for_inputs
 
+ROWS = 8  # that a program takes
+
 
 @triton.jit
-def _turn(x, out, tokens, is_row, cos, sin, norm, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, DIM: tl.constexpr,
-          HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr):  # fmt: skip
-    """Heads at the pointers x [rows] to those at out [rows]: normed, and their first 2 HALF dims turned."""
-    turning = tl.arange(0, BLOCK_H)
-    first = 2 * turning if INTERLEAVED else turning
-    second = first + 1 if INTERLEAVED else first + HALF
-    resting = 2 * HALF + tl.arange(0, BLOCK_R)
-    is_turning = is_row[:, None] & (turning < HALF)[None, :]
-    is_resting = is_row[:, None] & (resting < DIM)[None, :]
+def _load_pairs(heads, is_row, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Heads at the pointers [R] -> fp32[R, BLOCK_D] twice: each dim, and the one that it turns with."""
+    columns, heads, is_row = tl.arange(0, BLOCK_D)[None, :], heads[:, None], is_row[:, None]
+    own = tl.load(heads + columns, mask=is_row & (columns < DIM), other=0.0).to(tl.float32)
+    other = own
     if HALF > 0:
-        a = tl.load(x[:, None] + first[None, :], mask=is_turning, other=0.0).to(tl.float32)
-        b = tl.load(x[:, None] + second[None, :], mask=is_turning, other=0.0).to(tl.float32)
-    if DIM > 2 * HALF:
-        rest = tl.load(x[:, None] + resting[None, :], mask=is_resting, other=0.0).to(tl.float32)
-    if norm is not None:
-        squares = tl.zeros([x.shape[0]], tl.float32)
-        if HALF > 0:
-            squares += tl.sum(a * a + b * b, 1)
-        if DIM > 2 * HALF:
-            squares += tl.sum(rest * rest, 1)
-        factor = tl.rsqrt(squares / DIM + EPS)[:, None]
-        if HALF > 0:
-            a = a * factor * tl.load(norm + first, mask=turning < HALF, other=0.0).to(tl.float32)[None, :]
-            b = b * factor * tl.load(norm + second, mask=turning < HALF, other=0.0).to(tl.float32)[None, :]
-        if DIM > 2 * HALF:
-            rest = rest * factor * tl.load(norm + resting, mask=resting < DIM, other=0.0).to(tl.float32)[None, :]
+        others = columns ^ 1 if INTERLEAVED else (columns + HALF) % (2 * HALF)
+        other = tl.load(heads + others, mask=is_row & (columns < 2 * HALF), other=0.0).to(tl.float32)
+    return own, other
+
+
+@triton.jit
+def turn_heads(heads, tokens, is_row, cos, sin, norms, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, DIM: tl.constexpr,
+               HALF: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Heads at the pointers [R], of tokens i64[R], by norms at pointers [R] -> fp32[R, BLOCK_D], normed, and their
+    first 2 HALF dims turned."""
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    own, other = _load_pairs(heads, is_row, DIM, HALF, INTERLEAVED, BLOCK_D)
     if HALF > 0:
-        angles = tokens[:, None] * HALF + turning[None, :]
-        c = tl.load(cos + angles, mask=is_turning, other=0.0)
+        is_first = columns % 2 == 0 if INTERLEAVED else columns < HALF
+        angles = tokens[:, None] * HALF + (columns // 2 if INTERLEAVED else columns % HALF)
+        is_turning = is_row[:, None] & (columns < 2 * HALF)
+        c = tl.load(cos + angles, mask=is_turning, other=1.0)
         s = tl.load(sin + angles, mask=is_turning, other=0.0)
-        tl.store(out[:, None] + first[None, :], (a * c - b * s).to(out.dtype.element_ty), mask=is_turning)
-        tl.store(out[:, None] + second[None, :], (b * c + a * s).to(out.dtype.element_ty), mask=is_turning)
-    if DIM > 2 * HALF:
-        tl.store(out[:, None] + resting[None, :], rest.to(out.dtype.element_ty), mask=is_resting)
+    if norms is not None:
+        weight, other_weight = _load_pairs(norms, is_row, DIM, HALF, INTERLEAVED, BLOCK_D)
+        factor = tl.rsqrt(tl.sum(own * own, 1) / DIM + EPS)[:, None]
+        own *= factor * weight
+        other *= factor * other_weight
+    if HALF > 0:
+        own = own * c + other * tl.where(is_first, -s, s)
+    return own
+
+
+@triton.jit
+def store_turned(heads, out, tokens, is_row, cos, sin, norm, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
+                 DIM: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    """turn_heads, by one norm, to the pointers out [R]"""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
+    norms = None if norm is None else norm + 0 * tokens
+    turned = turn_heads(heads, tokens, is_row, cos, sin, norms, EPS, INTERLEAVED, DIM, HALF, BLOCK_D)
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    tl.store(out[:, None] + columns, turned.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < DIM))
 
 
 @triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def _norm_rope_write(
     q, k, v, cos, sin, q_norm, k_norm, cache, slots, out, num_tokens, q_stride, k_stride, v_stride,
     EPS: tl.constexpr, INTERLEAVED: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    HALF: tl.constexpr, ROWS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    HALF: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some rows of q, then of k with those of v."""
     wait_for_inputs(PDL)
@@ -68,21 +78,21 @@ def _norm_rope_write(
         rows = program * ROWS + tl.arange(0, ROWS)
         tokens = (rows // Q_HEADS).to(tl.int64)
         heads = rows % Q_HEADS
-        _turn(q + tokens * q_stride + heads * DIM, out + rows.to(tl.int64) * DIM, tokens, tokens < num_tokens, cos,
-              sin, q_norm, EPS, INTERLEAVED, DIM, HALF, BLOCK_H, BLOCK_R)  # fmt: skip
+        store_turned(q + tokens * q_stride + heads * DIM, out + rows.to(tl.int64) * DIM, tokens, tokens < num_tokens,
+                     cos, sin, q_norm, EPS, INTERLEAVED, DIM, HALF)  # fmt: skip
     else:
         rows = (program - num_q_programs) * ROWS + tl.arange(0, ROWS)
         tokens = (rows // KV_HEADS).to(tl.int64)
         heads = rows % KV_HEADS
         is_row = tokens < num_tokens
-        columns = tl.arange(0, BLOCK_D)
+        columns = tl.arange(0, triton.next_power_of_2(DIM))
         is_there = is_row[:, None] & (columns < DIM)[None, :]
         value_rows = v + tokens * v_stride + heads * DIM
         values = tl.load(value_rows[:, None] + columns[None, :], mask=is_there, other=0.0)
         slot = tl.load(slots + tokens, mask=is_row, other=0)
         entries = cache + (slot * (2 * KV_HEADS) + heads) * DIM
-        _turn(k + tokens * k_stride + heads * DIM, entries, tokens, is_row, cos, sin, k_norm, EPS, INTERLEAVED, DIM,
-              HALF, BLOCK_H, BLOCK_R)  # fmt: skip
+        store_turned(k + tokens * k_stride + heads * DIM, entries, tokens, is_row, cos, sin, k_norm, EPS, INTERLEAVED,
+                     DIM, HALF)  # fmt: skip
         tl.store((entries + KV_HEADS * DIM)[:, None] + columns[None, :], values.to(cache.dtype.element_ty),
                  mask=is_there)  # fmt: skip
 
@@ -98,11 +108,8 @@ def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Te
     assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin must be contiguous"
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     gpu = find_gpu(q.device)
-    rows = 8 if num_tokens <= 64 else 32  # few tokens: as many programs as there are
-    _norm_rope_write[(triton.cdiv(num_tokens * q_heads, rows) + triton.cdiv(num_tokens * kv_heads, rows),)](
+    _norm_rope_write[(triton.cdiv(num_tokens * q_heads, ROWS) + triton.cdiv(num_tokens * kv_heads, ROWS),)](
         q, k, v, cos, sin, q_norm, k_norm, cache, slots, out, num_tokens, q.stride(0), k.stride(0), v.stride(0),
-        eps, interleaved, q_heads, kv_heads, dim, half, rows, triton.next_power_of_2(max(half, 1)),
-        triton.next_power_of_2(max(dim - 2 * half, 1)), triton.next_power_of_2(dim), gpu.has_dependent_launch,
-        num_warps=4, **gpu.options,
+        eps, interleaved, q_heads, kv_heads, dim, half, ROWS, gpu.has_dependent_launch, num_warps=4, **gpu.options,
     )  # fmt: skip
     return out

@@ -18,6 +18,8 @@ the CDF passes the random number are found by bisection instead, each step a pas
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -63,6 +65,15 @@ def sample(logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: T
     earlier kind are welcome in a later one and get the token that they get alone. penalties: whether any row has some,
     which takes `slots.counts`.
     """
+    for launch in launches(logits, rows, slots, kind, out, penalties):
+        launch()
+
+
+def launches(
+    logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: Tensor, penalties: bool = False
+) -> list[Callable[[], object]]:
+    """The kernels of `sample`, in their order. For rows of padding alone they may be launched in any, by several
+    threads, so that they are compiled at the same time."""
     assert kind in ("greedy", "random", "cut") and logits.stride(1) == 1
     assert slots.counts is not None or not penalties
     (num_rows, vocab), device = logits.shape, logits.device
@@ -86,16 +97,23 @@ def sample(logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: T
     state = (slots.num_slots, slots.seed, slots.tokens, slots.lengths, slots.reported, out)
     grid, padded = (num_parts, num_rows), triton.next_power_of_2(num_parts)
     exact = {"enable_fp_fusion": False}  # a product is rounded before a sum, as on the host
-    _summarize[grid](
-        *read, *penalty, *params, best, best_id, sums, bins, PART, PART // 2, num_warps=PART_WARPS, **exact
-    )
-    if kind == "cut":
-        _limit[(num_rows,)](*read[2:], *params, best, bins, *gathered, num_parts, padded, **exact)
-        _gather[grid](*read, *penalty, *params, best, sums, *gathered, PART, padded, num_warps=PART_WARPS, **exact)
-    _draw[(num_rows,)](
+    summarize = partial(
+        _summarize[grid],
+        *read, *penalty, *params, best, best_id, sums, bins, PART, PART // 2, num_warps=PART_WARPS, **exact,
+    )  # fmt: skip
+    draw = partial(
+        _draw[(num_rows,)],
         *read, *penalty, *params, *state, best, best_id, sums, *gathered, num_parts, PART, padded, MAX_PAIRED,
         slots.reported.shape[1], num_warps=8, **exact,
     )  # fmt: skip
+    if kind != "cut":
+        return [summarize, draw]
+    limit = partial(_limit[(num_rows,)], *read[2:], *params, best, bins, *gathered, num_parts, padded, **exact)
+    gather = partial(
+        _gather[grid],
+        *read, *penalty, *params, best, sums, *gathered, PART, padded, num_warps=PART_WARPS, **exact,
+    )  # fmt: skip
+    return [summarize, limit, gather, draw]
 
 
 def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -205,7 +223,7 @@ def _gather(
     num_parts = tl.num_programs(0)
     slot = tl.load(rows + row).to(tl.int64)
     penalty = (counts, slot, repetition, frequency, presence)
-    limit = tl.load(limits + row)
+    limit = tl.where(_is_cut(top_k + slot, top_p + slot, vocab), tl.load(limits + row), -1)
     lowest = tl.load(min_p + slot).to(tl.float32)
     if (limit < 0) & (lowest == 0):
         return
@@ -267,15 +285,15 @@ def _draw(
                     request = (k, k < vocab, tl.load(top_p + slot), at, total)
                     values += row * max_gathered
                     size = tl.load(ends + row * num_parts + num_parts - 1)
-                    is_few = tl.load(limits + row) >= 0
-                    if is_few & (size <= NUM_PAIRED):
-                        token = _draw_by_pairs(values, size, request, scale, NUM_PAIRED)
+                    if tl.load(limits + row) < 0:
+                        token = _draw_by_bisection(logits, vocab, request, scale, penalty, num_parts * PART, PART)
                     else:
-                        limit = tl.where(is_few, max_gathered, num_parts * PART)
-                        source = (logits, vocab, penalty, values, tl.where(is_few, size, 0), limit)
-                        token = _draw_by_bisection(source, request, scale, PART)
-                    if is_few:
-                        token = tl.load(value_ids + row * max_gathered + token)
+                        if size > NUM_PAIRED:
+                            none = (None, slot, repetition, frequency, presence)  # the values have had their penalties
+                            index = _draw_by_bisection(values, size, request, scale, none, max_gathered, PART)
+                        else:
+                            index = _draw_by_pairs(values, size, request, scale, NUM_PAIRED)
+                        token = tl.load(value_ids + row * max_gathered + index)
             if not is_cut:
                 target = at * total
                 part = _first(tl.cumsum(masses, axis=0), target, masses, parts)
@@ -404,40 +422,36 @@ def _draw_by_pairs(values, size, request, scale, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _draw_by_bisection(source, request, scale, BLOCK: tl.constexpr):
-    """Index of the value drawn from a source in the order of their ids, none that may be kept missing."""
+def _draw_by_bisection(values, size, request, scale, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """Index of the value drawn from at most LIMIT in the order of their ids, none that may be kept missing."""
     k, is_top_k, p, at, total = request
     peak, inverse, _ = scale
-    drawn, low, mass = peak, float("-inf"), total
-    number, nth = 0, 0
-    for step in range(4):  # the lowest with a weight, where top_k and top_p end, where the CDF passes the random number
-        target = tl.where(step == 1, k.to(tl.float64), tl.where(step == 2, p, at) * mass)
-        is_step = (step == 0) | ((step == 1) & (k < number)) | ((step == 2) & (p < 1)) | (step == 3)
+    number, mass, low, _ = _above(values, size, float("-inf"), float("-inf"), scale, penalty, LIMIT, BLOCK)
+    mass = tl.where(is_top_k, mass, total)  # what top_p is a share of
+    drawn, nth = peak, number * 0
+    for step in range(3):  # where top_k ends, where top_p ends, where the CDF passes the random number
+        target = tl.where(step == 0, k.to(tl.float64), tl.where(step == 1, p, at) * mass)
+        is_step = ((step == 0) & (k < number)) | ((step == 1) & (p < 1)) | (step == 2)
         # the lowest value above which there is less than the target; low and high are values themselves
         high, num_before, before = peak, number * 0, mass * 0
-        is_searched = is_step & ((step == 0) | (low < high))
-        while is_searched:
+        while is_step & (low < high):
             middle = low * 0.5 + high * 0.5
-            middle = tl.where((middle > low) & (middle < high) | (step == 0), middle, high)
-            num_above, above, next_above, next_below = _above(source, middle, low, scale, BLOCK)
-            if step == 0:
-                number, low = num_above, next_above
-                mass = tl.where(is_top_k, above, total)  # what top_p is a share of
-            elif tl.where(step == 1, num_above.to(tl.float64), above) < target:
+            middle = tl.where((middle > low) & (middle < high), middle, high)
+            num_above, above, next_above, next_below = _above(values, size, middle, low, scale, penalty, LIMIT, BLOCK)
+            if tl.where(step == 0, num_above.to(tl.float64), above) < target:
                 high, num_before, before = next_below, num_above, above
             else:
                 low = next_above
-            is_searched = (step > 0) & (low < high)
-        if is_step & (step > 0):
+        if is_step:
             weight = _weigh(high, peak, inverse).to(tl.float64)
-            rest = tl.where(step == 1, target - num_before, (target - before) / weight)
+            rest = tl.where(step == 0, target - num_before, (target - before) / weight)
             drawn, nth = high, tl.maximum(tl.ceil(rest) - 1, 0.0).to(tl.int32)  # among its equals
             low, mass = high, before + (nth + 1) * weight
-    return _nth_equal(source, drawn, nth, BLOCK)
+    return _nth_equal(values, size, drawn, nth, penalty, LIMIT, BLOCK)
 
 
 @triton.jit
-def _above(source, middle, low, scale, BLOCK: tl.constexpr):
+def _above(values, size, middle, low, scale, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
     """Number and mass of the values with a weight from `middle` up, the smallest of them, and the largest value from
     `low` up that is below `middle`."""
     lanes = tl.arange(0, BLOCK)
@@ -445,8 +459,8 @@ def _above(source, middle, low, scale, BLOCK: tl.constexpr):
     mass = tl.zeros([BLOCK], tl.float32)
     next_above = tl.full([BLOCK], float("inf"), tl.float32)
     next_below = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in tl.range(0, source[-1], BLOCK, num_stages=3):
-        x = _load_either(source, start + lanes)
+    for start in tl.range(0, LIMIT, BLOCK, num_stages=3):
+        x = _load(values, start + lanes, size, penalty)
         weights = _weigh_kept(x, scale)
         is_above = (x >= middle) & (weights > 0)
         number += is_above.to(tl.int32)
@@ -458,26 +472,16 @@ def _above(source, middle, low, scale, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _nth_equal(source, value, nth, BLOCK: tl.constexpr):
+def _nth_equal(values, size, value, nth, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
     """Index of the nth value, from 0, that equals this one, or of the last if there are fewer."""
     lanes = tl.arange(0, BLOCK)
     index, num_seen = nth * 0, nth * 0
-    for start in range(0, source[-1], BLOCK):
-        is_equal = _load_either(source, start + lanes) == value
+    for start in range(0, LIMIT, BLOCK):
+        is_equal = _load(values, start + lanes, size, penalty) == value
         place = num_seen + tl.cumsum(is_equal.to(tl.int32), axis=0) - 1
         index = tl.maximum(index, tl.max(tl.where(is_equal & (place <= nth), start + lanes, 0), axis=0))
         num_seen += tl.sum(is_equal.to(tl.int32), axis=0)
     return index
-
-
-@triton.jit
-def _load_either(source, ids):
-    """Gathered values, which have had their penalties, or where none were gathered the row's logits: one loop over
-    both takes half the time to compile that one over each does."""
-    logits, vocab, penalty, values, size, _ = source
-    x = _load(logits, ids, tl.where(size > 0, 0, vocab), penalty)
-    gathered = tl.load(values + ids, mask=ids < size, other=float("-inf"))
-    return tl.where(size > 0, gathered, x)
 
 
 @triton.jit

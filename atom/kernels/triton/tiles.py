@@ -82,47 +82,73 @@ def look_up(blocks, positions, stop, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def load_keys(keys, values, blocks, block, positions, stop, MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+              ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Keys and values [N, BLOCK_D] at positions i32[N] in blocks i32[N], and the blocks of the next N positions.
+
+    They lie ROW apart. With MASKED those from `stop` on are zero; without, there are none.
+    """
+    columns = tl.arange(0, BLOCK_D)
+    offsets = (block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * ROW
+    next_block = look_up(blocks, positions + positions.shape[0], stop, BLOCK_SIZE)  # off the way to the keys
+    key_rows, value_rows = (keys + offsets)[:, None], (values + offsets)[:, None]
+    if MASKED or BLOCK_D != DIM:
+        is_there = (positions < stop)[:, None] & (columns < DIM)[None, :]
+        k = tl.load(key_rows + columns[None, :], mask=is_there, other=0.0)
+        v = tl.load(value_rows + columns[None, :], mask=is_there, other=0.0)
+    else:
+        k = tl.load(key_rows + columns[None, :])
+        v = tl.load(value_rows + columns[None, :])
+    return k, v, next_block
+
+
+@triton.jit
+def cap_scores(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Products of queries and keys -> scores, but for a factor: (SCALE if SOFTCAP is None else SOFTCAP) * LOG2E."""
+    if SOFTCAP is not None:
+        products = 1.0 - 2.0 / (1.0 + tl.exp2(products * (2.0 * SCALE / SOFTCAP * LOG2E)))  # the hyperbolic tangent
+    return products
+
+
+@triton.jit
+def attend_tile(q, k, v, best, total, acc, is_seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Rows q [M, BLOCK_D] attend to k and v [N, BLOCK_D] where is_seen bool[M or 1, N]; None: everywhere (Dao 2023).
+
+    best and total fp32[M], acc fp32[M, BLOCK_D]: the softmax so far.
+    """
+    FACTOR: tl.constexpr = (SCALE if SOFTCAP is None else SOFTCAP) * LOG2E
+    scores = cap_scores(tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee"), SCALE, SOFTCAP)
+    if is_seen is not None:
+        scores = tl.where(is_seen, scores, float("-inf"))
+    higher = tl.maximum(best, tl.max(scores, 1) * FACTOR)
+    weights = tl.exp2(scores * FACTOR - higher[:, None])
+    fade = tl.exp2(best - higher)
+    total = total * fade + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
+    return higher, total, acc
+
+
+@triton.jit
 def attend_keys(
     q, best, total, acc, keys, values, blocks, block, start, stop, newest,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Rows q [M, BLOCK_D] attend to positions start to stop of one sequence (Dao 2023).
+    """Rows q [M, BLOCK_D] attend to positions start to stop of one sequence, as in attend_tile.
 
-    best and total fp32[M], acc fp32[M, BLOCK_D]: the softmax so far; newest i32[M]: each row's own position; keys and
-    values of a position lie ROW apart, in the blocks listed at `blocks`; block i32[BLOCK_N]: those of the first turn.
-    Without MASKED every row sees every position, and there are a multiple of BLOCK_N.
+    newest i32[M]: each row's own position; keys and values of a position lie ROW apart, in the blocks listed at
+    `blocks`; block i32[BLOCK_N]: those of the first turn. Without MASKED every row sees every position, and there are
+    a multiple of BLOCK_N.
     """
-    columns = tl.arange(0, q.shape[1])
     for first in range(start, stop, BLOCK_N):
         positions = first + tl.arange(0, BLOCK_N)
-        offsets = (block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * ROW
-        block = look_up(blocks, positions + BLOCK_N, stop, BLOCK_SIZE)  # a turn ahead, off the way to the keys
-        key_rows, value_rows = (keys + offsets)[:, None], (values + offsets)[:, None]
-        if MASKED or q.shape[1] != DIM:
-            is_there = (positions < stop)[:, None] & (columns < DIM)[None, :]
-            k = tl.load(key_rows + columns[None, :], mask=is_there, other=0.0)
-            v = tl.load(value_rows + columns[None, :], mask=is_there, other=0.0)
-        else:
-            k = tl.load(key_rows + columns[None, :])
-            v = tl.load(value_rows + columns[None, :])
-        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-        if SOFTCAP is None:
-            factor = SCALE * LOG2E
-        else:
-            factor = SOFTCAP * LOG2E
-            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * SCALE / SOFTCAP * LOG2E)))  # the hyperbolic tangent
+        k, v, block = load_keys(keys, values, blocks, block, positions, stop, MASKED, BLOCK_SIZE, ROW, DIM, q.shape[1])
+        is_seen = None
         if MASKED:
             is_seen = positions[None, :] <= newest[:, None]
             if WINDOW is not None:
                 is_seen = is_seen & (positions[None, :] > newest[:, None] - WINDOW)
-            scores = tl.where(is_seen, scores, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, 1) * factor)
-        weights = tl.exp2(scores * factor - higher[:, None])
-        fade = tl.exp2(best - higher)
-        total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
-        best = higher
+        best, total, acc = attend_tile(q, k, v, best, total, acc, is_seen, SCALE, SOFTCAP)
     return best, total, acc
 
 

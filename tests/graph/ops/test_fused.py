@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from graph.ops.checked import checked
+from graph.ops.checked import Cache, checked
 from torch import Tensor
 from torch.nn import functional as F
 
-from atom.graph import Type, ops
+from atom.graph import KV, Type, ops
 
 EPS = 0.01
 
@@ -62,6 +62,37 @@ def test_what_does_not_fit_is_refused():
         ops.norm_linear.infer(x, Type("fp32", (8,)), Type("fp32", (7, 8)), eps=EPS, kind="silu")
 
 
-@pytest.mark.parametrize("op", [ops.gated_linear, ops.norm_linear, ops.add_norm_linear])
+@pytest.mark.parametrize("op", [ops.gated_linear, ops.norm_linear, ops.add_norm_linear, ops.norm_rope_attention])
 def test_they_are_ops_of_a_lowered_text_alone(op: ops.Op):
     assert op.levels == {ops.LOWERED}
+
+
+def test_attention_with_the_norm_rotation_and_write_before_it_is_attention_of_normed_and_turned_heads():
+    q, k, v = (torch.randn(5, heads, 6) for heads in (4, 2, 2))
+    cos, sin = ops.rotary(torch.arange(5), torch.tensor([1.0, 0.1]))
+    q_norm, k_norm, sinks = torch.rand(6), torch.rand(6), torch.randn(4)
+    layer, cache = KV("0", Type("fp32", (2, 2, 6)), window=3), torch.full((4, 3, 2, 2, 6), float("nan"))
+    turned = [
+        ops.rope(ops.rms_norm(x, norm, eps=EPS), cos, sin, interleaved=True) for x, norm in ((q, q_norm), (k, k_norm))
+    ]
+    attributes = {"scale": 0.5, "window": 3, "softcap": 2.0}
+    expected = ops.attention(*turned, v, None, sinks, **attributes)
+    slots, table = torch.tensor([6, 7, 8, 3, 4]), torch.tensor([[2, 1]]).int()
+    for first, last, num_decodes in ((0, 4, 0), (4, 5, 1)):  # a prompt, and behind it a decode
+        some = slice(first, last)
+        out = checked(
+            ops.norm_rope_attention, q[some], k[some], v[some], cos[some], sin[some], q_norm, k_norm, Cache(layer, cache),
+            slots[some], table, torch.tensor([0, last - first]).int(), torch.tensor([last]).int(), num_decodes, sinks,
+            eps=EPS, interleaved=True, **attributes,
+        )  # fmt: skip
+        torch.testing.assert_close(out, expected[some])
+    torch.testing.assert_close(cache.flatten(0, 1)[slots], torch.stack((turned[1], v), dim=1))
+
+
+def test_attention_with_the_write_before_it_says_what_does_not_fit():
+    q, k, cache = Type("fp32", ("T", 4, 6)), Type("fp32", ("T", 2, 6)), KV("0", Type("fp32", (2, 2, 6)), window=3)
+    rest = [None] * 4 + [cache] + [Type("i32", ())] * 5
+    with pytest.raises(ValueError, match="a query sees all tokens, the cache keeps 3"):
+        ops.norm_rope_attention.infer(q, k, k, *rest, scale=0.5)
+    with pytest.raises(ValueError, match="the cache keeps fp32"):
+        ops.norm_rope_attention.infer(q, q, q, *rest, scale=0.5, window=3)

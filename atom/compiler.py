@@ -78,16 +78,36 @@ def compile_model(
     """
     assert config.cache is not None, "config.load resolves it"
     cache = cache or Cache(Path(config.cache))
-    clock = _Clock()
-    if config.device != "cpu":
-        from atom.kernels.triton.store import store_in
-
-        store_in(Cache(cache.folder))  # of its own: it must stay open while Triton compiles
-    if level_of(config) < 2:
+    with contextlib.nullcontext() if config.device == "cpu" else _triton_in(cache):
+        if level_of(config) >= 2:
+            if compiled := _compile_with_pieces(config, progress, cache, check):
+                return compiled
+            config = replace(config, level=1)
         graph = compile_graph(config)
         check(graph)
-        return Compiled(graph, {}, Report("", False, "pieces begin at level 2", 0, 0, 0, clock.seconds))
-    key, ingredients, found, target = "", {}, None, find_target(config.device)
+        return Compiled(graph, {}, Report("", False, "pieces begin at level 2", 0, 0, 0, {}))
+
+
+@contextlib.contextmanager
+def _triton_in(cache: Cache) -> Iterator[None]:
+    """Have Triton keep its binaries in the folder. `cache.warnings` says what it ignores there; behind this, stderr."""
+    from atom.kernels.triton.store import store_in
+
+    own = Cache(cache.folder)  # it must stay open while Triton compiles
+    own.warnings = cache.warnings
+    store = store_in(own)
+    try:
+        yield
+    finally:
+        store.tell()
+
+
+def _compile_with_pieces(
+    config: Config, progress: Progress, cache: Cache, check: Callable[[Graph], Any]
+) -> Compiled | None:
+    """A model from level 2 on; None where a compiler is missing and level 1 will do."""
+    clock, target = _Clock(), find_target(config.device)
+    key, ingredients, found = "", {}, None
     if config.job.graph is None:
         ingredients = launch_ingredients(config, target)
         key = key_of(ingredients)
@@ -99,25 +119,14 @@ def compile_model(
     pieces = pieces_of(graph)
     keys = {piece.text: key_of(identity(piece.text, target)) for piece in pieces}
     code = _load(keys, cache)
-    missing = [text for text in keys if text not in code]
+    missing = {text: key for text, key in keys.items() if text not in code}
     if missing and target.device == "cpu" and not has_compiler():
-        needed = "compiling pieces needs a C++ compiler: install g++"
-        if config.job.kind == "compile":
-            are = "is" if len(missing) == 1 else "are"
-            raise UnsupportedError(f"job=compile: {_count(len(missing), 'piece')} {are} not in the cache, and {needed}")
-        if config.level is not None:
-            raise UnsupportedError(f"level=2: {needed}, or take level=1")
-        cache.warnings.append(f"{needed}; until then this runs at level 1, which is slower")
-        return compile_model(replace(config, level=1), progress, cache, check)
+        _do_without_compiler(config, len(missing), cache)
+        return None
     reason = "" if found else explain_miss(config, ingredients, cache) if key else "a saved text has no artifact"
-    num_compiled, is_damaged = 0, any(cache.holds("pieces", keys[text]) for text in missing)
-    if missing:
-        with _locked(cache, [keys[text] for text in missing], progress):
-            # another process may have been first
-            code |= _load({text: keys[text] for text in missing}, cache)
-            missing = [text for text in missing if text not in code]
-            code |= _compile({text: keys[text] for text in missing}, target, cache, progress)
-        num_compiled = len(missing)
+    is_damaged = any(cache.holds("pieces", each) for each in missing.values())
+    made, num_compiled = _make(missing, target, cache, progress)
+    code |= made
     code = {text: code[text] for text in keys}
     clock.stop("pieces")
     if key and not found:
@@ -128,6 +137,17 @@ def compile_model(
         reason = f"{num_compiled} of its pieces {'was' if num_compiled == 1 else 'were'} {where}"
     report = Report(key, not reason, reason, len(pieces), len(keys), num_compiled, clock.seconds)
     return Compiled(graph, code, report)
+
+
+def _do_without_compiler(config: Config, num_missing: int, cache: Cache) -> None:
+    """Say that level 1 takes the place of the level that was left open. UnsupportedError where none was."""
+    needed = "compiling pieces needs a C++ compiler: install g++"
+    if config.job.kind == "compile":
+        are = "is" if num_missing == 1 else "are"
+        raise UnsupportedError(f"job=compile: {_count(num_missing, 'piece')} {are} not in the cache, and {needed}")
+    if config.level is not None:
+        raise UnsupportedError(f"level=2: {needed}, or take level=1")
+    cache.warnings.append(f"{needed}; until then this runs at level 1, which is slower")
 
 
 class _Clock:
@@ -170,6 +190,16 @@ def _load(keys: Mapping[str, str], cache: Cache) -> dict[str, PieceCode]:
             if (line := f"{error}, built anew") not in cache.warnings:
                 cache.warnings.append(line)
     return code
+
+
+def _make(
+    keys: Mapping[str, str], target: Target, cache: Cache, progress: Progress
+) -> tuple[dict[str, PieceCode], int]:
+    """The code of pieces that were not there, and how many of them had to be compiled; keys by text."""
+    with _locked(cache, [*keys.values()], progress):
+        code = _load(keys, cache)  # another process may have been first
+        missing = {text: key for text, key in keys.items() if text not in code}
+        return code | _compile(missing, target, cache, progress), len(missing)
 
 
 def _compile(keys: Mapping[str, str], target: Target, cache: Cache, progress: Progress) -> dict[str, PieceCode]:

@@ -47,7 +47,7 @@ def open_early() -> threading.Thread:
 
     Where that cannot be done, torch does it, or says what is wrong.
     """
-    thread = threading.Thread(target=_retain_context, daemon=True)
+    thread = threading.Thread(target=_retain_context)
     thread.start()
     return thread
 

@@ -300,7 +300,7 @@ def open_device(
     )
     sizes = memory.capture_sizes(serve) if level_of(config) == 3 else []
     with progress.task("compiling kernels"):
-        runner.graphs.compile(sizes)
+        runner.graphs.compile(sizes, serve.max_num_batched_tokens)
     num_blocks = plan_kv(kinds, config, memory.measure_left(runner, sizes[-1:], serve))
     runner.bind(num_blocks)
     with progress.task("capturing CUDA graphs"):

@@ -7,7 +7,7 @@ some stretches of that.
 
 A step's first kernel is the one that makes its inputs, its last the one that draws its tokens. What counts is the time
 between the last of one step and the first of the next in which nothing ran, where that next step has decodes alone:
-copies and what tells the GPU of new requests lie between the two and are taken off. `before copies` is the part of it
+copies and what tells the GPU of new requests lie between the two and are taken off. `before others` is the part of it
 up to the first of these. The profiler adds to the host's work, so the time of a step is told without it too.
 """
 
@@ -59,7 +59,7 @@ class Step(NamedTuple):
     start: float  # of its first kernel
     span: float  # from there to the end of its last one
     idle: float  # in which nothing ran since the last kernel of the step before
-    before_copies: float  # of it, up to what else ran between the two steps
+    before_others: float  # of it, up to what else ran between the two steps
     has_prompts: bool
 
 
@@ -219,7 +219,7 @@ def measure(traced: Sequence[Sequence[Step]]) -> dict[str, Any]:
     if taken:
         told["ms_a_step"] = float(numpy.mean(taken)) / 1e3
         told["ms_within_steps"] = float(numpy.mean([step.span for step in steps])) / 1e3
-    for name in ("idle", "before_copies") if decodes else ():
+    for name in ("idle", "before_others") if decodes else ():
         values = numpy.array([getattr(step, name) for step in decodes])
         percentiles = numpy.percentile(values, (50, 90, 99))
         told["gaps_us"][name] = dict(zip(("median", "p90", "p99"), map(float, percentiles), strict=True))

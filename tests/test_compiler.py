@@ -28,7 +28,7 @@ from atom.compiler import compile_graph, compile_model, pieces_of
 from atom.config import Config, load
 from atom.errors import UnsupportedError
 from atom.graph import show
-from atom.kernels import find_target
+from atom.kernels import Target, find_target
 from atom.launch import launch_ingredients
 from atom.pieces import identity, key_of
 
@@ -205,6 +205,31 @@ def test_a_warm_launch_needs_no_compiler_no_pass_and_no_inductor(
 
 
 # faults
+
+
+def test_what_is_wrong_with_triton_s_entries_is_told_by_the_caller_and_later_on_stderr(
+    configure: Configure, tmp_path: Path, no_code: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    """The first entry is asked for while a piece is compiled, the second by a step."""
+    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setattr(compiler, "find_target", lambda device: Target(device))
+    for name in ("first", "second"):
+        folder = tmp_path / "triton" / key_of({"triton key": name, "file": f"{name}.json"})
+        folder.mkdir(0o700, parents=True)
+    made = compiler.compile_pieces
+
+    def compile_and_ask(texts: list[str], device: str) -> Any:
+        assert knobs.cache.manager_class("first").get_group("first.json") is None
+        return made(texts, device)
+
+    monkeypatch.setattr(compiler, "compile_pieces", compile_and_ask)
+    cache = Cache(tmp_path)
+    with knobs.cache.scope():
+        compile_model(configure("llama", "device=cuda", cache=tmp_path), cache=cache)
+        (warning,) = cache.warnings
+        assert "manifest.json is missing, built anew" in warning and capsys.readouterr().err == ""
+        assert knobs.cache.manager_class("second").get_group("second.json") is None
+    assert capsys.readouterr().err == f"atom-run: {folder}: manifest.json is missing, built anew\n"
 
 
 def test_a_damaged_piece_is_built_anew(configure: Configure, cache_folder: Path, tmp_path: Path):

@@ -102,4 +102,4 @@ def test_the_context_is_made_ahead_where_the_driver_can(monkeypatch: pytest.Monk
 
 def test_another_vendors_context_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     play(monkeypatch, tmp_path, HIP, {"libamdhip64.so": (0, 0, 1)})
-    devices.open_early().join()  # an exception in a thread fails a test
+    devices._retain_context()  # here, since an exception in a thread fails no test

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 from atom.artifact import Cache
@@ -17,23 +16,15 @@ from atom.compiler import Report, compile_model
 from atom.config import Config
 from atom.errors import ConfigError
 from atom.launch import level_of
-from atom.llm import LLMEngine
+from atom.llm import compile_with, open_device
+from atom.weights import load_dummy
 
 
 def run(config: Config) -> int:
     """Print what was found or made."""
     if level_of(config) < 2:
         raise ConfigError(f"level={config.level} has nothing to compile; pieces begin at level=2")
-    assert config.cache is not None, "config.load resolves it"
-    cache = Cache(Path(config.cache))
-    try:
-        report = compile_model(config, RichProgress(), cache).report
-        if config.device != "cpu":  # kernels are compiled for the steps that run them
-            LLMEngine.from_config(replace(config, load_dummy=True), RichProgress()).close()
-    finally:
-        for line in cache.warnings:
-            print(f"atom-run: {line}", file=sys.stderr)
-        cache.close()
+    report = compile_for_cpu(config) if config.device == "cpu" else compile_for_gpu(config)
     if config.job.output == "json":
         told = report._asdict()
         print(json.dumps({name: told[name] for name in ("key", "hit", "reason", "pieces", "compiled", "seconds")}))
@@ -41,6 +32,26 @@ def run(config: Config) -> int:
     for name, value in describe(report):
         print(f"{name:<10}{value}")
     return 0
+
+
+def compile_for_cpu(config: Config) -> Report:
+    """For a CPU, whose memory need not suffice to run what is compiled."""
+    assert config.cache is not None, "config.load resolves it"
+    cache = Cache(Path(config.cache))
+    try:
+        return compile_model(config, RichProgress(), cache).report
+    finally:
+        for line in cache.warnings:
+            print(f"atom-run: {line}", file=sys.stderr)
+        cache.close()
+
+
+def compile_for_gpu(config: Config) -> Report:
+    """For a GPU, whose kernels are compiled for the steps that run them: here those of random weights."""
+    progress = RichProgress()
+    compiled = compile_with(config, progress)
+    open_device(compiled, load_dummy(compiled.graph.recipes(), config.seed, config.device), config, progress)
+    return compiled.report
 
 
 def describe(report: Report) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 atom-run job=explain                                  # each pass: changes, time, diff of the text; then sizes
 atom-run job=explain job.stage=fuse_qkv > graph.py    # the whole text at that point, which job.graph=graph.py runs
 atom-run job=explain job.gpu=h200                     # the sizes beside a GPU of conf/gpu
+atom-run job=explain job.gpu=h200 device=cuda         # and a GPU's text, whether or not there is one here
 atom-run job=explain job.output=json
 """
 
@@ -26,13 +27,14 @@ from torch.fx import Node
 from atom.artifact import Cache
 from atom.compiler import compile_graph, describe_piece, pieces_of
 from atom.config import Config, GPUConfig, load_gpu
+from atom.devices import find_device
 from atom.errors import CapacityError, ConfigError
 from atom.graph import KV, Graph, Recipe, W, ops, show
 from atom.graph.formats import num_bytes
 from atom.graph.graph import call_of, node_leaves
 from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.types import BITS
-from atom.kernels import find_target
+from atom.kernels import Target, find_target
 from atom.launch import semantic_graph
 from atom.llm import cache_kinds, mtp_patterns, plan_kv
 from atom.passes import PassReport
@@ -60,11 +62,13 @@ def run(config: Config) -> int:
     def watch(report: PassReport) -> None:
         stages.append(Stage(report.name, report.num_changes, report.seconds, show(report.graph)))
 
-    graph = compile_graph(config, watch)
+    is_elsewhere = gpu is not None and config.device == "cuda" and find_device() == "cpu"
+    graph = compile_graph(config, watch, Target("cuda") if is_elsewhere else None)
     if config.job.stage is not None:
         sys.stdout.write(_find(stages, config.job.stage).text)
         return 0
-    told = {**pieces(graph, config), **sizes(graph, config)}
+    # what the keys of pieces depend on is known of this machine alone
+    told = {**({} if is_elsewhere else pieces(graph, config)), **sizes(graph, config)}
     if gpu is not None:
         told["gpu"] = fit(gpu, told, cache_kinds(graph), config)
     if config.job.output == "json":
@@ -241,7 +245,7 @@ def fit(gpu: GPUConfig, told: dict[str, Any], kinds: Sequence[CacheKind], config
 def describe(told: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:
     """The sizes as lines for the screen: what, and how much."""
     one = f"one sequence of max_model_len={config.serve.max_model_len:,}"
-    if told["pieces"]:
+    if told.get("pieces"):
         distinct = told["distinct_pieces"]
         num_cached = sum(piece["cached"] for piece in distinct)
         yield "pieces", f"{told['pieces']}, {len(distinct)} distinct, {num_cached} in the cache"

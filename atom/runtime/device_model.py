@@ -48,7 +48,7 @@ class DeviceModel:
         (logits,) = graph.programs["head"].results
         self.logits_dtype = TORCH_DTYPES[logits.meta["type"].dtype]
         self.slots = Slots(max_num_seqs, logits.meta["type"].shape[-1], device)
-        self._starts = torch.arange(max_num_seqs + 2, dtype=torch.int32, device=device)  # of decodes
+        self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)  # of decodes
         width = -(-max_model_len // block_size)
         self.tables = torch.zeros(len(self.kinds), max_num_seqs + 1, width, dtype=torch.int32, device=device)
         self.bind(num_blocks)

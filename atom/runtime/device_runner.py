@@ -50,6 +50,7 @@ class DeviceRunner:
         run_ahead: int = RUN_AHEAD,
     ) -> None:
         """num_blocks by cache kind; code by the text of a piece"""
+        assert run_ahead < NUM_REPORTED, f"the host can read {NUM_REPORTED} tokens of a slot"
         self.run_ahead = run_ahead
         limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
         self.model = DeviceModel(graph, weights, num_blocks, block_size, code, device=device, **limits)

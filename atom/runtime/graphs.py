@@ -1,7 +1,7 @@
 """Steps of a model as CUDA graphs: pure decodes by their number, small steps with prompts by their tokens.
 
     graphs = Graphs(model)
-    graphs.compile(sizes)                # what these steps need of Triton, on all cores
+    graphs.compile(sizes, 16384)         # what these steps need of Triton, on all cores
     graphs.capture(sizes)
     step = graphs.decode(slots)          # padded up to the next size; None: too many
     step = graphs.mix(plan)
@@ -59,6 +59,7 @@ class Graphs:
         self._decodes: dict[int, _Decodes | None] = {}  # by their number, smallest first; None: not captured yet
         self._mixed: dict[Layout, _Mixed | None] = {}  # smallest first
         self._pool: Any = None
+        self._stream: Any = None  # of all captures: memory of the pool is used again on one stream alone
 
     @property
     def sizes(self) -> list[int]:
@@ -94,8 +95,8 @@ class Graphs:
         found.graph.replay()
         return found.step
 
-    def compile(self, sizes: Sequence[int]) -> None:
-        """Have Triton compile, on all cores, what steps of these numbers of decodes and one of prompts need."""
+    def compile(self, sizes: Sequence[int], max_tokens: int) -> None:
+        """Have Triton compile, on all cores, what steps of these numbers of decodes and of up to max_tokens need."""
         from atom.kernels.triton.driver import load_driver
 
         load_driver()
@@ -103,13 +104,17 @@ class Graphs:
         place_of_padding = slots * self._model.tables.shape[2]
         shared: list[Callable[[], object]] = [
             lambda: self._rehearse_decodes(1),
-            lambda: self.rehearse(PROMPT_TOKENS[-1], min(PROMPT_ROWS, slots)),
-            lambda: self.rehearse(PROMPT_TOKENS[-1] + 1, 1),  # longer steps may have kernels of their own
+            lambda: self.rehearse(min(PROMPT_TOKENS[-1], max_tokens), min(PROMPT_ROWS, slots, max_tokens)),
+            lambda: self.rehearse(
+                min(PROMPT_TOKENS[-1] + 1, max_tokens), 1
+            ),  # longer ones may have kernels of their own
             lambda: self._model.extend_tables([place_of_padding], [0]),  # which is what stands there
         ]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # Triton compiles without the interpreter's lock
             first = [pool.submit(rehearsal) for rehearsal in shared]
-            alone: list[Future[Any]] = [pool.submit(launch) for kind in KINDS[::-1] for launch in self._sampling(kind)]
+            alone: list[Future[Any]] = [
+                pool.submit(launch) for kind in KINDS[::-1] for launch in self._sampling_launches(kind)
+            ]
             for done in first:
                 done.result()
             # kernels differ by the power of two that holds the rows: what all of them share is there by now
@@ -133,7 +138,7 @@ class Graphs:
         self._model.decode(self._model.send(np.full(size, self._model.padding, np.int32)))
 
     @torch.inference_mode()
-    def _sampling(self, kind: str) -> list[Callable[[], object]]:
+    def _sampling_launches(self, kind: str) -> list[Callable[[], object]]:
         """Launches of the kernels that sample, those that take longest to compile first, on a row of padding."""
         from atom.kernels.triton.sampling import launches
 
@@ -141,7 +146,7 @@ class Graphs:
         rows = model.send(np.full(1, model.padding, np.int32))
         out = torch.empty(1, dtype=torch.int64, device=model.device)
         found: list[Callable[[], object]] = []
-        for dtype in (model.logits_dtype, torch.float32):
+        for dtype in {model.logits_dtype, torch.float32}:
             logits = torch.zeros(1, model.slots.vocab, dtype=dtype, device=model.device)
             found += launches(logits, rows, model.slots, kind, out)[::-1]
         return found
@@ -154,6 +159,7 @@ class Graphs:
         """
         self.clear()
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         num_slots = self._model.slots.num_slots + 1
         counts = [(num, min(num + 1, num_slots, PROMPT_ROWS)) for num in PROMPT_TOKENS if sizes]
         self._decodes = dict.fromkeys(sorted(sizes))
@@ -176,6 +182,7 @@ class Graphs:
     def _capture_mixed(self, layout: Layout) -> _Mixed:
         model = self._model
         packed = torch.from_numpy(layout.padding(model.padding)).to(model.device)
+        model.mix(layout, packed, 0)  # what a first launch makes for good shall not be a graph's
         graph, (hidden, logits) = self._capture(lambda: model.mix(layout, packed, 0))
         return _Mixed(graph, packed, self._step(layout.samples(packed)[0], logits, unowned(hidden)))
 
@@ -187,9 +194,8 @@ class Graphs:
     def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """The graph of what a function starts on the device, and its results there."""
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = run()

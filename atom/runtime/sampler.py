@@ -5,10 +5,9 @@
 
 The order is that of vLLM's sampler (docs.vllm.ai, vllm.v1.sample.sampler): log probabilities for the report from the
 logits as they came, logit bias, min_tokens, repetition, frequency and presence penalty, grammar, temperature, min_p,
-top_k, top_p, draw. Where a grammar allows nothing but what min_tokens forbids, the grammar counts. Among equal logits
-the lower id comes first, in a cut as in an argmax, so top_k=1 is greedy. A draw inverts the CDF at `uniform(seed,
-position)`. A row whose largest logit is not finite (it holds a nan or an inf, or nothing but -inf) has no distribution:
-it gives its largest number, or token 0, and leaves the other rows alone.
+top_k, top_p, draw. Among equal logits the lower id comes first, in a cut as in an argmax, so top_k=1 is greedy. A draw
+inverts the CDF at `uniform(seed, position)`. A row whose largest logit is not finite (it holds a nan or an inf, or
+nothing but -inf) has no distribution: it gives its largest number, or token 0, and leaves the other rows alone.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from atom.config import SamplingParams
+from atom.runtime.shaping import shape_next
 from atom.runtime.types import Logprobs, Sequence
 
 MIN_TEMPERATURE = 1e-5  # anything lower is greedy, as in vLLM
@@ -97,19 +97,17 @@ def _largest(logits: Tensor) -> Tensor:
 
 
 def _adjust(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """Applies what comes before temperature, in place; passes over ids beyond the vocabulary. logits: fp32[R, V]."""
+    """Applies what comes before temperature, in place. logits: fp32[R, V]."""
     vocab, device = logits.shape[-1], logits.device
     for row, sequence in enumerate(sequences):
         if not _is_adjusted(sequence):
             continue
         values, p, output = logits[row], sequence.params, sequence.output
-        allowed = None if sequence.matcher is None else sequence.matcher.allowed(vocab)
-        if bias := {token: value for token, value in (p.logit_bias or {}).items() if token < vocab}:
-            values[torch.tensor(list(bias), device=device)] += torch.tensor(list(bias.values()), device=device)
-        if len(output) < p.min_tokens:
-            stops = [token for token in sequence.stop_ids.union(p.stop_token_ids or ()) if token < vocab]
-            if allowed is None or allowed.sum() > allowed[stops].sum():
-                values[torch.tensor(stops, dtype=torch.int64, device=device)] = -torch.inf
+        bias, banned, allowed = shape_next(sequence, len(output), vocab)
+        if bias:
+            values[list(bias)] += torch.tensor(list(bias.values()), device=device)
+        if banned:
+            values[banned] = -torch.inf
         if p.repetition_penalty != 1:
             seen = torch.from_numpy(np.unique(sequence.prompt + output)).to(device)
             found = values[seen]

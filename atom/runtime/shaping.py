@@ -1,6 +1,7 @@
 """What the host says of the next token of some rows: biases, tokens that come too early, grammars.
 
 shaping = shape(rows, vocab)       # None where it says nothing
+bias, banned, allowed = shape_next(sequence, len(sequence.output), vocab)     # of one sequence
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from atom.runtime.types import Row
+from atom.runtime.types import Sequence as Running
 
 
 @dataclass
@@ -24,16 +26,30 @@ class Shaping:
 
 
 def shape(rows: Sequence[Row], vocab: int) -> Shaping | None:
-    """For rows that sample. Where a grammar allows nothing but what min_tokens forbids, the grammar counts."""
+    """For rows that sample."""
     shaping = Shaping()
     for row in rows:
-        sequence, p = row.sequence, row.sequence.params
-        allowed = None if sequence.matcher is None else sequence.matcher.allowed(vocab)
-        shaping.added += [(sequence.id, token, bias) for token, bias in (p.logit_bias or {}).items() if token < vocab]
-        if row.start + row.num_tokens - len(sequence.prompt) < p.min_tokens:
-            stops = [token for token in sequence.stop_ids.union(p.stop_token_ids or ()) if token < vocab]
-            if allowed is None or allowed.sum() > allowed[stops].sum():
-                shaping.banned += [(sequence.id, token, -np.inf) for token in stops]
+        id = row.sequence.id
+        bias, banned, allowed = shape_next(row.sequence, row.start + row.num_tokens - len(row.sequence.prompt), vocab)
+        shaping.added += [(id, token, value) for token, value in bias.items()]
+        shaping.banned += [(id, token, -np.inf) for token in banned]
         if allowed is not None:
-            shaping.allowed[sequence.id] = allowed
+            shaping.allowed[id] = allowed
     return shaping if shaping.added or shaping.banned or shaping.allowed else None
+
+
+def shape_next(
+    sequence: Running, num_output: int, vocab: int
+) -> tuple[dict[int, float], list[int], npt.NDArray[np.bool_] | None]:
+    """What is added to logits, the tokens that come too early, those that a grammar allows: behind num_output tokens.
+
+    Where a grammar allows nothing but what min_tokens forbids, the grammar counts. Token ids are below `vocab`.
+    """
+    p = sequence.params
+    bias = {token: value for token, value in (p.logit_bias or {}).items() if token < vocab}
+    allowed = None if sequence.matcher is None else sequence.matcher.allowed(vocab)
+    stops = sequence.stop_ids.union(p.stop_token_ids or ()) if num_output < p.min_tokens else ()
+    banned = [token for token in stops if token < vocab]
+    if allowed is not None and allowed.sum() == allowed[banned].sum():
+        banned = []
+    return bias, banned, allowed

@@ -3,7 +3,7 @@
 slots = Slots(num_slots=256, vocab=151936, device="cuda")
 slots.admit([3, 7], [describe(params, seed, num_tokens) for ...])    # one copy to the device
 slots.set_counts(3, prompt, output)                                  # only where params have penalties
-kernels.triton.sampling.sample(logits, rows, slots, kind, out)       # writes tokens, lengths and counts
+kernels.triton.sampling.sample(logits, rows, slots, kind, out)       # writes tokens, lengths, counts and reported
 """
 
 from __future__ import annotations

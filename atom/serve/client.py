@@ -71,6 +71,7 @@ class EngineClient(asyncio.Protocol):
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = State.LOADING
         self.stats = Stats()
+        self.gpus = ""  # as `Ready` has told
         self.error: Failed | None = None  # why it died, where it could say so
         self.reason = ""  # that it is dead
         self.has_left = False  # its process ended, or is about to, and neither side had said so
@@ -208,7 +209,8 @@ class EngineClient(asyncio.Protocol):
                 answer = self._asked.pop(id)
                 if not answer.done():
                     answer.set_exception(RequestError(error)) if error else answer.set_result(result)
-            case Ready():
+            case Ready(gpus=gpus):
+                self.gpus = gpus
                 self.ready.set()
                 if self.state is State.LOADING:
                     self.state = State.READY

@@ -3,7 +3,7 @@
 link = Link(socket.socket(fileno=3))
 (start,) = link.receive()
 threading.Thread(target=beat, args=(link, 0.5, stats, stopped), daemon=True).start()
-link.send(Ready(num_blocks))
+link.send(Ready(num_blocks, gpus))
 fail(link, error, 1)                            # before the process ends
 """
 

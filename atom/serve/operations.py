@@ -43,7 +43,7 @@ def routes(context: Context) -> APIRouter:
 
     @router.get("/version")
     async def version() -> Response:
-        """What runs here."""
+        """What runs here; GPUs are named once the engine is ready."""
         config = context.config
         return json_response(
             {
@@ -51,7 +51,7 @@ def routes(context: Context) -> APIRouter:
                 "model": config.model.name,
                 "dtype": config.dtype,
                 "device": config.device,
-                "hardware": processor(),
+                "hardware": processor() if config.device == "cpu" else context.client.gpus,
                 "python": platform.python_version(),
             }
         )

@@ -91,6 +91,7 @@ class Ready(Message):
     """The model is loaded."""
 
     num_blocks: int  # of the KV pool
+    gpus: str = ""  # how many the engine's process has, and which; "" where it runs on a CPU
 
 
 class Outputs(Message):

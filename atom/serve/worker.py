@@ -2,7 +2,7 @@
 
     worker = Worker(link)
     threading.Thread(target=worker.receive, daemon=True).start()
-    worker.load(lambda: open_engine(config, RichProgress()))
+    worker.load(lambda: open_engine(config, RichProgress()), config.device)
     worker.run()                                   # until the HTTP process is gone
 
 Three threads. One reads messages and prepares requests, so that a bad or a long prompt never holds up a step; the main
@@ -21,6 +21,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -79,10 +80,10 @@ class Worker:
         told = self._engine.stats()
         return Stats(**{name: getattr(told, name) for name in Stats.__struct_fields__})
 
-    def load(self, make: Callable[[], Engine]) -> None:
+    def load(self, make: Callable[[], Engine], device: str = "cpu") -> None:
         self._engine = make()
         settle()
-        self._link.send(Ready(self._engine.stats().num_blocks))
+        self._link.send(Ready(self._engine.stats().num_blocks, "" if device == "cpu" else describe_gpus()))
 
     def run(self) -> None:
         """Serve until the HTTP process is gone."""
@@ -219,6 +220,14 @@ def open_real(config: Config) -> Engine:
         return open_engine(config, RichProgress())
 
 
+def describe_gpus() -> str:
+    """The GPUs that this process may use, as in `2 x NVIDIA H200`."""
+    import torch
+
+    names = Counter(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
+    return " + ".join(f"{count} x {name}" for name, count in names.items())
+
+
 def main(make: Open = open_real) -> int:
     """Serve an engine on the socket that the last argument names; the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -237,7 +246,7 @@ def main(make: Open = open_real) -> int:
     threading.Thread(target=beat, args=(link, interval, worker.stats, stopped), name="beat", daemon=True).start()
     threading.Thread(target=worker.receive, name="receive", daemon=True).start()
     try:
-        worker.load(lambda: make(start.config))
+        worker.load(lambda: make(start.config), start.config.device)
         worker.run()
     except AtomError as error:
         return fail(link, error, error.exit_code)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import serving
+import torch
 import wire
 from gpu.steps import ON_GPU
 from serving import Server
@@ -55,6 +56,12 @@ def test_a_completion_is_the_cpu_s(server: Server, cpu: LLMEngine):
     answer = wire.ask(server.url, "POST", "/v1/completions", body)
     assert answer.status == 200
     assert answer.json["choices"][0]["text"] == expected(cpu, body["prompt"], max_tokens=40, temperature=0)
+
+
+def test_the_version_names_the_gpus_that_torch_finds(server: Server):
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    hardware = wire.ask(server.url, "GET", "/version").json["hardware"]
+    assert hardware.startswith(f"{names.count(names[0])} x {names[0]}")
 
 
 def test_a_stream_of_sampled_tokens_is_the_cpu_s(server: Server, cpu: LLMEngine):

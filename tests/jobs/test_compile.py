@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from atom import compiler
 from atom.artifact import Cache
 from atom.cli import main
+from atom.compiler import Compiled
 from atom.errors import ArtifactError
+from atom.graph import Recipe
+from atom.jobs import compile as job
+from atom.kernels import Target
+from atom.weights import load_dummy
 
 FIRST = "there is no artifact in the cache yet"
 
@@ -122,6 +128,39 @@ def test_without_a_compiler_it_says_what_to_install_and_what_is_cached_needs_non
     cache.remove(cache.entries("pieces")[0])
     message = message.replace("3 pieces are", "1 piece is")
     assert run(*overrides) == (2, "", f"atom-run: UnsupportedError: job=compile: {message}\n")
+
+
+def test_for_a_gpu_the_model_is_compiled_once_and_its_kernels_for_random_weights(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Here the GPU is made up, and what opens it notes what it is given."""
+    knobs = pytest.importorskip("triton").knobs
+    opened: list[tuple[Compiled, dict[Recipe, torch.Tensor]]] = []
+    read: list[str] = []
+    monkeypatch.setattr(compiler, "find_target", lambda device: Target(device))
+    monkeypatch.setattr("atom.runtime.memory.left_for_kv", lambda graph, config: 1 << 30)
+    monkeypatch.setattr(compiler, "read_artifact", lambda cache, key: read.append(key))
+    monkeypatch.setattr(
+        job, "open_device", lambda compiled, tensors, config, progress: opened.append((compiled, tensors))
+    )
+    monkeypatch.setattr(job, "load_dummy", lambda recipes, seed, device: load_dummy(recipes, seed, "cpu"))
+    with knobs.cache.scope():
+        code, out, _ = run("device=cuda", "job.output=json")
+    told = json.loads(out)
+    assert code == 0 and read == [told["key"]]
+    ((compiled, tensors),) = opened
+    assert (told["hit"], told["compiled"]) == (False, len(compiled.code))
+    assert tensors.keys() == set(compiled.graph.recipes())
+
+
+def test_for_a_gpu_what_does_not_fit_is_refused_before_anything_is_compiled(run: Any, cache: Cache, monkeypatch: Any):
+    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setattr(compiler, "find_target", lambda device: Target(device))
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1 << 10, 1 << 30))
+    with knobs.cache.scope():
+        code, out, err = run("device=cuda")
+    assert (code, out) == (1, "") and "CapacityError: the weights take" in err
+    assert cache.entries() == []
 
 
 def test_a_saved_text_is_compiled_without_an_artifact(run: Any, cache: Cache, tmp_path: Path):

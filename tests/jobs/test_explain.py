@@ -453,6 +453,25 @@ def test_a_gpu_fits_to_the_byte(explain: Any, run: Any, published: Any, tmp_path
     )
 
 
+def test_the_text_for_a_gpu_that_is_not_here(run: Any, explain: Any, published: Any, monkeypatch: pytest.MonkeyPatch):
+    """Its sizes are those of the CPU's text; what its pieces are called in the cache nobody knows."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("atom.jobs.explain.find_device", lambda: "cpu")
+    monkeypatch.setitem(sys.modules, "triton", None)  # which a machine without a GPU need not have
+    name = published("qwen3_0.6b")
+    assert run(name, "device=cuda") == (
+        2,
+        "",
+        "atom-run: UnsupportedError: device=cuda: torch finds no GPU here; take device=cpu, or job=explain job.gpu= to ask about one\n",
+    )
+    code, out, _ = run(name, "device=cuda", "job.gpu=h200", "job.stage=split_pieces")
+    assert code == 0 and "= triton.linear(" in out and "torch.linear(" not in out
+    told, here = (explain(name, "job.gpu=h200", f"device={device}") for device in ("cuda", "cpu"))
+    assert "pieces" in here and "pieces" not in told
+    assert all(told[size] == here[size] for size in ("gpu", "parameters", "weights_bytes", "kv_tokens"))
+    assert "\nGPU  " in run(name, "device=cuda", "job.gpu=h200")[1]
+
+
 def test_an_unknown_gpu_is_one_line(run: Any, published: Any):
     code, out, err = run(published("qwen3_30b_a3b"), "job.gpu=h20")
     assert (code, out) == (2, "")

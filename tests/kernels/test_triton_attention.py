@@ -7,6 +7,7 @@ from kernels.paged import Batch, make_batch, reference
 
 from atom.kernels.triton import decode
 from atom.kernels.triton.attention import PagedAttention
+from atom.kernels.triton.tiles import Gpu
 
 SMALL_PARTS = decode.Parameters(tile_bytes=1024, min_tiles=1, programs_per_unit=4)  # sequences are cut into many
 
@@ -196,3 +197,11 @@ class TestOnAGpu:
             first.lengths.copy_(torch.tensor(lengths))
             graph.replay()
             assert_equal(out, reference(first, scale=0.1))
+
+
+def test_few_sequences_are_cut_into_more_parts_where_16_bits_are_multiplied_with_much_memory():
+    large, small = Gpu(132, 227 << 10, (9, 0)), Gpu(128, 64 << 10, (0, 0))
+    few, many = decode.choose(8, 2, large), decode.choose(9, 2, large)
+    assert few.min_tiles < many.min_tiles and few.programs_per_unit < many.programs_per_unit
+    for size, gpu in ((4, large), (2, small)):
+        assert decode.choose(8, size, gpu) == decode.choose(9, size, gpu)

@@ -28,7 +28,7 @@ from triton.runtime import cache as triton_cache
 from triton.runtime.build import compile_module_from_src
 
 from atom.artifact import Cache
-from atom.kernels.triton.store import store_in
+from atom.kernels.triton.store import Store, store_in
 
 ROOT = Path(__file__).parents[2]
 
@@ -212,6 +212,28 @@ def test_a_folder_that_takes_nothing_stops_no_run(built: Any, process: Build, tm
     assert (told["answer"], told["compiled"]) == (42, 3)
     assert told["warnings"] and all("what is built is not kept for the next run" in line for line in told["warnings"])
     assert (tmp_path / "cache").read_text() == "this is no folder"
+
+
+def test_what_is_wrong_is_printed_once_from_when_nobody_else_tells_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    cache = Cache(tmp_path)
+    store = Store(cache)
+    for name in ("one", "two"):
+        (harmed,) = store.publish({"file": name}, {f"{name}.so": b"code"}).values()
+        Path(harmed).write_bytes(b"evil")
+    assert store.find({"file": "one"}) == {}
+    assert len(cache.warnings) == 1 and capsys.readouterr().err == "", "who started it tells this"
+    store.tell()
+    assert [store.find({"file": name}) for name in ("one", "two", "two")] == [{}, {}, {}]
+    folder = Path(harmed).parent
+    assert capsys.readouterr().err == f"atom-run: {folder}: the checksum of two.so is wrong, built anew\n"
+    shutil.rmtree(tmp_path / "triton")
+    (tmp_path / "triton").write_text("")
+    for name in ("three", "four"):
+        store.publish({"file": name}, {f"{name}.so": b"code"})
+    why = "takes no entries (File exists): what is built is not kept for the next run"
+    assert capsys.readouterr().err == f"atom-run: {tmp_path} {why}\n"
 
 
 def test_another_kernel_is_another_entry(built: Any, copy: Path, process: Build, tmp_path: Path):

@@ -69,10 +69,17 @@ def test_a_grammar_that_allows_nothing_but_stops_counts_before_min_tokens(
 @pytest.mark.parametrize("bias", [None, {5: 40.0}, {3: 30.0, 0: 20.0}])
 @pytest.mark.parametrize("min_tokens", [0, 2])
 @pytest.mark.parametrize("matcher", [None, Only(0, 3, 5), Only(5)])
-def test_a_greedy_choice_of_shaped_logits_is_the_sampler_s(bias: Any, min_tokens: int, matcher: Any) -> None:
+def test_a_greedy_choice_keeps_the_rules_in_the_sampler_and_in_shaped_logits(
+    bias: Any, min_tokens: int, matcher: Any
+) -> None:
     asked = row(matcher=matcher, logit_bias=bias, min_tokens=min_tokens, stop_token_ids=[5], temperature=0)
-    logits = torch.tensor([[3.0, 1.0, 2.0, 2.5, 9.0, 4.0, 0.0, 1.0]])
-    (expected,), _ = sampler.sample(logits, [asked.sequence])
+    values = [3.0, 1.0, 2.0, 2.5, 9.0, 4.0, 0.0, 1.0]
+    tokens = range(VOCAB) if matcher is None else matcher.tokens
+    if min_tokens and len(tokens) > 1:
+        tokens = [token for token in tokens if token != 5]
+    expected = max(tokens, key=lambda token: values[token] + (bias or {}).get(token, 0.0))
+    logits = torch.tensor([values])
+    assert sampler.sample(logits, [asked.sequence])[0] == [expected]
     shaping = shape([asked], VOCAB)
     if shaping is not None:
         for _, token, value in shaping.added:

@@ -39,9 +39,9 @@ def test_the_gap_before_a_step_is_the_time_in_which_nothing_ran():
         ("_feed", 299, 310), ("_draw", 390, 400),                  # begins before the one before it has ended
     ))  # fmt: skip
     assert steps == [
-        Step(start=106, span=94, idle=6, before_copies=6, has_prompts=False),
-        Step(start=225, span=75, idle=20, before_copies=10, has_prompts=True),
-        Step(start=299, span=101, idle=0, before_copies=0, has_prompts=False),
+        Step(start=106, span=94, idle=6, before_others=6, has_prompts=False),
+        Step(start=225, span=75, idle=20, before_others=10, has_prompts=True),
+        Step(start=299, span=101, idle=0, before_others=0, has_prompts=False),
     ]
 
 

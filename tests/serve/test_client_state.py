@@ -59,8 +59,8 @@ def run(body: Callable[[EngineClient, Engine, list[float]], Awaitable[None]]) ->
             await asyncio.sleep(0.02)
             assert [type(message) for message in engine.heard()] == [Start]
             assert client.state is State.LOADING
-            await engine.tell(Ready(100))
-            assert client.state is State.READY
+            await engine.tell(Ready(100, "2 x A GPU"))
+            assert (client.state, client.gpus) == (State.READY, "2 x A GPU")
             await body(client, engine, now)
             client.close("the test is over")
 

@@ -37,9 +37,9 @@ def test_bytes_come_in_any_portions(size: int):
 
 
 def test_a_frame_is_its_length_and_its_body():
-    data = encode(Ready(9))
+    data = encode(Ready(9, "1 x A GPU"))
     assert struct.unpack("<I", data[:4]) == (len(data) - 4,)
-    assert msgspec.msgpack.decode(data[4:]) == ["Ready", 9]
+    assert msgspec.msgpack.decode(data[4:]) == ["Ready", 9, "1 x A GPU"]
 
 
 def test_what_is_no_frame_of_ours_is_refused():

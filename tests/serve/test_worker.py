@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 import serving
 import wire
+from serve.stub_engine import Options, StubEngine
 
 import atom.serve
 from atom.config import load
 from atom.pieces.workers import has_compiler
+from atom.serve.link import Link
 from atom.serve.process import EngineProcess
 from atom.serve.protocol import Beat, Failed, Ready, Start, encode, from_engine
+from atom.serve.worker import Worker
 
 STUB = (sys.executable, str(serving.STUB), "{}", "--engine")
 
@@ -44,6 +47,22 @@ def test_an_engine_is_ready_beats_and_ends_with_its_socket():
     assert Ready(100_000) in told
     engine.connection.close()
     assert ended(engine, 5) == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "told"), [([], ""), (["A"], "1 x A"), (["A", "B", "A"], "2 x A + 1 x B")], ids=["none", "one", "three"]
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_who_is_ready_names_the_gpus_where_it_runs_on_one(
+    device: str, names: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(names))
+    monkeypatch.setattr("torch.cuda.get_device_name", names.__getitem__)
+    monkeypatch.setattr("atom.serve.worker.settle", lambda: None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        Worker(Link(ours)).load(lambda: StubEngine(Options()), device)  # type: ignore[arg-type, return-value]
+        assert from_engine().feed(theirs.recv(1 << 16)) == [Ready(100_000, told if device == "cuda" else "")]
 
 
 @pytest.mark.parametrize("garbage", [b"\x03\x00\x00\x00abc", b"\xff\xff\xff\xff"])

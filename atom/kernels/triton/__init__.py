@@ -26,7 +26,9 @@ def find_features() -> frozenset[str]:
     import torch
 
     if not torch.cuda.is_available():
-        raise UnsupportedError("device=cuda: torch finds no GPU here; take device=cpu, or job.gpu= to ask about one")
+        raise UnsupportedError(
+            "device=cuda: torch finds no GPU here; take device=cpu, or job=explain job.gpu= to ask about one"
+        )
     properties = torch.cuda.get_device_properties(0)
     if torch.version.hip is not None:
         return frozenset({"amd", properties.gcnArchName.partition(":")[0], properties.name})

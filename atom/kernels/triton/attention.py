@@ -56,6 +56,8 @@ class NormRopeAttention(_Attention):
                  scale: float, window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
         """Shapes as in the op; the rows of q, k and v may lie apart. A token's key is written whether it has a sequence
         or not."""
+        assert has_rows(k) and has_rows(v), "heads must lie side by side"
+        assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin have gaps"
         turned = q
         if num_decodes < len(q):  # those of decodes too, which is simpler and in such a step costs nothing
             turned = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, slots, eps=eps, interleaved=interleaved)

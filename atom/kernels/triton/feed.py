@@ -77,7 +77,10 @@ def _extend(tables, entries, num_entries, ENTRIES: tl.constexpr):
     tl.store(tables + places, tl.load(entries + num_entries + at, mask=is_there, other=0), mask=is_there)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "slots_stride", "tables_stride"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "slots_stride", "tables_stride"],
+    do_not_specialize_on_alignment=["rows", "given", "row_of", "starts", "ends", "positions"],
+)
 def _feed(
     rows, given, row_of, starts, ends, newest, known, slot_tables, tokens, positions, lengths, slots, tables,
     slots_stride, tables_stride, num_rows, num_tokens, num_slots, width,

@@ -120,7 +120,7 @@ def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: 
     """
     columns = triton.next_power_of_2(inner)
     row_size = columns * element_size
-    memory, step = LARGE_MEMORY if gpu.shared_memory > LARGE_MEMORY[0] else MEMORY
+    memory, step = LARGE_MEMORY if gpu.has_dependent_launch and gpu.shared_memory > LARGE_MEMORY[0] else MEMORY
     if rows == 1 and row_size * gates <= memory:
         block_out = max(gates, step // row_size)
         while block_out > gates and out < 2 * block_out * gpu.units:

@@ -55,7 +55,7 @@ def choose(dim: int, element_size: int, gpu: Gpu) -> Parameters:
 def suits_hopper(
     gpu: Gpu, q: Tensor, cache: Tensor, num_decodes: int, window: int | None, softcap: float | None
 ) -> bool:
-    """Whether the kernel of prefill_hopper.py takes these arguments of `prefill`, and is faster."""
+    """Whether the kernel of prefill_hopper.py takes these arguments of `prefill`; for long prompts it is faster."""
     num_tokens, heads, dim = q.shape
     _, block_size, _, kv_heads, _ = cache.shape
     return (

@@ -1,4 +1,4 @@
-"""Paged attention of prompts on NVIDIA's Hopper: what prefill.py computes, for long prompts, a third faster.
+"""Paged attention of prompts on NVIDIA's Hopper: what prefill.py computes, for many tokens, a third faster.
 
     prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale)
 

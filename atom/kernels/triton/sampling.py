@@ -142,7 +142,7 @@ def _report(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tenso
     return (chosen - total)[:, 0], ranks, ids.int(), values.gather(-1, ids) - total
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _summarize(
     logits, stride, vocab, rows, counts, repetition, frequency, presence,
     temperature, top_k, top_p, min_p, best, best_id, sums, bins, PART: tl.constexpr, WIDTH: tl.constexpr,
@@ -167,7 +167,7 @@ def _summarize(
             tl.store(bins + at * NUM_BINS + tl.arange(0, NUM_BINS), counted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _limit(
     vocab, rows, temperature, top_k, top_p, min_p,
     best, bins, limits, ends, values, value_ids, max_gathered, num_parts, NUM_PARTS: tl.constexpr,
@@ -211,7 +211,7 @@ def _limit(
     tl.store(limits + row, tl.where(is_few, limit, -1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _gather(
     logits, stride, vocab, rows, counts, repetition, frequency, presence,
     temperature, top_k, top_p, min_p, best, sums, limits, ends, values, value_ids, max_gathered,
@@ -245,7 +245,7 @@ def _gather(
         tl.store(sums + row * num_parts + part, tl.sum(weights.to(tl.float64), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def _draw(
     logits, stride, vocab, rows, counts, repetition, frequency, presence,
     temperature, top_k, top_p, min_p, num_slots, seed, tokens, lengths, reported, out,

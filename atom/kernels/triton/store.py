@@ -4,6 +4,7 @@
     ...                                                    # launch kernels
     store.used()                                           # keys of kind "triton": what these kernels need
     store.num_compiled                                     # 0: all of it was there
+    store.tell()                                           # from now on, what it finds wrong goes to stderr
 
 An entry is one kernel's binary with its metadata, or one module of Triton's launcher. It holds no path, and like all
 code in the cache it counts only while its owner and its checksums are right.
@@ -14,7 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import triton
@@ -58,6 +61,8 @@ class Store:
         self._used: dict[str, None] = {}
         self._compiled: list[str] = []
         self._not_kept: dict[str, dict[str, str]] = {}  # files of entries for which the cache folder has no place
+        self._telling = threading.Lock()  # several threads compile
+        self._num_told = sys.maxsize  # of the cache's warnings: all, until `tell`
 
     @property
     def num_compiled(self) -> int:
@@ -72,10 +77,16 @@ class Store:
         """Triton's `manager_class`; what its debugging overrides and dumps stays in its own folders."""
         return FileCacheManager(key, override, dump) if override or dump else _Manager(key, self)
 
+    def tell(self) -> None:
+        """Print the cache's warnings from now on, as they come: whoever told those of the start is done with it."""
+        self._num_told = len(self.cache.warnings)
+
     def find(self, ingredients: dict[str, str]) -> dict[str, str]:
         """The files of a trusted entry, path by name; none if there is no such entry."""
         key = _key_of(ingredients)
-        if (folder := self.cache.find(KIND, key)) is None:
+        folder = self.cache.find(KIND, key)
+        self._tell_new()
+        if folder is None:
             return self._not_kept.get(key, {})
         self._used[key] = None
         return _files_in(folder)
@@ -84,6 +95,7 @@ class Store:
         """Store an entry that had to be made: its files, path by name."""
         key = _key_of(ingredients)
         folder = self.cache.publish(KIND, key, files, {"name": ingredients["file"], "ingredients": ingredients})
+        self._tell_new()
         self._used[key] = None
         self._compiled.append(key)
         if not folder.is_relative_to(self.cache.folder):
@@ -93,6 +105,13 @@ class Store:
     def private_folder(self) -> Path:
         """A new folder that lives as long as this process."""
         return Path(tempfile.mkdtemp(dir=self._folder.name))
+
+    def _tell_new(self) -> None:
+        with self._telling:
+            new = self.cache.warnings[self._num_told :]
+            self._num_told += len(new)
+        for line in new:
+            print(f"atom-run: {line}", file=sys.stderr)
 
 
 def _key_of(ingredients: dict[str, str]) -> str:

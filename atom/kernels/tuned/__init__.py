@@ -3,7 +3,8 @@
 parameters("NVIDIA H200", "linear", "1 6144 4096 1")     # ["vector", 8, 8, 3, 1], or None where nobody has measured
 
 A key says what a kernel's choice depends on: of a linear the rows up to which it holds, outputs, inputs, and 2 where
-half of the outputs are gates. What is not listed follows from the kernel's own rule.
+half of the outputs are gates. ["library"] is where the vendor's is the fastest. What is not listed follows from the
+kernel's own rule.
 """
 
 from __future__ import annotations

@@ -102,22 +102,20 @@ class Graphs:
         load_driver()
         slots, largest = self._model.slots.num_slots, max(sizes, default=1)
         place_of_padding = slots * self._model.tables.shape[2]
+        longer = PROMPT_TOKENS[-1] + 1  # than what is captured: such steps may have kernels of their own
         shared: list[Callable[[], object]] = [
             lambda: self._rehearse_decodes(1),
             lambda: self.rehearse(min(PROMPT_TOKENS[-1], max_tokens), min(PROMPT_ROWS, slots, max_tokens)),
-            lambda: self.rehearse(
-                min(PROMPT_TOKENS[-1] + 1, max_tokens), 1
-            ),  # longer ones may have kernels of their own
             lambda: self._model.extend_tables([place_of_padding], [0]),  # which is what stands there
         ]
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # Triton compiles without the interpreter's lock
             first = [pool.submit(rehearsal) for rehearsal in shared]
-            alone: list[Future[Any]] = [
-                pool.submit(launch) for kind in KINDS[::-1] for launch in self._sampling_launches(kind)
-            ]
+            launches = [launch for kind in KINDS[::-1] for launch in self._sampling_launches(kind)]
+            alone: list[Future[Any]] = [pool.submit(launch) for launch in launches]
             for done in first:
                 done.result()
-            # kernels differ by the power of two that holds the rows: what all of them share is there by now
+            # what all steps share is there by now; kernels of decodes differ by the power of two that holds the rows
+            alone.append(pool.submit(self.rehearse, min(longer, max_tokens), 1))
             powers = [1 << power for power in range(1, largest.bit_length()) if sizes]
             alone += [pool.submit(self._rehearse_decodes, size) for size in powers]
             for each in alone:

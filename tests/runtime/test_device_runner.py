@@ -22,8 +22,9 @@ from atom.compiler import compile_graph
 from atom.config import engine_overrides, load
 from atom.errors import CapacityError
 from atom.kernels import Target
-from atom.kernels.triton import sampling
+from atom.kernels.triton import driver, sampling
 from atom.opening import open_for
+from atom.runtime import graphs
 from atom.runtime.device_runner import DeviceRunner
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache
@@ -165,6 +166,24 @@ def test_a_text_of_the_gpu_s_own_kernels_gives_the_same_tokens(checkpoints: Any,
     asked = greedy(3, 6, max_tokens=4)
     engine = open_device(checkpoints("qwen3_window"), triton_device, depth, target, level=1, max_model_len=32)
     assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3_window"), level=1), asked))
+
+
+@pytest.mark.parametrize("max_tokens", [3, 2000])
+def test_what_a_start_rehearses_changes_nothing(
+    checkpoints: Any, triton_device: str, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+):
+    rehearsed: list[int] = []
+    asked = greedy(3, 6, max_tokens=4)
+    engine = open_device(checkpoints("qwen3"), triton_device, 2)
+    if triton_device == "cpu":  # the interpreter takes one thread, and has no driver
+        monkeypatch.setattr(graphs.os, "sched_getaffinity", lambda pid: {0})
+        monkeypatch.setattr(driver, "load_driver", lambda: None)
+    runner: Any = engine.runner
+    rehearse = runner.graphs.rehearse
+    monkeypatch.setattr(runner.graphs, "rehearse", lambda num, rows: rehearsed.append(num) or rehearse(num, rows))
+    runner.graphs.compile([1, 2, 5], max_tokens)
+    assert sorted(rehearsed) == ([3, 3] if max_tokens == 3 else [512, 513])
+    assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3")), asked))
 
 
 @pytest.mark.parametrize("depth", [0, 2])

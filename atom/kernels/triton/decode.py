@@ -39,7 +39,7 @@ from atom.kernels.triton.tiles import (
     store_attended,
 )
 
-FEW = 8  # sequences whose keys and values do not keep the memory busy
+FEW = 8  # sequences: of short ones every tile has a program, of long ones each program has many
 
 
 class Parameters(NamedTuple):
@@ -68,9 +68,7 @@ def choose(num_sequences: int, element_size: int, gpu: Gpu) -> Parameters:
     """element_size: of what is multiplied, in bytes"""
     if element_size == 4 or gpu.shared_memory < 99 << 10:
         return Parameters(tile_bytes=8192, num_stages=2)
-    if num_sequences <= FEW:  # measured on an H200: what counts is how soon the last part is there
-        return Parameters(min_tiles=1, programs_per_unit=1)
-    return Parameters()
+    return Parameters(min_tiles=1) if num_sequences <= FEW else Parameters()  # measured on an H200
 
 
 @triton.jit

@@ -102,5 +102,7 @@ def test_no_backend_imports_triton_before_a_kernel_is_loaded():
 
 def test_without_a_gpu_the_target_of_one_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(UnsupportedError, match=r"device=cuda: torch finds no GPU here; take device=cpu, or job=explain job\.gpu="):
+    with pytest.raises(
+        UnsupportedError, match=r"device=cuda: torch finds no GPU here; take device=cpu, or job=explain job\.gpu="
+    ):
         find_target("cuda")

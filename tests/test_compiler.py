@@ -32,6 +32,8 @@ from atom.kernels import Target, find_target
 from atom.launch import launch_ingredients
 from atom.pieces import identity, key_of
 
+pytestmark = pytest.mark.xdist_group("compiler")  # what one compiles the others find
+
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 COMPILED = ["llama_biases"]  # the others of MODEL_FILES are slow
 MODEL_FILES = [

@@ -25,6 +25,8 @@ from atom.graph import TORCH_DTYPES
 from atom.opening import open_for
 from atom.runtime.types import RequestOutput
 
+pytestmark = pytest.mark.xdist_group("smollm2")  # its pieces are compiled once
+
 PROMPTS = [
     "What is the capital of France?",
     "Write a haiku about the sea.",

@@ -29,6 +29,7 @@ from atom.kernels.triton.tiles import Gpu, find_gpu
 
 MAX_ROWS = 128
 BUCKETS = (1, 8, 16, 32, 64, MAX_ROWS)  # rows up to which parameters hold
+MAX_STAGES = 9  # of a product of one row
 MAX_TILES = 4096  # of a product whose columns are split
 MEMORY = 98304, 16384  # bytes of a processor that a product of one row takes, and of them in a step
 # where there are more: so much that two programs never share a processor, while attention still keeps another one
@@ -125,7 +126,7 @@ def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: 
         block_out = max(gates, step // row_size)
         while block_out > gates and out < 2 * block_out * gpu.units:
             block_out //= 2
-        stages = min(1 + memory // (block_out * row_size), 7)
+        stages = min(1 + memory // (block_out * row_size), MAX_STAGES)
         return Vector(block_out, warps=min(max(columns // 256, 1), 8), stages=stages, programs=1)
     if element_size > 2 or rows > 32:  # at 48 and 64 rows of layers of Qwen3 the library beats what follows
         return None

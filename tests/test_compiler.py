@@ -261,6 +261,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_does_not_stop(
     cache.close()
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_compile_once(checkpoints: Any, tmp_path: Path):
     command = [sys.executable, "-m", "atom.cli", "job=compile", f"checkpoint={checkpoints('llama')}", "dtype=fp32",
                f"cache={tmp_path}", "job.output=json"]  # fmt: skip

@@ -47,7 +47,7 @@ def left_for_kv(graph: Graph, config: Config) -> int:
 
 
 def measure_left(runner: DeviceRunner, largest: Sequence[int], serve: ServeConfig) -> int:
-    """Bytes for the KV pool: what is left of the share once the largest step has run and these sizes were captured."""
+    """Bytes for the KV pool: what is left of the share behind the largest step and the largest graphs."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -13,7 +13,7 @@ from atom.kernels.triton.attention import NormRopeAttention
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton.rope import norm_rope_write
 
-SMALL_PARTS = decode.Parameters(tile_bytes=1024, min_tiles=1, programs_per_unit=4)  # sequences are cut into many
+SMALL_PARTS = decode.Parameters(tile_bytes=1024, programs_per_unit=4)  # sequences are cut into many
 
 
 class Case(NamedTuple):

@@ -39,12 +39,11 @@ from atom.kernels.triton.tiles import (
     store_attended,
 )
 
-FEW = 8  # sequences: of short ones every tile has a program, of long ones each program has many
+MANY = 64  # sequences: from there on a program has the ends of several
 
 
 class Parameters(NamedTuple):
     tile_bytes: int = 16384  # of the keys of a tile: 64 positions of 128 dims in bf16
-    min_tiles: int = 4  # a program's share is no less: merging costs as much as some tiles
     programs_per_unit: int = 2  # programs a multiprocessor
     num_warps: int = 4
     num_stages: int = 3
@@ -68,7 +67,7 @@ def choose(num_sequences: int, element_size: int, gpu: Gpu) -> Parameters:
     """element_size: of what is multiplied, in bytes"""
     if element_size == 4 or gpu.shared_memory < 99 << 10:
         return Parameters(tile_bytes=8192, num_stages=2)
-    return Parameters(min_tiles=1) if num_sequences <= FEW else Parameters()
+    return Parameters(8192, programs_per_unit=4, num_warps=2) if num_sequences > MANY else Parameters()
 
 
 @triton.jit
@@ -135,7 +134,7 @@ def _decode(
     q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, out, sums, stats, tickets, num_decodes,
     table_stride, q_stride, k_stride, v_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, PROGRAMS: tl.constexpr, MIN_TILES: tl.constexpr, BLOCK_S: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +154,8 @@ def _decode(
         counts = tl.minimum(counts, WINDOW)
     counts = tl.where(sequences < num_decodes, tl.maximum(tl.cdiv(counts - NEWEST, BLOCK_N), 1), 0)
     num_tiles = tl.sum(counts, 0)
-    share = tl.maximum(tl.cdiv(num_tiles, PROGRAMS), MIN_TILES)
+    # to merge a part costs as much as a tile or two, and the more parts a sequence has
+    share = tl.maximum(tl.cdiv(num_tiles, PROGRAMS), tl.minimum(tl.cdiv(tl.max(counts, 0), 16), 4))
     tile = program * share
     end = tl.minimum(tile + share, num_tiles)
     sequence, before = find_owner(counts, tile)
@@ -235,7 +235,7 @@ class Decode:
         _, block_size, _, kv_heads, _ = cache.shape
         group = heads // kv_heads
         gpu, element_size = find_gpu(q.device), q.element_size() if q.dtype == cache.dtype else 4
-        tile_bytes, min_tiles, programs_per_unit, num_warps, num_stages = self._parameters or choose(
+        tile_bytes, programs_per_unit, num_warps, num_stages = self._parameters or choose(
             num_decodes, element_size, gpu
         )
         block_d, block_g = max(16, triton.next_power_of_2(dim)), triton.next_power_of_2(group)
@@ -249,7 +249,7 @@ class Decode:
         _decode[(kv_heads, programs)](
             q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, out, sums, stats, tickets,
             num_decodes, table.stride(0), q.stride(0), k_stride, v_stride, eps, interleaved, half, scale, softcap,
-            window, block_size, kv_heads, group, dim, programs, min_tiles, sequence_bucket(num_decodes),
+            window, block_size, kv_heads, group, dim, programs, sequence_bucket(num_decodes),
             max(16, triton.next_power_of_2(group + (newest is not None))),
             min(128, max(16, tile_bytes // (block_d * element_size))), max(1, 4096 // (block_g * block_d)), block_g,
             block_d, gpu.has_dependent_launch, num_warps=num_warps, num_stages=num_stages, **gpu.options,

@@ -35,6 +35,7 @@ from atom.runtime.metrics import Metrics
 from atom.runtime.profiler import Profiler
 from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
+from atom.runtime.tune import tune, use_measured
 from atom.runtime.types import CacheKind, Executes, Sequence, StreamCallback
 from atom.startup import no_collection
 
@@ -298,6 +299,7 @@ def open_device(
         max_num_seqs=serve.max_num_seqs,
         max_model_len=_limits(config)["max_model_len"],
     )
+    use_parameters(runner, compiled.graph, config, progress)
     sizes = memory.capture_sizes(serve) if level_of(config) == 3 else []
     with progress.task("compiling kernels"):
         runner.graphs.compile(sizes, serve.max_num_batched_tokens)
@@ -307,6 +309,21 @@ def open_device(
         # a server is ready when nothing is left to do; a run of some prompts needs but few sizes
         runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate")
     return runner, num_blocks
+
+
+def use_parameters(runner: DeviceRunner, graph: Graph, config: Config, progress: Progress) -> None:
+    """Run with what was measured for this GPU's kernels; with tune=true, what nobody has measured is measured first."""
+    assert config.cache is not None, "config.load resolves it"
+    cache, limits = Cache(Path(config.cache)), _limits(config)
+
+    def tell(line: str) -> None:
+        print(f"atom-run: {line}", file=sys.stderr)
+
+    use_measured(runner.model, cache.folder, tell)
+    max_rows = min(limits["max_num_seqs"], limits["max_num_batched_tokens"])
+    if config.tune and tune(runner.model, graph, cache.folder, max_rows, progress, tell) and level_of(config) >= 2:
+        compile_model(config, progress, cache)  # an artifact names the parameters: the next start finds one
+    cache.close()
 
 
 def _describe_pool(kinds: List[CacheKind], num_blocks: dict[str, int], config: Config) -> str:

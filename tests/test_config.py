@@ -680,7 +680,6 @@ def test_a_wrong_override_is_one_line_that_says_what_and_where(text: str, messag
 @pytest.mark.parametrize(
     "text",
     [
-        "tune=true",
         "serve.tensor_parallel_size=2",
         "serve.kv_cache_dtype=fp8",
         "serve.data_parallel_size=2",
@@ -694,6 +693,19 @@ def test_a_wrong_override_is_one_line_that_says_what_and_where(text: str, messag
 def test_a_value_that_is_not_built_yet_says_so(text: str):
     with pytest.raises(UnsupportedError, match="not built yet; there is: "):
         load([text])
+
+
+def test_kernels_are_measured_where_a_model_is_opened_on_a_gpu():
+    with pytest.raises(
+        ConfigError, match=r"^tune=true measures kernels on a GPU, device=cpu has none; leave tune out$"
+    ):
+        load(["tune=true", "device=cpu"])
+    for job in ("explain", "cache"):
+        with pytest.raises(ConfigError, match=f"^tune=true measures kernels on a GPU, job={job} opens no model; leave"):
+            load(["tune=true", "device=cuda", f"job={job}"])
+    for job in ("serve", "generate", "bench", "compile", "profile"):
+        assert load(["tune=true", "device=cuda", f"job={job}"]).tune
+    assert not load([]).tune
 
 
 def test_cuda_graphs_need_a_gpu_and_sizes_that_a_step_can_have():

@@ -40,7 +40,8 @@ def machine(target: Target) -> dict[str, str]:
     import triton
 
     features = " ".join(sorted(target.features))
-    return {"torch": torch.__version__, "triton": triton.__version__, "device": target.device, "features": features}
+    own = {"device": target.device, "features": features, "parameters": target.parameters}
+    return {"torch": torch.__version__, "triton": triton.__version__, **own}
 
 
 def key_of(ingredients: dict[str, str]) -> str:

@@ -7,7 +7,7 @@ tokens = model.sample(rows, logits, "greedy")   # which are the newest ones from
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,13 @@ from torch import Tensor
 
 from atom.errors import CapacityError
 from atom.graph import KV, TORCH_DTYPES, Graph, Recipe
+from atom.graph.ops import Op
 from atom.pieces import PieceCode
 from atom.runtime.layout import Layout
 from atom.runtime.program import Executable
 from atom.runtime.slots import Slots
 
+Kernels = Mapping[tuple[Op, str], Callable[..., Any]]  # by op and backend
 KINDS = ("greedy", "random", "cut")  # of sampling: each takes the rows of those before it too
 
 
@@ -43,6 +45,7 @@ class DeviceModel:
 
         self._feed, self._sampling = feed, sampling
         self._graph, self._weights, self._code = graph, weights, code
+        self._kernels: Kernels = {}
         self.device, self.block_size = torch.device(device), block_size
         self.kinds = list(dict.fromkeys(cache.kind for cache in graph.caches()))
         (logits,) = graph.programs["head"].results
@@ -62,9 +65,14 @@ class DeviceModel:
         """Take another KV pool, empty."""
         self.caches: dict[KV, Tensor] = {}
         self.caches = {cache: self._allocate(cache, num_blocks[cache.kind]) for cache in self._graph.caches()}
+        self.use(self._kernels)
+
+    def use(self, kernels: Kernels) -> None:
+        """Run these in place of the kernels that the text names; what was captured keeps to those of before."""
+        self._kernels = kernels
         body, head = self._graph.programs["body"], self._graph.programs["head"]
-        self._body = Executable(body, self._weights, self.caches, self._code)
-        self.head = Executable(head, self._weights, self.caches, self._code)
+        self._body = Executable(body, self._weights, self.caches, self._code, kernels)
+        self.head = Executable(head, self._weights, self.caches, self._code, kernels)
 
     def send(self, array: npt.NDArray[Any]) -> Tensor:
         """A copy on the device, which the host does not wait for."""
@@ -99,9 +107,15 @@ class DeviceModel:
         self._sampling.sample(logits, rows, self.slots, kind, out, penalties)
         return out
 
-    def logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, ...]:
-        """logits [R, V], tokens i64[R] -> see `kernels.triton.sampling.logprobs`"""
-        return self._sampling.logprobs(logits, tokens, num_top)
+    def top_logprobs(self, logits: Tensor, rows: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """logits [R, V], rows i64[A] of them -> see `kernels.triton.sampling.top_logprobs`"""
+        return self._sampling.top_logprobs(logits, rows, num_top)
+
+    def score_drawn(
+        self, logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, chosen: Tensor, ranks: Tensor
+    ) -> None:
+        """drawn i64[R] -> see `kernels.triton.sampling.score_drawn`"""
+        self._sampling.score_drawn(logits, rows, drawn, totals, chosen, ranks)
 
     def _inputs(self, num_tokens: int, num_rows: int) -> Any:
         kinds, device = len(self.kinds), self.device

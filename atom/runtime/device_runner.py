@@ -12,9 +12,9 @@ and the blocks of KV; what is sampled goes from one step to the next on the devi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,8 +63,8 @@ class DeviceRunner:
         self.model.bind(num_blocks)
 
     def execute(self, plan: Plan) -> Pending:
-        """Start a step. CapacityError where memory does not suffice; nothing but KV of the plan's tokens is written
-        before it can raise."""
+        """Start a step. CapacityError where memory does not suffice: then it can be started again, for until nothing
+        can raise any more, it writes but KV of the plan's tokens, and to slots what their sequences come with."""
         try:
             with torch.inference_mode():
                 return self._execute(plan)
@@ -149,24 +149,33 @@ class DeviceRunner:
         return scored
 
     def _sample(self, step: Step, sampling: Sampling, scored: dict[str, list[Logprobs]]) -> Pending:
+        """Draw, behind all that can raise: what has been drawn is not drawn again."""
         assert step.logits is not None, "there are rows that sample"
         asked = {at: n for at, (row, _) in enumerate(sampling) if (n := row.sequence.params.logprobs) is not None}
-        told = self.model.send(np.array(list(asked), np.int64)) if asked else None
+        report = self._report(step.logits, list(asked), max(asked.values())) if asked else None
         count, kind = len(sampling), KINDS[max(each.kind for _, each in sampling)]
         has_penalties = any(each.has_penalties for _, each in sampling)
         shaping = shape([row for row, each in sampling if each.may_be_shaped], step.logits.shape[-1])
-        if kind in step.tails and not has_penalties and shaping is None:
+        is_plain = shaping is None and not has_penalties
+        if is_plain and kind in step.tails:
             graph, out = step.tails[kind]
             graph.replay()
         else:
             logits = step.logits if shaping is None else self._shape(step.logits[:count].float(), sampling, shaping)
-            out = self.model.sample(step.rows[: len(logits)], logits, kind, has_penalties)
-        reports: list[Tensor] = []
-        if told is not None:
-            found = self.model.logprobs(step.logits[told], out[told], max(asked.values()))
-            reports = [self._fetch(each) for each in found]
+            # of what is not plain, a start compiles only the last kind
+            out = self.model.sample(step.rows[: len(logits)], logits, kind if is_plain else KINDS[-1], has_penalties)
+        if report is not None:
+            self.model.score_drawn(step.logits, report.rows, out, report.totals, report.chosen, report.ranks)
         places = [(row.sequence.slot, (row.start + row.num_tokens) % NUM_REPORTED) for row, _ in sampling]
-        return Pending(self.model.slots.reported, places, asked, scored, self._record(), reports)
+        return Pending(self.model.slots.reported, places, asked, scored, self._record(), report)
+
+    def _report(self, logits: Tensor, rows: list[int], num_top: int) -> _Report:
+        """Log probabilities of some rows, but for what follows from the tokens drawn."""
+        told = self.model.send(np.array(rows, np.int64))
+        totals, ids, top = self.model.top_logprobs(logits, told, num_top)
+        chosen, ranks = self._on_host(totals), self._on_host(totals, torch.int32)
+        fetched = [self._on_host(each).copy_(each, non_blocking=True) for each in (ids, top)]
+        return _Report(told, totals, chosen, ranks, *fetched)
 
     def _shape(self, logits: Tensor, sampling: Sampling, shaping: Shaping) -> Tensor:
         """Logits fp32[R, V] with what the host says of some rows, in place."""
@@ -182,12 +191,10 @@ class DeviceRunner:
             logits[place_of[id]].masked_fill_(send(~allowed), -torch.inf)
         return logits
 
-    def _fetch(self, tensor: Tensor) -> Tensor:
-        """A copy on the host, there once the step's event has taken place."""
-        if self.model.device.type == "cpu":
-            return tensor.clone()
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return host.copy_(tensor, non_blocking=True)
+    def _on_host(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory of the host that the device writes to: what is in it counts once the step's event has taken place."""
+        is_pinned = self.model.device.type != "cpu"
+        return torch.empty(like.shape, dtype=dtype or like.dtype, pin_memory=is_pinned)
 
     def _record(self) -> torch.cuda.Event | None:
         if self.model.device.type == "cpu":
@@ -206,7 +213,7 @@ class Pending:
     asked: dict[int, int]  # rows with log probabilities, and how many
     scored: dict[str, list[Logprobs]]
     event: torch.cuda.Event | None
-    reports: list[Tensor] = field(default_factory=list)
+    report: _Report | None = None  # of the rows asked about
 
     def wait(self) -> Sampled:
         """What it gave, once the device is done with it."""
@@ -215,12 +222,23 @@ class Pending:
         slots, places = zip(*self.places, strict=True) if self.places else ((), ())
         tokens: list[int] = self.reported.numpy()[list(slots), list(places)].tolist()
         logprobs: list[Logprobs | None] = [None] * len(tokens)
-        if self.asked:
-            columns = [each.tolist() for each in self.reports]
+        if self.report is not None:
+            columns = [each.tolist() for each in self.report[2:]]
             for (at, num_top), chosen, rank, ids, values in zip(self.asked.items(), *columns, strict=True):
                 top = list(zip(ids, values, strict=True))[:num_top]
                 logprobs[at] = Logprobs(tokens[at], chosen, rank, top)
         return Sampled(tokens, logprobs, self.scored)
+
+
+class _Report(NamedTuple):
+    """Log probabilities of A rows of a step."""
+
+    rows: Tensor  # i64[A]
+    totals: Tensor  # fp32[A]
+    chosen: Tensor  # fp32[A], of the tokens drawn; from here on in memory of the host
+    ranks: Tensor  # i32[A], of these
+    ids: Tensor  # i32[A, num_top], the most likely
+    top: Tensor  # fp32[A, num_top], of these
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Steps of a model as CUDA graphs: pure decodes by their number, small steps with prompts by their tokens.
 
     graphs = Graphs(model)
-    graphs.compile(sizes, 16384)         # what these steps need of Triton, on all cores
-    graphs.capture(sizes)
+    graphs.compile(sizes, 16384)         # what steps of up to 16384 tokens need of Triton, on all cores
+    graphs.capture(sizes)                # and no step of more
     step = graphs.decode(slots)          # padded up to the next size; None: too many
     step = graphs.mix(plan)
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from atom.runtime.types import Plan
 
 PROMPT_TOKENS = (16, 32, 64, 128, 256, 512)  # of steps with prompts
 PROMPT_ROWS = 65  # in them at most, one of padding included
+LONG = 4096  # tokens of a step than which longer ones have no kernels of their own
 
 
 @dataclass
@@ -58,6 +59,7 @@ class Graphs:
         self._model = model
         self._decodes: dict[int, _Decodes | None] = {}  # by their number, smallest first; None: not captured yet
         self._mixed: dict[Layout, _Mixed | None] = {}  # smallest first
+        self._max_tokens = PROMPT_TOKENS[-1]  # of a step, once `compile` knows
         self._pool: Any = None
         self._stream: Any = None  # of all captures: memory of the pool is used again on one stream alone
 
@@ -95,59 +97,51 @@ class Graphs:
         found.graph.replay()
         return found.step
 
+    @torch.inference_mode()
     def compile(self, sizes: Sequence[int], max_tokens: int) -> None:
         """Have Triton compile, on all cores, what steps of these numbers of decodes and of up to max_tokens need."""
-        from atom.kernels.triton.driver import load_driver
+        from atom.kernels.triton.ahead import compile_launches
 
-        load_driver()
-        slots, largest = self._model.slots.num_slots, max(sizes, default=1)
-        place_of_padding = slots * self._model.tables.shape[2]
-        longer = PROMPT_TOKENS[-1] + 1  # than what is captured: such steps may have kernels of their own
-        shared: list[Callable[[], object]] = [
-            lambda: self._rehearse_decodes(1),
-            lambda: self.rehearse(min(PROMPT_TOKENS[-1], max_tokens), min(PROMPT_ROWS, slots, max_tokens)),
-            lambda: self._model.extend_tables([place_of_padding], [0]),  # which is what stands there
-        ]
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # Triton compiles without the interpreter's lock
-            first = [pool.submit(rehearsal) for rehearsal in shared]
-            launches = [launch for kind in KINDS[::-1] for launch in self._sampling_launches(kind)]
-            alone: list[Future[Any]] = [pool.submit(launch) for launch in launches]
-            for done in first:
-                done.result()
-            # what all steps share is there by now; kernels of decodes differ by the power of two that holds the rows
-            alone.append(pool.submit(self.rehearse, min(longer, max_tokens), 1))
-            powers = [1 << power for power in range(1, largest.bit_length()) if sizes]
-            alone += [pool.submit(self._rehearse_decodes, size) for size in powers]
-            for each in alone:
-                each.result()
+        self._max_tokens = max_tokens
+        model, largest = self._model, max(sizes, default=1)
+        # kernels of decodes differ by the power of two that holds the rows
+        powers = {1 << power for power in range(largest.bit_length())}
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, compile_launches(pool):
+            self._rehearse_mixed(Layout(min(max_tokens, LONG), 1, 1))  # what takes longest first: long prompts,
+            self._sample_in_every_way()  # and sampling
+            for layout in self._layouts():
+                self._rehearse_mixed(layout)
+            for size in sorted({*powers, largest}):
+                self._rehearse_decodes(size)
+            place_of_padding = model.padding * model.tables.shape[2]
+            model.extend_tables([place_of_padding], [0])  # which is what stands there
+        self._sample_in_every_way()  # launched: no kernel's first launch shall be a graph's
 
-    @torch.inference_mode()
-    def rehearse(self, num_tokens: int, num_rows: int) -> None:
-        """A step of prompts, of padding alone: it takes the memory that such steps take."""
-        model, layout = self._model, Layout(num_tokens, num_rows, num_rows)
-        packed = model.send(layout.padding(model.padding))
-        hidden, logits = model.mix(layout, packed, 0)
-        del hidden
-        assert logits is not None, "all rows sample"
-        model.sample(layout.samples(packed)[0], logits.float(), KINDS[-1])
+    def _layouts(self) -> list[Layout]:
+        """Of the steps with prompts that are captured, smallest first; there is none of more tokens than can come."""
+        most = min(self._max_tokens, PROMPT_TOKENS[-1])
+        counts = [*(num for num in PROMPT_TOKENS if num < most), most]
+        rows = [min(num + 1, self._model.slots.num_slots + 1, PROMPT_ROWS) for num in counts]
+        return [Layout(num_tokens, num_rows, num_rows) for num_tokens, num_rows in zip(counts, rows, strict=True)]
 
-    @torch.inference_mode()
     def _rehearse_decodes(self, size: int) -> None:
         self._model.decode(self._model.send(np.full(size, self._model.padding, np.int32)))
 
-    @torch.inference_mode()
-    def _sampling_launches(self, kind: str) -> list[Callable[[], object]]:
-        """Launches of the kernels that sample, those that take longest to compile first, on a row of padding."""
-        from atom.kernels.triton.sampling import launches
+    def _rehearse_mixed(self, layout: Layout) -> None:
+        self._model.mix(layout, self._model.send(layout.padding(self._model.padding)), 0)
 
+    def _sample_in_every_way(self) -> None:
+        """For a row of padding: with penalties, with what the host says, and as graphs do."""
         model = self._model
         rows = model.send(np.full(1, model.padding, np.int32))
-        out = torch.empty(1, dtype=torch.int64, device=model.device)
-        found: list[Callable[[], object]] = []
-        for dtype in {model.logits_dtype, torch.float32}:
-            logits = torch.zeros(1, model.slots.vocab, dtype=dtype, device=model.device)
-            found += launches(logits, rows, model.slots, kind, out)[::-1]
-        return found
+        logits = torch.zeros(1, model.slots.vocab, dtype=model.logits_dtype, device=model.device)
+        model.sample(rows, logits, KINDS[-1], penalties=True)
+        for penalties in (True, False):
+            model.sample(rows, logits.float(), KINDS[-1], penalties)
+        for kind in KINDS[::-1]:
+            model.sample(rows, logits, kind)
+        first, total = torch.zeros(1, dtype=torch.int64, device=model.device), torch.zeros(1, device=model.device)
+        model.score_drawn(logits, first, first, total, torch.zeros_like(total), first.int())
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], is_lazy: bool = False) -> None:
@@ -158,10 +152,8 @@ class Graphs:
         self.clear()
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        num_slots = self._model.slots.num_slots + 1
-        counts = [(num, min(num + 1, num_slots, PROMPT_ROWS)) for num in PROMPT_TOKENS if sizes]
         self._decodes = dict.fromkeys(sorted(sizes))
-        self._mixed = {Layout(num_tokens, num_rows, num_rows): None for num_tokens, num_rows in counts}
+        self._mixed = dict.fromkeys(self._layouts() if sizes else ())
         # the smaller ones fit into the memory of the largest
         for size in list(self._decodes)[-1:] if is_lazy else list(self._decodes)[::-1]:
             self._decodes[size] = self._capture_decodes(size)
@@ -171,7 +163,7 @@ class Graphs:
     @torch.inference_mode()
     def _capture_decodes(self, size: int) -> _Decodes:
         model = self._model
-        self._rehearse_decodes(size)
+        self._rehearse_decodes(size)  # what a first launch makes for good shall not be a graph's
         rows = torch.full((size,), model.padding, dtype=torch.int32, device=model.device)
         graph, logits = self._capture(lambda: model.decode(rows))
         return _Decodes(graph, self._step(rows, logits))
@@ -179,8 +171,8 @@ class Graphs:
     @torch.inference_mode()
     def _capture_mixed(self, layout: Layout) -> _Mixed:
         model = self._model
+        self._rehearse_mixed(layout)
         packed = torch.from_numpy(layout.padding(model.padding)).to(model.device)
-        model.mix(layout, packed, 0)  # what a first launch makes for good shall not be a graph's
         graph, (hidden, logits) = self._capture(lambda: model.mix(layout, packed, 0))
         return _Mixed(graph, packed, self._step(layout.samples(packed)[0], logits, unowned(hidden)))
 

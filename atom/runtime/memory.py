@@ -14,8 +14,13 @@ from atom import weights
 from atom.config import Config, ServeConfig
 from atom.errors import CapacityError
 from atom.graph import Graph
+from atom.runtime.device_model import KINDS, DeviceModel
 from atom.runtime.device_runner import DeviceRunner
+from atom.runtime.layout import Layout
+from atom.runtime.runner import HEAD_ROWS
+from atom.runtime.sampler import prompt_logprobs
 
+NUM_TOP = 20  # log probabilities of a token, as many as OpenAI's API gives
 SPARE = 64 << 20  # bytes that the allocator may lose between its blocks
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)  # of decodes
 
@@ -53,7 +58,13 @@ def measure_left(runner: DeviceRunner, largest: Sequence[int], serve: ServeConfi
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     num_tokens = serve.max_num_batched_tokens
-    runner.graphs.rehearse(num_tokens, min(num_tokens, serve.max_num_seqs))
+    try:
+        take_largest_step(runner.model, num_tokens, min(num_tokens, serve.max_num_seqs))
+    except torch.OutOfMemoryError:
+        raise CapacityError(
+            f"a step of {num_tokens} tokens takes more memory than the weights leave of the GPU: "
+            f"lower serve.max_num_batched_tokens (to {max(num_tokens // 2, 1)}) or serve.max_num_seqs"
+        ) from None
     step = torch.cuda.max_memory_allocated() - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -61,3 +72,18 @@ def measure_left(runner: DeviceRunner, largest: Sequence[int], serve: ServeConfi
     torch.cuda.empty_cache()
     graphs = free - torch.cuda.mem_get_info()[0]
     return int(total * serve.gpu_memory_utilization) - (total - free) - step - graphs - SPARE
+
+
+@torch.inference_mode()
+def take_largest_step(model: DeviceModel, num_tokens: int, num_rows: int) -> None:
+    """Prompts, of padding alone, that take all memory that a step may take: it reports log probabilities of as many of
+    their tokens as are scored at a time, and of all tokens drawn, and these have penalties, and the host has a say."""
+    layout = Layout(num_tokens, num_rows, num_rows)
+    packed = model.send(layout.padding(model.padding))
+    hidden, logits = model.mix(layout, packed, 0)
+    assert logits is not None, "all rows sample"
+    scored = hidden[:HEAD_ROWS]
+    prompt_logprobs(model.head({"hidden": scored}), [0] * len(scored), NUM_TOP)
+    reports = model.top_logprobs(logits, torch.arange(num_rows, device=model.device), NUM_TOP)
+    model.sample(layout.samples(packed)[0], logits.float(), KINDS[-1], penalties=True)
+    del reports  # they are there while tokens are drawn

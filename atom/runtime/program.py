@@ -38,12 +38,15 @@ class Executable:
         weights: Mapping[Recipe, Any],
         caches: Mapping[KV, Tensor],
         code: Mapping[str, PieceCode] = MappingProxyType({}),
+        kernels: Mapping[tuple[Op, str], Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
-        """code: of the program's pieces, by their text; a piece without one runs call by call"""
+        """code: of the program's pieces, by their text; a piece without one runs call by call.
+        kernels: callables in place of those that the text names, by op and backend
+        """
         self.inputs = {node.name: place for place, node in enumerate(program.inputs)}
         self._start: list[Any] = [None] * len(self.inputs)
         place_of: dict[Node, int] = {node: self.inputs[node.name] for node in program.inputs}
-        kernels: dict[tuple[Op, str], Callable[..., Any]] = {}  # one for all calls: they share its workspace
+        loaded = dict(kernels)  # one for all calls: they share its workspace
 
         def place(arg: Any) -> int:
             if isinstance(arg, Node):
@@ -68,9 +71,9 @@ class Executable:
             elif node not in inside:
                 assert isinstance(node.target, Op)
                 key = node.target, node.meta.get("kernel", "reference")
-                if key not in kernels:
-                    kernels[key] = find_kernel(*key).load()
-                call = functools.partial(kernels[key], **node.kwargs) if node.kwargs else kernels[key]
+                if key not in loaded:
+                    loaded[key] = find_kernel(*key).load()
+                call = functools.partial(loaded[key], **node.kwargs) if node.kwargs else loaded[key]
                 args, results = tuple(place(arg) for arg in node.args), result_places(results_of(node))
                 steps.append(_Step(call, args, results, not isinstance(node.meta["type"], tuple)))
         self._results = tuple(place_of[node] for node in program.results)

@@ -31,7 +31,7 @@ class Slots:
     counts: i32[num_slots + 1, vocab], how often a token is in the output, times 2, plus 1 if it is in the prompt
     """
 
-    def __init__(self, num_slots: int, vocab: int, device: torch.device | str, penalties: bool = False) -> None:
+    def __init__(self, num_slots: int, vocab: int, device: torch.device | str) -> None:
         self.num_slots, self.vocab, self.device = num_slots, vocab, torch.device(device)
         self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.lengths = torch.ones(num_slots + 1, dtype=torch.int32, device=device)
@@ -42,15 +42,8 @@ class Slots:
         self.seed, self.top_k = self._params[:2]
         self.temperature, self.top_p, self.min_p = self._params[2:5].view(torch.float64)
         self.repetition, self.frequency, self.presence = self._params[5:].view(torch.float64)
-        self.counts: Tensor | None = None
-        if penalties:
-            self.ensure_counts()
-
-    def ensure_counts(self) -> Tensor:
-        """The counts, made on first use: they are large, and few requests have penalties."""
-        if self.counts is None:
-            self.counts = torch.zeros(self.num_slots + 1, self.vocab, dtype=torch.int32, device=self.device)
-        return self.counts
+        # large, and few requests need it; but the first that does shall not run out of memory
+        self.counts = torch.zeros(num_slots + 1, vocab, dtype=torch.int32, device=device)
 
     def admit(self, slots: list[int], rows: list[npt.NDArray[np.int64]]) -> None:
         """Give these slots to sequences, as `describe` packs them, in one copy that the host does not wait for."""
@@ -63,7 +56,7 @@ class Slots:
         """What the penalties of the sequence in this slot count."""
         counts = 2 * np.bincount(np.array(output, np.int64), minlength=self.vocab).astype(np.int32)
         counts[np.array(prompt, np.int64)] += 1
-        self.ensure_counts()[slot].copy_(self._upload(counts))
+        self.counts[slot].copy_(self._upload(counts))
 
     def _upload(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
         tensor = torch.from_numpy(array)

@@ -80,6 +80,7 @@ feed.feed_rows(rows, slots.int(), slots.int(), starts, rows, state, tables, 16, 
 feed.extend_tables(tables, torch.zeros(2, 3, dtype=torch.int32))
 for kind in ("greedy", "random", "cut"):
     sampling.sample(bf16(3, 500), rows, state, kind, torch.zeros(3, dtype=torch.int64))
+sampling.score_drawn(bf16(3, 500), slots, slots, torch.zeros(3), torch.zeros(3), rows)
 x, experts = bf16(7, 256), bf16(8, 64, 256)
 weights, ids = moe.router(x, bf16(8, 256), top_k=2)
 grouped, order, ends = moe.group(x, ids, experts=8)
@@ -93,7 +94,7 @@ NAMES = {
     "moe": "_logits_kernel _choose_kernel _group_kernel _grouped_linear_kernel _combine_kernel",
     "prefill": "_prefill",
     "rope": "_norm_rope_write",
-    "sampling": "_summarize _limit _gather _draw",
+    "sampling": "_summarize _limit _gather _draw _score",
 }
 
 

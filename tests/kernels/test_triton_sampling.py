@@ -58,7 +58,7 @@ def kind_of(sequences: list[Sequence]) -> str:
 def sample(device: str, logits: Tensor, sequences: list[Sequence], kind: str | None = None) -> list[int]:
     """The tokens, each sequence in a slot that is not its row's number."""
     has_penalties = any(getattr(s.params, name) != (name == PENALTIES[0]) for s in sequences for name in PENALTIES)
-    slots = Slots(len(sequences) + 1, logits.shape[1], device, has_penalties)
+    slots = Slots(len(sequences) + 1, logits.shape[1], device)
     order = [(row * 7 + 1) % len(sequences) for row in range(len(sequences))] if len(sequences) % 7 else None
     order = order or list(reversed(range(len(sequences))))
     slots.admit(order, [describe(s.params, s.seed, s.num_tokens) for s in sequences])
@@ -158,7 +158,7 @@ def test_penalties_are_those_of_the_cpu(device: str):
 
 
 def test_a_sampled_token_is_counted(device: str):
-    slots = Slots(2, 4, device, penalties=True)
+    slots = Slots(2, 4, device)
     params = SamplingParams(temperature=0, frequency_penalty=1.0)
     slots.admit([1], [describe(params, 0, 3)])
     slots.set_counts(1, [3, 3, 2], [2])
@@ -170,7 +170,7 @@ def test_a_sampled_token_is_counted(device: str):
         sampling.sample(logits, rows, slots, "greedy", out, penalties=True)
         tokens.append(out.tolist())
     assert tokens == [[3, 0], [0, 0], [3, 0], [0, 0]]  # 3 and 2.5, 2 and 2.5, 2 and 1.5, 1 and 1.5
-    assert slots.counts is not None and slots.counts.tolist() == [[0] * 4, [4, 0, 3, 5], [0] * 4]
+    assert slots.counts.tolist() == [[0] * 4, [4, 0, 3, 5], [0] * 4]
     assert slots.lengths.tolist() == [1, 7, 1] and slots.tokens.tolist() == [0, 0, 0]
 
 
@@ -196,25 +196,6 @@ def test_padding_rows_change_nothing(device: str):
         assert out[1:].tolist() == [0, 0, 0]
     assert slots.lengths.tolist() == [1, 1, 8, 1]
     assert slots.tokens.tolist()[3] == 0 and not slots.reported[3].any()
-
-
-def test_kernels_of_padding_alone_run_in_any_order(device: str, monkeypatch: pytest.MonkeyPatch):
-    """They write nothing that follows from what another would have written before."""
-    slots, made = Slots(3, 150, device), []
-
-    def full(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        made.append(torch.full(shape, 3, dtype=dtype, device=device))  # in bounds wherever it is taken for a place
-        return made[-1]
-
-    rows, out = torch.full((2,), 3, dtype=torch.int32, device=device), torch.full((2,), -1, device=device)
-    with monkeypatch.context() as poisoned:
-        poisoned.setattr(sampling.torch, "empty", full)
-        launches = sampling.launches(randn(6, 2, 150).to(device), rows, slots, "cut", out)
-    for launch in reversed(launches):
-        launch()
-    gathered = [each for each in made if each.shape == (2, sampling.MAX_GATHERED)]
-    assert len(launches) == 4 and len(gathered) == 2 and all(bool((each == 3).all()) for each in gathered)
-    assert out.tolist() == [0, 0] and slots.lengths.tolist() == [1, 1, 1, 1] and not slots.reported.any()
 
 
 def test_a_row_without_a_distribution_gives_its_largest_number_and_disturbs_nobody(device: str):
@@ -252,9 +233,13 @@ def test_log_probabilities_are_those_of_the_cpu(device: str, num_top: int, monke
     logits = randn(6, 9, 60, dtype=torch.float16)
     logits[1] = logits[1].round()
     logits[2, 5], logits[3] = math.nan, 1.0
-    tokens = torch.arange(9) * 5
-    reports = sampler.prompt_logprobs(logits, tokens.tolist(), num_top)
-    chosen, ranks, ids, top = (t.cpu() for t in sampling.logprobs(logits.to(device), tokens.to(device), num_top))
+    rows, tokens = torch.tensor([8, 0, 1, 2, 3, 6]), torch.arange(9) * 5
+    tokens[2] = 5  # that is nan
+    reports = sampler.prompt_logprobs(logits[rows], tokens[rows].tolist(), num_top)
+    logits, rows, tokens = logits.to(device), rows.to(device), tokens.to(device)
+    totals, ids, top = sampling.top_logprobs(logits, rows, num_top)
+    chosen, ranks = torch.empty(6, device=device), torch.empty(6, dtype=torch.int32, device=device)
+    sampling.score_drawn(logits, rows, tokens, totals, chosen, ranks)
     assert chosen.tolist() == pytest.approx([report.logprob for report in reports], abs=1e-5)
     assert ranks.tolist() == [report.rank for report in reports]
     assert ids.tolist() == [[token for token, _ in report.top] for report in reports]
@@ -275,11 +260,10 @@ def test_slots_hold_what_a_sequence_was_admitted_with(device: str):
     assert slots.repetition.tolist() == [1.0] * 4
     assert slots.frequency.tolist() == [0.0, 0.0, 0.25, 0.0]
     assert slots.presence.tolist() == [-1.0, 0.0, 0.0, 0.0]
-    assert slots.counts is None
     slots.set_counts(1, [5, 5, 2], [2, 2, 3])
-    assert slots.ensure_counts().tolist() == [[0] * 6, [0, 0, 5, 2, 0, 1], [0] * 6, [0] * 6]
+    assert slots.counts.tolist() == [[0] * 6, [0, 0, 5, 2, 0, 1], [0] * 6, [0] * 6]
     slots.set_counts(1, [0], [])
-    assert slots.ensure_counts()[1].tolist() == [1, 0, 0, 0, 0, 0]
+    assert slots.counts[1].tolist() == [1, 0, 0, 0, 0, 0]
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -330,17 +314,16 @@ def test_draws_follow_the_exact_distribution(
     row = randn(11, vocab, dtype=dtype).float()
     shared = SamplingParams(**params)
     seen = [3, 3, 500] if len(params) == 3 else []
-    slots = Slots(num_rows, vocab, cuda, bool(seen))
+    slots = Slots(num_rows, vocab, cuda)
     slots.admit(list(range(num_rows)), [describe(shared, seed, 1) for seed in range(num_rows)])
     rows = torch.arange(num_rows, dtype=torch.int32, device=cuda)
     logits = row.to(cuda, dtype).expand(num_rows, -1)
     drawn = torch.empty(NUM_DRAWS // num_rows, num_rows, dtype=torch.int64, device=cuda)
     for slot in range(num_rows) if seen else ():
         slots.set_counts(slot, [7], seen)
-    counts = None if slots.counts is None else slots.counts.clone()
+    counts = slots.counts.clone()
     for out in drawn:
-        if counts is not None:
-            slots.counts.copy_(counts)
+        slots.counts.copy_(counts)
         sampling.sample(
             logits, rows, slots, "cut" if kind_of([sequence(**params)]) == "cut" else "random", out, bool(seen)
         )
@@ -385,7 +368,7 @@ def test_a_captured_step_goes_on_with_each_replay(cuda: str, kind: str):
     logits = randn(13, 3, 5000, dtype=torch.bfloat16).to(cuda)
     rows = torch.tensor([2, 0, 3], dtype=torch.int32, device=cuda)
     out = torch.empty(3, dtype=torch.int64, device=cuda)
-    slots = Slots(3, 5000, cuda, penalties=True)
+    slots = Slots(3, 5000, cuda)
 
     def step() -> None:
         sampling.sample(logits, rows, slots, kind, out, penalties=kind == "cut")

@@ -1,13 +1,16 @@
-"""Measured parameters: every file can be used as it stands."""
+"""Measured parameters: every file can be used as it stands, and a user's own goes before what comes with atom."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from atom.kernels import tuned
+from atom.artifact.files import Unfit
+from atom.kernels import Target, tuned
 from atom.kernels.triton import linear
 from atom.kernels.triton.tiles import Gpu
 
@@ -47,3 +50,112 @@ def test_every_entry_is_of_a_product_that_the_kernels_take(file: Path):
             : len(numbers)
         ] == tuple(numbers)
         assert not isinstance(found, linear.Vector) or rows == 1
+
+
+OWN = {"linear": {"8 4096 4096 1": ["matrix", 16, 16, 1, 2], "8 3 3 1": ["library"]}}
+
+
+def write(cache: Path, content: str, name: str = "nvidia_h200.json") -> Path:
+    """A file of a user's own."""
+    path = cache / "tuned" / name
+    path.parent.mkdir(mode=0o700)
+    path.write_text(content)
+    path.chmod(0o600)
+    return path
+
+
+def test_a_user_s_own_file_goes_before_what_comes_with_atom(tmp_path: Path):
+    write(tmp_path, json.dumps(OWN))
+    packaged = json.loads((FOLDER / "nvidia_h200.json").read_text())["linear"]
+    found = tuned.read("NVIDIA H200", tmp_path, pytest.fail)["linear"]
+    assert found == {**packaged, **OWN["linear"]} != packaged
+    find = linear.finder(found)
+    assert find(5, 4096, 4096, 2, 1, H200) == linear.Matrix(16, 16, 1, 2)
+    assert find(5, 3, 3, 2, 1, H200) is None
+    assert find(5, 4096, 4096, 4, 1, H200) == linear.choose(5, 4096, 4096, 4, 1, H200)
+    assert tuned.read("Other GPU", tmp_path, pytest.fail) == {"linear": {}}
+
+
+def test_what_is_found_is_added_and_the_file_is_the_user_s_alone(tmp_path: Path):
+    cache = tmp_path / "not there yet"
+    assert tuned.read_own("My GPU", cache, pytest.fail) == {}
+    path = tuned.keep("My GPU", cache, "linear", {"1 2 3 1": ["library"], "1 4 4 1": ["vector", 2, 4, 2, 1]})
+    assert path == cache / "tuned" / "my_gpu.json" and path.stat().st_mode & 0o777 == 0o600
+    assert (cache.stat().st_mode | path.parent.stat().st_mode) & 0o777 == 0o700
+    tuned.keep("My GPU", cache, "linear", {"1 4 4 1": ["library"]})
+    assert tuned.read_own("My GPU", cache, pytest.fail) == {"linear": {"1 2 3 1": ["library"], "1 4 4 1": ["library"]}}
+    assert path.read_text().splitlines()[2] == '    "1 2 3 1": ["library"],', "an entry a line"
+    assert os.listdir(path.parent) == ["my_gpu.json"]
+
+
+def make_link(path: Path) -> str:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+    return f"{path} is no plain file, ignored"
+
+
+def open_to_others(path: Path) -> str:
+    path.chmod(0o622)
+    return f"{path} is writable by others (chmod go-w would mend it, if you trust what is there), ignored"
+
+
+def open_folder(path: Path) -> str:
+    path.parent.chmod(0o777)
+    return f"{path.parent} is writable by others (chmod go-w would mend it, if you trust what is there), ignored"
+
+
+@pytest.mark.parametrize("spoil", [make_link, open_to_others, open_folder])
+def test_a_file_that_others_can_have_written_is_ignored_with_a_line(spoil: Callable[[Path], str], tmp_path: Path):
+    line, lines = spoil(write(tmp_path, json.dumps(OWN))), []
+    assert tuned.read("NVIDIA H200", tmp_path, lines.append) == tuned.read("NVIDIA H200", tmp_path / "none")
+    assert lines == [line]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[1]",
+        "\xff",
+        '{"linear": []}',
+        '{"linear": {"1 2 3 1": []}}',
+        '{"linear": {"1 2 3 1": 7}}',
+        '{"linear": {"1 2 3 1": ["vector", 1, 2]}}',
+        '{"linear": {"1 2 3 1": ["vector", 1, 2, 3, 4.5]}}',
+        '{"linear": {"1 2 3 1": ["matrix", 1, 2, 3, -4]}}',
+        '{"linear": {"1 2 3 1": ["matrix", 1, 2, 3, true]}}',
+        '{"linear": {"1 2 3 1": ["library", 1]}}',
+        '{"linear": {"1 2 3 1": ["other"]}}',
+        '{"attention": {"1 2 3 1": ["vector", 1, 2, 3, 4]}}',
+    ],
+)
+def test_a_damaged_file_is_ignored_with_a_line_and_written_anew(content: str, tmp_path: Path):
+    path, lines = write(tmp_path, content), []
+    assert tuned.read_own("NVIDIA H200", tmp_path, lines.append) == {}
+    assert lines == [f"{path}: it is damaged, ignored"]
+    tuned.keep("NVIDIA H200", tmp_path, "linear", {"8 3 3 1": ["library"]})
+    assert tuned.read_own("NVIDIA H200", tmp_path, pytest.fail) == {"linear": {"8 3 3 1": ["library"]}}
+
+
+def test_nothing_is_kept_where_others_can_write(tmp_path: Path):
+    path = write(tmp_path, json.dumps(OWN))
+    path.parent.chmod(0o777)
+    with pytest.raises(Unfit, match="is writable by others"):
+        tuned.keep("NVIDIA H200", tmp_path, "linear", {"8 3 3 1": ["library"]})
+    assert json.loads(path.read_text()) == OWN
+
+
+def test_what_is_compiled_for_a_gpu_names_its_parameters(tmp_path: Path):
+    target = Target("cuda", frozenset({"nvidia", "sm_90", "NVIDIA H200"}))
+    other = Target("cuda", frozenset({"nvidia", "sm_90", "Other GPU"}))
+    packaged, none = (tuned.with_parameters(each, tmp_path).parameters for each in (target, other))
+    assert packaged != none and len(packaged) == 32
+    assert tuned.with_parameters(target, tmp_path / "another").parameters == packaged, "no path is in it"
+    tuned.keep("NVIDIA H200", tmp_path, "linear", {"8 3 3 1": ["library"]})
+    first = tuned.with_parameters(target, tmp_path).parameters
+    tuned.keep("NVIDIA H200", tmp_path, "linear", {"8 3 3 1": ["matrix", 16, 16, 1, 2]})
+    second = tuned.with_parameters(target, tmp_path).parameters
+    assert len({packaged, none, first, second}) == 4
+    assert tuned.with_parameters(other, tmp_path).parameters == none
+    assert tuned.with_parameters(Target("cpu"), tmp_path) == Target("cpu")

@@ -15,6 +15,9 @@ import pytest
 import serving
 import tiny
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.runtime import interpreter
 
 from atom import LLMEngine, SamplingParams, llm
 from atom.checkpoint import SilentProgress, stop_ids
@@ -22,9 +25,8 @@ from atom.compiler import compile_graph
 from atom.config import engine_overrides, load
 from atom.errors import CapacityError
 from atom.kernels import Target
-from atom.kernels.triton import driver, sampling
+from atom.kernels.triton import sampling
 from atom.opening import open_for
-from atom.runtime import graphs
 from atom.runtime.device_runner import DeviceRunner
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache
@@ -168,21 +170,21 @@ def test_a_text_of_the_gpu_s_own_kernels_gives_the_same_tokens(checkpoints: Any,
     assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3_window"), level=1), asked))
 
 
-@pytest.mark.parametrize("max_tokens", [3, 2000])
-def test_what_a_start_rehearses_changes_nothing(
-    checkpoints: Any, triton_device: str, monkeypatch: pytest.MonkeyPatch, max_tokens: int
+@pytest.mark.parametrize(("max_tokens", "prompts"), [(3, [3, 3]), (100, [100, 16, 32, 64, 100]),
+                                                     (700, [700, 16, 32, 64, 128, 256, 512])])  # fmt: skip
+def test_what_a_start_walks_through_is_what_can_come_and_changes_nothing(
+    checkpoints: Any, triton_device: str, monkeypatch: pytest.MonkeyPatch, max_tokens: int, prompts: list[int]
 ):
-    rehearsed: list[int] = []
     asked = greedy(3, 6, max_tokens=4)
     engine = open_device(checkpoints("qwen3"), triton_device, 2)
-    if triton_device == "cpu":  # the interpreter takes one thread, and has no driver
-        monkeypatch.setattr(graphs.os, "sched_getaffinity", lambda pid: {0})
-        monkeypatch.setattr(driver, "load_driver", lambda: None)
     runner: Any = engine.runner
-    rehearse = runner.graphs.rehearse
-    monkeypatch.setattr(runner.graphs, "rehearse", lambda num, rows: rehearsed.append(num) or rehearse(num, rows))
-    runner.graphs.compile([1, 2, 5], max_tokens)
-    assert sorted(rehearsed) == ([3, 3] if max_tokens == 3 else [512, 513])
+    decode, mix = runner.model.decode, runner.model.mix
+    walked: list[tuple[str, int]] = []
+    with monkeypatch.context() as watched:
+        watched.setattr(runner.model, "decode", lambda rows: walked.append(("decode", len(rows))) or decode(rows))
+        watched.setattr(runner.model, "mix", lambda *args: walked.append(("mix", args[0].num_tokens)) or mix(*args))
+        runner.graphs.compile([1, 2, 7], max_tokens)
+    assert walked == [("mix", num) for num in prompts] + [("decode", num) for num in (1, 2, 4, 7)]
     assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3")), asked))
 
 
@@ -304,7 +306,7 @@ def test_a_row_that_fails_while_steps_run_leaves_the_others_their_tokens(
     assert (sequences[1].output, sequences[1].error) == (wanted[1]["token_ids"][:2], "ValueError: a grammar that fails")
 
 
-@pytest.mark.parametrize("place", ["ensure_counts", "extend_tables", "decode", "sample", "send"])
+@pytest.mark.parametrize("place", ["extend_tables", "decode", "sample", "send"])
 def test_a_step_without_memory_is_taken_again_as_if_it_had_not_been(
     checkpoints: Any, triton_device: str, monkeypatch: pytest.MonkeyPatch, place: str
 ):
@@ -312,8 +314,7 @@ def test_a_step_without_memory_is_taken_again_as_if_it_had_not_been(
     asked = [(tiny.prompt(length, seed=length), params) for length in (3, 4)]
     engine = open_device(checkpoints("qwen3"), triton_device, 2)
     model = engine.runner.model  # type: ignore[attr-defined]
-    owner = model.slots if place == "ensure_counts" else model
-    real, num_calls = getattr(owner, place), [0]
+    real, num_calls = getattr(model, place), [0]
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         num_calls[0] += 1
@@ -321,7 +322,78 @@ def test_a_step_without_memory_is_taken_again_as_if_it_had_not_been(
             raise torch.OutOfMemoryError("out of memory")
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(owner, place, fail)
+    monkeypatch.setattr(model, place, fail)
+    sequences, num_failures = generate_in_spite(engine, asked)
+    assert num_failures > 0
+    assert_same(sequences, expected(on_cpu(checkpoints("qwen3")), asked))
+
+
+class FailingAllocations(TorchDispatchMode):
+    """Lets the first allocation fail, the next time the second, and so on."""
+
+    num = num_spared = 0
+    is_on = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = (
+            {each.untyped_storage().data_ptr() for each in tree_leaves(tree) if isinstance(each, torch.Tensor)}
+            for tree in ((args, kwargs), result)
+        )
+        self.num += self.is_on and not made <= given
+        if self.num > self.num_spared:
+            self.num, self.num_spared = 0, self.num_spared + 1
+            raise torch.OutOfMemoryError("out of memory")
+        return result
+
+    def spare(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same, but nothing fails in it."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.is_on, was_on = False, self.is_on
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.is_on = was_on
+
+        return run
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_whichever_allocation_of_a_step_fails_it_is_taken_again(
+    checkpoints: Any, triton_device: str, monkeypatch: pytest.MonkeyPatch, depth: int
+):
+    """Each allocation of each step fails once; those of the body, which are many and alike, do not."""
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0, "logprobs": 2, "prompt_logprobs": 1},
+        {"temperature": 0.9, "top_p": 0.9, "frequency_penalty": 0.3, "logprobs": 0},
+        {"temperature": 1.0, "logit_bias": {5: 9.0}},
+    ]
+    asked = [
+        (tiny.prompt(3 + at, seed=at), SamplingParams(max_tokens=2, seed=at, **way)) for at, way in enumerate(ways)
+    ]
+    engine, mode = open_device(checkpoints("qwen3"), triton_device, depth), FailingAllocations()
+    runner: Any = engine.runner
+    execute, num_done = runner._execute, [0]
+
+    def run(plan: Any) -> Any:
+        with mode:
+            pending = execute(plan)
+        num_done.append(mode.num_spared)
+        mode.num = mode.num_spared = 0
+        return pending
+
+    monkeypatch.setattr(runner, "_execute", run)
+    monkeypatch.setattr(runner.model, "_body", mode.spare(runner.model._body))
+    if triton_device == "cpu":  # the interpreter allocates, a launch does not
+        monkeypatch.setattr(interpreter.GridExecutor, "__call__", mode.spare(interpreter.GridExecutor.__call__))
+    sequences, num_failures = generate_in_spite(engine, asked)
+    assert num_failures == sum(num_done) and min(num_done[1:]) > 20
+    assert_same(sequences, expected(on_cpu(checkpoints("qwen3")), asked))
+
+
+def generate_in_spite(engine: Engine, asked: Asked) -> tuple[list[Sequence], int]:
+    """The sequences, ended, and how often memory did not suffice."""
     sequences = [engine.prepare(prompt, each)[0] for prompt, each in asked]
     for each in sequences:
         engine.submit([each])
@@ -332,5 +404,4 @@ def test_a_step_without_memory_is_taken_again_as_if_it_had_not_been(
         except CapacityError as error:
             assert "serve.gpu_memory_utilization" in str(error)
             num_failures += 1
-    assert num_failures > 0
-    assert_same(sequences, expected(on_cpu(checkpoints("qwen3")), asked))
+    return sequences, num_failures

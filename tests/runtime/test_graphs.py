@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -114,6 +115,36 @@ def test_what_is_not_captured_yet_is_when_it_first_runs(graphs: Graphs, monkeypa
     for _ in range(2):
         graphs.mix(Plan([Row(prompt, 0, 3, True)], 0))
     assert mixed == [small]
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_slots", "layouts"),
+    [
+        (8, 20, [(8, 9)]),
+        (16, 20, [(16, 17)]),
+        (100, 20, [(16, 17), (32, 21), (64, 21), (100, 21)]),
+        (512, 200, [(16, 17), (32, 33), (64, 65), (128, 65), (256, 65), (512, 65)]),
+        (8192, 1, [(16, 2), (32, 2), (64, 2), (128, 2), (256, 2), (512, 2)]),
+    ],
+)
+def test_no_step_with_prompts_is_captured_that_cannot_come(
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int, num_slots: int, layouts: list[tuple[int, int]]
+):
+    for name in ("graph_pool_handle", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    model = Mock(padding=PADDING, slots=SimpleNamespace(num_slots=num_slots, vocab=8), logits_dtype=torch.float32,
+                 device=torch.device("cpu"), tables=torch.zeros(1, 1, 1), send=torch.from_numpy)  # fmt: skip
+    found, captured = Graphs(model), []
+    monkeypatch.setattr(found, "_capture_decodes", lambda size: None)
+    monkeypatch.setattr(found, "_capture_mixed", lambda layout: captured.append(layout))
+    found.compile([1], max_tokens)
+    walked = [call.args[0] for call in model.mix.call_args_list]
+    found.capture([1])
+    assert [(each.num_tokens, each.num_rows) for each in captured[::-1]] == layouts
+    assert set(captured) <= set(walked)
+    captured.clear()
+    found.capture([])
+    assert captured == [], "without graphs of decodes there are none"
 
 
 def test_what_was_cleared_runs_no_more(graphs: Graphs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from atom.config import Config, engine_overrides, load
 from atom.errors import CapacityError
 from atom.kernels import Target
 from atom.runtime import memory
+from atom.runtime.device_model import DeviceModel
+from atom.runtime.layout import Layout
 
 GIB = 1 << 30
 
@@ -77,6 +80,47 @@ def test_weights_that_do_not_fit_are_refused_with_the_sizes_and_the_knob(
     gpu(0.5, 8)  # others have taken more than our share
     with pytest.raises(CapacityError, match=r"the GPU has 0\.0 GiB for them"):
         memory.left_for_kv(graph, config)
+
+
+def test_a_step_that_does_not_fit_beside_the_weights_names_its_knobs(
+    checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 0)
+
+    class Model:
+        padding, slots = 6, None
+
+        def send(self, array: Any) -> Any:
+            return array
+
+        def mix(self, layout: Layout, packed: Any, num_decodes: int) -> Any:
+            assert (layout.num_tokens, layout.num_rows) == (4096, 6)
+            raise torch.OutOfMemoryError("out of memory")
+
+    serve = config_of(checkpoints("qwen3"), max_num_batched_tokens=4096, max_num_seqs=6).serve
+    message = "a step of 4096 tokens takes more memory than the weights leave of the GPU: "
+    message += "lower serve.max_num_batched_tokens (to 2048) or serve.max_num_seqs"
+    with pytest.raises(CapacityError, match=f"^{re.escape(message)}$"):
+        memory.measure_left(SimpleNamespace(model=Model()), [1], serve)  # type: ignore[arg-type]
+
+
+def test_what_the_measured_step_does_can_be_done_again_and_changes_nothing(
+    checkpoints: Any, triton_device: str
+) -> None:
+    """Its rows are padding: no slot's state moves, and nothing is counted."""
+    config = config_of(checkpoints("qwen3"), level=0)
+    graph = compile_graph(config, target=Target("cuda"))
+    tensors = weights.load_dummy(graph.recipes(), 0, triton_device)
+    limits = {"max_num_seqs": 3, "max_model_len": 64}
+    model = DeviceModel(graph, tensors, {"full": 2}, 16, {}, device=triton_device, **limits)
+    slots = model.slots
+    kept = [slots.tokens, slots.lengths, slots.counts, slots.reported]
+    before = [each.clone() for each in kept]
+    for num_rows in (1, 3):
+        memory.take_largest_step(model, 300, num_rows)
+    assert all(torch.equal(one, other) for one, other in zip(kept, before, strict=True))
 
 
 def test_nothing_is_loaded_of_weights_that_do_not_fit(

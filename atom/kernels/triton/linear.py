@@ -15,8 +15,10 @@ place for a device: products run on one stream, and the first ahead of any captu
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +26,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from atom.graph import ops
+from atom.graph.ops import Op
 from atom.kernels import tuned
 from atom.kernels.triton.tiles import Gpu, find_gpu
 
-MAX_ROWS = 128
-BUCKETS = (1, 8, 16, 32, 64, MAX_ROWS)  # rows up to which parameters hold
+MAX_ROWS = 256
+BUCKETS = (1, 8, 16, 32, 64, 128, MAX_ROWS)  # rows up to which parameters hold
 MAX_STAGES = 9  # of a product of one row
 MAX_TILES = 4096  # of a product whose columns are split
 MEMORY = 98304, 16384  # bytes of a processor that a product of one row takes, and of them in a step
@@ -56,65 +60,107 @@ class Matrix(NamedTuple):
     groups: int = 1  # of warps, which share out the columns of a step
     splits: int = 1  # programs that share out the columns
     prefetch: int = 0  # lines of 128 bytes of each row to send for while the kernel ahead still runs
-    block_rows: int = MAX_ROWS  # rows that a program takes at most
+    block_rows: int = 128  # rows that a program takes at most
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+Parameters = Vector | Matrix | None  # None: the vendor's library multiplies
+Find = Callable[[int, int, int, int, int, Gpu], Parameters]  # what `choose` takes
+
+
+@cache
+def find(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Parameters:
+    """What was measured for such a product on such a GPU, else what `choose` says."""
+    if element_size == 2:
+        measured = tuned.parameters(gpu.name, "linear", key_of(rows, out, inner, gates))
+        if measured is not None:
+            return from_entry(measured)
+    return choose(rows, out, inner, element_size, gates, gpu)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, parameters: Find = find) -> Tensor:
     """x [T, I], weight [O, I], bias [O] -> [T, O]"""
-    return multiply(x, None, None, weight, bias)[0]
+    return multiply(x, None, None, weight, bias, parameters=parameters)[0]
 
 
-def gated_linear(x: Tensor, weight: Tensor, *, kind: str) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor, *, kind: str, parameters: Find = find) -> Tensor:
     """x [T, I], weight [2 W, I], gates before ups -> gated_activate(linear(x)), [T, W]"""
-    return multiply(x, None, None, weight, None, kind=kind)[0]
+    return multiply(x, None, None, weight, None, kind=kind, parameters=parameters)[0]
 
 
 def norm_linear(x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
-                kind: str | None = None) -> Tensor:  # fmt: skip
+                kind: str | None = None, parameters: Find = find) -> Tensor:  # fmt: skip
     """x [T, I], norm [I], weight [O, I], bias [O] -> linear(rms_norm(x)), [T, O]; with a kind, its gated_activate"""
-    return multiply(x, None, norm, weight, bias, eps, kind)[0]
+    return multiply(x, None, norm, weight, bias, eps, kind, parameters)[0]
 
 
 def add_norm_linear(a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
-                    kind: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+                    kind: str | None = None, parameters: Find = find) -> tuple[Tensor, Tensor]:  # fmt: skip
     """a and b [T, I], the others as in norm_linear -> norm_linear(a + b), a + b"""
-    return multiply(a, b, norm, weight, bias, eps, kind)
+    return multiply(a, b, norm, weight, bias, eps, kind, parameters)
+
+
+def with_parameters(parameters: Find) -> dict[tuple[Op, str], Callable[..., Any]]:
+    """The functions above with other parameters than `find`'s, by what a text calls them."""
+    functions: dict[Op, Callable[..., Any]] = {
+        ops.linear: linear,
+        ops.gated_linear: gated_linear,
+        ops.norm_linear: norm_linear,
+        ops.add_norm_linear: add_norm_linear,
+    }
+    return {(op, "triton"): functools.partial(run, parameters=parameters) for op, run in functions.items()}
 
 
 def multiply(
     a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 0.0,
-    kind: str | None = None,
+    kind: str | None = None, parameters: Find = find,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """All of the above: a product, and a + b, which is a where there is no b.
 
     b only with a norm. All are contiguous, but the rows of a and b may lie apart.
     """
     assert b is None or norm is not None, "a sum without a norm"
-    parameters = None
+    chosen = None
     if len(a) <= MAX_ROWS:
-        gates = 1 if kind is None else 2
-        parameters = find(len(a), *weight.shape, weight.element_size(), gates, find_gpu(weight.device))
-    if isinstance(parameters, Vector):
-        return multiply_vector(a, b, norm, weight, bias, eps, kind, parameters)
+        (out, inner), gates = weight.shape, 1 if kind is None else 2
+        chosen = parameters(len(a), out, inner, weight.element_size(), gates, find_gpu(weight.device))
+    if isinstance(chosen, Vector):
+        return multiply_vector(a, b, norm, weight, bias, eps, kind, chosen)
     x, total = (a, a) if norm is None else normalize(a, b, norm, eps)
-    if parameters is not None:
-        return multiply_matrix(x, weight, bias, kind, parameters), total
+    if chosen is not None:
+        return multiply_matrix(x, weight, bias, kind, chosen), total
     y = F.linear(x, weight, bias)
     return y if kind is None else activate_gates(y, kind), total
 
 
-@cache
-def find(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Vector | Matrix | None:
-    """What was measured for such a product on such a GPU, else what `choose` says."""
-    if element_size == 2:
-        bucket = next(size for size in BUCKETS if size >= rows)
-        if measured := tuned.parameters(gpu.name, "linear", f"{bucket} {out} {inner} {gates}"):
-            style, *numbers = measured
-            return {"vector": Vector, "matrix": Matrix}[style](*numbers) if numbers else None
-    return choose(rows, out, inner, element_size, gates, gpu)
+def finder(measured: Mapping[str, Sequence[Any]]) -> Find:
+    """`find` with these measurements of a GPU, by key."""
+
+    @cache
+    def find_among(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Parameters:
+        entry = measured.get(key_of(rows, out, inner, gates)) if element_size == 2 else None
+        return choose(rows, out, inner, element_size, gates, gpu) if entry is None else from_entry(entry)
+
+    return find_among
 
 
-def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Vector | Matrix | None:
+def key_of(rows: int, out: int, inner: int, gates: int) -> str:
+    """What parameters of such a product are known under."""
+    bucket = next(size for size in BUCKETS if size >= rows)
+    return f"{bucket} {out} {inner} {gates}"
+
+
+def from_entry(entry: Sequence[Any]) -> Parameters:
+    """["matrix", 64, 128, 4, 4] -> Matrix(64, 128, 4, 4)"""
+    style, *numbers = entry
+    return None if style == "library" else {"vector": Vector, "matrix": Matrix}[style](*numbers)
+
+
+def to_entry(parameters: Parameters) -> list[Any]:
+    """What `from_entry` makes them of."""
+    return ["library"] if parameters is None else [type(parameters).__name__.lower(), *parameters]
+
+
+def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Parameters:
     """How to cut up a product of MAX_ROWS rows or fewer by a weight [out, inner]; None: by the vendor's library.
 
     gates is 2 where half of the outputs are gates, else 1.

@@ -1,6 +1,8 @@
 """From logits to tokens on the device, as `atom.runtime.sampler` does it on the host, without a sort of the vocabulary.
 
-    sample(logits, rows, slots, "cut", out)             # logits [R, V], rows i32[R]: whose slot each row is
+    totals, ids, top = top_logprobs(logits, asked, 5)        # of some rows, before they draw
+    sample(logits, rows, slots, "cut", out)                  # logits [R, V], rows i32[R]: whose slot each row is
+    score_drawn(logits, asked, out, totals, chosen, ranks)   # of the tokens drawn; nothing can fail here
 
 A row is read in parts of fixed size by programs of their own, so that one row keeps a device busy, and what a row draws
 depends on nothing but that row:
@@ -18,8 +20,6 @@ the CDF passes the random number are found by bisection instead, each step a pas
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -31,12 +31,13 @@ PART = 4096  # logits that a program reads
 PART_WARPS = 8  # of such a program: a thread reads 8 logits at a time, twice
 MAX_GATHERED = 8192  # logits of a cut row that are put aside; where it may keep more, the row itself is read again
 MAX_PAIRED = 512  # logits of a cut row that are ranked by comparing all pairs
-CHUNK_ELEMENTS = 1 << 24  # logits that `logprobs` holds in 8 bytes each at once
+CHUNK_ELEMENTS = 1 << 22  # logits that `top_logprobs` holds in 8 bytes each at once
 
 MIN_TEMPERATURE = tl.constexpr(1e-5)  # anything lower is greedy
 NUM_BINS = tl.constexpr(64)  # the last holds all that is further below the largest logit
 BINS_PER_NAT = tl.constexpr(2.0)  # of logit / temperature
 NOWHERE = tl.constexpr(2**31 - 1)  # behind every id
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 class SamplingState(Protocol):
@@ -54,7 +55,7 @@ class SamplingState(Protocol):
     repetition: Tensor
     frequency: Tensor
     presence: Tensor
-    counts: Tensor | None
+    counts: Tensor
 
 
 def sample(logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: Tensor, penalties: bool = False) -> None:
@@ -62,20 +63,10 @@ def sample(logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: T
 
     logits: bf16, fp16 or fp32[R, V], rows contiguous; rows: i32[R], no slot twice but that of padding, whose rows give
     token 0 and change nothing. kind: "greedy", "random" (temperature), "cut" (top_k, top_p or min_p too); rows of an
-    earlier kind are welcome in a later one and get the token that they get alone. penalties: whether any row has some,
-    which takes `slots.counts`.
+    earlier kind are welcome in a later one and get the token that they get alone. penalties: whether any row has some;
+    without, no token is counted.
     """
-    for launch in launches(logits, rows, slots, kind, out, penalties):
-        launch()
-
-
-def launches(
-    logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: Tensor, penalties: bool = False
-) -> list[Callable[[], object]]:
-    """The kernels of `sample`, in their order. For rows of padding alone they may be launched in any, by several
-    threads, so that they are compiled at the same time."""
     assert kind in ("greedy", "random", "cut") and logits.stride(1) == 1
-    assert slots.counts is not None or not penalties
     (num_rows, vocab), device = logits.shape, logits.device
     num_parts = triton.cdiv(vocab, PART)
     best = torch.empty(num_rows, num_parts, dtype=torch.float32, device=device)
@@ -97,49 +88,51 @@ def launches(
     state = (slots.num_slots, slots.seed, slots.tokens, slots.lengths, slots.reported, out)
     grid, padded = (num_parts, num_rows), triton.next_power_of_2(num_parts)
     exact = {"enable_fp_fusion": False}  # a product is rounded before a sum, as on the host
-    summarize = partial(
-        _summarize[grid],
-        *read, *penalty, *params, best, best_id, sums, bins, PART, PART // 2, num_warps=PART_WARPS, **exact,
-    )  # fmt: skip
-    draw = partial(
-        _draw[(num_rows,)],
+    _summarize[grid](
+        *read, *penalty, *params, best, best_id, sums, bins, PART, PART // 2, num_warps=PART_WARPS, **exact
+    )
+    if kind == "cut":
+        _limit[(num_rows,)](*read[2:], *params, best, bins, *gathered, num_parts, padded, **exact)
+        _gather[grid](*read, *penalty, *params, best, sums, *gathered, PART, padded, num_warps=PART_WARPS, **exact)
+    _draw[(num_rows,)](
         *read, *penalty, *params, *state, best, best_id, sums, *gathered, num_parts, PART, padded, MAX_PAIRED,
         slots.reported.shape[1], num_warps=8, **exact,
     )  # fmt: skip
-    if kind != "cut":
-        return [summarize, draw]
-    limit = partial(_limit[(num_rows,)], *read[2:], *params, best, bins, *gathered, num_parts, padded, **exact)
-    gather = partial(
-        _gather[grid],
-        *read, *penalty, *params, best, sums, *gathered, PART, padded, num_warps=PART_WARPS, **exact,
-    )  # fmt: skip
-    return [summarize, limit, gather, draw]
 
 
-def logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log probabilities of the logits as they came, a nan counting as the lowest, without waiting for them.
+def top_logprobs(logits: Tensor, rows: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The most likely tokens of some rows of the logits as they came, a nan counting as the lowest.
 
-    logits: any float [R, V]; tokens: i64[R]. Gives fp32[R] and the rank i32[R] (1: the most likely) of each token, and
-    the num_top most likely, best first and among equals the lower id first: ids i32[R, num_top], fp32[R, num_top].
+    logits: any float [R, V]; rows: i64[A]. Gives totals fp32[A], a logit less which is a log probability, and the
+    num_top best, best first and among equals the lower id first: ids i32[A, num_top], log probabilities fp32.
     """
     size = max(1, CHUNK_ELEMENTS // logits.shape[-1])
-    parts = [_report(*part, num_top) for part in zip(logits.split(size), tokens.split(size), strict=True)]
-    chosen, ranks, ids, top = (torch.cat(column) for column in zip(*parts, strict=True))
-    return chosen, ranks, ids, top
+    parts = [_find_top(logits.index_select(0, part), num_top) for part in rows.split(size)]
+    totals, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
+    return totals, ids, values
 
 
-def _report(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _find_top(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
     vocab = logits.shape[-1]
     values = logits.float().nan_to_num(nan=torch.finfo(torch.float32).min)
     total = values.logsumexp(-1, keepdim=True)
-    chosen = values.gather(-1, tokens[:, None])
-    ranks = (values > chosen).sum(-1, dtype=torch.int32) + 1
     # one integer orders both: the bits of a float32, the negative ones flipped, then the id counted from the end
     key = (values + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 equal 0.0
     key ^= (key >> 63) & 0x7FFFFFFF
     key = (key << 32) + torch.arange(vocab - 1, -1, -1, device=key.device)
     ids = vocab - 1 - (key.topk(min(num_top, vocab)).values & 0xFFFFFFFF)
-    return (chosen - total)[:, 0], ranks, ids.int(), values.gather(-1, ids) - total
+    return total[:, 0], ids.int(), values.gather(-1, ids) - total
+
+
+def score_drawn(logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, chosen: Tensor, ranks: Tensor) -> None:
+    """What the tokens drawn of these rows are among all: log probabilities to chosen fp32[A], ranks to ranks i32[A]
+    (1: the most likely). It allocates nothing, so that it does not fail behind a draw.
+
+    logits, rows, totals: of `top_logprobs`; drawn: i64[R].
+    """
+    _score[(len(rows),)](
+        logits, logits.stride(0), logits.shape[-1], rows, drawn, totals, chosen, ranks, PART, num_warps=PART_WARPS
+    )
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
@@ -312,6 +305,28 @@ def _draw(
     if counts is not None:
         counted = counts + slot * vocab + token
         tl.store(counted, tl.load(counted) + 2)
+
+
+@triton.jit
+def _score(logits, stride, vocab, rows, drawn, totals, chosen, ranks, PART: tl.constexpr):
+    at = tl.program_id(0)
+    row = tl.load(rows + at)
+    logits += row * stride
+    value = _finite(tl.load(logits + tl.load(drawn + row)))
+    num_above = tl.zeros([PART], tl.int32)
+    for start in range(0, vocab, PART):
+        ids = start + tl.arange(0, PART)
+        x = _finite(tl.load(logits + ids, mask=ids < vocab, other=float("-inf")))
+        num_above += (x > value).to(tl.int32)
+    tl.store(chosen + at, value - tl.load(totals + at))
+    tl.store(ranks + at, tl.sum(num_above, axis=0) + 1)
+
+
+@triton.jit
+def _finite(x):
+    """As float32, a nan as the lowest."""
+    x = x.to(tl.float32)
+    return tl.where(x != x, -LARGEST, tl.clamp(x, -LARGEST, LARGEST))
 
 
 @triton.jit

@@ -1,0 +1,265 @@
+"""What `tune=true` does: a model's products are timed in its own steps of decodes, the fastest way of each is kept.
+
+    use_measured(model, Path(cache), tell)                  # what was found on this machine before
+    tune(model, graph, Path(cache), 256, progress, tell)    # what nobody has measured
+
+For each number of rows that has parameters of its own, as many slots stand behind CONTEXT tokens, and the captured step
+is timed with one product's parameters after the other, those of the others as they are known by then.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from atom.artifact.files import Unfit, reason_of
+from atom.checkpoint import Progress
+from atom.config import SamplingParams
+from atom.graph import Graph
+from atom.graph.ops import Op
+from atom.kernels import tuned
+from atom.runtime.device_model import DeviceModel
+from atom.runtime.slots import describe
+
+if TYPE_CHECKING:
+    from atom.kernels.triton.linear import Parameters
+    from atom.kernels.triton.tiles import Gpu
+    from atom.kernels.triton.tune import Call, Product, Trial
+
+CONTEXT = 300  # tokens of each row, the newest included
+SECONDS = 0.01  # that replays of a step take at least, to be one timing
+Tell = Callable[[str], object]  # takes a line for the user
+Capture = Callable[[Callable[[], object]], Callable[[], float]]  # of what a function starts: times it, in seconds
+
+
+def use_measured(model: DeviceModel, cache: Path, tell: Tell) -> None:
+    """Have a model run with what was measured on this machine, where something was."""
+    from atom.kernels.triton import linear
+    from atom.kernels.triton.tiles import find_gpu
+
+    gpu = find_gpu(model.device)
+    if tuned.read_own(gpu.name, cache, tell):
+        model.use(linear.with_parameters(linear.finder(tuned.read(gpu.name, cache)["linear"])))
+
+
+@torch.inference_mode()
+def tune(
+    model: DeviceModel, graph: Graph, cache: Path, max_rows: int, progress: Progress, tell: Tell,
+    capture: Capture | None = None,
+) -> bool:  # fmt: skip
+    """Measure what nobody has measured for this GPU, keep it and use it: whether there was anything to measure.
+
+    max_rows: decodes in a step. What is found for a product is kept before the next one is tried. The model's slots,
+    tables and KV are used, and are empty again afterwards.
+    """
+    from atom.kernels.triton import linear
+    from atom.kernels.triton.tiles import find_gpu
+    from atom.kernels.triton.tune import Trial, products_of, take_turns
+
+    gpu, products = find_gpu(model.device), products_of(graph)
+    known = tuned.read(gpu.name, cache)["linear"]
+    buckets = [size for before, size in zip((0, *linear.BUCKETS), linear.BUCKETS, strict=False) if before < max_rows]
+    unknown = {size: [each for each in products if linear.key_of(size, *each[:3]) not in known] for size in buckets}
+    unknown = {size: missing for size, missing in unknown.items() if missing}
+    if not unknown:
+        has = f"knows all {len(products)} products" if products else "finds no product of 16-bit weights"
+        tell(f"tune=true {has} of this model on {gpu.name}: nothing is measured")
+        return False
+    trial, num_blocks = Trial(linear.finder(known)), {kv.kind: len(tensor) for kv, tensor in model.caches.items()}
+    tuning = _Tuning(model, trial, gpu, cache, progress, tell, capture or _capture_on_gpu())
+    model.bind(_pool(model, min(max(unknown), max_rows)))
+    for size, missing in unknown.items():
+        rows = _admit(model, min(size, max_rows))
+        calls = _record(model, rows)
+        model.use(linear.with_parameters(trial))
+        start = tuning.capture(partial(model.decode, rows))
+        for at, product in enumerate(missing):
+            tuning.run(product, rows, calls[product[:3]], f"{at + 1} of {len(missing)}")
+        before, after = take_turns(start, tuning.capture(partial(model.decode, rows)))
+        took = f"{after * 1e3:.3f} ms in place of {before * 1e3:.3f}, {1 - after / before:.1%} less"
+        tell(f"tune=true: a step of {len(rows)} decodes takes {took}")
+    found = known | {key: linear.to_entry(chosen) for key, chosen in trial.chosen.items()}
+    model.use(linear.with_parameters(linear.finder(found)))
+    _clear(model)
+    model.bind(num_blocks)
+    return True
+
+
+@dataclass
+class _Tuning:
+    model: DeviceModel
+    trial: Trial
+    gpu: Gpu
+    cache: Path
+    progress: Progress
+    tell: Tell
+    capture: Capture
+    is_kept: bool = True  # the cache folder takes what is found
+
+    def run(self, product: Product, rows: Tensor, calls: Sequence[Call], place: str) -> None:
+        """Find a product's parameters for these rows, and keep them."""
+        from atom.kernels.triton.linear import key_of
+        from atom.kernels.triton.tune import candidates, search
+
+        shape, trial = product[:3], self.trial
+        key, current = key_of(len(rows), *shape), trial(len(rows), *shape[:2], 2, shape[2], self.gpu)
+        options = candidates(len(rows), *shape[:2], 2, shape[2], self.gpu)
+        options = [option for option in options if option != current]
+
+        def prepare(parameters: Parameters) -> Callable[[], float]:
+            trial.chosen[key] = parameters
+            return self.capture(partial(self.model.decode, rows))
+
+        title = f"tuning {len(rows)} rows of {shape[1]} → {shape[0]}, {place}"
+        with self.progress.task(title, 2 * len(options), in_bytes=False) as task:
+            fitting = compile_options(calls, options, partial(task.advance, 1))
+            found = search(current, fitting.right, prepare, partial(task.advance, 1))
+            task.advance(len(options) - len(fitting.right))
+        for option in fitting.wrong:
+            self.tell(f"tune=true: {option} of {shape[0]} × {shape[1]} differs from the library's result: not used")
+        trial.chosen[key] = found.parameters
+        self.keep(key, found.parameters)
+
+    def keep(self, key: str, parameters: Parameters) -> None:
+        from atom.kernels.triton.linear import to_entry
+
+        if self.is_kept:
+            try:
+                tuned.keep(self.gpu.name, self.cache, "linear", {key: to_entry(parameters)})
+            except (Unfit, OSError) as error:
+                self.is_kept = False
+                self.tell(f"{self.cache} takes no file ({reason_of(error)}): what is found is for this run alone")
+
+
+@dataclass
+class Fitting:
+    """Of some options those that can be run: that give the library's result, and that do not."""
+
+    right: list[Parameters]
+    wrong: list[Parameters]
+
+
+def compile_options(calls: Sequence[Call], options: Sequence[Parameters], on_compiled: Callable[[], object]) -> Fitting:
+    """Compile these calls with each of the options, on all cores, and look at what they give."""
+    from atom.kernels.triton.tune import UNFIT, agrees
+
+    @torch.inference_mode()
+    def is_fit(option: Parameters) -> bool:
+        try:
+            for call in calls:
+                call(parameters=lambda *_: option)
+        except (*UNFIT, RuntimeError):  # which Triton's own passes raise, and a lack of memory is
+            return False
+        return True
+
+    fitting: list[Parameters] = []
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))  # Triton compiles without the interpreter's lock
+    try:
+        for option, fits in zip(options, pool.map(is_fit, options), strict=True):
+            fitting += [option] if fits else []
+            on_compiled()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    right = [option for option in fitting if all(agrees(call, option) for call in calls)]
+    return Fitting(right, [option for option in fitting if option not in right])
+
+
+def _pool(model: DeviceModel, num_rows: int) -> dict[str, int]:
+    """Blocks by cache kind that hold the context of so many rows, or half of the memory that is free."""
+    num_blocks = 1 + num_rows * -(-_length(model) // model.block_size)
+    if model.device.type == "cuda":
+        size = sum(cache[0].nbytes for cache in model.caches.values())
+        num_blocks = max(2, min(num_blocks, torch.cuda.mem_get_info()[0] // 2 // size))
+    return dict.fromkeys(model.kinds, num_blocks)
+
+
+def _length(model: DeviceModel) -> int:
+    return min(CONTEXT, model.tables.shape[2] * model.block_size)
+
+
+def _admit(model: DeviceModel, num_rows: int) -> Tensor:
+    """Slots from 0 on that stand behind a context: their numbers, i32[num_rows]."""
+    length, device = _length(model), model.device
+    model.slots.admit(list(range(num_rows)), [describe(SamplingParams(temperature=0), 0, length)] * num_rows)
+    rows = torch.arange(num_rows, dtype=torch.int32, device=device)
+    model.slots.tokens[:num_rows] = rows.long() * 7919 % model.slots.vocab  # other experts for each
+    width, per_row = model.tables.shape[2], -(-length // model.block_size)
+    entries = rows[:, None] * per_row + torch.arange(width, dtype=torch.int32, device=device) % per_row
+    by_kind = {kv.kind: len(cache) for kv, cache in model.caches.items()}
+    for kind, name in enumerate(model.kinds):
+        model.tables[kind, :num_rows] = 1 + entries % (by_kind[name] - 1)  # all valid, and none is block 0
+    for cache in model.caches.values():
+        cache.normal_()
+    return rows
+
+
+def _clear(model: DeviceModel) -> None:
+    """Slots and tables as at a start."""
+    model.slots.lengths.fill_(1)
+    model.slots.tokens.zero_()
+    model.tables.zero_()
+
+
+def _record(model: DeviceModel, rows: Tensor) -> dict[tuple[int, int, int], list[Call]]:
+    """By product, the calls of a step that differ for Triton, on the step's own inputs."""
+    from atom.kernels.triton import linear
+    from atom.kernels.triton.tune import WEIGHTS
+
+    found: dict[tuple[int, int, int], dict[Any, Call]] = {}
+
+    def note(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            out, inner = args[WEIGHTS[op]].shape
+            calls = found.setdefault((out, inner, 1 if kwargs.get("kind") is None else 2), {})
+            calls.setdefault((op, *kwargs.items(), *map(_specialized, args)), partial(run, *args, **kwargs))
+            return run(*args, **kwargs)
+
+        return call
+
+    model.use({(op, backend): note(op, run) for (op, backend), run in linear.with_parameters(linear.find).items()})
+    model.decode(rows)
+    return {shape: [*calls.values()] for shape, calls in found.items()}
+
+
+def _specialized(arg: Tensor | None) -> Any:
+    """What Triton compiles a kernel anew for."""
+    return None if arg is None else (arg.dtype, arg.shape, arg.stride(), arg.data_ptr() % 16)
+
+
+def _capture_on_gpu() -> Capture:
+    """Captures CUDA graphs that lay their memory over each other, as their results are not looked at."""
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def capture(run: Callable[[], object]) -> Callable[[], float]:
+        run()  # what a first launch makes for good shall not be a graph's
+        graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+
+        def time(num: int) -> float:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            for _ in range(num):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            return float(start.elapsed_time(end)) / num / 1e3
+
+        time(1)  # brings the graph to the GPU
+        return partial(time, math.ceil(SECONDS / time(1)))
+
+    return capture

@@ -1,0 +1,229 @@
+"""tune=true on a device that is the CPU, under Triton's interpreter, with a clock that the test makes up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from atom import llm, weights
+from atom.checkpoint import SilentProgress
+from atom.compiler import compile_graph
+from atom.config import engine_overrides, load
+from atom.graph import Graph, ops
+from atom.kernels import Target, tuned
+from atom.kernels.triton import linear, tiles
+from atom.kernels.triton import tune as kernels
+from atom.kernels.triton.linear import Matrix, Parameters
+from atom.kernels.triton.tiles import Gpu
+from atom.runtime import tune as tuning
+from atom.runtime.device_model import DeviceModel
+
+GPU = Gpu(2, 227 << 10, (0, 0), "Test GPU")
+SLOW, FAST, WRONG, UNFIT = (Matrix(64, 128, 1, stages) for stages in (2, 3, 4, 5))
+FIELDS = {"dtype": "fp16", "level": 1, "device": "cuda", "max_num_seqs": 2, "max_model_len": 32, "block_size": 4}
+
+
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter takes one thread; two ways to try, one that gives another result, and one that cannot be run."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here, not interpreted")
+    multiply = linear.multiply_matrix
+
+    def multiply_somehow(x: Any, weight: Any, bias: Any, kind: Any, parameters: Matrix) -> torch.Tensor:
+        assert parameters != UNFIT, "it does not fit"
+        y = multiply(x, weight, bias, kind, parameters)
+        return y + 1 if parameters == WRONG else y
+
+    monkeypatch.setattr(linear, "multiply_matrix", multiply_somehow)
+    monkeypatch.setattr(linear, "find_gpu", lambda device: GPU)
+    monkeypatch.setattr(tiles, "find_gpu", lambda device: GPU)
+    monkeypatch.setattr(kernels, "candidates", lambda *shape: [None, SLOW, FAST, WRONG, UNFIT])
+    monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda pid: {0})
+
+
+@pytest.fixture
+def opened(checkpoints: Callable[[str], Path]) -> tuple[DeviceModel, Graph]:
+    config = load(engine_overrides(str(checkpoints("qwen3")), {**FIELDS, "model.layers": 1}))
+    graph = compile_graph(config, target=Target("cuda", frozenset({"nvidia", "sm_90"})))
+    tensors = weights.load_dummy(graph.recipes(), seed=0)
+    blocks = {kind.name: 2 for kind in llm.cache_kinds(graph)}
+    return DeviceModel(graph, tensors, blocks, 4, {}, device="cpu", max_num_seqs=2, max_model_len=32), graph
+
+
+class Steps:
+    """A step of 1 ms, of which each product that is FAST takes 10% off, and one that is SLOW adds 10%."""
+
+    def __init__(self, model: DeviceModel) -> None:
+        self.model = model
+        self.num_captured = 0
+
+    def capture(self, run: Callable[[], object]) -> Callable[[], float]:
+        if not self.num_captured:  # the interpreter is slow
+            run()
+        self.num_captured += 1
+        trial = self.model._kernels[ops.linear, "triton"].keywords["parameters"]  # type: ignore[attr-defined]
+        chosen: list[Parameters] = [*trial.chosen.values()]
+        seconds = 1e-3 * 0.9 ** chosen.count(FAST) * 1.1 ** chosen.count(SLOW)
+        return lambda: seconds
+
+
+class Shown:
+    """The progress that a user sees."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[str, list[int | None]] = {}  # title -> total, how many were counted
+
+    @contextmanager
+    def task(self, description: str, total: int | None = None, *, in_bytes: bool = True) -> Iterator[Any]:
+        counted = self.tasks[description] = [total, 0]
+
+        class Task:
+            def advance(self, amount: int, /) -> None:
+                counted[1] += amount  # type: ignore[operator]
+
+        assert not in_bytes
+        yield Task()
+
+
+def test_the_products_of_a_step_are_measured_kept_and_known_the_next_time(opened: Any, tmp_path: Path):
+    model, graph = opened
+    steps, shown, lines = Steps(model), Shown(), []
+    assert tuning.tune(model, graph, tmp_path, 2, shown, lines.append, steps.capture)
+    products = kernels.products_of(graph)
+    shapes = [f"{out} {inner} {gates}" for out, inner, gates, _ in products]
+    file = tmp_path / "tuned" / "test_gpu.json"
+    written = json.loads(file.read_text())
+    assert written == {"linear": {f"{size} {shape}": ["matrix", 64, 128, 1, 3, 1, 1, 0, 128]
+                                  for size in (1, 8) for shape in shapes}}  # fmt: skip
+    assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in file.parent.iterdir()] == ["test_gpu.json"]
+    assert len(shapes) == 5, "qkv, o, gate_up, down, head"
+    titles = [f"tuning {rows} rows of {inner} → {out}, {at + 1} of 5"
+              for rows in (1, 2) for at, (out, inner, _, _) in enumerate(products)]  # fmt: skip
+    assert list(shown.tasks) == titles
+    assert all(total == counted for total, counted in shown.tasks.values())
+    told = [line for line in lines if "differs" not in line]
+    assert told == [
+        "tune=true: a step of 1 decodes takes 0.590 ms in place of 1.000, 41.0% less",
+        "tune=true: a step of 2 decodes takes 0.349 ms in place of 0.590, 41.0% less",
+    ]
+    assert sum(f"{WRONG} of " in line for line in lines) == 10 and len(lines) == 12
+
+    model.bind({name: 2 for name in model.kinds})
+    num_captured = steps.num_captured
+    assert not tuning.tune(model, graph, tmp_path, 2, shown, lines.append, steps.capture)
+    assert lines[12:] == ["tune=true knows all 5 products of this model on Test GPU: nothing is measured"]
+    assert steps.num_captured == num_captured
+
+
+def test_the_model_is_as_it_was_and_gives_what_it_gave(opened: Any, tmp_path: Path):
+    model, graph = opened
+    rows = torch.tensor([0, 1], dtype=torch.int32)
+    with torch.inference_mode():
+        expected = model.decode(rows).clone()
+    tuning.tune(model, graph, tmp_path, 2, SilentProgress(), lambda line: None, Steps(model).capture)
+    assert model.slots.lengths.tolist() == [1, 1, 1] and not model.slots.tokens.any() and not model.tables.any()
+    assert all(len(cache) == 2 and not cache.any() for cache in model.caches.values())
+    used = model._kernels[ops.linear, "triton"].keywords["parameters"]
+    out, inner, gates, _ = kernels.products_of(graph)[0]
+    assert used(2, out, inner, 2, gates, GPU) == FAST
+    with torch.inference_mode():
+        again = model.decode(rows)
+    assert (again - expected).norm() <= 1e-2 * expected.norm()
+
+
+def test_buckets_wholly_above_the_rows_of_a_step_are_left_out(opened: Any, tmp_path: Path):
+    model, graph = opened
+    tuning.tune(model, graph, tmp_path, 1, SilentProgress(), lambda line: None, Steps(model).capture)
+    assert {key.split()[0] for key in tuned.read("Test GPU", tmp_path)["linear"]} == {"1"}
+
+
+def test_what_was_found_before_an_interruption_is_kept(opened: Any, tmp_path: Path):
+    model, graph = opened
+    steps = Steps(model)
+
+    def capture(run: Callable[[], object]) -> Callable[[], float]:
+        if steps.num_captured == 7:  # one at the start, three for each product
+            raise KeyboardInterrupt
+        return steps.capture(run)
+
+    with pytest.raises(KeyboardInterrupt):
+        tuning.tune(model, graph, tmp_path, 2, SilentProgress(), lambda line: None, capture)
+    first = kernels.products_of(graph)[0]
+    assert next(iter(tuned.read("Test GPU", tmp_path)["linear"])) == f"1 {first.out} {first.inner} {first.gates}"
+    known = len(tuned.read("Test GPU", tmp_path)["linear"])
+    shown = Shown()
+    tuning.tune(model, graph, tmp_path, 1, shown, lambda line: None, Steps(model).capture)
+    assert len(shown.tasks) == 5 - known < 5, "only those that are left"
+
+
+def test_a_folder_that_takes_nothing_is_told_once_and_what_was_found_is_used(opened: Any, tmp_path: Path):
+    model, graph = opened
+    (tmp_path / "tuned").write_text("a file in the way")
+    lines: list[str] = []
+    assert tuning.tune(model, graph, tmp_path, 1, SilentProgress(), lines.append, Steps(model).capture)
+    assert sum("takes no file" in line for line in lines) == 1
+    out, inner, gates, _ = kernels.products_of(graph)[0]
+    assert model._kernels[ops.linear, "triton"].keywords["parameters"](1, out, inner, 2, gates, GPU) == FAST
+
+
+def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(opened: Any, tmp_path: Path):
+    model, graph = opened
+    out, inner, gates, _ = kernels.products_of(graph)[0]
+    tuning.use_measured(model, tmp_path, pytest.fail)
+    assert model._kernels == {}
+    tuned.keep("Test GPU", tmp_path, "linear", {f"8 {out} {inner} {gates}": ["matrix", 64, 128, 1, 2]})
+    tuning.use_measured(model, tmp_path, pytest.fail)
+    assert model._kernels[ops.linear, "triton"].keywords["parameters"](2, out, inner, 2, gates, GPU) == SLOW
+    launched: list[Matrix] = []
+    multiply = linear.multiply_matrix
+    with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
+        patch.setattr(linear, "multiply_matrix", lambda *args: launched.append(args[-1]) or multiply(*args))
+        model.decode(torch.tensor([0, 1], dtype=torch.int32))
+    assert launched.count(SLOW) == 1, "the product that was measured"
+
+
+def test_a_model_without_such_products_is_told_so(opened: Any, tmp_path: Path):
+    model, _ = opened
+    lines: list[str] = []
+    assert not tuning.tune(model, Graph(), tmp_path, 2, SilentProgress(), lines.append, Steps(model).capture)
+    assert lines == ["tune=true finds no product of 16-bit weights of this model on Test GPU: nothing is measured"]
+
+
+def test_a_start_reads_the_cache_folder_and_measures_where_it_is_asked_to(
+    opened: Any, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    model, graph = opened
+    runner: Any = SimpleNamespace(model=model)
+    asked: list[tuple[int, bool]] = []
+    compiled: list[str] = []
+
+    def measure(model: Any, graph: Graph, cache: Path, max_rows: int, *_: Any) -> bool:
+        asked.append((max_rows, cache == tmp_path))
+        return len(asked) == 1
+
+    monkeypatch.setattr(llm, "tune", measure)
+    monkeypatch.setattr(llm, "compile_model", lambda config, progress, cache: compiled.append(config.dtype))
+
+    def start(**fields: Any) -> str:
+        given = {**FIELDS, "level": 2, "cache": str(tmp_path), **fields}
+        llm.use_parameters(runner, graph, load(engine_overrides(str(checkpoints("qwen3")), given)), SilentProgress())
+        return capsys.readouterr().err
+
+    assert start() == "" and model._kernels == {} and asked == []
+    assert start(tune=True) == "" and asked == [(2, True)]
+    assert compiled == ["fp16"], "an artifact that names what was found"
+    start(tune=True, max_num_batched_tokens=1)
+    assert asked[1:] == [(1, True)] and len(compiled) == 1, "nothing was found"
+    file = tuned.keep("Test GPU", tmp_path, "linear", {"1 2 3 1": ["library"]})
+    assert start() == "" and model._kernels
+    file.write_text("{")
+    assert start() == f"atom-run: {file}: it is damaged, ignored\n"

@@ -154,6 +154,8 @@ def compile_options(calls: Sequence[Call], options: Sequence[Parameters], on_com
 
     @torch.inference_mode()
     def is_fit(option: Parameters) -> bool:
+        if option is None:  # the library's, compiled already
+            return True
         try:
             for call in calls:
                 call(parameters=lambda *_: option)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,14 @@ def test_what_is_found_is_added_and_the_file_is_the_user_s_alone(tmp_path: Path)
     tuned.keep("My GPU", cache, "linear", {"1 4 4 1": ["library"]})
     assert tuned.read_own("My GPU", cache, pytest.fail) == {"linear": {"1 2 3 1": ["library"], "1 4 4 1": ["library"]}}
     assert path.read_text().splitlines()[2] == '    "1 2 3 1": ["library"],', "an entry a line"
-    assert os.listdir(path.parent) == ["my_gpu.json"]
+    assert sorted(os.listdir(path.parent)) == ["my_gpu.json", "my_gpu.lock"]
+
+
+def test_of_what_several_add_at_once_nothing_is_lost(tmp_path: Path):
+    keys = [f"1 {out} 3 1" for out in range(32)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda key: tuned.keep("My GPU", tmp_path, "linear", {key: ["library"]}), keys))
+    assert sorted(tuned.read_own("My GPU", tmp_path, pytest.fail)["linear"]) == sorted(keys)
 
 
 def make_link(path: Path) -> str:

@@ -21,6 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from atom.artifact.files import (
     MAX_JSON,
     Damaged,
@@ -77,17 +79,18 @@ def keep(gpu: str, cache: Path, kernel: str, found: Mapping[str, list[Any]]) -> 
     for folder in (path.parent.parent, path.parent):
         folder.mkdir(0o700, parents=True, exist_ok=True)
         check_owner(folder, is_folder=True)
-    own = read_own(gpu, cache)
-    new = unfinished_name(path.parent)
-    try:
-        with create_file(new) as file:
-            file.write(_show(own | {kernel: own.get(kernel, {}) | dict(found)}))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    with FileLock(path.with_suffix(".lock"), mode=0o600):  # another search may add to it too
+        own = read_own(gpu, cache)
+        new = unfinished_name(path.parent)
+        try:
+            with create_file(new) as file:
+                file.write(_show(own | {kernel: own.get(kernel, {}) | dict(found)}))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+        sync_folder(path.parent)
     return path
 
 

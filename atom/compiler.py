@@ -21,7 +21,6 @@ from atom.config import Config
 from atom.errors import ArtifactError, UnsupportedError
 from atom.graph import Graph
 from atom.kernels import Target, find_target
-from atom.kernels.tuned import with_parameters
 from atom.launch import explain_miss, launch_ingredients, level_of, publish_artifact, read_artifact, semantic_graph
 from atom.passes import PassReport, lower
 from atom.pieces import Piece, PieceCode, compile_pieces, find_pieces, has_compiler, identity, key_of, load_piece
@@ -107,7 +106,7 @@ def _compile_with_pieces(
     config: Config, progress: Progress, cache: Cache, check: Callable[[Graph], Any]
 ) -> Compiled | None:
     """A model from level 2 on; None where a compiler is missing and level 1 will do."""
-    clock, target = _Clock(), with_parameters(find_target(config.device), cache.folder)
+    clock, target = _Clock(), find_target(config.device)
     key, ingredients, found = "", {}, None
     if config.job.graph is None:
         ingredients = launch_ingredients(config, target)

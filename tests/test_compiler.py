@@ -32,7 +32,7 @@ from atom.kernels import Target, find_target
 from atom.launch import launch_ingredients
 from atom.pieces import identity, key_of
 
-pytestmark = pytest.mark.xdist_group("compiler")  # what one compiles the others find
+pytestmark = pytest.mark.early
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 COMPILED = ["llama_biases"]  # the others of MODEL_FILES are slow
@@ -234,19 +234,20 @@ def test_what_is_wrong_with_triton_s_entries_is_told_by_the_caller_and_later_on_
     assert capsys.readouterr().err == f"atom-run: {folder}: manifest.json is missing, built anew\n"
 
 
-def test_a_damaged_piece_is_built_anew(configure: Configure, cache_folder: Path, tmp_path: Path):
-    config = configure("llama_biases")
+def test_a_damaged_piece_is_built_anew(configure: Configure, tmp_path: Path, no_code: dict[str, bytes]):
+    config = configure("llama_biases", cache=tmp_path)
     text = next(iter(compile_model(config).code))
-    folder = shutil.copytree(cache_folder, tmp_path / "damaged")
-    damaged = folder / "pieces" / key_of(identity(text)) / "piece.so"
+    damaged = tmp_path / "pieces" / key_of(identity(text)) / "piece.so"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
-    cache = Cache(folder)
-    made = compile_model(replace(config, cache=str(folder)), cache=cache)
+    no_code.clear()
+    cache = Cache(tmp_path)
+    made = compile_model(config, cache=cache)
     assert (made.report.compiled, made.report.hit) == (1, False)
     assert "built anew" in cache.warnings[0]
-    assert compile_model(replace(config, cache=str(folder))).report.hit
+    assert list(no_code) == [text] and made.code[text]() == no_code[text] == damaged.read_bytes()
+    assert compile_model(config).report.hit
 
 
 def test_a_cache_that_cannot_be_written_is_said_and_does_not_stop(

@@ -19,11 +19,17 @@ from atom import LLMEngine, SamplingParams
 from atom.errors import CapacityError, ConfigError, EngineDeadError, RequestError
 from atom.runtime.types import RequestOutput
 
+pytestmark = pytest.mark.early
+
 ROOT = Path(__file__).parents[1]
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 EVENTFUL = ["llama", "llama_odd_heads", "qwen2_window", "qwen3_window", "mistral_window"]
 
 MODEL_FILES = [name for name in tiny.VARIANTS if (ROOT / "conf" / "model" / f"{name}.yaml").exists()]  # a variant each
+SCHEDULED = {  # by level, the others are slow: at 0 each kind of cache and of layer, at 1 every model file and window
+    0: ["deepseek_v3", "gemma3", "gpt_oss", "phi3", "qwen3_moe"],
+    1: [*MODEL_FILES, *(name for name, (_, changes) in tiny.VARIANTS.items() if changes.get("sliding_window"))],
+}
 
 Open = Callable[..., LLMEngine]
 
@@ -116,8 +122,15 @@ def test_preemption_changes_nothing(name: str, level: int, open_engine: Open, re
         assert engine.metrics.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("name", [name for name in tiny.VARIANTS if name not in EVENTFUL])
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        pytest.param(name, level, marks=() if name in SCHEDULED[level] else pytest.mark.slow)
+        for name in tiny.VARIANTS
+        if name not in EVENTFUL
+        for level in (0, 1)
+    ],
+)
 def test_all_of_these_together_change_nothing(name: str, level: int, open_engine: Open, references: Any):
     engine = open_engine(name, level=level, num_kvcache_blocks=30, block_size=4, max_model_len=106,
                          max_num_batched_tokens=16, enable_prefix_caching=True)  # fmt: skip

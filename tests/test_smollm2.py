@@ -25,7 +25,7 @@ from atom.graph import TORCH_DTYPES
 from atom.opening import open_for
 from atom.runtime.types import RequestOutput
 
-pytestmark = pytest.mark.xdist_group("smollm2")  # its pieces are compiled once
+pytestmark = pytest.mark.early
 
 PROMPTS = [
     "What is the capital of France?",

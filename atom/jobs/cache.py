@@ -161,7 +161,7 @@ def _import(cache: Cache, job: JobConfig) -> None:
             _show_whole(artifact, job)
             for entry in entries[:-1]:
                 print(f"{entry.kind}/{entry.key[:12]} {_built_by(entry)}: {_printable(str(entry.about.get('name')))}")
-        _check_bundle(job, entries, cache)
+        _check_bundle(job, entries)
         if not job.trust:
             raise ConfigError(
                 f"job.import={job.import_from}: it is code that will run as you, and what is above is only "
@@ -175,7 +175,7 @@ def _import(cache: Cache, job: JobConfig) -> None:
                 print(f"recipe={folders[-1] / RECIPE} starts it")
 
 
-def _check_bundle(job: JobConfig, entries: Sequence[Entry], cache: Cache) -> None:
+def _check_bundle(job: JobConfig, entries: Sequence[Entry]) -> None:
     """ArtifactError where entries are not what their keys say, ConfigError where no launch here would look for them."""
     from atom.launch import differences_here, ingredients_of  # torch, which nothing else here needs
     from atom.pieces import digest, key_of
@@ -186,7 +186,7 @@ def _check_bundle(job: JobConfig, entries: Sequence[Entry], cache: Cache) -> Non
         if key_of(ingredients) != entry.key or not is_of_text:
             what = f"{entry.kind}/{entry.key[:12]} is not the key of what it says that it is made of"
             raise ArtifactError(f"{job.import_from} is no bundle that job.export wrote: {what}")
-    if differences := differences_here(entries, cache.folder):
+    if differences := differences_here(entries):
         raise ConfigError(
             f"job.import={job.import_from}: it is of another machine or version, and would never be used here: other "
             f"{_printable(', '.join(differences))}"

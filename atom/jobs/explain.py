@@ -35,7 +35,6 @@ from atom.graph.graph import call_of, node_leaves
 from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.types import BITS
 from atom.kernels import Target, find_target
-from atom.kernels.tuned import with_parameters
 from atom.launch import semantic_graph
 from atom.llm import cache_kinds, mtp_patterns, plan_kv
 from atom.passes import PassReport
@@ -158,8 +157,7 @@ def pieces(graph: Graph, config: Config) -> dict[str, Any]:
     """
     assert config.cache is not None, "config.load resolves it"
     cache = Cache(Path(config.cache))
-    counts = Counter(piece.text for piece in pieces_of(graph))
-    target = with_parameters(find_target(config.device), cache.folder)
+    counts, target = Counter(piece.text for piece in pieces_of(graph)), find_target(config.device)
     distinct = []
     for text, times in counts.items():
         key = key_of(identity(text, target))

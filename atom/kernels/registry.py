@@ -29,7 +29,6 @@ class Target:
 
     device: str  # cpu, or cuda, which is AMD's GPUs too
     features: frozenset[str] = frozenset()  # what this one can do: onednn_bf16, …; a GPU's vendor and architecture
-    parameters: str = ""  # digest of those measured for its kernels: see `atom.kernels.tuned`
 
 
 BACKENDS = ("triton", "generated", "inductor", "torch")  # modules beside this one

@@ -40,8 +40,7 @@ def machine(target: Target) -> dict[str, str]:
     import triton
 
     features = " ".join(sorted(target.features))
-    own = {"device": target.device, "features": features, "parameters": target.parameters}
-    return {"torch": torch.__version__, "triton": triton.__version__, **own}
+    return {"torch": torch.__version__, "triton": triton.__version__, "device": target.device, "features": features}
 
 
 def key_of(ingredients: dict[str, str]) -> str:

@@ -63,8 +63,11 @@ class DeviceRunner:
         self.model.bind(num_blocks)
 
     def execute(self, plan: Plan) -> Pending:
-        """Start a step. CapacityError where memory does not suffice: then it can be started again, for until nothing
-        can raise any more, it writes but KV of the plan's tokens, and to slots what their sequences come with."""
+        """Start a step. CapacityError where memory does not suffice: it can then be started again.
+
+        Tokens are drawn last, when nothing can raise any more. What is written before that is written again by another
+        try: the KV of the plan's tokens, and what the slots keep of sequences that are new to them.
+        """
         try:
             with torch.inference_mode():
                 return self._execute(plan)
@@ -161,7 +164,7 @@ class DeviceRunner:
             graph, out = step.tails[kind]
             graph.replay()
         else:
-            logits = step.logits if shaping is None else self._shape(step.logits[:count].float(), sampling, shaping)
+            logits = step.logits if shaping is None else self._shape(step.logits[:count], sampling, shaping)
             # of what is not plain, a start compiles only the last kind
             out = self.model.sample(step.rows[: len(logits)], logits, kind if is_plain else KINDS[-1], has_penalties)
         if report is not None:
@@ -178,8 +181,8 @@ class DeviceRunner:
         return _Report(told, totals, chosen, ranks, *fetched)
 
     def _shape(self, logits: Tensor, sampling: Sampling, shaping: Shaping) -> Tensor:
-        """Logits fp32[R, V] with what the host says of some rows, in place."""
-        send = self.model.send
+        """A copy of logits [R, V], in fp32, with what the host says of some rows."""
+        logits, send = logits.to(torch.float32, copy=True), self.model.send
         place_of = {row.sequence.id: at for at, (row, _) in enumerate(sampling)}
         for entries, accumulate in ((shaping.added, True), (shaping.banned, False)):
             if entries:

@@ -2,7 +2,7 @@
 
     graphs = Graphs(model)
     graphs.compile(sizes, 16384)         # what steps of up to 16384 tokens need of Triton, on all cores
-    graphs.capture(sizes)                # and no step of more
+    graphs.capture(sizes)                # decodes of these numbers of rows, and small steps with prompts
     step = graphs.decode(slots)          # padded up to the next size; None: too many
     step = graphs.mix(plan)
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +60,7 @@ class Graphs:
         self._model = model
         self._decodes: dict[int, _Decodes | None] = {}  # by their number, smallest first; None: not captured yet
         self._mixed: dict[Layout, _Mixed | None] = {}  # smallest first
-        self._max_tokens = PROMPT_TOKENS[-1]  # of a step, once `compile` knows
+        self._max_tokens = PROMPT_TOKENS[-1]  # of a step, as `compile` was told
         self._pool: Any = None
         self._stream: Any = None  # of all captures: memory of the pool is used again on one stream alone
 
@@ -99,11 +100,15 @@ class Graphs:
 
     @torch.inference_mode()
     def compile(self, sizes: Sequence[int], max_tokens: int) -> None:
-        """Have Triton compile, on all cores, what steps of these numbers of decodes and of up to max_tokens need."""
+        """Have Triton compile, on all cores, what steps of up to max_tokens need, captured or not.
+
+        sizes: those that `capture` is then called with
+        """
         from atom.kernels.triton.ahead import compile_launches
 
         self._max_tokens = max_tokens
-        model, largest = self._model, max(sizes, default=1)
+        model = self._model
+        largest = max([*sizes, min(model.slots.num_slots, max_tokens)])
         # kernels of decodes differ by the power of two that holds the rows
         powers = {1 << power for power in range(largest.bit_length())}
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, compile_launches(pool):
@@ -145,7 +150,8 @@ class Graphs:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], is_lazy: bool = False) -> None:
-        """Capture decodes of these numbers of rows, and steps with prompts; `compile` has been called with them.
+        """Capture decodes of these numbers of rows, and steps with prompts of up to the max_tokens of `compile`, which
+        comes first.
 
         is_lazy: now only the largest of each, any other when it is first to run.
         """
@@ -189,8 +195,11 @@ class Graphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # a capture that failed says so again
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph, result
 
 

@@ -21,9 +21,11 @@ def execute(runner: Executes, plan: Plan) -> list[Part]:
     """What each part of a plan gave.
 
     Raises what the rows raise where all do, for then it is not one of them that is wrong; but for RequestErrors, which
-    say that it is. A CapacityError is always raised: memory is short for all.
+    say that it is. So is a CapacityError, for memory is short for all; but once a part runs, which cannot be taken
+    back, it is an error of the rows that it comes to alone.
     """
-    parts = execute_parts(runner, plan)
+    parts: list[Part] = []
+    execute_parts(runner, plan, parts)
     errors = [outcome for _, outcome in parts if isinstance(outcome, Exception)]
     wrong = next((error for error in errors if not isinstance(error, RequestError)), None)
     if wrong is not None and len(errors) == len(parts):
@@ -31,17 +33,20 @@ def execute(runner: Executes, plan: Plan) -> list[Part]:
     return parts
 
 
-def execute_parts(runner: Executes, plan: Plan) -> list[Part]:
+def execute_parts(runner: Executes, plan: Plan, parts: list[Part]) -> None:
+    """Add a plan's parts to those of the rows before it."""
     try:
-        return [(plan, runner.execute(plan))]
-    except CapacityError:
-        raise
+        parts.append((plan, runner.execute(plan)))
+        return
     except Exception as error:
+        if isinstance(error, CapacityError) and all(isinstance(outcome, Exception) for _, outcome in parts):
+            raise
         if len(plan.rows) == 1:
-            return [(plan, error)]
+            parts.append((plan, error))
+            return
     middle = len(plan.rows) // 2
-    halves = (take(plan.rows[:middle]), take(plan.rows[middle:]))
-    return [part for half in halves for part in execute_parts(runner, half)]
+    for rows in (plan.rows[:middle], plan.rows[middle:]):
+        execute_parts(runner, take(rows), parts)
 
 
 def take(rows: list[Row]) -> Plan:

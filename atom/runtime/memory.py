@@ -1,12 +1,14 @@
 """What a GPU's memory is for: weights, what a step takes, CUDA graphs; the rest is the KV pool's.
 
 left_for_kv(graph, config)                          # bytes, before anything is loaded; CapacityError where nothing is
-measure_left(runner, [512], config.serve)           # bytes, with the weights there
+with no_memory_at_start(config.serve):              # CapacityError in place of torch's OutOfMemoryError
+    measure_left(runner, [512], config.serve)       # bytes, with the weights there
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -19,6 +21,7 @@ from atom.runtime.device_runner import DeviceRunner
 from atom.runtime.layout import Layout
 from atom.runtime.runner import HEAD_ROWS
 from atom.runtime.sampler import prompt_logprobs
+from atom.runtime.slots import counts_bytes
 
 NUM_TOP = 20  # log probabilities of a token, as many as OpenAI's API gives
 SPARE = 64 << 20  # bytes that the allocator may lose between its blocks
@@ -35,20 +38,37 @@ def capture_sizes(serve: ServeConfig) -> list[int]:
 
 
 def left_for_kv(graph: Graph, config: Config) -> int:
-    """Bytes that the share of the GPU's memory which is to be taken leaves beside the weights, before they are loaded.
+    """Bytes that the share of the GPU's memory which is to be taken leaves beside the weights and the counts of
+    penalties, before they are loaded.
 
     CapacityError where they do not fit.
     """
     free, total = torch.cuda.mem_get_info()
-    share = config.serve.gpu_memory_utilization
-    usable, needed = int(total * share) - (total - free), weights.num_bytes(graph)
-    if needed > usable:
+    share, max_num_seqs = config.serve.gpu_memory_utilization, config.serve.max_num_seqs
+    (logits,) = graph.programs["head"].results
+    needed, counts = weights.num_bytes(graph), counts_bytes(max_num_seqs, logits.meta["type"].shape[-1])
+    usable = int(total * share) - (total - free)
+    if needed + counts > usable:
         raise CapacityError(
-            f"the weights take {needed / 2**30:.1f} GiB, the GPU has {max(usable, 0) / 2**30:.1f} GiB for them "
+            f"the weights take {needed / 2**30:.1f} GiB and the counts of penalties {counts / 2**30:.1f} GiB "
+            f"(serve.max_num_seqs={max_num_seqs}), the GPU has {max(usable, 0) / 2**30:.1f} GiB for them "
             f"({free / 2**30:.1f} of its {total / 2**30:.1f} GiB are free, of all of which "
-            f"serve.gpu_memory_utilization={share:g} is to be used): raise that, free memory, or take a larger GPU"
+            f"serve.gpu_memory_utilization={share:g} is to be used): raise that, lower serve.max_num_seqs, free "
+            "memory, or take a larger GPU"
         )
-    return usable - needed
+    return usable - needed - counts
+
+
+@contextmanager
+def no_memory_at_start(serve: ServeConfig) -> Iterator[None]:
+    """Say what to lower where a start runs out of memory beside the weights: CapacityError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise CapacityError(
+            "the weights leave too little memory of the GPU for a start: lower serve.max_num_seqs "
+            f"({serve.max_num_seqs}) or serve.max_num_batched_tokens ({serve.max_num_batched_tokens})"
+        ) from None
 
 
 def measure_left(runner: DeviceRunner, largest: Sequence[int], serve: ServeConfig) -> int:
@@ -85,5 +105,6 @@ def take_largest_step(model: DeviceModel, num_tokens: int, num_rows: int) -> Non
     scored = hidden[:HEAD_ROWS]
     prompt_logprobs(model.head({"hidden": scored}), [0] * len(scored), NUM_TOP)
     reports = model.top_logprobs(logits, torch.arange(num_rows, device=model.device), NUM_TOP)
-    model.sample(layout.samples(packed)[0], logits.float(), KINDS[-1], penalties=True)
+    shaped = logits.to(torch.float32, copy=True)
+    model.sample(layout.samples(packed)[0], shaped, KINDS[-1], penalties=True)
     del reports  # they are there while tokens are drawn

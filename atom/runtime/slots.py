@@ -63,6 +63,11 @@ class Slots:
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
 
+def counts_bytes(num_slots: int, vocab: int) -> int:
+    """Of `Slots.counts`, by far the largest of them."""
+    return (num_slots + 1) * vocab * torch.int32.itemsize
+
+
 def describe(params: SamplingParams, seed: int, num_tokens: int) -> npt.NDArray[np.int64]:
     """What `Slots.admit` takes for a sequence that has `num_tokens` tokens when the next one is sampled.
 

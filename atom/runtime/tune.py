@@ -4,7 +4,8 @@
     tune(model, graph, Path(cache), 256, progress, tell)    # what nobody has measured
 
 For each number of rows that has parameters of its own, as many slots stand behind CONTEXT tokens, and the captured step
-is timed with one product's parameters after the other, those of the others as they are known by then.
+is timed with one product's parameters after the other, those of the others as they are known by then. What was
+timed with fewer rows than it would hold for is used in this run, and not kept.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from atom.artifact.files import Unfit, reason_of
 from atom.checkpoint import Progress
 from atom.config import SamplingParams
+from atom.errors import CapacityError
 from atom.graph import Graph
 from atom.graph.ops import Op
 from atom.kernels import tuned
@@ -55,43 +57,41 @@ def use_measured(model: DeviceModel, cache: Path, tell: Tell) -> None:
 def tune(
     model: DeviceModel, graph: Graph, cache: Path, max_rows: int, progress: Progress, tell: Tell,
     capture: Capture | None = None,
-) -> bool:  # fmt: skip
-    """Measure what nobody has measured for this GPU, keep it and use it: whether there was anything to measure.
+) -> None:  # fmt: skip
+    """Measure what nobody has measured for this GPU, keep it and use it.
 
     max_rows: decodes in a step. What is found for a product is kept before the next one is tried. The model's slots,
-    tables and KV are used, and are empty again afterwards.
+    tables and KV are used, and are empty again afterwards. CapacityError where memory does not suffice for the steps.
     """
     from atom.kernels.triton import linear
     from atom.kernels.triton.tiles import find_gpu
-    from atom.kernels.triton.tune import Trial, products_of, take_turns
+    from atom.kernels.triton.tune import Trial, products_of
 
     gpu, products = find_gpu(model.device), products_of(graph)
     known = tuned.read(gpu.name, cache)["linear"]
-    buckets = [size for before, size in zip((0, *linear.BUCKETS), linear.BUCKETS, strict=False) if before < max_rows]
+    buckets = [size for before, size in zip((0, *tuned.BUCKETS), tuned.BUCKETS, strict=False) if before < max_rows]
     unknown = {size: [each for each in products if linear.key_of(size, *each[:3]) not in known] for size in buckets}
     unknown = {size: missing for size, missing in unknown.items() if missing}
     if not unknown:
-        has = f"knows all {len(products)} products" if products else "finds no product of 16-bit weights"
+        has = f"knows all {len(products)} linears" if products else "finds no linear of 16-bit weights"
         tell(f"tune=true {has} of this model on {gpu.name}: nothing is measured")
-        return False
+        return
     trial, num_blocks = Trial(linear.finder(known)), {kv.kind: len(tensor) for kv, tensor in model.caches.items()}
     tuning = _Tuning(model, trial, gpu, cache, progress, tell, capture or _capture_on_gpu())
-    model.bind(_pool(model, min(max(unknown), max_rows)))
-    for size, missing in unknown.items():
-        rows = _admit(model, min(size, max_rows))
-        calls = _record(model, rows)
-        model.use(linear.with_parameters(trial))
-        start = tuning.capture(partial(model.decode, rows))
-        for at, product in enumerate(missing):
-            tuning.run(product, rows, calls[product[:3]], f"{at + 1} of {len(missing)}")
-        before, after = take_turns(start, tuning.capture(partial(model.decode, rows)))
-        took = f"{after * 1e3:.3f} ms in place of {before * 1e3:.3f}, {1 - after / before:.1%} less"
-        tell(f"tune=true: a step of {len(rows)} decodes takes {took}")
+    most = min(max(unknown), max_rows)
+    try:
+        model.bind(_pool(model, most))
+        for size, missing in unknown.items():
+            tuning.measure(size, min(size, max_rows), missing)
+    except (torch.OutOfMemoryError, CapacityError):
+        raise CapacityError(
+            f"tune=true: steps of {most} decodes ran out of memory: "
+            f"lower serve.max_num_seqs (to {max(most // 2, 1)}), or leave tune=true out"
+        ) from None
     found = known | {key: linear.to_entry(chosen) for key, chosen in trial.chosen.items()}
     model.use(linear.with_parameters(linear.finder(found)))
     _clear(model)
     model.bind(num_blocks)
-    return True
 
 
 @dataclass
@@ -105,15 +105,35 @@ class _Tuning:
     capture: Capture
     is_kept: bool = True  # the cache folder takes what is found
 
-    def run(self, product: Product, rows: Tensor, calls: Sequence[Call], place: str) -> None:
-        """Find a product's parameters for these rows, and keep them."""
-        from atom.kernels.triton.linear import key_of
+    def measure(self, size: int, num_rows: int, products: Sequence[Product]) -> None:
+        """Find the parameters of products for up to `size` rows in a step of num_rows, and keep them if it has all."""
+        from atom.kernels.triton import linear
+        from atom.kernels.triton.tune import take_turns
+
+        rows = _admit(self.model, num_rows)
+        calls = _record(self.model, rows)
+        self.model.use(linear.with_parameters(self.trial))
+        step = partial(self.model.decode, rows)
+        start = self.capture(step)
+        for at, product in enumerate(products):
+            found = self.find(product, rows, calls[product[:3]], f"{at + 1} of {len(products)}")
+            if num_rows == size:
+                self.keep(linear.key_of(size, *product[:3]), found)
+        before, after = take_turns(start, self.capture(step))
+        took = f"{after * 1e3:.3f} ms in place of {before * 1e3:.3f}, {1 - after / before:.1%} less"
+        alone = "" if num_rows == size else f"; not kept, as it would be for up to {size}"
+        self.tell(f"tune=true: a step of {num_rows} decodes takes {took}{alone}")
+
+    def find(self, product: Product, rows: Tensor, calls: Sequence[Call], place: str) -> Parameters:
+        """A product's parameters for these rows, used from now on."""
+        from atom.kernels.triton.linear import Matrix, key_of
         from atom.kernels.triton.tune import candidates, search
 
         shape, trial = product[:3], self.trial
         key, current = key_of(len(rows), *shape), trial(len(rows), *shape[:2], 2, shape[2], self.gpu)
+        as_run = current.as_run(len(rows), self.gpu) if isinstance(current, Matrix) else current
         options = candidates(len(rows), *shape[:2], 2, shape[2], self.gpu)
-        options = [option for option in options if option != current]
+        options = [option for option in options if option != as_run]
 
         def prepare(parameters: Parameters) -> Callable[[], float]:
             trial.chosen[key] = parameters
@@ -122,12 +142,12 @@ class _Tuning:
         title = f"tuning {len(rows)} rows of {shape[1]} → {shape[0]}, {place}"
         with self.progress.task(title, 2 * len(options), in_bytes=False) as task:
             fitting = compile_options(calls, options, partial(task.advance, 1))
-            found = search(current, fitting.right, prepare, partial(task.advance, 1))
+            fastest = search(current, fitting.right, prepare, partial(task.advance, 1))
             task.advance(len(options) - len(fitting.right))
         for option in fitting.wrong:
             self.tell(f"tune=true: {option} of {shape[0]} × {shape[1]} differs from the library's result: not used")
-        trial.chosen[key] = found.parameters
-        self.keep(key, found.parameters)
+        trial.chosen[key] = fastest
+        return fastest
 
     def keep(self, key: str, parameters: Parameters) -> None:
         from atom.kernels.triton.linear import to_entry
@@ -159,7 +179,11 @@ def compile_options(calls: Sequence[Call], options: Sequence[Parameters], on_com
         try:
             for call in calls:
                 call(parameters=lambda *_: option)
-        except (*UNFIT, RuntimeError):  # which Triton's own passes raise, and a lack of memory is
+        except UNFIT:
+            return False
+        except RuntimeError as error:
+            if "PassManager" not in str(error):  # how Triton says that one of its passes failed
+                raise
             return False
         return True
 
@@ -171,7 +195,7 @@ def compile_options(calls: Sequence[Call], options: Sequence[Parameters], on_com
             on_compiled()
     finally:
         pool.shutdown(cancel_futures=True)
-    right = [option for option in fitting if all(agrees(call, option) for call in calls)]
+    right = [option for option in fitting if option is None or all(agrees(call, option) for call in calls)]
     return Fitting(right, [option for option in fitting if option not in right])
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import tiny
 import torch
-from gpu.steps import FIELDS, GREEDY, ON_GPU
+from gpu.steps import FIELDS, GREEDY, ON_GPU, logits_of
+from law import relative_error
 
 from atom import LLMEngine
 from atom.artifact import Cache
@@ -19,27 +21,53 @@ from atom.kernels.triton.tune import candidates
 
 pytestmark = ON_GPU
 PROMPTS = [tiny.prompt(length, seed=length) for length in (3, 17, 40)]
+SHORT = [tiny.prompt(1 + seed % 8, seed=seed) for seed in range(40)]  # each a step of no more rows than were tuned
+
+
+class Start(NamedTuple):
+    answers: list[tuple[list[int], list[int]]]  # prompts, greedy tokens: of one alone, and of several together
+    logits: torch.Tensor  # of SHORT, at every position
+    is_tuned: bool
+    told: str
+
+
+def logits_by(model: Any, prompts: Iterable[list[int]]) -> torch.Tensor:
+    return torch.cat([tiny.logits(model, prompt) for prompt in prompts])
 
 
 @pytest.mark.timeout(900)
-def test_a_second_start_knows_all_and_gives_the_same_tokens(
-    checkpoints: Callable[[str], Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_second_start_knows_all_and_neither_changes_what_the_model_gives(
+    checkpoints: Callable[[str], Path], references: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    def start(**fields: object) -> tuple[list[list[int]], bool, str]:
-        """The tokens of the answers, whether what was measured here is used, and what was told."""
+    def start(**fields: object) -> Start:
         given = {**FIELDS, "dtype": "bf16", "level": 3, "cache": str(tmp_path), **fields}
         engine = LLMEngine(str(checkpoints("qwen3")), **given)
-        is_used = bool(engine._engine.runner.model._kernels)  # type: ignore[attr-defined]
-        tokens = [answer["token_ids"] for answer in engine.generate(PROMPTS, GREEDY)]
+        is_tuned = bool(engine._engine.runner.model._kernels)  # type: ignore[attr-defined]
+        answers = []
+        for prompts in (PROMPTS[:1], PROMPTS):
+            generated = [answer["token_ids"] for answer in engine.generate(prompts, GREEDY)]
+            answers += zip(prompts, generated, strict=True)
+        logits = torch.cat([logits_of(engine._engine, prompt) for prompt in SHORT])
         engine.close()
-        return tokens, is_used, capfd.readouterr().err
+        return Start(answers, logits, is_tuned, capfd.readouterr().err)
 
-    _, is_used, told = start()
-    assert not is_used and "tune=true" not in told
-    first, is_used, told = start(tune=True)
-    assert is_used and told.count("tune=true: a step of ") == 2
+    untuned = start()
+    assert not untuned.is_tuned and "tune=true" not in untuned.told
+    first = start(tune=True)
+    told = first.told
+    assert first.is_tuned and told.count("tune=true: a step of ") == 2
     assert "tune=true: a step of 1 decodes takes " in told and "tune=true: a step of 8 decodes takes " in told
     assert "differs from the library's result" not in told
+
+    reference, half = references("qwen3"), tiny.reference(checkpoints("qwen3"), torch.bfloat16)
+    exact = logits_by(reference, SHORT)
+    error = relative_error(logits_by(half, SHORT), exact)
+    for each in (untuned, first):
+        assert relative_error(each.logits, exact) <= 1.25 * error
+    for prompt, tokens in untuned.answers + first.answers:  # each token is the best, as near as bf16 can tell
+        exact, theirs = (tiny.logits(model, prompt + tokens)[len(prompt) - 1 : -1] for model in (reference, half))
+        behind = exact.amax(1) - exact[range(len(tokens)), tokens]
+        assert behind.max() <= 2 * 1.25 * (theirs - exact).abs().max()
 
     gpu = find_gpu(torch.device("cuda"))
     (file,) = (tmp_path / "tuned").iterdir()
@@ -53,10 +81,10 @@ def test_a_second_start_knows_all_and_gives_the_same_tokens(
             *candidates(rows, out, inner, 2, gates, gpu),
         ]
 
-    second, is_used, told = start(tune=True)
-    assert is_used and f"tune=true knows all 5 products of this model on {gpu.name}: nothing is measured" in told
-    third, is_used, told = start()
-    assert is_used and "tune=true" not in told
-    assert first == second == third
+    second, third = start(tune=True), start()
+    assert f"tune=true knows all 5 linears of this model on {gpu.name}: nothing is measured" in second.told
+    assert "tune=true" not in third.told
+    for again in (second, third):
+        assert again.is_tuned and again.answers == first.answers and torch.equal(again.logits, first.logits)
     assert file.stat().st_mtime_ns == written
-    assert len(Cache(tmp_path).entries("artifacts")) == 2, "of the first start, and of what was found"
+    assert len(Cache(tmp_path).entries("artifacts")) == 1, "what is compiled depends on no parameters"

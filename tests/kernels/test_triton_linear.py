@@ -166,6 +166,18 @@ def test_splits_add_up_the_same_each_time(triton_device):
     assert kernels._arrivals(x.device).count_nonzero() == 0
 
 
+def test_a_product_of_too_many_tiles_is_not_split():
+    x, weight = (torch.empty(num, 64, device="meta") for num in (3, 16 * kernels.MAX_TILES + 1))
+    with pytest.raises(kernels.TileError, match=f"1 x {kernels.MAX_TILES + 1} tiles"):
+        kernels.multiply_matrix(x, weight, None, None, Matrix(16, 16, warps=4, stages=2, splits=2))
+
+
+def test_the_way_of_one_row_is_not_taken_for_two(triton_device):
+    x, weight = make(triton_device, torch.float16, 2, 64), make(triton_device, torch.float16, 32, 64)
+    with pytest.raises(AssertionError, match="is for one row, not for 2"):
+        kernels.linear(x, weight, parameters=lambda *_: Vector(2, 4, stages=2, programs=3))
+
+
 def test_a_nan_stays_a_nan_behind_relu(triton_device):
     x = torch.tensor([[float("nan"), -1.0, 2.0, 3.0]], device=triton_device)
     y = kernels.activate_gates(x, "relu")

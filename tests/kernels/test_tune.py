@@ -48,7 +48,7 @@ def test_what_was_the_fastest_on_an_h200_is_tried(key: str, entry: list[Any]):
 
 
 @pytest.mark.parametrize("gpu", [H200, SMALL, AMD], ids=lambda gpu: gpu.name)
-@pytest.mark.parametrize("rows", linear.BUCKETS)
+@pytest.mark.parametrize("rows", tuned.BUCKETS)
 def test_what_is_tried_is_little_and_fits(rows: int, gpu: Gpu):
     for (out, inner), gates in itertools.product(SHAPES, (1, 2)):
         tried = candidates(rows, out, inner, 2, gates, gpu)
@@ -64,6 +64,38 @@ def test_what_is_tried_is_little_and_fits(rows: int, gpu: Gpu):
                 assert inner > (each.splits - 1) * step, "no split without columns"
                 assert each.splits == 1 or -(-rows // block_rows) * -(-out // each.block_out) <= linear.MAX_TILES
                 assert each.block_rows <= 128
+
+
+class Launches:
+    """Stands for a kernel: what it is launched with, but for its tensors."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, num_warps, **options: self.seen.append((*args[6:], num_warps))
+
+
+@pytest.mark.parametrize("gpu", [H200, SMALL, AMD], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("rows", tuned.BUCKETS)
+def test_no_two_that_are_tried_launch_the_same_and_what_they_launch_fits(
+    rows: int, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+):
+    launches = Launches()
+    monkeypatch.setattr(torch.version, "hip", "7.0" if gpu is AMD else None)
+    monkeypatch.setattr(linear, "find_gpu", lambda device: gpu)
+    monkeypatch.setattr(linear, "_matrix_kernel", launches)
+    for out, inner in SHAPES[:5]:
+        launches.seen.clear()
+        x, weight = (torch.empty(num, inner, dtype=torch.bfloat16, device="meta") for num in (rows, out))
+        tried = [each for each in candidates(rows, out, inner, 2, 1, gpu) if isinstance(each, Matrix)]
+        for each in tried:
+            linear.multiply_matrix(x, weight, None, None, each)
+        assert len(set(launches.seen)) == len(launches.seen) == len(tried) > 0
+        for *_, block_rows, block_out, block_inner, stages, groups, _, prefetch, _, _, _ in launches.seen:
+            assert (stages - 1) * groups * block_inner * (block_out + block_rows) * 2 <= gpu.shared_memory
+            assert gpu is H200 or not prefetch, "lines are sent for ahead of a kernel that was launched early"
+            assert gpu is not AMD or (block_rows >= 16 and stages == 2)
 
 
 @pytest.mark.parametrize("kind", [None, "silu"])
@@ -148,13 +180,15 @@ START, OTHER, THIRD = Matrix(16, 16, 1, 2), Matrix(32, 16, 1, 2), Matrix(64, 16,
 class Clock:
     """Steps that take what a test says, times a factor that grows with every timing."""
 
-    def __init__(self, seconds: dict[Parameters, float], drift: float = 1.0) -> None:
-        self.seconds, self.drift, self.factor = seconds, drift, 1.0
+    def __init__(
+        self, seconds: dict[Parameters, float], drift: float = 1.0, error: type[Exception] = TritonError
+    ) -> None:
+        self.seconds, self.drift, self.factor, self.error = seconds, drift, 1.0, error
         self.num_timed: dict[Parameters, int] = {}
 
     def prepare(self, parameters: Parameters) -> Callable[[], float]:
         if parameters not in self.seconds:
-            raise TritonError("out of resources")
+            raise self.error("out of resources")
 
         def time() -> float:
             self.num_timed[parameters] = self.num_timed.get(parameters, 0) + 1
@@ -166,41 +200,41 @@ class Clock:
 
 def test_the_fastest_is_found():
     for order in itertools.permutations([OTHER, THIRD, None]):
-        found = search(START, order, Clock({START: 1.0, OTHER: 0.95, THIRD: 0.9, None: 1.1}).prepare)
-        assert found == (THIRD, 1.0, 0.9)
+        assert search(START, order, Clock({START: 1.0, OTHER: 0.95, THIRD: 0.9, None: 1.1}).prepare) == THIRD
 
 
 def test_within_the_margin_the_current_one_stays():
     almost, enough = 1 - 0.9 * MARGIN, 1 - 1.1 * MARGIN
-    assert search(START, [OTHER], Clock({START: 1.0, OTHER: almost}).prepare) == (START, 1.0, 1.0)
-    assert search(START, [OTHER], Clock({START: 1.0, OTHER: enough}).prepare).parameters == OTHER
-    assert search(START, [OTHER], Clock({START: 1.0, OTHER: 1.2}).prepare) == (START, 1.0, 1.0)
+    assert search(START, [OTHER], Clock({START: 1.0, OTHER: almost}).prepare) == START
+    assert search(START, [OTHER], Clock({START: 1.0, OTHER: enough}).prepare) == OTHER
+    assert search(START, [OTHER], Clock({START: 1.0, OTHER: 1.2}).prepare) == START
     steps = {START: 1.0, OTHER: almost, THIRD: almost - 0.9 * MARGIN}  # two small gains are one
-    assert search(START, [OTHER, THIRD], Clock(steps).prepare).parameters == THIRD
+    assert search(START, [OTHER, THIRD], Clock(steps).prepare) == THIRD
 
 
-def test_what_cannot_be_run_is_skipped_and_counted():
+@pytest.mark.parametrize("error", [linear.TileError, TritonError, torch.OutOfMemoryError])
+def test_what_cannot_be_run_is_skipped_and_counted(error: type[Exception]):
     counted: list[None] = []
-    clock = Clock({START: 1.0, THIRD: 0.5})
-    assert search(START, [OTHER, THIRD, None], clock.prepare, lambda: counted.append(None)).parameters == THIRD
+    clock = Clock({START: 1.0, THIRD: 0.5}, error=error)
+    assert search(START, [OTHER, THIRD, None], clock.prepare, lambda: counted.append(None)) == THIRD
     assert len(counted) == 3
+    with pytest.raises(error):
+        search(OTHER, [START], clock.prepare)
 
-    def broken(parameters: Parameters) -> Callable[[], float]:
-        raise MemoryError if parameters == OTHER else AssertionError
 
-    with pytest.raises(AssertionError):
-        search(START, [OTHER], broken)
-    with pytest.raises(MemoryError):
-        search(START, [OTHER], lambda each: (lambda: 1.0) if each == START else broken(each))
+@pytest.mark.parametrize("error", [AssertionError, RuntimeError, MemoryError])
+def test_what_says_nothing_of_an_option_ends_the_search(error: type[Exception]):
+    with pytest.raises(error):
+        search(START, [OTHER], Clock({START: 1.0}, error=error).prepare)
 
 
 @pytest.mark.parametrize("drift", [0.999, 1.001])
 def test_a_clock_that_drifts_does_not_decide(drift: float):
     options = [OTHER, THIRD, None]
     equal = search(START, options, Clock(dict.fromkeys([START, *options], 1.0), drift).prepare)
-    assert equal.parameters == START
+    assert equal == START
     better = search(START, options, Clock({START: 1.0, OTHER: 1.0, THIRD: 0.98, None: 1.0}, drift).prepare)
-    assert better.parameters == THIRD
+    assert better == THIRD
 
 
 def test_the_hopeless_is_timed_once():
@@ -228,6 +262,14 @@ def test_another_result_than_the_library_s_is_noticed_wherever_it_is():
     assert agrees(call_of(x, weight), START)
     assert not agrees(call_of(x, weight), OTHER)
     assert not agrees(call_of(x, weight), THIRD)
+    spoilt = x.clone()
+    spoilt[2, 7] = torch.inf
+    assert agrees(call_of(spoilt, weight), None), "the library with itself"
+    assert agrees(call_of(spoilt, weight), START)
+    assert not agrees(call_of(spoilt, weight), OTHER), "in a row of numbers"
+    assert not agrees(call_of(spoilt, weight), THIRD)
+    spoilt[0] = torch.nan
+    assert agrees(call_of(spoilt, weight), THIRD), "the library has no number there either"
     norm = torch.ones(64).half()
     for parameters, rows in ((Matrix(16, 16, 4, 2), 5), (Vector(2, 4, 2, 1), 1)):
 

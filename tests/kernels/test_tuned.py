@@ -9,11 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import triton
 
+import atom
 from atom.artifact.files import Unfit
-from atom.kernels import Target, tuned
+from atom.kernels import tuned
 from atom.kernels.triton import linear
 from atom.kernels.triton.tiles import Gpu
+from atom.kernels.triton.tune import candidates
 
 FOLDER = Path(tuned.__file__).parent
 H200 = Gpu(132, 227 << 10, (9, 0), "NVIDIA H200")
@@ -42,7 +45,7 @@ def test_more_than_32_rows_are_the_librarys_where_nobody_has_measured():
 def test_every_entry_is_of_a_product_that_the_kernels_take(file: Path):
     for key, (style, *numbers) in json.loads(file.read_text())["linear"].items():
         rows, out, inner, gates = map(int, key.split())
-        assert rows in linear.BUCKETS and gates in (1, 2)
+        assert rows in tuned.BUCKETS and gates in (1, 2)
         found = linear.find(rows, out, inner, 2, gates, H200)
         if style == "library":
             assert found is None and not numbers
@@ -53,13 +56,14 @@ def test_every_entry_is_of_a_product_that_the_kernels_take(file: Path):
         assert not isinstance(found, linear.Vector) or rows == 1
 
 
-OWN = {"linear": {"8 4096 4096 1": ["matrix", 16, 16, 1, 2], "8 3 3 1": ["library"]}}
+VERSIONS = {"atom": atom.__version__, "triton": triton.__version__}
+OWN = {"versions": VERSIONS, "linear": {"8 4096 4096 1": ["matrix", 16, 16, 1, 2], "8 3 3 1": ["library"]}}
 
 
 def write(cache: Path, content: str, name: str = "nvidia_h200.json") -> Path:
     """A file of a user's own."""
     path = cache / "tuned" / name
-    path.parent.mkdir(mode=0o700)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.write_text(content)
     path.chmod(0o600)
     return path
@@ -85,15 +89,23 @@ def test_what_is_found_is_added_and_the_file_is_the_user_s_alone(tmp_path: Path)
     assert (cache.stat().st_mode | path.parent.stat().st_mode) & 0o777 == 0o700
     tuned.keep("My GPU", cache, "linear", {"1 4 4 1": ["library"]})
     assert tuned.read_own("My GPU", cache, pytest.fail) == {"linear": {"1 2 3 1": ["library"], "1 4 4 1": ["library"]}}
-    assert path.read_text().splitlines()[2] == '    "1 2 3 1": ["library"],', "an entry a line"
-    assert sorted(os.listdir(path.parent)) == ["my_gpu.json", "my_gpu.lock"]
+    assert json.loads(path.read_text())["versions"] == VERSIONS
+    assert '    "1 2 3 1": ["library"],' in path.read_text().splitlines(), "an entry a line"
+    assert os.listdir(path.parent) == ["my_gpu.json"]
+    assert (cache / "locks").stat().st_mode & 0o777 == 0o700
 
 
 def test_of_what_several_add_at_once_nothing_is_lost(tmp_path: Path):
-    keys = [f"1 {out} 3 1" for out in range(32)]
+    keys = [f"1 {out} 3 1" for out in range(1, 33)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda key: tuned.keep("My GPU", tmp_path, "linear", {key: ["library"]}), keys))
     assert sorted(tuned.read_own("My GPU", tmp_path, pytest.fail)["linear"]) == sorted(keys)
+
+
+def test_what_is_found_is_kept_where_there_can_be_no_locks(tmp_path: Path):
+    (tmp_path / "locks").write_text("a file in the way")
+    tuned.keep("My GPU", tmp_path, "linear", {"1 2 3 1": ["library"]})
+    assert tuned.read_own("My GPU", tmp_path, pytest.fail) == {"linear": {"1 2 3 1": ["library"]}}
 
 
 def make_link(path: Path) -> str:
@@ -126,16 +138,9 @@ def test_a_file_that_others_can_have_written_is_ignored_with_a_line(spoil: Calla
         "{",
         "[1]",
         "\xff",
+        "[" * 100_000,
         '{"linear": []}',
-        '{"linear": {"1 2 3 1": []}}',
-        '{"linear": {"1 2 3 1": 7}}',
-        '{"linear": {"1 2 3 1": ["vector", 1, 2]}}',
-        '{"linear": {"1 2 3 1": ["vector", 1, 2, 3, 4.5]}}',
-        '{"linear": {"1 2 3 1": ["matrix", 1, 2, 3, -4]}}',
-        '{"linear": {"1 2 3 1": ["matrix", 1, 2, 3, true]}}',
-        '{"linear": {"1 2 3 1": ["library", 1]}}',
-        '{"linear": {"1 2 3 1": ["other"]}}',
-        '{"attention": {"1 2 3 1": ["vector", 1, 2, 3, 4]}}',
+        '{"versions": 7}',
     ],
 )
 def test_a_damaged_file_is_ignored_with_a_line_and_written_anew(content: str, tmp_path: Path):
@@ -154,16 +159,76 @@ def test_nothing_is_kept_where_others_can_write(tmp_path: Path):
     assert json.loads(path.read_text()) == OWN
 
 
-def test_what_is_compiled_for_a_gpu_names_its_parameters(tmp_path: Path):
-    target = Target("cuda", frozenset({"nvidia", "sm_90", "NVIDIA H200"}))
-    other = Target("cuda", frozenset({"nvidia", "sm_90", "Other GPU"}))
-    packaged, none = (tuned.with_parameters(each, tmp_path).parameters for each in (target, other))
-    assert packaged != none and len(packaged) == 32
-    assert tuned.with_parameters(target, tmp_path / "another").parameters == packaged, "no path is in it"
-    tuned.keep("NVIDIA H200", tmp_path, "linear", {"8 3 3 1": ["library"]})
-    first = tuned.with_parameters(target, tmp_path).parameters
-    tuned.keep("NVIDIA H200", tmp_path, "linear", {"8 3 3 1": ["matrix", 16, 16, 1, 2]})
-    second = tuned.with_parameters(target, tmp_path).parameters
-    assert len({packaged, none, first, second}) == 4
-    assert tuned.with_parameters(other, tmp_path).parameters == none
-    assert tuned.with_parameters(Target("cpu"), tmp_path) == Target("cpu")
+@pytest.mark.parametrize("versions", [None, {}, {**VERSIONS, "atom": "0.0.1"}, {**VERSIONS, "triton": "2.0.0"}])
+def test_what_other_versions_measured_is_ignored_with_a_line_and_written_anew(
+    versions: dict[str, str] | None, tmp_path: Path
+):
+    others = {"linear": OWN["linear"]} if versions is None else {**OWN, "versions": versions}
+    path, lines = write(tmp_path, json.dumps(others)), []
+    assert tuned.read_own("NVIDIA H200", tmp_path, lines.append) == {}
+    assert lines == [f"{path}: it was measured with another atom or Triton (run tune=true again), ignored"]
+    tuned.keep("NVIDIA H200", tmp_path, "linear", {"8 5 5 1": ["library"]})
+    assert tuned.read_own("NVIDIA H200", tmp_path, pytest.fail) == {"linear": {"8 5 5 1": ["library"]}}
+
+
+GOOD = {"1 2 3 1": ["vector", 2, 4, 2, 1], "8 2 3 2": ["matrix", 16, 16, 1, 2, 1, 1, 0, 8]}
+
+
+@pytest.mark.parametrize(
+    ("key", "entry"),
+    [
+        ("not a key", ["library"]),
+        ("8 2 3", ["library"]),
+        ("8 2 3 1 ", ["library"]),
+        ("7 2 3 1", ["library"]),
+        ("512 2 3 1", ["library"]),
+        ("8 0 3 1", ["library"]),
+        ("8 2 -3 1", ["library"]),
+        ("8 2 3 3", ["library"]),
+        ("8 2 4 1", []),
+        ("8 2 4 1", 7),
+        ("8 2 4 1", "library"),
+        ("8 2 4 1", {"library": 3}),
+        ("8 2 4 1", [["library"]]),
+        ("8 2 4 1", ["other"]),
+        ("8 2 4 1", ["library", 1]),
+        ("8 2 4 1", ["vector", 8, 8, 3, 1]),
+        ("1 2 4 1", ["vector", 8, 8, 3]),
+        ("1 2 4 1", ["vector", 3, 8, 3, 1]),
+        ("1 2 4 1", ["vector", 8, 3, 3, 1]),
+        ("1 2 4 1", ["vector", 8, 8, 300, 1]),
+        ("1 2 4 1", ["vector", 8, 8, 3, 0]),
+        ("1 2 4 1", ["vector", 8, 8, 3, True]),
+        ("1 2 4 1", ["vector", 8, 8, 3.0, 1]),
+        ("1 2 4 1", ["vector", 8, 8, 3, 1, 1]),
+        ("1 2 4 2", ["vector", 1, 8, 3, 1]),
+        ("8 2 4 1", ["matrix", 0, 0, 0, 0]),
+        ("8 2 4 1", ["matrix", 48, 64, 4, 3]),
+        ("8 2 4 1", ["matrix", 64, 64, 4, 3, 3]),
+        ("8 2 4 1", ["matrix", 64, 64, 4, 3, 1, 0]),
+        ("8 2 4 1", ["matrix", 64, 64, 4, 3, 1, 1, 3]),
+        ("8 2 4 1", ["matrix", 64, 64, 4, 3, 1, 1, 0, 100]),
+    ],
+)
+def test_an_entry_that_no_kernel_takes_is_ignored_by_itself_with_a_line_and_kept(
+    key: str, entry: object, tmp_path: Path
+):
+    content = {"versions": VERSIONS, "attention": {"any": {"form": 1}}, "linear": {key: entry, **GOOD}}
+    path, lines = write(tmp_path, json.dumps(content)), []
+    assert tuned.read_own("NVIDIA H200", tmp_path, lines.append) == {"linear": GOOD}
+    assert lines == [f"{path}: entries that these kernels do not take are ignored: 1"]
+    tuned.keep("NVIDIA H200", tmp_path, "linear", {"8 5 5 1": ["library"]})
+    assert json.loads(path.read_text()) == {**content, "linear": {key: entry, **GOOD, "8 5 5 1": ["library"]}}
+
+
+@pytest.mark.parametrize("gates", [1, 2])
+@pytest.mark.parametrize("rows", tuned.BUCKETS)
+def test_whatever_a_search_can_find_is_read_again(rows: int, gates: int, tmp_path: Path):
+    for out, inner in ((64, 32), (4096, 16), (6144, 4096), (151936, 1024), (4096, 12288)):
+        key = linear.key_of(rows, out, inner, gates)
+        options = [linear.choose(rows, out, inner, 2, gates, H200), *candidates(rows, out, inner, 2, gates, H200)]
+        for option in set(options):
+            entry = linear.to_entry(option)
+            path = write(tmp_path / "each", json.dumps({"versions": VERSIONS, "linear": {key: entry}}))
+            assert tuned.read_own("NVIDIA H200", tmp_path / "each", pytest.fail) == {"linear": {key: entry}}
+            path.unlink()

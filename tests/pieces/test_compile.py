@@ -18,8 +18,6 @@ from atom.graph import parse
 from atom.kernels import Kernel, find_kernel
 from atom.pieces import compile, compile_pieces, load_piece
 
-pytestmark = pytest.mark.xdist_group("traced")  # a piece is compiled once
-
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight

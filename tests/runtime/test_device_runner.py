@@ -146,6 +146,21 @@ def test_every_way_to_sample_gives_the_tokens_of_the_cpu(checkpoints: Any, trito
 
 
 @pytest.mark.parametrize("depth", [0, 2])
+def test_log_probabilities_are_of_the_logits_before_the_host_has_shaped_them(
+    checkpoints: Any, triton_device: str, depth: int
+):
+    bias = {"temperature": 0, "logit_bias": {5: 9.0}}
+    banned = {"temperature": 0, "min_tokens": 3, "stop_token_ids": list(range(0, 101, 2))}
+    asked = [(tiny.prompt(4 + at, seed=4), SamplingParams(max_tokens=3, logprobs=3, **params))
+             for at, params in enumerate([bias, banned])]  # fmt: skip
+    engine = open_device(checkpoints("qwen3"), triton_device, depth)
+    sequences = generate(engine, asked)
+    assert_same(sequences, expected(on_cpu(checkpoints("qwen3")), asked))
+    assert sequences[0].output == [5, 5, 5]
+    assert sequences[0].logprobs[0].rank > 1, "without the bias another is likelier"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
 def test_tokens_behind_a_stop_are_thrown_away_and_none_are_computed_behind_max_tokens(
     checkpoints: Any, triton_device: str, depth: int
 ):

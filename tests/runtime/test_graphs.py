@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -145,6 +146,40 @@ def test_no_step_with_prompts_is_captured_that_cannot_come(
     captured.clear()
     found.capture([])
     assert captured == [], "without graphs of decodes there are none"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_slots", "max_tokens", "largest"),
+    [([], 40, 3000, 40), ([1, 2], 40, 3000, 40), ([1, 2], 40, 9, 9), ([64], 40, 3000, 64), ([], 1, 1, 1)],
+)
+def test_decodes_that_no_graph_holds_are_walked_through_too(
+    sizes: list[int], num_slots: int, max_tokens: int, largest: int
+):
+    model = Mock(padding=PADDING, slots=SimpleNamespace(num_slots=num_slots, vocab=8), logits_dtype=torch.float32,
+                 device=torch.device("cpu"), tables=torch.zeros(1, 1, 1), send=torch.from_numpy)  # fmt: skip
+    Graphs(model).compile(sizes, max_tokens)
+    assert max(len(call.args[0]) for call in model.decode.call_args_list) == largest
+
+
+def test_what_a_capture_raises_first_is_raised(graphs: Graphs, monkeypatch: pytest.MonkeyPatch):
+    class Graph:
+        def capture_begin(self, **options: Any) -> None:
+            pass
+
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    graphs._stream = Mock()
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        graphs._capture(fail)
+    with pytest.raises(RuntimeError, match="previous error"):
+        graphs._capture(lambda: None)
 
 
 def test_what_was_cleared_runs_no_more(graphs: Graphs):

@@ -58,23 +58,25 @@ def test_the_numbers_of_decodes_that_are_captured(checkpoints: Any, limits: dict
 
 
 def test_what_the_weights_leave_of_the_share(checkpoints: Any, gpu: Callable[..., None]) -> None:
-    config = config_of(checkpoints("qwen3"), gpu_memory_utilization=0.5)
+    config = config_of(checkpoints("qwen3"), gpu_memory_utilization=0.5, max_num_seqs=7)
     graph = compile_graph(config, target=Target("cuda"))
     stored = sum(tensor.numel() * 4 for tensor in tiny.reference(checkpoints("qwen3")).state_dict().values())
     assert weights.num_bytes(graph) == pytest.approx(stored, rel=0.01), "and the frequencies of rope"
     gpu(3, 4)  # 1 GiB is taken already: what is left of 2 is another one
-    assert memory.left_for_kv(graph, config) == GIB - weights.num_bytes(graph)
+    counts = 8 * 101 * 4  # of penalties: 7 slots and that of padding, tokens, bytes
+    assert memory.left_for_kv(graph, config) == GIB - weights.num_bytes(graph) - counts
 
 
 def test_weights_that_do_not_fit_are_refused_with_the_sizes_and_the_knob(
     checkpoints: Any, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = config_of(checkpoints("qwen3"), gpu_memory_utilization=0.25)
+    config = config_of(checkpoints("qwen3"), gpu_memory_utilization=0.25, max_num_seqs=256)
     graph = compile_graph(config, target=Target("cuda"))
     monkeypatch.setattr(weights, "num_bytes", lambda graph: 3 * GIB)
     gpu(7, 8)
-    message = "the weights take 3.0 GiB, the GPU has 1.0 GiB for them (7.0 of its 8.0 GiB are free, of all of which "
-    message += "serve.gpu_memory_utilization=0.25 is to be used): raise that, free memory, or take a larger GPU"
+    message = "the weights take 3.0 GiB and the counts of penalties 0.0 GiB (serve.max_num_seqs=256), the GPU has "
+    message += "1.0 GiB for them (7.0 of its 8.0 GiB are free, of all of which serve.gpu_memory_utilization=0.25 is to "
+    message += "be used): raise that, lower serve.max_num_seqs, free memory, or take a larger GPU"
     with pytest.raises(CapacityError, match=f"^{re.escape(message)}$"):
         memory.left_for_kv(graph, config)
     gpu(0.5, 8)  # others have taken more than our share
@@ -106,6 +108,56 @@ def test_a_step_that_does_not_fit_beside_the_weights_names_its_knobs(
         memory.measure_left(SimpleNamespace(model=Model()), [1], serve)  # type: ignore[arg-type]
 
 
+def test_counts_of_penalties_that_do_not_fit_beside_the_weights_are_refused(
+    checkpoints: Any, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(checkpoints("qwen3"), gpu_memory_utilization=1, max_num_seqs=3_000_000)
+    graph = compile_graph(config, target=Target("cuda"))
+    monkeypatch.setattr(weights, "num_bytes", lambda graph: 3 * GIB)
+    gpu(4, 4)
+    message = r"3\.0 GiB and the counts of penalties 1\.1 GiB \(serve\.max_num_seqs=3000000\)"
+    with pytest.raises(CapacityError, match=message):
+        memory.left_for_kv(graph, config)
+
+
+def test_a_start_without_memory_names_its_knobs(checkpoints: Any) -> None:
+    serve = config_of(checkpoints("qwen3"), max_num_batched_tokens=4096, max_num_seqs=6).serve
+    message = "the weights leave too little memory of the GPU for a start: "
+    message += "lower serve.max_num_seqs (6) or serve.max_num_batched_tokens (4096)"
+    with pytest.raises(CapacityError, match=f"^{re.escape(message)}$"), memory.no_memory_at_start(serve):
+        raise torch.OutOfMemoryError("out of memory")
+    with pytest.raises(ValueError, match="something else"), memory.no_memory_at_start(serve):
+        raise ValueError("something else")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_measured_step_shapes_a_copy_of_its_logits(dtype: torch.dtype) -> None:
+    """As a step does, whose log probabilities are of the logits themselves."""
+    logits, sampled = torch.zeros(2, 5, dtype=dtype), []
+
+    class Model:
+        padding, device = 2, "cpu"
+
+        def send(self, array: Any) -> Any:
+            return torch.from_numpy(array)
+
+        def mix(self, layout: Layout, packed: Any, num_decodes: int) -> Any:
+            return torch.zeros(layout.num_tokens, 3), logits
+
+        def head(self, inputs: dict[str, Any]) -> Any:
+            return torch.zeros(len(inputs["hidden"]), 50)
+
+        def top_logprobs(self, logits: Any, rows: Any, num_top: int) -> Any:
+            return rows
+
+        def sample(self, rows: Any, logits: Any, kind: str, penalties: bool) -> None:
+            sampled.append(logits)
+
+    memory.take_largest_step(Model(), 4, 2)  # type: ignore[arg-type]
+    (shaped,) = sampled
+    assert shaped.dtype == torch.float32 and shaped.data_ptr() != logits.data_ptr()
+
+
 def test_what_the_measured_step_does_can_be_done_again_and_changes_nothing(
     checkpoints: Any, triton_device: str
 ) -> None:
@@ -130,16 +182,16 @@ def test_nothing_is_loaded_of_weights_that_do_not_fit(
     monkeypatch.setattr("atom.compiler.find_target", lambda device: Target(device, features))
     monkeypatch.setattr("atom.llm.open_for", lambda *_: pytest.fail("the checkpoint is opened"))
     gpu(2**-20, 1)  # 1 KiB
-    with pytest.raises(CapacityError, match=r"the weights take .* GiB, the GPU has 0\.0 GiB"):
+    with pytest.raises(CapacityError, match=r"the weights take .* GiB \(.*\), the GPU has 0\.0 GiB"):
         LLMEngine.from_config(config_of(checkpoints("qwen3")))
 
 
 def test_a_pool_that_holds_no_sequence_names_the_share(
     checkpoints: Any, gpu: Callable[..., None], monkeypatch: Any
 ) -> None:
-    config = config_of(checkpoints("qwen3"))
+    config = config_of(checkpoints("qwen3"), max_num_seqs=7)
     monkeypatch.setattr("atom.compiler.find_target", lambda device: Target(device, frozenset({"nvidia", "sm_90"})))
-    needed = weights.num_bytes(compile_graph(config))
+    needed = weights.num_bytes(compile_graph(config)) + 8 * 101 * 4
     gpu((needed + 65536) / GIB / 0.9, (needed + 65536) / GIB / 0.9)
     with pytest.raises(
         CapacityError,

@@ -34,10 +34,3 @@ def start_server(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def server(start_server: Start) -> Server:
     """One for all tests that do not harm it."""
     return start_server()
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the one server run in one process: each that gets some starts a server."""
-    for item in items:
-        if "server" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("server"))

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, as_completed
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,37 +28,67 @@ ALLOCATING = {torch.empty, torch.empty_like, Tensor.new_empty}  # for a kernel t
 
 @contextmanager
 def compile_launches(pool: Executor) -> Iterator[None]:
-    """Have the pool compile and load, by the end of this, the kernels that would be launched in it.
+    """Have the pool compile and load, by the end of this, the kernels that would be launched in it by this thread.
 
     It begins when the step has been walked through: a thread that compiles holds the interpreter's lock at times, and
-    the step would wait for it at every call.
+    the step would wait for it at every call. After an exception nothing more is begun: what is not compiled then is
+    when it is first launched.
     """
-    run, seen, is_walked = JITFunction.run, set[Hashable](), threading.Event()
+    kernels: dict[int, Any] = {}  # by id
+    seen = set[Hashable]()
 
     def find(kernel: Any, *args: Any, grid: object, warmup: bool, **options: Any) -> None:
         with torch._C.DisableTorchFunction():
             launch = (kernel, *map(_describe, args), *options.items())
             if launch not in seen:
                 seen.add(launch)
-                run(kernel, *args, grid=grid, warmup=True, **options)
+                found = _run(kernel, *args, grid=grid, warmup=True, **options)
+                kernels[id(found)] = found
 
-    def load(compile: Callable[[], Any]) -> Any:
-        is_walked.wait()
-        kernel = compile()
-        kernel.run  # noqa: B018 (it has the binary loaded, and what launches it compiled)
-        return kernel
-
-    def submit(compile: Callable[[], Any]) -> Future[Any]:
-        return pool.submit(load, compile)
-
-    with AsyncCompileMode(SimpleNamespace(submit=submit)):
-        JITFunction.run = find
+    with AsyncCompileMode(SimpleNamespace(submit=_Compilation)) as mode, _Ones():
+        token = _find.set(find)
         try:
-            with _Ones():
-                yield
+            yield
         finally:
-            JITFunction.run = run
-            is_walked.set()
+            _find.reset(token)
+            mode.raw_futures.clear()  # which Triton would wait for
+    futures = [pool.submit(_load, kernel) for kernel in kernels.values()]
+    try:
+        for future in as_completed(futures):
+            future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+_run = JITFunction.run
+_find: ContextVar[Callable[..., None] | None] = ContextVar("find", default=None)  # of the thread that walks
+
+
+def _launch(kernel: Any, *args: Any, **options: Any) -> Any:
+    return (_find.get() or _run)(kernel, *args, **options)
+
+
+JITFunction.run = _launch  # for good: walks of several threads may begin and end in any order
+
+
+class _Compilation:
+    """What Triton takes for a future: it is compiled once, by the first thread that asks for the kernel."""
+
+    def __init__(self, compile: Callable[[], Any]) -> None:
+        self._compile, self._lock, self._kernel = compile, threading.Lock(), None
+
+    def result(self) -> Any:
+        with self._lock:
+            if self._kernel is None:
+                self._kernel = self._compile()
+            return self._kernel
+
+
+def _load(kernel: Any) -> None:
+    """Have a kernel's binary loaded, and what launches it compiled; another walk may have found it first."""
+    compiled = kernel.result() if hasattr(kernel, "result") else kernel
+    compiled.run  # noqa: B018
 
 
 def _describe(arg: Any) -> Any:

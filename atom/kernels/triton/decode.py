@@ -39,7 +39,7 @@ from atom.kernels.triton.tiles import (
     store_attended,
 )
 
-MANY = 64  # sequences: from there on a program has the ends of several
+MANY = 64  # sequences: above them a program has the ends of several
 
 
 class Parameters(NamedTuple):

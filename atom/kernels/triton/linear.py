@@ -30,9 +30,9 @@ from atom.graph import ops
 from atom.graph.ops import Op
 from atom.kernels import tuned
 from atom.kernels.triton.tiles import Gpu, find_gpu
+from atom.kernels.tuned import BUCKETS
 
-MAX_ROWS = 256
-BUCKETS = (1, 8, 16, 32, 64, 128, MAX_ROWS)  # rows up to which parameters hold
+MAX_ROWS = BUCKETS[-1]
 MAX_STAGES = 9  # of a product of one row
 MAX_TILES = 4096  # of a product whose columns are split
 MEMORY = 98304, 16384  # bytes of a processor that a product of one row takes, and of them in a step
@@ -62,6 +62,20 @@ class Matrix(NamedTuple):
     prefetch: int = 0  # lines of 128 bytes of each row to send for while the kernel ahead still runs
     block_rows: int = 128  # rows that a program takes at most
 
+    def as_run(self, rows: int, gpu: Gpu) -> Matrix:
+        """What a product of so many rows is run with in its place on this GPU."""
+        tile = self._replace(
+            block_rows=min(max(8, triton.next_power_of_2(rows)), self.block_rows),
+            prefetch=self.prefetch if gpu.has_dependent_launch else 0,
+        )
+        if torch.version.hip is not None:  # AMD's tensor cores take 16 rows, and its programs 64 KB of memory
+            tile = tile._replace(block_rows=max(16, tile.block_rows), stages=2)
+        return tile
+
+
+class TileError(Exception):
+    """A product cannot be cut up so."""
+
 
 Parameters = Vector | Matrix | None  # None: the vendor's library multiplies
 Find = Callable[[int, int, int, int, int, Gpu], Parameters]  # what `choose` takes
@@ -69,12 +83,20 @@ Find = Callable[[int, int, int, int, int, Gpu], Parameters]  # what `choose` tak
 
 @cache
 def find(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Parameters:
-    """What was measured for such a product on such a GPU, else what `choose` says."""
-    if element_size == 2:
-        measured = tuned.parameters(gpu.name, "linear", key_of(rows, out, inner, gates))
-        if measured is not None:
-            return from_entry(measured)
-    return choose(rows, out, inner, element_size, gates, gpu)
+    """What was measured for such a product on such a GPU, of what comes with atom, else what `choose` says."""
+    measured = functools.partial(tuned.parameters, gpu.name, "linear")
+    return _find(measured, rows, out, inner, element_size, gates, gpu)
+
+
+def finder(measured: Mapping[str, Sequence[Any]]) -> Find:
+    """`find` with these measurements of a GPU, by key."""
+    return cache(functools.partial(_find, measured.get))
+
+
+def _find(measured: Callable[[str], Sequence[Any] | None], rows: int, out: int, inner: int, element_size: int,
+          gates: int, gpu: Gpu) -> Parameters:  # fmt: skip
+    entry = measured(key_of(rows, out, inner, gates)) if element_size == 2 else None  # of 32 bits nobody measures
+    return choose(rows, out, inner, element_size, gates, gpu) if entry is None else from_entry(entry)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, parameters: Find = find) -> Tensor:
@@ -124,23 +146,13 @@ def multiply(
         (out, inner), gates = weight.shape, 1 if kind is None else 2
         chosen = parameters(len(a), out, inner, weight.element_size(), gates, find_gpu(weight.device))
     if isinstance(chosen, Vector):
+        assert len(a) == 1, f"{chosen} is for one row, not for {len(a)}"
         return multiply_vector(a, b, norm, weight, bias, eps, kind, chosen)
     x, total = (a, a) if norm is None else normalize(a, b, norm, eps)
     if chosen is not None:
         return multiply_matrix(x, weight, bias, kind, chosen), total
     y = F.linear(x, weight, bias)
     return y if kind is None else activate_gates(y, kind), total
-
-
-def finder(measured: Mapping[str, Sequence[Any]]) -> Find:
-    """`find` with these measurements of a GPU, by key."""
-
-    @cache
-    def find_among(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Parameters:
-        entry = measured.get(key_of(rows, out, inner, gates)) if element_size == 2 else None
-        return choose(rows, out, inner, element_size, gates, gpu) if entry is None else from_entry(entry)
-
-    return find_among
 
 
 def key_of(rows: int, out: int, inner: int, gates: int) -> str:
@@ -211,20 +223,17 @@ def multiply_vector(
 
 
 def multiply_matrix(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | None, parameters: Matrix) -> Tensor:
-    """multiply for up to MAX_ROWS rows, normed already: x [T, I]"""
-    (rows, inner), gates = weight.shape, 1 if kind is None else 2
-    block_out, block_inner, warps, stages, groups, splits, prefetch, block_rows = parameters
-    block_rows = min(max(8, triton.next_power_of_2(len(x))), block_rows)
-    if torch.version.hip is not None:  # AMD's tensor cores take 16 rows, and its programs 64 KB of memory
-        block_rows, stages = max(16, block_rows), 2
+    """multiply for up to MAX_ROWS rows, normed already: x [T, I]. TileError where split columns have too many tiles."""
+    (rows, inner), gates, gpu = weight.shape, 1 if kind is None else 2, find_gpu(x.device)
+    block_out, block_inner, warps, stages, groups, splits, prefetch, block_rows = parameters.as_run(len(x), gpu)
     row_tiles, tiles = triton.cdiv(len(x), block_rows), triton.cdiv(rows, block_out)
     y = x.new_empty(len(x), rows // gates)
     partial = arrived = None
     if splits > 1:
-        assert row_tiles * tiles <= MAX_TILES, f"{row_tiles} x {tiles} tiles"
+        if row_tiles * tiles > MAX_TILES:
+            raise TileError(f"{row_tiles} x {tiles} tiles, of which {MAX_TILES} can be split")
         partial = x.new_empty(splits, tiles, row_tiles, block_out, block_rows, dtype=torch.float32)
         arrived = _arrivals(x.device)
-    gpu = find_gpu(x.device)
     _matrix_kernel[(row_tiles, tiles, splits)](
         x, weight, bias, y, partial, arrived, len(x), rows // gates, x.stride(0),
         inner, block_rows, block_out, block_inner, stages, groups, splits, prefetch, kind, gpu.has_dependent_launch,

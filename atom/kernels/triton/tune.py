@@ -1,8 +1,7 @@
 """The search for a product's parameters: which there are to try, and which of them is the fastest in a step.
 
     options = candidates(1, 6144, 4096, 2, 1, find_gpu(device))
-    found = search(current, options, prepare)      # prepare(option)() times a step that has the option, in seconds
-    found.parameters, found.before, found.after
+    fastest = search(current, options, prepare)    # prepare(option)() times a step that has the option, in seconds
 
 A product is timed in the step that it is part of: alone it says little, since two programs of a kernel meet on one
 multiprocessor only where attention keeps another one busy. Clocks drift, so two steps are timed in turns.
@@ -21,11 +20,11 @@ from triton.errors import TritonError
 
 from atom.graph import Graph, ops
 from atom.graph.types import BITS
-from atom.kernels.triton.linear import MAX_STAGES, MAX_TILES, Find, Matrix, Parameters, Vector, key_of
+from atom.kernels.triton.linear import MAX_STAGES, MAX_TILES, Find, Matrix, Parameters, TileError, Vector, key_of
 from atom.kernels.triton.tiles import Gpu
 
 WEIGHTS = {ops.linear: 1, ops.gated_linear: 1, ops.norm_linear: 2, ops.add_norm_linear: 3}  # place among the arguments
-UNFIT = (AssertionError, TritonError)  # what kernels raise that cannot be cut up so
+UNFIT = (TileError, TritonError, torch.OutOfMemoryError)  # all that an option raises that has no room
 # Of the step's time: a step is timed to about 0.2% in turns, and the best of some 50 is the luckiest of them too.
 MARGIN = 0.005
 ROUNDS = 3  # in which two steps take turns; the best of each counts
@@ -82,9 +81,10 @@ def candidates(rows: int, out: int, inner: int, element_size: int, gates: int, g
     found: list[Parameters] = [None]
     if rows == 1:
         found += _vectors(inner, element_size, gates, gpu)
-    heights = {128} if rows <= 32 else {min(most, triton.next_power_of_2(rows)) for most in (32, 64, 128)}
-    for tile, block_rows in itertools.product(ONE if rows == 1 else FEW if rows <= 32 else MANY, sorted(heights)):
-        found += _splits(tile._replace(block_rows=block_rows), rows, out, inner, element_size, gpu)
+    heights = (128,) if rows <= 32 else (32, 64, 128)
+    for tile, block_rows in itertools.product(ONE if rows == 1 else FEW if rows <= 32 else MANY, heights):
+        tile = tile._replace(block_rows=block_rows).as_run(rows, gpu)
+        found += _splits(tile, rows, out, inner, element_size, gpu)
     return list(dict.fromkeys(found))
 
 
@@ -99,12 +99,11 @@ def _vectors(inner: int, element_size: int, gates: int, gpu: Gpu) -> Iterator[Ve
 
 
 def _splits(tile: Matrix, rows: int, out: int, inner: int, element_size: int, gpu: Gpu) -> Iterator[Matrix]:
-    """A tile with the splits that keep about every multiprocessor busy, where its ring fits into memory."""
-    block_rows = min(max(8, triton.next_power_of_2(rows)), tile.block_rows)
+    """A tile that is as it is run, with the splits that keep about every multiprocessor busy, where its ring fits."""
     step = tile.block_inner * tile.groups
-    if (tile.stages - 1) * step * (tile.block_out + block_rows) * element_size > gpu.shared_memory:
+    if (tile.stages - 1) * step * (tile.block_out + tile.block_rows) * element_size > gpu.shared_memory:
         return
-    tiles = triton.cdiv(rows, block_rows) * triton.cdiv(out, tile.block_out)
+    tiles = triton.cdiv(rows, tile.block_rows) * triton.cdiv(out, tile.block_out)
     possible = [1] + [splits for splits in (2, 4, 8) if triton.cdiv(inner, step) >= 2 * splits and tiles <= MAX_TILES]
     least, most = (0.45, 4) if rows <= 32 else (0.6, 2)  # programs for each multiprocessor
     busy = [splits for splits in possible if least <= tiles * splits / gpu.units <= most]
@@ -140,19 +139,17 @@ def _results(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def _are_near(a: Tensor, b: Tensor) -> bool:
-    """a and b [T, O]: no element further apart than 8 roundings of the largest of its row; no NaN is near anything."""
-    allowed = 8 * torch.finfo(b.dtype).eps * b.abs().amax(1)
-    return bool(((a - b).abs().amax(1) <= allowed).all())
+    """a and b [T, O]: no element further apart than 8 roundings of the largest of its row.
 
-
-class Found(NamedTuple):
-    parameters: Parameters
-    before: float  # seconds of a step with those of before
-    after: float
+    All is near an inf or a NaN of b, the library's own, and a NaN of a is near no number.
+    """
+    is_number = b.isfinite()
+    allowed = 8 * torch.finfo(b.dtype).eps * b.abs().where(is_number, 0).amax(1, keepdim=True)
+    return bool((((a - b).abs() <= allowed) | ~is_number).all())
 
 
 def search(current: Parameters, options: Sequence[Parameters], prepare: Callable[[Parameters], Callable[[], float]],
-           on_timed: Callable[[], object] = lambda: None) -> Found:  # fmt: skip
+           on_timed: Callable[[], object] = lambda: None) -> Parameters:  # fmt: skip
     """The fastest of these; the current ones, where no other is faster by MARGIN.
 
     prepare gives what times a step, in seconds; what it raises of UNFIT says that an option cannot be run.
@@ -170,10 +167,9 @@ def search(current: Parameters, options: Sequence[Parameters], prepare: Callable
             best, timer = option, other
         on_timed()
     if best == current:
-        seconds = start()
-        return Found(current, seconds, seconds)
+        return current
     before, after = take_turns(start, timer, 2 * ROUNDS)
-    return Found(best, before, after) if after < before * (1 - MARGIN) else Found(current, before, before)
+    return best if after < before * (1 - MARGIN) else current
 
 
 def take_turns(one: Callable[[], float], other: Callable[[], float], rounds: int = ROUNDS) -> tuple[float, float]:

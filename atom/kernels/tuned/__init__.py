@@ -6,23 +6,23 @@ keep("NVIDIA H200", Path(cache), "linear", {"1 6144 4096 1": ["vector", 8, 8, 3,
 
 A key says what a kernel's choice depends on: of a linear the rows up to which it holds, outputs, inputs, and 2 where
 half of the outputs are gates. ["library"] is where the vendor's is the fastest. What is not listed follows from the
-kernel's own rule.
+kernel's own rule. What is in <cache>/tuned holds for the atom and the Triton that measured it, which it names.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
+import atom
 from atom.artifact.files import (
     MAX_JSON,
     Damaged,
@@ -34,10 +34,18 @@ from atom.artifact.files import (
     sync_folder,
     unfinished_name,
 )
-from atom.kernels.registry import Target
 
 FOLDER = "tuned"  # of the cache folder
-FORMS = {"linear": {"vector": range(4, 5), "matrix": range(4, 9), "library": range(1)}}  # by kernel, style: how many
+KERNELS = ("linear",)
+BUCKETS = (1, 8, 16, 32, 64, 128, 256)  # rows up to which parameters of a linear hold
+KEY = re.compile(rf"({'|'.join(map(str, BUCKETS))}) [1-9][0-9]* [1-9][0-9]* ([12])")
+SIZES = [1 << at for at in range(11)]
+TILES, WARPS, STAGES, COUNTS = SIZES[4:], SIZES[:5], range(1, 10), range(1, 65)
+FORMS = {  # by style: how many numbers an entry has at least, and what each can be; see `atom.kernels.triton.linear`
+    "vector": (4, [SIZES, WARPS, STAGES, COUNTS]),
+    "matrix": (4, [TILES, TILES, WARPS, STAGES, SIZES[:4], COUNTS, [0, *SIZES], SIZES[3:]]),
+    "library": (0, []),
+}
 Table = dict[str, list[Any]]  # of a kernel, by key
 Measured = dict[str, Table]  # by kernel
 
@@ -51,40 +59,34 @@ def parameters(gpu: str, kernel: str, key: str) -> list[Any] | None:
 def read(gpu: str, cache: Path, tell: Callable[[str], object] = lambda line: None) -> Measured:
     """What was measured on a GPU of this name: in this cache folder, and where nobody did there, what comes with atom.
 
-    A file that is damaged, or that others can have written, has a line, and is not used.
+    A file that is damaged, that others can have written, or that was measured with other versions has a line, and is
+    not used. Nor are entries that these kernels do not take, which have a line too.
     """
     packaged, own = _packaged(gpu), read_own(gpu, cache, tell)
-    return {kernel: packaged.get(kernel, {}) | own.get(kernel, {}) for kernel in FORMS}
+    return {kernel: packaged.get(kernel, {}) | own.get(kernel, {}) for kernel in KERNELS}
 
 
 def read_own(gpu: str, cache: Path, tell: Callable[[str], object] = lambda line: None) -> Measured:
     """What is in this cache folder alone."""
     path = file_of(gpu, cache)
-    if not os.path.lexists(path):
-        return {}
-    try:
-        for folder in (path.parent.parent, path.parent):
-            check_owner(folder, is_folder=True)
-        with open_file(path, is_use=False) as file:
-            return _parse(file.read(MAX_JSON))
-    except (Unfit, OSError) as error:
-        what = reason_of(error)
-        tell(f"{what if str(path.parent) in what else f'{path}: {what}'}, ignored")
-        return {}
+    written = _load(path, tell)
+    found = {kernel: {key: entry for key, entry in written.get(kernel, {}).items() if _fits(key, entry)}
+             for kernel in KERNELS}  # fmt: skip
+    if num_others := sum(len(written.get(kernel, {})) - len(found[kernel]) for kernel in KERNELS):
+        tell(f"{path}: entries that these kernels do not take are ignored: {num_others}")
+    return {kernel: table for kernel, table in found.items() if table}
 
 
 def keep(gpu: str, cache: Path, kernel: str, found: Mapping[str, list[Any]]) -> Path:
     """Add to what is in this cache folder, at once or not at all: the file. Unfit or OSError where that cannot be."""
     path = file_of(gpu, cache)
-    for folder in (path.parent.parent, path.parent):
-        folder.mkdir(0o700, parents=True, exist_ok=True)
-        check_owner(folder, is_folder=True)
-    with FileLock(path.with_suffix(".lock"), mode=0o600):  # another search may add to it too
-        own = read_own(gpu, cache)
+    _prepare(path.parent)
+    with _locked(path):  # another search may add to it too
+        written = _load(path)
         new = unfinished_name(path.parent)
         try:
             with create_file(new) as file:
-                file.write(_show(own | {kernel: own.get(kernel, {}) | dict(found)}))
+                file.write(_show({"versions": _versions()} | written | {kernel: written.get(kernel, {}) | dict(found)}))
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(new, path)
@@ -99,15 +101,6 @@ def file_of(gpu: str, folder: Path) -> Path:
     return Path(os.path.realpath(folder)) / FOLDER / _name(gpu)
 
 
-def with_parameters(target: Target, cache: Path) -> Target:
-    """The target of a launch that reads this cache folder: parameters are part of what is compiled for a GPU."""
-    if target.device == "cpu":
-        return target
-    measured = {name: read(name, cache) for name in target.features}  # one of them is the GPU's name
-    text = json.dumps({name: found for name, found in measured.items() if any(found.values())}, sort_keys=True)
-    return replace(target, parameters=hashlib.sha256(text.encode()).hexdigest()[:32])
-
-
 @cache
 def _packaged(gpu: str) -> Measured:
     file = Path(__file__).with_name(_name(gpu))
@@ -118,24 +111,80 @@ def _name(gpu: str) -> str:
     return re.sub(r"\W+", "_", gpu.lower()) + ".json"
 
 
-def _parse(raw: bytes) -> Measured:
-    """Damaged where it is not what `_show` writes."""
+def _prepare(folder: Path) -> None:
+    """Make a folder of the cache where it is missing. Unfit where others can write to it."""
+    for each in (folder.parent, folder):
+        each.mkdir(0o700, parents=True, exist_ok=True)
+        check_owner(each, is_folder=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Held by one at a time; not at all where the cache folder cannot have locks."""
+    folder = path.parent.parent / "locks"
+    lock = FileLock(folder / f"{FOLDER}-{path.stem}.lock", mode=0o600)
+    with contextlib.suppress(Unfit, OSError, NotImplementedError):
+        _prepare(folder)
+        lock.acquire()
     try:
-        measured: Measured = json.loads(raw)
-        for kernel, table in measured.items():
-            for style, *numbers in table.values():
-                is_whole = all(type(number) is int and number >= 0 for number in numbers)
-                if not is_whole or len(numbers) not in FORMS[kernel][style]:
-                    raise ValueError
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
+        yield
+    finally:
+        lock.release()
+
+
+def _versions() -> dict[str, str]:
+    """What the fastest parameters depend on beside the GPU."""
+    import triton
+
+    return {"atom": atom.__version__, "triton": triton.__version__}
+
+
+def _load(path: Path, tell: Callable[[str], object] = lambda line: None) -> dict[str, dict[str, Any]]:
+    """All that `_show` has written into a file, by kernel; nothing, and a line, where it is not to be used."""
+    if not os.path.lexists(path):
+        return {}
+    try:
+        for folder in (path.parent.parent, path.parent):
+            check_owner(folder, is_folder=True)
+        with open_file(path, is_use=False) as file:
+            written = _parse(file.read(MAX_JSON))
+        if written.pop("versions", None) != _versions():
+            raise Unfit("it was measured with another atom or Triton (run tune=true again)")
+    except (Unfit, OSError) as error:
+        what = reason_of(error)
+        tell(f"{what if str(path.parent) in what else f'{path}: {what}'}, ignored")
+        return {}
+    return written
+
+
+def _parse(raw: bytes) -> dict[str, dict[str, Any]]:
+    try:
+        tables = json.loads(raw)
+    except (ValueError, RecursionError):
         raise Damaged("it is damaged") from None
-    return measured
+    if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
+        raise Damaged("it is damaged")
+    return tables
 
 
-def _show(measured: Measured) -> bytes:
+def _fits(key: str, entry: Any) -> bool:
+    """Whether these are a linear's, and such as its kernels take."""
+    product = KEY.fullmatch(key)
+    if product is None or not isinstance(entry, list) or not entry or entry[0] not in list(FORMS):
+        return False
+    style, *numbers = entry
+    least, allowed = FORMS[style]
+    if not least <= len(numbers) <= len(allowed):
+        return False
+    rows, gates = map(int, product.groups())
+    is_right = all(type(number) is int and number in each for number, each in zip(numbers, allowed, strict=False))
+    return is_right and (style != "vector" or (rows == 1 and numbers[0] >= gates))
+
+
+def _show(measured: Mapping[str, Mapping[str, Any]]) -> bytes:
     """An entry a line, as in the files that come with atom."""
     tables = []
-    for kernel, table in sorted(measured.items()):
+    for kernel, table in measured.items():
         lines = ",\n".join(f"    {json.dumps(key)}: {json.dumps(entry)}" for key, entry in table.items())
         tables.append(f"  {json.dumps(kernel)}: {{\n{lines}\n  }}")
     return ("{\n" + ",\n".join(tables) + "\n}\n").encode()

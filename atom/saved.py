@@ -12,8 +12,9 @@ from pathlib import Path
 from torch.fx import Node
 
 from atom.errors import ConfigError, PassError
-from atom.graph import Graph, Shuffle, ops, parse, verify
+from atom.graph import Graph, Shuffle, Type, ops, parse, verify
 from atom.kernels import Target, find_kernel
+from atom.passes.pipeline import PIPELINE
 from atom.passes.select_kernels import type_of
 from atom.runtime.types import INPUTS, INPUTS_BY_KIND
 
@@ -34,22 +35,25 @@ def read_saved(path: Path) -> Graph:
 def first_pass(graph: Graph) -> str:
     """The name of the pass that goes on where the text was saved."""
     if _level(graph) == ops.SEMANTIC:
-        return "fuse_qkv"
+        return PIPELINE[0][0].__name__
     return "split_pieces" if any("kernel" in node.meta for node in _nodes(graph)) else "select_kernels"
 
 
 def check_runnable(graph: Graph, path: str, target: Target) -> None:
     """ConfigError where a saved text asks for an input, a kernel or a layout that nothing provides."""
     kinds = {cache.kind for cache in graph.caches()}
-    provided = {"body": {*INPUTS, *(f"{name}{kind}" for name in INPUTS_BY_KIND for kind in kinds)}, "head": {"hidden"}}
-    if missing := provided.keys() - graph.programs.keys():
+    provided = {*INPUTS, *(f"{name}{kind}" for name in INPUTS_BY_KIND for kind in kinds)}
+    if missing := {"body", "head"} - graph.programs.keys():
         raise ConfigError(f"job.graph={path}: it has no function {', '.join(sorted(missing))}")
-    for name, inputs in provided.items():
-        for node in graph.programs[name].inputs:
-            if node.name not in inputs:
-                raise ConfigError(
-                    f"job.graph={path}: {name} has an input {node.name}; there are: {', '.join(sorted(inputs))}"
-                )
+    body, head = graph.programs["body"], graph.programs["head"]
+    for node in body.inputs:
+        if node.name not in provided:
+            raise ConfigError(
+                f"job.graph={path}: body has an input {node.name}; there are: {', '.join(sorted(provided))}"
+            )
+    returned, taken = (", ".join(map(_row, nodes)) for nodes in (body.results, head.inputs))
+    if returned != taken:
+        raise ConfigError(f"job.graph={path}: head takes rows of {taken} where body returns rows of {returned}")
     for node in _nodes(graph):
         backend = node.meta.get("kernel", "reference")
         kernel = find_kernel(node.target, backend)
@@ -60,6 +64,12 @@ def check_runnable(graph: Graph, path: str, target: Target) -> None:
             raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name} takes {rule}")
         if reason := kernel.accepts(target, *map(type_of, node.args), **node.kwargs):
             raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name}: {reason}")
+
+
+def _row(node: Node) -> str:
+    """The type of what one token or row has: of fp32[T, 64] fp32[64]."""
+    type = node.meta["type"]
+    return str(Type(type.dtype, type.shape[1:]))
 
 
 def _level(graph: Graph) -> str:

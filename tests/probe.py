@@ -6,6 +6,7 @@ import torch
 
 from atom import LLMEngine, SamplingParams
 from atom.runtime.batch import build_inputs
+from atom.runtime.program import score
 from atom.runtime.types import Sequence
 
 
@@ -19,6 +20,6 @@ def logits_of(engine: LLMEngine, tokens: list[int]) -> torch.Tensor:
     while not sequence.finish_reason:
         plan = scheduler.schedule()
         hidden = runner.body(build_inputs(plan, runner.body.inputs, runner.block_size))
-        parts.append(runner.head({"hidden": hidden}))
+        parts.append(score(runner.head, hidden))
         scheduler.commit(plan, runner.execute(plan), lambda _: "max_tokens")
     return torch.cat(parts)

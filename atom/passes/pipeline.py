@@ -24,10 +24,12 @@ from atom.passes.fuse_qkv import fuse_qkv
 from atom.passes.lower_attention import lower_attention
 from atom.passes.lower_moe import lower_moe
 from atom.passes.select_kernels import select_kernels
+from atom.passes.sink_into_head import sink_into_head
 from atom.passes.split_pieces import split_pieces
 
 # (pass, the level from which it runs, what the graph is behind it)
 PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
+    (sink_into_head, 1, ops.SEMANTIC),
     (fuse_qkv, 1, ops.SEMANTIC),
     (fuse_gate_up, 1, ops.SEMANTIC),
     (fuse_norm_residual, 1, ops.SEMANTIC),

@@ -1,7 +1,7 @@
 """Pieces: the parts of a program that are compiled, each distinct one once, whatever the depth of the model.
 
-    pieces = find_pieces(graph.programs["body"])     # 31 of them, in the order of the calls
-    len({piece.text for piece in pieces})            # 3: equal layers are one text
+    pieces = find_pieces(graph.programs["body"])     # 30 of them, in the order of the calls
+    len({piece.text for piece in pieces})            # 2: equal layers are one text
     for text, files in compile_pieces(texts): …      # {"piece.so": …, "piece.json": …}, some seconds each
     run = load_piece(folder)                         # milliseconds, without a compiler
     run(x, *weights)                                 # the results, in the piece's order

@@ -20,7 +20,7 @@ from atom.graph import KV, TORCH_DTYPES, Graph, Recipe
 from atom.graph.ops import Op
 from atom.pieces import PieceCode
 from atom.runtime.layout import Layout
-from atom.runtime.program import Executable
+from atom.runtime.program import Executable, Hidden, rows_of, score
 from atom.runtime.slots import Slots
 
 Kernels = Mapping[tuple[Op, str], Callable[..., Any]]  # by op and backend
@@ -88,10 +88,10 @@ class DeviceModel:
         size = len(rows)
         inputs = self._inputs(size, size)
         self._feed.feed_decodes(rows, self.slots, self.tables, self.block_size, inputs)
-        return self.head({"hidden": self._body(self._named(inputs, self._starts[: size + 1], size))})  # type: ignore[no-any-return]
+        return score(self.head, self._body(self._named(inputs, self._starts[: size + 1], size)))
 
-    def mix(self, layout: Layout, packed: Tensor, num_decodes: int) -> tuple[Tensor, Tensor | None]:
-        """A step that a layout describes -> hidden [T, H], and logits [R, V] where rows sample"""
+    def mix(self, layout: Layout, packed: Tensor, num_decodes: int) -> tuple[Hidden, Tensor | None]:
+        """A step that a layout describes -> what its head takes, of each token; logits [R, V] where rows sample"""
         inputs = self._inputs(layout.num_tokens, layout.num_rows)
         rows, starts, ends, given, row_of = layout.rows(packed)
         self._feed.feed_rows(rows, given, row_of, starts, ends, self.slots, self.tables, self.block_size, inputs)
@@ -99,7 +99,7 @@ class DeviceModel:
         if not layout.num_samples:
             return hidden, None
         _, places = layout.samples(packed)
-        return hidden, self.head({"hidden": hidden.index_select(0, places.long())})
+        return hidden, score(self.head, rows_of(hidden, places.long()))
 
     def sample(self, rows: Tensor, logits: Tensor, kind: str, penalties: bool = False) -> Tensor:
         """rows: i32[R] of slots, logits [R, V] -> tokens i64[R], the newest of their slots from now on, and reported"""

@@ -25,7 +25,8 @@ from atom.pieces import PieceCode
 from atom.runtime.device_model import KINDS, DeviceModel
 from atom.runtime.graphs import Graphs, Step
 from atom.runtime.layout import Layout
-from atom.runtime.runner import out_of_memory, score_prompt
+from atom.runtime.program import rows_of
+from atom.runtime.runner import is_out_of_memory, out_of_memory, score_prompt
 from atom.runtime.sampler import MIN_TEMPERATURE
 from atom.runtime.shaping import Shaping, shape
 from atom.runtime.slots import NUM_REPORTED, describe
@@ -71,7 +72,9 @@ class DeviceRunner:
         try:
             with torch.inference_mode():
                 return self._execute(plan)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise out_of_memory(plan, "serve.gpu_memory_utilization") from error
 
     def _execute(self, plan: Plan) -> Pending:
@@ -147,7 +150,7 @@ class DeviceRunner:
         for row in plan.rows:
             last = first + row.num_tokens
             if row.sequence.params.prompt_logprobs is not None and row.start < len(row.sequence.prompt):
-                scored[row.sequence.id] = score_prompt(self.model.head, row, step.hidden[first:last])
+                scored[row.sequence.id] = score_prompt(self.model.head, row, rows_of(step.hidden, slice(first, last)))
             first = last
         return scored
 

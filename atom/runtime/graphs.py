@@ -24,6 +24,7 @@ from torch import Tensor
 
 from atom.runtime.device_model import KINDS, DeviceModel
 from atom.runtime.layout import Layout
+from atom.runtime.program import Hidden
 from atom.runtime.types import Plan
 
 PROMPT_TOKENS = (16, 32, 64, 128, 256, 512)  # of steps with prompts
@@ -37,7 +38,7 @@ class Step:
 
     rows: Tensor
     logits: Tensor | None
-    hidden: Tensor | None = None  # [T, H], of a step with prompts
+    hidden: Hidden | None = None  # of a step with prompts
     tails: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
 
 
@@ -180,9 +181,9 @@ class Graphs:
         self._rehearse_mixed(layout)
         packed = torch.from_numpy(layout.padding(model.padding)).to(model.device)
         graph, (hidden, logits) = self._capture(lambda: model.mix(layout, packed, 0))
-        return _Mixed(graph, packed, self._step(layout.samples(packed)[0], logits, unowned(hidden)))
+        return _Mixed(graph, packed, self._step(layout.samples(packed)[0], logits, tuple(map(unowned, hidden))))
 
-    def _step(self, rows: Tensor, logits: Tensor, hidden: Tensor | None = None) -> Step:
+    def _step(self, rows: Tensor, logits: Tensor, hidden: Hidden | None = None) -> Step:
         """The step of a graph that has just been captured."""
         tails = {kind: self._capture(lambda kind=kind: self._model.sample(rows, logits, kind)) for kind in KINDS}  # type: ignore[misc]
         return Step(rows, unowned(logits), hidden, tails)

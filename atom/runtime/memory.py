@@ -19,6 +19,7 @@ from atom.graph import Graph
 from atom.runtime.device_model import KINDS, DeviceModel
 from atom.runtime.device_runner import DeviceRunner
 from atom.runtime.layout import Layout
+from atom.runtime.program import rows_of, score
 from atom.runtime.runner import HEAD_ROWS
 from atom.runtime.sampler import prompt_logprobs
 from atom.runtime.slots import counts_bytes
@@ -102,8 +103,8 @@ def take_largest_step(model: DeviceModel, num_tokens: int, num_rows: int) -> Non
     packed = model.send(layout.padding(model.padding))
     hidden, logits = model.mix(layout, packed, 0)
     assert logits is not None, "all rows sample"
-    scored = hidden[:HEAD_ROWS]
-    prompt_logprobs(model.head({"hidden": scored}), [0] * len(scored), NUM_TOP)
+    scored = score(model.head, rows_of(hidden, slice(HEAD_ROWS)))
+    prompt_logprobs(scored, [0] * len(scored), NUM_TOP)
     reports = model.top_logprobs(logits, torch.arange(num_rows, device=model.device), NUM_TOP)
     shaped = logits.to(torch.float32, copy=True)
     model.sample(layout.samples(packed)[0], shaped, KINDS[-1], penalties=True)

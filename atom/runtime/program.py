@@ -1,7 +1,9 @@
 """A lowered program made callable: kernels and compiled pieces, with weights, caches and constants in their places.
 
 body = Executable(graph.programs["body"], weights, caches, code)
+head = Executable(graph.programs["head"], weights, caches, code)
 hidden = body({"tokens": …, "positions": …, …})
+logits = score(head, rows_of(hidden, slice(3)))
 """
 
 from __future__ import annotations
@@ -19,6 +21,19 @@ from atom.graph.graph import results_of
 from atom.graph.ops import Op
 from atom.kernels import find_kernel
 from atom.pieces import PieceCode, find_pieces
+
+Hidden = tuple[Tensor, ...]  # [T, …] each: what a body gives of each token, and its head takes of some
+
+
+def rows_of(hidden: Hidden, rows: slice | Tensor) -> Hidden:
+    """Of some tokens: a run of them, which is a view, or those whose places are i64[R]."""
+    return tuple(each[rows] if isinstance(rows, slice) else each.index_select(0, rows) for each in hidden)
+
+
+def score(head: Executable, hidden: Hidden) -> Tensor:
+    """The logits [R, V] of rows of what its body gave."""
+    (logits,) = head(dict(zip(head.inputs, hidden, strict=True)))
+    return logits  # type: ignore[no-any-return]
 
 
 class _Step(NamedTuple):
@@ -79,8 +94,8 @@ class Executable:
         self._results = tuple(place_of[node] for node in program.results)
         self._steps = _with_deaths(steps, {*self.inputs.values(), *self._results})
 
-    def __call__(self, inputs: Mapping[str, Any]) -> Any:
-        """Run it: the result, or a tuple where there are several."""
+    def __call__(self, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Run it: its results."""
         places = self._start.copy()
         for name, place in self.inputs.items():
             places[place] = inputs[name]
@@ -93,7 +108,7 @@ class Executable:
                     places[place] = part
             for place in dead:
                 places[place] = None
-        return places[self._results[0]] if len(self._results) == 1 else tuple(places[place] for place in self._results)
+        return tuple(places[place] for place in self._results)
 
 
 def _with_deaths(steps: Sequence[_Step], kept: Collection[int]) -> list[_Step]:

@@ -18,7 +18,7 @@ from atom.errors import CapacityError
 from atom.graph import KV, TORCH_DTYPES, Graph, Recipe
 from atom.pieces import PieceCode
 from atom.runtime.batch import build_inputs
-from atom.runtime.program import Executable
+from atom.runtime.program import Executable, Hidden, rows_of, score
 from atom.runtime.sampler import prompt_logprobs, sample
 from atom.runtime.types import Logprobs, Plan, Row, Sampled
 
@@ -63,25 +63,25 @@ class Runner:
         ends = np.cumsum([row.num_tokens for row in plan.rows])
         sampling = [(row.sequence, end - 1) for row, end in zip(plan.rows, ends.tolist(), strict=True) if row.samples]
         scored = {
-            row.sequence.id: score_prompt(self.head, row, hidden[end - row.num_tokens : end])
+            row.sequence.id: score_prompt(self.head, row, rows_of(hidden, slice(end - row.num_tokens, end)))
             for row, end in zip(plan.rows, ends.tolist(), strict=True)
             if row.sequence.params.prompt_logprobs is not None and row.start < len(row.sequence.prompt)
         }
         if not sampling:
             return Sampled([], [], scored)
         rows = torch.tensor([last for _, last in sampling])
-        logits = self.head({"hidden": hidden.index_select(0, rows)})
+        logits = score(self.head, rows_of(hidden, rows))
         return Sampled(*sample(logits, [sequence for sequence, _ in sampling]), scored)
 
 
-def score_prompt(head: Executable, row: Row, hidden: Tensor) -> list[Logprobs]:
-    """Log probabilities of the prompt's tokens that follow this row's positions; hidden [num_tokens, H]."""
+def score_prompt(head: Executable, row: Row, hidden: Hidden) -> list[Logprobs]:
+    """Log probabilities of the prompt's tokens that follow this row's positions; hidden: of these."""
     sequence = row.sequence
     targets = sequence.prompt[row.start + 1 : row.start + 1 + row.num_tokens]
     scored: list[Logprobs] = []
     for start in range(0, len(targets), HEAD_ROWS):
         part = targets[start : start + HEAD_ROWS]
-        logits = head({"hidden": hidden[start : start + len(part)]})
+        logits = score(head, rows_of(hidden, slice(start, start + len(part))))
         scored += prompt_logprobs(logits, part, sequence.params.prompt_logprobs or 0)
     return scored
 
@@ -100,8 +100,11 @@ def is_raised_by(error: Exception, name: str) -> bool:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error means that. That of torch's allocator on a CPU is a RuntimeError like others."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+    """Whether an error means that. Those of torch's allocator on a CPU and of NVIDIA's driver are RuntimeErrors like
+    others."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if "DefaultCPUAllocator" in str(error) or "out of memory" in str(error):
         return True
     return is_raised_by(error, "MemoryError") or is_raised_by(error, "OutOfMemoryError")
 

@@ -264,6 +264,7 @@ def _specialized(arg: Tensor | None) -> Any:
 def _capture_on_gpu() -> Capture:
     """Captures CUDA graphs that lay their memory over each other, as their results are not looked at."""
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    latest: list[torch.cuda.CUDAGraph] = []  # one, for a pool ends with its last graph
 
     def capture(run: Callable[[], object]) -> Callable[[], float]:
         run()  # what a first launch makes for good shall not be a graph's
@@ -275,6 +276,7 @@ def _capture_on_gpu() -> Capture:
                 run()
             finally:
                 graph.capture_end()
+        latest[:] = [graph]
 
         def time(num: int) -> float:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -23,15 +23,15 @@ def body(tokens: i64[T], positions: i64[T], slots_full: i64[T], table_full: i32[
     v_3 = reference.split_heads(v_2, heads=2)    # bf16[T, 2, 16]
     q_5 = torch.norm_rope_write(q_4, k_4, v_3, cos, sin, None, None, KV("model.layers.1", bf16[2, 2, 16]), slots_full, interleaved=True)    # bf16[T, 4, 16]
     a_2 = torch.paged_attention(q_5, KV("model.layers.1", bf16[2, 2, 16]), table_full, starts, lengths, num_decodes, scale=0.25)    # bf16[T, 4, 16]
-    a_3 = reference.merge_heads(a_2)    # bf16[T, 64]
-    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[T, 48]
-    h_3, x_3 = torch.add_rms_norm(x_2, o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48], bf16[T, 48]
-    gate_up_1 = torch.linear(h_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.1.mlp.up_proj.weight", bf16[80, 48])]), "onednn"))    # bf16[T, 160]
-    m_1 = reference.gated_activate(gate_up_1, kind="silu")    # bf16[T, 80]
-    down_1 = torch.linear(m_1, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[T, 48]
-    hidden, x_4 = torch.add_rms_norm(x_3, down_1, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48], bf16[T, 48]
-    return hidden
+    return x_2, a_2
 
-def head(hidden: bf16[R, 48]):
-    logits = reference.linear(hidden, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[R, 101]; torch: its weight is read by embedding too
+def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 16]):
+    a_3 = reference.merge_heads(a_2)    # bf16[R, 64]
+    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[R, 48]
+    h_3, x_3 = torch.add_rms_norm(x_2, o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
+    gate_up = torch.linear(h_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.1.mlp.up_proj.weight", bf16[80, 48])]), "onednn"))    # bf16[R, 160]
+    m_1 = reference.gated_activate(gate_up, kind="silu")    # bf16[R, 80]
+    down_1 = torch.linear(m_1, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]
+    hidden_1, x_4 = torch.add_rms_norm(x_3, down_1, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
+    logits = reference.linear(hidden_1, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[R, 101]; torch: its weight is read by embedding too
     return logits

@@ -27,17 +27,17 @@ def body(tokens: i64[T], positions: i64[T], slots_window_10: i64[T], table_windo
     v_3 = reference.split_heads(v_2, heads=2)    # bf16[T, 2, 16]
     q_7 = torch.norm_rope_write(q_5, k_5, v_3, cos_1, sin_1, shift(W("model.layers.1.self_attn.q_norm.weight", fp32[16]), 1.0), shift(W("model.layers.1.self_attn.k_norm.weight", fp32[16]), 1.0), KV("model.layers.1", bf16[2, 2, 16]), slots_full, eps=1e-06)    # bf16[T, 4, 16]
     a_3 = torch.paged_attention(q_7, KV("model.layers.1", bf16[2, 2, 16]), table_full, starts, lengths, num_decodes, scale=0.2041241452319315)    # bf16[T, 4, 16]
-    a_4 = reference.merge_heads(a_3)    # bf16[T, 64]
-    o_1 = torch.linear(a_4, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[T, 48]
-    a_5 = torch.rms_norm(o_1, shift(W("model.layers.1.post_attention_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[T, 48]
-    h_3, x_4 = torch.add_rms_norm(x_3, a_5, shift(W("model.layers.1.pre_feedforward_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[T, 48], bf16[T, 48]
-    gate_up_1 = torch.linear(h_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.1.mlp.up_proj.weight", bf16[80, 48])]), "onednn"))    # bf16[T, 160]
-    m_2 = reference.gated_activate(gate_up_1, kind="gelu_tanh")    # bf16[T, 80]
-    down_1 = torch.linear(m_2, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[T, 48]
-    m_3 = torch.rms_norm(down_1, shift(W("model.layers.1.post_feedforward_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[T, 48]
-    hidden, x_5 = torch.add_rms_norm(x_4, m_3, shift(W("model.norm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[T, 48], bf16[T, 48]
-    return hidden
+    return x_3, a_3
 
-def head(hidden: bf16[R, 48]):
-    logits = reference.linear(hidden, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[R, 101]; torch: its weight is read by embedding too
+def head(x_3: bf16[R, 48], a_3: bf16[R, 4, 16]):
+    a_4 = reference.merge_heads(a_3)    # bf16[R, 64]
+    o_1 = torch.linear(a_4, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[R, 48]
+    a_5 = torch.rms_norm(o_1, shift(W("model.layers.1.post_attention_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[R, 48]
+    h_3, x_4 = torch.add_rms_norm(x_3, a_5, shift(W("model.layers.1.pre_feedforward_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
+    gate_up = torch.linear(h_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.1.mlp.up_proj.weight", bf16[80, 48])]), "onednn"))    # bf16[R, 160]
+    m_2 = reference.gated_activate(gate_up, kind="gelu_tanh")    # bf16[R, 80]
+    down_1 = torch.linear(m_2, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]
+    m_3 = torch.rms_norm(down_1, shift(W("model.layers.1.post_feedforward_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[R, 48]
+    hidden_1, x_5 = torch.add_rms_norm(x_4, m_3, shift(W("model.norm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
+    logits = reference.linear(hidden_1, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[R, 101]; torch: its weight is read by embedding too
     return logits

@@ -26,18 +26,18 @@ def body(tokens: i64[T], positions: i64[T], slots_window_9: i64[T], table_window
     v_3 = reference.split_heads(v_2, heads=2)    # bf16[T, 2, 16]
     q_5 = torch.norm_rope_write(q_4, k_4, v_3, cos, sin, None, None, KV("model.layers.1", bf16[2, 2, 16]), slots_full)    # bf16[T, 4, 16]
     a_2 = torch.paged_attention(q_5, KV("model.layers.1", bf16[2, 2, 16]), table_full, starts, lengths, num_decodes, W("model.layers.1.self_attn.sinks", bf16[4]), scale=0.25)    # bf16[T, 4, 16]
-    a_3 = reference.merge_heads(a_2)    # bf16[T, 64]
-    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"), W("model.layers.1.self_attn.o_proj.bias", bf16[48]))    # bf16[T, 48]
-    h_3, x_3 = torch.add_rms_norm(x_2, o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48], bf16[T, 48]
-    weights_1, ids_1 = reference.router(h_3, W("model.layers.1.mlp.router.weight", bf16[6, 48]), W("model.layers.1.mlp.router.bias", bf16[6]), None, top_k=4, renormalize=True)    # fp32[T, 4], i64[T, 4]
-    grouped_1, order_1, ends_1 = reference.group(h_3, ids_1, experts=6)    # bf16[4*T, 48], i64[4*T], i64[6]
-    gate_up_1 = torch.grouped_linear(grouped_1, shuffle(cat([slice(transpose(W("model.layers.1.mlp.experts.gate_up_proj", bf16[6, 48, 160])), 0, 160, dim=1, step=2), slice(transpose(W("model.layers.1.mlp.experts.gate_up_proj", bf16[6, 48, 160])), 1, 160, dim=1, step=2)], dim=1), "onednn"), ends_1, cat([slice(W("model.layers.1.mlp.experts.gate_up_proj_bias", bf16[6, 160]), 0, 160, dim=1, step=2), slice(W("model.layers.1.mlp.experts.gate_up_proj_bias", bf16[6, 160]), 1, 160, dim=1, step=2)], dim=1))    # bf16[4*T, 160]
-    m_1 = reference.gated_activate(gate_up_1, kind="swigluoai", limit=7.0, alpha=1.702)    # bf16[4*T, 80]
-    down_1 = torch.grouped_linear(m_1, shuffle(transpose(W("model.layers.1.mlp.experts.down_proj", bf16[6, 80, 48])), "onednn"), ends_1, W("model.layers.1.mlp.experts.down_proj_bias", bf16[6, 48]))    # bf16[4*T, 48]
-    y_1 = torch.combine(down_1, weights_1, order_1)    # bf16[T, 48]
-    hidden, x_4 = torch.add_rms_norm(x_3, y_1, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48], bf16[T, 48]
-    return hidden
+    return x_2, a_2
 
-def head(hidden: bf16[R, 48]):
-    logits = torch.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
+def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 16]):
+    a_3 = reference.merge_heads(a_2)    # bf16[R, 64]
+    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"), W("model.layers.1.self_attn.o_proj.bias", bf16[48]))    # bf16[R, 48]
+    h_3, x_3 = torch.add_rms_norm(x_2, o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
+    weights_1, ids_1 = reference.router(h_3, W("model.layers.1.mlp.router.weight", bf16[6, 48]), W("model.layers.1.mlp.router.bias", bf16[6]), None, top_k=4, renormalize=True)    # fp32[R, 4], i64[R, 4]
+    grouped, order, ends = reference.group(h_3, ids_1, experts=6)    # bf16[4*R, 48], i64[4*R], i64[6]
+    gate_up = torch.grouped_linear(grouped, shuffle(cat([slice(transpose(W("model.layers.1.mlp.experts.gate_up_proj", bf16[6, 48, 160])), 0, 160, dim=1, step=2), slice(transpose(W("model.layers.1.mlp.experts.gate_up_proj", bf16[6, 48, 160])), 1, 160, dim=1, step=2)], dim=1), "onednn"), ends, cat([slice(W("model.layers.1.mlp.experts.gate_up_proj_bias", bf16[6, 160]), 0, 160, dim=1, step=2), slice(W("model.layers.1.mlp.experts.gate_up_proj_bias", bf16[6, 160]), 1, 160, dim=1, step=2)], dim=1))    # bf16[4*R, 160]
+    m = reference.gated_activate(gate_up, kind="swigluoai", limit=7.0, alpha=1.702)    # bf16[4*R, 80]
+    down = torch.grouped_linear(m, shuffle(transpose(W("model.layers.1.mlp.experts.down_proj", bf16[6, 80, 48])), "onednn"), ends, W("model.layers.1.mlp.experts.down_proj_bias", bf16[6, 48]))    # bf16[4*R, 48]
+    y_1 = torch.combine(down, weights_1, order)    # bf16[R, 48]
+    hidden_1, x_4 = torch.add_rms_norm(x_3, y_1, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
+    logits = torch.linear(hidden_1, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
     return logits

@@ -30,18 +30,18 @@ def body(tokens: i64[T], positions: i64[T], slots_full: i64[T], table_full: i32[
     v_3 = reference.split_heads(v_2, heads=2)    # bf16[T, 2, 16]
     q_7 = torch.norm_rope_write(q_6, k_6, v_3, cos, sin, None, None, KV("model.layers.1", bf16[2, 2, 16]), slots_full)    # bf16[T, 4, 16]
     a_2 = torch.paged_attention(q_7, KV("model.layers.1", bf16[2, 2, 16]), table_full, starts, lengths, num_decodes, scale=0.25)    # bf16[T, 4, 16]
-    a_3 = reference.merge_heads(a_2)    # bf16[T, 64]
-    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[T, 48]
-    h_3, x_3 = torch.add_rms_norm(x_2, o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-06)    # bf16[T, 48], bf16[T, 48]
-    weights_1, ids_1 = reference.router(h_3, W("model.layers.1.block_sparse_moe.gate.weight", bf16[8, 48]), None, W("model.layers.1.block_sparse_moe.e_score_correction_bias", fp32[8]), top_k=3, method="noaux_tc", score="sigmoid", renormalize=True)    # fp32[T, 3], i64[T, 3]
-    grouped_1, order_1, ends_1 = reference.group(h_3, ids_1, experts=8)    # bf16[3*T, 48], i64[3*T], i64[8]
-    gate_up_1 = torch.grouped_linear(grouped_1, shuffle(stack(cat([W("model.layers.1.block_sparse_moe.experts.{expert}.w1.weight", bf16[24, 48]), W("model.layers.1.block_sparse_moe.experts.{expert}.w3.weight", bf16[24, 48])]), 0, 8), "onednn"), ends_1, None)    # bf16[3*T, 48]
-    m_1 = reference.gated_activate(gate_up_1, kind="silu")    # bf16[3*T, 24]
-    down_1 = torch.grouped_linear(m_1, shuffle(stack(W("model.layers.1.block_sparse_moe.experts.{expert}.w2.weight", bf16[48, 24]), 0, 8), "onednn"), ends_1, None)    # bf16[3*T, 48]
-    y_1 = torch.combine(down_1, weights_1, order_1)    # bf16[T, 48]
-    hidden, x_4 = torch.add_rms_norm(x_3, y_1, W("model.norm.weight", bf16[48]), eps=1e-06)    # bf16[T, 48], bf16[T, 48]
-    return hidden
+    return x_2, a_2
 
-def head(hidden: bf16[R, 48]):
-    logits = torch.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
+def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 16]):
+    a_3 = reference.merge_heads(a_2)    # bf16[R, 64]
+    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[R, 48]
+    h_3, x_3 = torch.add_rms_norm(x_2, o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
+    weights_1, ids_1 = reference.router(h_3, W("model.layers.1.block_sparse_moe.gate.weight", bf16[8, 48]), None, W("model.layers.1.block_sparse_moe.e_score_correction_bias", fp32[8]), top_k=3, method="noaux_tc", score="sigmoid", renormalize=True)    # fp32[R, 3], i64[R, 3]
+    grouped, order, ends = reference.group(h_3, ids_1, experts=8)    # bf16[3*R, 48], i64[3*R], i64[8]
+    gate_up = torch.grouped_linear(grouped, shuffle(stack(cat([W("model.layers.1.block_sparse_moe.experts.{expert}.w1.weight", bf16[24, 48]), W("model.layers.1.block_sparse_moe.experts.{expert}.w3.weight", bf16[24, 48])]), 0, 8), "onednn"), ends, None)    # bf16[3*R, 48]
+    m = reference.gated_activate(gate_up, kind="silu")    # bf16[3*R, 24]
+    down = torch.grouped_linear(m, shuffle(stack(W("model.layers.1.block_sparse_moe.experts.{expert}.w2.weight", bf16[48, 24]), 0, 8), "onednn"), ends, None)    # bf16[3*R, 48]
+    y_1 = torch.combine(down, weights_1, order)    # bf16[R, 48]
+    hidden_1, x_4 = torch.add_rms_norm(x_3, y_1, W("model.norm.weight", bf16[48]), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
+    logits = torch.linear(hidden_1, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
     return logits

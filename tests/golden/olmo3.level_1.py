@@ -28,17 +28,17 @@ def body(tokens: i64[T], positions: i64[T], slots_window_11: i64[T], table_windo
     v_3 = reference.split_heads(v_2, heads=2)    # bf16[T, 2, 12]
     q_7 = torch.norm_rope_write(q_6, k_6, v_3, cos, sin, None, None, KV("model.layers.1", bf16[2, 2, 12], window=11), slots_window_11)    # bf16[T, 4, 12]
     a_3 = torch.paged_attention(q_7, KV("model.layers.1", bf16[2, 2, 12], window=11), table_window_11, starts, lengths, num_decodes, scale=0.28867513459481287, window=11)    # bf16[T, 4, 12]
-    a_4 = reference.merge_heads(a_3)    # bf16[T, 48]
-    o_1 = torch.linear(a_4, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 48]), "onednn"))    # bf16[T, 48]
-    a_5 = torch.rms_norm(o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48]
-    x_3 = reference.add(x_2, a_5)    # bf16[T, 48]
-    gate_up_1 = torch.linear(x_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.1.mlp.up_proj.weight", bf16[80, 48])]), "onednn"))    # bf16[T, 160]
-    m_2 = reference.gated_activate(gate_up_1, kind="silu")    # bf16[T, 80]
-    down_1 = torch.linear(m_2, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[T, 48]
-    m_3 = torch.rms_norm(down_1, W("model.layers.1.post_feedforward_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48]
-    hidden, x_4 = torch.add_rms_norm(x_3, m_3, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48], bf16[T, 48]
-    return hidden
+    return x_2, a_3
 
-def head(hidden: bf16[R, 48]):
-    logits = torch.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
+def head(x_2: bf16[R, 48], a_3: bf16[R, 4, 12]):
+    a_4 = reference.merge_heads(a_3)    # bf16[R, 48]
+    o_1 = torch.linear(a_4, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 48]), "onednn"))    # bf16[R, 48]
+    a_5 = torch.rms_norm(o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48]
+    x_3 = reference.add(x_2, a_5)    # bf16[R, 48]
+    gate_up = torch.linear(x_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.1.mlp.up_proj.weight", bf16[80, 48])]), "onednn"))    # bf16[R, 160]
+    m_2 = reference.gated_activate(gate_up, kind="silu")    # bf16[R, 80]
+    down_1 = torch.linear(m_2, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]
+    m_3 = torch.rms_norm(down_1, W("model.layers.1.post_feedforward_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48]
+    hidden_1, x_4 = torch.add_rms_norm(x_3, m_3, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
+    logits = torch.linear(hidden_1, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
     return logits

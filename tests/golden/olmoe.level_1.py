@@ -30,18 +30,18 @@ def body(tokens: i64[T], positions: i64[T], slots_full: i64[T], table_full: i32[
     v_3 = reference.split_heads(v_2, heads=4)    # bf16[T, 4, 12]
     q_7 = torch.norm_rope_write(q_6, k_6, v_3, cos, sin, None, None, KV("model.layers.1", bf16[2, 4, 12]), slots_full)    # bf16[T, 4, 12]
     a_2 = torch.paged_attention(q_7, KV("model.layers.1", bf16[2, 4, 12]), table_full, starts, lengths, num_decodes, scale=0.28867513459481287)    # bf16[T, 4, 12]
-    a_3 = reference.merge_heads(a_2)    # bf16[T, 48]
-    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 48]), "onednn"))    # bf16[T, 48]
-    h_3, x_3 = torch.add_rms_norm(x_2, o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48], bf16[T, 48]
-    weights_1, ids_1 = reference.router(h_3, W("model.layers.1.mlp.gate.weight", bf16[8, 48]), None, None, top_k=3)    # fp32[T, 3], i64[T, 3]
-    grouped_1, order_1, ends_1 = reference.group(h_3, ids_1, experts=8)    # bf16[3*T, 48], i64[3*T], i64[8]
-    gate_up_1 = torch.grouped_linear(grouped_1, shuffle(stack(cat([W("model.layers.1.mlp.experts.{expert}.gate_proj.weight", bf16[24, 48]), W("model.layers.1.mlp.experts.{expert}.up_proj.weight", bf16[24, 48])]), 0, 8), "onednn"), ends_1, None)    # bf16[3*T, 48]
-    m_1 = reference.gated_activate(gate_up_1, kind="silu")    # bf16[3*T, 24]
-    down_1 = torch.grouped_linear(m_1, shuffle(stack(W("model.layers.1.mlp.experts.{expert}.down_proj.weight", bf16[48, 24]), 0, 8), "onednn"), ends_1, None)    # bf16[3*T, 48]
-    y_1 = torch.combine(down_1, weights_1, order_1)    # bf16[T, 48]
-    hidden, x_4 = torch.add_rms_norm(x_3, y_1, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48], bf16[T, 48]
-    return hidden
+    return x_2, a_2
 
-def head(hidden: bf16[R, 48]):
-    logits = torch.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
+def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 12]):
+    a_3 = reference.merge_heads(a_2)    # bf16[R, 48]
+    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 48]), "onednn"))    # bf16[R, 48]
+    h_3, x_3 = torch.add_rms_norm(x_2, o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
+    weights_1, ids_1 = reference.router(h_3, W("model.layers.1.mlp.gate.weight", bf16[8, 48]), None, None, top_k=3)    # fp32[R, 3], i64[R, 3]
+    grouped, order, ends = reference.group(h_3, ids_1, experts=8)    # bf16[3*R, 48], i64[3*R], i64[8]
+    gate_up = torch.grouped_linear(grouped, shuffle(stack(cat([W("model.layers.1.mlp.experts.{expert}.gate_proj.weight", bf16[24, 48]), W("model.layers.1.mlp.experts.{expert}.up_proj.weight", bf16[24, 48])]), 0, 8), "onednn"), ends, None)    # bf16[3*R, 48]
+    m = reference.gated_activate(gate_up, kind="silu")    # bf16[3*R, 24]
+    down = torch.grouped_linear(m, shuffle(stack(W("model.layers.1.mlp.experts.{expert}.down_proj.weight", bf16[48, 24]), 0, 8), "onednn"), ends, None)    # bf16[3*R, 48]
+    y_1 = torch.combine(down, weights_1, order)    # bf16[R, 48]
+    hidden_1, x_4 = torch.add_rms_norm(x_3, y_1, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
+    logits = torch.linear(hidden_1, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
     return logits

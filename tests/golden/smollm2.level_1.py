@@ -23,15 +23,15 @@ def body(tokens: i64[T], positions: i64[T], slots_full: i64[T], table_full: i32[
     v_3 = reference.split_heads(v_2, heads=3)    # bf16[T, 3, 64]
     q_5 = torch.norm_rope_write(q_4, k_4, v_3, cos, sin, None, None, KV("model.layers.1", bf16[2, 3, 64]), slots_full)    # bf16[T, 9, 64]
     a_2 = torch.paged_attention(q_5, KV("model.layers.1", bf16[2, 3, 64]), table_full, starts, lengths, num_decodes, scale=0.125)    # bf16[T, 9, 64]
-    a_3 = reference.merge_heads(a_2)    # bf16[T, 576]
-    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[576, 576]), "onednn"))    # bf16[T, 576]
-    h_3, x_3 = torch.add_rms_norm(x_2, o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[576]), eps=1e-05)    # bf16[T, 576], bf16[T, 576]
-    gate_up_1 = torch.linear(h_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[1536, 576]), W("model.layers.1.mlp.up_proj.weight", bf16[1536, 576])]), "onednn"))    # bf16[T, 3072]
-    m_1 = reference.gated_activate(gate_up_1, kind="silu")    # bf16[T, 1536]
-    down_1 = torch.linear(m_1, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[576, 1536]), "onednn"))    # bf16[T, 576]
-    hidden, x_4 = torch.add_rms_norm(x_3, down_1, W("model.norm.weight", bf16[576]), eps=1e-05)    # bf16[T, 576], bf16[T, 576]
-    return hidden
+    return x_2, a_2
 
-def head(hidden: bf16[R, 576]):
-    logits = reference.linear(hidden, W("model.embed_tokens.weight", bf16[49152, 576]))    # bf16[R, 49152]; torch: its weight is read by embedding too
+def head(x_2: bf16[R, 576], a_2: bf16[R, 9, 64]):
+    a_3 = reference.merge_heads(a_2)    # bf16[R, 576]
+    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[576, 576]), "onednn"))    # bf16[R, 576]
+    h_3, x_3 = torch.add_rms_norm(x_2, o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[576]), eps=1e-05)    # bf16[R, 576], bf16[R, 576]
+    gate_up = torch.linear(h_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[1536, 576]), W("model.layers.1.mlp.up_proj.weight", bf16[1536, 576])]), "onednn"))    # bf16[R, 3072]
+    m_1 = reference.gated_activate(gate_up, kind="silu")    # bf16[R, 1536]
+    down_1 = torch.linear(m_1, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[576, 1536]), "onednn"))    # bf16[R, 576]
+    hidden_1, x_4 = torch.add_rms_norm(x_3, down_1, W("model.norm.weight", bf16[576]), eps=1e-05)    # bf16[R, 576], bf16[R, 576]
+    logits = reference.linear(hidden_1, W("model.embed_tokens.weight", bf16[49152, 576]))    # bf16[R, 49152]; torch: its weight is read by embedding too
     return logits

@@ -15,6 +15,7 @@ from atom import LLMEngine, SamplingParams
 from atom.runtime.device_runner import DeviceRunner
 from atom.runtime.engine import Engine
 from atom.runtime.graphs import Step
+from atom.runtime.program import rows_of, score
 from atom.runtime.types import Plan, Sequence
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")]
@@ -46,6 +47,6 @@ def logits_of(engine: Engine, tokens: list[int]) -> torch.Tensor:
         sampled = runner.execute(plan).wait()
         hidden = run_again(runner, plan).hidden
         assert hidden is not None
-        parts.append(runner.model.head({"hidden": hidden[: plan.num_tokens]}).cpu())
+        parts.append(score(runner.model.head, rows_of(hidden, slice(plan.num_tokens))).cpu())
         scheduler.commit(plan, sampled, lambda _: "max_tokens")
     return torch.cat(parts)

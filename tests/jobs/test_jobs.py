@@ -127,7 +127,9 @@ def predict(text: str, folder: Path, prompt: list[int], num_tokens: int) -> list
     for _ in range(num_tokens):
         inputs = {"tokens": torch.tensor(tokens), "positions": torch.arange(len(tokens))}
         hidden = interpret(graph, "body", inputs, tensors.__getitem__)
-        tokens.append(int(interpret(graph, "head", {"hidden": hidden[-1:]}, tensors.__getitem__).argmax()))
+        hidden = hidden if isinstance(hidden, tuple) else (hidden,)
+        last = {node.name: each[-1:] for node, each in zip(graph.programs["head"].inputs, hidden, strict=True)}
+        tokens.append(int(interpret(graph, "head", last, tensors.__getitem__).argmax()))
     return tokens[len(prompt) :]
 
 
@@ -172,6 +174,10 @@ def test_a_text_saved_before_lowering_runs_too(run: Any, checkpoints: Any, tmp_p
         (
             "def body(x: i64[T]):\n    return x\n\ndef head(hidden: fp32[R, 48]):\n    return hidden\n",
             "body has an input x",
+        ),
+        (
+            "def body(tokens: i64[T]):\n    return tokens\n\ndef head(hidden: fp32[R, 48]):\n    return hidden\n",
+            "head takes rows of fp32[48] where body returns rows of i64",
         ),
     ],
 )

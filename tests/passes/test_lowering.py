@@ -129,6 +129,6 @@ def test_a_pass_that_breaks_the_graph_is_named_with_those_before_it(monkeypatch:
 
     monkeypatch.setattr(pipeline, "PIPELINE", (pipeline.PIPELINE[0], (break_it, 0, ops.SEMANTIC)))
     with pytest.raises(
-        PassError, match=r"^break_it \(after fuse_qkv\): body: a is .*; its text: /.*atom-break_it-.*\.py$"
+        PassError, match=r"^break_it \(after sink_into_head\): body: a is .*; its text: /.*atom-break_it-.*\.py$"
     ):
         lower(parse(BEFORE), 1, Target("cpu"))

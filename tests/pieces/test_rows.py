@@ -419,7 +419,7 @@ def test_pieces_of_every_family_give_what_the_bodies_of_their_ops_give(load: Loa
     for path in sorted((Path(__file__).parents[1] / "golden").glob("*.semantic.py")):
         graph = lower(parse(path.read_text()), 2, Target("cuda", frozenset({"nvidia", "sm_90"})))
         texts |= dict.fromkeys(piece.text for program in graph.programs.values() for piece in find_pieces(program))
-    assert len(texts) > 40
+    assert len(texts) > 30
     for text in texts:
         text = text if triton_device == "cuda" else text.replace("bf16", "fp16")
         hold(text, load(text), inputs_of(text, 3, triton_device))

@@ -321,9 +321,22 @@ def test_a_row_that_fails_while_steps_run_leaves_the_others_their_tokens(
     assert (sequences[1].output, sequences[1].error) == (wanted[1]["token_ids"][:2], "ValueError: a grammar that fails")
 
 
-@pytest.mark.parametrize("place", ["extend_tables", "decode", "sample", "send"])
+TORCH_LACKS = torch.OutOfMemoryError("out of memory")
+TRITON_LACKS = RuntimeError("Triton Error [CUDA]: out of memory")
+
+
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("extend_tables", TORCH_LACKS),
+        ("decode", TORCH_LACKS),
+        ("decode", TRITON_LACKS),
+        ("sample", TORCH_LACKS),
+        ("send", TORCH_LACKS),
+    ],
+)
 def test_a_step_without_memory_is_taken_again_as_if_it_had_not_been(
-    checkpoints: Any, triton_device: str, monkeypatch: pytest.MonkeyPatch, place: str
+    checkpoints: Any, triton_device: str, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception
 ):
     params = SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=6, logprobs=1, seed=3)
     asked = [(tiny.prompt(length, seed=length), params) for length in (3, 4)]
@@ -334,7 +347,7 @@ def test_a_step_without_memory_is_taken_again_as_if_it_had_not_been(
     def fail(*args: Any, **kwargs: Any) -> Any:
         num_calls[0] += 1
         if num_calls[0] % 3 == 1:
-            raise torch.OutOfMemoryError("out of memory")
+            raise error
         return real(*args, **kwargs)
 
     monkeypatch.setattr(model, place, fail)

@@ -51,7 +51,7 @@ def graphs() -> Graphs:
     for num_tokens in (8, 16):
         layout = Layout(num_tokens, 3, 3)
         packed = torch.from_numpy(layout.padding(PADDING))
-        step = Step(layout.samples(packed)[0], torch.zeros(3, 3), torch.zeros(num_tokens, 2))
+        step = Step(layout.samples(packed)[0], torch.zeros(3, 3), (torch.zeros(num_tokens, 2),))
         found._mixed[layout] = _Mixed(Replays(), packed, step)  # type: ignore[arg-type]
     return found
 
@@ -92,7 +92,7 @@ def test_a_step_with_prompts_runs_in_the_smallest_graph_that_holds_it(
     params = SamplingParams()
     sequences = [Sequence(str(at), list(range(num)), params, slot=at, num_given=num) for at, num in enumerate(counts)]
     step = graphs.mix(Plan([Row(each, 0, len(each.prompt), True) for each in sequences], 0))
-    found = None if step is None or step.hidden is None else len(step.hidden)
+    found = None if step is None or step.hidden is None else len(step.hidden[0])
     assert found == num_tokens
     if step is not None:
         assert step.rows.tolist() == [*range(len(counts)), *[PADDING] * (3 - len(counts))]
@@ -245,10 +245,12 @@ def test_captured_steps_with_prompts_give_the_logits_of_eager_ones(open_engine: 
     captured = runner.graphs.mix(plan)
     assert captured is not None
     count = sum(row.samples for row in plan.rows)
-    logits, hidden = captured.logits[:count].clone(), captured.hidden[: plan.num_tokens].clone()  # type: ignore[index]
+    logits = captured.logits[:count].clone()  # type: ignore[index]
+    hidden = [each[: plan.num_tokens].clone() for each in captured.hidden]  # type: ignore[union-attr]
     eager = runner._mix(plan)
     assert_same_logits(logits.float().cpu(), eager.logits.float().cpu())  # type: ignore[union-attr]
-    assert_same_logits(hidden.float().cpu(), eager.hidden.float().cpu())  # type: ignore[union-attr]
+    for ours, theirs in zip(hidden, eager.hidden, strict=True):  # type: ignore[arg-type]
+        assert_same_logits(ours.flatten(1).float().cpu(), theirs.flatten(1).float().cpu())
 
 
 @pytest.mark.gpu

@@ -142,10 +142,13 @@ def test_the_measured_step_shapes_a_copy_of_its_logits(dtype: torch.dtype) -> No
             return torch.from_numpy(array)
 
         def mix(self, layout: Layout, packed: Any, num_decodes: int) -> Any:
-            return torch.zeros(layout.num_tokens, 3), logits
+            return (torch.zeros(layout.num_tokens, 3),), logits
 
-        def head(self, inputs: dict[str, Any]) -> Any:
-            return torch.zeros(len(inputs["hidden"]), 50)
+        class head:
+            inputs = ("hidden",)
+
+            def __new__(cls, inputs: dict[str, Any]) -> Any:
+                return (torch.zeros(len(inputs["hidden"]), 50),)
 
         def top_logprobs(self, logits: Any, rows: Any, num_top: int) -> Any:
             return rows

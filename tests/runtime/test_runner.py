@@ -9,6 +9,7 @@ import torch
 
 from atom import LLMEngine, SamplingParams
 from atom.errors import CapacityError
+from atom.runtime import runner
 
 
 @pytest.fixture
@@ -54,14 +55,14 @@ def test_a_step_that_memory_does_not_hold_names_the_knobs(
 
 
 def test_another_error_is_not_taken_for_a_lack_of_memory(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(engine._engine.runner, "head", lack(RuntimeError("size mismatch")))
+    monkeypatch.setattr(runner, "score", lambda *_: lack(RuntimeError("size mismatch"))(None))
     with pytest.raises(RuntimeError, match="size mismatch"):
         engine.generate([[1] * 10] * 3)
 
 
 def test_ctrl_c_within_a_compiled_piece_is_still_ctrl_c(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch):
     text = "KeyboardInterrupt: <EMPTY MESSAGE>\n\nAt:\n  linear.py(33): packed_linear\n"
-    monkeypatch.setattr(engine._engine.runner, "head", lack(RuntimeError(text)))
+    monkeypatch.setattr(runner, "score", lambda *_: lack(RuntimeError(text))(None))
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[1] * 10] * 3)
     assert engine.is_finished()

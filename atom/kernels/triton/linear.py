@@ -6,7 +6,8 @@
 
 One row is multiplied on the plain cores: each program makes the norm of it again and then lets its share of the weight
 stream past. More rows are normed first and go through tensor cores with the weight as the left side, so that they are
-padded to 8 and not to 64. Above MAX_ROWS, and above 32 where nobody has measured, the vendor's library takes over.
+padded to 8 and not to 64. Above MAX_ROWS, and above 32 where nobody has measured, the vendor's library takes over;
+on Hopper gate_hopper.py does products of many rows with gates behind them.
 
 On NVIDIA from sm_90, each kernel starts while the one ahead still runs, and fills its memory with the weight until
 that has ended: a weight must have been written before that one began. The splits of a product count themselves in one
@@ -33,6 +34,7 @@ from atom.kernels.triton.tiles import Gpu, find_gpu
 from atom.kernels.tuned import BUCKETS
 
 MAX_ROWS = BUCKETS[-1]
+MANY_ROWS = 1024  # of a product with gates, which from there on is gate_hopper.py's: on an H200 the faster one
 MAX_STAGES = 9  # of a product of one row
 MAX_TILES = 4096  # of a product whose columns are split
 MEMORY = 98304, 16384  # bytes of a processor that a product of one row takes, and of them in a step
@@ -151,6 +153,10 @@ def multiply(
     x, total = (a, a) if norm is None else normalize(a, b, norm, eps)
     if chosen is not None:
         return multiply_matrix(x, weight, bias, kind, chosen), total
+    if bias is None and suits_hopper(find_gpu(x.device), x, weight, kind):
+        from atom.kernels.triton import gate_hopper  # imports what only NVIDIA's GPUs need
+
+        return gate_hopper.gated_linear(x, weight), total
     y = F.linear(x, weight, bias)
     return y if kind is None else activate_gates(y, kind), total
 
@@ -194,6 +200,21 @@ def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: 
     while splits < 8 and tiles * splits < at_least * gpu.units and inner >= 4 * splits * block_inner:
         splits *= 2
     return Matrix(block_out, block_inner, warps, stages=4, splits=splits, prefetch=4)
+
+
+def suits_hopper(gpu: Gpu, x: Tensor, weight: Tensor, kind: str | None) -> bool:
+    """Whether the kernel of gate_hopper.py takes this product; with many rows it is faster."""
+    inner, element_size = x.shape[1], x.element_size()
+    lines = (x.stride(0), inner, len(weight) // 2)  # elements between rows, which the TMA wants to be of 16 bytes
+    return (
+        gpu.capability == (9, 0)
+        and kind == "silu"
+        and x.dtype == weight.dtype == torch.bfloat16
+        and len(x) >= MANY_ROWS
+        and inner > 64
+        and all(line * element_size % 16 == 0 for line in lines)
+        and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+    )
 
 
 @cache

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from passes.cases import random_weight, text_of
+
+from atom.graph import Graph, interpret, ops, parse, verify
+from atom.passes.sink_into_head import sink_into_head
+
+BEFORE = """\
+def body(x: fp32[T, 4], q: fp32[T, 1, 4], cos: fp32[T, 2], sin: fp32[T, 2]):
+    k = rope(q, cos, sin)
+    a = attention(q, k, k, KV("0", fp32[2, 1, 4]), scale=0.5)
+    a_1 = merge_heads(a)
+    x_1 = add(x, a_1)
+    h = rms_norm(x_1, W("norm", fp32[4]), eps=1e-06)
+    q_1 = split_heads(h, heads=1)
+    a_2 = attention(q_1, k, k, KV("1", fp32[2, 1, 4]), scale=0.5)
+    a_3 = merge_heads(a_2)
+    o = linear(a_3, W("o", fp32[4, 4]))
+    x_2 = add(x_1, o)
+    hidden, x_3 = add_rms_norm(x_2, h, W("final", fp32[4]), eps=1e-06)
+    return hidden
+
+def head(hidden: fp32[R, 4]):
+    logits = linear(hidden, W("head", fp32[7, 4]))
+    return logits"""
+
+AFTER = """\
+def body(x: fp32[T, 4], q: fp32[T, 1, 4], cos: fp32[T, 2], sin: fp32[T, 2]):
+    k = rope(q, cos, sin)
+    a = attention(q, k, k, KV("0", fp32[2, 1, 4]), scale=0.5)
+    a_1 = merge_heads(a)
+    x_1 = add(x, a_1)
+    h = rms_norm(x_1, W("norm", fp32[4]), eps=1e-06)
+    q_1 = split_heads(h, heads=1)
+    a_2 = attention(q_1, k, k, KV("1", fp32[2, 1, 4]), scale=0.5)
+    return x_1, h, a_2
+
+def head(x_1: fp32[R, 4], h: fp32[R, 4], a_2: fp32[R, 1, 4]):
+    a_3 = merge_heads(a_2)
+    o = linear(a_3, W("o", fp32[4, 4]))
+    x_2 = add(x_1, o)
+    hidden_1, x_3 = add_rms_norm(x_2, h, W("final", fp32[4]), eps=1e-06)
+    logits = linear(hidden_1, W("head", fp32[7, 4]))
+    return logits"""
+
+
+def sink(text: str) -> Graph:
+    graph = sink_into_head(parse(text))
+    verify(graph, ops.SEMANTIC)
+    return graph
+
+
+def test_what_follows_the_last_attention_belongs_to_the_head():
+    graph = sink(BEFORE)
+    assert text_of(graph).strip() == AFTER
+    assert graph.num_rewrites == 1
+
+
+def test_it_is_done_once():
+    graph = sink(AFTER)
+    assert text_of(graph).strip() == AFTER
+    assert graph.num_rewrites == 0
+
+
+def test_chosen_rows_have_the_logits_that_all_had():
+    random = torch.Generator().manual_seed(0)
+    shapes = {"x": (5, 4), "q": (5, 1, 4), "cos": (5, 2), "sin": (5, 2)}
+    inputs = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    rows = torch.tensor([1, 4])
+
+    before, after = parse(BEFORE), sink(BEFORE)
+    hidden = interpret(before, "body", inputs, random_weight)
+    expected = interpret(before, "head", {"hidden": hidden}, random_weight)[rows]
+    given = interpret(after, "body", inputs, random_weight)
+    chosen = {node.name: each[rows] for node, each in zip(after.programs["head"].inputs, given, strict=True)}
+    torch.testing.assert_close(interpret(after, "head", chosen, random_weight), expected)
+
+
+NO_ATTENTION = BEFORE.replace('attention(q, k, k, KV("0", fp32[2, 1, 4]), scale=0.5)', "rope(q, cos, sin)").replace(
+    'attention(q_1, k, k, KV("1", fp32[2, 1, 4]), scale=0.5)', "rope(q_1, cos, sin)"
+)
+NOT_OF_A_TOKEN = BEFORE.replace("sin: fp32[T, 2])", "sin: fp32[T, 2], bias: fp32[4])").replace(
+    'W("o", fp32[4, 4]))', 'W("o", fp32[4, 4]), bias)'
+)
+NO_HEAD = BEFORE.replace("def head", "def tail")
+
+
+@pytest.mark.parametrize("text", [NO_ATTENTION, NOT_OF_A_TOKEN, NO_HEAD])
+def test_it_declines(text: str):
+    assert text != BEFORE
+    graph = sink_into_head(parse(text))
+    assert graph.num_rewrites == 0
+    assert text_of(graph).strip() == text

@@ -16,6 +16,9 @@ ends with 2 for all but the last: the next start would meet the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class AtomError(Exception):
     exit_code = 1
@@ -51,3 +54,29 @@ class CapacityError(AtomError):
 
 class EngineDeadError(AtomError):
     pass
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory does not suffice: Python's, torch's, or a GPU's driver's.
+
+    That of torch's allocator on a CPU and the driver's are RuntimeErrors like others, and so is what a compiled piece
+    makes of an error of a kernel in Python, which begins with its name.
+    """
+    names, text = {each.__name__ for each in type(error).__mro__}, str(error)
+    return (
+        not names.isdisjoint({"MemoryError", "OutOfMemoryError"})
+        or text.startswith(("MemoryError: ", "OutOfMemoryError: "))
+        or "DefaultCPUAllocator" in text
+        or "out of memory" in text
+    )
+
+
+@contextmanager
+def naming_a_lack_of_memory(message: str) -> Iterator[None]:
+    """CapacityError with this message where memory does not suffice for what is done here."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise CapacityError(message) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch.fx import Node
 
 from atom.errors import ConfigError, PassError
-from atom.graph import Graph, Shuffle, Type, ops, parse, verify
+from atom.graph import Graph, Shuffle, ops, parse, verify
 from atom.kernels import Target, find_kernel
 from atom.passes.pipeline import PIPELINE
 from atom.passes.select_kernels import type_of
@@ -51,7 +51,7 @@ def check_runnable(graph: Graph, path: str, target: Target) -> None:
             raise ConfigError(
                 f"job.graph={path}: body has an input {node.name}; there are: {', '.join(sorted(provided))}"
             )
-    returned, taken = (", ".join(map(_row, nodes)) for nodes in (body.results, head.inputs))
+    returned, taken = (", ".join(str(node.meta["type"].row) for node in nodes) for nodes in (body.results, head.inputs))
     if returned != taken:
         raise ConfigError(f"job.graph={path}: head takes rows of {taken} where body returns rows of {returned}")
     for node in _nodes(graph):
@@ -64,12 +64,6 @@ def check_runnable(graph: Graph, path: str, target: Target) -> None:
             raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name} takes {rule}")
         if reason := kernel.accepts(target, *map(type_of, node.args), **node.kwargs):
             raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name}: {reason}")
-
-
-def _row(node: Node) -> str:
-    """The type of what one token or row has: of fp32[T, 64] fp32[64]."""
-    type = node.meta["type"]
-    return str(Type(type.dtype, type.shape[1:]))
 
 
 def _level(graph: Graph) -> str:

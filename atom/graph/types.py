@@ -32,6 +32,11 @@ class Type:
         """Bytes, where every dim is a number."""
         return self.num_elements * BITS[self.dtype] // 8
 
+    @property
+    def row(self) -> Type:
+        """What each of the first dim has: of bf16[T, 576] bf16[576]."""
+        return Type(self.dtype, self.shape[1:])
+
     def with_last(self, *dims: Dim) -> Type:
         """The same with the last dim replaced by `dims`."""
         return Type(self.dtype, (*self.shape[:-1], *dims))

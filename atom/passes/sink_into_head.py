@@ -9,14 +9,17 @@
         logits = linear(hidden, W("lm_head"))               logits = linear(x, W("lm_head"))
 
 No other token reads what is behind the last attention, so of a prompt only the rows that get logits go through it.
-Declines where there is no attention, or where something that the head would then take is not of each token.
+Declines where there is no attention, where the head does not take what the body returns, or where something that it
+would then take is not of each token.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.fx import Node
 
-from atom.graph import KV, Graph, Program, Type
+from atom.graph import KV, Graph, Program
 from atom.graph.graph import call_of, node_leaves, results_of
 
 
@@ -26,7 +29,8 @@ def sink_into_head(graph: Graph) -> Graph:
     body, head = graph.programs["body"], graph.programs["head"]
     kept = _ahead_of_attention(body)
     sunk = [call for call in body.nodes if call not in kept]
-    if not kept or not sunk or len(head.inputs) != len(body.results):
+    returned, taken = ([node.meta["type"].row for node in nodes] for nodes in (body.results, head.inputs))
+    if not kept or not sunk or returned != taken:
         return graph
     read = {node for call in sunk for node in call.all_input_nodes} | set(body.results)
     crossing = [node for node in body.fx.nodes if node in read and call_of(node) not in sunk]
@@ -34,26 +38,32 @@ def sink_into_head(graph: Graph) -> Graph:
     if any(node.meta["type"].shape[:1] != tokens for node in crossing):
         return graph
 
-    given = dict(zip(head.inputs, body.results, strict=True))
-    first = next(node for node in head.fx.nodes if node.op != "placeholder")
-    moved: dict[Node, Node] = {}
+    made = Program(head.name)
+    place: dict[Node, Node] = {}
     for node in crossing:
         type = node.meta["type"]
-        moved[node] = head.input(node.name, Type(type.dtype, (*rows, *type.shape[1:])))
-    for call in sunk:
-        names = tuple(result.name for result in results_of(call))
-        args = [moved[arg] if isinstance(arg, Node) else arg for arg in call.args]
-        made = graph.insert(first, call.target, *args, name=names, **call.kwargs)
-        moved |= zip(results_of(call), made if isinstance(made, tuple) else (made,), strict=True)
-    for hidden, result in given.items():
-        hidden.replace_all_uses_with(moved[result])
-        head.fx.erase_node(hidden)
+        place[node] = made.input(node.name, replace(type, shape=(*rows, *type.shape[1:])))
+    _copy(sunk, made, place)
+    place |= zip(head.inputs, (place[result] for result in body.results), strict=True)
+    _copy(head.nodes, made, place)
+    made.output(*(place[result] for result in head.results))
+    graph.programs[head.name] = made
+
     body.fx.output_node().args = (tuple(crossing),)
     for call in reversed(sunk):
         for node in dict.fromkeys((*results_of(call), call)):
             body.fx.erase_node(node)
     graph.num_rewrites += 1
     return graph
+
+
+def _copy(calls: list[Node], program: Program, place: dict[Node, Node]) -> None:
+    """Add calls to a program, over what stands there for what they take; what stands for their results joins it."""
+    for call in calls:
+        names = tuple(result.name for result in results_of(call))
+        args = [place[arg] if isinstance(arg, Node) else arg for arg in call.args]
+        results = program.call(call.target, *args, name=names, **call.kwargs)
+        place |= zip(results_of(call), results if isinstance(results, tuple) else (results,), strict=True)
 
 
 def _ahead_of_attention(program: Program) -> set[Node]:

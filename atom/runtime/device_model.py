@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from atom.errors import CapacityError
+from atom.errors import naming_a_lack_of_memory
 from atom.graph import KV, TORCH_DTYPES, Graph, Recipe
 from atom.graph.ops import Op
 from atom.pieces import PieceCode
@@ -143,11 +143,9 @@ class DeviceModel:
 
     def _allocate(self, cache: KV, num_blocks: int) -> Tensor:
         shape = (num_blocks, self.block_size, *(int(dim) for dim in cache.type.shape))
-        try:
+        nbytes = num_blocks * self.block_size * cache.type.num_bytes
+        with naming_a_lack_of_memory(
+            f"the KV cache of {cache.name} takes {nbytes} bytes, more than the GPU has: "
+            "lower serve.gpu_memory_utilization, or serve.num_kvcache_blocks where it is set"
+        ):
             return torch.zeros(shape, dtype=TORCH_DTYPES[cache.type.dtype], device=self.device)
-        except torch.OutOfMemoryError:
-            nbytes = num_blocks * self.block_size * cache.type.num_bytes
-            raise CapacityError(
-                f"the KV cache of {cache.name} takes {nbytes} bytes, more than the GPU has: "
-                "lower serve.gpu_memory_utilization, or serve.num_kvcache_blocks where it is set"
-            ) from None

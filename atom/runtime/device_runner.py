@@ -20,13 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atom.errors import EngineDeadError, is_out_of_memory
 from atom.graph import Graph, Recipe
 from atom.pieces import PieceCode
 from atom.runtime.device_model import KINDS, DeviceModel
 from atom.runtime.graphs import Graphs, Step
 from atom.runtime.layout import Layout
 from atom.runtime.program import rows_of
-from atom.runtime.runner import is_out_of_memory, out_of_memory, score_prompt
+from atom.runtime.runner import out_of_memory, score_prompt
 from atom.runtime.sampler import MIN_TEMPERATURE
 from atom.runtime.shaping import Shaping, shape
 from atom.runtime.slots import NUM_REPORTED, describe
@@ -57,6 +58,7 @@ class DeviceRunner:
         self.model = DeviceModel(graph, weights, num_blocks, block_size, code, device=device, **limits)
         self.graphs = Graphs(self.model)
         self._residents: list[_Resident | None] = [None] * max_num_seqs  # by slot
+        self._dead: EngineDeadError | None = None  # why no step can be started any more
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
         """Take another KV pool, empty; what was captured is forgotten."""
@@ -66,9 +68,12 @@ class DeviceRunner:
     def execute(self, plan: Plan) -> Pending:
         """Start a step. CapacityError where memory does not suffice: it can then be started again.
 
-        Tokens are drawn last, when nothing can raise any more. What is written before that is written again by another
-        try: the KV of the plan's tokens, and what the slots keep of sequences that are new to them.
+        What is written before tokens are drawn is written again by another try: the KV of the plan's tokens, and what
+        the slots keep of sequences that are new to them. EngineDeadError, this time and from then on, where it fails
+        behind that: what was drawn cannot be drawn again.
         """
+        if self._dead is not None:
+            raise self._dead
         try:
             with torch.inference_mode():
                 return self._execute(plan)
@@ -155,7 +160,7 @@ class DeviceRunner:
         return scored
 
     def _sample(self, step: Step, sampling: Sampling, scored: dict[str, list[Logprobs]]) -> Pending:
-        """Draw, behind all that can raise: what has been drawn is not drawn again."""
+        """Draw, behind all that allocates: what has been drawn cannot be drawn again."""
         assert step.logits is not None, "there are rows that sample"
         asked = {at: n for at, (row, _) in enumerate(sampling) if (n := row.sequence.params.logprobs) is not None}
         report = self._report(step.logits, list(asked), max(asked.values())) if asked else None
@@ -170,10 +175,14 @@ class DeviceRunner:
             logits = step.logits if shaping is None else self._shape(step.logits[:count], sampling, shaping)
             # of what is not plain, a start compiles only the last kind
             out = self.model.sample(step.rows[: len(logits)], logits, kind if is_plain else KINDS[-1], has_penalties)
-        if report is not None:
-            self.model.score_drawn(step.logits, report.rows, out, report.totals, report.chosen, report.ranks)
         places = [(row.sequence.slot, (row.start + row.num_tokens) % NUM_REPORTED) for row, _ in sampling]
-        return Pending(self.model.slots.reported, places, asked, scored, self._record(), report)
+        try:
+            if report is not None:
+                self.model.score_drawn(step.logits, report.rows, out, report.totals, report.chosen, report.ranks)
+            return Pending(self.model.slots.reported, places, asked, scored, self._record(), report)
+        except Exception as error:
+            self._dead = EngineDeadError(f"the GPU failed behind a step's draw: {type(error).__name__}")
+            raise self._dead from error
 
     def _report(self, logits: Tensor, rows: list[int], num_top: int) -> _Report:
         """Log probabilities of some rows, but for what follows from the tokens drawn."""

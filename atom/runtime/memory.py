@@ -1,7 +1,7 @@
 """What a GPU's memory is for: weights, what a step takes, CUDA graphs; the rest is the KV pool's.
 
 left_for_kv(graph, config)                          # bytes, before anything is loaded; CapacityError where nothing is
-with no_memory_at_start(config.serve):              # CapacityError in place of torch's OutOfMemoryError
+with no_memory_at_start(config.serve):              # CapacityError where memory does not suffice
     measure_left(runner, [512], config.serve)       # bytes, with the weights there
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from atom import weights
 from atom.config import Config, ServeConfig
-from atom.errors import CapacityError
+from atom.errors import CapacityError, naming_a_lack_of_memory
 from atom.graph import Graph
 from atom.runtime.device_model import KINDS, DeviceModel
 from atom.runtime.device_runner import DeviceRunner
@@ -63,13 +63,11 @@ def left_for_kv(graph: Graph, config: Config) -> int:
 @contextmanager
 def no_memory_at_start(serve: ServeConfig) -> Iterator[None]:
     """Say what to lower where a start runs out of memory beside the weights: CapacityError."""
-    try:
+    with naming_a_lack_of_memory(
+        "the weights leave too little memory of the GPU for a start: lower serve.max_num_seqs "
+        f"({serve.max_num_seqs}) or serve.max_num_batched_tokens ({serve.max_num_batched_tokens})"
+    ):
         yield
-    except torch.OutOfMemoryError:
-        raise CapacityError(
-            "the weights leave too little memory of the GPU for a start: lower serve.max_num_seqs "
-            f"({serve.max_num_seqs}) or serve.max_num_batched_tokens ({serve.max_num_batched_tokens})"
-        ) from None
 
 
 def measure_left(runner: DeviceRunner, largest: Sequence[int], serve: ServeConfig) -> int:
@@ -79,13 +77,11 @@ def measure_left(runner: DeviceRunner, largest: Sequence[int], serve: ServeConfi
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     num_tokens = serve.max_num_batched_tokens
-    try:
+    with naming_a_lack_of_memory(
+        f"a step of {num_tokens} tokens takes more memory than the weights leave of the GPU: "
+        f"lower serve.max_num_batched_tokens (to {max(num_tokens // 2, 1)}) or serve.max_num_seqs"
+    ):
         take_largest_step(runner.model, num_tokens, min(num_tokens, serve.max_num_seqs))
-    except torch.OutOfMemoryError:
-        raise CapacityError(
-            f"a step of {num_tokens} tokens takes more memory than the weights leave of the GPU: "
-            f"lower serve.max_num_batched_tokens (to {max(num_tokens // 2, 1)}) or serve.max_num_seqs"
-        ) from None
     step = torch.cuda.max_memory_allocated() - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atom.errors import CapacityError
+from atom.errors import CapacityError, is_out_of_memory
 from atom.graph import KV, TORCH_DTYPES, Graph, Recipe
 from atom.pieces import PieceCode
 from atom.runtime.batch import build_inputs
@@ -97,16 +97,6 @@ def out_of_memory(plan: Plan, knob: str) -> CapacityError:
 def is_raised_by(error: Exception, name: str) -> bool:
     """Whether a kernel in Python raised that: a compiled piece makes a RuntimeError of it that begins with its name."""
     return str(error).startswith(f"{name}: ")
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error means that. Those of torch's allocator on a CPU and of NVIDIA's driver are RuntimeErrors like
-    others."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if "DefaultCPUAllocator" in str(error) or "out of memory" in str(error):
-        return True
-    return is_raised_by(error, "MemoryError") or is_raised_by(error, "OutOfMemoryError")
 
 
 def _allocate(cache: KV, num_blocks: int, block_size: int) -> Tensor:

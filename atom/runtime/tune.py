@@ -25,7 +25,7 @@ from torch import Tensor
 from atom.artifact.files import Unfit, reason_of
 from atom.checkpoint import Progress
 from atom.config import SamplingParams
-from atom.errors import CapacityError
+from atom.errors import CapacityError, is_out_of_memory
 from atom.graph import Graph
 from atom.graph.ops import Op
 from atom.kernels import tuned
@@ -83,7 +83,9 @@ def tune(
         model.bind(_pool(model, most))
         for size, missing in unknown.items():
             tuning.measure(size, min(size, max_rows), missing)
-    except (torch.OutOfMemoryError, CapacityError):
+    except (RuntimeError, CapacityError) as error:
+        if not isinstance(error, CapacityError) and not is_out_of_memory(error):
+            raise
         raise CapacityError(
             f"tune=true: steps of {most} decodes ran out of memory: "
             f"lower serve.max_num_seqs (to {max(most // 2, 1)}), or leave tune=true out"
@@ -170,7 +172,7 @@ class Fitting:
 
 def compile_options(calls: Sequence[Call], options: Sequence[Parameters], on_compiled: Callable[[], object]) -> Fitting:
     """Compile these calls with each of the options, on all cores, and look at what they give."""
-    from atom.kernels.triton.tune import UNFIT, agrees
+    from atom.kernels.triton.tune import agrees, is_unfit
 
     @torch.inference_mode()
     def is_fit(option: Parameters) -> bool:
@@ -179,10 +181,8 @@ def compile_options(calls: Sequence[Call], options: Sequence[Parameters], on_com
         try:
             for call in calls:
                 call(parameters=lambda *_: option)
-        except UNFIT:
-            return False
-        except RuntimeError as error:
-            if "PassManager" not in str(error):  # how Triton says that one of its passes failed
+        except Exception as error:
+            if not is_unfit(error):
                 raise
             return False
         return True
@@ -264,7 +264,7 @@ def _specialized(arg: Tensor | None) -> Any:
 def _capture_on_gpu() -> Capture:
     """Captures CUDA graphs that lay their memory over each other, as their results are not looked at."""
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    latest: list[torch.cuda.CUDAGraph] = []  # one, for a pool ends with its last graph
+    kept: list[torch.cuda.CUDAGraph] = []  # the latest, for a pool ends with its last graph
 
     def capture(run: Callable[[], object]) -> Callable[[], float]:
         run()  # what a first launch makes for good shall not be a graph's
@@ -276,7 +276,7 @@ def _capture_on_gpu() -> Capture:
                 run()
             finally:
                 graph.capture_end()
-        latest[:] = [graph]
+        kept[:] = [graph]
 
         def time(num: int) -> float:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -271,8 +271,8 @@ def end_group() -> None:
 def end_children() -> None:
     """End what this process has started, so that it can end with an exit code of its own."""
     if os.getpgrp() == os.getpid():
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        os.killpg(0, signal.SIGHUP)
+        signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGVTALRM)  # which ends them, as SIGHUP does not under nohup
 
 
 if __name__ == "__main__":

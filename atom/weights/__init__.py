@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from atom.checkpoint import Checkpoint, Progress, StoredTensor
-from atom.errors import CapacityError, CheckpointError, UnsupportedError
+from atom.errors import CheckpointError, UnsupportedError, naming_a_lack_of_memory
 from atom.graph import TORCH_DTYPES, Graph, Recipe, RopeFreqs, Shuffle
 from atom.graph.formats import stored_parts
 from atom.graph.recipes import held_bytes, leaves, narrow, packed_leaves
@@ -132,14 +132,12 @@ def _load_staged(
 def _within_memory(recipes: Iterable[Recipe], device: str) -> Iterator[None]:
     """A lack of memory on the device, told with the sizes."""
     free, total = (0, 0) if device == "cpu" else torch.cuda.mem_get_info(device)
-    try:
+    size = sum(map(held_bytes, recipes))
+    with naming_a_lack_of_memory(
+        f"the weights take {size} bytes, device={device} had {free} free of {total}: end what else uses it, or set "
+        "checkpoint= to a smaller model"
+    ):
         yield
-    except torch.OutOfMemoryError:
-        size = sum(map(held_bytes, recipes))
-        raise CapacityError(
-            f"the weights take {size} bytes, device={device} had {free} free of {total}: end what else uses it, or set "
-            "checkpoint= to a smaller model"
-        ) from None
 
 
 def _some(names: list[str]) -> str:

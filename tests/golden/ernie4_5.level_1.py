@@ -32,6 +32,6 @@ def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 16]):
     gate_up = torch.linear(h_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.1.mlp.up_proj.weight", bf16[80, 48])]), "onednn"))    # bf16[R, 160]
     m_1 = reference.gated_activate(gate_up, kind="silu")    # bf16[R, 80]
     down_1 = torch.linear(m_1, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]
-    hidden_1, x_4 = torch.add_rms_norm(x_3, down_1, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
-    logits = reference.linear(hidden_1, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[R, 101]; torch: its weight is read by embedding too
+    hidden, x_4 = torch.add_rms_norm(x_3, down_1, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
+    logits = reference.linear(hidden, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[R, 101]; torch: its weight is read by embedding too
     return logits

@@ -38,6 +38,6 @@ def head(x_3: bf16[R, 48], a_3: bf16[R, 4, 16]):
     m_2 = reference.gated_activate(gate_up, kind="gelu_tanh")    # bf16[R, 80]
     down_1 = torch.linear(m_2, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]
     m_3 = torch.rms_norm(down_1, shift(W("model.layers.1.post_feedforward_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[R, 48]
-    hidden_1, x_5 = torch.add_rms_norm(x_4, m_3, shift(W("model.norm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
-    logits = reference.linear(hidden_1, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[R, 101]; torch: its weight is read by embedding too
+    hidden, x_5 = torch.add_rms_norm(x_4, m_3, shift(W("model.norm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
+    logits = reference.linear(hidden, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[R, 101]; torch: its weight is read by embedding too
     return logits

@@ -36,6 +36,6 @@ def head(x_2: bf16[R, 48], a_3: bf16[R, 4, 16]):
     m_2 = reference.gated_activate(gate_up, kind="silu")    # bf16[R, 80]
     down_1 = torch.linear(m_2, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]
     m_3 = torch.rms_norm(down_1, W("model.layers.1.post_mlp_layernorm.weight", bf16[48]), eps=1.5625e-07)    # bf16[R, 48]
-    hidden_1, x_4 = torch.add_rms_norm(x_3, m_3, W("model.norm.weight", bf16[48]), eps=1.5625e-07)    # bf16[R, 48], bf16[R, 48]
-    logits = torch.linear(hidden_1, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
+    hidden, x_4 = torch.add_rms_norm(x_3, m_3, W("model.norm.weight", bf16[48]), eps=1.5625e-07)    # bf16[R, 48], bf16[R, 48]
+    logits = torch.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
     return logits

@@ -37,7 +37,7 @@ def head(x_3: bf16[R, 48], a_2: bf16[R, 4, 12]):
     m_1 = reference.gated_activate(gate_up, kind="silu")    # bf16[R, 80]
     down_2 = torch.linear(m_1, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]
     down_3 = reference.scale(down_2, by=0.4)    # bf16[R, 48]
-    hidden_1, x_5 = torch.add_rms_norm(x_4, down_3, W("model.norm.weight", bf16[48]), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
-    logits = torch.linear(hidden_1, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
+    hidden, x_5 = torch.add_rms_norm(x_4, down_3, W("model.norm.weight", bf16[48]), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
+    logits = torch.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
     logits_1 = reference.scale(logits, by=0.2)    # bf16[R, 101]
     return logits_1

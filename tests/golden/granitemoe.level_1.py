@@ -43,7 +43,7 @@ def head(x_3: bf16[R, 48], a_2: bf16[R, 4, 12]):
     down = torch.grouped_linear(m, shuffle(W("model.layers.1.block_sparse_moe.output_linear.weight", bf16[8, 48, 24]), "onednn"), ends, None)    # bf16[2*R, 48]
     y_2 = torch.combine(down, weights_1, order)    # bf16[R, 48]
     y_3 = reference.scale(y_2, by=0.4)    # bf16[R, 48]
-    hidden_1, x_5 = torch.add_rms_norm(x_4, y_3, W("model.norm.weight", bf16[48]), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
-    logits = reference.linear(hidden_1, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[R, 101]; torch: its weight is read by embedding too
+    hidden, x_5 = torch.add_rms_norm(x_4, y_3, W("model.norm.weight", bf16[48]), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
+    logits = reference.linear(hidden, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[R, 101]; torch: its weight is read by embedding too
     logits_1 = reference.scale(logits, by=0.2)    # bf16[R, 101]
     return logits_1

@@ -36,6 +36,6 @@ def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 12]):
     m_1 = reference.activate(up_1, kind="relu2")    # bf16[R, 80]
     down_1 = torch.linear(m_1, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]
     x_4 = reference.add(x_3, down_1)    # bf16[R, 48]
-    hidden_1 = reference.layer_norm(x_4, shift(W("model.norm.weight", fp32[48]), 1.0), W("model.norm.bias", bf16[48]), eps=1e-05)    # bf16[R, 48]
-    logits = torch.linear(hidden_1, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
+    hidden = reference.layer_norm(x_4, shift(W("model.norm.weight", fp32[48]), 1.0), W("model.norm.bias", bf16[48]), eps=1e-05)    # bf16[R, 48]
+    logits = torch.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
     return logits

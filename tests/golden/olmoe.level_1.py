@@ -42,6 +42,6 @@ def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 12]):
     m = reference.gated_activate(gate_up, kind="silu")    # bf16[3*R, 24]
     down = torch.grouped_linear(m, shuffle(stack(W("model.layers.1.mlp.experts.{expert}.down_proj.weight", bf16[48, 24]), 0, 8), "onednn"), ends, None)    # bf16[3*R, 48]
     y_1 = torch.combine(down, weights_1, order)    # bf16[R, 48]
-    hidden_1, x_4 = torch.add_rms_norm(x_3, y_1, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
-    logits = torch.linear(hidden_1, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
+    hidden, x_4 = torch.add_rms_norm(x_3, y_1, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
+    logits = torch.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
     return logits

@@ -32,6 +32,6 @@ def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 12]):
     gate_up = torch.linear(h_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.1.mlp.up_proj.weight", bf16[80, 48])]), "onednn"))    # bf16[R, 160]
     m_1 = reference.gated_activate(gate_up, kind="silu")    # bf16[R, 80]
     down_1 = torch.linear(m_1, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]
-    hidden_1, x_4 = torch.add_rms_norm(x_3, down_1, W("model.norm.weight", bf16[48]), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
-    logits = torch.linear(hidden_1, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
+    hidden, x_4 = torch.add_rms_norm(x_3, down_1, W("model.norm.weight", bf16[48]), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
+    logits = torch.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
     return logits

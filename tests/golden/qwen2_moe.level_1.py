@@ -52,6 +52,6 @@ def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 12]):
     share_1 = reference.activate(shared_share_1, kind="sigmoid")    # bf16[R, 1]
     shared_1 = reference.mul(shared_down_1, share_1)    # bf16[R, 48]
     y_3 = reference.add(y_2, shared_1)    # bf16[R, 48]
-    hidden_1, x_4 = torch.add_rms_norm(x_3, y_3, W("model.norm.weight", bf16[48]), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
-    logits = torch.linear(hidden_1, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
+    hidden, x_4 = torch.add_rms_norm(x_3, y_3, W("model.norm.weight", bf16[48]), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
+    logits = torch.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
     return logits

@@ -32,6 +32,6 @@ def head(x_2: bf16[R, 576], a_2: bf16[R, 9, 64]):
     gate_up = torch.linear(h_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[1536, 576]), W("model.layers.1.mlp.up_proj.weight", bf16[1536, 576])]), "onednn"))    # bf16[R, 3072]
     m_1 = reference.gated_activate(gate_up, kind="silu")    # bf16[R, 1536]
     down_1 = torch.linear(m_1, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[576, 1536]), "onednn"))    # bf16[R, 576]
-    hidden_1, x_4 = torch.add_rms_norm(x_3, down_1, W("model.norm.weight", bf16[576]), eps=1e-05)    # bf16[R, 576], bf16[R, 576]
-    logits = reference.linear(hidden_1, W("model.embed_tokens.weight", bf16[49152, 576]))    # bf16[R, 49152]; torch: its weight is read by embedding too
+    hidden, x_4 = torch.add_rms_norm(x_3, down_1, W("model.norm.weight", bf16[576]), eps=1e-05)    # bf16[R, 576], bf16[R, 576]
+    logits = reference.linear(hidden, W("model.embed_tokens.weight", bf16[49152, 576]))    # bf16[R, 49152]; torch: its weight is read by embedding too
     return logits

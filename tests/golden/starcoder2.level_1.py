@@ -36,6 +36,6 @@ def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 12]):
     m_1 = reference.activate(up_1, kind="gelu_tanh")    # bf16[R, 80]
     down_1 = torch.linear(m_1, shuffle(W("model.layers.1.mlp.c_proj.weight", bf16[48, 80]), "onednn"), W("model.layers.1.mlp.c_proj.bias", bf16[48]))    # bf16[R, 48]
     x_4 = reference.add(x_3, down_1)    # bf16[R, 48]
-    hidden_1 = reference.layer_norm(x_4, W("model.norm.weight", bf16[48]), W("model.norm.bias", bf16[48]), eps=1e-05)    # bf16[R, 48]
-    logits = reference.linear(hidden_1, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[R, 101]; torch: its weight is read by embedding too
+    hidden = reference.layer_norm(x_4, W("model.norm.weight", bf16[48]), W("model.norm.bias", bf16[48]), eps=1e-05)    # bf16[R, 48]
+    logits = reference.linear(hidden, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[R, 101]; torch: its weight is read by embedding too
     return logits

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from kernels.checks import relative_error
 
-from atom.kernels.triton import linear
+from atom.kernels.triton import linear, tiles
 from atom.kernels.triton.linear import MANY_ROWS, MAX_ROWS, suits_hopper
 from atom.kernels.triton.tiles import Gpu
 
@@ -44,6 +44,11 @@ def test_it_leaves_to_the_library(given: dict[str, Any]):
     assert not is_chosen(**given)
 
 
+def test_another_gluon_than_it_is_written_for_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tiles, "HAS_GLUON", False)
+    assert not is_chosen()
+
+
 def test_what_has_measured_parameters_is_left_alone():
     assert MANY_ROWS > MAX_ROWS
 
@@ -51,7 +56,7 @@ def test_what_has_measured_parameters_is_left_alone():
 COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
-from atom.kernels.triton import linear
+from atom.kernels.triton import linear, tiles
 from atom.kernels.triton.tiles import Gpu
 
 class Driver:
@@ -137,6 +142,41 @@ class TestOnHopper:
         y = gate_hopper.gated_linear(x, weight)
         others = torch.arange(600) % 293 != 7
         assert y[7].isnan().all() and torch.equal(y[others.cuda()], whole[others.cuda()])
+
+    def test_a_captured_chain_gives_what_its_kernels_give_one_by_one(self):
+        """Each begins while the one ahead of it runs, and x is written by the one ahead."""
+        from atom.kernels.triton import gate_hopper
+
+        a, b, norm, weight, down = (
+            make(2000, 512),
+            make(2000, 512),
+            make(512),
+            make(1536, 512) * 0.1,
+            make(512, 768) * 0.1,
+        )
+
+        def layers() -> torch.Tensor:
+            total = a
+            for _ in range(4):
+                m, total = linear.add_norm_linear(total, b, norm, weight, eps=1e-6, kind="silu")
+                total = linear.linear(m, down) + total
+            return total
+
+        expected, total = a, a
+        for _ in range(4):
+            normed, total = linear.normalize(expected, b, norm, 1e-6)
+            torch.cuda.synchronize()
+            m = gate_hopper.gated_linear(normed, weight)
+            torch.cuda.synchronize()
+            expected = F.linear(m, down) + total
+        assert torch.equal(layers(), expected)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = layers()
+        for _ in range(3):
+            captured.zero_()
+            graph.replay()
+            assert torch.equal(captured, expected)
 
     @pytest.mark.parametrize("kind", ["silu", "gelu"])
     def test_the_ops_take_it_where_it_suits(self, kind: str, monkeypatch: pytest.MonkeyPatch):

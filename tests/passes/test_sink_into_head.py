@@ -41,8 +41,8 @@ def head(x_1: fp32[R, 4], h: fp32[R, 4], a_2: fp32[R, 1, 4]):
     a_3 = merge_heads(a_2)
     o = linear(a_3, W("o", fp32[4, 4]))
     x_2 = add(x_1, o)
-    hidden_1, x_3 = add_rms_norm(x_2, h, W("final", fp32[4]), eps=1e-06)
-    logits = linear(hidden_1, W("head", fp32[7, 4]))
+    hidden, x_3 = add_rms_norm(x_2, h, W("final", fp32[4]), eps=1e-06)
+    logits = linear(hidden, W("head", fp32[7, 4]))
     return logits"""
 
 
@@ -64,18 +64,33 @@ def test_it_is_done_once():
     assert graph.num_rewrites == 0
 
 
-def test_chosen_rows_have_the_logits_that_all_had():
+CLASH = BEFORE.replace("x_1", "hidden").replace("hidden, x_3", "out, x_3").replace("return hidden", "return out")
+CLASH = CLASH.replace("a_3", "logits")  # names that the head has for its own
+
+
+@pytest.mark.parametrize("text", [BEFORE, CLASH])
+def test_chosen_rows_have_the_logits_that_all_had(text: str):
     random = torch.Generator().manual_seed(0)
     shapes = {"x": (5, 4), "q": (5, 1, 4), "cos": (5, 2), "sin": (5, 2)}
     inputs = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
     rows = torch.tensor([1, 4])
 
-    before, after = parse(BEFORE), sink(BEFORE)
+    before, after = parse(text), sink(text)
     hidden = interpret(before, "body", inputs, random_weight)
     expected = interpret(before, "head", {"hidden": hidden}, random_weight)[rows]
     given = interpret(after, "body", inputs, random_weight)
     chosen = {node.name: each[rows] for node, each in zip(after.programs["head"].inputs, given, strict=True)}
     torch.testing.assert_close(interpret(after, "head", chosen, random_weight), expected)
+
+
+def test_what_was_put_behind_the_last_attention_afterwards_is_sunk_too():
+    text = AFTER.replace("    return x_1, h, a_2", "    x_2 = merge_heads(a_2)\n    return x_1, h, x_2")
+    text = text.replace("a_2: fp32[R, 1, 4])", "a_2: fp32[R, 4])").replace(
+        "a_3 = merge_heads(a_2)", "a_3 = add(a_2, h)"
+    )
+    graph = sink(text)
+    assert [node.name for node in graph.programs["body"].results] == ["x_1", "h", "a_2"]
+    assert graph.num_rewrites == 1
 
 
 NO_ATTENTION = BEFORE.replace('attention(q, k, k, KV("0", fp32[2, 1, 4]), scale=0.5)', "rope(q, cos, sin)").replace(
@@ -85,9 +100,12 @@ NOT_OF_A_TOKEN = BEFORE.replace("sin: fp32[T, 2])", "sin: fp32[T, 2], bias: fp32
     'W("o", fp32[4, 4]))', 'W("o", fp32[4, 4]), bias)'
 )
 NO_HEAD = BEFORE.replace("def head", "def tail")
+OTHER_HEAD = BEFORE.replace("def head(hidden: fp32[R, 4])", "def head(hidden: fp32[R, 8])").replace(
+    'W("head", fp32[7, 4])', 'W("head", fp32[7, 8])'
+)
 
 
-@pytest.mark.parametrize("text", [NO_ATTENTION, NOT_OF_A_TOKEN, NO_HEAD])
+@pytest.mark.parametrize("text", [NO_ATTENTION, NOT_OF_A_TOKEN, NO_HEAD, OTHER_HEAD])
 def test_it_declines(text: str):
     assert text != BEFORE
     graph = sink_into_head(parse(text))

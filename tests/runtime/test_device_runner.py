@@ -23,7 +23,7 @@ from atom import LLMEngine, SamplingParams, llm
 from atom.checkpoint import SilentProgress, stop_ids
 from atom.compiler import compile_graph
 from atom.config import engine_overrides, load
-from atom.errors import CapacityError
+from atom.errors import CapacityError, EngineDeadError
 from atom.kernels import Target
 from atom.kernels.triton import sampling
 from atom.opening import open_for
@@ -354,6 +354,27 @@ def test_a_step_without_memory_is_taken_again_as_if_it_had_not_been(
     sequences, num_failures = generate_in_spite(engine, asked)
     assert num_failures > 0
     assert_same(sequences, expected(on_cpu(checkpoints("qwen3")), asked))
+
+
+def test_what_fails_behind_a_draw_is_not_drawn_again(
+    checkpoints: Any, triton_device: str, monkeypatch: pytest.MonkeyPatch
+):
+    engine = open_device(checkpoints("qwen3"), triton_device, 0)
+    drawn, model = [], engine.runner.model  # type: ignore[attr-defined]
+    sample = model.sample
+
+    def fail(*args: Any) -> None:
+        raise TRITON_LACKS
+
+    monkeypatch.setattr(model, "sample", lambda *args: drawn.append(args) or sample(*args))
+    monkeypatch.setattr(model, "score_drawn", fail)
+    params = SamplingParams(max_tokens=6, logprobs=1)
+    engine.submit(engine.prepare([1, 2, 3], params))
+    engine.submit(engine.prepare([4, 5], params))
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="failed behind a step's draw: RuntimeError"):
+            engine.step()
+    assert len(drawn) == 1
 
 
 class FailingAllocations(TorchDispatchMode):

@@ -36,9 +36,10 @@ def lack(error: Exception) -> Callable[[Any], None]:
         allocate_too_much,
         lack(MemoryError()),
         lack(torch.OutOfMemoryError("CUDA out of memory")),
+        lack(RuntimeError("CUDA error: out of memory")),
         lack(RuntimeError("MemoryError: <EMPTY MESSAGE>\n\nAt:\n  linear.py(33): packed_linear\n")),
     ],
-    ids=["cpu", "python", "cuda", "piece"],
+    ids=["cpu", "python", "cuda", "driver", "piece"],
 )
 def test_a_step_that_memory_does_not_hold_names_the_knobs(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, body: Callable[[Any], None]

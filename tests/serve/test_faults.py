@@ -209,7 +209,11 @@ def test_an_engine_that_is_killed_while_it_loads_ends_the_server(talker: Path, t
 def test_no_process_is_left_where_the_http_process_is_killed(talker: Path, tmp_path: Path, load_seconds: int):
     port = free_port()
     stub = {"load_seconds": load_seconds, "has_child": True}
-    server = serving.launch(talker, tmp_path, f"serve.http.port={port}", stub=stub)
+    handled = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        server = serving.launch(talker, tmp_path, f"serve.http.port={port}", stub=stub)
+    finally:
+        signal.signal(signal.SIGHUP, handled)
     wire.wait_until(lambda: len(family(server)) == 2)  # the engine, and a compiler of its own
     left = family(server)
     if not load_seconds:

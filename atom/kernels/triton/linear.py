@@ -207,7 +207,7 @@ def suits_hopper(gpu: Gpu, x: Tensor, weight: Tensor, kind: str | None) -> bool:
     inner, element_size = x.shape[1], x.element_size()
     lines = (x.stride(0), inner, len(weight) // 2)  # elements between rows, which the TMA wants to be of 16 bytes
     return (
-        gpu.capability == (9, 0)
+        gpu.runs_gluon
         and kind == "silu"
         and x.dtype == weight.dtype == torch.bfloat16
         and len(x) >= MANY_ROWS

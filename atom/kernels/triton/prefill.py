@@ -59,7 +59,7 @@ def suits_hopper(
     num_tokens, heads, dim = q.shape
     _, block_size, _, kv_heads, _ = cache.shape
     return (
-        gpu.capability == (9, 0)
+        gpu.runs_gluon
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.dtype == cache.dtype
         and num_tokens - num_decodes > FEW_TOKENS

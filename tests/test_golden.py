@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
 
 from atom.compiler import compile_graph, semantic_graph
-from atom.config import load
+from atom.config import Config, load
 from atom.graph import show
 from atom.kernels import Target
 
@@ -22,17 +24,29 @@ ABSTRACT = {"auto", "decoder"}  # what the others start from
 TARGET = Target("cpu", frozenset({"onednn_bf16", "onednn_fp32"}))
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("golden")
+
+
+@functools.cache
+def load_once(*overrides: str) -> Config:
+    return load(list(overrides))
+
+
 @pytest.mark.parametrize("stage", ["semantic", "level_0", "level_1"])
 @pytest.mark.parametrize("name", [name for name in MODEL_FILES if name not in ABSTRACT])
-def test_the_text_is_the_golden_one(name: str, stage: str, tmp_path: Path, request: pytest.FixtureRequest):
+def test_the_text_is_the_golden_one(name: str, stage: str, folder: Path, request: pytest.FixtureRequest):
     overrides = [f"model={name}", "model.layers=2"]
     if name in tiny.VARIANTS:
-        (tmp_path / "config.json").write_text(json.dumps(tiny.config(name).to_dict()))
-        overrides += [f"checkpoint={tmp_path}", "dtype=bf16"]
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(tiny.config(name).to_dict()))
+        overrides += [f"checkpoint={folder / name}", "dtype=bf16"]
+    config = load_once(*overrides)
     if stage == "semantic":
-        text = show(semantic_graph(load(overrides)))
+        text = show(semantic_graph(config))
     else:
-        text = show(compile_graph(load([*overrides, f"level={stage[-1]}"]), target=TARGET))
+        text = show(compile_graph(replace(config, level=int(stage[-1])), target=TARGET))
     golden = GOLDEN / f"{name}.{stage}.py"
     if request.config.getoption("--update-golden"):
         golden.write_text(text)

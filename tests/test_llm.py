@@ -26,9 +26,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 EVENTFUL = ["llama", "llama_odd_heads", "qwen2_window", "qwen3_window", "mistral_window"]
 
 MODEL_FILES = [name for name in tiny.VARIANTS if (ROOT / "conf" / "model" / f"{name}.yaml").exists()]  # a variant each
-SCHEDULED = {  # by level, the others are slow: at 0 each kind of cache and of layer, at 1 every model file and window
+SCHEDULED = {  # by level, the others are slow: at 0 each kind of cache and of layer, at 1 every model file
     0: ["deepseek_v3", "gemma3", "gpt_oss", "phi3", "qwen3_moe"],
-    1: [*MODEL_FILES, *(name for name, (_, changes) in tiny.VARIANTS.items() if changes.get("sliding_window"))],
+    1: [*MODEL_FILES, "mistral_window_1", "smollm3_window"],
 }
 
 Open = Callable[..., LLMEngine]
@@ -54,8 +54,14 @@ def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model
         tiny.assert_greedy(answer, prompt, model)
 
 
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("name", tiny.VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        pytest.param(name, level, marks=() if level == 1 or name in MODEL_FILES else pytest.mark.slow)
+        for name in tiny.VARIANTS
+        for level in (0, 1)
+    ],
+)
 def test_logits_at_every_position_and_64_greedy_tokens(name: str, level: int, open_engine: Open, references: Any):
     engine, model = open_engine(name, level=level, max_num_batched_tokens=64), references(name)
     tokens = tiny.prompt(100)

@@ -14,7 +14,7 @@ from atom.startup import no_collection, settle
 def thawed() -> Iterator[None]:
     gc.unfreeze()
     yield
-    gc.unfreeze()
+    gc.freeze()  # as tests/conftest.py has it
     gc.enable()
 
 

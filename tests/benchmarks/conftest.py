@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -10,6 +11,12 @@ TEXT = """It was the best of times, it was the worst of times, it was the age of
 it was the epoch of belief, it was the epoch of incredulity, it was the season of light, it was the season of darkness,
 it was the spring of hope, it was the winter of despair, we had everything before us, we had nothing before us.
 """
+
+
+@pytest.fixture(autouse=True)
+def frozen_past(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client passes over what there was before it; what pytest holds stays frozen behind it too."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 
 @pytest.fixture(scope="session")

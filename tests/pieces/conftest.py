@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 from pieces.text import TEXT
 
 from atom.pieces import compile_pieces
@@ -23,13 +24,22 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def compiled(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the text's code, made with these programs."""
-    folder = tmp_path_factory.mktemp("compiled")
+    """The folder of the text's code, made with these programs, once for all processes of a run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            files = compile_text(tools)
+            folder.mkdir()
+            for name, content in files.items():
+                (folder / name).write_bytes(content)
+    return folder
+
+
+def compile_text(tools: Path) -> dict[str, bytes]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", str(tools))
         assert shutil.which("g++") and not shutil.which("openssl")
         ((text, files),) = compile_pieces([TEXT])
     assert text == TEXT
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    return folder
+    return files

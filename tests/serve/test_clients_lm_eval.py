@@ -15,6 +15,8 @@ import torch
 import transformers
 from serving import Server
 
+pytestmark = pytest.mark.slow  # its imports alone take longer than the tests of a route
+
 DOCS = [
     {"question": "The sky is", "choices": ["blue", "a fish", "7"], "answer": 0},
     {"question": "Two and two are", "choices": ["four", "five", "green"], "answer": 0},

@@ -30,8 +30,8 @@ OPERATIONS = [
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
 ]
+EXAMPLES = [8, pytest.param(200, marks=pytest.mark.slow)]
 QUICK = hypothesis.settings(
-    max_examples=25,
     deadline=None,
     derandomize=True,
     database=None,
@@ -67,13 +67,14 @@ def test_all_operations_are_here(schema: Any):
     assert told == {"200", "4XX"}
 
 
+@pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda mode: mode.value)
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if "POST" in name and "profile" not in name])
-def test_no_body_brings_the_server_down(name: str, mode: GenerationMode, schema: Any, server: Server):
+def test_no_body_brings_the_server_down(name: str, mode: GenerationMode, examples: int, schema: Any, server: Server):
     method, path = name.split()
     statuses = set()
 
-    @QUICK
+    @hypothesis.settings(QUICK, max_examples=examples)
     @hypothesis.given(case=schema[path][method].as_strategy(generation_mode=mode))
     def send(case: Any) -> None:
         if isinstance(case.body, dict):

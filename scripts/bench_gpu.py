@@ -5,6 +5,7 @@ length and are greedy unless the row says more; a figure is all tokens over the 
 the last token, its limit what `job=bench` works out. The rows of a model share a process and an engine, and each has
 one run that does not count. A start is the time from exec to the first token on stdout, of a process of its own; cold
 is one with empty folders for caches and temporary files, warm the next one with the same folders. Medians count.
+What loads weights is held against its own readers, when they do nothing but read the same files into pinned memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -73,7 +74,9 @@ ROWS = {
         "qwen3_0.6b", 256, "100-1024", "100-1024", 23930, 33000, sampling=("sampling.temperature=0.6",),
     ),
 }  # fmt: skip
-START, START_MODEL = "start", "qwen3_8b"
+GRAPHS, START, LOAD, LARGE_MODEL = "8b-graphs", "start", "load", "qwen3_8b"
+NAMES = (*ROWS, GRAPHS, START, LOAD)
+LOAD_LAYERS, LOAD_SHARE = 4, 0.8  # of the large model; of the rate of reading alone, which is to be reached
 STARTS = {"cold": (73.0, 20.0), "warm": (43.0, 8.0)}  # s: as `before` and `target` of a row
 
 
@@ -81,7 +84,7 @@ STARTS = {"cold": (73.0, 20.0), "warm": (43.0, 8.0)}  # s: as `before` and `targ
 class Figure:
     title: str
     unit: str  # s: less is better
-    before: float
+    before: float | None
     target: float
     values: list[float] = field(default_factory=list)  # of the runs; none where it could not be measured
     limit: float | None = None  # by this run's ceilings
@@ -110,14 +113,14 @@ class Figure:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join([*ROWS, START]), help="some of these; docs/ are written with all")
+    parser.add_argument("--only", default=",".join(NAMES), help="some of these; docs/ are written with all")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     names = options.only.split(",")
-    if unknown := [name for name in names if name not in (*ROWS, START)]:
-        parser.error(f"there is no row {unknown[0]}; rows: {', '.join([*ROWS, START])}")
+    if unknown := [name for name in names if name not in NAMES]:
+        parser.error(f"there is no row {unknown[0]}; rows: {', '.join(NAMES)}")
     if find_device() == "cpu":
         print("bench-gpu: there is no GPU here that torch can use", file=sys.stderr)
         return 2
@@ -131,7 +134,7 @@ def main() -> int:
         print(json.dumps({**about, "rows": {name: figure.describe() for name, figure in figures.items()}}))
     else:
         print(write_section(about, list(figures.values())))
-    if {*names} == {*ROWS, START}:
+    if {*names} == {*NAMES}:
         DOCS.write_text(replace_section(DOCS.read_text(), write_section(about, list(figures.values()))))
     return 0 if all(figure.is_met for figure in figures.values()) else 1
 
@@ -158,8 +161,10 @@ def measure_machine() -> dict[str, Any]:
 def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[str, Figure]:
     """A figure for each row; what raises is shown, and the others are measured all the same."""
     figures = {name: Figure(row.title, f"{row.counted} tok/s", row.before, row.target) for name, row in ROWS.items()}
-    for model in dict.fromkeys(row.model for row in ROWS.values()):
-        chosen = [name for name in names if name in ROWS and ROWS[name].model == model]
+    figures[GRAPHS] = Figure("Qwen3-8B, CUDA graphs of a server", "s", None, 3.0)
+    models = {name: row.model for name, row in ROWS.items()} | {GRAPHS: LARGE_MODEL}
+    for model in dict.fromkeys(models.values()):
+        chosen = [name for name in names if models.get(name) == model]
         if chosen:
             with reported(", ".join(chosen)):
                 figures |= alone(measure_model, model, {name: figures[name] for name in chosen}, runs, limits)
@@ -172,6 +177,10 @@ def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[s
         with reported(START):
             measure_starts(list(starts.values()), runs)
         figures |= starts
+    if LOAD in names:
+        with reported(LOAD):
+            figures[LOAD] = alone(measure_load, runs)
+            tell(LOAD, figures[LOAD])
     return figures
 
 
@@ -193,15 +202,36 @@ def measure_model(model: str, figures: dict[str, Figure], runs: int, limits: dic
     from atom.jobs.limits import Limits, read_costs
     from atom.llm import open_engine
 
+    timed = timing(RichProgress)()
     with checkpoint(model) as folder:
-        configs = {name: load([f"checkpoint={folder}", *ROWS[name].overrides]) for name in figures}
-        config = next(iter(configs.values()))
-        costs, engine = read_costs(compile_graph(config)), open_engine(config, RichProgress())
+        configs = {name: load([f"checkpoint={folder}", *ROWS[name].overrides]) for name in figures if name in ROWS}
+        config = next(iter(configs.values()), None) or load([f"checkpoint={folder}", "job=bench", "load_dummy=true"])
+        costs, engine = read_costs(compile_graph(config)), open_engine(config, timed)
+    if GRAPHS in figures:
+        figures[GRAPHS].values = [timed.seconds["capturing CUDA graphs"]]
+        tell(GRAPHS, figures[GRAPHS])
     with reported(model):
-        for name, figure in figures.items():
-            measure_row(figure, ROWS[name].counted, engine, configs[name], runs, costs, Limits(**limits))
-            tell(name, figure)
+        for name in configs:
+            measure_row(figures[name], ROWS[name].counted, engine, configs[name], runs, costs, Limits(**limits))
+            tell(name, figures[name])
     return figures
+
+
+def timing(kind: type[Any]) -> type[Any]:
+    """A kind of progress that keeps the seconds of each task."""
+
+    class Timing(kind):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.seconds: dict[str, float] = {}
+
+        @contextmanager
+        def task(self, description: str, *args: Any, **kwargs: Any) -> Iterator[Any]:
+            started = time.perf_counter()
+            with super().task(description, *args, **kwargs) as task:
+                yield task
+            self.seconds[description] = time.perf_counter() - started
+
+    return Timing
 
 
 def measure_row(
@@ -236,9 +266,65 @@ def checkpoint(model: str) -> Iterator[Path]:
         yield Path(folder)
 
 
+def measure_load(runs: int) -> Figure:
+    """A few layers of the large model from a file that is in the page cache, GB/s; the limit is reading alone."""
+    import torch
+    from safetensors.torch import save_file
+
+    from atom import weights
+    from atom.checkpoint import SILENT, open_checkpoint
+    from atom.compiler import compile_graph
+    from atom.config import load
+    from atom.graph import TORCH_DTYPES
+
+    with checkpoint(LARGE_MODEL) as folder:
+        stated = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": LOAD_LAYERS}
+        (folder / "config.json").write_text(json.dumps(stated))
+        graph, path = compile_graph(load([f"checkpoint={folder}"])), folder / "model.safetensors"
+        types = {name: leaf.type for name, leaf in graph.stored().items()}
+        save_file({name: torch.ones(type.shape, dtype=TORCH_DTYPES[type.dtype]) for name, type in types.items()}, path)
+        size, opened = sum(type.num_bytes for type in types.values()) / 1e9, open_checkpoint(str(folder))
+        loads, reads = [], []
+        for _ in range(runs + 1):
+            reads.append(size / time_reads(path))
+            started = time.perf_counter()
+            loaded = weights.load(graph.recipes(), opened, SILENT, "cuda")
+            torch.cuda.synchronize()
+            loads.append(size / (time.perf_counter() - started))
+            del loaded
+        opened.close()
+    limit = statistics.median(reads[1:])
+    title = f"Qwen3-8B, {size:.1f} GB of its weights from the page cache to the GPU"
+    return Figure(title, "GB/s", None, LOAD_SHARE * limit, loads[1:], limit)
+
+
+def time_reads(path: Path) -> float:
+    """Seconds that the readers of weights take to read a file into pinned memory, and do nothing else."""
+    import torch
+
+    from atom.weights.staged import BUFFER, MAX_READERS
+
+    readers = min(MAX_READERS, len(os.sched_getaffinity(0)))
+    buffers = [torch.empty(BUFFER, dtype=torch.uint8, pin_memory=True).numpy() for _ in range(readers)]
+    places = range(0, path.stat().st_size, BUFFER)
+
+    def read(reader: int) -> None:
+        for place in places[reader::readers]:
+            os.preadv(file, [buffers[reader]], place)
+
+    file = os.open(path, os.O_RDONLY)
+    try:
+        with ThreadPoolExecutor(readers) as pool:
+            started = time.perf_counter()
+            list(pool.map(read, range(readers)))
+            return time.perf_counter() - started
+    finally:
+        os.close(file)
+
+
 def measure_starts(figures: Sequence[Figure], runs: int) -> None:
     """Cold and warm, in turns."""
-    with checkpoint(START_MODEL) as model:
+    with checkpoint(LARGE_MODEL) as model:
         for _ in range(runs):
             with tempfile.TemporaryDirectory() as folder:
                 for figure in figures:
@@ -306,7 +392,8 @@ def cells(figure: Figure) -> list[str]:
         off = f", {abs(figure.median / figure.target - 1):.0%} {'more' if figure.unit == 's' else 'less'}"
     limit = "-" if figure.limit is None else number(figure.limit)
     reached = "yes" if figure.is_met else f"no{off}"
-    return [figure.title, figure.unit, number(figure.before), limit, ours, share, number(figure.target), reached]
+    before = "-" if figure.before is None else number(figure.before)
+    return [figure.title, figure.unit, before, limit, ours, share, number(figure.target), reached]
 
 
 def number(value: float) -> str:

@@ -164,6 +164,14 @@ class TestOnHopper:
         for _ in range(3):
             assert torch.equal(run(batch), out)
 
+    @pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
+    def test_long_sequences_are_taken_some_heads_at_a_time_and_leave_no_ticket(self, kv_heads):
+        from atom.kernels.triton import prefill_hopper
+
+        batch = make((), [(4500, 4500), (4000, 5100)], kv_heads=kv_heads, heads=kv_heads * 2, dim=128)
+        assert_right(run(batch), batch)
+        assert not prefill_hopper._find_tickets(batch.q.device).any()
+
     @pytest.mark.parametrize("prefills", [[(513, 513)], [(700, 2011)], [(1, 1)] * 600, [(2, 3), (511, 640), (31, 31)]])
     def test_the_attention_op_takes_it_with_decodes_ahead(self, prefills, monkeypatch):
         from atom.kernels.triton import prefill_hopper

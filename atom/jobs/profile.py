@@ -1,4 +1,4 @@
-"""`job=profile`: where a step's time goes, by kernel on a GPU, by piece, kernel and operator on a CPU.
+"""`job=profile`: where a step's time goes, by kernel, which may be a piece's, and on a CPU by operator too.
 
 atom-run job=profile checkpoint=/models/qwen3 job.num_prompts=32 job.input_len=1024 job.output_len=64
 atom-run job=profile load_dummy=true job.num_steps=8 serve.torch_profiler_dir=traces
@@ -14,20 +14,21 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.profiler import record_function
 
 from atom.checkpoint import RichProgress
 from atom.compiler import compile_graph
 from atom.config import Config
-from atom.graph import Program
+from atom.graph import Graph, Program, Type, ops
 from atom.jobs.bench import answer, describe_run
-from atom.jobs.limits import Costs, Limits, measure_limits, read_costs, step_work, total, wait_for
+from atom.jobs.limits import Costs, Limits, Work, measure_limits, read_costs, step_work, total, wait_for
 from atom.jobs.trace import KINDS, Summary, summarize
 from atom.jobs.workload import Record, Step, open_workload, recording, submit
 from atom.llm import open_engine
 from atom.pieces import find_pieces
+from atom.pieces.rows import kernel_names
 from atom.runtime.engine import Engine
 from atom.runtime.program import Executable
 from atom.runtime.runner import Runner
@@ -44,8 +45,11 @@ def run(config: Config) -> int:
     engine = open_engine(config, RichProgress())
     for _ in range(config.job.num_warmups):
         answer(engine, draw(engine), config)
-    if isinstance(engine.runner, Runner) and config.device == "cpu":  # a GPU's kernels have names of their own
-        numbers: dict[str, int] = {}
+    pieces: list[PieceKernel] = []
+    numbers: dict[str, int] = {}
+    if config.device != "cpu":  # a GPU's kernels have names of their own
+        pieces = find_piece_kernels(graph)
+    elif isinstance(engine.runner, Runner):
         for name, executable in (("body", engine.runner.body), ("head", engine.runner.head)):
             label_calls(executable, name_calls(graph.programs[name], len(executable._steps), numbers))
     phases: dict[str, Any] = {}
@@ -54,7 +58,7 @@ def run(config: Config) -> int:
         for name, path, steps in trace_phases(engine, record, config):
             with gzip.open(path) as file:
                 summary = summarize(json.load(file))
-            phases[name] = {"trace": str(path), **describe(summary, steps, costs, limits)}
+            phases[name] = {"trace": str(path), **describe(summary, steps, costs, limits, pieces)}
         for id in ids:
             engine.abort(id)
     told = {
@@ -124,6 +128,55 @@ def name_calls(program: Program, num_calls: int, numbers: dict[str, int]) -> lis
     ]
 
 
+class PieceKernel(NamedTuple):
+    """The kernel of one piece, or of several whose kernels a trace calls the same."""
+
+    name: str
+    numbers: list[int]  # of the pieces, as `job=explain` lists them
+    reads: list[tuple[str, Work, Work]]  # for each time that it is in a program: that, and what it and a row of it read
+
+    @property
+    def title(self) -> str:
+        return f"piece {', '.join(map(str, self.numbers))}: {self.name}"
+
+    def limit(self, steps: Sequence[Step], limits: Limits) -> float:
+        rows = [{"body": step.num_tokens, "head": step.num_sampled} for step in steps]
+        return sum(
+            limits.seconds(total([once, each.times(num[program])]))
+            for num in rows
+            for program, once, each in self.reads
+            if num[program]
+        )
+
+
+def find_piece_kernels(graph: Graph) -> list[PieceKernel]:
+    """Of a text for a GPU, whose pieces are kernels, nearly all of them one."""
+    numbers: dict[str, int] = {}
+    names: dict[str, list[str]] = {}
+    found: dict[str, PieceKernel] = {}
+    for program in graph.programs.values():
+        for piece in find_pieces(program):
+            number = numbers.setdefault(piece.text, len(numbers))
+            if piece.text not in names:
+                names[piece.text] = kernel_names(piece.text)
+            tables = [
+                call.args[1].type for call in piece.calls if call.target is ops.embedding
+            ]  # of which a token reads a row
+            weights = [weight.type for weight in piece.weights if weight.type not in tables]
+            once = Work(float(sum(type.num_bytes for type in weights)))
+            each = Work(float(sum(map(bytes_of_row, (*tables, *(node.meta["type"] for node in piece.inputs))))))
+            for at, name in enumerate(names[piece.text]):
+                kernel = found.setdefault(name, PieceKernel(name, [], []))
+                kernel.numbers.extend({number} - {*kernel.numbers})
+                kernel.reads.extend([(program.name, once, each)] if at == 0 else [])
+    return list(found.values())
+
+
+def bytes_of_row(type: Type) -> int:
+    """What a token has of a tensor: of bf16[4*T, 64], 4 rows, 512 bytes."""
+    return type.row.num_bytes * int(str(type.shape[0]).partition("*")[0] if "*" in str(type.shape[0]) else 1)
+
+
 def match_products(
     launches: Sequence[float], costs: Mapping[str, Costs], steps: Sequence[Step], limits: Limits
 ) -> list[tuple[str, int, float, float]]:
@@ -149,8 +202,15 @@ def match_products(
     return [(name, calls[name], seconds[name], least[name]) for name in calls]
 
 
-def describe(summary: Summary, steps: Sequence[Step], costs: Mapping[str, Costs], limits: Limits) -> dict[str, Any]:
+def describe(
+    summary: Summary,
+    steps: Sequence[Step],
+    costs: Mapping[str, Costs],
+    limits: Limits,
+    pieces: Sequence[PieceKernel] = (),
+) -> dict[str, Any]:
     """The summary in plain values; a kind's limit is what all its rows together could take at the least."""
+    piece_of = {piece.name: piece for piece in pieces}
     work = [step_work(costs, step) for step in steps]
 
     def entry(name: str, calls: int, seconds: float, limit: float | None = None) -> dict[str, Any]:
@@ -173,7 +233,12 @@ def describe(summary: Summary, steps: Sequence[Step], costs: Mapping[str, Costs]
         "timeline_seconds": summary.seconds,
         "kinds": [*kinds, entry(GAP, summary.num_gaps, summary.gap_seconds)],
         "products": [entry(*product) for product in products],
-        "rows": [{**entry(row.name, row.calls, row.seconds), "kind": row.kind} for row in summary.rows],
+        "rows": [
+            {**entry(piece.title, row.calls, row.seconds, piece.limit(steps, limits)), "kind": "piece"}
+            if (piece := piece_of.get(row.name))
+            else {**entry(row.name, row.calls, row.seconds), "kind": row.kind}
+            for row in summary.rows
+        ],
     }
 
 

@@ -64,13 +64,9 @@ SCALAR = _Tile("")
 def write_source(text: str) -> str:
     """The module of a piece. PassError where an op of it does not work row by row."""
     program = parse(text, NAME).programs[NAME]
-    places = [f"y{index}" for index in range(len(program.results))]
     views = {node: _view(node) for node in program.results if _is_view(node)}
-    computed = {node: place for node, place in zip(program.results, places, strict=True) if node not in views}
-    kernels = [
-        _Kernel(program, {node: place for node, place in computed.items() if _rows_of(node) == rows}, rows)
-        for rows in dict.fromkeys(map(_rows_of, computed))
-    ]
+    computed = _computed(program)
+    kernels = _kernels(program, computed)
     inputs = [node.name for node in program.inputs]
     allocations = [f"{place} = {_allocation(node, program)}" for node, place in computed.items()]
     returned = ", ".join(views.get(node) or computed[node] for node in program.results)
@@ -85,6 +81,24 @@ def write_source(text: str) -> str:
         _function("run", inputs, [*rows, *allocations, *(k.launch() for k in kernels), f"return [{returned}]"]),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def kernel_names(text: str) -> list[str]:
+    """Of a piece's module, what its kernels are called, and a trace calls them."""
+    program = parse(text, NAME).programs[NAME]
+    return [kernel.name for kernel in _kernels(program, _computed(program))]
+
+
+def _computed(program: Program) -> dict[Node, str]:
+    """The results that are no views, and the name of what each is written to."""
+    return {node: f"y{index}" for index, node in enumerate(program.results) if not _is_view(node)}
+
+
+def _kernels(program: Program, computed: dict[Node, str]) -> list[_Kernel]:
+    return [
+        _Kernel(program, {node: place for node, place in computed.items() if _rows_of(node) == rows}, rows)
+        for rows in dict.fromkeys(map(_rows_of, computed))
+    ]
 
 
 class _Kernel:

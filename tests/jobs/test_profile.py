@@ -15,10 +15,13 @@ import pytest
 from atom.cli import main
 from atom.compiler import compile_graph
 from atom.config import load
+from atom.graph import Type, parse
 from atom.jobs.limits import Costs, Limits, Product
-from atom.jobs.profile import describe, match_products, name_calls
+from atom.jobs.profile import bytes_of_row, describe, find_piece_kernels, match_products, name_calls
 from atom.jobs.trace import Row, Summary
 from atom.jobs.workload import Step
+from atom.kernels import Target
+from atom.passes import lower
 
 SMALL = ["level=1", "serve.kv_cache_memory=4194304"]
 
@@ -63,6 +66,27 @@ def test_kinds_are_held_against_what_they_had_to_do():
     assert (gap["name"], gap["calls"], gap["share"]) == ("gap", 7, 0.1)
     assert [row["name"] for row in told["rows"]] == ["linear", "mm", "split"]
     assert (told["steps"], told["tokens"], told["products"]) == (1, 1, [])
+
+
+def test_kernels_of_pieces_say_which_and_are_held_against_what_these_read():
+    text = (Path(__file__).parents[1] / "golden" / "gemma2.semantic.py").read_text()
+    pieces = find_piece_kernels(lower(parse(text), 2, Target("cuda", frozenset({"nvidia", "sm_90"}))))
+    titles = ["piece 0: rotary_embedding_scale_rows_a", "piece 1: rms_norm_rows_a", "piece 2: softcap_rows_a"]
+    assert [piece.title for piece in pieces] == titles
+    rows = [
+        Row("rms_norm_rows_a", None, 6, 40.0),
+        Row("rotary_embedding_scale_rows_a", None, 2, 30.0),
+        Row("x", None, 1, 1.0),
+    ]
+    steps = [step(3), step(9, num_sampled=0)]
+    norms, start, other = describe(Summary("device", 71.0, rows, 0, 0.0, []), steps, COSTS, LIMITS, pieces)["rows"]
+    assert [(row["name"], row["kind"]) for row in (norms, start)] == [(titles[1], "piece"), (titles[0], "piece")]
+    weight, row = 4 * 48, 2 * 48  # bytes; two norms behind the first layer's products, and two behind the last one's
+    assert norms["limit_seconds"] == pytest.approx((4 * (weight + 3 * row) + 2 * (weight + 9 * row)) / LIMITS.bandwidth)
+    token = 8 + 8 + 2 * 48  # its number, its position and its row of the embedding
+    assert start["limit_seconds"] == pytest.approx((2 * 4 * 8 + (3 + 9) * token) / LIMITS.bandwidth)
+    assert other["name"] == "x" and "limit_seconds" not in other
+    assert [bytes_of_row(Type("bf16", shape)) for shape in (("T", 8), ("4*T", 2, 8), ("T",))] == [16, 128, 2]
 
 
 # the job

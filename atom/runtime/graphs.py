@@ -27,7 +27,7 @@ from atom.runtime.layout import Layout
 from atom.runtime.program import Hidden
 from atom.runtime.types import Plan
 
-PROMPT_TOKENS = (16, 32, 64, 128, 256, 512)  # of steps with prompts
+PROMPT_TOKENS = (16, 32, 64, *range(128, 1025, 128))  # of steps with prompts
 PROMPT_ROWS = 65  # in them at most, one of padding included
 LONG = 4096  # tokens of a step than which longer ones have no kernels of their own
 

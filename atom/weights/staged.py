@@ -1,22 +1,24 @@
-"""Weights from files to a device, past the map of the files: several readers, each with two buffers in turn.
+"""Weights from files to a device, past the map of the files: several readers, and buffers that go round.
 
     fill(find_places(recipe, tensor), checkpoint, torch.device("cuda"), task.advance)
 
-A reader takes the next piece, reads its bytes into a pinned buffer, and has them copied to the device on a stream of
-its own, where they are cut, transposed and converted; meanwhile it reads the next piece into its other buffer. What a
-file does not hold as it stands (GGUF's blocks, MXFP4) is unpacked on the CPU, one part at a time for each reader.
+The caller gives a piece and a pinned buffer to whichever reader is free, and starts the copy of what comes back: to its
+place, where the file holds the very bytes of it, or to beside it, where it is cut, transposed and converted. With the
+next piece the buffer goes to a reader again, which waits for the copy to be over. A reader does little but read: the
+interpreter runs one thread at a time. What a file does not hold as it stands (GGUF's blocks, MXFP4) the readers unpack
+on the CPU, one part at a time for each.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-import threading
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from io import FileIO
+from itertools import chain
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import torch
@@ -29,19 +31,30 @@ from atom.graph.recipes import leaves
 from atom.weights.parts import copy, view
 
 MAX_READERS = 8  # threads
-BUFFER = 16 << 20  # bytes; smaller ones cost more of the interpreter than of the disk
+READER_BUFFERS = 2  # for each reader: one is read into while the other is copied
+BUFFER = 4 << 20  # bytes, a multiple of 8; together the buffers stay in a CPU's cache
 
 
 class Piece(NamedTuple):
     """A part of a recipe, or some of one, that one read brings."""
 
     part: Recipe
-    place: Tensor  # what it fills
-    mapped: Tensor | None = None  # its elements as they lie in the file, none of them read; None: it is to be unpacked
-    file: FileIO | None = None
-    start: int = 0  # byte of the file that the stored tensor starts at
+    place: Tensor  # what it fills; u8[num_bytes] where the file holds the very bytes
+    file: FileIO | None = None  # None: it is to be unpacked
+    start: int = 0  # byte of the file
+    num_bytes: int = 0
+    mapped: Tensor | None = None  # its elements as they lie in the file, none of them read; None: the very bytes
 
 
+class Buffer(NamedTuple):
+    """What pieces pass through, pinned on their way to a GPU."""
+
+    content: Tensor  # u8[BUFFER]
+    memory: memoryview  # the same
+    copied: torch.cuda.Event | None  # that it may be read into again
+
+
+@torch.inference_mode()
 def fill(
     parts: Iterable[tuple[Recipe, Tensor]],
     checkpoint: Checkpoint,
@@ -53,78 +66,83 @@ def fill(
     The parts are taken one after the other while others are read, so that making them may take its time.
     CheckpointError for a file that cannot be read or ends too early.
     """
-    lock = threading.Lock()
     num_readers = min(MAX_READERS, len(os.sched_getaffinity(0)))
-    with ExitStack() as files, ThreadPoolExecutor(num_readers) as readers:
-        pieces = _find_pieces(parts, checkpoint, files)
+    stream = None if device.type == "cpu" else torch.cuda.current_stream(device)
+    buffers = _make_buffers(num_readers * READER_BUFFERS, device)
+    todo: SimpleQueue[tuple[Piece, Buffer] | None] = SimpleQueue()  # None: a reader is to end
+    done: SimpleQueue[tuple[Piece | None, Buffer] | None] = SimpleQueue()  # None: a reader has ended
+    for buffer in buffers:
+        done.put((None, buffer))
 
-        def take() -> Piece | None:
-            with lock:
-                return next(pieces, None)
-
-        def stop() -> None:
-            with lock:
-                pieces.close()  # what is under way ends, nothing more is taken
-
-        @torch.inference_mode()
-        def read() -> None:
-            try:
-                with Stage(device) as stage:
-                    for piece in iter(take, None):
-                        stage.load(piece, checkpoint)
-                        advance(piece.place.nbytes)
-            finally:
-                stop()
-
+    @torch.inference_mode()
+    def read() -> None:
         try:
-            for reader in [readers.submit(read) for _ in range(num_readers)]:
-                reader.result()
+            for piece, buffer in iter(todo.get, None):
+                if piece.file is None:
+                    with torch.cuda.stream(stream):
+                        copy(piece.part, piece.place, lambda plain: view(plain, checkpoint))
+                else:
+                    if buffer.copied:
+                        buffer.copied.synchronize()
+                    read_exactly(piece.file, piece.start, buffer.memory[: piece.num_bytes])
+                done.put((piece, buffer))
         finally:
-            stop()
-    if device.type != "cpu":
-        torch.cuda.empty_cache()  # what the readers converted in would stay with their streams
+            done.put(None)
+
+    with ExitStack() as files, ThreadPoolExecutor(num_readers) as pool:
+        try:
+            readers = [pool.submit(read) for _ in range(num_readers)]
+            for piece in chain(_find_pieces(parts, checkpoint, files), [None for _ in buffers]):
+                returned = done.get()
+                if returned is None:
+                    break
+                filled, buffer = returned
+                if filled:
+                    _move(filled, buffer, stream)
+                    advance(filled.place.nbytes)
+                if piece:
+                    todo.put((piece, buffer))
+        finally:
+            with suppress(Empty):
+                while True:
+                    todo.get_nowait()  # what is under way ends, nothing more is taken
+            for _ in range(num_readers):
+                todo.put(None)
+        for reader in readers:
+            reader.result()
+    if stream:
+        stream.synchronize()
+        torch.cuda.empty_cache()  # what was converted in
 
 
-class Stage:
-    """The way of one reader to the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        is_pinned = device.type != "cpu"
-        buffers = [torch.empty(BUFFER, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(2)]
-        copied = [torch.cuda.Event(blocking=True) if is_pinned else None for _ in buffers]  # type: ignore[no-untyped-call]
-        self._device = device
-        self._turns = itertools.cycle(zip(buffers, copied, strict=True))
-        self._stream = torch.cuda.Stream(device) if is_pinned else None  # type: ignore[no-untyped-call]
-        if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream(device))  # a place may be memory that had another use
-
-    def __enter__(self) -> Stage:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._stream:
-            self._stream.synchronize()
-
-    def load(self, piece: Piece, checkpoint: Checkpoint) -> None:
-        with torch.cuda.stream(self._stream):
-            if piece.mapped is None:
-                copy(piece.part, piece.place, lambda plain: view(plain, checkpoint))
-                return
-            assert piece.file is not None, "what lies in a file is read from it"
-            mapped, (buffer, copied) = piece.mapped, next(self._turns)
-            if copied:
-                copied.synchronize()
-            buffer = buffer[: _extent(mapped) * mapped.itemsize]
-            read_exactly(piece.file, piece.start + int(mapped.storage_offset()) * mapped.itemsize, buffer)
-            stored = buffer.view(mapped.dtype).to(self._device, non_blocking=True)
-            copy(piece.part, piece.place, lambda _: stored.as_strided(mapped.shape, mapped.stride()))
-            if copied:
-                copied.record(self._stream)
+def _make_buffers(count: int, device: torch.device) -> list[Buffer]:
+    is_pinned = device.type != "cpu"
+    return [
+        Buffer(
+            content,
+            memoryview(content.numpy()),  # type: ignore[arg-type]
+            torch.cuda.Event(blocking=True) if is_pinned else None,  # type: ignore[no-untyped-call]
+        )
+        for content in torch.empty(count, BUFFER, dtype=torch.uint8, pin_memory=is_pinned)
+    ]
 
 
-def read_exactly(file: FileIO, start: int, buffer: Tensor) -> None:
-    """Fill a buffer u8[N] from a byte of a file on, while other threads run and read the same file."""
-    left = memoryview(buffer.numpy())  # type: ignore[arg-type]
+def _move(piece: Piece, buffer: Buffer, stream: torch.cuda.Stream | None) -> None:
+    """Start what takes a piece from the buffer to its place."""
+    if piece.file is None:
+        return
+    content, mapped = buffer.content[: piece.num_bytes], piece.mapped
+    if mapped is None:
+        piece.place.copy_(content, non_blocking=True)
+    else:
+        stored = content.view(mapped.dtype).to(piece.place.device, non_blocking=True)
+        copy(piece.part, piece.place, lambda _: stored.as_strided(mapped.shape, mapped.stride()))
+    if buffer.copied:
+        buffer.copied.record(stream)
+
+
+def read_exactly(file: FileIO, start: int, left: memoryview) -> None:
+    """Fill what is left from a byte of a file on, while other threads run and read the same file."""
     while left:
         try:
             count = os.preadv(file.fileno(), [left], start)
@@ -137,7 +155,7 @@ def read_exactly(file: FileIO, start: int, buffer: Tensor) -> None:
 
 def _find_pieces(
     parts: Iterable[tuple[Recipe, Tensor]], checkpoint: Checkpoint, files: ExitStack
-) -> Generator[Piece, None, None]:
+) -> Iterator[Piece]:
     """What there is to read, in pieces that a buffer holds; files are left open."""
     opened: dict[Path, FileIO] = {}
     for part, place in parts:
@@ -151,8 +169,17 @@ def _find_pieces(
         plain = part
         while isinstance(plain, Shift):
             plain = plain.part
-        for mapped, target in _split(view(plain, checkpoint), place):
-            yield Piece(part, target, mapped, opened[where.path], where.start)
+        mapped, file = view(plain, checkpoint), opened[where.path]
+        start = where.start + int(mapped.storage_offset()) * mapped.itemsize
+        is_same = part is plain and mapped.dtype == place.dtype and mapped.is_contiguous() and place.is_contiguous()
+        if is_same:
+            for each in place.view(-1).view(torch.uint8).split(BUFFER):
+                yield Piece(part, each, file, start, each.nbytes)
+                start += each.nbytes
+            continue
+        for each, target in _split(mapped, place):
+            start = where.start + int(each.storage_offset()) * each.itemsize
+            yield Piece(part, target, file, start, _extent(each) * each.itemsize, each)
 
 
 def _open(path: Path) -> FileIO:

@@ -17,9 +17,8 @@ from kernels.test_triton_store import PTXAS
 from triton import knobs
 
 from atom.kernels.triton.attention import PagedAttention
-from atom.kernels.triton.prefill import FEW_TOKENS, suits_hopper
+from atom.kernels.triton.prefill import suits_hopper
 from atom.kernels.triton.tiles import Gpu
-from atom.runtime.graphs import PROMPT_TOKENS
 
 H200 = Gpu(132, 227 << 10, (9, 0))
 
@@ -30,10 +29,6 @@ def is_chosen(gpu: Gpu = H200, tokens: int = 600, num_decodes: int = 0, heads: i
     shape = (3, block_size, 2, kv_heads, dim)
     cache = torch.zeros(math.prod(shape) + offset, dtype=cache_dtype or dtype)[offset:].view(shape)
     return suits_hopper(gpu, torch.zeros(tokens, heads, dim, dtype=dtype), cache, num_decodes, window, softcap)
-
-
-def test_it_takes_steps_that_are_never_captured():
-    assert PROMPT_TOKENS[-1] == FEW_TOKENS, "one rehearsal of such a step is there for all"
 
 
 @pytest.mark.parametrize(

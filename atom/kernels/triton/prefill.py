@@ -28,7 +28,7 @@ from atom.kernels.triton.tiles import (
     wait_for_inputs,
 )
 
-FEW_TOKENS = 512  # of prompts in a step: as many as are captured, which keep one kernel
+FEW_TOKENS = 512  # of prompts in a step
 
 
 class Parameters(NamedTuple):

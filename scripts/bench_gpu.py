@@ -11,6 +11,7 @@ What loads weights is held against its own readers, when they do nothing but rea
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -299,18 +300,18 @@ def measure_load(runs: int) -> Figure:
 
 
 def time_reads(path: Path) -> float:
-    """Seconds that the readers of weights take to read a file into pinned memory, and do nothing else."""
+    """Seconds that the readers of weights take to read a file into their pinned buffers, and do nothing else."""
     import torch
 
-    from atom.weights.staged import BUFFER, MAX_READERS
+    from atom.weights.staged import BUFFER, MAX_READERS, READER_BUFFERS
 
     readers = min(MAX_READERS, len(os.sched_getaffinity(0)))
-    buffers = [torch.empty(BUFFER, dtype=torch.uint8, pin_memory=True).numpy() for _ in range(readers)]
+    buffers = torch.empty(readers * READER_BUFFERS, BUFFER, dtype=torch.uint8, pin_memory=True).numpy()
     places = range(0, path.stat().st_size, BUFFER)
 
     def read(reader: int) -> None:
-        for place in places[reader::readers]:
-            os.preadv(file, [buffers[reader]], place)
+        for place, buffer in zip(places[reader::readers], itertools.cycle(buffers[reader::readers]), strict=False):
+            os.preadv(file, [buffer], place)
 
     file = os.open(path, os.O_RDONLY)
     try:

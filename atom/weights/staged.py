@@ -2,11 +2,11 @@
 
     fill(find_places(recipe, tensor), checkpoint, torch.device("cuda"), task.advance)
 
-The caller gives a piece and a pinned buffer to whichever reader is free, and starts the copy of what comes back: to its
-place, where the file holds the very bytes of it, or to beside it, where it is cut, transposed and converted. With the
-next piece the buffer goes to a reader again, which waits for the copy to be over. A reader does little but read: the
-interpreter runs one thread at a time. What a file does not hold as it stands (GGUF's blocks, MXFP4) the readers unpack
-on the CPU, one part at a time for each.
+A reader fills a pinned buffer with a piece and hands it to the caller. The caller has it copied to the device, straight
+to its place where the file holds the very bytes, else to where it is cut, transposed and converted. The buffer goes
+back to the readers with the next piece, and is read into once it is copied. All but the reading is the caller's since
+the interpreter runs one thread at a time. What a file does not hold as it stands (GGUF's blocks, MXFP4) is unpacked by
+the readers on the CPU, one part at a time for each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Buffer(NamedTuple):
 
     content: Tensor  # u8[BUFFER]
     memory: memoryview  # the same
-    copied: torch.cuda.Event | None  # that it may be read into again
+    copied: torch.cuda.Event | None  # over when it may be read into again
 
 
 @torch.inference_mode()
@@ -120,7 +120,7 @@ def _make_buffers(count: int, device: torch.device) -> list[Buffer]:
     return [
         Buffer(
             content,
-            memoryview(content.numpy()),  # type: ignore[arg-type]
+            memoryview(content.numpy()),
             torch.cuda.Event(blocking=True) if is_pinned else None,  # type: ignore[no-untyped-call]
         )
         for content in torch.empty(count, BUFFER, dtype=torch.uint8, pin_memory=is_pinned)
@@ -153,9 +153,7 @@ def read_exactly(file: FileIO, start: int, left: memoryview) -> None:
         left, start = left[count:], start + count
 
 
-def _find_pieces(
-    parts: Iterable[tuple[Recipe, Tensor]], checkpoint: Checkpoint, files: ExitStack
-) -> Iterator[Piece]:
+def _find_pieces(parts: Iterable[tuple[Recipe, Tensor]], checkpoint: Checkpoint, files: ExitStack) -> Iterator[Piece]:
     """What there is to read, in pieces that a buffer holds; files are left open."""
     opened: dict[Path, FileIO] = {}
     for part, place in parts:
@@ -170,16 +168,19 @@ def _find_pieces(
         while isinstance(plain, Shift):
             plain = plain.part
         mapped, file = view(plain, checkpoint), opened[where.path]
-        start = where.start + int(mapped.storage_offset()) * mapped.itemsize
-        is_same = part is plain and mapped.dtype == place.dtype and mapped.is_contiguous() and place.is_contiguous()
-        if is_same:
-            for each in place.view(-1).view(torch.uint8).split(BUFFER):
-                yield Piece(part, each, file, start, each.nbytes)
-                start += each.nbytes
-            continue
-        for each, target in _split(mapped, place):
-            start = where.start + int(each.storage_offset()) * each.itemsize
-            yield Piece(part, target, file, start, _extent(each) * each.itemsize, each)
+        if plain is part and _are_same_bytes(mapped, place):
+            start = where.start + int(mapped.storage_offset()) * mapped.itemsize
+            for target in torch.split(place.view(-1).view(torch.uint8), BUFFER):
+                yield Piece(part, target, file, start, target.nbytes)
+                start += target.nbytes
+        else:
+            for each, target in _split(mapped, place):
+                start = where.start + int(each.storage_offset()) * each.itemsize
+                yield Piece(part, target, file, start, _extent(each) * each.itemsize, each)
+
+
+def _are_same_bytes(mapped: Tensor, place: Tensor) -> bool:
+    return mapped.dtype == place.dtype and mapped.is_contiguous() and place.is_contiguous()
 
 
 def _open(path: Path) -> FileIO:

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,21 @@ from atom import weights
 from atom.checkpoint import SILENT, Checkpoint, open_checkpoint
 from atom.config import load
 from atom.errors import CapacityError, CheckpointError, UnsupportedError
-from atom.graph import Cat, Dequantize, Graph, Recipe, RopeFreqs, Shift, Slice, Stack, Transpose, Type, W, parse
+from atom.graph import (
+    TORCH_DTYPES,
+    Cat,
+    Dequantize,
+    Graph,
+    Recipe,
+    RopeFreqs,
+    Shift,
+    Slice,
+    Stack,
+    Transpose,
+    Type,
+    W,
+    parse,
+)
 from atom.kernels import Target
 from atom.launch import semantic_graph
 from atom.opening import open_for
@@ -214,6 +228,68 @@ def test_a_read_that_brings_less_than_asked_for_goes_on(folder: Path, monkeypatc
     assert sizes == [13] * 30 + [6]
 
 
+@pytest.mark.parametrize(
+    ("num_elements", "expected"),
+    [(1, [2]), (7, [14]), (8, [16]), (9, [2, 16]), (15, [14, 16]), (16, [16, 16]), (17, [2, 16, 16])],
+)
+def test_what_a_file_holds_as_it_is_wanted_is_read_in_whole_buffers_and_a_rest(
+    tmp_path: Path, device: str, num_elements: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(staged, "BUFFER", 16)
+    sizes = count_reads(monkeypatch)
+    tensors = {"before": torch.randn(3).bfloat16(), "x": torch.randn(num_elements).bfloat16()}
+    checkpoint = open_checkpoint(str(save(tmp_path, tensors)))
+    (tensor,) = load_staged([W("x", Type("bf16", (num_elements,)))], checkpoint, device).values()
+    assert_same_bits(tensor, tensors["x"])
+    assert sorted(sizes) == expected
+
+
+@pytest.mark.parametrize("num_readers", [1, 3, 8])
+def test_many_parts_go_to_their_places(tmp_path: Path, device: str, num_readers: int, monkeypatch: pytest.MonkeyPatch):
+    set_readers(monkeypatch, num_readers, 64)
+    tensors = {f"e.{size}": torch.randn(size, 3) for size in range(1, 150)}
+    checkpoint = open_checkpoint(str(save(tmp_path, tensors)))
+    joined = Cat(tuple(W(name, Type("fp32", tuple(tensor.shape))) for name, tensor in tensors.items()))
+    converted = [W(name, Type("bf16", tuple(tensor.shape))) for name, tensor in tensors.items()]
+    loaded = load_staged([joined, *converted], checkpoint, device)
+    assert_same_bits(loaded[joined], torch.cat([*tensors.values()]))
+    for leaf in converted:
+        assert_same_bits(loaded[leaf], tensors[leaf.name].bfloat16())
+
+
+def test_all_readers_read_at_once_into_buffers_in_turn(large: Checkpoint, monkeypatch: pytest.MonkeyPatch):
+    set_readers(monkeypatch, 3, 400)  # 40804 bytes: 102 whole buffers
+    preadv, together, used = os.preadv, threading.Barrier(3, timeout=10), set[int]()
+
+    def read(file: int, buffers: list[memoryview], start: int) -> int:
+        used.add(torch.frombuffer(buffers[0], dtype=torch.uint8).data_ptr())
+        if len(buffers[0]) == 400:
+            together.wait()
+        return preadv(file, buffers, start)
+
+    monkeypatch.setattr(os, "preadv", read)
+    load_staged([stored("large", 101, 101)], large)
+    assert len(used) == 3 * staged.READER_BUFFERS
+
+
+def test_places_are_made_no_sooner_than_there_is_a_buffer_for_them(large: Checkpoint, monkeypatch: pytest.MonkeyPatch):
+    set_readers(monkeypatch, 2, 1000)
+    made, filled, ahead = [0], [0], [0]
+
+    def parts() -> Iterator[tuple[Recipe, Tensor]]:
+        for row in range(101):
+            ahead.append(made[0] - filled[0])
+            made[0] += 1
+            yield Slice(stored("large", 101, 101), row, row + 1), torch.empty(1, 101)
+
+    def advance(_: int) -> None:
+        filled[0] += 1
+
+    staged.fill(parts(), large, torch.device("cpu"), advance)
+    assert (made, filled) == ([101], [101])
+    assert max(ahead) == 2 * staged.READER_BUFFERS
+
+
 def test_a_file_cut_short_since_it_was_opened_is_named(tmp_path: Path, device: str):
     checkpoint = open_checkpoint(str(save(tmp_path, TENSORS)))
     path = tmp_path / "model.safetensors"
@@ -245,19 +321,29 @@ def test_a_dtype_that_is_not_loaded_is_refused(tmp_path: Path):
         load_staged([stored("a", 2, 2)], open_checkpoint(str(tmp_path)))
 
 
-def slow_pieces(monkeypatch: pytest.MonkeyPatch, num_readers: int) -> list[int]:
-    """The sizes of all reads from here on: 41 kB in reads of 4 bytes, each of which takes 2 ms."""
+def set_readers(monkeypatch: pytest.MonkeyPatch, num_readers: int, buffer: int) -> None:
+    monkeypatch.setattr(staged, "BUFFER", buffer)
+    monkeypatch.setattr(staged, "MAX_READERS", num_readers)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(num_readers))
+
+
+def slow_pieces(monkeypatch: pytest.MonkeyPatch, num_readers: int, num_reads: int | None = None) -> list[int]:
+    """The sizes of all reads from here on: 41 kB in reads of 4 bytes, each of which takes 2 ms.
+
+    After as many as `num_reads` the first of the readers fails, alone.
+    """
+    set_readers(monkeypatch, num_readers, 4)
+    monkeypatch.setattr(staged, "READER_BUFFERS", 20)
     sizes = count_reads(monkeypatch)
     preadv = os.preadv
 
     def read(*arguments: object) -> int:
         time.sleep(0.002)
+        if num_reads and len(sizes) >= num_reads and threading.current_thread().name.endswith("_0"):
+            raise OSError(5, "Input/output error")
         return preadv(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "preadv", read)
-    monkeypatch.setattr(staged, "BUFFER", 4)
-    monkeypatch.setattr(staged, "MAX_READERS", num_readers)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(num_readers))
     return sizes
 
 
@@ -267,15 +353,47 @@ def large(tmp_path: Path) -> Checkpoint:
 
 
 def test_an_error_in_one_reader_stops_the_others(large: Checkpoint, monkeypatch: pytest.MonkeyPatch):
+    sizes = slow_pieces(monkeypatch, 3, num_reads=20)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        load_staged([stored("large", 101, 101)], large)
+    assert 20 <= len(sizes) < 40
+
+
+def test_an_error_in_what_is_unpacked_is_told(large: Checkpoint, monkeypatch: pytest.MonkeyPatch):
+    set_readers(monkeypatch, 3, 4)
+
+    def fail(*_: object) -> Tensor:
+        raise CheckpointError("no such block")
+
+    monkeypatch.setattr(large, "locate", lambda name: None)
+    monkeypatch.setattr(staged, "view", fail)
+    with pytest.raises(CheckpointError, match="no such block"):
+        load_staged([Slice(stored("large", 101, 101), row, row + 1) for row in range(101)], large)
+
+
+@pytest.mark.parametrize("step", ["move", "advance", "make a place"])
+def test_an_error_of_the_caller_stops_the_readers(large: Checkpoint, step: str, monkeypatch: pytest.MonkeyPatch):
     sizes = slow_pieces(monkeypatch, 3)
 
-    def advance(_: int) -> None:
-        if len(sizes) >= 20 and threading.current_thread().name.endswith("_1"):  # the second of the readers alone
+    def fail(*_: object) -> None:
+        if len(sizes) >= 20:
             raise RuntimeError("no more")
 
+    def parts() -> Iterator[tuple[Recipe, Tensor]]:
+        for row in range(101):
+            for column in range(101):
+                yield Slice(Slice(stored("large", 101, 101), row, row + 1), column, column + 1, 1), torch.empty(1, 1)
+                if step == "make a place":
+                    fail()
+
+    if step == "move":
+        monkeypatch.setattr(staged, "_move", fail)
     with pytest.raises(RuntimeError, match="no more"):
-        load_staged([stored("large", 101, 101)], large, "cpu", advance)
-    assert 20 <= len(sizes) < 40
+        staged.fill(parts(), large, torch.device("cpu"), fail if step == "advance" else id)
+    num_reads = len(sizes)
+    assert 20 <= num_reads < 40
+    time.sleep(0.05)
+    assert len(sizes) == num_reads
 
 
 def test_ctrl_c_stops_the_readers_at_once(large: Checkpoint, monkeypatch: pytest.MonkeyPatch):
@@ -369,3 +487,16 @@ def test_readers_leave_no_memory_behind_on_a_gpu(tmp_path: Path):
     before = torch.cuda.memory_reserved()
     tensors = weights.load([recipe], checkpoint, SILENT, "cuda")
     assert torch.cuda.memory_reserved() - before <= tensors[recipe].nbytes + (2 << 20)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_buffer_is_read_into_once_it_was_copied(tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch):
+    set_readers(monkeypatch, 2, 1 << 20)
+    values = torch.randn(4096, 1024)  # 16 buffers full, of which there are four
+    recipe, checkpoint = W("a", Type(dtype, (4096, 1024))), open_checkpoint(str(save(tmp_path, {"a": values})))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(500_000_000)  # cycles, some 0.3 s, that each copy waits for
+        tensors = weights.load([recipe], checkpoint, SILENT, "cuda")
+    assert_same_bits(tensors[recipe].cpu(), values.to(TORCH_DTYPES[dtype]))

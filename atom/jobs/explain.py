@@ -22,17 +22,15 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.fx import Node
-
 from atom.artifact import Cache
 from atom.compiler import compile_graph, describe_piece, pieces_of
 from atom.config import Config, GPUConfig, load_gpu
 from atom.devices import find_device
 from atom.errors import CapacityError, ConfigError
-from atom.graph import KV, Graph, Recipe, W, ops, show
+from atom.graph import Graph, W, show
 from atom.graph.formats import num_bytes
-from atom.graph.graph import call_of, node_leaves
 from atom.graph.recipes import held_by_format, held_bytes, leaves
+from atom.graph.shares import token_shares
 from atom.graph.types import BITS
 from atom.kernels import Target, find_target
 from atom.launch import semantic_graph
@@ -123,7 +121,7 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
     by the embedding besides. A format's bytes are those in the checkpoint and those in memory, which differ where it is
     unpacked; a plain tensor counts in the dtype that it is computed in.
     """
-    shares, kinds = token_shares(graph), cache_kinds(graph)
+    shares, kinds = token_shares(graph.programs.values()), cache_kinds(graph)
     share_of: dict[W, Fraction] = defaultdict(Fraction)
     for recipe, share in shares.items():
         for leaf in leaves(recipe):
@@ -166,28 +164,6 @@ def pieces(graph: Graph, config: Config) -> dict[str, Any]:
         told = {"key": key, "cached": is_there and fault is None, "fault": fault}
         distinct.append({"name": describe_piece(text), "times": times, **told})
     return {"pieces": counts.total(), "distinct_pieces": distinct}
-
-
-def token_shares(graph: Graph) -> dict[Recipe, Fraction]:
-    """The lowered graph's weights, and the share of each that one token is multiplied with."""
-    shares: dict[Recipe, Fraction] = defaultdict(Fraction)
-    for program in graph.programs.values():
-        for node in program.nodes:
-            for leaf in node_leaves(node):
-                if not isinstance(leaf, KV):
-                    shares[leaf] = max(shares[leaf], _share(node))
-    return shares
-
-
-def _share(node: Node) -> Fraction:
-    if node.target is ops.embedding:
-        return Fraction(0)
-    if node.target is not ops.grouped_linear:
-        return Fraction(1)
-    group = call_of(node.args[2])
-    assert group.target is ops.group, "nothing else knows where the rows of an expert end"
-    top_k = group.args[1].meta["type"].shape[1]
-    return Fraction(top_k, group.kwargs["experts"])
 
 
 def kv_pool(kinds: Sequence[CacheKind], config: Config) -> dict[str, Any]:

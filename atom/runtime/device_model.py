@@ -18,6 +18,7 @@ from torch import Tensor
 from atom.errors import naming_a_lack_of_memory
 from atom.graph import KV, TORCH_DTYPES, Graph, Recipe
 from atom.graph.ops import Op
+from atom.graph.shares import token_shares
 from atom.pieces import PieceCode
 from atom.runtime.layout import Layout
 from atom.runtime.program import Executable, Hidden, rows_of, score
@@ -51,6 +52,8 @@ class DeviceModel:
         (logits,) = graph.programs["head"].results
         self.logits_dtype = TORCH_DTYPES[logits.meta["type"].dtype]
         self.slots = Slots(max_num_seqs, logits.meta["type"].shape[-1], device)
+        shares = token_shares([graph.programs["body"]])
+        self.flops_a_token = 2 * float(sum(recipe.type.num_elements * share for recipe, share in shares.items()))
         self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)  # of decodes
         width = -(-max_model_len // block_size)
         self.tables = torch.zeros(len(self.kinds), max_num_seqs + 1, width, dtype=torch.int32, device=device)
@@ -90,12 +93,12 @@ class DeviceModel:
         self._feed.feed_decodes(rows, self.slots, self.tables, self.block_size, inputs)
         return score(self.head, self._body(self._named(inputs, self._starts[: size + 1], size)))
 
-    def mix(self, layout: Layout, packed: Tensor, num_decodes: int) -> tuple[Hidden, Tensor | None]:
+    def mix(self, layout: Layout, packed: Tensor) -> tuple[Hidden, Tensor | None]:
         """A step that a layout describes -> what its head takes, of each token; logits [R, V] where rows sample"""
         inputs = self._inputs(layout.num_tokens, layout.num_rows)
         rows, starts, ends, given, row_of = layout.rows(packed)
         self._feed.feed_rows(rows, given, row_of, starts, ends, self.slots, self.tables, self.block_size, inputs)
-        hidden = self._body(self._named(inputs, starts, num_decodes))
+        hidden = self._body(self._named(inputs, starts, layout.num_decodes))
         if not layout.num_samples:
             return hidden, None
         _, places = layout.samples(packed)

@@ -145,18 +145,18 @@ class DeviceRunner:
     def _mix(self, plan: Plan) -> Step:
         layout = Layout.of(plan)
         packed = self.model.send(layout.pack(plan, self.model.padding))
-        hidden, logits = self.model.mix(layout, packed, plan.num_decodes)
-        return Step(layout.samples(packed)[0], logits, hidden)
+        hidden, logits = self.model.mix(layout, packed)
+        return Step(layout.samples(packed)[0], logits, hidden, layout.num_decodes)
 
     def _score_prompts(self, plan: Plan, step: Step) -> dict[str, list[Logprobs]]:
         scored: dict[str, list[Logprobs]] = {}
         assert step.hidden is not None, "a step with prompts has it"
-        first = 0
-        for row in plan.rows:
+        last = 0
+        for at, row in enumerate(plan.rows):
+            first = step.num_decodes if at == plan.num_decodes else last
             last = first + row.num_tokens
             if row.sequence.params.prompt_logprobs is not None and row.start < len(row.sequence.prompt):
                 scored[row.sequence.id] = score_prompt(self.model.head, row, rows_of(step.hidden, slice(first, last)))
-            first = last
         return scored
 
     def _sample(self, step: Step, sampling: Sampling, scored: dict[str, list[Logprobs]]) -> Pending:

@@ -1,10 +1,14 @@
-"""Steps of a model as CUDA graphs: pure decodes by their number, small steps with prompts by their tokens.
+"""Steps of a model as CUDA graphs: pure decodes by their number, steps with prompts by the tokens and decodes in them.
 
     graphs = Graphs(model)
     graphs.compile(sizes, 16384)         # what steps of up to 16384 tokens need of Triton, on all cores
-    graphs.capture(sizes)                # decodes of these numbers of rows, and small steps with prompts
+    graphs.capture(sizes)                # decodes of these numbers of rows, and steps with prompts
     step = graphs.decode(slots)          # padded up to the next size; None: too many
-    step = graphs.mix(plan)
+    step = graphs.mix(plan)              # None: too many rows or tokens
+
+The host takes as long to start the kernels of a small step as those of a large one, and longer than a GPU takes to run
+the small one. So steps with prompts are graphs up to a size. Prompts alone are captured at a start, prompts beside
+decodes when such a step first comes, for there are many sizes of them.
 
 All graphs share one pool of memory and lay their results over each other: what a step gave is read before the next one.
 """
@@ -16,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -27,9 +32,12 @@ from atom.runtime.layout import Layout
 from atom.runtime.program import Hidden
 from atom.runtime.types import Plan
 
-PROMPT_TOKENS = (16, 32, 64, *range(128, 1025, 128))  # of steps with prompts
-PROMPT_ROWS = 65  # in them at most, one of padding included
-LONG = 4096  # tokens of a step than which longer ones have no kernels of their own
+PROMPT_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # in a step, beside decodes
+PROMPT_ROWS = 65  # likewise, one of padding included
+MIN_DECODES = 16  # beside prompts; then powers of two
+MAX_FLOPS = 8e12  # of a step with prompts: one of more keeps a GPU longer than the host that starts its kernels
+FREE_TOKENS = 256  # of such a step, whatever it computes: it takes about as long to read the weights
+SHORT, LONG = 512, 4096  # tokens of a step: those between have no kernels of their own, nor have longer ones
 
 
 @dataclass
@@ -39,6 +47,7 @@ class Step:
     rows: Tensor
     logits: Tensor | None
     hidden: Hidden | None = None  # of a step with prompts
+    num_decodes: int = 0  # of its first tokens, padding included
     tails: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
 
 
@@ -116,7 +125,8 @@ class Graphs:
             self._rehearse_mixed(Layout(min(max_tokens, LONG), 1, 1))  # what takes longest first: long prompts,
             self._sample_in_every_way()  # and sampling
             for layout in self._layouts():
-                self._rehearse_mixed(layout)
+                if not layout.num_decodes and layout.num_tokens <= SHORT:
+                    self._rehearse_mixed(layout)
             for size in sorted({*powers, largest}):
                 self._rehearse_decodes(size)
             place_of_padding = model.padding * model.tables.shape[2]
@@ -124,17 +134,24 @@ class Graphs:
         self._sample_in_every_way()  # launched: no kernel's first launch shall be a graph's
 
     def _layouts(self) -> list[Layout]:
-        """Of the steps with prompts that are captured, smallest first; there is none of more tokens than can come."""
-        most = min(self._max_tokens, PROMPT_TOKENS[-1])
-        counts = [*(num for num in PROMPT_TOKENS if num < most), most]
-        rows = [min(num + 1, self._model.slots.num_slots + 1, PROMPT_ROWS) for num in counts]
-        return [Layout(num_tokens, num_rows, num_rows) for num_tokens, num_rows in zip(counts, rows, strict=True)]
+        """Of the steps with prompts that may be captured, smallest first: all that can come, up to a size."""
+        num_slots = self._model.slots.num_slots
+        largest = max(FREE_TOKENS, int(MAX_FLOPS / self._model.flops_a_token))
+        layouts, fewer = [], -1  # decodes: more than those of the layouts before
+        for num_decodes in (0, *_doubled(MIN_DECODES, num_slots)):
+            most = min(self._max_tokens - (fewer + 1), PROMPT_TOKENS[-1])  # tokens beside so many decodes
+            for num_tokens in (*(num for num in PROMPT_TOKENS if num < most), most):
+                if 0 <= num_tokens <= largest - num_decodes:
+                    num_rows = num_decodes + min(num_tokens + 1, num_slots + 1, PROMPT_ROWS)
+                    layouts.append(Layout(num_decodes + num_tokens, num_rows, num_rows, num_decodes))
+            fewer = num_decodes
+        return sorted(layouts, key=lambda each: (each.num_tokens, each.num_rows))
 
     def _rehearse_decodes(self, size: int) -> None:
         self._model.decode(self._model.send(np.full(size, self._model.padding, np.int32)))
 
     def _rehearse_mixed(self, layout: Layout) -> None:
-        self._model.mix(layout, self._model.send(layout.padding(self._model.padding)), 0)
+        self._model.mix(layout, self._model.send(layout.padding(self._model.padding)))
 
     def _sample_in_every_way(self) -> None:
         """For a row of padding: with penalties, with what the host says, and as graphs do."""
@@ -151,10 +168,10 @@ class Graphs:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], is_lazy: bool = False) -> None:
-        """Capture decodes of these numbers of rows, and steps with prompts of up to the max_tokens of `compile`, which
+        """Capture decodes of these numbers of rows, and prompts; `compile`, which says how many tokens a step may have,
         comes first.
 
-        is_lazy: now only the largest of each, any other when it is first to run.
+        is_lazy: now only what takes the most memory, any other when it is first to run.
         """
         self.clear()
         self._pool = torch.cuda.graph_pool_handle()
@@ -164,8 +181,10 @@ class Graphs:
         # the smaller ones fit into the memory of the largest
         for size in list(self._decodes)[-1:] if is_lazy else list(self._decodes)[::-1]:
             self._decodes[size] = self._capture_decodes(size)
-        for layout in list(self._mixed)[-1:] if is_lazy else list(self._mixed)[::-1]:
-            self._mixed[layout] = self._capture_mixed(layout)
+        largest = {max(self._mixed, key=of) for of in (_num_tokens, _num_rows)} if self._mixed else set()
+        for layout in list(self._mixed)[::-1]:
+            if layout in largest or not (is_lazy or layout.num_decodes):
+                self._mixed[layout] = self._capture_mixed(layout)
 
     @torch.inference_mode()
     def _capture_decodes(self, size: int) -> _Decodes:
@@ -180,13 +199,14 @@ class Graphs:
         model = self._model
         self._rehearse_mixed(layout)
         packed = torch.from_numpy(layout.padding(model.padding)).to(model.device)
-        graph, (hidden, logits) = self._capture(lambda: model.mix(layout, packed, 0))
-        return _Mixed(graph, packed, self._step(layout.samples(packed)[0], logits, tuple(map(unowned, hidden))))
+        graph, (hidden, logits) = self._capture(lambda: model.mix(layout, packed))
+        step = self._step(layout.samples(packed)[0], logits, tuple(map(unowned, hidden)), layout.num_decodes)
+        return _Mixed(graph, packed, step)
 
-    def _step(self, rows: Tensor, logits: Tensor, hidden: Hidden | None = None) -> Step:
+    def _step(self, rows: Tensor, logits: Tensor, hidden: Hidden | None = None, num_decodes: int = 0) -> Step:
         """The step of a graph that has just been captured."""
         tails = {kind: self._capture(lambda kind=kind: self._model.sample(rows, logits, kind)) for kind in KINDS}  # type: ignore[misc]
-        return Step(rows, unowned(logits), hidden, tails)
+        return Step(rows, unowned(logits), hidden, num_decodes, tails)
 
     def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """The graph of what a function starts on the device, and its results there."""
@@ -202,6 +222,14 @@ class Graphs:
                 raise
             graph.capture_end()
         return graph, result
+
+
+_num_tokens, _num_rows = attrgetter("num_tokens"), attrgetter("num_rows")
+
+
+def _doubled(first: int, last: int) -> list[int]:
+    """first, its doubles below last, and last, which may be smaller."""
+    return [*(first << power for power in range(32) if first << power < last), last]
 
 
 def unowned(tensor: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ def take_largest_step(model: DeviceModel, num_tokens: int, num_rows: int) -> Non
     their tokens as are scored at a time, and of all tokens drawn, and these have penalties, and the host has a say."""
     layout = Layout(num_tokens, num_rows, num_rows)
     packed = model.send(layout.padding(model.padding))
-    hidden, logits = model.mix(layout, packed, 0)
+    hidden, logits = model.mix(layout, packed)
     assert logits is not None, "all rows sample"
     scored = score(model.head, rows_of(hidden, slice(HEAD_ROWS)))
     prompt_logprobs(scored, [0] * len(scored), NUM_TOP)

@@ -29,9 +29,11 @@ from atom.kernels.triton import sampling
 from atom.opening import open_for
 from atom.runtime.device_runner import DeviceRunner
 from atom.runtime.engine import Engine
+from atom.runtime.graphs import Step
 from atom.runtime.kv_cache import KVCache
+from atom.runtime.layout import Layout
 from atom.runtime.scheduler import Scheduler
-from atom.runtime.types import Sequence
+from atom.runtime.types import Plan, Sequence
 
 FIELDS = {"dtype": "fp32", "level": 0, "block_size": 4, "num_kvcache_blocks": 60, "max_num_batched_tokens": 16,
           "max_num_seqs": 6, "max_model_len": 64}  # fmt: skip
@@ -185,8 +187,32 @@ def test_a_text_of_the_gpu_s_own_kernels_gives_the_same_tokens(checkpoints: Any,
     assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3_window"), level=1), asked))
 
 
+@pytest.mark.parametrize("level", [0, 1])
+def test_padding_between_decodes_and_prompts_and_behind_them_changes_nothing(
+    checkpoints: Any, triton_device: str, monkeypatch: pytest.MonkeyPatch, level: int
+):
+    """As in the steps that are captured, which have room for more decodes, rows and tokens than come."""
+    asked = greedy(3, 11, 14, 5, 1, 7, 9, max_tokens=6, prompt_logprobs=2)
+    target = Target("cuda", frozenset({"nvidia", "sm_90"})) if level and triton_device == "cpu" else None
+    engine = open_device(checkpoints("qwen3"), triton_device, 1, target, level=level, max_num_batched_tokens=12)
+    runner: Any = engine.runner
+    runner.graphs._max_tokens = 12
+    layouts, taken = runner.graphs._layouts(), []
+
+    def mix(plan: Plan) -> Step:
+        layout = next(each for each in layouts if each.holds(Layout.of(plan)))
+        taken.append((plan.num_decodes, layout.num_decodes, len(plan.rows), layout.num_tokens - plan.num_tokens))
+        packed = runner.model.send(layout.pack(plan, runner.model.padding))
+        hidden, logits = runner.model.mix(layout, packed)
+        return Step(layout.samples(packed)[0], logits, hidden, layout.num_decodes)
+
+    monkeypatch.setattr(runner.graphs, "mix", mix)
+    assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3")), asked))
+    assert any(0 < few < most and few < rows and more for few, most, rows, more in taken), "decodes before prompts"
+
+
 @pytest.mark.parametrize(("max_tokens", "prompts"), [(3, [3, 3]), (100, [100, 16, 32, 64, 100]),
-                                                     (700, [700, 16, 32, 64, 128, 256, 512])])  # fmt: skip
+                                                     (700, [700, 16, 32, 64, 128, 256, 384, 512])])  # fmt: skip
 def test_what_a_start_walks_through_is_what_can_come_and_changes_nothing(
     checkpoints: Any, triton_device: str, monkeypatch: pytest.MonkeyPatch, max_tokens: int, prompts: list[int]
 ):

@@ -120,6 +120,24 @@ def test_what_is_not_captured_yet_is_when_it_first_runs(graphs: Graphs, monkeypa
     assert mixed == [small]
 
 
+def imagine(num_slots: int, flops_a_token: float = 1e6) -> Any:
+    """A model for graphs that capture nothing."""
+    return Mock(flops_a_token=flops_a_token, padding=PADDING, slots=SimpleNamespace(num_slots=num_slots, vocab=8),
+                logits_dtype=torch.float32, device=torch.device("cpu"), tables=torch.zeros(1, 1, 1),
+                send=torch.from_numpy)  # fmt: skip
+
+
+def find_captured(graphs: Graphs, monkeypatch: pytest.MonkeyPatch, **options: bool) -> list[Layout]:
+    """The steps with prompts that a start captures, in order."""
+    captured: list[Layout] = []
+    for name in ("graph_pool_handle", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(graphs, "_capture_decodes", lambda size: None)
+    monkeypatch.setattr(graphs, "_capture_mixed", captured.append)
+    graphs.capture([1], **options)
+    return captured
+
+
 @pytest.mark.parametrize(
     ("max_tokens", "num_slots", "layouts"),
     [
@@ -127,27 +145,63 @@ def test_what_is_not_captured_yet_is_when_it_first_runs(graphs: Graphs, monkeypa
         (16, 20, [(16, 17)]),
         (100, 20, [(16, 17), (32, 21), (64, 21), (100, 21)]),
         (300, 200, [(16, 17), (32, 33), (64, 65), (128, 65), (256, 65), (300, 65)]),
-        (8192, 1, [(num, 2) for num in (16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024)]),
+        (8192, 1, [(num, 2) for num in (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)]),
     ],
 )
-def test_no_step_with_prompts_is_captured_that_cannot_come(
+def test_a_start_captures_prompts_of_all_sizes_that_can_come(
     monkeypatch: pytest.MonkeyPatch, max_tokens: int, num_slots: int, layouts: list[tuple[int, int]]
 ):
-    for name in ("graph_pool_handle", "Stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    model = Mock(padding=PADDING, slots=SimpleNamespace(num_slots=num_slots, vocab=8), logits_dtype=torch.float32,
-                 device=torch.device("cpu"), tables=torch.zeros(1, 1, 1), send=torch.from_numpy)  # fmt: skip
-    found, captured = Graphs(model), []
-    monkeypatch.setattr(found, "_capture_decodes", lambda size: None)
-    monkeypatch.setattr(found, "_capture_mixed", lambda layout: captured.append(layout))
-    found.compile([1], max_tokens)
-    walked = [call.args[0] for call in model.mix.call_args_list]
-    found.capture([1])
-    assert [(each.num_tokens, each.num_rows) for each in captured[::-1]] == layouts
-    assert set(captured) <= set(walked)
-    captured.clear()
-    found.capture([])
-    assert captured == [], "without graphs of decodes there are none"
+    graphs = Graphs(model := imagine(num_slots))
+    graphs.compile([1], max_tokens)
+    walked = {call.args[0] for call in model.mix.call_args_list}
+    captured = find_captured(graphs, monkeypatch)
+    prompts = [each for each in captured if not each.num_decodes]
+    assert [(each.num_tokens, each.num_rows) for each in prompts[::-1]] == layouts
+    assert {each for each in prompts if each.num_tokens <= 512} < walked
+
+
+@pytest.mark.parametrize("is_lazy", [True, False])
+def test_what_takes_the_most_memory_is_captured_first(monkeypatch: pytest.MonkeyPatch, is_lazy: bool):
+    graphs = Graphs(imagine(num_slots=300, flops_a_token=1e10))
+    graphs.compile([1], 8192)
+    layouts = list(graphs._layouts())
+    captured = find_captured(graphs, monkeypatch, is_lazy=is_lazy)
+    assert captured[0].num_tokens == max(each.num_tokens for each in layouts)
+    assert max(each.num_rows for each in captured) == max(each.num_rows for each in layouts) == 300 + 65
+    assert sum(each.num_decodes > 0 for each in captured) <= 2, "the others when they first run"
+    assert len(captured) == 2 or not is_lazy
+
+
+def test_without_graphs_of_decodes_there_are_none(monkeypatch: pytest.MonkeyPatch):
+    graphs = Graphs(imagine(num_slots=4))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+    graphs.capture([])
+    assert graphs._mixed == {}
+
+
+@pytest.mark.parametrize(("max_tokens", "num_slots"), [(1, 1), (7, 3), (16, 40), (90, 17), (300, 100), (300, 1)])
+def test_there_is_a_layout_for_each_step_that_can_come_with_little_padding(max_tokens: int, num_slots: int):
+    graphs = Graphs(imagine(num_slots))
+    graphs.compile([1], max_tokens)
+    layouts = graphs._layouts()
+    for num_decodes in range(min(num_slots, max_tokens) + 1):
+        for num_more in range(max_tokens - num_decodes + 1):
+            most = min(num_more, num_slots - num_decodes, 64)
+            for num_prompts in {1, most} if most else {0} - {num_more}:
+                num_rows = num_decodes + num_prompts
+                asked = Layout(num_decodes + num_more, num_rows, num_rows, num_decodes)
+                found = next(each for each in layouts if each.holds(asked))
+                assert found.num_tokens <= 2 * asked.num_tokens + 32
+
+
+@pytest.mark.parametrize(("flops_a_token", "largest"), [(14e9, 571), (1e6, 2048 + 256), (1e12, 256), (8e9, 1000)])
+def test_steps_that_keep_a_gpu_busy_are_not_captured(flops_a_token: float, largest: int):
+    graphs = Graphs(imagine(256, flops_a_token))
+    graphs.compile([1], 16384)
+    sizes = [each.num_tokens for each in graphs._layouts()]
+    assert largest / 2 < max(sizes) <= largest
+    assert sizes == sorted(sizes)
 
 
 @pytest.mark.parametrize(
@@ -157,9 +211,7 @@ def test_no_step_with_prompts_is_captured_that_cannot_come(
 def test_decodes_that_no_graph_holds_are_walked_through_too(
     sizes: list[int], num_slots: int, max_tokens: int, largest: int
 ):
-    model = Mock(padding=PADDING, slots=SimpleNamespace(num_slots=num_slots, vocab=8), logits_dtype=torch.float32,
-                 device=torch.device("cpu"), tables=torch.zeros(1, 1, 1), send=torch.from_numpy)  # fmt: skip
-    Graphs(model).compile(sizes, max_tokens)
+    Graphs(model := imagine(num_slots)).compile(sizes, max_tokens)
     assert max(len(call.args[0]) for call in model.decode.call_args_list) == largest
 
 
@@ -216,6 +268,13 @@ def prefill(engine: LLMEngine, lengths: list[int], max_tokens: int = 100) -> tup
     return runner, list(engine._engine.scheduler.running)
 
 
+def tokens_of(step: Step, plan: Plan) -> list[torch.Tensor]:
+    """What the step gave of the plan's tokens, and not of padding."""
+    assert step.hidden is not None and step.num_decodes >= plan.num_decodes
+    prompts = slice(step.num_decodes, step.num_decodes + plan.num_tokens - plan.num_decodes)
+    return [torch.cat([each[: plan.num_decodes], each[prompts]]) for each in step.hidden]
+
+
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7, 8])
@@ -248,7 +307,7 @@ def test_captured_steps_with_prompts_give_the_logits_of_eager_ones(open_engine: 
     assert captured is not None
     count = sum(row.samples for row in plan.rows)
     logits = captured.logits[:count].clone()  # type: ignore[index]
-    hidden = [each[: plan.num_tokens].clone() for each in captured.hidden]  # type: ignore[union-attr]
+    hidden = tokens_of(captured, plan)
     eager = runner._mix(plan)
     assert_same_logits(logits.float().cpu(), eager.logits.float().cpu())  # type: ignore[union-attr]
     for ours, theirs in zip(hidden, eager.hidden, strict=True):  # type: ignore[arg-type]
@@ -276,9 +335,8 @@ def test_captured_steps_of_many_prompts_give_what_eager_ones_do(checkpoints: Any
         for _ in range(2):
             captured = runner.graphs.mix(plan)
             assert captured is not None
-            for ours, theirs in zip(captured.hidden, eager, strict=True):  # type: ignore[arg-type]
-                ours = ours[: plan.num_tokens].double()
-                assert ((ours - theirs).norm(dim=-1) <= 0.03 * theirs.double().norm(dim=-1)).all()
+            for ours, theirs in zip(tokens_of(captured, plan), eager, strict=True):  # type: ignore[arg-type]
+                assert ((ours.double() - theirs).norm(dim=-1) <= 0.03 * theirs.double().norm(dim=-1)).all()
     finally:
         engine.close()
         torch.cuda.empty_cache()

@@ -36,7 +36,7 @@ def parts(layout: Layout, packed: np.ndarray) -> dict[str, list[int]]:
 
 def test_a_plan_is_laid_out_row_by_row() -> None:
     layout = Layout.of(mixed())
-    assert layout == Layout(num_tokens=6, num_rows=3, num_samples=2)
+    assert layout == Layout(num_tokens=6, num_rows=3, num_samples=2, num_decodes=1)
     packed = layout.pack(mixed(), PADDING)
     assert packed.dtype == np.int32
     assert parts(layout, packed) == {
@@ -51,7 +51,7 @@ def test_a_plan_is_laid_out_row_by_row() -> None:
 
 
 def test_what_a_larger_layout_has_left_is_padding_of_nobody_s_slot_in_rows_without_tokens() -> None:
-    layout = Layout(num_tokens=9, num_rows=5, num_samples=4)
+    layout = Layout(num_tokens=9, num_rows=5, num_samples=4, num_decodes=1)
     assert parts(layout, layout.pack(mixed(), PADDING)) == {
         "slots": [4, 1, 2, 9, 9],
         "starts": [0, 1, 4, 6, 6, 6],
@@ -63,14 +63,40 @@ def test_what_a_larger_layout_has_left_is_padding_of_nobody_s_slot_in_rows_witho
     }
 
 
-def test_a_layout_of_padding_alone_gives_its_tokens_to_its_first_row_s_slot() -> None:
-    layout = Layout(num_tokens=3, num_rows=2, num_samples=1)
+def test_decodes_that_a_larger_layout_has_left_have_tokens_of_nobody_s_slot_before_those_of_prompts() -> None:
+    layout = Layout(num_tokens=10, num_rows=6, num_samples=4, num_decodes=3)
+    assert parts(layout, layout.pack(mixed(), PADDING)) == {
+        "slots": [4, 9, 9, 1, 2, 9],
+        "starts": [0, 1, 2, 3, 6, 8, 8],
+        "ends": [0, 0, 0, 8, 6, 0],
+        "given": [-1, 0, 0, 105, 106, 107, 204, 205, 0, 0],
+        "row_of": [0, 1, 2, 3, 3, 3, 4, 4, 5, 5],
+        "sampled": [4, 1, 9, 9],
+        "places": [0, 5, 0, 0],
+    }
+
+
+def test_decodes_alone_leave_what_is_behind_them_to_padding() -> None:
+    layout = Layout(num_tokens=5, num_rows=3, num_samples=3, num_decodes=2)
+    assert parts(layout, layout.pack(Plan(mixed().rows[:1], 1), PADDING)) == {
+        "slots": [4, 9, 9],
+        "starts": [0, 1, 2, 2],
+        "ends": [0, 0, 0],
+        "given": [-1, 0, 0, 0, 0],
+        "row_of": [0, 1, 2, 2, 2],
+        "sampled": [4, 9, 9],
+        "places": [0, 0, 0],
+    }
+
+
+def test_a_layout_of_padding_alone_gives_what_is_behind_its_decodes_to_its_next_row() -> None:
+    layout = Layout(num_tokens=3, num_rows=3, num_samples=1, num_decodes=1)
     assert parts(layout, layout.padding(PADDING)) == {
-        "slots": [9, 9],
-        "starts": [3, 3, 3],
-        "ends": [0, 0],
+        "slots": [9, 9, 9],
+        "starts": [0, 1, 1, 1],
+        "ends": [0, 0, 0],
         "given": [0, 0, 0],
-        "row_of": [0, 0, 0],
+        "row_of": [0, 1, 1],
         "sampled": [9],
         "places": [0],
     }
@@ -100,14 +126,18 @@ def test_the_last_given_token_is_given_though_its_row_is_a_decode() -> None:
 @pytest.mark.parametrize(
     ("larger", "is_held"),
     [
-        (Layout(6, 3, 2), True),  # itself
-        (Layout(6, 4, 2), True),
-        (Layout(7, 4, 2), True),
-        (Layout(7, 3, 2), False),  # no row for the token of padding
-        (Layout(5, 4, 2), False),
-        (Layout(6, 2, 2), False),
-        (Layout(6, 3, 1), False),
+        (Layout(7, 4, 2, 2), True),  # itself
+        (Layout(7, 5, 2, 2), True),
+        (Layout(8, 5, 2, 2), True),
+        (Layout(8, 4, 2, 2), False),  # no row for the token of padding
+        (Layout(6, 5, 2, 2), False),
+        (Layout(7, 3, 2, 2), False),
+        (Layout(7, 4, 1, 2), False),
+        (Layout(8, 5, 2, 3), True),
+        (Layout(7, 5, 2, 3), False),  # four tokens behind three decodes
+        (Layout(8, 4, 2, 3), False),
+        (Layout(9, 9, 9, 1), False),  # two decodes
     ],
 )
 def test_a_layout_holds_what_fits_with_a_row_for_its_padding(larger: Layout, is_held: bool) -> None:
-    assert larger.holds(Layout(6, 3, 2)) == is_held
+    assert larger.holds(Layout(7, 4, 2, 2)) == is_held

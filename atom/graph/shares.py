@@ -1,0 +1,38 @@
+"""Which share of each weight a token is multiplied with: of experts those that it chooses, of an embedding none.
+
+shares = token_shares(graph.programs.values())    # of lowered programs: {recipe: Fraction(1, 16)}
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from fractions import Fraction
+
+from torch.fx import Node
+
+from atom.graph import ops
+from atom.graph.graph import Program, call_of, node_leaves
+from atom.graph.recipes import Recipe
+
+
+def token_shares(programs: Iterable[Program]) -> dict[Recipe, Fraction]:
+    """By weight, the largest where several calls read it."""
+    shares: dict[Recipe, Fraction] = defaultdict(Fraction)
+    for program in programs:
+        for node in program.nodes:
+            for leaf in node_leaves(node):
+                if isinstance(leaf, Recipe):
+                    shares[leaf] = max(shares[leaf], _share(node))
+    return shares
+
+
+def _share(node: Node) -> Fraction:
+    if node.target is ops.embedding:
+        return Fraction(0)
+    if node.target is not ops.grouped_linear:
+        return Fraction(1)
+    group = call_of(node.args[2])
+    assert group.target is ops.group, "nothing else knows where the rows of an expert end"
+    top_k = group.args[1].meta["type"].shape[1]
+    return Fraction(top_k, group.kwargs["experts"])

@@ -82,7 +82,7 @@ def fill(
                     with torch.cuda.stream(stream):
                         copy(piece.part, piece.place, lambda plain: view(plain, checkpoint))
                 else:
-                    if buffer.copied:
+                    if buffer.copied and not buffer.copied.query():  # which costs less where it suffices
                         buffer.copied.synchronize()
                     read_exactly(piece.file, piece.start, buffer.memory[: piece.num_bytes])
                 done.put((piece, buffer))

@@ -7,8 +7,7 @@
     step = graphs.mix(plan)              # None: too many rows or tokens
 
 The host takes as long to start the kernels of a small step as those of a large one, and longer than a GPU takes to run
-the small one. So steps with prompts are graphs up to a size. Prompts alone are captured at a start, prompts beside
-decodes when such a step first comes, for there are many sizes of them.
+the small one. So steps with prompts are graphs up to a size.
 
 All graphs share one pool of memory and lay their results over each other: what a step gave is read before the next one.
 """
@@ -168,7 +167,7 @@ class Graphs:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], is_lazy: bool = False) -> None:
-        """Capture decodes of these numbers of rows, and prompts; `compile`, which says how many tokens a step may have,
+        """Capture decodes of these numbers of rows, and steps with prompts of up to the max_tokens of `compile`, which
         comes first.
 
         is_lazy: now only what takes the most memory, any other when it is first to run.
@@ -183,7 +182,7 @@ class Graphs:
             self._decodes[size] = self._capture_decodes(size)
         largest = {max(self._mixed, key=of) for of in (_num_tokens, _num_rows)} if self._mixed else set()
         for layout in list(self._mixed)[::-1]:
-            if layout in largest or not (is_lazy or layout.num_decodes):
+            if layout in largest or not is_lazy:
                 self._mixed[layout] = self._capture_mixed(layout)
 
     @torch.inference_mode()

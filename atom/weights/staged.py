@@ -53,6 +53,11 @@ class Buffer(NamedTuple):
     memory: memoryview  # the same
     copied: torch.cuda.Event | None  # over when it may be read into again
 
+    def wait(self) -> None:
+        """Till it may be read into."""
+        if self.copied and not self.copied.query():  # type: ignore[no-untyped-call]  # which costs less than to wait
+            self.copied.synchronize()
+
 
 @torch.inference_mode()
 def fill(
@@ -82,8 +87,7 @@ def fill(
                     with torch.cuda.stream(stream):
                         copy(piece.part, piece.place, lambda plain: view(plain, checkpoint))
                 else:
-                    if buffer.copied and not buffer.copied.query():  # which costs less where it suffices
-                        buffer.copied.synchronize()
+                    buffer.wait()
                     read_exactly(piece.file, piece.start, buffer.memory[: piece.num_bytes])
                 done.put((piece, buffer))
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import pytest
@@ -78,18 +78,22 @@ class World:
         tables = empty(num_kinds, num_rows, self.tables.shape[2], dtype=torch.int32)
         return Inputs(numbers[0], numbers[1], empty(num_rows, dtype=torch.int32), numbers[2:], tables)
 
-    def assert_as_the_host_has_it(self, inputs: Inputs, plan: Plan) -> None:
+    def assert_as_the_host_has_it(self, inputs: Inputs, plan: Plan, num_left: int = 0) -> None:
+        """num_left: rows of padding, of a token each, between decodes and the others"""
         names = [f"{part}_{kind}" for part in ("slots", "table") for kind in self.kinds]
         expected: dict[str, Any] = build_inputs(plan, names, self.block_size)
-        num_tokens, num_rows = plan.num_tokens, len(plan.rows)
-        assert inputs.tokens[:num_tokens].tolist() == expected["tokens"].tolist()
-        assert inputs.positions[:num_tokens].tolist() == expected["positions"].tolist()
-        assert inputs.lengths[:num_rows].tolist() == expected["lengths"].tolist()
+        tokens, rows = (
+            [at + num_left * (at >= plan.num_decodes) for at in range(count)]
+            for count in (plan.num_tokens, len(plan.rows))
+        )
+        assert inputs.tokens[tokens].tolist() == expected["tokens"].tolist()
+        assert inputs.positions[tokens].tolist() == expected["positions"].tolist()
+        assert inputs.lengths[rows].tolist() == expected["lengths"].tolist()
         for at, kind in enumerate(self.kinds):
-            assert inputs.slots[at, :num_tokens].tolist() == expected[f"slots_{kind}"].tolist()
-            for row, table in enumerate(expected[f"table_{kind}"]):
-                num_blocks = -(-int(expected["lengths"][row]) // self.block_size)
-                assert inputs.tables[at, row, :num_blocks].tolist() == table[:num_blocks].tolist()
+            assert inputs.slots[at, tokens].tolist() == expected[f"slots_{kind}"].tolist()
+            for place, length, table in zip(rows, expected["lengths"], expected[f"table_{kind}"], strict=True):
+                num_blocks = -(-int(length) // self.block_size)
+                assert inputs.tables[at, place, :num_blocks].tolist() == table[:num_blocks].tolist()
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
@@ -114,8 +118,8 @@ def test_decodes(triton_device: str, block_size: int, num_kinds: int, num_paddin
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("num_kinds", [1, 2])
-@pytest.mark.parametrize("more", [(0, 0, 0), (1, 1, 0), (140, 4, 3)], ids=str)
-def test_steps_with_prompts(triton_device: str, block_size: int, num_kinds: int, more: tuple[int, int, int]):
+@pytest.mark.parametrize("more", [(0, 0, 0, 0), (1, 1, 0, 0), (140, 4, 3, 0), (2, 2, 2, 2), (140, 9, 3, 3)], ids=str)
+def test_steps_with_prompts(triton_device: str, block_size: int, num_kinds: int, more: tuple[int, ...]):
     world = World(triton_device, block_size, num_kinds, width=-(-500 // block_size))
     rows = [world.decode(length) for length in (2, 16, 17, 400)]
     rows.append(world.prompt(0, 1, 1))
@@ -127,23 +131,23 @@ def test_steps_with_prompts(triton_device: str, block_size: int, num_kinds: int,
         world.prompt(299, 1, 300),
     ]
     plan = Plan(rows, num_decodes)
-    own = Layout.of(plan)
-    layout = Layout(
-        *(count + extra for count, extra in zip((own.num_tokens, own.num_rows, own.num_samples), more, strict=True))
-    )
+    own, num_left = Layout.of(plan), more[-1]
+    layout = Layout(*(count + extra for count, extra in zip(astuple(own), more, strict=True)))
     packed = torch.from_numpy(layout.pack(plan, NUM_SLOTS)).to(triton_device)
     slots, starts, ends, given, row_of = layout.rows(packed)
     inputs, state = world.inputs(layout.num_tokens, layout.num_rows), world.on_device()
     feed_rows(slots, given, row_of, starts, ends, state, world.tables.to(triton_device), block_size, inputs)
-    world.assert_as_the_host_has_it(inputs, plan)
+    world.assert_as_the_host_has_it(inputs, plan, num_left)
     lengths = world.state.lengths.clone()
     for row in rows:
         lengths[row.sequence.slot] = row.start + row.num_tokens
     assert state.lengths.tolist() == lengths.tolist(), "a slot whose tokens were given has its length"
     assert state.tokens.tolist() == world.state.tokens.tolist()
-    assert inputs.slots[:, own.num_tokens :].eq(0).all(), "padding writes to block 0"
-    assert inputs.positions[own.num_tokens :].eq(0).all() and inputs.tokens[own.num_tokens :].eq(0).all()
-    assert inputs.lengths[own.num_rows :].eq(0).all(), "and sees nothing"
+    for tokens in (slice(num_decodes, num_decodes + num_left), slice(own.num_tokens + num_left, None)):
+        assert inputs.slots[:, tokens].eq(0).all(), "padding writes to block 0"
+        assert inputs.positions[tokens].eq(0).all() and inputs.tokens[tokens].eq(0).all()
+    for padding in (slice(num_decodes, num_decodes + num_left), slice(own.num_rows + num_left, None)):
+        assert inputs.lengths[padding].eq(0).all(), "and sees nothing"
 
 
 def test_a_step_of_padding_alone(triton_device: str):

@@ -97,7 +97,7 @@ def test_a_step_that_does_not_fit_beside_the_weights_names_its_knobs(
         def send(self, array: Any) -> Any:
             return array
 
-        def mix(self, layout: Layout, packed: Any, num_decodes: int) -> Any:
+        def mix(self, layout: Layout, packed: Any) -> Any:
             assert (layout.num_tokens, layout.num_rows) == (4096, 6)
             raise torch.OutOfMemoryError("out of memory")
 
@@ -141,7 +141,7 @@ def test_the_measured_step_shapes_a_copy_of_its_logits(dtype: torch.dtype) -> No
         def send(self, array: Any) -> Any:
             return torch.from_numpy(array)
 
-        def mix(self, layout: Layout, packed: Any, num_decodes: int) -> Any:
+        def mix(self, layout: Layout, packed: Any) -> Any:
             return (torch.zeros(layout.num_tokens, 3),), logits
 
         class head:

@@ -16,7 +16,8 @@ from atom.graph.types import Type
 @op(lambda x, *, heads: x.with_last(heads, divide(x.shape[-1], heads)))
 def split_heads(x: Tensor, *, heads: int) -> Tensor:
     """x [T, N * D] -> a view [T, N, D]"""
-    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)
+    *rows, width = x.shape
+    return x.view(*rows, heads, width // heads)
 
 
 @op(lambda x: Type(x.dtype, (x.shape[0], x.shape[1] * x.shape[2])))

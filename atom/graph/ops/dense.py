@@ -117,7 +117,7 @@ def _split(x: Type, *, sizes: Sequence[int]) -> tuple[Type, ...]:
 @op(_split)
 def split(x: Tensor, *, sizes: Sequence[int]) -> tuple[Tensor, ...]:
     """x [..., sum(sizes)] -> views [..., size], one a size"""
-    return torch.split(x, list(sizes), dim=-1)
+    return x.split_with_sizes(list(sizes), -1)  # torch.split is Python around it
 
 
 @op(lambda a, b, weight, *, eps: (_norm(_same(a, b), weight, eps=eps), a))

@@ -63,6 +63,7 @@ def _kernel(op: Op, module: str, name: str = "", accepts: Callable[..., str | No
     """The kernel of an op in a module beside this one: a function, or a class of which a model has one object."""
 
     def load() -> Callable[..., Any]:
+        importlib.import_module(f"{__name__}.again")  # what launches it
         found = getattr(importlib.import_module(f"{__name__}.{module}"), name or op.name)
         return found() if isinstance(found, type) else found  # type: ignore[no-any-return]
 

@@ -46,11 +46,11 @@ def compile_launches(pool: Executor) -> Iterator[None]:
                 kernels[id(found)] = found
 
     with AsyncCompileMode(SimpleNamespace(submit=_Compilation)) as mode, _Ones():
-        token = _find.set(find)
+        token = walking.set(find)
         try:
             yield
         finally:
-            _find.reset(token)
+            walking.reset(token)
             mode.raw_futures.clear()  # which Triton would wait for
     futures = [pool.submit(_load, kernel) for kernel in kernels.values()]
     try:
@@ -62,11 +62,11 @@ def compile_launches(pool: Executor) -> Iterator[None]:
 
 
 _run = JITFunction.run
-_find: ContextVar[Callable[..., None] | None] = ContextVar("find", default=None)  # of the thread that walks
+walking: ContextVar[Callable[..., None] | None] = ContextVar("walking", default=None)  # what a thread launches with
 
 
 def _launch(kernel: Any, *args: Any, **options: Any) -> Any:
-    return (_find.get() or _run)(kernel, *args, **options)
+    return (walking.get() or _run)(kernel, *args, **options)
 
 
 JITFunction.run = _launch  # for good: walks of several threads may begin and end in any order

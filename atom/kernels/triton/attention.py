@@ -34,7 +34,7 @@ class _Attention:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if num_decodes:
             self._decode(q, cache, table, lengths, num_decodes, sinks, out, scale, window, softcap, newest)
-        if num_decodes < len(q):
+        if num_decodes < q.shape[0]:
             prefill.prefill(
                 turned, cache, table, starts, lengths, num_decodes, sinks, out, scale, window, softcap, self._prefilling
             )
@@ -59,7 +59,7 @@ class NormRopeAttention(_Attention):
         assert has_rows(k) and has_rows(v), "heads must lie side by side"
         assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin have gaps"
         turned = q
-        if num_decodes < len(q):  # those of decodes too, which is simpler and in such a step costs nothing
+        if num_decodes < q.shape[0]:  # those of decodes too, which is simpler and in such a step costs nothing
             turned = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, slots, eps=eps, interleaved=interleaved)
         newest = decode.Newest(k, v, cos, sin, q_norm, k_norm, slots, eps, interleaved)
         return self._attend(

@@ -17,7 +17,8 @@ step, one that starts when all ahead of it have ended (the embedding) lies betwe
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,6 +36,7 @@ from atom.kernels.triton.tiles import (
     find_owner,
     load_keys,
     look_up,
+    round_up,
     sequence_bucket,
     store_attended,
 )
@@ -220,6 +222,25 @@ def _decode(
         tile, before, sequence = run_end, after, sequence + 1
 
 
+@functools.cache
+def _cut_up(num_decodes: int, kv_heads: int, group: int, dim: int, has_newest: bool, element_size: int, gpu: Gpu,
+            parameters: Parameters | None) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """The kernel's arguments from PROGRAMS on, and options."""
+    tile_bytes, programs_per_unit, num_warps, num_stages = parameters or choose(num_decodes, element_size, gpu)
+    block_d, block_g = max(16, round_up(dim)), round_up(group)
+    sizes = (
+        -(-gpu.units * programs_per_unit // kv_heads),
+        sequence_bucket(num_decodes),
+        max(16, round_up(group + has_newest)),
+        min(128, max(16, tile_bytes // (block_d * element_size))),
+        max(1, 4096 // (block_g * block_d)),
+        block_g,
+        block_d,
+        gpu.has_dependent_launch,
+    )
+    return sizes, {"num_warps": num_warps, "num_stages": num_stages, **gpu.options}
+
+
 class Decode:
     """Owns the memory that parts of sequences go through; its calls must run one after another."""
 
@@ -234,12 +255,10 @@ class Decode:
         _, heads, dim = q.shape
         _, block_size, _, kv_heads, _ = cache.shape
         group = heads // kv_heads
-        gpu, element_size = find_gpu(q.device), q.element_size() if q.dtype == cache.dtype else 4
-        tile_bytes, programs_per_unit, num_warps, num_stages = self._parameters or choose(
-            num_decodes, element_size, gpu
-        )
-        block_d, block_g = max(16, triton.next_power_of_2(dim)), triton.next_power_of_2(group)
-        programs = triton.cdiv(gpu.units * programs_per_unit, kv_heads)
+        element_size = q.element_size() if q.dtype == cache.dtype else 4
+        sizes, options = _cut_up(num_decodes, kv_heads, group, dim, newest is not None, element_size,
+                                 find_gpu(q.device), self._parameters)  # fmt: skip
+        programs = sizes[0]
         sums, stats, tickets = self._find_memory(q.device, kv_heads, programs, group, dim)
         k = v = cos = sin = q_norm = k_norm = slots = None
         eps, interleaved, half, k_stride, v_stride = 0.0, False, 0, 0, 0
@@ -249,10 +268,7 @@ class Decode:
         _decode[(kv_heads, programs)](
             q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, out, sums, stats, tickets,
             num_decodes, table.stride(0), q.stride(0), k_stride, v_stride, eps, interleaved, half, scale, softcap,
-            window, block_size, kv_heads, group, dim, programs, sequence_bucket(num_decodes),
-            max(16, triton.next_power_of_2(group + (newest is not None))),
-            min(128, max(16, tile_bytes // (block_d * element_size))), max(1, 4096 // (block_g * block_d)), block_g,
-            block_d, gpu.has_dependent_launch, num_warps=num_warps, num_stages=num_stages, **gpu.options,
+            window, block_size, kv_heads, group, dim, *sizes, **options,
         )  # fmt: skip
 
     def _find_memory(self, device: torch.device, kv_heads: int, programs: int, group: int, dim: int

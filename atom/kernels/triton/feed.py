@@ -40,12 +40,12 @@ class Inputs(NamedTuple):
 def extend_tables(tables: Tensor, entries: Tensor) -> None:
     """entries: i32[2, E], places counted through all of tables i32[C, num_slots + 1, M], and their block numbers"""
     num_entries = entries.shape[1]
-    _extend[(triton.cdiv(num_entries, ENTRIES),)](tables, entries, num_entries, ENTRIES=ENTRIES)
+    _extend[(-(-num_entries // ENTRIES),)](tables, entries, num_entries, ENTRIES=ENTRIES)
 
 
 def feed_decodes(rows: Tensor, state: DeviceState, tables: Tensor, block_size: int, inputs: Inputs) -> None:
     """Inputs of S decodes. rows: i32[S], the slot of each; tables: i32[C, num_slots + 1, M]"""
-    num_kinds, num_rows = len(tables), len(rows)
+    num_kinds, num_rows = tables.shape[0], rows.shape[0]
     _feed[(num_rows, num_kinds)](
         rows, None, None, None, None, state.tokens, state.lengths, tables, *inputs,
         inputs.slots.stride(0), inputs.tables.stride(0), num_rows, 0, state.num_slots, tables.shape[2],
@@ -61,8 +61,8 @@ def feed_rows(rows: Tensor, given: Tensor, row_of: Tensor, starts: Tensor, ends:
     i32[S + 1] in T; ends: i32[S], positions known after this step, or 0 where the slot has the length. A slot whose
     rows were given gets its length. Tokens of a padding row write to block 0, and attend to nothing where it has none.
     """
-    num_kinds, num_rows, num_tokens = len(tables), len(rows), len(given)
-    _feed[(num_rows + triton.cdiv(num_tokens, TOKENS), num_kinds)](
+    num_kinds, num_rows, num_tokens = tables.shape[0], rows.shape[0], given.shape[0]
+    _feed[(num_rows - (-num_tokens // TOKENS), num_kinds)](
         rows, given, row_of, starts, ends, state.tokens, state.lengths, tables, *inputs,
         inputs.slots.stride(0), inputs.tables.stride(0), num_rows, num_tokens, state.num_slots, tables.shape[2],
         BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,

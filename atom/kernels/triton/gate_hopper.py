@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from atom.kernels.triton.boxes import Boxes
 from atom.kernels.triton.tiles import find_gpu, wait_for_inputs
 
 ROWS = gl.constexpr(128)  # of x, which a group of warps has
@@ -150,18 +150,17 @@ def _gated_linear(x, weight, y, out, steps, row_tiles, out_tiles, band):
     )
 
 
+_x_boxes = Boxes((ROWS.value, INNER.value), SHARED.value)
+_weight_boxes = Boxes((OUTS.value, INNER.value), SHARED.value)
+_y_boxes = Boxes((ROWS.value, OUTS.value), SHARED.value)
+
+
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """As linear.gated_linear with kind="silu", where linear.suits_hopper says so; rows of x may lie apart."""
-    (rows, inner), out = x.shape, len(weight) // 2
+    (rows, inner), out = x.shape, weight.shape[0] // 2
     y = x.new_empty(rows, out)
-    boxes = [
-        TensorDescriptor.from_tensor(part, shape, SHARED.value)
-        for part, shape in (
-            (x, [ROWS.value, INNER.value]),
-            (weight, [OUTS.value, INNER.value]),
-            (y, [ROWS.value, OUTS.value]),
-        )
-    ]
+    boxes = (_x_boxes.find(x, (rows, inner), x.stride()), _weight_boxes.find(weight, (2 * out, inner), (inner, 1)),
+             _y_boxes.find(y, (rows, out), (out, 1)))  # fmt: skip
     row_tiles, out_tiles = -(-rows // (GROUPS.value * ROWS.value)), -(-out // OUTS.value)
     _gated_linear[(min(find_gpu(x.device).units, row_tiles * out_tiles),)](
         *boxes, out, -(-inner // INNER.value), row_tiles, out_tiles, BAND, num_warps=4, maxnreg=168, launch_pdl=True

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.kernels.triton.rope import store_turned
-from atom.kernels.triton.tiles import NOTHING, find_gpu, find_owner, sequence_bucket, wait_for_inputs
+from atom.kernels.triton.tiles import NOTHING, find_gpu, find_owner, round_up, sequence_bucket, wait_for_inputs
 
 ABSORBED_BYTES = 128 << 20  # of the absorbed queries that a prefill has at a time, one head's at least
 MAX_SPLITS = 128  # of a context
@@ -58,7 +58,7 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
     (tokens, heads, rotated), rank = q_rope.shape, latent.shape[1]
     half, gpu = 0 if cos is None else cos.shape[1], find_gpu(q_rope.device)
     turned = q_rope.new_empty(q_rope.shape) if half else q_rope
-    _write_kernel[(tokens, 1 + triton.cdiv(heads, 32) if half else 1)](
+    _write_kernel[(tokens, 1 + -(-heads // 32) if half else 1)](
         q_rope, latent, k_rope, cos, sin, norm, cache, slots, turned, q_rope.stride(0), q_rope.stride(1),
         latent.stride(0), k_rope.stride(0), EPS=eps, INTERLEAVED=interleaved, HEADS=heads, RANK=rank, ROTATED=rotated,
         HALF=half, BLOCK_N=32, PDL=gpu.has_dependent_launch, **gpu.options,
@@ -104,8 +104,8 @@ def _attend_decodes(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, len
     (heads, sequences, rank), rotated = q.shape, q_rope.shape[2]
     (block_l, block_r), gpu = _blocks(rank, rotated), find_gpu(q.device)
     tiles = choose_tiles(heads, block_l + block_r, _element_size(q, cache), gpu.shared_memory)
-    num_tiles = sequences * triton.cdiv(heads, tiles.rows)
-    most = triton.cdiv(table.shape[1] * cache.shape[1], PART_TILES * tiles.positions)
+    num_tiles = sequences * -(-heads // tiles.rows)
+    most = -(-table.shape[1] * cache.shape[1] // (PART_TILES * tiles.positions))
     num_splits = max(1, min(2 * gpu.units // num_tiles, MAX_SPLITS, most))
     is_split = num_splits > 1
     sums = torch.empty_like(q)
@@ -119,7 +119,7 @@ def _attend_decodes(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, len
         num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
     if is_split:
-        _merge_kernel[(heads * sequences, triton.cdiv(rank, 128))](
+        _merge_kernel[(heads * sequences, -(-rank // 128))](
             parts, weights, sums, heads * sequences, num_splits, RANK=rank, BLOCK_L=128, BLOCK_S=16,
             PDL=gpu.has_dependent_launch, **gpu.options,
         )  # fmt: skip
@@ -153,7 +153,7 @@ def _element_size(q: Tensor, cache: Tensor) -> int:
 
 def _blocks(rank: int, rotated: int) -> tuple[int, int]:
     """Both dims of an entry as tiles have them: powers of two, and no less than a product of tiles takes."""
-    return max(16, triton.next_power_of_2(rank)), max(16, triton.next_power_of_2(rotated))
+    return max(16, round_up(rank)), max(16, round_up(rotated))
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])

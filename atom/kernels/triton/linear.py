@@ -30,7 +30,7 @@ from torch import Tensor
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.kernels import tuned
-from atom.kernels.triton.tiles import Gpu, find_gpu
+from atom.kernels.triton.tiles import Gpu, find_gpu, round_up
 from atom.kernels.tuned import BUCKETS
 
 MAX_ROWS = BUCKETS[-1]
@@ -67,7 +67,7 @@ class Matrix(NamedTuple):
     def as_run(self, rows: int, gpu: Gpu) -> Matrix:
         """What a product of so many rows is run with in its place on this GPU."""
         tile = self._replace(
-            block_rows=min(max(8, triton.next_power_of_2(rows)), self.block_rows),
+            block_rows=min(max(8, round_up(rows)), self.block_rows),
             prefetch=self.prefetch if gpu.has_dependent_launch else 0,
         )
         if torch.version.hip is not None:  # AMD's tensor cores take 16 rows, and its programs 64 KB of memory
@@ -144,16 +144,17 @@ def multiply(
     """
     assert b is None or norm is not None, "a sum without a norm"
     chosen = None
-    if len(a) <= MAX_ROWS:
+    rows = a.shape[0]
+    if rows <= MAX_ROWS:
         (out, inner), gates = weight.shape, 1 if kind is None else 2
-        chosen = parameters(len(a), out, inner, weight.element_size(), gates, find_gpu(weight.device))
+        chosen = parameters(rows, out, inner, weight.element_size(), gates, find_gpu(weight.device))
     if isinstance(chosen, Vector):
-        assert len(a) == 1, f"{chosen} is for one row, not for {len(a)}"
+        assert rows == 1, f"{chosen} is for one row, not for {rows}"
         return multiply_vector(a, b, norm, weight, bias, eps, kind, chosen)
     x, total = (a, a) if norm is None else normalize(a, b, norm, eps)
     if chosen is not None:
         return multiply_matrix(x, weight, bias, kind, chosen), total
-    if bias is None and suits_hopper(find_gpu(x.device), x, weight, kind):
+    if kind is not None and bias is None and suits_hopper(find_gpu(x.device), x, weight, kind):
         from atom.kernels.triton import gate_hopper  # imports what only NVIDIA's GPUs need
 
         return gate_hopper.gated_linear(x, weight), total
@@ -183,7 +184,7 @@ def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: 
 
     gates is 2 where half of the outputs are gates, else 1.
     """
-    columns = triton.next_power_of_2(inner)
+    columns = round_up(inner)
     row_size = columns * element_size
     memory, step = LARGE_MEMORY if gpu.has_dependent_launch and gpu.shared_memory > LARGE_MEMORY[0] else MEMORY
     if rows == 1 and row_size * gates <= memory:
@@ -196,7 +197,7 @@ def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: 
         return None
     # measured on an H200 with the layers of Qwen3-0.6B and 8B at 4, 16 and 32 rows
     block_out, block_inner, warps, at_least = (32, 256, 2, 0.9) if rows <= 8 else (64, 128, 4, 1.4)
-    tiles, splits = triton.cdiv(out, block_out), 1
+    tiles, splits = -(-out // block_out), 1
     while splits < 8 and tiles * splits < at_least * gpu.units and inner >= 4 * splits * block_inner:
         splits *= 2
     return Matrix(block_out, block_inner, warps, stages=4, splits=splits, prefetch=4)
@@ -204,15 +205,15 @@ def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: 
 
 def suits_hopper(gpu: Gpu, x: Tensor, weight: Tensor, kind: str | None) -> bool:
     """Whether the kernel of gate_hopper.py takes this product; with many rows it is faster."""
-    inner, element_size = x.shape[1], x.element_size()
-    lines = (x.stride(0), inner, len(weight) // 2)  # elements between rows, which the TMA wants to be of 16 bytes
+    rows, inner = x.shape
     return (
-        gpu.runs_gluon
+        rows >= MANY_ROWS
         and kind == "silu"
+        and gpu.runs_gluon
         and x.dtype == weight.dtype == torch.bfloat16
-        and len(x) >= MANY_ROWS
         and inner > 64
-        and all(line * element_size % 16 == 0 for line in lines)
+        # elements between rows: the TMA wants 16 bytes
+        and x.stride(0) % 8 == inner % 8 == weight.shape[0] // 2 % 8 == 0
         and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
     )
 
@@ -233,11 +234,11 @@ def multiply_vector(
     total = a if b is None else a.new_empty(1, inner)
     gpu = find_gpu(a.device)
     block_out, warps, stages, programs = parameters
-    tiles = triton.cdiv(rows, block_out)
+    tiles = -(-rows // block_out)
     programs = min(programs * gpu.units, tiles)
     _vector_kernel[(programs,)](
         a, b, norm, total, weight, bias, y, eps, rows // gates,
-        inner, block_out, triton.cdiv(tiles, programs), stages, kind, gpu.has_dependent_launch, num_warps=warps,
+        inner, block_out, -(-tiles // programs), stages, kind, gpu.has_dependent_launch, num_warps=warps,
         **gpu.options,
     )  # fmt: skip
     return y, total
@@ -245,10 +246,10 @@ def multiply_vector(
 
 def multiply_matrix(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | None, parameters: Matrix) -> Tensor:
     """multiply for up to MAX_ROWS rows, normed already: x [T, I]. TileError where split columns have too many tiles."""
-    (rows, inner), gates, gpu = weight.shape, 1 if kind is None else 2, find_gpu(x.device)
-    block_out, block_inner, warps, stages, groups, splits, prefetch, block_rows = parameters.as_run(len(x), gpu)
-    row_tiles, tiles = triton.cdiv(len(x), block_rows), triton.cdiv(rows, block_out)
-    y = x.new_empty(len(x), rows // gates)
+    (rows, inner), gates, gpu, num_rows = weight.shape, 1 if kind is None else 2, find_gpu(x.device), x.shape[0]
+    block_out, block_inner, warps, stages, groups, splits, prefetch, block_rows = parameters.as_run(num_rows, gpu)
+    row_tiles, tiles = -(-num_rows // block_rows), -(-rows // block_out)
+    y = x.new_empty(num_rows, rows // gates)
     partial = arrived = None
     if splits > 1:
         if row_tiles * tiles > MAX_TILES:
@@ -256,7 +257,7 @@ def multiply_matrix(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | 
         partial = x.new_empty(splits, tiles, row_tiles, block_out, block_rows, dtype=torch.float32)
         arrived = _arrivals(x.device)
     _matrix_kernel[(row_tiles, tiles, splits)](
-        x, weight, bias, y, partial, arrived, len(x), rows // gates, x.stride(0),
+        x, weight, bias, y, partial, arrived, num_rows, rows // gates, x.stride(0),
         inner, block_rows, block_out, block_inner, stages, groups, splits, prefetch, kind, gpu.has_dependent_launch,
         num_warps=warps, **gpu.options,
     )  # fmt: skip
@@ -269,7 +270,7 @@ def normalize(a: Tensor, b: Tensor | None, norm: Tensor, eps: float) -> tuple[Te
     y = a.new_empty(rows, inner)
     total = a if b is None else a.new_empty(rows, inner)
     gpu = find_gpu(a.device)
-    warps = min(max(triton.next_power_of_2(inner) // 512, 1), 16)
+    warps = min(max(round_up(inner) // 512, 1), 16)
     _norm_kernel[(rows,)](
         a, b, norm, total, y, eps, a.stride(0), 0 if b is None else b.stride(0), inner, gpu.has_dependent_launch,
         num_warps=warps, **gpu.options,
@@ -279,10 +280,10 @@ def normalize(a: Tensor, b: Tensor | None, norm: Tensor, eps: float) -> tuple[Te
 
 def activate_gates(x: Tensor, kind: str) -> Tensor:
     """x [T, 2 W], gates before ups -> gated_activate, [T, W]"""
-    rows, width = len(x), x.shape[1] // 2
+    rows, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty(rows, width)
     gpu = find_gpu(x.device)
-    _gate_kernel[(triton.cdiv(width, 1024), rows)](
+    _gate_kernel[(-(-width // 1024), rows)](
         x, y, width, 1024, kind, gpu.has_dependent_launch, num_warps=4, **gpu.options
     )
     return y

@@ -23,6 +23,7 @@ from atom.kernels.triton.tiles import (
     find_gpu,
     find_owner,
     look_up,
+    round_up,
     sequence_bucket,
     store_attended,
     wait_for_inputs,
@@ -147,22 +148,22 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     """Rows from num_decodes on of q and out [T, N, D]; shapes as in ops.paged_attention."""
     num_tokens, heads, dim = q.shape
     _, block_size, _, kv_heads, _ = cache.shape
-    num_sequences, group = len(lengths), heads // kv_heads
-    block_d = max(16, triton.next_power_of_2(dim))
+    num_sequences, group = lengths.shape[0], heads // kv_heads
     gpu = find_gpu(q.device)
     if parameters is None:
         if suits_hopper(gpu, q, cache, num_decodes, window, softcap):
             from atom.kernels.triton import prefill_hopper  # imports what only NVIDIA's GPUs need
 
             return prefill_hopper.prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale)
-        parameters = choose(block_d, q.element_size() if q.dtype == cache.dtype else 4, gpu)
+        parameters = choose(max(16, round_up(dim)), q.element_size() if q.dtype == cache.dtype else 4, gpu)
     rows, positions, num_warps, num_stages, max_registers = parameters
     options = gpu.options if max_registers is None else {**gpu.options, "maxnreg": max_registers}
-    rows = max(rows, triton.next_power_of_2(group))
+    rows = max(rows, round_up(group))
     num_prefills = num_sequences - num_decodes
     num_tiles = (num_tokens - num_decodes) // (rows // group) + num_prefills + 1
     _prefill[(num_tiles, kv_heads)](
         q, cache, table, starts, lengths, sinks, out, num_tokens, num_sequences, num_decodes, table.stride(0),
         q.stride(0), scale, softcap, window, block_size, kv_heads, group, dim, sequence_bucket(num_prefills + 1), rows,
-        positions, block_d, gpu.has_dependent_launch, num_warps=num_warps, num_stages=num_stages, **options,
+        positions, max(16, round_up(dim)), gpu.has_dependent_launch, num_warps=num_warps, num_stages=num_stages,
+        **options,
     )  # fmt: skip

@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from atom.kernels.triton.boxes import Boxes
 from atom.kernels.triton.tiles import LOG2E, NOTHING, find_gpu, wait_for_inputs
 
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # as later versions call it
@@ -362,6 +362,14 @@ def _prefill(
     )  # fmt: skip
 
 
+_find_pieces = Boxes((PIECE.value, COLUMNS.value), SHARED.value)
+
+
+@functools.cache
+def _queries(group: int) -> Boxes:
+    return Boxes((HALF.value // group, group, COLUMNS.value), GROUPED.value)
+
+
 @functools.cache
 def _find_tickets(device: torch.device) -> Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
@@ -372,18 +380,14 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     """Rows from num_decodes on of q and out [T, N, D]; shapes as in ops.paged_attention."""
     num_tokens, heads, dim = q.shape
     num_blocks, block_size, _, kv_heads, _ = cache.shape
-    num_sequences, group, row = len(lengths), heads // kv_heads, 2 * kv_heads * dim
+    num_sequences, group, row = lengths.shape[0], heads // kv_heads, 2 * kv_heads * dim
     num_prefills = num_sequences - num_decodes
     # the keys and values of long sequences stay in L2 for some heads at a time; of an odd number one by one
     together = 2 - kv_heads % 2 if num_tokens - num_decodes >= LONG * num_prefills else kv_heads
     if q.data_ptr() % 16 or q.stride(0) % 8:
         q = q.clone(memory_format=torch.contiguous_format)  # the TMA takes rows that begin at 16 bytes
-    queries = TensorDescriptor(
-        q, [num_tokens, heads, dim], [q.stride(0), dim, 1], [HALF.value // group, group, COLUMNS.value], GROUPED.value
-    )
-    pieces = TensorDescriptor(
-        cache, [num_blocks * block_size, row], [row, 1], [PIECE.value, COLUMNS.value], SHARED.value
-    )
+    queries = _queries(group).find(q, (num_tokens, heads, dim), (q.stride(0), dim, 1))
+    pieces = _find_pieces.find(cache, (num_blocks * block_size, row), (row, 1))
     num_places = (num_tokens - num_decodes) // (ROWS.value // group) + num_prefills + 1
     _prefill[(min(find_gpu(q.device).units, num_places * kv_heads),)](
         queries, cache, pieces, table, starts, lengths, sinks, out, _find_tickets(q.device), num_tokens, num_sequences,

@@ -27,6 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from atom.kernels.triton.tiles import round_up
+
 PART = 4096  # logits that a program reads
 PART_WARPS = 8  # of such a program: a thread reads 8 logits at a time, twice
 MAX_GATHERED = 8192  # logits of a cut row that are put aside; where it may keep more, the row itself is read again
@@ -68,7 +70,7 @@ def sample(logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: T
     """
     assert kind in ("greedy", "random", "cut") and logits.stride(1) == 1
     (num_rows, vocab), device = logits.shape, logits.device
-    num_parts = triton.cdiv(vocab, PART)
+    num_parts = -(-vocab // PART)
     best = torch.empty(num_rows, num_parts, dtype=torch.float32, device=device)
     best_id = torch.empty(num_rows, num_parts, dtype=torch.int32, device=device)
     sums = bins = limits = ends = values = ids = None
@@ -86,7 +88,7 @@ def sample(logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: T
     params = (slots.temperature, slots.top_k, slots.top_p, slots.min_p)
     gathered = (limits, ends, values, ids, MAX_GATHERED)
     state = (slots.num_slots, slots.seed, slots.tokens, slots.lengths, slots.reported, out)
-    grid, padded = (num_parts, num_rows), triton.next_power_of_2(num_parts)
+    grid, padded = (num_parts, num_rows), round_up(num_parts)
     exact = {"enable_fp_fusion": False}  # a product is rounded before a sum, as on the host
     _summarize[grid](
         *read, *penalty, *params, best, best_id, sums, bins, PART, PART // 2, num_warps=PART_WARPS, **exact

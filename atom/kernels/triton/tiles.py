@@ -56,14 +56,20 @@ def find_gpu(device: torch.device) -> Gpu:
     return Gpu(properties["multiprocessor_count"], properties["max_shared_mem"], capability, name)
 
 
+def round_up(num: int) -> int:
+    """The power of two that is not less than a number from 1 on; Triton's own is one for kernels, and slow."""
+    return 1 << (num - 1).bit_length()
+
+
 def has_rows(x: torch.Tensor) -> bool:
     """Whether the heads of each token of x [T, N, D] lie side by side; tokens may lie apart."""
-    return x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
+    (_, heads, dim), (_, apart, step) = x.shape, x.stride()
+    return step == 1 and (apart == dim or heads == 1)
 
 
 def sequence_bucket(num: int) -> int:
     """How many sequences a kernel is compiled for: few values, since each is one more compilation."""
-    return 32 if num <= 32 else max(512, triton.next_power_of_2(num))
+    return 32 if num <= 32 else max(512, round_up(num))
 
 
 @triton.jit

@@ -32,7 +32,7 @@ from atom.runtime.program import Hidden
 from atom.runtime.types import Plan
 
 PROMPT_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # in a step, beside decodes
-PROMPT_ROWS = 65  # likewise, one of padding included
+PROMPT_ROWS = 65  # likewise, one of padding included: logits of all are computed and sampled of
 MIN_DECODES = 16  # beside prompts; then powers of two
 MAX_FLOPS = 8e12  # of a step with prompts: one of more keeps a GPU longer than the host that starts its kernels
 FREE_TOKENS = 256  # of such a step, whatever it computes: it takes about as long to read the weights
@@ -46,7 +46,7 @@ class Step:
     rows: Tensor
     logits: Tensor | None
     hidden: Hidden | None = None  # of a step with prompts
-    num_decodes: int = 0  # of its first tokens, padding included
+    num_decodes: int = 0  # so many tokens lie before those of its prompts
     tails: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
 
 
@@ -133,15 +133,16 @@ class Graphs:
         self._sample_in_every_way()  # launched: no kernel's first launch shall be a graph's
 
     def _layouts(self) -> list[Layout]:
-        """Of the steps with prompts that may be captured, smallest first: all that can come, up to a size."""
+        """Of the steps with prompts that are captured, smallest first; there is none of more than can come."""
         num_slots = self._model.slots.num_slots
         largest = max(FREE_TOKENS, int(MAX_FLOPS / self._model.flops_a_token))
         layouts, fewer = [], -1  # decodes: more than those of the layouts before
         for num_decodes in (0, *_doubled(MIN_DECODES, num_slots)):
-            most = min(self._max_tokens - (fewer + 1), PROMPT_TOKENS[-1])  # tokens beside so many decodes
+            num_left = num_slots - (fewer + 1)  # prompts beside so many decodes
+            most = min(self._max_tokens - (fewer + 1), PROMPT_TOKENS[-1]) if num_left else 0
             for num_tokens in (*(num for num in PROMPT_TOKENS if num < most), most):
                 if 0 <= num_tokens <= largest - num_decodes:
-                    num_rows = num_decodes + min(num_tokens + 1, num_slots + 1, PROMPT_ROWS)
+                    num_rows = num_decodes + min(num_tokens + 1, num_left + 1, PROMPT_ROWS)
                     layouts.append(Layout(num_decodes + num_tokens, num_rows, num_rows, num_decodes))
             fewer = num_decodes
         return sorted(layouts, key=lambda each: (each.num_tokens, each.num_rows))
@@ -180,7 +181,7 @@ class Graphs:
         # the smaller ones fit into the memory of the largest
         for size in list(self._decodes)[-1:] if is_lazy else list(self._decodes)[::-1]:
             self._decodes[size] = self._capture_decodes(size)
-        largest = {max(self._mixed, key=of) for of in (_num_tokens, _num_rows)} if self._mixed else set()
+        largest = {max(self._mixed, key=of) for of in (_tokens_first, _rows_first)} if self._mixed else set()
         for layout in list(self._mixed)[::-1]:
             if layout in largest or not is_lazy:
                 self._mixed[layout] = self._capture_mixed(layout)
@@ -223,7 +224,7 @@ class Graphs:
         return graph, result
 
 
-_num_tokens, _num_rows = attrgetter("num_tokens"), attrgetter("num_rows")
+_tokens_first, _rows_first = attrgetter("num_tokens", "num_rows"), attrgetter("num_rows", "num_tokens")
 
 
 def _doubled(first: int, last: int) -> list[int]:

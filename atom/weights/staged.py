@@ -107,11 +107,13 @@ def fill(
                 if piece:
                     todo.put((piece, buffer))
         finally:
-            with suppress(Empty):
-                while True:
-                    todo.get_nowait()  # what is under way ends, nothing more is taken
-            for _ in range(num_readers):
-                todo.put(None)
+            try:
+                with suppress(Empty):
+                    while True:
+                        todo.get_nowait()  # what is under way ends, nothing more is taken
+            finally:
+                for _ in range(num_readers):
+                    todo.put(None)
         for reader in readers:
             reader.result()
     if stream:

@@ -30,7 +30,8 @@ JITFunction.run = count
 @triton.jit(do_not_specialize=["n", "m"], do_not_specialize_on_alignment=["y", "m", "k"])
 def kernel(x, y, n, m, k, stride, A: tl.constexpr, B: tl.constexpr):
     tl.store(x + SIZE, 1)
-Kernel.run = property(lambda binary: lambda *args: launched.append((binary, args[:3], args[4:6], args[6:9], args[9:])))
+Kernel.run = property(lambda binary: lambda *args: launched.append((binary, args[:4], args[4:6], args[6:9], args[9:])))
+Driver.get_current_stream = lambda self, device: 77 + device
 
 def call(*args, grid=(2, 3), **options):
     return kernel[grid](*args, **options)
@@ -133,7 +134,8 @@ with ThreadPoolExecutor(1) as pool, compile_launches(pool):
 assert launched == [], "a walk launches nothing"
 call(*args)
 call(*args, grid=lambda bound: (bound["n"],)), call(*args, grid=[5]), call(*args, grid=(6, 7, 8)), call(*args, grid=(9,))
-grids = [each[1] for each in launched]
+grids = [each[1][:3] for each in launched]
+assert {each[1][3] for each in launched} == {77}, "the stream"
 missing = []
 try:
     call(*args[:7])
@@ -155,6 +157,21 @@ kernel.device_caches.clear()
 for _ in range(3):
     assert not is_again(lambda: call(*args)), "another vendor"
 print(json.dumps([grids, missing]))
+"""
+PLAIN = """
+from types import SimpleNamespace
+again.HAS_PLAIN_LAUNCHER = True
+plain = []
+class Launcher(SimpleNamespace):
+    def __call__(self, *args): launched.append(args)
+Kernel.function, Kernel.packed_metadata = "function", "packed"
+Kernel.run = Launcher(global_scratch_size=0, profile_scratch_size=0, launch=lambda *args: plain.append(args),
+                      launch_cooperative_grid="cooperative", launch_pdl="pdl")
+call(*args), call(*args)
+Kernel.run = Launcher(**{**vars(Kernel.run), "global_scratch_size": 8})
+call(*args, num_warps=8), call(*args, num_warps=8)
+known = (str, int, type(None))
+print(json.dumps([[each if isinstance(each, known) else type(each).__name__ for each in call] for call in (*plain, *launched)]))
 """
 OTHER_VERSION = """
 triton.__version__ = "3.9.0"
@@ -181,6 +198,31 @@ def test_what_is_rare_is_left_to_triton(run: Any):  # noqa: F811
     grids, failures = run(KERNELS + RARE)
     assert grids == [[2, 3, 1], [3, 1, 1], [5, 1, 1], [6, 7, 8], [9, 1, 1]]
     assert failures == ["raised", True]
+
+
+def test_the_launcher_in_c_gets_what_triton_3_6_gives_it(run: Any):  # noqa: F811
+    """Where a kernel needs memory beside its arguments, Triton's launcher comes first."""
+    where, given = [2, 3, 1, 77, "function"], ["Tensor", "Tensor", 3, 4, 5, 6, 7, 8]
+    plain, first, other_first, other = run(KERNELS + PLAIN)
+    assert plain == [*where, "cooperative", "pdl", None, None, "packed", None, None, None, *given]
+    assert first == other_first == [*where, "packed", None, "HookChain", "HookChain", *given]
+    assert other == [*where, "packed", None, None, None, *given]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+def test_a_kernel_of_a_gpu_is_launched_again_without_triton_s_own_launch(monkeypatch: pytest.MonkeyPatch):
+    from triton import JITFunction
+
+    from atom.kernels.triton.linear import normalize
+
+    assert JITFunction.__getitem__ is again._at
+    weight, xs = torch.ones(64, device="cuda"), [torch.randn(rows, 64, device="cuda") for rows in (3, 3, 5)]
+    wanted = [torch.nn.functional.rms_norm(x, (64,), weight, 1e-6) for x in xs]
+    found = [normalize(xs[0], None, weight, 1e-6)[0]]
+    monkeypatch.setattr(JITFunction, "run", None)
+    found += [normalize(x, None, weight, 1e-6)[0] for x in xs[1:]]
+    torch.testing.assert_close(found, wanted)
 
 
 def test_another_version_launches_as_it_does(run: Any):  # noqa: F811

@@ -187,14 +187,16 @@ def test_a_text_of_the_gpu_s_own_kernels_gives_the_same_tokens(checkpoints: Any,
     assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3_window"), level=1), asked))
 
 
-@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize(("name", "level"), [("qwen3", 0), ("qwen3", 1), ("qwen3_moe", 0), ("deepseek_v3", 0)])
 def test_padding_between_decodes_and_prompts_and_behind_them_changes_nothing(
-    checkpoints: Any, triton_device: str, monkeypatch: pytest.MonkeyPatch, level: int
+    checkpoints: Any, triton_device: str, monkeypatch: pytest.MonkeyPatch, name: str, level: int
 ):
     """As in the steps that are captured, which have room for more decodes, rows and tokens than come."""
     asked = greedy(3, 11, 14, 5, 1, 7, 9, max_tokens=6, prompt_logprobs=2)
+    if not level:
+        asked += [(tiny.prompt(9), SamplingParams(max_tokens=5, seed=4, **way)) for way in EVERY_WAY]
     target = Target("cuda", frozenset({"nvidia", "sm_90"})) if level and triton_device == "cpu" else None
-    engine = open_device(checkpoints("qwen3"), triton_device, 1, target, level=level, max_num_batched_tokens=12)
+    engine = open_device(checkpoints(name), triton_device, 1, target, level=level, max_num_batched_tokens=12)
     runner: Any = engine.runner
     runner.graphs._max_tokens = 12
     layouts, taken = runner.graphs._layouts(), []
@@ -207,7 +209,7 @@ def test_padding_between_decodes_and_prompts_and_behind_them_changes_nothing(
         return Step(layout.samples(packed)[0], logits, hidden, layout.num_decodes)
 
     monkeypatch.setattr(runner.graphs, "mix", mix)
-    assert_same(generate(engine, asked), expected(on_cpu(checkpoints("qwen3")), asked))
+    assert_same(generate(engine, asked), expected(on_cpu(checkpoints(name)), asked))
     assert any(0 < few < most and few < rows and more for few, most, rows, more in taken), "decodes before prompts"
 
 

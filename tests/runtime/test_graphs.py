@@ -166,8 +166,11 @@ def test_what_takes_the_most_memory_is_captured_first(monkeypatch: pytest.Monkey
     graphs.compile([1], 8192)
     layouts = list(graphs._layouts())
     captured = find_captured(graphs, monkeypatch, is_lazy=is_lazy)
-    assert captured[0].num_tokens == max(each.num_tokens for each in layouts)
-    assert max(each.num_rows for each in captured) == max(each.num_rows for each in layouts) == 300 + 65
+    tokens_first = max((each.num_tokens, each.num_rows) for each in layouts)
+    rows_first = max((each.num_rows, each.num_tokens) for each in layouts)
+    assert (captured[0].num_tokens, captured[0].num_rows) == tokens_first
+    assert rows_first in [(each.num_rows, each.num_tokens) for each in captured]
+    assert rows_first[0] == 300 + 300 - 256, "44 prompts beside 257 decodes or more, and a row of padding"
     assert len(captured) == (2 if is_lazy else len(layouts)), "the others when they first run"
 
 
@@ -180,14 +183,14 @@ def test_without_graphs_of_decodes_there_are_none(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("max_tokens", "num_slots"), [(1, 1), (7, 3), (16, 40), (90, 17), (300, 100), (300, 1)])
-def test_there_is_a_layout_for_each_step_that_can_come_with_little_padding(max_tokens: int, num_slots: int):
+def test_there_is_a_layout_with_little_padding_for_each_step_of_few_prompts(max_tokens: int, num_slots: int):
     graphs = Graphs(imagine(num_slots))
     graphs.compile([1], max_tokens)
     layouts = graphs._layouts()
     for num_decodes in range(min(num_slots, max_tokens) + 1):
         for num_more in range(max_tokens - num_decodes + 1):
             most = min(num_more, num_slots - num_decodes, 64)
-            for num_prompts in {1, most} if most else {0} - {num_more}:
+            for num_prompts in {1, most} if most else set[int]() if num_more else {0}:
                 num_rows = num_decodes + num_prompts
                 asked = Layout(num_decodes + num_more, num_rows, num_rows, num_decodes)
                 found = next(each for each in layouts if each.holds(asked))
@@ -336,6 +339,9 @@ def test_captured_steps_of_many_prompts_give_what_eager_ones_do(checkpoints: Any
             assert captured is not None
             for ours, theirs in zip(tokens_of(captured, plan), eager, strict=True):  # type: ignore[arg-type]
                 assert ((ours.double() - theirs).norm(dim=-1) <= 0.03 * theirs.double().norm(dim=-1)).all()
+        draw, drawn = captured.tails["greedy"]
+        draw.replay()
+        assert drawn[: len(plan.rows)].tolist() == captured.logits[: len(plan.rows)].argmax(-1).tolist()  # type: ignore[index]
     finally:
         engine.close()
         torch.cuda.empty_cache()

@@ -25,7 +25,7 @@ def attend_latent(q_nope: Tensor, q_rope: Tensor, entries: Tensor, kv_b: Tensor,
     [Q, N, U]
     """
     (_, heads, plain), rank = q_nope.shape, kv_b.shape[1]
-    expanded = F.linear(entries[:, :rank].to(kv_b.dtype), kv_b).view(len(entries), heads, -1)
+    expanded = F.linear(entries[:, :rank].to(kv_b.dtype), kv_b).view(len(entries), heads, len(kv_b) // heads)
     k_rope = entries[:, rank:].to(kv_b.dtype).unsqueeze(1).expand(-1, heads, -1)
     keys = torch.cat((expanded[..., :plain], k_rope), dim=-1)
     return attend(torch.cat((q_nope, q_rope), dim=-1), keys, expanded[..., plain:], scale)

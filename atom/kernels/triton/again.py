@@ -118,6 +118,7 @@ def _find_question(kernel: Any, args: Sequence[Any], options: dict[str, Any]) ->
         and all(param.kind is param.POSITIONAL_OR_KEYWORD for param in kernel.signature.parameters.values())
         and all(type(value) in VALUES for value in options.values())
         and all(params[name].is_constexpr for name in options if name in params)
+        and driver.active.get_current_target().backend == "cuda"
     )
     places: list[list[int]] = [[], [], [], [], [], []]
     constants, tensors, aligned, numbers, factors, boxes = places
@@ -201,5 +202,5 @@ def _with_boxes(launch: Callable[..., None], first: int) -> Callable[..., None]:
     return call
 
 
-if HAS_GLUON:
+if HAS_GLUON:  # of the versions that are known here
     JITFunction.__getitem__ = _at  # for good

@@ -1,4 +1,4 @@
-"""What the TMA is told of a tensor, made once: steps have their tensors where those of before were.
+"""What the TMA is told of a tensor: made once for a weight, a cache, and what steps of one size have in one place.
 
 boxes = Boxes((64, 64), layout)                            # what one copy brings, and how it lies in shared memory
 kernel[grid](boxes.find(x, tuple(x.shape), x.stride()))    # the same object for the same memory
@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from atom.kernels.triton.again import Described
 
-KEPT = 1024  # descriptors of a kind of boxes, of which a model of 100 layers needs some hundred
+KEPT = 1024  # descriptors of a kind of boxes: a model of 100 layers has some hundred weights and caches, steps the rest
 
 
 class _Memory(NamedTuple):

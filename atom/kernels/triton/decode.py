@@ -36,7 +36,7 @@ from atom.kernels.triton.tiles import (
     find_owner,
     load_keys,
     look_up,
-    round_up,
+    next_power_of_2,
     sequence_bucket,
     store_attended,
 )
@@ -227,11 +227,11 @@ def _cut_up(num_decodes: int, kv_heads: int, group: int, dim: int, has_newest: b
             parameters: Parameters | None) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """The kernel's arguments from PROGRAMS on, and options."""
     tile_bytes, programs_per_unit, num_warps, num_stages = parameters or choose(num_decodes, element_size, gpu)
-    block_d, block_g = max(16, round_up(dim)), round_up(group)
+    block_d, block_g = max(16, next_power_of_2(dim)), next_power_of_2(group)
     sizes = (
         -(-gpu.units * programs_per_unit // kv_heads),
         sequence_bucket(num_decodes),
-        max(16, round_up(group + has_newest)),
+        max(16, next_power_of_2(group + has_newest)),
         min(128, max(16, tile_bytes // (block_d * element_size))),
         max(1, 4096 // (block_g * block_d)),
         block_g,

@@ -159,7 +159,7 @@ def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """As linear.gated_linear with kind="silu", where linear.suits_hopper says so; rows of x may lie apart."""
     (rows, inner), out = x.shape, weight.shape[0] // 2
     y = x.new_empty(rows, out)
-    boxes = (_x_boxes.find(x, (rows, inner), x.stride()), _weight_boxes.find(weight, (2 * out, inner), (inner, 1)),
+    boxes = (_x_boxes.find(x, (rows, inner), x.stride()), _weight_boxes.find(weight, (2 * out, inner), weight.stride()),
              _y_boxes.find(y, (rows, out), (out, 1)))  # fmt: skip
     row_tiles, out_tiles = -(-rows // (GROUPS.value * ROWS.value)), -(-out // OUTS.value)
     _gated_linear[(min(find_gpu(x.device).units, row_tiles * out_tiles),)](

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.kernels.triton.rope import store_turned
-from atom.kernels.triton.tiles import NOTHING, find_gpu, find_owner, round_up, sequence_bucket, wait_for_inputs
+from atom.kernels.triton.tiles import NOTHING, find_gpu, find_owner, next_power_of_2, sequence_bucket, wait_for_inputs
 
 ABSORBED_BYTES = 128 << 20  # of the absorbed queries that a prefill has at a time, one head's at least
 MAX_SPLITS = 128  # of a context
@@ -153,7 +153,7 @@ def _element_size(q: Tensor, cache: Tensor) -> int:
 
 def _blocks(rank: int, rotated: int) -> tuple[int, int]:
     """Both dims of an entry as tiles have them: powers of two, and no less than a product of tiles takes."""
-    return max(16, round_up(rank)), max(16, round_up(rotated))
+    return max(16, next_power_of_2(rank)), max(16, next_power_of_2(rotated))
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])

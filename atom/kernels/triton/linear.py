@@ -30,7 +30,7 @@ from torch import Tensor
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.kernels import tuned
-from atom.kernels.triton.tiles import Gpu, find_gpu, round_up
+from atom.kernels.triton.tiles import Gpu, find_gpu, next_power_of_2
 from atom.kernels.tuned import BUCKETS
 
 MAX_ROWS = BUCKETS[-1]
@@ -67,7 +67,7 @@ class Matrix(NamedTuple):
     def as_run(self, rows: int, gpu: Gpu) -> Matrix:
         """What a product of so many rows is run with in its place on this GPU."""
         tile = self._replace(
-            block_rows=min(max(8, round_up(rows)), self.block_rows),
+            block_rows=min(max(8, next_power_of_2(rows)), self.block_rows),
             prefetch=self.prefetch if gpu.has_dependent_launch else 0,
         )
         if torch.version.hip is not None:  # AMD's tensor cores take 16 rows, and its programs 64 KB of memory
@@ -184,7 +184,7 @@ def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: 
 
     gates is 2 where half of the outputs are gates, else 1.
     """
-    columns = round_up(inner)
+    columns = next_power_of_2(inner)
     row_size = columns * element_size
     memory, step = LARGE_MEMORY if gpu.has_dependent_launch and gpu.shared_memory > LARGE_MEMORY[0] else MEMORY
     if rows == 1 and row_size * gates <= memory:
@@ -270,7 +270,7 @@ def normalize(a: Tensor, b: Tensor | None, norm: Tensor, eps: float) -> tuple[Te
     y = a.new_empty(rows, inner)
     total = a if b is None else a.new_empty(rows, inner)
     gpu = find_gpu(a.device)
-    warps = min(max(round_up(inner) // 512, 1), 16)
+    warps = min(max(next_power_of_2(inner) // 512, 1), 16)
     _norm_kernel[(rows,)](
         a, b, norm, total, y, eps, a.stride(0), 0 if b is None else b.stride(0), inner, gpu.has_dependent_launch,
         num_warps=warps, **gpu.options,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.triton.tiles import Gpu, find_gpu, find_owner, round_up, wait_for_inputs
+from atom.kernels.triton.tiles import Gpu, find_gpu, find_owner, next_power_of_2, wait_for_inputs
 
 SEARCHED = 2048  # pairs of token and expert among which each row searches its place; more are sorted
 
@@ -75,8 +75,8 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
     _choose_kernel[(tokens,)](
         logits, bias, correction, weights, ids, tokens, scale, NUM_PARTS=num_parts, EXPERTS=experts, TOP_K=top_k,
         HAS_SOFTMAX=score == "softmax", HAS_PAIRS=method == "noaux_tc", GROUPS=groups, TOP_GROUPS=top_groups,
-        RENORMALIZE=renormalize, BLOCK_G=round_up(groups),
-        BLOCK_M=round_up(experts // groups), BLOCK_K=round_up(top_k),
+        RENORMALIZE=renormalize, BLOCK_G=next_power_of_2(groups),
+        BLOCK_M=next_power_of_2(experts // groups), BLOCK_K=next_power_of_2(top_k),
         PDL=gpu.has_dependent_launch, num_warps=1, **gpu.options,
     )  # fmt: skip
     return weights, ids
@@ -114,7 +114,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None 
     most = used + (rows - used) // tiles.rows  # each used expert has one tile that need not be full
     _grouped_linear_kernel[(most * -(-out // tiles.out),)](
         x, weight, ends, bias, y, x.stride(0), EXPERTS=experts, OUT=out, INNER=inner,
-        BLOCK_E=round_up(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out, BLOCK_I=tiles.inner,
+        BLOCK_E=next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out, BLOCK_I=tiles.inner,
         PDL=gpu.has_dependent_launch, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
     return y
@@ -129,7 +129,7 @@ def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
         order = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     gpu = find_gpu(x.device)
     out = x.new_empty(tokens, width)
-    block_k = round_up(top_k)
+    block_k = next_power_of_2(top_k)
     block_w = max(64, 4096 // block_k)
     _combine_kernel[(tokens, -(-width // block_w))](
         x, weights, order, out, len(order), x.stride(0), IS_SEARCHED=is_searched, TOP_K=top_k, WIDTH=width,

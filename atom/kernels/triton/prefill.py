@@ -23,13 +23,13 @@ from atom.kernels.triton.tiles import (
     find_gpu,
     find_owner,
     look_up,
-    round_up,
+    next_power_of_2,
     sequence_bucket,
     store_attended,
     wait_for_inputs,
 )
 
-FEW_TOKENS = 512  # of prompts in a step
+FEW_TOKENS = 512  # of prompts in a step: those for which the kernel of prefill_hopper.py is no faster
 
 
 class Parameters(NamedTuple):
@@ -155,15 +155,15 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
             from atom.kernels.triton import prefill_hopper  # imports what only NVIDIA's GPUs need
 
             return prefill_hopper.prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale)
-        parameters = choose(max(16, round_up(dim)), q.element_size() if q.dtype == cache.dtype else 4, gpu)
+        parameters = choose(max(16, next_power_of_2(dim)), q.element_size() if q.dtype == cache.dtype else 4, gpu)
     rows, positions, num_warps, num_stages, max_registers = parameters
     options = gpu.options if max_registers is None else {**gpu.options, "maxnreg": max_registers}
-    rows = max(rows, round_up(group))
+    rows = max(rows, next_power_of_2(group))
     num_prefills = num_sequences - num_decodes
     num_tiles = (num_tokens - num_decodes) // (rows // group) + num_prefills + 1
     _prefill[(num_tiles, kv_heads)](
         q, cache, table, starts, lengths, sinks, out, num_tokens, num_sequences, num_decodes, table.stride(0),
         q.stride(0), scale, softcap, window, block_size, kv_heads, group, dim, sequence_bucket(num_prefills + 1), rows,
-        positions, max(16, round_up(dim)), gpu.has_dependent_launch, num_warps=num_warps, num_stages=num_stages,
+        positions, max(16, next_power_of_2(dim)), gpu.has_dependent_launch, num_warps=num_warps, num_stages=num_stages,
         **options,
     )  # fmt: skip

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.triton.tiles import round_up
+from atom.kernels.triton.tiles import next_power_of_2
 
 PART = 4096  # logits that a program reads
 PART_WARPS = 8  # of such a program: a thread reads 8 logits at a time, twice
@@ -88,7 +88,7 @@ def sample(logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: T
     params = (slots.temperature, slots.top_k, slots.top_p, slots.min_p)
     gathered = (limits, ends, values, ids, MAX_GATHERED)
     state = (slots.num_slots, slots.seed, slots.tokens, slots.lengths, slots.reported, out)
-    grid, padded = (num_parts, num_rows), round_up(num_parts)
+    grid, padded = (num_parts, num_rows), next_power_of_2(num_parts)
     exact = {"enable_fp_fusion": False}  # a product is rounded before a sum, as on the host
     _summarize[grid](
         *read, *penalty, *params, best, best_id, sums, bins, PART, PART // 2, num_warps=PART_WARPS, **exact

@@ -56,8 +56,8 @@ def find_gpu(device: torch.device) -> Gpu:
     return Gpu(properties["multiprocessor_count"], properties["max_shared_mem"], capability, name)
 
 
-def round_up(num: int) -> int:
-    """The power of two that is not less than a number from 1 on; Triton's own is one for kernels, and slow."""
+def next_power_of_2(num: int) -> int:
+    """Of a number from 1 on, itself or the next one. Triton's own is made for kernels, and slow."""
     return 1 << (num - 1).bit_length()
 
 
@@ -69,7 +69,7 @@ def has_rows(x: torch.Tensor) -> bool:
 
 def sequence_bucket(num: int) -> int:
     """How many sequences a kernel is compiled for: few values, since each is one more compilation."""
-    return 32 if num <= 32 else max(512, round_up(num))
+    return 32 if num <= 32 else max(512, next_power_of_2(num))
 
 
 @triton.jit

@@ -584,14 +584,15 @@ def make_artifact(cache: Cache, *, is_large: bool = True) -> Any:
 
 def test_a_bundle_holds_an_artifact_and_its_pieces(cache: Cache, tmp_path: Path):
     artifact = make_artifact(cache)
-    exported = export(cache, artifact, tmp_path / "bundle.tar")
+    exported = export(cache, artifact, tmp_path / "bundle.tar", {"a_gpu": {"linear": {}}})
     assert [(each.kind, each.key) for each in exported] == [
         ("pieces", KEY),
         ("pieces", OTHER),
         ("artifacts", artifact.key),
     ]
     target = Cache(tmp_path / "target")
-    with open_bundle(tmp_path / "bundle.tar") as (bundle, entries):
+    with open_bundle(tmp_path / "bundle.tar") as (bundle, entries, measured):
+        assert measured == {"a_gpu": {"linear": {}}}
         assert [(each.kind, each.key, each.about, each.built_by, each.created) for each in entries] == [
             (each.kind, each.key, each.about, each.built_by, each.created) for each in exported
         ]
@@ -607,7 +608,7 @@ def test_a_bundle_holds_an_artifact_and_its_pieces(cache: Cache, tmp_path: Path)
 
 
 def test_a_bundle_says_nothing_of_the_machine_that_wrote_it(cache: Cache, tmp_path: Path):
-    export(cache, make_artifact(cache), tmp_path / "bundle.tar")
+    export(cache, make_artifact(cache), tmp_path / "bundle.tar", {})
     with tarfile.open(tmp_path / "bundle.tar") as bundle:
         members = bundle.getmembers()
     assert members[0].name == "bundle.json"
@@ -618,7 +619,7 @@ def test_a_bundle_says_nothing_of_the_machine_that_wrote_it(cache: Cache, tmp_pa
 
 
 def test_a_bundle_opens_whatever_the_umask(cache: Cache, tmp_path: Path):
-    export(cache, make_artifact(cache), tmp_path / "bundle.tar")
+    export(cache, make_artifact(cache), tmp_path / "bundle.tar", {})
     before = os.umask(0)
     try:
         assert len(unpacked(tmp_path / "bundle.tar")) == 8
@@ -630,10 +631,10 @@ def test_an_artifact_whose_piece_is_damaged_is_not_exported(cache: Cache, tmp_pa
     artifact = make_artifact(cache)
     os.truncate(cache.folder / "pieces" / OTHER / "piece.so", 3)
     with pytest.raises(ArtifactError, match=r"bundle.tar is not written: pieces/cdcd.* has 3 bytes instead of 2,000"):
-        export(cache, artifact, tmp_path / "bundle.tar")
+        export(cache, artifact, tmp_path / "bundle.tar", {})
     shutil.rmtree(cache.folder / "pieces" / OTHER)
     with pytest.raises(ArtifactError, match="No such file"):
-        export(cache, artifact, tmp_path / "bundle.tar")
+        export(cache, artifact, tmp_path / "bundle.tar", {})
     assert [path.name for path in tmp_path.iterdir()] == ["cache"]
 
 
@@ -642,12 +643,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, b
     """A small bundle, and what comes out of it."""
     folder = tmp_path_factory.mktemp("bundle")
     cache = Cache(folder / "cache")
-    export(cache, make_artifact(cache, is_large=False), folder / "bundle.tar")
+    export(cache, make_artifact(cache, is_large=False), folder / "bundle.tar", {})
     return (folder / "bundle.tar").read_bytes(), unpacked(folder / "bundle.tar")
 
 
 def unpacked(path: Path) -> dict[str, bytes]:
-    with open_bundle(path) as (cache, _):
+    with open_bundle(path) as (cache, _, _):
         files = [file for file in cache.folder.rglob("*") if file.is_file()]
         return {str(file.relative_to(cache.folder)): file.read_bytes() for file in files}
 

@@ -11,7 +11,7 @@ What lies there runs as the user. So an entry counts only when its manifest name
 when nobody but the user and root can have written it. It appears and disappears by one rename; a hit writes nothing.
 """
 
-from atom.artifact.bundle import export, open_bundle
+from atom.artifact.bundle import export, is_for_gpu, open_bundle
 from atom.artifact.cache import Cache, Entry
 
-__all__ = ["Cache", "Entry", "export", "open_bundle"]
+__all__ = ["Cache", "Entry", "export", "is_for_gpu", "open_bundle"]

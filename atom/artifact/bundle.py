@@ -1,7 +1,7 @@
 """An artifact with its pieces as one file, to be carried to another machine.
 
-export(cache, entry, Path("qwen3.tar"))
-with open_bundle(Path("qwen3.tar")) as (cache, entries):      # whole, but nobody knows who made it: it is code
+export(cache, entry, Path("qwen3.tar"), measured)
+with open_bundle(Path("qwen3.tar")) as (cache, entries, measured):    # whole, but who made it? It is code
     ...
 """
 
@@ -13,8 +13,9 @@ import os
 import secrets
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from atom.artifact.cache import Cache, Entry
 from atom.artifact.files import (
@@ -36,20 +37,30 @@ from atom.errors import ArtifactError
 BUNDLE = "bundle.json"  # the first member of a bundle
 
 
-def export(cache: Cache, entry: Entry, path: Path) -> list[Entry]:
+class Bundle(NamedTuple):
+    """What a bundle holds."""
+
+    cache: Cache
+    entries: list[Entry]  # the artifact last
+    measured: dict[str, Any]  # what goes with them, unread
+
+
+def export(cache: Cache, entry: Entry, path: Path, measured: Mapping[str, Any]) -> list[Entry]:
     """Write an artifact and the pieces that it names into one tar file: what went into it, the artifact last; that of a
     GPU with all of Triton's binaries in the cache, since which of them are for what is known to Triton alone.
 
-    ArtifactError where one of them is missing or not trusted; then nothing is written.
+    measured: goes along as it is. ArtifactError where one of the entries is missing or not trusted; then nothing is
+    written.
     """
-    binaries = [each.key for each in cache.entries("triton") if each.fault is None] if _is_for_gpu(entry) else []
+    binaries = [each.key for each in cache.entries("triton") if each.fault is None] if is_for_gpu(entry) else []
     keys = [("triton", key) for key in binaries] + [("pieces", key) for key in _piece_keys(entry)]
     keys.append((entry.kind, entry.key))
     try:
         entries = [_checked(cache, kind, key) for kind, key in keys]
     except Damaged as error:
         raise ArtifactError(f"{path} is not written: {error}; run the model once to build it anew") from None
-    head = seal({"artifact": entry.key, "entries": [f"{kind}/{key}" for kind, key in keys]})
+    names = [f"{kind}/{key}" for kind, key in keys]
+    head = seal({"artifact": entry.key, "entries": names, "measured": dict(measured)})
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
         with tarfile.open(part, "x", format=tarfile.USTAR_FORMAT) as bundle:
@@ -70,15 +81,15 @@ def export(cache: Cache, entry: Entry, path: Path) -> list[Entry]:
 
 
 @contextlib.contextmanager
-def open_bundle(path: Path) -> Iterator[tuple[Cache, list[Entry]]]:
-    """A bundle's content as a cache of its own, in a private folder, and its entries, the artifact last.
+def open_bundle(path: Path) -> Iterator[Bundle]:
+    """A bundle's content as a cache of its own, in a private folder.
 
     Every name, size and checksum is in order: else ArtifactError. Who made it is not known by that, and it is code.
     """
     with tempfile.TemporaryDirectory(prefix="atom-run-") as folder:
         cache = Cache(Path(folder))
         try:
-            names, key = _unpack(path, cache.folder)
+            names, key, measured = _unpack(path, cache.folder)
             entries = [_checked(cache, *name.split("/")) for name in names]
             named = [name for name in names if not name.startswith("triton/")]
             if named != [*(f"pieces/{piece}" for piece in _piece_keys(entries[-1])), f"artifacts/{key}"]:
@@ -87,11 +98,12 @@ def open_bundle(path: Path) -> Iterator[tuple[Cache, list[Entry]]]:
             raise ArtifactError(f"{path} cannot be unpacked: {reason_of(error)}") from None
         except (Unfit, ArtifactError, tarfile.TarError) as error:
             raise ArtifactError(f"{path} is no whole bundle: {reason_of(error)}; get it again") from None
-        yield cache, entries
+        yield Bundle(cache, entries, measured)
 
 
-def _unpack(path: Path, folder: Path) -> tuple[list[str], str]:
-    """Write the members of a bundle below a folder: the entries' names as the head tells them, and the artifact's key.
+def _unpack(path: Path, folder: Path) -> tuple[list[str], str, dict[str, Any]]:
+    """Write the members of a bundle below a folder: the entries' names as the head tells them, the artifact's key, and
+    what was measured.
 
     Only plain members of kinds and names that we know, so that none leaves the folder. tarfile reads one header at
     a time and nothing else, since what it does for links, sparse files and long names is not wanted. A tar is not
@@ -100,7 +112,7 @@ def _unpack(path: Path, folder: Path) -> tuple[list[str], str]:
     with open(path, "rb") as bundle:
         end = os.fstat(bundle.fileno()).st_size
         names: list[str] = []
-        key = ""
+        key, measured = "", dict[str, Any]()
         while any(block := bundle.read(tarfile.BLOCKSIZE)):
             member = tarfile.TarInfo.frombuf(block, "utf-8", "replace")
             if member.type != tarfile.REGTYPE or not 0 <= member.size <= end - bundle.tell():
@@ -108,7 +120,7 @@ def _unpack(path: Path, folder: Path) -> tuple[list[str], str]:
             if not names:
                 if member.name != BUNDLE or member.size > MAX_JSON:
                     raise Damaged(f"it does not begin with {BUNDLE}")
-                names, key = _read_head(bundle.read(member.size))
+                names, key, measured = _read_head(bundle.read(member.size))
             else:
                 place, _, name = member.name.rpartition("/")
                 if place not in names or not NAME.fullmatch(name):
@@ -120,19 +132,19 @@ def _unpack(path: Path, folder: Path) -> tuple[list[str], str]:
             bundle.seek(-member.size % tarfile.BLOCKSIZE, os.SEEK_CUR)
     if not names:
         raise Damaged("it is empty")
-    return names, key
+    return names, key, measured
 
 
-def _read_head(raw: bytes) -> tuple[list[str], str]:
+def _read_head(raw: bytes) -> tuple[list[str], str, dict[str, Any]]:
     head = unseal(raw)
-    names, key = head.get("entries"), head.get("artifact")
-    if not isinstance(names, list) or not names or not isinstance(key, str):
+    names, key, measured = head.get("entries"), head.get("artifact"), head.get("measured", {})
+    if not isinstance(names, list) or not names or not isinstance(key, str) or not isinstance(measured, dict):
         raise Damaged(f"{BUNDLE} does not say what it holds")
     for name in names:
         kind, _, rest = name.partition("/") if isinstance(name, str) else ("", "", "")
         if kind not in KINDS or not KEY.fullmatch(rest):
             raise Damaged(f"{BUNDLE} names {name!r}, which is no entry")
-    return names, key
+    return names, key, measured
 
 
 def _checked(cache: Cache, kind: str, key: str) -> Entry:
@@ -149,7 +161,7 @@ def _piece_keys(artifact: Entry) -> list[str]:
     return list(dict.fromkeys(keys))
 
 
-def _is_for_gpu(artifact: Entry) -> bool:
+def is_for_gpu(artifact: Entry) -> bool:
     ingredients = artifact.about.get("ingredients")
     return isinstance(ingredients, dict) and ingredients.get("device") != "cpu"
 

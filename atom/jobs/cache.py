@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from atom.artifact import Cache, Entry, export, open_bundle
+from atom.artifact import Cache, Entry, export, is_for_gpu, open_bundle
+from atom.artifact.files import Unfit, reason_of
 from atom.config import Config, JobConfig
 from atom.errors import ArtifactError, ConfigError
 
@@ -49,7 +50,7 @@ def run(config: Config) -> int:
         do(cache, job)
     finally:
         for line in cache.warnings:
-            print(f"atom-run: {line}", file=sys.stderr)
+            _warn(line)
     return 0
 
 
@@ -145,7 +146,13 @@ def _export(cache: Cache, job: JobConfig) -> None:
     if job.entry is None and len(artifacts) != 1:
         raise ConfigError(f"job.export: {cache.folder} holds {len(artifacts)} artifacts; choose one with job.entry=KEY")
     artifact = artifacts[0] if job.entry is None else _chosen(artifacts, job.entry, cache)
-    _show(export(cache, artifact, Path(job.export).expanduser()), job, cache, "exported")
+    measured = {}
+    if is_for_gpu(artifact):
+        from atom.kernels import tuned  # torch, which a listing does not need
+
+        measured = tuned.read_all(cache.folder, _warn)
+    _show(export(cache, artifact, Path(job.export).expanduser(), measured), job, cache, "exported")
+    _show_measured({gpu: sum(map(len, tables.values())) for gpu, tables in measured.items()}, job)
 
 
 def _import(cache: Cache, job: JobConfig) -> None:
@@ -153,7 +160,7 @@ def _import(cache: Cache, job: JobConfig) -> None:
     path = Path(job.import_from or "").expanduser()
     if not path.is_file():
         raise ConfigError(f"job.import={job.import_from}: there is no such file")
-    with open_bundle(path) as (bundle, entries):
+    with open_bundle(path) as (bundle, entries, measured):
         artifact = entries[-1]
         if job.output == "json":
             _show(entries, job, cache)
@@ -168,16 +175,38 @@ def _import(cache: Cache, job: JobConfig) -> None:
                 "what its maker says; job.trust=true imports it"
             )
         folders = [cache.copy(entry, bundle) for entry in entries]
+        taken = _take_in(cache, measured)
         if job.output != "json":
             print()
             _show(entries, job, cache, "imported")
+            _show_measured(taken, job)
             if RECIPE in artifact.files:
                 print(f"recipe={folders[-1] / RECIPE} starts it")
 
 
+def _take_in(cache: Cache, measured: Mapping[str, Any]) -> Mapping[str, int]:
+    """Add what was measured elsewhere to what was measured here: how much, by GPU."""
+    from atom.kernels import tuned
+
+    try:
+        return tuned.take_in(cache.folder, measured)
+    except (Unfit, OSError) as error:
+        raise ArtifactError(f"{cache.folder} takes in no measured parameters: {reason_of(error)}") from None
+
+
+def _show_measured(counts: Mapping[str, int], job: JobConfig) -> None:
+    """A line for each GPU of which there are measured parameters beside the entries."""
+    for gpu, count in counts.items() if job.output != "json" else ():
+        print(f"with what tune=true found on {gpu}: {count} {'entry' if count == 1 else 'entries'}")
+
+
+def _warn(line: str) -> None:
+    print(f"atom-run: {line}", file=sys.stderr)
+
+
 def _check_bundle(job: JobConfig, entries: Sequence[Entry]) -> None:
     """ArtifactError where entries are not what their keys say, ConfigError where no launch here would look for them."""
-    from atom.launch import differences_here, ingredients_of  # torch, which nothing else here needs
+    from atom.launch import differences_here, ingredients_of
     from atom.pieces import digest, key_of
 
     for entry in entries:

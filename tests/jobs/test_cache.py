@@ -14,7 +14,7 @@ import pytest
 from atom.artifact import Cache
 from atom.cli import main
 from atom.config import load
-from atom.kernels import find_target
+from atom.kernels import find_target, tuned
 from atom.launch import machine_ingredients, recipe_of
 from atom.pieces import identity, key_of
 
@@ -286,6 +286,26 @@ def test_a_trusted_import_is_found_with_its_maker_and_its_recipe(run: Any, carry
         assert target.find(after.kind, after.key) and (before.about, before.files) == (after.about, after.files)
         assert (before.built_by, before.created) == (after.built_by, after.created)
     assert run(f"job.import={bundle}", f"cache={tmp_path}/target", "job.trust=true")[0] == 0, "twice is no error"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_was_measured_goes_with_an_artifact_of_a_gpu(
+    device: str, run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    theirs, target, file = Cache(tmp_path / "theirs"), tmp_path / "target", tmp_path / "model.tar"
+    ingredients = {"model": "llama", "device": device}
+    theirs.publish("artifacts", key_of(ingredients), {"graph.py": b""}, {"ingredients": ingredients, "pieces": []})
+    tuned.keep("Their GPU", theirs.folder, "linear", {"8 3 3 1": ["library"], "8 4 4 1": ["library"]})
+    tuned.keep("Their GPU", target, "linear", {"8 3 3 1": ["matrix", 16, 16, 1, 2]})
+    monkeypatch.setattr("atom.launch.differences_here", lambda entries: [])
+    code, out, err = run(f"cache={theirs.folder}", f"job.export={file}")
+    said = [line for line in out.splitlines() if "tune=true" in line]
+    assert (code, err, said) == (0, "", ["with what tune=true found on their_gpu: 2 entries"] * (device == "cuda"))
+    code, out, err = run(f"cache={target}", f"job.import={file}", "job.trust=true")
+    said = [line for line in out.splitlines() if "tune=true" in line]
+    assert (code, err, said) == (0, "", ["with what tune=true found on their_gpu: 1 entry"] * (device == "cuda"))
+    new = {"8 4 4 1": ["library"]} if device == "cuda" else {}
+    assert tuned.read_own("Their GPU", target, pytest.fail) == {"linear": {"8 3 3 1": ["matrix", 16, 16, 1, 2]} | new}
 
 
 @pytest.mark.parametrize("trust", ["true", "false"])

@@ -95,6 +95,37 @@ def test_what_is_found_is_added_and_the_file_is_the_user_s_alone(tmp_path: Path)
     assert (cache / "locks").stat().st_mode & 0o777 == 0o700
 
 
+def test_what_another_machine_found_is_taken_in_where_nobody_has_measured(tmp_path: Path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    tuned.keep("My GPU", first, "linear", {"1 2 3 1": ["library"], "1 4 4 1": ["library"]})
+    tuned.keep("Other GPU", first, "linear", {"8 2 3 1": ["library"]})
+    tuned.keep("My GPU", second, "linear", {"1 4 4 1": ["vector", 2, 4, 2, 1]})
+    told = tuned.read_all(first, pytest.fail)
+    assert told.keys() == {"my_gpu", "other_gpu"} and tuned.read_all(tmp_path / "none", pytest.fail) == {}
+    assert tuned.take_in(second, told) == {"my_gpu": 1, "other_gpu": 1}
+    mine = {"linear": {"1 4 4 1": ["vector", 2, 4, 2, 1], "1 2 3 1": ["library"]}}
+    assert tuned.read_all(second, pytest.fail) == {"my_gpu": mine, "other_gpu": told["other_gpu"]}
+    assert tuned.take_in(second, told) == {}, "twice is once"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"../../evil": {"linear": {"1 2 3 1": ["library"]}}},
+        {"": {"linear": {"1 2 3 1": ["library"]}}},
+        {"a" * 300: {"linear": {"1 2 3 1": ["library"]}}},
+        {"gpu": {"linear": {"1 2 3 1": ["rm", "-rf"], "nonsense": ["library"]}}},
+        {"gpu": {"linear": [1]}},
+        {"gpu": {"versions": {"atom": "1"}, "other": {"1 2 3 1": ["library"]}}},
+        {"gpu": 7},
+    ],
+)
+def test_what_is_no_measurement_is_not_taken_in(told: dict[str, object], tmp_path: Path):
+    cache = tmp_path / "cache"
+    assert tuned.take_in(cache, told) == {}
+    assert not cache.exists() and os.listdir(tmp_path) == []
+
+
 def test_of_what_several_add_at_once_nothing_is_lost(tmp_path: Path):
     keys = [f"1 {out} 3 1" for out in range(1, 33)]
     with ThreadPoolExecutor(8) as pool:

@@ -3,6 +3,7 @@
 parameters("NVIDIA H200", "linear", "1 6144 4096 1")     # ["vector", 8, 8, 3, 1], or None where nobody has measured
 measured = read("NVIDIA H200", Path(cache))              # with those that tune=true found on this machine before them
 keep("NVIDIA H200", Path(cache), "linear", {"1 6144 4096 1": ["vector", 8, 8, 3, 1]})
+take_in(Path(other), read_all(Path(cache)))              # what is not there yet, of what another cache folder has
 
 A key says what a kernel's choice depends on: of a linear the rows up to which it holds, outputs, inputs, and 2 where
 half of the outputs are gates. ["library"] is where the vendor's is the fastest. What is not listed follows from the
@@ -15,6 +16,7 @@ import contextlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -38,6 +40,7 @@ from atom.artifact.files import (
 FOLDER = "tuned"  # of the cache folder
 KERNELS = ("linear",)
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)  # rows up to which parameters of a linear hold
+GPU = re.compile(r"[a-z0-9_]{1,100}")  # the name of a file, but for its end
 KEY = re.compile(rf"({'|'.join(map(str, BUCKETS))}) [1-9][0-9]* [1-9][0-9]* ([12])")
 SIZES = [1 << at for at in range(11)]
 TILES, WARPS, STAGES, COUNTS = SIZES[4:], SIZES[:5], range(1, 10), range(1, 65)
@@ -94,6 +97,32 @@ def keep(gpu: str, cache: Path, kernel: str, found: Mapping[str, list[Any]]) -> 
             new.unlink(missing_ok=True)
         sync_folder(path.parent)
     return path
+
+
+def read_all(cache: Path, tell: Callable[[str], object] = lambda line: None) -> dict[str, Measured]:
+    """What is in this cache folder alone, by the name of the GPU's file."""
+    gpus = sorted(path.stem for path in file_of("", cache).parent.glob("*.json"))
+    return {gpu: found for gpu in gpus if (found := read_own(gpu, cache, tell))}
+
+
+def take_in(cache: Path, measured: Mapping[str, Any]) -> Counter[str]:
+    """Add what `read_all` gave elsewhere, where nobody has measured here: the number of new entries by GPU.
+
+    What these kernels do not take is left out. Unfit or OSError as in `keep`.
+    """
+    taken = Counter[str]()
+    for gpu, tables in measured.items():
+        if not GPU.fullmatch(gpu) or not isinstance(tables, dict):
+            continue
+        own = read_own(gpu, cache)
+        for kernel in KERNELS:
+            table = tables.get(kernel)
+            known = own.get(kernel, {})
+            found = table.items() if isinstance(table, dict) else ()
+            if new := {key: entry for key, entry in found if key not in known and _fits(key, entry)}:
+                keep(gpu, cache, kernel, new)
+                taken[gpu] += len(new)
+    return taken
 
 
 def file_of(gpu: str, folder: Path) -> Path:

@@ -25,7 +25,7 @@ from atom.runtime.sampler import prompt_logprobs
 from atom.runtime.slots import counts_bytes
 
 NUM_TOP = 20  # log probabilities of a token, as many as OpenAI's API gives
-SPARE = 64 << 20  # bytes that the allocator may lose between its blocks
+SPARE = 128 << 20  # bytes that the allocator may lose between its blocks, and that graphs take which come later
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)  # of decodes
 
 

@@ -1,6 +1,6 @@
 """Kernels launched again: a binary is found by what it depends on, and by nothing else.
 
-    kernel[grid](*args, num_warps=4)    # as Triton has it, at a third of what that costs the host
+    kernel[grid](*args, num_warps=4)    # as Triton has it, for less of the host's time
 
 Triton's own launch asks every argument all that could matter. What can matter follows from a kernel's parameters and
 the classes of its arguments, so that for each combination of these there is a function which asks no more than that.

@@ -62,7 +62,7 @@ def feed_rows(rows: Tensor, given: Tensor, row_of: Tensor, starts: Tensor, ends:
     rows were given gets its length. Tokens of a padding row write to block 0, and attend to nothing where it has none.
     """
     num_kinds, num_rows, num_tokens = tables.shape[0], rows.shape[0], given.shape[0]
-    _feed[(num_rows - (-num_tokens // TOKENS), num_kinds)](
+    _feed[(num_rows + -(-num_tokens // TOKENS), num_kinds)](
         rows, given, row_of, starts, ends, state.tokens, state.lengths, tables, *inputs,
         inputs.slots.stride(0), inputs.tables.stride(0), num_rows, num_tokens, state.num_slots, tables.shape[2],
         BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,

@@ -362,11 +362,11 @@ def _prefill(
     )  # fmt: skip
 
 
-_find_pieces = Boxes((PIECE.value, COLUMNS.value), SHARED.value)
+_piece_boxes = Boxes((PIECE.value, COLUMNS.value), SHARED.value)
 
 
 @functools.cache
-def _queries(group: int) -> Boxes:
+def _query_boxes(group: int) -> Boxes:
     return Boxes((HALF.value // group, group, COLUMNS.value), GROUPED.value)
 
 
@@ -386,8 +386,8 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     together = 2 - kv_heads % 2 if num_tokens - num_decodes >= LONG * num_prefills else kv_heads
     if q.data_ptr() % 16 or q.stride(0) % 8:
         q = q.clone(memory_format=torch.contiguous_format)  # the TMA takes rows that begin at 16 bytes
-    queries = _queries(group).find(q, (num_tokens, heads, dim), (q.stride(0), dim, 1))
-    pieces = _find_pieces.find(cache, (num_blocks * block_size, row), (row, 1))
+    queries = _query_boxes(group).find(q, (num_tokens, heads, dim), (q.stride(0), dim, 1))
+    pieces = _piece_boxes.find(cache, (num_blocks * block_size, row), (row, 1))
     num_places = (num_tokens - num_decodes) // (ROWS.value // group) + num_prefills + 1
     _prefill[(min(find_gpu(q.device).units, num_places * kv_heads),)](
         queries, cache, pieces, table, starts, lengths, sinks, out, _find_tickets(q.device), num_tokens, num_sequences,

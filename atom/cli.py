@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import atom
-from atom.compose import CONF, one_line_errors, plain_fields, register
 from atom.config import Config, describe_fields, load, show
+from atom.config.hydra import CONF, one_line_errors, plain_fields, register
+from atom.config.overrides import HIDDEN, SECRET, hide_secret, one_line, override, parse, rewrite, write_recipe
 from atom.devices import open_early
 from atom.errors import AtomError, ConfigError
-from atom.overrides import HIDDEN, SECRET, hide_secret, one_line, override, parse, rewrite, write_recipe
-from atom.startup import no_collection
+from atom.gc_utils import no_collection
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -19,14 +19,15 @@ from typing import Any
 import torch
 
 from atom import weights
-from atom.artifact import Cache
+from atom.cache import Cache
 from atom.checkpoint import Checkpoint, Progress, SilentProgress, Tokenizer, stop_ids
 from atom.compiler import Compiled, compile_model
+from atom.compiler.artifact import level_of
 from atom.config import Config, ModelConfig, SamplingParams, engine_overrides, load
+from atom.config.checkpoint import open_for
 from atom.errors import EngineDeadError, RequestError
+from atom.gc_utils import no_collection
 from atom.graph import Graph, Recipe
-from atom.launch import level_of
-from atom.opening import open_for
 from atom.runtime import memory
 from atom.runtime.device_runner import DeviceRunner
 from atom.runtime.engine import Engine
@@ -37,7 +38,6 @@ from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.tune import tune, use_measured
 from atom.runtime.types import CacheKind, Executes, Sequence, StreamCallback
-from atom.startup import no_collection
 
 Prompt = str | list[int]
 

@@ -22,8 +22,8 @@ import atom
 from atom import LLMEngine, SamplingParams
 from atom.checkpoint import SilentProgress
 from atom.config import load
+from atom.config.checkpoint import open_for
 from atom.graph import TORCH_DTYPES
-from atom.opening import open_for
 
 NUM_IN, NUM_OUT = 64, 128
 

@@ -36,7 +36,7 @@ from atom.devices import find_device
 
 if TYPE_CHECKING:
     from atom.config import Config
-    from atom.jobs.limits import Costs, Limits
+    from atom.jobs.roofline import Costs, Limits
     from atom.runtime.engine import Engine
 
 ROOT = Path(__file__).parents[1]
@@ -152,7 +152,7 @@ def measure_machine() -> dict[str, Any]:
     import triton
 
     from atom.jobs.bench import describe_device
-    from atom.jobs.limits import measure_limits
+    from atom.jobs.roofline import measure_limits
 
     versions = {"atom": atom.__version__, "torch": str(torch.__version__), "triton": triton.__version__}
     limits = measure_limits("cuda", "bf16")
@@ -200,7 +200,7 @@ def measure_model(model: str, figures: dict[str, Figure], runs: int, limits: dic
     from atom.checkpoint import RichProgress
     from atom.compiler import compile_graph
     from atom.config import load
-    from atom.jobs.limits import Limits, read_costs
+    from atom.jobs.roofline import Limits, read_costs
     from atom.llm import open_engine
 
     timed = timing(RichProgress)()
@@ -238,9 +238,9 @@ def timing(kind: type[Any]) -> type[Any]:
 def measure_row(
     figure: Figure, counted: str, engine: Engine, config: Config, runs: int, costs: dict[str, Costs], limits: Limits
 ) -> None:
+    from atom.gc_utils import settle
     from atom.jobs.bench import answer, compare, measure
     from atom.jobs.workload import open_workload
-    from atom.startup import settle
 
     draw = open_workload(config)
     answer(engine, draw(engine), config)  # does not count
@@ -303,7 +303,7 @@ def time_reads(path: Path) -> float:
     """Seconds that the readers of weights take to read a file into their pinned buffers, and do nothing else."""
     import torch
 
-    from atom.weights.staged import BUFFER, MAX_READERS, READER_BUFFERS
+    from atom.weights.stream import BUFFER, MAX_READERS, READER_BUFFERS
 
     readers = min(MAX_READERS, len(os.sched_getaffinity(0)))
     buffers = torch.empty(readers * READER_BUFFERS, BUFFER, dtype=torch.uint8, pin_memory=True).numpy()

@@ -32,8 +32,8 @@ import uvloop
 from atom.config import Config, SamplingParams, load
 from atom.devices import find_device
 from atom.jobs.trace import ON_DEVICE, Event, read_event
-from atom.serve.client import EngineClient, State
-from atom.serve.process import WORKER, EngineProcess
+from atom.serve.engine.client import EngineClient, State
+from atom.serve.engine.process import WORKER, EngineProcess
 
 CONFIG = Path(__file__).parents[1] / "tests" / "configs" / "qwen3_0.6b.json"
 FIRST, LAST, OF_PROMPTS = "_feed", "_draw", "_prefill"  # kernels of a step; the last only where there are prompts

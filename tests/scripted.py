@@ -19,10 +19,10 @@ import httpx
 from atom.checkpoint.tokenizer import load_tokenizer
 from atom.config import Config
 from atom.serve.app import create_app
-from atom.serve.client import EngineClient
 from atom.serve.context import Context
+from atom.serve.engine.client import EngineClient
+from atom.serve.engine.protocol import Abort, Finish, Message, Output, Outputs, Ready, Start, Submit, encode, to_engine
 from atom.serve.metrics import Metrics
-from atom.serve.protocol import Abort, Finish, Message, Output, Outputs, Ready, Start, Submit, encode, to_engine
 
 
 class Said(NamedTuple):

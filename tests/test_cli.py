@@ -16,8 +16,8 @@ import pytest
 import atom
 from atom.cli import main
 from atom.config import Config
+from atom.config.overrides import read_recipe
 from atom.errors import EngineDeadError
-from atom.overrides import read_recipe
 
 ROOT = Path(__file__).parents[1]
 TINY = {

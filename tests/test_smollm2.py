@@ -21,8 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from atom import LLMEngine, SamplingParams
 from atom.checkpoint import SilentProgress
 from atom.config import load
+from atom.config.checkpoint import open_for
 from atom.graph import TORCH_DTYPES
-from atom.opening import open_for
 from atom.runtime.types import RequestOutput
 
 pytestmark = [pytest.mark.early, pytest.mark.usefixtures("one_compiler")]

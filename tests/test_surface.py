@@ -16,8 +16,8 @@ import pytest
 
 import atom
 from atom.cli import JOBS
-from atom.compose import keys
 from atom.config import Config, SamplingParams
+from atom.config.hydra import keys
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "atom").rglob("*.py"))
@@ -108,14 +108,11 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
 
 # A line imports only from lines above it; between | neither imports the other.
 IMPORT_ORDER = """
-errors | startup | devices | benchmarks
-artifact | checkpoint | overrides
-compose | schema
-derive
+errors | gc_utils | devices | benchmarks
+cache | checkpoint
 config | graph
-kernels | runtime.types | opening
+kernels | runtime.types
 pieces | frontend | passes | weights
-launch | saved
 compiler | runtime
 llm
 serve
@@ -249,7 +246,7 @@ def test_no_state_is_global_and_no_data_is_code(path: Path):
         ("from atom.cli import main; main(['--cfg', 'job'])", "torch triton transformers huggingface_hub gguf"),
         ("from atom.config import load; load()", "torch triton transformers huggingface_hub gguf"),
         ("import atom.checkpoint", "torch triton transformers"),
-        ("import atom.jobs.serve, atom.serve.server, atom.serve.worker", "torch triton transformers llguidance"),
+        ("import atom.jobs.serve, atom.serve.server, atom.serve.engine.worker", "torch triton transformers llguidance"),
         (
             "import atom.benchmarks.benchmark_serving, atom.benchmarks.matrix, atom.benchmarks.compare",
             "torch triton transformers tokenizers huggingface_hub aiohttp tqdm matplotlib datasets hydra",

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args, get_origi
 
 from atom.cli import report
 from atom.config import Config, load, override
-from atom.derive import spelled
+from atom.config.overrides import did_you_mean
+from atom.config.resolve import spelled
 from atom.errors import AtomError, ConfigError
-from atom.overrides import did_you_mean
 
 if TYPE_CHECKING:
     from typing import Self

@@ -27,14 +27,14 @@ from atom.benchmarks.hardware import describe_cpus
 from atom.benchmarks.metrics import METRICS, calculate_metrics, finish_outputs, flatten_metrics
 from atom.checkpoint import RichProgress
 from atom.compiler import compile_graph
+from atom.compiler.artifact import level_of
 from atom.config import Config
-from atom.jobs.limits import Costs, Limits, measure_limits, read_costs, step_work, total
+from atom.config.overrides import hide_secret
+from atom.gc_utils import settle
+from atom.jobs.roofline import Costs, Limits, measure_limits, read_costs, step_work, total
 from atom.jobs.workload import Request, Step, open_workload, recording, submit
-from atom.launch import level_of
 from atom.llm import open_engine
-from atom.overrides import hide_secret
 from atom.runtime.engine import Engine
-from atom.startup import settle
 
 PERCENTILES = (50, 90, 99)
 

@@ -18,8 +18,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from atom.artifact import Cache, Entry, export, is_for_gpu, open_bundle
-from atom.artifact.files import Unfit, reason_of
+from atom.cache import Cache, Entry, export, is_for_gpu, open_bundle
+from atom.cache.files import Unfit, reason_of
 from atom.config import Config, JobConfig
 from atom.errors import ArtifactError, ConfigError
 
@@ -206,7 +206,7 @@ def _warn(line: str) -> None:
 
 def _check_bundle(job: JobConfig, entries: Sequence[Entry]) -> None:
     """ArtifactError where entries are not what their keys say, ConfigError where no launch here would look for them."""
-    from atom.launch import differences_here, ingredients_of
+    from atom.compiler.artifact import differences_here, ingredients_of
     from atom.pieces import digest, key_of
 
     for entry in entries:

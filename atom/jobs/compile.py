@@ -10,12 +10,12 @@ import json
 import sys
 from pathlib import Path
 
-from atom.artifact import Cache
+from atom.cache import Cache
 from atom.checkpoint import RichProgress
 from atom.compiler import Report, compile_model
+from atom.compiler.artifact import level_of
 from atom.config import Config
 from atom.errors import ConfigError
-from atom.launch import level_of
 from atom.llm import compile_with, open_device
 from atom.weights import load_dummy
 

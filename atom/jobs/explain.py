@@ -22,8 +22,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atom.artifact import Cache
+from atom.cache import Cache
 from atom.compiler import compile_graph, describe_piece, pieces_of
+from atom.compiler.artifact import semantic_graph
 from atom.config import Config, GPUConfig, load_gpu
 from atom.devices import find_device
 from atom.errors import CapacityError, ConfigError
@@ -33,7 +34,6 @@ from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.shares import token_shares
 from atom.graph.types import BITS
 from atom.kernels import Target, find_target
-from atom.launch import semantic_graph
 from atom.llm import cache_kinds, mtp_patterns, plan_kv
 from atom.passes import PassReport
 from atom.pieces import identity, key_of

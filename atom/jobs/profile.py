@@ -23,12 +23,12 @@ from atom.compiler import compile_graph
 from atom.config import Config
 from atom.graph import Graph, Program, Type, ops
 from atom.jobs.bench import answer, describe_run
-from atom.jobs.limits import Costs, Limits, Work, measure_limits, read_costs, step_work, total, wait_for
+from atom.jobs.roofline import Costs, Limits, Work, measure_limits, read_costs, step_work, total, wait_for
 from atom.jobs.trace import KINDS, Summary, summarize
 from atom.jobs.workload import Record, Step, open_workload, recording, submit
+from atom.kernels.triton.codegen import kernel_names
 from atom.llm import open_engine
 from atom.pieces import find_pieces
-from atom.pieces.rows import kernel_names
 from atom.runtime.engine import Engine
 from atom.runtime.program import Executable
 from atom.runtime.runner import Runner

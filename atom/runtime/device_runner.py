@@ -23,14 +23,14 @@ from torch import Tensor
 from atom.errors import EngineDeadError, is_out_of_memory
 from atom.graph import Graph, Recipe
 from atom.pieces import PieceCode
-from atom.runtime.device_model import KINDS, DeviceModel
-from atom.runtime.graphs import Graphs, Step
-from atom.runtime.layout import Layout
+from atom.runtime.batch_shape import Layout
+from atom.runtime.cuda_graphs import Graphs, Step
+from atom.runtime.logit_processors import Shaping, shape
+from atom.runtime.model import KINDS, DeviceModel
 from atom.runtime.program import rows_of
+from atom.runtime.request_state import NUM_REPORTED, describe
 from atom.runtime.runner import out_of_memory, score_prompt
-from atom.runtime.sampler import MIN_TEMPERATURE
-from atom.runtime.shaping import Shaping, shape
-from atom.runtime.slots import NUM_REPORTED, describe
+from atom.runtime.sampling import MIN_TEMPERATURE
 from atom.runtime.types import Logprobs, Plan, Row, Sampled
 from atom.runtime.types import Sequence as Running
 

@@ -22,13 +22,13 @@ from typing import Any
 from atom.checkpoint import Tokenizer
 from atom.config import SamplingParams
 from atom.errors import RequestError
+from atom.runtime.bisect_failures import Part, describe, execute
 from atom.runtime.detokenizer import Detokenizer
 from atom.runtime.grammar import GrammarCompiler
-from atom.runtime.isolate import Part, describe, execute
 from atom.runtime.metrics import EngineStats, Metrics
+from atom.runtime.output import Stream
 from atom.runtime.profiler import Profiler
 from atom.runtime.scheduler import Scheduler, finish_reason
-from atom.runtime.stream import Stream
 from atom.runtime.types import Executes, Matcher, Plan, Sequence, StreamCallback
 
 

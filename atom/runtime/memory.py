@@ -16,13 +16,13 @@ from atom import weights
 from atom.config import Config, ServeConfig
 from atom.errors import CapacityError, naming_a_lack_of_memory
 from atom.graph import Graph
-from atom.runtime.device_model import KINDS, DeviceModel
+from atom.runtime.batch_shape import Layout
 from atom.runtime.device_runner import DeviceRunner
-from atom.runtime.layout import Layout
+from atom.runtime.model import KINDS, DeviceModel
 from atom.runtime.program import rows_of, score
+from atom.runtime.request_state import counts_bytes
 from atom.runtime.runner import HEAD_ROWS
-from atom.runtime.sampler import prompt_logprobs
-from atom.runtime.slots import counts_bytes
+from atom.runtime.sampling import prompt_logprobs
 
 NUM_TOP = 20  # log probabilities of a token, as many as OpenAI's API gives
 SPARE = 128 << 20  # bytes that the allocator may lose between its blocks, and that graphs take which come later

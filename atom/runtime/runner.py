@@ -19,7 +19,7 @@ from atom.graph import KV, TORCH_DTYPES, Graph, Recipe
 from atom.pieces import PieceCode
 from atom.runtime.batch import build_inputs
 from atom.runtime.program import Executable, Hidden, rows_of, score
-from atom.runtime.sampler import prompt_logprobs, sample
+from atom.runtime.sampling import prompt_logprobs, sample
 from atom.runtime.types import Logprobs, Plan, Row, Sampled
 
 HEAD_ROWS = 256  # logits that prompt_logprobs makes at a time

@@ -22,20 +22,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from atom.artifact.files import Unfit, reason_of
+from atom.cache.files import Unfit, reason_of
 from atom.checkpoint import Progress
 from atom.config import SamplingParams
 from atom.errors import CapacityError, is_out_of_memory
 from atom.graph import Graph
 from atom.graph.ops import Op
 from atom.kernels import tuned
-from atom.runtime.device_model import DeviceModel
-from atom.runtime.slots import describe
+from atom.runtime.model import DeviceModel
+from atom.runtime.request_state import describe
 
 if TYPE_CHECKING:
-    from atom.kernels.triton.linear import Parameters
-    from atom.kernels.triton.tiles import Gpu
-    from atom.kernels.triton.tune import Call, Product, Trial
+    from atom.kernels.triton.attention.common import Gpu
+    from atom.kernels.triton.linear.linear import Parameters
+    from atom.kernels.triton.linear.tune import Call, Product, Trial
 
 CONTEXT = 300  # tokens of each row, the newest included
 SECONDS = 0.01  # that replays of a step take at least, to be one timing
@@ -45,8 +45,8 @@ Capture = Callable[[Callable[[], object]], Callable[[], float]]  # of what a fun
 
 def use_measured(model: DeviceModel, cache: Path, tell: Tell) -> None:
     """Have a model run with what was measured on this machine, where something was."""
-    from atom.kernels.triton import linear
-    from atom.kernels.triton.tiles import find_gpu
+    from atom.kernels.triton.attention.common import find_gpu
+    from atom.kernels.triton.linear import linear
 
     gpu = find_gpu(model.device)
     if tuned.read_own(gpu.name, cache, tell):
@@ -63,9 +63,9 @@ def tune(
     max_rows: decodes in a step. What is found for a product is kept before the next one is tried. The model's slots,
     tables and KV are used, and are empty again afterwards. CapacityError where memory does not suffice for the steps.
     """
-    from atom.kernels.triton import linear
-    from atom.kernels.triton.tiles import find_gpu
-    from atom.kernels.triton.tune import Trial, products_of
+    from atom.kernels.triton.attention.common import find_gpu
+    from atom.kernels.triton.linear import linear
+    from atom.kernels.triton.linear.tune import Trial, products_of
 
     gpu, products = find_gpu(model.device), products_of(graph)
     known = tuned.read(gpu.name, cache)["linear"]
@@ -109,8 +109,8 @@ class _Tuning:
 
     def measure(self, size: int, num_rows: int, products: Sequence[Product]) -> None:
         """Find the parameters of products for up to `size` rows in a step of num_rows, and keep them if it has all."""
-        from atom.kernels.triton import linear
-        from atom.kernels.triton.tune import take_turns
+        from atom.kernels.triton.linear import linear
+        from atom.kernels.triton.linear.tune import take_turns
 
         rows = _admit(self.model, num_rows)
         calls = _record(self.model, rows)
@@ -128,8 +128,8 @@ class _Tuning:
 
     def find(self, product: Product, rows: Tensor, calls: Sequence[Call], place: str) -> Parameters:
         """A product's parameters for these rows, used from now on."""
-        from atom.kernels.triton.linear import Matrix, key_of
-        from atom.kernels.triton.tune import candidates, search
+        from atom.kernels.triton.linear.linear import Matrix, key_of
+        from atom.kernels.triton.linear.tune import candidates, search
 
         shape, trial = product[:3], self.trial
         key, current = key_of(len(rows), *shape), trial(len(rows), *shape[:2], 2, shape[2], self.gpu)
@@ -152,7 +152,7 @@ class _Tuning:
         return fastest
 
     def keep(self, key: str, parameters: Parameters) -> None:
-        from atom.kernels.triton.linear import to_entry
+        from atom.kernels.triton.linear.linear import to_entry
 
         if self.is_kept:
             try:
@@ -172,7 +172,7 @@ class Fitting:
 
 def compile_options(calls: Sequence[Call], options: Sequence[Parameters], on_compiled: Callable[[], object]) -> Fitting:
     """Compile these calls with each of the options, on all cores, and look at what they give."""
-    from atom.kernels.triton.tune import agrees, is_unfit
+    from atom.kernels.triton.linear.tune import agrees, is_unfit
 
     @torch.inference_mode()
     def is_fit(option: Parameters) -> bool:
@@ -237,8 +237,8 @@ def _clear(model: DeviceModel) -> None:
 
 def _record(model: DeviceModel, rows: Tensor) -> dict[tuple[int, int, int], list[Call]]:
     """By product, the calls of a step that differ for Triton, on the step's own inputs."""
-    from atom.kernels.triton import linear
-    from atom.kernels.triton.tune import WEIGHTS
+    from atom.kernels.triton.linear import linear
+    from atom.kernels.triton.linear.tune import WEIGHTS
 
     found: dict[tuple[int, int, int], dict[Any, Call]] = {}
 

@@ -19,10 +19,12 @@ from starlette.types import ASGIApp
 
 import atom
 from atom.errors import AtomError
-from atom.serve import chat, completions, docs, messages, operations, page, tokens
+from atom.serve import admin, docs, page
+from atom.serve.anthropic import messages
 from atom.serve.context import Context
 from atom.serve.errors import error_body, error_response, refuse
-from atom.serve.guard import Guard
+from atom.serve.middleware import Guard
+from atom.serve.openai import chat, completions, tokenize
 
 TITLE = "atom"
 ABOUT = "The APIs of OpenAI and Anthropic, served by atom"
@@ -38,7 +40,7 @@ def create_app(context: Context, keys: Sequence[str]) -> ASGIApp:
     app = FastAPI(
         title=TITLE, description=ABOUT, version=atom.__version__, docs_url=None, redoc_url=None, responses=REFUSALS
     )
-    for module in (completions, chat, messages, tokens, operations, page):
+    for module in (completions, chat, messages, tokenize, admin, page):
         app.include_router(module.routes(context))
     app.include_router(docs.routes(app.openapi))
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from atom.checkpoint import Tokenizer
 from atom.config import Config
 from atom.errors import ConfigError, EngineDeadError, RequestError
-from atom.serve.client import EngineClient, State
+from atom.serve.engine.client import EngineClient, State
 from atom.serve.errors import FieldError, ModelNotFoundError, body_of, status_of
 from atom.serve.metrics import Metrics
 

@@ -16,7 +16,7 @@ from fastapi.responses import Response
 from starlette.types import Scope
 
 from atom.errors import EngineDeadError, RequestError
-from atom.serve.client import QueueFullError
+from atom.serve.engine.client import QueueFullError
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 MESSAGES = "/v1/messages"

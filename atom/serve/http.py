@@ -18,9 +18,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from atom.config import HTTPConfig
 from atom.serve.errors import body_at, error_body, is_anthropic
-from atom.serve.guard import REQUEST_ID
 from atom.serve.ids import new_id
 from atom.serve.metrics import Metrics
+from atom.serve.middleware import REQUEST_ID
 
 LOG = logging.getLogger("atom.http")
 LINGER_SECONDS = 2.0  # that a refused client may go on sending: closing at once would take the answer from it

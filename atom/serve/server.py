@@ -23,6 +23,7 @@ import uvicorn
 
 from atom.checkpoint import SILENT, Tokenizer
 from atom.config import Config
+from atom.config.checkpoint import open_for
 from atom.errors import (
     ArtifactError,
     AtomError,
@@ -33,15 +34,14 @@ from atom.errors import (
     PassError,
     UnsupportedError,
 )
-from atom.opening import open_for
+from atom.gc_utils import settle
 from atom.serve.app import create_app
-from atom.serve.client import EngineClient, State
 from atom.serve.context import Context, read_template
-from atom.serve.guard import read_keys
+from atom.serve.engine.client import EngineClient, State
+from atom.serve.engine.process import WORKER, EngineProcess
 from atom.serve.http import limited_protocol
 from atom.serve.metrics import Metrics
-from atom.serve.process import WORKER, EngineProcess
-from atom.startup import settle
+from atom.serve.middleware import read_keys
 
 LOG = logging.getLogger("atom.serve")
 TICK_SECONDS = 0.5  # between two looks at the engine

@@ -5,7 +5,7 @@
     weights = load(graph.recipes(), checkpoint, progress, "cuda")     # the same on a GPU, num_bytes(graph) in all
 
 Tensors are streamed: the bytes that a recipe needs are read from the mapped file, or for a GPU from the file itself
-(`staged.py`), converted to the dtype that the graph computes in, and put in their place.
+(`stream.py`), converted to the dtype that the graph computes in, and put in their place.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from atom.graph import TORCH_DTYPES, Graph, Recipe, RopeFreqs, Shuffle
 from atom.graph.formats import stored_parts
 from atom.graph.recipes import held_bytes, leaves, narrow, packed_leaves
 from atom.kernels import shuffle
-from atom.weights import staged
-from atom.weights.parts import copy, find_places, view
+from atom.weights import stream
+from atom.weights.evaluate import copy, find_places, view
 from atom.weights.rope import rope_freqs
 
 Loaded = Tensor | list[Tensor]  # a list: experts, each in a kernel's own layout
@@ -124,7 +124,7 @@ def _load_staged(
                 tensor = loaded[recipe] = _empty(recipe, device)
                 yield from find_places(recipe, tensor)
 
-    staged.fill(parts(), checkpoint, torch.device(device), advance)
+    stream.fill(parts(), checkpoint, torch.device(device), advance)
     return loaded
 
 

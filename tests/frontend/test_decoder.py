@@ -15,8 +15,8 @@ from atom import weights
 from atom.checkpoint import SilentProgress
 from atom.compiler import semantic_graph
 from atom.config import load
+from atom.config.checkpoint import open_for
 from atom.graph import interpret, ops, verify
-from atom.opening import open_for
 
 
 @torch.inference_mode()

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from atom import LLMEngine, SamplingParams
+from atom.runtime.cuda_graphs import Step
 from atom.runtime.device_runner import DeviceRunner
 from atom.runtime.engine import Engine
-from atom.runtime.graphs import Step
 from atom.runtime.program import rows_of, score
 from atom.runtime.types import Plan, Sequence
 

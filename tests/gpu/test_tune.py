@@ -14,10 +14,10 @@ from gpu.steps import FIELDS, GREEDY, ON_GPU, logits_of
 from law import relative_error
 
 from atom import LLMEngine
-from atom.artifact import Cache
-from atom.kernels.triton import linear
-from atom.kernels.triton.tiles import find_gpu
-from atom.kernels.triton.tune import candidates
+from atom.cache import Cache
+from atom.kernels.triton.attention.common import find_gpu
+from atom.kernels.triton.linear import linear
+from atom.kernels.triton.linear.tune import candidates
 
 pytestmark = ON_GPU
 PROMPTS = [tiny.prompt(length, seed=length) for length in (3, 17, 40)]

@@ -6,8 +6,8 @@ import pytest
 @pytest.fixture
 def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits of the machine are measured in a moment, and less well."""
-    from atom.jobs import limits
+    from atom.jobs import roofline
 
-    monkeypatch.setattr(limits, "READ_BYTES", {"cpu": 1 << 20})
-    monkeypatch.setattr(limits, "PRODUCT_SIZES", [64])
-    monkeypatch.setattr(limits, "BATCH_SECONDS", 1e-4)
+    monkeypatch.setattr(roofline, "READ_BYTES", {"cpu": 1 << 20})
+    monkeypatch.setattr(roofline, "PRODUCT_SIZES", [64])
+    monkeypatch.setattr(roofline, "BATCH_SECONDS", 1e-4)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from atom.artifact import Cache
+from atom.cache import Cache
 from atom.cli import main
+from atom.compiler.artifact import machine_ingredients, recipe_of
 from atom.config import load
 from atom.kernels import find_target, tuned
-from atom.launch import machine_ingredients, recipe_of
 from atom.pieces import identity, key_of
 
 ONE, TWO, MODEL = "ab" * 32, "cd" * 32, "012345" + "ab" * 29  # a key that is all digits at first stays a text
@@ -297,7 +297,7 @@ def test_what_was_measured_goes_with_an_artifact_of_a_gpu(
     theirs.publish("artifacts", key_of(ingredients), {"graph.py": b""}, {"ingredients": ingredients, "pieces": []})
     tuned.keep("Their GPU", theirs.folder, "linear", {"8 3 3 1": ["library"], "8 4 4 1": ["library"]})
     tuned.keep("Their GPU", target, "linear", {"8 3 3 1": ["matrix", 16, 16, 1, 2]})
-    monkeypatch.setattr("atom.launch.differences_here", lambda entries: [])
+    monkeypatch.setattr("atom.compiler.artifact.differences_here", lambda entries: [])
     code, out, err = run(f"cache={theirs.folder}", f"job.export={file}")
     said = [line for line in out.splitlines() if "tune=true" in line]
     assert (code, err, said) == (0, "", ["with what tune=true found on their_gpu: 2 entries"] * (device == "cuda"))

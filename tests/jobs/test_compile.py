@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from atom import compiler
-from atom.artifact import Cache
+from atom.cache import Cache
 from atom.cli import main
 from atom.compiler import Compiled
+from atom.compiler import compile as compiler
 from atom.errors import ArtifactError
 from atom.graph import Recipe
 from atom.jobs import compile as job

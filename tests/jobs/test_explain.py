@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from atom.artifact import Cache
+from atom.cache import Cache
 from atom.cli import main
 from atom.compiler import compile_graph
 from atom.config import load, load_gpu

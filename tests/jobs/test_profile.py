@@ -16,8 +16,8 @@ from atom.cli import main
 from atom.compiler import compile_graph
 from atom.config import load
 from atom.graph import Type, parse
-from atom.jobs.limits import Costs, Limits, Product
 from atom.jobs.profile import bytes_of_row, describe, find_piece_kernels, match_products, name_calls
+from atom.jobs.roofline import Costs, Limits, Product
 from atom.jobs.trace import Row, Summary
 from atom.jobs.workload import Step
 from atom.kernels import Target

@@ -12,11 +12,11 @@ import pytest
 import triton
 
 import atom
-from atom.artifact.files import Unfit
+from atom.cache.files import Unfit
 from atom.kernels import tuned
-from atom.kernels.triton import linear
-from atom.kernels.triton.tiles import Gpu
-from atom.kernels.triton.tune import candidates
+from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton.linear import linear
+from atom.kernels.triton.linear.tune import candidates
 
 FOLDER = Path(tuned.__file__).parent
 H200 = Gpu(132, 227 << 10, (9, 0), "NVIDIA H200")

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from pieces.text import TEXT
 
-from atom import compiler
-from atom.artifact import Cache
+from atom.cache import Cache
+from atom.compiler import compile as compiler
 from atom.compiler import compile_model
 from atom.config import Config, load
 from atom.errors import ArtifactError, UnsupportedError
+from atom.kernels.triton.codegen import write_source
 from atom.pieces import identity, key_of, load_piece
-from atom.pieces.rows import write_source
 
 
 @pytest.mark.parametrize("content", [b"", b"this is no library", b"\x7fELF" + bytes(1000)])

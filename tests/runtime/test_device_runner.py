@@ -23,15 +23,15 @@ from atom import LLMEngine, SamplingParams, llm
 from atom.checkpoint import SilentProgress, stop_ids
 from atom.compiler import compile_graph
 from atom.config import engine_overrides, load
+from atom.config.checkpoint import open_for
 from atom.errors import CapacityError, EngineDeadError
 from atom.kernels import Target
 from atom.kernels.triton import sampling
-from atom.opening import open_for
+from atom.runtime.batch_shape import Layout
+from atom.runtime.cuda_graphs import Step
 from atom.runtime.device_runner import DeviceRunner
 from atom.runtime.engine import Engine
-from atom.runtime.graphs import Step
 from atom.runtime.kv_cache import KVCache
-from atom.runtime.layout import Layout
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.types import Plan, Sequence
 

@@ -18,8 +18,8 @@ from atom.config import Config, engine_overrides, load
 from atom.errors import CapacityError
 from atom.kernels import Target
 from atom.runtime import memory
-from atom.runtime.device_model import DeviceModel
-from atom.runtime.layout import Layout
+from atom.runtime.batch_shape import Layout
+from atom.runtime.model import DeviceModel
 
 GIB = 1 << 30
 
@@ -182,7 +182,7 @@ def test_nothing_is_loaded_of_weights_that_do_not_fit(
     checkpoints: Any, gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     features = frozenset({"nvidia", "sm_90", "A GPU"})
-    monkeypatch.setattr("atom.compiler.find_target", lambda device: Target(device, features))
+    monkeypatch.setattr("atom.compiler.compile.find_target", lambda device: Target(device, features))
     monkeypatch.setattr("atom.llm.open_for", lambda *_: pytest.fail("the checkpoint is opened"))
     gpu(2**-20, 1)  # 1 KiB
     with pytest.raises(CapacityError, match=r"the weights take .* GiB \(.*\), the GPU has 0\.0 GiB"):
@@ -193,7 +193,9 @@ def test_a_pool_that_holds_no_sequence_names_the_share(
     checkpoints: Any, gpu: Callable[..., None], monkeypatch: Any
 ) -> None:
     config = config_of(checkpoints("qwen3"), max_num_seqs=7)
-    monkeypatch.setattr("atom.compiler.find_target", lambda device: Target(device, frozenset({"nvidia", "sm_90"})))
+    monkeypatch.setattr(
+        "atom.compiler.compile.find_target", lambda device: Target(device, frozenset({"nvidia", "sm_90"}))
+    )
     needed = weights.num_bytes(compile_graph(config)) + 8 * 101 * 4
     gpu((needed + 65536) / GIB / 0.9, (needed + 65536) / GIB / 0.9)
     with pytest.raises(

@@ -19,12 +19,13 @@ from atom.config import engine_overrides, load
 from atom.errors import CapacityError
 from atom.graph import Graph, ops
 from atom.kernels import Target, tuned
-from atom.kernels.triton import linear, tiles
-from atom.kernels.triton import tune as kernels
-from atom.kernels.triton.linear import Matrix, Parameters
-from atom.kernels.triton.tiles import Gpu
+from atom.kernels.triton.attention import common
+from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton.linear import linear
+from atom.kernels.triton.linear import tune as kernels
+from atom.kernels.triton.linear.linear import Matrix, Parameters
 from atom.runtime import tune as tuning
-from atom.runtime.device_model import DeviceModel
+from atom.runtime.model import DeviceModel
 
 GPU = Gpu(2, 227 << 10, (0, 0), "Test GPU")
 SLOW, FAST, WRONG, UNFIT = (Matrix(64, 128, 1, stages) for stages in (2, 3, 4, 5))
@@ -46,7 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(linear, "multiply_matrix", multiply_somehow)
     monkeypatch.setattr(linear, "find_gpu", lambda device: GPU)
-    monkeypatch.setattr(tiles, "find_gpu", lambda device: GPU)
+    monkeypatch.setattr(common, "find_gpu", lambda device: GPU)
     monkeypatch.setattr(kernels, "candidates", lambda *shape: [None, SLOW, FAST, WRONG, UNFIT])
     monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda pid: {0})
 

@@ -95,9 +95,10 @@ def test_requests_must_end_in_every_way():
 
 
 def test_the_kernels_that_begin_and_end_a_step_have_these_names():
-    from atom.kernels.triton import feed, prefill, sampling
+    from atom.kernels.triton import prepare_inputs, sampling
+    from atom.kernels.triton.attention import prefill
 
-    for module, name in ((feed, gap_gpu.FIRST), (sampling, gap_gpu.LAST), (prefill, gap_gpu.OF_PROMPTS)):
+    for module, name in ((prepare_inputs, gap_gpu.FIRST), (sampling, gap_gpu.LAST), (prefill, gap_gpu.OF_PROMPTS)):
         assert callable(getattr(module, name).run), f"{module.__name__} has no kernel {name}"
 
 

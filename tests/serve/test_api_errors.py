@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from serving import Server
 
 from atom.serve.app import describe
-from atom.serve.schema import ChatRequest, CompletionRequest
+from atom.serve.openai.schema import ChatRequest, CompletionRequest
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 

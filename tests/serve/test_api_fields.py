@@ -1,6 +1,6 @@
 """Every field of every body does what it says: two requests whose answers differ by it, or its refusal by name.
 
-A field that is added to `atom.serve.schema` fails here until it has a row.
+A field that is added to `atom.serve.openai.schema` fails here until it has a row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asking import CHAT, COMPLETIONS, Answer
 from serving import Server
 from tokenizers import processors
 
-from atom.serve import schema
+from atom.serve.openai import schema
 
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 A, B, C, EOS, END_OF_TEXT = "64", "65", "66", "257", "258"  # tokens of the talker's

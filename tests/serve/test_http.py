@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from atom.config import load
-from atom.serve.client import EngineClient
+from atom.serve.engine.client import EngineClient
 from atom.serve.http import limited_protocol
 from atom.serve.metrics import Metrics
 

@@ -63,7 +63,7 @@ def _kernel(op: Op, module: str, name: str = "", accepts: Callable[..., str | No
     """The kernel of an op in a module beside this one: a function, or a class of which a model has one object."""
 
     def load() -> Callable[..., Any]:
-        importlib.import_module(f"{__name__}.again")  # what launches it
+        importlib.import_module(f"{__name__}.launch_cache")  # what launches it
         found = getattr(importlib.import_module(f"{__name__}.{module}"), name or op.name)
         return found() if isinstance(found, type) else found  # type: ignore[no-any-return]
 
@@ -71,15 +71,15 @@ def _kernel(op: Op, module: str, name: str = "", accepts: Callable[..., str | No
 
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel(ops.linear, "linear", accepts=accepts_linear),
-    _kernel(ops.gated_linear, "linear", accepts=accepts_linear),
-    _kernel(ops.norm_linear, "linear", accepts=accepts_linear),
-    _kernel(ops.add_norm_linear, "linear", accepts=accepts_linear),
-    _kernel(ops.norm_rope_write, "rope", accepts=accepts_attention),
-    _kernel(ops.paged_attention, "attention", "PagedAttention", accepts_attention),
-    _kernel(ops.norm_rope_attention, "attention", "NormRopeAttention", accepts_attention),
-    _kernel(ops.norm_rope_write_latent, "latent"),
-    _kernel(ops.paged_mla_attention, "latent", accepts=accepts_latent),
+    _kernel(ops.linear, "linear.linear", accepts=accepts_linear),
+    _kernel(ops.gated_linear, "linear.linear", accepts=accepts_linear),
+    _kernel(ops.norm_linear, "linear.linear", accepts=accepts_linear),
+    _kernel(ops.add_norm_linear, "linear.linear", accepts=accepts_linear),
+    _kernel(ops.norm_rope_write, "attention.rope", accepts=accepts_attention),
+    _kernel(ops.paged_attention, "attention.paged", "PagedAttention", accepts_attention),
+    _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_attention),
+    _kernel(ops.norm_rope_write_latent, "attention.latent"),
+    _kernel(ops.paged_mla_attention, "attention.latent", accepts=accepts_latent),
     _kernel(ops.router, "moe"),
     _kernel(ops.group, "moe"),
     _kernel(ops.grouped_linear, "moe"),

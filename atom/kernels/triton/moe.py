@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.triton.tiles import Gpu, find_gpu, find_owner, next_power_of_2, wait_for_inputs
+from atom.kernels.triton.attention.common import Gpu, find_gpu, find_owner, next_power_of_2, wait_for_inputs
 
 SEARCHED = 2048  # pairs of token and expert among which each row searches its place; more are sorted
 

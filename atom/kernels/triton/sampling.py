@@ -1,4 +1,4 @@
-"""From logits to tokens on the device, as `atom.runtime.sampler` does it on the host, without a sort of the vocabulary.
+"""Sampling on the device, as `atom.runtime.sampling` does it on the host, without a sort of the vocabulary.
 
     totals, ids, top = top_logprobs(logits, asked, 5)        # of some rows, before they draw
     sample(logits, rows, slots, "cut", out)                  # logits [R, V], rows i32[R]: whose slot each row is
@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.triton.tiles import next_power_of_2
+from atom.kernels.triton.attention.common import next_power_of_2
 
 PART = 4096  # logits that a program reads
 PART_WARPS = 8  # of such a program: a thread reads 8 logits at a time, twice

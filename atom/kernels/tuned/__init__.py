@@ -25,7 +25,7 @@ from typing import Any
 from filelock import FileLock
 
 import atom
-from atom.artifact.files import (
+from atom.cache.files import (
     MAX_JSON,
     Damaged,
     Unfit,
@@ -44,7 +44,7 @@ GPU = re.compile(r"[a-z0-9_]{1,100}")  # the name of a file, but for its end
 KEY = re.compile(rf"({'|'.join(map(str, BUCKETS))}) [1-9][0-9]* [1-9][0-9]* ([12])")
 SIZES = [1 << at for at in range(11)]
 TILES, WARPS, STAGES, COUNTS = SIZES[4:], SIZES[:5], range(1, 10), range(1, 65)
-FORMS = {  # by style: how many numbers an entry has at least, and what each can be; see `atom.kernels.triton.linear`
+FORMS = {  # by style: how many numbers an entry has at least, and what each can be; see `kernels.triton.linear`
     "vector": (4, [SIZES, WARPS, STAGES, COUNTS]),
     "matrix": (4, [TILES, TILES, WARPS, STAGES, SIZES[:4], COUNTS, [0, *SIZES], SIZES[3:]]),
     "library": (0, []),

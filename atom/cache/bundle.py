@@ -1,0 +1,172 @@
+"""An artifact with its pieces as one file, to be carried to another machine.
+
+export(cache, entry, Path("qwen3.tar"), measured)
+with open_bundle(Path("qwen3.tar")) as (cache, entries, measured):    # whole, but who made it? It is code
+    ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import secrets
+import tarfile
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atom.cache.cache import Cache, Entry
+from atom.cache.files import (
+    KEY,
+    KINDS,
+    MANIFEST,
+    MAX_JSON,
+    NAME,
+    Damaged,
+    Unfit,
+    copy_bytes,
+    create_file,
+    reason_of,
+    seal,
+    unseal,
+)
+from atom.errors import ArtifactError
+
+BUNDLE = "bundle.json"  # the first member of a bundle
+
+
+class Bundle(NamedTuple):
+    """What a bundle holds."""
+
+    cache: Cache
+    entries: list[Entry]  # the artifact last
+    measured: dict[str, Any]  # what goes with them, unread
+
+
+def export(cache: Cache, entry: Entry, path: Path, measured: Mapping[str, Any]) -> list[Entry]:
+    """Write an artifact and the pieces that it names into one tar file: what went into it, the artifact last; that of a
+    GPU with all of Triton's binaries in the cache, since which of them are for what is known to Triton alone.
+
+    measured: goes along as it is. ArtifactError where one of the entries is missing or not trusted; then nothing is
+    written.
+    """
+    binaries = [each.key for each in cache.entries("triton") if each.fault is None] if is_for_gpu(entry) else []
+    keys = [("triton", key) for key in binaries] + [("pieces", key) for key in _piece_keys(entry)]
+    keys.append((entry.kind, entry.key))
+    try:
+        entries = [_checked(cache, kind, key) for kind, key in keys]
+    except Damaged as error:
+        raise ArtifactError(f"{path} is not written: {error}; run the model once to build it anew") from None
+    names = [f"{kind}/{key}" for kind, key in keys]
+    head = seal({"artifact": entry.key, "entries": names, "measured": dict(measured)})
+    part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with tarfile.open(part, "x", format=tarfile.USTAR_FORMAT) as bundle:
+            bundle.addfile(_member(BUNDLE, len(head)), io.BytesIO(head))
+            for each in entries:
+                for name in (MANIFEST, *each.files):
+                    file = cache.folder / each.kind / each.key / name
+                    with open(file, "rb") as stream:
+                        size = os.fstat(stream.fileno()).st_size
+                        bundle.addfile(_member(f"{each.kind}/{each.key}/{name}", size), stream)
+        os.replace(part, path)
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be written: {reason_of(error)}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink()
+    return entries
+
+
+@contextlib.contextmanager
+def open_bundle(path: Path) -> Iterator[Bundle]:
+    """A bundle's content as a cache of its own, in a private folder.
+
+    Every name, size and checksum is in order: else ArtifactError. Who made it is not known by that, and it is code.
+    """
+    with tempfile.TemporaryDirectory(prefix="atom-run-") as folder:
+        cache = Cache(Path(folder))
+        try:
+            names, key, measured = _unpack(path, cache.folder)
+            entries = [_checked(cache, *name.split("/")) for name in names]
+            named = [name for name in names if not name.startswith("triton/")]
+            if named != [*(f"pieces/{piece}" for piece in _piece_keys(entries[-1])), f"artifacts/{key}"]:
+                raise Damaged("it does not hold the pieces that its artifact names")
+        except OSError as error:
+            raise ArtifactError(f"{path} cannot be unpacked: {reason_of(error)}") from None
+        except (Unfit, ArtifactError, tarfile.TarError) as error:
+            raise ArtifactError(f"{path} is no whole bundle: {reason_of(error)}; get it again") from None
+        yield Bundle(cache, entries, measured)
+
+
+def _unpack(path: Path, folder: Path) -> tuple[list[str], str, dict[str, Any]]:
+    """Write the members of a bundle below a folder: the entries' names as the head tells them, the artifact's key, and
+    what was measured.
+
+    Only plain members of kinds and names that we know, so that none leaves the folder. tarfile reads one header at
+    a time and nothing else, since what it does for links, sparse files and long names is not wanted. A tar is not
+    compressed: what is written is no more than what is read.
+    """
+    with open(path, "rb") as bundle:
+        end = os.fstat(bundle.fileno()).st_size
+        names: list[str] = []
+        key, measured = "", dict[str, Any]()
+        while any(block := bundle.read(tarfile.BLOCKSIZE)):
+            member = tarfile.TarInfo.frombuf(block, "utf-8", "replace")
+            if member.type != tarfile.REGTYPE or not 0 <= member.size <= end - bundle.tell():
+                raise Damaged(f"its member {member.name!r} is no plain file of the size that it says")
+            if not names:
+                if member.name != BUNDLE or member.size > MAX_JSON:
+                    raise Damaged(f"it does not begin with {BUNDLE}")
+                names, key, measured = _read_head(bundle.read(member.size))
+            else:
+                place, _, name = member.name.rpartition("/")
+                if place not in names or not NAME.fullmatch(name):
+                    raise Damaged(f"it holds {member.name!r}, which its head does not name")
+                for each in (folder / place).parent, folder / place:
+                    each.mkdir(0o700, exist_ok=True)
+                with create_file(folder / place / name) as file:
+                    copy_bytes(bundle, file, member.size)
+            bundle.seek(-member.size % tarfile.BLOCKSIZE, os.SEEK_CUR)
+    if not names:
+        raise Damaged("it is empty")
+    return names, key, measured
+
+
+def _read_head(raw: bytes) -> tuple[list[str], str, dict[str, Any]]:
+    head = unseal(raw)
+    names, key, measured = head.get("entries"), head.get("artifact"), head.get("measured", {})
+    if not isinstance(names, list) or not names or not isinstance(key, str) or not isinstance(measured, dict):
+        raise Damaged(f"{BUNDLE} does not say what it holds")
+    for name in names:
+        kind, _, rest = name.partition("/") if isinstance(name, str) else ("", "", "")
+        if kind not in KINDS or not KEY.fullmatch(rest):
+            raise Damaged(f"{BUNDLE} names {name!r}, which is no entry")
+    return names, key, measured
+
+
+def _checked(cache: Cache, kind: str, key: str) -> Entry:
+    fault, entry = cache.verify(kind, key), cache.describe(kind, key)
+    if fault or entry is None:
+        raise Damaged(f"{kind}/{key[:12]}: {fault or 'it is gone'}")
+    return entry
+
+
+def _piece_keys(artifact: Entry) -> list[str]:
+    keys = artifact.about.get("pieces", [])
+    if not isinstance(keys, list) or not all(isinstance(key, str) and KEY.fullmatch(key) for key in keys):
+        raise ArtifactError(f"artifacts/{artifact.key[:12]} does not say which pieces it is made of")
+    return list(dict.fromkeys(keys))
+
+
+def is_for_gpu(artifact: Entry) -> bool:
+    ingredients = artifact.about.get("ingredients")
+    return isinstance(ingredients, dict) and ingredients.get("device") != "cpu"
+
+
+def _member(name: str, size: int) -> tarfile.TarInfo:
+    member = tarfile.TarInfo(name)  # mode 0644, nobody's, of no time
+    member.size = size
+    return member

@@ -1,0 +1,262 @@
+"""The cache folder: entries are found, published, listed and removed.
+
+cache = Cache(Path("~/.cache/atom-run"))
+cache.find("pieces", key)                    # its folder, every checksum and owner looked at; None
+cache.entries()                              # all there are, those that are not trusted with a `fault`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from atom.cache.files import (
+    KEY,
+    KINDS,
+    MANIFEST,
+    MAX_JSON,
+    Damaged,
+    Manifest,
+    Unfit,
+    check_owner,
+    discard,
+    fill_folder,
+    open_file,
+    read_manifest,
+    reason_of,
+    sizes_of,
+    sweep_unfinished,
+    sync_folder,
+    unfinished_name,
+    user_and_machine,
+)
+from atom.errors import ArtifactError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of an entry without reading its files."""
+
+    kind: str
+    key: str
+    about: dict[str, Any]  # what it was made of, in words
+    files: dict[str, int]  # name -> bytes, without the manifest
+    size: int  # bytes on disk
+    created: datetime
+    used: datetime  # as exactly as the file system notes reads: often to the day
+    built_by: str  # user@machine
+    fault: str | None = None  # why it is not used
+
+
+class Cache:
+    """Entries in <folder>/<kind>/<key>/. Any number of processes may share the folder, and it may be read-only."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = Path(os.path.realpath(folder.expanduser()))
+        self.warnings: list[str] = []  # one line for each entry ignored and each failure to write
+        self._private: tempfile.TemporaryDirectory[str] | None = None
+
+    def find(self, kind: str, key: str) -> Path | None:
+        """The folder of a trusted entry. None where there is none; what is not trusted has a line in `warnings`."""
+        place = self._place(kind, key)
+        try:
+            self._check(kind, key, is_use=True)
+        except (Unfit, OSError) as error:
+            if os.path.lexists(place):  # else it never was there, or has just been removed
+                what, then = reason_of(error), error.then if isinstance(error, Unfit) else "ignored"
+                self._warn(f"{what if str(self.folder) in what else f'{place}: {what}'}, {then}")
+            return None
+        return place
+
+    def holds(self, kind: str, key: str) -> bool:
+        """Whether there is such an entry, trusted or not."""
+        return os.path.lexists(self._place(kind, key))
+
+    def verify(self, kind: str, key: str) -> str | None:
+        """What is wrong with an entry, every checksum and owner looked at. It does not count as a use."""
+        try:
+            self._check(kind, key)
+        except (Unfit, OSError) as error:
+            return reason_of(error)
+        return None
+
+    def describe(self, kind: str, key: str) -> Entry | None:
+        """What an entry says of itself, its files unread. None where `find` would have to say no already."""
+        entry = self._entry(kind, key)
+        return None if entry is None or entry.fault else entry
+
+    def entries(self, *kinds: str) -> list[Entry]:
+        """Every entry, also those that are not trusted, which have a `fault`; checksums are not looked at."""
+        result: list[Entry | None] = []
+        for kind in kinds or KINDS:
+            try:
+                keys = sorted(filter(KEY.fullmatch, os.listdir(self.folder / kind)))
+            except (FileNotFoundError, NotADirectoryError):
+                continue  # nothing has been stored yet
+            except OSError as error:
+                self._warn(f"{self.folder / kind}: {reason_of(error)}, ignored")
+                continue
+            result += [self._entry(kind, key) for key in keys]
+        return [entry for entry in result if entry is not None]
+
+    @contextlib.contextmanager
+    def lock(self, kind: str, key: str, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Held by one process, and one thread in it, at a time; not at all where the folder cannot be written.
+
+        `on_wait` is called before waiting for another. Not to be taken twice by one thread: it would wait for itself.
+        The death of a process frees it.
+        """
+        place = self._place(kind, key)
+        lock = FileLock(self.folder / "locks" / f"{place.parent.name}-{place.name}.lock", mode=0o600)
+        with contextlib.suppress(Unfit, OSError, NotImplementedError):
+            self._prepare("locks")
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                on_wait()
+                lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def publish(self, kind: str, key: str, files: Mapping[str, bytes | Path], about: Mapping[str, Any]) -> Path:
+        """Store files under a key: the folder of the entry, of another process's if that was first.
+
+        Where the cache folder cannot be written, a private folder that lives as long as this process and that `find`
+        does not know. ArtifactError where there is no room for that either.
+        """
+        manifest = Manifest(kind, key, dict(about), datetime.now(UTC), user_and_machine(), {})
+        try:
+            return self._store(manifest, files)
+        except (Unfit, OSError) as error:
+            why = reason_of(error)
+            self._warn(f"{self.folder} takes no entries ({why}): what is built is not kept for the next run")
+        try:
+            self._private = self._private or tempfile.TemporaryDirectory(prefix="atom-run-")
+            folder = Path(tempfile.mkdtemp(dir=self._private.name))
+            fill_folder(folder, manifest, files)
+        except OSError as error:
+            fix = "free some space, or set cache= to a folder that can be written"
+            raise ArtifactError(
+                f"{kind}/{key[:12]} fits neither in {self.folder} nor beside other temporary files ({error}); {fix}"
+            ) from None
+        return folder
+
+    def copy(self, entry: Entry, source: Cache) -> Path:
+        """Take over another cache's entry, with who built it and when. ArtifactError where it cannot be written."""
+        try:
+            manifest = source._check(entry.kind, entry.key)
+            folder = source._place(entry.kind, entry.key)
+            return self._store(manifest, {name: folder / name for name in manifest.files})
+        except (Unfit, OSError) as error:
+            raise ArtifactError(f"{entry.kind}/{entry.key[:12]} is not imported: {reason_of(error)}") from None
+
+    def remove(self, entry: Entry) -> None:
+        """Remove an entry; no process sees half of it. ArtifactError where that is not allowed."""
+        place = self._place(entry.kind, entry.key)
+        try:
+            discard(place)
+        except FileNotFoundError:
+            return  # another process was first
+        except OSError as error:
+            raise ArtifactError(f"{place} cannot be removed: {reason_of(error)}") from None
+
+    def close(self) -> None:
+        """Remove the private folder of what could not be stored."""
+        if self._private is not None:
+            self._private.cleanup()
+            self._private = None
+
+    def _place(self, kind: str, key: str) -> Path:
+        assert kind in KINDS and KEY.fullmatch(key), f"{kind}/{key} is no kind and key of the cache"
+        return self.folder / kind / key
+
+    def _warn(self, line: str) -> None:
+        if line not in self.warnings:
+            self.warnings.append(line)
+
+    def _check(self, kind: str, key: str, *, is_thorough: bool = True, is_use: bool = False) -> Manifest:
+        """The manifest of an entry whose owners, modes, names and sizes, and if thorough checksums, are in order."""
+        place = self._place(kind, key)
+        for folder in (self.folder, place.parent, place):
+            check_owner(folder, is_folder=True)
+        names = set(os.listdir(place))
+        if MANIFEST not in names:
+            raise Damaged(f"{MANIFEST} is missing")
+        with open_file(place / MANIFEST, is_use) as file:
+            manifest = read_manifest(file.read(MAX_JSON))
+        if (manifest.kind, manifest.key) != (kind, key):
+            raise Damaged(f"{MANIFEST} is that of {manifest.kind}/{manifest.key[:12]}")
+        if missing := manifest.files.keys() - names:
+            raise Damaged(f"{min(missing)} is missing")
+        if strange := names - manifest.files.keys() - {MANIFEST}:
+            raise Damaged(f"{MANIFEST} does not name {min(strange)!r}")
+        for name, (size, digest) in manifest.files.items():
+            with open_file(place / name, is_use) as file:
+                found = os.fstat(file.fileno()).st_size
+                if found != size:
+                    raise Damaged(f"{name} has {found:,} bytes instead of {size:,}")
+                if is_thorough and hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    raise Damaged(f"the checksum of {name} is wrong")
+        return manifest
+
+    def _entry(self, kind: str, key: str) -> Entry | None:
+        place = self._place(kind, key)
+        try:
+            sizes = sizes_of(place)
+            seen = (place / MANIFEST if MANIFEST in sizes else place).lstat()  # before it is read below
+        except OSError:
+            return None
+        made, used = (datetime.fromtimestamp(at, UTC) for at in (seen.st_mtime, max(seen.st_atime, seen.st_mtime)))
+        size = sum(sizes.values())
+        sizes.pop(MANIFEST, None)
+        try:
+            told = self._check(kind, key, is_thorough=False)
+        except (Unfit, OSError) as error:
+            return Entry(kind, key, {}, sizes, size, made, used, "", reason_of(error))
+        return Entry(kind, key, told.about, sizes, size, told.created, used, told.built_by)
+
+    def _prepare(self, name: str) -> Path:
+        """A folder of the cache to write to, made where it is missing."""
+        folder = self.folder / name
+        self.folder.mkdir(0o700, parents=True, exist_ok=True)
+        folder.mkdir(0o700, exist_ok=True)
+        for each in (self.folder, folder):
+            check_owner(each, is_folder=True)
+        return folder
+
+    def _store(self, manifest: Manifest, files: Mapping[str, bytes | Path]) -> Path:
+        place = self._place(manifest.kind, manifest.key)
+        sweep_unfinished(self._prepare(manifest.kind))
+        new = unfinished_name(place.parent)
+        try:
+            new.mkdir(0o700)
+            fill_folder(new, manifest, files)
+            while not self._put(new, place):
+                with contextlib.suppress(FileNotFoundError):  # another process was first
+                    discard(place)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+        return place
+
+    def _put(self, new: Path, place: Path) -> bool:
+        """Move a folder to its place; a trusted entry there is as good. False where something else is in the way."""
+        try:
+            os.rename(new, place)
+        except OSError:
+            if not os.path.lexists(place):
+                raise
+            return self.verify(place.parent.name, place.name) is None
+        sync_folder(place.parent)
+        return True

@@ -1,0 +1,26 @@
+"""The compiler: a configuration becomes a lowered graph and the code of its pieces.
+
+graph = compile_graph(config)                # the text after all passes
+compiled = compile_model(config)             # and its code, from the cache where it is there
+"""
+
+from atom.compiler.artifact import level_of, semantic_graph
+from atom.compiler.compile import (
+    Compiled,
+    Report,
+    compile_graph,
+    compile_model,
+    describe_piece,
+    pieces_of,
+)
+
+__all__ = [
+    "Compiled",
+    "Report",
+    "compile_graph",
+    "compile_model",
+    "describe_piece",
+    "level_of",
+    "pieces_of",
+    "semantic_graph",
+]

@@ -1,0 +1,182 @@
+"""A launch's artifact: the lowered graph under a key of all that it depends on, and why there is none.
+
+ingredients = launch_ingredients(config, find_target(config.device))    # in words
+key = key_of(ingredients)
+graph = read_artifact(cache, key)                                       # None, or with its pieces marked
+explain_miss(config, ingredients, cache)      # "dtype differs from the nearest artifact, 3f2a91c07d11 (qwen3)"
+publish_artifact(cache, config, ingredients, graph, piece_keys)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from atom.cache import Cache, Entry
+from atom.config import Config, override
+from atom.config.overrides import format_recipe
+from atom.frontend import build
+from atom.graph import Graph, parse, show
+from atom.graph.types import BITS
+from atom.kernels import Target, find_target
+from atom.pieces import digest, find_pieces, identity, key_of, machine, sources_of
+
+HIGHEST_LEVEL = {"cpu": 2, "cuda": 3}  # by device
+# of a launch's overrides, those that its graph follows from and that final values below do not say
+IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|model([.@].*)?)(=|$)")
+
+
+def level_of(config: Config) -> int:
+    """The level that a configuration asks for: the highest that its device has, where it leaves that open."""
+    if config.level is not None:
+        return config.level
+    return 2 if config.serve.enforce_eager else HIGHEST_LEVEL[config.device]
+
+
+def semantic_graph(config: Config) -> Graph:
+    """What the frontend writes of the model."""
+    return build(config.model, config.dtype, config.serve.kv_cache_dtype)
+
+
+def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
+    """All that a lowered graph and its code depend on, in words; equal ones are one artifact."""
+    return {
+        "model": digest(show(semantic_graph(config))),
+        "dtype": config.dtype,
+        "kv_cache_dtype": config.serve.kv_cache_dtype,
+        "level": str(min(level_of(config), 2)),  # 3 runs the text of 2
+        **machine_ingredients(target),
+    }
+
+
+def machine_ingredients(target: Target) -> dict[str, str]:
+    """Those that no configuration chooses."""
+    return {
+        "device": target.device,
+        "features": " ".join(sorted(target.features)),
+        **machine(target),
+        "sources of the graph": sources_of("graph"),
+        "sources of the passes": sources_of("passes"),
+        "sources of the kernels": sources_of("kernels"),
+        "sources of the pieces": sources_of("pieces"),
+        "sources of the compiler": sources_of("compiler"),
+    }
+
+
+def read_artifact(cache: Cache, key: str) -> Graph | None:
+    """The graph of a published artifact, its pieces marked."""
+    folder, entry = cache.find("artifacts", key), cache.describe("artifacts", key)
+    if folder is None or entry is None:
+        return None
+    graph = parse((folder / "graph.py").read_text(), f"artifact {key[:12]}")
+    number = 0
+    for name, program in graph.programs.items():
+        nodes = program.nodes
+        for run in entry.about["marks"][name].split():
+            first, last = map(int, run.split("-"))
+            for node in nodes[first : last + 1]:
+                node.meta["piece"] = number
+            number += 1
+    return graph
+
+
+def publish_artifact(
+    cache: Cache, config: Config, ingredients: dict[str, str], graph: Graph, pieces: Sequence[str]
+) -> None:
+    """Store the graph with its recipe; `pieces` are the keys of the pieces that it is made of."""
+    key, recipe = key_of(ingredients), recipe_of(config)
+    about = {
+        "name": config.model.name,
+        "ingredients": ingredients,
+        "recipe": recipe,
+        "pieces": list(pieces),
+        "marks": _marks(graph),
+    }
+    text = format_recipe(recipe, {"model": config.model.name, "artifact": key})
+    cache.publish("artifacts", key, {"graph.py": show(graph).encode(), "recipe.yaml": text.encode()}, about)
+
+
+def recipe_of(config: Config) -> list[str]:
+    """The overrides that start this launch again: what was said of the model, and final values; no key, no port."""
+    final = {
+        "dtype": config.dtype,
+        "device": config.device,
+        "level": level_of(config),
+        "serve.kv_cache_dtype": config.serve.kv_cache_dtype,
+        "serve.max_model_len": config.serve.max_model_len,
+    }
+    return [
+        *(text for text in config.overrides if IN_RECIPE.match(text) and not text.startswith("model.name=")),
+        *(override(name, value) for name, value in final.items()),
+    ]
+
+
+def explain_miss(config: Config, ingredients: dict[str, str], cache: Cache) -> str:
+    """Why there is no artifact of these ingredients: it is not trusted, or in what the nearest one differs."""
+    key = key_of(ingredients)
+    if cache.holds("artifacts", key):
+        fault = cache.verify("artifacts", key)
+        return f"the artifact is not used: {fault}" if fault else "another process has published it meanwhile"
+    artifacts = cache.entries("artifacts")
+    differing = [(entry, _differing(config, ingredients, entry)) for entry in artifacts if entry.fault is None]
+    if not differing:
+        is_empty = "there is no artifact in the cache yet"
+        return f"no artifact in the cache can be used: {artifacts[0].fault}" if artifacts else is_empty
+    nearest, named = min(differing, key=lambda each: len(each[1]))
+    assert named, "an artifact of the same ingredients has the same key"
+    differ = "differ" if len(named) > 1 or named[0].startswith("sources") else "differs"
+    return f"{_listed(named)} {differ} from the nearest artifact, {nearest.key[:12]} ({nearest.about.get('name')})"
+
+
+def _differing(config: Config, ingredients: dict[str, str], entry: Entry) -> list[str]:
+    """The ingredients that are not those of an entry, without those that only follow from another."""
+    theirs = ingredients_of(entry)
+    named = [name for name in {**ingredients, **theirs} if theirs.get(name) != ingredients.get(name)]
+    if "dtype" in named and all(each.get("kv_cache_dtype") == each.get("dtype") for each in (ingredients, theirs)):
+        named.remove("kv_cache_dtype")
+    if {"model", "dtype"} <= set(named) or {"model", "kv_cache_dtype"} <= set(named):
+        dtypes = [str(theirs.get(name)) for name in ("dtype", "kv_cache_dtype")]
+        if set(dtypes) <= set(BITS) and digest(show(build(config.model, *dtypes))) == theirs["model"]:
+            named.remove("model")  # the text names its dtypes
+    return named
+
+
+def ingredients_of(entry: Entry) -> dict[str, Any]:
+    """What an entry says that it was made of."""
+    stated = entry.about.get("ingredients")
+    return stated if isinstance(stated, dict) else {}
+
+
+def differences_here(entries: Sequence[Entry]) -> list[str]:
+    """In what artifacts and pieces made elsewhere differ from any of this machine, so that none is found here."""
+    differences: dict[str, None] = {}
+    for entry in entries:
+        theirs = ingredients_of(entry)
+        if entry.kind == "triton":
+            continue  # found by Triton's own key, which nobody else can make
+        if entry.kind == "pieces":
+            ours = identity(str(entry.about.get("text")), find_target(str(theirs.get("device", "cpu"))))
+        else:
+            ours = machine_ingredients(find_target(str(theirs.get("device"))))
+        for name in ours:
+            if theirs.get(name) != ours[name]:
+                values = [str(theirs.get(name)), ours[name]]
+                is_short = all(len(value) < 32 for value in values)
+                differences[f"{name} ({values[0]}, here {values[1]})" if is_short else name] = None
+    return list(differences)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`a`, `a and b`, or `a, b and c`."""
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
+def _marks(graph: Graph) -> dict[str, str]:
+    """By program, the places of each piece's first and last call: `0-7 10-21`."""
+    marks: dict[str, str] = {}
+    for name, program in graph.programs.items():
+        places = {node: place for place, node in enumerate(program.nodes)}
+        runs = [(places[piece.calls[0]], places[piece.calls[-1]]) for piece in find_pieces(program)]
+        marks[name] = " ".join(f"{first}-{last}" for first, last in runs)
+    return marks

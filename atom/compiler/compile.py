@@ -1,0 +1,235 @@
+"""From a configuration to what runs: the frontend writes the graph, the passes lower it, its pieces are compiled.
+
+graph = compile_graph(load(["checkpoint=/models/qwen3"]))                      # or a saved text is read
+compiled = compile_model(load(["checkpoint=/models/qwen3", "level=2"]))        # graph and code, from the cache if there
+compiled.report.hit, compiled.report.reason
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from atom.cache import Cache
+from atom.checkpoint import SILENT, Progress
+from atom.compiler.artifact import (
+    explain_miss,
+    launch_ingredients,
+    level_of,
+    publish_artifact,
+    read_artifact,
+    semantic_graph,
+)
+from atom.compiler.saved_graph import check_runnable, first_pass, read_saved
+from atom.config import Config
+from atom.errors import ArtifactError, UnsupportedError
+from atom.graph import Graph
+from atom.kernels import Target, find_target
+from atom.passes import PassReport, lower
+from atom.pieces import Piece, PieceCode, compile_pieces, find_pieces, has_compiler, identity, key_of, load_piece
+
+
+def compile_graph(
+    config: Config, watch: Callable[[PassReport], Any] = lambda _: None, target: Target | None = None
+) -> Graph:
+    """The lowered graph; `watch` gets a report after each pass. A text saved before lowering is lowered too.
+
+    The target is this machine, unless another is given.
+    """
+    level, target = level_of(config), target or find_target(config.device)
+    if config.job.graph is None:
+        return lower(semantic_graph(config), level, target, watch)
+    graph = read_saved(Path(config.job.graph))
+    graph = lower(graph, level, target, watch, first=first_pass(graph))
+    check_runnable(graph, config.job.graph, target)
+    return graph
+
+
+WAITING = "another process is compiling these pieces"
+
+
+class Report(NamedTuple):
+    """How a model was compiled, or found."""
+
+    key: str  # of the artifact; "" for a saved text, which has none
+    hit: bool  # nothing had to be compiled, and no pass to run
+    reason: str  # of a miss
+    pieces: int
+    distinct: int  # of them
+    compiled: int  # of those
+    seconds: dict[str, float]  # by stage
+
+
+class Compiled(NamedTuple):
+    graph: Graph
+    code: dict[str, PieceCode]  # by the text of a piece
+    report: Report
+
+
+def compile_model(
+    config: Config,
+    progress: Progress = SILENT,
+    cache: Cache | None = None,
+    check: Callable[[Graph], Any] = lambda _: None,
+) -> Compiled:
+    """The graph and the code of its pieces, of the cache folder where they are there; below level 2 there are none.
+
+    `check` sees the graph before anything is compiled.
+    `cache.warnings` says what was ignored in the folder, and what a level left open has become. UnsupportedError where
+    level=2 needs a compiler that is not there, ArtifactError where one fails.
+    """
+    assert config.cache is not None, "config.load resolves it"
+    cache = cache or Cache(Path(config.cache))
+    with contextlib.nullcontext() if config.device == "cpu" else _triton_in(cache):
+        if level_of(config) >= 2:
+            if compiled := _compile_with_pieces(config, progress, cache, check):
+                return compiled
+            config = replace(config, level=1)
+        graph = compile_graph(config)
+        check(graph)
+        return Compiled(graph, {}, Report("", False, "pieces begin at level 2", 0, 0, 0, {}))
+
+
+@contextlib.contextmanager
+def _triton_in(cache: Cache) -> Iterator[None]:
+    """Have Triton keep its binaries in the folder. `cache.warnings` says what it ignores there; behind this, stderr."""
+    from atom.kernels.triton.binary_cache import store_in
+
+    own = Cache(cache.folder)  # it must stay open while Triton compiles
+    own.warnings = cache.warnings
+    store = store_in(own)
+    try:
+        yield
+    finally:
+        store.tell()
+
+
+def _compile_with_pieces(
+    config: Config, progress: Progress, cache: Cache, check: Callable[[Graph], Any]
+) -> Compiled | None:
+    """A model from level 2 on; None where a compiler is missing and level 1 will do."""
+    clock, target = _Clock(), find_target(config.device)
+    key, ingredients, found = "", {}, None
+    if config.job.graph is None:
+        ingredients = launch_ingredients(config, target)
+        key = key_of(ingredients)
+        clock.stop("key")
+        found = read_artifact(cache, key)
+    graph = found or compile_graph(config)
+    check(graph)
+    clock.stop("graph")
+    pieces = pieces_of(graph)
+    keys = {piece.text: key_of(identity(piece.text, target)) for piece in pieces}
+    code = _load(keys, cache)
+    missing = {text: key for text, key in keys.items() if text not in code}
+    if missing and target.device == "cpu" and not has_compiler():
+        _do_without_compiler(config, len(missing), cache)
+        return None
+    reason = "" if found else explain_miss(config, ingredients, cache) if key else "a saved text has no artifact"
+    is_damaged = any(cache.holds("pieces", each) for each in missing.values())
+    made, num_compiled = _make(missing, target, cache, progress)
+    code |= made
+    code = {text: code[text] for text in keys}
+    clock.stop("pieces")
+    if key and not found:
+        publish_artifact(cache, config, ingredients, graph, [*keys.values()])
+        clock.stop("publish")
+    if num_compiled and not reason:
+        where = "damaged or not to be trusted" if is_damaged else "not in the cache"
+        reason = f"{num_compiled} of its pieces {'was' if num_compiled == 1 else 'were'} {where}"
+    report = Report(key, not reason, reason, len(pieces), len(keys), num_compiled, clock.seconds)
+    return Compiled(graph, code, report)
+
+
+def _do_without_compiler(config: Config, num_missing: int, cache: Cache) -> None:
+    """Say that level 1 takes the place of the level that was left open. UnsupportedError where none was."""
+    needed = "compiling pieces needs a C++ compiler: install g++"
+    if config.job.kind == "compile":
+        are = "is" if num_missing == 1 else "are"
+        raise UnsupportedError(f"job=compile: {_count(num_missing, 'piece')} {are} not in the cache, and {needed}")
+    if config.level is not None:
+        raise UnsupportedError(f"level=2: {needed}, or take level=1")
+    cache.warnings.append(f"{needed}; until then this runs at level 1, which is slower")
+
+
+class _Clock:
+    """Seconds by stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def stop(self, stage: str) -> None:
+        now = time.perf_counter()
+        self.seconds[stage], self._last = now - self._last, now
+
+
+def pieces_of(graph: Graph) -> list[Piece]:
+    """The pieces of all programs, in order."""
+    return [piece for program in graph.programs.values() for piece in find_pieces(program)]
+
+
+@contextlib.contextmanager
+def _locked(cache: Cache, keys: Sequence[str], progress: Progress) -> Iterator[None]:
+    """Hold the locks of pieces, taken in one order, so that two processes never wait for each other."""
+    with contextlib.ExitStack() as locks:
+        with contextlib.ExitStack() as shown:
+            show_once = functools.cache(lambda: shown.enter_context(progress.task(WAITING)))
+            for key in sorted(keys):
+                locks.enter_context(cache.lock("pieces", key, show_once))
+        yield
+
+
+def _load(keys: Mapping[str, str], cache: Cache) -> dict[str, PieceCode]:
+    """The pieces that are in the cache and can be loaded; keys by text. `cache.warnings` says which cannot."""
+    code: dict[str, PieceCode] = {}
+    for text, key in keys.items():
+        if (folder := cache.find("pieces", key)) is None:
+            continue
+        try:
+            code[text] = load_piece(folder)
+        except ArtifactError as error:
+            if (line := f"{error}, built anew") not in cache.warnings:
+                cache.warnings.append(line)
+    return code
+
+
+def _make(
+    keys: Mapping[str, str], target: Target, cache: Cache, progress: Progress
+) -> tuple[dict[str, PieceCode], int]:
+    """The code of pieces that were not there, and how many of them had to be compiled; keys by text."""
+    with _locked(cache, [*keys.values()], progress):
+        code = _load(keys, cache)  # another process may have been first
+        missing = {text: key for text, key in keys.items() if text not in code}
+        return code | _compile(missing, target, cache, progress), len(missing)
+
+
+def _compile(keys: Mapping[str, str], target: Target, cache: Cache, progress: Progress) -> dict[str, PieceCode]:
+    """Compile, publish and load pieces, whose locks are held; keys by text."""
+    code: dict[str, PieceCode] = {}
+    if not keys:
+        return code
+    with progress.task(f"compiling {_count(len(keys), 'piece')}", len(keys), in_bytes=False) as task:
+        for text, files in compile_pieces(list(keys), target.device):
+            about = {"name": describe_piece(text), "text": text, "ingredients": identity(text, target)}
+            if unfit := cache.describe("pieces", keys[text]):  # it is whole and cannot be loaded
+                with contextlib.suppress(ArtifactError):
+                    cache.remove(unfit)
+            code[text] = load_piece(cache.publish("pieces", keys[text], files, about))
+            task.advance(1)
+    return code
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def describe_piece(text: str) -> str:
+    """A piece in a few words: its first and last calls."""
+    names = [line.split(" = ")[1].partition("(")[0].partition(".")[2] for line in text.splitlines() if " = " in line]
+    return f"{names[0]} … {names[-1]}, {len(names)} calls"

@@ -1,0 +1,49 @@
+"""The configuration: `load` reads conf/ and the overrides once, into plain dataclasses.
+
+config = load(["checkpoint=/models/qwen3", "sampling.temperature=0"])
+config.model.attention.heads                     # nothing is assigned from here on
+"""
+
+from atom.config.load import describe_fields, engine_overrides, load, load_gpu, show
+from atom.config.overrides import override
+from atom.config.schema import (
+    AttentionConfig,
+    Config,
+    EmbeddedConfig,
+    GGUFConfig,
+    GPUConfig,
+    HTTPConfig,
+    JobConfig,
+    MLPConfig,
+    ModelConfig,
+    NormConfig,
+    RopeConfig,
+    RouterConfig,
+    SamplingConfig,
+    SamplingParams,
+    ServeConfig,
+)
+
+__all__ = [
+    "AttentionConfig",
+    "Config",
+    "EmbeddedConfig",
+    "GGUFConfig",
+    "GPUConfig",
+    "HTTPConfig",
+    "JobConfig",
+    "MLPConfig",
+    "ModelConfig",
+    "NormConfig",
+    "RopeConfig",
+    "RouterConfig",
+    "SamplingConfig",
+    "SamplingParams",
+    "ServeConfig",
+    "describe_fields",
+    "engine_overrides",
+    "load",
+    "load_gpu",
+    "override",
+    "show",
+]

@@ -1,0 +1,351 @@
+"""Hydra's half of the configuration: which model file is meant, and conf/ and overrides composed into plain values.
+
+    source = find_source(["checkpoint=/models/qwen3"])     # overrides with model='qwen3', the checkpoint's config.json
+    with one_line_errors(Config):
+        composed = compose(Config, source.overrides)       # a DictConfig, `${hf:…}` still in it
+        values = resolve(composed, source.hf)              # dicts and lists
+
+The schema is handed in: this module knows no field but those that name a source.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
+
+from atom.config.overrides import did_you_mean, one_line, override, parse, plain, project_folder, rewrite
+from atom.errors import AtomError, CheckpointError, ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+CONF = project_folder("conf")
+COMPOSING = threading.Lock()  # Hydra composes through a singleton
+
+
+class ModelFile(NamedTuple):
+    path: Path
+    spec: dict[str, Any]  # as written: without what it inherits
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    def embedded_config(self) -> dict[str, Any]:
+        """config.json of the checkpoint that the file brings."""
+        stated = self.spec["embedded"]
+        if not isinstance(stated, dict) or not isinstance(stated.get("config"), str):
+            raise ConfigError(f"{self.path}: embedded.config has no value; name the config.json beside this file")
+        config: dict[str, Any] = json.loads((self.path.parent / stated["config"]).read_text("utf-8"))
+        return config
+
+
+class Source(NamedTuple):
+    overrides: list[str]  # with the model file named
+    hf: dict[str, Any]  # the checkpoint's config.json
+    embedded: dict[str, Any] | None  # the checkpoint that a model file brings, where none is given
+
+
+def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) -> Source:
+    """The checkpoint and the model file of these overrides; downloads no more than what describes a hub id."""
+    texts = rewrite(overrides, config_dirs=config_dirs)
+    parsed = [parse(text) for text in texts]
+    given = {each.key_or_group: each for each in parsed}
+    for text, each in zip(texts, parsed, strict=True):
+        if each.is_sweep_override():
+            raise ConfigError(f"'{text}' is a sweep: add -m, or quote the value")
+        if each.key_or_group.split(".")[:2] == ["model", "embedded"]:
+            raise ConfigError(f"{each.key_or_group}: only a model file brings a checkpoint; set checkpoint instead")
+
+    def value(key: str, default: Any = None) -> Any:
+        return plain(given[key]) if key in given else default
+
+    files = model_files(config_dirs)
+    name, checkpoint, embedded, defaults = value("model", "auto"), value("checkpoint"), None, []
+    if checkpoint is None:
+        file = embedded_file(files, name)
+        name = file.name if name == "auto" else name
+        hf, embedded = file.embedded_config(), file.spec["embedded"]
+    else:
+        from atom.checkpoint import open_checkpoint
+
+        described = open_checkpoint(str(checkpoint), revision=value("revision"), weights=False)
+        hf = described.config
+        name = choose_model(hf, files, str(checkpoint)) if name == "auto" else name
+        if value("sampling.defaults") == "checkpoint":
+            defaults = sampling_defaults(described.generation_config)
+        described.close()
+    if not isinstance(name, str):
+        raise ConfigError(f"model={name}: it takes the name of one file in conf/model")
+    texts = [text for text, each in zip(texts, parsed, strict=True) if each.key_or_group != "model"]
+    return Source([*defaults, *texts, override("model", name), override("model.name", name)], hf, embedded)
+
+
+def model_files(config_dirs: Sequence[str] = ()) -> list[ModelFile]:
+    """The files of the group `model`; of two with one name the first counts, as for Hydra."""
+    import yaml
+
+    files: dict[str, ModelFile] = {}
+    folders = [Path(folder, "model") for folder in [str(CONF), *config_dirs]]
+    for path in [path for folder in folders for path in sorted(folder.glob("*.yaml"))]:
+        try:
+            spec = yaml.load(path.read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path}: {one_line(error)}") from None
+        if not isinstance(spec, dict):
+            raise ConfigError(f"{path}: a model file holds the fields of model, not {type(spec).__name__}")
+        files.setdefault(path.stem, ModelFile(path, spec))
+    return list(files.values())
+
+
+def embedded_file(files: Sequence[ModelFile], name: str = "auto") -> ModelFile:
+    """The file that brings its own checkpoint: the one that is asked for, else the only one."""
+    found = [file for file in files if file.spec.get("embedded")]
+    found = [file for file in found if file.name == name] or found
+    if len(found) != 1:
+        raise ConfigError(f"no checkpoint is given; model= can bring one: {', '.join(file.name for file in found)}")
+    return found[0]
+
+
+def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: str) -> str:
+    """The name of the file that `auto` means: by architecture, then by model_type; a GGUF has names of its own."""
+    automatic = [file for file in files if file.spec.get("auto", True)]
+    is_gguf = "gguf_architecture" in hf
+    if is_gguf:
+        names = [hf["gguf_architecture"]]
+        known = [((file.spec.get("gguf") or {}).get("architecture"), file) for file in automatic]
+    else:
+        names = hf.get("architectures") or []
+        known = [(name, file) for file in automatic for name in file.spec.get("architectures") or ()]
+    found = {file.name: file for name, file in known if name in names}
+    if not found:
+        listed = ", ".join(sorted({name for name, _ in known if name}))
+        stated = f"the architecture {', '.join(names)}" if names else "no architecture in its config.json"
+        ways = "docs/add-a-model.md shows how to add one, model=NAME takes a file as it is"
+        raise UnsupportedError(f"{checkpoint} has {stated}; known: {listed}; {ways}")
+    if is_gguf or len(found) == 1:
+        return next(iter(found))
+    exact = [name for name, file in found.items() if hf.get("model_type") in (file.spec.get("model_types") or ())]
+    if len(exact) != 1:
+        both = f"{' and '.join(exact or found)} list the architecture {', '.join(names)}"
+        raise ConfigError(f"{checkpoint}: {both}; choose with model=NAME")
+    return exact[0]
+
+
+def sampling_defaults(generation: Mapping[str, Any]) -> list[str]:
+    """generation_config.json as overrides."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    values = {name: generation.get(name) for name in names} | {"max_tokens": generation.get("max_new_tokens")}
+    if generation.get("do_sample") is False:
+        values["temperature"] = 0.0
+    return [override(f"sampling.{name}", value) for name, value in values.items() if value is not None]
+
+
+def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
+    """What Hydra makes of conf/ and the overrides; also where Hydra is at work already, in a job of a sweep.
+
+    Plain fields are set behind it: to Hydra, a folder in a config dir makes a group of the field that has its name. So
+    are values in blocks that may be null, which Hydra cannot fill.
+    """
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    for folder in config_dirs:
+        if not Path(folder).is_dir():
+            raise ConfigError(f"config dir {folder}: there is no such folder")
+    search = override("hydra.searchpath", [f"file://{Path(folder).absolute()}" for folder in config_dirs])
+    optional = [at for at, _, is_list in inner_blocks(schema) if not is_list]
+    later = [text for text in overrides if is_set_later(text, plain_fields(schema), optional)]
+    others = [text for text in overrides if text not in later]
+    register(schema)
+    with COMPOSING:
+        outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
+        try:
+            with hydra.initialize_config_dir(str(CONF), job_name="atom-run", version_base="1.3"):
+                composed: DictConfig = hydra.compose("config", [*([search] if config_dirs else []), *others])
+        except (HydraException, OmegaConfBaseException):
+            check_entries(schema, overrides, model_files(config_dirs))
+            raise
+        finally:
+            GlobalHydra.instance().hydra = outer
+    for parsed in map(parse, later):
+        key = parsed.key_or_group
+        for at in optional:
+            if f"{key}.".startswith(f"{at}.") and OmegaConf.select(composed, at) is None:
+                parent, _, name = at.rpartition(".")
+                OmegaConf.update(composed, parent, {name: {}}, merge=True)
+        OmegaConf.update(composed, key, parsed.value(), merge=True)
+    return composed
+
+
+def is_set_later(text: str, plain: Sequence[str], optional: Sequence[str]) -> bool:
+    """Whether an override is of a plain field, or of values in an optional block."""
+    key = text.lstrip("+").partition("=")[0]
+    if any(key.startswith(f"{at}.") for at in optional):
+        return True
+    return key in plain or (key in optional and isinstance(parse(text).value(), dict))
+
+
+def check_entries(schema: Any, overrides: Sequence[str], files: Sequence[ModelFile]) -> None:
+    """Raise the error of an entry of a list, whose key Hydra tells without the list that the entry is in."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    parsed = [each for each in map(parse, overrides) if not each.is_delete()]
+    stated = [(each.key_or_group, each.value()) for each in parsed]
+    by_name, names = {file.name: file.spec for file in files}, [value for key, value in stated if key == "model"]
+    for name in names:  # grows by what the files inherit
+        spec = by_name.get(name) if isinstance(name, str) else None
+        stated += [(f"model.{key}", value) for key, value in (spec or {}).items()]
+        names += [each for each in (spec or {}).get("defaults") or () if each not in names]
+    for at, kind, is_list in inner_blocks(schema):
+        lists = [value for key, value in stated if is_list and key == at and isinstance(value, list)]
+        for index, entry in [each for value in lists for each in enumerate(value)]:
+            try:
+                OmegaConf.merge(OmegaConf.structured(kind), entry if isinstance(entry, dict) else {})
+            except OmegaConfBaseException as error:
+                error.full_key = f"{at}.{index}.{error.full_key}"
+                raise
+
+
+def plain_fields(schema: Any) -> list[str]:
+    """The fields of a schema that are no blocks."""
+    return [name for name, kind in get_type_hints(schema).items() if not is_dataclass(kind)]
+
+
+@functools.cache
+def register(schema: Any) -> None:
+    """Make the schema and the resolvers known to Hydra."""
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    def choose(condition: Any, yes: Any, no: Any) -> Any:
+        return yes if condition else no
+
+    ConfigStore.instance().store(name="schema", node=schema)
+    OmegaConf.register_new_resolver("hf", look_up, replace=True)
+    OmegaConf.register_new_resolver("stated", look_up_null, replace=True)
+    OmegaConf.register_new_resolver("if", choose, replace=True)
+
+
+def resolve(composed: DictConfig, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Dicts and lists, with the values of the checkpoint's config in the place of `${hf:…}`."""
+    from omegaconf import OmegaConf
+
+    attach(composed, hf)
+    values: Any = OmegaConf.to_container(composed, resolve=True)
+    return dict(values)
+
+
+def attach(composed: DictConfig, hf: Mapping[str, Any]) -> None:
+    """Let `${hf:…}` in this one configuration mean this config.json."""
+    from omegaconf import OmegaConf
+
+    OmegaConf.get_cache(composed)["hf"] = dict(hf)
+
+
+def look_up(key: str, *default: Any, _root_: DictConfig, _node_: Any) -> Any:
+    """`${hf:key}` or `${hf:key,default}`; dots reach inside, null counts as missing.
+
+    OmegaConf also asks while it merges files, before there is a config.json: then the default, or null, will do.
+    """
+    from omegaconf import OmegaConf
+
+    value: Any = OmegaConf.get_cache(_root_).get("hf")
+    is_attached = value is not None
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if value is None and is_attached and not default:
+        asks = f"conf/model/{_root_.model.name}.yaml needs it for {_node_._get_full_key('')}"
+        raise CheckpointError(f"{_root_.checkpoint or 'the embedded checkpoint'}: config.json has no {key}; {asks}")
+    return value if value is not None or not default else default[0]
+
+
+def look_up_null(key: str, default: Any, *, _root_: DictConfig) -> Any:
+    """`${stated:key,default}`: the value that config.json states at its top, null included; the default without one."""
+    from omegaconf import OmegaConf
+
+    return (OmegaConf.get_cache(_root_).get("hf") or {}).get(key, default)
+
+
+@contextmanager
+def one_line_errors(schema: Any) -> Iterator[None]:
+    """Errors of Hydra and OmegaConf become ConfigErrors: what, where, and which names there are."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        raise explain(error, schema) from None
+
+
+def explain(error: BaseException, schema: Any) -> AtomError:
+    chain: list[Any] = [error]
+    while cause := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(cause)
+    if own := [each for each in chain if isinstance(each, AtomError)]:
+        return own[0]
+    for each in chain:
+        text, key = str(each), re.sub(r"\[(\d+)\]", r".\1", getattr(each, "full_key", None) or "")
+        if choice := re.search(r"Could not (?:find|load) '(.+)/(.+?)'", text):
+            names = re.findall(r"^\t([\w./-]+)$", text, re.MULTILINE)
+            return ConfigError(f"{choice[1]}={choice[2]}: {no_such('choice', choice[2], names, 'choices: ')}")
+        if key and re.match(r"Key '.*' (not in|is not in struct)", text):
+            return unknown_key(key, schema)
+        if key:
+            return ConfigError(f"{key}: {text.splitlines()[0]}")
+    return ConfigError(one_line(error))
+
+
+def unknown_key(key: str, schema: Any) -> ConfigError:
+    """The error of a key that the schema has not: which keys there are, and which one may be meant."""
+    known = [re.sub(r"\.\d+", "", name) for name in keys(schema)]
+    parent, _, last = re.sub(r"\.\d+", "", key).rpartition(".")
+    inside = [name.removeprefix(f"{parent}.") for name in known if name.startswith(f"{parent}.") or not parent]
+    siblings = list(dict.fromkeys(name.partition(".")[0] for name in inside))
+    if not siblings:
+        return ConfigError(f"{key}: there is no such key; +{key}=… adds one to a mapping")
+    elsewhere = {name.rpartition(".")[2]: name for name in reversed(known)}
+    if not did_you_mean(last, siblings) and (near := difflib.get_close_matches(last, elsewhere, 1, 0.8)):
+        return ConfigError(f"{key}: there is no such field, did you mean {elsewhere[near[0]]}?")
+    return ConfigError(f"{key}: {no_such('field', last, siblings, f'{parent} has: ' if parent else 'there are: ')}")
+
+
+def no_such(what: str, name: str, names: Sequence[str], heading: str) -> str:
+    listed = f"; {heading}{', '.join(names)}" if names else ""
+    return f"there is no such {what}{did_you_mean(name, names)}{listed}"
+
+
+def inner_blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any, bool]]:
+    """The blocks of a schema that may be null, and those that are entries of a list: key, class, whether in a list."""
+    for name, each in get_type_hints(kind).items():
+        inner = get_args(each)[0] if get_origin(each) in (UnionType, list) else each
+        if is_dataclass(inner):
+            if inner is not each:
+                yield f"{at}{name}", inner, get_origin(each) is list
+            yield from inner_blocks(inner, f"{at}{name}.")
+
+
+def keys(kind: Any, at: str = "") -> list[str]:
+    """Every dotted key of a schema; an entry of a list has the number 0."""
+    found: list[str] = []
+    for name, each in get_type_hints(kind).items():
+        inner = get_args(each)[0] if get_origin(each) is UnionType else each
+        is_list = get_origin(inner) is list
+        inner = get_args(inner)[0] if is_list else inner
+        key = f"{at}{name}"
+        found += keys(inner, f"{key}.0." if is_list else f"{key}.") if is_dataclass(inner) else [key]
+    return found

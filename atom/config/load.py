@@ -1,0 +1,157 @@
+"""The one configuration: `load` reads conf/ and the overrides once, into the dataclasses of `atom.config.schema`.
+
+    config = load(["checkpoint=/models/qwen3", "sampling.temperature=0"])
+    config.model.attention.heads                     # plain dataclasses from here on
+
+Every field is set here and never assigned again: `hydra` makes plain values of the overrides, `resolve` puts in what
+follows from the rest and checks it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass, replace
+from pathlib import Path
+from types import UnionType
+from typing import Any, cast, get_args, get_origin, get_type_hints
+
+from atom.config.hydra import CONF, attach, compose, find_source, keys, no_such, one_line_errors, resolve, unknown_key
+from atom.config.overrides import ALIASES, HIDDEN, SECRET, is_secret, one_line, override
+from atom.config.resolve import check, derive, spelled
+from atom.config.schema import (
+    Config,
+    EmbeddedConfig,
+    GPUConfig,
+    HTTPConfig,
+    JobConfig,
+    SamplingConfig,
+    ServeConfig,
+)
+from atom.errors import ConfigError
+
+
+def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> Config:
+    """The configuration of these overrides; `config_dirs` hold files of the user's own beside those of conf/.
+
+    Downloads no more than what describes a hub id. Raises ConfigError, CheckpointError, UnsupportedError, and
+    RequestError for a sampling value.
+    """
+    from atom.checkpoint.base import normalize_rope
+
+    with one_line_errors(Config):
+        source = find_source(overrides, config_dirs)
+        hf = normalize_rope(source.hf)
+        config: Config = build(Config, resolve(compose(Config, source.overrides, config_dirs), hf))
+    if config.hf:
+        raise ConfigError("hf is the checkpoint's config.json and cannot be set; set a field of model instead")
+    if config.overrides:
+        raise ConfigError("overrides is what the configuration is loaded from and cannot be set; set the fields")
+    embedded = EmbeddedConfig(**source.embedded) if source.embedded else None
+    return derive(replace(config, hf=hf, overrides=source.overrides, model=replace(config.model, embedded=embedded)))
+
+
+def load_gpu(name: str) -> GPUConfig:
+    """The GPU that `job.gpu` names: a YAML file, or one of conf/gpu. ConfigError says what is wrong with it."""
+    from omegaconf import DictConfig, OmegaConf
+    from yaml import YAMLError
+
+    places = [Path(name).expanduser(), CONF / "gpu" / f"{name}.yaml"]
+    path = next((path for path in places if path.is_file()), None)
+    if path is None:
+        names = sorted(file.stem for file in (CONF / "gpu").glob("*.yaml"))
+        raise ConfigError(f"job.gpu={name}: {no_such('file and no such GPU', name, names, 'GPUs: ')}")
+    try:
+        with one_line_errors(GPUConfig):
+            stated, typed = OmegaConf.load(path), OmegaConf.structured(GPUConfig)
+            if not isinstance(stated, DictConfig):
+                raise ConfigError(f"it is a list, not {', '.join(each.name for each in fields(GPUConfig))}")
+            for key, value in stated.items():
+                typed[key] = value
+            gpu = cast(GPUConfig, OmegaConf.to_object(typed))
+        check(gpu)
+    except (ConfigError, OSError, UnicodeDecodeError, YAMLError) as error:
+        raise ConfigError(f"{path}: {one_line(error)}") from None
+    return gpu
+
+
+def show(
+    overrides: Sequence[str] = (),
+    *,
+    config_dirs: Sequence[str] = (),
+    package: str | None = None,
+    is_resolved: bool = False,
+) -> str:
+    """The composed configuration as YAML, or what is at a dotted key; resolved, with the checkpoint's values.
+
+    Keys are hidden, unless it is a file that has them.
+    """
+    from omegaconf import OmegaConf, open_dict
+
+    from atom.checkpoint.base import normalize_rope
+
+    with one_line_errors(Config):
+        source = find_source(overrides, config_dirs)
+        composed = compose(Config, source.overrides, config_dirs)
+        with open_dict(composed):
+            del composed["hf"], composed["overrides"]
+            if is_secret(OmegaConf.select(composed, SECRET)):
+                OmegaConf.update(composed, SECRET, HIDDEN)
+        attach(composed, normalize_rope(source.hf))
+        part = OmegaConf.select(composed, package) if package else composed
+        if part is None and package not in keys(Config):
+            raise unknown_key(str(package), Config)
+        return OmegaConf.to_yaml(part, resolve=is_resolved) if OmegaConf.is_config(part) else f"{part}\n"
+
+
+def engine_overrides(model: str | os.PathLike[str] | None, values: Mapping[str, Any]) -> list[str]:
+    """The overrides of an engine's keyword arguments: serve's and the plain fields by name, others by dotted key."""
+    serve = {each.name for each in fields(ServeConfig)} | {key.removeprefix("serve.") for key in ALIASES}
+    for key in ALIASES:
+        twice = [name for name in (key.removeprefix("serve."), ALIASES[key].removeprefix("serve.")) if name in values]
+        if len(twice) > 1:
+            raise ConfigError(f"{twice[0]} and {twice[1]} are the same option; give one")
+    given = [] if model is None else [override("checkpoint", model)]
+    return given + [override(f"serve.{name}" if name in serve else name, value) for name, value in values.items()]
+
+
+def build(kind: Any, value: Any, at: str = "") -> Any:
+    """Nested dicts and lists as the dataclasses that `kind` says."""
+    if get_origin(kind) is UnionType:
+        return None if value is None else build(get_args(kind)[0], value, at)
+    if get_origin(kind) is list and isinstance(value, list):
+        return [build(get_args(kind)[0], item, f"{at}.{index}") for index, item in enumerate(value)]
+    if not is_dataclass(kind):
+        if value == "???" and kind is not Any:
+            raise ConfigError(f"{at}=??? has no value; set it")
+        return value
+    kinds, prefix = get_type_hints(kind), f"{at}." if at else ""
+    for name in value:
+        if name not in kinds:
+            raise unknown_key(f"{prefix}{name}", Config)
+    made: Any = kind
+    return made(**{name: build(kinds[name], item, f"{prefix}{name}") for name, item in value.items()})
+
+
+def describe_fields() -> str:
+    """For `--help`: the plain fields, serve's, job's and sampling's, with default, choices and comment."""
+    lines: list[str] = []
+    for at, kind in (
+        ("", Config),
+        ("serve.", ServeConfig),
+        ("serve.http.", HTTPConfig),
+        ("job.", JobConfig),
+        ("sampling.", SamplingConfig),
+    ):
+        source = "".join(inspect.getsource(each) for each in reversed(kind.__mro__[:-1]))
+        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))
+        for each in fields(kind):
+            if each.default is not MISSING and f"{at}{each.name}" != "job.kind":
+                built = each.metadata.get("built", ())
+                choices = " | ".join(map(spelled, built)) if len(built) > 1 else ""
+                words = "; ".join(filter(None, (choices, comments.get(each.name))))
+                lines.append(f"  {f'{at}{each.name}={spelled(each.default)}':35} {words}".rstrip())
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,233 @@
+"""Overrides as text: what users write becomes what Hydra's grammar takes.
+
+    rewrite(["prompts=What is 2+2?"])               # ["prompts='What is 2+2?'"]
+    rewrite(["recipe=smollm2_greedy", "seed=1"])    # the recipe's overrides, then "seed=1"
+    rewrite(["quant=fp8"])                          # UnsupportedError: not built yet
+    override("prompts", ["a, b", "c"])              # "prompts=['a, b','c']"
+
+One set of rules for the command line, each job of a sweep, and keyword arguments. It knows keys, not types.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import numbers
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from atom.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
+
+LISTS_OF_TEXT = ("prompts", "sampling.stop_strings")
+JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.entry", "job.prune", "job.export", "job.import_from",
+             "job.dataset_path")  # fmt: skip
+SECRET = "serve.http.api_keys"
+HIDDEN = "***"  # what is shown of it
+TEXTS = (*LISTS_OF_TEXT, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir", SECRET, *JOB_TEXTS)
+ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
+TO_COME = {  # the first part of a key, without "serve." -> what it asks for
+    "parallel": "running on several devices",
+    "quant": "quantization",
+    "port": "an engine on another machine (serve.http.port is the server's)",
+}
+
+
+def project_folder(name: str) -> Path:
+    """conf/ or recipes/: beside the package in a checkout, inside it in a wheel."""
+    package = Path(__file__).resolve().parents[1]
+    return package / name if (package / name).is_dir() else package.parent / name
+
+
+def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multirun: bool = False) -> list[str]:
+    """Overrides in Hydra's grammar, recipes opened and put before the rest.
+
+    A text is taken as it stands, unless it is quoted, a list or, with `multirun`, the choices of a sweep.
+    Errors: ConfigError for what is no override or no recipe, UnsupportedError for what is not built yet.
+    """
+    result: list[str] = []
+    recipes: list[str] = []
+    for text in overrides:
+        match = re.fullmatch(r"([+~]{0,2})([^=\s]+)(?:=(.*))?", text, re.DOTALL)
+        if not match or (match[3] is None and match[1] != "~"):
+            raise ConfigError(f"'{text}' is no override; write key=value")
+        sign, key, value = match[1], ALIASES.get(match[2], match[2]), match[3]
+        refuse_to_come(key)
+        if key in TEXTS and value is not None:
+            value = quote(key, value, multirun)
+        if key == "recipe" and value is not None and not (parsed := parse(f"{key}={value}")).is_sweep_override():
+            recipes += read_recipe(plain(parsed), config_dirs)
+        else:
+            result.append(f"{sign}{key}" if value is None else f"{sign}{key}={value}")
+    return [*rewrite(recipes), *result] if recipes else result
+
+
+def refuse_to_come(key: str) -> None:
+    first = re.split(r"[.@/]", key.removeprefix("serve."))[0]
+    if first in TO_COME:
+        raise UnsupportedError(f"{key}: {TO_COME[first]} is not built yet")
+
+
+def quote(key: str, value: str, multirun: bool) -> str:
+    """A text in Hydra's grammar."""
+    text = value.strip()
+    if text.lower() in ("", "null"):
+        return text
+    result = spell(value)
+    if key in LISTS_OF_TEXT and text[0] in '["':
+        with suppress(ValueError):
+            text = result = spell(json.loads(text))
+    is_interpolation = "${" in text and key not in LISTS_OF_TEXT
+    if (text[0] in "'\"[" or multirun or is_interpolation) and is_value(text, multirun):
+        result = text
+    return f"[{result}]" if key == "sampling.stop_strings" and result[0] in "'\"" else result
+
+
+def is_value(text: str, multirun: bool) -> bool:
+    """Whether Hydra's grammar takes the text as a value or, with `multirun`, as a sweep."""
+    try:
+        parsed = parse(f"x={text}")
+    except ConfigError:
+        return False
+    return multirun or not parsed.is_sweep_override()
+
+
+def parse(text: str) -> Override:
+    """An override as Hydra reads it."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        hint = f"quote the value: {text.partition('=')[0]}=\"'…'\""
+        raise ConfigError(f"'{text}' is no override ({one_line(error)}); {hint}") from None
+
+
+def plain(parsed: Override) -> Any:
+    """The value of an override, interpolations resolved."""
+    from omegaconf import OmegaConf
+
+    values: Any = OmegaConf.to_container(OmegaConf.create({"value": parsed.value()}), resolve=True)
+    return values["value"]
+
+
+def override(key: str, value: Any) -> str:
+    """The override that sets `key` to a value of Python: text, path, number, bool, None, lists and dicts of them."""
+    try:
+        return f"{key}={spell(value)}"
+    except TypeError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def spell(value: Any) -> str:
+    """A value of Python in Hydra's grammar."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case str() | os.PathLike():
+            from hydra.core.override_parser.types import Quote, QuotedString
+
+            # a backslash keeps OmegaConf from reading ${ as an interpolation; those before it are doubled
+            text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(os.fspath(value)))
+            return str(QuotedString(text, Quote.single).with_quotes())
+        case numbers.Integral():
+            return str(int(value))
+        case numbers.Real():
+            return repr(float(value))
+        case Mapping():
+            return "{" + ",".join(f"{spell_key(key)}:{spell(item)}" for key, item in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ",".join(map(spell, value)) + "]"
+    raise TypeError(f"a value of type {type(value).__name__} cannot be written as an override")
+
+
+def spell_key(key: Any) -> str:
+    """A key of a dict, which Hydra's grammar cannot quote."""
+    if isinstance(key, int) or (isinstance(key, str) and re.fullmatch(r"[A-Za-z_][\w.-]*", key, re.ASCII)):
+        return str(key)
+    raise TypeError(f"the key {key!r} cannot be written as an override: only whole numbers and names can")
+
+
+def read_recipe(name: str, config_dirs: Sequence[str] = ()) -> list[str]:
+    """The overrides of a recipe: a file, or a name in recipes/ (of a config dir or of the project)."""
+    import yaml
+
+    folders = [*(Path(folder) / "recipes" for folder in config_dirs), project_folder("recipes")]
+    places = [Path(name).expanduser(), *(folder / f"{name}.yaml" for folder in folders)]
+    path = next((path for path in places if path.is_file()), None)
+    if path is None:
+        names = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+        hint = f"{did_you_mean(name, names)}; recipes: {', '.join(names)}"
+        raise ConfigError(f"recipe={name}: there is no such file and no such recipe{hint}")
+    try:
+        recipe = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"recipe {path}: {one_line(error)}") from None
+    overrides = recipe.get("overrides") if isinstance(recipe, dict) else None
+    is_list = isinstance(overrides, list) and all(isinstance(text, str) for text in overrides)
+    if not overrides or not is_list or recipe.keys() - {"about", "overrides"}:
+        raise ConfigError(f"recipe {path}: it takes two blocks, about: and overrides:, the latter a list of key=value")
+    if any(re.match(r"\+*recipe=", text) for text in overrides):
+        raise ConfigError(f"recipe {path}: a recipe cannot name another one")
+    return list(overrides)
+
+
+def write_recipe(path: str, overrides: Iterable[str], about: Mapping[str, Any]) -> bool:
+    """A recipe of these overrides, for `recipe=PATH`. Whether keys were among them, which a recipe does not hold."""
+    own = [text for text in overrides if not text.startswith("job.save_recipe=")]
+    kept = [text for text in own if not has_secret(text)]
+    Path(path).expanduser().write_text(format_recipe(kept, about), "utf-8")
+    return len(kept) < len(own)
+
+
+def has_secret(text: str) -> bool:
+    """Whether an override, in Hydra's grammar, sets keys themselves and not the file that has them."""
+    if "api_keys" not in text:
+        return False
+    parsed = parse(text)
+    key, value = parsed.key_or_group, parsed.value()
+    if not parsed.is_sweep_override() and SECRET.startswith(f"{key}."):
+        for part in SECRET.removeprefix(f"{key}.").split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        key = SECRET
+    return key == SECRET and (parsed.is_sweep_override() or is_secret(value))
+
+
+def is_secret(value: Any) -> bool:
+    """Whether this value of SECRET is what nobody should read."""
+    return value is not None and not str(value).startswith("@")
+
+
+def hide_secret(text: str) -> str:
+    """An override to be shown."""
+    return override(SECRET, HIDDEN) if has_secret(text) else text
+
+
+def format_recipe(overrides: Iterable[str], about: Mapping[str, Any]) -> str:
+    """The YAML of a recipe."""
+    import yaml
+
+    recipe = {"about": dict(about), "overrides": list(overrides)}
+    text: str = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=1000)
+    if yaml.safe_load(text) != recipe:  # PyYAML writes some line breaks of Unicode that it reads as spaces
+        text = yaml.safe_dump(recipe, sort_keys=False, width=1000)
+    return text
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(names), n=1)
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def one_line(error: BaseException | str) -> str:
+    """What an error says, without line breaks."""
+    return re.sub(r"\s*\n\s*", "; ", str(error).strip())

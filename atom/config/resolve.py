@@ -1,0 +1,407 @@
+"""What follows from a configuration's values: auto and null become final ones, and what does not fit is named.
+
+config = derive(config)
+config.dtype, config.model.attention.scale       # no longer auto, no longer None
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from atom.config.overrides import did_you_mean
+from atom.config.schema import AttentionConfig, Config, MLPConfig, ModelConfig, RopeConfig, out_of_range
+from atom.devices import find_device
+from atom.errors import CheckpointError, ConfigError, UnsupportedError
+
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
+ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+LAYER_TYPES = ("full_attention", "sliding_attention")
+FORMATS = ("fp8", "int8", "int4", "int4z", "int8z", "mxfp4")  # the names of `atom.graph.formats`
+PLAIN_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore")  # of quantization_config
+# roles that name a tensor, the others a module
+TENSOR_ROLES = re.compile(r"sinks|router_correction|experts_(gate|up|down)(_bias)?")
+
+
+def derive(config: Config) -> Config:
+    """The same with final values in the place of auto and null, checked. Nothing is assigned later."""
+    config = respell(config)
+    check(config)
+    model, serve = config.model, config.serve
+    max_model_len = serve.max_model_len or model.max_position
+    if max_model_len > model.max_position:
+        limit = f"the {model.max_position} tokens of context that the model was made for"
+        raise ConfigError(f"serve.max_model_len={max_model_len} is more than {limit}")
+    dtype = stored_dtype(config.hf) if config.dtype == "auto" else config.dtype
+    device = find_device() if config.device == "auto" else config.device
+    if config.level == 3 and (device == "cpu" or serve.enforce_eager):
+        why = "serve.enforce_eager=true" if serve.enforce_eager else f"device={device}"
+        raise UnsupportedError(f"level=3 captures CUDA graphs, {why} has none; there is: 0, 1, 2")
+    if config.tune and (device == "cpu" or config.level == 0 or config.job.kind in ("explain", "cache")):
+        why = "level=0 has no kernels for them" if config.level == 0 else f"job={config.job.kind} opens no model"
+        why = f"device={device} has none" if device == "cpu" else why
+        raise ConfigError(f"tune=true measures linears on a GPU, {why}; leave tune out")
+    for size in serve.cudagraph_capture_sizes or ():
+        if not 1 <= size <= serve.max_num_seqs:
+            limit = f"from 1 to serve.max_num_seqs={serve.max_num_seqs}"
+            raise ConfigError(f"serve.cudagraph_capture_sizes: {size} must be {limit}")
+    return replace(
+        config,
+        model=derive_model(config, max_model_len),
+        serve=replace(
+            serve,
+            kv_cache_dtype=dtype if serve.kv_cache_dtype == "auto" else serve.kv_cache_dtype,
+            max_model_len=max_model_len,
+        ),
+        dtype=dtype,
+        device=device,
+        cache=str(Path(config.cache or "~/.cache/atom-run").expanduser()),
+    )
+
+
+def respell(config: Config) -> Config:
+    """Other names of a value become ours."""
+    mlp = [replace(each, activation=ACTIVATIONS.get(each.activation, each.activation)) for each in config.model.mlp]
+    cache_dtype = config.serve.kv_cache_dtype
+    return replace(
+        config,
+        dtype=DTYPES.get(config.dtype, config.dtype),
+        model=replace(config.model, mlp=mlp),
+        serve=replace(config.serve, kv_cache_dtype=DTYPES.get(cache_dtype, cache_dtype)),
+    )
+
+
+def check(value: Any, at: str = "") -> None:
+    """Hold every field against its range and its choices."""
+    for index, item in enumerate(value if isinstance(value, list) else ()):
+        check(item, f"{at}.{index}")
+    for each in fields(value) if is_dataclass(value) else ():
+        item, key, limits = getattr(value, each.name), f"{at}.{each.name}".lstrip("."), each.metadata
+        check(item, key)
+        if "built" in limits and item not in limits["built"]:
+            built = [spelled(choice) for choice in limits["built"]]
+            if others := limits.get("others"):
+                raise UnsupportedError(f"{key}={spelled(item)}: {others} is not built yet; there is: {built[0]}")
+            if item in limits["later"] or key.startswith("model."):
+                raise UnsupportedError(f"{key}={spelled(item)} is not built yet; there is: {', '.join(built)}")
+            hint = did_you_mean(str(item), built)
+            raise ConfigError(f"{key}={item}: there is no such choice{hint}; choices: {', '.join(built)}")
+        if "low" in limits and item is not None and (fault := out_of_range(item, limits)):
+            raise ConfigError(f"{key}={item} must be {fault}")
+
+
+def stored_dtype(hf: Mapping[str, Any]) -> str:
+    """The dtype that config.json states; bf16 where it states none."""
+    stated = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if stated not in DTYPES:
+        raise ConfigError(f"dtype=auto: the checkpoint says {stated}; choose dtype=bf16, fp16 or fp32")
+    return DTYPES[stated]
+
+
+def derive_model(config: Config, max_model_len: int) -> ModelConfig:
+    model = config.model
+    if model.norm.bias and model.norm.kind != "layer":
+        raise ConfigError(f"model.norm.bias: a norm of kind {model.norm.kind} has none, a layer norm has")
+    if not (model.norm.before or model.norm.after):
+        raise ConfigError("model.norm: before and after are both false; a layer needs one of them")
+    if model.residual == "parallel" and not model.norm.before:
+        raise ConfigError("model.residual=parallel: attention and mlp read one norm, so model.norm.before must be true")
+    for key, value in model.assumes.items():
+        if (stated := config.hf.get(key)) not in (None, value):
+            known = f"there is: {spelled(value)}"
+            raise UnsupportedError(
+                f"{config.checkpoint}: {key}={spelled(stated)} in its config.json is not built; {known}"
+            )
+    check_stacked(model)
+    check_reasoning(model)
+    fmt, plain = derive_format(config)
+    return replace(
+        model,
+        embedding_scale=model.hidden**0.5 if model.embedding_scale_root else model.embedding_scale,
+        attention=derive_attention(config, max_model_len),
+        mlp=[derive_mlp(mlp, f"model.mlp.{index}") for index, mlp in enumerate(model.mlp)],
+        fmt=fmt,
+        plain=plain,
+    )
+
+
+def derive_attention(config: Config, max_model_len: int) -> AttentionConfig:
+    model, attention, at = config.model, config.model.attention, "model.attention"
+    head_dim = mla_head_dim(attention) if attention.kind == "mla" else gqa_head_dim(model)
+    kv_heads, types = attention.kv_heads or attention.heads, attention.layer_types
+    if attention.kind == "gqa" and attention.heads % kv_heads:
+        raise ConfigError(f"{at}.heads={attention.heads} is no multiple of kv_heads={kv_heads}")
+    if types is not None and len(types) < model.layers:
+        raise ConfigError(f"{at}.layer_types names only {len(types)} layers, the model has {model.layers}")
+    for kind in types or ():
+        if kind not in LAYER_TYPES:
+            raise UnsupportedError(f"{at}.layer_types: {kind} is not built yet; there is: {', '.join(LAYER_TYPES)}")
+    if (listed := attention.rope_layers) is not None and len(listed) < model.layers:
+        raise ConfigError(f"{at}.rope_layers names only {len(listed)} layers, the model has {model.layers}")
+    by_type = [name for name, value in (config.hf.get("rope_parameters") or {}).items() if isinstance(value, dict)]
+    if by_type and attention.window_rope is None and attention.rope.kind != "none":
+        raise UnsupportedError(
+            f"{config.checkpoint}: rope of its own for {', '.join(by_type)}, {at}.window_rope is null"
+        )
+    rotated = attention.rope_dim if attention.kind == "mla" else head_dim
+    assert rotated is not None, "mla_head_dim checks it"
+    ropes = [
+        derive_rope(rope, rotated, f"{at}.{name}", model.max_position, max_model_len) if rope else None
+        for name, rope in (("rope", attention.rope), ("window_rope", attention.window_rope))
+    ]
+    rope, window_rope = ropes
+    assert rope is not None, "it has a default"
+    mscale = rope_mscale(rope) if attention.kind == "mla" else 1.0
+    scale = attention.scale or (attention.scale_dim or head_dim) ** -0.5 * mscale**2
+    types = None if types is None else types[: model.layers]
+    return replace(
+        attention,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=scale,
+        layer_types=types,
+        rope=rope,
+        window_rope=window_rope,
+    )
+
+
+def gqa_head_dim(model: ModelConfig) -> int:
+    attention = model.attention
+    if attention.head_dim is None and model.hidden % attention.heads:
+        hidden = f"model.hidden={model.hidden} is no multiple of model.attention.heads={attention.heads}"
+        raise ConfigError(f"{hidden}; set model.attention.head_dim")
+    return attention.head_dim or model.hidden // attention.heads
+
+
+def mla_head_dim(attention: AttentionConfig) -> int:
+    for name in ("kv_rank", "nope_dim", "rope_dim", "value_dim"):
+        if getattr(attention, name) is None:
+            raise ConfigError(f"model.attention.{name} has no value; kind mla needs it")
+    for name, value in (("qk_norm", "none"), ("sinks", False), ("window", None), ("softcap", None)):
+        if getattr(attention, name) != value:
+            raise UnsupportedError(
+                f"model.attention.{name}={spelled(getattr(attention, name))} is not built for kind mla"
+            )
+    assert attention.nope_dim is not None and attention.rope_dim is not None, "checked above"
+    return attention.nope_dim + attention.rope_dim
+
+
+def derive_rope(rope: RopeConfig, dims: int, at: str, max_position: int, max_model_len: int) -> RopeConfig:
+    """dims: of a head, of which `partial` are rotated"""
+    rotated = rope.dims or int(dims * rope.partial)
+    if rope.kind != "none" and (rotated % 2 or not rotated):
+        raise ConfigError(f"{at}: {rotated} dims of {dims} would be rotated, an odd number or none")
+    if rope.kind != "none" and rotated > dims:
+        raise ConfigError(f"{at}.dims={rotated} is more than the {dims} dims of a head; set at most those")
+    original = rope.original_max_position or max_position
+    factor = max_position / original if rope.kind in ("yarn", "longrope") and not rope.factor else rope.factor
+    if rope.kind in ("linear", "llama3") and not factor:
+        raise ConfigError(f"{at}: kind {rope.kind} needs a factor")
+    if rope.kind == "yarn" and min(rope.beta_fast, rope.beta_slow) <= 0:
+        raise ConfigError(f"{at}: beta_fast={rope.beta_fast} and beta_slow={rope.beta_slow} must both be above 0")
+    rope = replace(rope, original_max_position=original, factor=factor or 1.0, dims=rotated)
+    if rope.kind == "longrope":
+        rope = choose_factors(rope, max_model_len)
+    if rope.kind == "factors" and len(rope.factors or ()) != rotated // 2:
+        stated = f"{len(rope.factors or ())} factors, one for each of the {rotated // 2} frequencies are needed"
+        raise ConfigError(f"{at}: there are {stated}")
+    return rope
+
+
+def choose_factors(rope: RopeConfig, max_model_len: int) -> RopeConfig:
+    """longrope as plain factors: the long ones where sequences may become longer than the original context (Ding et al.
+    2024), for all sequences alike, since the KV of a sequence must not change while it grows."""
+    assert rope.original_max_position is not None, "derive_rope sets it"
+    scale = rope.attention_factor
+    if scale is None:
+        scale = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position)) if rope.factor > 1 else 1.0
+    factors = rope.long_factor if max_model_len > rope.original_max_position else rope.short_factor
+    return replace(rope, kind="factors", factors=factors, attention_factor=scale)
+
+
+def rope_mscale(rope: RopeConfig) -> float:
+    """What latent attention multiplies queries and keys by under yarn (DeepSeek-AI 2024)."""
+    if rope.kind != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
+        return 1.0
+    return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
+
+
+def derive_mlp(mlp: MLPConfig, at: str) -> MLPConfig:
+    if mlp.activation == "swigluoai" and mlp.kind != "moe":
+        raise UnsupportedError(f"{at}.activation=swigluoai is not built for kind {mlp.kind}; there is: moe")
+    if mlp.kind != "moe":
+        return mlp
+    for name in ("experts", "top_k"):
+        if getattr(mlp, name) is None:
+            raise ConfigError(f"{at}.{name} has no value; kind moe needs it")
+    router, experts, top_k = mlp.router, mlp.experts or 0, mlp.top_k or 0
+    is_grouped = router.method != "greedy"  # which takes the best of all
+    if is_grouped and experts % router.groups:
+        raise ConfigError(f"{at}.router.groups={router.groups}: {experts} experts do not divide into them")
+    if is_grouped and router.top_groups > router.groups:
+        raise ConfigError(f"{at}.router.top_groups={router.top_groups} is more than its groups={router.groups}")
+    candidates = router.top_groups * experts // router.groups if is_grouped else experts
+    if top_k > candidates:
+        raise ConfigError(f"{at}.top_k={top_k} is more than the {candidates} experts that a token may choose from")
+    score = router.score or ("sigmoid" if router.method == "noaux_tc" else "softmax")
+    width = mlp.shared_width or mlp.shared * mlp.width
+    return replace(mlp, router=replace(router, score=score), shared_width=width or None)
+
+
+def check_stacked(model: ModelConfig) -> None:
+    """Hold the parts of model.stacked against the roles of model.weights."""
+    for name, parts in model.stacked.items():
+        for part in parts:
+            role, _, tensor = part.partition(".")
+            at = f"model.stacked: {name} holds {part}"
+            if role not in model.weights:
+                hint = did_you_mean(role, model.weights)
+                raise ConfigError(f"{at}, there is no such role{hint}; roles: {', '.join(model.weights)}")
+            if TENSOR_ROLES.fullmatch(role):
+                if tensor:
+                    raise ConfigError(f"{at}, the role {role} names a tensor already; write {role}")
+            elif tensor not in ("weight", "bias"):
+                raise ConfigError(f"{at}, the role {role} names a module; choices: {role}.weight, {role}.bias")
+
+
+def check_reasoning(model: ModelConfig) -> None:
+    """Hold model.reasoning against what it stands for: two different markers."""
+    markers = model.reasoning
+    if markers is not None and not (len(markers) == 2 and all(markers) and markers[0] != markers[1]):
+        stated = f"model.reasoning={json.dumps(markers, ensure_ascii=False)}"
+        raise ConfigError(f"{stated} must be two different markers, as in ['<think>','</think>'], or null")
+
+
+def derive_format(config: Config) -> tuple[str | None, list[str]]:
+    """The stored format of the layers' weights, None for plain, and which of them are plain: as set, or as stated."""
+    fmt, plain = config.model.fmt, config.model.plain
+    for pattern in plain:
+        check_pattern(pattern, "model.plain", ConfigError)
+    if fmt in (None, "none"):
+        return None, plain
+    try:
+        stated = stored_format(config.hf) if fmt == "auto" else fmt
+        plain = list(dict.fromkeys([*plain_patterns(quantization(config.hf)), *plain]))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{config.checkpoint or 'the embedded checkpoint'}: {error}, or set model.fmt=none"
+        ) from None
+    if stated is None or is_format(stated):
+        return stated, plain
+    if fmt == "auto":
+        raise UnsupportedError(f"weights stored as {stated} are not known yet; formats: {', '.join(FORMATS)}")
+    choices = f"auto, none, {', '.join(FORMATS)}, also with a block, as in fp8[128, 128] or int4[1, *]"
+    raise ConfigError(f"model.fmt={stated}: there is no such format{did_you_mean(stated, FORMATS)}; choices: {choices}")
+
+
+def is_format(fmt: str) -> bool:
+    """Whether `atom.graph.formats.parse_format` takes it."""
+    match = re.fullmatch(r"(\w+)(?:\[(?:[1-9]\d*|\*), (?:[1-9]\d*|\*)\])?", fmt, re.ASCII)
+    return match is not None and match[1] in FORMATS
+
+
+def quantization(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return stated_as(hf, "quantization_config", dict, "an object", at="") or {}
+
+
+def stored_format(hf: Mapping[str, Any]) -> str | None:
+    """quantization_config: the format of the layers' weights (see `atom.graph.formats`), None without one."""
+    stated = quantization(hf)
+    if not stated:
+        return None
+    method = stated.get("quant_method")
+    match method:
+        case "fp8":
+            block = stated_block(stated, "weight_block_size")
+            return f"fp8{block}" if block else "fp8"
+        case "mxfp4":
+            return "mxfp4"
+        case "gptq" | "awq":
+            bits, group = stated_number(stated, "bits", 4), stated_number(stated, "group_size", 128, is_size=True)
+            return f"int{bits}z[1, {'*' if group == -1 else group}]"
+        case "compressed-tensors":
+            schemes = list((stated_as(stated, "config_groups", dict, "an object") or {}).values())
+            if len(schemes) == 1:
+                group_at = f"quantization_config.config_groups.{next(iter(stated['config_groups']))}"
+                scheme = stated_as({group_at: schemes[0]}, group_at, dict, "an object", at="") or {}
+                if weights := stated_as(scheme, "weights", dict, "an object", at=f"{group_at}."):
+                    return compressed_format(weights, f"{group_at}.weights.")
+    raise UnsupportedError(f"quantization_config: a checkpoint quantized by {method} is not known yet")
+
+
+def compressed_format(weights: Mapping[str, Any], at: str) -> str:
+    kind = "fp" if weights.get("type") == "float" else "int"
+    bits, strategy = stated_number(weights, "num_bits", None, at), stated_as(weights, "strategy", str, "a string", at)
+    sign = "z" if kind == "int" and weights.get("symmetric") is False else ""
+    match strategy:
+        case "group":
+            block = f"[1, {stated_number(weights, 'group_size', None, at)}]"
+        case "channel":
+            block = "[1, *]"
+        case "tensor":
+            block = "[*, *]"
+        case "block":
+            block = stated_block(weights, "block_structure", at)
+        case _:
+            raise UnsupportedError(f"quantization_config: weights by {strategy} are not known yet")
+    return f"{kind}{bits}{sign}{block}"
+
+
+def plain_patterns(stated: Mapping[str, Any]) -> list[str]:
+    """The weights that quantization_config excepts."""
+    for key in PLAIN_KEYS:
+        patterns: list[Any] = stated_as(stated, key, list, "a list of strings") or []
+        for pattern in patterns:
+            check_pattern(pattern, f"quantization_config.{key}", CheckpointError)
+        if patterns:
+            return patterns
+    return []
+
+
+def check_pattern(pattern: Any, at: str, error: type[CheckpointError | ConfigError]) -> None:
+    if not isinstance(pattern, str):
+        raise error(f"{at}: {json.dumps(pattern)} is not a string; mend it")
+    try:
+        re.compile(pattern[3:] if pattern.startswith("re:") else "")
+    except (re.error, RecursionError, OverflowError) as fault:
+        raise error(f"{at}: {pattern} is no regular expression ({fault}); mend it") from None
+
+
+def stated_as(stated: Mapping[str, Any], key: str, kind: type, name: str, at: str = "quantization_config.") -> Any:
+    """A value of config.json of this type, or null."""
+    value = stated.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise CheckpointError(f"{at}{key}={json.dumps(value)} in its config.json is not {name}; mend it")
+    return value
+
+
+def stated_number(stated: Mapping[str, Any], key: str, default: int | None, at: str = "quantization_config.", *,
+                  is_size: bool = False) -> int:  # fmt: skip
+    """A whole number of config.json from 1, or -1 where it is the size of a group that may be a whole row."""
+    value = stated.get(key, default)
+    if type(value) is not int or (value < 1 and not (is_size and value == -1)):
+        choices = "from 1" + (", or -1" if is_size else "")
+        raise CheckpointError(f"{at}{key}={json.dumps(value)} in its config.json is no whole number {choices}; mend it")
+    return value
+
+
+def stated_block(stated: Mapping[str, Any], key: str, at: str = "quantization_config.") -> str:
+    """The rows and columns of a block, as a format's name has them; nothing for null."""
+    value = stated.get(key)
+    if value is None and key == "weight_block_size":
+        return ""
+    if not (isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)):
+        raise CheckpointError(
+            f"{at}{key}={json.dumps(value)} in its config.json is not two whole numbers from 1; mend it"
+        )
+    return str(value)
+
+
+def spelled(value: Any) -> str:
+    """A value as users write it."""
+    return "null" if value is None else str(value).lower()

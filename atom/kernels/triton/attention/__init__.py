@@ -1,0 +1,1 @@
+"""Triton's attention kernels: decode, prefill, latent, and the rope before them."""

@@ -1,0 +1,288 @@
+"""Paged attention of sequences with one query each: every program reads an equal share of all keys and values.
+
+    decode = Decode()
+    decode(q, cache, table, lengths, num_decodes, sinks, out, scale, window, softcap)            # all keys are there
+    decode(q, cache, table, lengths, num_decodes, sinks, out, scale, window, softcap, newest)    # but for one each
+
+The tiles of all sequences are laid end to end and cut into equal runs, one a program, whatever the lengths are (as in
+Sanovar et al. 2024). Where a cut falls into a sequence, its parts go through memory, and the last program to arrive
+merges them. So the launch depends on neither the lengths nor the width of the table.
+
+With the newest keys and values, programs norm and turn the queries that they need themselves, and the one with a
+sequence's last run writes its newest key and value, which its softmax starts from: no tile has them. On NVIDIA from
+sm_90 it then starts while the kernel ahead still runs, and has the first tiles on their way when that has ended. So
+lengths, table and all older entries must have been written before the kernel ahead of the one ahead could start: in a
+step, one that starts when all ahead of it have ended (the embedding) lies between its inputs and the first layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom.kernels.triton.attention.common import (
+    LOG2E,
+    NOTHING,
+    Gpu,
+    attend_tile,
+    cap_scores,
+    find_gpu,
+    find_owner,
+    load_keys,
+    look_up,
+    next_power_of_2,
+    sequence_bucket,
+    store_attended,
+)
+from atom.kernels.triton.attention.rope import turn_heads
+
+MANY = 64  # sequences: above them a program has the ends of several
+
+
+class Parameters(NamedTuple):
+    tile_bytes: int = 16384  # of the keys of a tile: 64 positions of 128 dims in bf16
+    programs_per_unit: int = 2  # programs a multiprocessor
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+class Newest(NamedTuple):
+    """What norm_rope_write would do first, with its arguments: q as it is given has neither norm nor position."""
+
+    k: Tensor
+    v: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    slots: Tensor
+    eps: float
+    interleaved: bool
+
+
+def choose(num_sequences: int, element_size: int, gpu: Gpu) -> Parameters:
+    """element_size: of what is multiplied, in bytes"""
+    if element_size == 4 or gpu.shared_memory < 99 << 10:
+        return Parameters(tile_bytes=8192, num_stages=2)
+    return Parameters(8192, programs_per_unit=4, num_warps=2) if num_sequences > MANY else Parameters()
+
+
+@triton.jit
+def _merge(sums, stats, sinks, out, head, first, last, PROGRAMS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+           PARTS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """The parts that programs first to last left of one sequence, as one softmax, to its heads at `out`."""
+    rows, columns = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
+    best = tl.full([BLOCK_G], NOTHING, tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    for part in range(first, last + 1, PARTS):
+        programs = part + tl.arange(0, PARTS)
+        slots = (head * PROGRAMS + programs) * 2 + (programs == first).to(tl.int32)
+        is_row = (programs <= last)[:, None] & (rows < GROUP)[None, :]
+        at = slots[:, None] * GROUP + rows[None, :]
+        bests = tl.load(stats + 2 * at, mask=is_row, other=NOTHING, cache_modifier=".cg")
+        totals = tl.load(stats + 2 * at + 1, mask=is_row, other=0.0, cache_modifier=".cg")
+        is_there = is_row[:, :, None] & (columns < DIM)[None, None, :]
+        parts = tl.load(sums + at[:, :, None] * DIM + columns[None, None, :], mask=is_there, other=0.0,
+                        cache_modifier=".cg")  # fmt: skip
+        higher = tl.maximum(best, tl.max(bests, 0))
+        fades, fade = tl.exp2(bests - higher[None, :]), tl.exp2(best - higher)
+        total = total * fade + tl.sum(totals * fades, 0)
+        acc = acc * fade[:, None] + tl.sum(parts * fades[:, :, None], 0)
+        best = higher
+    store_attended(acc, best, total, sinks, out, head * GROUP + rows, rows * DIM, rows < GROUP, DIM)
+
+
+@triton.jit
+def _attend_newest(
+    q_rows, k_row, v_row, cos, sin, q_norm, k_norm, entry, row, is_last, is_seen, DOT: tl.constexpr,
+    EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The queries [M, BLOCK_D] of sequence `row`, and their softmax over its newest key where is_seen, else none.
+
+    Where is_last, that key and its value go to `entry` of the cache. The key is row GROUP of what is turned at a time.
+    """
+    rows, columns = tl.arange(0, q_rows.shape[0]), tl.arange(0, BLOCK_D)[None, :]
+    is_column = columns < DIM
+    value = tl.load((v_row + 0 * rows)[:, None] + columns, mask=is_column, other=0.0).to(entry.dtype.element_ty)
+    norms = None if q_norm is None else tl.where(rows < GROUP, q_norm, k_norm)
+    turned = turn_heads(tl.where(rows < GROUP, q_rows, k_row), row + 0 * rows, rows >= 0, cos, sin, norms, EPS,
+                        INTERLEAVED, DIM, HALF, BLOCK_D)  # fmt: skip
+    key = turned.to(entry.dtype.element_ty)
+    queries = tl.where((rows < GROUP)[:, None], turned.to(q_rows.dtype.element_ty).to(DOT), key.to(DOT))
+    is_written = is_last & (rows == GROUP)[:, None] & is_column
+    places = (entry + 0 * rows)[:, None] + columns
+    tl.store(places, key, mask=is_written)
+    tl.store(places + HEADS * DIM, value, mask=is_written)
+
+    products = tl.dot(queries, tl.trans(queries), input_precision="ieee")
+    scores = cap_scores(tl.sum(tl.where(rows[None, :] == GROUP, products, 0.0), 1), SCALE, SOFTCAP)
+    best = tl.where(is_seen, scores * ((SCALE if SOFTCAP is None else SOFTCAP) * LOG2E), NOTHING)
+    total = tl.where(is_seen, 1.0, tl.zeros_like(best))
+    return queries, best, total, tl.where(is_seen, value.to(tl.float32), 0.0)
+
+
+@triton.jit(
+    do_not_specialize=["num_decodes", "table_stride"],
+    do_not_specialize_on_alignment=["table", "lengths", "slots"],
+)
+def _decode(
+    q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, out, sums, stats, tickets, num_decodes,
+    table_stride, q_stride, k_stride, v_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a run of tiles of the kv head program_id(0). HEADS of keys, GROUP query heads to each.
+
+    Without k the newest keys are in the cache, and q is as it shall be.
+    """
+    NEWEST: tl.constexpr = 0 if k is None else 1  # positions that no tile has
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        if k is None:
+            tl.extra.cuda.gdc_wait()
+    head, program = tl.program_id(0), tl.program_id(1)
+    sequences = tl.arange(0, BLOCK_S)
+    counts = tl.load(lengths + sequences, mask=sequences < num_decodes, other=0)
+    if WINDOW is not None:
+        counts = tl.minimum(counts, WINDOW)
+    counts = tl.where(sequences < num_decodes, tl.maximum(tl.cdiv(counts - NEWEST, BLOCK_N), 1), 0)
+    num_tiles = tl.sum(counts, 0)
+    # to merge a part costs as much as a tile or two, and the more parts a sequence has
+    share = tl.maximum(tl.cdiv(num_tiles, PROGRAMS), tl.minimum(tl.cdiv(tl.max(counts, 0), 16), 4))
+    tile = program * share
+    end = tl.minimum(tile + share, num_tiles)
+    sequence, before = find_owner(counts, tile)
+
+    rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    is_q = (rows < GROUP)[:, None] & (columns < DIM)[None, :]
+    keys = cache + head * DIM
+    values = keys + HEADS * DIM
+    DOT: tl.constexpr = q.dtype.element_ty if cache.dtype.element_ty == q.dtype.element_ty else tl.float32
+    while tile < end:
+        length = tl.load(lengths + sequence)
+        oldest = 0
+        if WINDOW is not None:
+            oldest = tl.maximum(length - WINDOW, 0)
+        after = before + tl.maximum(tl.cdiv(length - NEWEST - oldest, BLOCK_N), 1)
+        run_end = tl.minimum(end, after)
+        start = oldest + (tile - before) * BLOCK_N
+        stop = tl.minimum(oldest + (run_end - before) * BLOCK_N, length - NEWEST)
+        blocks = table + sequence.to(tl.int64) * table_stride
+        block = look_up(blocks, start + tl.arange(0, BLOCK_N), stop, BLOCK_SIZE)
+        row = sequence.to(tl.int64)
+        queries = tl.zeros([BLOCK_M, BLOCK_D], DOT)
+        best = tl.full([BLOCK_M], NOTHING, tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for first in range(start, tl.maximum(stop, start + 1), BLOCK_N):
+            positions = first + tl.arange(0, BLOCK_N)
+            tile_keys, tile_values, block = load_keys(
+                keys, values, blocks, block, positions, stop, True, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_D
+            )
+            if first == start:  # in here, so that the loads of the first tiles are sent ahead of the wait
+                q_rows = q + row * q_stride + (head * GROUP + rows % GROUP) * DIM
+                if k is None:
+                    is_column = columns[None, :] < DIM
+                    queries = tl.load(q_rows[:, None] + columns[None, :], mask=is_column, other=0.0).to(DOT)
+                else:
+                    if PDL:
+                        tl.extra.cuda.gdc_wait()
+                    is_last = run_end == after
+                    queries, best, total, acc = _attend_newest(
+                        q_rows, k + row * k_stride + head * DIM, v + row * v_stride + head * DIM, cos, sin, q_norm,
+                        k_norm, keys + tl.load(slots + row) * (2 * HEADS * DIM), row, is_last, is_last & (length > 0),
+                        DOT, EPS, INTERLEAVED, HALF, SCALE, SOFTCAP, HEADS, GROUP, DIM, BLOCK_D,
+                    )  # fmt: skip
+            best, total, acc = attend_tile(queries, tile_keys, tile_values, best, total, acc,
+                                           (positions < stop)[None, :], SCALE, SOFTCAP)  # fmt: skip
+        out_row = row * (HEADS * GROUP * DIM) + head * (GROUP * DIM)
+        first_part, last_part = before // share, (after - 1) // share
+        if first_part == last_part:
+            store_attended(acc, best, total, sinks, out + out_row, head * GROUP + rows, rows * DIM, rows < GROUP, DIM)
+        else:
+            at = ((head * PROGRAMS + program) * 2 + (program == first_part).to(tl.int32)) * GROUP + rows
+            tl.store(stats + 2 * at, best, mask=rows < GROUP)
+            tl.store(stats + 2 * at + 1, total, mask=rows < GROUP)
+            tl.store(sums + at[:, None] * DIM + columns[None, :], acc, mask=is_q)
+            tl.debug_barrier()  # all threads' parts are written before one thread takes the ticket
+            ticket = tickets + head * PROGRAMS + first_part
+            if tl.atomic_add(ticket, 1, sem="acq_rel") == last_part - first_part:
+                _merge(sums, stats, sinks, out + out_row, head, first_part, last_part, PROGRAMS, GROUP, DIM, PARTS,
+                       BLOCK_G, BLOCK_D)  # fmt: skip
+                tl.store(ticket, 0)
+        tile, before, sequence = run_end, after, sequence + 1
+
+
+@functools.cache
+def _cut_up(num_decodes: int, kv_heads: int, group: int, dim: int, has_newest: bool, element_size: int, gpu: Gpu,
+            parameters: Parameters | None) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """The kernel's arguments from PROGRAMS on, and options."""
+    tile_bytes, programs_per_unit, num_warps, num_stages = parameters or choose(num_decodes, element_size, gpu)
+    block_d, block_g = max(16, next_power_of_2(dim)), next_power_of_2(group)
+    sizes = (
+        -(-gpu.units * programs_per_unit // kv_heads),
+        sequence_bucket(num_decodes),
+        max(16, next_power_of_2(group + has_newest)),
+        min(128, max(16, tile_bytes // (block_d * element_size))),
+        max(1, 4096 // (block_g * block_d)),
+        block_g,
+        block_d,
+        gpu.has_dependent_launch,
+    )
+    return sizes, {"num_warps": num_warps, "num_stages": num_stages, **gpu.options}
+
+
+class Decode:
+    """Owns the memory that parts of sequences go through; its calls must run one after another."""
+
+    def __init__(self, parameters: Parameters | None = None) -> None:
+        self._parameters = parameters
+        self._memory: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = {}  # by shape, for good: graphs hold it
+
+    def __call__(self, q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int, sinks: Tensor | None,
+                 out: Tensor, scale: float, window: int | None, softcap: float | None,
+                 newest: Newest | None = None) -> None:  # fmt: skip
+        """Rows 0 to num_decodes of q and out [T, N, D]; shapes as in ops.norm_rope_attention."""
+        _, heads, dim = q.shape
+        _, block_size, _, kv_heads, _ = cache.shape
+        group = heads // kv_heads
+        element_size = q.element_size() if q.dtype == cache.dtype else 4
+        sizes, options = _cut_up(num_decodes, kv_heads, group, dim, newest is not None, element_size,
+                                 find_gpu(q.device), self._parameters)  # fmt: skip
+        programs = sizes[0]
+        sums, stats, tickets = self._find_memory(q.device, kv_heads, programs, group, dim)
+        k = v = cos = sin = q_norm = k_norm = slots = None
+        eps, interleaved, half, k_stride, v_stride = 0.0, False, 0, 0, 0
+        if newest is not None:
+            k, v, cos, sin, q_norm, k_norm, slots, eps, interleaved = newest
+            half, k_stride, v_stride = 0 if cos is None else cos.shape[1], k.stride(0), v.stride(0)
+        _decode[(kv_heads, programs)](
+            q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, out, sums, stats, tickets,
+            num_decodes, table.stride(0), q.stride(0), k_stride, v_stride, eps, interleaved, half, scale, softcap,
+            window, block_size, kv_heads, group, dim, *sizes, **options,
+        )  # fmt: skip
+
+    def _find_memory(self, device: torch.device, kv_heads: int, programs: int, group: int, dim: int
+                     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """sums fp32[kv_heads, programs, 2, group, dim], stats fp32[kv_heads, programs, 2, group, 2] with the best score
+        and the total, tickets i32[kv_heads, programs].
+
+        A program has a part of the sequence that it begins in, and one of that it ends in.
+        """
+        key = (kv_heads, programs, group, dim)
+        if key not in self._memory:
+            self._memory[key] = (
+                torch.empty((kv_heads, programs, 2, group, dim), device=device),
+                torch.empty((kv_heads, programs, 2, group, 2), device=device),
+                torch.zeros((kv_heads, programs), dtype=torch.int32, device=device),
+            )
+        return self._memory[key]

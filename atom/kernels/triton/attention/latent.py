@@ -1,0 +1,302 @@
+"""Latent attention in Triton (DeepSeek-AI 2024), absorbed: the entries of the cache are keys and values of all heads.
+
+    q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, norm, cache, slots, eps=1e-6)
+    out = paged_mla_attention(q_nope, q_rope, kv_b, cache, table, starts, lengths, num_decodes, scale=0.1)
+
+Queries times the key rows of kv_b meet the entries themselves, one key/value head whose values are the first L dims of
+its keys, and the sums are multiplied by the value rows. The rows of a tile are pairs of token and head, so that the
+entries are read once for many heads. Decodes are split over their contexts, and the parts merged in a fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom.kernels.triton.attention.common import (
+    NOTHING,
+    find_gpu,
+    find_owner,
+    next_power_of_2,
+    sequence_bucket,
+    wait_for_inputs,
+)
+from atom.kernels.triton.attention.rope import store_turned
+
+ABSORBED_BYTES = 128 << 20  # of the absorbed queries that a prefill has at a time, one head's at least
+MAX_SPLITS = 128  # of a context
+PART_TILES = 2  # tiles of positions that a part of the longest context has at least
+
+
+class Tiles(NamedTuple):
+    """How attention is cut: pairs of token and head, and positions, that a program multiplies at a time."""
+
+    rows: int
+    positions: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(rows: int, entry: int, element_size: int, shared: int) -> Tiles:
+    """Tiles for sequences of so many rows, of as many stages up to 3 as fit beside the queries in shared memory; entry:
+    the dims of one, rounded up as they are multiplied"""
+    if element_size == 4:
+        tile = 16, 16, 4
+    elif rows <= 16 or shared < 200 << 10:
+        tile = 16, 32, 4
+    else:
+        tile = 64, 64, 8
+    stages = (shared - tile[0] * entry * element_size) // (tile[1] * entry * element_size)
+    return Tiles(*tile, num_stages=max(1, min(3, stages)))
+
+
+def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tensor | None,
+                           norm: Tensor | None, cache: Tensor, slots: Tensor, *, eps: float = 0.0,
+                           interleaved: bool = False) -> Tensor:  # fmt: skip
+    """q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, P], norm [L] -> q_rope [T, N, R]; cache
+    [blocks, block size, L + R], slots i64[T]"""
+    assert all(x.stride(-1) == 1 for x in (q_rope, latent, k_rope)) and cache.is_contiguous(), "rows have gaps"
+    assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin must be contiguous"
+    (tokens, heads, rotated), rank = q_rope.shape, latent.shape[1]
+    half, gpu = 0 if cos is None else cos.shape[1], find_gpu(q_rope.device)
+    turned = q_rope.new_empty(q_rope.shape) if half else q_rope
+    _write_kernel[(tokens, 1 + -(-heads // 32) if half else 1)](
+        q_rope, latent, k_rope, cos, sin, norm, cache, slots, turned, q_rope.stride(0), q_rope.stride(1),
+        latent.stride(0), k_rope.stride(0), EPS=eps, INTERLEAVED=interleaved, HEADS=heads, RANK=rank, ROTATED=rotated,
+        HALF=half, BLOCK_N=32, PDL=gpu.has_dependent_launch, **gpu.options,
+    )  # fmt: skip
+    return turned
+
+
+def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Tensor, table: Tensor, starts: Tensor,
+                        lengths: Tensor, num_decodes: int, *, scale: float) -> Tensor:  # fmt: skip
+    """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
+    assert q_rope.stride(2) == 1 and cache.is_contiguous(), "rows have gaps"
+    (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
+    weight = kv_b.view(heads, -1, rank)
+    out = q_nope.new_empty(tokens, heads, weight.shape[1] - plain)
+    if num_decodes:
+        some = slice(0, num_decodes)
+        q = _absorb(q_nope[some], weight)
+        sums = _attend_decodes(q, q_rope[some], cache, table[some], lengths[some], scale)
+        _sum_values(sums, weight, out[some])
+    if tokens > num_decodes:
+        others, ends = slice(num_decodes, tokens), slice(num_decodes, None)
+        at_once = max(1, ABSORBED_BYTES // ((tokens - num_decodes) * rank * q_nope.element_size()))
+        for first in range(0, heads, at_once):
+            some = slice(first, first + at_once)
+            q = _absorb(q_nope[others, some], weight[some])
+            sums = _attend_prefills(q, q_rope[others, some], cache, table[ends], starts[ends], lengths[ends], scale)
+            _sum_values(sums, weight[some], out[others, some])
+    return out
+
+
+def _absorb(q_nope: Tensor, weight: Tensor) -> Tensor:
+    """q_nope [T, N, P], weight [N, P + U, L] -> [N, T, L]"""
+    return torch.bmm(q_nope.transpose(0, 1), weight[:, : q_nope.shape[2]])
+
+
+def _sum_values(sums: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Sums of entries [N, T, L], weight [N, P + U, L] -> of values, out [T, N, U]"""
+    torch.bmm(sums, weight[:, -out.shape[2] :].mT, out=out.transpose(0, 1))
+
+
+def _attend_decodes(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """Absorbed queries q [N, S, L] and q_rope [S, N, R], one a sequence -> sums of entries [N, S, L]"""
+    (heads, sequences, rank), rotated = q.shape, q_rope.shape[2]
+    (block_l, block_r), gpu = _blocks(rank, rotated), find_gpu(q.device)
+    tiles = choose_tiles(heads, block_l + block_r, _element_size(q, cache), gpu.shared_memory)
+    num_tiles = sequences * -(-heads // tiles.rows)
+    most = -(-table.shape[1] * cache.shape[1] // (PART_TILES * tiles.positions))
+    num_splits = max(1, min(2 * gpu.units // num_tiles, MAX_SPLITS, most))
+    is_split = num_splits > 1
+    sums = torch.empty_like(q)
+    parts = q.new_empty(num_splits, heads, sequences, rank, dtype=torch.float32) if is_split else sums
+    weights = q.new_empty(num_splits, heads, sequences, dtype=torch.float32) if is_split else None
+    _attend_kernel[(num_tiles, num_splits)](
+        q, q_rope, cache, table, None, lengths, parts, weights, sequences, sequences, num_splits,
+        scale * math.log2(math.e), table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads, RANK=rank,
+        ROTATED=rotated, BLOCK_SIZE=cache.shape[1], BLOCK_S=1, BLOCK_M=tiles.rows, BLOCK_N=tiles.positions,
+        BLOCK_L=block_l, BLOCK_R=block_r, PDL=gpu.has_dependent_launch, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, **gpu.options,
+    )  # fmt: skip
+    if is_split:
+        _merge_kernel[(heads * sequences, -(-rank // 128))](
+            parts, weights, sums, heads * sequences, num_splits, RANK=rank, BLOCK_L=128, BLOCK_S=16,
+            PDL=gpu.has_dependent_launch, **gpu.options,
+        )  # fmt: skip
+    return sums
+
+
+def _attend_prefills(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor,
+                     scale: float) -> Tensor:  # fmt: skip
+    """Absorbed queries q [N, T, L] and q_rope [T, N, R] of sequences one behind another -> sums of entries [N, T, L];
+    starts count from an earlier token, the first of them is q's"""
+    (heads, tokens, rank), rotated, sequences = q.shape, q_rope.shape[2], len(lengths)
+    (block_l, block_r), gpu = _blocks(rank, rotated), find_gpu(q.device)
+    rows = heads * tokens // sequences
+    tiles = choose_tiles(rows, block_l + block_r, _element_size(q, cache), gpu.shared_memory)
+    num_tiles = heads * tokens // tiles.rows + sequences  # of each sequence one need not be full
+    sums = torch.zeros_like(q)
+    _attend_kernel[(num_tiles, 1)](
+        q, q_rope, cache, table, starts, lengths, sums, None, sequences, tokens, 1, scale * math.log2(math.e),
+        table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads, RANK=rank, ROTATED=rotated,
+        BLOCK_SIZE=cache.shape[1], BLOCK_S=sequence_bucket(sequences), BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.positions, BLOCK_L=block_l, BLOCK_R=block_r, PDL=gpu.has_dependent_launch,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
+    )  # fmt: skip
+    return sums
+
+
+def _element_size(q: Tensor, cache: Tensor) -> int:
+    """Bytes of the wider of both numbers."""
+    return max(q.element_size(), cache.element_size())
+
+
+def _blocks(rank: int, rotated: int) -> tuple[int, int]:
+    """Both dims of an entry as tiles have them: powers of two, and no less than a product of tiles takes."""
+    return max(16, next_power_of_2(rank)), max(16, next_power_of_2(rotated))
+
+
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, slots, turned, q_stride, head_stride, latent_stride,
+                  k_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
+                  ROTATED: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One token's entry, and behind it some of its heads' queries."""
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        row = tl.zeros([1], tl.int64)
+        entry = cache + tl.load(slots + token) * (RANK + ROTATED) + row
+        store_turned(latent + token * latent_stride + row, entry, token + row, row == 0, cos, sin, norm, EPS,
+                     INTERLEAVED, RANK, 0)  # fmt: skip
+        store_turned(k_rope + token * k_stride + row, entry + RANK, token + row, row == 0, cos, sin, None, EPS,
+                     INTERLEAVED, ROTATED, HALF)  # fmt: skip
+    else:
+        heads = (tl.program_id(1) - 1) * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = q_rope + token * q_stride + heads * head_stride
+        places = turned + (token * HEADS + heads) * ROTATED
+        store_turned(rows, places, token + tl.zeros([BLOCK_N], tl.int64), heads < HEADS, cos, sin, None, EPS,
+                     INTERLEAVED, ROTATED, HALF)  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["num_sequences", "num_tokens", "num_splits", "table_stride"],
+    do_not_specialize_on_alignment=["table", "starts", "lengths"],
+)
+def _attend_kernel(q, q_rope, cache, table, starts, lengths, out, weights, num_sequences, num_tokens, num_splits, scale,
+                   table_stride, q_stride, head_stride, HEADS: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr,
+                   BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                   BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """A tile of rows, pairs of token and head, over its context or, with weights fp32[splits, N, T], over a part of it.
+
+    q [N, T, L] -> out [N, T, L], or parts fp32[splits, N, T, L] and the log2 of what each weighs. Without starts each
+    sequence has one token.
+    """
+    wait_for_inputs(PDL)
+    if starts is None:
+        tiles_each: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
+        sequence = tl.program_id(0) // tiles_each
+        tile = tl.program_id(0) % tiles_each
+        begin, queries = sequence, 1
+    else:
+        sequences = tl.arange(0, BLOCK_S)
+        is_sequence = sequences < num_sequences
+        counts = tl.load(starts + sequences + 1, mask=is_sequence, other=0)
+        counts -= tl.load(starts + sequences, mask=is_sequence, other=0)
+        counts = tl.cdiv(counts * HEADS, BLOCK_M)
+        tile = tl.sum(counts, 0) - 1 - tl.program_id(0)  # the longest of a sequence first
+        if tile < 0:
+            return
+        sequence, before = find_owner(counts, tile)
+        tile -= before
+        begin = tl.load(starts + sequence)
+        queries = tl.load(starts + sequence + 1) - begin
+        begin -= tl.load(starts)
+    length = tl.load(lengths + sequence)
+
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = rows < queries * HEADS
+    tokens, heads = begin + rows // HEADS, rows % HEADS
+    newest = length - queries + rows // HEADS  # the position of each row
+    columns, dims = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_R)
+    places = heads.to(tl.int64) * num_tokens + tokens
+    stop = tl.minimum(length, length - queries + (tile * BLOCK_M + BLOCK_M - 1) // HEADS + 1)
+    part = tl.cdiv(stop, num_splits * BLOCK_N) * BLOCK_N
+    start = tl.program_id(1) * part
+    stop = tl.minimum(stop, start + part)
+    out_places = places
+    if weights is not None:
+        out_places += tl.program_id(1).to(tl.int64) * HEADS * num_tokens
+        if start >= stop:
+            tl.store(weights + out_places, tl.full([BLOCK_M], NOTHING, tl.float32), mask=is_row)
+            return
+
+    is_value = is_row[:, None] & (columns < RANK)[None, :]
+    q_latents = tl.load(q + places[:, None] * RANK + columns[None, :], mask=is_value, other=0.0)
+    rope_rows = q_rope + tokens.to(tl.int64)[:, None] * q_stride + heads[:, None] * head_stride
+    q_turned = tl.load(rope_rows + dims[None, :], mask=is_row[:, None] & (dims < ROTATED)[None, :], other=0.0)
+
+    best = tl.full([BLOCK_M], NOTHING, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_L], tl.float32)
+    blocks = table + sequence.to(tl.int64) * table_stride
+    positions = start + tl.arange(0, BLOCK_N)
+    block = tl.load(blocks + positions // BLOCK_SIZE, mask=positions < stop, other=0)
+    for first in range(start, stop, BLOCK_N):
+        positions = first + tl.arange(0, BLOCK_N)
+        is_there = (positions < stop)[:, None]
+        # multiples of 1 alone: Triton takes sums of a block's start and places in it for multiples of the block's size
+        slots = tl.multiple_of(block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE, 1)
+        entries = cache + slots[:, None] * (RANK + ROTATED)
+        following = positions + BLOCK_N  # its blocks are looked up one turn ahead, off the way to the entries
+        block = tl.load(blocks + following // BLOCK_SIZE, mask=following < stop, other=0)
+        latents = tl.load(entries + columns[None, :], mask=is_there & (columns < RANK)[None, :], other=0.0)
+        turned = tl.load(entries + RANK + dims[None, :], mask=is_there & (dims < ROTATED)[None, :], other=0.0)
+        latents, turned = latents.to(q_latents.dtype), turned.to(q_turned.dtype)
+        scores = tl.dot(q_latents, tl.trans(latents), input_precision="ieee")
+        scores = tl.dot(q_turned, tl.trans(turned), scores, input_precision="ieee") * scale
+        is_seen = (positions[None, :] <= newest[:, None]) & (positions < stop)[None, :]
+        scores = tl.where(is_seen, scores, float("-inf"))
+        higher = tl.maximum(best, tl.max(scores, 1))
+        shares = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(best - higher)
+        total = total * fade + tl.sum(shares, 1)
+        acc = tl.dot(shares.to(q_latents.dtype), latents, acc * fade[:, None], input_precision="ieee")
+        best = higher
+    has_seen = total > 0
+    total = tl.where(has_seen, total, 1.0)
+    acc = acc / total[:, None]
+    if weights is not None:
+        tl.store(weights + out_places, tl.where(has_seen, best + tl.log2(total), NOTHING), mask=is_row)
+    tl.store(out + out_places[:, None] * RANK + columns[None, :], acc.to(out.dtype.element_ty), mask=is_value)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+def _merge_kernel(parts, weights, out, num_rows, num_splits, RANK: tl.constexpr, BLOCK_L: tl.constexpr,
+                  BLOCK_S: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Some columns of a row of parts fp32[splits, rows, L], by their weights in log2 fp32[splits, rows] -> [rows, L]"""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
+    best = tl.full([1], NOTHING, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([BLOCK_L], tl.float32)
+    for first in range(0, num_splits, BLOCK_S):
+        splits = first + tl.arange(0, BLOCK_S)
+        places = splits * num_rows + row
+        weight = tl.load(weights + places, mask=splits < num_splits, other=NOTHING)
+        is_part = (weight > NOTHING)[:, None] & (columns < RANK)[None, :]
+        values = tl.load(parts + places[:, None] * RANK + columns[None, :], mask=is_part, other=0.0)
+        higher = tl.maximum(best, tl.max(weight))
+        shares = tl.exp2(weight - higher)
+        fade = tl.exp2(best - higher)
+        total = total * fade + tl.sum(shares)
+        acc = acc * fade + tl.sum(values * shares[:, None], 0)
+        best = higher
+    tl.store(out + row * RANK + columns, (acc / total).to(out.dtype.element_ty), mask=columns < RANK)

@@ -1,0 +1,169 @@
+"""Paged attention of prompts and their chunks: tiles of queries, causal, with whatever context came before.
+
+    prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale, window, softcap)
+
+A tile has some consecutive queries of one sequence, each with all query heads of one kv head, so that keys and values
+are read once for the group. The launch depends on the numbers of tokens and sequences alone: each program finds its
+tile in `starts`, and the longest tiles of a sequence come first. Long prompts on Hopper go to prefill_hopper.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom.kernels.triton.attention.common import (
+    NOTHING,
+    Gpu,
+    attend_keys,
+    find_gpu,
+    find_owner,
+    look_up,
+    next_power_of_2,
+    sequence_bucket,
+    store_attended,
+    wait_for_inputs,
+)
+
+FEW_TOKENS = 512  # of prompts in a step: those for which the kernel of prefill_hopper.py is no faster
+
+
+class Parameters(NamedTuple):
+    rows: int = 128  # queries times heads in a tile
+    positions: int = 64  # of keys and values in a tile
+    num_warps: int = 8
+    num_stages: int = 3
+    max_registers: int | None = None  # a thread; NVIDIA only
+
+
+def choose(dim: int, element_size: int, gpu: Gpu) -> Parameters:
+    """dim: of a head, a power of two; element_size: of what is multiplied, in bytes"""
+    if element_size == 4:
+        return Parameters(32, 16, 8, 2)  # without tensor cores
+    if gpu.shared_memory <= 99 << 10:
+        return Parameters(128, 32, 4, 2) if dim <= 128 else Parameters(64, 16, 4, 2)
+    if dim > 128:
+        return Parameters(128, 32, 8, 2)
+    if gpu.shared_memory > 200 << 10:
+        return Parameters(num_stages=2, max_registers=128)  # measured on an H200
+    return Parameters()
+
+
+def suits_hopper(
+    gpu: Gpu, q: Tensor, cache: Tensor, num_decodes: int, window: int | None, softcap: float | None
+) -> bool:
+    """Whether the kernel of prefill_hopper.py takes these arguments of `prefill`; for long prompts it is faster."""
+    num_tokens, heads, dim = q.shape
+    _, block_size, _, kv_heads, _ = cache.shape
+    return (
+        gpu.runs_gluon
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.dtype == cache.dtype
+        and num_tokens - num_decodes > FEW_TOKENS
+        and dim in (64, 128)
+        and 64 % (heads // kv_heads) == 0
+        and block_size % 16 == 0
+        and cache.data_ptr() % 16 == 0
+        and window is None
+        and softcap is None
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_sequences", "num_decodes", "table_stride"],
+    do_not_specialize_on_alignment=["table", "starts", "lengths"],
+)
+def _prefill(
+    q, cache, table, starts, lengths, sinks, out, num_tokens, num_sequences, num_decodes, table_stride, q_stride,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One tile: BLOCK_M // GROUP queries by GROUP heads of the kv head program_id(1), of HEADS.
+
+    Tokens behind the last sequence are one more, which sees nothing and gives zeros.
+    """
+    wait_for_inputs(PDL)
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    sequences = num_decodes + tl.arange(0, BLOCK_S)
+    firsts = tl.load(starts + sequences, mask=sequences <= num_sequences, other=num_tokens)
+    ends = tl.load(starts + sequences + 1, mask=sequences < num_sequences, other=num_tokens)
+    counts = tl.cdiv(ends - firsts, QUERIES)
+    tile = tl.sum(counts, 0) - 1 - tl.program_id(0)
+    if tile < 0:
+        return
+    owner, before = find_owner(counts, tile)
+    sequence = num_decodes + owner
+    first = tl.load(starts + sequence)
+    end = tl.load(starts + sequence + 1, mask=sequence < num_sequences, other=num_tokens)
+    length = tl.load(lengths + sequence, mask=sequence < num_sequences, other=0)
+    context = length - (end - first)
+
+    head, columns = tl.program_id(1), tl.arange(0, BLOCK_D)
+    rows = tl.arange(0, BLOCK_M)
+    place = (tile - before) * QUERIES  # of the tile's first query in its sequence
+    tokens = first + place + rows // GROUP
+    heads = head * GROUP + rows % GROUP
+    is_row = (rows < QUERIES * GROUP) & (tokens < end)
+    q_rows = q + tokens.to(tl.int64) * q_stride + heads * DIM
+    queries = tl.load(q_rows[:, None] + columns[None, :], mask=is_row[:, None] & (columns < DIM)[None, :], other=0.0)
+    if cache.dtype.element_ty != q.dtype.element_ty:
+        queries = queries.to(tl.float32)
+    keys = cache + head * DIM
+    values = keys + HEADS * DIM
+    blocks = table + sequence.to(tl.int64) * table_stride
+    newest = context + place + rows // GROUP
+    oldest_query = context + place
+    stop = tl.minimum(oldest_query + QUERIES, length)
+    start = 0
+    best = tl.full([BLOCK_M], NOTHING, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if WINDOW is not None:
+        start = tl.maximum(oldest_query - WINDOW + 1, 0)
+    block = look_up(blocks, start + tl.arange(0, BLOCK_N), stop, BLOCK_SIZE)
+    if WINDOW is None:
+        whole = tl.maximum(oldest_query + 1, 0) // BLOCK_N * BLOCK_N  # every row sees these
+        best, total, acc = attend_keys(
+            queries, best, total, acc, keys, values, blocks, block, start, whole, newest,
+            SCALE, SOFTCAP, WINDOW, False, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_N,
+        )  # fmt: skip
+        start = whole
+        block = look_up(blocks, start + tl.arange(0, BLOCK_N), stop, BLOCK_SIZE)
+    best, total, acc = attend_keys(
+        queries, best, total, acc, keys, values, blocks, block, start, stop, newest,
+        SCALE, SOFTCAP, WINDOW, True, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_N,
+    )  # fmt: skip
+    offsets = (tokens.to(tl.int64) * (HEADS * GROUP) + heads) * DIM
+    store_attended(acc, best, total, sinks, out, heads, offsets, is_row, DIM)
+
+
+def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
+            sinks: Tensor | None, out: Tensor, scale: float, window: int | None, softcap: float | None,
+            parameters: Parameters | None = None) -> None:  # fmt: skip
+    """Rows from num_decodes on of q and out [T, N, D]; shapes as in ops.paged_attention."""
+    num_tokens, heads, dim = q.shape
+    _, block_size, _, kv_heads, _ = cache.shape
+    num_sequences, group = lengths.shape[0], heads // kv_heads
+    gpu = find_gpu(q.device)
+    if parameters is None:
+        if suits_hopper(gpu, q, cache, num_decodes, window, softcap):
+            from atom.kernels.triton.attention import prefill_hopper  # imports what only NVIDIA's GPUs need
+
+            return prefill_hopper.prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale)
+        parameters = choose(max(16, next_power_of_2(dim)), q.element_size() if q.dtype == cache.dtype else 4, gpu)
+    rows, positions, num_warps, num_stages, max_registers = parameters
+    options = gpu.options if max_registers is None else {**gpu.options, "maxnreg": max_registers}
+    rows = max(rows, next_power_of_2(group))
+    num_prefills = num_sequences - num_decodes
+    num_tiles = (num_tokens - num_decodes) // (rows // group) + num_prefills + 1
+    _prefill[(num_tiles, kv_heads)](
+        q, cache, table, starts, lengths, sinks, out, num_tokens, num_sequences, num_decodes, table.stride(0),
+        q.stride(0), scale, softcap, window, block_size, kv_heads, group, dim, sequence_bucket(num_prefills + 1), rows,
+        positions, max(16, next_power_of_2(dim)), gpu.has_dependent_launch, num_warps=num_warps, num_stages=num_stages,
+        **options,
+    )  # fmt: skip

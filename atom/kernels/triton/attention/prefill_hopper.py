@@ -1,0 +1,396 @@
+"""Paged attention of prompts on NVIDIA's Hopper: what prefill.py computes, for many tokens, a third faster.
+
+    prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale)
+
+A program for each multiprocessor takes one tile after another, by tickets, the longest of a sequence first. One of its
+warps finds the tile and has the TMA bring its queries and, some positions of a block at a time, its keys and values,
+ahead of the two groups of warps that have half of a tile's rows each. These take turns: while one's products run, the
+other is at its softmax, or ends its tile (Shah 2024, FlashAttention-3). The tickets of a device are in one place: calls
+must run one after another.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from atom.kernels.triton.attention.common import LOG2E, NOTHING, find_gpu, wait_for_inputs
+from atom.kernels.triton.tensor_descriptors import Boxes
+
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # as later versions call it
+ROWS = gl.constexpr(128)  # of a tile: queries times heads
+HALF = gl.constexpr(64)  # of them, which a group of warps has
+POSITIONS = gl.constexpr(128)  # of keys and values in a tile
+PIECE = gl.constexpr(16)  # of them, which one copy brings
+COLUMNS = gl.constexpr(64)  # that it brings of them
+STAGES = gl.constexpr(2)
+LONG = 4096  # tokens of a sequence in a step
+PIECES = gl.constexpr(8)  # POSITIONS / PIECE
+SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+GROUPED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 3))  # queries by heads by columns
+LINES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # to store by
+PIECE_LINES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0]))  # to load by, in one warp
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
+FIELDS = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))  # each thread has all
+
+
+@gluon.jit
+def find_tile(starts, num_sequences, num_decodes, tile, QUERIES: gl.constexpr):
+    """The sequence that a tile falls to, and the place in it of the tile's first query; there may be none.
+
+    A sequence has room for its tiles from the number of whole ones in the tokens before it, and one for each sequence.
+    """
+    sequence, last = num_decodes, num_sequences
+    while sequence < last:
+        middle = (sequence + last + 1) // 2
+        is_behind = (gl.load(starts + middle) - num_decodes) // QUERIES + middle - num_decodes > tile
+        sequence = gl.where(is_behind, sequence, middle)
+        last = gl.where(is_behind, middle - 1, last)
+    first = gl.load(starts + sequence)
+    begin = (first - num_decodes) // QUERIES + sequence - num_decodes
+    return sequence, first, (tile - begin) * QUERIES
+
+
+@gluon.jit
+def take_ticket(ticket, ORDER: gl.constexpr):
+    """A counter's value before it is one more, in the first lane."""
+    lanes = gl.arange(0, 32, layout=LANES)
+    return gl.atomic_add(ticket + lanes * 0, lanes * 0 + 1, mask=lanes == 0, sem=ORDER)
+
+
+@gluon.jit
+def read_ticket(taken):
+    return gl.sum(gl.where(gl.arange(0, 32, layout=LANES) == 0, taken, 0), 0)
+
+
+@gluon.jit
+def write_plan(plan, num_tiles, oldest, head, begin, end):
+    """What the other warps have to know of a tile; it has none of keys when there is no more of queries."""
+    field = gl.arange(0, 8, layout=LANES)
+    x = gl.where(field == 0, num_tiles, gl.where(field == 1, oldest, gl.where(field == 2, head, 0)))
+    x = gl.where(field == 3, begin, gl.where(field == 4, end, x))
+    plan.store(x)
+    barrier()  # one lane tells of it
+
+
+@gluon.jit
+def read_plan(plan, which: gl.constexpr):
+    return gl.sum(gl.where(gl.arange(0, 8, layout=FIELDS) == which, plan.load(FIELDS), 0), 0)
+
+
+@gluon.jit
+def fill_last_piece(rows, begin, length, values, slot, ROW: gl.constexpr, DIM: gl.constexpr):
+    """The values from position `begin` on, `rows` of the cache, with zeros behind the end: what is there may be no
+    number, and as such would not vanish under a weight of 0."""
+    lines = gl.arange(0, PIECE, layout=gl.SliceLayout(1, PIECE_LINES))
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, PIECE_LINES))
+    places = lines[:, None] * ROW + columns[None, :]
+    for part in gl.static_range(DIM // COLUMNS):
+        x = gl.load(rows + part * COLUMNS + places, mask=(begin + lines < length)[:, None], other=0.0)
+        values.index((slot * (DIM // COLUMNS) + part) * PIECES + begin % POSITIONS // PIECE).store(x)
+    fence_async_shared()
+    barrier()  # one lane tells of it
+
+
+@gluon.jit
+def copy_tile(pieces, rows, column, boxes, slot, ready, skipped, DIM: gl.constexpr):
+    """Rows i32[PIECES] of the cache, DIM columns of each, to a stage; all pieces but the one `skipped`."""
+    mbarrier.expect(ready.index(slot), POSITIONS * DIM * 2, pred=skipped < 0)
+    mbarrier.expect(ready.index(slot), (POSITIONS - PIECE) * DIM * 2, pred=skipped >= 0)
+    for part in gl.static_range(DIM // COLUMNS):
+        for piece in gl.static_range(PIECES):
+            box = boxes.index((slot * (DIM // COLUMNS) + part) * PIECES + piece)
+            place = [rows[piece], column + part * COLUMNS]
+            tma.async_copy_global_to_shared(pieces, place, ready.index(slot), box, pred=piece != skipped)
+
+
+@gluon.jit
+def produce_tile(cache, pieces, blocks, length, stop, head, num_tiles, base, memory, BLOCK_SIZE: gl.constexpr,
+                 HEADS: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
+    """Keys and values of the positions before `stop`, the last tile first; `base` tiles of them went before."""
+    _, _, keys, values, _, _, _, k_ready, k_free, v_ready, v_free, _ = memory
+    begin = length // PIECE * PIECE  # of the piece that the sequence ends within
+    for step in range(num_tiles):
+        rows = ()
+        for piece in gl.static_range(PIECES):
+            position = (num_tiles - 1 - step) * POSITIONS + piece * PIECE
+            block = gl.load(blocks + position // BLOCK_SIZE, mask=position < stop, other=0)
+            row = block * BLOCK_SIZE + position % BLOCK_SIZE
+            rows += (gl.where(position < stop, row, -PIECE),)  # type: ignore[assignment]  # there it is all zeros
+        slot, phase = (base + step) % STAGES, (base + step) // STAGES & 1 ^ 1
+        mbarrier.wait(k_free.index(slot), phase)
+        copy_tile(pieces, rows, head * DIM, keys, slot, k_ready, -1, DIM)
+        mbarrier.wait(v_free.index(slot), phase)
+        skipped = gl.where((step == 0) & (begin < stop), begin % POSITIONS // PIECE, -1)
+        if skipped >= 0:
+            last_row = gl.load(blocks + begin // BLOCK_SIZE).to(gl.int64) * BLOCK_SIZE + begin % BLOCK_SIZE
+            ROW: gl.constexpr = 2 * HEADS * DIM
+            fill_last_piece(cache + last_row * ROW + (HEADS + head) * DIM, begin, length, values, slot, ROW, DIM)
+        copy_tile(pieces, rows, (HEADS + head) * DIM, values, slot, v_ready, skipped, DIM)
+
+
+@gluon.jit
+def produce(cache, pieces, queries, table, starts, lengths, tickets, num_tokens, num_sequences, num_decodes,
+            table_stride, together, memory, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
+            DIM: gl.constexpr):  # fmt: skip
+    """The tiles that this program takes, one after another: the plan, queries, keys and values of each."""
+    plans, q_boxes, _, _, _, q_ready, q_free, _, _, _, _, _ = memory
+    QUERIES: gl.constexpr = ROWS // GROUP
+    PARTS: gl.constexpr = DIM // COLUMNS
+    num_places = (num_tokens - num_decodes) // QUERIES + num_sequences - num_decodes + 1
+    item, number, base = gl.program_id(0), 0, 0
+    while item < num_places * HEADS:
+        taken = take_ticket(tickets, "relaxed")
+        heads, within = item // (num_places * together), item % (num_places * together)
+        tile, head = num_places - 1 - within // together, heads * together + within % together
+        sequence, first, place = find_tile(starts, num_sequences, num_decodes, tile, QUERIES)
+        end = gl.load(starts + sequence + 1, mask=sequence < num_sequences, other=num_tokens)
+        if (place >= 0) & (first + place < end):
+            length = gl.load(lengths + sequence, mask=sequence < num_sequences, other=0)
+            blocks = table + sequence.to(gl.int64) * table_stride
+            oldest = length - (end - first) + place
+            stop = gl.minimum(oldest + QUERIES, length)
+            num_tiles = gl.maximum(gl.cdiv(stop, POSITIONS), 1)
+
+            side = number % 2
+            mbarrier.wait(q_free.index(side), number // 2 & 1 ^ 1)
+            write_plan(plans.index(side), num_tiles, oldest, head, first + place, end)
+            mbarrier.expect(q_ready.index(side), ROWS * DIM * 2)
+            for half in gl.static_range(2):
+                for part in gl.static_range(PARTS):
+                    corner = [first + place + half * (HALF // GROUP), head * GROUP, part * COLUMNS]
+                    box = q_boxes.index((side * 2 + half) * PARTS + part)
+                    tma.async_copy_global_to_shared(queries, corner, q_ready.index(side), box)
+            produce_tile(cache, pieces, blocks, length, stop, head, num_tiles, base, memory, BLOCK_SIZE, HEADS, DIM)
+            number += 1
+            base += num_tiles
+        item = gl.num_programs(0) + read_ticket(taken)
+
+    side = number % 2
+    mbarrier.wait(q_free.index(side), number // 2 & 1 ^ 1)
+    write_plan(plans.index(side), 0, 0, 0, 0, 0)
+    mbarrier.arrive(q_ready.index(side))
+    if read_ticket(take_ticket(tickets + 1, "acq_rel")) == gl.num_programs(0) - 1:
+        gl.store(tickets, 0)
+        gl.store(tickets + 1, 0)
+
+
+@gluon.jit
+def soften(scores, best, total, position, newest, FACTOR: gl.constexpr, MASKED: gl.constexpr):
+    """Products of queries and keys from `position` on -> their weights, and the softmax so far."""
+    if MASKED:
+        positions = position + gl.arange(0, POSITIONS, layout=gl.SliceLayout(0, scores.type.layout))
+        scores = gl.where(positions[None, :] <= newest[:, None], scores, float("-inf"))
+    higher = gl.maximum(best, gl.max(scores, 1) * FACTOR)
+    weights = gl.exp2(scores * FACTOR - higher[:, None])
+    fade = gl.exp2(best - higher)
+    return weights, higher, fade, total * fade + gl.sum(weights, 1)
+
+
+@gluon.jit
+def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, position, newest, FACTOR: gl.constexpr,
+              MASKED: gl.constexpr, WHO: gl.constexpr):  # fmt: skip
+    """The product with the keys of this turn, and beside it the one of the last turn's weights with its values."""
+    _, _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, turns = memory
+    slot, last = turn % STAGES, (turn - 1) % STAGES
+    mbarrier.wait(k_ready.index(slot), turn // STAGES & 1)
+    mbarrier.wait(turns.index(WHO), turn & 1 ^ (1 - WHO))
+    SCORES: gl.constexpr = best.type.layout.parent
+    scores = gl.zeros([HALF, POSITIONS], gl.float32, SCORES)
+    scores = warpgroup_mma(queries, keys.index(slot).permute((1, 0)), scores, use_acc=False, is_async=True)
+    mbarrier.wait(v_ready.index(last), (turn - 1) // STAGES & 1)
+    acc = warpgroup_mma(weights, values.index(last), acc, is_async=True)
+    mbarrier.arrive(turns.index(1 - WHO))
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    mbarrier.arrive(k_free.index(slot))
+    new_weights, best, fade, total = soften(scores, best, total, position, newest, FACTOR, MASKED)
+    acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+    mbarrier.arrive(v_free.index(last))
+    acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
+    weights = gl.convert_layout(new_weights.to(queries.dtype), weights.type.layout)
+    return acc, weights, best, total
+
+
+@gluon.jit
+def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_tiles, base, memory, FACTOR: gl.constexpr,
+                 HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WHO: gl.constexpr):  # fmt: skip
+    """Half of the rows of a tile attend to all tiles of keys and values; `base` of these went before."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, POSITIONS, 16])
+    ATTENDED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, ATTENDED, 2)
+    _, _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, turns = memory
+
+    oldest = read_plan(plan, 1)
+    row = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, SCORES))
+    newest = oldest + row // GROUP
+    best = gl.full([HALF], NOTHING, gl.float32, gl.SliceLayout(1, SCORES))
+    total = gl.zeros([HALF], gl.float32, gl.SliceLayout(1, SCORES))
+    acc = gl.zeros([HALF, DIM], gl.float32, ATTENDED)
+    num_whole = gl.maximum(oldest + WHO * HALF // GROUP + 1, 0) // POSITIONS  # every row sees these
+    num_masked = gl.maximum(num_tiles - num_whole, 1)
+
+    slot = base % STAGES
+    mbarrier.wait(k_ready.index(slot), base // STAGES & 1)
+    mbarrier.wait(turns.index(WHO), base & 1 ^ (1 - WHO))
+    scores = gl.zeros([HALF, POSITIONS], gl.float32, SCORES)
+    scores = warpgroup_mma(queries, keys.index(slot).permute((1, 0)), scores, use_acc=False, is_async=True)
+    mbarrier.arrive(turns.index(1 - WHO))
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    mbarrier.arrive(k_free.index(slot))
+    weights, best, _, total = soften(scores, best, total, (num_tiles - 1) * POSITIONS, newest, FACTOR, True)
+    weights = gl.convert_layout(weights.to(queries.dtype), WEIGHTS)
+    for step in range(1, num_masked):
+        position = (num_tiles - 1 - step) * POSITIONS
+        acc, weights, best, total = take_turn(
+            queries, keys, values, memory, acc, weights, best, total, base + step, position, newest, FACTOR, True, WHO
+        )
+    for step in range(num_masked, num_tiles):
+        acc, weights, best, total = take_turn(
+            queries, keys, values, memory, acc, weights, best, total, base + step, 0, newest, FACTOR, False, WHO
+        )
+    head, begin, end = read_plan(plan, 2), read_plan(plan, 3), read_plan(plan, 4)
+    mbarrier.arrive(free)
+    last = base + num_tiles - 1
+    mbarrier.wait(v_ready.index(last % STAGES), last // STAGES & 1)
+    acc = warpgroup_mma(weights, values.index(last % STAGES), acc, is_async=True)
+    acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
+    mbarrier.arrive(v_free.index(last % STAGES))
+
+    fade = 1.0
+    if sinks is not None:
+        sink = gl.load(sinks + head * GROUP + row % GROUP).to(gl.float32) * LOG2E
+        sink = gl.minimum(gl.maximum(sink, NOTHING), -NOTHING)  # infinite ones would give NaN
+        higher = gl.maximum(best, sink)
+        fade = gl.exp2(best - higher)
+        total = total * fade + gl.exp2(sink - higher)
+    share = fade / gl.where(total > 0, total, 1.0)
+    acc = acc * gl.convert_layout(share, gl.SliceLayout(1, ATTENDED))[:, None]
+    attended.store(acc.to(attended.dtype))  # to bring the columns of a row together
+    lines = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LINES))
+    columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, LINES))
+    tokens = (begin + lines // GROUP).to(gl.int64)
+    is_row = (tokens < end)[:, None]
+    out_rows = out + (tokens * (HEADS * GROUP) + head * GROUP + lines % GROUP) * DIM
+    gl.store(out_rows[:, None] + columns[None, :], attended.load(LINES), mask=is_row)
+
+
+@gluon.jit
+def consume(out, sinks, memory, FACTOR: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
+            WHO: gl.constexpr):  # fmt: skip
+    """Half of the rows of each tile that this program takes."""
+    plans, q_boxes, k_boxes, v_boxes, outs, q_ready, q_free, _, _, _, _, _ = memory
+    q_tiles = q_boxes._reinterpret(q_boxes.dtype, [4, HALF, DIM], SHARED)
+    keys = k_boxes._reinterpret(k_boxes.dtype, [STAGES, POSITIONS, DIM], SHARED)
+    values = v_boxes._reinterpret(v_boxes.dtype, [STAGES, POSITIONS, DIM], SHARED)
+    number, base = 0, 0
+    mbarrier.wait(q_ready.index(0), 0)
+    num_tiles = read_plan(plans.index(0), 0)
+    while num_tiles > 0:
+        side = number % 2
+        consume_tile(
+            out, sinks, plans.index(side), q_tiles.index(side * 2 + WHO), q_free.index(side), keys, values,
+            outs.index(WHO), num_tiles, base, memory, FACTOR, HEADS, GROUP, DIM, WHO,
+        )  # fmt: skip
+        number += 1
+        base += num_tiles
+        mbarrier.wait(q_ready.index(number % 2), number // 2 & 1)
+        num_tiles = read_plan(plans.index(number % 2), 0)
+
+
+@gluon.jit(
+    do_not_specialize=["num_tokens", "num_sequences", "num_decodes", "table_stride", "together"],
+    do_not_specialize_on_alignment=["table", "starts", "lengths"],
+)
+def _prefill(
+    queries, cache, pieces, table, starts, lengths, sinks, out, tickets, num_tokens, num_sequences, num_decodes,
+    table_stride, together, FACTOR: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+):  # fmt: skip
+    """Tiles of ROWS // GROUP queries by the GROUP heads of one of HEADS kv heads; `together` of these before the next.
+
+    Tokens behind the last sequence are one more, which sees nothing and gives zeros. tickets i32[2]: of tiles and of
+    programs that are done; the last of these leaves zeros.
+    """
+    wait_for_inputs(True)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    PARTS: gl.constexpr = DIM // COLUMNS
+    dtype: gl.constexpr = out.dtype.element_ty
+    plans = gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_boxes = gl.allocate_shared_memory(dtype, [4 * PARTS, HALF // GROUP, GROUP, COLUMNS], GROUPED)
+    k_boxes = gl.allocate_shared_memory(dtype, [STAGES * PARTS * PIECES, PIECE, COLUMNS], SHARED)
+    v_boxes = gl.allocate_shared_memory(dtype, [STAGES * PARTS * PIECES, PIECE, COLUMNS], SHARED)
+    outs = gl.allocate_shared_memory(dtype, [2, HALF, DIM], SHARED)
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_free.index(stage), count=2)
+    for who in gl.static_range(2):
+        mbarrier.init(q_ready.index(who), count=1)
+        mbarrier.init(q_free.index(who), count=2)
+        mbarrier.init(turns.index(who), count=1)
+    fence_async_shared()
+
+    memory = (plans, q_boxes, k_boxes, v_boxes, outs, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns)
+    gl.warp_specialize(
+        [
+            (consume, (out, sinks, memory, FACTOR, HEADS, GROUP, DIM, 0)),
+            (consume, (out, sinks, memory, FACTOR, HEADS, GROUP, DIM, 1)),
+            (produce, (cache, pieces, queries, table, starts, lengths, tickets, num_tokens, num_sequences, num_decodes,
+                       table_stride, together, memory, BLOCK_SIZE, HEADS, GROUP, DIM)),
+        ],
+        [4, 1],  # warps
+        [208, 88],  # registers a thread
+    )  # fmt: skip
+
+
+_piece_boxes = Boxes((PIECE.value, COLUMNS.value), SHARED.value)
+
+
+@functools.cache
+def _query_boxes(group: int) -> Boxes:
+    return Boxes((HALF.value // group, group, COLUMNS.value), GROUPED.value)
+
+
+@functools.cache
+def _find_tickets(device: torch.device) -> Tensor:
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
+            sinks: Tensor | None, out: Tensor, scale: float) -> None:  # fmt: skip
+    """Rows from num_decodes on of q and out [T, N, D]; shapes as in ops.paged_attention."""
+    num_tokens, heads, dim = q.shape
+    num_blocks, block_size, _, kv_heads, _ = cache.shape
+    num_sequences, group, row = lengths.shape[0], heads // kv_heads, 2 * kv_heads * dim
+    num_prefills = num_sequences - num_decodes
+    # the keys and values of long sequences stay in L2 for some heads at a time; of an odd number one by one
+    together = 2 - kv_heads % 2 if num_tokens - num_decodes >= LONG * num_prefills else kv_heads
+    if q.data_ptr() % 16 or q.stride(0) % 8:
+        q = q.clone(memory_format=torch.contiguous_format)  # the TMA takes rows that begin at 16 bytes
+    queries = _query_boxes(group).find(q, (num_tokens, heads, dim), (q.stride(0), dim, 1))
+    pieces = _piece_boxes.find(cache, (num_blocks * block_size, row), (row, 1))
+    num_places = (num_tokens - num_decodes) // (ROWS.value // group) + num_prefills + 1
+    _prefill[(min(find_gpu(q.device).units, num_places * kv_heads),)](
+        queries, cache, pieces, table, starts, lengths, sinks, out, _find_tickets(q.device), num_tokens, num_sequences,
+        num_decodes, table.stride(0), together, scale * LOG2E.value, block_size, kv_heads, group, dim,
+        num_warps=4, maxnreg=168, launch_pdl=True,
+    )  # fmt: skip

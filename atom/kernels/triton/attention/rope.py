@@ -1,0 +1,115 @@
+"""Norm of heads, rotary position and cache write in one launch, for one token as for a long prompt.
+
+    q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, slots, eps=1e-6)
+
+q, k and v may be views of one product. A program takes some rows, which are the heads of all tokens laid end to end:
+of q, or of k and v. Rounds once, after the rotation.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom.kernels.triton.attention.common import find_gpu, has_rows, wait_for_inputs
+
+ROWS = 8  # that a program takes
+
+
+@triton.jit
+def _load_pairs(heads, is_row, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Heads at the pointers [R] -> fp32[R, BLOCK_D] twice: each dim, and the one that it turns with."""
+    columns, heads, is_row = tl.arange(0, BLOCK_D)[None, :], heads[:, None], is_row[:, None]
+    own = tl.load(heads + columns, mask=is_row & (columns < DIM), other=0.0).to(tl.float32)
+    other = own
+    if HALF > 0:
+        others = columns ^ 1 if INTERLEAVED else (columns + HALF) % (2 * HALF)
+        other = tl.load(heads + others, mask=is_row & (columns < 2 * HALF), other=0.0).to(tl.float32)
+    return own, other
+
+
+@triton.jit
+def turn_heads(heads, tokens, is_row, cos, sin, norms, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, DIM: tl.constexpr,
+               HALF: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Heads at the pointers [R], of tokens i64[R], by norms at pointers [R] -> fp32[R, BLOCK_D], normed, and their
+    first 2 HALF dims turned."""
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    own, other = _load_pairs(heads, is_row, DIM, HALF, INTERLEAVED, BLOCK_D)
+    if HALF > 0:
+        is_first = columns % 2 == 0 if INTERLEAVED else columns < HALF
+        angles = tokens[:, None] * HALF + (columns // 2 if INTERLEAVED else columns % HALF)
+        is_turning = is_row[:, None] & (columns < 2 * HALF)
+        c = tl.load(cos + angles, mask=is_turning, other=1.0)
+        s = tl.load(sin + angles, mask=is_turning, other=0.0)
+    if norms is not None:
+        weight, other_weight = _load_pairs(norms, is_row, DIM, HALF, INTERLEAVED, BLOCK_D)
+        factor = tl.rsqrt(tl.sum(own * own, 1) / DIM + EPS)[:, None]
+        own *= factor * weight
+        other *= factor * other_weight
+    if HALF > 0:
+        own = own * c + other * tl.where(is_first, -s, s)
+    return own
+
+
+@triton.jit
+def store_turned(heads, out, tokens, is_row, cos, sin, norm, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
+                 DIM: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    """turn_heads, by one norm, to the pointers out [R]"""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
+    norms = None if norm is None else norm + 0 * tokens
+    turned = turn_heads(heads, tokens, is_row, cos, sin, norms, EPS, INTERLEAVED, DIM, HALF, BLOCK_D)
+    columns = tl.arange(0, BLOCK_D)[None, :]
+    tl.store(out[:, None] + columns, turned.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < DIM))
+
+
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
+def _norm_rope_write(
+    q, k, v, cos, sin, q_norm, k_norm, cache, slots, out, num_tokens, q_stride, k_stride, v_stride,
+    EPS: tl.constexpr, INTERLEAVED: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    HALF: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Some rows of q, then of k with those of v."""
+    wait_for_inputs(PDL)
+    num_q_programs = tl.cdiv(num_tokens * Q_HEADS, ROWS)
+    program = tl.program_id(0)
+    if program < num_q_programs:
+        rows = program * ROWS + tl.arange(0, ROWS)
+        tokens = (rows // Q_HEADS).to(tl.int64)
+        heads = rows % Q_HEADS
+        store_turned(q + tokens * q_stride + heads * DIM, out + rows.to(tl.int64) * DIM, tokens, tokens < num_tokens,
+                     cos, sin, q_norm, EPS, INTERLEAVED, DIM, HALF)  # fmt: skip
+    else:
+        rows = (program - num_q_programs) * ROWS + tl.arange(0, ROWS)
+        tokens = (rows // KV_HEADS).to(tl.int64)
+        heads = rows % KV_HEADS
+        is_row = tokens < num_tokens
+        columns = tl.arange(0, triton.next_power_of_2(DIM))
+        is_there = is_row[:, None] & (columns < DIM)[None, :]
+        value_rows = v + tokens * v_stride + heads * DIM
+        values = tl.load(value_rows[:, None] + columns[None, :], mask=is_there, other=0.0)
+        slot = tl.load(slots + tokens, mask=is_row, other=0)
+        entries = cache + (slot * (2 * KV_HEADS) + heads) * DIM
+        store_turned(k + tokens * k_stride + heads * DIM, entries, tokens, is_row, cos, sin, k_norm, EPS, INTERLEAVED,
+                     DIM, HALF)  # fmt: skip
+        tl.store((entries + KV_HEADS * DIM)[:, None] + columns[None, :], values.to(cache.dtype.element_ty),
+                 mask=is_there)  # fmt: skip
+
+
+def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
+                    k_norm: Tensor | None, cache: Tensor, slots: Tensor, *, eps: float = 0.0,
+                    interleaved: bool = False) -> Tensor:  # fmt: skip
+    """q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D] -> a new q [T, N, D];
+    cache [blocks, block size, 2, K, D], slots i64[T]."""
+    num_tokens, q_heads, dim = q.shape
+    kv_heads, half = k.shape[1], 0 if cos is None else cos.shape[1]
+    assert has_rows(q) and has_rows(k) and has_rows(v) and cache.is_contiguous(), "heads must lie side by side"
+    assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin must be contiguous"
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    gpu = find_gpu(q.device)
+    _norm_rope_write[(-(-num_tokens * q_heads // ROWS) + -(-num_tokens * kv_heads // ROWS),)](
+        q, k, v, cos, sin, q_norm, k_norm, cache, slots, out, num_tokens, q.stride(0), k.stride(0), v.stride(0),
+        eps, interleaved, q_heads, kv_heads, dim, half, ROWS, gpu.has_dependent_launch, num_warps=4, **gpu.options,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,482 @@
+"""From a piece's text to Triton: a kernel that takes each row by itself, and the Python that launches it.
+
+    source = write_source(text)      # a module, to be read and diffed; `run` in it takes inputs and weights
+    run = load_piece(folder)         # of the folder that holds it as piece.py
+
+No op of such a piece looks at another row. So a result is written by asking for its value at all columns of a row, and
+each op asks for its inputs at the columns that it needs: views move columns, norms look at the whole row first. What an
+op gives is rounded to its dtype wherever the op's body rounds; in between numbers are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from textwrap import indent
+from typing import Any, NamedTuple
+
+from torch.fx import Node
+
+from atom.errors import PassError
+from atom.graph import Program, Type, ops, parse
+from atom.graph.graph import call_of, results_of
+from atom.graph.ops import Op
+
+WIDTH = 120  # characters of a line
+BLOCK = 1024  # columns of a program, where no norm needs the whole row
+PER_THREAD = 8  # columns of a whole row
+MAX_WARPS = 16  # that any GPU takes
+FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+VIEWS = (ops.split, ops.split_heads, ops.merge_heads)
+NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm)
+
+HELPERS = {  # functions of x in float32
+    "silu": ["return x * tl.sigmoid(x)"],
+    "sigmoid": ["return tl.sigmoid(x)"],
+    "gelu": ["return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))"],
+    "gelu_tanh": ["return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))"],
+    "relu": ["return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)"],
+    "relu2": ["positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)", "return positive * positive"],
+    "tanh": [
+        "square = x * x",
+        "series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * 62 / 2835))))",
+        "power = tl.exp(-2 * tl.abs(x))",
+        "far = (1 - power) / (1 + power)",
+        "return tl.where(square < 0.09, series, tl.where(x < 0, -far, far))",
+    ],
+}
+
+Index = str | int  # of one dim, as Triton's expression
+At = tuple[Index, ...]  # of all dims behind the rows
+
+
+class _Tile(NamedTuple):
+    """Columns that a program takes at a time."""
+
+    name: str
+    mask: str = ""  # which of them there are; "": all
+
+
+SCALAR = _Tile("")
+
+
+def write_source(text: str) -> str:
+    """The module of a piece. PassError where an op of it does not work row by row."""
+    program = parse(text, "piece").programs["piece"]
+    views = {node: _view(node) for node in program.results if _is_view(node)}
+    computed = _computed(program)
+    kernels = _kernels(program, computed)
+    inputs = [node.name for node in program.inputs]
+    allocations = [f"{place} = {_allocation(node, program)}" for node, place in computed.items()]
+    returned = ", ".join(views.get(node) or computed[node] for node in program.results)
+    used = {_rows_of(node) for node in (*computed, *views)}
+    rows = [f"{rows} = {_input_of(program, rows).name}.shape[0]" for rows in sorted(used)]
+    helpers = dict.fromkeys(name for kernel in kernels for name in kernel.helpers)
+    parts = [
+        f'"""Each row of a piece by itself.\n\n{text.strip()}\n"""',
+        "import torch\nimport triton\nimport triton.language as tl",
+        *(_function(name, ["x"], HELPERS[name], "@triton.jit\n") for name in helpers),
+        *(kernel.source() for kernel in kernels),
+        _function("run", inputs, [*rows, *allocations, *(k.launch() for k in kernels), f"return [{returned}]"]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def kernel_names(text: str) -> list[str]:
+    """Of a piece's module, what its kernels are called, and a trace calls them."""
+    program = parse(text, "piece").programs["piece"]
+    return [kernel.name for kernel in _kernels(program, _computed(program))]
+
+
+def _computed(program: Program) -> dict[Node, str]:
+    """The results that are no views, and the name of what each is written to."""
+    return {node: f"y{index}" for index, node in enumerate(program.results) if not _is_view(node)}
+
+
+def _kernels(program: Program, computed: dict[Node, str]) -> list[_Kernel]:
+    return [
+        _Kernel(program, {node: place for node, place in computed.items() if _rows_of(node) == rows}, rows)
+        for rows in dict.fromkeys(map(_rows_of, computed))
+    ]
+
+
+class _Kernel:
+    """Writes the kernel of all results that have the same rows."""
+
+    def __init__(self, program: Program, results: dict[Node, str], rows: str) -> None:
+        self._program = program
+        self._rows = rows
+        self._results = results
+        self._calls = _calls_behind(program, results)
+        self._loaded: set[Node] = set()
+        self._values: dict[Any, str] = {}
+        self._lines = ["row = tl.program_id(0).to(tl.int64)"]
+        self._names = {"row", "c", "tl", "triton", *HELPERS, *results.values(), *(node.name for node in program.inputs)}
+        self.helpers: dict[str, None] = {}
+        self._is_whole = any(call.target in NORMS for call in self._calls)
+        widths = [_width(node) for node in results]
+        self._size = 1 if self._is_whole else min(BLOCK, _power(max(widths)))  # of the largest tile
+        self._num_blocks = 1 if self._is_whole else math.ceil(max(widths) / self._size)
+        for node, place in results.items():
+            self._store(node, place)
+
+    @property
+    def name(self) -> str:
+        done = dict.fromkeys(call.target.name for call in self._calls if call.target not in VIEWS)
+        return f"{'_'.join(done)[:60]}_rows_{self._rows.lower()}"
+
+    def source(self) -> str:
+        inputs = [name for node in self._inputs() for name in (node.name, *_strides(node))]
+        return _function(self.name, [*inputs, *self._results.values()], self._lines, "@triton.jit\n")
+
+    def launch(self) -> str:
+        grid = f"({self._rows},)" if self._num_blocks == 1 else f"({self._rows}, {self._num_blocks})"
+        num_warps = max(1, min(MAX_WARPS, self._size // (32 * PER_THREAD)))
+        tensors = [name for node in self._inputs() for name in (node.name, f"*{node.name}.stride()")]
+        # a product fused with a sum would not be rounded in between, as the bodies round it
+        options = [f"num_warps={num_warps}", "enable_fp_fusion=False"]
+        return _call(f"{self.name}[{grid}]", [*tensors, *self._results.values(), *options])
+
+    def _inputs(self) -> list[Node]:
+        return [node for node in self._program.inputs if node in self._loaded]
+
+    def _store(self, node: Node, place: str) -> None:
+        dims = _dims(node)
+        tile = self._tile(math.prod(dims)) if dims else SCALAR
+        value = self._value(node, _unflatten(tile.name, dims), tile)
+        offset = f"row * {math.prod(dims)} + {tile.name}" if dims else "row"
+        self._lines.append(_call("tl.store", [f"{place} + {offset}", value, *_mask(tile)]))
+
+    def _tile(self, width: int) -> _Tile:
+        """All columns of a row, or this program's block of them."""
+        if not self._is_whole:
+            if "c" not in self._values:
+                block = f"tl.program_id(1) * {self._size} + " if self._num_blocks > 1 else ""
+                self._lines.append(f"c = {block}tl.arange(0, {self._size})")
+                self._values["c"] = "c"
+            return _Tile("c", "" if width == self._num_blocks * self._size else f"c < {width}")
+        return self._whole(f"c{width}", _power(width), "" if width == _power(width) else f"c{width} < {width}")
+
+    def _whole(self, name: str, size: int, mask: str) -> _Tile:
+        if name not in self._values:
+            self._lines.append(f"{name} = tl.arange(0, {size})")
+            self._size = max(self._size, size)
+            self._values[name] = name
+            self._names.add(name)
+        return _Tile(name, mask)
+
+    def _assign(self, name: str, expression: str) -> str:
+        unique, number = name, 1
+        while unique in self._names:
+            number += 1
+            unique = f"{name}_{number}"
+        self._names.add(unique)
+        self._lines.append(f"{unique} = {expression}")
+        return unique
+
+    def _rounded(self, node: Node, expression: str, name: str = "") -> str:
+        """A variable of what is a value of the node's dtype."""
+        dtype = _type(node).dtype
+        rounded = expression if dtype == "fp32" else f"({expression}).to(tl.{FLOATS[dtype]}).to(tl.float32)"
+        return self._assign(name or str(node.name), rounded)
+
+    def _value(self, node: Node, at: At, tile: _Tile) -> str:
+        """A variable that holds a node's value at some columns, float32 where it is a float."""
+        key = node, at, tile
+        if key not in self._values:
+            op = call_of(node).target
+            if op not in RULES and node.op != "placeholder":
+                raise PassError(f"{op.name} does not work on each row by itself: it cannot be in a piece on a gpu")
+            self._values[key] = RULES[op](self, node, at, tile) if op in RULES else self._load(node, at, tile)
+        return self._values[key]
+
+    def _load(self, node: Node, at: At, tile: _Tile) -> str:
+        type = _type(node)
+        self._loaded.add(node)
+        index: At = ("row", *at) if isinstance(type.shape[0], str) else at
+        terms = [f"{each} * {stride}" for each, stride in zip(index, _strides(node), strict=True)]
+        masks = _mask(tile) if any(tile.name and tile.name in str(each) for each in index) else []
+        wide = "float32" if type.dtype in FLOATS else "int64"
+        loaded = _call("tl.load", [" + ".join([node.name, *terms]), *masks])
+        return self._assign(f"{node.name}_values", loaded if type.dtype == "fp32" else f"{loaded}.to(tl.{wide})")
+
+    def _embedding(self, node: Node, at: At, tile: _Tile) -> str:
+        tokens, weight = node.args
+        return self._value(weight, (self._value(tokens, at[:-1], tile), at[-1]), tile)
+
+    def _add(self, node: Node, at: At, tile: _Tile) -> str:
+        a, b = (self._value(each, at, tile) for each in call_of(node).args[:2])
+        return self._rounded(node, f"{a} + {b}")
+
+    def _mul(self, node: Node, at: At, tile: _Tile) -> str:
+        a, b = node.args
+        first = self._value(a, at, tile)
+        second = self._value(b, at if _type(b) == _type(a) else (*at[:-1], 0), tile)
+        return self._rounded(node, f"{first} * {second}")
+
+    def _scale(self, node: Node, at: At, tile: _Tile) -> str:
+        return self._rounded(node, f"{self._value(node.args[0], at, tile)} * {float(node.kwargs['by'])}")
+
+    def _softcap(self, node: Node, at: At, tile: _Tile) -> str:
+        cap = float(node.kwargs["cap"])
+        share = self._rounded(node, f"{self._value(node.args[0], at, tile)} / {cap}", "share")
+        return self._rounded(node, f"{self._rounded(node, self._help('tanh', share), 'bent')} * {cap}")
+
+    def _activate(self, node: Node, at: At, tile: _Tile) -> str:
+        return self._rounded(node, self._help(node.kwargs["kind"], self._value(node.args[0], at, tile)))
+
+    def _gated_activate(self, node: Node, at: At, tile: _Tile) -> str:
+        x, width = node.args[0], int(_type(node).shape[-1])
+        gate, up = self._value(x, at, tile), self._value(x, (*at[:-1], _plus(at[-1], width)), tile)
+        kind = node.kwargs["kind"]
+        if kind == "swigluoai":
+            limit, alpha = float(node.kwargs["limit"]), float(node.kwargs["alpha"])
+            keep_nan = "propagate_nan=tl.PropagateNan.ALL"
+            gate = self._assign("gate", f"tl.minimum({gate}, {limit}, {keep_nan})")
+            up = self._assign("up", f"tl.maximum(tl.minimum({up}, {limit}, {keep_nan}), -{limit}, {keep_nan})")
+            share = self._rounded(node, f"{alpha} * {gate}", "share")
+            share = self._rounded(node, self._help("sigmoid", share), "share")
+            gate, up = self._rounded(node, f"{gate} * {share}", "gate"), self._rounded(node, f"{up} + 1", "up")
+        else:
+            gate = self._rounded(node, self._help(kind, gate), "gate")
+        return self._rounded(node, f"{gate} * {up}")
+
+    def _help(self, name: str, x: str) -> str:
+        self.helpers[name] = None
+        return f"{name}({x})"
+
+    def _split(self, node: Node, at: At, tile: _Tile) -> str:
+        call = call_of(node)
+        before = sum(call.kwargs["sizes"][: node.args[1]])
+        return self._value(call.args[0], (*at[:-1], _plus(at[-1], before)), tile)
+
+    def _split_heads(self, node: Node, at: At, tile: _Tile) -> str:
+        return self._value(node.args[0], (*at[:-2], _flatten(at[-2:], _dims(node)[-2:])), tile)
+
+    def _merge_heads(self, node: Node, at: At, tile: _Tile) -> str:
+        return self._value(node.args[0], _unflatten(at[0], _dims(node.args[0])), tile)
+
+    def _norm(self, node: Node, at: At, tile: _Tile) -> str:
+        call = call_of(node)
+        is_sum, is_centred = call.target is ops.add_rms_norm, call.target is ops.layer_norm
+        x = results_of(call)[1] if is_sum else call.args[0]
+        weight, *bias = call.args[2 if is_sum else 1 :]
+        dims = _dims(x)
+        # all that is read before the row is added up, for which its threads wait
+        value, factor = self._value(x, at, tile), self._value(weight, at[-1:], tile)
+        offset = f" + {self._value(bias[0], at[-1:], tile)}" if bias and bias[0] is not None else ""
+        mean, deviation = self._statistics(x, is_centred, call.kwargs["eps"])
+        if is_centred:
+            value = f"({value} - {self._spread(mean, at, dims)})"
+        value = f"{value} * {self._spread(deviation, at, dims)} * {factor}{offset}"
+        return self._rounded(node, value)
+
+    def _add_rms_norm(self, node: Node, at: At, tile: _Tile) -> str:
+        return (self._norm, self._add)[node.args[1]](node, at, tile)
+
+    def _statistics(self, x: Node, is_centred: bool, eps: float) -> tuple[str, str]:
+        """Variables of the mean and of 1 over the deviation of each row, or of each head of it."""
+        *heads, width = _dims(x)
+        num_heads, size = math.prod(heads), _power(width)
+        if heads:
+            name, num = f"h{num_heads}x{width}", _power(num_heads)
+            head, column = _divide(name, size)
+            limits = [f"({head} < {num_heads})"] * (num != num_heads) + [f"({column} < {width})"] * (size != width)
+            tile = self._whole(name, num * size, " & ".join(limits))
+            at: At = (*_unflatten(head, heads), column)
+        else:
+            num, tile = 0, self._tile(width)
+            at = (tile.name,)
+
+        def average(expression: str) -> str:
+            kept = _call("tl.where", [tile.mask, expression, "0.0"]) if tile.mask else expression
+            kept = self._assign("kept", kept)
+            total = f"tl.sum(tl.reshape({kept}, [{num}, {size}]), axis=1)" if num else f"tl.sum({kept}, axis=0)"
+            return f"{total} / {width}"
+
+        key = "statistics", x, is_centred, eps
+        if key not in self._values:
+            value, mean = self._value(x, at, tile), ""
+            if is_centred:
+                mean = self._assign("mean", average(value))
+                value = self._assign("centred", f"{value} - {self._spread(mean, at, _dims(x))}")
+            self._values[key] = self._assign("deviation", f"tl.rsqrt({average(f'{value} * {value}')} + {eps})")
+            self._values[("mean", *key)] = mean
+        return self._values[("mean", *key)], self._values[key]
+
+    def _spread(self, statistic: str, at: At, dims: Sequence[int]) -> str:
+        """A statistic of each row, or of each head at the heads of these columns."""
+        *heads, _ = dims
+        if not heads:
+            return statistic
+        head = f"tl.minimum({_flatten(at[:-1], heads)}, {math.prod(heads) - 1})"  # columns that are masked have none
+        return self._assign(f"{statistic}_of_head", f"tl.gather({statistic}, {head}, axis=0)")
+
+    def _rotary(self, node: Node, at: At, tile: _Tile) -> str:
+        call = call_of(node)
+        positions, freqs = call.args
+        key = "angles", call, at, tile
+        if key not in self._values:
+            position, freq = self._value(positions, at[:-1], tile), self._value(freqs, at[-1:], tile)
+            self._values[key] = self._assign("angles", f"{position}.to(tl.float32) * {freq}")
+        turn = ("cos", "sin")[node.args[1]]
+        return self._assign(str(node.name), f"tl.{turn}({self._values[key]}) * {float(call.kwargs.get('scale', 1.0))}")
+
+    def _rope(self, node: Node, at: At, tile: _Tile) -> str:
+        x, cos, sin = node.args
+        *head, column = at
+        half = int(_type(cos).shape[-1])
+        if node.kwargs.get("interleaved", False):
+            angle, is_first, partner = (
+                f"({column} // 2 % {half})",
+                f"{column} % 2 == 0",
+                f"(({column} ^ 1) % {2 * half})",
+            )
+        else:
+            angle, is_first = f"({column} % {half})", f"{column} < {half}"
+            partner = f"(({column} + {half}) % {2 * half})"
+        value, other = self._value(x, at, tile), self._value(x, (*head, partner), tile)
+        cosine, sine = (self._value(each, (angle,), tile) for each in (cos, sin))
+        signed = self._assign("signed", f"tl.where({is_first}, -{sine}, {sine})")
+        turned = f"{value} * {cosine} + {other} * {signed}"
+        return self._rounded(node, f"tl.where({column} < {2 * half}, {turned}, {value})")
+
+
+RULES: dict[Op, Callable[[_Kernel, Node, At, _Tile], str]] = {
+    ops.embedding: _Kernel._embedding,
+    ops.rms_norm: _Kernel._norm,
+    ops.layer_norm: _Kernel._norm,
+    ops.add_rms_norm: _Kernel._add_rms_norm,
+    ops.add: _Kernel._add,
+    ops.mul: _Kernel._mul,
+    ops.scale: _Kernel._scale,
+    ops.softcap: _Kernel._softcap,
+    ops.activate: _Kernel._activate,
+    ops.gated_activate: _Kernel._gated_activate,
+    ops.split: _Kernel._split,
+    ops.split_heads: _Kernel._split_heads,
+    ops.merge_heads: _Kernel._merge_heads,
+    ops.rotary: _Kernel._rotary,
+    ops.rope: _Kernel._rope,
+}
+
+
+def _type(node: Node) -> Type:
+    type: Type = node.meta["type"]
+    return type
+
+
+def _rows_of(node: Node) -> str:
+    """The symbol of a node's rows."""
+    rows = _type(node).shape[0]
+    assert isinstance(rows, str), f"{node.name} is {_type(node)}: it has no rows"
+    return rows
+
+
+def _dims(node: Node) -> list[int]:
+    """The dims behind the rows."""
+    return [int(dim) for dim in _type(node).shape[1:]]
+
+
+def _width(node: Node) -> int:
+    return math.prod(_dims(node))
+
+
+def _power(number: int) -> int:
+    """The power of two that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def _input_of(program: Program, rows: str) -> Node:
+    return next(node for node in program.inputs if _type(node).shape[:1] == (rows,))
+
+
+def _calls_behind(program: Program, results: Sequence[Node] | dict[Node, str]) -> list[Node]:
+    """The calls that these results come from, in order."""
+    found: set[Node] = set()
+    waiting = [call_of(node) for node in results]
+    while waiting:
+        call = waiting.pop()
+        if call not in found:
+            found.add(call)
+            waiting += map(call_of, call.all_input_nodes)
+    return [call for call in program.nodes if call in found]
+
+
+def _is_view(node: Node) -> bool:
+    call = call_of(node)
+    return node.op == "placeholder" or (call.target in VIEWS and _is_view(call.args[0]))
+
+
+def _view(node: Node) -> str:
+    """A view of an input, as Python."""
+    call = call_of(node)
+    if node.op == "placeholder":
+        return str(node.name)
+    x = _view(call.args[0])
+    if call.target is ops.split_heads:
+        return f"{x}.view({', '.join(map(str, [_rows_of(node), *_dims(node)]))})"
+    if call.target is ops.merge_heads:
+        return f"{x}.flatten(1)"
+    sizes, index = call.kwargs["sizes"], node.args[1]
+    return f"{x}.narrow(-1, {sum(sizes[:index])}, {sizes[index]})"
+
+
+def _allocation(node: Node, program: Program) -> str:
+    like = _input_of(program, _rows_of(node)).name
+    shape = map(str, [_rows_of(node), *_dims(node)])
+    return _call("torch.empty", [*shape, f"dtype=torch.{FLOATS[_type(node).dtype]}", f"device={like}.device"])
+
+
+def _strides(node: Node) -> list[str]:
+    return [f"{node.name}_stride_{dim}" for dim in range(len(_type(node).shape))]
+
+
+def _mask(tile: _Tile) -> list[str]:
+    return [f"mask={tile.mask}"] if tile.mask else []
+
+
+def _plus(index: Index, number: int) -> Index:
+    if isinstance(index, int):
+        return index + number
+    return f"({index} + {number})" if number else index
+
+
+def _divide(index: Index, by: int) -> tuple[Index, Index]:
+    if isinstance(index, int):
+        return divmod(index, by)
+    return f"({index} // {by})", f"({index} % {by})"
+
+
+def _unflatten(index: Index, dims: Sequence[int]) -> At:
+    """One index over these dims as one for each."""
+    indices: list[Index] = []
+    for dim in reversed(dims[1:]):
+        index, last = _divide(index, dim)
+        indices.insert(0, last)
+    return (index, *indices) if dims else ()
+
+
+def _flatten(indices: Sequence[Index], dims: Sequence[int]) -> Index:
+    flat = indices[0]
+    for index, dim in zip(indices[1:], dims[1:], strict=True):
+        flat = flat * dim + index if isinstance(flat, int) and isinstance(index, int) else f"({flat} * {dim} + {index})"
+    return flat
+
+
+def _call(function: str, arguments: Sequence[str]) -> str:
+    """A call, over several lines where one would be too long."""
+    line = f"{function}({', '.join(arguments)})"
+    if len(line) <= WIDTH - 32:  # less its indent, and what it is given to
+        return line
+    lines = [arguments[0]]
+    for argument in arguments[1:]:
+        if len(lines[-1]) + len(argument) > WIDTH - 12:
+            lines.append(argument)
+        else:
+            lines[-1] += f", {argument}"
+    return "\n".join([f"{function}(", *(f"    {each}," for each in lines), ")"])
+
+
+def _function(name: str, parameters: Sequence[str], lines: Sequence[str], decorator: str = "") -> str:
+    return f"\n{decorator}{_call(f'def {name}', parameters)}:\n{indent(chr(10).join(lines), '    ')}"

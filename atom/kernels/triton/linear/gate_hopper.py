@@ -1,0 +1,168 @@
+"""The product of gates and ups with the gates behind it, of many rows on NVIDIA's Hopper: what linear.py does in two.
+
+    m = gated_linear(x, weight)     # x [T, I], weight [2 W, I], gates before ups -> gated_activate(linear(x)), [T, W]
+
+One warp has the TMA bring tiles of x and of the weight, and two groups of warps multiply half of a tile's rows each. A
+product has the gates of some outputs on its left and their ups on its right, so that a thread holds both of a pair, and
+what they make goes to memory while the next tile's products run. Rounding as in linear.py.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from atom.kernels.triton.attention.common import find_gpu, wait_for_inputs
+from atom.kernels.triton.tensor_descriptors import Boxes
+
+ROWS = gl.constexpr(128)  # of x, which a group of warps has
+GROUPS = gl.constexpr(2)
+OUTS = gl.constexpr(64)  # gates, and as many ups, in a tile
+INNER = gl.constexpr(64)  # columns of x and of the weight in a stage
+STAGES = gl.constexpr(4)
+BAND = 2048 // 256  # rows of tiles that all outputs are made of before the next ones: they and the weight stay in L2
+SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+SILU = gl.constexpr(  # of two at a time: the compiler's own division and its rounding of one alone take twice as long
+    """{
+    .reg .f32 a, b, s, t;
+    .reg .b32 active;
+    shl.b32 a, $1, 16;
+    and.b32 b, $1, 0xffff0000;
+    mul.f32 s, a, 0fBFB8AA3B;
+    mul.f32 t, b, 0fBFB8AA3B;
+    ex2.approx.ftz.f32 s, s;
+    ex2.approx.ftz.f32 t, t;
+    add.f32 s, s, 0f3F800000;
+    add.f32 t, t, 0f3F800000;
+    rcp.approx.ftz.f32 s, s;
+    rcp.approx.ftz.f32 t, t;
+    mul.f32 a, a, s;
+    mul.f32 b, b, t;
+    cvt.rn.bf16x2.f32 active, b, a;
+    mul.rn.bf16x2 $0, active, $2;
+    }"""
+)
+
+
+@gluon.jit
+def find_place(tile, sizes):
+    """The row of tiles and the column of them that a tile is in: those of a band of rows are done side by side."""
+    _, _, row_tiles, out_tiles, band = sizes
+    first = tile // (band * out_tiles) * band
+    within = tile - first * out_tiles
+    height = gl.minimum(row_tiles - first, band)
+    return first + within % height, within // height
+
+
+@gluon.jit
+def produce(x, weight, sizes, memory):
+    """Brings tiles of x and of the weight, gates and ups, for each of this program's products."""
+    out, steps, row_tiles, out_tiles, _ = sizes
+    x_boxes, w_boxes, _, ready, free = memory
+    turn = 0
+    for tile in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
+        row_tile, out_tile = find_place(tile, sizes)
+        row, gate = row_tile * (GROUPS * ROWS), out_tile * OUTS
+        for step in range(steps):
+            slot, column = turn % STAGES, step * INNER
+            bar = ready.index(slot)
+            mbarrier.wait(free.index(slot), turn // STAGES & 1 ^ 1)
+            mbarrier.expect(bar, (GROUPS * ROWS + 2 * OUTS) * INNER * 2)
+            for who in gl.static_range(GROUPS):
+                box = x_boxes.index(slot * GROUPS + who)
+                tma.async_copy_global_to_shared(x, [row + who * ROWS, column], bar, box)
+            tma.async_copy_global_to_shared(weight, [gate, column], bar, w_boxes.index(slot * 2))
+            tma.async_copy_global_to_shared(weight, [out + gate, column], bar, w_boxes.index(slot * 2 + 1))
+            turn += 1
+
+
+@gluon.jit
+def consume(y, sizes, memory, WHO: gl.constexpr):
+    """ROWS rows of each tile."""
+    _, steps, row_tiles, out_tiles, _ = sizes
+    x_boxes, w_boxes, y_boxes, ready, free = memory
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * OUTS, 16])
+    STORED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OUTS, 16])
+    weights = w_boxes._reinterpret(y_boxes.dtype, [STAGES, 2 * OUTS, INNER], SHARED)
+    first = 0
+    for tile in range(gl.program_id(0), row_tiles * out_tiles, gl.num_programs(0)):
+        slot = first % STAGES
+        mbarrier.wait(ready.index(slot), first // STAGES & 1)
+        acc = gl.zeros([ROWS, 2 * OUTS], gl.float32, ACC)
+        left, right = x_boxes.index(slot * GROUPS + WHO), weights.index(slot).permute((1, 0))
+        acc = warpgroup_mma(left, right, acc, use_acc=False, is_async=True)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        for turn in range(first + 1, first + steps):
+            before, slot = slot, turn % STAGES
+            mbarrier.wait(ready.index(slot), turn // STAGES & 1)
+            left, right = x_boxes.index(slot * GROUPS + WHO), weights.index(slot).permute((1, 0))
+            acc = warpgroup_mma(left, right, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+            mbarrier.arrive(free.index(before))
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(free.index(slot))
+        first += steps
+
+        tma.store_wait(0)  # of the tile before
+        gates, ups = acc.to(y_boxes.dtype).reshape([ROWS, 2, OUTS]).permute((0, 2, 1)).split()
+        m = gl.inline_asm_elementwise(SILU, "=r,r,r", [gates, ups], dtype=gl.bfloat16, is_pure=True, pack=2)
+        box = y_boxes.index(WHO)
+        box.store(gl.convert_layout(m, STORED))
+        fence_async_shared()
+        row_tile, out_tile = find_place(tile, sizes)
+        tma.async_copy_shared_to_global(y, [(row_tile * GROUPS + WHO) * ROWS, out_tile * OUTS], box)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["out", "steps", "row_tiles", "out_tiles", "band"])
+def _gated_linear(x, weight, y, out, steps, row_tiles, out_tiles, band):
+    """Some of row_tiles by out_tiles tiles, over steps of INNER columns, of which there are two at least."""
+    wait_for_inputs(True)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * GROUPS, ROWS, INNER], SHARED)
+    w_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * 2, OUTS, INNER], SHARED)
+    y_boxes = gl.allocate_shared_memory(x.dtype, [GROUPS, ROWS, OUTS], SHARED)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=GROUPS)
+    fence_async_shared()
+
+    sizes = (out, steps, row_tiles, out_tiles, band)
+    memory = (x_boxes, w_boxes, y_boxes, ready, free)
+    gl.warp_specialize(
+        [
+            (consume, (y, sizes, memory, 0)),
+            (consume, (y, sizes, memory, 1)),
+            (produce, (x, weight, sizes, memory)),
+        ],
+        [4, 1],  # warps
+        [232, 40],  # registers a thread
+    )
+
+
+_x_boxes = Boxes((ROWS.value, INNER.value), SHARED.value)
+_weight_boxes = Boxes((OUTS.value, INNER.value), SHARED.value)
+_y_boxes = Boxes((ROWS.value, OUTS.value), SHARED.value)
+
+
+def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """As linear.gated_linear with kind="silu", where linear.suits_hopper says so; rows of x may lie apart."""
+    (rows, inner), out = x.shape, weight.shape[0] // 2
+    y = x.new_empty(rows, out)
+    boxes = (_x_boxes.find(x, (rows, inner), x.stride()), _weight_boxes.find(weight, (2 * out, inner), weight.stride()),
+             _y_boxes.find(y, (rows, out), (out, 1)))  # fmt: skip
+    row_tiles, out_tiles = -(-rows // (GROUPS.value * ROWS.value)), -(-out // OUTS.value)
+    _gated_linear[(min(find_gpu(x.device).units, row_tiles * out_tiles),)](
+        *boxes, out, -(-inner // INNER.value), row_tiles, out_tiles, BAND, num_warps=4, maxnreg=168, launch_pdl=True
+    )
+    return y

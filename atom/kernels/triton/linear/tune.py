@@ -1,0 +1,191 @@
+"""The search for a product's parameters: which there are to try, and which of them is the fastest in a step.
+
+    options = candidates(1, 6144, 4096, 2, 1, find_gpu(device))
+    fastest = search(current, options, prepare)    # prepare(option)() times a step that has the option, in seconds
+
+A product is timed in the step that it is part of: alone it says little, since two programs of a kernel meet on one
+multiprocessor only where attention keeps another one busy. Clocks drift, so two steps are timed in turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.errors import TritonError
+
+from atom.errors import is_out_of_memory
+from atom.graph import Graph, ops
+from atom.graph.types import BITS
+from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton.linear.linear import MAX_STAGES, MAX_TILES, Find, Matrix, Parameters, TileError, Vector, key_of
+
+WEIGHTS = {ops.linear: 1, ops.gated_linear: 1, ops.norm_linear: 2, ops.add_norm_linear: 3}  # place among the arguments
+# Of the step's time: a step is timed to about 0.2% in turns, and the best of some 50 is the luckiest of them too.
+MARGIN = 0.005
+ROUNDS = 3  # in which two steps take turns; the best of each counts
+HOPELESS = 0.02  # of the step's time: so much slower in the first round is not timed again
+
+RINGS = ((1, 98304), (1, 131072), (1, 196608), (2, 32768), (2, 49152), (2, 98304))  # programs, bytes of each in flight
+ONE = (  # row, where the product is small
+    Matrix(32, 256, 2, 4, 1, 1, 4), Matrix(32, 128, 2, 4, 1, 1, 4), Matrix(16, 64, 4, 6, 4, 1, 4),
+)  # fmt: skip
+FEW = (  # rows, up to 32
+    *ONE, Matrix(64, 128, 4, 4, 1, 1, 4), Matrix(64, 128, 4, 4, 1, 1, 0), Matrix(64, 256, 4, 3, 1, 1, 4),
+    Matrix(64, 64, 4, 5, 1, 1, 4), Matrix(16, 128, 4, 4, 4, 1, 0), Matrix(16, 128, 4, 3, 4, 1, 8),
+    Matrix(32, 64, 8, 4, 8, 1, 4), Matrix(128, 128, 8, 3, 1, 1, 2),
+)  # fmt: skip
+MANY = (
+    Matrix(64, 128, 4, 3, 1, 1, 4), Matrix(64, 128, 4, 4, 1, 1, 4), Matrix(64, 128, 4, 5, 1, 1, 4),
+    Matrix(64, 128, 4, 6, 1, 1, 4), Matrix(64, 256, 4, 3, 1, 1, 4), Matrix(64, 64, 4, 5, 1, 1, 16),
+    Matrix(128, 64, 4, 4, 1, 1, 0), Matrix(128, 128, 8, 3, 1, 1, 8), Matrix(128, 128, 8, 4, 1, 1, 4),
+)  # fmt: skip
+
+
+class Product(NamedTuple):
+    """A product of a text that these kernels take."""
+
+    out: int
+    inner: int
+    gates: int  # 2 where half of the outputs are gates
+    num_calls: int  # in a step
+
+    @property
+    def num_elements(self) -> int:
+        """Of the weights that a step reads."""
+        return self.out * self.inner * self.num_calls
+
+
+def products_of(graph: Graph) -> list[Product]:
+    """The products of 16-bit weights that a text has these kernels for, those that read most first."""
+    counts: dict[tuple[int, int, int], int] = {}
+    for program in graph.programs.values():
+        for node in program.nodes:
+            if node.target in WEIGHTS and node.meta.get("kernel") == "triton":
+                weight = node.args[WEIGHTS[node.target]]
+                type = getattr(weight, "type", None) or weight.meta["type"]
+                if BITS[type.dtype] == 16:
+                    out, inner = map(int, type.shape)
+                    shape = out, inner, 1 if node.kwargs.get("kind") is None else 2
+                    counts[shape] = counts.get(shape, 0) + 1
+    products = [Product(*shape, num_calls) for shape, num_calls in counts.items()]
+    return sorted(products, key=lambda product: -product.num_elements)
+
+
+def candidates(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> list[Parameters]:
+    """What may be the fastest for such a product: the tiles that were it on an H200, with splits for this GPU."""
+    found: list[Parameters] = [None]
+    if rows == 1:
+        found += _vectors(inner, element_size, gates, gpu)
+    heights = (128,) if rows <= 32 else (32, 64, 128)
+    for tile, block_rows in itertools.product(ONE if rows == 1 else FEW if rows <= 32 else MANY, heights):
+        tile = tile._replace(block_rows=block_rows).as_run(rows, gpu)
+        found += _splits(tile, rows, out, inner, element_size, gpu)
+    return list(dict.fromkeys(found))
+
+
+def _vectors(inner: int, element_size: int, gates: int, gpu: Gpu) -> Iterator[Vector]:
+    columns = triton.next_power_of_2(inner)
+    usual = [warps for warps in (4, 8, 16) if warps * 128 <= columns <= warps * 512]
+    for block_out, (programs, ring) in itertools.product((2, 4, 8, 16), RINGS):
+        stages = 1 + ring // (block_out * columns * element_size)
+        if block_out % gates == 0 and 2 <= stages <= MAX_STAGES and ring * programs <= gpu.shared_memory:
+            for warps in usual or [min(max(columns // 256, 1), 16)]:
+                yield Vector(block_out, warps, stages, programs)
+
+
+def _splits(tile: Matrix, rows: int, out: int, inner: int, element_size: int, gpu: Gpu) -> Iterator[Matrix]:
+    """A tile that is as it is run, with the splits that keep about every multiprocessor busy, where its ring fits."""
+    step = tile.block_inner * tile.groups
+    if (tile.stages - 1) * step * (tile.block_out + tile.block_rows) * element_size > gpu.shared_memory:
+        return
+    tiles = triton.cdiv(rows, tile.block_rows) * triton.cdiv(out, tile.block_out)
+    possible = [1] + [splits for splits in (2, 4, 8) if triton.cdiv(inner, step) >= 2 * splits and tiles <= MAX_TILES]
+    least, most = (0.45, 4) if rows <= 32 else (0.6, 2)  # programs for each multiprocessor
+    busy = [splits for splits in possible if least <= tiles * splits / gpu.units <= most]
+    for splits in busy or [1 if tiles > gpu.units else possible[-1]]:
+        yield tile._replace(splits=splits)
+
+
+class Trial:
+    """`find` while products are tried: what was chosen for one goes before what is known."""
+
+    def __init__(self, known: Find) -> None:
+        self._known = known
+        self.chosen: dict[str, Parameters] = {}
+
+    def __call__(self, rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Parameters:
+        key = key_of(rows, out, inner, gates)
+        if element_size == 2 and key in self.chosen:
+            return self.chosen[key]
+        return self._known(rows, out, inner, element_size, gates, gpu)
+
+
+Call = Callable[..., Tensor | tuple[Tensor, ...]]  # of a kernel with its arguments, but for `parameters`
+
+
+def agrees(call: Call, parameters: Parameters) -> bool:
+    """Whether a call gives with these parameters what it gives by the library, but for the rounding of its dtype."""
+    ours, theirs = (_results(call(parameters=lambda *_, chosen=chosen: chosen)) for chosen in (parameters, None))
+    return all(_are_near(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _results(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (result,) if isinstance(result, Tensor) else result
+
+
+def _are_near(a: Tensor, b: Tensor) -> bool:
+    """a and b [T, O]: no element further apart than 8 roundings of the largest of its row.
+
+    All is near an inf or a NaN of b, the library's own, and a NaN of a is near no number.
+    """
+    is_number = b.isfinite()
+    allowed = 8 * torch.finfo(b.dtype).eps * b.abs().where(is_number, 0).amax(1, keepdim=True)
+    return bool((((a - b).abs() <= allowed) | ~is_number).all())
+
+
+def is_unfit(error: Exception) -> bool:
+    """Whether an option raised this since there is no room for it, or since one of Triton's passes cannot do it."""
+    if isinstance(error, TileError | TritonError):
+        return True
+    return isinstance(error, RuntimeError) and (is_out_of_memory(error) or "PassManager" in str(error))
+
+
+def search(current: Parameters, options: Sequence[Parameters], prepare: Callable[[Parameters], Callable[[], float]],
+           on_timed: Callable[[], object] = lambda: None) -> Parameters:  # fmt: skip
+    """The fastest of these; the current ones, where no other is faster by MARGIN.
+
+    prepare gives what times a step, in seconds; an option for which it raises what `is_unfit` knows is left out.
+    """
+    start = prepare(current)
+    best, timer = current, start
+    for option in options:
+        try:
+            other = prepare(option)
+        except Exception as error:
+            if not is_unfit(error):
+                raise
+            on_timed()
+            continue
+        ours, theirs = take_turns(timer, other)
+        if theirs < ours:
+            best, timer = option, other
+        on_timed()
+    if best == current:
+        return current
+    before, after = take_turns(start, timer, 2 * ROUNDS)
+    return best if after < before * (1 - MARGIN) else current
+
+
+def take_turns(one: Callable[[], float], other: Callable[[], float], rounds: int = ROUNDS) -> tuple[float, float]:
+    """The least seconds of each of two steps, which take turns."""
+    ours, theirs = one(), other()
+    for _ in range(rounds - 1):
+        if theirs > ours * (1 + HOPELESS):
+            break
+        ours, theirs = min(ours, one()), min(theirs, other())
+    return ours, theirs

@@ -1,0 +1,179 @@
+"""Compiling on all cores: for a CPU in processes of their own, one a core, for a GPU in threads.
+
+for text, files in compile_pieces(texts, device):
+    publish(text, files)
+
+A worker process and the compilers that it starts are a session, and all their files are in the worker's folder. The
+parent ends the session and removes the folder; where the parent is killed, the worker does both when its stdin ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atom.errors import ArtifactError, PassError
+
+
+def compile_pieces(texts: Sequence[str], device: str = "cpu") -> Iterator[tuple[str, dict[str, bytes]]]:
+    """Compile pieces, as many at a time as there are cores: each text with its files, as it is done.
+
+    ArtifactError where there is no compiler or it fails; PassError where a piece's code is not what its ops say.
+    """
+    return _compile_in_processes(texts) if device == "cpu" else _compile_in_threads(texts, device)
+
+
+def _compile_in_threads(texts: Sequence[str], device: str) -> Iterator[tuple[str, dict[str, bytes]]]:
+    """For a GPU, where Triton compiles: it works without the interpreter's lock, a fraction of a second a piece."""
+    from atom.pieces.compilers import compile_piece
+
+    if torch.cuda.is_available():
+        from atom.kernels.triton.driver import load_driver
+
+        load_driver()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        waiting = {pool.submit(compile_piece, text, device): text for text in texts}
+        try:
+            for done in as_completed(waiting):
+                yield waiting[done], done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _compile_in_processes(texts: Sequence[str]) -> Iterator[tuple[str, dict[str, bytes]]]:
+    count = min(len(texts), len(os.sched_getaffinity(0)))
+    done: queue.Queue[tuple[str, dict[str, bytes]] | Exception | None] = queue.Queue()
+    with tempfile.TemporaryDirectory(prefix="atom-run-", ignore_cleanup_errors=True) as folder:
+        workers: list[_Worker] = []
+        try:
+            for index in range(count):
+                workers.append(_Worker(Path(folder, str(index)), texts[index::count], done))
+            running = count
+            while running:
+                item = done.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            for worker in workers:
+                worker.stop()
+
+
+class _Worker:
+    """A process that compiles some pieces, and the thread that reads what it has done."""
+
+    def __init__(self, folder: Path, texts: Sequence[str], done: queue.Queue[Any]) -> None:
+        temporary = folder / "tmp"  # the worker's, and its compilers'
+        temporary.mkdir(parents=True)
+        (folder / "texts.json").write_text(json.dumps(list(texts)))
+        command = [
+            "/usr/bin/env",
+            f"TMPDIR={temporary}",
+            sys.executable,
+            "-c",
+            "import sys; from atom.pieces.compile_workers import work; work(sys.argv[1])",
+            str(folder),
+        ]
+        self._errors = (folder / "errors.txt").open("w+")
+        self._process = subprocess.Popen(
+            command,
+            cwd=Path(__file__).parents[2],
+            stdin=subprocess.PIPE,  # nothing is written: its end says that this process is gone
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            start_new_session=True,
+        )
+        self._thread = threading.Thread(target=self._read, args=(folder, texts, done), daemon=True)
+        self._thread.start()
+
+    def _read(self, folder: Path, texts: Sequence[str], done: queue.Queue[Any]) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            kind, _, rest = line.rstrip().partition(" ")
+            if kind == "done":
+                made = folder / rest
+                done.put((texts[int(rest)], {file.name: file.read_bytes() for file in made.iterdir()}))
+            elif kind in REPORTED:
+                done.put(REPORTED[kind](rest))
+        # it is not reaped here: its number must stay its own until `stop` has ended the session
+        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        if ended is None or ended.si_status:
+            self._errors.seek(0)
+            last = (self._errors.read().strip().splitlines() or ["it was ended"])[-1]
+            done.put(ArtifactError(f"compiling failed: {last}; level=1 runs without a compiler"))
+        done.put(None)
+
+    def stop(self) -> None:
+        """End it and the compilers that it has started."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._thread.join()
+        self._process.communicate()
+        self._errors.close()
+
+
+REPORTED = {error.__name__: error for error in (ArtifactError, PassError)}
+
+
+def work(folder: str) -> None:
+    """What a worker does: the texts in the folder, and a line on stdout for each."""
+    signal.signal(signal.SIGTERM, lambda *_: _leave(Path(folder)))
+    threading.Thread(target=_watch, args=(os.dup(0),), daemon=True).start()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    from atom.pieces.compilers import compile_piece
+
+    out = os.fdopen(os.dup(1), "w")  # Inductor's own prints go elsewhere
+    os.dup2(2, 1)
+    for index, text in enumerate(json.loads(Path(folder, "texts.json").read_text())):
+        try:
+            files = compile_piece(text)
+        except (ArtifactError, PassError) as error:
+            print(type(error).__name__, error, file=out, flush=True)
+            return
+        made = Path(folder, str(index))
+        made.mkdir()
+        for name, content in files.items():
+            (made / name).write_bytes(content)
+        print("done", index, file=out, flush=True)
+
+
+def _watch(link: int) -> None:
+    """End this session when the parent is gone."""
+    os.read(link, 1)
+    os.killpg(0, signal.SIGTERM)
+
+
+def _leave(folder: Path) -> None:
+    """Remove what the session has written, in the main thread, which writes nothing meanwhile; then end it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()  # the last worker does
+    os.killpg(0, signal.SIGKILL)
+
+
+def has_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        return shutil.which(get_cpp_compiler()) is not None
+    except InvalidCxxCompiler:
+        return False

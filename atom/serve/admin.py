@@ -1,0 +1,101 @@
+"""What operators ask: /health, /ready, /metrics, /version, the models, and the profiler.
+
+curl -i localhost:8000/health
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import time
+from typing import Any
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+import atom
+from atom.serve.context import Context
+from atom.serve.engine.client import State
+from atom.serve.errors import json_response
+
+
+def routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["operations"])
+    created = int(time.time())
+
+    @router.get("/health")
+    async def health() -> Response:
+        """200 where requests are served, else 503; `status` says which of loading, ready, draining, dead it is."""
+        state = context.state
+        status = "ok" if state is State.READY else str(state)
+        return json_response({"status": status, "state": str(state)}, 200 if state is State.READY else 503)
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """The same, for those who route traffic."""
+        return await health()
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        """Prometheus' text."""
+        context.metrics.tasks.set(len(asyncio.all_tasks()))
+        return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/version")
+    async def version() -> Response:
+        """What runs here; GPUs are named once the engine is ready."""
+        config = context.config
+        return json_response(
+            {
+                "version": atom.__version__,
+                "model": config.model.name,
+                "dtype": config.dtype,
+                "device": config.device,
+                "hardware": processor() if config.device == "cpu" else context.client.gpus,
+                "python": platform.python_version(),
+            }
+        )
+
+    def describe(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "atom",
+            "root": context.names[0],
+            "parent": None,
+            "max_model_len": context.config.serve.max_model_len,
+        }
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        """The names that a request may bear."""
+        return json_response({"object": "list", "data": [describe(name) for name in context.names]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """One of them."""
+        return json_response(describe(context.served(name)))
+
+    @router.post("/start_profile")
+    async def start_profile() -> Response:
+        """Start the engine's profiler."""
+        await context.client.profile(starts=True)
+        return json_response({"status": "started"})
+
+    @router.post("/stop_profile")
+    async def stop_profile() -> Response:
+        """Stop it and write the traces."""
+        return json_response({"status": "stopped", "trace": await context.client.profile(starts=False)})
+
+    return router
+
+
+def processor() -> str:
+    """The CPU's name."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return f"{len(names)} x {names[0]}" if names else platform.machine()

@@ -1,0 +1,1 @@
+"""Anthropic's routes: the Messages API."""

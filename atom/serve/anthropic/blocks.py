@@ -1,0 +1,96 @@
+"""The content of an Anthropic answer: blocks of thinking, text and tool use, whole or as the events of a stream.
+
+    content_blocks(answer)                       # [{"type": "text", "text": "Hello"}]
+    blocks = BlockStream()
+    data = blocks.push(delta)                    # the bytes of events; b"" where nothing is new
+    data = blocks.close()                        # when nothing follows any more
+
+A block has a number and ends before the next one begins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import json
+
+from atom.serve.output.output_parser import Answer, Delta, ToolDelta
+from atom.serve.sse import event
+
+DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":%s}}\n\n'
+
+
+def content_blocks(answer: Answer) -> list[dict[str, Any]]:
+    """The blocks of a whole answer; none where the model said nothing."""
+    blocks: list[dict[str, Any]] = []
+    if answer.reasoning:
+        blocks.append(thinking_block(answer.reasoning))
+    if answer.content:
+        blocks.append(text_block(answer.content))
+    for call in answer.calls:  # arguments are the text of a JSON object already
+        blocks.append(tool_block(call.id, call.name, msgspec.Raw(call.arguments.encode())))
+    return blocks
+
+
+def thinking_block(thinking: str = "") -> dict[str, Any]:
+    return {"type": "thinking", "thinking": thinking, "signature": ""}
+
+
+def text_block(text: str = "") -> dict[str, Any]:
+    return {"type": "text", "text": text}
+
+
+def tool_block(id: str, name: str, input: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": id, "name": name, "input": input}
+
+
+class BlockStream:
+    def __init__(self) -> None:
+        self.num_calls = 0  # begun so far
+        self._num_blocks = 0
+        self._open: str | None = None  # type of the block that is not closed
+
+    def push(self, delta: Delta) -> bytes:
+        """What is new, in the order in which a model writes it: thinking, the rest of a call, text, further calls."""
+        data = b""
+        if delta.reasoning:
+            data += self._begin("thinking", thinking_block())
+            data += self._add(b"thinking_delta", b"thinking", delta.reasoning)
+        num_open = 0  # pieces of the call that is open
+        while num_open < len(delta.tools) and delta.tools[num_open].id is None:
+            data += self._push_call(delta.tools[num_open])
+            num_open += 1
+        if delta.content:
+            data += self._begin("text", text_block())
+            data += self._add(b"text_delta", b"text", delta.content)
+        for call in delta.tools[num_open:]:
+            data += self._push_call(call)
+        return data
+
+    def close(self) -> bytes:
+        """Ends the open block."""
+        if self._open is None:
+            return b""
+        self._open = None
+        return event({"type": "content_block_stop", "index": self._num_blocks - 1}, "content_block_stop")
+
+    def _push_call(self, call: ToolDelta) -> bytes:
+        data = b""
+        if call.id is not None:
+            self.num_calls += 1
+            data = self.close() + self._begin("tool_use", tool_block(call.id, call.name or "", {}))
+        return data + self._add(b"input_json_delta", b"partial_json", call.arguments) if call.arguments else data
+
+    def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
+        """Opens a block, unless it is one of this type that is open."""
+        if self._open == kind:
+            return b""
+        data = self.close()
+        self._open, index = kind, self._num_blocks
+        self._num_blocks += 1
+        begun = {"type": "content_block_start", "index": index, "content_block": block}
+        return data + event(begun, "content_block_start")
+
+    def _add(self, kind: bytes, name: bytes, text: str) -> bytes:
+        return DELTA % (self._num_blocks - 1, kind, name, json.encode(text))

@@ -1,0 +1,178 @@
+"""From what Anthropic's clients send to a prompt: messages as chat templates know them, tools, the switch for thinking.
+
+    asked = await prepare(context, body)
+    asked.conversation.tokens                    # the prompt
+    asked.talk.read(text, asked.conversation.text)
+
+A turn's text blocks are joined by newlines, and turns of one role that follow each other are one. A tool's result is a
+message of its own; one that is an error begins with "Error: ", as templates have no place to say it. A last message of
+the assistant's is what the answer begins with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from atom.serve.anthropic.schema import (
+    Block,
+    CountRequest,
+    FreeChoice,
+    Message,
+    MessageTool,
+    OneTool,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from atom.serve.chat_template import Conversation, encode_plain
+from atom.serve.context import Context
+from atom.serve.errors import FieldError
+from atom.serve.ids import new_id
+from atom.serve.openai.schema import Function, NamedFunction, NamedTool, Tool
+from atom.serve.output.output_parser import is_opened
+from atom.serve.output.parsers import Talk
+
+SWITCHES = ("enable_thinking", "thinking")  # what templates call it
+BLOCKS = {"user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ThinkingBlock, ToolUseBlock)}  # of each role
+
+
+class Asked(NamedTuple):
+    talk: Talk
+    conversation: Conversation
+
+
+async def prepare(context: Context, body: CountRequest) -> Asked:
+    """FieldError, or another RequestError, where the model cannot be asked this."""
+    choice = body.tool_choice
+    is_parallel = not (isinstance(choice, FreeChoice) and choice.disable_parallel_tool_use)
+    tools = [openai_tool(tool) for tool in body.tools or ()]
+    new_call_id = partial(new_id, "toolu", "_")
+    talk = Talk(context.config, tools, openai_choice(body), is_parallel=is_parallel, new_id=new_call_id)
+    turns = list(read_turns(body))
+    prefill = take_prefill(turns)
+    switches = thinking_switches(context, body)
+    conversation = await encode_plain(context, plain_messages(turns), talk.tools, switches, prefill)
+    reasoning = context.config.model.reasoning
+    if prefill and reasoning and is_opened(conversation.text.removesuffix(prefill), (reasoning[0], reasoning[1])):
+        fix = 'end with a message of the user, or send thinking={"type": "disabled"}'
+        raise FieldError("messages", f"an answer of this model begins with its thinking, not with a given text; {fix}")
+    return Asked(talk, conversation)
+
+
+def openai_tool(tool: MessageTool) -> Tool:
+    function = Function.model_construct(name=tool.name, description=tool.description, parameters=tool.input_schema)
+    return Tool.model_construct(type="function", function=function)
+
+
+def openai_choice(body: CountRequest) -> str | NamedTool | None:
+    choice = body.tool_choice
+    if isinstance(choice, OneTool):
+        function = NamedFunction.model_construct(name=choice.name)
+        return NamedTool.model_construct(type="function", function=function)
+    return None if choice is None else {"auto": "auto", "any": "required", "none": "none"}[choice.type]
+
+
+def thinking_switches(context: Context, body: CountRequest) -> dict[str, bool]:
+    """What the template is told of thinking; nothing where the request says nothing."""
+    asked = body.thinking
+    if asked is None:
+        return {}
+    if asked.budget_tokens is not None:
+        reason = "thinking has no limit of its own; leave it out, max_tokens limits the whole answer"
+        raise FieldError("thinking", f"thinking.budget_tokens is not supported: {reason}")
+    variables = context.need_tokenizer().template_variables()
+    switches = {name: asked.type != "disabled" for name in SWITCHES if name in variables}
+    has_reasoning = context.config.model.reasoning is not None
+    if asked.type == "disabled":
+        if has_reasoning and not switches:
+            raise FieldError("thinking", "thinking cannot be disabled: this model's template has no switch for it")
+        return switches
+    if not has_reasoning:
+        raise FieldError("thinking", "this model does not think; leave thinking out or send type=disabled")
+    if body.tool_choice is not None and body.tool_choice.type in ("any", "tool"):
+        raise FieldError("thinking", "a forced tool call has no room for thinking; disable it or send tool_choice auto")
+    return switches
+
+
+Turn = tuple[str, list[Block]]  # a role and its blocks
+
+
+def read_turns(body: CountRequest) -> Iterator[Turn]:
+    """The conversation with texts as blocks, and one turn where several of a role follow each other."""
+    if body.system is not None:
+        yield "system", read_blocks(body.system)
+    for index, message in enumerate(body.messages):
+        check_blocks(index, message)
+    for role, group in groupby(body.messages, key=lambda message: message.role):
+        yield role, [block for message in group for block in read_blocks(message.content)]
+
+
+def read_blocks(content: str | Sequence[Block]) -> list[Block]:
+    return [TextBlock(type="text", text=content)] if isinstance(content, str) else list(content)
+
+
+def check_blocks(index: int, message: Message) -> None:
+    taken = BLOCKS.get(message.role, (TextBlock,))
+    for block in read_blocks(message.content):
+        if not isinstance(block, taken):
+            raise FieldError("messages", f"messages.{index}: a {block.type} block does not go with role={message.role}")
+
+
+def take_prefill(turns: list[Turn]) -> str:
+    """Takes away the last turn if it is the assistant's: the text that the answer begins with."""
+    if turns[-1][0] != "assistant":
+        return ""
+    _, blocks = turns.pop()
+    for block in blocks:
+        if not isinstance(block, TextBlock):
+            fix = "only text can be continued; end with a message of the user"
+            raise FieldError("messages", f"the last message is the assistant's and has a {block.type} block; {fix}")
+    return join(blocks)
+
+
+def plain_messages(turns: Iterable[Turn]) -> list[dict[str, Any]]:
+    """Messages as templates know them. FieldError for a result without its call."""
+    names: dict[str, str] = {}  # of the tools called so far, by the id of the call
+    plain: list[dict[str, Any]] = []
+    for role, blocks in turns:
+        if role == "assistant":
+            plain.append(assistant_message(blocks))
+            names |= {block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)}
+            continue
+        for is_result, group in groupby(blocks, key=lambda block: isinstance(block, ToolResultBlock)):
+            if is_result:
+                plain += [tool_message(block, names) for block in group if isinstance(block, ToolResultBlock)]
+            else:
+                plain.append({"role": role, "content": join(group)})
+    return plain
+
+
+def assistant_message(blocks: Sequence[Block]) -> dict[str, Any]:
+    told: dict[str, Any] = {"role": "assistant", "content": join(blocks)}
+    if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
+        told["reasoning_content"] = "\n".join(thoughts)
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    if calls:
+        told["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
+            for call in calls
+        ]
+    return told
+
+
+def tool_message(block: ToolResultBlock, names: dict[str, str]) -> dict[str, Any]:
+    name = names.get(block.tool_use_id)
+    if name is None:
+        raise FieldError("messages", f"a tool_result is for {block.tool_use_id}, but no tool_use before it has this id")
+    content = "" if block.content is None else join(read_blocks(block.content))
+    told = f"Error: {content}" if block.is_error else content
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": told}
+
+
+def join(blocks: Iterable[Block]) -> str:
+    """The text of the text blocks."""
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))

@@ -1,0 +1,154 @@
+"""The bodies that the Messages routes take, under Anthropic's names. What is not a field here is refused by name.
+
+    MessagesRequest.model_validate({"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]})
+
+Fields that can only be null are those of Anthropic's own answers, which clients send back as they got them. What
+cache_control marks is cached, as all else is, where serve.enable_prefix_caching is set; `usage` tells what that gave.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from atom.serve.openai.schema import Body, JSONObject, List, Text
+
+Id = Annotated[str, Field(min_length=1, max_length=256)]
+ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+def is_object_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type") != "object":
+        raise PydanticCustomError("schema", 'this is no JSON schema of {"type": "object"}')
+    return schema
+
+
+def of_types(*known: str) -> BeforeValidator:
+    """Refuses a block of another type by its name: images, documents, and what only Anthropic's servers run."""
+
+    def check(block: object) -> object:
+        stated = block.get("type") if isinstance(block, dict) else None
+        if isinstance(stated, str) and stated not in known:
+            told = {"stated": stated[:64], "known": ", ".join(known)}
+            raise PydanticCustomError("block", "{stated} blocks are not supported here; there is: {known}", told)
+        return block
+
+    return BeforeValidator(check)
+
+
+def tag_of(content: object) -> str:
+    """Which of the two forms a text is in, so that an error speaks of that one alone."""
+    return "a-text" if isinstance(content, str) else "a-list"
+
+
+class CacheControl(Body):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m"] | None = Field(None, description="what is cached stays as long as there is room")
+
+
+class TextBlock(Body):
+    type: Literal["text"]
+    text: Text
+    cache_control: CacheControl | None = None
+    citations: None = None
+
+
+class ThinkingBlock(Body):
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text = Field("", description="is not checked: what a model thought here bears none")
+
+
+class ToolUseBlock(Body):
+    type: Literal["tool_use"]
+    id: Id
+    name: ToolName
+    input: JSONObject
+    cache_control: CacheControl | None = None
+    caller: None = None
+    toolset_name: None = None
+
+
+TextBlocks = Annotated[List[Annotated[TextBlock, of_types("text")]], Field(min_length=1)]
+Words = Annotated[Annotated[Text, Tag("a-text")] | Annotated[TextBlocks, Tag("a-list")], Discriminator(tag_of)]
+
+
+class ToolResultBlock(Body):
+    type: Literal["tool_result"]
+    tool_use_id: Id
+    content: Words | None = None
+    is_error: bool | None = Field(None, description="the model reads Error: before the content")
+    cache_control: CacheControl | None = None
+    toolset_name: None = None
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Discriminator("type"),
+    of_types("text", "thinking", "tool_use", "tool_result"),
+]
+Blocks = Annotated[List[Block], Field(min_length=1)]
+Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[Blocks, Tag("a-list")], Discriminator(tag_of)]
+
+
+class Message(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class MessageTool(Body):
+    type: Literal["custom"] | None = None
+    name: ToolName
+    description: Text | None = None
+    input_schema: Annotated[JSONObject, AfterValidator(is_object_schema)]
+    cache_control: CacheControl | None = None
+
+
+class FreeChoice(Body):
+    type: Literal["auto", "any"]
+    disable_parallel_tool_use: bool | None = Field(None, description="true: at most one call")
+
+
+class OneTool(Body):
+    type: Literal["tool"]
+    name: ToolName
+    disable_parallel_tool_use: bool | None = Field(None, description="one call comes, whatever it says")
+
+
+class NoTool(Body):
+    type: Literal["none"]
+
+
+class Thinking(Body):
+    """Sets what the model's template calls enable_thinking or thinking; without it the template decides."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, description="is refused: max_tokens alone limits an answer")
+
+
+class Metadata(Body):
+    user_id: str | None = Field(None, max_length=1024, description="goes to the log")
+
+
+class CountRequest(Body):
+    """What a prompt is made of."""
+
+    model: str
+    messages: List[Message] = Field(min_length=1)
+    system: Words | None = None
+    tools: List[MessageTool] | None = Field(None, max_length=512)
+    tool_choice: Annotated[FreeChoice | OneTool | NoTool, Discriminator("type")] | None = None
+    thinking: Thinking | None = None
+    cache_control: CacheControl | None = None
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: int = Field(ge=1)
+    stop_sequences: List[Annotated[Text, Field(min_length=1)]] | None = None
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=100, description="0: greedy")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=1 << 31, description="0: all")
+    metadata: Metadata | None = None

@@ -1,0 +1,122 @@
+"""From the messages of a chat to a prompt: what the checkpoint's template reads, and the tokens that it makes.
+
+prompt = await encode_conversation(context, body.messages, tools=body.tools, kwargs={"enable_thinking": False})
+prompt.tokens, prompt.text.endswith("<think>")
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from atom.checkpoint import Tokenizer
+from atom.serve.context import Context
+from atom.serve.errors import FieldError
+from atom.serve.openai.schema import ChatMessage, Tool, find_fault
+
+OWN_ID = re.compile(r"(call|toolu)_[0-9a-f]{16,}")  # `ids.new_id` and `tools.new_call_id`
+# what a client may hand to a template: nothing that names files, other templates or the prompt itself
+TEMPLATE_KWARGS = (
+    "enable_thinking",
+    "thinking",
+    "reasoning_effort",
+    "date_string",
+    "builtin_tools",
+    "tools_in_user_message",
+)
+
+
+class Conversation(NamedTuple):
+    text: str
+    tokens: list[int]
+
+
+async def encode_conversation(
+    context: Context,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    truncate: int | None = None,
+) -> Conversation:
+    """RequestError where the checkpoint has no template, or one that does not take these messages, or so many.
+
+    truncate: how many of the last tokens count; there may be more.
+    """
+    tokenizer = context.need_tokenizer()
+    for name in kwargs or ():
+        if name not in TEMPLATE_KWARGS:
+            known = ", ".join(TEMPLATE_KWARGS)
+            raise FieldError("chat_template_kwargs", f"chat_template_kwargs.{name} is not taken; there is: {known}")
+    plain = [plain_message(message, tokenizer) for message in messages]
+    return await encode_plain(context, plain, tools, kwargs, truncate=truncate)
+
+
+async def encode_plain(
+    context: Context,
+    messages: list[dict[str, Any]],
+    tools: Sequence[Tool] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    prefill: str = "",
+    truncate: int | None = None,
+) -> Conversation:
+    """The same from messages as templates know them. prefill: what the answer begins with."""
+    tokenizer, values = context.need_tokenizer(), dict(kwargs or {})
+    cut = partial(context.cut, truncate=truncate)
+    for message in messages:
+        if message["role"] != "assistant":  # of which templates leave out thoughts
+            cut(message["content"])
+        for call in message.get("tool_calls", ()):
+            call["id"] = template_id(call["id"])
+        if "tool_call_id" in message:
+            message["tool_call_id"] = template_id(message["tool_call_id"])
+    if tools:
+        values["tools"] = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
+    prepare = partial(tokenizer.prepare_chat, messages, prefill=prefill, cut=cut, **values)
+    return Conversation(*await context.in_thread(prepare))
+
+
+def plain_message(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A message as templates know it: one text, and the arguments of calls as objects."""
+    content = message.content
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    if content is None and not message.tool_calls:
+        raise FieldError("messages", f"a message of the {message.role} has no content")
+    role = message.role
+    if role == "developer" and "developer" not in (tokenizer.chat_template or ""):
+        role = "system"  # what most templates call it
+    told: dict[str, Any] = {"role": role, "content": content or ""}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, name)) is not None:
+            told[name] = value
+    if message.tool_calls:
+        told["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": read_arguments(call.function.arguments)},
+            }
+            for call in sorted(message.tool_calls, key=lambda call: call.index or 0)
+        ]
+    return told
+
+
+def template_id(id: str) -> str:
+    """The name of a call as templates take it: some insist on 9 letters and digits, so our own names are cut."""
+    return id[-9:] if OWN_ID.fullmatch(id) else id
+
+
+def read_arguments(text: str) -> dict[str, Any]:
+    try:
+        arguments = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise FieldError("messages", "the arguments of a tool call in the messages are no JSON object")
+    if fault := find_fault(arguments):
+        raise FieldError("messages", f"the arguments of a tool call in the messages: {fault}")
+    return arguments

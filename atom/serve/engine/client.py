@@ -1,0 +1,268 @@
+"""The engine, as the HTTP process sees it: requests go in, their outputs come as they are made.
+
+    client = EngineClient(config)
+    await client.connect(connection)                       # a socket whose other end is the engine process's
+    stream = client.submit([[1, 2, 3]], [params], id="cmpl-1")
+    while not stream.is_done:
+        for output in await stream.next():
+            print(output.text)
+
+One object for each running request; what arrives for it wakes the one task that waits for it. The death of the engine
+ends every stream with an EngineDeadError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import StrEnum
+from socket import socket
+
+from atom.config import Config, SamplingParams
+from atom.errors import AtomError, EngineDeadError, RequestError
+from atom.serve.engine.protocol import (
+    Abort,
+    Beat,
+    Done,
+    Failed,
+    Frames,
+    FromEngine,
+    Message,
+    Output,
+    Outputs,
+    Profile,
+    Ready,
+    Refused,
+    Start,
+    Stats,
+    Submit,
+    encode,
+    from_engine,
+)
+from atom.serve.engine.stream import Stream
+
+START_SECONDS = 60.0  # of silence while the engine starts: imports hold the interpreter
+MAX_GAP = 1.0  # seconds between two checks that count as silence: a process that was stopped has not listened
+SMOOTHING = 0.1  # of the newest in the mean time between two ends
+
+
+class State(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class QueueFullError(AtomError):
+    """More requests wait than may."""
+
+    def __init__(self, num_waiting: int, retry_after: int) -> None:
+        super().__init__(f"{num_waiting} requests are waiting, and no more may; try again in {retry_after} s")
+        self.retry_after = retry_after  # seconds
+
+
+class EngineClient(asyncio.Protocol):
+    """One engine. `state` is what /health tells; `stats` is as old as the last heartbeat."""
+
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self.state = State.LOADING
+        self.stats = Stats()
+        self.gpus = ""  # as `Ready` has told
+        self.error: Failed | None = None  # why it died, where it could say so
+        self.reason = ""  # that it is dead
+        self.has_left = False  # its process ended, or is about to, and neither side had said so
+        self.ready = asyncio.Event()
+        self.dead = asyncio.Event()
+        self.idle = asyncio.Event()  # no request is running
+        self.idle.set()
+        self._config = config
+        self._clock = clock
+        self._streams: dict[str, Stream] = {}
+        self._numbers = itertools.count()
+        self._asked: dict[str, asyncio.Future[str]] = {}  # profiles that are about to start or stop
+        self._frames: Frames[FromEngine] = from_engine()
+        self._transport: asyncio.Transport | None = None
+        self._checked = clock()
+        self._silence = 0.0  # seconds
+        self._ended = clock()  # the last sequence
+        self._interval = 0.0  # mean seconds between two ends
+        self._num_sent = 0  # Submit messages
+        self._unseen: deque[tuple[int, int]] = deque()  # Submits that the engine has not taken in: number, sequences
+        self._num_unseen = 0  # sequences of these
+        self._num_waiting = 0  # sequences, of those taken in
+
+    async def connect(self, connection: socket) -> None:
+        """Take the socket and send the configuration."""
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=connection)
+        self._send(Start(self._config))
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are not admitted, those included that the engine has not heard of yet."""
+        return self._num_waiting + self._num_unseen
+
+    def submit(
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        *,
+        id: str,
+        salt: bytes = b"",
+        priority: int = 0,
+    ) -> Stream:
+        """Send a request, params for each of its prompts.
+
+        QueueFullError beyond max_queue, RequestError for a request that alone is more, EngineDeadError where there is
+        no engine to take it.
+        """
+        if self.state is not State.READY:
+            raise EngineDeadError(f"the engine is {self.state}")
+        num_sequences, limit = sum(one.n for one in params), self._config.serve.http.max_queue
+        if num_sequences > limit:
+            raise RequestError(f"{num_sequences} answers in a request; at most {limit} may wait (serve.http.max_queue)")
+        if self.num_waiting + num_sequences > limit:
+            raise QueueFullError(self.num_waiting, self.retry_after())
+        ids = [id if len(prompts) == 1 else f"{id}-{place}" for place in range(len(prompts))]
+        stream = Stream(ids, num_sequences)
+        self.idle.clear()
+        for each, prompt, one in zip(ids, prompts, params, strict=True):
+            assert each not in self._streams, f"{each} is taken"
+            self._streams[each] = stream
+            self._num_sent += 1
+            self._unseen.append((self._num_sent, one.n))
+            self._num_unseen += one.n
+            self._send(Submit(each, prompt, one, salt, priority))
+        return stream
+
+    def retry_after(self) -> int:
+        """Whole seconds until the queue should have room, at the pace of the last ends."""
+        return min(max(math.ceil(self._interval), 1), 60)
+
+    def abort(self, stream: Stream) -> None:
+        """Nobody waits for it any more; its blocks are free within a step."""
+        stream.stop_timer()
+        for id in stream.places:
+            if self._streams.pop(id, None) is not None:
+                self._send(Abort(id))
+        self._note_idle()
+
+    async def profile(self, *, starts: bool) -> str:
+        """Start or stop the profiler; where the trace is. RequestError says why it cannot be."""
+        if self.state is not State.READY:
+            raise EngineDeadError(f"the engine is {self.state}")
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        id = f"profile-{next(self._numbers)}"
+        self._asked[id] = answer
+        self._send(Profile(id, starts))
+        return await answer
+
+    def drain(self) -> None:
+        """Take no more requests."""
+        if self.state in (State.READY, State.LOADING):
+            self.state = State.DRAINING
+
+    def close(self, reason: str) -> None:
+        """Let the engine end, and with it what still runs."""
+        self._die(reason)
+        if self._transport is not None:
+            self._transport.close()
+
+    def check(self) -> None:
+        """Take an engine for dead that has been silent too long; to be called now and then."""
+        now = self._clock()
+        self._silence += min(now - self._checked, MAX_GAP)
+        self._checked = now
+        limit = self._config.serve.http.heartbeat_seconds if self.ready.is_set() else START_SECONDS
+        if self._silence > limit:
+            self._die(f"the engine was silent for {limit:g} s")
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._silence = 0.0
+        for message in self._frames.feed(data):
+            self._take(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.has_left = self.has_left or self.state is not State.DEAD
+        self._die("the engine's process has ended")
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Outputs():
+                self._note_seen(message.num_seen, message.num_waiting)
+                now = asyncio.get_running_loop().time()
+                for output in message.outputs:
+                    self._hand_out(output, now)
+            case Beat(stats):
+                self.stats = stats
+            case Refused(id, error):
+                self._fail(id, RequestError(error) if error else AtomError("the engine could not prepare this request"))
+            case Done(id, result, error):
+                answer = self._asked.pop(id)
+                if not answer.done():
+                    answer.set_exception(RequestError(error)) if error else answer.set_result(result)
+            case Ready(gpus=gpus):
+                self.gpus = gpus
+                self.ready.set()
+                if self.state is State.LOADING:
+                    self.state = State.READY
+            case Failed():
+                self.error = message
+                self._die(message.error)
+
+    def _hand_out(self, output: Output, now: float) -> None:
+        if output.finish is not None:
+            ended = self._clock()
+            self._interval += SMOOTHING * (ended - self._ended - self._interval)
+            self._ended = ended
+        stream = self._streams.get(output.id)
+        if stream is None:
+            return  # aborted since
+        stream.push(output, now)
+        if output.finish is not None and not stream.num_running:
+            for id in stream.places:
+                self._streams.pop(id, None)
+            self._note_idle()
+
+    def _note_seen(self, num_seen: int, num_waiting: int) -> None:
+        self._num_waiting = num_waiting
+        while self._unseen and self._unseen[0][0] <= num_seen:
+            self._num_unseen -= self._unseen.popleft()[1]
+
+    def _note_idle(self) -> None:
+        if not self._streams:
+            self.idle.set()
+
+    def _fail(self, id: str, error: AtomError) -> None:
+        """End a request, all its prompts, with an error."""
+        stream = self._streams.get(id)
+        if stream is not None:
+            self.abort(stream)
+            stream.fail(error)
+
+    def _die(self, reason: str) -> None:
+        if self.state is State.DEAD:
+            return
+        self.state, self.reason = State.DEAD, reason
+        for stream in set(self._streams.values()):
+            stream.fail(EngineDeadError(reason))
+        self._streams.clear()
+        self._note_idle()
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(EngineDeadError(reason))
+        self.dead.set()
+        if self._transport is not None:
+            self._transport.close()
+
+    def _send(self, message: Message) -> None:
+        if self._transport is not None:
+            self._transport.write(encode(message))

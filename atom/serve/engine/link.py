@@ -1,0 +1,58 @@
+"""The engine process's end of the socket to the HTTP process.
+
+link = Link(socket.socket(fileno=3))
+(start,) = link.receive()
+threading.Thread(target=beat, args=(link, 0.5, stats, stopped), daemon=True).start()
+link.send(Ready(num_blocks, gpus))
+fail(link, error, 1)                            # before the process ends
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+
+from atom.serve.engine.protocol import Beat, Failed, Frames, Message, Stats, ToEngine, encode, to_engine
+
+RECEIVE = 1 << 16  # bytes at a time
+
+
+class Link:
+    """The socket: any thread sends, one receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._frames: Frames[ToEngine] = to_engine()
+
+    def send(self, message: Message) -> None:
+        frame = encode(message)
+        with self._sending:
+            self._connection.sendall(frame)
+
+    def receive(self) -> list[ToEngine]:
+        """The next messages; EOFError at the end."""
+        while True:
+            data = self._connection.recv(RECEIVE)
+            if not data:
+                raise EOFError
+            if messages := self._frames.feed(data):
+                return messages
+
+
+def beat(link: Link, seconds: float, stats: Callable[[], Stats], stopped: threading.Event) -> None:
+    """Send a heartbeat at every interval."""
+    while not stopped.wait(seconds):
+        try:
+            link.send(Beat(stats()))
+        except OSError:  # the HTTP process is gone, which the receiving thread sees
+            return
+
+
+def fail(link: Link, error: Exception, exit_code: int) -> int:
+    """Tell the HTTP process why the engine ends."""
+    with contextlib.suppress(OSError):
+        link.send(Failed(type(error).__name__, str(error), exit_code))
+    return exit_code

@@ -1,0 +1,83 @@
+"""The outputs of one request, from the client of the engine, which pushes them, to the one task that answers.
+
+    stream = client.submit([[1, 2, 3]], [params], id="cmpl-1")
+    while not stream.is_done:
+        for output in await stream.next(seconds=15.0):
+            print(output.text)
+
+Every token passes here, so what it costs is kept low: one future, and no timer of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from atom.errors import AtomError
+from atom.serve.engine.protocol import Output
+
+
+class Stream:
+    """The outputs of one request, which may have several prompts. One task reads it."""
+
+    def __init__(self, ids: list[str], num_sequences: int) -> None:
+        self.places = {id: place for place, id in enumerate(ids)}  # an output's id -> which prompt
+        self.num_running = num_sequences
+        self.is_done = False  # everything has been read
+        self._outputs: list[Output] = []
+        self._error: AtomError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._seconds: float | None = None  # of silence after which `next` returns nothing
+        self._last = 0.0  # when something came
+        self._timer: asyncio.TimerHandle | None = None  # one for the whole stream: a token is too short for its own
+
+    async def next(self, seconds: float | None = None) -> list[Output]:
+        """What is new; nothing only where as many seconds have passed without anything.
+
+        RequestError where the engine refuses the request, EngineDeadError where it dies.
+        """
+        if not self._outputs and self._error is None:
+            loop = asyncio.get_running_loop()
+            self._waiter, self._seconds = loop.create_future(), seconds
+            if self._timer is None and seconds is not None:
+                self._last = loop.time()
+                self._timer = loop.call_later(seconds, self._end_silence, loop)
+            await self._waiter
+        outputs, self._outputs = self._outputs, []
+        if self._error is not None and not outputs:
+            self.is_done = True
+            raise self._error
+        self.is_done = not self.num_running and self._error is None
+        return outputs
+
+    def push(self, output: Output, now: float) -> None:
+        """now: the loop's time."""
+        self._last = now
+        self._outputs.append(output)
+        if output.finish is not None:
+            self.num_running -= 1
+            if not self.num_running:
+                self.stop_timer()
+        self._wake()
+
+    def fail(self, error: AtomError) -> None:
+        self._error = error
+        self.num_running = 0
+        self.stop_timer()
+        self._wake()
+
+    def stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _end_silence(self, loop: asyncio.AbstractEventLoop) -> None:
+        assert self._seconds is not None, "it was armed with them"
+        left = self._last + self._seconds - loop.time()
+        if left <= 0:
+            self._last = loop.time()
+            self._wake()
+        self._timer = loop.call_later(left if left > 0 else self._seconds, self._end_silence, loop)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,279 @@
+"""The engine process: `python -m atom.serve.engine.worker FD`, where FD is the socket to the HTTP process.
+
+    worker = Worker(link)
+    threading.Thread(target=worker.receive, daemon=True).start()
+    worker.load(lambda: open_engine(config, RichProgress()), config.device)
+    worker.run()                                   # until the HTTP process is gone
+
+Three threads. One reads messages and prepares requests, so that a bad or a long prompt never holds up a step; the main
+one loads and runs the steps; one sends a heartbeat, so that a long step or compilation is not taken for death.
+
+It ends when the socket does, with the compilers that it has started, whatever signals a terminal or a supervisor sends:
+the HTTP process decides when the last request is done.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from atom.config import Config
+from atom.devices import open_early
+from atom.errors import AtomError, CapacityError, RequestError
+from atom.gc_utils import no_collection, settle
+from atom.runtime.types import RequestOutput, Sequence
+from atom.serve.engine.link import Link, beat, fail
+from atom.serve.engine.protocol import (
+    Abort,
+    Done,
+    Finish,
+    Output,
+    Outputs,
+    Profile,
+    Ready,
+    Refused,
+    Start,
+    Stats,
+    Submit,
+    ToEngine,
+)
+
+if TYPE_CHECKING:
+    from atom.runtime.engine import Engine
+
+BEATS = 8  # in the time after which silence is taken for death
+GRACE_SECONDS = 2.0  # for a step to end when the HTTP process is gone
+
+
+Work = Callable[[], object]  # what the main thread is to do between two steps
+Open = Callable[[Config], "Engine"]
+
+
+class Worker:
+    """The engine and what is said of it. `receive` is for a thread of its own, `stats` for any."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._engine: Engine | None = None
+        self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: the HTTP process is gone
+        self._outputs: list[Output] = []
+        self._num_seen = 0
+        self._told = (0, 0)  # the state that the HTTP process knows: `_num_seen`, sequences that wait
+        self._is_failing = False  # the last step raised
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "requests come once the engine is ready"
+        return self._engine
+
+    def stats(self) -> Stats:
+        if self._engine is None:
+            return Stats()
+        told = self._engine.stats()
+        return Stats(**{name: getattr(told, name) for name in Stats.__struct_fields__})
+
+    def load(self, make: Callable[[], Engine], device: str = "cpu") -> None:
+        self._engine = make()
+        settle()
+        self._link.send(Ready(self._engine.stats().num_blocks, "" if device == "cpu" else describe_gpus()))
+
+    def run(self) -> None:
+        """Serve until the HTTP process is gone."""
+        while self._take_in():
+            if self.engine.has_work:
+                self._step()
+            self._tell_state()
+
+    def receive(self) -> None:
+        """Take messages in until the socket ends; then the process ends too, whatever it is doing."""
+        try:
+            while True:
+                for message in self._link.receive():
+                    self._inbox.put(self._prepare(message))
+        except (EOFError, OSError):
+            if self._engine is None:
+                end_group()  # nothing of a model that is half loaded is needed
+            self._inbox.put(None)
+            last = threading.Timer(GRACE_SECONDS, end_group)  # a step may take minutes
+            last.daemon = True
+            last.start()
+        except Exception as error:
+            traceback.print_exc()
+            fail(self._link, error, 1)
+            end_group()
+
+    def _step(self) -> None:
+        """A step that raises ends the requests in it; a second one in a row, or a lack of memory, the engine."""
+        try:
+            self.engine.step(self._tell_state)
+            self._is_failing = False
+        except (CapacityError, BrokenPipeError, ConnectionResetError):
+            raise
+        except Exception:
+            if self._is_failing:
+                raise
+            self._is_failing = True
+            traceback.print_exc()
+            self.engine.end_failed()
+
+    def _tell_state(self) -> None:
+        """Send what is new: before a step too, as during a long one what it has admitted would count as waiting."""
+        state = (self._num_seen, self.engine.stats().num_waiting)  # which aborts change without any output
+        if self._outputs or state != self._told:
+            self._told, outputs, self._outputs = state, self._outputs, []
+            self._link.send(Outputs(outputs, *state))
+
+    def _take_in(self) -> bool:
+        """Do what waits in the inbox; wait for something where there is no other work. False: it is over."""
+        while True:
+            try:
+                work = self._inbox.get(block=not (self.engine.has_work or self._outputs))
+            except queue.Empty:
+                return True
+            if work is None:
+                return False
+            work()
+            if self._inbox.empty():
+                return True
+
+    def _prepare(self, message: ToEngine) -> Work:
+        match message:
+            case Submit():
+                return self._prepare_request(message)
+            case Abort(id):
+                return lambda: self.engine.abort(id)
+            case Profile():
+                return lambda: self._profile(message)
+        raise AssertionError(f"{message!r} is the first message and no other")
+
+    def _prepare_request(self, message: Submit) -> Work:
+        def refuse(error: AtomError | None) -> None:
+            self._num_seen += 1
+            self._link.send(Refused(message.id, "" if error is None else str(error)))
+
+        def submit() -> None:
+            try:
+                self.engine.submit(sequences, self._tell)
+                self._num_seen += 1
+            except RequestError as error:
+                refuse(error)
+
+        try:
+            sequences: list[Sequence] = self.engine.prepare(
+                message.prompt, message.params, request_id=message.id, salt=message.salt, priority=message.priority
+            )
+        except AtomError as error:
+            reason = error
+            return lambda: refuse(reason)
+        except Exception:  # one request is lost and not the engine
+            traceback.print_exc()
+            return lambda: refuse(None)
+        return submit
+
+    def _profile(self, message: Profile) -> None:
+        try:
+            trace = ""
+            if message.starts:
+                self.engine.start_profile()
+            else:
+                trace = str(self.engine.stop_profile())
+        except (AtomError, OSError) as error:  # of the folder, or of the disk
+            self._link.send(Done(message.id, "", str(error)))
+        else:
+            self._link.send(Done(message.id, trace))
+
+    def _tell(self, output: RequestOutput) -> None:
+        """The engine's callback: what is new of one sequence."""
+        sequence = output.sequence
+        finish = None
+        if output.finished:
+            queue_seconds = (sequence.admitted_at or sequence.finished_at or sequence.arrival) - sequence.arrival
+            scored = sequence.prompt_logprobs if sequence.params.prompt_logprobs is not None else None
+            finish = Finish(
+                str(output.finish_reason),
+                len(sequence.output),
+                sequence.num_cached,
+                queue_seconds,
+                scored,
+                sequence.stop_string,
+                sequence.error,
+            )
+        logprobs = output.logprobs or None
+        self._outputs.append(Output(output.request_id, output.index, output.text, output.token_ids, logprobs, finish))
+
+
+def open_real(config: Config) -> Engine:
+    if config.device == "cuda":
+        open_early()
+    with no_collection():
+        from atom.checkpoint import RichProgress
+        from atom.llm import open_engine
+
+        return open_engine(config, RichProgress())
+
+
+def describe_gpus() -> str:
+    """The GPUs that this process may use, as in `2 x NVIDIA H200`."""
+    import torch
+
+    names = Counter(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
+    return " + ".join(f"{count} x {name}" for name, count in names.items())
+
+
+def main(make: Open = open_real) -> int:
+    """Serve an engine on the socket that the last argument names; the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    connection = socket.socket(fileno=int(sys.argv[-1]))
+    connection.set_inheritable(False)
+    link = Link(connection)
+    try:
+        (start,) = link.receive()  # nothing else is sent before the engine is ready
+    except EOFError:
+        return 0  # it was never wanted
+    assert isinstance(start, Start), "the configuration comes first"
+    worker = Worker(link)
+    interval = start.config.serve.http.heartbeat_seconds / BEATS
+    stopped = threading.Event()
+    threading.Thread(target=beat, args=(link, interval, worker.stats, stopped), name="beat", daemon=True).start()
+    threading.Thread(target=worker.receive, name="receive", daemon=True).start()
+    try:
+        worker.load(lambda: make(start.config), start.config.device)
+        worker.run()
+    except AtomError as error:
+        return fail(link, error, error.exit_code)
+    except OSError as error:
+        return 0 if isinstance(error, BrokenPipeError | ConnectionResetError) else fail(link, error, 1)
+    except Exception as error:
+        fail(link, error, 1)
+        raise
+    finally:
+        stopped.set()
+        end_children()
+    return 0
+
+
+def end_group() -> None:
+    """End this process and those that it has started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def end_children() -> None:
+    """End what this process has started, so that it can end with an exit code of its own."""
+    if os.getpgrp() == os.getpid():
+        signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGVTALRM)  # which ends them, as SIGHUP does not under nohup
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""From the body of a request to what the engine takes: sampling values, with the server's defaults and limits.
+
+params = sampling_params(body, config)        # FieldError names the field that cannot be served
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from atom.config import Config, SamplingParams
+from atom.errors import RequestError
+from atom.serve.errors import FieldError
+from atom.serve.openai.schema import ChatRequest, CompletionRequest, Generation
+
+SAME_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "stop_token_ids",
+    "ignore_eos",
+    "skip_special_tokens",
+    "seed",
+    "prompt_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingParams:
+    """The values of a body, the configuration's `sampling` where it has none; `more` goes before both."""
+    names = [each.name for each in dataclasses.fields(SamplingParams)]
+    values = {name: getattr(config.sampling, name) for name in names}
+    values |= {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
+    values["max_tokens"] = asked_tokens(body) or values["max_tokens"]
+    if body.stop is not None:
+        values["stop_strings"] = [body.stop] if isinstance(body.stop, str) else body.stop
+    if body.logit_bias is not None:
+        values["logit_bias"] = read_bias(body.logit_bias)
+    if (form := find_form(body)) is not None:
+        values["structured_outputs"] = form.value
+    num_logprobs = asked_logprobs(body)
+    values["n"] = num_answers(body, config)
+    if num_logprobs is None and values["n"] > (body.n or 1):
+        num_logprobs = 0  # the best are chosen by them
+    values["logprobs"] = num_logprobs
+    check_limits(values, body, config)
+    try:
+        return SamplingParams(**values | more)
+    except RequestError as error:
+        if form is None:
+            raise
+        raise FieldError(form.field, str(error)) from None
+
+
+def asked_tokens(body: Generation) -> int | None:
+    if isinstance(body, ChatRequest):
+        return body.max_completion_tokens or body.max_tokens
+    if isinstance(body, CompletionRequest) and body.max_tokens == 0:
+        if not body.echo:
+            raise FieldError("max_tokens", "max_tokens=0 is for echo: the prompt alone comes back")
+        return 1  # whose token is not shown
+    return body.max_tokens if isinstance(body, CompletionRequest) else None
+
+
+def asked_logprobs(body: Generation) -> int | None:
+    """How many most likely tokens to report at each place; None: nothing at all."""
+    if isinstance(body, CompletionRequest):
+        return body.logprobs
+    if isinstance(body, ChatRequest):
+        if body.top_logprobs is not None and not body.logprobs:
+            raise FieldError("top_logprobs", "top_logprobs needs logprobs=true")
+        return (body.top_logprobs or 0) if body.logprobs else None
+    return None
+
+
+def num_answers(body: Generation, config: Config) -> int:
+    """Answers to make to each prompt."""
+    num, best_of, limit = body.n or 1, body.best_of or body.n or 1, config.serve.http.best_of
+    if best_of < num:
+        raise FieldError("best_of", f"best_of={best_of} is less than n={num}")
+    if best_of > num and body.stream:
+        raise FieldError("best_of", "best_of cannot be streamed: the best are known at the end")
+    if best_of > limit:
+        name = "n" if num > limit else "best_of"
+        raise FieldError(name, f"{name}={max(num, best_of)} is more than the {limit} answers that this server makes")
+    return best_of
+
+
+class Form(NamedTuple):
+    field: str  # of the body
+    value: dict[str, Any]  # in the engine's terms
+
+
+def find_form(body: Generation) -> Form | None:
+    """What the answer must match."""
+    found: dict[str, dict[str, Any]] = {}
+    response_format = body.response_format
+    if response_format is not None and response_format.type == "json_object":
+        found["response_format"] = {"json_object": True}
+    elif response_format is not None and response_format.type == "json_schema":
+        if response_format.json_schema is None:
+            raise FieldError("response_format", "response_format.json_schema is missing")
+        found["response_format"] = {"json": response_format.json_schema.schema_}
+    if body.structured_outputs is not None:
+        found["structured_outputs"] = body.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+    for name in ("regex", "grammar"):
+        if (value := getattr(body, name)) is not None:
+            found[name] = {name: value}
+    if len(found) > 1:
+        raise FieldError(next(iter(found)), f"{' and '.join(found)} say twice what the answer must match; give one")
+    return next((Form(*item) for item in found.items()), None)
+
+
+def read_bias(bias: dict[str, float]) -> dict[int, float]:
+    for token in bias:
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise FieldError("logit_bias", f"logit_bias: {token!r} is no token id")
+    return {int(token): value for token, value in bias.items()}
+
+
+def check_limits(values: dict[str, Any], body: Generation, config: Config) -> None:
+    http = config.serve.http
+    check_tokens("stop_token_ids", values["stop_token_ids"] or (), config)
+    check_tokens("logit_bias", values["logit_bias"] or (), config)
+    if values["min_tokens"] > values["max_tokens"]:
+        told = f"min_tokens={values['min_tokens']} is more than max_tokens={values['max_tokens']}"
+        raise FieldError("min_tokens", told)
+    if len(values["stop_strings"] or ()) > http.max_stop_sequences:
+        raise FieldError("stop", f"stop has more than {http.max_stop_sequences} strings")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (values[name] or 0) > http.max_top_n_tokens:
+            field = "top_logprobs" if name == "logprobs" and isinstance(body, ChatRequest) else name
+            raise FieldError(field, f"{field}={values[name]} is more than {http.max_top_n_tokens}")
+    if body.stream and body.prompt_logprobs is not None:
+        raise FieldError("prompt_logprobs", "prompt_logprobs cannot be streamed")
+    if body.stream_options is not None and not body.stream:
+        raise FieldError("stream_options", "stream_options is for stream=true")
+
+
+def check_tokens(field: str, tokens: Iterable[int], config: Config) -> None:
+    vocab = config.model.vocab
+    if wrong := next((token for token in tokens if not 0 <= token < vocab), None):
+        raise FieldError(field, f"{field}: {wrong} is no token id; they are numbers from 0 to {vocab - 1}")

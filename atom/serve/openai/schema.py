@@ -1,0 +1,226 @@
+"""The bodies that the OpenAI routes take. What is not a field here is refused by name.
+
+    ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hello"}]})
+
+null is as good as leaving a field out. Types are strict: a number in quotes is no number. Limits that the
+configuration sets are checked in `atom.serve.openai.params`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_TEXT = 1 << 25  # characters of one text; the body has its own limit
+MAX_DEPTH = 100  # of JSON in a body: what reads it later recurses
+MAX_FIELDS = 100  # of an object that has named ones
+MAX_TOKENS = 1024  # that one request names to be biased, or to stop at
+INT_LIMITS = (-(1 << 63), 1 << 64)  # what a message to the engine can hold
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+T = TypeVar("T")
+List = Annotated[list[T], Field(fail_fast=True)]  # the first wrong item is told, not a million of them
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
+Word = Annotated[str, Field(max_length=1024)]
+TemplateKwargs = dict[Word, bool | int | float | Word]
+
+
+def plain_json(value: Any) -> Any:
+    if fault := find_fault(value):
+        raise PydanticCustomError("json", "{fault}", {"fault": fault})
+    return value
+
+
+def find_fault(value: Any) -> str | None:
+    """Why a JSON value that was read cannot be written again, or is deeper than what reads it can recurse."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        for item in level:
+            if isinstance(item, str) and not is_unicode(item):
+                return "this holds half a surrogate pair, which is no text"
+            if isinstance(item, float) and not math.isfinite(item):
+                return "this holds a number that is not finite"
+            if isinstance(item, int) and not INT_LIMITS[0] <= item < INT_LIMITS[1]:
+                return "this holds a number of more than 64 bits"
+        level = [item for each in level for item in parts(each)]
+        if not level:
+            return None
+    return f"this is nested deeper than {MAX_DEPTH} levels"
+
+
+def parts(value: Any) -> list[Any]:
+    return [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
+def is_unicode(text: str) -> bool:
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+JSONObject = Annotated[dict[str, Any], AfterValidator(plain_json)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_many(cls, value: Any) -> Any:
+        """Unknown fields are told by name, each of them, so they must be few."""
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            told = {"given": len(value), "most": MAX_FIELDS}
+            raise PydanticCustomError("fields", "this has {given} fields; no object here takes more than {most}", told)
+        return value
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="a last event with the usage, and usage: null in the others")
+
+
+class JSONSchema(Body):
+    name: str = Field(max_length=64, description="a label: the answer does not depend on it")
+    description: Text | None = Field(None, description="a label: the answer does not depend on it")
+    schema_: JSONObject = Field(alias="schema")
+    strict: bool | None = Field(None, description="a label: an answer always keeps to its schema")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """What the answer must match: exactly one of these, under vLLM's names."""
+
+    json_: JSONObject | Text | None = Field(None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: Text | None = None
+    choice: List[Text] | None = None
+    grammar: Text | None = None
+
+
+class Generation(Body):
+    """What a completion and a chat have in common."""
+
+    model: str | None = Field(None, description="one of the served names; the first is meant where there is none")
+    temperature: float | None = Field(None, ge=0, le=100, description="0: greedy")
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=1 << 31, description="0 or -1: all")
+    min_p: float | None = Field(None, ge=0, le=1)
+    min_tokens: int | None = Field(None, ge=0, le=1 << 31, description="no end before as many")
+    stop: Stop | List[Stop] | None = None
+    include_stop_str_in_output: bool | None = None
+    stop_token_ids: List[TokenId] | None = Field(None, max_length=MAX_TOKENS)
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = Field(None, description="false shows special tokens in the text")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    n: int | None = Field(None, ge=1)
+    best_of: int | None = Field(None, ge=1, description="answers made, of which the n most likely are returned")
+    prompt_logprobs: int | None = Field(None, ge=0)
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[Word, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_TOKENS)
+    truncate_prompt_tokens: int | None = Field(None, ge=1, description="the last tokens of the prompt that count")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=1024, description="shares cached prefixes only with its equals"
+    )
+    priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31, description="lower ones go first")
+    user: str | None = Field(None, max_length=1024, description="goes to the log")
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    regex: Text | None = Field(None, description="structured_outputs.regex")
+    grammar: Text | None = Field(None, description="structured_outputs.grammar")
+
+
+class CompletionRequest(Generation):
+    prompt: Text | List[Text] | List[TokenId] | List[List[TokenId]] = Field(
+        description="all that the model reads: where a text spells a special token, it is that token"
+    )
+    max_tokens: int | None = Field(None, ge=0, description="0 is for echo")
+    logprobs: int | None = Field(None, ge=0, description="most likely tokens to report at each place")
+    echo: bool | None = Field(None, description="the text begins with the prompt")
+    suffix: None = None
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class FunctionCall(Body):
+    name: str = Field(max_length=256)
+    arguments: Text
+
+
+class ToolCallMessage(Body):
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = Field(None, description="the place among the message's calls")
+
+
+class ChatMessage(Body):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | List[TextPart] | None = None
+    name: str | None = Field(None, max_length=256)
+    tool_calls: List[ToolCallMessage] | None = None
+    tool_call_id: str | None = Field(None, max_length=256)
+    reasoning_content: Text | None = None
+    refusal: None = None  # and what else OpenAI's SDK makes of an answer that goes back as it came
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(Body):
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+    description: Text | None = None
+    parameters: JSONObject | None = None
+    strict: bool | None = Field(None, description="a label: a forced call keeps to its schema, a free one may not")
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str = Field(max_length=64)
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatRequest(Generation):
+    messages: List[ChatMessage] | None = Field(None, min_length=1)
+    prompt: List[ChatMessage] | None = Field(None, min_length=1, description="another name of messages")
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1, description="counts before max_tokens")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+    tools: List[Tool] | None = Field(None, max_length=512)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
+    chat_template_kwargs: TemplateKwargs | None = None
+
+
+class TokenizeRequest(Body):
+    model: str | None = None
+    prompt: Text | None = Field(None, description="where it spells a special token, it is that token")
+    messages: List[ChatMessage] | None = Field(None, min_length=1)
+    tools: List[Tool] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    add_special_tokens: bool | None = Field(None, description="of a prompt; a template brings its own")
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: List[TokenId]

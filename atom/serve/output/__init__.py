@@ -1,0 +1,1 @@
+"""Output parsers: reasoning, content and tool calls, told apart while they stream."""

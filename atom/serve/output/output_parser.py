@@ -1,0 +1,136 @@
+"""Reasoning, content and tool calls, told apart while the text of an answer is streamed.
+
+    tags = ("<think>", "</think>")
+    parser = OutputParser("tagged_json", tags, is_in_reasoning=is_opened(prompt, tags), tools=names)
+    for text in answer:
+        delta = parser.push(text)          # Delta(content="", reasoning="Let me", tools=[])
+    delta = parser.finish()                # what was held back
+    parser.num_tool_calls                  # > 0: the answer ends with tool_calls
+
+    gather([parser.push(text), parser.finish()])     # the same for an answer that is not streamed
+
+One parser for each sequence. The deltas add up to the same whatever pieces the text comes in. `tool_choice` that forces
+calls constrains the answer to `tool_schema(tools, choice, tool_format)`; such an answer is read as "json" where it is
+"required", and with `named=` where it is one function's.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+from atom.serve.output.reasoning_parser import ReasoningSplitter, is_opened
+from atom.serve.output.tool_parser import FORMATS, CallReader, ToolDelta
+from atom.serve.output.tool_schema import tool_names, tool_schema
+
+__all__ = [
+    "Answer",
+    "Delta",
+    "OutputParser",
+    "ToolCall",
+    "ToolDelta",
+    "gather",
+    "is_opened",
+    "markers",
+    "new_call_id",
+    "tool_names",
+    "tool_schema",
+]
+
+
+class Delta(NamedTuple):
+    """What is new of an answer."""
+
+    content: str
+    reasoning: str
+    tools: list[ToolDelta]
+
+
+class ToolCall(NamedTuple):
+    name: str
+    arguments: str  # JSON text of an object
+    id: str
+
+
+class Answer(NamedTuple):
+    """A whole answer."""
+
+    content: str
+    reasoning: str
+    calls: list[ToolCall]
+
+
+def new_call_id() -> str:
+    """call_ and 24 hexadecimal digits that nobody can guess."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def markers(tool_format: str | None, reasoning: tuple[str, str] | None) -> list[str]:
+    """The texts that must survive decoding for a parser to see them, though they may be special tokens."""
+    tags = FORMATS[tool_format][:2] if tool_format else ()
+    return [text for text in (*tags, *(reasoning or ())) if text]
+
+
+class OutputParser:
+    """The parts of one answer. What may be the beginning of a marker or of a call is held back, nothing else."""
+
+    def __init__(
+        self,
+        tool_format: str | None,
+        reasoning: tuple[str, str] | None,
+        *,
+        is_in_reasoning: bool = False,
+        tools: Collection[str] | None = None,
+        named: str | None = None,
+        is_streamed: bool = True,
+        new_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        """
+        tool_format: json, tagged_json or python_tag; None: no calls are looked for
+        reasoning: the two markers; None: none is looked for
+        is_in_reasoning: the prompt ends with the opening marker, as `is_opened` says
+        tools: the names that can be called; a call of another is content. None: any name
+        named: the whole answer is the arguments of this function, whatever the format
+        is_streamed: arguments are given out while they are read; else a call comes whole, and one that breaks off is
+            content alone
+        """
+        self._splitter = ReasoningSplitter(reasoning, is_inside=is_in_reasoning) if reasoning else None
+        self._reader: CallReader | None = None
+        if tool_format is not None or named is not None:
+            form = FORMATS[tool_format] if tool_format is not None and named is None else None
+            self._reader = CallReader(form, tools, new_id, named=named, is_streamed=is_streamed)
+
+    @property
+    def num_tool_calls(self) -> int:
+        """Calls that are whole."""
+        return self._reader.num_calls if self._reader else 0
+
+    def push(self, text: str) -> Delta:
+        """What the next text brings."""
+        reasoning, tools = "", list[ToolDelta]()
+        if self._splitter:
+            reasoning, text = self._splitter.push(text)
+        if self._reader and text:
+            text, tools = self._reader.push(text)
+        return Delta(text, reasoning, tools)
+
+    def finish(self) -> Delta:
+        """The rest, once the text has ended."""
+        reasoning, content = self._splitter.finish() if self._splitter else ("", "")
+        if not self._reader:
+            return Delta(content, reasoning, [])
+        content, tools = self._reader.push(content)
+        rest, more = self._reader.finish()
+        return Delta(content + rest, reasoning, tools + more)
+
+
+def gather(deltas: Iterable[Delta]) -> Answer:
+    """The answer that deltas add up to."""
+    deltas = list(deltas)
+    calls: dict[int, ToolCall] = {}
+    for index, id, name, arguments in (tool for delta in deltas for tool in delta.tools):
+        begun = calls.get(index) or ToolCall(name or "", "", id or "")
+        calls[index] = begun._replace(arguments=begun.arguments + arguments)
+    content, reasoning = "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas)
+    return Answer(content, reasoning, list(calls.values()))

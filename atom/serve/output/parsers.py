@@ -1,0 +1,130 @@
+"""What a model may do in a chat beside talking: think, and call tools.
+
+talk = Talk(config, body.tools, body.tool_choice)
+params = talk.constrain(params)                  # a choice that forces calls constrains the answer
+answer = talk.read(text, prompt)                 # content, reasoning, calls
+parser = talk.parser(prompt)                     # the same while it is streamed; None: all is content
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from atom.config import Config, SamplingParams
+from atom.errors import RequestError
+from atom.serve.errors import FieldError
+from atom.serve.openai.schema import NamedTool, Tool
+from atom.serve.output.output_parser import (
+    Answer,
+    Delta,
+    OutputParser,
+    gather,
+    is_opened,
+    markers,
+    new_call_id,
+    tool_names,
+    tool_schema,
+)
+
+
+class Talk:
+    def __init__(
+        self,
+        config: Config,
+        tools: Sequence[Tool] | None,
+        choice: str | NamedTool | None,
+        *,
+        is_parallel: bool = True,
+        new_id: Callable[[], str] = new_call_id,
+    ) -> None:
+        """FieldError where tools are asked for that the model's answers cannot be searched for."""
+        if choice not in (None, "none") and not tools:
+            raise FieldError("tool_choice", "tool_choice needs tools")
+        self.tools = None if choice == "none" else tools or None  # that the model is told of
+        stated = config.serve.http.tool_calls
+        self._format = config.model.tool_calls if stated == "auto" else None if stated == "none" else stated
+        self._reasoning = (config.model.reasoning[0], config.model.reasoning[1]) if config.model.reasoning else None
+        self._is_parallel, self._new_id = is_parallel, new_id
+        self._named = choice.function.name if isinstance(choice, NamedTool) else None
+        self._plain = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
+        self._schema: dict[str, Any] | None = None
+        self._is_constrained = False
+        is_forced = bool(self.tools) and (self._named is not None or choice == "required")
+        try:
+            self._names = tool_names(self._plain) if self.tools else []
+            if is_forced:
+                asked = choice.model_dump() if isinstance(choice, NamedTool) else "required"
+                self._schema = tool_schema(self._plain, asked, self._format, is_parallel=is_parallel)
+        except RequestError as error:
+            raise FieldError("tool_choice" if str(error).startswith("tool_choice") else "tools", str(error)) from None
+        if is_forced:
+            self._format = "json"
+        elif self.tools and self._format is None:
+            fix = "set serve.http.tool_calls, or force a call with tool_choice"
+            raise FieldError("tools", f"this model's file names no format of tool calls; {fix}")
+
+    def constrain(self, params: SamplingParams) -> SamplingParams:
+        """The values with the constraint of a forced call and the markers visible; to be called before reading."""
+        if self._schema is not None:
+            if params.structured_outputs is not None:
+                raise FieldError("tool_choice", "a forced tool call and response_format both say what the answer is")
+            params = replace(params, structured_outputs={"json": self._schema})
+        self._is_constrained = params.structured_outputs is not None
+        visible = markers(self._format if self.tools else None, self._thinks)
+        return replace(params, visible_tokens=visible) if visible else params
+
+    @property
+    def _thinks(self) -> tuple[str, str] | None:
+        """A constrained answer has no room for reasoning."""
+        return None if self._is_constrained else self._reasoning
+
+    def parser(self, prompt: str, *, is_streamed: bool = True) -> OutputParser | None:
+        """What reads one answer to a rendered prompt; None where there is nothing to look for."""
+        if self.tools is None and self._thinks is None:
+            return None
+        return OutputParser(
+            self._format if self.tools else None,
+            self._thinks,
+            is_in_reasoning=self._thinks is not None and is_opened(prompt, self._thinks),
+            tools=self._names,
+            named=self._named,
+            is_streamed=is_streamed,
+            new_id=self._new_id,
+        )
+
+    def read(self, text: str, prompt: str) -> Answer:
+        """A whole answer."""
+        parser = self.parser(prompt, is_streamed=False)
+        if parser is None:
+            return Answer(text, "", [])
+        answer = gather([parser.push(text), parser.finish()])
+        return answer if self._is_parallel else answer._replace(calls=answer.calls[:1])
+
+    def next(self, parser: OutputParser, text: str, *, is_last: bool) -> Delta:
+        """What is new."""
+        delta = parser.push(text)
+        if is_last:
+            rest = parser.finish()
+            delta = Delta(delta.content + rest.content, delta.reasoning + rest.reasoning, delta.tools + rest.tools)
+        if self._is_parallel:
+            return delta
+        return delta._replace(tools=[call for call in delta.tools if not call.index])
+
+    def delta(self, parser: OutputParser, text: str, *, is_last: bool) -> dict[str, Any]:
+        """What is new, as the delta of a chunk; {} where all is held back."""
+        content, reasoning, calls = self.next(parser, text, is_last=is_last)
+        told: dict[str, Any] = {}
+        if content:
+            told["content"] = content
+        if reasoning:
+            told["reasoning_content"] = reasoning
+        if calls:
+            told["tool_calls"] = [
+                {"index": call.index}
+                | ({"id": call.id, "type": "function"} if call.id else {})
+                | {"function": ({"name": call.name} if call.name else {}) | {"arguments": call.arguments}}
+                for call in calls
+            ]
+        return told

@@ -1,0 +1,64 @@
+"""What a model thinks before it answers, told apart from the answer while both are streamed.
+
+    splitter = ReasoningSplitter(("<think>", "</think>"), is_inside=is_opened(prompt, ("<think>", "</think>")))
+    reasoning, content = splitter.push("Let me see.\n</think>\n\nIt is")     # "Let me see.", "It is"
+    reasoning, content = splitter.push(" four.")                             # "", " four."
+    reasoning, content = splitter.finish()                                   # what was held back
+
+An answer has one such part at most, at its beginning: a marker further on is a text about markers.
+"""
+
+from __future__ import annotations
+
+from atom.serve.output.incremental_text import NEWLINES, SPACE, Arriving, Reading
+
+
+def is_opened(prompt: str, markers: tuple[str, str]) -> bool:
+    """Whether a rendered prompt ends with the opening marker, so that the model begins inside."""
+    return prompt.rstrip().endswith(markers[0])
+
+
+class ReasoningSplitter:
+    """Two texts out of one. The markers and the newlines that touch them belong to neither."""
+
+    def __init__(self, markers: tuple[str, str], *, is_inside: bool = False) -> None:
+        """is_inside: the prompt has the opening marker already; the model may repeat it."""
+        self._open, self._close = markers
+        self._is_inside = is_inside
+        self._text = Arriving()
+        self._reasoning: list[str] = []
+        self._is_over = False  # all that follows is content
+        self._reading = self._read()
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Reasoning and content that are now known; only what may be a marker's beginning is held back."""
+        assert not (text and self._text.is_ended), "text came after the end"
+        if self._is_over:
+            return "", text
+        self._text.push(text)
+        next(self._reading, None)
+        reasoning = "".join(self._reasoning)
+        self._reasoning.clear()
+        return reasoning, self._text.take(len(self._text.text)) if self._is_over else ""
+
+    def finish(self) -> tuple[str, str]:
+        """The rest. Reasoning that was not closed stays reasoning."""
+        self._text.is_ended = True
+        return self.push("")
+
+    def _read(self) -> Reading[None]:
+        text = self._text
+        yield from text.skip(SPACE)
+        if (yield from text.starts_with(self._open)):
+            text.at += len(self._open)
+        elif self._is_inside:
+            text.at = 0
+        else:
+            self._is_over = True
+            return
+        yield from text.skip(NEWLINES)
+        text.take(text.at)
+        if (yield from text.give_until(self._close, self._reasoning)):
+            yield from text.skip(NEWLINES)
+            text.take(text.at)
+        self._is_over = True

@@ -1,0 +1,204 @@
+"""A request on its way: its stream, what each of its sequences has said so far, its times and its usage.
+
+answering = Answering(context, stream, prompts, params.n, started)
+await answering.begin(request.receive, leave)          # what the engine refuses is no stream yet
+choices = await answering.collect()                    # all at once
+async for choice, output in answering.outputs(): …     # as it comes; None, None after comment_seconds of silence
+answering.usage()
+request.state.log |= answering.record()
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Receive
+
+from atom.errors import AtomError, RequestError
+from atom.runtime.types import Logprobs
+from atom.serve.context import Context
+from atom.serve.engine.protocol import Finish, Output
+from atom.serve.engine.stream import Stream
+from atom.serve.errors import FieldError
+from atom.serve.sse import until_gone
+
+FINISH_REASONS = {"eos": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # the engine's -> OpenAI's
+REFUSED = f"{RequestError.__name__}: "  # how the engine begins an error that lies in the request
+
+
+@dataclass
+class Choice:
+    """One sequence."""
+
+    place: int  # of its prompt
+    index: int  # among all of the request's
+    texts: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    logprobs: list[Logprobs] = field(default_factory=list)
+    finish: Finish | None = None
+    first_at: float = 0.0
+    last_at: float = 0.0
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    @property
+    def finish_reason(self) -> str | None:
+        return None if self.finish is None else finish_reason(self.finish.reason)
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(each.logprob for each in self.logprobs) / max(len(self.logprobs), 1)
+
+
+def finish_reason(reason: str) -> str:
+    return "stop" if reason.startswith("stop_") else FINISH_REASONS.get(reason, reason)
+
+
+class Answering:
+    def __init__(
+        self,
+        context: Context,
+        stream: Stream,
+        prompts: list[list[int]],
+        num_answers: int,
+        started: float,
+        form: str | None = None,
+    ) -> None:
+        """num_answers: to each prompt. started: perf_counter when the request came. form: the field that the engine
+        reads itself, and may refuse: what the answer must match."""
+        self._context, self._stream, self._num_answers = context, stream, num_answers
+        self._metrics = context.metrics
+        self._started = started
+        self._form = form
+        self._early: list[Output] | None = None  # what `begin` has met
+        self._first_at = 0.0
+        self.num_prompt = sum(map(len, prompts))
+        self.choices = [
+            Choice(place, place * num_answers + index) for place in range(len(prompts)) for index in range(num_answers)
+        ]
+        self._metrics.prompt_tokens.inc(self.num_prompt)
+
+    async def begin(self, receive: Receive, leave: Callable[[], None]) -> None:
+        """Wait for the first output, no longer than comment_seconds; it is kept for those who want it.
+
+        AtomError where the engine refuses the request or dies, ClientDisconnect where the client leaves: then `leave`
+        has been called.
+        """
+        silence = self._context.config.serve.http.comment_seconds
+        try:
+            self._early = await until_gone(receive, self._next(silence))
+        except BaseException:
+            leave()
+            raise
+
+    async def collect(self) -> list[Choice]:
+        """All choices, done. AtomError where the engine refuses the request or dies."""
+        while self._early is not None or not self._stream.is_done:
+            for output in await self._next():
+                choice = self._take(output)
+                if output.text:
+                    choice.texts.append(output.text)
+                if output.logprobs:
+                    choice.logprobs += output.logprobs
+        self._refuse_faults()
+        return self.choices
+
+    async def outputs(self) -> AsyncIterator[tuple[Choice, Output] | None]:
+        """Each output with its choice; None where nothing has come for comment_seconds."""
+        stream, silence = self._stream, self._context.config.serve.http.comment_seconds
+        while self._early is not None or not stream.is_done:
+            outputs = await self._next(silence)
+            if not outputs:
+                yield None
+            for output in outputs:
+                choice = self._take(output)
+                if output.finish is None or output.finish.reason != "error":  # which is told in its own way
+                    yield choice, output
+        self._refuse_faults()
+
+    def usage(self) -> dict[str, Any]:
+        """Token counts of the whole request, and its times in seconds."""
+        now = time.perf_counter()
+        num_tokens = sum(choice.num_tokens for choice in self.choices)
+        firsts = [choice.finish for choice in self.choices[:: self._num_answers] if choice.finish is not None]
+        spans = [choice for choice in self.choices if choice.num_tokens > 1]
+        decode = sum(choice.last_at - choice.first_at for choice in spans)
+        return {
+            "prompt_tokens": self.num_prompt,
+            "completion_tokens": num_tokens,
+            "total_tokens": self.num_prompt + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(finish.num_cached for finish in firsts)},
+            "ttft_s": round((self._first_at or now) - self._started, 6),
+            "tpot_s": round(decode / max(sum(choice.num_tokens - 1 for choice in spans), 1), 6),
+            "latency_s": round(now - self._started, 6),
+        }
+
+    def record(self, usage: dict[str, Any] | None = None, error: Exception | None = None) -> dict[str, Any]:
+        """What the log tells of it. usage: where an API tells another than `usage`."""
+        reasons = ["error" if choice.finish is None else choice.finish.reason for choice in self.choices]
+        told = {"usage": self.usage() if usage is None else usage, "finish_reasons": reasons}
+        return told if error is None else told | {"error": str(error) or type(error).__name__}
+
+    async def _next(self, seconds: float | None = None) -> list[Output]:
+        early, self._early = self._early, None
+        if early is not None:
+            return early
+        try:
+            return await self._stream.next(seconds)
+        except RequestError as error:
+            raise self._refusal(str(error)) from None
+        except AtomError:
+            self._metrics.requests.labels("error").inc(sum(choice.finish is None for choice in self.choices))
+            raise
+
+    def _refusal(self, message: str) -> RequestError:
+        return RequestError(message) if self._form is None else FieldError(self._form, message)
+
+    def _take(self, output: Output) -> Choice:
+        """Note an output's times and counts."""
+        choice = self.choices[self._stream.places[output.id] * self._num_answers + output.index]
+        metrics, now = self._metrics, time.perf_counter()
+        if output.tokens:
+            metrics.generation_tokens.inc(len(output.tokens))
+            if not choice.num_tokens:
+                metrics.ttft.observe(now - self._started)
+                choice.first_at = now
+                self._first_at = self._first_at or now
+            else:
+                metrics.itl.observe(now - choice.last_at)
+            choice.num_tokens += len(output.tokens)
+            choice.last_at = now
+        if output.finish is not None:
+            choice.finish = output.finish
+            metrics.requests.labels(output.finish.reason).inc()
+            metrics.e2e.observe(now - self._started)
+            metrics.queue.observe(output.finish.queue)
+            if choice.num_tokens > 1:
+                metrics.tpot.observe((choice.last_at - choice.first_at) / (choice.num_tokens - 1))
+        return choice
+
+    def _refuse_faults(self) -> None:
+        failed = [choice.finish for choice in self.choices if choice.finish and choice.finish.reason == "error"]
+        errors = sorted(finish.error or "" for finish in failed)
+        if refused := [error for error in errors if error.startswith(REFUSED)]:
+            raise self._refusal(refused[0].removeprefix(REFUSED))
+        if errors:
+            raise AtomError(f"the engine could not run this request: {errors[-1]}")
+
+
+def best(choices: list[Choice], made: int, wanted: int) -> list[Choice]:
+    """Of the `made` choices of each prompt the `wanted` most likely, numbered anew."""
+    if made == wanted:
+        return choices
+    kept = []
+    for start in range(0, len(choices), made):
+        ranked = sorted(choices[start : start + made], key=lambda choice: -choice.mean_logprob)
+        kept += ranked[:wanted]
+    for index, choice in enumerate(kept):
+        choice.index = index
+    return kept

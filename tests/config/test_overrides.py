@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atom.config.overrides import override, parse, plain, project_folder, read_recipe, rewrite, write_recipe
+from atom.errors import ConfigError, UnsupportedError
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.text(alphabet="$\\{}'\"\n =,[]:?ab").map(lambda s: s * 2)
+JSON = st.recursive(
+    TEXT | st.integers() | st.booleans() | st.none() | st.floats(allow_nan=False),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "b.c", "d-e"]), inner, max_size=2)
+    ),
+    max_leaves=6,
+)
+
+
+def value_of(*overrides: str) -> object:
+    (text,) = rewrite(overrides)
+    return plain(parse(text))
+
+
+@settings(max_examples=300, deadline=None)
+@given(JSON)
+def test_a_value_of_python_comes_back_from_its_override(value: object):
+    assert plain(parse(override("prompts", value))) == value
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(TEXT, min_size=1, max_size=3))
+def test_rewriting_leaves_what_override_wrote(prompts: list[str]):
+    text = override("prompts", prompts)
+    assert rewrite([text]) == [text]
+    single = override("prompts", prompts[0])
+    assert value_of(single) == prompts[0]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("prompts=What is 2+2?", "What is 2+2?"),
+        ("prompts=Hello, world", "Hello, world"),
+        ("prompts=it's a=b {c} (d)", "it's a=b {c} (d)"),
+        ("prompts=costs ${5}", "costs ${5}"),
+        ("prompts=2", "2"),
+        ("prompts=true", "true"),
+        ("prompts=range(1,3)", "range(1,3)"),
+        ("prompts=[INST] hi, you [/INST]", "[INST] hi, you [/INST]"),
+        ("prompts=@my file.txt", "@my file.txt"),
+        ("prompts='quoted, for Hydra'", "quoted, for Hydra"),
+        ('prompts="a\\nb"', "a\nb"),
+        ('prompts=["a, b", "c"]', ["a, b", "c"]),
+        ('prompts=["costs ${5}", "\\u00e9\\n"]', ["costs ${5}", "é\n"]),
+        ("prompts=[Hello, world]", ["Hello", "world"]),
+        ("prompts=[[1,2,3],[4]]", [[1, 2, 3], [4]]),
+        ("prompts=null", None),
+        ("prompts=", ""),
+        ("checkpoint=/a b/c=d,e", "/a b/c=d,e"),
+        ("checkpoint=~/models/x", "~/models/x"),
+        ("revision=0012e5", "0012e5"),
+        ("cache=${oc.decode:'/tmp'}/x", "/tmp/x"),
+        ("sampling.stop_strings=###", ["###"]),
+        ("sampling.stop_strings='a, b'", ["a, b"]),
+        ('sampling.stop_strings=["\\n\\n", "END"]', ["\n\n", "END"]),
+        ("sampling.stop_strings=null", None),
+    ],
+)
+def test_text_needs_no_quotes(typed: str, meant: object):
+    assert value_of(typed) == meant
+
+
+def test_in_a_sweep_a_comma_separates_choices():
+    assert rewrite(["prompts=a,b", "level=0,1"], multirun=True) == ["prompts=a,b", "level=0,1"]
+    assert rewrite(["prompts=a=b,c"], multirun=True) == ["prompts='a=b,c'"]
+    assert rewrite(['prompts=["a, b"]'], multirun=True) == ["prompts=['a, b']"]
+
+
+def test_other_keys_are_left_to_hydra():
+    texts = ["serve.max_num_seqs=3", "+model.weights.x=y", "~job", "++seed=1", "hydra/launcher=basic"]
+    assert rewrite(texts) == texts
+
+
+def test_the_other_name_of_block_size():
+    assert rewrite(["serve.kv_cache_block_size=32"]) == ["serve.block_size=32"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "parallel=tp8",
+        "quant=fp8",
+        "serve.port=8007",
+    ],
+)
+def test_what_is_not_built_yet_says_so(text: str):
+    with pytest.raises(UnsupportedError, match="not built yet"):
+        rewrite([text])
+
+
+@pytest.mark.parametrize("text", ["prompts", "=3", "a b=3", ""])
+def test_what_is_no_override_is_refused(text: str):
+    with pytest.raises(ConfigError, match="is no override; write key=value"):
+        rewrite([text])
+
+
+def test_what_cannot_be_written_as_an_override_is_refused():
+    with pytest.raises(ConfigError, match="prompts: a value of type object"):
+        override("prompts", object())
+    with pytest.raises(ConfigError, match="the key 'a b'"):
+        override("x", {"a b": 1})
+
+
+def test_paths_and_numbers_of_other_libraries_are_written_plainly():
+    import numpy as np
+
+    assert override("checkpoint", Path("/a b")) == "checkpoint='/a b'"
+    assert override("seed", np.int64(3)) == "seed=3"
+    assert override("x", {5: np.float32(0.5)}) == "x={5:0.5}"
+
+
+def test_a_recipe_goes_before_the_users_own(tmp_path: Path):
+    (tmp_path / "r.yaml").write_text("about: {what: a test}\noverrides: [seed=1, 'prompts=a, b']\n")
+    assert rewrite(["seed=2", f"recipe={tmp_path}/r.yaml"]) == ["seed=1", "prompts='a, b'", "seed=2"]
+
+
+def test_a_recipe_is_found_by_name(tmp_path: Path):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "mine.yaml").write_text("overrides: [seed=1]\n")
+    assert rewrite(["recipe=mine"], config_dirs=[str(tmp_path)]) == ["seed=1"]
+    with pytest.raises(ConfigError, match=r"recipe=mien: .* did you mean mine\?; recipes: mine, smollm2_greedy"):
+        rewrite(["recipe=mien"], config_dirs=[str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[",
+        "a string",
+        "overrides: seed=1",
+        "overrides: [1]",
+        "overrides: []",
+        "overides: [a=1]",
+        "",
+        "{overrides: [a=1], x: 1}",
+    ],
+)
+def test_what_is_no_recipe_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"r\.yaml"):
+        read_recipe(str(tmp_path / "r.yaml"))
+
+
+def test_a_recipe_names_no_other_recipe(tmp_path: Path):
+    (tmp_path / "r.yaml").write_text("overrides: [recipe=r]")
+    with pytest.raises(ConfigError, match="cannot name another"):
+        read_recipe(str(tmp_path / "r.yaml"))
+
+
+def test_every_shipped_recipe_reads_and_says_what_it_is_about():
+    for path in project_folder("recipes").glob("*.yaml"):
+        assert rewrite([f"recipe={path.stem}"])
+        assert yaml.safe_load(path.read_text())["about"]["what"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(TEXT, min_size=1, max_size=2))
+def test_a_written_recipe_gives_the_same_overrides(tmp_path_factory: pytest.TempPathFactory, prompts: list[str]):
+    path = tmp_path_factory.mktemp("recipe") / "r.yaml"
+    own = rewrite([override("prompts", prompts), "seed=3"])
+    write_recipe(str(path), [*own, f"job.save_recipe={path}"], {"model": "x"})
+    assert rewrite([f"recipe={path}"]) == own

@@ -1,0 +1,116 @@
+"""Kernels compile for GPUs that nobody has here, AMD's too, and fit into what they have."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMPILE = """
+import sys, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from atom.kernels.triton import moe, sampling
+from atom.kernels.triton.attention import paged
+from atom.kernels.triton.attention import decode
+from atom.kernels.triton import prepare_inputs
+from atom.kernels.triton.linear import linear
+from atom.kernels.triton.attention import prefill
+from atom.kernels.triton.attention import rope
+from atom.kernels.triton.attention.common import Gpu
+from atom.runtime.request_state import Slots
+
+TARGETS = {
+    "sm_80": (GPUTarget("cuda", 80, 32), Gpu(108, 163 << 10, (8, 0))),
+    "sm_90": (GPUTarget("cuda", 90, 32), Gpu(132, 227 << 10, (9, 0))),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), Gpu(304, 64 << 10, (0, 0))),
+}
+target, gpu = TARGETS[sys.argv[1]]
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64",
+         int: "i32", float: "fp32"}
+
+class Compile:
+    def __init__(self, kernel):
+        self.kernel = kernel
+    def __getitem__(self, grid):
+        return self
+    def __call__(self, *args, **options):
+        kernel = self.kernel
+        given = dict(zip(kernel.arg_names, args)) | {name: options.pop(name) for name in kernel.arg_names if name in options}
+        constant = {p.name: p.is_constexpr or given[p.name] is None for p in kernel.params}
+        signature = {p.name: "constexpr" if constant[p.name] else TYPES[getattr(given[p.name], "dtype", type(given[p.name]))]
+                     for p in kernel.params}
+        constants = {name: given[name] for name in signature if constant[name]}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] == "*"}
+        made = triton.compile(ASTSource(kernel, signature, constants, aligned), target, options)
+        assert made.metadata.shared <= gpu.shared_memory, (kernel.__name__, made.metadata.shared)
+        print(kernel.__name__)
+
+for module in (decode, feed, linear, moe, prefill, rope, sampling):
+    if hasattr(module, "find_gpu"):
+        module.find_gpu = lambda device: gpu
+    for name in NAMES[module.__name__.rpartition(".")[2]].split():
+        setattr(module, name, Compile(getattr(module, name)))
+
+def bf16(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+norm, weight = bf16(1024), bf16(2048, 1024)
+for rows in (1, 5, 30):
+    x = bf16(rows, 1024)
+    linear.linear(x, weight)
+    linear.add_norm_linear(x, x, norm, weight, eps=1e-6, kind="silu")
+x = bf16(100, 1024)
+for parameters in (linear.Matrix(128, 64, 8, 3), linear.Matrix(64, 64, 4, 3, splits=2, block_rows=32),
+                   linear.Matrix(16, 64, 4, 4, groups=4, block_rows=8)):
+    linear.multiply_matrix(x, weight, None, "silu", parameters)
+linear.activate_gates(bf16(100, 2048), "silu")
+q, k, cache = bf16(9, 8, 128), bf16(9, 2, 128), bf16(4, 16, 2, 2, 128)
+angle = torch.zeros(9, 64)
+slots = torch.arange(9)
+rope.norm_rope_write(q, k, k, angle, angle, bf16(128), bf16(128), cache, slots, eps=1e-6)
+table, starts = torch.zeros(4, 4, dtype=torch.int32), torch.tensor([0, 1, 2, 3, 9], dtype=torch.int32)
+lengths = torch.full((4,), 9, dtype=torch.int32)
+paged.PagedAttention()(q, cache, table, starts, lengths, 3, scale=0.1)
+for norm, turning in ((bf16(128), angle), (None, None)):
+    paged.NormRopeAttention()(
+        q, k, k, turning, turning, norm, norm, cache, slots, table, starts, lengths, 3, eps=1e-6, scale=0.1
+    )
+rows, tables = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 4, 4, dtype=torch.int32)
+state = Slots(3, 500, "cpu")
+inputs = prepare_inputs.Inputs(slots, slots, rows, slots[None], torch.zeros(1, 3, 4, dtype=torch.int32))
+prepare_inputs.feed_decodes(rows, state, tables, 16, inputs)
+prepare_inputs.feed_rows(rows, slots.int(), slots.int(), starts, rows, state, tables, 16, inputs)
+prepare_inputs.extend_tables(tables, torch.zeros(2, 3, dtype=torch.int32))
+for kind in ("greedy", "random", "cut"):
+    sampling.sample(bf16(3, 500), rows, state, kind, torch.zeros(3, dtype=torch.int64))
+sampling.score_drawn(bf16(3, 500), slots, slots, torch.zeros(3), torch.zeros(3), rows)
+x, experts = bf16(7, 256), bf16(8, 64, 256)
+weights, ids = moe.router(x, bf16(8, 256), top_k=2)
+grouped, order, ends = moe.group(x, ids, experts=8)
+moe.grouped_linear(grouped, experts, ends)
+moe.combine(bf16(14, 256), weights, order)
+"""
+NAMES = {
+    "decode": "_decode",
+    "feed": "_feed _extend",
+    "linear": "_vector_kernel _matrix_kernel _norm_kernel _gate_kernel",
+    "moe": "_logits_kernel _choose_kernel _group_kernel _grouped_linear_kernel _combine_kernel",
+    "prefill": "_prefill",
+    "rope": "_norm_rope_write",
+    "sampling": "_summarize _limit _gather _draw _score",
+}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942"])
+def test_kernels_compile_for(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a process of its own, without the interpreter."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    script = f"NAMES = {NAMES!r}\n{COMPILE}"
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", script, target], cwd=root, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == set(" ".join(NAMES.values()).split())

@@ -1,0 +1,277 @@
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels.checks import assert_as_near, assert_equal
+from kernels.paged import LatentBatch, make_latent_batch, reference
+
+from atom.graph import ops
+from atom.kernels.triton.attention import latent
+from atom.kernels.triton.attention.common import find_gpu
+from atom.kernels.triton.attention.latent import norm_rope_write_latent, paged_mla_attention
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+BF16 = pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU])
+LARGE = {"heads": 16, "rank": 512, "plain": 128, "rotated": 64, "value": 128}
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(params=[1, 5])
+def splits(request, monkeypatch):
+    """The parts of a decode's context, of at least one position each."""
+    monkeypatch.setattr(latent, "MAX_SPLITS", request.param)
+    monkeypatch.setattr(latent, "PART_TILES", 0.01)
+    monkeypatch.setattr(latent, "find_gpu", lambda device: find_gpu(device)._replace(units=10_000))
+    return request.param
+
+
+def on(batch: LatentBatch, device: str) -> LatentBatch:
+    """q_nope and q_rope stay views of one product."""
+    q = (
+        torch.cat((batch.q_nope, batch.q_rope), dim=2)
+        .to(device)
+        .split([batch.q_nope.shape[2], batch.q_rope.shape[2]], 2)
+    )
+    others = (arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in batch[2:])
+    return LatentBatch(*q, *others)
+
+
+def attend(batch: LatentBatch, device: str, scale: float = 0.3) -> torch.Tensor:
+    return paged_mla_attention(*on(batch, device), scale=scale).cpu()
+
+
+def check(batch: LatentBatch, device: str, scale: float = 0.3) -> None:
+    out, expected = attend(batch, device, scale), reference(batch, scale=scale)
+    if out.dtype is torch.float32:
+        assert_equal(out, expected)
+    else:  # absorbed queries, shares and sums are rounded, where the reference rounds keys and values and computes wide
+        truth = reference(batch, scale=scale, wide=True)
+        error, allowed = ((x.double() - truth).norm() / truth.double().norm() for x in (out, expected))
+        assert error <= 2 * allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(("heads", "rank", "rotated", "plain", "value", "block_size"), [
+    (1, 18, 8, 12, 10, 16), (4, 11, 6, 1, 1, 1), (3, 1, 2, 7, 9, 3), (20, 35, 10, 12, 12, 16),
+])  # fmt: skip
+def test_decodes_and_chunks_of_prompts_equal_the_reference(
+    heads, rank, rotated, plain, value, block_size, dtype, splits, triton_device
+):
+    batch = make_latent_batch(
+        [1, 70, 33], [(1, 1), (7, 30), (13, 13)], heads=heads, rank=rank, rotated=rotated, plain=plain, value=value,
+        block_size=block_size, dtype=dtype,
+    )  # fmt: skip
+    check(batch, triton_device)
+
+
+@pytest.mark.parametrize(("decodes", "prefills"), [
+    ([1], []), ([16, 17, 31, 32, 33], []), ([], [(16, 16), (17, 17), (1, 31)]),
+])  # fmt: skip
+def test_lengths_around_the_ends_of_blocks_and_tiles(decodes, prefills, splits, triton_device):
+    check(make_latent_batch(decodes, prefills, heads=3), triton_device)
+
+
+def test_a_context_is_split_where_there_are_programs_to_spare(monkeypatch, triton_device):
+    monkeypatch.setattr(latent, "PART_TILES", 1)
+    monkeypatch.setattr(latent, "find_gpu", lambda device: find_gpu(device)._replace(units=3))
+    grids: list[tuple[int, ...]] = []
+
+    class Spy:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return kernel[grid]
+
+    kernel = latent._attend_kernel
+    monkeypatch.setattr(latent, "_attend_kernel", Spy())
+    check(make_latent_batch([70, 3], heads=2), triton_device)
+    check(make_latent_batch([70] * 7, heads=2), triton_device)
+    assert grids == [(2, 3), (7, 1)]
+
+
+def test_more_parts_than_are_merged_at_a_time_equal_the_reference(monkeypatch, triton_device):
+    monkeypatch.setattr(latent, "MAX_SPLITS", 40)
+    monkeypatch.setattr(latent, "PART_TILES", 0.01)
+    monkeypatch.setattr(latent, "find_gpu", lambda device: find_gpu(device)._replace(units=10_000))
+    check(make_latent_batch([40 * 32, 300]), triton_device, scale=3.0)
+
+
+@pytest.mark.parametrize("foreign", [math.nan, math.inf])
+def test_what_lies_in_memory_of_others_changes_nothing(foreign, splits, triton_device):
+    def run(foreign: float) -> torch.Tensor:
+        return attend(make_latent_batch([3, 40], [(5, 21)], heads=3, block_size=32, foreign=foreign), triton_device)
+
+    assert torch.equal(run(foreign), run(0.0))
+
+
+@pytest.mark.filterwarnings("ignore:.*CuBLAS.*deterministic:UserWarning")
+def test_what_memory_held_before_changes_nothing(splits, triton_device):
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated with NaN
+    try:
+        check(make_latent_batch([3, 40], [(5, 21)], heads=3), triton_device)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_sequence_without_positions_and_a_token_without_sequence_give_zeros(splits, triton_device):
+    batch = make_latent_batch([20, 1, 40], [(5, 9)], heads=3)
+    expected = reference(batch, scale=0.3)
+    q = [torch.cat((part, part[:2])) for part in (batch.q_nope, batch.q_rope)]
+    padded = batch._replace(q_nope=q[0], q_rope=q[1], lengths=batch.lengths.clone())
+    padded.lengths[1] = 0
+    out = attend(padded, triton_device)
+    assert not out[1].any()
+    assert not out[-2:].any()
+    assert_equal(out[[0, 2, 3, 4, 5, 6, 7]], expected[[0, 2, 3, 4, 5, 6, 7]])
+
+
+def test_prompts_whose_absorbed_queries_are_many_go_by_some_heads_at_a_time(monkeypatch, triton_device):
+    monkeypatch.setattr(latent, "ABSORBED_BYTES", 2 * 26 * 12 * 4)  # of two heads
+    original, heads = latent._attend_prefills, []
+    monkeypatch.setattr(latent, "_attend_prefills", lambda q, *args: (heads.append(len(q)), original(q, *args))[1])
+    check(make_latent_batch([9], [(20, 20), (6, 11)], heads=5), triton_device)
+    assert heads == [2, 2, 1]
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), [
+    (torch.float32, torch.float16), (torch.float16, torch.float32), (torch.float16, torch.float16),
+    pytest.param(torch.bfloat16, torch.float32, marks=[pytest.mark.gpu, NEEDS_GPU]),
+    pytest.param(torch.float32, torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU]),
+])  # fmt: skip
+def test_the_cache_may_have_another_dtype(dtype, cache_dtype, triton_device):
+    check(make_latent_batch([20, 5], [(7, 30)], heads=3, dtype=dtype, cache_dtype=cache_dtype), triton_device)
+
+
+@NEEDS_GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_entries_of_full_size_equal_the_reference(heads, dtype):
+    decodes, prefills = [1, 1000, 64, 65, 4097], [(1, 900), (100, 300), (257, 257)]
+    check(make_latent_batch(decodes, prefills, **{**LARGE, "heads": heads}, dtype=dtype), "cuda", 192**-0.5)
+
+
+@NEEDS_GPU
+@pytest.mark.gpu
+def test_blocks_behind_two_billion_numbers_are_found():
+    batch = on(make_latent_batch([300], [(20, 50)], **LARGE, dtype=torch.bfloat16), "cuda")
+    far = (1 << 32) // batch.cache[0].numel()
+    cache = torch.empty(far + len(batch.cache), *batch.cache.shape[1:], dtype=torch.bfloat16, device="cuda")
+    cache[far:] = batch.cache
+    moved = batch._replace(cache=cache, table=batch.table + far)
+    assert torch.equal(paged_mla_attention(*moved, scale=0.1), paged_mla_attention(*batch, scale=0.1))
+
+
+@NEEDS_GPU
+@pytest.mark.gpu
+def test_a_captured_step_follows_its_lengths():
+    batch = on(make_latent_batch([300, 70, 33], heads=16), "cuda")
+    paged_mla_attention(*batch, scale=0.3)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_mla_attention(*batch, scale=0.3)
+    for lengths in ([1, 70, 16], [299, 1, 32]):
+        batch.lengths.copy_(torch.tensor(lengths))
+        graph.replay()
+        assert_equal(
+            out.cpu(),
+            reference(LatentBatch(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in batch)), scale=0.3),
+        )
+
+
+@pytest.mark.parametrize(("dtype", "cache_dtype"), [
+    (torch.float32, torch.float32), (torch.float16, torch.float16),
+    pytest.param(torch.bfloat16, torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU]),
+])  # fmt: skip
+@pytest.mark.parametrize(("tokens", "heads", "rank", "rotated", "block_size"), [
+    (1, 1, 1, 2, 1), (3, 33, 18, 8, 16), (7, 3, 11, 6, 3),
+])  # fmt: skip
+@pytest.mark.parametrize(("has_norm", "has_rope", "interleaved"), [
+    (True, True, True), (True, True, False), (False, True, False), (True, False, False),
+])  # fmt: skip
+def test_entries_are_written_as_by_the_reference(
+    tokens, heads, rank, rotated, block_size, has_norm, has_rope, interleaved, dtype, cache_dtype, triton_device
+):
+    plain, num_blocks = 3, tokens // block_size + 2
+    random = torch.Generator().manual_seed(tokens)
+    q_rope = torch.randn(tokens, heads, plain + rotated, generator=random).to(dtype)  # views of products, as in a model
+    entries = torch.randn(tokens, rank + rotated, generator=random).to(dtype)
+    cos, sin = ops.rotary.body(torch.arange(tokens) + 7, torch.rand(rotated // 2)) if has_rope else (None, None)
+    norm = torch.randn(rank, generator=random).to(dtype) if has_norm else None
+    slots = torch.randperm(num_blocks * block_size)[:tokens]
+
+    def run(op, device: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        cache = torch.full((num_blocks, block_size, rank + rotated), -1.0, dtype=cache_dtype, device=device)
+        parts = entries.to(device, dtype).split([rank, rotated], dim=1)
+        weight = None if norm is None else norm.to(device, dtype)
+        angles = (None if each is None else each.to(device) for each in (cos, sin))
+        args = q_rope.to(device, dtype)[..., plain:], parts[0], parts[1].unsqueeze(1), *angles, weight
+        out = op(*args, cache, slots.to(device), eps=1e-5, interleaved=interleaved)
+        return out.cpu(), cache.cpu()
+
+    body = ops.norm_rope_write_latent.body
+    truth = run(body, "cpu", torch.float32, torch.float32)
+    expected = run(body, "cpu", dtype, cache_dtype)
+    for ours, by_reference, true in zip(
+        run(norm_rope_write_latent, triton_device, dtype, cache_dtype), expected, truth, strict=True
+    ):
+        assert_as_near(ours, by_reference, true)
+
+
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("shared", [64 << 10, 99 << 10, 227 << 10])
+@pytest.mark.parametrize("rows", [1, 16, 17, 128, 100_000])
+def test_queries_and_a_stage_of_entries_fit_in_shared_memory(rows, shared, element_size):
+    tiles = latent.choose_tiles(rows, 512 + 64, element_size, shared)
+    held = (tiles.rows + tiles.num_stages * tiles.positions) * (512 + 64) * element_size
+    assert held <= shared or (element_size, tiles.num_stages) == (4, 1)
+
+
+COMPILE = """
+import re, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from atom.kernels.triton.attention import latent
+from atom.kernels.triton.attention.common import Gpu
+
+class Compile:
+    def __getitem__(self, grid):
+        return self
+    def __call__(self, *args, **options):
+        types = {torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", int: "i32", float: "fp32"}
+        given = dict(zip(kernel.arg_names, args)) | {name: options.pop(name) for name in kernel.arg_names if name in options}
+        is_constant = {p.name: p.is_constexpr or given[p.name] is None for p in kernel.params}
+        signature = {name: "constexpr" if is_constant[name] else types[getattr(value, "dtype", type(value))]
+                     for name, value in given.items()}
+        constants = {name: value for name, value in given.items() if is_constant[name]}
+        aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] == "*"}
+        made = triton.compile(ASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", 90, 32), options)
+        print(*(int(size, 16) for size in re.findall(r"cp\\.async\\.c.*?(0x\\w+),", made.asm["ptx"])))
+
+latent.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
+kernel, latent._attend_kernel = latent._attend_kernel, Compile()
+for rank, rotated in ((12, 6), (64, 8)):
+    q_nope, q_rope = torch.zeros(2, 3, 8 + rotated, dtype=torch.float16).split([8, rotated], 2)
+    cache, kv_b = torch.zeros(2, 16, rank + rotated, dtype=torch.float16), torch.zeros(3 * 18, rank, dtype=torch.float16)
+    numbers = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 2]).int(), torch.tensor([2]).int()
+    latent.paged_mla_attention(q_nope, q_rope, kv_b, cache, *numbers, 0, scale=1.0)
+"""
+
+
+def test_entries_are_copied_by_as_many_bytes_as_each_of_them_is_aligned_to(tmp_path, monkeypatch):
+    """In a process of its own, without the interpreter, and without a GPU."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", COMPILE], cwd=root, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    widest = [max(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert widest == [4, 16]  # of entries of 36 bytes, and of 144

@@ -1,0 +1,215 @@
+from typing import Any
+
+import pytest
+import torch
+from kernels.checks import assert_as_near, assert_equal
+
+from atom.graph import ops
+from atom.kernels.triton import moe
+from atom.kernels.triton.attention.common import Gpu, find_gpu
+
+NAN = float("nan")
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+BF16 = pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU])
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.inference_mode():
+        yield
+
+
+def grouped_by(counts: list[int], out: int, inner: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+    """x, weight, ends and bias of experts with so many rows each; what experts without rows hold is NaN."""
+    random = torch.Generator().manual_seed(len(counts) + out + inner)
+    x = torch.randn(sum(counts), inner, generator=random).to(dtype)
+    weight = (torch.randn(len(counts), out, inner, generator=random) / inner**0.5).to(dtype)
+    bias = torch.randn(len(counts), out, generator=random).to(dtype)
+    is_empty = torch.tensor(counts) == 0
+    weight[is_empty], bias[is_empty] = NAN, NAN
+    return x.to(device), weight.to(device), torch.tensor(counts).cumsum(0).to(device), bias.to(device)
+
+
+def check_grouped_linear(
+    counts: list[int], out: int, inner: int, dtype: torch.dtype, device: str, has_bias: bool
+) -> None:
+    x, weight, ends, bias = grouped_by(counts, out, inner, dtype, device)
+    bias = bias if has_bias else None
+    y = moe.grouped_linear(x, weight, ends, bias)
+    truth = ops.grouped_linear.body(x.float(), weight.float(), ends, None if bias is None else bias.float())
+    assert_as_near(y, ops.grouped_linear.body(x, weight, ends, bias), truth)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("counts", "out", "inner"), [
+    ([1], 1, 1),
+    ([0, 1, 0], 7, 5),
+    ([3, 0, 17, 1, 16], 33, 20),
+    ([0, 0, 33, 0], 64, 40),
+    ([2, 0, 0], 65, 129),
+    ([15, 0, 31, 47, 1], 17, 32),
+    ([130], 5, 3),
+])  # fmt: skip
+def test_grouped_linears_equal_the_reference_where_rows_are_few_or_odd(counts, out, inner, dtype, triton_device):
+    for has_bias in (False, True):
+        check_grouped_linear(counts, out, inner, dtype, triton_device, has_bias)
+
+
+@NEEDS_GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("counts", [
+    [8 * (expert % 2) for expert in range(37)],
+    [expert % 5 for expert in range(128)],
+    [0, 1000, 3, 0, 129],
+    [int(3 ** (expert % 6)) for expert in range(60)],
+])  # fmt: skip
+@pytest.mark.parametrize(("out", "inner"), [(256, 512), (100, 72), (1536, 2048)])
+def test_grouped_linears_of_many_rows_equal_the_reference(counts, out, inner, dtype):
+    check_grouped_linear(counts, out, inner, dtype, "cuda", has_bias=True)
+
+
+def test_no_rows_at_all_give_none(triton_device):
+    x, weight, ends, _ = grouped_by([0, 0], 5, 8, torch.float32, triton_device)
+    assert moe.grouped_linear(x, weight, ends).shape == (0, 5)
+
+
+@NEEDS_GPU
+@pytest.mark.gpu
+def test_experts_that_lie_behind_two_billion_numbers_are_found():
+    weight = torch.zeros(1100, 2048, 1024, dtype=torch.bfloat16, device="cuda")
+    weight[-1] = torch.eye(2048, 1024)
+    x = torch.randn(3, 1024, device="cuda").bfloat16()
+    ends = torch.zeros(1100, dtype=torch.int64, device="cuda")
+    ends[-1] = 3
+    assert torch.equal(moe.grouped_linear(x, weight, ends), torch.nn.functional.pad(x, (0, 1024)))
+
+
+@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize("shared_bytes", [64 << 10, 99 << 10, 227 << 10])
+def test_tiles_fit_in_shared_memory(element_size, shared_bytes):
+    for rows in (1, 100, 100 * 8, 100 * 16, 100 * 48, 100 * 49, 1_000_000):
+        tiles = moe.choose_tiles(rows, 100, 1536, element_size, Gpu(132, shared_bytes, False))
+        assert tiles.num_stages >= 2
+        assert (tiles.rows + tiles.out) * tiles.inner * element_size * tiles.num_stages <= shared_bytes
+
+
+def choices(tokens: int, top_k: int, experts: int) -> torch.Tensor:
+    """Ids of different experts a token; the last expert is chosen by no one where there is another."""
+    usable = max(top_k, experts - 1)
+    return torch.stack([torch.randperm(usable)[:top_k] for _ in range(tokens)])
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "width"), [
+    (1, 1, 1, 1), (1, 8, 9, 20), (7, 3, 5, 1025), (86, 3, 35, 8),
+])  # fmt: skip
+def test_tokens_are_grouped_as_by_the_reference(tokens, top_k, experts, width, is_sorted, triton_device, monkeypatch):
+    monkeypatch.setattr(moe, "SEARCHED", 0 if is_sorted else 2048)
+    x = torch.randn(tokens, 2 * width).to(triton_device)[:, :width]  # rows with gaps between them
+    ids = choices(tokens, top_k, experts).to(triton_device)
+    grouped = moe.group(x, ids, experts=experts)
+    for ours, expected in zip(grouped, ops.group.body(x, ids, experts=experts), strict=True):
+        assert ours.dtype == expected.dtype
+        assert torch.equal(ours, expected)
+
+
+def test_tokens_that_all_choose_one_expert_keep_their_order(triton_device):
+    x, ids = torch.randn(40, 4).to(triton_device), torch.full((40, 1), 3).to(triton_device)
+    rows, order, ends = moe.group(x, ids, experts=5)
+    assert torch.equal(rows, x)
+    assert order.tolist() == list(range(40))
+    assert ends.tolist() == [0, 0, 0, 40, 40]
+
+
+@pytest.mark.parametrize("is_searched", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+@pytest.mark.parametrize(("tokens", "top_k", "width"), [(1, 1, 1), (1, 8, 513), (43, 6, 20), (5, 3, 1100)])
+def test_sums_over_the_experts_equal_the_reference(
+    tokens, top_k, width, dtype, is_searched, triton_device, monkeypatch
+):
+    monkeypatch.setattr(moe, "SEARCHED", 2048 if is_searched else 0)
+    x = torch.randn(tokens * top_k, width).to(dtype).to(triton_device)
+    weights, order = torch.rand(tokens, top_k).to(triton_device), torch.randperm(tokens * top_k).to(triton_device)
+    truth = ops.combine.body(x.float(), weights, order)
+    assert_as_near(moe.combine(x, weights, order), ops.combine.body(x, weights, order), truth)
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax of all": {"top_k": 3},
+    "renormalized": {"top_k": 8, "renormalize": True, "scale": 2.5},
+    "sigmoid": {"top_k": 1, "score": "sigmoid"},
+    "groups that greedy ignores": {"top_k": 3, "groups": 4, "top_groups": 1},
+    "best groups": {"top_k": 3, "method": "group_limited_greedy", "groups": 4, "top_groups": 2, "scale": 16.0},
+    "pairs of the best": {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 4, "top_groups": 2,
+                          "renormalize": True},
+    "one group of three": {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 3, "top_groups": 1},
+    "groups of one": {"top_k": 4, "method": "noaux_tc", "score": "sigmoid", "groups": 12, "top_groups": 5},
+    "one group": {"top_k": 2, "method": "noaux_tc", "score": "sigmoid", "renormalize": True},
+}  # fmt: skip
+
+
+def check_router(tokens: int, experts: int, inner: int, dtype: torch.dtype, device: str, **rule: Any) -> None:
+    random = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, inner, generator=random).to(dtype).to(device)
+    weight = (torch.randn(experts, inner, generator=random) / inner**0.5).to(dtype).to(device)
+    bias, correction = (torch.randn(2, experts, generator=random) / 4).to(device)
+    for extra in ((None, None), (bias, correction)):
+        weights, ids = moe.router(x, weight, *extra, **rule)
+        expected, expected_ids = ops.router.body(x, weight, *extra, **rule)
+        assert ids.dtype == torch.int64
+        assert torch.equal(ids, expected_ids)
+        assert_equal(weights, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("rule", ROUTERS.values(), ids=ROUTERS)
+@pytest.mark.parametrize("units", [1, 100])  # with 100 the columns are summed in parts
+def test_routers_choose_as_the_reference(units, rule, dtype, triton_device, monkeypatch):
+    monkeypatch.setattr(moe, "find_gpu", lambda device: find_gpu(device)._replace(units=units))
+    for tokens, inner in ((1, 600), (5, 20)):
+        check_router(tokens, 12, inner, dtype, triton_device, **rule)
+
+
+@NEEDS_GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 32, 300])
+@pytest.mark.parametrize("rule", [ROUTERS["renormalized"], {**ROUTERS["pairs of the best"], "groups": 8, "top_k": 8}])
+def test_routers_of_many_experts_choose_as_the_reference(rule, tokens):
+    check_router(tokens, 256, 2048, torch.float32, "cuda", **rule)
+
+
+def test_a_router_without_numbers_still_names_experts(triton_device):
+    x, weight = torch.full((3, 8), NAN).to(triton_device), torch.randn(5, 8).to(triton_device)
+    ids = moe.router(x, weight, top_k=2)[1]
+    assert ((ids >= 0) & (ids < 5)).all()
+
+
+def test_a_weight_in_float32_scores_tokens_of_any_dtype(triton_device):
+    x, weight = torch.randn(3, 8).half().to(triton_device), torch.randn(5, 8).to(triton_device)
+    expected = ops.router.body(x, weight, top_k=2)
+    weights, ids = moe.router(x, weight, top_k=2)
+    assert torch.equal(ids, expected[1])
+    assert_equal(weights, expected[0])
+
+
+@NEEDS_GPU
+@pytest.mark.gpu
+def test_a_captured_step_follows_what_its_tokens_choose():
+    gate, weight = torch.randn(16, 64).cuda(), (torch.randn(16, 64, 64) / 8).cuda()
+    x = torch.randn(9, 64).cuda()
+
+    def run(kernels: Any) -> torch.Tensor:
+        weights, ids = kernels["router"](x, gate, top_k=4)
+        rows, order, ends = kernels["group"](x, ids, experts=16)
+        return kernels["combine"](kernels["grouped_linear"](rows, weight, ends), weights, order)
+
+    ours = {name: getattr(moe, name) for name in ("router", "group", "grouped_linear", "combine")}
+    run(ours)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(ours)
+    for _ in range(3):
+        x.copy_(torch.randn(9, 64))
+        graph.replay()
+        assert_equal(out, run({name: getattr(ops, name).body for name in ours}))

@@ -1,0 +1,250 @@
+"""What a start compiles ahead is what its steps launch, and what a server may launch later: nothing is compiled then.
+
+In processes of their own, without the interpreter, with a driver that is none: launches do nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ALL = [1, 2, 4, 8, 16, 24, 40]
+DEVICE = """
+import contextlib, json, sys, tempfile, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import torch, triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+class Driver:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+
+class Kernel:
+    function = packed_metadata = None
+    def launch_metadata(self, *args): return None
+    @property
+    def run(self):
+        loaded.append(self)
+        return lambda *args: launched.append(threading.current_thread().name)
+
+driver.set_active(Driver())
+functions, compiled, loaded, launched = set(), [], [], []
+def compile(src, target=None, options=None, **rest):
+    functions.add(src.fn)
+    text = [src.fn.__name__, str(sorted(src.signature.items())), str(sorted(src.constants.items(), key=str)),
+            str(sorted(src.attrs.items())), str(sorted(options.items()))]
+    compiled.append(" ".join(text))
+    return Kernel()
+triton.compiler.compile = compile
+"""
+STEPS = """
+from atom import SamplingParams, llm
+from atom.compiler import compile_graph
+from atom.config import engine_overrides, load
+from atom.graph import TORCH_DTYPES
+from atom.kernels import Target
+from atom.kernels.triton import moe, sampling
+from atom.kernels.triton import precompile
+from atom.kernels.triton.attention import paged
+from atom.kernels.triton.attention import decode
+from atom.kernels.triton import prepare_inputs
+from atom.kernels.triton.attention import latent
+from atom.kernels.triton.linear import linear
+from atom.kernels.triton.attention import prefill
+from atom.kernels.triton.attention import rope
+from atom.kernels.triton.attention.common import Gpu
+from atom.pieces import find_pieces, load_piece
+from atom.kernels.triton.codegen import write_source
+from atom.runtime.device_runner import DeviceRunner
+from atom.runtime.types import Plan, Row, Sequence
+
+for module in (decode, latent, linear, moe, prefill, rope):
+    module.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
+folder = sys.argv[1]
+config = load(engine_overrides(folder, {"device": "cuda", "dtype": "bf16", "level": 3, "load_dummy": True}))
+graph = compile_graph(config, target=Target("cuda", frozenset({"nvidia", "sm_90"})))
+code = {}
+for piece in (piece for program in graph.programs.values() for piece in find_pieces(program)):
+    place = Path(tempfile.mkdtemp(dir=folder))
+    (place / "piece.py").write_text(write_source(piece.text))
+    code[piece.text] = load_piece(place)
+weights = {each: torch.zeros([int(dim) for dim in each.type.shape], dtype=TORCH_DTYPES[each.type.dtype])
+           for each in graph.recipes()}
+kinds = [kind.name for kind in llm.cache_kinds(graph)]
+runner = DeviceRunner(graph, weights, dict.fromkeys(kinds, 2), 16, code, device="cpu", max_num_seqs=40,
+                      max_model_len=2048)
+sizes, max_tokens = json.loads(sys.argv[2]), 3000
+runner.graphs.compile(sizes, max_tokens)
+ahead_of, num_loaded = list(compiled), len(loaded)
+
+WAYS = [{"temperature": 0}, {"temperature": 0.9}, {"top_p": 0.9}, {"top_k": 3, "presence_penalty": 0.5}, {"min_tokens": 3},
+        {"temperature": 0, "logit_bias": {5: 1.0}, "repetition_penalty": 1.5}, {"logprobs": 2, "prompt_logprobs": 1}]
+def execute(counts, num_decodes, way):
+    rows = []
+    for slot, num_tokens in enumerate([1] * num_decodes + counts):
+        is_decode = slot < num_decodes
+        each = Sequence(str(slot), [1] * num_tokens, SamplingParams(**way), slot=slot, num_given=num_tokens,
+                        output=[1] if is_decode else [], blocks={kind: [1] for kind in kinds})
+        rows.append(Row(each, int(is_decode), num_tokens, True))
+    runner.execute(Plan(rows, num_decodes)).wait()
+
+for num in (1, 2, 3, 7, 9, 17, 31, 32, 33, 40):
+    execute([], num, WAYS[0])
+for counts in ([1], [3], [17], [2, 9], [512], [3, 513], [1000, 1600], [20] * 31, [15] * 40):
+    for num_decodes in (0, 1, 5, 33):
+        if len(counts) + num_decodes <= 40:
+            execute(counts, num_decodes, WAYS[0])
+for way in WAYS:
+    execute([9], 1, way)
+later = compiled[len(ahead_of):]
+
+for function in functions:
+    function.device_caches.clear()
+compiled.clear()
+precompile.compile_launches = lambda pool: contextlib.nullcontext()  # from here on launches launch
+runner.graphs.compile(sizes, max_tokens)
+print(json.dumps([ahead_of, num_loaded, later, compiled]))
+"""
+
+
+LAUNCHES = """
+from atom.kernels.triton.precompile import compile_launches
+
+@triton.jit
+def kernel(x, B: tl.constexpr): tl.store(x, B)
+def launch(*sizes):
+    for size in sizes: kernel[(1,)](torch.zeros(4), size)
+def in_thread(name, run):
+    thread = threading.Thread(target=run, name=name)
+    thread.start()
+    return thread
+def walk(*sizes):
+    with ThreadPoolExecutor(2) as pool, compile_launches(pool):
+        launch(*sizes)
+launch(1)
+launched.clear(), compiled.clear()
+"""
+WALK_BESIDE_A_SERVER = """
+with ThreadPoolExecutor(2) as pool, compile_launches(pool):
+    launch(1, 2)
+    in_thread("server", lambda: launch(1, 2)).join()
+print(json.dumps(launched))
+"""
+TWO_WALKS = """
+first, second = threading.Event(), threading.Event()
+def walk_first():
+    with ThreadPoolExecutor(2) as pool, compile_launches(pool):
+        launch(2, 3)
+        first.set(), second.wait(20)
+def walk_second():
+    with ThreadPoolExecutor(2) as pool, compile_launches(pool):
+        first.wait(20), launch(3, 4), second.set(), one.join(20)
+one = in_thread("first", walk_first)
+in_thread("second", walk_second).join()
+num_walked = len(launched)
+launch(2, 3, 4)
+print(json.dumps([num_walked, launched]))
+"""
+FAILURES = """
+def fail(*args, **options):
+    compiled.append("")
+    time.sleep(0.05)
+    raise ValueError("it does not compile")
+def outcome(call):
+    try:
+        call()
+    except BaseException as error:
+        return repr(error)
+def fail_walking():
+    with ThreadPoolExecutor(2) as pool, compile_launches(pool):
+        launch(*range(2, 22))
+        raise KeyboardInterrupt
+working, kernel.compile = kernel.compile, fail
+outcomes = [outcome(fail_walking), len(compiled), outcome(lambda: walk(*range(2, 22))), len(compiled) < 20]
+kernel.compile = working
+compiled.clear()
+outcomes += [len(launched)]
+walk(*range(2, 12))
+outcomes += [len(compiled)]
+launch(*range(2, 22))
+print(json.dumps([*outcomes, len(compiled), len(launched)]))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Runs a script in a process of its own, behind DEVICE: what it prints last."""
+    root = Path(__file__).parents[3]
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(root))
+
+    def run(script: str, *args: str) -> Any:
+        file = tmp_path / "script.py"  # Triton reads a kernel's source
+        file.write_text(DEVICE + script)
+        argv = [sys.executable, str(file), *args]
+        done = subprocess.run(argv, cwd=root, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.fixture
+def walk(tmp_path: Path, checkpoints: Any, run: Callable[..., Any]) -> Callable[[str, list[int]], Any]:
+    """Runs STEPS on a tiny variant's config.json, with heads that the kernels of long prompts take."""
+
+    def walk(name: str, sizes: list[int]) -> Any:
+        stated = json.loads((checkpoints(name) / "config.json").read_text())
+        if "head_dim" in stated:
+            stated["head_dim"] = 64
+        (tmp_path / "config.json").write_text(json.dumps(stated))
+        return run(STEPS, str(tmp_path), json.dumps(sizes))
+
+    return walk
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [("qwen3", ALL), ("qwen3", [1, 2]), ("gpt_oss", ALL), ("gpt_oss", []), ("deepseek_v3", ALL), ("deepseek_v3", [])],
+)
+def test_what_is_compiled_ahead_is_what_its_steps_launch_and_leaves_nothing_for_later(
+    name: str, sizes: list[int], walk: Any
+):
+    ahead, num_loaded, later, launched = walk(name, sizes)
+    assert sorted(ahead) == sorted(launched)
+    assert max(Counter(ahead).values()) == 1, "each once"
+    assert num_loaded >= len(ahead), "and loaded"
+    assert later == []
+    kernels = {text.partition(" ")[0] for text in ahead}
+    attention = {"_attend_kernel"} if name == "deepseek_v3" else {"_decode", "_prefill"}
+    assert kernels > attention | {"_extend", "_feed", "_summarize", "_limit", "_gather", "_draw", "_score"}
+
+
+def test_a_walk_leaves_the_launches_of_other_threads_alone(run: Any):
+    assert run(LAUNCHES + WALK_BESIDE_A_SERVER) == ["server", "server"]
+
+
+def test_walks_of_two_threads_launch_nothing_and_what_comes_after_them_does(run: Any):
+    num_walked, launched = run(LAUNCHES + TWO_WALKS)
+    assert num_walked == 0
+    assert launched == ["MainThread"] * 3
+
+
+def test_what_fails_first_is_raised_and_what_has_not_begun_is_compiled_later(run: Any):
+    interrupt, num_begun, error, is_cut_short, num_launched, *nums = run(LAUNCHES + FAILURES)
+    assert (interrupt, num_begun) == ("KeyboardInterrupt()", 0)
+    assert (error, is_cut_short) == ("ValueError('it does not compile')", True)
+    assert num_launched == 0
+    assert nums == [10, 20, 20], "another walk's, all that are launched, and their launches"

@@ -1,0 +1,236 @@
+"""Attention of prompts on Hopper: when it is chosen, that it compiles and is kept, and on such a GPU what it computes."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels.checks import relative_error
+from kernels.paged import Batch, make_batch, reference
+from kernels.triton.test_binary_cache import PTXAS
+from triton import knobs
+
+from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton.attention.paged import PagedAttention
+from atom.kernels.triton.attention.prefill import suits_hopper
+
+H200 = Gpu(132, 227 << 10, (9, 0))
+
+
+def is_chosen(gpu: Gpu = H200, tokens: int = 600, num_decodes: int = 0, heads: int = 8, kv_heads: int = 2, dim: int = 128,
+              block_size: int = 16, dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None,
+              offset: int = 0, window: int | None = None, softcap: float | None = None) -> bool:  # fmt: skip
+    shape = (3, block_size, 2, kv_heads, dim)
+    cache = torch.zeros(math.prod(shape) + offset, dtype=cache_dtype or dtype)[offset:].view(shape)
+    return suits_hopper(gpu, torch.zeros(tokens, heads, dim, dtype=dtype), cache, num_decodes, window, softcap)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"tokens": 513}, {"dtype": torch.float16}, {"dim": 64}, {"kv_heads": 8}, {"heads": 128}, {"block_size": 48}],
+)
+def test_it_takes_many_tokens_of_prompts(given: dict[str, Any]):
+    assert is_chosen(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"gpu": Gpu(108, 163 << 10, (8, 0))}, {"gpu": Gpu(148, 227 << 10, (10, 0))}, {"gpu": Gpu(304, 64 << 10, (0, 0))},
+        {"tokens": 512}, {"tokens": 520, "num_decodes": 8}, {"dtype": torch.float32}, {"cache_dtype": torch.float16},
+        {"dim": 96}, {"dim": 256}, {"heads": 6}, {"heads": 256}, {"block_size": 8}, {"block_size": 40}, {"offset": 4},
+        {"window": 4096}, {"softcap": 30.0},
+    ],
+)  # fmt: skip
+def test_it_leaves_to_the_other_kernel(given: dict[str, Any]):
+    assert not is_chosen(**given)
+
+
+COMPILE = """
+import sys
+from pathlib import Path
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from atom.cache import Cache
+from atom.kernels.triton.attention import paged
+from atom.kernels.triton.attention import prefill
+from atom.kernels.triton.binary_cache import store_in
+from atom.kernels.triton.attention.common import Gpu
+
+class Driver:
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+class Compile:
+    def __init__(self, kernel):
+        self.kernel = kernel
+    def __getitem__(self, grid):
+        return lambda *args, **options: print(self.kernel.warmup(*args, grid=grid, **options).metadata.shared)
+
+store = store_in(Cache(Path(sys.argv[1])))
+triton.runtime.driver.set_active(Driver())
+prefill.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
+assert "atom.kernels.triton.attention.prefill_hopper" not in sys.modules and "triton.experimental.gluon" not in sys.modules
+from atom.kernels.triton.attention import prefill_hopper
+prefill_hopper._prefill = Compile(prefill_hopper._prefill)
+for dtype, heads, dim, sinks in ((torch.bfloat16, 32, 128, None), (torch.float16, 64, 64, torch.zeros(64).half())):
+    q, cache = torch.zeros(600, heads, dim, dtype=dtype), torch.zeros(4, 16, 2, 8, dim, dtype=dtype)
+    numbers = torch.zeros(9, 9, dtype=torch.int32)
+    paged.PagedAttention()(q, cache, numbers, numbers[0], numbers[0], 0, sinks, scale=0.1)
+print(store.num_compiled)
+"""
+
+
+def test_it_compiles_once_and_a_folder_that_has_it_needs_no_compiler(tmp_path: Path):
+    """In processes of their own, without the interpreter; the second one's ptxas only tells its version."""
+    tool = tmp_path / "ptxas"
+    tool.write_text(PTXAS.format(knobs.nvidia.ptxas.path))
+    tool.chmod(0o755)
+
+    def compiled(**variables: str) -> list[int]:
+        """The bytes of shared memory that each binary takes, and how many were made."""
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
+        command = [sys.executable, "-c", COMPILE, str(tmp_path / "cache")]
+        root = Path(__file__).parents[3]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return [int(line) for line in done.stdout.split()]
+
+    *shared, num_compiled = compiled()
+    assert num_compiled == len(shared) == 2
+    assert max(shared) <= H200.shared_memory
+    assert compiled(TRITON_PTXAS_PATH=str(tool)) == [*shared, 0]
+
+
+IS_HOPPER = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
+
+
+def make(*args: Any, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> Batch:
+    """A batch on the GPU."""
+    batch = make_batch(*args, dtype=dtype, **kwargs)
+    return Batch(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in batch))
+
+
+def run(batch: Batch, scale: float = 0.1) -> torch.Tensor:
+    """What the kernel gives, whether it would be chosen or not; NaN where it gives nothing."""
+    from atom.kernels.triton.attention import prefill_hopper
+
+    q, cache, table, starts, lengths, num_decodes, sinks = batch
+    out = torch.full_like(q, math.nan, memory_format=torch.contiguous_format)
+    prefill_hopper.prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale)
+    return out
+
+
+def assert_right(out: torch.Tensor, batch: Batch, scale: float = 0.1) -> None:
+    truth, plain = (reference(batch, wide=wide, scale=scale)[batch.num_decodes :] for wide in (True, False))
+    out = out[batch.num_decodes :]
+    assert out.isfinite().all()
+    assert relative_error(out, truth) <= 2 * relative_error(plain, truth)
+    assert (out.float() - truth).abs().max() <= 0.02 * truth.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="there is no Hopper GPU here")
+class TestOnHopper:
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(
+        ("dim", "kv_heads", "group", "block_size"),
+        [(128, 3, 1, 16), (128, 2, 2, 32), (128, 8, 4, 16), (128, 1, 8, 48), (64, 2, 4, 256), (64, 3, 8, 16),
+         (128, 1, 64, 16)],
+    )  # fmt: skip
+    @pytest.mark.parametrize("has_sinks", [False, True])
+    def test_queries_around_the_ends_of_tiles_equal_the_reference(
+        self, dtype, dim, kv_heads, group, block_size, has_sinks
+    ):
+        prefills = [(1, 1), (15, 15), (16, 17), (127, 127), (128, 128), (129, 129), (513, 513), (1, 257), (33, 550)]
+        prefills += [(128, 256), (127, 256), (129, 383), (300, 301)]
+        batch = make(
+            (), prefills, kv_heads=kv_heads, heads=kv_heads * group, dim=dim, block_size=block_size, dtype=dtype,
+            has_sinks=has_sinks,
+        )  # fmt: skip
+        out = run(batch)
+        assert_right(out, batch)
+        for _ in range(3):
+            assert torch.equal(run(batch), out)
+
+    @pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
+    def test_long_sequences_are_taken_some_heads_at_a_time_and_leave_no_ticket(self, kv_heads):
+        from atom.kernels.triton.attention import prefill_hopper
+
+        batch = make((), [(4500, 4500), (4000, 5100)], kv_heads=kv_heads, heads=kv_heads * 2, dim=128)
+        assert_right(run(batch), batch)
+        assert not prefill_hopper._find_tickets(batch.q.device).any()
+
+    @pytest.mark.parametrize("prefills", [[(513, 513)], [(700, 2011)], [(1, 1)] * 600, [(2, 3), (511, 640), (31, 31)]])
+    def test_the_attention_op_takes_it_with_decodes_ahead(self, prefills, monkeypatch):
+        from atom.kernels.triton.attention import prefill_hopper
+
+        calls, launch = [], prefill_hopper.prefill
+        monkeypatch.setattr(prefill_hopper, "prefill", lambda *args: (calls.append(args), launch(*args)))
+        batch = make([1, 17, 300], prefills, kv_heads=2, heads=8, dim=128)
+        out = PagedAttention()(*batch, scale=0.1)
+        assert len(calls) == 1
+        assert_right(out, batch._replace(num_decodes=0))
+
+    def test_the_rows_of_decodes_are_left_alone(self):
+        assert run(make([5, 40], [(20, 20)], heads=4, dim=128))[:2].isnan().all()
+
+    @pytest.mark.parametrize("foreign", [math.nan, math.inf, -math.inf])
+    def test_what_lies_behind_the_end_changes_nothing(self, foreign):
+        prefills = [(length, length) for length in (1, 15, 17, 31, 33, 100, 127, 129, 200)] + [(3, 250), (40, 143)]
+
+        def attended(foreign: float) -> torch.Tensor:
+            return run(make((), prefills, kv_heads=2, heads=8, dim=128, block_size=64, foreign=foreign))
+
+        assert torch.equal(attended(foreign), attended(0.0))
+        assert attended(foreign).isfinite().all()
+
+    def test_a_sink_takes_from_nothing_to_all(self):
+        batch = make((), [(200, 230)], kv_heads=2, heads=4, dim=128)
+        without, sinks = run(batch), torch.tensor([-math.inf, -200.0, 200.0, math.inf], device="cuda").bfloat16()
+        out = run(batch._replace(sinks=sinks))
+        assert torch.equal(out[:, :2], without[:, :2])
+        assert not out[:, 2:].any()
+
+    @pytest.mark.parametrize("has_sinks", [False, True])
+    @pytest.mark.parametrize("num_spare", [1, 31, 300])
+    def test_a_sequence_without_positions_and_a_token_without_sequence_give_zeros(self, num_spare, has_sinks):
+        batch = make((), [(50, 90), (70, 70), (5, 9)], kv_heads=2, heads=8, dim=128, has_sinks=has_sinks)
+        padded = batch._replace(q=torch.cat((batch.q, batch.q[:1].expand(num_spare, -1, -1))))
+        padded.lengths[1] = 0
+        out = run(padded)
+        assert not out[50:120].any()
+        assert not out[125:].any()
+        batch.lengths[1] = 70
+        assert torch.equal(out[:50], run(batch)[:50])
+        assert torch.equal(out[120:125], run(batch)[120:])
+
+    def test_rows_of_padding_without_tokens_change_nothing(self):
+        batch = make((), [(300, 300), (40, 50)], kv_heads=2, heads=8, dim=128)
+        padded = batch._replace(
+            starts=torch.nn.functional.pad(batch.starts, (0, 9), value=len(batch.q)),
+            lengths=torch.nn.functional.pad(batch.lengths, (0, 9)),
+            table=torch.nn.functional.pad(batch.table, (0, 3, 0, 9)),
+        )
+        assert torch.equal(run(padded), run(batch))
+
+    def test_blocks_beyond_two_to_the_31_elements_are_found(self):
+        batch = make((), [(200, 250), (77, 77)], kv_heads=8, heads=16, dim=128)
+        num_far = 2**31 // batch.cache[0].numel() + 1
+        cache = torch.full((num_far + len(batch.cache), *batch.cache.shape[1:]), math.nan, device="cuda").bfloat16()
+        cache[num_far:] = batch.cache
+        assert torch.equal(run(batch._replace(cache=cache, table=batch.table + num_far)), run(batch))
+
+    @pytest.mark.parametrize("num_ahead", [0, 1])
+    def test_rows_of_queries_may_lie_apart_and_begin_anywhere(self, num_ahead):
+        batch = make((), [(300, 300)], kv_heads=2, heads=4, dim=128)
+        rows = torch.nn.functional.pad(batch.q.flatten(1), (num_ahead, 128 + num_ahead))
+        apart = rows[:, num_ahead:][:, :512].unflatten(1, (4, 128))
+        assert torch.equal(run(batch._replace(q=apart)), run(batch))

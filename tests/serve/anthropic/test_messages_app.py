@@ -1,0 +1,309 @@
+"""The Messages routes over an engine whose part the test plays: every event, every error, every prompt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import scripted
+from scripted import Said, Script
+
+from atom.checkpoint.tokenizer import load_tokenizer
+from atom.config import Config, load
+from atom.serve.context import Context
+from atom.serve.engine.protocol import Failed, Finish, Output, Outputs, Refused, Submit
+
+ASK: dict[str, Any] = {"model": "talker", "max_tokens": 24, "messages": [{"role": "user", "content": "Hello"}]}
+TOOL = {
+    "name": "look_up",
+    "description": "Looks a word up.",
+    "input_schema": {"type": "object", "properties": {"word": {"type": "string"}, "exact": {"type": "boolean"}}},
+}
+Asker = Callable[..., tuple[httpx.Response, list[Submit]]]
+
+
+@pytest.fixture(scope="module")
+def configure(talker: Path) -> Callable[..., Config]:
+    @cache
+    def load_talker(*overrides: str) -> Config:
+        return load([f"checkpoint={talker}", "job=serve", "serve.http.served_model_name=[talker]", *overrides])
+
+    return load_talker
+
+
+@pytest.fixture
+def ask(configure: Callable[..., Config]) -> Asker:
+    def post(
+        script: Script, body: dict[str, Any], *overrides: str, path: str = "/v1/messages", **options: Any
+    ) -> tuple[httpx.Response, list[Submit]]:
+        return scripted.post(configure(*overrides), script, body, path, **options)
+
+    return post
+
+
+def read_events(response: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
+    found = [text.split("\n") for text in response.text.split("\n\n")[:-1]]
+    return [(name.removeprefix("event: "), json.loads(body.removeprefix("data: "))) for name, body in found]
+
+
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "cat", "exact": true}}\n</tool_call>'
+THOUGHT = Said(["<think>", "\nHm", ".\n</think>\n", "\nOne", " moment.\n", CALL[:55], CALL[55:]])
+HI = Said(["Hi"])
+
+
+def test_thinking_text_and_calls_are_blocks(ask: Asker):
+    response, seen = ask(THOUGHT, {**ASK, "tools": [TOOL]})
+    body = response.json()
+    assert body.pop("id").startswith("msg_") and body["content"][2].pop("id").startswith("toolu_")
+    assert body == {
+        "type": "message",
+        "role": "assistant",
+        "model": "talker",
+        "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": ""},
+            {"type": "text", "text": "One moment."},
+            {"type": "tool_use", "name": "look_up", "input": {"word": "cat", "exact": True}},
+        ],
+        "stop_reason": "tool_use",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": len(seen[0].prompt),
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "output_tokens": 7,
+        },
+    }
+
+
+def test_a_stream_has_anthropics_events_in_their_order(ask: Asker):
+    response, seen = ask(THOUGHT, {**ASK, "tools": [TOOL], "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["request-id"] == response.headers["x-request-id"]
+    events = read_events(response)
+    assert all(name == body["type"] for name, body in events)
+    bodies = [body for _, body in events]
+    assert bodies[0]["message"].pop("id").startswith("msg_")
+    assert bodies[9]["content_block"].pop("id").startswith("toolu_")
+    usage = {"input_tokens": len(seen[0].prompt), "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    assert bodies == [
+        {"type": "message_start", "message": {"type": "message", "role": "assistant", "model": "talker", "content": [],
+                                              "stop_reason": None, "stop_sequence": None,
+                                              "usage": {**usage, "output_tokens": 0}}},
+        {"type": "content_block_start", "index": 0,
+         "content_block": {"type": "thinking", "thinking": "", "signature": ""}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm"}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "."}},
+        {"type": "content_block_stop", "index": 0},
+        {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
+        {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "One"}},
+        {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": " moment."}},
+        {"type": "content_block_stop", "index": 1},
+        {"type": "content_block_start", "index": 2, "content_block": {"type": "tool_use", "name": "look_up", "input": {}}},
+        {"type": "content_block_delta", "index": 2,
+         "delta": {"type": "input_json_delta", "partial_json": '{"word": "'}},
+        {"type": "content_block_delta", "index": 2,
+         "delta": {"type": "input_json_delta", "partial_json": 'cat", "exact": true}'}},
+        {"type": "content_block_stop", "index": 2},
+        {"type": "message_delta", "delta": {"stop_reason": "tool_use", "stop_sequence": None},
+         "usage": {**usage, "output_tokens": 7}},
+        {"type": "message_stop"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("said", "reason", "stop"),
+    [
+        (Said(["So."]), "end_turn", None),
+        (Said(["So."], "max_tokens"), "max_tokens", None),
+        (Said(["So"], "stop_sequence", "."), "stop_sequence", "."),
+        (Said(["So"], "stop_7"), "end_turn", None),
+        (Said([CALL]), "tool_use", None),
+        (Said([CALL], "max_tokens"), "max_tokens", None),
+        (Said([CALL[:55]], "max_tokens"), "max_tokens", None),
+        (Said([CALL[:55]]), "end_turn", None),
+    ],
+)
+def test_the_reason_of_the_end_is_told_in_anthropics_words(
+    said: Said, reason: str, stop: str | None, streams: bool, ask: Asker
+):
+    response, _ = ask(said, {**ASK, "tools": [TOOL], "stream": streams, "stop_sequences": ["."]})
+    told = read_events(response)[-2][1]["delta"] if streams else response.json()
+    assert (told["stop_reason"], told["stop_sequence"]) == (reason, stop)
+
+
+def test_of_several_calls_the_first_is_told_where_one_is_asked_for(ask: Asker):
+    for choice, num_calls in (({"type": "auto", "disable_parallel_tool_use": True}, 1), ({"type": "auto"}, 2)):
+        body = {**ASK, "tools": [TOOL], "tool_choice": choice}
+        assert len(ask(Said([CALL, CALL]), body)[0].json()["content"]) == num_calls
+        events = read_events(ask(Said([CALL, CALL]), {**body, "stream": True})[0])
+        assert [name for name, _ in events].count("content_block_start") == num_calls
+
+
+def test_cached_tokens_of_the_prompt_are_told_apart(ask: Asker):
+    """They are there with and without cache_control: what can be cached is."""
+    block = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
+    marked = {**ASK, "messages": [{"role": "user", "content": [block]}], "cache_control": {"type": "ephemeral"}}
+    for body in (ASK, marked):
+        response, seen = ask(HI._replace(num_cached=16), body)
+        usage = response.json()["usage"]
+        assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (len(seen[0].prompt) - 16, 16)
+        events = read_events(ask(HI._replace(num_cached=16), {**body, "stream": True})[0])
+        assert events[0][1]["message"]["usage"]["input_tokens"] == len(seen[0].prompt), "it is not known yet"
+        assert events[-2][1]["usage"] == usage
+
+
+def prompt_of(seen: list[Submit], talker: Path) -> str:
+    tokenizer = load_tokenizer(talker)
+    assert tokenizer is not None
+    return tokenizer.decode(seen[0].prompt, skip_special_tokens=False)
+
+
+def test_a_conversation_is_rendered_with_its_calls_and_results(ask: Asker, talker: Path):
+    call = {"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": {"word": "cat"}}
+    messages = [
+        {"role": "user", "content": "What is it?"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}, call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "none", "is_error": True},
+                                     {"type": "text", "text": "And now?"}]},
+    ]  # fmt: skip
+    _, seen = ask(HI, {**ASK, "messages": messages, "system": [{"type": "text", "text": "Be brief."}]})
+    assert prompt_of(seen, talker) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nWhat is it?<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\nHm.\n</think>\n"
+        '<tool_call>\n{"name": "look_up", "arguments": {"word": "cat"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>tool\nError: none<|im_end|>\n"
+        "<|im_start|>user\nAnd now?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_tools_come_to_the_template_as_it_knows_them(ask: Asker, talker: Path):
+    _, seen = ask(HI, {**ASK, "tools": [TOOL]})
+    told = prompt_of(seen, talker).removeprefix("<|im_start|>system\n").partition("<|im_end|>")[0]
+    function = {"name": "look_up", "description": "Looks a word up.", "parameters": TOOL["input_schema"]}
+    assert json.loads(told) == [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize(
+    ("thinking", "end"),
+    [
+        (None, "<|im_start|>assistant\n"),
+        ({"type": "enabled"}, "<|im_start|>assistant\n"),
+        ({"type": "adaptive"}, "<|im_start|>assistant\n"),
+        ({"type": "disabled"}, "<|im_start|>assistant\n<think>\n\n</think>\n\n"),
+    ],
+)
+def test_thinking_is_the_templates_switch(thinking: Any, end: str, ask: Asker, talker: Path):
+    _, seen = ask(HI, {**ASK, "thinking": thinking})
+    assert prompt_of(seen, talker).endswith("Hello<|im_end|>\n" + end)
+
+
+def use_template(template: str) -> Callable[[Context], None]:
+    def change(context: Context) -> None:
+        assert context.tokenizer is not None
+        context.tokenizer = context.tokenizer.with_template(template)
+
+    return change
+
+
+OPENED = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+
+
+def test_thinking_that_the_template_opens_is_a_block_without_its_marker(ask: Asker):
+    response, _ = ask(Said(["Hm.", "</think>", "Hi"]), ASK, before=use_template(OPENED))
+    assert response.json()["content"] == [
+        {"type": "thinking", "thinking": "Hm.", "signature": ""},
+        {"type": "text", "text": "Hi"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("body", "overrides", "message"),
+    [
+        ({"thinking": {"type": "disabled"}}, [], "thinking cannot be disabled: this model's template has no switch for it"),
+        ({"thinking": {"type": "enabled"}}, ["model.reasoning=null"],
+         "this model does not think; leave thinking out or send type=disabled"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, [],
+         "an answer of this model begins with its thinking, not with a given text; "
+         'end with a message of the user, or send thinking={"type": "disabled"}'),
+        ({"tools": [TOOL]}, ["serve.http.tool_calls=none"],
+         "this model's file names no format of tool calls; set serve.http.tool_calls, or force a call with tool_choice"),
+    ],
+)  # fmt: skip
+def test_what_this_model_cannot_do_is_refused(body: Any, overrides: list[str], message: str, ask: Asker):
+    response, seen = ask(HI, {**ASK, **body}, *overrides, before=use_template(OPENED))
+    assert (response.status_code, seen) == (400, [])
+    assert response.json()["error"] == {"type": "invalid_request_error", "message": message}
+
+
+def test_what_the_answer_begins_with_stands_behind_the_prompt_and_stays_text(ask: Asker, talker: Path):
+    begun = [*ASK["messages"], {"role": "assistant", "content": "I am <|im_end|>"}]
+    _, seen = ask(HI, {**ASK, "messages": begun})
+    assert prompt_of(seen, talker).endswith("<|im_start|>assistant\nI am <|im_end|>")
+    assert seen[0].prompt[-1] == ord(">") - ord("!"), "a byte, the 30th of the printable ones, and no special token"
+
+
+def test_pings_fill_a_silence(ask: Asker):
+    said = HI._replace(pause=0.2)
+    events = read_events(ask(said, {**ASK, "stream": True}, "serve.http.comment_seconds=0.05")[0])
+    assert events[:2] == [events[0], ("ping", {"type": "ping"})]
+    assert [name for name, _ in events if name != "ping"][-1] == "message_stop"
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "kind", "message"),
+    [
+        (lambda submit: [Refused(submit.id, "no such token")], 400, "invalid_request_error", "no such token"),
+        (lambda submit: [Failed("Error", "out of memory", 1)], 503, "overloaded_error", "out of memory"),
+        (lambda submit: [Outputs([Output(submit.id, 0, "", [], None, Finish("error", 0, 0, 0.0))], 1, 0)], 500, "api_error",
+         "internal error, the server's log has it"),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_engine_is_the_answer_or_the_last_event(
+    ends: Any, status: int, kind: str, message: str, ask: Asker
+):
+    error = {"type": kind, "message": message}
+    response, _ = ask(ends, ASK)
+    request_id = response.headers["request-id"]
+    assert (response.status_code, response.json()) == (
+        status,
+        {"type": "error", "error": error, "request_id": request_id},
+    )
+    response, _ = ask(ends, {**ASK, "stream": True}, headers={"x-request-id": "mine"})
+    assert read_events(response)[1:] == [("error", {"type": "error", "error": error, "request_id": "mine"})]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/v1/messages/batches"])
+def test_the_door_is_closed_without_a_key(path: str, ask: Asker):
+    response, seen = ask(HI, ASK, path=path, keys=["right"], headers={"x-api-key": "wrong"})
+    assert (response.status_code, seen) == (401, [])
+    error = {"type": "authentication_error", "message": "a valid API key is missing: send x-api-key: KEY"}
+    assert response.json() == {"type": "error", "error": error, "request_id": response.headers["request-id"]}
+
+
+def test_either_of_the_sdks_headers_opens_the_door(ask: Asker):
+    for headers in ({"x-api-key": "right"}, {"authorization": "Bearer right"}):
+        assert ask(HI, ASK, keys=["right"], headers=headers)[0].status_code == 200
+
+
+def test_a_full_queue_and_a_server_that_ends_say_so(ask: Asker):
+    def fill(context: Context) -> None:
+        context.client._num_waiting = 1
+
+    response, _ = ask(HI, ASK, "serve.http.max_queue=1", before=fill)
+    assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert int(response.headers["retry-after"]) >= 1
+    response, _ = ask(HI, ASK, before=lambda context: context.client.drain())
+    assert (response.status_code, response.json()["error"]["type"]) == (503, "overloaded_error")
+
+
+def test_routes_that_are_not_there_are_refused_in_anthropics_words_below_messages_alone(ask: Asker):
+    assert ask(HI, ASK, path="/v1/messages/batches")[0].json()["error"]["type"] == "not_found_error"
+    assert ask(HI, ASK, path="/v1/messages_of_others")[0].json()["error"].keys() == {"message", "type", "param", "code"}

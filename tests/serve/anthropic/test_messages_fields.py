@@ -1,0 +1,249 @@
+"""Every field of every body of the Messages routes does what it says: two requests whose answers differ by it, its
+refusal by name, or, where the field is a label, that the schema calls it so and the answer is the same.
+
+A field that is added to `atom.serve.anthropic.schema` fails here until it has a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import asking
+import pytest
+from serving import Server
+
+from atom.serve.anthropic import schema
+from atom.serve.openai.schema import Body
+
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+ASK: dict[str, Any] = {"model": "talker", "max_tokens": 60, "messages": [{"role": "user", "content": "Hello"}]}
+GREEDY = ASK | {"temperature": 0}
+COUNTED = {name: ASK[name] for name in ("model", "messages")}
+TOOL: dict[str, Any] = {
+    "name": "look_up",
+    "description": "Looks a word up.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"word": {"enum": ["cat", "dog"]}},
+        "required": ["word"],
+        "additionalProperties": False,
+    },
+}
+OTHER = TOOL | {"name": "other"}
+TEXT = {"type": "text", "text": "Hello"}
+THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+CALL = {"type": "tool_use", "id": "toolu_1", "name": "look_up", "input": {"word": "cat"}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "an animal"}
+FORCED = GREEDY | {"max_tokens": 200, "tools": [TOOL, OTHER], "tool_choice": {"type": "tool", "name": "look_up"}}
+
+Row = Callable[[Server], None]
+
+
+def differs(one: dict[str, Any], other: dict[str, Any], path: str = MESSAGES) -> Row:
+    """Both are served, and what they say is not the same."""
+
+    def check(server: Server) -> None:
+        assert essence(server, one, path) != essence(server, other, path)
+
+    return check
+
+
+def is_label(model: type[Body], field: str, word: str, one: dict[str, Any], other: dict[str, Any]) -> Row:
+    """The schema says that nothing comes of it, and nothing does."""
+
+    def check(server: Server) -> None:
+        assert word in str(model.model_fields[field].description)
+        assert essence(server, one) == essence(server, other)
+
+    return check
+
+
+def refuses(body: dict[str, Any], *told: str, status: int = 400, path: str = MESSAGES) -> Row:
+    """It is refused by name, where the field leaves no other choice."""
+
+    def check(server: Server) -> None:
+        answer = asking.post(server, path, body)
+        assert answer.status == status, answer.body
+        assert all(text in answer.error["message"] for text in told), answer.error
+
+    return check
+
+
+def both(*rows: Row) -> Row:
+    def check(server: Server) -> None:
+        for row in rows:
+            row(server)
+
+    return check
+
+
+def has_test(name: str, file: str = "test_messages.py") -> Row:
+    """It has a test of its own."""
+
+    def check(_: Server) -> None:
+        assert f"def {name}(" in Path(__file__).with_name(file).read_text()
+
+    return check
+
+
+def essence(server: Server, body: dict[str, Any], path: str = MESSAGES) -> Any:
+    """What an answer says but for the ids that it makes up."""
+    answer = asking.post(server, path, body)
+    assert answer.status == 200, answer.body
+    told: dict[str, Any] = answer.body
+    told.pop("id", None)
+    for block in told.get("content", ()):
+        block.pop("id", None)
+    return told
+
+
+def user(*blocks: Any) -> dict[str, Any]:
+    return GREEDY | {"messages": [{"role": "user", "content": list(blocks)}]}
+
+
+def said(*blocks: Any) -> dict[str, Any]:
+    """A conversation in which the assistant has said these."""
+    return GREEDY | {"messages": [*ASK["messages"], {"role": "assistant", "content": list(blocks)}, *ASK["messages"]]}
+
+
+def called(call: Any = CALL, result: Any = RESULT) -> dict[str, Any]:
+    """A conversation with a call and its result."""
+    turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    return GREEDY | {"messages": [*ASK["messages"], *turns]}
+
+
+def tools(tool: dict[str, Any]) -> dict[str, Any]:
+    return GREEDY | {"tools": [tool]}
+
+
+def marked(wrap: Callable[[dict[str, Any]], dict[str, Any]]) -> Row:
+    """Marks of Anthropic's cache are known, and nothing else in their place."""
+    return both(
+        lambda server: essence(server, wrap({"cache_control": {"type": "ephemeral", "ttl": "5m"}})) and None,
+        refuses(wrap({"cache_control": {"type": "persistent"}}), "cache_control.type"),
+        has_test("test_cached_tokens_of_the_prompt_are_told_apart", "test_messages_app.py"),
+    )
+
+
+def asked(path: str, base: dict[str, Any]) -> dict[str, Row]:
+    """The fields that answering and counting share."""
+    return {
+        "model": refuses(base | {"model": "nobody"}, "nobody", status=404, path=path),
+        "messages": differs(base, base | {"messages": [{"role": "user", "content": "Bye bye"}]}, path),
+        "system": differs(base, base | {"system": "Be brief."}, path),
+        "tools": differs(base, base | {"tools": [TOOL]}, path),
+        "tool_choice": differs(
+            base | {"tools": [TOOL]}, base | {"tools": [TOOL], "tool_choice": {"type": "none"}}, path
+        ),
+        "thinking": differs(base, base | {"thinking": {"type": "disabled"}}, path),
+        "cache_control": refuses(base | {"cache_control": {"type": "persistent"}}, "cache_control.type", path=path),
+    }
+
+
+ROWS: dict[type[Body], dict[str, Row]] = {
+    schema.CountRequest: asked(COUNT, COUNTED),
+    schema.MessagesRequest: asked(MESSAGES, GREEDY)
+    | {
+        "max_tokens": differs(GREEDY, GREEDY | {"max_tokens": 7}),
+        "stop_sequences": has_test("test_the_stop_sequence_that_was_met_is_named"),
+        "stream": has_test("test_a_stream_adds_up_to_the_answer"),
+        "temperature": differs(GREEDY, GREEDY | {"temperature": 50}),
+        "top_p": differs(ASK | {"temperature": 50}, ASK | {"temperature": 50, "top_p": 1e-9}),
+        "top_k": differs(ASK | {"temperature": 50}, ASK | {"temperature": 50, "top_k": 1}),
+        "metadata": has_test("test_the_user_goes_to_the_log"),
+        "cache_control": marked(lambda mark: GREEDY | mark),
+    },
+    schema.CacheControl: {
+        "type": refuses(GREEDY | {"cache_control": {"type": "persistent"}}, "cache_control.type"),
+        "ttl": refuses(GREEDY | {"cache_control": {"type": "ephemeral", "ttl": "1h"}}, "cache_control.ttl"),
+    },
+    schema.TextBlock: {
+        "type": refuses(user(TEXT | {"type": "image"}), "image blocks are not supported here"),
+        "text": differs(user(TEXT), user(TEXT | {"text": "Bye"})),
+        "cache_control": marked(lambda mark: user(TEXT | mark)),
+        "citations": refuses(user(TEXT | {"citations": []}), "messages.0.content.0.citations: "),
+    },
+    schema.ThinkingBlock: {
+        "type": refuses(said(THOUGHT | {"type": "redacted_thinking"}), "redacted_thinking blocks are not supported"),
+        "thinking": differs(said(THOUGHT), said(THOUGHT | {"thinking": "I doubt it."})),
+        "signature": is_label(
+            schema.ThinkingBlock, "signature", "not checked", said(THOUGHT), said(THOUGHT | {"signature": "forged"})
+        ),
+    },
+    schema.ToolUseBlock: {
+        "type": refuses(said(CALL | {"type": "server_tool_use"}), "server_tool_use blocks are not supported"),
+        "id": refuses(called(CALL | {"id": "toolu_2"}), "no tool_use before it has this id"),
+        "name": differs(called(), called(CALL | {"name": "other"})),
+        "input": differs(called(), called(CALL | {"input": {"word": "dog"}})),
+        "cache_control": marked(lambda mark: called(CALL | mark)),
+        "caller": refuses(called(CALL | {"caller": {"type": "direct"}}), "caller"),
+        "toolset_name": refuses(called(CALL | {"toolset_name": "all"}), "toolset_name"),
+    },
+    schema.ToolResultBlock: {
+        "type": refuses(called(CALL, RESULT | {"type": "mcp_tool_result"}), "mcp_tool_result blocks are not supported"),
+        "tool_use_id": refuses(called(CALL, RESULT | {"tool_use_id": "toolu_2"}), "no tool_use before it has this id"),
+        "content": differs(called(), called(CALL, RESULT | {"content": "nothing"})),
+        "is_error": differs(called(), called(CALL, RESULT | {"is_error": True})),
+        "cache_control": marked(lambda mark: called(CALL, RESULT | mark)),
+        "toolset_name": refuses(called(CALL, RESULT | {"toolset_name": "all"}), "toolset_name"),
+    },
+    schema.Message: {
+        "role": differs(
+            GREEDY | {"messages": [{"role": "system", "content": "Hello"}, *ASK["messages"]]},
+            GREEDY | {"messages": [{"role": "user", "content": "Hello"}, *ASK["messages"]]},
+        ),
+        "content": differs(GREEDY, user(TEXT | {"text": "Bye"})),
+    },
+    schema.MessageTool: {
+        "type": refuses(tools(TOOL | {"type": "bash_20250124"}), "tools.0.type"),
+        "name": differs(tools(TOOL), tools(OTHER)),
+        "description": differs(tools(TOOL), tools(TOOL | {"description": "Finds a word."})),
+        "input_schema": differs(FORCED, FORCED | {"tools": [TOOL | {"input_schema": {"type": "object"}}]}),
+        "cache_control": marked(lambda mark: tools(TOOL | mark)),
+    },
+    schema.FreeChoice: {
+        "type": differs(
+            tools(TOOL) | {"tool_choice": {"type": "auto"}}, tools(TOOL) | {"tool_choice": {"type": "any"}}
+        ),
+        "disable_parallel_tool_use": has_test(
+            "test_of_several_calls_the_first_is_told_where_one_is_asked_for", "test_messages_app.py"
+        ),
+    },
+    schema.OneTool: {
+        "type": refuses(FORCED | {"tool_choice": {"type": "function", "name": "look_up"}}, "tool_choice"),
+        "name": both(
+            differs(FORCED, FORCED | {"tool_choice": {"type": "tool", "name": "other"}}),
+            refuses(FORCED | {"tool_choice": {"type": "tool", "name": "nothing"}}, "there is no function nothing"),
+        ),
+        "disable_parallel_tool_use": is_label(
+            schema.OneTool,
+            "disable_parallel_tool_use",
+            "whatever it says",
+            FORCED,
+            FORCED | {"tool_choice": FORCED["tool_choice"] | {"disable_parallel_tool_use": True}},
+        ),
+    },
+    schema.NoTool: {"type": differs(tools(TOOL), tools(TOOL) | {"tool_choice": {"type": "none"}})},
+    schema.Thinking: {
+        "type": differs(GREEDY | {"thinking": {"type": "enabled"}}, GREEDY | {"thinking": {"type": "disabled"}}),
+        "budget_tokens": refuses(
+            GREEDY | {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens is not supported"
+        ),
+    },
+    schema.Metadata: {"user_id": has_test("test_the_user_goes_to_the_log")},
+}
+
+
+@pytest.mark.parametrize("name", [f"{model.__name__}.{field}" for model, rows in ROWS.items() for field in rows])
+def test_a_field_does_what_it_says(name: str, server: Server):
+    model, field = name.split(".")
+    ROWS[getattr(schema, model)][field](server)
+
+
+def test_every_field_of_every_body_has_a_row():
+    bodies = {each for each in vars(schema).values() if isinstance(each, type) and issubclass(each, Body)} - {Body}
+    assert {each.__name__: set(each.model_fields) for each in bodies} == {
+        each.__name__: set(rows) for each, rows in ROWS.items()
+    }

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from atom.config import SamplingParams, load
+from atom.errors import AtomError, EngineDeadError, RequestError
+from atom.serve.engine.client import EngineClient, QueueFullError, State
+from atom.serve.engine.protocol import (
+    Beat,
+    Failed,
+    Finish,
+    FromEngine,
+    Output,
+    Outputs,
+    Ready,
+    Refused,
+    Start,
+    Stats,
+    Submit,
+    ToEngine,
+    encode,
+    to_engine,
+)
+from atom.serve.engine.stream import Stream
+
+ONE = SamplingParams(max_tokens=4)
+CONFIG = load(["serve.http.max_queue=3", "serve.http.heartbeat_seconds=4"])
+
+
+class Engine:
+    """The other end of the socket, in the test's hand."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.frames = connection, to_engine()
+
+    async def tell(self, *messages: FromEngine) -> None:
+        for message in messages:
+            self.connection.sendall(encode(message))
+        await asyncio.sleep(0.02)
+
+    def heard(self) -> list[ToEngine]:
+        self.connection.settimeout(0.5)
+        return self.frames.feed(self.connection.recv(1 << 16))
+
+
+def run(body: Callable[[EngineClient, Engine, list[float]], Awaitable[None]]) -> None:
+    """Run a test with a client that is ready; the clock stands still unless its only value is changed."""
+
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        now = [0.0]
+        with theirs:
+            client, engine = EngineClient(CONFIG, clock=lambda: now[0]), Engine(theirs)
+            await client.connect(ours)
+            await asyncio.sleep(0.02)
+            assert [type(message) for message in engine.heard()] == [Start]
+            assert client.state is State.LOADING
+            await engine.tell(Ready(100, "2 x A GPU"))
+            assert (client.state, client.gpus) == (State.READY, "2 x A GPU")
+            await body(client, engine, now)
+            client.close("the test is over")
+
+    asyncio.run(main())
+
+
+def token(id: str, reason: str | None = None) -> Output:
+    return Output(id, 0, "a", [1], None, Finish(reason, 1, 0, 0.0) if reason else None)
+
+
+def test_silence_is_death_and_a_heartbeat_is_life():
+    async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
+        for seconds in range(1, 20):
+            now[0] = seconds
+            client.check()
+            if not seconds % 3:
+                await engine.tell(Beat(Stats(num_running=seconds)))
+                assert client.stats.num_running == seconds
+        assert client.state is State.READY
+        for _ in range(5):
+            now[0] += 1.0
+            client.check()
+        assert client.state is State.DEAD and client.reason == "the engine was silent for 4 s"
+
+    run(body)
+
+
+def test_time_in_which_this_process_did_not_listen_is_no_silence():
+    async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
+        now[0] = 3600.0  # it was stopped, or its machine slept
+        client.check()
+        assert client.state is State.READY
+
+    run(body)
+
+
+def test_requests_that_the_engine_has_not_heard_of_count_as_waiting():
+    async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
+        streams = [client.submit([[1]], [ONE], id=f"r{place}") for place in range(3)]
+        assert client.num_waiting == 3
+        with pytest.raises(QueueFullError) as refused:
+            client.submit([[1]], [ONE], id="r3")
+        assert refused.value.retry_after == 1
+        await asyncio.sleep(0.02)
+        assert [message.id for message in engine.heard() if isinstance(message, Submit)] == ["r0", "r1", "r2"]
+        await engine.tell(Outputs([token("r0")], num_seen=2, num_waiting=0))
+        assert client.num_waiting == 1
+        await engine.tell(Outputs([token("r0", "eos")], num_seen=3, num_waiting=1))
+        assert client.num_waiting == 1
+        assert [output.text for output in await streams[0].next()] == ["a", "a"] and streams[0].is_done
+        client.submit([[1]], [ONE], id="r4")
+
+    run(body)
+
+
+def test_a_request_that_can_never_wait_is_the_clients_fault():
+    async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
+        with pytest.raises(RequestError, match="at most 3 may wait"):
+            client.submit([[1], [2]], [ONE, SamplingParams(n=3)], id="many")
+
+    run(body)
+
+
+@pytest.mark.parametrize(("told", "kind"), [("too long", RequestError), ("", AtomError)])
+def test_a_refusal_ends_all_prompts_of_its_request(told: str, kind: type[AtomError]):
+    async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
+        stream = client.submit([[1], [2]], [ONE, ONE], id="r")
+        await engine.tell(Refused("r-1", told), Outputs([token("r-0")], 2, 0))
+        with pytest.raises(kind, match=told or "could not prepare") as refused:
+            await stream.next()
+        assert type(refused.value) is kind
+        assert stream.is_done and client.idle.is_set() and client.state is State.READY
+
+    run(body)
+
+
+@pytest.mark.parametrize("way", ["failed", "closed", "garbage", "ended"])
+def test_death_ends_every_stream_however_it_comes(way: str):
+    async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
+        streams: list[Stream] = [client.submit([[1]], [ONE], id=f"r{place}") for place in range(2)]
+        readers = [asyncio.create_task(stream.next()) for stream in streams]
+        await asyncio.sleep(0)
+        if way == "failed":
+            await engine.tell(Failed("CapacityError", "no memory", 1))
+        elif way == "closed":
+            client.close("no memory")
+        elif way == "garbage":
+            engine.connection.sendall(b"\x03\x00\x00\x00abc")
+        else:
+            engine.connection.close()
+        for reader in readers:
+            with pytest.raises(EngineDeadError, match="no memory" if way in ("failed", "closed") else "has ended"):
+                await asyncio.wait_for(reader, 2)
+        assert client.state is State.DEAD and client.dead.is_set() and client.idle.is_set()
+        with pytest.raises(EngineDeadError):
+            client.submit([[1]], [ONE], id="late")
+
+    run(body)

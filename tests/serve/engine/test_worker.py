@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import serving
+import wire
+from serve.stub_engine import Options, StubEngine
+
+import atom.serve
+from atom.config import load
+from atom.pieces.compile_workers import has_compiler
+from atom.serve.engine.link import Link
+from atom.serve.engine.process import EngineProcess
+from atom.serve.engine.protocol import Beat, Failed, Ready, Start, encode, from_engine
+from atom.serve.engine.worker import Worker
+
+STUB = (sys.executable, str(serving.STUB), "{}", "--engine")
+
+
+def ended(engine: EngineProcess, seconds: float = 20) -> int:
+    wire.wait_until(engine.has_ended, seconds)
+    return engine.end()
+
+
+def test_an_engine_that_is_not_wanted_ends_without_a_fault():
+    engine = EngineProcess(STUB)
+    engine.connection.close()
+    assert ended(engine) == 0
+
+
+def test_an_engine_is_ready_beats_and_ends_with_its_socket():
+    engine, frames, told = EngineProcess(STUB), from_engine(), []
+    engine.connection.sendall(encode(Start(load(["serve.http.heartbeat_seconds=0.8"]))))
+    engine.connection.settimeout(20)
+    start = time.monotonic()
+    while sum(isinstance(message, Beat) for message in told) < 5:
+        told += frames.feed(engine.connection.recv(1 << 16))
+    assert time.monotonic() - start < 15
+    assert Ready(100_000) in told
+    engine.connection.close()
+    assert ended(engine, 5) == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "told"), [([], ""), (["A"], "1 x A"), (["A", "B", "A"], "2 x A + 1 x B")], ids=["none", "one", "three"]
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_who_is_ready_names_the_gpus_where_it_runs_on_one(
+    device: str, names: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(names))
+    monkeypatch.setattr("torch.cuda.get_device_name", names.__getitem__)
+    monkeypatch.setattr("atom.serve.engine.worker.settle", lambda: None)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        Worker(Link(ours)).load(lambda: StubEngine(Options()), device)  # type: ignore[arg-type, return-value]
+        assert from_engine().feed(theirs.recv(1 << 16)) == [Ready(100_000, told if device == "cuda" else "")]
+
+
+@pytest.mark.parametrize("garbage", [b"\x03\x00\x00\x00abc", b"\xff\xff\xff\xff"])
+def test_what_is_no_message_ends_the_engine_with_a_reason(garbage: bytes):
+    engine, frames, told = EngineProcess(STUB), from_engine(), []
+    engine.connection.sendall(encode(Start(load([]))))
+    engine.connection.settimeout(20)
+    while not any(isinstance(message, Ready) for message in told):
+        told += frames.feed(engine.connection.recv(1 << 16))
+    engine.connection.sendall(garbage)
+    while data := engine.connection.recv(1 << 16):
+        told += frames.feed(data)
+    assert isinstance(told[-1], Failed) and told[-1].error
+    assert ended(engine) != 0
+
+
+def test_signals_to_the_group_leave_the_engine_to_the_http_process():
+    engine, frames, told = EngineProcess(STUB), from_engine(), []
+    engine.connection.sendall(encode(Start(load([]))))
+    engine.connection.settimeout(20)
+    while not told:
+        told += frames.feed(engine.connection.recv(1 << 16))
+    assert os.getpgid(engine.pid) == engine.pid != os.getpgrp()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(engine.pid, number)
+    time.sleep(0.3)
+    assert not engine.has_ended()
+    assert engine.end() == -signal.SIGKILL
+
+
+def test_its_socket_is_handed_to_nobody_else():
+    code = "import socket, sys, subprocess; s = socket.socket(fileno=int(sys.argv[-1])); print(s.family.name)"
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            check=True,
+            capture_output=True,
+        )
+    assert done.stdout == b"AF_UNIX\n"
+    engine = EngineProcess((sys.executable, "-c", "import os, sys; sys.exit(len(os.listdir('/proc/self/fd')))"))
+    assert ended(engine) == 5  # three standard ones, the socket, and the listing's own
+
+
+def test_nothing_in_serve_can_unpickle():
+    folder = Path(atom.serve.__file__).parent
+    for file in folder.rglob("*.py"):
+        text = file.read_text()
+        assert not re.search(r"\b(import|from) (pickle|marshal|shelve|dill|cloudpickle|multiprocessing)\b", text), file
+        assert not re.search(r"\b(eval|exec|compile)\(", text.replace("re.compile(", "")), file
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_compilers_end_with_the_server(talker: Path, tmp_path: Path, number: int):
+    server = serving.launch(talker, tmp_path, "level=2")
+
+    started: list[int] = []
+
+    def compilers() -> list[int]:
+        found = []
+        for process in Path("/proc").iterdir():
+            if process.name.isdigit():
+                try:
+                    words = (process / "cmdline").read_text(errors="replace")
+                    parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                except (OSError, ValueError):
+                    continue
+                if "atom.pieces.compile_workers" in words and (parent == engine or int(process.name) in started):
+                    found.append(int(process.name))
+        return found
+
+    children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+    wire.wait_until(lambda: children.read_text())
+    engine = int(children.read_text())
+    wire.wait_until(compilers)
+    started += compilers()
+    server.process.send_signal(number)
+    assert server.process.wait(3) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+    wire.wait_until(lambda: not compilers() and not Path(f"/proc/{engine}").exists(), 5)

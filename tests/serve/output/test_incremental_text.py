@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+
+from atom.serve.output.incremental_text import SPACE, Arriving, Reading, beginning
+
+
+def run(reading: Reading[object]) -> object:
+    """What a reader returns, or None where it waits for more."""
+    try:
+        next(reading)
+    except StopIteration as end:
+        return end.value
+    return None
+
+
+def test_a_reader_waits_for_the_next_character():
+    text = Arriving()
+    reading = text.peek()
+    assert run(reading) is None
+    text.push("ab")
+    assert run(reading) == "a"
+    text.at = 2
+    text.is_ended = True
+    assert run(text.peek()) == ""
+
+
+def test_a_word_is_waited_for_while_it_may_still_come():
+    text = Arriving()
+    text.push("<a")
+    reading = text.starts_with("<abc>")
+    assert run(reading) is None
+    text.push("b")
+    assert run(reading) is None
+    text.push("x")
+    assert run(reading) is False
+    assert run(text.starts_with("<ab")) is True
+    text.is_ended = True
+    assert run(text.starts_with("<abxyz")) is False
+
+
+def test_characters_of_a_class_are_read_across_pieces():
+    text = Arriving()
+    text.push(" \n")
+    reading = text.read(SPACE)
+    assert run(reading) is None
+    text.push(" x")
+    assert run(reading) == " \n "
+    assert text.text[text.at :] == "x"
+
+
+def test_text_is_given_out_up_to_the_newlines_before_a_marker():
+    text, out = Arriving(), list[str]()
+    reading = text.give_until("<a>", out)
+    for piece, given in [("x\n", "x"), ("\ny<", "\n\ny"), ("b\n", "<b"), ("\n<", ""), ("a", "")]:
+        text.push(piece)
+        assert run(reading) is None
+        assert "".join(out) == given
+        out.clear()
+    text.push(">z")
+    assert run(reading) is True
+    assert (text.take(text.at), text.text, out) == ("\n\n<a>", "z", [""])
+
+
+def test_without_a_marker_all_is_given_out_in_the_end():
+    text, out = Arriving(), list[str]()
+    text.push("x\n<")
+    reading = text.give_until("<a>", out)
+    assert run(reading) is None
+    text.is_ended = True
+    assert run(reading) is False
+    assert ("".join(out), text.text) == ("x\n<", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        ("", 0),
+        ("ab", 2),
+        ("ab<", 2),
+        ("a<<", 2),
+        ("<a", 0),
+        ("<a>", 3),
+        ("x<ax", 4),
+        ("<a<", 2),
+        ("longer text <a", 12),
+    ],
+)
+def test_a_marker_may_begin_where_the_text_ends(text: str, start: int):
+    assert beginning("<a>", text) == start
+
+
+def test_a_marker_that_repeats_itself_begins_as_early_as_it_can():
+    assert beginning("aab", "xaa") == 1
+    assert beginning("aab", "aaa") == 1

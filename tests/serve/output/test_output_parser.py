@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atom.config.schema import ModelConfig
+from atom.serve.output.output_parser import (
+    Answer,
+    Delta,
+    OutputParser,
+    ToolCall,
+    ToolDelta,
+    gather,
+    markers,
+    new_call_id,
+)
+from atom.serve.output.tool_parser import FORMATS
+
+TAGS = ("<think>", "</think>")
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def parse(pieces: list[str], tool_format: str | None = "tagged_json", **options: Any) -> tuple[Answer, int]:
+    """The answer, and how many calls count. Ids are call_1, call_2 …"""
+    numbers = itertools.count(1)
+    options = {"reasoning": TAGS, "tools": ["f"], "new_id": lambda: f"call_{next(numbers)}", **options}
+    parser = OutputParser(tool_format, **options)
+    return gather([*map(parser.push, pieces), parser.finish()]), parser.num_tool_calls
+
+
+def test_an_answer_has_reasoning_then_content_and_calls():
+    text = f"<think>\nI need f.\n</think>\n\nOne moment.\n{CALL}\n"
+    expected = Answer("One moment.", "I need f.", [ToolCall("f", '{"a": 1}', "call_1")])
+    assert parse([text]) == (expected, 1)
+    assert parse(list(text)) == (expected, 1)
+
+
+def test_a_call_within_reasoning_is_reasoning():
+    assert parse([f"<think>I could say {CALL}</think>No."]) == (Answer("No.", f"I could say {CALL}", []), 0)
+    assert parse([f"I could say {CALL}"], is_in_reasoning=True) == (Answer("", f"I could say {CALL}", []), 0)
+
+
+def test_a_bare_call_may_follow_reasoning():
+    text = '<think>Hm.</think>\n\n{"name": "f", "parameters": {}}'
+    for tool_format in ("json", "python_tag"):
+        assert parse(list(text), tool_format) == (Answer("", "Hm.", [ToolCall("f", "{}", "call_1")]), 1)
+
+
+def test_nothing_is_looked_for_where_nothing_is_asked():
+    text = f"<think>a</think>\n{CALL}\n"
+    parser = OutputParser(None, None)
+    assert [parser.push(text), parser.push("<"), parser.finish()] == [
+        Delta(text, "", []),
+        Delta("<", "", []),
+        Delta("", "", []),
+    ]
+    assert parser.num_tool_calls == 0
+
+
+def test_deltas_of_a_stream_carry_what_is_new():
+    parser = OutputParser("tagged_json", TAGS, is_in_reasoning=True, new_id=lambda: "call_x")
+    assert parser.push("Hm") == Delta("", "Hm", [])
+    assert parser.push(".</think>\n\nSo") == Delta("So", ".", [])
+    assert parser.push(CALL[:-14]) == Delta("", "", [ToolDelta(0, "call_x", "f", '{"a": 1}')])
+    assert parser.num_tool_calls == 0
+    assert parser.push(CALL[-14:]) == Delta("", "", [])
+    assert parser.finish() == Delta("", "", [])
+    assert parser.num_tool_calls == 1
+
+
+def test_what_was_held_back_comes_at_the_end():
+    parser = OutputParser("tagged_json", TAGS)
+    assert parser.push("\n<thi") == Delta("", "", [])
+    assert parser.finish() == Delta("\n<thi", "", [])
+    parser = OutputParser("json", TAGS)
+    assert parser.push('{"name": "f", ') == Delta("", "", [])
+    assert parser.finish() == Delta('{"name": "f", ', "", [])
+
+
+def test_an_answer_may_be_one_functions_arguments():
+    expected = Answer("", "", [ToolCall("g", '{"a": 1}', "call_1")])
+    for tool_format in (None, "tagged_json"):
+        assert parse(list('{"a": 1}'), tool_format, reasoning=None, named="g") == (expected, 1)
+
+
+def test_a_call_that_is_cut_short_is_content_where_answers_are_not_streamed():
+    text = CALL[:-20]
+    assert parse([text], is_streamed=False) == (Answer(text, "", []), 0)
+
+
+def test_deltas_add_up_to_an_answer():
+    first = [ToolDelta(0, "x", "f", '{"a'), ToolDelta(1, "y", "g", "{}")]
+    deltas = [Delta("a", "", first), Delta("", "b", []), Delta("c", "d", [ToolDelta(0, None, None, '": 1}')])]
+    assert gather(deltas) == Answer("ac", "bd", [ToolCall("f", '{"a": 1}', "x"), ToolCall("g", "{}", "y")])
+    assert gather([]) == Answer("", "", [])
+
+
+def test_an_id_is_a_random_one():
+    ids = {new_call_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert all(re.fullmatch("call_[0-9a-f]{24}", id) for id in ids)
+    assert re.fullmatch("call_[0-9a-f]{24}", gather([OutputParser("tagged_json", None).push(CALL)]).calls[0].id)
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "reasoning", "expected"),
+    [
+        (None, None, []),
+        ("json", None, ["[TOOL_CALLS]"]),
+        ("tagged_json", TAGS, ["<tool_call>", "</tool_call>", "<think>", "</think>"]),
+        ("python_tag", None, ["<|python_tag|>"]),
+        (None, ("<a>", "</a>"), ["<a>", "</a>"]),
+    ],
+)
+def test_the_texts_that_must_survive_decoding(
+    tool_format: str | None, reasoning: tuple[str, str] | None, expected: list[str]
+):
+    assert markers(tool_format, reasoning) == expected
+
+
+def test_the_formats_that_a_model_file_can_name_are_those_that_are_read():
+    (field,) = (each for each in dataclasses.fields(ModelConfig) if each.name == "tool_calls")
+    assert field.metadata["built"] == (None, *FORMATS)
+
+
+fragments = st.sampled_from(["<think>", "</think>", CALL, "\n", "<", "tool_call>", "a", " ", CALL[:30], '{"name": "f"'])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(fragments, max_size=10).map("".join),
+    st.lists(st.integers(0, 200), max_size=8),
+    st.sampled_from([None, "json", "tagged_json", "python_tag"]),
+    st.sampled_from([None, TAGS]),
+    st.booleans(),
+)
+def test_an_answer_does_not_depend_on_where_its_text_is_cut(
+    text: str, cuts: list[int], tool_format: str | None, reasoning: tuple[str, str] | None, is_in_reasoning: bool
+):
+    ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(ends)]
+    options: dict[str, Any] = {"reasoning": reasoning, "is_in_reasoning": is_in_reasoning}
+    whole = parse([text], tool_format, **options)
+    assert parse(pieces, tool_format, **options) == whole
+    assert parse(list(text), tool_format, **options) == whole

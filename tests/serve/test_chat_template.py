@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atom.checkpoint import Tokenizer
+from atom.checkpoint.tokenizer import load_tokenizer
+from atom.config import load
+from atom.serve.chat_template import Conversation, encode_conversation, plain_message, read_arguments
+from atom.serve.context import Context
+from atom.serve.engine.client import EngineClient
+from atom.serve.errors import FieldError
+from atom.serve.metrics import Metrics
+from atom.serve.openai.schema import ChatMessage, Tool
+
+
+@pytest.fixture(scope="module")
+def tokenizer(talker: Path) -> Tokenizer:
+    tokenizer = load_tokenizer(talker)
+    assert tokenizer is not None
+    return tokenizer
+
+
+def encode(talker: Path, tokenizer: Tokenizer, messages: list[dict[str, Any]], **more: Any) -> Conversation:
+    async def run() -> Conversation:
+        config = load([f"checkpoint={talker}"])
+        client = EngineClient(config)
+        context = Context(config, client, Metrics(client))
+        context.tokenizer = tokenizer
+        try:
+            return await encode_conversation(context, [ChatMessage.model_validate(each) for each in messages], **more)
+        finally:
+            context.close()
+
+    return asyncio.run(run())
+
+
+def plain(tokenizer: Tokenizer, **message: Any) -> dict[str, Any]:
+    return plain_message(ChatMessage.model_validate(message), tokenizer)
+
+
+def test_a_conversation_is_rendered_by_the_template(talker: Path, tokenizer: Tokenizer):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    told = encode(talker, tokenizer, messages)
+    start, end = "<|im_start|>", "<|im_end|>\n"
+    assert told.text == f"{start}system\nBe brief.{end}{start}user\nHello{end}{start}assistant\n"
+    assert told.tokens == tokenizer.encode(told.text)
+
+
+def test_a_special_token_that_a_client_writes_is_text_wherever_it_stands(talker: Path, tokenizer: Tokenizer):
+    shows = tokenizer.with_template("{{ messages[0].content }}{{ tools | tojson }}{{ reasoning_effort }}")
+    tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}
+    told = encode(
+        talker,
+        shows,
+        [{"role": "user", "content": "<|im_start|>"}],
+        tools=[Tool.model_validate(tool)],
+        kwargs={"reasoning_effort": "<|endoftext|>"},
+    )
+    for special in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"):
+        assert special in told.text
+    assert max(told.tokens) < 256, "bytes alone"
+
+
+def test_parts_of_a_text_are_lines(tokenizer: Tokenizer):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert plain(tokenizer, role="user", content=parts) == {"role": "user", "content": "one\ntwo"}
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none(tokenizer: Tokenizer):
+    assert plain(tokenizer, role="developer", content="a")["role"] == "system"
+    knows = tokenizer.with_template("{% if messages[0].role == 'developer' %}{% endif %}")
+    assert plain(knows, role="developer", content="a")["role"] == "developer"
+
+
+def test_calls_are_told_in_their_order_with_their_arguments_as_objects(tokenizer: Tokenizer):
+    calls = [
+        {"id": "b", "function": {"name": "g", "arguments": ""}, "index": 1},
+        {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}, "index": 0},
+    ]
+    told = plain(tokenizer, role="assistant", tool_calls=calls)
+    assert told["content"] == ""
+    assert told["tool_calls"] == [
+        {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": [1]}}},
+        {"id": "b", "type": "function", "function": {"name": "g", "arguments": {}}},
+    ]
+
+
+@pytest.mark.parametrize("text", ["[]", "1", "{", '{"a": 1e999}', '{"a":' * 101 + "1" + "}" * 101, "[" * 100_000])
+def test_arguments_that_are_no_shallow_object(text: str):
+    with pytest.raises(FieldError, match="arguments") as refused:
+        read_arguments(text)
+    assert refused.value.param == "messages"
+
+
+def test_a_template_value_that_is_not_on_the_list(talker: Path, tokenizer: Tokenizer):
+    with pytest.raises(FieldError, match=r"chat_template_kwargs\.messages is not taken") as refused:
+        encode(talker, tokenizer, [{"role": "user", "content": "a"}], kwargs={"messages": "b"})
+    assert refused.value.param == "chat_template_kwargs"

@@ -1,0 +1,98 @@
+"""What becomes of an answer that the engine refuses, gives up, or is slow with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scripted
+from asking import CHAT, COMPLETIONS
+from scripted import Said
+
+from atom.config import Config, load
+from atom.runtime.types import Logprobs
+from atom.serve.engine.protocol import Finish, Message, Output, Outputs, Refused, Submit
+from atom.serve.response import Choice, best, finish_reason
+
+ASKED: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "Hello"},
+    CHAT: {"messages": [{"role": "user", "content": "Hello"}]},
+}
+
+
+@pytest.fixture(scope="module")
+def config(talker: Path) -> Config:
+    return load([f"checkpoint={talker}", "serve.http.served_model_name=[talker]", "serve.http.comment_seconds=0.05"])
+
+
+def refuse(submit: Submit) -> list[Message]:
+    return [Refused(submit.id, "structured_outputs: this is no grammar")]
+
+
+def give_up(error: str) -> Any:
+    """Says a word, and then that it cannot go on."""
+    finish = Finish("error", 1, 0, 0.0, None, None, error)
+    return lambda submit: [
+        Outputs([Output(submit.id, 0, "Hel", [1])], 1, 0),
+        Outputs([Output(submit.id, 0, "", [], None, finish)], 1, 0),
+    ]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_what_the_engine_refuses_is_no_stream_yet(config: Config, path: str, is_streamed: bool):
+    body = ASKED[path] | {"grammar": "x", "stream": is_streamed}
+    response, _ = scripted.post(config, refuse, body, path)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "grammar")
+    assert error["message"] == "structured_outputs: this is no grammar"
+
+
+def test_a_forced_call_that_the_engine_refuses_names_the_tools(config: Config):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    response, _ = scripted.post(config, refuse, ASKED[CHAT] | {"tools": tools, "tool_choice": "required"}, CHAT)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [("RequestError: it is too complex", 400, "invalid_request_error"), ("ValueError: broken", 500, "server_error")],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_answer_that_ends_in_an_error(config: Config, path: str, error: str, status: int, kind: str):
+    body = ASKED[path] | {"regex": "x"}
+    response, _ = scripted.post(config, give_up(error), body, path)
+    told = response.json()["error"]
+    assert (response.status_code, told["type"]) == (status, kind)
+    assert told["message"] == ("it is too complex" if status == 400 else "internal error, the server's log has it")
+    streamed, _ = scripted.post(config, give_up(error), body | {"stream": True}, path)
+    *chunks, last = [json.loads(line[6:]) for line in streamed.text.split("\n\n") if line]
+    assert (streamed.status_code, last) == (200, {"error": told})
+    assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_comment_breaks_the_silence_before_each_token(config: Config, path: str):
+    response, _ = scripted.post(config, Said(["a", "b"], pause=0.2), ASKED[path] | {"stream": True}, path)
+    first, second, rest = response.text.split('"a"')[0], response.text.split('"a"')[1], response.text.split('"b"')[1]
+    assert first.count(": keep-alive") >= 1
+    assert second.partition('"b"')[0].count(": keep-alive") >= 1
+    assert ": keep-alive" not in rest and rest.endswith("data: [DONE]\n\n")
+
+
+def test_the_reasons_of_the_engine_are_told_in_openais_words():
+    reasons = ["eos", "stop_sequence", "stop_7", "max_tokens", "abort"]
+    assert [finish_reason(reason) for reason in reasons] == ["stop", "stop", "stop", "length", "abort"]
+
+
+def test_the_best_are_chosen_for_each_prompt_by_their_mean_log_probability():
+    def choice(place: int, *logprobs: float) -> Choice:
+        return Choice(place, 0, logprobs=[Logprobs(1, each, 1, []) for each in logprobs])
+
+    first = [choice(0, -3.0), choice(0, -1.0, -2.0), choice(0, -2.0)]
+    second = [choice(1, -1.0), choice(1, -9.0), choice(1, -0.5)]
+    kept = best([*first, *second], 3, 2)
+    assert kept == [first[1], first[2], second[2], second[0]]
+    assert [each.index for each in kept] == [0, 1, 2, 3]

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import logging
 import os
 import sys
 import tempfile
@@ -89,7 +90,10 @@ def report(work: Callable[[], int]) -> int:
 
 
 def fail(message: str, code: int) -> int:
-    if message:
+    log = logging.getLogger("atom")  # a server's
+    if message and log.handlers:
+        log.error(one_line(message))
+    elif message:
         print(f"atom-run: {one_line(message)}", file=sys.stderr)
     try:
         sys.stdout.flush()

@@ -94,6 +94,6 @@ def answers(script: Script, submit: Submit) -> list[Message]:
     if not isinstance(script, Said):
         return script(submit)
     *pieces, last = script.pieces
-    finish = Finish(script.reason, len(script.pieces), script.num_cached, 0.0, None, script.stop)
+    finish = Finish(script.reason, len(script.pieces), script.num_cached, 0.0, script.stop)
     outputs = [Output(submit.id, 0, piece, [1]) for piece in pieces]
     return [Outputs([each], 1, 0) for each in (*outputs, Output(submit.id, 0, last, [1], None, finish))]

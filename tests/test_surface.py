@@ -73,8 +73,8 @@ serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory max_model_le
 serve: enable_prefix_caching enforce_eager tensor_parallel_size
 serve: data_parallel_size enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
 serve: scheduler_delay_factor method num_speculative_tokens torch_profiler_dir profiler_more
-serve.http: host port served_model_name api_keys cors chat_template tool_calls max_queue max_input_length max_total_tokens
-serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_header read_seconds write_seconds comment_seconds
+serve.http: host port served_model_name api_keys cors log chat_template tool_calls max_queue max_input_length max_total_tokens
+serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
 serve.http: drain_seconds heartbeat_seconds
 job: kind output gpu chat stage graph save_recipe entry prune verify export import_from trust
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
@@ -89,7 +89,7 @@ arcee auto decoder deepseek_v3 dots1 ernie4_5 exaone4 gemma2 gemma3 glm glm4 glm
 minimax_m2 mistral mixtral nemotron olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm2 smollm3 starcoder2
 """
 
-ENVIRONMENT = {"ATOM_API_KEYS", "ATOM_CACHE", "ATOM_PROFILER_MORE", "ATOM_TORCH_PROFILER_DIR"}
+ENVIRONMENT = {"ATOM_API_KEYS", "ATOM_CACHE", "ATOM_PROFILER_MORE", "ATOM_TORCH_PROFILER_DIR", "VLLM_API_KEY"}
 
 ENGINE_FLAGS = """
 help model trust-remote-code tensor-parallel-size data-parallel-size enforce-eager enable-prefix-caching port kv-cache-dtype

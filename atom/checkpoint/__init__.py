@@ -16,7 +16,7 @@ from pathlib import Path
 
 from atom.checkpoint.base import Checkpoint, StoredTensor
 from atom.checkpoint.folder import FolderCheckpoint
-from atom.checkpoint.progress import SILENT, Progress, RichProgress, SilentProgress
+from atom.checkpoint.progress import SILENT, Progress, RichProgress, SilentProgress, WatchedProgress
 from atom.checkpoint.stacked import unstack
 from atom.checkpoint.tokenizer import Tokenizer
 from atom.errors import CheckpointError
@@ -29,6 +29,7 @@ __all__ = [
     "SilentProgress",
     "StoredTensor",
     "Tokenizer",
+    "WatchedProgress",
     "open_checkpoint",
     "stop_ids",
 ]

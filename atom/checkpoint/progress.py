@@ -1,17 +1,22 @@
-"""How long work tells the user that it moves: silent by default, a bar on stderr from the command line.
+"""How long work tells the user that it moves: silent by default, a bar or lines on stderr from the command line.
 
-with progress.task("Loading weights", total=num_bytes) as task:
+with progress.task("loading weights", total=num_bytes) as task:
     task.advance(4096)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import rich.progress
+
+LINE_SECONDS = 60.0  # between two lines of a long task
 
 
 class Task(Protocol):
@@ -36,18 +41,35 @@ SILENT = SilentProgress()
 
 
 class RichProgress:
-    """A line on stderr for each task: a moving bar on a terminal, the last state elsewhere."""
+    """On stderr: a moving bar on a terminal; elsewhere a line when a task begins, one a minute, and one at its end."""
+
+    def task(
+        self, description: str, total: int | None = None, *, in_bytes: bool = True
+    ) -> AbstractContextManager[Task]:
+        show = _show_bar if sys.stderr.isatty() else _show_lines
+        return show(description, total, in_bytes=in_bytes)
+
+
+class WatchedProgress:
+    """Hands tasks on to another progress, and knows what is being done: `loading weights: 40%`, "" where nothing is."""
+
+    def __init__(self, shown: Progress) -> None:
+        self._shown = shown
+        self._running: list[_CountedTask] = []
+
+    @property
+    def doing(self) -> str:
+        return "".join(map(str, self._running[-1:]))  # another thread may end it
 
     @contextmanager
     def task(self, description: str, total: int | None = None, *, in_bytes: bool = True) -> Iterator[Task]:
-        from rich import progress
-        from rich.console import Console
-
-        known = (progress.BarColumn(), progress.DownloadColumn() if in_bytes else progress.MofNCompleteColumn())
-        columns = known if total is not None else (progress.SpinnerColumn(finished_text=""),)
-        text, elapsed = progress.TextColumn("{task.description}", markup=False), progress.TimeElapsedColumn()
-        with progress.Progress(text, *columns, elapsed, console=Console(stderr=True)) as bars:
-            yield _RichTask(bars, bars.add_task(description, total=total))
+        with self._shown.task(description, total, in_bytes=in_bytes) as shown:
+            counted = _CountedTask(description, total, in_bytes, shown.advance)
+            self._running.append(counted)
+            try:
+                yield counted
+            finally:
+                self._running.remove(counted)
 
 
 class _SilentTask:
@@ -61,3 +83,58 @@ class _RichTask:
 
     def advance(self, amount: int, /) -> None:
         self._bars.advance(self._id, amount)
+
+
+class _CountedTask:
+    """A task that can say how far it is."""
+
+    def __init__(
+        self, description: str, total: int | None, in_bytes: bool, then: Callable[[int], object] = bool
+    ) -> None:
+        self._description, self._total, self._in_bytes, self._then = description, total, in_bytes, then
+        self._done, self._counting = 0, threading.Lock()
+
+    def advance(self, amount: int, /) -> None:
+        with self._counting:
+            self._done += amount
+        self._then(amount)
+
+    def __str__(self) -> str:
+        if not self._total:
+            return self._description
+        done = f"{self._done * 100 // self._total}%" if self._in_bytes else f"{self._done} of {self._total} done"
+        return f"{self._description}: {done}"
+
+
+@contextmanager
+def _show_bar(description: str, total: int | None, *, in_bytes: bool) -> Iterator[Task]:
+    from rich import progress
+    from rich.console import Console
+
+    known = (progress.BarColumn(), progress.DownloadColumn() if in_bytes else progress.MofNCompleteColumn())
+    columns = known if total is not None else (progress.SpinnerColumn(finished_text=""),)
+    text, elapsed = progress.TextColumn("{task.description}", markup=False), progress.TimeElapsedColumn()
+    with progress.Progress(text, *columns, elapsed, console=Console(stderr=True)) as bars:
+        yield _RichTask(bars, bars.add_task(description, total=total))
+
+
+@contextmanager
+def _show_lines(description: str, total: int | None, *, in_bytes: bool) -> Iterator[Task]:
+    task, start, ended = _CountedTask(description, total, in_bytes), time.monotonic(), threading.Event()
+
+    def tell(line: str) -> None:
+        print(f"atom-run: {line}", file=sys.stderr, flush=True)
+
+    def tell_on() -> None:
+        while not ended.wait(LINE_SECONDS):
+            tell(f"{task}, {time.monotonic() - start:.0f} s so far")
+
+    tell(description)
+    telling = threading.Thread(target=tell_on, name="progress", daemon=True)
+    telling.start()
+    try:
+        yield task
+        tell(f"{description}: done in {time.monotonic() - start:.1f} s")
+    finally:
+        ended.set()
+        telling.join()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 BREAK = "\ufdd0"  # stands in no text: Unicode calls it no character
-LONG = 4096  # characters that take longer to encode than other threads should wait
+LONG = 4096  # characters, or tokens, that take longer than other threads should wait
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # read by transformers alone
 
 
@@ -68,18 +68,26 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size()  # tokens, added ones included
         self.chat_template: str | None = templates.get("default")
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; with add_special_tokens also those that the tokenizer puts around every text (BOS, mostly)."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, check: Callable[[int], object] = bool) -> list[int]:
+        """Token ids; with add_special_tokens also those that the tokenizer puts around every text (BOS, mostly).
+
+        check: gets their number before they are made a list, which holds up other threads; it may raise.
+        """
         many = getattr(self._backend, "encode_batch_fast", None) if len(text) > LONG else None
         try:
             if many is not None:  # the library lets other threads run in it, but not in `encode`
-                return list(many([text], add_special_tokens=add_special_tokens)[0].ids)
+                encoding = many([text], add_special_tokens=add_special_tokens)[0]
+                check(len(encoding))
+                return list(encoding.ids)
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):  # TypeError is what the Rust library makes of half a surrogate pair
             raise RequestError("the text to encode is no valid Unicode string (half a surrogate pair?)") from None
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        many = getattr(self._backend, "decode_batch", None) if len(ids) > LONG else None
+        if many is not None:  # as in `encode`
+            return str(many([ids], skip_special_tokens=skip_special_tokens)[0])
         return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     @cached_property
@@ -119,17 +127,19 @@ class Tokenizer:
         *,
         prefill: str = "",
         cut: Callable[[str], str] = str,
+        check: Callable[[int], object] = bool,
         **template_values: Any,
     ) -> tuple[str, list[int]]:
         """`render_chat`, with what the answer begins with behind it, and its token ids.
 
-        cut: gives the part of the prompt that counts, or raises where there is too much of it to encode. A special
-        token that somebody wrote into a message, a value, or the beginning of the answer, stays text.
+        cut: gives the part of the prompt that counts, or raises where there is too much of it to encode. check: as in
+        `encode`. A special token that somebody wrote into a message, a value, or the beginning of the answer, stays
+        text.
         """
         values = self._break_special(template_values)
         prompt = cut(self.render_chat(self._break_special(messages), **values) + self._break_special(prefill))
         parts = prompt.split(BREAK)
-        return "".join(parts), [id for part in parts for id in self.encode(part, add_special_tokens=False)]
+        return "".join(parts), [id for part in parts for id in self.encode(part, add_special_tokens=False, check=check)]
 
     def with_template(self, template: str) -> Tokenizer:
         """The same with another chat template in the place of all it has."""

@@ -192,6 +192,7 @@ class HTTPConfig:
     served_model_name: list[str] | None = None  # what requests may call the model; null: the checkpoint's name
     api_keys: str | None = None  # keys, separated by commas, or @FILE with one a line; null: nobody needs one
     cors: list[str] = field(default_factory=list)  # origins whose pages may read answers; "*": all
+    log: str = one_of("auto", "json", "text")  # lines on stderr; auto: text on a terminal, else JSON
     chat_template: str | None = None  # a file that takes the place of the checkpoint's template
     tool_calls: str | None = one_of("auto", "none", "json", "tagged_json", "python_tag")  # auto: the model file's
     max_queue: int = number(1024, 1)  # requests that wait for the engine; more are answered 429
@@ -201,6 +202,8 @@ class HTTPConfig:
     max_top_n_tokens: int = number(20, 0, 20)  # logprobs that a request may ask for at each token
     best_of: int = number(16, 1, 128)  # answers that a request may ask for, n included
     max_body: int = number(8 << 20, 1)  # bytes of a request
+    max_values: int = number(1_000_000, 1000)  # of it: numbers, texts, lists and objects; a token id is one
+    max_items: int = number(100_000, 1000)  # of it: texts, names of fields, lists and objects
     max_header: int = number(64 << 10, 1024)  # bytes of its head
     read_seconds: float = number(30.0, 0, above=True)  # for a request to arrive
     write_seconds: float = number(60.0, 0, above=True)  # for a client to take what was sent

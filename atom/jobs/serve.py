@@ -13,14 +13,9 @@ from atom.config import Config
 
 def run(config: Config) -> int:
     """Serve until a signal; the exit code."""
-    import uvloop
-
-    from atom.serve import log
-    from atom.serve.server import Server
-
-    log.configure()
+    from atom.serve.server import Server, run_loop
 
     async def serve() -> int:
         return await Server(config).run()
 
-    return uvloop.run(serve())
+    return run_loop(serve, config.serve.http.log)

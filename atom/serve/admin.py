@@ -25,10 +25,14 @@ def routes(context: Context) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """200 where requests are served, else 503; `status` says which of loading, ready, draining, dead it is."""
+        """200 where requests are served, else 503; `status` says which of loading, ready, draining, dead it is.
+
+        While it loads, `doing` says what the start is at.
+        """
         state = context.state
         status = "ok" if state is State.READY else str(state)
-        return json_response({"status": status, "state": str(state)}, 200 if state is State.READY else 503)
+        told = {"status": status, "state": str(state)} | ({"doing": context.doing} if state is State.LOADING else {})
+        return json_response(told, 200 if state is State.READY else 503)
 
     @router.get("/ready")
     async def ready() -> Response:

@@ -22,7 +22,7 @@ from atom.errors import AtomError
 from atom.serve import admin, docs, page
 from atom.serve.anthropic import messages
 from atom.serve.context import Context
-from atom.serve.errors import error_body, error_response, refuse
+from atom.serve.errors import error_body, error_response, refuse, shown
 from atom.serve.middleware import Guard
 from atom.serve.openai import chat, completions, tokenize
 
@@ -32,14 +32,11 @@ NO_OBJECT = ("missing", "model_attributes_type", "model_type", "dict_type")  # p
 REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Refused: `error` says why, and `param` which field"}
 }
-MAX_SHOWN = 200  # characters of a client's own words in an error
 
 
 def create_app(context: Context, keys: Sequence[str]) -> ASGIApp:
     """keys: those that open the door; none: it stands open."""
-    app = FastAPI(
-        title=TITLE, description=ABOUT, version=atom.__version__, docs_url=None, redoc_url=None, responses=REFUSALS
-    )
+    app = FastAPI(title=TITLE, description=ABOUT, version=atom.__version__, openapi_url=None, responses=REFUSALS)
     for module in (completions, chat, messages, tokenize, admin, page):
         app.include_router(module.routes(context))
     app.include_router(docs.routes(app.openapi))
@@ -78,7 +75,7 @@ def create_app(context: Context, keys: Sequence[str]) -> ASGIApp:
 
 def explain(request: Request, error: HTTPException) -> str:
     """What is wrong with a request that no route has seen."""
-    path = request.url.path[:MAX_SHOWN]
+    path = shown(request.url.path)
     match error.status_code:
         case 404:
             return f"there is no {request.method} {path} here; /docs lists what there is"
@@ -98,11 +95,11 @@ def describe(error: RequestValidationError) -> tuple[str | None, str]:
         if (why := reason(each)) not in reasons:
             reasons.append(why)
     lines = [
-        ": ".join(filter(None, (".".join(names)[:MAX_SHOWN], " or ".join(reasons))))
+        ": ".join(filter(None, (shown(".".join(names)), " or ".join(reasons))))
         for names, reasons in list(faults.items())[:4]
     ]
     first = next(iter(faults))
-    return first[0][:MAX_SHOWN] if first else None, "; ".join(lines)
+    return first[0] if first else None, "; ".join(lines)
 
 
 def find_field(fault: Any, body: Any) -> tuple[str, ...]:
@@ -134,4 +131,4 @@ def reason(fault: Any) -> str:
         return f"the body is no JSON: {fault['ctx']['error']} at character {fault['loc'][-1]}"
     if tuple(fault["loc"]) == ("body",) and fault["type"] in NO_OBJECT:
         return "the body is no JSON object; send one, with the header Content-Type: application/json"
-    return str(fault["msg"])
+    return shown(str(fault["msg"]))  # which may repeat a value, as that of a tag

@@ -1,6 +1,8 @@
 """From the messages of a chat to a prompt: what the checkpoint's template reads, and the tokens that it makes.
 
-prompt = await encode_conversation(context, body.messages, tools=body.tools, kwargs={"enable_thinking": False})
+All of it takes a while and is for a thread (`Context.in_thread`).
+
+prompt = encode_conversation(context, body.messages, tools=body.tools, kwargs={"enable_thinking": False})
 prompt.tokens, prompt.text.endswith("<think>")
 """
 
@@ -14,8 +16,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from atom.checkpoint import Tokenizer
+from atom.serve.bodies import check_size
 from atom.serve.context import Context
-from atom.serve.errors import FieldError
+from atom.serve.errors import FieldError, shown
 from atom.serve.openai.schema import ChatMessage, Tool, find_fault
 
 OWN_ID = re.compile(r"(call|toolu)_[0-9a-f]{16,}")  # `ids.new_id` and `tools.new_call_id`
@@ -35,7 +38,7 @@ class Conversation(NamedTuple):
     tokens: list[int]
 
 
-async def encode_conversation(
+def encode_conversation(
     context: Context,
     messages: Sequence[ChatMessage],
     tools: Sequence[Tool] | None = None,
@@ -50,12 +53,15 @@ async def encode_conversation(
     for name in kwargs or ():
         if name not in TEMPLATE_KWARGS:
             known = ", ".join(TEMPLATE_KWARGS)
-            raise FieldError("chat_template_kwargs", f"chat_template_kwargs.{name} is not taken; there is: {known}")
+            told = f"chat_template_kwargs.{shown(name)} is not taken; there is: {known}"
+            raise FieldError("chat_template_kwargs", told)
+    for call in (call for message in messages for call in message.tool_calls or ()):
+        check_size(call.function.arguments.encode(), context.config.serve.http)  # JSON in JSON
     plain = [plain_message(message, tokenizer) for message in messages]
-    return await encode_plain(context, plain, tools, kwargs, truncate=truncate)
+    return encode_plain(context, plain, tools, kwargs, truncate=truncate)
 
 
-async def encode_plain(
+def encode_plain(
     context: Context,
     messages: list[dict[str, Any]],
     tools: Sequence[Tool] | None = None,
@@ -75,8 +81,9 @@ async def encode_plain(
             message["tool_call_id"] = template_id(message["tool_call_id"])
     if tools:
         values["tools"] = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
-    prepare = partial(tokenizer.prepare_chat, messages, prefill=prefill, cut=cut, **values)
-    return Conversation(*await context.in_thread(prepare))
+    return Conversation(
+        *tokenizer.prepare_chat(messages, prefill=prefill, cut=cut, check=context.check_count, **values)
+    )
 
 
 def plain_message(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:

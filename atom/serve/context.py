@@ -1,7 +1,7 @@
 """What the routes share: the configuration, the engine, the tokenizer, the metrics.
 
 context = Context(config, EngineClient(config), Metrics())
-tokens = await context.encode("Hello")
+tokens = await context.work(len(text), lambda: context.encode(text))
 params = sampling_params(body, context.config)
 """
 
@@ -18,14 +18,14 @@ from atom.checkpoint import Tokenizer
 from atom.config import Config
 from atom.errors import ConfigError, EngineDeadError, RequestError
 from atom.serve.engine.client import EngineClient, State
-from atom.serve.errors import FieldError, ModelNotFoundError, body_of, status_of
+from atom.serve.errors import FieldError, ModelNotFoundError, body_of, shown, status_of
 from atom.serve.metrics import Metrics
 
 LOG = logging.getLogger("atom.serve")
 NUM_THREADS = 4  # that tokenize and render
 TEMPLATE_SECONDS = 10.0  # after which a chat is refused
 CUT_TOKENS = 64  # before those that count: where a text is cut its first tokens are others
-SHORT = 4096  # characters that are tokenized faster than a thread is woken
+SHORT = 4096  # bytes of a body, or entries of an answer, that are dealt with faster than a thread is woken
 
 T = TypeVar("T")
 
@@ -44,6 +44,11 @@ class Context:
     def state(self) -> State:
         is_waiting = self.client.state is State.READY and not self.has_tokenizer.is_set()
         return State.LOADING if is_waiting else self.client.state
+
+    @property
+    def doing(self) -> str:
+        """What there is to wait for while the state is loading."""
+        return "opening the tokenizer" if self.client.ready.is_set() else self.client.doing
 
     @property
     def max_total_tokens(self) -> int:
@@ -70,16 +75,21 @@ class Context:
     def served(self, model: str) -> str:
         """The name, if it is one that is served. ModelNotFoundError for another."""
         if model not in self.names:
-            raise ModelNotFoundError(f"the model {model!r} is not served here; there is: {', '.join(self.names)}")
+            known = ", ".join(self.names)
+            raise ModelNotFoundError(f"the model {shown(model)!r} is not served here; there is: {known}")
         return model
 
+    async def work(self, size: int, work: Callable[[], T]) -> T:
+        """Run what takes the longer the more there is of it: a little here, else in a thread."""
+        return work() if size <= SHORT else await self.in_thread(work)
+
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run what takes a while and holds no lock. RequestError where it takes too long."""
+        """Run what takes a while and holds no lock for long. RequestError where it takes too long."""
         loop = asyncio.get_running_loop()
         try:
             return await asyncio.wait_for(loop.run_in_executor(self._threads, work), TEMPLATE_SECONDS)
         except TimeoutError:
-            raise RequestError(f"the prompt took more than {TEMPLATE_SECONDS:g} s to prepare") from None
+            raise RequestError(f"the request took more than {TEMPLATE_SECONDS:g} s to prepare") from None
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -105,13 +115,17 @@ class Context:
             )
         return text
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True, truncate: int | None = None) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, truncate: int | None = None) -> list[int]:
         """FieldError where `cut` says so. truncate: how many of the last tokens count; there may be more."""
-        tokenizer = self.need_tokenizer()
         text = self.cut(text, truncate)
-        if len(text) <= SHORT:
-            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await self.in_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return self.need_tokenizer().encode(text, add_special_tokens=add_special_tokens, check=self.check_count)
+
+    def check_count(self, num_tokens: int) -> None:
+        """FieldError where a text has more tokens than a body could hold."""
+        most = self.config.serve.http.max_values
+        if num_tokens > most:
+            told = f"the prompt has {num_tokens} tokens; this server takes {most} values (serve.http.max_values)"
+            raise FieldError("prompt", f"{told}; shorten it")
 
     def fit(self, prompt: list[int], max_tokens: int, truncate: int | None = None) -> tuple[list[int], int]:
         """The prompt, cut at its front where that is asked for, and the tokens that its answer may have."""

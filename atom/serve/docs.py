@@ -12,9 +12,10 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 import jinja2
-from fastapi import APIRouter
+from fastapi import APIRouter, Response
 from fastapi.responses import HTMLResponse
 
+from atom.serve.errors import json_response
 from atom.serve.page import headers
 
 Schema = Mapping[str, Any]
@@ -43,11 +44,15 @@ def routes(openapi: Callable[[], Schema]) -> APIRouter:
     template = jinja2.Environment(autoescape=True).from_string(text)
 
     @router.get("/docs", response_class=HTMLResponse)
-    async def docs() -> HTMLResponse:
+    def docs() -> HTMLResponse:  # in a thread: the schema takes a while
         """This page."""
         schema = openapi()
         html = template.render(info=schema["info"], operations=list(operations(schema)))
         return HTMLResponse(html, headers=headers(html))
+
+    @router.get("/openapi.json", include_in_schema=False)
+    def schema_alone() -> Response:
+        return json_response(openapi())
 
     return router
 

@@ -4,7 +4,7 @@ At MESSAGES and below it as Anthropic's do: {"type": "error", "error": {"type", 
 
 raise FieldError("n", "n=3 is more than best_of=2")      # 400
 error_response(request.scope, error)                     # of any AtomError: 400, 429, 503 or 500
-refuse(request.scope, 404, error_body(404, "no such route"))
+refuse(request.scope, 404, error_body(404, f"no such route: {shown(path)}"))
 """
 
 from __future__ import annotations
@@ -21,6 +21,13 @@ from atom.serve.engine.client import QueueFullError
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 MESSAGES = "/v1/messages"
 ANTHROPIC_TYPES = TYPES | {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
+MAX_SHOWN = 200  # characters of a client's own words in an error or a line of the log
+MAX_MESSAGE = 1000  # of an error
+
+
+def shown(text: str, most: int = MAX_SHOWN) -> str:
+    """A client's words as an error or the log repeats them: no more than so many characters."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 class FieldError(RequestError):
@@ -39,7 +46,8 @@ class ModelNotFoundError(RequestError):
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    param = None if param is None else shown(param)
+    return {"error": {"message": shown(message, MAX_MESSAGE), "type": kind, "param": param, "code": code}}
 
 
 def status_of(error: Exception) -> int:
@@ -79,7 +87,8 @@ def body_at(path: str, status: int, body: dict[str, Any], request_id: str | None
 
 
 def refuse(scope: Scope, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    """The answer to a request that has passed the guard."""
+    """The answer to a request that has passed the guard, and the error in its line of the log."""
+    scope["state"]["log"]["error"] = body["error"]["message"]
     return json_response(body_at(scope["path"], status, body, scope["state"]["request_id"]), status, headers)
 
 

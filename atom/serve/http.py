@@ -17,7 +17,7 @@ from msgspec import json
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from atom.config import HTTPConfig
-from atom.serve.errors import body_at, error_body, is_anthropic
+from atom.serve.errors import body_at, error_body, is_anthropic, shown
 from atom.serve.ids import new_id
 from atom.serve.metrics import Metrics
 from atom.serve.middleware import REQUEST_ID
@@ -119,7 +119,8 @@ class LimitedProtocol(HttpToolsProtocol):
         path = self.url.partition(b"?")[0].decode("latin-1")
         given = dict(self.headers or ()).get(b"x-request-id", b"").decode("latin-1")
         request_id = given if REQUEST_ID.fullmatch(given) else new_id("req")
-        told = {"request_id": request_id, "path": path, "status": int(status), "client": self.client}
+        told = {"request_id": request_id, "path": shown(path), "status": int(status), "client": self.client}
+        told["error"] = MESSAGES[status]
         LOG.warning("refused a request: %d", status, extra={"told": told})
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:

@@ -1,32 +1,104 @@
-"""One JSON object a line on stderr: time, level, message, and what the caller adds as `extra={"told": {…}}`.
+"""The server's log on stderr: a line for each event, of JSON or of text.
 
-logging.getLogger("atom.access").info("request", extra={"told": {"status": 200}})
+    log.configure("json")
+    logging.getLogger("atom.access").info("request", extra={"told": {"status": 200}})
+    with log.capture(): ...               # what others print there becomes such lines too
+
+A line has time, level, message, and what the caller adds as `extra={"told": {…}}`. What the engine's process prints is
+read by `relay`, so that nothing else stands among lines of JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
+
+LOG = logging.getLogger("atom.process")
+PREFIX = "atom-run: "  # of the lines that this program prints where there is no log
+MAX_LINE = 1000  # characters of a line that is not ours, a traceback's included
 
 
 class JSONLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line = {"time": time, "level": record.levelname.lower(), "message": record.getMessage()}
+        line = {"time": time_of(record), "level": record.levelname.lower(), "message": record.getMessage()}
         line |= getattr(record, "told", {})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return msgspec.json.encode(line, enc_hook=str).decode()
 
+    def formatException(self, error: Any) -> str:
+        """The traceback; what a client sent may stand in its message."""
+        return "\n".join(line[:MAX_LINE] for line in super().formatException(error).splitlines())
 
-def configure() -> None:
-    """Send the loggers of atom and uvicorn's errors to stderr."""
+
+class TextLines(JSONLines):
+    """The same to read: `TIME LEVEL message name=value …`, and a traceback below."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        told = {name: msgspec.json.encode(value, enc_hook=str) for name, value in getattr(record, "told", {}).items()}
+        words = [time_of(record), record.levelname.lower(), record.getMessage()]
+        line = " ".join([*words, *(f"{name}={value.decode()}" for name, value in told.items())])
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def time_of(record: logging.LogRecord) -> str:
+    return datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+
+
+def is_json(kind: str) -> bool:
+    """Whether a log of this kind (serve.http.log) is JSON; auto: unless somebody reads it on a terminal."""
+    return kind == "json" or (kind == "auto" and not sys.stderr.isatty())
+
+
+def configure(kind: str) -> None:
+    """Send the loggers of atom, and the warnings of all others, to stderr."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JSONLines())
-    for name, level in (("atom", logging.INFO), ("uvicorn.error", logging.WARNING)):
+    handler.setFormatter(JSONLines() if is_json(kind) else TextLines())
+    for name, level in (("atom", logging.INFO), (None, logging.WARNING)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
+    logging.captureWarnings(True)
+
+
+def relay(line: str, process: str = "engine") -> None:
+    """Pass a line on that a process has printed: one of its log as it is, any other as a message."""
+    line = line.rstrip()
+    if is_entry(line):
+        print(line, file=sys.__stderr__, flush=True)
+    elif line:
+        level = logging.INFO if line.startswith(PREFIX) else logging.WARNING
+        LOG.log(level, "%s", line.removeprefix(PREFIX)[:MAX_LINE], extra={"told": {"process": process}})
+
+
+def is_entry(line: str) -> bool:
+    """Whether a line is one that JSONLines wrote, whole."""
+    try:
+        return line.startswith('{"time":') and isinstance(msgspec.json.decode(line), dict)
+    except msgspec.DecodeError:
+        return False
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[None]:
+    """Make lines of the log of what is printed to sys.stderr; the log itself goes on where it went."""
+    with contextlib.redirect_stderr(_Printed()):
+        yield
+
+
+class _Printed(io.TextIOBase):
+    def __init__(self) -> None:
+        self._begun = ""  # a line
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = (self._begun + text).split("\n")
+        for line in lines:
+            relay(line, "server")
+        return len(text)

@@ -24,7 +24,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atom.errors import ConfigError
-from atom.serve.errors import body_of, error_body, is_anthropic, refuse
+from atom.serve.errors import body_of, error_body, is_anthropic, refuse, shown
 from atom.serve.ids import new_id
 from atom.serve.metrics import Metrics
 
@@ -78,7 +78,8 @@ class Guard:
             path = getattr(route, "path", None) or "other"  # a name of ours: labels have bounds
             self._metrics.http.labels(path, str(status or "left")).inc()
             seconds = round(time.perf_counter() - started, 6)
-            line = {"request_id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
+            line = {"request_id": request_id, "method": scope["method"], "path": shown(scope["path"]), "status": status}
+            told = {name: shown(value) if name == "user" and value else value for name, value in told.items()}
             if scope["path"] not in POLLED:
                 LOG.info("request", extra={"told": line | {"seconds": seconds} | told})
 
@@ -128,7 +129,7 @@ def lock_out(scope: Scope) -> ASGIApp:
 
 
 def refuse_origin(scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp:
-    origin = headers.get(b"origin", b"").decode("latin-1")[:200]
+    origin = shown(headers.get(b"origin", b"").decode("latin-1"))
     fix = "the server's serve.http.cors names the origins that may"
     return refuse(scope, 403, error_body(403, f"a page of {origin or 'another site'} may not post here; {fix}"))
 

@@ -22,7 +22,7 @@ from atom.runtime.types import Logprobs
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
 from atom.serve.engine.stream import Stream
-from atom.serve.errors import FieldError
+from atom.serve.errors import MAX_MESSAGE, FieldError, shown
 from atom.serve.sse import until_gone
 
 FINISH_REASONS = {"eos": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # the engine's -> OpenAI's
@@ -38,6 +38,7 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
     logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     finish: Finish | None = None
     first_at: float = 0.0
     last_at: float = 0.0
@@ -121,6 +122,13 @@ class Answering:
                     yield choice, output
         self._refuse_faults()
 
+    @property
+    def size(self) -> int:
+        """Tokens and log probabilities that are to be told."""
+        lists = [each for choice in self.choices for each in (choice.logprobs, choice.prompt_logprobs) if each]
+        num_logprobs = sum(len(each) * (1 + len(each[-1].top if each[-1] else ())) for each in lists)
+        return num_logprobs + sum(choice.num_tokens for choice in self.choices)
+
     def usage(self) -> dict[str, Any]:
         """Token counts of the whole request, and its times in seconds."""
         now = time.perf_counter()
@@ -142,7 +150,7 @@ class Answering:
         """What the log tells of it. usage: where an API tells another than `usage`."""
         reasons = ["error" if choice.finish is None else choice.finish.reason for choice in self.choices]
         told = {"usage": self.usage() if usage is None else usage, "finish_reasons": reasons}
-        return told if error is None else told | {"error": str(error) or type(error).__name__}
+        return told if error is None else told | {"error": shown(str(error) or type(error).__name__, MAX_MESSAGE)}
 
     async def _next(self, seconds: float | None = None) -> list[Output]:
         early, self._early = self._early, None
@@ -157,12 +165,13 @@ class Answering:
             raise
 
     def _refusal(self, message: str) -> RequestError:
-        return RequestError(message) if self._form is None else FieldError(self._form, message)
+        return RequestError(message) if self._form is None else FieldError(self._form, shown(message))
 
     def _take(self, output: Output) -> Choice:
         """Note an output's times and counts."""
         choice = self.choices[self._stream.places[output.id] * self._num_answers + output.index]
         metrics, now = self._metrics, time.perf_counter()
+        choice.prompt_logprobs += output.prompt_logprobs or ()
         if output.tokens:
             metrics.generation_tokens.inc(len(output.tokens))
             if not choice.num_tokens:

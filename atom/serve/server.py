@@ -1,6 +1,6 @@
 """The server's life: start the engine, listen, drain, end.
 
-    code = asyncio.run(Server(config).run())
+    code = run_loop(Server(config).run, config.serve.http.log)
 
 SIGTERM and Ctrl-C drain: what runs may end within drain_seconds, what comes is told 503. A second signal ends at once,
 and so does one while the engine loads. An engine that dies or falls silent ends the server with an exit code that a
@@ -10,12 +10,15 @@ supervisor restarts on.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib.util
+import ipaddress
 import logging
 import signal
 import socket
-import sys
 import threading
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Coroutine
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,6 +38,7 @@ from atom.errors import (
     UnsupportedError,
 )
 from atom.gc_utils import settle
+from atom.serve import log
 from atom.serve.app import create_app
 from atom.serve.context import Context, read_template
 from atom.serve.engine.client import EngineClient, State
@@ -54,6 +58,31 @@ ERRORS = {each.__name__: each for each in KNOWN}
 CANNOT_LOAD = 2  # the exit code where it would be the same at the next start
 
 
+def run_loop(serve: Callable[[], Coroutine[Any, Any, int]], kind: str) -> int:
+    """Run a server; the exit code. kind: of the log, which has all that is printed meanwhile."""
+    log.configure(kind)
+    with contextlib.ExitStack() as opened:
+        if log.is_json(kind):
+            opened.enter_context(log.capture())
+        runner = opened.enter_context(asyncio.Runner(loop_factory=find_loop()))
+        try:
+            return runner.run(serve())
+        except (AtomError, OSError):  # which the command line tells
+            raise
+        except Exception:
+            LOG.exception("the server failed")
+            return 1
+
+
+def find_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's event loop where it is installed, else asyncio's."""
+    if importlib.util.find_spec("uvloop") is None:
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
 class Server:
     def __init__(self, config: Config, worker: tuple[str, ...] = WORKER) -> None:
         """worker: the command of the engine's process.
@@ -66,8 +95,12 @@ class Server:
         self._client = EngineClient(config)
         metrics = Metrics(self._client)
         self._context = Context(config, self._client, metrics)
-        app = create_app(self._context, read_keys(http.api_keys))
+        keys = read_keys(http.api_keys)
+        app = create_app(self._context, keys)
         self._socket = listen(http.host, http.port)
+        if not keys and not is_loopback(self._socket):
+            fix = "set serve.http.api_keys (or ATOM_API_KEYS, VLLM_API_KEY), or serve.http.host=127.0.0.1"
+            LOG.warning("whoever reaches port %d may use this server, as it has no API keys: %s", self._port, fix)
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 app,
@@ -92,7 +125,7 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._take_signal, number)
-        engine = EngineProcess(self._worker)
+        engine = EngineProcess(self._worker, log.relay if log.is_json(self._config.serve.http.log) else None)
         serving = asyncio.create_task(self._uvicorn.serve([self._socket]))
         try:
             await self._client.connect(engine.connection)
@@ -131,6 +164,10 @@ class Server:
         error = ERRORS[failed.kind](failed.error)
         error.exit_code = CANNOT_LOAD
         return error
+
+    @property
+    def _port(self) -> int:
+        return int(self._socket.getsockname()[1])
 
     @property
     def _is_forced(self) -> bool:
@@ -189,7 +226,7 @@ class Server:
             found = partial(self._take_tokenizer, tokenizer)
         except Exception as error:
             found = partial(self._fail, error)
-        with suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(found)
 
     def _take_tokenizer(self, tokenizer: Tokenizer | None) -> None:
@@ -205,10 +242,10 @@ class Server:
         await self._client.ready.wait()
         await self._context.has_tokenizer.wait()
         settle()
-        host, port = self._socket.getsockname()[:2]
+        host, port = self._socket.getsockname()[0], self._port
         shown = f"[{host}]" if ":" in host else "localhost" if host == "0.0.0.0" else host
         names = ", ".join(self._context.names)
-        print(f"atom-run: {names} at http://{shown}:{port} (Ctrl-C drains, twice ends at once)", file=sys.stderr)
+        LOG.info("%s at http://%s:%d (Ctrl-C drains, twice ends at once)", names, shown, port)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -243,6 +280,11 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror or error}); {fix}") from None
     found.listen(BACKLOG)
     return found
+
+
+def is_loopback(listening: socket.socket) -> bool:
+    """Whether only this machine reaches it."""
+    return ipaddress.ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
 
 
 async def wait_for_any(seconds: float, *events: asyncio.Event) -> None:

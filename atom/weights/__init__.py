@@ -81,7 +81,7 @@ def load(
     """Every recipe's tensor, on the device. CapacityError where it has no room for them."""
     ordered = sorted(recipes, key=lambda recipe: -recipe.type.num_bytes)  # the readers end together
     with (
-        progress.task("weights", sum(recipe.type.num_bytes for recipe in ordered)) as task,
+        progress.task("loading weights", sum(recipe.type.num_bytes for recipe in ordered)) as task,
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read

@@ -9,6 +9,7 @@ for 10 s in C without the interpreter's lock, 4 lacks memory, 5 ends the process
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -18,14 +19,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from atom.config import Config, SamplingParams, load
-from atom.errors import AtomError, CapacityError, RequestError
+from atom.checkpoint import Progress
+from atom.config import SamplingParams, load
+from atom.errors import CapacityError, RequestError
 from atom.runtime.metrics import EngineStats
-from atom.runtime.types import RequestOutput, Sequence, StreamCallback
+from atom.runtime.types import Logprobs, RequestOutput, Sequence, StreamCallback
 
 BLOCK = 16  # tokens
 NUM_BLOCKS = 100_000
 LONG_SECONDS = 10.0  # of a step that takes long
+TICK_SECONDS = 0.005  # between two looks at the event loop
 RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED = range(1, 7)  # the first token of a prompt
 
 
@@ -38,6 +41,8 @@ class Options:
     clock: bool = False  # the text of a token is the time when it was emitted, in seconds
     no_memory: bool = False  # to load
     has_child: bool = False  # it has started a process, as for compiling
+    prints: list[str] = field(default_factory=list)  # lines to stderr, past all that Python knows
+    holds: str | None = None  # a file: how long the HTTP process's event loop was held, a line for each time
 
 
 @dataclass
@@ -114,12 +119,16 @@ class StubEngine:
 
     def _emit(self, sequence: Sequence, text: str) -> None:
         sequence.output.append(7)
+        params = sequence.params
+        logprobs = [] if params.logprobs is None else [score(params.logprobs)]
         is_last = len(sequence.output) >= sequence.params.max_tokens
         if is_last:
+            if params.prompt_logprobs is not None:
+                sequence.prompt_logprobs = [None, *([score(params.prompt_logprobs)] * (len(sequence.prompt) - 1))]
             sequence.finish_reason, sequence.finished_at = "max_tokens", time.perf_counter()
             del self.running[sequence.id]
         reason = sequence.finish_reason
-        told = RequestOutput(sequence.request_id, sequence.index, text, [7], reason, is_last, [], sequence)
+        told = RequestOutput(sequence.request_id, sequence.index, text, [7], reason, is_last, logprobs, sequence)
         self.callbacks[sequence.request_id](told)
 
     def end_failed(self) -> None:
@@ -140,14 +149,33 @@ class StubEngine:
         return EngineStats(*counts, 0, 0, {})
 
 
-def open_stub(options: Options) -> StubEngine:
+def score(num_top: int) -> Logprobs:
+    return Logprobs(7, -1.0, 1, [(token, -1.0) for token in range(num_top)])
+
+
+async def watch_loop(path: str) -> None:
+    """Write how long the loop stood still, in seconds: no longer than this process computed, as others compute too."""
+    with Path(path).open("a") as file:
+        while True:
+            wall, computed = time.perf_counter(), time.process_time()
+            await asyncio.sleep(TICK_SECONDS)
+            held = min(time.perf_counter() - wall, time.process_time() - computed)
+            if held > 2 * TICK_SECONDS:
+                print(held, file=file, flush=True)
+
+
+def open_stub(options: Options, progress: Progress) -> StubEngine:
+    for line in options.prints:
+        os.write(2, f"{line}\n".encode())
     if options.has_child:
         subprocess.Popen(["sleep", "1000"])
     if options.no_memory:
         raise CapacityError("the KV pool needs 9 GiB and 1 GiB is there; lower serve.kv_cache_memory")
     end = time.monotonic() + options.load_seconds
-    while time.monotonic() < end:
-        time.sleep(min(0.05, options.load_seconds))
+    with progress.task("loading nothing", 100) as task:
+        task.advance(40)
+        while time.monotonic() < end:
+            time.sleep(min(0.05, options.load_seconds))
     return StubEngine(options)
 
 
@@ -157,22 +185,17 @@ def main() -> int:
     if rest[0] == "--engine":
         from atom.serve.engine import worker
 
-        return worker.main(lambda _: open_stub(options))
-    import uvloop
+        return worker.main(lambda _, progress: open_stub(options, progress))
+    from atom.cli import report
+    from atom.serve.server import Server, run_loop
 
-    from atom.serve import log
-    from atom.serve.server import Server
+    config = load(rest)
 
-    log.configure()
-
-    async def serve(config: Config) -> int:
+    async def serve() -> int:
+        watching = asyncio.create_task(watch_loop(options.holds)) if options.holds else None  # noqa: F841 (it must stay)
         return await Server(config, (sys.executable, str(Path(__file__)), stated, "--engine")).run()
 
-    try:
-        return uvloop.run(serve(load(rest)))
-    except AtomError as error:  # as atom.cli tells of it
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return error.exit_code
+    return report(lambda: run_loop(serve, config.serve.http.log))
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str | None, str]] = [
     (COMPLETIONS, {"prompt": [264]}, "prompt", "0 to 263"),
     (COMPLETIONS, {"prompt": [1] * 8192}, "prompt", "8191"),
     (COMPLETIONS, {"prompt": "a", "maxTokens": 1}, "maxTokens", "maxTokens: "),
-    (COMPLETIONS, {"prompt": "a", "x" * 100_000: 1}, "x" * 200, "not permitted"),
+    (COMPLETIONS, {"prompt": "a", "x" * 100_000: 1}, "x" * 199 + "…", "not permitted"),
     (COMPLETIONS, {"prompt": "a"} | dict.fromkeys(map(str, range(200)), 1), None, "201 fields"),
     (COMPLETIONS, {"prompt": "a", "temperature": "0"}, "temperature", "valid number"),
     (COMPLETIONS, {"prompt": "a", "stop": ""}, "stop", "at least 1"),

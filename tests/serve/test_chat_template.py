@@ -31,7 +31,7 @@ def encode(talker: Path, tokenizer: Tokenizer, messages: list[dict[str, Any]], *
         context = Context(config, client, Metrics(client))
         context.tokenizer = tokenizer
         try:
-            return await encode_conversation(context, [ChatMessage.model_validate(each) for each in messages], **more)
+            return encode_conversation(context, [ChatMessage.model_validate(each) for each in messages], **more)
         finally:
             context.close()
 

@@ -25,13 +25,21 @@ def test_health_tells_loading_then_ready_then_draining_then_dead(talker: Path, t
             return "nobody"
         assert health.body == ready.body or health.json["state"] != ready.json["state"]
         state = str(health.json["state"])
+        assert health.json.get("doing") == ("loading nothing: 40%" if state == "loading" else None)
         assert health.status == (200 if state == "ready" else 503)
         assert health.json["status"] == ("ok" if state == "ready" else state)
         if state not in states:
             states.append(state)
         return state
 
+    def looks_for(doing: str) -> bool:
+        try:
+            return wire.ask(url, "GET", "/health").json.get("doing") == doing
+        except ConnectionError:
+            return False
+
     try:
+        wire.wait_until(lambda: looks_for("loading nothing: 40%"))
         wire.wait_until(lambda: look() == "loading")
         refused = wire.ask(url, "POST", "/v1/completions", {"prompt": [0], "max_tokens": 1})
         assert refused.status == 503 and refused.json["error"]["message"] == "the server is loading"

@@ -33,7 +33,7 @@ def refuse(submit: Submit) -> list[Message]:
 
 def give_up(error: str) -> Any:
     """Says a word, and then that it cannot go on."""
-    finish = Finish("error", 1, 0, 0.0, None, None, error)
+    finish = Finish("error", 1, 0, 0.0, None, error)
     return lambda submit: [
         Outputs([Output(submit.id, 0, "Hel", [1])], 1, 0),
         Outputs([Output(submit.id, 0, "", [], None, finish)], 1, 0),

@@ -20,6 +20,7 @@ from atom.config import SamplingParams
 from atom.serve.anthropic.blocks import BlockStream, content_blocks
 from atom.serve.anthropic.prompt import Asked, prepare
 from atom.serve.anthropic.schema import CountRequest, MessagesRequest
+from atom.serve.bodies import body_route
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish
 from atom.serve.errors import FieldError, anthropic_body, json_response, status_of
@@ -34,7 +35,7 @@ PING = event({"type": "ping"}, "ping")
 
 
 def routes(context: Context) -> APIRouter:
-    router = APIRouter(tags=["Anthropic"])
+    router = APIRouter(tags=["Anthropic"], route_class=body_route(context))
 
     @router.post("/v1/messages")
     async def create_message(body: MessagesRequest, request: Request) -> Response:
@@ -45,7 +46,7 @@ def routes(context: Context) -> APIRouter:
     async def count_message_tokens(body: CountRequest) -> Response:
         """The tokens of the prompt that a conversation becomes."""
         context.begin(body.model)
-        asked = await prepare(context, body)
+        asked = await context.in_thread(lambda: prepare(context, body))
         return json_response({"input_tokens": len(asked.conversation.tokens)})
 
     return router
@@ -60,9 +61,7 @@ class MessageAnswer:
 
     async def answer(self, request: Request) -> Response:
         context, body = self._context, self._body
-        params = self._params()
-        asked = await prepare(context, body)
-        params = asked.talk.constrain(params)
+        asked, params = await context.in_thread(self._ask)
         prompt = asked.conversation.tokens
         if len(prompt) > (longest := context.max_input_length):
             raise FieldError("messages", f"prompt is too long: {len(prompt)} tokens > {longest} maximum")
@@ -84,6 +83,12 @@ class MessageAnswer:
         reason, stop = stop_reason(choice.finish, has_calls=bool(answer.calls))
         request.state.log |= answering.record(usage := told_usage(answering))
         return json_response(self._message(content_blocks(answer), usage, reason, stop))
+
+    def _ask(self) -> tuple[Asked, SamplingParams]:
+        """What is asked of the model, and how its answer is sampled."""
+        params = self._params()
+        asked = prepare(self._context, self._body)
+        return asked, asked.talk.constrain(params)
 
     def _params(self) -> SamplingParams:
         body, limit = self._body, self._context.config.serve.http.max_stop_sequences

@@ -1,6 +1,6 @@
 """From what Anthropic's clients send to a prompt: messages as chat templates know them, tools, the switch for thinking.
 
-    asked = await prepare(context, body)
+    asked = await context.in_thread(lambda: prepare(context, body))
     asked.conversation.tokens                    # the prompt
     asked.talk.read(text, asked.conversation.text)
 
@@ -30,7 +30,7 @@ from atom.serve.anthropic.schema import (
 )
 from atom.serve.chat_template import Conversation, encode_plain
 from atom.serve.context import Context
-from atom.serve.errors import FieldError
+from atom.serve.errors import FieldError, shown
 from atom.serve.ids import new_id
 from atom.serve.openai.schema import Function, NamedFunction, NamedTool, Tool
 from atom.serve.output.output_parser import is_opened
@@ -45,7 +45,7 @@ class Asked(NamedTuple):
     conversation: Conversation
 
 
-async def prepare(context: Context, body: CountRequest) -> Asked:
+def prepare(context: Context, body: CountRequest) -> Asked:
     """FieldError, or another RequestError, where the model cannot be asked this."""
     choice = body.tool_choice
     is_parallel = not (isinstance(choice, FreeChoice) and choice.disable_parallel_tool_use)
@@ -55,7 +55,7 @@ async def prepare(context: Context, body: CountRequest) -> Asked:
     turns = list(read_turns(body))
     prefill = take_prefill(turns)
     switches = thinking_switches(context, body)
-    conversation = await encode_plain(context, plain_messages(turns), talk.tools, switches, prefill)
+    conversation = encode_plain(context, plain_messages(turns), talk.tools, switches, prefill)
     reasoning = context.config.model.reasoning
     if prefill and reasoning and is_opened(conversation.text.removesuffix(prefill), (reasoning[0], reasoning[1])):
         fix = 'end with a message of the user, or send thinking={"type": "disabled"}'
@@ -167,7 +167,8 @@ def assistant_message(blocks: Sequence[Block]) -> dict[str, Any]:
 def tool_message(block: ToolResultBlock, names: dict[str, str]) -> dict[str, Any]:
     name = names.get(block.tool_use_id)
     if name is None:
-        raise FieldError("messages", f"a tool_result is for {block.tool_use_id}, but no tool_use before it has this id")
+        told = f"a tool_result is for {shown(block.tool_use_id)}, but no tool_use before it has this id"
+        raise FieldError("messages", told)
     content = "" if block.content is None else join(read_blocks(block.content))
     told = f"Error: {content}" if block.is_error else content
     return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": told}

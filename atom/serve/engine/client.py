@@ -71,6 +71,7 @@ class EngineClient(asyncio.Protocol):
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = State.LOADING
         self.stats = Stats()
+        self.doing = "starting the engine"  # while it loads
         self.gpus = ""  # as `Ready` has told
         self.error: Failed | None = None  # why it died, where it could say so
         self.reason = ""  # that it is dead
@@ -201,8 +202,8 @@ class EngineClient(asyncio.Protocol):
                 now = asyncio.get_running_loop().time()
                 for output in message.outputs:
                     self._hand_out(output, now)
-            case Beat(stats):
-                self.stats = stats
+            case Beat(stats, doing):
+                self.stats, self.doing = stats, doing or self.doing
             case Refused(id, error):
                 self._fail(id, RequestError(error) if error else AtomError("the engine could not prepare this request"))
             case Done(id, result, error):

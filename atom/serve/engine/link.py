@@ -2,7 +2,7 @@
 
 link = Link(socket.socket(fileno=3))
 (start,) = link.receive()
-threading.Thread(target=beat, args=(link, 0.5, stats, stopped), daemon=True).start()
+threading.Thread(target=beat, args=(link, 0.5, tell, stopped), daemon=True).start()
 link.send(Ready(num_blocks, gpus))
 fail(link, error, 1)                            # before the process ends
 """
@@ -14,7 +14,7 @@ import socket
 import threading
 from collections.abc import Callable
 
-from atom.serve.engine.protocol import Beat, Failed, Frames, Message, Stats, ToEngine, encode, to_engine
+from atom.serve.engine.protocol import Beat, Failed, Frames, Message, ToEngine, encode, to_engine
 
 RECEIVE = 1 << 16  # bytes at a time
 
@@ -42,11 +42,11 @@ class Link:
                 return messages
 
 
-def beat(link: Link, seconds: float, stats: Callable[[], Stats], stopped: threading.Event) -> None:
+def beat(link: Link, seconds: float, tell: Callable[[], Beat], stopped: threading.Event) -> None:
     """Send a heartbeat at every interval."""
     while not stopped.wait(seconds):
         try:
-            link.send(Beat(stats()))
+            link.send(tell())
         except OSError:  # the HTTP process is gone, which the receiving thread sees
             return
 

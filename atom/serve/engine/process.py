@@ -14,21 +14,34 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 
+READ_SECONDS = 1.0  # for its last lines, whose end another process may hold open
 WORKER = (sys.executable, "-m", "atom.serve.engine.worker")
 
 
 class EngineProcess:
     """A child with one end of a socket pair, which no other process can open, and a process group of its own."""
 
-    def __init__(self, command: tuple[str, ...] = WORKER) -> None:
-        """command: gets the number of the socket's descriptor as its last argument."""
+    def __init__(self, command: tuple[str, ...] = WORKER, relay: Callable[[str], object] | None = None) -> None:
+        """command: gets the number of the socket's descriptor as its last argument. relay: gets each line that it
+        prints to stderr, in a thread; None: they go to ours."""
         self.connection, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
             self._process = subprocess.Popen(
-                [*command, str(number)], stdin=subprocess.DEVNULL, pass_fds=[number], process_group=0
+                [*command, str(number)],
+                stdin=subprocess.DEVNULL,
+                stderr=None if relay is None else subprocess.PIPE,
+                errors="replace",
+                pass_fds=[number],
+                process_group=0,
             )
+        self._reading: threading.Thread | None = None
+        if relay is not None:
+            self._reading = threading.Thread(target=self._read, args=(relay,), name="engine's stderr", daemon=True)
+            self._reading.start()
 
     @property
     def pid(self) -> int:
@@ -46,4 +59,12 @@ class EngineProcess:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-        return self._process.wait()
+            self._process.wait()
+            if self._reading is not None:
+                self._reading.join(READ_SECONDS)
+        return self._process.returncode
+
+    def _read(self, relay: Callable[[str], object]) -> None:
+        assert self._process.stderr is not None, "it is a pipe"
+        for line in self._process.stderr:
+            relay(line)

@@ -57,7 +57,6 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     num_output: int  # tokens
     num_cached: int  # prompt tokens that the prefix cache gave
     queue: float  # seconds from its arrival in the engine to its admission
-    prompt_logprobs: list[Logprobs | None] | None = None
     stop_string: str | None = None  # the one that was met
     error: str | None = None  # what went wrong, where that is the reason
 
@@ -71,6 +70,7 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     tokens: list[int]
     logprobs: list[Logprobs] | None = None
     finish: Finish | None = None
+    prompt_logprobs: list[Logprobs | None] | None = None  # of the prompt's next positions, before the finish
 
 
 class Stats(msgspec.Struct, array_like=True, gc=False):
@@ -121,6 +121,7 @@ class Beat(Message):
     """Sent by a thread of its own: the engine's process lives."""
 
     stats: Stats
+    doing: str = ""  # what the start is at, as in `compiling 12 pieces: 3 done`
 
 
 class Failed(Message):

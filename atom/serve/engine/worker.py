@@ -2,7 +2,7 @@
 
     worker = Worker(link)
     threading.Thread(target=worker.receive, daemon=True).start()
-    worker.load(lambda: open_engine(config, RichProgress()), config.device)
+    worker.load(lambda: open_engine(config, worker.progress), config.device)
     worker.run()                                   # until the HTTP process is gone
 
 Three threads. One reads messages and prepares requests, so that a bad or a long prompt never holds up a step; the main
@@ -14,25 +14,28 @@ the HTTP process decides when the last request is done.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import signal
 import socket
 import sys
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from atom.checkpoint import Progress, RichProgress, WatchedProgress
 from atom.config import Config
 from atom.devices import open_early
 from atom.errors import AtomError, CapacityError, RequestError
 from atom.gc_utils import no_collection, settle
-from atom.runtime.types import RequestOutput, Sequence
+from atom.runtime.types import Logprobs, RequestOutput, Sequence
+from atom.serve import log
 from atom.serve.engine.link import Link, beat, fail
 from atom.serve.engine.protocol import (
     Abort,
+    Beat,
     Done,
     Finish,
     Output,
@@ -49,18 +52,21 @@ from atom.serve.engine.protocol import (
 if TYPE_CHECKING:
     from atom.runtime.engine import Engine
 
+LOG = logging.getLogger("atom.engine")
 BEATS = 8  # in the time after which silence is taken for death
+PORTION = 1024  # positions of a prompt whose log probabilities go in one message
 GRACE_SECONDS = 2.0  # for a step to end when the HTTP process is gone
 
 
 Work = Callable[[], object]  # what the main thread is to do between two steps
-Open = Callable[[Config], "Engine"]
+Open = Callable[[Config, Progress], "Engine"]
 
 
 class Worker:
-    """The engine and what is said of it. `receive` is for a thread of its own, `stats` for any."""
+    """The engine and what is said of it. `receive` is for a thread of its own, `tell` for any."""
 
     def __init__(self, link: Link) -> None:
+        self.progress = WatchedProgress(RichProgress())
         self._link = link
         self._engine: Engine | None = None
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: the HTTP process is gone
@@ -74,11 +80,12 @@ class Worker:
         assert self._engine is not None, "requests come once the engine is ready"
         return self._engine
 
-    def stats(self) -> Stats:
+    def tell(self) -> Beat:
+        """What a heartbeat brings."""
         if self._engine is None:
-            return Stats()
+            return Beat(Stats(), self.progress.doing or "opening the model")
         told = self._engine.stats()
-        return Stats(**{name: getattr(told, name) for name in Stats.__struct_fields__})
+        return Beat(Stats(**{name: getattr(told, name) for name in Stats.__struct_fields__}))
 
     def load(self, make: Callable[[], Engine], device: str = "cpu") -> None:
         self._engine = make()
@@ -106,7 +113,7 @@ class Worker:
             last.daemon = True
             last.start()
         except Exception as error:
-            traceback.print_exc()
+            LOG.exception("the engine cannot go on")
             fail(self._link, error, 1)
             end_group()
 
@@ -121,7 +128,7 @@ class Worker:
             if self._is_failing:
                 raise
             self._is_failing = True
-            traceback.print_exc()
+            LOG.exception("a step failed")
             self.engine.end_failed()
 
     def _tell_state(self) -> None:
@@ -174,7 +181,7 @@ class Worker:
             reason = error
             return lambda: refuse(reason)
         except Exception:  # one request is lost and not the engine
-            traceback.print_exc()
+            LOG.exception("a request cannot be prepared")
             return lambda: refuse(None)
         return submit
 
@@ -196,28 +203,34 @@ class Worker:
         finish = None
         if output.finished:
             queue_seconds = (sequence.admitted_at or sequence.finished_at or sequence.arrival) - sequence.arrival
-            scored = sequence.prompt_logprobs if sequence.params.prompt_logprobs is not None else None
+            if sequence.params.prompt_logprobs is not None:
+                self._tell_scored(output, sequence.prompt_logprobs)
             finish = Finish(
                 str(output.finish_reason),
                 len(sequence.output),
                 sequence.num_cached,
                 queue_seconds,
-                scored,
                 sequence.stop_string,
                 sequence.error,
             )
         logprobs = output.logprobs or None
         self._outputs.append(Output(output.request_id, output.index, output.text, output.token_ids, logprobs, finish))
 
+    def _tell_scored(self, output: RequestOutput, scored: list[Logprobs | None]) -> None:
+        """Send a prompt's log probabilities in portions: the HTTP process serves others in between."""
+        for start in range(0, len(scored), PORTION):
+            part = scored[start : start + PORTION]
+            told = Output(output.request_id, output.index, "", [], prompt_logprobs=part)
+            self._link.send(Outputs([told], *self._told))
 
-def open_real(config: Config) -> Engine:
+
+def open_real(config: Config, progress: Progress) -> Engine:
     if config.device == "cuda":
         open_early()
     with no_collection():
-        from atom.checkpoint import RichProgress
         from atom.llm import open_engine
 
-        return open_engine(config, RichProgress())
+        return open_engine(config, progress)
 
 
 def describe_gpus() -> str:
@@ -240,21 +253,22 @@ def main(make: Open = open_real) -> int:
     except EOFError:
         return 0  # it was never wanted
     assert isinstance(start, Start), "the configuration comes first"
+    log.configure(start.config.serve.http.log)
     worker = Worker(link)
     interval = start.config.serve.http.heartbeat_seconds / BEATS
     stopped = threading.Event()
-    threading.Thread(target=beat, args=(link, interval, worker.stats, stopped), name="beat", daemon=True).start()
+    threading.Thread(target=beat, args=(link, interval, worker.tell, stopped), name="beat", daemon=True).start()
     threading.Thread(target=worker.receive, name="receive", daemon=True).start()
     try:
-        worker.load(lambda: make(start.config), start.config.device)
+        worker.load(lambda: make(start.config, worker.progress), start.config.device)
         worker.run()
     except AtomError as error:
         return fail(link, error, error.exit_code)
     except OSError as error:
         return 0 if isinstance(error, BrokenPipeError | ConnectionResetError) else fail(link, error, 1)
     except Exception as error:
-        fail(link, error, 1)
-        raise
+        LOG.exception("the engine has failed")
+        return fail(link, error, 1)
     finally:
         stopped.set()
         end_children()

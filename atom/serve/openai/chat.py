@@ -15,12 +15,14 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from msgspec import json
 
-from atom.serve.chat_template import encode_conversation
+from atom.config import SamplingParams
+from atom.serve.bodies import body_route
+from atom.serve.chat_template import Conversation, encode_conversation
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Output
 from atom.serve.errors import FieldError, json_response
 from atom.serve.ids import new_id
-from atom.serve.openai.logprobs import chat_logprobs, prompt_logprobs
+from atom.serve.openai.logprobs import chat_logprobs, prompt_logprobs, raw
 from atom.serve.openai.params import find_form, sampling_params
 from atom.serve.openai.schema import ChatRequest
 from atom.serve.output.parsers import Talk
@@ -29,7 +31,7 @@ from atom.serve.sse import DONE, EventStream, event, until_gone
 
 
 def routes(context: Context) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=body_route(context))
 
     @router.post("/v1/chat/completions")
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
@@ -53,15 +55,7 @@ class Chat:
             raise FieldError(
                 "messages", "messages is missing" if body.messages is None else "messages and prompt are one"
             )
-        talk = Talk(context.config, body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
-        params = talk.constrain(sampling_params(body, context.config))
-        conversation = await encode_conversation(
-            context,
-            body.messages or body.prompt or [],
-            talk.tools,
-            body.chat_template_kwargs,
-            body.truncate_prompt_tokens,
-        )
+        talk, params, conversation = await context.in_thread(self._ask)
         prompt, room = context.fit(conversation.tokens, params.max_tokens, body.truncate_prompt_tokens)
         params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
         request.state.log |= {"model": self._model, "user": body.user, "id": self._id}
@@ -80,9 +74,27 @@ class Chat:
         finally:
             leave()
         kept = best(choices, params.n, body.n or 1)
-        told = [self._choice(choice, talk, conversation.text) for choice in kept]
         request.state.log |= answering.record(usage := answering.usage())
-        return json_response(self._head("chat.completion") | {"choices": told, "usage": usage})
+
+        def tell() -> Response:
+            told = [self._choice(choice, talk, conversation.text) for choice in kept]
+            return json_response(self._head("chat.completion") | {"choices": told, "usage": usage})
+
+        return await context.work(answering.size, tell)
+
+    def _ask(self) -> tuple[Talk, SamplingParams, Conversation]:
+        """What is asked of the model, and how its answer is sampled."""
+        context, body = self._context, self._body
+        talk = Talk(context.config, body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
+        params = talk.constrain(sampling_params(body, context.config))
+        conversation = encode_conversation(
+            context,
+            body.messages or body.prompt or [],
+            talk.tools,
+            body.chat_template_kwargs,
+            body.truncate_prompt_tokens,
+        )
+        return talk, params, conversation
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
@@ -101,10 +113,10 @@ class Chat:
         told: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
         tokenizer = self._context.tokenizer
         if self._body.logprobs:
-            told["logprobs"] = chat_logprobs(tokenizer, choice.logprobs, self._body.top_logprobs or 0)
+            logprobs = chat_logprobs(tokenizer, choice.logprobs, self._body.top_logprobs or 0)
+            told["logprobs"] = logprobs | {"content": raw(logprobs["content"])}
         if self._body.prompt_logprobs is not None:
-            assert choice.finish is not None, "it is done"
-            told["prompt_logprobs"] = prompt_logprobs(tokenizer, choice.finish.prompt_logprobs or ())
+            told["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, choice.prompt_logprobs))
         return told | {"finish_reason": "tool_calls" if answer.calls else choice.finish_reason}
 
     async def _events(self, request: Request, answering: Answering, talk: Talk, prompt: str) -> AsyncIterator[bytes]:

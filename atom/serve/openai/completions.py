@@ -13,13 +13,15 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from msgspec import json
+from msgspec import json, msgpack
 
-from atom.runtime.types import Logprobs
+from atom.config import SamplingParams
+from atom.errors import RequestError
+from atom.serve.bodies import body_route
 from atom.serve.context import Context
 from atom.serve.errors import FieldError, json_response
 from atom.serve.ids import new_id
-from atom.serve.openai.logprobs import completion_logprobs, prompt_logprobs
+from atom.serve.openai.logprobs import completion_logprobs, prompt_logprobs, raw
 from atom.serve.openai.params import check_tokens, find_form, sampling_params
 from atom.serve.openai.schema import CompletionRequest
 from atom.serve.response import Answering, Choice, best
@@ -27,7 +29,7 @@ from atom.serve.sse import DONE, EventStream, event, until_gone
 
 
 def routes(context: Context) -> APIRouter:
-    router = APIRouter(tags=["OpenAI"])
+    router = APIRouter(tags=["OpenAI"], route_class=body_route(context))
 
     @router.post("/v1/completions")
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
@@ -48,18 +50,12 @@ class Completion:
 
     async def answer(self, request: Request) -> Response:
         context, body = self._context, self._body
-        params = sampling_params(body, context.config, **self._scored())
-        prompts = [await self._encode(prompt) for prompt in self._prompts()]
-        fits = [context.fit(prompt, params.max_tokens, body.truncate_prompt_tokens) for prompt in prompts]
-        prompts = [prompt for prompt, _ in fits]
-        each = [replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room)) for _, room in fits]
-        if body.echo:
-            self._echoes = [self._echo(place, prompt) for place, prompt in enumerate(prompts)]
+        prompts, each = await context.work(request.state.num_bytes, self._ask)
         request.state.log |= {"model": self._model, "user": body.user, "id": self._id}
         salt = (body.cache_salt or "").encode()
         stream = context.client.submit(prompts, each, id=self._id, salt=salt, priority=body.priority or 0)
         form = find_form(body)
-        answering = Answering(context, stream, prompts, params.n, self._started, form and form.field)
+        answering = Answering(context, stream, prompts, each[0].n, self._started, form and form.field)
         leave = partial(context.client.abort, stream)
         if body.stream:
             await answering.begin(request.receive, leave)
@@ -68,10 +64,30 @@ class Completion:
             choices = await until_gone(request.receive, answering.collect())
         finally:
             leave()
-        kept = best(choices, params.n, body.n or 1)
-        told = [self._choice(choice, prompts[choice.place]) for choice in kept]
+        kept = best(choices, each[0].n, body.n or 1)
         request.state.log |= answering.record(usage := self._usage(answering))
-        return json_response(self._head() | {"choices": told, "usage": usage})
+
+        def tell() -> Response:
+            told = [self._choice(choice, prompts[choice.place]) for choice in kept]
+            return json_response(self._head() | {"choices": told, "usage": usage})
+
+        return await context.work(answering.size, tell)
+
+    def _ask(self) -> tuple[list[list[int]], list[SamplingParams]]:
+        """The tokens of each prompt, and how its answers are sampled."""
+        context, body = self._context, self._body
+        params = sampling_params(body, context.config, **self._scored())
+        given = self._prompts()
+        num_bytes, most = len(given) * len(msgpack.encode(params)), context.config.serve.http.max_body
+        if num_bytes > most and len(given) > 1:
+            told = f"the stop strings, biases, schema or grammar of {len(given)} prompts are {num_bytes} bytes in all"
+            raise RequestError(f"{told}, more than {most} (serve.http.max_body); send fewer prompts")
+        fits = [context.fit(self._encode(one), params.max_tokens, body.truncate_prompt_tokens) for one in given]
+        prompts = [prompt for prompt, _ in fits]
+        each = [replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room)) for _, room in fits]
+        if body.echo:
+            self._echoes = [self._echo(one, prompt) for one, prompt in zip(given, prompts, strict=True)]
+        return prompts, each
 
     def _head(self) -> dict[str, Any]:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model}
@@ -86,9 +102,9 @@ class Completion:
             raise FieldError("prompt", f"{len(prompt)} prompts in one request; it takes 1 to {limit}")
         return list(prompt)
 
-    async def _encode(self, prompt: str | list[int]) -> list[int]:
+    def _encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            return await self._context.encode(prompt, truncate=self._body.truncate_prompt_tokens)
+            return self._context.encode(prompt, truncate=self._body.truncate_prompt_tokens)
         check_tokens("prompt", prompt, self._context.config)
         return prompt
 
@@ -103,8 +119,7 @@ class Completion:
             raise FieldError("prompt_logprobs", "echo reports the prompt's tokens with logprobs; leave out the other")
         return {"prompt_logprobs": body.logprobs}
 
-    def _echo(self, place: int, prompt: list[int]) -> str:
-        given = self._prompts()[place]
+    def _echo(self, given: str | list[int], prompt: list[int]) -> str:
         if isinstance(given, str) and self._body.truncate_prompt_tokens is None:
             return given
         return self._context.need_tokenizer().decode(prompt, skip_special_tokens=False)
@@ -115,15 +130,14 @@ class Completion:
         text, logprobs = choice.text, list(choice.logprobs)
         if body.max_tokens == 0:
             text, logprobs = "", []
-        finish = choice.finish
-        assert finish is not None, "it is done"
-        scored: list[Logprobs | None] = list(finish.prompt_logprobs or ())
+        scored = choice.prompt_logprobs
         told: dict[str, Any] = {"index": choice.index, "text": echo + text, "logprobs": None}
         if body.logprobs is not None:
             shown = scored if body.echo else []
             told["logprobs"] = completion_logprobs(tokenizer, [*shown, *logprobs], body.logprobs, prompt[0])
+            told["logprobs"]["top_logprobs"] = raw(told["logprobs"]["top_logprobs"])
         if body.prompt_logprobs is not None:
-            told["prompt_logprobs"] = prompt_logprobs(tokenizer, scored)
+            told["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, scored))
         return told | {"finish_reason": "length" if body.max_tokens == 0 else choice.finish_reason}
 
     def _usage(self, answering: Answering) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import msgspec
+
 from atom.checkpoint import Tokenizer
 from atom.runtime.types import Logprobs
 
@@ -97,6 +99,11 @@ def chat_logprobs(tokenizer: Tokenizer | None, logprobs: Sequence[Logprobs], num
         for each in logprobs
     ]
     return {"content": content, "refusal": None}
+
+
+def raw(items: Sequence[Any]) -> msgspec.Raw:
+    """A list as JSON, written an item at a time, so that other threads run in between."""
+    return msgspec.Raw(b"[%s]" % b",".join([msgspec.json.encode(item) for item in items]))
 
 
 def prompt_logprobs(tokenizer: Tokenizer | None, logprobs: Sequence[Logprobs | None]) -> list[dict[str, Any] | None]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from atom.config import Config, SamplingParams
 from atom.errors import RequestError
-from atom.serve.errors import FieldError
+from atom.serve.errors import FieldError, shown
 from atom.serve.openai.schema import ChatRequest, CompletionRequest, Generation
 
 SAME_NAMES = (
@@ -55,7 +55,7 @@ def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingPa
     except RequestError as error:
         if form is None:
             raise
-        raise FieldError(form.field, str(error)) from None
+        raise FieldError(form.field, shown(str(error))) from None
 
 
 def asked_tokens(body: Generation) -> int | None:
@@ -120,7 +120,7 @@ def find_form(body: Generation) -> Form | None:
 def read_bias(bias: dict[str, float]) -> dict[int, float]:
     for token in bias:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
-            raise FieldError("logit_bias", f"logit_bias: {token!r} is no token id")
+            raise FieldError("logit_bias", f"logit_bias: {shown(token)!r} is no token id")
     return {int(token): value for token, value in bias.items()}
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_TEXT = 1 << 25  # characters of one text; the body has its own limit
@@ -26,7 +26,22 @@ T = TypeVar("T")
 List = Annotated[list[T], Field(fail_fast=True)]  # the first wrong item is told, not a million of them
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 Word = Annotated[str, Field(max_length=1024)]
-TemplateKwargs = dict[Word, bool | int | float | Word]
+
+
+def at_most(most: int) -> BeforeValidator:
+    """Refuses an object with more fields at once; pydantic would first tell what is wrong with each."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            told = {"given": len(value), "most": most}
+            raise PydanticCustomError("fields", "this has {given} fields; it takes at most {most}", told)
+        return value
+
+    return BeforeValidator(check)
+
+
+TemplateKwargs = Annotated[dict[Word, bool | int | float | Word], at_most(MAX_FIELDS)]
+Biases = Annotated[dict[Word, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_TOKENS)]
 
 
 def plain_json(value: Any) -> Any:
@@ -125,7 +140,7 @@ class Generation(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    logit_bias: dict[Word, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_TOKENS)
+    logit_bias: Biases | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=1, description="the last tokens of the prompt that count")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=1024, description="shares cached prefixes only with its equals"

@@ -5,8 +5,11 @@ curl localhost:8000/tokenize -H "Content-Type: application/json" -d '{"prompt": 
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from functools import partial
 
+from fastapi import APIRouter, Request, Response
+
+from atom.serve.bodies import body_route
 from atom.serve.chat_template import encode_conversation
 from atom.serve.context import Context
 from atom.serve.errors import FieldError, json_response
@@ -15,10 +18,10 @@ from atom.serve.openai.schema import DetokenizeRequest, TokenizeRequest
 
 
 def routes(context: Context) -> APIRouter:
-    router = APIRouter(tags=["text"])
+    router = APIRouter(tags=["text"], route_class=body_route(context))
 
     @router.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """The token ids of a text, or of a conversation in the chat template."""
         context.begin(body.model)
         if (body.messages is None) == (body.prompt is None):
@@ -26,23 +29,32 @@ def routes(context: Context) -> APIRouter:
         if body.messages is not None:
             if body.add_special_tokens is not None:
                 raise FieldError("add_special_tokens", "add_special_tokens is for a prompt; a template brings its own")
-            told = await encode_conversation(context, body.messages, body.tools, body.chat_template_kwargs)
+            messages, tools, values = body.messages, body.tools, body.chat_template_kwargs
+            told = await context.in_thread(lambda: encode_conversation(context, messages, tools, values))
             tokens = told.tokens
         else:
             for name in ("tools", "chat_template_kwargs"):
                 if getattr(body, name) is not None:
                     raise FieldError(name, f"{name} is for messages")
-            tokens = await context.encode(body.prompt or "", add_special_tokens=body.add_special_tokens is not False)
+            text, has_special = body.prompt or "", body.add_special_tokens is not False
+            encode = partial(context.encode, text, add_special_tokens=has_special)
+            tokens = await context.work(request.state.num_bytes, encode)
         return json_response(
             {"count": len(tokens), "max_model_len": context.config.serve.max_model_len, "tokens": tokens}
         )
 
     @router.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids, special tokens included."""
         context.begin(body.model)
-        tokenizer = context.need_tokenizer()
-        check_tokens("tokens", body.tokens, context.config)
-        return json_response({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        tokenizer, most = context.need_tokenizer(), context.max_total_tokens
+        if len(body.tokens) > most:
+            raise FieldError("tokens", f"{len(body.tokens)} tokens; this server takes {most} (max_total_tokens)")
+
+        def decode() -> str:
+            check_tokens("tokens", body.tokens, context.config)
+            return tokenizer.decode(body.tokens, skip_special_tokens=False)
+
+        return json_response({"prompt": await context.work(request.state.num_bytes, decode)})
 
     return router

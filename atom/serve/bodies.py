@@ -1,0 +1,116 @@
+"""Bodies: counted, decoded and checked where that holds up nobody.
+
+    router = APIRouter(tags=["text"], route_class=body_route(context))
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> Response: ...
+
+FastAPI does both in the event loop, and from a thread either would still hold the interpreter's lock until it is done.
+So a body that is not short goes to a thread, and what is in it is counted before it is decoded: a text takes no longer
+the longer it is, but 8 MB of empty lists take seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from typing import Any, get_type_hints
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from atom.config import HTTPConfig
+from atom.errors import RequestError
+from atom.serve.context import Context
+
+CHUNK = 1 << 18  # bytes that are counted at a time
+
+
+class BodyRoute(APIRoute):
+    """A route whose endpoint takes a `body`, and perhaps the `request`."""
+
+    context: Context
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        hints = get_type_hints(self.endpoint)
+        if "body" not in hints:
+            return super().get_route_handler()
+        context, endpoint, model = self.context, self.endpoint, hints["body"]
+
+        async def handle(request: Request) -> Response:
+            data = await request.body()
+            request.state.num_bytes = len(data)
+            kind = request.headers.get("content-type", "")
+            body = await context.work(len(data), partial(read_body, data, kind, model, context.config.serve.http))
+            given = {"body": body, "request": request}
+            answer: Response = await endpoint(**{name: given[name] for name in hints if name in given})
+            return answer
+
+        return handle
+
+
+def body_route(context: Context) -> type[APIRoute]:
+    """The class of the routes that take bodies."""
+    return type("BodyRoute", (BodyRoute,), {"context": context})
+
+
+def read_body(data: bytes, kind: str, model: type[BaseModel], limits: HTTPConfig) -> BaseModel:
+    """kind: the Content-Type.
+
+    RequestValidationError or HTTPException, as FastAPI raises them, where it is no JSON of this model; RequestError
+    where too much is in it.
+    """
+    value = None
+    if data and is_json(kind):
+        check_size(data, limits)
+        try:
+            value = json.loads(data)
+        except json.JSONDecodeError as error:
+            fault = {"type": "json_invalid", "loc": ("body", error.pos), "ctx": {"error": error.msg}}
+            raise RequestValidationError([fault]) from error
+        except (ValueError, RecursionError) as error:
+            raise HTTPException(400) from error
+    if value is None:
+        raise RequestValidationError([{"type": "missing", "loc": ("body",)}])
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        faults = [fault | {"loc": ("body", *fault["loc"])} for fault in error.errors(include_url=False)]
+        raise RequestValidationError(faults, body=value) from None
+
+
+def is_json(kind: str) -> bool:
+    main, _, sub = kind.partition(";")[0].strip().lower().partition("/")
+    return main == "application" and (sub == "json" or sub.endswith("+json"))
+
+
+def check_size(data: bytes, limits: HTTPConfig) -> None:
+    """RequestError where a JSON text has more values or items than the limits say."""
+    num_quotes = num_opened = num_commas = 0
+    for chunk in unescaped(data):
+        parts = chunk.split(b'"')
+        outside = b"".join(parts[num_quotes % 2 :: 2])  # of texts
+        num_quotes += len(parts) - 1
+        num_opened += outside.count(b"[") + outside.count(b"{")
+        num_commas += outside.count(b",")
+        if num_quotes // 2 + num_opened > limits.max_items:
+            told = f"more than {limits.max_items} texts, names, lists and objects (serve.http.max_items)"
+            raise RequestError(f"the body has {told}; send fewer at a time")
+        if num_commas >= limits.max_values:
+            raise RequestError(f"the body has more than {limits.max_values} values (serve.http.max_values); send fewer")
+
+
+def unescaped(data: bytes) -> Iterator[bytes]:
+    """A JSON text without its escaped backslashes and quotes, in pieces: what takes long would hold the lock."""
+    start = 0
+    while start < len(data):
+        chunk = data[start : start + CHUNK]
+        if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2 and len(chunk) == CHUNK:
+            chunk = chunk[:-1]  # what it escapes is in the next
+        start += len(chunk)
+        yield chunk.replace(b"\\\\", b"").replace(b'\\"', b"")

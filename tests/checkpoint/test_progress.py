@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import io
+import sys
+import time
+
+import pytest
+
+from atom.checkpoint import RichProgress, SilentProgress, WatchedProgress, progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_elsewhere_than_on_a_terminal_a_task_has_a_line_at_its_begin_now_and_then_and_at_its_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.05)
+    with RichProgress().task("compiling 12 pieces", 12, in_bytes=False) as task:
+        assert capsys.readouterr().err == "atom-run: compiling 12 pieces\n"
+        task.advance(1)
+        task.advance(2)
+        time.sleep(0.3)
+        line, *_ = capsys.readouterr().err.splitlines()
+        assert line == "atom-run: compiling 12 pieces: 3 of 12 done, 0 s so far"
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("atom-run: compiling 12 pieces: done in 0.")
+    time.sleep(0.1)
+    assert capsys.readouterr().err == "", "it is over"
+
+
+def test_a_task_that_fails_is_not_told_to_be_done(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(ArithmeticError), RichProgress().task("loading weights", 100):
+        raise ArithmeticError
+    assert capsys.readouterr().err == "atom-run: loading weights\n"
+
+
+def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with RichProgress().task("loading weights", 100) as task:
+        task.advance(100)
+    assert "loading weights" in terminal.getvalue() and "atom-run" not in terminal.getvalue()
+
+
+def test_what_is_watched_says_how_far_it_is():
+    watched = WatchedProgress(SilentProgress())
+    assert watched.doing == ""
+    with watched.task("loading weights", 1000) as weights:
+        weights.advance(399)
+        assert watched.doing == "loading weights: 39%"
+        with watched.task("compiling pieces", 12, in_bytes=False) as pieces:
+            assert watched.doing == "compiling pieces: 0 of 12 done"
+            pieces.advance(3)
+            assert watched.doing == "compiling pieces: 3 of 12 done"
+        with watched.task("compiling kernels"):
+            assert watched.doing == "compiling kernels"
+        assert watched.doing == "loading weights: 39%"
+    assert watched.doing == ""

@@ -15,36 +15,24 @@ import importlib
 import io
 import logging
 import os
+import re
 import sys
-import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import atom
-from atom.config import Config, describe_fields, load, show
-from atom.config.hydra import CONF, one_line_errors, plain_fields, register
-from atom.config.overrides import HIDDEN, SECRET, hide_secret, one_line, override, parse, rewrite, write_recipe
+from atom.config import SET_BY_LOAD, Config, describe_fields, show
+from atom.config.hydra import CONF, keys, one_line_errors, register, with_search_path
+from atom.config.overrides import HIDDEN, SECRET, hide_secret, one_line, override, rewrite, write_recipe
 from atom.devices import open_early
 from atom.errors import AtomError, ConfigError
 from atom.gc_utils import no_collection
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-# conf/job -> the module whose run(config) does it
-JOBS = {
-    "serve": "atom.jobs.serve",
-    "generate": "atom.jobs.generate",
-    "explain": "atom.jobs.explain",
-    "compile": "atom.jobs.compile",
-    "cache": "atom.jobs.cache",
-    "bench": "atom.jobs.bench",
-    "profile": "atom.jobs.profile",
-}
+from atom.jobs.start import JOBS, choose_job, load_job
+from atom.jobs.sweep import sweep
 
 IN_PROCESS = ("generate", "bench", "profile")  # jobs that run an engine in this process
+HYDRA_SHOWS = ("resolve", "hydra_help", "shell_completion")  # flags of Hydra's that have no value
 
 HELP = """\
 atom-run: from a Hugging Face checkpoint to tokens, with every step in between to read and change.
@@ -117,14 +105,13 @@ def dispatch(argv: list[str]) -> int:
         print(HELP.format(groups="\n".join(shown), gpus=", ".join(gpus), fields=describe_fields()))
         return 0
     args = parse_flags(argv)
-    flags = [text for text in argv if text not in args.overrides]
-    dirs = [args.config_dir] if args.config_dir else []
+    dirs = args.config_dir
     if args.shell_completion or args.hydra_help or args.cfg in ("hydra", "all"):
-        return run_hydra(flags, hide_secrets(args.overrides, dirs) if args.cfg else args.overrides)
+        return run_hydra(args, hide_secrets(args.overrides, dirs) if args.cfg else args.overrides)
     if args.multirun:
-        return sweep(flags, args.overrides, dirs)
+        return sweep(args.overrides, dirs, run_of_sweep)
     if args.info:
-        return run_hydra(flags, hide_secrets(rewrite(args.overrides, config_dirs=dirs), dirs))
+        return run_hydra(args, hide_secrets(rewrite(args.overrides, config_dirs=dirs), dirs))
     if args.cfg:
         texts = choose_job(args.overrides, dirs)
         print(show(texts, config_dirs=dirs, package=args.package, is_resolved=args.resolve), end="")
@@ -136,9 +123,13 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     from hydra._internal.utils import get_args_parser
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"{message}; atom-run --help shows what there is")
+        flag = re.fullmatch(r"unrecognized arguments: --([\w-]+)(=.*| .*)?", message)
+        key = find_key(flag[1].replace("-", "_")) if flag else None
+        raise ConfigError(f"{message}{f', write {key}=…' if key else ''}; atom-run --help shows what there is")
 
     parser: argparse.ArgumentParser = get_args_parser()
+    own = parser.add_argument_group(conflict_handler="resolve")
+    own.add_argument("--config-dir", "-cd", action="append", default=[])  # Hydra's takes one
     parser.error = refuse  # type: ignore[method-assign]
     args = parser.parse_intermixed_args(argv)
     if args.config_name or args.config_path or args.experimental_rerun:
@@ -148,29 +139,54 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def find_key(flag: str) -> str | None:
+    """The field that a flag of another command means."""
+    if flag == "model":
+        return "checkpoint"
+    known = [key for key in keys(Config) if not key.startswith("model.") and key not in SET_BY_LOAD]
+    same = [key for key in known if key.rpartition(".")[2] == flag]
+    return min(same, key=lambda key: key.count("."), default=None)
+
+
 def run(overrides: Sequence[str], dirs: Sequence[str] = ()) -> int:
     """Load the configuration and do its job."""
+    return do_job(overrides, dirs, is_sweep=False)[0]
+
+
+def run_of_sweep(overrides: Sequence[str], dirs: Sequence[str]) -> tuple[int, float | None]:
+    """One job of a sweep: its exit code, and its objective if it has one."""
+    ended: list[float | None] = []
+
+    def work() -> int:
+        code, objective = do_job(overrides, dirs, is_sweep=True)
+        ended.append(objective)
+        return code
+
+    return report(work), next(iter(ended), None)
+
+
+def do_job(overrides: Sequence[str], dirs: Sequence[str], *, is_sweep: bool) -> tuple[int, float | None]:
     overrides = choose_job(overrides, dirs)
     with no_collection():
-        config = load(overrides, config_dirs=dirs)
-        if config.job.kind not in JOBS:
-            raise ConfigError(f"job.kind={config.job.kind}: there is no such job; jobs: {', '.join(JOBS)}")
+        config = load_job(overrides, dirs, is_sweep=is_sweep)
         if config.device == "cuda" and config.job.kind in IN_PROCESS:
             open_early()
-        job: Callable[[Config], int] = importlib.import_module(JOBS[config.job.kind]).run
+        job = importlib.import_module(JOBS[config.job.kind])
     if config.job.save_recipe:
         about = {name: getattr(config, name) for name in ("dtype", "device", "level")}
         about |= {"model": config.model.name, "job": config.job.kind, "atom-run": atom.__version__}
         if write_recipe(config.job.save_recipe, rewrite(overrides, config_dirs=dirs), about):
             told = f"{config.job.save_recipe} is without {SECRET}, as others may read it; {SECRET}=@FILE would stay"
             print(f"atom-run: {told}", file=sys.stderr)
-    return job(config)
-
-
-def choose_job(overrides: Sequence[str], dirs: Sequence[str]) -> list[str]:
-    """The overrides; where they give prompts and no job, the job is to answer these."""
-    keys = {text.partition("=")[0] for text in rewrite(overrides, config_dirs=dirs)}
-    return [*(["job=generate"] if keys & {"prompts", "job.chat"} and "job" not in keys else []), *overrides]
+    name = config.job.objective
+    if name is None:
+        return job.run(config), None
+    numbers: dict[str, Any] = {}
+    if code := job.run(config, numbers.update):
+        return code, None
+    if numbers.get(name) is None:
+        raise ConfigError(f"job.objective={name} has no value in this run; choose another")
+    return 0, numbers[name]
 
 
 def hide_secrets(overrides: Sequence[str], dirs: Sequence[str]) -> list[str]:
@@ -180,67 +196,24 @@ def hide_secrets(overrides: Sequence[str], dirs: Sequence[str]) -> list[str]:
     return [*hidden, override(SECRET, HIDDEN)] if is_hidden and hidden == list(overrides) else hidden
 
 
-def sweep(flags: list[str], overrides: Sequence[str], dirs: Sequence[str]) -> int:
-    """Hydra runs the jobs. Where the choices are known, every configuration is loaded before the first job runs."""
-    texts = rewrite(overrides, config_dirs=dirs, multirun=True)
-    if any(text.startswith("job.save_recipe=") for text in texts):
-        raise ConfigError("job.save_recipe writes the recipe of one run: leave out -m")
-    for path in [Path(folder, name) for folder in dirs for name in plain_fields(Config)]:
-        if path.is_dir():
-            raise ConfigError(f"{path} makes a config group of the field {path.name}: move it, or leave out -m")
-    for job in choices(texts):
-        load(job, config_dirs=dirs)
-    with tempfile.TemporaryDirectory(prefix="atom-run-") as folder:  # for Hydra's multirun.yaml
-        own = [override("hydra.sweep.dir", folder)]
-        return run_hydra(flags, [*own, *texts], is_sweep=True)
-
-
-def choices(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides of each job of a sweep over choices; nothing where another sweeper picks the values."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.types import ValueType
-    from hydra.errors import HydraException
-
-    if not any(text.startswith("hydra/sweeper=") for text in overrides):
-        own = [each for each in map(parse, overrides) if not each.is_hydra_override()]
-        if any(each.value_type is ValueType.GLOB_CHOICE_SWEEP for each in own):
-            return  # only Hydra knows which files there are
-        try:
-            yield from BasicSweeper.split_arguments(own, None)[0]
-        except HydraException as error:
-            raise ConfigError(str(error)) from None
-
-
-def run_hydra(flags: Sequence[str], overrides: Sequence[str], *, is_sweep: bool = False) -> int:
+def run_hydra(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """What Hydra itself shows."""
     import hydra
 
     register(Config)
     argv, said = sys.argv, io.StringIO()
-    sys.argv = ["atom-run", *overrides, *flags]
+    stated = [f"--{name}={value}" for name in ("cfg", "info", "package") if (value := getattr(args, name))]
+    stated += [f"--{name.replace('_', '-')}" for name in HYDRA_SHOWS if getattr(args, name)]
+    sys.argv = ["atom-run", *with_search_path(overrides, args.config_dir), *stated]
     try:
-        with one_line_errors(Config), contextlib.nullcontext() if is_sweep else contextlib.redirect_stderr(said):
-            hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(run_of_sweep)()
+        with one_line_errors(Config), contextlib.redirect_stderr(said):
+            hydra.main(config_path=str(CONF), config_name="config", version_base="1.3")(lambda _: None)()
     except SystemExit as end:
-        if end.code and not is_sweep:
+        if end.code:
             raise ConfigError(said.getvalue()) from None
-        return int(end.code or 0)
     finally:
         sys.argv = argv
     return 0
-
-
-def run_of_sweep(_: DictConfig) -> None:
-    """One job of a sweep, in this process or wherever a launcher runs it."""
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
-
-    hydra = HydraConfig.get()
-    overrides = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    assert isinstance(overrides, list), "Hydra keeps a list of overrides"
-    dirs = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
-    print(f"atom-run: job {hydra.job.num}: {' '.join(map(hide_secret, overrides))}", file=sys.stderr, flush=True)
-    if code := report(lambda: run(overrides, dirs)):
-        raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 import atom
 from atom.cli import main
 from atom.config import Config
+from atom.config.hydra import keys
 from atom.config.overrides import read_recipe
 from atom.errors import EngineDeadError
 
@@ -81,13 +82,25 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
         (["sampling.n=0"], "atom-run: RequestError: n=0 must be a finite number from 1 to 128"),
         (["job=explian"], "atom-run: ConfigError: job=explian: there is no such choice, did you mean explain?"),
         (["level=0,1"], "atom-run: ConfigError: 'level=0,1' is a sweep: add -m"),
+        (
+            ["--port", "80"],
+            "atom-run: ConfigError: unrecognized arguments: --port, write serve.http.port=…; atom-run --h",
+        ),
+        (["--seed=3"], "atom-run: ConfigError: unrecognized arguments: --seed=3, write seed=…; atom-run --help"),
+        (["--model", "x"], "atom-run: ConfigError: unrecognized arguments: --model, write checkpoint=…; atom-run --h"),
+        (["serve", "a/b"], "atom-run: ConfigError: 'serve' is no override; write job=serve checkpoint=a/b"),
+        (["serve", "serve.http.api_keys=sesame"], "atom-run: ConfigError: 'serve' is no override; write job=serve\n"),
+        (
+            ["model=a/b"],
+            "atom-run: ConfigError: model=a/b: model is the name of a file in conf/model; write checkpoint=a/b",
+        ),
         (["--bogus"], "atom-run: ConfigError: unrecognized arguments: --bogus; atom-run --help shows what there is"),
         (["--cfg", "job", "-m"], "atom-run: ConfigError: only one of"),
         (["--cfg", "nope"], "atom-run: ConfigError: argument --cfg/-c: invalid choice"),
         (["-cn", "x"], "atom-run: ConfigError: --config-name"),
         (["--config-dir", "/nowhere"], "atom-run: ConfigError: config dir /nowhere: there is no such folder"),
         (["--cfg", "job", "-p", "nope"], "atom-run: ConfigError: nope: there is no such field"),
-        (["-m", "level=0,5"], "atom-run: ConfigError: level=5: there is no such choice"),
+        (["-m", "prompts=hi", "level=0,5"], "atom-run: ConfigError: level=5: there is no such choice"),
         (["-m", "seed=interval(0,1)"], "atom-run: ConfigError: BasicSweeper does not support"),
         (
             ["-m", "seed=1,2", "job.save_recipe=x"],
@@ -171,20 +184,20 @@ def test_a_sweep_chooses_the_model_file_for_each_checkpoint(tmp_path: Path, job:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({**TINY, "architectures": [architecture]}))
     seen = job()
-    assert main(["-m", f"checkpoint={tmp_path}/a,{tmp_path}/b"]) == 0
+    assert main(["-m", "prompts=hi", f"checkpoint={tmp_path}/a,{tmp_path}/b"]) == 0
     assert [config.model.name for config in seen] == ["llama", "qwen3"]
 
 
 def test_a_job_of_a_sweep_that_fails_ends_it(capsys: Any, job: Any):
     seen = job(lambda config: 1)
-    assert main(["-m", "seed=1,2"]) == 1
+    assert main(["-m", "prompts=hi", "seed=1,2"]) == 1
     assert len(seen) == 1
 
 
 def test_hydras_own_choices_work_in_a_sweep(job: Any):
     seen = job()
-    assert main(["-m", "seed=range(1,3)"]) == 0
-    assert main(["-m", "model=glob(qwen?)"]) == 0
+    assert main(["-m", "prompts=hi", "seed=range(1,3)"]) == 0
+    assert main(["-m", "prompts=hi", "model=glob(qwen?)"]) == 0
     assert [config.seed for config in seen[:2]] == [1, 2]
     assert [config.model.name for config in seen[2:]] == ["qwen2", "qwen3"]
 
@@ -194,8 +207,28 @@ def test_a_config_dir_counts_in_a_run_and_in_a_sweep(tmp_path: Path, job: Any):
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [llama, _self_]\nauto: false\nmax_position: 7\n")
     seen = job()
     assert main(["--config-dir", str(tmp_path), "model=mine"]) == 0
-    assert main(["-m", "model=mine,llama", "--config-dir", str(tmp_path)]) == 0
+    assert main(["-m", "prompts=hi", "model=mine,llama", "--config-dir", str(tmp_path)]) == 0
     assert [config.model.max_position for config in seen] == [7, 7, 8192]
+
+
+def test_several_config_dirs_count_in_a_run_a_sweep_and_what_hydra_shows(tmp_path: Path, job: Any):
+    for name, parent in (("one", "llama"), ("two", "one")):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "model" / f"{name}.yaml").write_text(f"defaults: [{parent}, _self_]\nauto: false\n")
+    dirs = ["--config-dir", f"{tmp_path}/two", "-cd", f"{tmp_path}/one"]
+    seen = job()
+    assert main([*dirs, "model=two"]) == 0
+    assert main(["-m", "prompts=hi", "model=one,two", *dirs]) == 0
+    assert [config.model.name for config in seen] == ["two", "one", "two"]
+    assert "model/two" in run("--info", "defaults", "model=two", *dirs).stdout
+
+
+def test_hydras_search_path_counts_in_the_jobs_of_a_sweep(tmp_path: Path, job: Any):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [llama, _self_]\nauto: false\n")
+    seen = job()
+    assert main(["-m", "prompts=hi", "model=mine,llama", f"hydra.searchpath=[file://{tmp_path}]"]) == 0
+    assert [config.model.name for config in seen] == ["mine", "llama"]
 
 
 def test_a_recipe_is_saved_and_runs_again(tmp_path: Path, job: Any):
@@ -213,14 +246,14 @@ def test_a_recipe_is_saved_without_keys_and_says_so(said: str, job: Any, capsys:
     seen = job()
     assert main([said, "seed=1", "job.save_recipe=shared.yaml"]) == 0
     assert str(seen[0].serve.http.api_keys).endswith("sesame"), "the run itself has them"
-    assert read_recipe("shared.yaml") == ["seed=1"]
+    assert read_recipe("shared.yaml") == ["job=serve", "seed=1"]
     assert "atom-run: shared.yaml is without serve.http.api_keys" in capsys.readouterr().err
 
 
 def test_a_recipe_keeps_the_name_of_a_file_of_keys(job: Any, capsys: Any):
     job()
     assert main(["serve.http.api_keys=@keys.txt", "job.save_recipe=shared.yaml"]) == 0
-    assert read_recipe("shared.yaml") == ["serve.http.api_keys='@keys.txt'"]
+    assert read_recipe("shared.yaml") == ["job=serve", "serve.http.api_keys='@keys.txt'"]
     assert "api_keys" not in capsys.readouterr().err
 
 
@@ -310,6 +343,17 @@ def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
     assert "\n  job.gpu is one of a100, h100," in out
     assert "checkpoint=null                     folder, hub id or .gguf file; null: the embedded default\n" in out
     assert "dtype=auto                          auto | bf16 | fp16 | fp32; auto: the checkpoint's\n" in out
+    listed = {line.split("=")[0].strip() for line in out.split("Fields\n")[1].splitlines()}
+    own = {key for key in keys(Config) if not key.startswith("model.")} - {"job.kind", "hf", "overrides"}
+    assert own <= listed
+    for line in (
+        'serve.http.cors=[]                  origins whose pages may read answers; "*": all',
+        "level=null                          null | 0 | 1 | 2 | 3; 0 reference ops, 1 kernels, 2 compiled, 3 CUDA graphs; ",
+        "job.stage=null                      explain: print the whole text after this pass\n",
+        "job.num_prompts=8                   bench, profile: requests, all at once\n",
+        "for job=serve:\n  serve.http.host=",
+    ):
+        assert line in out
     assert out.split("Examples\n")[1].count("atom-run ") == 5
     assert max(map(len, out.splitlines())) <= 140
 

@@ -4,7 +4,7 @@ config = load(["checkpoint=/models/qwen3", "sampling.temperature=0"])
 config.model.attention.heads                     # nothing is assigned from here on
 """
 
-from atom.config.load import describe_fields, engine_overrides, load, load_gpu, show
+from atom.config.load import SET_BY_LOAD, describe_fields, engine_overrides, load, load_gpu, show
 from atom.config.overrides import override
 from atom.config.schema import (
     AttentionConfig,
@@ -25,6 +25,7 @@ from atom.config.schema import (
 )
 
 __all__ = [
+    "SET_BY_LOAD",
     "AttentionConfig",
     "Config",
     "EmbeddedConfig",

@@ -15,20 +15,33 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from atom.config.overrides import did_you_mean, one_line, override, parse, plain, project_folder, rewrite
+from atom.config.overrides import (
+    did_you_mean,
+    may_be_checkpoint,
+    no_model,
+    one_line,
+    override,
+    parse,
+    plain,
+    project_folder,
+    rewrite,
+)
 from atom.errors import AtomError, CheckpointError, ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.plugins.config_source import ConfigSource
     from omegaconf import DictConfig
 
 CONF = project_folder("conf")
+SEARCHPATH = "hydra.searchpath="
 COMPOSING = threading.Lock()  # Hydra composes through a singleton
 
 
@@ -59,7 +72,7 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
     """The checkpoint and the model file of these overrides; downloads no more than what describes a hub id."""
     texts = rewrite(overrides, config_dirs=config_dirs)
     parsed = [parse(text) for text in texts]
-    given = {each.key_or_group: each for each in parsed}
+    given = {each.key_or_group: each for each in parsed if each.package is None}
     for text, each in zip(texts, parsed, strict=True):
         if each.is_sweep_override():
             raise ConfigError(f"'{text}' is a sweep: add -m, or quote the value")
@@ -69,7 +82,7 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
     def value(key: str, default: Any = None) -> Any:
         return plain(given[key]) if key in given else default
 
-    files = model_files(config_dirs)
+    files = model_files(searched(texts, config_dirs))
     name, checkpoint, embedded, defaults = value("model", "auto"), value("checkpoint"), None, []
     if checkpoint is None:
         file = embedded_file(files, name)
@@ -86,25 +99,67 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
         described.close()
     if not isinstance(name, str):
         raise ConfigError(f"model={name}: it takes the name of one file in conf/model")
-    texts = [text for text, each in zip(texts, parsed, strict=True) if each.key_or_group != "model"]
+    texts = [text for text, each in zip(texts, parsed, strict=True) if each is not given.get("model")]
     return Source([*defaults, *texts, override("model", name), override("model.name", name)], hf, embedded)
 
 
-def model_files(config_dirs: Sequence[str] = ()) -> list[ModelFile]:
-    """The files of the group `model`; of two with one name the first counts, as for Hydra."""
-    import yaml
+def searched(overrides: Iterable[str], config_dirs: Sequence[str] = ()) -> list[str]:
+    """Where files are looked for behind conf/ and what plugins bring: the config dirs, then hydra.searchpath."""
+    said = [text for text in overrides if text.startswith(SEARCHPATH)]
+    places: Any = parse(said[-1]).value() if said else []
+    if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
+        raise ConfigError(f"{said[-1]}: it takes a list of folders, as in hydra.searchpath=[file://FOLDER]")
+    return [*(f"file://{Path(folder).absolute()}" for folder in config_dirs), *places]
+
+
+def with_search_path(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[str]:
+    """The overrides for Hydra, which takes one config dir or none: as one hydra.searchpath."""
+    places = searched(overrides, config_dirs)
+    others = [text for text in overrides if not text.startswith(SEARCHPATH)]
+    return [*([override("hydra.searchpath", places)] if places else []), *others]
+
+
+def search_path(places: Sequence[str] = ()) -> ConfigSearchPath:
+    """Hydra's search path: conf/, what plugins bring, these places."""
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.config_search_path import SearchPathQuery
+
+    path: ConfigSearchPath = create_config_search_path(str(CONF))
+    for place in places:
+        path.prepend("command-line", place, SearchPathQuery("schema", None))
+    return path
+
+
+def model_files(places: Sequence[str] = ()) -> list[ModelFile]:
+    """The files of the group `model`, where Hydra finds them; of two with one name the first counts, as for Hydra."""
+    from hydra._internal.config_repository import ConfigRepository
 
     files: dict[str, ModelFile] = {}
-    folders = [Path(folder, "model") for folder in [str(CONF), *config_dirs]]
-    for path in [path for folder in folders for path in sorted(folder.glob("*.yaml"))]:
+    for source in ConfigRepository(search_path(places)).get_sources():
+        for file in read_files(source):
+            files.setdefault(file.name, file)
+    return list(files.values())
+
+
+def read_files(source: ConfigSource) -> Iterator[ModelFile]:
+    """The model files of one source: of a folder, or of what else Hydra and its plugins read."""
+    import yaml
+    from hydra.core.object_type import ObjectType
+    from omegaconf import OmegaConf
+
+    if source.scheme() != "file":
+        for name in source.list("model", ObjectType.CONFIG) if source.is_group("model") else ():
+            found: Any = OmegaConf.to_container(source.load_config(f"model/{name}").config, resolve=False)
+            yield ModelFile(Path(f"{source.scheme()}://{source.path}", "model", f"{name}.yaml"), found)
+        return
+    for path in sorted(Path(source.path, "model").glob("*.yaml")):
         try:
             spec = yaml.load(path.read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"{path}: {one_line(error)}") from None
         if not isinstance(spec, dict):
             raise ConfigError(f"{path}: a model file holds the fields of model, not {type(spec).__name__}")
-        files.setdefault(path.stem, ModelFile(path, spec))
-    return list(files.values())
+        yield ModelFile(path, spec)
 
 
 def embedded_file(files: Sequence[ModelFile], name: str = "auto") -> ModelFile:
@@ -165,18 +220,17 @@ def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = 
     for folder in config_dirs:
         if not Path(folder).is_dir():
             raise ConfigError(f"config dir {folder}: there is no such folder")
-    search = override("hydra.searchpath", [f"file://{Path(folder).absolute()}" for folder in config_dirs])
     optional = [at for at, _, is_list in inner_blocks(schema) if not is_list]
     later = [text for text in overrides if is_set_later(text, plain_fields(schema), optional)]
-    others = [text for text in overrides if text not in later]
+    others = with_search_path([text for text in overrides if text not in later], config_dirs)
     register(schema)
     with COMPOSING:
         outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
         try:
             with hydra.initialize_config_dir(str(CONF), job_name="atom-run", version_base="1.3"):
-                composed: DictConfig = hydra.compose("config", [*([search] if config_dirs else []), *others])
+                composed: DictConfig = hydra.compose("config", others)
         except (HydraException, OmegaConfBaseException):
-            check_entries(schema, overrides, model_files(config_dirs))
+            check_entries(schema, overrides, model_files(searched(overrides, config_dirs)))
             raise
         finally:
             GlobalHydra.instance().hydra = outer
@@ -300,9 +354,14 @@ def explain(error: BaseException, schema: Any) -> AtomError:
         return own[0]
     for each in chain:
         text, key = str(each), re.sub(r"\[(\d+)\]", r".\1", getattr(each, "full_key", None) or "")
-        if choice := re.search(r"Could not (?:find|load) '(.+)/(.+?)'", text):
+        if choice := re.search(r"Could not (?:find|load) '(.+)'", text):
+            listed = re.search(r"Available options in '(.+)'", text)
+            group = listed[1] if listed else choice[1].rpartition("/")[0]
+            name = choice[1].removeprefix(f"{group}/")
+            if group == "model" and may_be_checkpoint(name):
+                return no_model(name)
             names = re.findall(r"^\t([\w./-]+)$", text, re.MULTILINE)
-            return ConfigError(f"{choice[1]}={choice[2]}: {no_such('choice', choice[2], names, 'choices: ')}")
+            return ConfigError(f"{group}={name}: {no_such('choice', name, names, 'choices: ')}")
         if key and re.match(r"Key '.*' (not in|is not in struct)", text):
             return unknown_key(key, schema)
         if key:

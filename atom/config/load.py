@@ -29,8 +29,11 @@ from atom.config.schema import (
     JobConfig,
     SamplingConfig,
     ServeConfig,
+    jobs_of,
 )
 from atom.errors import ConfigError
+
+SET_BY_LOAD = ("job.kind", "hf", "overrides")  # keys that nobody types
 
 
 def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> Config:
@@ -136,7 +139,7 @@ def build(kind: Any, value: Any, at: str = "") -> Any:
 
 
 def describe_fields() -> str:
-    """For `--help`: the plain fields, serve's, job's and sampling's, with default, choices and comment."""
+    """For `--help`: every field but the model's, with default, jobs, choices and comment."""
     lines: list[str] = []
     for at, kind in (
         ("", Config),
@@ -147,11 +150,17 @@ def describe_fields() -> str:
     ):
         source = "".join(inspect.getsource(each) for each in reversed(kind.__mro__[:-1]))
         comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))
+        if whole := jobs_of(at.rstrip(".")):
+            lines.append(f"  for job={', '.join(whole.names)}:")
         for each in fields(kind):
-            if each.default is not MISSING and f"{at}{each.name}" != "job.kind":
-                built = each.metadata.get("built", ())
-                choices = " | ".join(map(spelled, built)) if len(built) > 1 else ""
-                words = "; ".join(filter(None, (choices, comments.get(each.name))))
-                lines.append(f"  {f'{at}{each.name}={spelled(each.default)}':35} {words}".rstrip())
+            key = f"{at}{each.name}"
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if key in SET_BY_LOAD or is_dataclass(default):
+                continue
+            built = each.metadata.get("built", ())
+            jobs = ", ".join(each.metadata["jobs"].names) if "jobs" in each.metadata else ""
+            choices = " | ".join(map(spelled, built)) if len(built) > 1 else ""
+            words = ": ".join(filter(None, (jobs, "; ".join(filter(None, (choices, comments.get(each.name)))))))
+            lines.append(f"  {f'{key}={spelled(default)}':35} {words}".rstrip())
         lines.append("")
     return "\n".join(lines)

@@ -53,19 +53,51 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
     """
     result: list[str] = []
     recipes: list[str] = []
+    overrides = list(overrides)
     for text in overrides:
         match = re.fullmatch(r"([+~]{0,2})([^=\s]+)(?:=(.*))?", text, re.DOTALL)
         if not match or (match[3] is None and match[1] != "~"):
-            raise ConfigError(f"'{text}' is no override; write key=value")
+            meant = [as_override(each) for each in overrides if "=" not in each]
+            write = " ".join(meant) if all("=" in each for each in meant) else "key=value"
+            raise ConfigError(f"'{text}' is no override; write {write or 'key=value'}")
         sign, key, value = match[1], ALIASES.get(match[2], match[2]), match[3]
         refuse_to_come(key)
+        if key == "model" and value and value[0] in "~/.":
+            raise no_model(value)
         if key in TEXTS and value is not None:
             value = quote(key, value, multirun)
         if key == "recipe" and value is not None and not (parsed := parse(f"{key}={value}")).is_sweep_override():
-            recipes += read_recipe(plain(parsed), config_dirs)
+            opened = read_recipe(plain(parsed), config_dirs)
+            if multirun and not any(is_for_sweep(text) for text in opened):
+                result.append(f"{key}={value}")  # each job opens it
+            else:
+                recipes += opened
         else:
             result.append(f"{sign}{key}" if value is None else f"{sign}{key}={value}")
     return [*rewrite(recipes), *result] if recipes else result
+
+
+def as_override(text: str) -> str:
+    """What a word without a key may mean: the name of a job, or a checkpoint; else itself."""
+    if re.fullmatch(r"\w+", text) and (project_folder("conf") / "job" / f"{text}.yaml").is_file():
+        return f"job={text}"
+    return f"checkpoint={text}" if may_be_checkpoint(text) else text
+
+
+def may_be_checkpoint(text: str) -> bool:
+    """Whether a word reads as a folder, a hub id, or a GGUF."""
+    is_path = re.fullmatch(r"[\w.-]+/[\w.-]+|(/|~/|\.{1,2}/)\S+|\S+\.gguf", text) is not None
+    return is_path or Path(text, "config.json").is_file()
+
+
+def no_model(name: str) -> ConfigError:
+    return ConfigError(f"model={name}: model is the name of a file in conf/model; write checkpoint={name}")
+
+
+def is_for_sweep(text: str) -> bool:
+    """Whether an override is Hydra's, or has choices."""
+    parsed = parse(text)
+    return bool(parsed.is_sweep_override() or parsed.is_hydra_override())
 
 
 def refuse_to_come(key: str) -> None:
@@ -224,7 +256,7 @@ def format_recipe(overrides: Iterable[str], about: Mapping[str, Any]) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1)
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
     return f", did you mean {near[0]}?" if near else ""
 
 

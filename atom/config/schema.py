@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, get_type_hints
 
 from atom.errors import RequestError
 
@@ -30,6 +31,25 @@ def only(default: Any, others: str) -> Any:
 def number(default: Any, low: float, high: float = math.inf, *, above: bool = False) -> Any:
     """A field from low to high, both included, or above low."""
     return field(default=default, metadata={"low": low, "high": high, "above": above})
+
+
+class Jobs(NamedTuple):
+    """The jobs that a field or a block is for, and the one that it asks for where none is named."""
+
+    names: tuple[str, ...]
+    asked: str | None
+
+
+def of(jobs: str, default: Any, *, also: str = "") -> Any:
+    """A field of these jobs alone, made of a default or by one of the above; it asks for its job where that is one.
+
+    also: jobs that take it too, and are not asked for.
+    """
+    made: Any = default if isinstance(default, Field) else field(default=default)
+    names = tuple(jobs.split())
+    said = Jobs((*names, *also.split()), names[0] if len(names) == 1 else None)
+    made.metadata = MappingProxyType({**made.metadata, "jobs": said})
+    return made
 
 
 TOKEN_ID = number(0, 0).metadata
@@ -221,9 +241,9 @@ class ServeConfig:
     max_model_len: int | None = number(None, 1)  # tokens of prompt and answer; null: the model's
     max_num_seqs: int = number(512, 1)  # sequences in a step
     max_num_batched_tokens: int = number(16384, 1)  # tokens in a step
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = False  # share the KV of prompts that begin alike
     enforce_eager: bool = False  # capture no CUDA graph: level 2 at most
-    tensor_parallel_size: int = one_of(1, later=range(2, 1 << 16))
+    tensor_parallel_size: int = one_of(1, later=range(2, 1 << 16))  # devices that a layer is divided among
     data_parallel_size: int = only(1, "data parallelism")  # copies of the model
     enable_expert_parallel: bool = only(False, "expert parallelism")  # divide experts among devices
     enable_dp_attention: bool = only(False, "data parallelism")  # divide attention by request
@@ -234,31 +254,32 @@ class ServeConfig:
     num_speculative_tokens: int = only(1, "speculative decoding")  # tokens that a method guesses
     torch_profiler_dir: str | None = None  # folder of the profiler's traces; null: it cannot be started
     profiler_more: bool = False  # shapes, stacks and memory in them
-    http: HTTPConfig = field(default_factory=HTTPConfig)
+    http: HTTPConfig = of("serve", field(default_factory=HTTPConfig))
 
 
 @dataclass
 class JobConfig:
     kind: str = "serve"  # the conf/job file that was chosen
-    output: str = one_of("text", "json")  # json: one object a line
-    gpu: str | None = None  # explain: whether the model fits one; a name in conf/gpu or a YAML file
-    chat: bool = False  # prompts are user messages for the chat template
-    stage: str | None = None  # explain: print the whole text after this pass
-    graph: str | None = None  # run this saved text instead of the one the passes make
+    output: str = of("generate explain compile cache bench profile", one_of("text", "json"))  # json: one object a line
+    gpu: str | None = of("explain", None)  # whether the model fits one; a name in conf/gpu or a YAML file
+    chat: bool = of("generate", False, also="bench profile")  # prompts are user messages for the chat template
+    stage: str | None = of("explain", None)  # print the whole text after this pass
+    graph: str | None = of("serve generate explain compile bench profile", None)  # run this saved text, not the passes'
     save_recipe: str | None = None  # write the overrides of this run to a file
-    entry: str | None = None  # cache: the beginning of a key: explain this entry, or export it
-    prune: str | None = None  # cache: 30d removes what was unused for longer; 2GiB the least recently used beyond it
-    verify: bool = False  # cache: look at all checksums and owners
-    export: str | None = None  # cache: write an artifact and its pieces to this file
-    import_from: str | None = None  # cache: job.import=FILE takes in what job.export wrote
-    trust: bool = False  # cache: import what will run as you
-    num_prompts: int = number(8, 1)  # bench, profile: requests, all at once
-    input_len: str = "128"  # bench, profile: tokens of a prompt; 100-1024: any number of these, uniform
-    output_len: str | None = None  # bench, profile: of an answer, likewise; null: the dataset's, or sampling.max_tokens
-    dataset_path: str | None = None  # bench, profile: conversations in ShareGPT's JSON; null: random tokens
-    num_warmups: int = number(1, 0)  # bench, profile: runs of all requests before those that count
-    num_iters: int = number(1, 1)  # bench: runs that count
-    num_steps: int = number(16, 1)  # profile: steps traced of prefill and, of another trace, of decode
+    objective: str | None = of("generate bench", None)  # the number of a run that a sweeper of -m is told
+    entry: str | None = of("cache", None)  # the beginning of a key: explain this entry, or export it
+    prune: str | None = of("cache", None)  # 30d: remove what was unused for longer; 2GiB: what is beyond, by last use
+    verify: bool = of("cache", False)  # look at all checksums and owners
+    export: str | None = of("cache", None)  # write an artifact and its pieces to this file
+    import_from: str | None = of("cache", None)  # job.import=FILE takes in what job.export wrote
+    trust: bool = of("cache", False)  # import what will run as you
+    num_prompts: int = of("bench profile", number(8, 1))  # requests, all at once
+    input_len: str = of("bench profile", "128")  # tokens of a prompt; 100-1024: any number of these, uniform
+    output_len: str | None = of("bench profile", None)  # of an answer; null: the dataset's, or sampling.max_tokens
+    dataset_path: str | None = of("bench profile", None)  # conversations in ShareGPT's JSON; null: random tokens
+    num_warmups: int = of("bench profile", number(1, 0))  # runs of all requests before those that count
+    num_iters: int = of("bench", number(1, 1))  # runs that count
+    num_steps: int = of("profile", number(16, 1))  # steps traced of prefill and, of another trace, of decode
 
 
 @dataclass
@@ -381,19 +402,34 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     job: JobConfig = field(default_factory=JobConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampling: SamplingConfig = of("serve generate bench profile", field(default_factory=SamplingConfig))
     checkpoint: str | None = None  # folder, hub id or .gguf file; null: the embedded default
     revision: str | None = None  # of a hub id
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # run the code that a checkpoint's tokenizer brings
     dtype: str = one_of("auto", "bf16", "fp16", "fp32")  # auto: the checkpoint's
     device: str = one_of("auto", "cpu", "cuda")  # cuda: a GPU, AMD's too; auto: one where there is one
-    seed: int = number(0, -(1 << 63), (1 << 63) - 1)
-    # 0 reference ops, 1 fused ops and kernels, 2 compiled pieces, 3 CUDA graphs; null: the highest that runs here
-    level: int | None = one_of(None, 0, 1, 2, 3)
+    seed: int = number(0, -(1 << 63), (1 << 63) - 1)  # of what is drawn: tokens, random weights and prompts
+    level: int | None = one_of(None, 0, 1, 2, 3)  # 0 reference ops, 1 kernels, 2 compiled, 3 CUDA graphs; null: highest
     tune: bool = False  # measure this model's linears on this GPU, once, and keep the fastest ways in the cache
     load_dummy: bool = False  # random weights: only config.json is read
-    prompts: Any = None  # a prompt, a list of prompts, @FILE, or null for stdin
+    prompts: Any = of("generate", None)  # a prompt, a list of prompts, @FILE, or null for stdin
     recipe: str | None = None  # name or file of a list of overrides that go before the others
     cache: str | None = None  # folder for downloads and artifacts; null: ~/.cache/atom-run
     hf: dict[str, Any] = field(default_factory=dict)  # the checkpoint's config.json, set by load
     overrides: list[str] = field(default_factory=list)  # that this was loaded from, recipes opened, set by load
+
+
+def fields_along(key: str) -> Iterator[Field[Any]]:
+    """The configuration's fields on the way to a dotted key, itself the last, as far as there are any."""
+    kind: Any = Config
+    for name in key.split("."):
+        found = next((each for each in fields(kind) if each.name == name), None) if is_dataclass(kind) else None
+        if found is None:
+            return
+        yield found
+        kind = get_type_hints(kind)[name]
+
+
+def jobs_of(key: str) -> Jobs | None:
+    """The jobs that a key is for; None where it is for all, or there is no such key."""
+    return next((each.metadata["jobs"] for each in fields_along(key) if "jobs" in each.metadata), None)

@@ -13,6 +13,7 @@ their flags. Flags are written with - or with _.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 import sys
@@ -22,9 +23,9 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
 from atom.cli import report
-from atom.config import Config, load, override
-from atom.config.overrides import did_you_mean
+from atom.config import load, override
 from atom.config.resolve import spelled
+from atom.config.schema import fields_along
 from atom.errors import AtomError, ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +52,11 @@ class EngineArgs:
     """What the flags said; None where one was not given."""
 
     model: str | None = flag("checkpoint", "folder, hub id or .gguf file", null="the embedded model")
+    revision: str | None = flag("revision", "of a hub id", null="main")
     trust_remote_code: bool | None = flag("trust_remote_code", "run the code that a checkpoint's tokenizer brings")
+    dtype: str | None = flag("dtype", "of weights and activations: bf16, fp16, fp32 or auto, the checkpoint's")
+    device: str | None = flag("device", "cpu, cuda (AMD's too) or auto, a GPU where there is one")
+    seed: int | None = flag("seed", "of what is drawn")
     tensor_parallel_size: int | None = flag(
         "serve.tensor_parallel_size", "devices that a layer is divided among", "-tp"
     )
@@ -136,16 +141,19 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """The flags of a command line, by default this process's."""
-        argv = sys.argv[1:] if argv is None else argv
-        for text in argv:
+        texts: list[str] = []
+        for text in sys.argv[1:] if argv is None else argv:
             if re.fullmatch(r"-[^h\W\d]", text):  # argparse would take -t for -tp
                 self.error(f"unrecognized arguments: {text}")
-        return self.parse_args(argv)
+            attached = re.fullmatch(r"(-[a-z]{2})(\d+)", text)  # -tp8, which argparse does not take
+            texts += attached.groups() if attached else [text]
+        return self.parse_args(texts)
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
-        names = re.findall(r"--[\w-]+", self.format_help())
-        hint = did_you_mean(unknown[1].replace("_", "-"), names) if unknown else ""
+        unknown = re.search(r"unrecognized arguments: --([\w-]+)", message)
+        names = re.findall(r"--([\w-]+)", self.format_help())
+        near = difflib.get_close_matches(unknown[1].replace("_", "-"), names, 1, 0.85) if unknown else ()
+        hint = f", did you mean --{near[0]}?" if near else ""
         raise ConfigError(f"{message}{hint}; {self.prog} --help shows what there is")
 
 
@@ -201,22 +209,13 @@ def describe(flag: Flag) -> str:
     """What a flag is about, and the default that really applies."""
     default, is_only = flag.accepted, True
     if default is None:
-        found = find_field(flag.key)
+        *_, found = fields_along(flag.key)
         default = found.default if found.default_factory is MISSING else found.default_factory()
         is_only = len(found.metadata.get("built", ())) == 1
     if isinstance(default, bool):
         return f"{flag.about} (not built yet)" if is_only else flag.about
     words = flag.null if default in (None, []) else spelled(default)
     return f"{flag.about} (default: {words}{'; others are not built yet' if is_only else ''})"
-
-
-def find_field(key: str) -> Any:
-    """The configuration's field at a dotted key."""
-    kind: Any = Config
-    *blocks, name = key.split(".")
-    for block in blocks:
-        kind = get_type_hints(kind)[block]
-    return next(each for each in fields(kind) if each.name == name)
 
 
 def open_lists(texts: Sequence[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +37,23 @@ from atom.llm import open_engine
 from atom.runtime.engine import Engine
 
 PERCENTILES = (50, 90, 99)
+OF_PHASE = (
+    "steps",
+    "tokens",
+    "seconds",
+    "tokens_per_second",
+    "limit_seconds",
+    "limit_tokens_per_second",
+    "share_of_limit",
+)
+# the numbers that job.objective may name
+OBJECTIVES = (
+    *flatten_metrics(calculate_metrics([], 1.0, PERCENTILES, {})),
+    "num_preemptions",
+    "num_prefix_hit_tokens",
+    "output_throughput_limit",
+    *(f"phases.{phase}.{name}" for phase in ("prefill", "decode", "all") for name in OF_PHASE),
+)
 
 
 class Run(NamedTuple):
@@ -51,8 +68,11 @@ class Run(NamedTuple):
         return self.steps[-1].at - self.started
 
 
-def run(config: Config) -> int:
-    """Print a table or, with job.output=json, an object; the exit code is 1 where a request failed."""
+def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbers: None) -> int:
+    """Print a table or, with job.output=json, an object; the exit code is 1 where a request failed.
+
+    tell: is given the numbers of OBJECTIVES.
+    """
     draw, costs = open_workload(config), read_costs(compile_graph(config))
     limits = measure_limits(config.device, config.dtype)  # before an engine takes the memory
     engine = open_engine(config, RichProgress())
@@ -69,6 +89,8 @@ def run(config: Config) -> int:
         "num_prefix_hit_tokens": stats.num_prefix_hit_tokens - before.num_prefix_hit_tokens,
         **compare(runs, costs, limits),
     }
+    phases = {f"phases.{phase}.{name}": value for phase, each in told["phases"].items() for name, value in each.items()}
+    tell({**told, **phases})
     if config.job.output == "json":
         print(json.dumps(told))
     else:

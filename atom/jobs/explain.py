@@ -54,6 +54,8 @@ class Stage(NamedTuple):
 
 def run(config: Config) -> int:
     """Print the stages and the sizes, or one stage's whole text."""
+    if config.job.stage is not None and config.job.output != "text":
+        raise ConfigError(f"job.stage={config.job.stage} prints a text: leave out job.output={config.job.output}")
     gpu = None if config.job.gpu is None else load_gpu(config.job.gpu)
     stages = [Stage("semantic", 0, 0.0, show(semantic_graph(config)))]
 

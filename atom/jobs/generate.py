@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,14 @@ from atom.errors import ConfigError, RequestError
 from atom.llm import LLMEngine, answer
 from atom.runtime.types import RequestOutput, Sequence
 
+OBJECTIVES = ("load_seconds", "first_token_seconds", "tokens", "tokens_per_second")  # that job.objective may name
 
-def run(config: Config) -> int:
+
+def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbers: None) -> int:
     """Answer the prompts: text as it comes, and a table of times; with job.output=json one object a prompt, in order.
 
     A prompt that cannot be served is one line on stderr and does not stop the others; the exit code then is 2.
+    tell: is given the numbers of OBJECTIVES.
     """
     prompts = read_prompts(config.prompts)
     started = time.perf_counter()
@@ -56,8 +59,11 @@ def run(config: Config) -> int:
             for sequence in sorted(done.pop(id), key=lambda sequence: sequence.index):
                 told = {"prompt": prompts[places[id]], **_plain(answer(sequence))}
                 print(json.dumps(told), flush=True)
-    if ended and not is_json:
-        _show_times(ended, loaded - started)
+    if ended:
+        times = _measure(ended, loaded - started)
+        tell(times)
+        if not is_json:
+            _show_times(times)
     return 0 if len(places) == len(prompts) else RequestError.exit_code
 
 
@@ -134,17 +140,23 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _show_times(ended: list[Sequence], load_seconds: float) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _measure(ended: list[Sequence], load_seconds: float) -> dict[str, float]:
+    """The numbers of OBJECTIVES."""
     first = min(sequence.first_token_at or sequence.arrival for sequence in ended)
     last = max(sequence.finished_at or first for sequence in ended)
     start = min(sequence.arrival for sequence in ended)
     num_tokens = sum(len(sequence.output) for sequence in ended)
+    rate = num_tokens / (last - start) if last > start else 0.0
+    return dict(zip(OBJECTIVES, (load_seconds, first - start, num_tokens, rate), strict=True))
+
+
+def _show_times(times: Mapping[str, float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(box=None, pad_edge=False)
     for heading in ("load s", "first token s", "tokens", "tokens/s"):
         table.add_column(heading, justify="right")
-    rate = num_tokens / (last - start) if last > start else 0.0
-    table.add_row(f"{load_seconds:.2f}", f"{first - start:.2f}", str(num_tokens), f"{rate:.1f}")
+    load, first, num_tokens, rate = times.values()
+    table.add_row(f"{load:.2f}", f"{first:.2f}", str(num_tokens), f"{rate:.1f}")
     Console(stderr=True).print(table)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -47,6 +48,81 @@ def test_two_files_that_bring_a_checkpoint_have_to_be_named(tmp_path: Path):
     with pytest.raises(ConfigError, match="no checkpoint is given; model= can bring one: smollm2, mine"):
         find_source(config_dirs=[str(tmp_path)])
     assert find_source(["model=mine"], [str(tmp_path)]).hf == {"hidden_size": 64}
+
+
+TINY = {"architectures": ["MineForCausalLM"], "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 80, "vocab_size": 101, "max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A checkpoint whose architecture only `conf`/model/mine.yaml of this folder knows."""
+    (tmp_path / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text(
+        "defaults: [llama, _self_]\narchitectures: [MineForCausalLM]\n"
+    )
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "config.json").write_text(json.dumps(TINY))
+    return tmp_path
+
+
+def test_auto_finds_a_model_file_in_hydras_search_path(mine: Path):
+    found = load([f"checkpoint={mine}/ckpt", f"hydra.searchpath=[file://{mine}/conf]"])
+    assert (found.model.name, found.model.hidden) == ("mine", 48)
+
+
+def test_auto_finds_a_model_file_in_each_of_several_config_dirs(mine: Path):
+    (mine / "first").mkdir()
+    dirs = [str(mine / "first"), str(mine / "conf")]
+    assert load([f"checkpoint={mine}/ckpt"], config_dirs=dirs).model.name == "mine"
+    assert load([f"checkpoint={mine}/ckpt"], config_dirs=dirs[::-1]).model.name == "mine"
+
+
+def test_a_config_dir_and_hydras_search_path_count_both(mine: Path):
+    (mine / "first" / "model").mkdir(parents=True)
+    (mine / "first" / "model" / "other.yaml").write_text("defaults: [mine, _self_]\nauto: false\nmax_position: 7\n")
+    texts = [f"checkpoint={mine}/ckpt", f"hydra.searchpath=[file://{mine}/conf]"]
+    assert load([*texts, "model=other"], config_dirs=[str(mine / "first")]).model.max_position == 7
+    assert load(texts, config_dirs=[str(mine / "first")]).model.name == "mine"
+
+
+def test_auto_finds_a_model_file_of_a_package(mine: Path, monkeypatch: pytest.MonkeyPatch):
+    (mine / "conf").rename(mine / "mine_conf")
+    (mine / "mine_conf" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(mine))
+    assert load([f"checkpoint={mine}/ckpt", "hydra.searchpath=[pkg://mine_conf]"]).model.name == "mine"
+
+
+def test_auto_finds_a_model_file_that_a_plugin_brings(mine: Path, monkeypatch: pytest.MonkeyPatch):
+    from hydra.core.config_search_path import ConfigSearchPath
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class Plugin(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+            search_path.append("mine", f"file://{mine}/conf")
+
+    plugins = Plugins.instance().plugin_type_to_subclass_list[SearchPathPlugin]
+    monkeypatch.setitem(Plugins.instance().plugin_type_to_subclass_list, SearchPathPlugin, [*plugins, Plugin])
+    assert load([f"checkpoint={mine}/ckpt"]).model.name == "mine"
+
+
+@pytest.mark.parametrize("text", ["hydra.searchpath=conf", "hydra.searchpath=[1]"])
+def test_a_search_path_that_is_no_list_of_folders_is_refused(text: str):
+    with pytest.raises(ConfigError, match=r"hydra\.searchpath=.*: it takes a list of folders"):
+        load([text])
+
+
+def test_a_model_at_another_package_is_not_the_model():
+    with pytest.raises(ConfigError, match=r"Could not override 'model@other'"):
+        load(["model@other=qwen3"])
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "/models/qwen3", "./qwen3", "qwen3.gguf"])
+def test_a_model_that_reads_as_a_checkpoint_is_told_checkpoint(name: str):
+    with pytest.raises(ConfigError) as told:
+        load([f"model={name}"])
+    assert str(told.value) == f"model={name}: model is the name of a file in conf/model; write checkpoint={name}"
 
 
 def test_a_schema_lists_its_keys_and_plain_fields():

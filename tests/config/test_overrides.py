@@ -108,6 +108,46 @@ def test_what_is_no_override_is_refused(text: str):
         rewrite([text])
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["serve", "Qwen/Qwen3-0.6B"], "'serve' is no override; write job=serve checkpoint=Qwen/Qwen3-0.6B"),
+        (
+            ["Qwen/Qwen3-0.6B", "serve.http.port=1"],
+            "'Qwen/Qwen3-0.6B' is no override; write checkpoint=Qwen/Qwen3-0.6B",
+        ),
+        (["seed=1", "./model.gguf"], "'./model.gguf' is no override; write checkpoint=./model.gguf"),
+        (["explain"], "'explain' is no override; write job=explain"),
+        (["serve", "nonsense"], "'serve' is no override; write key=value"),
+        (["model=~/qwen3"], "model=~/qwen3: model is the name of a file in conf/model; write checkpoint=~/qwen3"),
+    ],
+)
+def test_a_word_that_may_be_a_job_or_a_checkpoint_is_told_how_to_be_written(words: list[str], hint: str):
+    with pytest.raises(ConfigError) as told:
+        rewrite(words)
+    assert str(told.value) == hint
+
+
+def test_a_folder_with_a_config_may_be_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"'mine' is no override; write checkpoint=mine$"):
+        rewrite(["mine"])
+    with pytest.raises(ConfigError, match=r"'other' is no override; write key=value$"):
+        rewrite(["other"])
+
+
+def test_in_a_sweep_each_job_opens_the_recipe_unless_the_recipe_is_of_the_sweep(tmp_path: Path):
+    (tmp_path / "one.yaml").write_text("overrides: [seed=1]\n")
+    (tmp_path / "many.yaml").write_text("overrides: ['seed=1,2']\n")
+    (tmp_path / "plugin.yaml").write_text("overrides: [hydra/sweeper=optuna]\n")
+    opened = {name: rewrite([f"recipe={tmp_path}/{name}.yaml"], multirun=True) for name in ("one", "many", "plugin")}
+    assert opened["one"] == [f"recipe={tmp_path}/one.yaml"]
+    assert (opened["many"], opened["plugin"]) == (["seed=1,2"], ["hydra/sweeper=optuna"])
+
+
 def test_what_cannot_be_written_as_an_override_is_refused():
     with pytest.raises(ConfigError, match="prompts: a value of type object"):
         override("prompts", object())
@@ -132,7 +172,7 @@ def test_a_recipe_is_found_by_name(tmp_path: Path):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text("overrides: [seed=1]\n")
     assert rewrite(["recipe=mine"], config_dirs=[str(tmp_path)]) == ["seed=1"]
-    with pytest.raises(ConfigError, match=r"recipe=mien: .* did you mean mine\?; recipes: mine, smollm2_greedy"):
+    with pytest.raises(ConfigError, match=r"recipe=mien: .* did you mean mine\?; recipes: demo, mine, smollm2_greedy"):
         rewrite(["recipe=mien"], config_dirs=[str(tmp_path)])
 
 

@@ -67,6 +67,12 @@ def test_without_flags_it_listens_where_the_guide_says(serve: Any):
     assert seen[0].checkpoint is None, "the embedded model"
 
 
+def test_dtype_seed_and_device_are_those_of_the_configuration(serve: Any):
+    seen = serve()
+    assert main(["--dtype", "half", "--seed", "7", "--device", "cpu"]) == 0
+    assert (seen[0].dtype, seen[0].seed, seen[0].device) == ("fp16", 7, "cpu")
+
+
 @pytest.mark.parametrize(
     ("argv", "field", "value"),
     [
@@ -103,6 +109,13 @@ def test_a_flag_of_the_server_is_a_field_of_http(argv: str, field: str, value: A
             "atom-run: UnsupportedError: --port: an engine on another machine (--server-port is the server's) is not",
         ),
         ("--set serve.http.port=-1", "atom-run: ConfigError: serve.http.port=-1 must be a finite number from 0 to"),
+        ("-tp8", "atom-run: UnsupportedError: --tensor-parallel-size=8 is not built yet; there is: 1"),
+        ("--server-host x", "atom-run: ConfigError: unrecognized arguments: --server-host x; python -m atom"),
+        (
+            "--set job.stage=semantic",
+            "atom-run: ConfigError: job.stage is a field of job=explain, and this is job=serve",
+        ),
+        ("--dtype fp7", "atom-run: ConfigError: --dtype=fp7: there is no such choice; choices: auto, bf16"),
         ("--model /nowhere", "atom-run: CheckpointError: no checkpoint '/nowhere'"),
         ("--kv_cache_dtype fp8 -tp 8", "atom-run: UnsupportedError: --kv-cache-dtype=fp8 is not built yet"),
     ],

@@ -96,6 +96,12 @@ def test_passes_and_sizes_are_shown(run: Any, checkpoints: Any, references: Any)
     )
 
 
+def test_a_stage_is_a_text_and_no_json(run: Any):
+    code, out, err = run("job.stage=semantic", "job.output=json")
+    assert (code, out) == (2, "")
+    assert err == "atom-run: ConfigError: job.stage=semantic prints a text: leave out job.output=json\n"
+
+
 def test_no_weights_are_needed_and_an_unknown_stage_names_the_known(run: Any, checkpoints: Any, tmp_path: Path):
     (tmp_path / "config.json").write_bytes((checkpoints("llama") / "config.json").read_bytes())
     code, out, _ = run(f"checkpoint={tmp_path}", "job.stage=semantic")

@@ -1,0 +1,94 @@
+"""Which job a command line asks for, and whether its fields are that job's.
+
+    choose_job(["job.stage=fuse_qkv"])       # ["job=explain", "job.stage=fuse_qkv"]
+    load_job(["job=cache", "prompts=hi"])    # ConfigError: prompts is a field of job=generate, and this is job=cache …
+
+The schema says which jobs a field is for. A recipe may hold fields of jobs other than the one that runs, as a file of
+conf/job may: it asks for a job where nothing that is typed does, and is never refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterable, Sequence
+
+from atom.config import Config, load
+from atom.config.overrides import ALIASES, did_you_mean, rewrite
+from atom.config.schema import Jobs, jobs_of
+from atom.errors import ConfigError
+
+# conf/job -> the module whose run(config) does it
+JOBS = {
+    "serve": "atom.jobs.serve",
+    "generate": "atom.jobs.generate",
+    "explain": "atom.jobs.explain",
+    "compile": "atom.jobs.compile",
+    "cache": "atom.jobs.cache",
+    "bench": "atom.jobs.bench",
+    "profile": "atom.jobs.profile",
+}
+
+
+def choose_job(overrides: Sequence[str], dirs: Sequence[str] = ()) -> list[str]:
+    """The overrides; where they name no job, with the one that a field of theirs is for."""
+    recipes = [text for text in overrides if text.startswith("recipe=")]
+    for texts in (overrides, rewrite(recipes, config_dirs=dirs)):
+        keys = keys_of(texts)
+        if "job" in keys:
+            break
+        if job := asked_job(keys):
+            return [f"job={job}", *overrides]
+    return list(overrides)
+
+
+def load_job(overrides: Sequence[str], dirs: Sequence[str] = (), *, is_sweep: bool = False) -> Config:
+    """The configuration of overrides that name their job. ConfigError where one is typed that the job does not have."""
+    config = load(overrides, config_dirs=dirs)
+    kind = config.job.kind
+    if kind not in JOBS:
+        raise ConfigError(f"job.kind={kind}: there is no such job; jobs: {', '.join(JOBS)}")
+    for key, jobs in own_fields(keys_of(overrides)):
+        if kind not in jobs.names:
+            where = f"{key} is a field of job={', '.join(jobs.names)}, and this is job={kind}"
+            raise ConfigError(f"{where}: leave it out, or write job={jobs.names[0]}")
+    if is_sweep and kind == "serve":
+        raise ConfigError("job=serve runs until it is stopped, so -m would never come to the next one; leave out -m")
+    if config.job.objective is not None and not is_sweep:
+        raise ConfigError(f"job.objective={config.job.objective} is what the sweeper of -m is told: add -m")
+    if config.job.objective is not None:
+        check_objective(config.job.objective, kind)
+    return config
+
+
+def has_objectives(job: str) -> bool:
+    """Whether a job tells numbers that sweepers can compare."""
+    jobs = jobs_of("job.objective")
+    return jobs is not None and job in jobs.names
+
+
+def check_objective(name: str, job: str) -> None:
+    """ConfigError where a job tells no number of this name."""
+    if has_objectives(job) and name not in (names := importlib.import_module(JOBS[job]).OBJECTIVES):
+        which = f"job={job} tells no such number{did_you_mean(name, names)}; there are: {', '.join(names)}"
+        raise ConfigError(f"job.objective={name}: {which}")
+
+
+def asked_job(keys: Iterable[str]) -> str | None:
+    """The one job that fields are for; ConfigError where they are for two."""
+    own = [(key, jobs) for key, jobs in own_fields(keys) if jobs.asked is not None]
+    only = {jobs.asked: key for key, jobs in own if len(jobs.names) == 1}
+    if len(only) > 1:
+        (one, key), (other, further) = list(only.items())[:2]
+        raise ConfigError(f"{key} is a field of job={one}, {further} of job={other}: a run does one job, leave one out")
+    return next(iter(only), own[0][1].asked if own else None)
+
+
+def own_fields(keys: Iterable[str]) -> list[tuple[str, Jobs]]:
+    """The keys that are for some jobs alone, with these."""
+    return [(key, jobs) for key in keys if (jobs := jobs_of(ALIASES.get(key, key)))]
+
+
+def keys_of(overrides: Iterable[str]) -> list[str]:
+    """The keys that overrides set."""
+    return [found[1] for text in overrides if (found := re.match(r"\+*([^~+=@][^=@]*)=", text))]

@@ -1,0 +1,192 @@
+"""Sweeps with plugins of Hydra's: a sweeper that wants a number of each job, a launcher whose jobs run elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atom.cli import main
+
+ROOT = Path(__file__).parents[1]
+PLUGINS = '''
+"""A sweeper that takes the better of two levels, as optuna's would, and a launcher of processes, as submitit's."""
+import os, pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.core.utils import run_job, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.plugins.sweeper import Sweeper
+from omegaconf import OmegaConf, open_dict
+
+
+class Better(Sweeper):
+    def setup(self, *, hydra_context, task_function, config):
+        self.config = config
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config)
+
+    def sweep(self, arguments):
+        fixed = [text for text in arguments if not text.startswith("level=")]
+        runs = [self.launcher.launch([[*fixed, f"level={level}"]], initial_job_idx=level)[0] for level in (0, 1)]
+        values = [float(run.return_value) for run in runs]
+        results = {"best_value": max(values), "values": values}
+        OmegaConf.save(OmegaConf.create(results), f"{self.config.hydra.sweep.dir}/optimization_results.yaml")
+
+
+class Elsewhere(Launcher):
+    def setup(self, *, hydra_context, task_function, config):
+        self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
+
+    def run_job(self, overrides, number):
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = number
+        return run_job(hydra_context=self.hydra_context, task_function=self.task_function, config=config,
+                       job_dir_key="hydra.sweep.dir", job_subdir_key="hydra.sweep.subdir")
+
+    def launch(self, job_overrides, initial_job_idx):
+        setup_globals()
+        ended = []
+        for number, overrides in enumerate(job_overrides, initial_job_idx):
+            folder = Path(self.config.hydra.sweep.dir)
+            if (child := os.fork()) == 0:
+                log = os.open(folder / f"{number}.log", os.O_WRONLY | os.O_CREAT)
+                os.dup2(log, 1), os.dup2(log, 2)
+                (folder / f"{number}.result").write_bytes(pickle.dumps(self.run_job(overrides, number)))
+                os._exit(0)
+            os.waitpid(child, 0)
+            ended.append(pickle.loads((folder / f"{number}.result").read_bytes()))
+        return ended
+
+
+@dataclass
+class BetterConf:
+    _target_: str = "hydra_plugins.of_the_test.Better"
+
+
+@dataclass
+class ElsewhereConf:
+    _target_: str = "hydra_plugins.of_the_test.Elsewhere"
+
+
+ConfigStore.instance().store(group="hydra/sweeper", name="better", node=BetterConf)
+ConfigStore.instance().store(group="hydra/launcher", name="elsewhere", node=ElsewhereConf)
+'''
+QUICK = ["serve.kv_cache_memory=4194304", "sampling.max_tokens=3", "sampling.ignore_eos=true", "prompts=[[1,2,3]]"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """A command line in a process that has the plugins, in an empty folder."""
+    (tmp_path / "plugins" / "hydra_plugins").mkdir(parents=True)
+    (tmp_path / "plugins" / "hydra_plugins" / "of_the_test.py").write_text(PLUGINS)
+    (tmp_path / "here").mkdir()
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}/plugins", "COLUMNS": "200"}
+
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", "import sys; from atom.cli import main; sys.exit(main())", *argv]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / "here", timeout=200, env=env)
+
+    return run
+
+
+def test_a_sweeper_is_told_the_objective_and_what_it_finds_is_shown_and_kept(
+    run: Any, checkpoints: Any, tmp_path: Path
+):
+    ended = run(
+        "-m", "hydra/sweeper=better", f"checkpoint={checkpoints('qwen3')}", "level=0,1", "job.objective=tokens", *QUICK
+    )
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
+    assert ended.stdout.endswith("best_value: 3.0\nvalues:\n- 3.0\n- 3.0\n")
+    assert "atom-run: job 0: objective 3\n" in ended.stderr
+    (results,) = (tmp_path / "here" / "multirun").glob("*/*/optimization_results.yaml")
+    assert f"atom-run: what the sweep writes is in {results.parent}\n" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ([], "hydra/sweeper=better compares jobs by a number: give job.objective=NAME, an entry of what job=generate tells"),
+        (["job.objective=tokns"], "job.objective=tokns: job=generate tells no such number, did you mean tokens?; there are: load_s"),
+        (["job.objective=?"], "job.objective=?: job=generate tells no such number; there are: load_seconds, first_token_seconds,"),
+    ],
+)  # fmt: skip
+def test_a_sweeper_that_would_be_told_nothing_is_refused_before_any_job(
+    typed: list[str], told: str, run: Any, tmp_path: Path
+):
+    ended = run("-m", "hydra/sweeper=better", "level=0,1", "prompts=hi", *typed)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith(f"atom-run: ConfigError: {told}") and ended.stderr.count("\n") == 1
+    assert os.listdir(tmp_path / "here") == []
+
+
+def test_what_jobs_write_elsewhere_is_kept_and_shown(run: Any, checkpoints: Any, tmp_path: Path):
+    ended = run(
+        "-m", "hydra/launcher=elsewhere", f"checkpoint={checkpoints('qwen3')}", "level=0,1", "job.output=json", *QUICK
+    )
+    assert ended.returncode == 0, ended.stderr
+    answers = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [answer["num_tokens_output"] for answer in answers] == [3, 3]
+    (folder,) = (tmp_path / "here" / "multirun").glob("*/*")
+    assert re.findall(r"atom-run: (what .*|job \d): ?", ended.stderr) == ["job 0", "job 1"]
+    assert f"atom-run: what the sweep writes is in {folder}\n" in ended.stderr
+    assert (folder / "0.log").is_file() and (folder / "0.out").read_text() == ended.stdout.splitlines(True)[0]
+
+
+def test_the_error_of_a_job_elsewhere_is_shown_and_its_exit_code_is_the_sweeps(run: Any, checkpoints: Any):
+    ended = run(
+        "-m", "hydra/launcher=elsewhere", f"checkpoint={checkpoints('qwen3')}", "level=0", *QUICK, "prompts=[[999]]"
+    )
+    assert ended.returncode == 2
+    assert "atom-run: RequestError: prompt 0: 999 in the prompt is no token id" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):
+    path = tmp_path / "plugins" / "hydra_plugins" / "of_the_test.py"
+    path.write_text(PLUGINS.replace("        ended = []\n", "        raise RuntimeError('there is no queue')\n"))
+    ended = run("-m", "hydra/launcher=elsewhere", "job=explain", "level=0,1")
+    assert (ended.returncode, "Traceback" in ended.stderr) == (1, False)
+    line = ended.stderr.splitlines()[-1]
+    assert (
+        line
+        == "atom-run: AtomError: hydra/sweeper=basic with hydra/launcher=elsewhere: RuntimeError: there is no queue"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["level=glob(*)", "prompts=hi"], "level=glob(*) is no choice: glob finds files of a group, and level is none"),
+        (["model=glob(nope*)", "prompts=hi"], "model=glob(nope*) is no choice: none of arcee, auto, decoder,"),
+        (["seed=range(3,3)", "prompts=hi"], "seed=range(3,3) is no choice: there is nothing from its start to its end"),
+        (["job=serve"], "job=serve runs until it is stopped, so -m would never come to the next one; leave out -m"),
+        (["level=0,1"], "job=serve runs until it is stopped"),
+        (["job=explain,serve"], "job=serve runs until it is stopped"),
+        (["job=glob(s*)"], "job=serve runs until it is stopped"),
+        (["job=explain", "level=0,1", "prompts=hi"], "prompts is a field of job=generate, and this is job=explain"),
+        (["job=explain", "job.objective=tokens"], "job.objective is a field of job=generate, bench, and this is job=exp"),
+        (["prompts=hi", "job.objective=tokns"], "job.objective=tokns: job=generate tells no such number, did you mean tokens?"),
+    ],
+)  # fmt: skip
+def test_a_sweep_that_would_do_nothing_or_never_end_is_refused(argv: list[str], told: str, capsys: Any):
+    assert main(["-m", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"atom-run: ConfigError: {told}"), err
+    assert (err.count("\n"), out) == (1, "")
+
+
+def test_a_recipe_may_hold_fields_of_other_jobs_in_a_sweep_too(capsys: Any):
+    assert main(["-m", "recipe=smollm2_greedy", "job=explain", "job.stage=semantic", "level=0,1"]) == 0
+    assert capsys.readouterr().out.count("def body(") == 2

@@ -1,0 +1,306 @@
+"""Every command in README and docs/ is run: really where that is cheap, else as far as the start of its job.
+
+A checkpoint that a page names is a tiny one here, and files that it names are there. What is stubbed is the work of a
+server, a compiler, a benchmark; the arguments go the way that they go at a user's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import importlib.util
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from atom import cli
+from atom.benchmarks import benchmark_serving
+from atom.compiler import compile_graph
+from atom.config import Config, load
+from atom.config.hydra import keys
+from atom.config.overrides import ALIASES
+from atom.entrypoints.args import EngineArgs
+from atom.jobs import bench, generate
+from atom.jobs.workload import open_workload
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND = re.compile(r"(?:\S*/)?(atom-run|python -m atom\.\w|scripts/[a-z])")
+GROUPS = {"model", "job", "serve"}
+STAND_INS = {  # for names in capitals, for plugins, which are not installed, and for what is only the part of a command
+    "job.stage=NAME": ["job.stage=semantic"],
+    "job.graph=FILE": ["job.graph=saved.py"],
+    "model=NAME": ["model=llama"],
+    "hydra/sweeper=optuna": ["hydra/sweeper=basic"],
+    "hydra/launcher=submitit_slurm": ["hydra/launcher=basic"],
+    "job.objective=NAME": ["-m", "prompts=hi", "job.objective=tokens"],
+    "job.objective=phases.decode.share_of_limit": ["-m", "job=bench", "job.objective=phases.decode.share_of_limit"],
+}
+TINY: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 80,
+    "vocab_size": 300,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "float32",
+}
+
+
+class Started(Exception):
+    """A command has come as far as its work."""
+
+
+def commands(page: str) -> list[str]:
+    """The command lines of a page: in blocks of code, in code within lines, and overrides that stand there alone."""
+    found: list[str] = []
+    fence, language = False, ""
+    blocks: list[str] = []
+    text: list[str] = []
+    for line in page.splitlines():
+        if line.startswith("```"):
+            fence, language = not fence, line[3:]
+        elif fence or line.startswith("    "):
+            blocks += [line.strip()] if language in ("", "sh", "bash") else []
+        else:
+            text.append(line)
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        if COMMAND.match(line.removeprefix("ExecStart=")) or re.search(r"\| *atom-run ", line):
+            found.append(line.removeprefix("ExecStart="))
+    for span in re.findall(r"`([^`]+)`", "\n".join(text)):
+        words = span.replace("\n", " ")
+        if (COMMAND.match(words) and " " in words) or re.fullmatch(r"scripts/[\w-]+", words):
+            found.append(words)
+        elif is_overrides(words):
+            found.append(f"atom-run {words}")
+    return found
+
+
+def is_overrides(text: str) -> bool:
+    """Whether all words set fields, which have values."""
+    known = {*keys(Config), *GROUPS, *ALIASES}
+    parts = [re.fullmatch(r"([a-z_.]+)=(.+)", word) for word in text.partition(" > ")[0].split(" ")]
+    return all(part is not None and part[1] in known for part in parts)
+
+
+def save_talker(folder: Path, architecture: str, **changes: Any) -> None:
+    """A checkpoint without weights: config, a tokenizer of bytes, a chat template."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    (folder / "config.json").write_text(json.dumps({**TINY, "architectures": [architecture], **changes}))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that commands run in, with what the pages speak of in it and beside it; costly jobs only start."""
+    save_talker(tmp_path / "llama", "LlamaForCausalLM")
+    save_talker(tmp_path / "stablelm", "StableLmForCausalLM", layer_norm_eps=1e-5, use_qkv_bias=False)
+    here = tmp_path / "here"
+    (here / "my_conf" / "model").mkdir(parents=True)
+    (yaml,) = re.findall(r"```yaml\n# stablelm.yaml\n(.*?)```", (ROOT / "docs/add-a-model.md").read_text(), re.DOTALL)
+    (here / "my_conf" / "model" / "stablelm.yaml").write_text(yaml)
+    (here / "questions.txt").write_text("Why?\nHow?\n")
+    (here / "keys.txt").write_text("sesame\n")
+    turns = [{"value": "What is it, and why is it so?"}, {"value": "It is what it is, and nobody knows."}]
+    (here / "ShareGPT.json").write_text(json.dumps([{"conversations": turns}] * 200))
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("ATOM_CACHE", str(tmp_path / "cache"))
+    for name in ("serve", "compile", "bench", "profile"):
+        stub: Any = types.ModuleType(f"atom.jobs.{name}")
+        stub.run, stub.OBJECTIVES = start, bench.OBJECTIVES
+        monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    really = generate.run
+    monkeypatch.setattr(generate, "run", lambda config, *rest: really(made_small(config, tmp_path), *rest))
+    monkeypatch.setattr(EngineArgs, "create_engine", lambda args: load(args.overrides()) and stop())
+    monkeypatch.setattr(benchmark_serving, "run", lambda args: 0)
+    return here
+
+
+def start(config: Config, tell: Callable[[dict[str, float]], None] = lambda numbers: None) -> int:
+    """The cheap part of a job, and a line where it prints any."""
+    tell(dict.fromkeys(bench.OBJECTIVES, 1.0))
+    if config.job.graph is not None:
+        compile_graph(config)
+    if config.job.kind in ("bench", "profile"):
+        open_workload(config)
+    if config.job.kind != "serve":
+        print("{}")
+    return 0
+
+
+def stop(*_: Any, **__: Any) -> None:
+    raise Started
+
+
+def made_small(config: Config, folder: Path) -> Config:
+    """The same with random weights, a small pool and short answers; the embedded model is a tiny one of its kind."""
+    if config.checkpoint is None:
+        config = load([*config.overrides, f"checkpoint={folder}/llama"])
+    serve, sampling = replace(config.serve, kv_cache_memory=1 << 23), replace(config.sampling, max_tokens=4)
+    return replace(config, load_dummy=True, level=config.level or 0, serve=serve, sampling=sampling)
+
+
+def run_line(line: str, here: Path) -> None:
+    """Run a command line; AssertionError where it fails, or writes nothing into the file that it is to write."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="|>")
+    lexer.whitespace_split = True
+    *before, command = split_list(list(lexer), "|")[:2]
+    words, *target = split_list(command, ">") if ">" in command else split_list(command, ">>")
+    words = [each for word in words for each in STAND_INS.get(word, [stand_in(word, here.parent)])]
+    words = [word for word in words if not word.startswith("hydra.sweeper.")]
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(sys, "stdin", io.StringIO(" ".join(before[0][1:]) if before else "Hello!"))
+        patch.setattr("atom.config.resolve.find_device", lambda: "cuda" if "tune=true" in words else "cpu")
+        out = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        err = stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        code = run_words(words, patch)
+    assert code == 0, f"{line}: exit code {code}: {err.getvalue()}"
+    for (name,) in target:
+        assert out.getvalue(), f"{line}: nothing to write into {name}"
+        Path(name).write_text(out.getvalue())
+
+
+def run_words(words: list[str], patch: pytest.MonkeyPatch) -> int:
+    if words[0].endswith("atom-run"):
+        return cli.main(words[1:])
+    if words[0] == "python":
+        return run_module(words[2], words[3:])
+    return run_script(words[0], words[1:], patch)
+
+
+def run_module(name: str, argv: list[str]) -> int:
+    main = importlib.import_module(name).main
+    if name == benchmark_serving.__name__ and "--model" not in argv:  # part of a command, in a sentence
+        argv = ["--model", "x", "--dataset-name", "random", *argv]
+    try:
+        return int(main(argv))
+    except Started:
+        return 0
+
+
+def run_script(path: str, argv: list[str], patch: pytest.MonkeyPatch) -> int:
+    """scripts/demo as far as its atom-run, which is run; others as far as their arguments."""
+    script, program = ROOT / path, ROOT / f"{path.replace('-', '_')}.py"
+    assert script.is_file() and os.access(script, os.X_OK), f"there is no {path}"
+    if script.name == "demo":
+        return cli.main(arguments_of_demo(argv))
+    if not program.is_file():
+        assert argv in ([], ["--update-golden"]), f"{path} {argv}: arguments that nobody has looked at"
+        return 0
+    patch.setattr(sys, "argv", [path, *argv])
+    parse = argparse.ArgumentParser.parse_args
+    patch.setattr(argparse.ArgumentParser, "parse_args", lambda parser: parse(parser) and stop())
+    spec = importlib.util.spec_from_file_location("script", program)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    patch.setitem(sys.modules, "script", module)
+    spec.loader.exec_module(module)
+    try:
+        module.main()
+    except Started:
+        return 0
+    except SystemExit as end:
+        return int(end.code or 0)
+    raise AssertionError(f"{path} looks at no arguments")
+
+
+def arguments_of_demo(argv: list[str]) -> list[str]:
+    """What scripts/demo gives atom-run, in a folder where nothing is to be installed."""
+    for name in ("scripts", ".venv/bin"):
+        Path("demo", name).mkdir(parents=True, exist_ok=True)
+    Path("demo/scripts/setup").write_text("")
+    Path("demo/.venv/bin/atom-run").write_text("#!/bin/bash\nprintf '%s\\0' \"$@\"\n")
+    Path("demo/.venv/bin/atom-run").chmod(0o755)
+    script = shutil.copy(ROOT / "scripts" / "demo", "demo/scripts/demo")
+    ended = subprocess.run(["bash", Path(script).absolute(), *argv], cwd="demo", capture_output=True, check=True)
+    return ended.stdout.decode().split("\0")[:-1]
+
+
+def split_list(words: list[str], mark: str) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    for word in words:
+        parts.append([]) if word == mark else parts[-1].append(word)
+    return parts
+
+
+def stand_in(word: str, folder: Path) -> str:
+    """The word with a tiny checkpoint for one that is not here."""
+    name = "stablelm" if word.endswith("stablelm") else "llama"
+    return re.sub(r"^(checkpoint=|)(/models/\w+|Qwen/[\w.-]+)$", rf"\1{folder}/{name}", word)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_command_of_a_page_runs(page: Path, here: Path):
+    main_text = main_of(["job.stage=semantic", f"checkpoint={here.parent}/llama"])
+    (here / "saved.py").write_text(main_text)
+    found = commands(page.read_text())
+    assert found or page.name not in ("README.md", "serving.md", "benchmarks.md", "add-a-model.md")
+    failed = []
+    for line in dict.fromkeys(found):
+        try:
+            run_line(line, here)
+        except (Exception, SystemExit) as error:
+            failed.append(f"{line}\n    {type(error).__name__}: {error}")
+    assert not failed, "\n".join(failed)
+
+
+def main_of(argv: list[str]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.main(argv) == 0
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_no_command_of_a_page_is_passed_over(page: Path):
+    said = re.findall(r"atom-run [a-z-]|python -m atom\.\w", page.read_text().replace("`atom-run`", ""))
+    assert len(re.findall(r"atom-run [a-z-]|python -m atom\.\w", "\n".join(commands(page.read_text())))) >= len(said)
+
+
+def test_readme_has_the_commands_that_people_begin_with():
+    found = commands((ROOT / "README.md").read_text())
+    assert "atom-run job.stage=select_kernels > mine.py" in found and "atom-run job.graph=mine.py" in found
+    assert len(found) >= 30
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "atom-run job=serve > mine.py",
+        "atom-run job=explian",
+        "atom-run job=cache prompts=hi",
+        "atom-run checkpoint=/nowhere/llama",
+        "atom-run --config-dir other_conf job=explain checkpoint=/models/stablelm",
+        "atom-run job.graph=nowhere.py",
+        "atom-run job=bench job.input_len=many",
+        "python -m atom.entrypoints.openai_server --modle Qwen/Qwen3-0.6B",
+        "python -m atom.examples.simple_inference --temprature 0",
+        "python -m atom.benchmarks.benchmark_serving --model x --num-prompt many",
+        "scripts/bench-gpu --rnus 2",
+        "scripts/bench-tpu",
+        "scripts/demo jbo=explain",
+    ],
+)
+def test_a_command_that_is_wrong_would_be_noticed(line: str, here: Path):
+    with pytest.raises((AssertionError, SystemExit)):
+        run_line(line, here)

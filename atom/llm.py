@@ -22,7 +22,6 @@ from atom import weights
 from atom.cache import Cache
 from atom.checkpoint import Checkpoint, Progress, SilentProgress, Tokenizer, stop_ids
 from atom.compiler import Compiled, compile_model
-from atom.compiler.artifact import level_of
 from atom.config import Config, ModelConfig, SamplingParams, engine_overrides, load
 from atom.config.checkpoint import open_for
 from atom.errors import EngineDeadError, RequestError
@@ -198,9 +197,9 @@ def answer(sequence: Sequence) -> dict[str, Any]:
 
 
 @no_collection()
-def open_engine(config: Config, progress: Progress) -> Engine:
-    """Everything between a configuration and an engine that waits for requests."""
-    compiled = compile_with(config, progress)
+def open_engine(config: Config, progress: Progress, compiled: Compiled | None = None) -> Engine:
+    """Everything between a configuration, or what was compiled of it, and an engine that waits for requests."""
+    compiled = compiled or compile_with(config, progress)
     graph, kinds = compiled.graph, cache_kinds(compiled.graph)
     checkpoint = open_for(config, progress)
     try:
@@ -301,7 +300,7 @@ def open_device(
             max_model_len=_limits(config)["max_model_len"],
         )
         use_parameters(runner, compiled.graph, config, progress)
-        sizes = memory.capture_sizes(serve) if level_of(config) == 3 else []
+        sizes = memory.capture_sizes(serve) if compiled.level == 3 else []
         with progress.task("compiling kernels"):
             runner.graphs.compile(sizes, serve.max_num_batched_tokens)
         num_blocks = plan_kv(kinds, config, memory.measure_left(runner, sizes[-1:], serve))

@@ -34,6 +34,22 @@ def assert_greedy_tokens(tokens: list[int], reference_logits: torch.Tensor) -> N
             return
 
 
+def assert_fp16_as_near(ours: torch.Tensor, theirs: torch.Tensor, reference: torch.Tensor) -> None:
+    """Logits [T, V] of the positions of many prompts, in fp16 and in float32: ours are finite wherever theirs are, and
+    half of ours are at most 1.25 times as far off as half of theirs.
+
+    A median, since where two experts nearly tie either may be taken, and then a position and those behind it are far
+    off: of 480 positions some are, ours or theirs. Over 7,200 the means are within 1.1 of each other too.
+    """
+    comparable = theirs.isfinite().all(-1)
+    assert ours[comparable].isfinite().all() and comparable.any()
+    errors = [
+        ((logits.float() - reference).norm(dim=-1) / reference.norm(dim=-1))[comparable].median().item()
+        for logits in (ours, theirs)
+    ]
+    assert errors[0] <= 1.25 * errors[1], f"{errors[0]:.3g} is over 1.25 times {errors[1]:.3g}"
+
+
 def relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
     """‖a - b‖ / ‖b‖ over all positions."""
     return ((ours.float() - reference).norm() / reference.norm()).item()

@@ -21,15 +21,14 @@ from atom.runtime.types import RequestOutput
 
 pytestmark = pytest.mark.early
 
-ROOT = Path(__file__).parents[1]
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 EVENTFUL = ["llama", "llama_odd_heads", "qwen2_window", "qwen3_window", "mistral_window"]
 
-MODEL_FILES = [name for name in tiny.VARIANTS if (ROOT / "conf" / "model" / f"{name}.yaml").exists()]  # a variant each
 SCHEDULED = {  # by level, the others are slow: at 0 each kind of cache and of layer, at 1 every model file
     0: ["deepseek_v3", "gemma3", "gpt_oss", "phi3", "qwen3_moe"],
-    1: [*MODEL_FILES, "mistral_window_1", "smollm3_window"],
+    1: [*tiny.MODEL_FILES, "mistral_window_1", "smollm3_window"],
 }
+FP16 = {0: ["qwen3"], 1: ["deepseek_v3", "gemma2", "gpt_oss", "qwen3", "starcoder2"]}  # by level, the others are slow
 
 Open = Callable[..., LLMEngine]
 
@@ -57,7 +56,7 @@ def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model
 @pytest.mark.parametrize(
     ("name", "level"),
     [
-        pytest.param(name, level, marks=() if level == 1 or name in MODEL_FILES else pytest.mark.slow)
+        pytest.param(name, level, marks=() if level == 1 or name in tiny.MODEL_FILES else pytest.mark.slow)
         for name in tiny.VARIANTS
         for level in (0, 1)
     ],
@@ -341,7 +340,7 @@ def test_an_interrupted_generate_leaves_other_requests_alone(open_engine: Open, 
     assert engine.is_finished()
 
 
-@pytest.mark.parametrize("name", MODEL_FILES)
+@pytest.mark.parametrize("name", tiny.MODEL_FILES)
 def test_bf16_is_as_near_to_float32_as_that_of_transformers(
     name: str, open_engine: Open, checkpoints: Any, references: Any
 ):
@@ -356,8 +355,23 @@ def test_bf16_is_as_near_to_float32_as_that_of_transformers(
 
 
 @pytest.mark.parametrize(
+    ("name", "level"),
+    [
+        pytest.param(name, level, marks=() if name in FP16[level] else pytest.mark.slow)
+        for name in tiny.VARIANTS
+        for level in (0, 1)
+    ],
+)
+def test_fp16_is_as_near_to_float32_as_that_of_transformers(
+    name: str, level: int, open_engine: Open, checkpoints: Any, references: Any
+):
+    engine = open_engine(name, dtype="fp16", level=level)
+    tiny.assert_fp16(checkpoints(name), references(name), lambda tokens: logits_of(engine, tokens))
+
+
+@pytest.mark.parametrize(
     "fields",
-    [{"dtype": "fp16"}, {"dtype": "bf16", "kv_cache_dtype": "fp32"}, {"dtype": "fp32", "kv_cache_dtype": "bf16"}],
+    [{"dtype": "bf16", "kv_cache_dtype": "fp32"}, {"dtype": "fp32", "kv_cache_dtype": "bf16"}],
 )
 @pytest.mark.parametrize("level", [0, 1])
 def test_other_dtypes_stay_near_the_reference(checkpoints: Any, references: Any, fields: dict[str, Any], level: int):

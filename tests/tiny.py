@@ -7,12 +7,13 @@ model = tiny.reference(folder)
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from law import assert_greedy_tokens
+from law import assert_fp16_as_near, assert_greedy_tokens
 from transformers import AutoModelForCausalLM
 
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -158,6 +159,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                                          "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}),
 }  # fmt: skip
 
+CONF = Path(__file__).parents[1] / "conf" / "model"
+MODEL_FILES = [name for name in VARIANTS if (CONF / f"{name}.yaml").exists()]  # a variant of each family
 
 MODEL_TYPES = {"kimi_k2": "kimi_k2"}  # what config.json says where transformers has no class of its own
 
@@ -205,6 +208,17 @@ def prompt(length: int, seed: int = 0, vocab_size: int = 101) -> list[int]:
 def logits(model: Any, tokens: list[int]) -> torch.Tensor:
     """The reference's logits at every position, float32[T, V]."""
     return model(torch.tensor([tokens])).logits[0].float()
+
+
+def assert_fp16(folder: Path, exact: Any, logits_of: Callable[[list[int]], torch.Tensor]) -> None:
+    """What gives the logits of a prompt in fp16 is as near to float32 as transformers' own fp16, over 20 prompts."""
+    half = reference(folder, torch.float16)
+    prompts = [prompt(24, seed=seed) for seed in range(20)]
+    ours, theirs, wanted = (
+        torch.cat([score(tokens) for tokens in prompts])
+        for score in (logits_of, lambda tokens: logits(half, tokens), lambda tokens: logits(exact, tokens))
+    )
+    assert_fp16_as_near(ours, theirs, wanted)
 
 
 def assert_greedy(answer: dict[str, Any], prompt: list[int], model: Any) -> None:

@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-KINDS = ("triton", "pieces", "artifacts")
+KINDS = ("triton", "pieces", "failures", "artifacts")
 MANIFEST = "manifest.json"
 MAX_JSON = 64 << 20  # bytes of a manifest; a larger one is not read
 KEY = re.compile(r"[0-9a-f]{1,128}")

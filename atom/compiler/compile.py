@@ -25,27 +25,37 @@ from atom.compiler.artifact import (
     read_artifact,
     semantic_graph,
 )
-from atom.compiler.saved_graph import check_runnable, first_pass, read_saved
+from atom.compiler.saved_graph import check_runnable, read_saved
 from atom.config import Config
-from atom.errors import ArtifactError, UnsupportedError
+from atom.errors import ArtifactError, PassError, UnsupportedError
 from atom.graph import Graph
 from atom.kernels import Target, find_target
 from atom.passes import PassReport, lower
-from atom.pieces import Piece, PieceCode, compile_pieces, find_pieces, has_compiler, identity, key_of, load_piece
+from atom.pieces import (
+    Piece,
+    PieceCode,
+    PieceError,
+    compile_pieces,
+    find_pieces,
+    has_compiler,
+    identity,
+    key_of,
+    load_piece,
+)
 
 
 def compile_graph(
     config: Config, watch: Callable[[PassReport], Any] = lambda _: None, target: Target | None = None
 ) -> Graph:
-    """The lowered graph; `watch` gets a report after each pass. A text saved before lowering is lowered too.
+    """The lowered graph; `watch` gets a report after each pass. A saved text goes on behind the stage that it names.
 
     The target is this machine, unless another is given.
     """
     level, target = level_of(config), target or find_target(config.device)
     if config.job.graph is None:
         return lower(semantic_graph(config), level, target, watch)
-    graph = read_saved(Path(config.job.graph))
-    graph = lower(graph, level, target, watch, first=first_pass(graph))
+    graph, first = read_saved(Path(config.job.graph))
+    graph = lower(graph, level, target, watch, first=first)
     check_runnable(graph, config.job.graph, target)
     return graph
 
@@ -69,6 +79,7 @@ class Compiled(NamedTuple):
     graph: Graph
     code: dict[str, PieceCode]  # by the text of a piece
     report: Report
+    level: int  # that the graph is of: not always the one that the configuration leaves open
 
 
 def compile_model(
@@ -81,7 +92,8 @@ def compile_model(
 
     `check` sees the graph before anything is compiled.
     `cache.warnings` says what was ignored in the folder, and what a level left open has become. UnsupportedError where
-    level=2 needs a compiler that is not there, ArtifactError where one fails.
+    level=2 needs a compiler that is not there, PassError where a piece is not what its ops say, ArtifactError where a
+    compiler fails.
     """
     assert config.cache is not None, "config.load resolves it"
     cache = cache or Cache(Path(config.cache))
@@ -92,7 +104,8 @@ def compile_model(
             config = replace(config, level=1)
         graph = compile_graph(config)
         check(graph)
-        return Compiled(graph, {}, Report("", False, "pieces begin at level 2", 0, 0, 0, {}))
+        report = Report("", False, "pieces begin at level 2", 0, 0, 0, {})
+        return Compiled(graph, {}, report, level_of(config))
 
 
 @contextlib.contextmanager
@@ -112,7 +125,7 @@ def _triton_in(cache: Cache) -> Iterator[None]:
 def _compile_with_pieces(
     config: Config, progress: Progress, cache: Cache, check: Callable[[Graph], Any]
 ) -> Compiled | None:
-    """A model from level 2 on; None where a compiler is missing and level 1 will do."""
+    """A model from level 2 on; None where a compiler is missing or a piece is wrong, and level 1 will do."""
     clock, target = _Clock(), find_target(config.device)
     key, ingredients, found = "", {}, None
     if config.job.graph is None:
@@ -132,7 +145,11 @@ def _compile_with_pieces(
         return None
     reason = "" if found else explain_miss(config, ingredients, cache) if key else "a saved text has no artifact"
     is_damaged = any(cache.holds("pieces", each) for each in missing.values())
-    made, num_compiled = _make(missing, target, cache, progress)
+    try:
+        made, num_compiled = _make(missing, target, cache, progress, is_retry=config.job.kind == "compile")
+    except PieceError as error:
+        _do_without_pieces(config, str(error), cache)
+        return None
     code |= made
     code = {text: code[text] for text in keys}
     clock.stop("pieces")
@@ -143,7 +160,7 @@ def _compile_with_pieces(
         where = "damaged or not to be trusted" if is_damaged else "not in the cache"
         reason = f"{num_compiled} of its pieces {'was' if num_compiled == 1 else 'were'} {where}"
     report = Report(key, not reason, reason, len(pieces), len(keys), num_compiled, clock.seconds)
-    return Compiled(graph, code, report)
+    return Compiled(graph, code, report, level_of(config))
 
 
 def _do_without_compiler(config: Config, num_missing: int, cache: Cache) -> None:
@@ -155,6 +172,15 @@ def _do_without_compiler(config: Config, num_missing: int, cache: Cache) -> None
     if config.level is not None:
         raise UnsupportedError(f"level=2: {needed}, or take level=1")
     cache.warnings.append(f"{needed}; until then this runs at level 1, which is slower")
+
+
+def _do_without_pieces(config: Config, reason: str, cache: Cache) -> None:
+    """Say that level 1 takes the place of the level that was left open. PassError where none was."""
+    if config.job.kind == "compile":
+        raise PassError(f"job=compile: {reason}; level=1 runs without it")
+    if config.level is not None:
+        raise PassError(f"level={config.level}: {reason}; take level=1, or have job=compile try it again")
+    cache.warnings.append(f"{reason}: this runs at level 1, which is slower; job=compile tries it again")
 
 
 class _Clock:
@@ -200,13 +226,25 @@ def _load(keys: Mapping[str, str], cache: Cache) -> dict[str, PieceCode]:
 
 
 def _make(
-    keys: Mapping[str, str], target: Target, cache: Cache, progress: Progress
+    keys: Mapping[str, str], target: Target, cache: Cache, progress: Progress, *, is_retry: bool
 ) -> tuple[dict[str, PieceCode], int]:
-    """The code of pieces that were not there, and how many of them had to be compiled; keys by text."""
+    """The code of pieces that were not there, and how many of them had to be compiled; keys by text.
+
+    PieceError where one is wrong, or was before, unless that is tried again.
+    """
     with _locked(cache, [*keys.values()], progress):
         code = _load(keys, cache)  # another process may have been first
         missing = {text: key for text, key in keys.items() if text not in code}
+        for text, key in missing.items():
+            if not is_retry and (reason := find_failure(key, cache)):
+                raise PieceError(text, reason)
         return code | _compile(missing, target, cache, progress), len(missing)
+
+
+def find_failure(key: str, cache: Cache) -> str | None:
+    """Why a piece is not to be used, where that was found out before: equal ingredients, equal code."""
+    entry = cache.describe("failures", key)
+    return None if entry is None else str(entry.about.get("reason"))
 
 
 def _compile(keys: Mapping[str, str], target: Target, cache: Cache, progress: Progress) -> dict[str, PieceCode]:
@@ -215,14 +253,29 @@ def _compile(keys: Mapping[str, str], target: Target, cache: Cache, progress: Pr
     if not keys:
         return code
     with progress.task(f"compiling {_count(len(keys), 'piece')}", len(keys), in_bytes=False) as task:
-        for text, files in compile_pieces(list(keys), target.device):
-            about = {"name": describe_piece(text), "text": text, "ingredients": identity(text, target)}
-            if unfit := cache.describe("pieces", keys[text]):  # it is whole and cannot be loaded
-                with contextlib.suppress(ArtifactError):
-                    cache.remove(unfit)
-            code[text] = load_piece(cache.publish("pieces", keys[text], files, about))
-            task.advance(1)
+        try:
+            for text, files in compile_pieces(list(keys), target.device):
+                _forget("failures", keys[text], cache)
+                _forget("pieces", keys[text], cache)  # it is whole and cannot be loaded
+                code[text] = load_piece(cache.publish("pieces", keys[text], files, _about(text, target)))
+                task.advance(1)
+        except PieceError as error:
+            name = f"{describe_piece(error.text)}: {error}"
+            about = {**_about(error.text, target), "name": name, "reason": str(error)}
+            cache.publish("failures", keys[error.text], {}, about)
+            raise
     return code
+
+
+def _about(text: str, target: Target) -> dict[str, Any]:
+    return {"name": describe_piece(text), "text": text, "ingredients": identity(text, target)}
+
+
+def _forget(kind: str, key: str, cache: Cache) -> None:
+    """Remove a whole entry, where there is one and that is allowed."""
+    if entry := cache.describe(kind, key):
+        with contextlib.suppress(ArtifactError):
+            cache.remove(entry)
 
 
 def _count(number: int, noun: str) -> str:

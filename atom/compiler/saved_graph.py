@@ -1,12 +1,14 @@
 """A text that was saved (`job.stage=NAME > graph.py`), edited perhaps, and is to run in place of what the passes make.
 
-graph = read_saved(Path("graph.py"))                                    # any stage of the passes
-graph = lower(graph, level, target, watch, first=first_pass(graph))     # what is left to do
-check_runnable(graph, "graph.py")
+text = show_saved("fuse_qkv", show(graph))               # its first line names the stage: # job.stage=fuse_qkv
+graph, first = read_saved(Path("graph.py"))              # the pass behind that stage
+graph = lower(graph, level, target, watch, first=first)  # what is left to do: no pass before it touches the text
+check_runnable(graph, "graph.py", target)
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from torch.fx import Node
@@ -18,25 +20,49 @@ from atom.passes.pipeline import PIPELINE
 from atom.passes.select_kernels import type_of
 from atom.runtime.types import INPUTS, INPUTS_BY_KIND
 
+PASSES = {rewrite.__name__: level for rewrite, _, level in PIPELINE}  # and what the graph is behind each
+WRITTEN = "semantic"  # the stage before the first
+STAGE = re.compile(r"# job\.stage=(\S*)\s*")
 
-def read_saved(path: Path) -> Graph:
-    """The graph of a text. ConfigError where the file cannot be read or is no graph."""
+
+def show_saved(stage: str, text: str) -> str:
+    """The text of a graph behind a pass, as it is saved."""
+    return f"# job.stage={stage}\n{text}"
+
+
+def read_saved(path: Path) -> tuple[Graph, str]:
+    """The graph of a text, and the name of the pass that goes on. ConfigError where the file is no such graph.
+
+    Where the text does not name its stage, that is the first that what stands there leaves open.
+    """
     try:
-        graph = parse(path.read_text(), str(path))
+        text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"job.graph={path}: {getattr(error, 'strerror', error)}") from None
+    graph, stage = parse(text, str(path)), _stage(text, str(path))
+    stage = stage or _stage_of(graph)
     try:
-        verify(graph, _level(graph))
+        verify(graph, PASSES.get(stage, ops.SEMANTIC))
     except PassError as error:
         raise ConfigError(f"job.graph={path}: {error}") from None
-    return graph
+    stages = [WRITTEN, *PASSES]
+    return graph, stages[min(stages.index(stage) + 1, len(PASSES))]  # the last is taken again: its marks are comments
 
 
-def first_pass(graph: Graph) -> str:
-    """The name of the pass that goes on where the text was saved."""
-    if _level(graph) == ops.SEMANTIC:
-        return PIPELINE[0][0].__name__
-    return "split_pieces" if any("kernel" in node.meta for node in _nodes(graph)) else "select_kernels"
+def _stage(text: str, path: str) -> str | None:
+    """The stage that the first line names."""
+    match = STAGE.fullmatch(text.partition("\n")[0])
+    if match and match[1] not in (WRITTEN, *PASSES):
+        stages = ", ".join([WRITTEN, *PASSES])
+        raise ConfigError(f"job.graph={path}:1: there is no stage {match[1]!r}; stages: {stages}")
+    return match[1] if match else None
+
+
+def _stage_of(graph: Graph) -> str:
+    """The last stage that certainly is behind a text, by what stands there."""
+    if any(ops.LOWERED not in node.target.levels for node in _nodes(graph)):
+        return WRITTEN
+    return "select_kernels" if any("kernel" in node.meta for node in _nodes(graph)) else "lower_attention"
 
 
 def check_runnable(graph: Graph, path: str, target: Target) -> None:
@@ -64,12 +90,6 @@ def check_runnable(graph: Graph, path: str, target: Target) -> None:
             raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name} takes {rule}")
         if reason := kernel.accepts(target, *map(type_of, node.args), **node.kwargs):
             raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name}: {reason}")
-
-
-def _level(graph: Graph) -> str:
-    """semantic, where a call is that only such a graph may have."""
-    is_lowered = all(ops.LOWERED in node.target.levels for node in _nodes(graph) if isinstance(node.target, ops.Op))
-    return ops.LOWERED if is_lowered else ops.SEMANTIC
 
 
 def _nodes(graph: Graph) -> list[Node]:

@@ -26,14 +26,12 @@ from atom.benchmarks.backend_request_func import RequestFuncOutput
 from atom.benchmarks.hardware import describe_cpus
 from atom.benchmarks.metrics import METRICS, calculate_metrics, finish_outputs, flatten_metrics
 from atom.checkpoint import RichProgress
-from atom.compiler import compile_graph
-from atom.compiler.artifact import level_of
 from atom.config import Config
 from atom.config.overrides import hide_secret
 from atom.gc_utils import settle
 from atom.jobs.roofline import Costs, Limits, measure_limits, read_costs, step_work, total
 from atom.jobs.workload import Request, Step, open_workload, recording, submit
-from atom.llm import open_engine
+from atom.llm import compile_with, open_engine
 from atom.runtime.engine import Engine
 
 PERCENTILES = (50, 90, 99)
@@ -73,9 +71,11 @@ def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbe
 
     tell: is given the numbers of OBJECTIVES.
     """
-    draw, costs = open_workload(config), read_costs(compile_graph(config))
+    draw, progress = open_workload(config), RichProgress()
+    compiled = compile_with(config, progress)
+    costs = read_costs(compiled.graph)
     limits = measure_limits(config.device, config.dtype)  # before an engine takes the memory
-    engine = open_engine(config, RichProgress())
+    engine = open_engine(config, progress, compiled)
     for _ in range(config.job.num_warmups):
         answer(engine, draw(engine), config)
     settle()
@@ -83,7 +83,7 @@ def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbe
     runs = [answer(engine, draw(engine), config) for _ in range(config.job.num_iters)]
     stats = engine.stats()
     told = {
-        **describe_run(config),
+        **describe_run(config, compiled.level),
         **measure(runs),
         "num_preemptions": stats.num_preemptions - before.num_preemptions,
         "num_prefix_hit_tokens": stats.num_prefix_hit_tokens - before.num_prefix_hit_tokens,
@@ -127,7 +127,7 @@ def answer(engine: Engine, requests: list[Request], config: Config) -> Run:
     return Run(started, [step for step in record.steps if step.at <= last], outputs)
 
 
-def describe_run(config: Config) -> dict[str, Any]:
+def describe_run(config: Config, level: int) -> dict[str, Any]:
     """What was measured, on what."""
     versions = {"atom": atom.__version__, "torch": torch.__version__, "python": platform.python_version()}
     return {
@@ -138,7 +138,7 @@ def describe_run(config: Config) -> dict[str, Any]:
         "model": config.model.name,
         "dtype": config.dtype,
         "device": config.device,
-        "level": level_of(config),
+        "level": level,
         "num_prompts": config.job.num_prompts,
         "overrides": [hide_secret(text) for text in config.overrides],
     }

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atom.cache import Cache
-from atom.compiler import compile_graph, describe_piece, pieces_of
+from atom.compiler import compile_graph, describe_piece, find_failure, pieces_of
 from atom.compiler.artifact import semantic_graph
+from atom.compiler.saved_graph import WRITTEN, show_saved
 from atom.config import Config, GPUConfig, load_gpu
 from atom.devices import find_device
 from atom.errors import CapacityError, ConfigError
@@ -57,7 +58,7 @@ def run(config: Config) -> int:
     if config.job.stage is not None and config.job.output != "text":
         raise ConfigError(f"job.stage={config.job.stage} prints a text: leave out job.output={config.job.output}")
     gpu = None if config.job.gpu is None else load_gpu(config.job.gpu)
-    stages = [Stage("semantic", 0, 0.0, show(semantic_graph(config)))]
+    stages = [Stage(WRITTEN, 0, 0.0, show(semantic_graph(config)))]
 
     def watch(report: PassReport) -> None:
         stages.append(Stage(report.name, report.num_changes, report.seconds, show(report.graph)))
@@ -65,7 +66,7 @@ def run(config: Config) -> int:
     is_elsewhere = gpu is not None and config.device == "cuda" and find_device() == "cpu"
     graph = compile_graph(config, watch, Target("cuda") if is_elsewhere else None)
     if config.job.stage is not None:
-        sys.stdout.write(_find(stages, config.job.stage).text)
+        sys.stdout.write(show_saved(config.job.stage, _find(stages, config.job.stage).text))
         return 0
     # what the keys of pieces depend on is known of this machine alone
     told = {**({} if is_elsewhere else pieces(graph, config)), **sizes(graph, config)}
@@ -153,7 +154,7 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
 def pieces(graph: Graph, config: Config) -> dict[str, Any]:
     """How many pieces there are, and each distinct one: how often it runs, and whether the cache folder has it.
 
-    `fault` is why one that is there is not used. To look is no use: pruning goes by uses.
+    `fault` is why one that is there, or was compiled before, is not used. To look is no use: pruning goes by uses.
     """
     assert config.cache is not None, "config.load resolves it"
     cache = Cache(Path(config.cache))
@@ -162,7 +163,7 @@ def pieces(graph: Graph, config: Config) -> dict[str, Any]:
     for text, times in counts.items():
         key = key_of(identity(text, target))
         is_there = cache.holds("pieces", key)
-        fault = cache.verify("pieces", key) if is_there else None
+        fault = cache.verify("pieces", key) if is_there else find_failure(key, cache)
         told = {"key": key, "cached": is_there and fault is None, "fault": fault}
         distinct.append({"name": describe_piece(text), "times": times, **told})
     return {"pieces": counts.total(), "distinct_pieces": distinct}

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from torch.profiler import record_function
 
 from atom.checkpoint import RichProgress
-from atom.compiler import compile_graph
 from atom.config import Config
 from atom.graph import Graph, Program, Type, ops
 from atom.jobs.bench import answer, describe_run
@@ -27,7 +26,7 @@ from atom.jobs.roofline import Costs, Limits, Work, measure_limits, read_costs, 
 from atom.jobs.trace import KINDS, Summary, summarize
 from atom.jobs.workload import Record, Step, open_workload, recording, submit
 from atom.kernels.triton.codegen import kernel_names
-from atom.llm import open_engine
+from atom.llm import compile_with, open_engine
 from atom.pieces import find_pieces
 from atom.runtime.engine import Engine
 from atom.runtime.program import Executable
@@ -39,10 +38,12 @@ NUM_SHOWN = 24  # rows of a table
 
 def run(config: Config) -> int:
     """Print a table a phase or, with job.output=json, an object with all rows."""
-    draw, graph = open_workload(config), compile_graph(config)
+    draw, progress = open_workload(config), RichProgress()
+    compiled = compile_with(config, progress)
+    graph = compiled.graph
     costs = read_costs(graph)
     limits = measure_limits(config.device, config.dtype)  # before an engine takes the memory
-    engine = open_engine(config, RichProgress())
+    engine = open_engine(config, progress, compiled)
     for _ in range(config.job.num_warmups):
         answer(engine, draw(engine), config)
     pieces: list[PieceKernel] = []
@@ -62,7 +63,7 @@ def run(config: Config) -> int:
         for id in ids:
             engine.abort(id)
     told = {
-        **describe_run(config),
+        **describe_run(config, compiled.level),
         "limits": {"bandwidth": limits.bandwidth, "flops": limits.flops},
         "phases": phases,
     }

@@ -11,12 +11,12 @@ aten with one symbol for each dim that may change and goes to Inductor ahead of 
 written as a Triton kernel, which takes each row by itself.
 """
 
-from atom.pieces.compile_workers import compile_pieces, has_compiler
+from atom.pieces.compile_workers import PieceError, compile_pieces, has_compiler
 from atom.pieces.key import digest, identity, instruction_set, key_of, libraries, machine, sources_of
 from atom.pieces.load import PieceCode, load_piece
 from atom.pieces.piece import NAME, Piece, find_pieces
 
 __all__ = [
-    "NAME", "Piece", "PieceCode", "compile_pieces", "digest", "find_pieces", "has_compiler", "identity",
+    "NAME", "Piece", "PieceCode", "PieceError", "compile_pieces", "digest", "find_pieces", "has_compiler", "identity",
     "instruction_set", "key_of", "libraries", "load_piece", "machine", "sources_of",
 ]  # fmt: skip

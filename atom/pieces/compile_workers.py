@@ -29,10 +29,18 @@ import torch
 from atom.errors import ArtifactError, PassError
 
 
+class PieceError(PassError):
+    """A piece that is not to be used: its code is not what its ops say."""
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(reason)
+        self.text = text
+
+
 def compile_pieces(texts: Sequence[str], device: str = "cpu") -> Iterator[tuple[str, dict[str, bytes]]]:
     """Compile pieces, as many at a time as there are cores: each text with its files, as it is done.
 
-    ArtifactError where there is no compiler or it fails; PassError where a piece's code is not what its ops say.
+    ArtifactError where there is no compiler or it fails; PieceError where a piece's code is not what its ops say.
     """
     return _compile_in_processes(texts) if device == "cpu" else _compile_in_threads(texts, device)
 
@@ -49,7 +57,11 @@ def _compile_in_threads(texts: Sequence[str], device: str) -> Iterator[tuple[str
         waiting = {pool.submit(compile_piece, text, device): text for text in texts}
         try:
             for done in as_completed(waiting):
-                yield waiting[done], done.result()
+                try:
+                    files = done.result()
+                except PassError as error:
+                    raise PieceError(waiting[done], str(error)) from None
+                yield waiting[done], files
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -111,8 +123,11 @@ class _Worker:
             if kind == "done":
                 made = folder / rest
                 done.put((texts[int(rest)], {file.name: file.read_bytes() for file in made.iterdir()}))
-            elif kind in REPORTED:
-                done.put(REPORTED[kind](rest))
+            elif kind == "wrong":
+                index, _, reason = rest.partition(" ")
+                done.put(PieceError(texts[int(index)], reason))
+            elif kind == "failed":
+                done.put(ArtifactError(rest))
         # it is not reaped here: its number must stay its own until `stop` has ended the session
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         if ended is None or ended.si_status:
@@ -129,9 +144,6 @@ class _Worker:
         self._errors.close()
 
 
-REPORTED = {error.__name__: error for error in (ArtifactError, PassError)}
-
-
 def work(folder: str) -> None:
     """What a worker does: the texts in the folder, and a line on stdout for each."""
     signal.signal(signal.SIGTERM, lambda *_: _leave(Path(folder)))
@@ -144,8 +156,11 @@ def work(folder: str) -> None:
     for index, text in enumerate(json.loads(Path(folder, "texts.json").read_text())):
         try:
             files = compile_piece(text)
-        except (ArtifactError, PassError) as error:
-            print(type(error).__name__, error, file=out, flush=True)
+        except PassError as error:
+            print("wrong", index, error, file=out, flush=True)
+            return
+        except ArtifactError as error:
+            print("failed", error, file=out, flush=True)
             return
         made = Path(folder, str(index))
         made.mkdir()

@@ -104,6 +104,15 @@ def test_sampled_tokens_do_not_depend_on_graphs_batches_or_depths(name: str, lev
         assert [answer["token_ids"] for answer in captured.generate(prompts, params)] == expected
 
 
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("name", tiny.MODEL_FILES)
+def test_fp16_is_as_near_to_float32_as_that_of_transformers(
+    name: str, level: int, open_engine: Open, checkpoints: Any, references: Any
+):
+    engine = open_engine(name, dtype="fp16", level=level)
+    tiny.assert_fp16(checkpoints(name), references(name), lambda tokens: logits_of(engine._engine, tokens))
+
+
 @pytest.mark.parametrize("level", [1, 3])
 @pytest.mark.parametrize("name", ["qwen3", "llama_biases", "gemma2", "gpt_oss", "qwen3_moe", "deepseek_v3"])
 def test_bf16_is_as_near_to_float32_as_that_of_transformers(

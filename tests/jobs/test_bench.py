@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from atom import compiler
 from atom.checkpoint import SilentProgress
 from atom.cli import main
 from atom.config import load
@@ -48,6 +49,14 @@ def measured(run: Any) -> Callable[..., dict[str, Any]]:
         return json.loads(line)
 
     return measured
+
+
+def test_the_level_is_the_one_that_ran(
+    measured: Any, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compiler, "has_compiler", lambda: False)
+    given = ("level=null", f"cache={tmp_path}", "job.num_prompts=1", "job.input_len=3", "job.output_len=2")
+    assert measured(f"checkpoint={checkpoints('qwen3')}", *given)["level"] == 1
 
 
 def test_counts_and_rates_of_requests_of_equal_lengths(measured: Any, checkpoints: Any):

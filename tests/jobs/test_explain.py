@@ -105,7 +105,7 @@ def test_a_stage_is_a_text_and_no_json(run: Any):
 def test_no_weights_are_needed_and_an_unknown_stage_names_the_known(run: Any, checkpoints: Any, tmp_path: Path):
     (tmp_path / "config.json").write_bytes((checkpoints("llama") / "config.json").read_bytes())
     code, out, _ = run(f"checkpoint={tmp_path}", "job.stage=semantic")
-    assert code == 0 and out.startswith("def body(tokens: i64[T], positions: i64[T]):\n")
+    assert code == 0 and out.startswith("# job.stage=semantic\ndef body(tokens: i64[T], positions: i64[T]):\n")
     code, _, err = run(f"checkpoint={tmp_path}", "job.stage=nope")
     stages = "semantic, sink_into_head, fuse_qkv, fuse_gate_up, fuse_norm_residual, lower_moe, lower_attention, fuse_linear_gate"
     assert code == 2 and f"stages: {stages}, fuse_norm_linear, fuse_norm_rope_attention, select" in err
@@ -139,6 +139,20 @@ def test_pieces_are_told_as_cached_only_where_they_are_trusted(
     )
     (tmp_path / "pieces").chmod(0o777)
     assert not any(piece["cached"] for piece in explain(*overrides)["distinct_pieces"])
+
+
+def test_a_piece_that_was_found_wrong_is_told(run: Any, explain: Any, checkpoints: Any, tmp_path: Path):
+    overrides = (f"checkpoint={checkpoints('llama')}", f"cache={tmp_path}")
+    keys = [piece["key"] for piece in explain(*overrides)["distinct_pieces"]]
+    Cache(tmp_path).publish("failures", keys[1], {}, {"reason": "it is nan off"})
+    told = explain(*overrides)["distinct_pieces"]
+    assert [(piece["cached"], piece["fault"]) for piece in told] == [
+        (False, None),
+        (False, "it is nan off"),
+        (False, None),
+    ]
+    lines = re.findall(r"^  [0-9a-f]{8} +.* calls, (.*)$", run(*overrides)[1], re.MULTILINE)
+    assert lines == ["not in the cache", "in the cache and not used: it is nan off", "not in the cache"]
 
 
 # published sizes

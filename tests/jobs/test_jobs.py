@@ -22,6 +22,7 @@ from atom import LLMEngine, SamplingParams
 from atom.checkpoint import SilentProgress, open_checkpoint
 from atom.cli import main
 from atom.compiler import compile_graph, semantic_graph
+from atom.compiler.saved_graph import show_saved
 from atom.config import load
 from atom.graph import interpret, parse, show
 from atom.jobs.generate import read_prompts
@@ -210,7 +211,7 @@ def test_a_text_saved_before_kernels_were_chosen_gets_them(checkpoints: Any, run
     _, chosen, _ = run("job=explain", f"checkpoint={checkpoints('llama')}", "job.stage=split_pieces")
     (tmp_path / "mine.py").write_text(text)
     graph = compile_graph(load([f"checkpoint={checkpoints('llama')}", f"job.graph={tmp_path}/mine.py"]))
-    assert show(graph) == chosen
+    assert show_saved("split_pieces", show(graph)) == chosen
 
 
 def test_dummy_weights_are_normal(checkpoints: Any):

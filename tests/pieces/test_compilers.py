@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from torch import Tensor
 from atom.errors import PassError
 from atom.graph import parse
 from atom.kernels import Kernel, find_kernel
-from atom.pieces import compile_pieces, compilers, load_piece
+from atom.pieces import PieceError, compile_pieces, compilers, load_piece
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -106,5 +107,122 @@ def test_pieces_for_a_gpu_are_compiled_in_this_process():
 
 def test_a_piece_that_cannot_be_written_for_a_gpu_ends_it():
     broken = "def piece(x0: fp32[A, 8], w0: fp32[4, 8]):\n    y = reference.linear(x0, w0)\n    return y\n"
-    with pytest.raises(PassError, match=r"^linear does not work"):
+    with pytest.raises(PieceError, match=r"^linear does not work") as raised:
         list(compile_pieces([GPU_TEXT, broken], "cuda"))
+    assert raised.value.text == broken
+
+
+# the check
+
+MLP = """\
+def piece(x0: i64[A], x1: fp16[A, 8, 96], w0: fp16[{vocab}, 768], w1: fp16[768, 768], w2: fp16[768], w3: fp16[{wide}, 768], w4: fp16[768, {half}], w5: fp16[768]):
+    x = inductor.embedding(x0, w0)
+    a = inductor.merge_heads(x1)
+    o = reference.linear(a, w1)
+    h, s = inductor.add_rms_norm(x, o, w2, eps=1e-06)
+    gate_up = reference.linear(h, w3)
+    m = inductor.gated_activate(gate_up, kind="relu2")
+    down = reference.linear(m, w4, w5)
+    y = inductor.add(s, down)
+    return s, y
+"""
+SMALL, LARGE = MLP.format(vocab=64, wide=512, half=256), MLP.format(vocab=24000, wide=24576, half=12288)
+
+
+def drawn(text: str) -> tuple[Any, list[Tensor]]:
+    program = parse(text).programs["piece"]
+    draw = compilers._Draw(program, "cpu")
+    return compilers._evaluator(program), [draw(node, 17) for node in program.inputs]
+
+
+@pytest.mark.parametrize("text", [SMALL, LARGE])
+def test_what_a_check_draws_is_computed_in_fp16_without_overflow(text: str):
+    evaluate, inputs = drawn(text)
+    for result in evaluate(*inputs):
+        assert result.isfinite().all() and 0.5 < result.float().std() < 4 and result.abs().max() < 100
+    named = inputs[2][:2].float().std(-1)  # the rows that tokens name have values of their own, in any vocabulary
+    assert ((named > 0.9) & (named < 1.1)).all()
+    for weight in (inputs[5], inputs[6]):
+        assert weight[: len(weight) // 2].count_nonzero() > 0.99 * weight[: len(weight) // 2].numel()
+
+
+def wrong_row(*results: Tensor) -> list[Tensor]:
+    return [torch.cat([each[:-1], each[:1]]) for each in results]
+
+
+WRONG = {
+    "one row is another's": wrong_row,
+    "a result is missing its last columns": lambda s, y: [s, torch.where(torch.arange(768) < 760, y, 0)],
+    "a result is somewhat too large": lambda s, y: [s * 1.03, y],
+    "a number is nan": lambda s, y: [s, torch.where(torch.arange(768) == 5, torch.nan, y)],
+    "a number is infinite": lambda s, y: [torch.where(torch.arange(768) == 5, torch.inf, s), y],
+    "a result has another shape": lambda s, y: [s, y[:, :1]],
+}
+
+
+@pytest.mark.parametrize("text", [SMALL, LARGE])
+def test_a_check_finds_what_is_wrong_in_fp16(text: str, monkeypatch: pytest.MonkeyPatch):
+    program = parse(text).programs["piece"]
+    evaluate = compilers._evaluator(program)
+
+    def check(spoil: Callable[..., list[Tensor]], *inputs: Tensor) -> None:
+        monkeypatch.setattr(compilers, "load_piece", lambda _: lambda *inputs: spoil(*evaluate(*inputs)))
+        compilers._check(program, {}, "cpu")
+
+    check(lambda *results: list(results))
+    for spoil in WRONG.values():
+        with pytest.raises(
+            PassError, match=r"^a compiled piece of embedding, merge_heads, linear, .* off at \d+ rows$"
+        ):
+            check(spoil)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 4, 5, 6, 7])
+def test_a_check_finds_an_input_that_is_not_read(place: int, monkeypatch: pytest.MonkeyPatch):
+    program = parse(SMALL).programs["piece"]
+    evaluate = compilers._evaluator(program)
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        return list(evaluate(*inputs[:place], torch.zeros_like(inputs[place]), *inputs[place + 1 :]))
+
+    monkeypatch.setattr(compilers, "load_piece", lambda _: run)
+    with pytest.raises(PassError, match=" off at "):
+        compilers._check(program, {}, "cpu")
+
+
+def test_what_is_infinite_or_no_number_in_both_is_no_error():
+    inf, nan = torch.inf, torch.nan
+    theirs = torch.tensor([1.0, inf, -inf, nan, 2.0])
+    assert compilers._relative_error(theirs.clone(), theirs) == 0
+    assert compilers._relative_error(torch.tensor([1.0, inf, -inf, nan, 1.0]), theirs) == pytest.approx(5**-0.5)
+    for place, other in [(0, nan), (0, inf), (1, 3.0), (1, -inf), (1, nan), (3, inf), (3, 0.0)]:
+        ours = theirs.clone()
+        ours[place] = other
+        assert not compilers._relative_error(ours, theirs) <= 1
+
+
+EMBEDDING = "def piece(x0: i64[A], w0: fp16[40, 32]):\n    y = generated.embedding(x0, w0)\n    return y\n"
+
+
+@pytest.mark.parametrize("large", [1 << 24, 64])
+def test_the_row_of_a_large_embedding_matters(large: int, triton_device: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compilers, "LARGE", large)
+    program, source = parse(EMBEDDING).programs["piece"], compilers.write_source(EMBEDDING)
+    compilers._check(program, {"piece.py": source.encode()}, triton_device)
+    wrong = re.sub(r"x0_values \*", "0 *", source)
+    assert wrong != source
+    with pytest.raises(PassError, match=r"^a compiled piece of embedding is .* off at 2 rows$"):
+        compilers._check(program, {"piece.py": wrong.encode()}, triton_device)
+
+
+def test_the_error_of_a_wrong_piece_names_its_text():
+    """In float16 the reference is infinite, and code that does not round in between is not."""
+    wrong = """\
+def piece(x0: fp16[A, 8]):
+    a = inductor.scale(x0, by=1000000.0)
+    y = inductor.scale(a, by=1e-06)
+    return y
+"""
+    with pytest.raises(PieceError, match=r"^a compiled piece of scale is inf off at 1 rows$") as raised:
+        list(compile_pieces([wrong]))
+    assert raised.value.text == wrong

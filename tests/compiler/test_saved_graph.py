@@ -1,0 +1,115 @@
+"""A saved text goes on behind the stage that it names, and what was edited in it stays."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atom.cli import main
+from atom.compiler import compile_graph, pieces_of
+from atom.compiler.artifact import semantic_graph
+from atom.compiler.saved_graph import show_saved
+from atom.config import Config, load
+from atom.errors import ConfigError
+from atom.graph import Graph, ops, show
+from atom.graph.graph import results_of
+from atom.kernels import Target
+from atom.passes.pipeline import PIPELINE
+
+TARGETS = {
+    "cpu": Target("cpu", frozenset({"onednn_fp32", "onednn_bf16"})),
+    "triton": Target("cuda", frozenset({"nvidia", "sm_90"})),
+}
+Configure = Callable[..., Config]
+
+
+@pytest.fixture
+def configure(checkpoints: Callable[[str], Path], tmp_path: Path) -> Configure:
+    """A configuration of a tiny variant at a level; with a text, of its file."""
+
+    def make(name: str, level: int, text: str | None = None) -> Config:
+        given = [f"checkpoint={checkpoints(name)}", f"level={level}", "device=cpu", "dtype=bf16"]
+        if text is not None:
+            (tmp_path / "mine.py").write_text(text)
+            given.append(f"job.graph={tmp_path}/mine.py")
+        return load(given)
+
+    return make
+
+
+def texts_by_stage(config: Config, target: Target) -> tuple[dict[str, str], Graph]:
+    """What every stage of the passes is saved as, and the graph behind all of them."""
+    texts = {"semantic": show(semantic_graph(config))}
+    graph = compile_graph(config, lambda report: texts.update({report.name: show(report.graph)}), target)
+    return texts, graph
+
+
+def renamed(graph: Graph) -> str:
+    """The text without comments, its names told by their order: their numbers depend on what a pass has removed."""
+    shown = []
+    texts = re.split(r"^def \w+\(", show(graph), flags=re.MULTILINE)[1:]
+    for program, text in zip(graph.programs.values(), texts, strict=True):
+        nodes = [*program.inputs, *(result for node in program.nodes for result in results_of(node))]
+        places = {node.name: f"v{place}" for place, node in enumerate(nodes)}
+        bare = "\n".join(line.split("    # ")[0] for line in text.splitlines())
+        shown.append(re.sub(r"\b[a-z]\w*\b", lambda word, places=places: places.get(word[0], word[0]), bare))  # type: ignore[misc]
+    return "\n".join(shown)
+
+
+def counts(graph: Graph, *found: ops.Op) -> list[int]:
+    return [len(graph.find(op)) for op in found]
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v3"])
+def test_a_text_of_any_stage_becomes_what_the_whole_pipeline_makes(
+    name: str, kind: str, level: int, configure: Configure
+):
+    texts, whole = texts_by_stage(configure(name, level), TARGETS[kind])
+    assert list(texts) == ["semantic", *(each.__name__ for each, from_level, _ in PIPELINE if level >= from_level)]
+    pieces = [piece.text for piece in pieces_of(whole)]
+    assert bool(pieces) == (level == 2)
+    for stage, text in texts.items():
+        graph = compile_graph(configure(name, level, show_saved(stage, text)), target=TARGETS[kind])
+        assert renamed(graph) == renamed(whole), stage
+        assert [piece.text for piece in pieces_of(graph)] == pieces, stage
+
+
+def test_a_text_that_explain_saved_names_its_stage(checkpoints: Any, capsys: Any, configure: Configure):
+    given = [f"checkpoint={checkpoints('llama')}", "level=1", "device=cpu", "dtype=bf16"]
+    assert main(["job=explain", *given, "job.stage=lower_attention"]) == 0
+    saved = capsys.readouterr().out
+    assert saved.startswith("# job.stage=lower_attention\ndef body(tokens: ")
+    whole = compile_graph(configure("llama", 1), target=TARGETS["triton"])
+    assert all(counts(whole, ops.add_norm_linear, ops.norm_rope_attention)), "Triton has kernels for them"
+    for text in (saved, saved.partition("\n")[2]):  # and where that line is gone
+        graph = compile_graph(configure("llama", 1, text), target=TARGETS["triton"])
+        assert renamed(graph) == renamed(whole)
+
+
+def test_passes_before_the_stage_leave_what_was_edited_alone(configure: Configure):
+    """Here the gates were taken apart again, as they were before fuse_gate_up."""
+    texts, whole = texts_by_stage(configure("llama", 1), TARGETS["cpu"])
+    linears, gates = counts(whole, ops.linear, ops.gated_activate)
+    edited = show_saved("fuse_gate_up", texts["fuse_qkv"])
+    graph = compile_graph(configure("llama", 1, edited), target=TARGETS["cpu"])
+    assert gates and counts(graph, ops.linear, ops.gated_activate) == [linears + gates, 0]
+    assert renamed(compile_graph(configure("llama", 1, texts["fuse_qkv"]), target=TARGETS["cpu"])) == renamed(whole)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kept", "reason"),
+    [
+        ("nope", "semantic", r"mine.py:1: there is no stage 'nope'; stages: semantic, sink_into_head, .*split_pieces$"),
+        ("lower_attention", "fuse_qkv", r"mine.py: body: a attention is not legal in a lowered graph$"),
+    ],
+)
+def test_a_stage_that_is_none_or_not_the_text_s_is_refused(stage: str, kept: str, reason: str, configure: Configure):
+    texts, _ = texts_by_stage(configure("llama", 1), TARGETS["cpu"])
+    with pytest.raises(ConfigError, match=reason):
+        compile_graph(configure("llama", 1, show_saved(stage, texts[kept])), target=TARGETS["cpu"])

@@ -108,13 +108,16 @@ class LLMEngine:
     ) -> list[str]:
         """Queue prompts, all or none, and give their ids. RequestError says which one cannot be served.
 
+        Without sampling params those of the configuration count, and so does the checkpoint's generation_config.json.
         The callback gets a `RequestOutput` for every token that completes text and one at the end.
         """
         prompts = prompt_or_tokens_list
         if isinstance(prompts, str | Mapping):
             raise RequestError(f"the prompts are one {type(prompts).__name__}; give a list of prompts")
         prompts = list(prompts)
-        params = SamplingParams() if sampling_params_list is None else sampling_params_list
+        params = sampling_params_list
+        if params is None:
+            params = SamplingParams(**self.config.sampling.values())
         every = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(every) != len(prompts):
             raise RequestError(f"{len(every)} sampling params for {len(prompts)} prompts; give one, or one for each")
@@ -218,6 +221,8 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
     scheduler = Scheduler(cache, run_ahead=runner.run_ahead, **_limits(config))
     print(_describe_pool(kinds, num_blocks, config), file=sys.stderr)
+    if told := _describe_sampling(config):
+        print(told, file=sys.stderr)
     return Engine(
         runner,
         scheduler,
@@ -334,6 +339,13 @@ def _describe_pool(kinds: List[CacheKind], num_blocks: dict[str, int], config: C
         for kind in kinds
     )
     return f"KV: {num_tokens} tokens, {num_requests} requests at max_model_len"
+
+
+def _describe_sampling(config: Config) -> str:
+    """The defaults of sampling that the checkpoint brings and that count; nothing where there are none."""
+    stated = {name: value for name, value in config.generation.items() if getattr(config.sampling, name) == value}
+    told = ", ".join(f"{name} {value:g}" for name, value in stated.items())
+    return f"sampling as the checkpoint says: {told}; sampling.defaults=none leaves it out" if told else ""
 
 
 def _limits(config: Config) -> dict[str, int]:

@@ -105,7 +105,7 @@ def launch(checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any]
     program = ["-m", "atom.cli", "job=serve"] if stub is None else [str(STUB), json.dumps(stub)]
     command = [sys.executable, *program, f"checkpoint={checkpoint}", f"cache={folder / 'cache'}"]
     command += ["serve.http.served_model_name=[talker]", "serve.http.host=127.0.0.1", "serve.http.port=0"]
-    command += ["level=1", "dtype=fp32", "serve.kv_cache_memory=16777216", *overrides]
+    command += ["level=1", "dtype=fp32", "serve.kv_cache_memory=16777216", "sampling.max_tokens=256", *overrides]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log.open("wb"))
     return Server("", process, log)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -452,6 +453,32 @@ def test_dummy_weights_need_only_a_config(checkpoints: Any, tmp_path: Path):
         again.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))[0]["token_ids"]
         == answer["token_ids"]
     )
+
+
+def test_the_sampling_that_a_checkpoint_recommends_is_the_default_and_told(
+    checkpoints: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = shutil.copytree(checkpoints("llama"), tmp_path / "llama")
+    stated = {"do_sample": True, "temperature": 0.7, "top_k": 1, "max_new_tokens": 5}
+    (folder / "generation_config.json").write_text(json.dumps(stated))
+    fields = {
+        "model": str(folder),
+        "kv_cache_memory": 1 << 22,
+        "level": 1,
+        "dtype": "fp32",
+        "sampling.ignore_eos": True,
+    }
+    engine = LLMEngine(**fields)
+    told = "sampling as the checkpoint says: temperature 0.7, top_k 1, max_tokens 5; sampling.defaults=none leaves it out\n"
+    assert told in capsys.readouterr().err
+    greedy = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    (default,), (expected,) = engine.generate([[1, 2, 3]]), engine.generate([[1, 2, 3]], greedy)
+    assert default["token_ids"] == expected["token_ids"]
+    (explicit,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=7, ignore_eos=True))
+    assert explicit["num_tokens_output"] == 7
+    (plain,) = LLMEngine(**fields, **{"sampling.defaults": "none"}).generate([[1, 2, 3]])
+    assert plain["num_tokens_output"] == 64
+    assert "sampling as" not in capsys.readouterr().err
 
 
 def test_the_pool_is_told_at_the_start(open_engine: Open, capsys: pytest.CaptureFixture[str]):

@@ -68,7 +68,7 @@ model.mlp.0: kind width activation limit alpha bias experts top_k shared shared_
 model.mlp.0: every first skip
 model.mlp.0.router: method score bias groups top_groups renormalize scale
 model.gguf: architecture interleaved split ignore_merges
-model.embedded: requirement member sha256 config
+model.embedded: requirement member sha256 config generation
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory max_model_len max_num_seqs max_num_batched_tokens
 serve: enable_prefix_caching enforce_eager tensor_parallel_size
 serve: data_parallel_size enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
@@ -81,7 +81,7 @@ job: num_prompts input_len output_len dataset_path num_warmups num_iters num_ste
 sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias defaults
 sampling: include_stop_str_in_output skip_special_tokens visible_tokens structured_outputs
-: checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf overrides
+: checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf generation overrides
 """
 
 MODEL_FILES = """

@@ -11,6 +11,7 @@ from atom.compiler.compile import (
     compile_graph,
     compile_model,
     describe_piece,
+    find_failure,
     pieces_of,
 )
 
@@ -20,6 +21,7 @@ __all__ = [
     "compile_graph",
     "compile_model",
     "describe_piece",
+    "find_failure",
     "level_of",
     "pieces_of",
     "semantic_graph",

@@ -66,6 +66,7 @@ class Source(NamedTuple):
     overrides: list[str]  # with the model file named
     hf: dict[str, Any]  # the checkpoint's config.json
     embedded: dict[str, Any] | None  # the checkpoint that a model file brings, where none is given
+    generation: dict[str, Any]  # the checkpoint's generation_config.json
 
 
 def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) -> Source:
@@ -83,24 +84,23 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
         return plain(given[key]) if key in given else default
 
     files = model_files(searched(texts, config_dirs))
-    name, checkpoint, embedded, defaults = value("model", "auto"), value("checkpoint"), None, []
+    name, checkpoint, embedded = value("model", "auto"), value("checkpoint"), None
     if checkpoint is None:
         file = embedded_file(files, name)
         name = file.name if name == "auto" else name
         hf, embedded = file.embedded_config(), file.spec["embedded"]
+        generation = embedded.get("generation") or {}
     else:
         from atom.checkpoint import open_checkpoint
 
         described = open_checkpoint(str(checkpoint), revision=value("revision"), weights=False)
-        hf = described.config
+        hf, generation = described.config, described.generation_config
         name = choose_model(hf, files, str(checkpoint)) if name == "auto" else name
-        if value("sampling.defaults") == "checkpoint":
-            defaults = sampling_defaults(described.generation_config)
         described.close()
     if not isinstance(name, str):
         raise ConfigError(f"model={name}: it takes the name of one file in conf/model")
     texts = [text for text, each in zip(texts, parsed, strict=True) if each is not given.get("model")]
-    return Source([*defaults, *texts, override("model", name), override("model.name", name)], hf, embedded)
+    return Source([*texts, override("model", name), override("model.name", name)], hf, embedded, generation)
 
 
 def searched(overrides: Iterable[str], config_dirs: Sequence[str] = ()) -> list[str]:
@@ -196,15 +196,6 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
     return exact[0]
 
 
-def sampling_defaults(generation: Mapping[str, Any]) -> list[str]:
-    """generation_config.json as overrides."""
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    values = {name: generation.get(name) for name in names} | {"max_tokens": generation.get("max_new_tokens")}
-    if generation.get("do_sample") is False:
-        values["temperature"] = 0.0
-    return [override(f"sampling.{name}", value) for name, value in values.items() if value is not None]
-
-
 def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
     """What Hydra makes of conf/ and the overrides; also where Hydra is at work already, in a job of a sweep.
 
@@ -291,23 +282,25 @@ def register(schema: Any) -> None:
     ConfigStore.instance().store(name="schema", node=schema)
     OmegaConf.register_new_resolver("hf", look_up, replace=True)
     OmegaConf.register_new_resolver("stated", look_up_null, replace=True)
+    OmegaConf.register_new_resolver("generation", look_up_sampling, replace=True)
     OmegaConf.register_new_resolver("if", choose, replace=True)
 
 
-def resolve(composed: DictConfig, hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Dicts and lists, with the values of the checkpoint's config in the place of `${hf:…}`."""
+def resolve(composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Dicts and lists, with the checkpoint's values in the place of `${hf:…}` and `${generation:…}`."""
     from omegaconf import OmegaConf
 
-    attach(composed, hf)
+    attach(composed, hf, sampling)
     values: Any = OmegaConf.to_container(composed, resolve=True)
     return dict(values)
 
 
-def attach(composed: DictConfig, hf: Mapping[str, Any]) -> None:
-    """Let `${hf:…}` in this one configuration mean this config.json."""
+def attach(composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, Any] | None = None) -> None:
+    """Let `${hf:…}` in this one configuration mean this config.json, and `${generation:…}` these sampling values."""
     from omegaconf import OmegaConf
 
     OmegaConf.get_cache(composed)["hf"] = dict(hf)
+    OmegaConf.get_cache(composed)["sampling"] = dict(sampling or {})
 
 
 def look_up(key: str, *default: Any, _root_: DictConfig, _node_: Any) -> Any:
@@ -332,6 +325,14 @@ def look_up_null(key: str, default: Any, *, _root_: DictConfig) -> Any:
     from omegaconf import OmegaConf
 
     return (OmegaConf.get_cache(_root_).get("hf") or {}).get(key, default)
+
+
+def look_up_sampling(name: str, *, _root_: DictConfig, _parent_: DictConfig) -> Any:
+    """`${generation:name}`: the checkpoint's value of this field of sampling; without one, the schema's default."""
+    from omegaconf import OmegaConf
+
+    stated = OmegaConf.get_cache(_root_).get("sampling") or {}
+    return stated[name] if name in stated else getattr(OmegaConf.get_type(_parent_), name)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
 from atom.config.hydra import CONF, attach, compose, find_source, keys, no_such, one_line_errors, resolve, unknown_key
 from atom.config.overrides import ALIASES, HIDDEN, SECRET, is_secret, one_line, override
@@ -28,12 +28,27 @@ from atom.config.schema import (
     HTTPConfig,
     JobConfig,
     SamplingConfig,
+    SamplingParams,
     ServeConfig,
     jobs_of,
+    sampling_number,
 )
-from atom.errors import ConfigError
+from atom.errors import CheckpointError, ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 SET_BY_LOAD = ("job.kind", "hf", "overrides")  # keys that nobody types
+
+# of generation_config.json -> of sampling
+GENERATION = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> Config:
@@ -46,14 +61,43 @@ def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> C
 
     with one_line_errors(Config):
         source = find_source(overrides, config_dirs)
-        hf = normalize_rope(source.hf)
-        config: Config = build(Config, resolve(compose(Config, source.overrides, config_dirs), hf))
+        hf, composed = normalize_rope(source.hf), compose(Config, source.overrides, config_dirs)
+        sampling = sampling_defaults(source.generation, composed)
+        config: Config = build(Config, resolve(composed, hf, sampling))
     if config.hf:
         raise ConfigError("hf is the checkpoint's config.json and cannot be set; set a field of model instead")
     if config.overrides:
         raise ConfigError("overrides is what the configuration is loaded from and cannot be set; set the fields")
+    if config.generation:
+        raise ConfigError(
+            "generation is the checkpoint's generation_config.json and cannot be set; set sampling's fields"
+        )
     embedded = EmbeddedConfig(**source.embedded) if source.embedded else None
-    return derive(replace(config, hf=hf, overrides=source.overrides, model=replace(config.model, embedded=embedded)))
+    model = replace(config.model, embedded=embedded)
+    return derive(replace(config, hf=hf, generation=sampling, overrides=source.overrides, model=model))
+
+
+def sampling_defaults(generation: Mapping[str, Any], composed: DictConfig) -> dict[str, Any]:
+    """What generation_config.json says of fields of `sampling`; nothing with sampling.defaults=none.
+
+    CheckpointError for a value that its field does not take.
+    """
+    if composed.sampling.defaults == "none":
+        return {}
+    where = f"{composed.checkpoint or 'the embedded checkpoint'}: generation_config.json"
+    way_out = "mend it, or sampling.defaults=none leaves out what it says of sampling"
+    do_sample = generation.get("do_sample")
+    if not isinstance(do_sample, bool | None):
+        raise CheckpointError(f"{where}: do_sample={do_sample!r:.80} is not true or false; {way_out}")
+    kinds, values = {each.name: each for each in fields(SamplingParams)}, {}
+    for key, name in GENERATION.items():
+        if (value := generation.get(key)) is None:
+            continue
+        try:
+            values[name] = sampling_number(key, value, str(kinds[name].type), kinds[name].metadata)
+        except RequestError as error:
+            raise CheckpointError(f"{where}: {error}; {way_out}") from None
+    return values | ({"temperature": 0.0} if do_sample is False else {})
 
 
 def load_gpu(name: str) -> GPUConfig:
@@ -99,10 +143,10 @@ def show(
         source = find_source(overrides, config_dirs)
         composed = compose(Config, source.overrides, config_dirs)
         with open_dict(composed):
-            del composed["hf"], composed["overrides"]
+            del composed["hf"], composed["generation"], composed["overrides"]
             if is_secret(OmegaConf.select(composed, SECRET)):
                 OmegaConf.update(composed, SECRET, HIDDEN)
-        attach(composed, normalize_rope(source.hf))
+        attach(composed, normalize_rope(source.hf), sampling_defaults(source.generation, composed))
         part = OmegaConf.select(composed, package) if package else composed
         if part is None and package not in keys(Config):
             raise unknown_key(str(package), Config)
@@ -149,7 +193,7 @@ def describe_fields() -> str:
         ("sampling.", SamplingConfig),
     ):
         source = "".join(inspect.getsource(each) for each in reversed(kind.__mro__[:-1]))
-        comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))
+        comments = dict(re.findall(r"^    (\w+): .*?  # (?!type: )(.*)$", source, re.MULTILINE))
         if whole := jobs_of(at.rstrip(".")):
             lines.append(f"  for job={', '.join(whole.names)}:")
         for each in fields(kind):

@@ -52,7 +52,8 @@ def of(jobs: str, default: Any, *, also: str = "") -> Any:
     return made
 
 
-TOKEN_ID = number(0, 0).metadata
+INT32 = (1 << 31) - 1
+TOKEN_ID = number(0, 0, INT32).metadata
 BIAS = number(0, -100, 100).metadata
 # what SamplingParams.structured_outputs may hold, one of them, by the names of vLLM's StructuredOutputsParams
 STRUCTURED_OUTPUTS: dict[str, tuple[tuple[type, ...], str]] = {
@@ -170,6 +171,7 @@ class EmbeddedConfig:
     member: str = ""  # the file in its wheel
     sha256: str = ""  # of that file
     config: str = ""  # its config.json, beside the model file
+    generation: dict[str, Any] = field(default_factory=dict)  # its generation_config.json
 
 
 @dataclass
@@ -296,16 +298,16 @@ class SamplingParams:
     """How one request is sampled and when it ends. Bad values raise RequestError."""
 
     temperature: float = number(1.0, 0)  # 0: greedy
-    max_tokens: int = number(64, 1)
+    max_tokens: int = number(64, 1, INT32)
     ignore_eos: bool = False
     stop_strings: list[str] | None = None
-    top_k: int = number(0, -1)  # 0 or -1: all
+    top_k: int = number(0, -1, INT32)  # 0 or -1: all
     top_p: float = number(1.0, 0, 1, above=True)
     min_p: float = number(0.0, 0, 1)
     seed: int | None = number(None, -math.inf)  # null: drawn from the engine's seed
     n: int = number(1, 1, 128)  # answers to one prompt
     stop_token_ids: list[int] | None = None
-    min_tokens: int = number(0, 0)  # no eos and no stop before as many
+    min_tokens: int = number(0, 0, INT32)  # no eos and no stop before as many
     logprobs: int | None = number(None, 0, 20)  # how many most likely tokens to report with each chosen one
     prompt_logprobs: int | None = number(None, 0, 20)  # the same for the prompt's tokens
     presence_penalty: float = number(0.0, -2, 2)
@@ -325,7 +327,7 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r} is not true or false")
-        if self.min_tokens > self.max_tokens:
+        if self.min_tokens > (self.max_tokens or math.inf):  # a SamplingConfig's may be null
             raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         self.top_k = max(self.top_k, 0)
         if isinstance(self.stop_strings, str):
@@ -375,18 +377,22 @@ def sampling_number(name: str, value: Any, kind: str, limits: Mapping[str, Any])
     expected: Any = numbers.Integral if is_whole else numbers.Real
     if isinstance(value, bool) or not isinstance(value, expected):
         raise RequestError(f"{name}={value!r} is not a {'whole number' if is_whole else 'number'}")
-    if fault := out_of_range(float(value), limits):
+    try:
+        value = int(value) if is_whole else float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        value = math.inf
+    if fault := out_of_range(value, limits):
         raise RequestError(f"{name}={value!r} must be {fault}")
-    return int(value) if is_whole else float(value)
+    return value
 
 
 def out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
     """Where a number may lie, if it does not."""
     low, high, above = limits["low"], limits["high"], limits["above"]
-    if math.isfinite(value) and low <= value <= high and not (above and value == low):
+    if (isinstance(value, int) or math.isfinite(value)) and low <= value <= high and not (above and value == low):
         return None
-    limit = "a finite number" + ("" if low == -math.inf else f" {'above' if above else 'from'} {low:g}")
-    return limit if high == math.inf else f"{limit} to {high:g}"
+    limit = "a finite number" + ("" if low == -math.inf else f" {'above' if above else 'from'} {low:.15g}")
+    return limit if high == math.inf else f"{limit} to {high:.15g}"
 
 
 @dataclass
@@ -394,7 +400,13 @@ class SamplingConfig(SamplingParams):
     # OmegaConf cannot fill an optional dict, so here these have no type
     logit_bias: Any = None
     structured_outputs: Any = None
-    defaults: str = one_of("none", "checkpoint")  # checkpoint: values of generation_config.json where none is given
+    max_tokens: int | None = number(None, 1, INT32)  # type: ignore[assignment]  # null: 64; of a chat served: all that fit
+    defaults: str = one_of("checkpoint", "none")  # checkpoint: values of generation_config.json where none is given
+
+    def values(self) -> dict[str, Any]:
+        """Of the fields of SamplingParams; without max_tokens where it is null."""
+        values = {each.name: getattr(self, each.name) for each in fields(SamplingParams)}
+        return {name: value for name, value in values.items() if name != "max_tokens" or value is not None}
 
 
 @dataclass
@@ -416,6 +428,9 @@ class Config:
     recipe: str | None = None  # name or file of a list of overrides that go before the others
     cache: str | None = None  # folder for downloads and artifacts; null: ~/.cache/atom-run
     hf: dict[str, Any] = field(default_factory=dict)  # the checkpoint's config.json, set by load
+    generation: dict[str, Any] = field(
+        default_factory=dict
+    )  # its generation_config.json as fields of sampling, likewise
     overrides: list[str] = field(default_factory=list)  # that this was loaded from, recipes opened, set by load
 
 

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from atom.cli import run
 from atom.entrypoints.args import EngineArgs, Parser, flag, run_command
 
+MAX_TOKENS = 256  # of an answer, where a request says nothing: ROCm/ATOM's default
+
 
 @dataclass
 class ServerArgs(EngineArgs):
@@ -46,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    return run(["job=serve", *ServerArgs.from_cli_args(args).overrides()])
+    return run(["job=serve", f"sampling.max_tokens={MAX_TOKENS}", *ServerArgs.from_cli_args(args).overrides()])
 
 
 if __name__ == "__main__":

@@ -32,11 +32,10 @@ def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbe
     tell: is given the numbers of OBJECTIVES.
     """
     prompts = read_prompts(config.prompts)
+    params = SamplingParams(**config.sampling.values())
     started = time.perf_counter()
     engine = LLMEngine.from_config(config, RichProgress())
     loaded = time.perf_counter()
-    names = [field.name for field in dataclasses.fields(SamplingParams)]
-    params = SamplingParams(**{name: getattr(config.sampling, name) for name in names})
     is_json = config.job.output == "json"
     places: dict[str, int] = {}  # request id -> which prompt
     show = None if is_json else _Screen(places, is_single=len(prompts) * params.n == 1)

@@ -12,7 +12,6 @@ Prompts are random tokens of the model's vocabulary, which need no tokenizer, or
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import time
 from array import array
@@ -96,8 +95,7 @@ def recording(engine: Engine) -> Iterator[Record]:
 
 def submit(engine: Engine, requests: list[Request], config: Config) -> list[str]:
     """Queue the requests: their ids. RequestError where one cannot be served."""
-    names = [each.name for each in dataclasses.fields(SamplingParams)]
-    values = {name: getattr(config.sampling, name) for name in names}
+    values = config.sampling.values()
     every = [SamplingParams(**{**values, "max_tokens": request.output_len}) for request in requests]
     prepared = [engine.prepare(request.prompt, params) for request, params in zip(requests, every, strict=True)]
     return [engine.submit(sequences) for sequences in prepared]
@@ -118,7 +116,8 @@ def draw_lengths(config: Config, rng: random.Random) -> list[tuple[int, int]]:
     job, limit = config.job, config.serve.max_model_len
     assert limit is not None, "config.load resolves it"
     inputs = parse_range("job.input_len", job.input_len)
-    outputs = parse_range("job.output_len", job.output_len or str(config.sampling.max_tokens))
+    default = SamplingParams(**config.sampling.values()).max_tokens
+    outputs = parse_range("job.output_len", job.output_len or str(default))
     if (total := inputs[1] + outputs[1]) > limit:
         raise ConfigError(
             f"job.input_len and job.output_len are {total} tokens, more than serve.max_model_len={limit}; lower one"

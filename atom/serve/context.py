@@ -11,11 +11,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from atom.checkpoint import Tokenizer
-from atom.config import Config
+from atom.config import Config, SamplingParams
 from atom.errors import ConfigError, EngineDeadError, RequestError
 from atom.serve.engine.client import EngineClient, State
 from atom.serve.errors import FieldError, ModelNotFoundError, body_of, shown, status_of
@@ -127,8 +128,10 @@ class Context:
             told = f"the prompt has {num_tokens} tokens; this server takes {most} values (serve.http.max_values)"
             raise FieldError("prompt", f"{told}; shorten it")
 
-    def fit(self, prompt: list[int], max_tokens: int, truncate: int | None = None) -> tuple[list[int], int]:
-        """The prompt, cut at its front where that is asked for, and the tokens that its answer may have."""
+    def fit(
+        self, prompt: list[int], params: SamplingParams, truncate: int | None = None
+    ) -> tuple[list[int], SamplingParams]:
+        """The prompt, cut at its front where that is asked for, and the params with an answer that fits behind it."""
         longest = self.max_input_length
         if truncate is not None:
             prompt = prompt[-truncate:]
@@ -140,7 +143,8 @@ class Context:
                 f"the prompt has {len(prompt)} tokens, and this server takes {longest} "
                 "(max_input_length, max_total_tokens); shorten it or set truncate_prompt_tokens",
             )
-        return prompt, min(max_tokens, self.max_total_tokens - len(prompt))
+        room = min(params.max_tokens, self.max_total_tokens - len(prompt))
+        return prompt, replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
     def report(self, error: Exception) -> dict[str, Any]:
         """The body that tells of an error; what we did not foresee goes to the log."""

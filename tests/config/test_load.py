@@ -761,15 +761,73 @@ def test_keyword_arguments_of_the_engine_are_overrides():
         load(engine_overrides(None, {"max_num_seq": 2}))
 
 
-def test_the_generation_config_counts_only_when_asked_for(write: Write):
+def test_the_generation_config_says_what_nobody_else_does(write: Write):
     stated = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 7, "eos_token_id": 3, "min_p": None}
     path = write(generation=stated)
-    assert load([f"checkpoint={path}"]).sampling.temperature == 1.0
-    sampling = load([f"checkpoint={path}", "sampling.defaults=checkpoint", "sampling.top_k=5"]).sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.6, 0.9, 5, 7)
-    path = write(generation={"do_sample": False})
-    assert load([f"checkpoint={path}", "sampling.defaults=checkpoint"]).sampling.temperature == 0
-    assert load(["sampling.defaults=checkpoint"]).sampling.temperature == 1.0
+    for job in ("serve", "generate"):
+        config = load([f"checkpoint={path}", "sampling.top_k=5", f"job={job}"])
+        sampling = config.sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.6, 0.9, 5, 7)
+        assert (sampling.min_p, sampling.repetition_penalty) == (0.0, 1.0)
+        assert config.generation == {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_tokens": 7}
+    bench = load([f"checkpoint={path}", "job=bench"]).sampling
+    assert (bench.temperature, bench.top_p, bench.max_tokens) == (0.0, 1.0, 128), "a measurement is of the model alone"
+    assert "temperature: 0.6" in show([f"checkpoint={path}"], package="sampling", is_resolved=True)
+
+
+def test_the_generation_config_can_be_left_out(write: Write):
+    given = [f"checkpoint={write(generation={'temperature': 'hot', 'top_k': 20})}", "sampling.defaults=none"]
+    sampling = load(given).sampling
+    assert sampling == load([f"checkpoint={write(folder='silent')}", "sampling.defaults=none"]).sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (1.0, 1.0, 0, None)
+    with pytest.raises(ConfigError, match=r"generation is .* and cannot be set"):
+        load(["+generation.temperature=1"])
+
+
+def test_the_embedded_model_is_sampled_as_its_authors_recommend():
+    sampling = load().sampling
+    assert (sampling.temperature, sampling.top_p) == (0.2, 0.9)
+    sampling = load(["sampling.temperature=0"]).sampling
+    assert (sampling.temperature, sampling.top_p) == (0.0, 0.9)
+
+
+def test_a_checkpoint_that_is_not_to_be_sampled_is_greedy(write: Write):
+    path = write(generation={"do_sample": False, "temperature": 0.6})
+    assert load([f"checkpoint={path}"]).sampling.temperature == 0
+    path = write(generation={"do_sample": True, "temperature": 0.6})
+    assert load([f"checkpoint={path}"]).sampling.temperature == 0.6
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("temperature", "hot", "temperature='hot' is not a number"),
+        ("temperature", -1, "temperature=-1.0 must be a finite number from 0"),
+        ("temperature", math.inf, "temperature=inf must be a finite number from 0"),
+        ("temperature", 10**400, "temperature=inf must be a finite number from 0"),
+        ("top_p", 2, "top_p=2.0 must be a finite number above 0 to 1"),
+        ("top_p", True, "top_p=True is not a number"),
+        ("top_k", 2.5, "top_k=2.5 is not a whole number"),
+        ("top_k", [5], r"top_k=\[5\] is not a whole number"),
+        ("top_k", 1 << 31, "top_k=2147483648 must be a finite number from -1 to 2147483647"),
+        ("min_p", {}, r"min_p=\{\} is not a number"),
+        ("repetition_penalty", 0, "repetition_penalty=0.0 must be a finite number above 0"),
+        ("max_new_tokens", 0, "max_new_tokens=0 must be a finite number from 1 to 2147483647"),
+        ("do_sample", "no", "do_sample='no' is not true or false"),
+        ("do_sample", 0, "do_sample=0 is not true or false"),
+    ],
+)
+def test_an_odd_value_of_the_generation_config_is_refused_by_name(write: Write, key: str, value: Any, told: str):
+    path = write(generation={key: value})
+    with pytest.raises(CheckpointError, match=f"checkpoint: generation_config.json: {told}; .*sampling.defaults=none"):
+        load([f"checkpoint={path}"])
+    assert load([f"checkpoint={path}", "sampling.defaults=none"]).generation == {}
+
+
+def test_null_in_the_generation_config_says_nothing(write: Write):
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "do_sample")
+    config = load([f"checkpoint={write(generation=dict.fromkeys(names))}"])
+    assert (config.generation, config.sampling.temperature, config.sampling.top_k) == ({}, 1.0, 0)
 
 
 def test_a_recipe_gives_way_to_the_users_own(tmp_path: Path):
@@ -938,6 +996,16 @@ def test_numbers_of_numpy_are_numbers():
 
     params = SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3))  # type: ignore[arg-type]
     assert (type(params.temperature), type(params.max_tokens)) == (float, int)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "top_k", "stop_token_ids", "temperature"])
+@pytest.mark.parametrize("value", [10**50, 10**400])
+def test_a_number_that_no_engine_holds_is_refused(name: str, value: int):
+    if (name, value) == ("temperature", 10**50):
+        assert SamplingParams(temperature=value).temperature == 1e50
+        return
+    with pytest.raises(RequestError, match=f"{name}=.* must be a finite number"):
+        SamplingParams(**{name: [value] if name == "stop_token_ids" else value})  # type: ignore[arg-type]
 
 
 def test_a_sampling_value_of_the_command_line_is_a_request_error():

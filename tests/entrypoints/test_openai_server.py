@@ -65,6 +65,9 @@ def test_without_flags_it_listens_where_the_guide_says(serve: Any):
     assert main([]) == 0
     assert (seen[0].serve.http.host, seen[0].serve.http.port) == ("0.0.0.0", 8000)
     assert seen[0].checkpoint is None, "the embedded model"
+    assert seen[0].sampling.max_tokens == 256, "ROCm/ATOM's own default"
+    assert main(["--set", "sampling.max_tokens=null"]) == 0
+    assert seen[1].sampling.max_tokens is None
 
 
 def test_dtype_seed_and_device_are_those_of_the_configuration(serve: Any):

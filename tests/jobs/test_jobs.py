@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,6 +62,21 @@ def test_json_has_one_object_a_prompt(run: Any, checkpoints: Any, references: An
         assert set(answer) == {"prompt", "text", "token_ids", "finish_reason", "num_tokens_input", "num_tokens_output",
                                "ttft", "tpot", "latency"}  # fmt: skip
     assert "KV: " in err
+
+
+def test_what_the_checkpoint_says_of_sampling_counts_where_nobody_else_does(run: Any, checkpoints: Any, tmp_path: Path):
+    folder = shutil.copytree(checkpoints("llama"), tmp_path / "llama")
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 1, "max_new_tokens": 4}')
+    given = [f"checkpoint={folder}", "prompts=[[1,2]]", "job.output=json", "level=1", "sampling.ignore_eos=true"]
+    code, out, err = run(*given)
+    assert (code, json.loads(out)["num_tokens_output"]) == (0, 4)
+    assert "sampling as the checkpoint says: temperature 0.6, top_k 1, max_tokens 4; sampling.defaults=none" in err
+    code, out, err = run(*given, "sampling.max_tokens=3")
+    assert (code, json.loads(out)["num_tokens_output"]) == (0, 3)
+    assert "says: temperature 0.6, top_k 1; " in err
+    code, out, err = run(*given, "sampling.defaults=none")
+    assert (code, json.loads(out)["num_tokens_output"]) == (0, 64)
+    assert "sampling as" not in err
 
 
 def test_a_refused_prompt_is_one_line_and_the_others_are_answered(run: Any, checkpoints: Any):

@@ -41,6 +41,47 @@ def test_a_wrong_method(server: Server):
     assert answer.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize("number", [1 << 31, 10**50, -(10**50)], ids=["2^31", "10^50", "-10^50"])
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        (CHAT, "max_tokens max_completion_tokens top_logprobs"),
+        (COMPLETIONS, "max_tokens logprobs"),
+        *[(path, "n best_of top_k min_tokens prompt_logprobs truncate_prompt_tokens") for path in (CHAT, COMPLETIONS)],
+        *[(path, "priority temperature top_p min_p repetition_penalty") for path in (CHAT, COMPLETIONS)],
+        *[(path, "presence_penalty frequency_penalty") for path in (CHAT, COMPLETIONS)],
+        ("/v1/messages", "max_tokens top_k temperature top_p"),
+    ],
+)
+def test_a_number_that_no_engine_holds_is_refused_by_name(server: Server, path: str, names: str, number: int):
+    whole = {"prompt": "Hello"} if path == COMPLETIONS else {"model": "talker", "max_tokens": 1} | HELLO
+    for name in names.split():
+        answer = asking.post(server, path, whole | {name: number})
+        assert answer.status == 400 and name in answer.error["message"], answer.body
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, HELLO | {"seed": 10**50}),
+        (CHAT, HELLO | {"stop_token_ids": [10**50]}),
+        (CHAT, HELLO | {"logit_bias": {"1": 10**50}}),
+        (CHAT, HELLO | {"logit_bias": {"9" * 50: 1}}),
+        (CHAT, HELLO | {"chat_template_kwargs": {"thinking": 10**50}}),
+        (CHAT, HELLO | {"chat_template_kwargs": {"thinking": 1e50}}),
+        (COMPLETIONS, {"prompt": [10**50]}),
+        ("/tokenize", HELLO | {"chat_template_kwargs": {"thinking": 10**50}}),
+        ("/detokenize", {"tokens": [10**50]}),
+        (
+            "/v1/messages",
+            HELLO | {"model": "talker", "max_tokens": 1, "thinking": {"type": "enabled", "budget_tokens": 10**50}},
+        ),
+    ],
+)
+def test_a_number_inside_that_no_engine_holds_is_refused(server: Server, path: str, body: dict[str, Any]):
+    assert asking.post(server, path, body).status == 400
+
+
 BAD_BODIES = {
     "nothing": (b"", "Content-Type: application/json"),
     "half an object": (b'{"prompt": ', "at character 11"),

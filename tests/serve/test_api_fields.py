@@ -36,6 +36,9 @@ ABC = {"structured_outputs": {"regex": "abcdef"}}  # an answer that is known
 TERSE = {"logit_bias": dict.fromkeys(("197", "198", "201", "220"), -100)}  # no space in JSON
 ENDS = {"logit_bias": {EOS: 100}}  # an answer that ends at once
 
+EFFORT = {"reasoning_effort": "low"}
+PARTS = [{"type": "text", "text": "Good"}, {"type": "text", "text": "night"}]
+
 Row = Callable[[Server], None]
 
 
@@ -51,7 +54,7 @@ def odd(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     )
     tokenizer.save(str(checkpoint / "tokenizer.json"))
     template = folder / "template.jinja"
-    template.write_text("{{ messages | tojson }}{{ tools | tojson }}")
+    template.write_text("{{ messages | tojson }}{{ tools | tojson }}{{ reasoning_effort }}")
     settings = ["serve.enable_prefix_caching=true", "serve.max_num_seqs=1", f"serve.http.chat_template={template}"]
     server = serving.start(checkpoint, folder, *settings)
     yield server
@@ -94,15 +97,40 @@ def refuses(path: str, body: dict[str, Any], param: str, status: int = 400) -> R
 
 
 def is_label(path: str, model: type[schema.Body], field: str, one: dict[str, Any], other: dict[str, Any]) -> Row:
-    """The schema calls it a label, and the answer is the same with another."""
+    """The schema calls it a label or a hint, and the answer is the same with another."""
 
     def check(server: Server) -> None:
-        assert "a label" in str(model.model_fields[field].description)
+        assert str(model.model_fields[field].description).startswith(("a label", "a hint"))
+        is_same(path, one, other)(server)
+
+    return check
+
+
+def is_same(path: str, one: dict[str, Any], other: dict[str, Any]) -> Row:
+    def check(server: Server) -> None:
         first, second = (asking.post(server, path, body) for body in (one, other))
         assert (first.status, second.status) == (200, 200), (first.body, second.body)
         assert essence(first) == essence(second)
 
     return check
+
+
+def tells_template(more: dict[str, Any], num_tokens: int) -> Row:
+    """The prompt of a chat is so many tokens longer for it."""
+
+    def check(server: Server) -> None:
+        plain, longer = (tokens_in(asking.post(server, CHAT, body)) for body in (TALK, TALK | more))
+        assert longer - plain == num_tokens
+
+    return check
+
+
+def hints(field: str, one: Any, other: Any) -> Row:
+    """A field of a chat that is a label or a hint: the answer is that without it."""
+    return both(
+        is_label(CHAT, schema.ChatRequest, field, TALK | {field: one}, TALK | {field: other}),
+        is_same(CHAT, TALK, TALK | {field: one}),
+    )
 
 
 def both(*rows: Row) -> Row:
@@ -115,7 +143,9 @@ def both(*rows: Row) -> Row:
 
 def essence(answer: Answer) -> Any:
     """What an answer says: no ids, no times."""
-    if not isinstance(answer.body, dict) or "choices" not in answer.body:
+    if isinstance(answer.body, str):
+        return [event["choices"] for event in events_of(answer)]
+    if "choices" not in answer.body:
         return answer.body
     told = json.loads(json.dumps(answer.choices))
     for choice in told:
@@ -488,8 +518,51 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             reads_differ(CHAT, TALK, TALK | {"chat_template_kwargs": {"enable_thinking": False}}, tokens_in),
             refuses(CHAT, TALK | {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
         ),
+        "reasoning_effort": both(
+            tells_template(EFFORT, len("low")),
+            tells_template(EFFORT | {"chat_template_kwargs": {"reasoning_effort": "fully"}}, len("fully")),
+            refuses(CHAT, TALK | {"reasoning_effort": "huge"}, "reasoning_effort"),
+        ),
+        "modalities": both(
+            is_same(CHAT, TALK, TALK | {"modalities": ["text"]}),
+            refuses(CHAT, TALK | {"modalities": ["text", "audio"]}, "modalities"),
+            refuses(CHAT, TALK | {"modalities": []}, "modalities"),
+        ),
+        "prediction": both(
+            hints("prediction", {"type": "content", "content": "Hello"}, {"type": "content", "content": PARTS}),
+            refuses(CHAT, TALK | {"prediction": {"type": "file", "content": "Hello"}}, "prediction"),
+        ),
+        "verbosity": both(hints("verbosity", "low", "high"), refuses(CHAT, TALK | {"verbosity": "no"}, "verbosity")),
+        "store": hints("store", True, False),
+        "metadata": both(
+            hints("metadata", {"team": "a"}, {str(number): "b" for number in range(16)}),
+            refuses(CHAT, TALK | {"metadata": {"team": 1}}, "metadata"),
+            refuses(CHAT, TALK | {"metadata": {str(number): "b" for number in range(17)}}, "metadata"),
+        ),
+        "service_tier": hints("service_tier", "auto", "priority"),
+        "safety_identifier": hints("safety_identifier", "a", "b"),
+        "prompt_cache_key": hints("prompt_cache_key", "a", "b"),
+        "prompt_cache_retention": hints("prompt_cache_retention", "in_memory", "24h"),
+        "prompt_cache_options": hints("prompt_cache_options", {"mode": "implicit"}, {"ttl": "30m"}),
+    },
+    schema.Prediction: {
+        "type": refuses(CHAT, TALK | {"prediction": {"type": "file", "content": "Hello"}}, "prediction"),
+        "content": is_label(
+            CHAT,
+            schema.Prediction,
+            "content",
+            TALK | {"prediction": {"type": "content", "content": "Hello"}},
+            TALK | {"prediction": {"type": "content", "content": PARTS}},
+        ),
     },
     schema.StreamOptions: {
+        "include_obfuscation": is_label(
+            COMPLETIONS,
+            schema.StreamOptions,
+            "include_obfuscation",
+            COMPLETION | {"stream": True, "stream_options": {"include_obfuscation": True}},
+            COMPLETION | {"stream": True, "stream_options": {"include_obfuscation": False}},
+        ),
         "include_usage": makes(
             COMPLETIONS,
             COMPLETION | {"stream": True, "stream_options": {"include_usage": False}},
@@ -497,7 +570,7 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             has_usage,
             False,
             True,
-        )
+        ),
     },
     schema.ResponseFormat: {
         "type": makes(
@@ -660,7 +733,7 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
 }
 
 # those that the other server shows
-AT_ODD = {"cache_salt", "priority", "add_special_tokens"} | {
+AT_ODD = {"cache_salt", "priority", "add_special_tokens", "reasoning_effort"} | {
     f"{model.__name__}.{name}"
     for model in (schema.ChatMessage, schema.ToolCallMessage, schema.Function)
     for name in model.model_fields
@@ -674,6 +747,27 @@ def test_a_field_does_what_it_says(name: str, request: pytest.FixtureRequest):
     is_odd = bool({name, field} & AT_ODD)
     server: Server = request.getfixturevalue("odd" if is_odd else "server")
     ROWS[getattr(schema, model)][field](server)
+
+
+def test_a_template_that_knows_no_effort_is_not_told_of_it(server: Server):
+    is_same(CHAT, TALK, TALK | EFFORT)(server)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"audio": {"format": "wav", "voice": "ash"}},
+        {"functions": [{"name": "f"}]},
+        {"function_call": "auto"},
+        {"web_search_options": {}},
+        {"moderation": {"model": "m"}},
+        {"modalities": ["audio"]},
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+    ],
+    ids=lambda more: next(reversed(more)),
+)
+def test_what_would_change_an_answer_and_is_not_built_is_refused_by_name(server: Server, more: dict[str, Any]):
+    refuses(CHAT, TALK | more, next(reversed(more)))(server)
 
 
 def test_every_field_of_every_body_has_a_row():

@@ -10,7 +10,7 @@ import asking
 import openai
 import pydantic
 import pytest
-from serving import Server
+from serving import Server, Start
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
 TALK: dict[str, Any] = {"model": "talker", "messages": MESSAGES, "temperature": 0, "max_tokens": 16}
@@ -62,6 +62,58 @@ def test_a_chat_is_streamed(client: openai.OpenAI):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
     assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 16
+
+
+def test_labels_and_hints_are_taken_and_change_nothing(client: openai.OpenAI):
+    told = client.chat.completions.create(
+        **TALK,
+        store=True,
+        metadata={"team": "a"},
+        service_tier="priority",
+        safety_identifier="somebody",
+        prompt_cache_key="key",
+        prompt_cache_retention="24h",
+        user="somebody",
+        verbosity="low",
+        modalities=["text"],
+        prediction={"type": "content", "content": [{"type": "text", "text": "Hello"}]},
+        parallel_tool_calls=False,
+        reasoning_effort="low",
+    )
+    plain = client.chat.completions.create(**TALK)
+    assert told.choices == plain.choices
+    options: Any = {"include_usage": True, "include_obfuscation": True}
+    chunks = list(client.chat.completions.create(**TALK, stream=True, stream_options=options))
+    said = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert said == plain.choices[0].message.content
+    with pytest.raises(openai.BadRequestError, match="modalities"):
+        client.chat.completions.create(**TALK, modalities=["text", "audio"])
+
+
+def test_a_cache_key_shares_the_cache_that_a_salt_parts(start_server: Start):
+    server = start_server("serve.enable_prefix_caching=true")
+    asked: Any = TALK | {"messages": [{"role": "user", "content": "Hello" * 20}]}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+
+        def num_cached(**more: Any) -> int:
+            usage = client.chat.completions.create(**asked, **more).usage
+            assert usage is not None and usage.prompt_tokens_details is not None
+            return usage.prompt_tokens_details.cached_tokens or 0
+
+        assert num_cached(prompt_cache_key="a") == 0
+        assert num_cached(prompt_cache_key="b") > 0
+        assert num_cached(prompt_cache_key="b", extra_body={"cache_salt": "a"}) == 0
+
+
+def test_without_max_tokens_a_chat_fills_the_context_and_a_completion_has_16(start_server: Start):
+    server = start_server("serve.max_model_len=128", "sampling.max_tokens=null")
+    ongoing: dict[str, Any] = {"model": "talker", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        chat = client.chat.completions.create(messages=MESSAGES, **ongoing)
+        completion = client.completions.create(prompt="Hello", **ongoing)
+    assert (chat.choices[0].finish_reason, completion.choices[0].finish_reason) == ("length", "length")
+    assert chat.usage is not None and chat.usage.total_tokens == 128
+    assert completion.usage is not None and completion.usage.completion_tokens == 16
 
 
 def test_a_completion_is_streamed(client: openai.OpenAI):

@@ -65,7 +65,7 @@ class MessageAnswer:
         prompt = asked.conversation.tokens
         if len(prompt) > (longest := context.max_input_length):
             raise FieldError("messages", f"prompt is too long: {len(prompt)} tokens > {longest} maximum")
-        prompt, params.max_tokens = context.fit(prompt, params.max_tokens)
+        prompt, params = context.fit(prompt, params)
         user = body.metadata.user_id if body.metadata else None
         request.state.log |= {"model": self._model, "user": user, "id": self._id}
         stream = context.client.submit([prompt], [params], id=self._id)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from atom.serve.openai.schema import Body, JSONObject, List, Text
+from atom.serve.openai.schema import Body, Count, Int32, JSONObject, List, Positive, Text
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -125,7 +125,7 @@ class Thinking(Body):
     """Sets what the model's template calls enable_thinking or thinking; without it the template decides."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = Field(None, description="is refused: max_tokens alone limits an answer")
+    budget_tokens: Int32 | None = Field(None, description="is refused: max_tokens alone limits an answer")
 
 
 class Metadata(Body):
@@ -145,10 +145,10 @@ class CountRequest(Body):
 
 
 class MessagesRequest(CountRequest):
-    max_tokens: int = Field(ge=1)
+    max_tokens: Positive
     stop_sequences: List[Annotated[Text, Field(min_length=1)]] | None = None
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=100, description="0: greedy")
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=1 << 31, description="0: all")
+    top_k: Count | None = Field(None, description="0: all")
     metadata: Metadata | None = None

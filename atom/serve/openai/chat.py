@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +40,14 @@ def routes(context: Context) -> APIRouter:
     return router
 
 
+def template_kwargs(context: Context, body: ChatRequest) -> dict[str, Any]:
+    """What the template is told beside the messages: of reasoning_effort only where it reads that."""
+    given = body.chat_template_kwargs or {}
+    if body.reasoning_effort is None or "reasoning_effort" not in context.need_tokenizer().template_variables():
+        return given
+    return {"reasoning_effort": body.reasoning_effort} | given
+
+
 class Chat:
     def __init__(self, context: Context, body: ChatRequest) -> None:
         self._context, self._body = context, body
@@ -56,8 +63,7 @@ class Chat:
                 "messages", "messages is missing" if body.messages is None else "messages and prompt are one"
             )
         talk, params, conversation = await context.in_thread(self._ask)
-        prompt, room = context.fit(conversation.tokens, params.max_tokens, body.truncate_prompt_tokens)
-        params = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+        prompt, params = context.fit(conversation.tokens, params, body.truncate_prompt_tokens)
         request.state.log |= {"model": self._model, "user": body.user, "id": self._id}
         salt = (body.cache_salt or "").encode()
         stream = context.client.submit([prompt], [params], id=self._id, salt=salt, priority=body.priority or 0)
@@ -91,7 +97,7 @@ class Chat:
             context,
             body.messages or body.prompt or [],
             talk.tools,
-            body.chat_template_kwargs,
+            template_kwargs(context, body),
             body.truncate_prompt_tokens,
         )
         return talk, params, conversation

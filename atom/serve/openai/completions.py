@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -82,9 +81,8 @@ class Completion:
         if num_bytes > most and len(given) > 1:
             told = f"the stop strings, biases, schema or grammar of {len(given)} prompts are {num_bytes} bytes in all"
             raise RequestError(f"{told}, more than {most} (serve.http.max_body); send fewer prompts")
-        fits = [context.fit(self._encode(one), params.max_tokens, body.truncate_prompt_tokens) for one in given]
-        prompts = [prompt for prompt, _ in fits]
-        each = [replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room)) for _, room in fits]
+        fits = [context.fit(self._encode(one), params, body.truncate_prompt_tokens) for one in given]
+        prompts, each = [prompt for prompt, _ in fits], [fitted for _, fitted in fits]
         if body.echo:
             self._echoes = [self._echo(one, prompt) for one, prompt in zip(given, prompts, strict=True)]
         return prompts, each

@@ -5,7 +5,6 @@ params = sampling_params(body, config)        # FieldError names the field that 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from atom.errors import RequestError
 from atom.serve.errors import FieldError, shown
 from atom.serve.openai.schema import ChatRequest, CompletionRequest, Generation
 
+COMPLETION_TOKENS = 16  # of an answer where nobody says; OpenAI's default
 SAME_NAMES = (
     "temperature",
     "top_p",
@@ -33,11 +33,17 @@ SAME_NAMES = (
 
 
 def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingParams:
-    """The values of a body, the configuration's `sampling` where it has none; `more` goes before both."""
-    names = [each.name for each in dataclasses.fields(SamplingParams)]
-    values = {name: getattr(config.sampling, name) for name in names}
+    """The values of a body, the configuration's `sampling` where it has none; `more` goes before both.
+
+    `Context.fit` cuts max_tokens to what remains of the context, which is what a chat has where nobody says.
+    """
+    longest = COMPLETION_TOKENS if isinstance(body, CompletionRequest) else config.serve.max_model_len
+    values = {"max_tokens": longest} | config.sampling.values()
     values |= {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
     values["max_tokens"] = asked_tokens(body) or values["max_tokens"]
+    values |= more
+    if body.min_tokens is None:
+        values["min_tokens"] = min(values["min_tokens"], values["max_tokens"])  # a default gives way
     if body.stop is not None:
         values["stop_strings"] = [body.stop] if isinstance(body.stop, str) else body.stop
     if body.logit_bias is not None:
@@ -51,7 +57,7 @@ def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingPa
     values["logprobs"] = num_logprobs
     check_limits(values, body, config)
     try:
-        return SamplingParams(**values | more)
+        return SamplingParams(**values)
     except RequestError as error:
         if form is None:
             raise

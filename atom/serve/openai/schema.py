@@ -20,7 +20,10 @@ MAX_FIELDS = 100  # of an object that has named ones
 MAX_TOKENS = 1024  # that one request names to be biased, or to stop at
 INT_LIMITS = (-(1 << 63), 1 << 64)  # what a message to the engine can hold
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
+TokenId = Count
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 T = TypeVar("T")
 List = Annotated[list[T], Field(fail_fast=True)]  # the first wrong item is told, not a million of them
@@ -40,8 +43,11 @@ def at_most(most: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-TemplateKwargs = Annotated[dict[Word, bool | int | float | Word], at_most(MAX_FIELDS)]
+Number = Annotated[float, Field(ge=-(1 << 31), lt=1 << 31)]
+TemplateKwargs = Annotated[dict[Word, bool | Int32 | Number | Word], at_most(MAX_FIELDS)]
 Biases = Annotated[dict[Word, Annotated[float, Field(ge=-100, le=100)]], at_most(MAX_TOKENS)]
+LABEL = "a label: the answer does not depend on it"
+HINT = "a hint: the answer does not depend on it"
 
 
 def plain_json(value: Any) -> Any:
@@ -93,11 +99,12 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool | None = Field(None, description="a last event with the usage, and usage: null in the others")
+    include_obfuscation: bool | None = Field(None, description=HINT)
 
 
 class JSONSchema(Body):
-    name: str = Field(max_length=64, description="a label: the answer does not depend on it")
-    description: Text | None = Field(None, description="a label: the answer does not depend on it")
+    name: str = Field(max_length=64, description=LABEL)
+    description: Text | None = Field(None, description=LABEL)
     schema_: JSONObject = Field(alias="schema")
     strict: bool | None = Field(None, description="a label: an answer always keeps to its schema")
 
@@ -123,9 +130,9 @@ class Generation(Body):
     model: str | None = Field(None, description="one of the served names; the first is meant where there is none")
     temperature: float | None = Field(None, ge=0, le=100, description="0: greedy")
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=1 << 31, description="0 or -1: all")
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="0 or -1: all")
     min_p: float | None = Field(None, ge=0, le=1)
-    min_tokens: int | None = Field(None, ge=0, le=1 << 31, description="no end before as many")
+    min_tokens: Count | None = Field(None, description="no end before as many")
     stop: Stop | List[Stop] | None = None
     include_stop_str_in_output: bool | None = None
     stop_token_ids: List[TokenId] | None = Field(None, max_length=MAX_TOKENS)
@@ -134,18 +141,18 @@ class Generation(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    n: int | None = Field(None, ge=1)
-    best_of: int | None = Field(None, ge=1, description="answers made, of which the n most likely are returned")
-    prompt_logprobs: int | None = Field(None, ge=0)
+    n: Positive | None = None
+    best_of: Positive | None = Field(None, description="answers made, of which the n most likely are returned")
+    prompt_logprobs: Count | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: Biases | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=1, description="the last tokens of the prompt that count")
+    truncate_prompt_tokens: Positive | None = Field(None, description="the last tokens of the prompt that count")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=1024, description="shares cached prefixes only with its equals"
     )
-    priority: int | None = Field(None, ge=-(1 << 31), lt=1 << 31, description="lower ones go first")
+    priority: Int32 | None = Field(None, description="lower ones go first")
     user: str | None = Field(None, max_length=1024, description="goes to the log")
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -157,8 +164,8 @@ class CompletionRequest(Generation):
     prompt: Text | List[Text] | List[TokenId] | List[List[TokenId]] = Field(
         description="all that the model reads: where a text spells a special token, it is that token"
     )
-    max_tokens: int | None = Field(None, ge=0, description="0 is for echo")
-    logprobs: int | None = Field(None, ge=0, description="most likely tokens to report at each place")
+    max_tokens: Count | None = Field(None, description="16 where the server says nothing; 0 is for echo")
+    logprobs: Count | None = Field(None, description="most likely tokens to report at each place")
     echo: bool | None = Field(None, description="the text begins with the prompt")
     suffix: None = None
 
@@ -177,7 +184,7 @@ class ToolCallMessage(Body):
     id: str = Field(max_length=256)
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = Field(None, description="the place among the message's calls")
+    index: Int32 | None = Field(None, description="the place among the message's calls")
 
 
 class ChatMessage(Body):
@@ -214,17 +221,35 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class Prediction(Body):
+    type: Literal["content"]
+    content: Text | List[TextPart] = Field(description=HINT)
+
+
 class ChatRequest(Generation):
     messages: List[ChatMessage] | None = Field(None, min_length=1)
     prompt: List[ChatMessage] | None = Field(None, min_length=1, description="another name of messages")
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1, description="counts before max_tokens")
+    max_tokens: Positive | None = Field(None, description="what remains of the context where the server says nothing")
+    max_completion_tokens: Positive | None = Field(None, description="counts before max_tokens")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: Count | None = None
     tools: List[Tool] | None = Field(None, max_length=512)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     chat_template_kwargs: TemplateKwargs | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="is told to a chat template that knows it, a hint to others"
+    )
+    modalities: List[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description=HINT)
+    prediction: Prediction | None = Field(None, description=HINT)
+    store: bool | None = Field(None, description=LABEL)
+    metadata: dict[Word, Word] | None = Field(None, max_length=16, description=LABEL)
+    service_tier: Word | None = Field(None, description=LABEL)
+    safety_identifier: Word | None = Field(None, description=LABEL)
+    prompt_cache_key: Word | None = Field(None, description=f"{HINT}, and cache_salt alone separates caches")
+    prompt_cache_retention: Word | None = Field(None, description=HINT)
+    prompt_cache_options: JSONObject | None = Field(None, description=HINT)
 
 
 class TokenizeRequest(Body):

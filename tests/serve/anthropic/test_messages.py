@@ -45,6 +45,11 @@ def words(message: Any) -> str:
     return "".join(block.text for block in message.content)
 
 
+def test_max_tokens_that_no_engine_holds_are_refused(client: anthropic.Anthropic):
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        client.messages.create(**ASK | {"max_tokens": 10**50}, timeout=60)
+
+
 def test_an_answer_says_what_the_chat_route_says(client: anthropic.Anthropic, server: Server):
     message = client.messages.create(**ASK, **QUIET, **GREEDY, system="Be brief.")
     messages = [{"role": "system", "content": "Be brief."}, *ASK["messages"]]

@@ -56,6 +56,16 @@ THOUGHT = Said(["<think>", "\nHm", ".\n</think>\n", "\nOne", " moment.\n", CALL[
 HI = Said(["Hi"])
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/chat/completions"])
+def test_a_default_of_min_tokens_is_cut_to_what_an_answer_may_have(ask: Asker, path: str):
+    overrides = ("sampling.min_tokens=90", "serve.max_model_len=100")
+    _, (short,) = ask(Said(["a"]), ASK, *overrides, path=path)
+    assert (short.params.max_tokens, short.params.min_tokens) == (24, 24)
+    _, (long,) = ask(Said(["a"]), ASK | {"max_tokens": 1000}, *overrides, path=path)
+    room = 100 - len(long.prompt)
+    assert room < 90 and (long.params.max_tokens, long.params.min_tokens) == (room, room)
+
+
 def test_thinking_text_and_calls_are_blocks(ask: Asker):
     response, seen = ask(THOUGHT, {**ASK, "tools": [TOOL]})
     body = response.json()

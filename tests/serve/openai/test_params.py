@@ -8,7 +8,7 @@ import pytest
 from atom.config import Config, load
 from atom.serve.errors import FieldError
 from atom.serve.openai.params import sampling_params
-from atom.serve.openai.schema import ChatRequest, CompletionRequest
+from atom.serve.openai.schema import ChatRequest, CompletionRequest, Generation
 
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -36,6 +36,25 @@ def test_what_a_body_leaves_out_is_the_configurations(config: Config):
 def test_max_completion_tokens_counts_before_max_tokens(config: Config):
     assert sampling_params(chat(max_tokens=5, max_completion_tokens=9), config).max_tokens == 9
     assert sampling_params(chat(max_tokens=5), config).max_tokens == 5
+
+
+def test_without_max_tokens_a_chat_has_what_the_context_holds_and_a_completion_16(talker: Path):
+    config = load([f"checkpoint={talker}", "serve.max_model_len=100"])
+    assert sampling_params(chat(), config).max_tokens == 100, "Context.fit takes the prompt's off"
+    assert sampling_params(completion(), config).max_tokens == 16
+    assert sampling_params(completion(max_tokens=50), config).max_tokens == 50
+    config = load([f"checkpoint={talker}", "sampling.max_tokens=7"])
+    assert {sampling_params(body, config).max_tokens for body in (chat(), completion())} == {7}
+
+
+def test_a_default_of_min_tokens_gives_way_to_a_short_answer(talker: Path):
+    config = load([f"checkpoint={talker}", "sampling.min_tokens=20"])
+    assert sampling_params(chat(), config).min_tokens == 20
+    assert sampling_params(chat(max_tokens=5), config).min_tokens == 5
+    assert sampling_params(completion(), config).min_tokens == 16
+    assert sampling_params(Generation(), config, max_tokens=3).min_tokens == 3, "Anthropic's"
+    with pytest.raises(FieldError, match="min_tokens=6 is more than max_tokens=5"):
+        sampling_params(chat(min_tokens=6, max_tokens=5), config)
 
 
 def test_a_stop_string_is_a_list_of_one(config: Config):

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pydantic
 import pytest
 
+from atom.serve.anthropic import schema as messages_schema
+from atom.serve.openai import schema
 from atom.serve.openai.schema import ChatRequest, CompletionRequest, find_fault
 
 
@@ -41,6 +44,31 @@ def test_json_that_cannot(value: Any, reason: str):
 
 def test_json_that_no_stack_would_hold_cannot():
     assert "100 levels" in (find_fault(nested(100_000)) or "")
+
+
+BODIES = [schema.ChatRequest, schema.CompletionRequest, schema.TokenizeRequest, schema.DetokenizeRequest]
+
+
+@pytest.mark.parametrize("body", [*BODIES, messages_schema.MessagesRequest, messages_schema.CountRequest])
+def test_every_number_of_every_body_has_limits_that_the_engine_holds(body: type[pydantic.BaseModel]):
+    found = list(numbers(body.model_json_schema()))
+    for name, value in found:
+        low = value.get("minimum", value.get("exclusiveMinimum"))
+        high = value.get("maximum", value.get("exclusiveMaximum"))
+        most = 1 << (63 if name == "seed" else 31)
+        assert low is not None and high is not None and -most <= low < high <= most, name
+        assert "maximum" not in value or high < most, name
+    assert found or body is messages_schema.CountRequest
+
+
+def numbers(value: Any, name: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The schemas of numbers, with the name of the field that they are of."""
+    if isinstance(value, dict) and value.get("type") in ("integer", "number"):
+        yield name, value
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield from numbers(inner, name if key in ("anyOf", "items", "additionalProperties") else key)
+    for inner in value if isinstance(value, list) else ():
+        yield from numbers(inner, name)
 
 
 MANY = 100_000

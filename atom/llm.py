@@ -220,9 +220,9 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
         runner, num_blocks = open_device(compiled, tensors, config, progress)
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
     scheduler = Scheduler(cache, run_ahead=runner.run_ahead, **_limits(config))
-    print(_describe_pool(kinds, num_blocks, config), file=sys.stderr)
+    print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
     if told := _describe_sampling(config):
-        print(told, file=sys.stderr)
+        print(f"atom-run: {told}", file=sys.stderr)
     return Engine(
         runner,
         scheduler,
@@ -268,7 +268,7 @@ def mtp_patterns(model: ModelConfig) -> List[str]:
 
 
 def plan_kv(kinds: List[CacheKind], config: Config, left: int | None = None) -> dict[str, int]:
-    """Blocks of the KV pool by cache kind. CapacityError where they hold no sequence of max_model_len.
+    """Blocks of the KV pool by cache kind. CapacityError or ConfigError where they hold no sequence of max_model_len.
 
     left: bytes that a GPU has for it; None: what serve.kv_cache_memory says
     """

@@ -268,16 +268,24 @@ def test_a_recipe_keeps_the_name_of_a_file_of_keys(job: Any, capsys: Any):
         ([], "@keys.txt", "@keys.txt"),
     ],
 )
+@pytest.mark.parametrize("name", ["ATOM_API_KEYS", "VLLM_API_KEY"])
 def test_cfg_hides_keys(
-    flags: list[str], said: list[str], environment: str | None, shown: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    flags: list[str],
+    said: list[str],
+    environment: str | None,
+    shown: str,
+    name: str,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.delenv("ATOM_API_KEYS", raising=False)
+    for each in ("ATOM_API_KEYS", "VLLM_API_KEY"):
+        monkeypatch.delenv(each, raising=False)
     if environment is not None:
-        monkeypatch.setenv("ATOM_API_KEYS", environment)
+        monkeypatch.setenv(name, environment)
     assert main(["--cfg", *flags, *said]) == 0
     out = capsys.readouterr().out
     assert "sesame" not in out
-    assert shown in out or (flags == ["job"] and "${oc.env:ATOM_API_KEYS,null}" in out)
+    assert shown in out or (flags == ["job"] and "${oc.env:ATOM_API_KEYS,${oc.env:VLLM_API_KEY,null}}" in out)
 
 
 @pytest.mark.parametrize("flag", ["--cfg=all", "--info=all"])

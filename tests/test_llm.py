@@ -417,11 +417,16 @@ def test_a_bad_prompt_is_refused_and_disturbs_nobody(open_engine: Open, prompt: 
     )
 
 
-def test_what_the_pool_can_never_hold_is_refused(open_engine: Open):
-    engine = open_engine("llama", num_kvcache_blocks=4, block_size=4, max_model_len=200)
-    with pytest.raises(RequestError):
-        engine.generate([tiny.prompt(20)], GREEDY)
-    assert engine.is_finished()
+def test_a_pool_of_too_few_blocks_for_the_longest_sequence_is_refused_with_what_to_set(open_engine: Open):
+    with pytest.raises(ConfigError) as refused:
+        open_engine("llama", num_kvcache_blocks=49, block_size=4, max_model_len=200)
+    assert str(refused.value) == (
+        "serve.num_kvcache_blocks=49 hold no sequence of serve.max_model_len=200, which takes 50 blocks of 4 tokens: set "
+        "serve.num_kvcache_blocks=50 or more, or serve.max_model_len=196 or less"
+    )
+    engine = open_engine("llama", num_kvcache_blocks=50, block_size=4, max_model_len=200)
+    (answer,) = engine.generate([tiny.prompt(180)], SamplingParams(max_tokens=20, ignore_eos=True))
+    assert answer["num_tokens_output"] == 20, "which is what they hold"
 
 
 def test_bad_arguments_say_what_to_give(open_engine: Open):

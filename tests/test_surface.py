@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -156,7 +157,7 @@ def test_the_groups_jobs_and_commands():
     assert set(JOBS) == groups["job"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"atom-run": "atom.cli:main"}
-    assert set(project["project"]["optional-dependencies"]) == {"amd", "bench", "dev", "structured"}
+    assert set(project["project"]["optional-dependencies"]) == {"bench", "cuda", "dev", "structured"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -170,6 +171,26 @@ def test_the_flags_of_the_commands_of_others(command: str, capsys: pytest.Captur
 def test_the_environment_variables_that_conf_reads():
     texts = [path.read_text() for path in (ROOT / "conf").rglob("*.yaml")]
     assert {name for text in texts for name in re.findall(r"oc\.env:(\w+)", text)} == ENVIRONMENT
+
+
+def test_what_the_sources_import_is_what_they_depend_on():
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [each for name, some in found["optional-dependencies"].items() if name != "dev" for each in some]
+    stated = {re.match(r"[\w.-]+", each)[0] for each in [*found["dependencies"], *extras]}  # type: ignore[index]
+    names = {
+        name.split(".")[0]
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([each.name for each in node.names] if isinstance(node, ast.Import) else [node.module or "atom"])
+    }
+    known = importlib.metadata.packages_distributions()
+    used = {known.get(name, [name])[0] for name in names - set(sys.stdlib_module_names) - {"atom"}}
+    assert {each.lower().replace("_", "-") for each in used | {"httptools"}} == {
+        each.lower().replace("_", "-") for each in stated
+    }
+    private = {"hydra-core", "uvicorn", "triton"}
+    assert all("<" in each for each in [*found["dependencies"], *extras] if re.split("[<>]", each)[0] in private)
 
 
 def test_a_wheel_carries_every_package():

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import os
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
@@ -47,7 +48,7 @@ class Measurement:
 def run_loop(work: Coroutine[Any, Any, T]) -> T:
     """Run on uvloop where there is one: it costs half of asyncio's own loop."""
     factory = asyncio.new_event_loop
-    if sys.platform != "win32":
+    if importlib.util.find_spec("uvloop") is not None:
         import uvloop
 
         factory = uvloop.new_event_loop

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
-from atom.errors import CapacityError
+from atom.errors import CapacityError, ConfigError
 from atom.runtime.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache, pack
 from atom.runtime.types import CacheKind, Sequence
 
@@ -45,7 +45,8 @@ def plan_memory(
     """Blocks by cache kind, with block 0, of pools that take `memory_bytes` together or have `num_blocks` without it.
 
     All kinds get equally many, but a window kind no more than `max_num_seqs` windows and a step can fill.
-    Raises CapacityError where `memory_bytes` do not hold one sequence of `max_model_len`; room: what to say of them.
+    Where they do not hold one sequence of `max_model_len`: CapacityError for `memory_bytes`, ConfigError for
+    `num_blocks`; room: what to say of the memory.
     """
     step_blocks = -(-max_num_batched_tokens // block_size)
     useful = {
@@ -64,10 +65,17 @@ def plan_memory(
     def size(blocks: Mapping[str, int]) -> int:
         return sum(blocks[kind.name] * block_size * kind.bytes_per_token for kind in kinds)
 
-    if num_blocks is not None:
-        return equal(num_blocks)
-    assert memory_bytes is not None, "plan_memory needs memory_bytes or num_blocks"
     least = alone(max_model_len)
+    if num_blocks is not None:
+        given, needed = equal(num_blocks), max(least.values()) - 1
+        if any(given[name] < blocks for name, blocks in least.items()):
+            raise ConfigError(
+                f"serve.num_kvcache_blocks={num_blocks} hold no sequence of serve.max_model_len={max_model_len}, which "
+                f"takes {needed} blocks of {block_size} tokens: set serve.num_kvcache_blocks={needed} or more, or "
+                f"serve.max_model_len={num_blocks * block_size} or less"
+            )
+        return given
+    assert memory_bytes is not None, "plan_memory needs memory_bytes or num_blocks"
     if size(least) > memory_bytes:
         length = bisect_right(range(1, max_model_len), memory_bytes, key=lambda length: size(alone(length)))
         raise CapacityError(

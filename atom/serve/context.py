@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from atom.checkpoint import Tokenizer
+from atom.checkpoint import SILENT, RichProgress, Tokenizer, WatchedProgress
 from atom.config import Config, SamplingParams
 from atom.errors import ConfigError, EngineDeadError, RequestError
 from atom.serve.engine.client import EngineClient, State
@@ -39,6 +40,8 @@ class Context:
         self.names = served_names(config)
         self.tokenizer: Tokenizer | None = None  # before `is_ready`, and where the checkpoint has none
         self.has_tokenizer = asyncio.Event()  # it is known whether there is one
+        # a terminal has one line for bars, which is the engine's
+        self.progress = WatchedProgress(SILENT if sys.stderr.isatty() else RichProgress())
         self._threads = ThreadPoolExecutor(NUM_THREADS, "text")
 
     @property
@@ -48,8 +51,9 @@ class Context:
 
     @property
     def doing(self) -> str:
-        """What there is to wait for while the state is loading."""
-        return "opening the tokenizer" if self.client.ready.is_set() else self.client.doing
+        """What there is to wait for while the state is loading: the engine's start, and a download of this process."""
+        engine = "opening the tokenizer" if self.client.ready.is_set() else self.client.doing
+        return "; ".join(filter(None, (engine, self.progress.doing)))
 
     @property
     def max_total_tokens(self) -> int:

@@ -24,7 +24,7 @@ from typing import Any
 
 import uvicorn
 
-from atom.checkpoint import SILENT, Tokenizer
+from atom.checkpoint import Tokenizer
 from atom.config import Config
 from atom.config.checkpoint import open_for
 from atom.errors import (
@@ -216,7 +216,7 @@ class Server:
     def _open_tokenizer(self, loop: asyncio.AbstractEventLoop) -> None:
         """The tokenizer, while the engine loads the weights, which finds too what is wrong with it."""
         try:
-            checkpoint = open_for(self._config, SILENT, weights=False)
+            checkpoint = open_for(self._config, self._context.progress, weights=False)
             try:
                 tokenizer = checkpoint.tokenizer(trust_remote_code=self._config.trust_remote_code)
             finally:

@@ -219,7 +219,11 @@ def test_keys_come_from_a_list_a_file_or_the_environment(tmp_path: Path, monkeyp
     assert read_keys(f"@{file}") == ["a", "b", "f#g"]
     monkeypatch.setenv("ATOM_API_KEYS", "from-outside")
     assert load([]).serve.http.api_keys == "from-outside"
+    monkeypatch.setenv("VLLM_API_KEY", "from-vllm")
+    assert load([]).serve.http.api_keys == "from-outside"
     monkeypatch.delenv("ATOM_API_KEYS")
+    assert load([]).serve.http.api_keys == "from-vllm"
+    monkeypatch.delenv("VLLM_API_KEY")
     assert load([]).serve.http.api_keys is None
 
 

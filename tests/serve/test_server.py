@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+
+import pytest
+import uvloop
+
+from atom.serve.server import find_loop, is_loopback, listen, run_loop
+
+
+def test_without_uvloop_the_loop_is_asyncios(monkeypatch: pytest.MonkeyPatch):
+    assert find_loop() is uvloop.new_event_loop
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvloop" else find(name))
+    kept = logging.getLogger("atom").handlers, logging.getLogger().handlers
+
+    async def serve() -> int:
+        assert type(asyncio.get_running_loop()).__module__.startswith("asyncio")
+        return 7
+
+    try:
+        assert run_loop(serve, "text") == 7
+    finally:
+        logging.getLogger("atom").handlers, logging.getLogger().handlers = kept
+        logging.getLogger("atom").propagate = True
+        logging.captureWarnings(False)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"), [("127.0.0.1", True), ("localhost", True), ("0.0.0.0", False), ("127.1.2.3", True)]
+)
+def test_who_reaches_an_address(host: str, expected: bool):
+    with listen(host, 0) as listening:
+        assert is_loopback(listening) is expected

@@ -31,6 +31,7 @@ MAX_LEXER_STATES = 50_000  # of one sequence; one takes 1 or 2 kB
 STEP_FUEL = 100_000  # work on one mask: some 10 ms
 COMPILE_SECONDS = 5.0
 NUM_KEPT = 32  # compiled grammars
+MAX_KEPT = 1 << 18  # characters of these; compiled, one takes up to 200 bytes
 SPACE = (
     r"[ \t\n\r]{1,64}"  # between the parts of a JSON text: a model may indent it, and not go on with spaces for ever
 )
@@ -107,7 +108,7 @@ class GrammarCompiler:
         matcher = self._build(grammar)
         with self._lock:
             self._known[grammar] = matcher
-            while len(self._known) > NUM_KEPT:
+            while len(self._known) > NUM_KEPT or (len(self._known) > 1 and sum(map(len, self._known)) > MAX_KEPT):
                 self._known.popitem(last=False)
             return matcher.copy()
 

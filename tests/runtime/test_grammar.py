@@ -281,6 +281,20 @@ def test_only_the_latest_grammars_are_kept(tokenizer: Tokenizer, monkeypatch: py
     ]
 
 
+def test_large_grammars_displace_others_and_the_latest_always_stays(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "MAX_KEPT", 1000)
+    compiler = GrammarCompiler(tokenizer, 49152, frozenset({EOS}))
+
+    def num_kept(word: str, size: int) -> int:
+        compiler.compile({"grammar": f'start: "{word * size}"'})
+        return len(compiler._known)
+
+    assert [num_kept("a", 300), num_kept("b", 300), num_kept("c", 300), num_kept("d", 2000)] == [1, 2, 2, 1]
+    assert num_kept("e", 300) == 1
+
+
 def test_a_token_that_the_grammar_does_not_allow_is_refused(compiler: GrammarCompiler, tokenizer: Tokenizer):
     matcher = compiler.compile({"regex": "a"})
     with pytest.raises(RequestError, match="doesn't satisfy the grammar"):

@@ -140,6 +140,40 @@ def test_a_collision_never_gives_a_wrong_hit(
     assert (num_hits > 0) == (weak_hash(0, b"") != 7)
 
 
+@pytest.mark.parametrize("prefix", [False, True])
+def test_a_block_without_content_is_taken_before_one_that_was_never_written(prefix: bool) -> None:
+    """Each block that is written for the first time is memory that the system gives for good."""
+    cache = make_cache(num_blocks=1 + 100, prefix=prefix)
+    written: set[int] = set()
+    for round in range(30):
+        running = [make([round] * 3) for _ in range(5)]  # a block each that is not full, and so is no prefix
+        for sequence in running:
+            written |= {*compute(cache, sequence).blocks["full"]}
+        for sequence in running[round % 5 :] + running[: round % 5]:
+            cache.free(sequence)
+    assert len(written) == 5
+
+
+def test_the_block_that_was_freed_last_is_taken_first() -> None:
+    cache = make_cache(num_blocks=1 + 100, prefix=False)
+    first, second = compute(cache, make(range(8))), compute(cache, make(range(12)))
+    blocks = [*first.blocks["full"], *second.blocks["full"]]
+    cache.free(second)
+    cache.free(first)
+    assert compute(cache, make(range(20))).blocks["full"] == blocks
+
+
+def test_with_prefix_caching_content_stays_until_no_other_block_is_left() -> None:
+    cache = make_cache(num_blocks=1 + 10)
+    written = set()
+    for token in range(5):
+        sequence = compute(cache, make([token] * 8))
+        written |= {*sequence.blocks["full"]}
+        cache.free(sequence)
+    assert len(written) == 10  # the whole pool is in use, as a cache
+    assert [start(cache, make([token] * 9)) for token in range(5)] == [8] * 5
+
+
 def test_all_is_forgotten_once_it_is_overwritten() -> None:
     cache = make_cache(num_blocks=1 + 4)
     for token in range(50):

@@ -13,6 +13,7 @@ import gc
 import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as List
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from atom.cache import Cache
 from atom.checkpoint import Checkpoint, Progress, SilentProgress, Tokenizer, stop_ids
 from atom.compiler import Compiled, compile_model
 from atom.config import Config, ModelConfig, SamplingParams, engine_overrides, load
-from atom.config.checkpoint import open_for
+from atom.config.checkpoint import is_here, open_for
 from atom.errors import EngineDeadError, RequestError
 from atom.gc_utils import no_collection
 from atom.graph import Graph, Recipe
@@ -202,15 +203,16 @@ def answer(sequence: Sequence) -> dict[str, Any]:
 @no_collection()
 def open_engine(config: Config, progress: Progress, compiled: Compiled | None = None) -> Engine:
     """Everything between a configuration, or what was compiled of it, and an engine that waits for requests."""
-    compiled = compiled or compile_with(config, progress)
-    graph, kinds = compiled.graph, cache_kinds(compiled.graph)
-    checkpoint = open_for(config, progress)
-    try:
+    with ExitStack() as opened:
+        checkpoint = open_checked(config, progress, opened) if is_here(config) else None  # else it is fetched last
+        compiled = compiled or compile_with(config, progress, checkpoint)
+        graph, kinds = compiled.graph, cache_kinds(compiled.graph)
+        if checkpoint is None:
+            checkpoint = open_checked(config, progress, opened)
+            check_weights(graph, checkpoint, config)
         tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
         tensors = load_weights(graph, checkpoint, config, progress)
         stops = stop_ids(checkpoint, tokenizer)
-    finally:
-        checkpoint.close()
     serve = config.serve
     runner: Executes
     if config.device == "cpu":
@@ -234,21 +236,45 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
     )
 
 
-def compile_with(config: Config, progress: Progress) -> Compiled:
-    """The compiled model; what it took, and what is wrong with the cache folder, is told on stderr."""
+def open_checked(config: Config, progress: Progress, opened: ExitStack) -> Checkpoint:
+    """The checkpoint, whose header has been held against the configuration; the stack closes it."""
+    checkpoint = open_for(config, progress)
+    opened.callback(checkpoint.close)
+    if not config.load_dummy:
+        weights.check_counts(config.model, checkpoint.tensors)
+    stop_ids(checkpoint, None)
+    return checkpoint
+
+
+def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | None = None) -> Compiled:
+    """The compiled model; what it took, and what is wrong with the cache folder, is told on stderr.
+
+    A checkpoint that is on this disk is held against the configuration first.
+    """
     assert config.cache is not None, "config.load resolves it"
-    cache = Cache(Path(config.cache))
+    cache, opened = Cache(Path(config.cache)), ExitStack()
 
     def check(graph: Graph) -> None:  # what can be refused before anything is compiled or downloaded
         weights.refuse_packed(graph)
         plan_kv(cache_kinds(graph), config, None if config.device == "cpu" else memory.left_for_kv(graph, config))
+        if checkpoint is not None:
+            check_weights(graph, checkpoint, config)
 
     try:
+        if checkpoint is None and is_here(config):
+            checkpoint = open_checked(config, progress, opened)
         return compile_model(config, progress, cache, check=check)
     finally:
+        opened.close()
         for line in cache.warnings:
             print(f"atom-run: {line}", file=sys.stderr)
         cache.close()
+
+
+def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:
+    """Hold the checkpoint's tensors against the graph, where they are what it runs with."""
+    if not config.load_dummy:
+        weights.check(graph, checkpoint.tensors, [*config.model.ignore, *mtp_patterns(config.model)])
 
 
 def load_weights(
@@ -257,7 +283,6 @@ def load_weights(
     """The tensors of the graph's recipes, stored or random."""
     if config.load_dummy:
         return weights.load_dummy(graph.recipes(), config.seed, config.device)
-    weights.check(graph, checkpoint.tensors, [*config.model.ignore, *mtp_patterns(config.model)])
     return weights.load(graph.recipes(), checkpoint, progress, config.device)
 
 

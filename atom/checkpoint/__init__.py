@@ -11,6 +11,7 @@ Imports no torch, and transformers only for a tokenizer that nothing else can re
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -80,9 +81,16 @@ def open_checkpoint(
 
 
 def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The tokens that end an answer: those of generation_config, of config and of the tokenizer together."""
+    """The tokens that end an answer: those of generation_config, of config and of the tokenizer together.
+
+    CheckpointError where eos_token_id is neither a whole number, nor a list of them, nor null.
+    """
     ids = set(tokenizer.eos_ids) if tokenizer else set()
     for described in (checkpoint.generation_config, checkpoint.config):
         eos = described.get("eos_token_id")
-        ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        stated = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        if not all(type(id) is int for id in stated):
+            where = f"{checkpoint.location}: eos_token_id={json.dumps(eos)[:100]} in its config.json"
+            raise CheckpointError(f"{where} or generation_config.json is no token id and no list of them; mend it")
+        ids.update(stated)
     return frozenset(ids)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from atom.checkpoint.files import MAX_DESCRIPTION, read_file
 from atom.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -72,12 +73,11 @@ class Checkpoint(ABC):
         """Let go of the files. Bytes already read stay valid."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. CheckpointError where the file is missing or holds anything else."""
+def read_json(path: Path, limit: int = MAX_DESCRIPTION) -> dict[str, Any]:
+    """The object in a JSON file. CheckpointError where the file is missing, too large, or holds anything else."""
+    data = read_file(path, limit)
     try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+        value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is no valid JSON ({error}); download it again") from None
     if not isinstance(value, dict):

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import struct
 from pathlib import Path
 from typing import Any
 
 from atom.checkpoint.base import Checkpoint, FileRange, StoredTensor, normalize_rope, read_json
+from atom.checkpoint.files import MAX_INDEX, map_file
 from atom.checkpoint.tokenizer import Tokenizer, load_tokenizer
 from atom.errors import CheckpointError, UnsupportedError
 
@@ -106,7 +106,7 @@ def read_headers(folder: Path) -> dict[str, Entry]:
 
 
 def read_shards(folder: Path) -> dict[str, Entry]:
-    where = read_json(folder / INDEX).get("weight_map")
+    where = read_json(folder / INDEX, MAX_INDEX).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise CheckpointError(f"{folder / INDEX} has no weight_map from tensors to files; download it again")
     files = sorted(set(where.values()))
@@ -134,13 +134,7 @@ def read_shards(folder: Path) -> dict[str, Entry]:
 
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of one safetensors file. Its ranges must lie end to end and fill the file, as the format demands."""
-    try:
-        with path.open("rb") as file:
-            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:  # mmap refuses an empty file
-        data = memoryview(b"")
+    data = map_file(path)
     size = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else 0
     if len(data) < 8 or size > len(data) - 8:
         raise CheckpointError(f"{path} is cut short in its header ({len(data)} bytes); download it again")

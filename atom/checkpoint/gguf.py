@@ -161,6 +161,8 @@ def make_config(
 ) -> dict[str, Any]:
     """What a config.json of the same model says, as far as the metadata goes; never `architectures`."""
     architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str | None):
+        raise CheckpointError(f"{path}: general.architecture is {str(architecture)[:100]!r}, not a name")
     prefix = f"{architecture}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     config: dict[str, Any] = {"gguf_architecture": architecture}
@@ -212,7 +214,7 @@ def make_rope(
 def whole_number(path: Path, key: str, value: Any) -> int:
     """A size; where the file has one for each layer, they must be equal."""
     values = value.tolist() if isinstance(value, np.ndarray) else [value]
-    if len(set(values)) > 1:
+    if any(each != values[0] for each in values):
         raise UnsupportedError(f"{path}: {key} differs from layer to layer")
     if not values or type(values[0]) is not int or values[0] < 0:
         raise CheckpointError(f"{path}: {key} is {value!r}, not a whole number")

@@ -11,7 +11,6 @@ takes 2 s for a vocabulary of 50k; the sizes of the types and most dequantizatio
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import gguf
 import numpy as np
 
+from atom.checkpoint.files import map_file
 from atom.errors import CheckpointError, UnsupportedError
 
 Type = gguf.GGMLQuantizationType
@@ -54,13 +54,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     A value is a number, a bool, a string, a list of strings or an array. Raises CheckpointError for a damaged file,
     UnsupportedError for what is not read here.
     """
-    try:
-        with path.open("rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:  # mmap refuses an empty file
-        raise CheckpointError(f"{path} is empty; download it again") from None
+    data = map_file(path)
+    if not data:
+        raise CheckpointError(f"{path} is empty; download it again")
     header = Header(data)
     try:
         magic, version, num_tensors, num_values = header.unpack("4sIQQ")
@@ -88,14 +84,14 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         end = begin + math.prod(dims) // block * size
         if end > len(data):
             raise CheckpointError(f"{path} is cut short: {name} ends at byte {end} of {len(data)}; download it again")
-        tensors[name] = GGUFTensor(TYPES[number], dims[::-1], memoryview(data)[begin:end])
+        tensors[name] = GGUFTensor(TYPES[number], dims[::-1], data[begin:end])
     return metadata, tensors
 
 
 class Header:
     """Takes values off the front of a file. ValueError past its end and for what GGUF does not have."""
 
-    def __init__(self, data: mmap.mmap) -> None:
+    def __init__(self, data: memoryview) -> None:
         self._data = data
         self.position = 0
 
@@ -128,7 +124,7 @@ class Header:
             return self._strings(count)
         item = np.dtype("<" + self._letter(kind))
         begin = self._advance(count * item.itemsize)
-        return np.frombuffer(self._data[begin : self.position], item)
+        return np.frombuffer(bytes(self._data[begin : self.position]), item)
 
     def _strings(self, count: int) -> list[str]:
         data, position, end, found = self._data, self.position, len(self._data), []
@@ -138,7 +134,7 @@ class Header:
             position = begin + read_length(data, position)[0] if begin <= end else begin
             if position > end:
                 raise ValueError(f"a string ends at byte {position} of {end}")
-            found.append(data[begin:position].decode())
+            found.append(str(data[begin:position], "utf-8"))
         self.position = position
         return found
 

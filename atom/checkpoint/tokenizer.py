@@ -20,6 +20,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from atom.checkpoint.base import read_json
+from atom.checkpoint.bounds import MAX_TOKEN, Bounds, check_decoder, measure
+from atom.checkpoint.encoder import EncoderProcess
+from atom.checkpoint.files import MAX_DESCRIPTION, MAX_TOKENIZER, open_file, read_file
 from atom.errors import CheckpointError, RequestError
 
 if TYPE_CHECKING:
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 BREAK = "\ufdd0"  # stands in no text: Unicode calls it no character
+MAX_GROWN = 16 << 20  # bytes that a text may become in this process: they take some 2 GB
+MAX_SPELLED = 16 << 20  # characters of the tokens that are decoded at once
 LONG = 4096  # characters, or tokens, that take longer than other threads should wait
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # read by transformers alone
 
@@ -47,7 +52,8 @@ class Tokenizer:
 
     special_tokens: the named ones, which templates may use: {"bos_token": "<s>", ...}. templates: by name; "default" is
     used, and "tool_use", where there is one, for chats with tools. render: renders a chat in place of the templates.
-    control: matches the special tokens in a text; None asks the backend.
+    control: matches the special tokens in a text; None asks the backend. bounds: what a backend of somebody else's may
+    make of a text; what is beyond them is encoded by a process that may be killed.
     """
 
     def __init__(
@@ -58,10 +64,13 @@ class Tokenizer:
         templates: Mapping[str, str] = {},
         render: Callable[..., str] | None = None,
         control: re.Pattern[str] | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
         self._backend, self._special_tokens, self._templates = backend, special_tokens, templates
         self._render = render
         self._control = control or control_texts(backend)
+        self._bounds = bounds
+        self._elsewhere = EncoderProcess(lambda: str(getattr(backend, "to_str")()))  # noqa: B009
         bos, eos = (backend.token_to_id(special_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
         self.bos_id: int | None = bos
         self.eos_ids: list[int] = [] if eos is None else [eos]
@@ -75,6 +84,8 @@ class Tokenizer:
         """
         many = getattr(self._backend, "encode_batch_fast", None) if len(text) > LONG else None
         try:
+            if not self.encodes_here(len(text)):
+                return self._elsewhere.encode(text, add_special_tokens)
             if many is not None:  # the library lets other threads run in it, but not in `encode`
                 encoding = many([text], add_special_tokens=add_special_tokens)[0]
                 check(len(encoding))
@@ -82,9 +93,20 @@ class Tokenizer:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError):  # TypeError is what the Rust library makes of half a surrogate pair
             raise RequestError("the text to encode is no valid Unicode string (half a surrogate pair?)") from None
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise RequestError(f"the checkpoint's tokenizer fails on this text: {first_line(error)}") from None
         return ids
 
+    def encodes_here(self, length: int) -> bool:
+        """Whether a text of so many characters takes time and memory in proportion to it, and no other process."""
+        bounds = self._bounds
+        return bounds is None or (bounds.is_linear and length * bounds.growth <= MAX_GROWN)
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        if len(ids) * MAX_TOKEN > MAX_SPELLED and sum(len(self.piece(id) or "") for id in ids) > MAX_SPELLED:
+            raise RequestError(f"{len(ids)} tokens are more than {MAX_SPELLED} characters; decode fewer at once")
         many = getattr(self._backend, "decode_batch", None) if len(ids) > LONG else None
         if many is not None:  # as in `encode`
             return str(many([ids], skip_special_tokens=skip_special_tokens)[0])
@@ -93,7 +115,7 @@ class Tokenizer:
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token as the vocabulary spells it, which is no shorter than the text of it."""
-        return max(map(len, self._backend.get_vocab()), default=1)
+        return self._bounds.longest if self._bounds else max(map(len, self._backend.get_vocab()), default=1)
 
     def piece(self, id: int) -> str | None:
         """A token as its vocabulary spells it; None where it has none, or is code."""
@@ -144,7 +166,11 @@ class Tokenizer:
     def with_template(self, template: str) -> Tokenizer:
         """The same with another chat template in the place of all it has."""
         return Tokenizer(
-            self._backend, special_tokens=self._special_tokens, templates={"default": template}, control=self._control
+            self._backend,
+            special_tokens=self._special_tokens,
+            templates={"default": template},
+            control=self._control,
+            bounds=self._bounds,
         )
 
     def template_variables(self) -> frozenset[str]:
@@ -240,17 +266,35 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
     special_tokens = {key: text for key, value in config.items() if key.endswith("_token") and (text := content(value))}
     try:
         backend = read_backend(folder / "tokenizer.json", config, special_tokens)
-        return Tokenizer(backend, special_tokens=special_tokens, templates=read_templates(folder, config))
-    except Exception as error:  # the Rust library raises plain Exception, a malformed tokenizer_config.json much else
+        templates = read_templates(folder, config)
+        return Tokenizer(
+            backend, special_tokens=special_tokens, templates=templates, bounds=find_bounds(backend, folder)
+        )
+    except CheckpointError:
+        raise
+    except (
+        BaseException
+    ) as error:  # the Rust library raises plain Exception, a malformed tokenizer_config.json much else
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise CheckpointError(f"cannot read the tokenizer files of {folder} ({reason}); download them again") from error
+
+
+def find_bounds(backend: Any, folder: Path) -> Bounds:
+    """What the backend makes of a text. CheckpointError, with its folder, for what is refused."""
+    try:
+        check_decoder(backend)
+        return measure(backend)
+    except CheckpointError as error:
+        raise CheckpointError(f"the tokenizer of {folder}: {error}") from None
 
 
 def read_backend(path: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> tokenizers.Tokenizer:
     """A tokenizer.json, which alone says what goes around a text: add_bos_token of the config does not count."""
     import tokenizers
 
-    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend = tokenizers.Tokenizer.from_buffer(read_file(path, MAX_TOKENIZER))
     backend.no_truncation()
     backend.no_padding()
     add_tokens(backend, config, special_tokens)
@@ -263,7 +307,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if (folder / "chat_template.jinja").exists():
         files["default"] = folder / "chat_template.jinja"
     if files:
-        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        return {name: read_file(path, MAX_DESCRIPTION).decode() for name, path in files.items()}
     return named_templates(config.get("chat_template"))
 
 
@@ -296,6 +340,9 @@ def load_with_transformers(folder: Path, code: str | None) -> Tokenizer:
 
     That code is all of the checkpoint's own that runs: AutoTokenizer would also run what config.json names.
     """
+    for path in folder.iterdir():
+        if path.exists() and not path.is_dir():
+            open_file(path).close()  # transformers would wait for a pipe
     try:
         if code is None:
             from transformers import AutoTokenizer
@@ -309,7 +356,11 @@ def load_with_transformers(folder: Path, code: str | None) -> Tokenizer:
         backend: Backend = theirs.backend_tokenizer if theirs.is_fast and not code else TransformersBackend(theirs)
         templates = named_templates(theirs.chat_template)
         render = find_render(theirs) if code else None
-        return Tokenizer(backend, special_tokens=theirs.special_tokens_map, templates=templates, render=render)
+        bounds = None if isinstance(backend, TransformersBackend) else find_bounds(backend, folder)
+        special_tokens = theirs.special_tokens_map
+        return Tokenizer(backend, special_tokens=special_tokens, templates=templates, render=render, bounds=bounds)
+    except CheckpointError:
+        raise
     except Exception as error:  # anything, where the checkpoint's own code runs
         raise CheckpointError(f"transformers cannot read the tokenizer of {folder}: {first_line(error)}") from error
 
@@ -366,5 +417,10 @@ def content(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def first_line(error: Exception) -> str:
+def is_panic(error: BaseException) -> bool:
+    """Whether the Rust library has failed in a way that it did not foresee, which is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
+def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

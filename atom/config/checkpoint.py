@@ -12,6 +12,11 @@ from atom.checkpoint import Checkpoint, Progress, embedded, open_checkpoint
 from atom.config import Config
 
 
+def is_here(config: Config) -> bool:
+    """Whether the configuration's checkpoint is on this disk, and need not be fetched."""
+    return config.checkpoint is not None and Path(config.checkpoint).expanduser().exists()
+
+
 def open_for(config: Config, progress: Progress, *, weights: bool = True) -> Checkpoint:
     """The configuration's checkpoint; the embedded default is fetched if it is not in the cache folder.
 

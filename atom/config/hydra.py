@@ -176,10 +176,13 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
     automatic = [file for file in files if file.spec.get("auto", True)]
     is_gguf = "gguf_architecture" in hf
     if is_gguf:
-        names = [hf["gguf_architecture"]]
+        names = [name for name in [hf["gguf_architecture"]] if name is not None]
         known = [((file.spec.get("gguf") or {}).get("architecture"), file) for file in automatic]
     else:
         names = hf.get("architectures") or []
+        if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            stated = f"architectures={json.dumps(names)[:100]} in its config.json"
+            raise CheckpointError(f"{checkpoint}: {stated} is no list of names; mend it, or choose with model=NAME")
         known = [(name, file) for file in automatic for name in file.spec.get("architectures") or ()]
     found = {file.name: file for name, file in known if name in names}
     if not found:

@@ -51,6 +51,9 @@ GENERATION = {
 }
 
 
+ITEMS = {int: ((int,), "whole numbers"), float: ((int, float), "numbers"), str: ((str,), "texts")}  # of typed lists
+
+
 def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> Config:
     """The configuration of these overrides; `config_dirs` hold files of the user's own beside those of conf/.
 
@@ -168,8 +171,12 @@ def build(kind: Any, value: Any, at: str = "") -> Any:
     """Nested dicts and lists as the dataclasses that `kind` says."""
     if get_origin(kind) is UnionType:
         return None if value is None else build(get_args(kind)[0], value, at)
-    if get_origin(kind) is list and isinstance(value, list):
-        return [build(get_args(kind)[0], item, f"{at}.{index}") for index, item in enumerate(value)]
+    if get_origin(kind) is list and value != "???":
+        (inner,) = get_args(kind)
+        types, named = ITEMS.get(inner, ((object,), "entries"))
+        if not isinstance(value, list) or not all(isinstance(item, types) for item in value):
+            raise ConfigError(f"{at}={spelled(value)[:100]} is no list of {named}")
+        return [build(inner, item, f"{at}.{index}") for index, item in enumerate(value)]
     if not is_dataclass(kind):
         if value == "???" and kind is not Any:
             raise ConfigError(f"{at}=??? has no value; set it")

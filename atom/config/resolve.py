@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atom.config.overrides import did_you_mean
-from atom.config.schema import AttentionConfig, Config, MLPConfig, ModelConfig, RopeConfig, out_of_range
+from atom.config.schema import MAX_EXPERTS, AttentionConfig, Config, MLPConfig, ModelConfig, RopeConfig, out_of_range
 from atom.devices import find_device
 from atom.errors import CheckpointError, ConfigError, UnsupportedError
 
@@ -117,6 +117,8 @@ def derive_model(config: Config, max_model_len: int) -> ModelConfig:
             raise UnsupportedError(
                 f"{config.checkpoint}: {key}={spelled(stated)} in its config.json is not built; {known}"
             )
+    if model.layers * max((mlp.experts or 0 for mlp in model.mlp), default=0) > MAX_EXPERTS:
+        raise ConfigError(f"model.layers={model.layers} of model.mlp.*.experts are more than {MAX_EXPERTS} in all")
     check_stacked(model)
     check_reasoning(model)
     fmt, plain = derive_format(config)
@@ -206,18 +208,20 @@ def derive_rope(rope: RopeConfig, dims: int, at: str, max_position: int, max_mod
         raise ConfigError(f"{at}: beta_fast={rope.beta_fast} and beta_slow={rope.beta_slow} must both be above 0")
     rope = replace(rope, original_max_position=original, factor=factor or 1.0, dims=rotated)
     if rope.kind == "longrope":
-        rope = choose_factors(rope, max_model_len)
+        rope = choose_factors(rope, at, max_model_len)
     if rope.kind == "factors" and len(rope.factors or ()) != rotated // 2:
         stated = f"{len(rope.factors or ())} factors, one for each of the {rotated // 2} frequencies are needed"
         raise ConfigError(f"{at}: there are {stated}")
     return rope
 
 
-def choose_factors(rope: RopeConfig, max_model_len: int) -> RopeConfig:
+def choose_factors(rope: RopeConfig, at: str, max_model_len: int) -> RopeConfig:
     """longrope as plain factors: the long ones where sequences may become longer than the original context (Ding et al.
     2024), for all sequences alike, since the KV of a sequence must not change while it grows."""
     assert rope.original_max_position is not None, "derive_rope sets it"
     scale = rope.attention_factor
+    if scale is None and rope.original_max_position == 1:
+        raise ConfigError(f"{at}: a context of 1 token is extended by no factor; set {at}.original_max_position")
     if scale is None:
         scale = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position)) if rope.factor > 1 else 1.0
     factors = rope.long_factor if max_model_len > rope.original_max_position else rope.short_factor

@@ -52,6 +52,8 @@ def of(jobs: str, default: Any, *, also: str = "") -> Any:
     return made
 
 
+MAX_LAYERS = 512  # of a model, whose text has some 20 lines for each: the deepest there are have some 300
+MAX_EXPERTS = 1 << 17  # of all layers: the most that there are have some 25,000
 INT32 = (1 << 31) - 1
 TOKEN_ID = number(0, 0, INT32).metadata
 BIAS = number(0, -100, 100).metadata
@@ -88,9 +90,9 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = None  # yarn, longrope: scale of cos and sin; null derives it
-    mscale: float | None = None  # yarn
-    mscale_all_dim: float | None = None  # yarn
+    attention_factor: float | None = number(None, 0, 1e6)  # yarn, longrope: scale of cos and sin; null derives it
+    mscale: float | None = number(None, 0, 1e6)  # yarn
+    mscale_all_dim: float | None = number(None, 0, 1e6)  # yarn
     truncate: bool = True  # yarn: whole dimensions at the ends of the ramp
     factors: list[float] | None = None  # factors: one divisor per frequency
     short_factor: list[float] | None = None  # longrope: factors where max_model_len is at most original_max_position
@@ -144,7 +146,7 @@ class MLPConfig:
     limit: float = number(7.0, 0, above=True)  # swigluoai: gate and up are clamped to it
     alpha: float = number(1.702, 0, above=True)  # swigluoai
     bias: bool = False
-    experts: int | None = number(None, 1)  # moe
+    experts: int | None = number(None, 1, MAX_EXPERTS)  # moe
     top_k: int | None = number(None, 1)  # moe: experts of a token
     router: RouterConfig = field(default_factory=RouterConfig)  # moe
     shared: int = number(0, 0)  # moe: experts that every token takes, stored as one; 0: none
@@ -181,9 +183,9 @@ class ModelConfig:
     model_types: list[str] = field(default_factory=list)  # of which model_type, where two files list an architecture
     auto: bool = True  # false: taken only by name
     hidden: int = number(0, 1)
-    layers: int = number(0, 1)
+    layers: int = number(0, 1, MAX_LAYERS)
     vocab: int = number(0, 1)
-    max_position: int = number(0, 1)  # tokens of context that the model was made for
+    max_position: int = number(0, 1, (1 << 31) - 1)  # tokens of context that the model was made for
     tied: bool = False  # the head is the embedding
     embedding_scale: float | None = number(None, 0, above=True)  # null: 1
     embedding_scale_root: bool = False  # the scale is the square root of hidden
@@ -194,7 +196,9 @@ class ModelConfig:
     norm: NormConfig = field(default_factory=NormConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mlp: list[MLPConfig] = field(default_factory=list)  # the first entry that takes the layer
-    mtp_layers: int = number(0, 0)  # stored behind the last layer to predict further tokens; not part of the body
+    mtp_layers: int = number(
+        0, 0, MAX_LAYERS
+    )  # stored behind the last layer to predict further tokens; not part of the body
     weights: dict[str, str] = field(default_factory=dict)  # role -> name in the checkpoint
     stacked: dict[str, list[str]] = field(default_factory=dict)  # stored name -> the roles that it may hold
     ignore: list[str] = field(default_factory=list)  # patterns of stored tensors that the model does not use

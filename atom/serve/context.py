@@ -86,7 +86,8 @@ class Context:
 
     async def work(self, size: int, work: Callable[[], T]) -> T:
         """Run what takes the longer the more there is of it: a little here, else in a thread."""
-        return work() if size <= SHORT else await self.in_thread(work)
+        is_short = size <= SHORT and (self.tokenizer is None or self.tokenizer.encodes_here(size))
+        return work() if is_short else await self.in_thread(work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
         """Run what takes a while and holds no lock for long. RequestError where it takes too long."""

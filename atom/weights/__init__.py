@@ -10,6 +10,7 @@ Tensors are streamed: the bytes that a recipe needs are read from the mapped fil
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from atom.checkpoint import Checkpoint, Progress, StoredTensor
+from atom.config import ModelConfig
 from atom.errors import CheckpointError, UnsupportedError, naming_a_lack_of_memory
 from atom.graph import TORCH_DTYPES, Graph, Recipe, RopeFreqs, Shuffle
 from atom.graph.formats import stored_parts
@@ -60,6 +62,28 @@ def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str
         raise CheckpointError(
             f"the model does not use tensor {_some(surplus)}; name it in model.ignore if it may be left out"
         )
+
+
+def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
+    """Hold the layers and experts that a model has against the names in a checkpoint's header, before any text is
+    written of as many."""
+    names = [name for name in model.weights.values() if "{layer}" in name or "{expert}" in name]
+    experts = max((mlp.experts or 0 for mlp in model.mlp if mlp.kind == "moe"), default=0)
+    for placeholder, num_stated in (("layer", model.layers), ("expert", experts)):
+        found = _find_numbers(stored, names, placeholder)
+        if found is not None and len(found) < num_stated:
+            counted = f"{len(found)} {placeholder}s, its configuration says {num_stated}"
+            raise CheckpointError(f"the checkpoint has {counted}; is it whole, and is model= the right one?")
+
+
+def _find_numbers(stored: Iterable[str], names: Iterable[str], placeholder: str) -> set[str] | None:
+    """The numbers that stand in the place of a placeholder in stored names; None where no name has it."""
+    marked = (re.escape(name).partition(re.escape(f"{{{placeholder}}}")) for name in names)
+    fronts = {front.replace(re.escape("{layer}"), "[0-9]+") for front, found, _ in marked if found}
+    if not fronts:
+        return None
+    find = re.compile(f"(?:{'|'.join(sorted(fronts))})([0-9]+)").match
+    return {match[1] for name in stored if (match := find(name))}
 
 
 def refuse_packed(graph: Graph) -> None:

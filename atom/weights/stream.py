@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from atom.checkpoint import Checkpoint
+from atom.checkpoint.files import open_file
 from atom.errors import CheckpointError
 from atom.graph import Recipe, Shift
 from atom.graph.recipes import leaves
@@ -169,7 +170,7 @@ def _find_pieces(parts: Iterable[tuple[Recipe, Tensor]], checkpoint: Checkpoint,
             yield Piece(part, place)
             continue
         if where.path not in opened:
-            opened[where.path] = files.enter_context(_open(where.path))
+            opened[where.path] = files.enter_context(open_file(where.path))
         plain = part
         while isinstance(plain, Shift):
             plain = plain.part
@@ -187,13 +188,6 @@ def _find_pieces(parts: Iterable[tuple[Recipe, Tensor]], checkpoint: Checkpoint,
 
 def _are_same_bytes(mapped: Tensor, place: Tensor) -> bool:
     return mapped.dtype == place.dtype and mapped.is_contiguous() and place.is_contiguous()
-
-
-def _open(path: Path) -> FileIO:
-    try:
-        return path.open("rb", buffering=0)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _split(mapped: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

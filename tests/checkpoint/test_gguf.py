@@ -174,6 +174,25 @@ def test_interleaved_rows_come_back_in_the_order_of_the_hub(tmp_path: Path, kind
     assert np.array_equal(as_array(checkpoint.read("model.layers.0.self_attn.q_proj.bias")), bias)
 
 
+@pytest.mark.parametrize("stated", [["llama", "qwen2"], 7, [1, 2]], ids=str)
+def test_an_architecture_that_is_no_name_is_told(tmp_path: Path, stated: Any) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "tiny")
+    del writer.kv_data[0]["general.architecture"]
+    add(writer, "general.architecture", stated)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match=r"general\.architecture is .* not a name"):
+        open_checkpoint(str(tmp_path / "tiny.gguf"))
+
+
+@pytest.mark.parametrize("stated", [["a", "b"], "two", [1.5]], ids=str)
+def test_a_size_that_is_no_number_is_told(tmp_path: Path, stated: Any) -> None:
+    path = write(tmp_path / "tiny.gguf", {}, sizes={"block_count": stated})
+    with pytest.raises(CheckpointError, match=r"block_count is .* not a whole number"):
+        open_checkpoint(str(path))
+
+
 def test_rows_that_do_not_divide_into_pairs_of_heads_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", layer_tensors())
     with pytest.raises(CheckpointError, match=r"the 64 rows of \S+q_proj\.weight are no pairs in 7 heads"):

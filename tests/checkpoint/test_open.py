@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -133,6 +134,15 @@ def test_stop_ids_are_those_of_all_three_sources(
     tokenizer = Tokenizer(Words(), special_tokens={"eos_token": "</s>", "bos_token": "<s>"})
     assert stop_ids(checkpoint, None) == expected
     assert stop_ids(checkpoint, tokenizer) == expected | {2}
+
+
+@pytest.mark.parametrize("stated", [[[1]], "x", {}, 1.5, True, [None], [1, "2"]], ids=str)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_an_eos_that_is_no_token_id_is_named(tmp_path: Path, file: str, stated: Any) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).write_text(json.dumps({"eos_token_id": stated}))
+    with pytest.raises(CheckpointError, match=re.escape(f"eos_token_id={json.dumps(stated)} in its config.json or")):
+        stop_ids(open_checkpoint(str(tmp_path)), None)
 
 
 def test_opening_a_checkpoint_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:

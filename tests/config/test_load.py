@@ -104,6 +104,32 @@ def test_a_model_file_can_be_named_whatever_the_checkpoint_says(write: Write):
     assert load(["model=llama", f"checkpoint={write(**QWEN3)}"]).model.attention.qk_norm == "none"
 
 
+@pytest.mark.parametrize(
+    "stated", [[{}], [["LlamaForCausalLM"]], [None, "LlamaForCausalLM"], "LlamaForCausalLM", {"a": 1}]
+)
+def test_architectures_that_are_no_list_of_names_are_told(write: Write, stated: Any):
+    message = re.escape(f"architectures={json.dumps(stated)} in its config.json is no list of names")
+    with pytest.raises(CheckpointError, match=message):
+        load([f"checkpoint={write(architectures=stated)}"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": 7}, "model.attention.layer_types=7 is no list of texts"),
+        ({"layer_types": [{}, "full_attention"]}, "model.attention.layer_types=.* is no list of texts"),
+        ({"mlp_only_layers": 1e308}, r"model\.mlp\.0\.skip=1e\+308 is no list of whole numbers"),
+        ({"mlp_only_layers": ["1"]}, r"model\.mlp\.0\.skip=.* is no list of whole numbers"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [{}]}}, "short_factor=.* is no list of numbers"),
+    ],
+    ids=str,
+)
+def test_a_list_that_is_none_or_holds_something_else_is_told(write: Write, changes: dict[str, Any], message: str):
+    moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "layer_types": None}
+    with pytest.raises(ConfigError, match=message):
+        load([f"checkpoint={write(architectures=['Qwen3MoeForCausalLM'], **{**moe, **changes})}"])
+
+
 def test_an_unknown_architecture_lists_the_known_ones(write: Write):
     with pytest.raises(UnsupportedError) as error:
         load([f"checkpoint={write(architectures=['XForCausalLM'])}"])

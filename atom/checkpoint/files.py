@@ -1,0 +1,57 @@
+"""The one way to open a file of a checkpoint: it is a regular file, and no larger than such a file may be.
+
+    read_file(folder / "config.json", MAX_DESCRIPTION)      # bytes
+    map_file(folder / "model.safetensors")                  # memoryview of the mapped file
+
+A pipe or a device where a file should be would be waited for, or read without end.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+from io import FileIO
+from pathlib import Path
+
+from atom.errors import CheckpointError
+
+MAX_DESCRIPTION = 16 << 20  # bytes of config.json and the like, which have kilobytes
+MAX_INDEX = 64 << 20  # of the list of all tensors: 100k of them make some 10 MB
+MAX_TOKENIZER = 256 << 20  # of tokenizer.json: vocabularies of 256k tokens make some 35 MB
+
+
+def open_file(path: Path) -> FileIO:
+    """A regular file, to read. CheckpointError where it is none or cannot be read."""
+    try:
+        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # a pipe opens at once
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise CheckpointError(f"{path} is no regular file; put the checkpoint's own file there")
+    return file
+
+
+def read_file(path: Path, limit: int) -> bytes:
+    """The bytes of a file that has no more than `limit`."""
+    with open_file(path) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(limit + 1) if size <= limit else b""
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    if max(size, len(data)) > limit:
+        raise CheckpointError(f"{path} has more than the {limit >> 20} MiB that such a file may have")
+    return data
+
+
+def map_file(path: Path) -> memoryview:
+    """A file's bytes, read when they are touched; they stay valid for as long as somebody has them."""
+    with open_file(path) as file:
+        try:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+        except ValueError:  # mmap refuses an empty file
+            return memoryview(b"")

@@ -98,15 +98,15 @@ def compile_model(
 @contextlib.contextmanager
 def _triton_in(cache: Cache) -> Iterator[None]:
     """Have Triton keep its binaries in the folder. `cache.warnings` says what it ignores there; behind this, stderr."""
-    from atom.kernels.triton.binary_cache import store_in
+    from atom.kernels.triton.binary_cache import keep_in
 
     own = Cache(cache.folder)  # it must stay open while Triton compiles
     own.warnings = cache.warnings
-    store = store_in(own)
+    binaries = keep_in(own)
     try:
         yield
     finally:
-        store.tell()
+        binaries.tell()
 
 
 def _compile_with_pieces(

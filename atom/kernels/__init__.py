@@ -1,9 +1,9 @@
 """Implementations of ops, by backend.
 
 kernel = find_kernel(ops.paged_attention, "torch")
-attend = kernel.load()
+attend = kernel.load(LoadContext())
 """
 
-from atom.kernels.registry import Kernel, Target, candidates, find_kernel, find_target, shuffle
+from atom.kernels.registry import Kernel, LoadContext, Target, candidates, find_kernel, find_target, shuffle
 
-__all__ = ["Kernel", "Target", "candidates", "find_kernel", "find_target", "shuffle"]
+__all__ = ["Kernel", "LoadContext", "Target", "candidates", "find_kernel", "find_target", "shuffle"]

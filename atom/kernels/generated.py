@@ -34,7 +34,7 @@ def accepts_norm(target: Target, first: Type, *types: Any, **attributes: Any) ->
 NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm)
 
 KERNELS: tuple[Kernel, ...] = tuple(
-    Kernel(op, "generated", accepts_norm if op in NORMS else accepts, lambda op=op: op.body, trace=op.body)  # type: ignore[misc]
+    Kernel(op, "generated", accepts_norm if op in NORMS else accepts, lambda _, op=op: op.body, trace=op.body)  # type: ignore[misc]
     for op in ops.OPS.values()
     if op in COMPILED and op is not ops.linear
 )

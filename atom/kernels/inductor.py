@@ -17,7 +17,7 @@ def accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
 
 
 KERNELS: tuple[Kernel, ...] = tuple(
-    Kernel(op, "inductor", accepts, lambda op=op: op.body, trace=op.body)  # type: ignore[misc]
+    Kernel(op, "inductor", accepts, lambda _, op=op: op.body, trace=op.body)  # type: ignore[misc]
     for op in ops.OPS.values()
     if op in COMPILED and op is not ops.linear
 )

@@ -2,7 +2,7 @@
 
     for kernel in candidates(ops.paged_attention, ("torch", "reference")):
         reason = kernel.accepts(target, *types, **attributes)     # None: yes
-        run = kernel.load()                                       # a callable with the op's signature
+        run = kernel.load(LoadContext())                          # a callable with the op's signature
 
 The first that accepts wins; the reference, an op's own body, accepts all and is last.
 """
@@ -13,7 +13,7 @@ import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from atom.errors import UnsupportedError
 from atom.graph import ops
@@ -32,7 +32,21 @@ class Target:
 
 
 BACKENDS = ("triton", "generated", "inductor", "torch")  # modules beside this one
+T = TypeVar("T")
 Accepts = Callable[..., str | None]  # (target, *types of the arguments, **attributes) -> None, or why not
+
+
+class LoadContext:
+    """What the kernels of a program share, memory from step to step above all: calls must run one after another."""
+
+    def __init__(self) -> None:
+        self._shared: dict[Callable[[], Any], Any] = {}
+
+    def share(self, make: Callable[[], T]) -> T:
+        """The object of a class, made for the first kernel that asks for it."""
+        if make not in self._shared:
+            self._shared[make] = make()
+        return self._shared[make]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -40,7 +54,7 @@ class Kernel:
     op: Op
     backend: str
     accepts: Accepts
-    load: Callable[[], Callable[..., Any]]  # a new one each time: a kernel may own a workspace, which its calls share
+    load: Callable[[LoadContext], Callable[..., Any]]  # a callable with the op's signature
     layout: str | None = None  # of its weight, its second argument: a key of LAYOUTS of its backend; None: as stored
     trace: Callable[..., Any] | None = None  # what stands for it in a compiled piece; None: it runs between pieces
 
@@ -55,7 +69,7 @@ COMPILED = frozenset({
 def reference(op: Op) -> Kernel:
     """The op's own body as a kernel."""
     trace = op.body if op in COMPILED else None
-    return Kernel(op, "reference", lambda *_args, **_attributes: None, lambda: op.body, trace=trace)
+    return Kernel(op, "reference", lambda *_args, **_attributes: None, lambda _: op.body, trace=trace)
 
 
 def candidates(op: Op, backends: Sequence[str]) -> Iterator[Kernel]:

@@ -42,7 +42,7 @@ def _compile_in_threads(texts: Sequence[str], device: str) -> Iterator[tuple[str
     from atom.pieces.compilers import compile_piece
 
     if torch.cuda.is_available():
-        from atom.kernels.triton.driver import load_driver
+        from atom.kernels.triton.gpu import load_driver
 
         load_driver()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

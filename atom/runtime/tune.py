@@ -33,7 +33,7 @@ from atom.runtime.model import DeviceModel
 from atom.runtime.request_state import describe
 
 if TYPE_CHECKING:
-    from atom.kernels.triton.attention.common import Gpu
+    from atom.kernels.triton.gpu import Gpu
     from atom.kernels.triton.linear.linear import Parameters
     from atom.kernels.triton.linear.tune import Call, Product, Trial
 
@@ -45,12 +45,12 @@ Capture = Callable[[Callable[[], object]], Callable[[], float]]  # of what a fun
 
 def use_measured(model: DeviceModel, cache: Path, tell: Tell) -> None:
     """Have a model run with what was measured on this machine, where something was."""
-    from atom.kernels.triton.attention.common import find_gpu
+    from atom.kernels.triton.gpu import find_gpu
     from atom.kernels.triton.linear import linear
 
     gpu = find_gpu(model.device)
     if tuned.read_own(gpu.name, cache, tell):
-        model.use(linear.with_parameters(linear.finder(tuned.read(gpu.name, cache)["linear"])))
+        model.use(linear.Products(linear.finder(tuned.read(gpu.name, cache)["linear"])).kernels())
 
 
 @torch.inference_mode()
@@ -63,7 +63,7 @@ def tune(
     max_rows: decodes in a step. What is found for a product is kept before the next one is tried. The model's slots,
     tables and KV are used, and are empty again afterwards. CapacityError where memory does not suffice for the steps.
     """
-    from atom.kernels.triton.attention.common import find_gpu
+    from atom.kernels.triton.gpu import find_gpu
     from atom.kernels.triton.linear import linear
     from atom.kernels.triton.linear.tune import Trial, products_of
 
@@ -91,7 +91,7 @@ def tune(
             f"lower serve.max_num_seqs (to {max(most // 2, 1)}), or leave tune=true out"
         ) from None
     found = known | {key: linear.to_entry(chosen) for key, chosen in trial.chosen.items()}
-    model.use(linear.with_parameters(linear.finder(found)))
+    model.use(linear.Products(linear.finder(found)).kernels())
     _clear(model)
     model.bind(num_blocks)
 
@@ -114,7 +114,7 @@ class _Tuning:
 
         rows = _admit(self.model, num_rows)
         calls = _record(self.model, rows)
-        self.model.use(linear.with_parameters(self.trial))
+        self.model.use(linear.Products(self.trial).kernels())
         step = partial(self.model.decode, rows)
         start = self.capture(step)
         for at, product in enumerate(products):
@@ -251,7 +251,7 @@ def _record(model: DeviceModel, rows: Tensor) -> dict[tuple[int, int, int], list
 
         return call
 
-    model.use({(op, backend): note(op, run) for (op, backend), run in linear.with_parameters(linear.find).items()})
+    model.use({(op, backend): note(op, run) for (op, backend), run in linear.Products().kernels().items()})
     model.decode(rows)
     return {shape: [*calls.values()] for shape, calls in found.items()}
 

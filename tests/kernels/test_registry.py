@@ -8,7 +8,7 @@ import pytest
 
 from atom.errors import UnsupportedError
 from atom.graph import Type, ops
-from atom.kernels import Kernel, Target, candidates, find_kernel, find_target, generated
+from atom.kernels import Kernel, LoadContext, Target, candidates, find_kernel, find_target, generated
 from atom.kernels import triton as backend
 from atom.kernels.registry import BACKENDS, COMPILED
 
@@ -75,7 +75,7 @@ def test_attention_takes_heads_of_up_to_256_dims_on_a_gpu_of_any_vendor(op: ops.
 @pytest.mark.parametrize("kernel", backend.KERNELS, ids=lambda kernel: kernel.op.name)
 def test_every_kernel_in_triton_is_called_as_its_op(kernel: Kernel):
     pytest.importorskip("triton")
-    ours, theirs = (dict(inspect.signature(each).parameters) for each in (kernel.load(), kernel.op.body))
+    ours, theirs = (dict(inspect.signature(each).parameters) for each in (kernel.load(LoadContext()), kernel.op.body))
     cut_up = ours.pop("parameters", None)  # by what is measured, where the caller does not say it
     assert cut_up is None or (cut_up.kind == cut_up.KEYWORD_ONLY and cut_up.default is not cut_up.empty)
     assert [(each.name, each.kind, each.default) for each in ours.values()] == [

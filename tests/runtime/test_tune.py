@@ -19,8 +19,8 @@ from atom.config import engine_overrides, load
 from atom.errors import CapacityError
 from atom.graph import Graph, ops
 from atom.kernels import Target, tuned
-from atom.kernels.triton.attention import common
-from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton import gpu as module
+from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton.linear import tune as kernels
 from atom.kernels.triton.linear.linear import Matrix, Parameters
@@ -39,15 +39,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("kernels are compiled here, not interpreted")
     multiply = linear.multiply_matrix
 
-    def multiply_somehow(x: Any, weight: Any, bias: Any, kind: Any, parameters: Matrix) -> torch.Tensor:
+    def multiply_somehow(x: Any, weight: Any, bias: Any, kind: Any, counters: Any, parameters: Matrix) -> torch.Tensor:
         if parameters == UNFIT:
             raise linear.TileError("it does not fit")
-        y = multiply(x, weight, bias, kind, parameters)
+        y = multiply(x, weight, bias, kind, counters, parameters)
         return y + 1 if parameters == WRONG else y
 
     monkeypatch.setattr(linear, "multiply_matrix", multiply_somehow)
     monkeypatch.setattr(linear, "find_gpu", lambda device: GPU)
-    monkeypatch.setattr(common, "find_gpu", lambda device: GPU)
+    monkeypatch.setattr(module, "find_gpu", lambda device: GPU)
     monkeypatch.setattr(kernels, "candidates", lambda *shape: [None, SLOW, FAST, WRONG, UNFIT])
     monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda pid: {0})
 
@@ -149,7 +149,7 @@ def test_what_fewer_rows_than_parameters_hold_for_found_is_used_and_not_kept(ope
     tuning.tune(model, graph, tmp_path, 2, SilentProgress(), lines.append, Steps(model).capture)
     assert {key.split()[0] for key in tuned.read("Test GPU", tmp_path)["linear"]} == {"1"}
     out, inner, gates, _ = kernels.products_of(graph)[0]
-    assert model._kernels[ops.linear, "triton"].keywords["parameters"](2, out, inner, 2, gates, GPU) == FAST
+    assert model._kernels[ops.linear, "triton"].__self__._parameters(2, out, inner, 2, gates, GPU) == FAST
     assert "0.349 ms in place of 0.590, 41.0% less; not kept, as it would be for up to 8" in lines[-1]
     shown = Shown()
     tuning.tune(model, graph, tmp_path, 8, shown, lines.append, Steps(model).capture)
@@ -248,7 +248,7 @@ def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(ope
     assert model._kernels == {}
     tuned.keep("Test GPU", tmp_path, "linear", {f"8 {out} {inner} {gates}": ["matrix", 64, 128, 1, 2]})
     tuning.use_measured(model, tmp_path, pytest.fail)
-    assert model._kernels[ops.linear, "triton"].keywords["parameters"](2, out, inner, 2, gates, GPU) == SLOW
+    assert model._kernels[ops.linear, "triton"].__self__._parameters(2, out, inner, 2, gates, GPU) == SLOW
     launched: list[Matrix] = []
     multiply = linear.multiply_matrix
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():

@@ -2,7 +2,7 @@
 
 for kernel in KERNELS:
     reason = kernel.accepts(find_target("cuda"), *types)     # None: yes
-    run = kernel.load()                                      # a callable with the op's signature
+    run = kernel.load(LoadContext())                         # a callable with the op's signature
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from atom.errors import UnsupportedError
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.graph.types import Type
-from atom.kernels.registry import Kernel, Target
+from atom.kernels.registry import Kernel, LoadContext, Target
 
 MAX_HEAD_DIM = 256
 MAX_RANK, MAX_ROTATED = 512, 64  # of latent entries
@@ -60,21 +60,22 @@ def accepts_latent(target: Target, q_nope: Type, q_rope: Type, kv_b: Type, *_typ
 
 
 def _kernel(op: Op, module: str, name: str = "", accepts: Callable[..., str | None] = accepts) -> Kernel:
-    """The kernel of an op in a module beside this one: a function, or a class of which a model has one object."""
+    """The kernel of an op in a module below: a function, or of a class the object that a program has, or its method."""
 
-    def load() -> Callable[..., Any]:
-        importlib.import_module(f"{__name__}.launch_cache")  # what launches it
-        found = getattr(importlib.import_module(f"{__name__}.{module}"), name or op.name)
-        return found() if isinstance(found, type) else found  # type: ignore[no-any-return]
+    def load(context: LoadContext) -> Callable[..., Any]:
+        owner, _, method = (name or op.name).partition(".")
+        found = getattr(importlib.import_module(f"{__name__}.{module}"), owner)
+        shared = context.share(found) if isinstance(found, type) else found
+        return getattr(shared, method) if method else shared  # type: ignore[no-any-return]
 
     return Kernel(op, "triton", accepts, load)
 
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel(ops.linear, "linear.linear", accepts=accepts_linear),
-    _kernel(ops.gated_linear, "linear.linear", accepts=accepts_linear),
-    _kernel(ops.norm_linear, "linear.linear", accepts=accepts_linear),
-    _kernel(ops.add_norm_linear, "linear.linear", accepts=accepts_linear),
+    _kernel(ops.linear, "linear.linear", "Products.linear", accepts_linear),
+    _kernel(ops.gated_linear, "linear.linear", "Products.gated_linear", accepts_linear),
+    _kernel(ops.norm_linear, "linear.linear", "Products.norm_linear", accepts_linear),
+    _kernel(ops.add_norm_linear, "linear.linear", "Products.add_norm_linear", accepts_linear),
     _kernel(ops.norm_rope_write, "attention.rope", accepts=accepts_attention),
     _kernel(ops.paged_attention, "attention.paged", "PagedAttention", accepts_attention),
     _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_attention),

@@ -286,11 +286,12 @@ def piece(x0: bf16[A, 48], x1: bf16[A, 48], w0: bf16[48]):
 """
 
 import torch
-import triton
 import triton.language as tl
 
+from atom.kernels.triton.jit import jit
 
-@triton.jit
+
+@jit
 def add_rms_norm_rows_a(
     x0, x0_stride_0, x0_stride_1, x1, x1_stride_0, x1_stride_1, w0, w0_stride_0, y0, y1,
 ):

@@ -7,7 +7,7 @@ from kernels.checks import assert_as_near
 pytest.importorskip("triton")
 
 from atom.graph import ops
-from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear as kernels
 from atom.kernels.triton.linear.linear import Matrix, Vector
 
@@ -88,7 +88,7 @@ def test_rows_are_multiplied_and_gated_like_the_op(triton_device, rows, kind):
                 x = make(triton_device, dtype, rows, inner + 8)[:, :inner]  # rows lie apart
                 weight = make(triton_device, dtype, out * (1 if kind is None else 2), inner)
                 bias = make(triton_device, dtype, len(weight))
-                y = kernels.multiply_matrix(x, weight, bias, kind, parameters)
+                y = kernels.multiply_matrix(x, weight, bias, kind, kernels.make_counters(x.device), parameters)
                 assert_like_the_ops(y, x, None, None, weight, bias, kind)
 
 
@@ -147,11 +147,12 @@ def test_every_gate_is_activated_like_the_op(triton_device, kind):
 def test_a_row_is_the_same_beside_any_others(triton_device, parameters):
     weight = make(triton_device, torch.float16, 50, 200)
     x = make(triton_device, torch.float16, 7, 200)
-    together = kernels.multiply_matrix(x, weight, None, None, parameters)
-    assert torch.equal(kernels.multiply_matrix(x[2:4], weight, None, None, parameters), together[2:4])
+    counters = kernels.make_counters(x.device)
+    together = kernels.multiply_matrix(x, weight, None, None, counters, parameters)
+    assert torch.equal(kernels.multiply_matrix(x[2:4], weight, None, None, counters, parameters), together[2:4])
 
     x[3, 5] = float("nan")
-    spoilt = kernels.multiply_matrix(x, weight, None, None, parameters)
+    spoilt = kernels.multiply_matrix(x, weight, None, None, counters, parameters)
     others = [0, 1, 2, 4, 5, 6]
     assert spoilt[3].isnan().all()
     assert torch.equal(spoilt[others], together[others])
@@ -160,16 +161,17 @@ def test_a_row_is_the_same_beside_any_others(triton_device, parameters):
 def test_splits_add_up_the_same_each_time(triton_device):
     x, weight = make(triton_device, torch.float32, 9, 190), make(triton_device, torch.float32, 20, 190)
     parameters = Matrix(16, 16, warps=4, stages=2, splits=5, block_rows=8)
-    first = kernels.multiply_matrix(x, weight, None, None, parameters)
+    counters = kernels.make_counters(x.device)
+    first = kernels.multiply_matrix(x, weight, None, None, counters, parameters)
     for _ in range(3):
-        assert torch.equal(kernels.multiply_matrix(x, weight, None, None, parameters), first)
-    assert kernels._arrivals(x.device).count_nonzero() == 0
+        assert torch.equal(kernels.multiply_matrix(x, weight, None, None, counters, parameters), first)
+    assert counters.count_nonzero() == 0
 
 
 def test_a_product_of_too_many_tiles_is_not_split():
     x, weight = (torch.empty(num, 64, device="meta") for num in (3, 16 * kernels.MAX_TILES + 1))
     with pytest.raises(kernels.TileError, match=f"1 x {kernels.MAX_TILES + 1} tiles"):
-        kernels.multiply_matrix(x, weight, None, None, Matrix(16, 16, warps=4, stages=2, splits=2))
+        kernels.multiply_matrix(x, weight, None, None, x, Matrix(16, 16, warps=4, stages=2, splits=2))
 
 
 def test_the_way_of_one_row_is_not_taken_for_two(triton_device):

@@ -21,7 +21,7 @@ from triton.errors import TritonError
 from atom.errors import is_out_of_memory
 from atom.graph import Graph, ops
 from atom.graph.types import BITS
-from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear.linear import MAX_STAGES, MAX_TILES, Find, Matrix, Parameters, TileError, Vector, key_of
 
 WEIGHTS = {ops.linear: 1, ops.gated_linear: 1, ops.norm_linear: 2, ops.add_norm_linear: 3}  # place among the arguments

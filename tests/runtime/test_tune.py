@@ -72,7 +72,7 @@ class Steps:
         if not self.num_captured:  # the interpreter is slow
             run()
         self.num_captured += 1
-        trial = self.model._kernels[ops.linear, "triton"].keywords["parameters"]  # type: ignore[attr-defined]
+        trial = self.model._kernels[ops.linear, "triton"].__self__._parameters  # type: ignore[attr-defined]
         chosen: list[Parameters] = [*trial.chosen.values()]
         seconds = 1e-3 * 0.9 ** chosen.count(FAST) * 1.1 ** chosen.count(SLOW)
         return lambda: seconds
@@ -135,7 +135,7 @@ def test_the_model_is_as_it_was_and_gives_what_it_gave(opened: Any, tmp_path: Pa
     tuning.tune(model, graph, tmp_path, 2, SilentProgress(), lambda line: None, Steps(model).capture)
     assert model.slots.lengths.tolist() == [1] * 9 and not model.slots.tokens.any() and not model.tables.any()
     assert all(len(cache) == 2 and not cache.any() for cache in model.caches.values())
-    used = model._kernels[ops.linear, "triton"].keywords["parameters"]
+    used = model._kernels[ops.linear, "triton"].__self__._parameters
     out, inner, gates, _ = kernels.products_of(graph)[0]
     assert used(2, out, inner, 2, gates, GPU) == FAST
     with torch.inference_mode():
@@ -177,7 +177,7 @@ def test_an_option_that_memory_does_not_suffice_for_is_skipped(opened: Any, tmp_
     steps = Steps(model)
 
     def capture(run: Callable[[], object]) -> Callable[[], float]:
-        trial = model._kernels[ops.linear, "triton"].keywords["parameters"]
+        trial = model._kernels[ops.linear, "triton"].__self__._parameters
         if FAST in trial.chosen.values():
             raise torch.OutOfMemoryError
         return steps.capture(run)
@@ -238,7 +238,7 @@ def test_a_folder_that_takes_nothing_is_told_once_and_what_was_found_is_used(ope
     tuning.tune(model, graph, tmp_path, 1, SilentProgress(), lines.append, Steps(model).capture)
     assert sum("takes no file" in line for line in lines) == 1
     out, inner, gates, _ = kernels.products_of(graph)[0]
-    assert model._kernels[ops.linear, "triton"].keywords["parameters"](1, out, inner, 2, gates, GPU) == FAST
+    assert model._kernels[ops.linear, "triton"].__self__._parameters(1, out, inner, 2, gates, GPU) == FAST
 
 
 def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(opened: Any, tmp_path: Path):

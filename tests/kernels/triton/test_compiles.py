@@ -48,7 +48,7 @@ class Compile:
         assert made.metadata.shared <= gpu.shared_memory, (kernel.__name__, made.metadata.shared)
         print(kernel.__name__)
 
-for module in (decode, feed, linear, moe, prefill, rope, sampling):
+for module in (decode, prepare_inputs, linear, moe, prefill, rope, sampling):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES[module.__name__.rpartition(".")[2]].split():
@@ -95,7 +95,7 @@ moe.combine(bf16(14, 256), weights, order)
 """
 NAMES = {
     "decode": "_decode",
-    "feed": "_feed _extend",
+    "prepare_inputs": "_feed _extend",
     "linear": "_vector_kernel _matrix_kernel _norm_kernel _gate_kernel",
     "moe": "_logits_kernel _choose_kernel _group_kernel _grouped_linear_kernel _combine_kernel",
     "prefill": "_prefill",

@@ -94,6 +94,7 @@ def test_rows_are_multiplied_and_gated_like_the_op(triton_device, rows, kind):
 
 @pytest.mark.parametrize("rows", [1, 3, 17, 65])
 def test_every_function_gives_what_its_ops_give(triton_device, rows):
+    products = kernels.Products()
     for dtype in dtypes(triton_device):
         a, b = make(triton_device, dtype, 2, rows, 96)
         norm = make(triton_device, torch.float32, 96)
@@ -103,28 +104,29 @@ def test_every_function_gives_what_its_ops_give(triton_device, rows):
             assert y.dtype == dtype
             assert_like_the_ops(y, *args)
 
-        check(kernels.linear(a, weight), a, None, None, weight, None, None)
-        check(kernels.linear(a, weight, bias), a, None, None, weight, bias, None)
-        check(kernels.norm_linear(a, norm, weight, bias, eps=EPS), a, None, norm, weight, bias, None)
-        y, total = kernels.add_norm_linear(a, b, norm, weight, bias, eps=EPS)
+        check(products.linear(a, weight), a, None, None, weight, None, None)
+        check(products.linear(a, weight, bias), a, None, None, weight, bias, None)
+        check(products.norm_linear(a, norm, weight, bias, eps=EPS), a, None, norm, weight, bias, None)
+        y, total = products.add_norm_linear(a, b, norm, weight, bias, eps=EPS)
         check(y, a, b, norm, weight, bias, None)
         assert torch.equal(total, a + b)
-        check(kernels.gated_linear(a, weight, kind="gelu"), a, None, None, weight, None, "gelu")
-        check(kernels.norm_linear(a, norm, weight, eps=EPS, kind="relu"), a, None, norm, weight, None, "relu")
-        y, total = kernels.add_norm_linear(a, b, norm, weight, eps=EPS, kind="silu")
+        check(products.gated_linear(a, weight, kind="gelu"), a, None, None, weight, None, "gelu")
+        check(products.norm_linear(a, norm, weight, eps=EPS, kind="relu"), a, None, norm, weight, None, "relu")
+        y, total = products.add_norm_linear(a, b, norm, weight, eps=EPS, kind="silu")
         check(y, a, b, norm, weight, None, "silu")
         assert torch.equal(total, a + b)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17, kernels.MAX_ROWS + 1])
 def test_rows_that_are_normed_may_be_parts_of_longer_ones(triton_device, rows):
+    products = kernels.Products()
     for dtype in dtypes(triton_device):
         a, b = make(triton_device, dtype, rows, 46).split([20, 26], dim=1)
         b, norm = b[:, 3:23], make(triton_device, dtype, 20)
         weight = make(triton_device, dtype, 18, 20)
-        y = kernels.norm_linear(a, norm, weight, eps=EPS)
+        y = products.norm_linear(a, norm, weight, eps=EPS)
         assert_like_the_ops(y, a, None, norm, weight, None, None)
-        y, total = kernels.add_norm_linear(a, b, norm, weight, eps=EPS)
+        y, total = products.add_norm_linear(a, b, norm, weight, eps=EPS)
         assert_like_the_ops(y, a, b, norm, weight, None, None)
         assert torch.equal(total, a + b)
 
@@ -175,9 +177,10 @@ def test_a_product_of_too_many_tiles_is_not_split():
 
 
 def test_the_way_of_one_row_is_not_taken_for_two(triton_device):
+    products = kernels.Products()
     x, weight = make(triton_device, torch.float16, 2, 64), make(triton_device, torch.float16, 32, 64)
     with pytest.raises(AssertionError, match="is for one row, not for 2"):
-        kernels.linear(x, weight, parameters=lambda *_: Vector(2, 4, stages=2, programs=3))
+        products.linear(x, weight, parameters=lambda *_: Vector(2, 4, stages=2, programs=3))
 
 
 def test_a_nan_stays_a_nan_behind_relu(triton_device):
@@ -215,6 +218,7 @@ def test_what_is_chosen_fills_the_device_and_fits_into_its_memory(rows, shape, g
 @pytest.mark.parametrize("rows", [1, 4, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_layers_in_a_graph_give_the_same_on_every_replay(rows, dtype):
+    products = kernels.Products()
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU here")
     layers, hidden, width = 6, 1024, 3072
@@ -228,10 +232,10 @@ def test_layers_in_a_graph_give_the_same_on_every_replay(rows, dtype):
     def run():
         a, b = x, x
         for w1, w2, w3, w4 in zip(first, second, third, fourth, strict=True):
-            y, total = kernels.add_norm_linear(a, b, norm, w1, eps=EPS)
-            y = kernels.linear(y[:, :1024], w2)
-            m, total = kernels.add_norm_linear(y, total, norm, w3, eps=EPS, kind="silu")
-            a, b = kernels.linear(m, w4), total
+            y, total = products.add_norm_linear(a, b, norm, w1, eps=EPS)
+            y = products.linear(y[:, :1024], w2)
+            m, total = products.add_norm_linear(y, total, norm, w3, eps=EPS, kind="silu")
+            a, b = products.linear(m, w4), total
         return a + b
 
     def run_ops():

@@ -10,7 +10,9 @@ from typing import Any
 
 from atom.graph import ops
 from atom.graph.types import Type
-from atom.kernels.registry import COMPILED, Kernel, Target
+from atom.kernels.backend import Backend, Kernel, Target
+from atom.kernels.reference import COMPILED
+from atom.kernels.triton.piece_compiler import TritonCompiler
 
 MAX_WIDTH = 1 << 16  # elements of a row that a norm holds at a time
 
@@ -38,3 +40,5 @@ KERNELS: tuple[Kernel, ...] = tuple(
     for op in ops.OPS.values()
     if op in COMPILED and op is not ops.linear
 )
+
+BACKEND = Backend("generated", KERNELS, piece_compiler=TritonCompiler())

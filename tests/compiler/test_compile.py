@@ -31,6 +31,7 @@ from atom.config import Config, load
 from atom.errors import UnsupportedError
 from atom.graph import show
 from atom.kernels import Target, find_target
+from atom.kernels.inductor.piece_compiler import InductorCompiler
 from atom.pieces import identity, key_of
 
 pytestmark = [pytest.mark.early, pytest.mark.usefixtures("one_compiler")]
@@ -72,7 +73,7 @@ def no_code(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
             yield text, {"piece.so": made[text]}
 
     monkeypatch.setattr(compiler, "compile_pieces", compile_nothing)
-    monkeypatch.setattr(compiler, "load_piece", lambda folder: (folder / "piece.so").read_bytes)
+    monkeypatch.setattr(InductorCompiler, "load", lambda self, folder: (folder / "piece.so").read_bytes)
     return made
 
 
@@ -319,7 +320,7 @@ def test_who_waits_for_another_process_is_told_once(num_held: int, configure: Co
 def test_without_a_compiler_an_open_level_is_1_and_says_so(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(compiler, "has_compiler", lambda: False)
+    monkeypatch.setattr(InductorCompiler, "find_missing", lambda self: "a C++ compiler: install g++")
     cache = Cache(tmp_path)
     config = configure(cache=tmp_path)
     made = compile_model(replace(config, level=None), cache=cache)

@@ -20,6 +20,7 @@ from atom.errors import ArtifactError
 from atom.graph import Recipe
 from atom.jobs import compile as job
 from atom.kernels import Target
+from atom.kernels.inductor.piece_compiler import InductorCompiler
 from atom.weights import load_dummy
 
 FIRST = "there is no artifact in the cache yet"
@@ -40,7 +41,7 @@ def run(
 ) -> Callable[..., tuple[int, str, str]]:
     """Exit code, stdout and stderr of `job=compile` of a tiny model with these overrides."""
     monkeypatch.setattr(compiler, "compile_pieces", compile_nothing)
-    monkeypatch.setattr(compiler, "load_piece", lambda folder: lambda *tensors: [])
+    monkeypatch.setattr(InductorCompiler, "load", lambda self, folder: lambda *tensors: [])
     checkpoint = checkpoints("llama")
 
     def run(*argv: str) -> tuple[int, str, str]:
@@ -119,11 +120,11 @@ def test_without_a_compiler_it_says_what_to_install_and_what_is_cached_needs_non
     overrides: list[str], run: Any, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as without:
-        without.setattr(compiler, "has_compiler", lambda: False)
+        without.setattr(InductorCompiler, "find_missing", lambda self: "a C++ compiler: install g++")
         message = "3 pieces are not in the cache, and compiling pieces needs a C++ compiler: install g++"
         assert run(*overrides) == (2, "", f"atom-run: UnsupportedError: job=compile: {message}\n")
     run()
-    monkeypatch.setattr(compiler, "has_compiler", lambda: False)
+    monkeypatch.setattr(InductorCompiler, "find_missing", lambda self: "a C++ compiler: install g++")
     assert run(*overrides)[1].splitlines()[1] == "          hit"
     cache.remove(cache.entries("pieces")[0])
     message = message.replace("3 pieces are", "1 piece is")

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from atom.errors import PassError
 from atom.graph import parse
-from atom.kernels import Kernel, find_kernel
-from atom.pieces import compile_pieces, compilers, load_piece
+from atom.kernels import Kernel, find_kernel, registry
+from atom.kernels.inductor.piece_compiler import InductorCompiler
+from atom.kernels.triton.codegen import write_source
+from atom.pieces import compile_pieces, compilers
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,14 +34,14 @@ def traced(compiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> C
             return replace(find_kernel(*names), trace=trace)
 
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        monkeypatch.setattr(compilers, "find_kernel", find)
+        monkeypatch.setattr(registry, "find_kernel", find)
         monkeypatch.setattr(torch._inductor, "aot_compile", lambda *_args, **_options: str(compiled / "piece.so"))
 
     return use
 
 
 def test_code_that_is_made_without_openssl_gives_the_numbers_at_any_rows(compiled: Path):
-    run = load_piece(compiled)
+    run = InductorCompiler().load(compiled)
     for rows in (1, 2, 3, 16, 40):
         x, weight = torch.randn(rows, 8), torch.randn(8)
         torch.testing.assert_close(run(x, weight), [norm(x, weight, 1e-6)])
@@ -47,7 +49,7 @@ def test_code_that_is_made_without_openssl_gives_the_numbers_at_any_rows(compile
 
 def test_code_takes_inputs_that_are_not_contiguous(compiled: Path):
     x, weight = torch.randn(8, 5).t(), torch.randn(16)[::2]
-    torch.testing.assert_close(load_piece(compiled)(x, weight), [norm(x, weight, 1e-6)])
+    torch.testing.assert_close(InductorCompiler().load(compiled)(x, weight), [norm(x, weight, 1e-6)])
 
 
 def test_what_is_traced_as_it_should_be_becomes_files(compiled: Path, traced: Any):
@@ -79,10 +81,10 @@ GPU_TEXT = TEXT.replace("inductor", "generated")
 
 def checked(right: str, wrong: str, device: str) -> None:
     """Hold Triton's source against its traces, with another word in it."""
-    source = compilers.write_source(GPU_TEXT)
+    source = write_source(GPU_TEXT)
     assert right in source
     program = parse(GPU_TEXT).programs["piece"]
-    compilers._check(program, {"piece.py": source.replace(right, wrong).encode()}, device)
+    compilers._check(program, {"piece.py": source.replace(right, wrong).encode()}, "cuda", device)
 
 
 def test_sources_for_a_gpu_are_held_against_their_traces(triton_device: str):
@@ -94,7 +96,7 @@ def test_sources_for_a_gpu_are_held_against_their_traces(triton_device: str):
 
 
 def test_the_files_for_a_gpu_are_one_source():
-    assert compilers.compile_piece(GPU_TEXT, "cuda") == {"piece.py": compilers.write_source(GPU_TEXT).encode()}
+    assert compilers.compile_piece(GPU_TEXT, "cuda") == {"piece.py": write_source(GPU_TEXT).encode()}
 
 
 def test_pieces_for_a_gpu_are_compiled_in_this_process():

@@ -1,6 +1,6 @@
 """The CPU kernels in eager torch: what beats an op's reference body without a compiler.
 
-    for kernel in KERNELS:
+    for kernel in BACKEND.kernels:
         reason = kernel.accepts(Target("cpu"))     # None: yes
         run = kernel.load(LoadContext())           # a callable with the op's signature
 
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from atom.graph import ops
 from atom.graph.ops import Op
-from atom.kernels.registry import Kernel, Target
+from atom.kernels.backend import Backend, Kernel, Target
 from atom.kernels.torch.attention import PagedAttention
 from atom.kernels.torch.latent import PagedLatentAttention
 from atom.kernels.torch.linear import accepts, find_features, pack, packed_linear, trace_packed_linear
@@ -36,10 +36,6 @@ def _kernel(op: Op, run: Callable[..., Any]) -> Kernel:
     return Kernel(op, "torch", _accepts, load)
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {"onednn": pack}
-
-__all__ = ["KERNELS", "LAYOUTS", "find_features"]
-
 KERNELS: tuple[Kernel, ...] = (
     Kernel(ops.linear, "torch", accepts, lambda _: packed_linear, layout="onednn", trace=trace_packed_linear),
     _kernel(ops.rms_norm, rms_norm),
@@ -50,4 +46,12 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.norm_rope_write_latent, norm_rope_write_latent),
     _kernel(ops.paged_attention, PagedAttention),
     _kernel(ops.paged_mla_attention, PagedLatentAttention),
+)
+
+BACKEND = Backend(
+    "torch",
+    KERNELS,
+    layouts={"onednn": pack},
+    find_features=find_features,
+    find_versions=lambda: {"torch": torch.__version__},
 )

@@ -33,8 +33,8 @@ from triton.compiler import CompiledKernel, make_backend
 from triton.runtime.cache import CacheManager, FileCacheManager, triton_key
 
 from atom.cache import Cache
+from atom.cache.files import BINARIES
 
-KIND = "triton"
 KEPT = {".json", ".cubin", ".hsaco"}  # what a launch reads; the steps between source and binary are not
 
 
@@ -129,7 +129,7 @@ class BinaryCache:
     def find(self, ingredients: dict[str, str]) -> dict[str, str]:
         """The files of a trusted entry, path by name; none if there is no such entry."""
         key = _key_of(ingredients)
-        folder = self.cache.find(KIND, key)
+        folder = self.cache.find(BINARIES, key)
         self._tell_new()
         if folder is None:
             return self._not_kept.get(key, {})
@@ -139,7 +139,7 @@ class BinaryCache:
     def publish(self, ingredients: dict[str, str], files: dict[str, bytes | Path]) -> dict[str, str]:
         """Store an entry that had to be made: its files, path by name."""
         key = _key_of(ingredients)
-        folder = self.cache.publish(KIND, key, files, {"name": ingredients["file"], "ingredients": ingredients})
+        folder = self.cache.publish(BINARIES, key, files, {"name": ingredients["file"], "ingredients": ingredients})
         self._tell_new()
         self._used[key] = None
         self._compiled.append(key)

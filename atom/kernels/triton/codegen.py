@@ -1,7 +1,7 @@
 """From a piece's text to Triton: a kernel that takes each row by itself, and the Python that launches it.
 
     source = write_source(text)      # a module, to be read and diffed; `run` in it takes inputs and weights
-    run = load_piece(folder)         # of the folder that holds it as piece.py
+    run = TritonCompiler().load(folder)    # of the folder that holds it as piece.py
 
 No op of such a piece looks at another row. So a result is written by asking for its value at all columns of a row, and
 each op asks for its inputs at the columns that it needs: views move columns, norms look at the whole row first. What an

@@ -1,12 +1,13 @@
 """The GPU that kernels are launched on, Triton's driver for it, and what Triton's version has for it.
 
-load_driver()             # before several threads launch
+load_driver().get_current_target()
 gpu = find_gpu(x.device)
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +56,11 @@ def find_gpu(device: torch.device) -> Gpu:
 
 def load_driver() -> Any:
     """Triton's driver, which is not for several threads at a time until it is there; it is compiled when it is new."""
-    with kept():
+    with _loading, kept():
         return driver.active
+
+
+_loading = threading.Lock()
 
 
 def next_power_of_2(num: int) -> int:

@@ -16,10 +16,11 @@ from atom.errors import PassError
 from atom.graph import TORCH_DTYPES, interpret, ops, parse
 from atom.kernels import Target
 from atom.kernels.generated import KERNELS, MAX_WIDTH
-from atom.kernels.registry import COMPILED
+from atom.kernels.reference import COMPILED
 from atom.kernels.triton.codegen import write_source
+from atom.kernels.triton.piece_compiler import TritonCompiler
 from atom.passes import lower
-from atom.pieces import find_pieces, load_piece
+from atom.pieces import find_pieces
 
 ROWS = (1, 2, 17)
 HALVES = ["fp16", "bf16"]
@@ -151,7 +152,7 @@ def load(tmp_path: Path) -> Load:
 
     def made(text: str) -> Callable[..., list[Tensor]]:
         (tmp_path / "piece.py").write_text(write_source(text))
-        return load_piece(tmp_path)
+        return TritonCompiler().load(tmp_path)
 
     return made
 
@@ -367,7 +368,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from atom.graph import TORCH_DTYPES, parse
-from atom.pieces import load_piece
+from atom.kernels.triton.piece_compiler import TritonCompiler
 from atom.kernels.triton.codegen import write_source
 
 class Compile:
@@ -387,7 +388,7 @@ class Compile:
 folder = Path(sys.argv[1])
 for text in Path(folder, "texts").read_text().split("\\n\\n"):
     (folder / "piece.py").write_text(write_source(text))
-    run = load_piece(folder)
+    run = TritonCompiler().load(folder)
     for name, kernel in list(run.__globals__.items()):
         if "_rows_" in name:
             run.__globals__[name] = Compile(kernel)

@@ -64,8 +64,9 @@ from atom.kernels.triton.linear import linear
 from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.attention import rope
 from atom.kernels.triton.gpu import Gpu
-from atom.pieces import find_pieces, load_piece
+from atom.pieces import find_pieces
 from atom.kernels.triton.codegen import write_source
+from atom.kernels.triton.piece_compiler import TritonCompiler
 from atom.runtime.device_runner import DeviceRunner
 from atom.runtime.types import Plan, Row, Sequence
 
@@ -78,7 +79,7 @@ code = {}
 for piece in (piece for program in graph.programs.values() for piece in find_pieces(program)):
     place = Path(tempfile.mkdtemp(dir=folder))
     (place / "piece.py").write_text(write_source(piece.text))
-    code[piece.text] = load_piece(place)
+    code[piece.text] = TritonCompiler().load(place)
 weights = {each: torch.zeros([int(dim) for dim in each.type.shape], dtype=TORCH_DTYPES[each.type.dtype])
            for each in graph.recipes()}
 kinds = [kind.name for kind in llm.cache_kinds(graph)]

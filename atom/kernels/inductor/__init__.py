@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from atom.graph import ops
-from atom.kernels.registry import COMPILED, Kernel, Target
+from atom.kernels.backend import Backend, Kernel, Target
+from atom.kernels.inductor.piece_compiler import InductorCompiler, find_versions
+from atom.kernels.reference import COMPILED
 
 
 def accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
@@ -21,3 +23,5 @@ KERNELS: tuple[Kernel, ...] = tuple(
     for op in ops.OPS.values()
     if op in COMPILED and op is not ops.linear
 )
+
+BACKEND = Backend("inductor", KERNELS, find_versions=find_versions, piece_compiler=InductorCompiler())

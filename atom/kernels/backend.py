@@ -146,4 +146,5 @@ class Backend:
     piece_compiler: PieceCompiler | None = None  # of pieces, without which its kernels are their ops' bodies
     keep_binaries: Callable[[Cache], AbstractContextManager[object]] = lambda _: nullcontext()  # in this cache folder
     compile_launches: Callable[[Executor], AbstractContextManager[object]] = lambda _: nullcontext()  # and launch none
+    step_kernels: Callable[[], Any] | None = None  # functions that prepare a step's inputs and sample its tokens
     find_tuner: Callable[[torch.device], Tuner] | None = None  # what it can tune on a device; None: nothing

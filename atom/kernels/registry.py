@@ -10,9 +10,9 @@ The first kernel that accepts wins; the reference, an op's own body, accepts all
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
@@ -100,21 +100,21 @@ def shuffle(weight: Tensor, layout: str) -> Tensor:
     return next(backend.layouts[layout] for backend in backends if layout in backend.layouts)(weight)
 
 
-@contextmanager
-def keep_binaries(device: str, cache: Cache) -> Iterator[None]:
+def keep_binaries(device: str, cache: Cache) -> AbstractContextManager[None]:
     """Keep in this cache folder what a device's backends compile, from now on."""
-    with ExitStack() as stack:
-        for backend in backends_of(device):
-            stack.enter_context(backend.keep_binaries(cache))
-        yield
+    return _all(backend.keep_binaries(cache) for backend in backends_of(device))
+
+
+def compile_launches(device: str, pool: Executor) -> AbstractContextManager[None]:
+    """Have the pool compile what this thread would launch on a device within this, and launch nothing."""
+    return _all(backend.compile_launches(pool) for backend in backends_of(device))
 
 
 @contextmanager
-def compile_launches(device: str, pool: Executor) -> Iterator[None]:
-    """Have the pool compile what this thread would launch on a device within this, and launch nothing."""
+def _all(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
     with ExitStack() as stack:
-        for backend in backends_of(device):
-            stack.enter_context(backend.compile_launches(pool))
+        for each in contexts:
+            stack.enter_context(each)
         yield
 
 

@@ -99,19 +99,19 @@ def test_a_source_that_is_new_gone_or_renamed_is_another_piece(package: Path):
 def test_what_no_piece_is_made_of_does_not_matter(package: Path):
     before = of(TEXT)
     edit(package / "passes" / "pipeline.py", random.Random(0))
-    edit(package / "compiler.py", random.Random(0))
+    edit(package / "compiler" / "compile.py", random.Random(0))
     (package / "kernels" / "notes.md").write_text("these")
     assert differing(before) == []
 
 
 def test_a_digest_may_be_of_one_file(package: Path):
-    before = sources_of("compiler.py")
+    before = sources_of("compiler/compile.py")
     edit(package / "passes" / "pipeline.py", random.Random(0))
     sources_of.cache_clear()
-    assert sources_of("compiler.py") == before
-    edit(package / "compiler.py", random.Random(0))
+    assert sources_of("compiler/compile.py") == before
+    edit(package / "compiler" / "compile.py", random.Random(0))
     sources_of.cache_clear()
-    assert sources_of("compiler.py") != before
+    assert sources_of("compiler/compile.py") != before
 
 
 def read_instead(files: dict[str, str]) -> Callable[..., str]:

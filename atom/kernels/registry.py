@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from atom.cache import Cache
 
-# by device and level; pieces begin at level 2, and level 3 is the text of level 2 in CUDA graphs
+# modules beside this one, by device and level; pieces begin at level 2, and level 3 is its text in CUDA graphs
 ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "cpu": (("reference",), ("torch", "reference"), ("inductor", "torch", "reference")),
     "cuda": (
@@ -39,7 +39,7 @@ ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("triton", "generated", "reference"),
     ),
 }
-BACKENDS = ("triton", "generated", "inductor", "torch", "reference")  # modules beside this one
+BACKENDS = tuple(dict.fromkeys(name for levels in ORDER.values() for name in levels[-1]))
 
 
 def find_backend(name: str) -> Backend:

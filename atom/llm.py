@@ -28,6 +28,7 @@ from atom.config.checkpoint import is_here, open_for
 from atom.errors import EngineDeadError, RequestError
 from atom.gc_utils import no_collection
 from atom.graph import Graph, Recipe
+from atom.kernels import find_tuner
 from atom.runtime import memory
 from atom.runtime.device_runner import DeviceRunner
 from atom.runtime.engine import Engine
@@ -349,10 +350,12 @@ def use_parameters(runner: DeviceRunner, graph: Graph, config: Config, progress:
     def tell(line: str) -> None:
         print(f"atom-run: {line}", file=sys.stderr)
 
-    use_measured(runner.model, cache, tell)
-    if config.tune:
+    tuner = find_tuner(config.device, runner.model.device)
+    if tuner is not None:
+        use_measured(runner.model, tuner, cache, tell)
+    if tuner is not None and config.tune:
         max_rows = min(limits["max_num_seqs"], limits["max_num_batched_tokens"])
-        tune(runner.model, graph, cache, max_rows, progress, tell)
+        tune(runner.model, tuner, graph, cache, max_rows, progress, tell)
 
 
 def _describe_pool(kinds: List[CacheKind], num_blocks: dict[str, int], config: Config) -> str:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from atom.cache.cache import Cache, Entry
 from atom.cache.files import (
+    BINARIES,
     KEY,
     KINDS,
     MANIFEST,
@@ -47,13 +48,13 @@ class Bundle(NamedTuple):
 
 def export(cache: Cache, entry: Entry, path: Path, measured: Mapping[str, Any]) -> list[Entry]:
     """Write an artifact and the pieces that it names into one tar file: what went into it, the artifact last; that of a
-    GPU with all of Triton's binaries in the cache, since which of them are for what is known to Triton alone.
+    GPU with all binaries in the cache, since which of them are for what is known to their compiler alone.
 
     measured: goes along as it is. ArtifactError where one of the entries is missing or not trusted; then nothing is
     written.
     """
-    binaries = [each.key for each in cache.entries("triton") if each.fault is None] if is_for_gpu(entry) else []
-    keys = [("triton", key) for key in binaries] + [("pieces", key) for key in _piece_keys(entry)]
+    binaries = [each.key for each in cache.entries(BINARIES) if each.fault is None] if is_for_gpu(entry) else []
+    keys = [(BINARIES, key) for key in binaries] + [("pieces", key) for key in _piece_keys(entry)]
     keys.append((entry.kind, entry.key))
     try:
         entries = [_checked(cache, kind, key) for kind, key in keys]
@@ -91,7 +92,7 @@ def open_bundle(path: Path) -> Iterator[Bundle]:
         try:
             names, key, measured = _unpack(path, cache.folder)
             entries = [_checked(cache, *name.split("/")) for name in names]
-            named = [name for name in names if not name.startswith("triton/")]
+            named = [name for name in names if not name.startswith(f"{BINARIES}/")]
             if named != [*(f"pieces/{piece}" for piece in _piece_keys(entries[-1])), f"artifacts/{key}"]:
                 raise Damaged("it does not hold the pieces that its artifact names")
         except OSError as error:

@@ -24,7 +24,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-KINDS = ("triton", "pieces", "failures", "artifacts")
+BINARIES = "triton"  # the kind of what a kernel of a GPU is compiled to
+KINDS = (BINARIES, "pieces", "failures", "artifacts")
 MANIFEST = "manifest.json"
 MAX_JSON = 64 << 20  # bytes of a manifest; a larger one is not read
 KEY = re.compile(r"[0-9a-f]{1,128}")

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from atom.cache import Cache, Entry
+from atom.cache.files import BINARIES
 from atom.config import Config, override
 from atom.config.overrides import format_recipe
 from atom.frontend import build
 from atom.graph import Graph, parse, show
 from atom.graph.types import BITS
-from atom.kernels import Target, find_target
-from atom.pieces import digest, find_pieces, identity, key_of, machine, sources_of
+from atom.kernels import Target, find_target, find_versions, highest_level
+from atom.pieces import digest, find_pieces, identity, key_of, sources_of
 
-HIGHEST_LEVEL = {"cpu": 2, "cuda": 3}  # by device
 # of a launch's overrides, those that its graph follows from and that final values below do not say
 IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|model([.@].*)?)(=|$)")
 
@@ -31,7 +31,7 @@ def level_of(config: Config) -> int:
     """The level that a configuration asks for: the highest that its device has, where it leaves that open."""
     if config.level is not None:
         return config.level
-    return 2 if config.serve.enforce_eager else HIGHEST_LEVEL[config.device]
+    return 2 if config.serve.enforce_eager else highest_level(config.device)
 
 
 def semantic_graph(config: Config) -> Graph:
@@ -55,7 +55,7 @@ def machine_ingredients(target: Target) -> dict[str, str]:
     return {
         "device": target.device,
         "features": " ".join(sorted(target.features)),
-        **machine(target),
+        **find_versions(target.device),
         "sources of the graph": sources_of("graph"),
         "sources of the passes": sources_of("passes"),
         "sources of the kernels": sources_of("kernels"),
@@ -153,8 +153,8 @@ def differences_here(entries: Sequence[Entry]) -> list[str]:
     differences: dict[str, None] = {}
     for entry in entries:
         theirs = ingredients_of(entry)
-        if entry.kind == "triton":
-            continue  # found by Triton's own key, which nobody else can make
+        if entry.kind == BINARIES:
+            continue  # found by a key that its compiler alone can make
         if entry.kind == "pieces":
             ours = identity(str(entry.about.get("text")), find_target(str(theirs.get("device", "cpu"))))
         else:

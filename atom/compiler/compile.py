@@ -29,19 +29,9 @@ from atom.compiler.saved_graph import check_runnable, read_saved
 from atom.config import Config
 from atom.errors import ArtifactError, PassError, UnsupportedError
 from atom.graph import Graph
-from atom.kernels import Target, find_target
+from atom.kernels import Target, find_piece_compiler, find_target, keep_binaries
 from atom.passes import PassReport, lower
-from atom.pieces import (
-    Piece,
-    PieceCode,
-    PieceError,
-    compile_pieces,
-    find_pieces,
-    has_compiler,
-    identity,
-    key_of,
-    load_piece,
-)
+from atom.pieces import Piece, PieceCode, PieceError, compile_pieces, find_pieces, identity, key_of
 
 
 def compile_graph(
@@ -97,7 +87,7 @@ def compile_model(
     """
     assert config.cache is not None, "config.load resolves it"
     cache = cache or Cache(Path(config.cache))
-    with contextlib.nullcontext() if config.device == "cpu" else _triton_in(cache):
+    with keep_binaries(config.device, cache):
         if level_of(config) >= 2:
             if compiled := _compile_with_pieces(config, progress, cache, check):
                 return compiled
@@ -106,20 +96,6 @@ def compile_model(
         check(graph)
         report = Report("", False, "pieces begin at level 2", 0, 0, 0, {})
         return Compiled(graph, {}, report, level_of(config))
-
-
-@contextlib.contextmanager
-def _triton_in(cache: Cache) -> Iterator[None]:
-    """Have Triton keep its binaries in the folder. `cache.warnings` says what it ignores there; behind this, stderr."""
-    from atom.kernels.triton.binary_cache import store_in
-
-    own = Cache(cache.folder)  # it must stay open while Triton compiles
-    own.warnings = cache.warnings
-    store = store_in(own)
-    try:
-        yield
-    finally:
-        store.tell()
 
 
 def _compile_with_pieces(
@@ -138,10 +114,10 @@ def _compile_with_pieces(
     clock.stop("graph")
     pieces = pieces_of(graph)
     keys = {piece.text: key_of(identity(piece.text, target)) for piece in pieces}
-    code = _load(keys, cache)
+    code = _load(keys, target, cache)
     missing = {text: key for text, key in keys.items() if text not in code}
-    if missing and target.device == "cpu" and not has_compiler():
-        _do_without_compiler(config, len(missing), cache)
+    if missing and (needed := find_piece_compiler(target.device).find_missing()):
+        _do_without_compiler(config, len(missing), f"compiling pieces needs {needed}", cache)
         return None
     reason = "" if found else explain_miss(config, ingredients, cache) if key else "a saved text has no artifact"
     is_damaged = any(cache.holds("pieces", each) for each in missing.values())
@@ -163,9 +139,8 @@ def _compile_with_pieces(
     return Compiled(graph, code, report, level_of(config))
 
 
-def _do_without_compiler(config: Config, num_missing: int, cache: Cache) -> None:
+def _do_without_compiler(config: Config, num_missing: int, needed: str, cache: Cache) -> None:
     """Say that level 1 takes the place of the level that was left open. UnsupportedError where none was."""
-    needed = "compiling pieces needs a C++ compiler: install g++"
     if config.job.kind == "compile":
         are = "is" if num_missing == 1 else "are"
         raise UnsupportedError(f"job=compile: {_count(num_missing, 'piece')} {are} not in the cache, and {needed}")
@@ -211,14 +186,14 @@ def _locked(cache: Cache, keys: Sequence[str], progress: Progress) -> Iterator[N
         yield
 
 
-def _load(keys: Mapping[str, str], cache: Cache) -> dict[str, PieceCode]:
+def _load(keys: Mapping[str, str], target: Target, cache: Cache) -> dict[str, PieceCode]:
     """The pieces that are in the cache and can be loaded; keys by text. `cache.warnings` says which cannot."""
     code: dict[str, PieceCode] = {}
     for text, key in keys.items():
         if (folder := cache.find("pieces", key)) is None:
             continue
         try:
-            code[text] = load_piece(folder)
+            code[text] = find_piece_compiler(target.device).load(folder)
         except ArtifactError as error:
             if (line := f"{error}, built anew") not in cache.warnings:
                 cache.warnings.append(line)
@@ -233,7 +208,7 @@ def _make(
     PieceError where one is wrong, or was before, unless that is tried again.
     """
     with _locked(cache, [*keys.values()], progress):
-        code = _load(keys, cache)  # another process may have been first
+        code = _load(keys, target, cache)  # another process may have been first
         missing = {text: key for text, key in keys.items() if text not in code}
         for text, key in missing.items():
             if not is_retry and (reason := find_failure(key, cache)):
@@ -257,7 +232,8 @@ def _compile(keys: Mapping[str, str], target: Target, cache: Cache, progress: Pr
             for text, files in compile_pieces(list(keys), target.device):
                 _forget("failures", keys[text], cache)
                 _forget("pieces", keys[text], cache)  # it is whole and cannot be loaded
-                code[text] = load_piece(cache.publish("pieces", keys[text], files, _about(text, target)))
+                folder = cache.publish("pieces", keys[text], files, _about(text, target))
+                code[text] = find_piece_compiler(target.device).load(folder)
                 task.advance(1)
         except PieceError as error:
             name = f"{describe_piece(error.text)}: {error}"

@@ -25,7 +25,7 @@ from atom.jobs.bench import answer, describe_run
 from atom.jobs.roofline import Costs, Limits, Work, measure_limits, read_costs, step_work, total, wait_for
 from atom.jobs.trace import KINDS, Summary, summarize
 from atom.jobs.workload import Record, Step, open_workload, recording, submit
-from atom.kernels.triton.codegen import kernel_names
+from atom.kernels import find_piece_compiler
 from atom.llm import compile_with, open_engine
 from atom.pieces import find_pieces
 from atom.runtime.engine import Engine
@@ -159,7 +159,7 @@ def find_piece_kernels(graph: Graph) -> list[PieceKernel]:
         for piece in find_pieces(program):
             number = numbers.setdefault(piece.text, len(numbers))
             if piece.text not in names:
-                names[piece.text] = kernel_names(piece.text)
+                names[piece.text] = find_piece_compiler("cuda").kernel_names(piece.text)
             tables = [
                 call.args[1].type for call in piece.calls if call.target is ops.embedding
             ]  # of which a token reads a row

@@ -1,9 +1,27 @@
 """Implementations of ops, by backend.
 
 kernel = find_kernel(ops.paged_attention, "torch")
-attend = kernel.load()
+attend = kernel.load(LoadContext())
 """
 
-from atom.kernels.registry import Kernel, Target, candidates, find_kernel, find_target, shuffle
+from atom.kernels.backend import Backend, Kernel, LoadContext, PieceCode, PieceCompiler, Target, Tuner
+from atom.kernels.registry import (
+    backends_of,
+    candidates,
+    compile_launches,
+    find_backend,
+    find_kernel,
+    find_piece_compiler,
+    find_target,
+    find_tuner,
+    find_versions,
+    highest_level,
+    keep_binaries,
+    shuffle,
+)
 
-__all__ = ["Kernel", "Target", "candidates", "find_kernel", "find_target", "shuffle"]
+__all__ = [
+    "Backend", "Kernel", "LoadContext", "PieceCode", "PieceCompiler", "Target", "Tuner", "backends_of", "candidates",
+    "compile_launches", "find_backend", "find_kernel", "find_piece_compiler", "find_target", "find_tuner",
+    "find_versions", "highest_level", "keep_binaries", "shuffle",
+]  # fmt: skip

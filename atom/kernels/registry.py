@@ -1,90 +1,134 @@
-"""Which implementations an op has: (op, backend, accepts, load), in one place for all backends.
+"""The backends and their order: for each device and level those whose kernels are asked, the first one first.
 
-    for kernel in candidates(ops.paged_attention, ("torch", "reference")):
+    backends = backends_of("cpu", level=1)
+    for kernel in candidates(ops.paged_attention, backends):
         reason = kernel.accepts(target, *types, **attributes)     # None: yes
-        run = kernel.load()                                       # a callable with the op's signature
 
-The first that accepts wins; the reference, an op's own body, accepts all and is last.
+The first kernel that accepts wins; the reference, an op's own body, accepts all and is last.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch.fx import Node
+
 from atom.errors import UnsupportedError
-from atom.graph import ops
+from atom.graph import Program
+from atom.graph.graph import results_of
 from atom.graph.ops import Op
+from atom.kernels.backend import Backend, Kernel, PieceCompiler, Target, Tuner
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from atom.cache import Cache
 
-@dataclass(frozen=True)
-class Target:
-    """What the kernels will run on."""
-
-    device: str  # cpu, or cuda, which is AMD's GPUs too
-    features: frozenset[str] = frozenset()  # what this one can do: onednn_bf16, …; a GPU's vendor and architecture
-
-
-BACKENDS = ("triton", "generated", "inductor", "torch")  # modules beside this one
-Accepts = Callable[..., str | None]  # (target, *types of the arguments, **attributes) -> None, or why not
-
-
-@dataclass(frozen=True)
-class Kernel:
-    op: Op
-    backend: str
-    accepts: Accepts
-    load: Callable[[], Callable[..., Any]]  # a new one each time: a kernel may own a workspace, which its calls share
-    layout: str | None = None  # of its weight, its second argument: a key of LAYOUTS of its backend; None: as stored
-    trace: Callable[..., Any] | None = None  # what stands for it in a compiled piece; None: it runs between pieces
+# modules beside this one, by device and level; pieces begin at level 2, and level 3 is its text in CUDA graphs
+ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
+    "cpu": (("reference",), ("torch", "reference"), ("inductor", "torch", "reference")),
+    "cuda": (
+        ("reference",),
+        ("triton", "reference"),
+        ("triton", "generated", "reference"),
+        ("triton", "generated", "reference"),
+    ),
+}
+BACKENDS = tuple(dict.fromkeys(name for levels in ORDER.values() for name in levels[-1]))
 
 
-# ops whose bodies a compiler can trace: no state, no shape that depends on data
-COMPILED = frozenset({
-    ops.embedding, ops.linear, ops.rms_norm, ops.layer_norm, ops.add, ops.mul, ops.scale, ops.softcap, ops.activate,
-    ops.gated_activate, ops.add_rms_norm, ops.split, ops.split_heads, ops.merge_heads, ops.rotary, ops.rope,
-})  # fmt: skip
+def find_backend(name: str) -> Backend:
+    """UnsupportedError where there is none of this name."""
+    if name not in BACKENDS:
+        raise UnsupportedError(f"there is no kernel backend '{name}'; backends: {', '.join(BACKENDS)}")
+    backend: Backend = importlib.import_module(f"atom.kernels.{name}").BACKEND
+    return backend
 
 
-def reference(op: Op) -> Kernel:
-    """The op's own body as a kernel."""
-    trace = op.body if op in COMPILED else None
-    return Kernel(op, "reference", lambda *_args, **_attributes: None, lambda: op.body, trace=trace)
+def highest_level(device: str) -> int:
+    return len(ORDER[device]) - 1
 
 
-def candidates(op: Op, backends: Sequence[str]) -> Iterator[Kernel]:
+def backends_of(device: str, level: int | None = None) -> tuple[Backend, ...]:
+    """The backends of a device in the order of a level, or of its highest."""
+    highest = highest_level(device)
+    return tuple(map(find_backend, ORDER[device][highest if level is None else min(level, highest)]))
+
+
+def candidates(op: Op, backends: Sequence[Backend]) -> Iterator[Kernel]:
     """The kernels of an op from these backends, in their order."""
-    for backend in backends:
-        if backend == "reference":
-            yield reference(op)
-        else:
-            yield from (kernel for kernel in _backend(backend).KERNELS if kernel.op is op)
+    return (kernel for backend in backends for kernel in backend.kernels if kernel.op is op)
 
 
 def find_kernel(op: Op, backend: str) -> Kernel:
     """The kernel that a text names. UnsupportedError where there is none."""
-    for kernel in candidates(op, (backend,)):
+    for kernel in candidates(op, (find_backend(backend),)):
         return kernel
     raise UnsupportedError(f"there is no kernel {backend}.{op.name}")
 
 
 def find_target(device: str) -> Target:
     """The target that this machine is. UnsupportedError where it has no such device."""
-    return Target(device, _backend("torch" if device == "cpu" else "triton").find_features())
+    return Target(device, frozenset().union(*(backend.find_features() for backend in backends_of(device))))
+
+
+def find_versions(device: str) -> dict[str, str]:
+    """The libraries of this machine that code for a device depends on."""
+    found: dict[str, str] = {}
+    for backend in backends_of(device):
+        found |= backend.find_versions()
+    return found
+
+
+def find_piece_compiler(device: str) -> PieceCompiler:
+    return next(backend.piece_compiler for backend in backends_of(device) if backend.piece_compiler is not None)
+
+
+def find_tuner(device: str, place: torch.device) -> Tuner | None:
+    """What can be tuned of the kernels for a device; None: nothing. place: the very device."""
+    return next((each.find_tuner(place) for each in backends_of(device) if each.find_tuner is not None), None)
 
 
 def shuffle(weight: Tensor, layout: str) -> Tensor:
     """A weight [O, I] in a kernel's own layout; of a weight [E, O, I], each expert's is laid out by itself."""
-    return _backend("torch").LAYOUTS[layout](weight)  # type: ignore[no-any-return]
+    backends = map(find_backend, BACKENDS)
+    return next(backend.layouts[layout] for backend in backends if layout in backend.layouts)(weight)
 
 
-def _backend(name: str) -> ModuleType:
-    if name in BACKENDS:
-        return importlib.import_module(f"atom.kernels.{name}")
-    raise UnsupportedError(f"there is no kernel backend '{name}'; backends: {', '.join(BACKENDS)}, reference")
+def keep_binaries(device: str, cache: Cache) -> AbstractContextManager[None]:
+    """Keep in this cache folder what a device's backends compile, from now on."""
+    return _all(backend.keep_binaries(cache) for backend in backends_of(device))
+
+
+def compile_launches(device: str, pool: Executor) -> AbstractContextManager[None]:
+    """Have the pool compile what this thread would launch on a device within this, and launch nothing."""
+    return _all(backend.compile_launches(pool) for backend in backends_of(device))
+
+
+@contextmanager
+def _all(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
+
+
+def trace_calls(program: Program) -> Callable[..., Any]:
+    """A piece's program as a function that can be traced: of its kernels' own traces."""
+
+    def evaluate(*inputs: Tensor) -> tuple[Tensor, ...]:
+        values: dict[Node, Any] = dict(zip(program.inputs, inputs, strict=True))
+        for node in program.nodes:
+            trace = find_kernel(node.target, node.meta["kernel"]).trace
+            assert trace is not None, f"split_pieces took {node.target.name}"
+            result = trace(*(values[arg] if isinstance(arg, Node) else arg for arg in node.args), **node.kwargs)
+            for part, value in zip(results_of(node), result if isinstance(result, tuple) else (result,), strict=True):
+                values[part] = value
+        return tuple(values[node] for node in program.results)
+
+    return evaluate

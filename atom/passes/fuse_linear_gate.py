@@ -5,20 +5,17 @@
 Declines where no kernel takes the two as one, where another op reads gate_up, it has a bias, or gates have a limit.
 """
 
-from collections.abc import Sequence
-
 from atom.graph import Graph, ops
-from atom.kernels import Target
-from atom.passes.match import is_taken
+from atom.passes.context import PassContext
 
 
-def fuse_linear_gate(graph: Graph, target: Target, backends: Sequence[str]) -> Graph:
+def fuse_linear_gate(graph: Graph, context: PassContext) -> Graph:
     for gated in graph.find(ops.gated_activate):
         (linear,) = gated.args
         if linear.target is not ops.linear or len(linear.users) > 1 or len(linear.args) > 2:
             continue
         if set(gated.kwargs) != {"kind"}:
             continue
-        if is_taken(ops.gated_linear, target, backends):
+        if context.takes(ops.gated_linear):
             graph.replace({gated: graph.insert(gated, ops.gated_linear, *linear.args, **gated.kwargs)})
     return graph

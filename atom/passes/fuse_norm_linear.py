@@ -8,15 +8,12 @@
 Declines where no kernel takes the two as one, or where more than this linear reads the norm.
 """
 
-from collections.abc import Sequence
-
 from atom.graph import Graph, ops
 from atom.graph.graph import call_of, results_of
-from atom.kernels import Target
-from atom.passes.match import is_taken
+from atom.passes.context import PassContext
 
 
-def fuse_norm_linear(graph: Graph, target: Target, backends: Sequence[str]) -> Graph:
+def fuse_norm_linear(graph: Graph, context: PassContext) -> Graph:
     for linear in graph.find(ops.linear) + graph.find(ops.gated_linear):
         normed, *weights = linear.args
         norm = call_of(normed)
@@ -25,9 +22,9 @@ def fuse_norm_linear(graph: Graph, target: Target, backends: Sequence[str]) -> G
         if normed is not results_of(norm)[0]:  # the sum beside it
             continue
         attributes = {**norm.kwargs, **linear.kwargs}
-        if norm.target is ops.rms_norm and is_taken(ops.norm_linear, target, backends):
+        if norm.target is ops.rms_norm and context.takes(ops.norm_linear):
             graph.replace({linear: graph.insert(linear, ops.norm_linear, *norm.args, *weights, **attributes)})
-        if norm.target is ops.add_rms_norm and is_taken(ops.add_norm_linear, target, backends):
+        if norm.target is ops.add_rms_norm and context.takes(ops.add_norm_linear):
             _, total = results_of(norm)
             y, fused_total = graph.insert(norm, ops.add_norm_linear, *norm.args, *weights, **attributes)
             graph.replace({linear: y, total: fused_total})

@@ -6,21 +6,18 @@ Declines where no kernel takes the two as one, where more than this attention re
 between the two, which may read the cache.
 """
 
-from collections.abc import Sequence
-
 from atom.graph import Graph, ops
-from atom.kernels import Target
-from atom.passes.match import is_taken
+from atom.passes.context import PassContext
 
 
-def fuse_norm_rope_attention(graph: Graph, target: Target, backends: Sequence[str]) -> Graph:
+def fuse_norm_rope_attention(graph: Graph, context: PassContext) -> Graph:
     for attention in graph.find(ops.paged_attention):
         written, cache, *layout = attention.args
         if attention.prev is not written or written.target is not ops.norm_rope_write or len(written.users) > 1:
             continue
         if written.args[7] != cache:
             continue
-        if is_taken(ops.norm_rope_attention, target, backends, written.meta["type"]):
+        if context.takes(ops.norm_rope_attention, written.meta["type"]):
             attributes = {**written.kwargs, **attention.kwargs}
             fused = graph.insert(attention, ops.norm_rope_attention, *written.args, *layout, **attributes)
             graph.replace({attention: fused})

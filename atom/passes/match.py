@@ -1,9 +1,7 @@
-"""What several passes ask of linears before they join them, and whether there is a kernel for what comes of it.
+"""What several passes ask of linears before they join them.
 
 if have_same_form([gate, up]):
     fused = graph.insert(gate, ops.linear, *cat_linears([gate, up]))
-if is_taken(ops.gated_linear, target, backends):
-    ...
 """
 
 from __future__ import annotations
@@ -14,10 +12,7 @@ from typing import Any
 from torch.fx import Node
 
 from atom.graph import ops
-from atom.graph.ops import Op
 from atom.graph.recipes import cat, leaves
-from atom.graph.types import Type
-from atom.kernels import Target, candidates
 
 
 def have_same_form(linears: Sequence[Node]) -> bool:
@@ -40,9 +35,3 @@ def cat_linears(linears: Sequence[Node]) -> tuple[Any, ...]:
     x = linears[0].args[0]
     recipes = zip(*(linear.args[1:] for linear in linears), strict=True)
     return (x, *(cat(tuple(parts)) for parts in recipes))
-
-
-def is_taken(op: Op, target: Target, backends: Sequence[str], *types: Type) -> bool:
-    """Whether a backend beside the reference has a kernel for this op, with first arguments of these types."""
-    own = [backend for backend in backends if backend != "reference"]
-    return any(kernel.accepts(target, *types) is None for kernel in candidates(op, own))

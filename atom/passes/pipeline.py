@@ -10,11 +10,13 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from atom.errors import PassError
 from atom.graph import Graph, ops, show, verify
 from atom.kernels import Target
+from atom.passes.context import PassContext
 from atom.passes.fuse_gate_up import fuse_gate_up
 from atom.passes.fuse_linear_gate import fuse_linear_gate
 from atom.passes.fuse_norm_linear import fuse_norm_linear
@@ -42,12 +44,6 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (split_pieces, 2, ops.LOWERED),
 )
 
-# by device and level, in the order of preference; level 3 runs the text of level 2
-BACKENDS = {
-    "cpu": (("reference",), ("torch", "reference"), ("inductor", "torch", "reference")),
-    "cuda": (("reference",), ("triton", "reference"), ("triton", "generated", "reference")),
-}
-
 
 @dataclass(frozen=True)
 class PassReport:
@@ -71,15 +67,13 @@ def lower(
     PassError names the pass whose graph is wrong, those before it, and the file that holds the text.
     """
     done: list[str] = []
-    chosen = target, BACKENDS[target.device][min(level, 2)]
-    takers = fuse_linear_gate, fuse_norm_linear, fuse_norm_rope_attention, select_kernels
-    configured = dict.fromkeys(takers, chosen)
+    context = PassContext.of(target, level)
     names = [rewrite.__name__ for rewrite, _, _ in PIPELINE]
     for rewrite, from_level, graph_level in PIPELINE[names.index(first) :]:
         if level < from_level:
             continue
         before, started = graph.num_rewrites, time.perf_counter()
-        graph = rewrite(graph, *configured.get(rewrite, ()))
+        graph = rewrite(graph, context) if "context" in signature(rewrite).parameters else rewrite(graph)
         seconds = time.perf_counter() - started
         name = rewrite.__name__
         try:

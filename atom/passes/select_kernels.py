@@ -7,7 +7,7 @@ that wants its weight in a layout of its own is passed over where another op rea
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch.fx import Node
@@ -17,15 +17,16 @@ from atom.graph.graph import node_leaves
 from atom.graph.ops import Op
 from atom.graph.recipes import packed_leaves
 from atom.kernels import Kernel, Target, candidates
+from atom.passes.context import PassContext
 
 
-def select_kernels(graph: Graph, target: Target, backends: Sequence[str]) -> Graph:
+def select_kernels(graph: Graph, context: PassContext) -> Graph:
     readers = _readers(graph)
     for program in graph.programs.values():
         for node in program.nodes:
             node.meta["notes"] = []
-            for kernel in candidates(node.target, backends):
-                reason = _refusal(kernel, target, node, readers)
+            for kernel in candidates(node.target, context.backends):
+                reason = _refusal(kernel, context.target, node, readers)
                 if reason is None:
                     _choose(kernel, node)
                     graph.num_rewrites += kernel.backend != "reference"

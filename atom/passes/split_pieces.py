@@ -9,17 +9,19 @@ The calls between two that cannot be compiled are one piece. A run in which ther
 from torch.fx import Node
 
 from atom.graph import Graph, Program, ops
-from atom.kernels import find_kernel
+from atom.kernels import PieceCompiler, find_backend, find_kernel
+from atom.passes.context import PassContext
 
-COMPILERS = ("inductor", "generated")  # backends whose kernels only exist in pieces
 VIEWS = (ops.split, ops.split_heads, ops.merge_heads)
 
 
-def split_pieces(graph: Graph) -> Graph:
-    number = 0
+def split_pieces(graph: Graph, context: PassContext) -> Graph:
+    number, compiler = 0, context.piece_compiler
+    if compiler is None:
+        return graph
     for program in graph.programs.values():
-        for run in _runs(program):
-            if all(node.meta.get("kernel") not in COMPILERS or node.target in VIEWS for node in run):
+        for run in _runs(program, compiler):
+            if not any(_is_compiled(node) for node in run):
                 continue
             for node in run:
                 node.meta["piece"] = number
@@ -28,13 +30,16 @@ def split_pieces(graph: Graph) -> Graph:
     return graph
 
 
-def _runs(program: Program) -> list[list[Node]]:
+def _is_compiled(node: Node) -> bool:
+    """Whether there is something to compute, by a kernel that exists in pieces alone."""
+    return node.target not in VIEWS and find_backend(node.meta.get("kernel", "reference")).piece_compiler is not None
+
+
+def _runs(program: Program, compiler: PieceCompiler) -> list[list[Node]]:
     """The calls that can be compiled, those that follow each other together."""
     runs: list[list[Node]] = [[]]
-    is_generated = any(node.meta.get("kernel") == "generated" for node in program.nodes)
     for node in program.nodes:
-        backend = node.meta.get("kernel", "reference")
-        if backend == "generated" if is_generated else find_kernel(node.target, backend).trace is not None:
+        if compiler.takes(find_kernel(node.target, node.meta.get("kernel", "reference"))):
             runs[-1].append(node)
         elif runs[-1]:
             runs.append([])

@@ -3,20 +3,19 @@
     pieces = find_pieces(graph.programs["body"])     # 30 of them, in the order of the calls
     len({piece.text for piece in pieces})            # 2: equal layers are one text
     for text, files in compile_pieces(texts): …      # {"piece.so": …, "piece.json": …}, some seconds each
-    run = load_piece(folder)                         # milliseconds, without a compiler
+    run = find_piece_compiler("cpu").load(folder)    # milliseconds, without a compiler
     run(x, *weights)                                 # the results, in the piece's order
 
-A piece's text is a graph's, with weights as inputs and names that depend on nothing else. For a CPU it is expanded to
-aten with one symbol for each dim that may change and goes to Inductor ahead of time: a shared object. For a GPU it is
-written as a Triton kernel, which takes each row by itself.
+A piece's text is a graph's, with weights as inputs and names that depend on nothing else. What is made of it is the
+work of the device's backends (`Backend.piece_compiler`).
 """
 
-from atom.pieces.compile_workers import PieceError, compile_pieces, has_compiler
-from atom.pieces.key import digest, identity, instruction_set, key_of, libraries, machine, sources_of
-from atom.pieces.load import PieceCode, load_piece
+from atom.kernels import PieceCode
+from atom.pieces.compile_workers import PieceError, compile_pieces
+from atom.pieces.key import digest, identity, key_of, sources_of
 from atom.pieces.piece import NAME, Piece, find_pieces
 
 __all__ = [
-    "NAME", "Piece", "PieceCode", "PieceError", "compile_pieces", "digest", "find_pieces", "has_compiler", "identity",
-    "instruction_set", "key_of", "libraries", "load_piece", "machine", "sources_of",
+    "NAME", "Piece", "PieceCode", "PieceError", "compile_pieces", "digest", "find_pieces", "identity", "key_of",
+    "sources_of",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compiling on all cores: for a CPU in processes of their own, one a core, for a GPU in threads.
+"""Compile pieces on all cores: in processes of their own, one a core, or in threads, as their compiler has it.
 
 for text, files in compile_pieces(texts, device):
     publish(text, files)
@@ -24,9 +24,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from atom.errors import ArtifactError, PassError
+from atom.kernels import find_piece_compiler
+from atom.pieces.compilers import compile_piece
 
 
 class PieceError(PassError):
@@ -42,17 +42,11 @@ def compile_pieces(texts: Sequence[str], device: str = "cpu") -> Iterator[tuple[
 
     ArtifactError where there is no compiler or it fails; PieceError where a piece's code is not what its ops say.
     """
-    return _compile_in_processes(texts) if device == "cpu" else _compile_in_threads(texts, device)
+    uses_processes = find_piece_compiler(device).uses_processes
+    return (_compile_in_processes if uses_processes else _compile_in_threads)(texts, device)
 
 
 def _compile_in_threads(texts: Sequence[str], device: str) -> Iterator[tuple[str, dict[str, bytes]]]:
-    """For a GPU, where Triton compiles: it works without the interpreter's lock, a fraction of a second a piece."""
-    from atom.pieces.compilers import compile_piece
-
-    if torch.cuda.is_available():
-        from atom.kernels.triton.driver import load_driver
-
-        load_driver()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         waiting = {pool.submit(compile_piece, text, device): text for text in texts}
         try:
@@ -66,14 +60,14 @@ def _compile_in_threads(texts: Sequence[str], device: str) -> Iterator[tuple[str
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _compile_in_processes(texts: Sequence[str]) -> Iterator[tuple[str, dict[str, bytes]]]:
+def _compile_in_processes(texts: Sequence[str], device: str) -> Iterator[tuple[str, dict[str, bytes]]]:
     count = min(len(texts), len(os.sched_getaffinity(0)))
     done: queue.Queue[tuple[str, dict[str, bytes]] | Exception | None] = queue.Queue()
     with tempfile.TemporaryDirectory(prefix="atom-run-", ignore_cleanup_errors=True) as folder:
         workers: list[_Worker] = []
         try:
             for index in range(count):
-                workers.append(_Worker(Path(folder, str(index)), texts[index::count], done))
+                workers.append(_Worker(Path(folder, str(index)), texts[index::count], device, done))
             running = count
             while running:
                 item = done.get()
@@ -91,7 +85,7 @@ def _compile_in_processes(texts: Sequence[str]) -> Iterator[tuple[str, dict[str,
 class _Worker:
     """A process that compiles some pieces, and the thread that reads what it has done."""
 
-    def __init__(self, folder: Path, texts: Sequence[str], done: queue.Queue[Any]) -> None:
+    def __init__(self, folder: Path, texts: Sequence[str], device: str, done: queue.Queue[Any]) -> None:
         temporary = folder / "tmp"  # the worker's, and its compilers'
         temporary.mkdir(parents=True)
         (folder / "texts.json").write_text(json.dumps(list(texts)))
@@ -100,8 +94,9 @@ class _Worker:
             f"TMPDIR={temporary}",
             sys.executable,
             "-c",
-            "import sys; from atom.pieces.compile_workers import work; work(sys.argv[1])",
+            "import sys; from atom.pieces.compile_workers import work; work(*sys.argv[1:])",
             str(folder),
+            device,
         ]
         self._errors = (folder / "errors.txt").open("w+")
         self._process = subprocess.Popen(
@@ -144,18 +139,16 @@ class _Worker:
         self._errors.close()
 
 
-def work(folder: str) -> None:
+def work(folder: str, device: str) -> None:
     """What a worker does: the texts in the folder, and a line on stdout for each."""
     signal.signal(signal.SIGTERM, lambda *_: _leave(Path(folder)))
     threading.Thread(target=_watch, args=(os.dup(0),), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    from atom.pieces.compilers import compile_piece
-
-    out = os.fdopen(os.dup(1), "w")  # Inductor's own prints go elsewhere
+    out = os.fdopen(os.dup(1), "w")  # a compiler's own prints go elsewhere
     os.dup2(2, 1)
     for index, text in enumerate(json.loads(Path(folder, "texts.json").read_text())):
         try:
-            files = compile_piece(text)
+            files = compile_piece(text, device)
         except PassError as error:
             print("wrong", index, error, file=out, flush=True)
             return
@@ -181,14 +174,3 @@ def _leave(folder: Path) -> None:
     with contextlib.suppress(OSError):
         folder.parent.rmdir()  # the last worker does
     os.killpg(0, signal.SIGKILL)
-
-
-def has_compiler() -> bool:
-    """Whether Inductor finds a C++ compiler."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        return shutil.which(get_cpp_compiler()) is not None
-    except InvalidCxxCompiler:
-        return False

@@ -1,7 +1,7 @@
 """Steps of a model as CUDA graphs: pure decodes by their number, steps with prompts by the tokens and decodes in them.
 
     graphs = Graphs(model)
-    graphs.compile(sizes, 16384)         # what steps of up to 16384 tokens need of Triton, on all cores
+    graphs.compile(sizes, 16384)         # kernels of steps of up to 16384 tokens, on all cores
     graphs.capture(sizes)                # decodes of these numbers of rows, and steps with prompts
     step = graphs.decode(slots)          # padded up to the next size; None: too many
     step = graphs.mix(plan)              # None: too many rows or tokens
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atom.kernels import compile_launches
 from atom.runtime.batch_shape import Layout
 from atom.runtime.model import KINDS, DeviceModel
 from atom.runtime.program import Hidden
@@ -109,18 +110,16 @@ class Graphs:
 
     @torch.inference_mode()
     def compile(self, sizes: Sequence[int], max_tokens: int) -> None:
-        """Have Triton compile, on all cores, what steps of up to max_tokens need, captured or not.
+        """Have compiled, on all cores, what steps of up to max_tokens need, captured or not.
 
         sizes: those that `capture` is then called with
         """
-        from atom.kernels.triton.precompile import compile_launches
-
         self._max_tokens = max_tokens
         model = self._model
         largest = max([*sizes, min(model.slots.num_slots, max_tokens)])
         # kernels of decodes differ by the power of two that holds the rows
         powers = {1 << power for power in range(largest.bit_length())}
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, compile_launches(pool):
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, compile_launches("cuda", pool):
             self._rehearse_mixed(Layout(min(max_tokens, LONG), 1, 1))  # what takes longest first: long prompts,
             self._sample_in_every_way()  # and sampling
             for layout in self._layouts():

@@ -19,7 +19,7 @@ from torch.fx import Node
 from atom.graph import KV, Program, Recipe
 from atom.graph.graph import results_of
 from atom.graph.ops import Op
-from atom.kernels import find_kernel
+from atom.kernels import LoadContext, find_kernel
 from atom.pieces import PieceCode, find_pieces
 
 Hidden = tuple[Tensor, ...]  # [T, …] each: what a body gives of each token, and its head takes of some
@@ -61,7 +61,7 @@ class Executable:
         self.inputs = {node.name: place for place, node in enumerate(program.inputs)}
         self._start: list[Any] = [None] * len(self.inputs)
         place_of: dict[Node, int] = {node: self.inputs[node.name] for node in program.inputs}
-        loaded = dict(kernels)  # one for all calls: they share its workspace
+        loaded, context = dict(kernels), LoadContext()  # one for all calls
 
         def place(arg: Any) -> int:
             if isinstance(arg, Node):
@@ -87,7 +87,7 @@ class Executable:
                 assert isinstance(node.target, Op)
                 key = node.target, node.meta.get("kernel", "reference")
                 if key not in loaded:
-                    loaded[key] = find_kernel(*key).load()
+                    loaded[key] = find_kernel(*key).load(context)
                 call = functools.partial(loaded[key], **node.kwargs) if node.kwargs else loaded[key]
                 args, results = tuple(place(arg) for arg in node.args), result_places(results_of(node))
                 steps.append(_Step(call, args, results, not isinstance(node.meta["type"], tuple)))

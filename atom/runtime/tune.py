@@ -1,7 +1,8 @@
 """What `tune=true` does: a model's products are timed in its own steps of decodes, the fastest way of each is kept.
 
-    use_measured(model, Path(cache), tell)                  # what was found on this machine before
-    tune(model, graph, Path(cache), 256, progress, tell)    # what nobody has measured
+    tuner = find_tuner("cuda", model.device)
+    use_measured(model, tuner, Path(cache), tell)                  # what was found on this machine before
+    tune(model, tuner, graph, Path(cache), 256, progress, tell)    # what nobody has measured
 
 For each number of rows that has parameters of its own, as many slots stand behind CONTEXT tokens, and the captured step
 is timed with one product's parameters after the other, those of the others as they are known by then. What was
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +28,9 @@ from atom.checkpoint import Progress
 from atom.config import SamplingParams
 from atom.errors import CapacityError, is_out_of_memory
 from atom.graph import Graph
-from atom.graph.ops import Op
-from atom.kernels import tuned
+from atom.kernels import Tuner, tuned
 from atom.runtime.model import DeviceModel
 from atom.runtime.request_state import describe
-
-if TYPE_CHECKING:
-    from atom.kernels.triton.attention.common import Gpu
-    from atom.kernels.triton.linear.linear import Parameters
-    from atom.kernels.triton.linear.tune import Call, Product, Trial
 
 CONTEXT = 300  # tokens of each row, the newest included
 SECONDS = 0.01  # that replays of a step take at least, to be one timing
@@ -43,19 +38,15 @@ Tell = Callable[[str], object]  # takes a line for the user
 Capture = Callable[[Callable[[], object]], Callable[[], float]]  # of what a function starts: times it, in seconds
 
 
-def use_measured(model: DeviceModel, cache: Path, tell: Tell) -> None:
+def use_measured(model: DeviceModel, tuner: Tuner, cache: Path, tell: Tell) -> None:
     """Have a model run with what was measured on this machine, where something was."""
-    from atom.kernels.triton.attention.common import find_gpu
-    from atom.kernels.triton.linear import linear
-
-    gpu = find_gpu(model.device)
-    if tuned.read_own(gpu.name, cache, tell):
-        model.use(linear.with_parameters(linear.finder(tuned.read(gpu.name, cache)["linear"])))
+    if tuned.read_own(tuner.gpu, cache, tell):
+        model.use(tuner.kernels(tuner.known(tuned.read(tuner.gpu, cache)[tuner.table])))
 
 
 @torch.inference_mode()
 def tune(
-    model: DeviceModel, graph: Graph, cache: Path, max_rows: int, progress: Progress, tell: Tell,
+    model: DeviceModel, tuner: Tuner, graph: Graph, cache: Path, max_rows: int, progress: Progress, tell: Tell,
     capture: Capture | None = None,
 ) -> None:  # fmt: skip
     """Measure what nobody has measured for this GPU, keep it and use it.
@@ -63,21 +54,17 @@ def tune(
     max_rows: decodes in a step. What is found for a product is kept before the next one is tried. The model's slots,
     tables and KV are used, and are empty again afterwards. CapacityError where memory does not suffice for the steps.
     """
-    from atom.kernels.triton.attention.common import find_gpu
-    from atom.kernels.triton.linear import linear
-    from atom.kernels.triton.linear.tune import Trial, products_of
-
-    gpu, products = find_gpu(model.device), products_of(graph)
-    known = tuned.read(gpu.name, cache)["linear"]
+    products = tuner.products(graph)
+    known = tuned.read(tuner.gpu, cache)[tuner.table]
     buckets = [size for before, size in zip((0, *tuned.BUCKETS), tuned.BUCKETS, strict=False) if before < max_rows]
-    unknown = {size: [each for each in products if linear.key_of(size, *each[:3]) not in known] for size in buckets}
+    unknown = {size: [each for each in products if tuner.key(size, each) not in known] for size in buckets}
     unknown = {size: missing for size, missing in unknown.items() if missing}
     if not unknown:
         has = f"knows all {len(products)} linears" if products else "finds no linear of 16-bit weights"
-        tell(f"tune=true {has} of this model on {gpu.name}: nothing is measured")
+        tell(f"tune=true {has} of this model on {tuner.gpu}: nothing is measured")
         return
-    trial, num_blocks = Trial(linear.finder(known)), {kv.kind: len(tensor) for kv, tensor in model.caches.items()}
-    tuning = _Tuning(model, trial, gpu, cache, progress, tell, capture or _capture_on_gpu())
+    trial, num_blocks = tuner.trial(tuner.known(known)), {kv.kind: len(tensor) for kv, tensor in model.caches.items()}
+    tuning = _Tuning(model, tuner, trial, cache, progress, tell, capture or _capture_on_gpu())
     most = min(max(unknown), max_rows)
     try:
         model.bind(_pool(model, most))
@@ -90,8 +77,8 @@ def tune(
             f"tune=true: steps of {most} decodes ran out of memory: "
             f"lower serve.max_num_seqs (to {max(most // 2, 1)}), or leave tune=true out"
         ) from None
-    found = known | {key: linear.to_entry(chosen) for key, chosen in trial.chosen.items()}
-    model.use(linear.with_parameters(linear.finder(found)))
+    found = known | {key: tuner.to_entry(chosen) for key, chosen in trial.chosen.items()}
+    model.use(tuner.kernels(tuner.known(found)))
     _clear(model)
     model.bind(num_blocks)
 
@@ -99,64 +86,57 @@ def tune(
 @dataclass
 class _Tuning:
     model: DeviceModel
-    trial: Trial
-    gpu: Gpu
+    tuner: Tuner
+    trial: Any
     cache: Path
     progress: Progress
     tell: Tell
     capture: Capture
     is_kept: bool = True  # the cache folder takes what is found
 
-    def measure(self, size: int, num_rows: int, products: Sequence[Product]) -> None:
+    def measure(self, size: int, num_rows: int, products: Sequence[Any]) -> None:
         """Find the parameters of products for up to `size` rows in a step of num_rows, and keep them if it has all."""
-        from atom.kernels.triton.linear import linear
-        from atom.kernels.triton.linear.tune import take_turns
-
         rows = _admit(self.model, num_rows)
-        calls = _record(self.model, rows)
-        self.model.use(linear.with_parameters(self.trial))
+        recording = self.tuner.recording()
+        self.model.use(recording.kernels)
+        self.model.decode(rows)
+        self.model.use(self.tuner.kernels(self.trial))
         step = partial(self.model.decode, rows)
         start = self.capture(step)
         for at, product in enumerate(products):
-            found = self.find(product, rows, calls[product[:3]], f"{at + 1} of {len(products)}")
+            found = self.find(product, rows, recording.calls_of(product), f"{at + 1} of {len(products)}")
             if num_rows == size:
-                self.keep(linear.key_of(size, *product[:3]), found)
-        before, after = take_turns(start, self.capture(step))
+                self.keep(self.tuner.key(size, product), found)
+        before, after = self.tuner.take_turns(start, self.capture(step))
         took = f"{after * 1e3:.3f} ms in place of {before * 1e3:.3f}, {1 - after / before:.1%} less"
         alone = "" if num_rows == size else f"; not kept, as it would be for up to {size}"
         self.tell(f"tune=true: a step of {num_rows} decodes takes {took}{alone}")
 
-    def find(self, product: Product, rows: Tensor, calls: Sequence[Call], place: str) -> Parameters:
+    def find(self, product: Any, rows: Tensor, calls: Sequence[Any], place: str) -> Any:
         """A product's parameters for these rows, used from now on."""
-        from atom.kernels.triton.linear.linear import Matrix, key_of
-        from atom.kernels.triton.linear.tune import candidates, search
+        tuner, trial, key = self.tuner, self.trial, self.tuner.key(len(rows), product)
+        current, options = tuner.options(len(rows), product, trial)
 
-        shape, trial = product[:3], self.trial
-        key, current = key_of(len(rows), *shape), trial(len(rows), *shape[:2], 2, shape[2], self.gpu)
-        as_run = current.as_run(len(rows), self.gpu) if isinstance(current, Matrix) else current
-        options = candidates(len(rows), *shape[:2], 2, shape[2], self.gpu)
-        options = [option for option in options if option != as_run]
-
-        def prepare(parameters: Parameters) -> Callable[[], float]:
+        def prepare(parameters: Any) -> Callable[[], float]:
             trial.chosen[key] = parameters
             return self.capture(partial(self.model.decode, rows))
 
-        title = f"tuning {len(rows)} rows of {shape[1]} → {shape[0]}, {place}"
+        title = f"tuning {len(rows)} rows of {product.inner} → {product.out}, {place}"
         with self.progress.task(title, 2 * len(options), in_bytes=False) as task:
-            fitting = compile_options(calls, options, partial(task.advance, 1))
-            fastest = search(current, fitting.right, prepare, partial(task.advance, 1))
+            fitting = compile_options(tuner, calls, options, partial(task.advance, 1))
+            fastest = tuner.search(current, fitting.right, prepare, partial(task.advance, 1))
             task.advance(len(options) - len(fitting.right))
         for option in fitting.wrong:
-            self.tell(f"tune=true: {option} of {shape[0]} × {shape[1]} differs from the library's result: not used")
+            self.tell(
+                f"tune=true: {option} of {product.out} × {product.inner} differs from the library's result: not used"
+            )
         trial.chosen[key] = fastest
         return fastest
 
-    def keep(self, key: str, parameters: Parameters) -> None:
-        from atom.kernels.triton.linear.linear import to_entry
-
+    def keep(self, key: str, parameters: Any) -> None:
         if self.is_kept:
             try:
-                tuned.keep(self.gpu.name, self.cache, "linear", {key: to_entry(parameters)})
+                tuned.keep(self.tuner.gpu, self.cache, self.tuner.table, {key: self.tuner.to_entry(parameters)})
             except (Unfit, OSError) as error:
                 self.is_kept = False
                 self.tell(f"{self.cache} takes no file ({reason_of(error)}): what is found is for this run alone")
@@ -166,36 +146,37 @@ class _Tuning:
 class Fitting:
     """Of some options those that can be run: that give the library's result, and that do not."""
 
-    right: list[Parameters]
-    wrong: list[Parameters]
+    right: list[Any]
+    wrong: list[Any]
 
 
-def compile_options(calls: Sequence[Call], options: Sequence[Parameters], on_compiled: Callable[[], object]) -> Fitting:
+def compile_options(
+    tuner: Tuner, calls: Sequence[Any], options: Sequence[Any], on_compiled: Callable[[], object]
+) -> Fitting:
     """Compile these calls with each of the options, on all cores, and look at what they give."""
-    from atom.kernels.triton.linear.tune import agrees, is_unfit
 
     @torch.inference_mode()
-    def is_fit(option: Parameters) -> bool:
+    def is_fit(option: Any) -> bool:
         if option is None:  # the library's, compiled already
             return True
         try:
             for call in calls:
                 call(parameters=lambda *_: option)
         except Exception as error:
-            if not is_unfit(error):
+            if not tuner.is_unfit(error):
                 raise
             return False
         return True
 
-    fitting: list[Parameters] = []
-    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))  # Triton compiles without the interpreter's lock
+    fitting: list[Any] = []
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))  # compilers work without the interpreter's lock
     try:
         for option, fits in zip(options, pool.map(is_fit, options), strict=True):
             fitting += [option] if fits else []
             on_compiled()
     finally:
         pool.shutdown(cancel_futures=True)
-    right = [option for option in fitting if option is None or all(agrees(call, option) for call in calls)]
+    right = [option for option in fitting if option is None or all(tuner.agrees(call, option) for call in calls)]
     return Fitting(right, [option for option in fitting if option not in right])
 
 
@@ -233,32 +214,6 @@ def _clear(model: DeviceModel) -> None:
     model.slots.lengths.fill_(1)
     model.slots.tokens.zero_()
     model.tables.zero_()
-
-
-def _record(model: DeviceModel, rows: Tensor) -> dict[tuple[int, int, int], list[Call]]:
-    """By product, the calls of a step that differ for Triton, on the step's own inputs."""
-    from atom.kernels.triton.linear import linear
-    from atom.kernels.triton.linear.tune import WEIGHTS
-
-    found: dict[tuple[int, int, int], dict[Any, Call]] = {}
-
-    def note(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            out, inner = args[WEIGHTS[op]].shape
-            calls = found.setdefault((out, inner, 1 if kwargs.get("kind") is None else 2), {})
-            calls.setdefault((op, *kwargs.items(), *map(_specialized, args)), partial(run, *args, **kwargs))
-            return run(*args, **kwargs)
-
-        return call
-
-    model.use({(op, backend): note(op, run) for (op, backend), run in linear.with_parameters(linear.find).items()})
-    model.decode(rows)
-    return {shape: [*calls.values()] for shape, calls in found.items()}
-
-
-def _specialized(arg: Tensor | None) -> Any:
-    """What Triton compiles a kernel anew for."""
-    return None if arg is None else (arg.dtype, arg.shape, arg.stride(), arg.data_ptr() % 16)
 
 
 def _capture_on_gpu() -> Capture:

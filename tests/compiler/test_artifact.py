@@ -22,6 +22,7 @@ from atom.compiler import Report, compile_model
 from atom.compiler import compile as compiler
 from atom.config import Config, load
 from atom.errors import ConfigError
+from atom.kernels.inductor import piece_compiler as inductor
 
 identity_module = importlib.import_module("atom.pieces.key")  # a function has its name too
 PACKAGE = Path(atom.__file__).parent
@@ -64,7 +65,7 @@ def no_code(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return ((text, {"piece.so": text.encode()}) for text in texts)
 
     monkeypatch.setattr(compiler, "compile_pieces", compile_nothing)
-    monkeypatch.setattr(compiler, "load_piece", lambda folder: lambda *tensors: [])
+    monkeypatch.setattr(inductor.InductorCompiler, "load", lambda self, folder: lambda *tensors: [])
     monkeypatch.setattr(os, "fsync", lambda file: None)  # no power is lost here
     yield
     identity_module.sources_of.cache_clear()
@@ -133,9 +134,9 @@ def test_200_random_changes_miss_exactly_where_they_matter_and_say_which(
                 patch.setattr(torch, "__version__", f"2.{generator.randrange(100)}.9")
                 name = "torch"
             else:
-                flags = identity_module.instruction_set().split()
+                flags = inductor.instruction_set().split()
                 flags.remove(generator.choice(flags))
-                patch.setattr(identity_module, "instruction_set", lambda flags=flags: " ".join(flags))
+                patch.setattr(inductor, "instruction_set", lambda flags=flags: " ".join(flags))
                 name = "instruction set"
             report = compiled(config)
             if file is not None:

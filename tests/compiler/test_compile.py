@@ -33,6 +33,9 @@ from atom.config import Config, load
 from atom.errors import PassError, UnsupportedError
 from atom.graph import show
 from atom.kernels import Target, find_target
+from atom.kernels.inductor.piece_compiler import InductorCompiler
+from atom.kernels.triton.binary_cache import BinaryCache
+from atom.kernels.triton.piece_compiler import TritonCompiler
 from atom.pieces import PieceError, identity, key_of
 
 pytestmark = [pytest.mark.early, pytest.mark.usefixtures("one_compiler")]
@@ -69,7 +72,7 @@ def no_code(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
             yield text, {"piece.so": made[text]}
 
     monkeypatch.setattr(compiler, "compile_pieces", compile_nothing)
-    monkeypatch.setattr(compiler, "load_piece", lambda folder: (folder / "piece.so").read_bytes)
+    monkeypatch.setattr(InductorCompiler, "load", lambda self, folder: (folder / "piece.so").read_bytes)
     return made
 
 
@@ -223,24 +226,27 @@ def test_what_is_wrong_with_triton_s_entries_is_told_by_the_caller_and_later_on_
     configure: Configure, tmp_path: Path, no_code: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     """The first entry is asked for while a piece is compiled, the second by a step."""
-    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setattr(BinaryCache, "current", None)  # put back behind this
+    monkeypatch.setattr(TritonCompiler, "load", InductorCompiler.load)
     monkeypatch.setattr(compiler, "find_target", lambda device: Target(device))
     for name in ("first", "second"):
-        folder = tmp_path / "triton" / key_of({"triton key": name, "file": f"{name}.json"})
+        folder = tmp_path / "triton" / key_of({"file": name})
         folder.mkdir(0o700, parents=True)
     made = compiler.compile_pieces
 
+    def ask(name: str) -> None:
+        assert BinaryCache.current is not None and BinaryCache.current.find({"file": name}) == {}
+
     def compile_and_ask(texts: list[str], device: str) -> Any:
-        assert knobs.cache.manager_class("first").get_group("first.json") is None
+        ask("first")
         return made(texts, device)
 
     monkeypatch.setattr(compiler, "compile_pieces", compile_and_ask)
     cache = Cache(tmp_path)
-    with knobs.cache.scope():
-        compile_model(configure("llama", "device=cuda", cache=tmp_path), cache=cache)
-        (warning,) = cache.warnings
-        assert "manifest.json is missing, built anew" in warning and capsys.readouterr().err == ""
-        assert knobs.cache.manager_class("second").get_group("second.json") is None
+    compile_model(configure("llama", "device=cuda", cache=tmp_path), cache=cache)
+    (warning,) = cache.warnings
+    assert "manifest.json is missing, built anew" in warning and capsys.readouterr().err == ""
+    ask("second")
     assert capsys.readouterr().err == f"atom-run: {folder}: manifest.json is missing, built anew\n"
 
 
@@ -328,7 +334,7 @@ def test_who_waits_for_another_process_is_told_once(num_held: int, configure: Co
 def test_without_a_compiler_an_open_level_is_1_and_says_so(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(compiler, "has_compiler", lambda: False)
+    monkeypatch.setattr(InductorCompiler, "find_missing", lambda self: "a C++ compiler: install g++")
     cache = Cache(tmp_path)
     config = configure(cache=tmp_path)
     made = compile_model(replace(config, level=None), cache=cache)

@@ -15,7 +15,7 @@ from law import relative_error
 
 from atom import LLMEngine
 from atom.cache import Cache
-from atom.kernels.triton.attention.common import find_gpu
+from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton.linear.tune import candidates
 

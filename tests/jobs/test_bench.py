@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from atom import compiler
 from atom.checkpoint import SilentProgress
 from atom.cli import main
 from atom.config import load
 from atom.errors import ConfigError
 from atom.jobs import bench, workload
 from atom.jobs.workload import Request, open_workload, parse_range
+from atom.kernels.inductor.piece_compiler import InductorCompiler
 from atom.llm import open_engine
 from atom.runtime.runner import Runner
 
@@ -54,7 +54,7 @@ def measured(run: Any) -> Callable[..., dict[str, Any]]:
 def test_the_level_is_the_one_that_ran(
     measured: Any, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(compiler, "has_compiler", lambda: False)
+    monkeypatch.setattr(InductorCompiler, "find_missing", lambda _: "a C++ compiler: install g++")
     given = ("level=null", f"cache={tmp_path}", "job.num_prompts=1", "job.input_len=3", "job.output_len=2")
     assert measured(f"checkpoint={checkpoints('qwen3')}", *given)["level"] == 1
 

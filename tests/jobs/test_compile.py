@@ -20,6 +20,8 @@ from atom.errors import ArtifactError
 from atom.graph import Recipe
 from atom.jobs import compile as job
 from atom.kernels import Target
+from atom.kernels.inductor.piece_compiler import InductorCompiler
+from atom.kernels.triton.piece_compiler import TritonCompiler
 from atom.weights import load_dummy
 
 FIRST = "there is no artifact in the cache yet"
@@ -40,7 +42,7 @@ def run(
 ) -> Callable[..., tuple[int, str, str]]:
     """Exit code, stdout and stderr of `job=compile` of a tiny model with these overrides."""
     monkeypatch.setattr(compiler, "compile_pieces", compile_nothing)
-    monkeypatch.setattr(compiler, "load_piece", lambda folder: lambda *tensors: [])
+    monkeypatch.setattr(InductorCompiler, "load", lambda self, folder: lambda *tensors: [])
     checkpoint = checkpoints("llama")
 
     def run(*argv: str) -> tuple[int, str, str]:
@@ -119,11 +121,11 @@ def test_without_a_compiler_it_says_what_to_install_and_what_is_cached_needs_non
     overrides: list[str], run: Any, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as without:
-        without.setattr(compiler, "has_compiler", lambda: False)
+        without.setattr(InductorCompiler, "find_missing", lambda self: "a C++ compiler: install g++")
         message = "3 pieces are not in the cache, and compiling pieces needs a C++ compiler: install g++"
         assert run(*overrides) == (2, "", f"atom-run: UnsupportedError: job=compile: {message}\n")
     run()
-    monkeypatch.setattr(compiler, "has_compiler", lambda: False)
+    monkeypatch.setattr(InductorCompiler, "find_missing", lambda self: "a C++ compiler: install g++")
     assert run(*overrides)[1].splitlines()[1] == "          hit"
     cache.remove(cache.entries("pieces")[0])
     message = message.replace("3 pieces are", "1 piece is")
@@ -134,7 +136,7 @@ def test_for_a_gpu_the_model_is_compiled_once_and_its_kernels_for_random_weights
     run: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """Here the GPU is made up, and what opens it notes what it is given."""
-    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setattr("atom.kernels.triton.binary_cache.BinaryCache.current", None)  # put back behind this
     opened: list[tuple[Compiled, dict[Recipe, torch.Tensor]]] = []
     read: list[str] = []
     monkeypatch.setattr(compiler, "find_target", lambda device: Target(device))
@@ -144,8 +146,8 @@ def test_for_a_gpu_the_model_is_compiled_once_and_its_kernels_for_random_weights
         job, "open_device", lambda compiled, tensors, config, progress: opened.append((compiled, tensors))
     )
     monkeypatch.setattr(job, "load_dummy", lambda recipes, seed, device: load_dummy(recipes, seed, "cpu"))
-    with knobs.cache.scope():
-        code, out, _ = run("device=cuda", "job.output=json")
+    monkeypatch.setattr(TritonCompiler, "load", lambda self, folder: lambda *tensors: [])
+    code, out, _ = run("device=cuda", "job.output=json")
     told = json.loads(out)
     assert code == 0 and read == [told["key"]]
     ((compiled, tensors),) = opened
@@ -154,11 +156,10 @@ def test_for_a_gpu_the_model_is_compiled_once_and_its_kernels_for_random_weights
 
 
 def test_for_a_gpu_what_does_not_fit_is_refused_before_anything_is_compiled(run: Any, cache: Cache, monkeypatch: Any):
-    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setattr("atom.kernels.triton.binary_cache.BinaryCache.current", None)  # put back behind this
     monkeypatch.setattr(compiler, "find_target", lambda device: Target(device))
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1 << 10, 1 << 30))
-    with knobs.cache.scope():
-        code, out, err = run("device=cuda")
+    code, out, err = run("device=cuda")
     assert (code, out) == (1, "") and "CapacityError: the weights take" in err
     assert cache.entries() == []
 

@@ -8,23 +8,35 @@ import pytest
 
 from atom.errors import UnsupportedError
 from atom.graph import Type, ops
-from atom.kernels import Kernel, Target, candidates, find_kernel, find_target, generated
+from atom.kernels import (
+    Kernel,
+    LoadContext,
+    Target,
+    backends_of,
+    candidates,
+    find_backend,
+    find_kernel,
+    find_target,
+    generated,
+)
 from atom.kernels import triton as backend
-from atom.kernels.registry import BACKENDS, COMPILED
+from atom.kernels.reference import COMPILED
+from atom.kernels.registry import BACKENDS, ORDER
 
 GPUS = [Target("cuda", frozenset({"nvidia", "sm_90"})), Target("cuda", frozenset({"amd", "gfx942"}))]
 BY_TRITON = [kernel.op for kernel in backend.KERNELS]
 
 
 def test_kernels_come_in_the_order_of_the_backends_and_the_reference_where_it_is_named():
-    found = candidates(ops.linear, ("triton", "reference", "torch"))
+    found = candidates(ops.linear, tuple(map(find_backend, ("triton", "reference", "torch"))))
     assert [kernel.backend for kernel in found] == ["triton", "reference", "torch"]
-    assert [kernel.backend for kernel in candidates(ops.rotary, ("triton", "reference"))] == ["reference"]
+    assert [kernel.backend for kernel in candidates(ops.rotary, backends_of("cuda", 1))] == ["reference"]
 
 
 def test_a_backend_or_a_kernel_that_is_not_there_is_named():
     with pytest.raises(
-        UnsupportedError, match="there is no kernel backend 'cutlass'; backends: triton, generated, inductor, torch"
+        UnsupportedError,
+        match="there is no kernel backend 'cutlass'; backends: inductor, torch, reference, triton, generated",
     ):
         find_kernel(ops.linear, "cutlass")
     with pytest.raises(UnsupportedError, match=r"there is no kernel triton\.rotary"):
@@ -75,7 +87,7 @@ def test_attention_takes_heads_of_up_to_256_dims_on_a_gpu_of_any_vendor(op: ops.
 @pytest.mark.parametrize("kernel", backend.KERNELS, ids=lambda kernel: kernel.op.name)
 def test_every_kernel_in_triton_is_called_as_its_op(kernel: Kernel):
     pytest.importorskip("triton")
-    ours, theirs = (dict(inspect.signature(each).parameters) for each in (kernel.load(), kernel.op.body))
+    ours, theirs = (dict(inspect.signature(each).parameters) for each in (kernel.load(LoadContext()), kernel.op.body))
     cut_up = ours.pop("parameters", None)  # by what is measured, where the caller does not say it
     assert cut_up is None or (cut_up.kind == cut_up.KEYWORD_ONLY and cut_up.default is not cut_up.empty)
     assert [(each.name, each.kind, each.default) for each in ours.values()] == [
@@ -108,3 +120,31 @@ def test_without_a_gpu_the_target_of_one_says_what_to_do(monkeypatch: pytest.Mon
         UnsupportedError, match=r"device=cuda: torch finds no GPU here; take device=cpu, or job=explain job\.gpu="
     ):
         find_target("cuda")
+
+
+def test_an_order_names_backends_that_are_there_once_and_ends_with_the_reference():
+    for device, levels in ORDER.items():
+        for level, names in enumerate(levels):
+            assert [backend.name for backend in backends_of(device, level)] == list(names)
+            assert len(set(names)) == len(names) and names[-1] == "reference"
+    assert {backend.name for name in BACKENDS if (backend := find_backend(name))} == set(BACKENDS)
+    assert {kernel.backend for name in BACKENDS for kernel in find_backend(name).kernels} == set(BACKENDS)
+
+
+def test_pieces_of_a_device_have_one_compiler():
+    for device in ORDER:
+        assert sum(backend.piece_compiler is not None for backend in backends_of(device)) == 1
+        assert all(backend.piece_compiler is None for backend in backends_of(device, 1)), "they begin at level 2"
+
+
+@pytest.mark.parametrize("op", ops.OPS.values(), ids=lambda op: op.name)
+def test_the_reference_takes_every_op(op: ops.Op):
+    assert find_kernel(op, "reference").accepts(Target("nowhere")) is None
+    assert find_kernel(op, "reference").load(LoadContext()) is op.body
+
+
+def test_what_kernels_of_a_program_share_is_made_once():
+    context = LoadContext()
+    attend, fused = (find_kernel(op, "torch").load(context) for op in (ops.paged_attention, ops.paged_mla_attention))
+    assert find_kernel(ops.paged_attention, "torch").load(context) is attend is not fused
+    assert find_kernel(ops.paged_attention, "torch").load(LoadContext()) is not attend

@@ -14,7 +14,7 @@ import triton
 import atom
 from atom.cache.files import Unfit
 from atom.kernels import tuned
-from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton.linear.tune import candidates
 

@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 
 from atom.graph import TORCH_DTYPES, Cat, Graph, Recipe, W, interpret, parse, show
+from atom.kernels import Target, find_backend
+from atom.passes.context import PassContext
 
 Rewrite = object
+
+
+def context_of(target: Target, *backends: str) -> PassContext:
+    return PassContext(target, tuple(map(find_backend, backends)))
 
 
 def text_of(graph: Graph) -> str:

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from passes.cases import run, text_of
+from passes.cases import context_of, run, text_of
 
 from atom.graph import Graph, ops, parse
 from atom.kernels import Target
 from atom.passes.fuse_linear_gate import fuse_linear_gate
 from atom.passes.fuse_norm_linear import fuse_norm_linear
-from atom.passes.match import is_taken
 
 Fuse = Callable[..., Graph]
 GPU, BACKENDS = Target("cuda", frozenset({"amd", "gfx942"})), ("triton", "reference")
@@ -75,7 +74,7 @@ IDS = ["gate", "norm", "norm and gate", "add and norm"]
 
 
 def fused(fuse: Fuse, text: str, target: Target = GPU, backends: tuple[str, ...] = BACKENDS) -> Graph:
-    return fuse(parse(text), target, backends)
+    return fuse(parse(text), context_of(target, *backends))
 
 
 def assert_stays(fuse: Fuse, text: str, target: Target = GPU, backends: tuple[str, ...] = BACKENDS) -> None:
@@ -172,6 +171,6 @@ def test_gates_of_a_linear_with_a_bias_stay():
 
 
 def test_a_kernel_of_a_gpu_takes_what_it_is_asked_for():
-    assert is_taken(ops.gated_linear, GPU, BACKENDS)
-    assert not is_taken(ops.gated_linear, GPU, ("reference",)), "the reference takes all and does not count"
-    assert not is_taken(ops.rotary, GPU, BACKENDS), "there is none"
+    assert context_of(GPU, *BACKENDS).takes(ops.gated_linear)
+    assert not context_of(GPU, "reference").takes(ops.gated_linear), "the reference takes all and does not count"
+    assert not context_of(GPU, *BACKENDS).takes(ops.rotary), "there is none"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from passes.cases import random_weight, text_of
+from passes.cases import context_of, random_weight, text_of
 
 from atom.graph import KV, Graph, interpret, ops, parse
 from atom.kernels import Target
@@ -41,7 +41,7 @@ CASES = pytest.mark.parametrize(("before", "after"), [(PAIR, FUSED), (PLAIN, PLA
 
 
 def fused(text: str, target: Target = GPU, backends: tuple[str, ...] = BACKENDS) -> Graph:
-    return fuse_norm_rope_attention(parse(text), target, backends)
+    return fuse_norm_rope_attention(parse(text), context_of(target, *backends))
 
 
 def assert_stays(text: str, target: Target = GPU, backends: tuple[str, ...] = BACKENDS) -> None:

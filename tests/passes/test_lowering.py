@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from passes.cases import text_of
+from passes.cases import context_of, text_of
 
 from atom.errors import PassError
 from atom.graph import Graph, ops, parse, show
@@ -95,13 +95,13 @@ def test_a_graph_without_attention_is_left_alone():
 
 
 def test_the_reference_takes_every_call_at_level_0():
-    graph = select_kernels(parse(AFTER), Target("cpu"), ("reference",))
+    graph = select_kernels(parse(AFTER), context_of(Target("cpu"), "reference"))
     assert {node.meta["kernel"] for node in graph.program("body").nodes} == {"reference"}
     assert show(parse(show(graph))) == show(graph)
 
 
 def test_a_refusal_is_written_with_its_reason():
-    graph = select_kernels(parse(AFTER), Target("nowhere"), ("torch", "reference"))
+    graph = select_kernels(parse(AFTER), context_of(Target("nowhere"), "torch", "reference"))
     (call,) = graph.find(ops.paged_attention)
     assert call.meta["kernel"] == "reference"
     assert [note for note in call.meta["notes"] if note.startswith("torch: ")]

@@ -9,8 +9,10 @@ import torch
 from passes.cases import random_weight, run
 from torch.fx import Node
 
-from atom.graph import Recipe, interpret, parse, show
+from atom.graph import Graph, Recipe, interpret, parse, show
 from atom.graph.graph import results_of
+from atom.kernels import Target
+from atom.passes.context import PassContext
 from atom.passes.split_pieces import split_pieces
 from atom.pieces import NAME, find_pieces
 
@@ -74,14 +76,18 @@ def f(x: fp32[T, 8], ids: i64[T, 2]):
 ]
 
 
+def split(graph: Graph) -> Graph:
+    return split_pieces(graph, PassContext.of(Target("cpu"), level=2))
+
+
 def test_calls_between_two_that_cannot_be_compiled_are_a_piece():
-    graph = split_pieces(parse(BEFORE))
+    graph = split(parse(BEFORE))
     assert show(graph) == MARKED
     assert graph.num_rewrites == 2
 
 
 def test_a_piece_has_a_text_of_its_own():
-    pieces = find_pieces(split_pieces(parse(BEFORE)).programs["f"])
+    pieces = find_pieces(split(parse(BEFORE)).programs["f"])
     assert [piece.text for piece in pieces] == PIECES
     assert [[node.name for node in piece.inputs] for piece in pieces] == [["x", "x_1"], ["o", "x_2"]]
     assert [[node.name for node in piece.results] for piece in pieces] == [["x_2", "y"], ["s"]]
@@ -89,13 +95,13 @@ def test_a_piece_has_a_text_of_its_own():
 
 @pytest.mark.parametrize("text", ALONE)
 def test_a_run_without_work_for_inductor_is_left_alone(text: str):
-    graph = split_pieces(parse(text))
+    graph = split(parse(text))
     assert "piece" not in show(graph) and graph.num_rewrites == 0
 
 
 def test_pieces_are_counted_over_all_programs():
     body, head = (BEFORE.replace("def f", f"def {name}") for name in ("body", "head"))
-    marked = [line for line in show(split_pieces(parse(f"{body}\n{head}"))).splitlines() if "; piece" in line]
+    marked = [line for line in show(split(parse(f"{body}\n{head}"))).splitlines() if "; piece" in line]
     assert [line[-1] for line in marked] == ["0", "0", "1", "2", "2", "3"]
 
 
@@ -108,7 +114,7 @@ def test_the_numbers_stay():
         "ids": torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(9)]),
         "weights": torch.rand(9, 2, generator=generator),
     }
-    program = split_pieces(parse(BEFORE)).programs["f"]
+    program = split(parse(BEFORE)).programs["f"]
     values: dict[Any, Any] = {node: inputs[node.name] for node in program.inputs}
     pieces = {piece.calls[0]: piece for piece in find_pieces(program)}
     for node in program.nodes:

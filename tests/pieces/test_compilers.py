@@ -16,8 +16,11 @@ from torch import Tensor
 
 from atom.errors import PassError
 from atom.graph import parse
-from atom.kernels import Kernel, find_kernel
-from atom.pieces import PieceError, compile_pieces, compilers, load_piece
+from atom.kernels import Kernel, find_kernel, registry
+from atom.kernels.inductor.piece_compiler import InductorCompiler
+from atom.kernels.registry import trace_calls
+from atom.kernels.triton.codegen import write_source
+from atom.pieces import PieceError, compile_pieces, compilers
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -33,14 +36,14 @@ def traced(compiled: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> C
             return replace(find_kernel(*names), trace=trace)
 
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        monkeypatch.setattr(compilers, "find_kernel", find)
+        monkeypatch.setattr(registry, "find_kernel", find)
         monkeypatch.setattr(torch._inductor, "aot_compile", lambda *_args, **_options: str(compiled / "piece.so"))
 
     return use
 
 
 def test_code_that_is_made_without_openssl_gives_the_numbers_at_any_rows(compiled: Path):
-    run = load_piece(compiled)
+    run = InductorCompiler().load(compiled)
     for rows in (1, 2, 3, 16, 40):
         x, weight = torch.randn(rows, 8), torch.randn(8)
         torch.testing.assert_close(run(x, weight), [norm(x, weight, 1e-6)])
@@ -48,7 +51,7 @@ def test_code_that_is_made_without_openssl_gives_the_numbers_at_any_rows(compile
 
 def test_code_takes_inputs_that_are_not_contiguous(compiled: Path):
     x, weight = torch.randn(8, 5).t(), torch.randn(16)[::2]
-    torch.testing.assert_close(load_piece(compiled)(x, weight), [norm(x, weight, 1e-6)])
+    torch.testing.assert_close(InductorCompiler().load(compiled)(x, weight), [norm(x, weight, 1e-6)])
 
 
 def test_what_is_traced_as_it_should_be_becomes_files(compiled: Path, traced: Any):
@@ -80,10 +83,10 @@ GPU_TEXT = TEXT.replace("inductor", "generated")
 
 def checked(right: str, wrong: str, device: str) -> None:
     """Hold Triton's source against its traces, with another word in it."""
-    source = compilers.write_source(GPU_TEXT)
+    source = write_source(GPU_TEXT)
     assert right in source
     program = parse(GPU_TEXT).programs["piece"]
-    compilers._check(program, {"piece.py": source.replace(right, wrong).encode()}, device)
+    compilers._check(program, {"piece.py": source.replace(right, wrong).encode()}, "cuda", device)
 
 
 def test_sources_for_a_gpu_are_held_against_their_traces(triton_device: str):
@@ -95,7 +98,7 @@ def test_sources_for_a_gpu_are_held_against_their_traces(triton_device: str):
 
 
 def test_the_files_for_a_gpu_are_one_source():
-    assert compilers.compile_piece(GPU_TEXT, "cuda") == {"piece.py": compilers.write_source(GPU_TEXT).encode()}
+    assert compilers.compile_piece(GPU_TEXT, "cuda") == {"piece.py": write_source(GPU_TEXT).encode()}
 
 
 def test_pieces_for_a_gpu_are_compiled_in_this_process():
@@ -132,7 +135,7 @@ SMALL, LARGE = MLP.format(vocab=64, wide=512, half=256), MLP.format(vocab=24000,
 def drawn(text: str) -> tuple[Any, list[Tensor]]:
     program = parse(text).programs["piece"]
     draw = compilers._Draw(program, "cpu")
-    return compilers._evaluator(program), [draw(node, 17) for node in program.inputs]
+    return trace_calls(program), [draw(node, 17) for node in program.inputs]
 
 
 @pytest.mark.parametrize("text", [SMALL, LARGE])
@@ -163,11 +166,11 @@ WRONG = {
 @pytest.mark.parametrize("text", [SMALL, LARGE])
 def test_a_check_finds_what_is_wrong_in_fp16(text: str, monkeypatch: pytest.MonkeyPatch):
     program = parse(text).programs["piece"]
-    evaluate = compilers._evaluator(program)
+    evaluate = trace_calls(program)
 
     def check(spoil: Callable[..., list[Tensor]], *inputs: Tensor) -> None:
-        monkeypatch.setattr(compilers, "load_piece", lambda _: lambda *inputs: spoil(*evaluate(*inputs)))
-        compilers._check(program, {}, "cpu")
+        monkeypatch.setattr(InductorCompiler, "load", lambda *_: lambda *inputs: spoil(*evaluate(*inputs)))
+        compilers._check(program, {}, "cpu", "cpu")
 
     check(lambda *results: list(results))
     for spoil in WRONG.values():
@@ -180,14 +183,14 @@ def test_a_check_finds_what_is_wrong_in_fp16(text: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("place", [0, 1, 2, 3, 4, 5, 6, 7])
 def test_a_check_finds_an_input_that_is_not_read(place: int, monkeypatch: pytest.MonkeyPatch):
     program = parse(SMALL).programs["piece"]
-    evaluate = compilers._evaluator(program)
+    evaluate = trace_calls(program)
 
     def run(*inputs: Tensor) -> list[Tensor]:
         return list(evaluate(*inputs[:place], torch.zeros_like(inputs[place]), *inputs[place + 1 :]))
 
-    monkeypatch.setattr(compilers, "load_piece", lambda _: run)
+    monkeypatch.setattr(InductorCompiler, "load", lambda *_: run)
     with pytest.raises(PassError, match=" off at "):
-        compilers._check(program, {}, "cpu")
+        compilers._check(program, {}, "cpu", "cpu")
 
 
 def test_what_is_infinite_or_no_number_in_both_is_no_error():
@@ -207,12 +210,12 @@ EMBEDDING = "def piece(x0: i64[A], w0: fp16[40, 32]):\n    y = generated.embeddi
 @pytest.mark.parametrize("large", [1 << 24, 64])
 def test_the_row_of_a_large_embedding_matters(large: int, triton_device: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compilers, "LARGE", large)
-    program, source = parse(EMBEDDING).programs["piece"], compilers.write_source(EMBEDDING)
-    compilers._check(program, {"piece.py": source.encode()}, triton_device)
+    program, source = parse(EMBEDDING).programs["piece"], write_source(EMBEDDING)
+    compilers._check(program, {"piece.py": source.encode()}, "cuda", triton_device)
     wrong = re.sub(r"x0_values \*", "0 *", source)
     assert wrong != source
     with pytest.raises(PassError, match=r"^a compiled piece of embedding is .* off at 2 rows$"):
-        compilers._check(program, {"piece.py": wrong.encode()}, triton_device)
+        compilers._check(program, {"piece.py": wrong.encode()}, "cuda", triton_device)
 
 
 def test_the_error_of_a_wrong_piece_names_its_text():

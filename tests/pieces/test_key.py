@@ -16,9 +16,11 @@ import torch
 import triton
 
 from atom.kernels import Target
+from atom.kernels.inductor import piece_compiler as inductor
+from atom.kernels.inductor.piece_compiler import instruction_set, libraries
 from atom.pieces import identity as of
 from atom.pieces import key_of
-from atom.pieces.key import PACKAGE, instruction_set, libraries, sources_of
+from atom.pieces.key import PACKAGE, sources_of
 
 TEXT = "def piece(x0: fp32[A, 8]):\n    y = inductor.add(x0, x0)\n    return y\n"
 MODULE = importlib.import_module("atom.pieces.key")  # the package has a function of this name
@@ -97,19 +99,19 @@ def test_a_source_that_is_new_gone_or_renamed_is_another_piece(package: Path):
 def test_what_no_piece_is_made_of_does_not_matter(package: Path):
     before = of(TEXT)
     edit(package / "passes" / "pipeline.py", random.Random(0))
-    edit(package / "compiler.py", random.Random(0))
+    edit(package / "compiler" / "compile.py", random.Random(0))
     (package / "kernels" / "notes.md").write_text("these")
     assert differing(before) == []
 
 
 def test_a_digest_may_be_of_one_file(package: Path):
-    before = sources_of("compiler.py")
+    before = sources_of("compiler/compile.py")
     edit(package / "passes" / "pipeline.py", random.Random(0))
     sources_of.cache_clear()
-    assert sources_of("compiler.py") == before
-    edit(package / "compiler.py", random.Random(0))
+    assert sources_of("compiler/compile.py") == before
+    edit(package / "compiler" / "compile.py", random.Random(0))
     sources_of.cache_clear()
-    assert sources_of("compiler.py") != before
+    assert sources_of("compiler/compile.py") != before
 
 
 def read_instead(files: dict[str, str]) -> Callable[..., str]:
@@ -147,7 +149,7 @@ def test_flags_that_no_compiler_uses_do_not_matter(monkeypatch: pytest.MonkeyPat
         (torch, "__version__", "9.9.9", "torch"),
         (torch.backends.cpu, "get_cpu_capability", lambda: "SVE256", "instruction set"),
         (platform, "libc_ver", lambda: ("glibc", "9.9"), "libraries"),
-        (MODULE, "OPTIONS", {"cpp.dynamic_threads": False}, "compiler options"),
+        (inductor, "OPTIONS", {"cpp.dynamic_threads": False}, "compiler options"),
     ],
 )
 def test_another_torch_libc_or_option_is_another_piece(

@@ -3,51 +3,26 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pieces.text import TEXT
 
 from atom.cache import Cache
 from atom.compiler import compile as compiler
 from atom.compiler import compile_model
 from atom.config import Config, load
 from atom.errors import ArtifactError, UnsupportedError
-from atom.kernels.triton.codegen import write_source
-from atom.pieces import identity, key_of, load_piece
+from atom.kernels.inductor.piece_compiler import InductorCompiler
+from atom.pieces import identity, key_of
 
 
 @pytest.mark.parametrize("content", [b"", b"this is no library", b"\x7fELF" + bytes(1000)])
 def test_what_is_no_code_raises(content: bytes, tmp_path: Path):
     (tmp_path / "piece.so").write_bytes(content)
     with pytest.raises(ArtifactError, match=rf"^{tmp_path}: this piece cannot be loaded: .+$"):
-        load_piece(tmp_path)
-
-
-@pytest.mark.parametrize("source", ["run = 1 +", "from triton import nothing", "import torch", "\0"])
-def test_a_source_that_is_none_raises(source: str, tmp_path: Path):
-    (tmp_path / "piece.py").write_text(source)
-    with pytest.raises(ArtifactError, match=rf"^{tmp_path}: this piece cannot be loaded: .+$"):
-        load_piece(tmp_path)
-
-
-def test_loading_a_source_changes_nothing_in_its_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    cache, key = Cache(tmp_path), "ab" * 16
-    folder = cache.publish("pieces", key, {"piece.py": write_source(TEXT).encode()}, {})
-    load_piece(folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "piece.py"]
-    assert cache.verify("pieces", key) is None
-
-
-def test_another_source_in_the_same_place_is_loaded_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    for answer in (1, 2):
-        (tmp_path / "piece.py").write_text(f"def run():\n    return {answer}\n")
-        assert load_piece(tmp_path)() == answer
+        InductorCompiler().load(tmp_path)
 
 
 @pytest.fixture
@@ -91,7 +66,7 @@ def test_a_piece_that_cannot_be_loaded_is_built_anew(config: Config, unfit: Path
 
 
 def test_without_a_compiler_it_is_as_if_it_were_not_there(config: Config, unfit: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compiler, "has_compiler", lambda: False)
+    monkeypatch.setattr(InductorCompiler, "find_missing", lambda self: "a C++ compiler: install g++")
     cache = Cache(Path(str(config.cache)))
     assert compile_model(replace(config, level=None), cache=cache).code == {}
     assert ["cannot be loaded" in line for line in cache.warnings] == [True, False]

@@ -19,8 +19,7 @@ from atom.config import engine_overrides, load
 from atom.errors import CapacityError
 from atom.graph import Graph, ops
 from atom.kernels import Target, tuned
-from atom.kernels.triton.attention import common
-from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton.linear import tune as kernels
 from atom.kernels.triton.linear.linear import Matrix, Parameters
@@ -39,15 +38,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("kernels are compiled here, not interpreted")
     multiply = linear.multiply_matrix
 
-    def multiply_somehow(x: Any, weight: Any, bias: Any, kind: Any, parameters: Matrix) -> torch.Tensor:
+    def multiply_somehow(x: Any, weight: Any, bias: Any, kind: Any, counters: Any, parameters: Matrix) -> torch.Tensor:
         if parameters == UNFIT:
             raise linear.TileError("it does not fit")
-        y = multiply(x, weight, bias, kind, parameters)
+        y = multiply(x, weight, bias, kind, counters, parameters)
         return y + 1 if parameters == WRONG else y
 
     monkeypatch.setattr(linear, "multiply_matrix", multiply_somehow)
     monkeypatch.setattr(linear, "find_gpu", lambda device: GPU)
-    monkeypatch.setattr(common, "find_gpu", lambda device: GPU)
+    monkeypatch.setattr(kernels, "find_gpu", lambda device: GPU)
     monkeypatch.setattr(kernels, "candidates", lambda *shape: [None, SLOW, FAST, WRONG, UNFIT])
     monkeypatch.setattr(tuning.os, "sched_getaffinity", lambda pid: {0})
 
@@ -61,6 +60,14 @@ def opened(checkpoints: Callable[[str], Path]) -> tuple[DeviceModel, Graph]:
     return DeviceModel(graph, tensors, blocks, 4, {}, device="cpu", max_num_seqs=8, max_model_len=32), graph
 
 
+def tune(model: DeviceModel, *args: Any) -> None:
+    tuning.tune(model, kernels.LinearTuner(model.device), *args)
+
+
+def use_measured(model: DeviceModel, *args: Any) -> None:
+    tuning.use_measured(model, kernels.LinearTuner(model.device), *args)
+
+
 class Steps:
     """A step of 1 ms, of which each product that is FAST takes 10% off, and one that is SLOW adds 10%."""
 
@@ -72,7 +79,7 @@ class Steps:
         if not self.num_captured:  # the interpreter is slow
             run()
         self.num_captured += 1
-        trial = self.model._kernels[ops.linear, "triton"].keywords["parameters"]  # type: ignore[attr-defined]
+        trial = self.model._kernels[ops.linear, "triton"].__self__._parameters  # type: ignore[attr-defined]
         chosen: list[Parameters] = [*trial.chosen.values()]
         seconds = 1e-3 * 0.9 ** chosen.count(FAST) * 1.1 ** chosen.count(SLOW)
         return lambda: seconds
@@ -99,7 +106,7 @@ class Shown:
 def test_the_products_of_a_step_are_measured_kept_and_known_the_next_time(opened: Any, tmp_path: Path):
     model, graph = opened
     steps, shown, lines = Steps(model), Shown(), []
-    tuning.tune(model, graph, tmp_path, 8, shown, lines.append, steps.capture)
+    tune(model, graph, tmp_path, 8, shown, lines.append, steps.capture)
     products = kernels.products_of(graph)
     shapes = [f"{out} {inner} {gates}" for out, inner, gates, _ in products]
     file = tmp_path / "tuned" / "test_gpu.json"
@@ -122,7 +129,7 @@ def test_the_products_of_a_step_are_measured_kept_and_known_the_next_time(opened
 
     model.bind({name: 2 for name in model.kinds})
     num_captured = steps.num_captured
-    tuning.tune(model, graph, tmp_path, 8, shown, lines.append, steps.capture)
+    tune(model, graph, tmp_path, 8, shown, lines.append, steps.capture)
     assert lines[12:] == ["tune=true knows all 5 linears of this model on Test GPU: nothing is measured"]
     assert steps.num_captured == num_captured
 
@@ -132,10 +139,10 @@ def test_the_model_is_as_it_was_and_gives_what_it_gave(opened: Any, tmp_path: Pa
     rows = torch.tensor([0, 1], dtype=torch.int32)
     with torch.inference_mode():
         expected = model.decode(rows).clone()
-    tuning.tune(model, graph, tmp_path, 2, SilentProgress(), lambda line: None, Steps(model).capture)
+    tune(model, graph, tmp_path, 2, SilentProgress(), lambda line: None, Steps(model).capture)
     assert model.slots.lengths.tolist() == [1] * 9 and not model.slots.tokens.any() and not model.tables.any()
     assert all(len(cache) == 2 and not cache.any() for cache in model.caches.values())
-    used = model._kernels[ops.linear, "triton"].keywords["parameters"]
+    used = model._kernels[ops.linear, "triton"].__self__._parameters
     out, inner, gates, _ = kernels.products_of(graph)[0]
     assert used(2, out, inner, 2, gates, GPU) == FAST
     with torch.inference_mode():
@@ -146,13 +153,13 @@ def test_the_model_is_as_it_was_and_gives_what_it_gave(opened: Any, tmp_path: Pa
 def test_what_fewer_rows_than_parameters_hold_for_found_is_used_and_not_kept(opened: Any, tmp_path: Path):
     model, graph = opened
     lines: list[str] = []
-    tuning.tune(model, graph, tmp_path, 2, SilentProgress(), lines.append, Steps(model).capture)
+    tune(model, graph, tmp_path, 2, SilentProgress(), lines.append, Steps(model).capture)
     assert {key.split()[0] for key in tuned.read("Test GPU", tmp_path)["linear"]} == {"1"}
     out, inner, gates, _ = kernels.products_of(graph)[0]
-    assert model._kernels[ops.linear, "triton"].keywords["parameters"](2, out, inner, 2, gates, GPU) == FAST
+    assert model._kernels[ops.linear, "triton"].__self__._parameters(2, out, inner, 2, gates, GPU) == FAST
     assert "0.349 ms in place of 0.590, 41.0% less; not kept, as it would be for up to 8" in lines[-1]
     shown = Shown()
-    tuning.tune(model, graph, tmp_path, 8, shown, lines.append, Steps(model).capture)
+    tune(model, graph, tmp_path, 8, shown, lines.append, Steps(model).capture)
     assert len(shown.tasks) == 5 and all(title.startswith("tuning 8 rows of ") for title in shown.tasks)
     assert {key.split()[0] for key in tuned.read("Test GPU", tmp_path)["linear"]} == {"1", "8"}
 
@@ -168,7 +175,7 @@ def test_what_is_no_lack_of_room_for_an_option_is_not_hidden(
     monkeypatch.setattr(kernels, "candidates", lambda *shape: [None, SLOW])
     monkeypatch.setattr(linear, "multiply_matrix", fail)
     with pytest.raises(error, match="an illegal memory access"):
-        tuning.tune(model, graph, tmp_path, 1, SilentProgress(), lambda line: None, Steps(model).capture)
+        tune(model, graph, tmp_path, 1, SilentProgress(), lambda line: None, Steps(model).capture)
     assert tuned.read("Test GPU", tmp_path)["linear"] == {}
 
 
@@ -177,12 +184,12 @@ def test_an_option_that_memory_does_not_suffice_for_is_skipped(opened: Any, tmp_
     steps = Steps(model)
 
     def capture(run: Callable[[], object]) -> Callable[[], float]:
-        trial = model._kernels[ops.linear, "triton"].keywords["parameters"]
+        trial = model._kernels[ops.linear, "triton"].__self__._parameters
         if FAST in trial.chosen.values():
             raise torch.OutOfMemoryError
         return steps.capture(run)
 
-    tuning.tune(model, graph, tmp_path, 1, SilentProgress(), lambda line: None, capture)
+    tune(model, graph, tmp_path, 1, SilentProgress(), lambda line: None, capture)
     entries = tuned.read("Test GPU", tmp_path)["linear"].values()
     assert len(entries) == 5 and linear.to_entry(FAST) not in entries
 
@@ -200,15 +207,15 @@ def test_steps_that_memory_does_not_suffice_for_are_told_with_what_governs_them(
         raise CapacityError("lower serve.gpu_memory_utilization")
 
     with pytest.raises(CapacityError, match=advice):
-        tuning.tune(model, graph, tmp_path, 8, SilentProgress(), lambda line: None, capture)
+        tune(model, graph, tmp_path, 8, SilentProgress(), lambda line: None, capture)
     monkeypatch.setattr(model, "bind", bind)
     with pytest.raises(CapacityError, match=advice):
-        tuning.tune(model, graph, tmp_path, 8, SilentProgress(), lambda line: None, Steps(model).capture)
+        tune(model, graph, tmp_path, 8, SilentProgress(), lambda line: None, Steps(model).capture)
 
 
 def test_buckets_wholly_above_the_rows_of_a_step_are_left_out(opened: Any, tmp_path: Path):
     model, graph = opened
-    tuning.tune(model, graph, tmp_path, 1, SilentProgress(), lambda line: None, Steps(model).capture)
+    tune(model, graph, tmp_path, 1, SilentProgress(), lambda line: None, Steps(model).capture)
     assert {key.split()[0] for key in tuned.read("Test GPU", tmp_path)["linear"]} == {"1"}
 
 
@@ -222,12 +229,12 @@ def test_what_was_found_before_an_interruption_is_kept(opened: Any, tmp_path: Pa
         return steps.capture(run)
 
     with pytest.raises(KeyboardInterrupt):
-        tuning.tune(model, graph, tmp_path, 2, SilentProgress(), lambda line: None, capture)
+        tune(model, graph, tmp_path, 2, SilentProgress(), lambda line: None, capture)
     first = kernels.products_of(graph)[0]
     assert next(iter(tuned.read("Test GPU", tmp_path)["linear"])) == f"1 {first.out} {first.inner} {first.gates}"
     known = len(tuned.read("Test GPU", tmp_path)["linear"])
     shown = Shown()
-    tuning.tune(model, graph, tmp_path, 1, shown, lambda line: None, Steps(model).capture)
+    tune(model, graph, tmp_path, 1, shown, lambda line: None, Steps(model).capture)
     assert len(shown.tasks) == 5 - known < 5, "only those that are left"
 
 
@@ -235,20 +242,20 @@ def test_a_folder_that_takes_nothing_is_told_once_and_what_was_found_is_used(ope
     model, graph = opened
     (tmp_path / "tuned").write_text("a file in the way")
     lines: list[str] = []
-    tuning.tune(model, graph, tmp_path, 1, SilentProgress(), lines.append, Steps(model).capture)
+    tune(model, graph, tmp_path, 1, SilentProgress(), lines.append, Steps(model).capture)
     assert sum("takes no file" in line for line in lines) == 1
     out, inner, gates, _ = kernels.products_of(graph)[0]
-    assert model._kernels[ops.linear, "triton"].keywords["parameters"](1, out, inner, 2, gates, GPU) == FAST
+    assert model._kernels[ops.linear, "triton"].__self__._parameters(1, out, inner, 2, gates, GPU) == FAST
 
 
 def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(opened: Any, tmp_path: Path):
     model, graph = opened
     out, inner, gates, _ = kernels.products_of(graph)[0]
-    tuning.use_measured(model, tmp_path, pytest.fail)
+    use_measured(model, tmp_path, pytest.fail)
     assert model._kernels == {}
     tuned.keep("Test GPU", tmp_path, "linear", {f"8 {out} {inner} {gates}": ["matrix", 64, 128, 1, 2]})
-    tuning.use_measured(model, tmp_path, pytest.fail)
-    assert model._kernels[ops.linear, "triton"].keywords["parameters"](2, out, inner, 2, gates, GPU) == SLOW
+    use_measured(model, tmp_path, pytest.fail)
+    assert model._kernels[ops.linear, "triton"].__self__._parameters(2, out, inner, 2, gates, GPU) == SLOW
     launched: list[Matrix] = []
     multiply = linear.multiply_matrix
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
@@ -260,7 +267,7 @@ def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(ope
 def test_a_model_without_such_products_is_told_so(opened: Any, tmp_path: Path):
     model, _ = opened
     lines: list[str] = []
-    tuning.tune(model, Graph(), tmp_path, 2, SilentProgress(), lines.append, Steps(model).capture)
+    tune(model, Graph(), tmp_path, 2, SilentProgress(), lines.append, Steps(model).capture)
     assert lines == ["tune=true finds no linear of 16-bit weights of this model on Test GPU: nothing is measured"]
 
 
@@ -271,7 +278,7 @@ def test_a_start_reads_the_cache_folder_and_measures_where_it_is_asked_to(
     runner: Any = SimpleNamespace(model=model)
     asked: list[tuple[int, bool]] = []
 
-    def measure(model: Any, graph: Graph, cache: Path, max_rows: int, *_: Any) -> bool:
+    def measure(model: Any, tuner: Any, graph: Graph, cache: Path, max_rows: int, *_: Any) -> bool:
         asked.append((max_rows, cache == tmp_path))
         return True
 

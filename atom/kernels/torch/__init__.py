@@ -1,8 +1,8 @@
 """The CPU kernels in eager torch: what beats an op's reference body without a compiler.
 
-    for kernel in KERNELS:
+    for kernel in BACKEND.kernels:
         reason = kernel.accepts(Target("cpu"))     # None: yes
-        run = kernel.load()                        # a callable with the op's signature
+        run = kernel.load(LoadContext())           # a callable with the op's signature
 
 Activations, embeddings and what chooses and groups experts are few calls of torch in the reference, which nothing here
 beats.
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from atom.graph import ops
 from atom.graph.ops import Op
-from atom.kernels.registry import Kernel, Target
+from atom.kernels.backend import Backend, Kernel, Target
 from atom.kernels.torch.attention import PagedAttention
 from atom.kernels.torch.latent import PagedLatentAttention
 from atom.kernels.torch.linear import accepts, find_features, pack, packed_linear, trace_packed_linear
@@ -30,22 +30,28 @@ def _accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
     return None if target.device == "cpu" else f"runs on a cpu, not on {target.device}"
 
 
-def _kernel(op: Op, load: Callable[[], Callable[..., Any]]) -> Kernel:
+def _kernel(op: Op, run: Callable[..., Any]) -> Kernel:
+    """The kernel of a function, or of a class, of which a program has one object."""
+    load = (lambda context: context.share(run)) if isinstance(run, type) else lambda _: run
     return Kernel(op, "torch", _accepts, load)
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {"onednn": pack}
-
-__all__ = ["KERNELS", "LAYOUTS", "find_features"]
-
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(ops.linear, "torch", accepts, lambda: packed_linear, layout="onednn", trace=trace_packed_linear),
-    _kernel(ops.rms_norm, lambda: rms_norm),
-    _kernel(ops.add_rms_norm, lambda: add_rms_norm),
-    Kernel(ops.grouped_linear, "torch", accepts, lambda: packed_grouped_linear, layout="onednn"),
-    _kernel(ops.combine, lambda: combine),
-    _kernel(ops.norm_rope_write, lambda: norm_rope_write),
-    _kernel(ops.norm_rope_write_latent, lambda: norm_rope_write_latent),
+    Kernel(ops.linear, "torch", accepts, lambda _: packed_linear, layout="onednn", trace=trace_packed_linear),
+    _kernel(ops.rms_norm, rms_norm),
+    _kernel(ops.add_rms_norm, add_rms_norm),
+    Kernel(ops.grouped_linear, "torch", accepts, lambda _: packed_grouped_linear, layout="onednn"),
+    _kernel(ops.combine, combine),
+    _kernel(ops.norm_rope_write, norm_rope_write),
+    _kernel(ops.norm_rope_write_latent, norm_rope_write_latent),
     _kernel(ops.paged_attention, PagedAttention),
     _kernel(ops.paged_mla_attention, PagedLatentAttention),
+)
+
+BACKEND = Backend(
+    "torch",
+    KERNELS,
+    layouts={"onednn": pack},
+    find_features=find_features,
+    find_versions=lambda: {"torch": torch.__version__},
 )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, library
 
 from atom.graph.types import Type
-from atom.kernels.registry import Target
+from atom.kernels.backend import Target
 
 ROWS = 64  # the number of rows that the layout is chosen for; it serves any
 

@@ -1,21 +1,27 @@
 """Kernels in Triton, for GPUs of all vendors. Nothing here imports triton before a kernel is loaded.
 
-for kernel in KERNELS:
+for kernel in BACKEND.kernels:
     reason = kernel.accepts(find_target("cuda"), *types)     # None: yes
-    run = kernel.load()                                      # a callable with the op's signature
+    run = kernel.load(LoadContext())                         # a callable with the op's signature
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
+from atom.cache import Cache
 from atom.errors import UnsupportedError
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.graph.types import Type
-from atom.kernels.registry import Kernel, Target
+from atom.kernels.backend import Backend, Kernel, LoadContext, Target, Tuner
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_HEAD_DIM = 256
 MAX_RANK, MAX_ROTATED = 512, 64  # of latent entries
@@ -33,6 +39,39 @@ def find_features() -> frozenset[str]:
     if torch.version.hip is not None:
         return frozenset({"amd", properties.gcnArchName.partition(":")[0], properties.name})
     return frozenset({"nvidia", f"sm_{properties.major}{properties.minor}", properties.name})
+
+
+def find_versions() -> dict[str, str]:
+    import torch
+    import triton
+
+    return {"torch": torch.__version__, "triton": triton.__version__}
+
+
+@contextmanager
+def keep_binaries(cache: Cache) -> Iterator[None]:
+    """`cache.warnings` says what was ignored there; behind this, stderr."""
+    from atom.kernels.triton.binary_cache import keep_in
+
+    own = Cache(cache.folder)  # it must stay open while Triton compiles
+    own.warnings = cache.warnings
+    binaries = keep_in(own)
+    try:
+        yield
+    finally:
+        binaries.tell()
+
+
+def compile_launches(pool: Executor) -> AbstractContextManager[None]:
+    from atom.kernels.triton import precompile
+
+    return precompile.compile_launches(pool)
+
+
+def find_tuner(device: torch.device) -> Tuner:
+    from atom.kernels.triton.linear.tune import LinearTuner
+
+    return LinearTuner(device)
 
 
 def accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
@@ -60,21 +99,22 @@ def accepts_latent(target: Target, q_nope: Type, q_rope: Type, kv_b: Type, *_typ
 
 
 def _kernel(op: Op, module: str, name: str = "", accepts: Callable[..., str | None] = accepts) -> Kernel:
-    """The kernel of an op in a module beside this one: a function, or a class of which a model has one object."""
+    """The kernel of an op in a module below: a function, or of a class the object that a program has, or its method."""
 
-    def load() -> Callable[..., Any]:
-        importlib.import_module(f"{__name__}.launch_cache")  # what launches it
-        found = getattr(importlib.import_module(f"{__name__}.{module}"), name or op.name)
-        return found() if isinstance(found, type) else found  # type: ignore[no-any-return]
+    def load(context: LoadContext) -> Callable[..., Any]:
+        owner, _, method = (name or op.name).partition(".")
+        found = getattr(importlib.import_module(f"{__name__}.{module}"), owner)
+        shared = context.share(found) if isinstance(found, type) else found
+        return getattr(shared, method) if method else shared  # type: ignore[no-any-return]
 
     return Kernel(op, "triton", accepts, load)
 
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel(ops.linear, "linear.linear", accepts=accepts_linear),
-    _kernel(ops.gated_linear, "linear.linear", accepts=accepts_linear),
-    _kernel(ops.norm_linear, "linear.linear", accepts=accepts_linear),
-    _kernel(ops.add_norm_linear, "linear.linear", accepts=accepts_linear),
+    _kernel(ops.linear, "linear.linear", "Products.linear", accepts_linear),
+    _kernel(ops.gated_linear, "linear.linear", "Products.gated_linear", accepts_linear),
+    _kernel(ops.norm_linear, "linear.linear", "Products.norm_linear", accepts_linear),
+    _kernel(ops.add_norm_linear, "linear.linear", "Products.add_norm_linear", accepts_linear),
     _kernel(ops.norm_rope_write, "attention.rope", accepts=accepts_attention),
     _kernel(ops.paged_attention, "attention.paged", "PagedAttention", accepts_attention),
     _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_attention),
@@ -84,4 +124,14 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.group, "moe"),
     _kernel(ops.grouped_linear, "moe"),
     _kernel(ops.combine, "moe"),
+)
+
+BACKEND = Backend(
+    "triton",
+    KERNELS,
+    find_features=find_features,
+    find_versions=find_versions,
+    keep_binaries=keep_binaries,
+    compile_launches=compile_launches,
+    find_tuner=find_tuner,
 )

@@ -1,13 +1,14 @@
-"""Triton's binaries as entries of the cache folder, so that a copied folder starts warm, without any compiler.
+"""Our kernels' binaries as entries of the cache folder, so that a copied folder starts warm, without any compiler.
 
-    store = store_in(Cache(Path("~/.cache/atom-run")))    # before the first kernel is launched
-    ...                                                    # launch kernels
-    store.used()                                           # keys of kind "triton": what these kernels need
-    store.num_compiled                                     # 0: all of it was there
-    store.tell()                                           # from now on, what it finds wrong goes to stderr
+    binaries = keep_in(Cache(Path("~/.cache/atom-run")))    # before the first kernel is launched
+    ...                                                     # launch kernels
+    binaries.used()                                         # keys of kind "triton": what these kernels need
+    binaries.num_compiled                                   # 0: all of it was there
+    binaries.tell()                                         # from now on, what it finds wrong goes to stderr
 
 An entry is one kernel's binary with its metadata, or one module of Triton's launcher. It holds no path, and like all
-code in the cache it counts only while its owner and its checksums are right.
+code in the cache it counts only while its owner and its checksums are right. Kernels that are not of our JIT class stay
+in Triton's own folder, and so does what is compiled while Triton's compiler is debugged.
 """
 
 from __future__ import annotations
@@ -18,42 +19,67 @@ import platform
 import sys
 import tempfile
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
 from pathlib import Path
+from typing import Any, ClassVar
 
 import triton
 from triton import knobs
-from triton.runtime import cache as triton_cache
-from triton.runtime.cache import CacheManager, FileCacheManager
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.compiler import CompiledKernel, make_backend
+from triton.runtime.cache import CacheManager, FileCacheManager, triton_key
 
 from atom.cache import Cache
+from atom.cache.files import BINARIES
 
-KIND = "triton"
 KEPT = {".json", ".cubin", ".hsaco"}  # what a launch reads; the steps between source and binary are not
 
 
-def store_in(cache: Cache) -> Store:
-    """Have Triton keep in this cache what it compiles from now on."""
-    store = Store(cache)
-    knobs.cache.manager_class = store.manager
-    if installed := _installed_files():
-        triton_cache.triton_key = lambda: installed
-    return store
+def keep_in(cache: Cache) -> BinaryCache:
+    """Keep in this cache what is compiled of our kernels from now on."""
+    BinaryCache.current = BinaryCache(cache)
+    return BinaryCache.current
 
 
-def _installed_files() -> str:
-    """A digest of Triton's files as the installer listed them; "" if it did not. Hashing 400 MB of them takes 0.5 s."""
-    records = Path(triton.__file__).parents[1].glob("*triton*.dist-info/RECORD")
-    lines = [line for record in records for line in record.read_text().splitlines()]
-    files = sorted(line for line in lines if line.startswith("triton/") and ",sha256=" in line)
-    return _digest("\n".join(files)) if any("libtriton" in line for line in files) else ""
+@contextmanager
+def kept() -> Iterator[None]:
+    """Triton's cache is the one of our kernels, in this thread alone."""
+    binaries = BinaryCache.current
+    if binaries is None or _is_debugged():
+        yield
+        return
+    token = _active.set(binaries)
+    try:
+        with _by_thread:
+            yield
+    finally:
+        _active.reset(token)
+
+
+def compile_kept(compile: Callable[..., Any], src: Any, **options: Any) -> Any:
+    """`triton.compile`, of what is not in the cache; within `kept`."""
+    binaries = _active.get()
+    return compile(src, **options) if binaries is None else binaries.compile(compile, src, **options)
+
+
+def _is_debugged() -> bool:
+    """Whether somebody looks into Triton's compiler, or has it do something else."""
+    knob = knobs.compilation
+    is_changed = knob.override or knob.dump_ir or knob.always_compile or knob.use_ir_loc
+    return bool(is_changed or knob.listener or knobs.runtime.add_stages_inspection_hook)
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-class Store:
-    """What Triton's cache managers of this process share."""
+class BinaryCache:
+    """The entries of our kernels; Triton compiles each once in a process, and so they have one for all engines."""
+
+    current: ClassVar[BinaryCache | None] = None
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
@@ -61,7 +87,7 @@ class Store:
         self._used: dict[str, None] = {}
         self._compiled: list[str] = []
         self._not_kept: dict[str, dict[str, str]] = {}  # files of entries for which the cache folder has no place
-        self._telling = threading.Lock()  # several threads compile
+        self._telling, self._hashing = threading.Lock(), threading.Lock()  # several threads compile
         self._num_told = sys.maxsize  # of the cache's warnings: all, until `tell`
 
     @property
@@ -73,9 +99,28 @@ class Store:
         """The keys of all entries that were found or made."""
         return list(self._used)
 
-    def manager(self, key: str, override: bool = False, dump: bool = False) -> CacheManager:
-        """Triton's `manager_class`; what its debugging overrides and dumps stays in its own folders."""
-        return FileCacheManager(key, override, dump) if override or dump else _Manager(key, self)
+    def compile(
+        self, compile: Callable[..., Any], src: Any, *, target: Any, options: dict[str, Any], **rest: Any
+    ) -> Any:
+        """Triton's CompiledKernel; what it depends on is what Triton's own key is made of."""
+        backend = make_backend(target)
+        ingredients = {
+            "triton": self._triton,
+            "source": src.hash(),
+            "backend": backend.hash(),
+            "options": backend.parse_options(options).hash(),
+            "environment": _digest(str(sorted(get_cache_invalidating_env_vars().items()))),
+            "file": f"{src.name[:100]}.json",
+        }
+        if files := self.find(ingredients):
+            return CompiledKernel(src, files, _key_of(ingredients))
+        with self._hashing:
+            triton_key()  # which is remembered: Triton asks for it, and reads all its files the first time
+        kernel = compile(src, target=target, options=options, **rest)
+        files = kernel.metadata_group
+        made: dict[str, bytes | Path] = {name: Path(files[name]) for name in files if Path(name).suffix in KEPT}
+        self.publish(ingredients, made)
+        return kernel
 
     def tell(self) -> None:
         """Print the cache's warnings from now on, as they come: whoever told those of the start is done with it."""
@@ -84,7 +129,7 @@ class Store:
     def find(self, ingredients: dict[str, str]) -> dict[str, str]:
         """The files of a trusted entry, path by name; none if there is no such entry."""
         key = _key_of(ingredients)
-        folder = self.cache.find(KIND, key)
+        folder = self.cache.find(BINARIES, key)
         self._tell_new()
         if folder is None:
             return self._not_kept.get(key, {})
@@ -94,13 +139,21 @@ class Store:
     def publish(self, ingredients: dict[str, str], files: dict[str, bytes | Path]) -> dict[str, str]:
         """Store an entry that had to be made: its files, path by name."""
         key = _key_of(ingredients)
-        folder = self.cache.publish(KIND, key, files, {"name": ingredients["file"], "ingredients": ingredients})
+        folder = self.cache.publish(BINARIES, key, files, {"name": ingredients["file"], "ingredients": ingredients})
         self._tell_new()
         self._used[key] = None
         self._compiled.append(key)
         if not folder.is_relative_to(self.cache.folder):
             self._not_kept[key] = _files_in(folder)
         return _files_in(folder)
+
+    @cached_property
+    def _triton(self) -> str:
+        """Triton's version: its files as the installer listed them. Where it did not, Triton reads them, for 0.5 s."""
+        records = Path(triton.__file__).parents[1].glob("*triton*.dist-info/RECORD")
+        lines = [line for record in records for line in record.read_text().splitlines()]
+        files = sorted(line for line in lines if line.startswith("triton/") and ",sha256=" in line)
+        return _digest("\n".join(files) if any("libtriton" in line for line in files) else triton_key())
 
     def private_folder(self) -> Path:
         """A new folder that lives as long as this process."""
@@ -123,38 +176,71 @@ def _files_in(folder: Path) -> dict[str, str]:
 
 
 class _Manager(CacheManager):  # type: ignore[misc]
-    """The cache of one of Triton's keys.
+    """What Triton keeps under one of its keys: a module, which is asked for first, or what a kernel is compiled to."""
 
-    A module is asked for by `get_file` and put by itself; a kernel's files are put one by one, then as a group.
-    """
-
-    def __init__(self, key: str, store: Store) -> None:
+    def __init__(self, key: str, binaries: BinaryCache) -> None:
         self._key = key
-        self._store = store
-        self._alone: set[str] = set()
+        self._binaries = binaries
+        self._modules: set[str] = set()
         self._folder: Path | None = None
 
     def get_file(self, filename: str) -> str | None:
-        self._alone.add(filename)
-        return self._store.find(self._module(filename)).get(filename)
+        self._modules.add(filename)
+        return self._binaries.find(self._module(filename)).get(filename)
 
     def put(self, data: object, filename: str, binary: bool = True) -> str:
         content = data if isinstance(data, bytes) else str(data).encode()
-        if filename in self._alone:
-            return self._store.publish(self._module(filename), {filename: content})[filename]
-        self._folder = self._folder or self._store.private_folder()
+        if filename in self._modules:
+            return self._binaries.publish(self._module(filename), {filename: content})[filename]
+        self._folder = self._folder or self._binaries.private_folder()
         (self._folder / filename).write_bytes(content)
         return str(self._folder / filename)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        return self._store.find(self._group(filename)) or None
+        return None  # it was looked for before
 
     def put_group(self, filename: str, group: dict[str, str]) -> None:
-        kept: dict[str, bytes | Path] = {name: Path(path) for name, path in group.items() if Path(name).suffix in KEPT}
-        self._store.publish(self._group(filename), kept)
-
-    def _group(self, filename: str) -> dict[str, str]:
-        return {"triton key": self._key, "file": filename}
+        pass
 
     def _module(self, filename: str) -> dict[str, str]:
-        return self._group(filename) | {"libc": " ".join(platform.libc_ver())}  # that it is linked to
+        return {
+            "triton key": self._key,
+            "file": filename,
+            "libc": " ".join(platform.libc_ver()),
+        }  # that it is linked to
+
+
+class _ByThread:
+    """While a thread compiles a kernel of ours, Triton asks here which cache it is to take, and others get theirs."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_inside = 0
+        self._before: Any = None  # what the knob was set to
+        self._others: Any = FileCacheManager
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._num_inside += 1
+            if self._num_inside == 1 and knobs.cache.manager_class != self.find:
+                self._before = vars(knobs.cache).get("manager_class")
+                self._others = knobs.cache.manager_class or FileCacheManager
+                knobs.cache.manager_class = self.find
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._num_inside -= 1
+            if self._num_inside == 0 and knobs.cache.manager_class == self.find:  # nobody has set it meanwhile
+                if self._before is None:
+                    del knobs.cache.manager_class
+                else:
+                    knobs.cache.manager_class = self._before
+
+    def find(self, key: str, **purpose: bool) -> CacheManager:
+        """What Triton's `manager_class` gives."""
+        binaries = _active.get()
+        return self._others(key, **purpose) if binaries is None else _Manager(key, binaries)
+
+
+_active: ContextVar[BinaryCache | None] = ContextVar("active", default=None)  # of this thread
+_by_thread = _ByThread()

@@ -1,7 +1,7 @@
 """From a piece's text to Triton: a kernel that takes each row by itself, and the Python that launches it.
 
     source = write_source(text)      # a module, to be read and diffed; `run` in it takes inputs and weights
-    run = load_piece(folder)         # of the folder that holds it as piece.py
+    run = TritonCompiler().load(folder)    # of the folder that holds it as piece.py
 
 No op of such a piece looks at another row. So a result is written by asking for its value at all columns of a row, and
 each op asks for its inputs at the columns that it needs: views move columns, norms look at the whole row first. What an
@@ -74,8 +74,9 @@ def write_source(text: str) -> str:
     helpers = dict.fromkeys(name for kernel in kernels for name in kernel.helpers)
     parts = [
         f'"""Each row of a piece by itself.\n\n{text.strip()}\n"""',
-        "import torch\nimport triton\nimport triton.language as tl",
-        *(_function(name, ["x"], HELPERS[name], "@triton.jit\n") for name in helpers),
+        "import torch\nimport triton.language as tl",
+        "from atom.kernels.triton.jit import jit",
+        *(_function(name, ["x"], HELPERS[name], "@jit\n") for name in helpers),
         *(kernel.source() for kernel in kernels),
         _function("run", inputs, [*rows, *allocations, *(k.launch() for k in kernels), f"return [{returned}]"]),
     ]
@@ -111,7 +112,7 @@ class _Kernel:
         self._loaded: set[Node] = set()
         self._values: dict[Any, str] = {}
         self._lines = ["row = tl.program_id(0).to(tl.int64)"]
-        self._names = {"row", "c", "tl", "triton", *HELPERS, *results.values(), *(node.name for node in program.inputs)}
+        self._names = {"row", "c", "tl", "jit", *HELPERS, *results.values(), *(node.name for node in program.inputs)}
         self.helpers: dict[str, None] = {}
         self._is_whole = any(call.target in NORMS for call in self._calls)
         widths = [_width(node) for node in results]
@@ -127,7 +128,7 @@ class _Kernel:
 
     def source(self) -> str:
         inputs = [name for node in self._inputs() for name in (node.name, *_strides(node))]
-        return _function(self.name, [*inputs, *self._results.values()], self._lines, "@triton.jit\n")
+        return _function(self.name, [*inputs, *self._results.values()], self._lines, "@jit\n")
 
     def launch(self) -> str:
         grid = f"({self._rows},)" if self._num_blocks == 1 else f"({self._rows}, {self._num_blocks})"

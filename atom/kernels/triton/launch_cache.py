@@ -1,6 +1,7 @@
-"""Kernels launched again: a binary is found by what it depends on, and by nothing else.
+"""Find a launched binary again by what it depends on, and by nothing else.
 
-    kernel[grid](*args, num_warps=4)    # as Triton has it, for less of the host's time
+    launches = LaunchCache(kernel)
+    launches.launch(grid, *args, num_warps=4)    # kernel[grid](*args, num_warps=4), for less of the host's time
 
 Triton's own launch asks every argument all that could matter. What can matter follows from a kernel's parameters and
 the classes of its arguments, so that for each combination of these there is a function which asks no more than that.
@@ -14,17 +15,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from functools import partial
 from operator import itemgetter
 from types import NoneType
 from typing import Any, NamedTuple
 
 import triton
 from torch import Tensor
-from triton import JITFunction, knobs
+from triton import knobs
 from triton.runtime import driver
 
-from atom.kernels.triton.attention.common import HAS_GLUON
+from atom.kernels.triton.gpu import load_driver
 from atom.kernels.triton.precompile import walking
 
 VALUES = {int, float, bool, str, NoneType}  # classes of which equal values give equal binaries
@@ -49,21 +49,19 @@ class _Path(NamedTuple):
     named: tuple[Any, ...]  # arguments behind those that came without a name
 
 
-def _at(kernel: Any, grid: Any) -> Callable[..., Any]:
-    launch = kernel.__dict__.get("launch_again")
-    if launch is None:
-        launch = kernel.launch_again = _launcher(kernel)
-    return partial(launch, grid)
+class LaunchCache:
+    """The launches of a kernel."""
 
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._asked: dict[tuple[Any, ...], tuple[Callable[..., Any] | None, dict[Any, _Path]]] = {}  # by classes
 
-def _launcher(kernel: Any) -> Callable[..., Any]:
-    asked: dict[tuple[Any, ...], tuple[Callable[..., Any] | None, dict[Any, _Path]]] = {}  # by classes
-
-    def launch(grid: Any, *args: Any, **options: Any) -> Any:
+    def launch(self, grid: Any, *args: Any, **options: Any) -> Any:
+        kernel = self._kernel
         classes = (*map(type, args), *options, *map(type, options.values()))
-        known = asked.get(classes)
+        known = self._asked.get(classes)
         if known is None:
-            known = asked[classes] = _find_question(kernel, args, options), {}
+            known = self._asked[classes] = _find_question(kernel, args, options), {}
         question, paths = known
         if question is None or type(grid) is not tuple or not _is_plain(kernel):
             return kernel.run(*args, grid=grid, warmup=False, **options)
@@ -82,8 +80,6 @@ def _launcher(kernel: Any) -> Callable[..., Any]:
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         path.call(x, y, z, active.get_current_stream(device), *path.head, *args, *path.named)
         return path.binary
-
-    return launch
 
 
 def _is_plain(kernel: Any) -> bool:
@@ -118,7 +114,7 @@ def _find_question(kernel: Any, args: Sequence[Any], options: dict[str, Any]) ->
         and all(param.kind is param.POSITIONAL_OR_KEYWORD for param in kernel.signature.parameters.values())
         and all(type(value) in VALUES for value in options.values())
         and all(params[name].is_constexpr for name in options if name in params)
-        and driver.active.get_current_target().backend == "cuda"
+        and load_driver().get_current_target().backend == "cuda"
     )
     places: list[list[int]] = [[], [], [], [], [], []]
     constants, tensors, aligned, numbers, factors, boxes = places
@@ -200,7 +196,3 @@ def _with_boxes(launch: Callable[..., None], first: int) -> Callable[..., None]:
         launcher(*given)
 
     return call
-
-
-if HAS_GLUON:  # of the versions that are known here
-    JITFunction.__getitem__ = _at  # for good

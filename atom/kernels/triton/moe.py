@@ -13,11 +13,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.triton.attention.common import Gpu, find_gpu, find_owner, next_power_of_2, wait_for_inputs
+from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
+from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
+from atom.kernels.triton.jit import jit
 
 SEARCHED = 2048  # pairs of token and expert among which each row searches its place; more are sorted
 
@@ -138,7 +139,7 @@ def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     return out
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@jit(do_not_specialize=["tokens"])
 def _logits_kernel(x, weight, logits, tokens, x_stride, EXPERTS: tl.constexpr, INNER: tl.constexpr, PART: tl.constexpr,
                    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_I: tl.constexpr,
                    PDL: tl.constexpr):  # fmt: skip
@@ -161,7 +162,7 @@ def _logits_kernel(x, weight, logits, tokens, x_stride, EXPERTS: tl.constexpr, I
     tl.store(logits + places, total, mask=(rows < tokens)[:, None] & (experts < EXPERTS)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@jit(do_not_specialize=["tokens"])
 def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PARTS: tl.constexpr,
                    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, HAS_SOFTMAX: tl.constexpr, HAS_PAIRS: tl.constexpr,
                    GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_G: tl.constexpr,
@@ -220,7 +221,7 @@ def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PA
     tl.store(weights + row, shares * scale, mask=places < TOP_K)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@jit(do_not_specialize=["pairs"])
 def _group_kernel(x, ids, rows, order, ends, pairs, x_stride, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
                   BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A program for each pair, which counts those before it, and one for each expert, which counts up to its last."""
@@ -245,7 +246,7 @@ def _group_kernel(x, ids, rows, order, ends, pairs, x_stride, TOP_K: tl.constexp
             tl.store(target + columns, values, mask=columns < WIDTH)
 
 
-@triton.jit
+@jit
 def _grouped_linear_kernel(x, weight, ends, bias, out, x_stride, EXPERTS: tl.constexpr, OUT: tl.constexpr,
                            INNER: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
                            BLOCK_I: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
@@ -285,7 +286,7 @@ def _grouped_linear_kernel(x, weight, ends, bias, out, x_stride, EXPERTS: tl.con
     tl.store(places, total.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (columns < OUT)[None, :])
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@jit(do_not_specialize=["pairs"])
 def _combine_kernel(x, weights, order, out, pairs, x_stride, IS_SEARCHED: tl.constexpr, TOP_K: tl.constexpr,
                     WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
                     BLOCK_W: tl.constexpr, PDL: tl.constexpr):  # fmt: skip

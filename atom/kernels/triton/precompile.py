@@ -1,27 +1,25 @@
-"""Kernels compiled before they are first launched, each by itself, whatever needs what the others compute.
+"""Compile kernels before they are first launched, each by itself, on all cores.
 
     with compile_launches(pool):
         model.decode(rows)           # launches nothing, but tells which kernels such a step launches, and how
     model.decode(rows)               # finds them compiled and loaded
 
 Such a step is a real one but for what is in its tensors, on which no launch depends. So a kernel is compiled for just
-what it will be given: types, strides, and whether pointers are aligned.
+what it will be given: types, strides, and whether pointers are aligned. Only kernels of our own class are held back,
+and only in the thread that walks.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, as_completed
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from triton import AsyncCompileMode, JITFunction
 
 ALLOCATING = {torch.empty, torch.empty_like, Tensor.new_empty}  # for a kernel to write
 
@@ -34,25 +32,14 @@ def compile_launches(pool: Executor) -> Iterator[None]:
     the step would wait for it at every call. After an exception nothing more is begun: what is not compiled then is
     when it is first launched.
     """
-    kernels: dict[int, Any] = {}  # by id
-    seen = set[Hashable]()
-
-    def find(kernel: Any, *args: Any, grid: object, warmup: bool, **options: Any) -> None:
-        with torch._C.DisableTorchFunction():
-            launch = (kernel, *map(_describe, args), *options.items())
-            if launch not in seen:
-                seen.add(launch)
-                found = _run(kernel, *args, grid=grid, warmup=True, **options)
-                kernels[id(found)] = found
-
-    with AsyncCompileMode(SimpleNamespace(submit=_Compilation)) as mode, _Ones():
-        token = walking.set(find)
+    walk = Walk()
+    with _Ones():
+        token = walking.set(walk)
         try:
             yield
         finally:
             walking.reset(token)
-            mode.raw_futures.clear()  # which Triton would wait for
-    futures = [pool.submit(_load, kernel) for kernel in kernels.values()]
+    futures = [pool.submit(task) for task in walk.tasks.values()]
     try:
         for future in as_completed(futures):
             future.result()
@@ -61,34 +48,26 @@ def compile_launches(pool: Executor) -> Iterator[None]:
             future.cancel()
 
 
-_run = JITFunction.run
-walking: ContextVar[Callable[..., None] | None] = ContextVar("walking", default=None)  # what a thread launches with
+class Walk:
+    """The launches of a thread that are compiled later, and not launched."""
+
+    def __init__(self) -> None:
+        self.tasks: dict[Hashable, Callable[[], object]] = {}  # one for each binary
+        self._seen = set[Hashable]()
+
+    def add(self, kernel: Any, args: Sequence[Any], options: Mapping[str, Any], find: Callable[[], Any]) -> None:
+        """A launch; find: gives its binary where it is there, and calls `defer` where it is not."""
+        with torch._C.DisableTorchFunction():
+            launch = (kernel, *map(_describe, args), *options.items())
+            if launch not in self._seen:
+                self._seen.add(launch)
+                find()
+
+    def defer(self, binary: Hashable, compile: Callable[[], object]) -> None:
+        self.tasks.setdefault(binary, compile)
 
 
-def _launch(kernel: Any, *args: Any, **options: Any) -> Any:
-    return (walking.get() or _run)(kernel, *args, **options)
-
-
-JITFunction.run = _launch  # for good: walks of several threads may begin and end in any order
-
-
-class _Compilation:
-    """What Triton takes for a future: it is compiled once, by the first thread that asks for the kernel."""
-
-    def __init__(self, compile: Callable[[], Any]) -> None:
-        self._compile, self._lock, self._kernel = compile, threading.Lock(), None
-
-    def result(self) -> Any:
-        with self._lock:
-            if self._kernel is None:
-                self._kernel = self._compile()
-            return self._kernel
-
-
-def _load(kernel: Any) -> None:
-    """Have a kernel's binary loaded, and what launches it compiled; another walk may have found it first."""
-    compiled = kernel.result() if hasattr(kernel, "result") else kernel
-    compiled.run  # noqa: B018
+walking: ContextVar[Walk | None] = ContextVar("walking", default=None)  # of this thread
 
 
 def _describe(arg: Any) -> Any:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-import triton
 import triton.language as tl
 from torch import Tensor
+
+from atom.kernels.triton.jit import jit
 
 TOKENS = 128  # that a program makes inputs of
 ENTRIES = 256  # of a table that are copied at a time
@@ -69,7 +70,7 @@ def feed_rows(rows: Tensor, given: Tensor, row_of: Tensor, starts: Tensor, ends:
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+@jit(do_not_specialize=["num_entries"])
 def _extend(tables, entries, num_entries, ENTRIES: tl.constexpr):
     at = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     is_there = at < num_entries
@@ -77,7 +78,7 @@ def _extend(tables, entries, num_entries, ENTRIES: tl.constexpr):
     tl.store(tables + places, tl.load(entries + num_entries + at, mask=is_there, other=0), mask=is_there)
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["num_rows", "num_tokens", "slots_stride", "tables_stride"],
     do_not_specialize_on_alignment=["rows", "given", "row_of", "starts", "ends", "positions"],
 )

@@ -23,11 +23,11 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.triton.attention.common import next_power_of_2
+from atom.kernels.triton.gpu import next_power_of_2
+from atom.kernels.triton.jit import jit
 
 PART = 4096  # logits that a program reads
 PART_WARPS = 8  # of such a program: a thread reads 8 logits at a time, twice
@@ -137,7 +137,7 @@ def score_drawn(logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, cho
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows"])
+@jit(do_not_specialize_on_alignment=["rows"])
 def _summarize(
     logits, stride, vocab, rows, counts, repetition, frequency, presence,
     temperature, top_k, top_p, min_p, best, best_id, sums, bins, PART: tl.constexpr, WIDTH: tl.constexpr,
@@ -162,7 +162,7 @@ def _summarize(
             tl.store(bins + at * NUM_BINS + tl.arange(0, NUM_BINS), counted)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows"])
+@jit(do_not_specialize_on_alignment=["rows"])
 def _limit(
     vocab, rows, temperature, top_k, top_p, min_p,
     best, bins, limits, ends, values, value_ids, max_gathered, num_parts, NUM_PARTS: tl.constexpr,
@@ -206,7 +206,7 @@ def _limit(
     tl.store(limits + row, tl.where(is_few, limit, -1))
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows"])
+@jit(do_not_specialize_on_alignment=["rows"])
 def _gather(
     logits, stride, vocab, rows, counts, repetition, frequency, presence,
     temperature, top_k, top_p, min_p, best, sums, limits, ends, values, value_ids, max_gathered,
@@ -240,7 +240,7 @@ def _gather(
         tl.store(sums + row * num_parts + part, tl.sum(weights.to(tl.float64), axis=0))
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows"])
+@jit(do_not_specialize_on_alignment=["rows"])
 def _draw(
     logits, stride, vocab, rows, counts, repetition, frequency, presence,
     temperature, top_k, top_p, min_p, num_slots, seed, tokens, lengths, reported, out,
@@ -309,7 +309,7 @@ def _draw(
         tl.store(counted, tl.load(counted) + 2)
 
 
-@triton.jit
+@jit
 def _score(logits, stride, vocab, rows, drawn, totals, chosen, ranks, PART: tl.constexpr):
     at = tl.program_id(0)
     row = tl.load(rows + at)
@@ -324,14 +324,14 @@ def _score(logits, stride, vocab, rows, drawn, totals, chosen, ranks, PART: tl.c
     tl.store(ranks + at, tl.sum(num_above, axis=0) + 1)
 
 
-@triton.jit
+@jit
 def _finite(x):
     """As float32, a nan as the lowest."""
     x = x.to(tl.float32)
     return tl.where(x != x, -LARGEST, tl.clamp(x, -LARGEST, LARGEST))
 
 
-@triton.jit
+@jit
 def _load(logits, ids, size, penalty):
     """A row's logits as float32 after its penalties, -inf behind the last."""
     counts, slot, repetition, frequency, presence = penalty
@@ -347,31 +347,31 @@ def _load(logits, ids, size, penalty):
     return x
 
 
-@triton.jit
+@jit
 def _inverse(temperature):
     """1 / temperature, 1 where that is greedy."""
     value = tl.load(temperature)
     return tl.where(value < MIN_TEMPERATURE, 1.0, 1.0 / value).to(tl.float32)
 
 
-@triton.jit
+@jit
 def _top_k(top_k, vocab):
     value = tl.load(top_k)
     return tl.where((value > 0) & (value < vocab), value, vocab)
 
 
-@triton.jit
+@jit
 def _is_cut(top_k, top_p, vocab):
     return (tl.load(top_p) < 1) | (_top_k(top_k, vocab) < vocab)
 
 
-@triton.jit
+@jit
 def _weigh(x, largest, inverse):
     """Probabilities relative to that of `largest`; 0 for -inf, also where that is the largest."""
     return tl.exp((x - tl.where(largest == float("-inf"), 0.0, largest)) * inverse)
 
 
-@triton.jit
+@jit
 def _bins_below(x, largest, inverse):
     """How many bins x lies below `largest` on a grid that all parts of a row share, at most the last bin. i32."""
     scale = inverse * BINS_PER_NAT
@@ -379,14 +379,14 @@ def _bins_below(x, largest, inverse):
     return tl.where(below < NUM_BINS - 1, below, NUM_BINS - 1).to(tl.int32)
 
 
-@triton.jit
+@jit
 def _first(cdf, target, weights, index):
     """The first index with a weight whose CDF is above the target, or by rounding the last one with a weight."""
     last = tl.max(tl.where(weights > 0, index, 0), axis=0)
     return tl.minimum(tl.min(tl.where((cdf > target) & (weights > 0), index, NOWHERE), axis=0), last)
 
 
-@triton.jit
+@jit
 def _largest(logits, vocab, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
     """The lowest id of the largest number of a row, NOWHERE if there is none."""
     lanes = tl.arange(0, BLOCK)
@@ -399,7 +399,7 @@ def _largest(logits, vocab, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
     return tl.min(tl.where(best == tl.max(best, axis=0), ids, NOWHERE), axis=0)
 
 
-@triton.jit
+@jit
 def _uniform(seed, position):
     """`runtime.sampler.uniform`: SplitMix64 (Steele et al. 2014) started at the hashed seed. f64 in 0 to 1."""
     counter = (position.to(tl.int64) + 1).to(tl.uint64)
@@ -407,14 +407,14 @@ def _uniform(seed, position):
     return bits.to(tl.float64) * 1.1102230246251565e-16
 
 
-@triton.jit
+@jit
 def _mix(z):
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return z ^ (z >> 31)
 
 
-@triton.jit
+@jit
 def _draw_by_pairs(values, size, request, scale, SIZE: tl.constexpr):
     """Index of the value drawn from at most SIZE in the order of their ids, none that may be kept missing."""
     k, is_top_k, p, at, total = request
@@ -438,7 +438,7 @@ def _draw_by_pairs(values, size, request, scale, SIZE: tl.constexpr):
     return tl.max(tl.where((rank == last) & (index < size), index, 0), axis=0)
 
 
-@triton.jit
+@jit
 def _draw_by_bisection(values, size, request, scale, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
     """Index of the value drawn from at most LIMIT in the order of their ids, none that may be kept missing."""
     k, is_top_k, p, at, total = request
@@ -467,7 +467,7 @@ def _draw_by_bisection(values, size, request, scale, penalty, LIMIT: tl.constexp
     return _nth_equal(values, size, drawn, nth, penalty, LIMIT, BLOCK)
 
 
-@triton.jit
+@jit
 def _above(values, size, middle, low, scale, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
     """Number and mass of the values with a weight from `middle` up, the smallest of them, and the largest value from
     `low` up that is below `middle`."""
@@ -488,7 +488,7 @@ def _above(values, size, middle, low, scale, penalty, LIMIT: tl.constexpr, BLOCK
     return number, mass, tl.min(next_above, axis=0), tl.max(next_below, axis=0)
 
 
-@triton.jit
+@jit
 def _nth_equal(values, size, value, nth, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
     """Index of the nth value, from 0, that equals this one, or of the last if there are fewer."""
     lanes = tl.arange(0, BLOCK)
@@ -501,7 +501,7 @@ def _nth_equal(values, size, value, nth, penalty, LIMIT: tl.constexpr, BLOCK: tl
     return index
 
 
-@triton.jit
+@jit
 def _weigh_kept(x, scale):
     """Weights, 0 where min_p does not let them be."""
     peak, inverse, lowest = scale

@@ -10,7 +10,7 @@ from kernels.paged import Batch, make_batch, reference
 from torch.profiler import ProfilerActivity, profile
 
 from atom.graph import ops
-from atom.kernels import Target, find_kernel
+from atom.kernels import LoadContext, Target, find_kernel
 from atom.kernels.torch import PagedAttention
 
 
@@ -210,12 +210,14 @@ def test_tiles_shrink_where_the_context_is_very_long(monkeypatch):
 
 def test_each_load_has_a_workspace_of_its_own():
     kernel = find_kernel(ops.paged_attention, "torch")
-    assert kernel.load() is not kernel.load()
+    assert kernel.load(LoadContext()) is not kernel.load(LoadContext())
 
 
 def test_a_decode_step_allocates_less_than_a_hundredth_of_the_weights():
     """30 layers of SmolLM2-135M, whose weights have 269 MB: norms, rotary, cache writes and attention of one request."""
-    load = {op: find_kernel(op, "torch").load() for op in (ops.add_rms_norm, ops.norm_rope_write, ops.paged_attention)}
+    context = LoadContext()
+    used = (ops.add_rms_norm, ops.norm_rope_write, ops.paged_attention)
+    load = {op: find_kernel(op, "torch").load(context) for op in used}
     batch = make_batch([129], kv_heads=3, heads=9, dim=64, dtype=torch.bfloat16, foreign=0.0)
     qkv, x, weight = torch.randn(1, 960).bfloat16(), torch.randn(1, 576).bfloat16(), torch.ones(576).bfloat16()
     cos, sin = ops.rotary.body(torch.tensor([128]), torch.ones(32))

@@ -6,7 +6,8 @@ from kernels.checks import assert_as_near, assert_equal, calls_of
 
 from atom.graph import Type, ops
 from atom.kernels import Target, find_kernel, shuffle
-from atom.kernels.torch import combine, find_features, packed_grouped_linear
+from atom.kernels.torch import combine, packed_grouped_linear
+from atom.kernels.torch.linear import find_features
 
 
 def packed(weight: torch.Tensor) -> list[torch.Tensor]:

@@ -5,8 +5,8 @@ import torch
 from kernels.checks import assert_as_near, assert_equal, relative_error
 from kernels.paged import Batch, make_batch, reference
 
-from atom.kernels.triton.attention.common import Gpu
 from atom.kernels.triton.attention.paged import PagedAttention, decode
+from atom.kernels.triton.gpu import Gpu
 
 SMALL_PARTS = decode.Parameters(tile_bytes=1024, programs_per_unit=4)  # sequences are cut into many
 

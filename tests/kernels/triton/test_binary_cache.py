@@ -24,19 +24,19 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime import cache as triton_cache
 from triton.runtime.build import compile_module_from_src
 
 from atom.cache import Cache
-from atom.kernels.triton.binary_cache import Store, store_in
+from atom.kernels.triton.binary_cache import BinaryCache, compile_kept, keep_in, kept
 
 ROOT = Path(__file__).parents[3]
 
 KERNEL = """
-import triton
 import triton.language as tl
 
-@triton.jit
+from atom.kernels.triton.jit import jit
+
+@jit
 def double(x, y):
     place = tl.arange(0, 64)
     tl.store(y + place, tl.load(x + place) * 2)
@@ -72,29 +72,29 @@ exit 1
 def build(folder: str, source: str, site: str = "") -> dict[str, Any]:
     """Have Triton compile a kernel for two GPUs, and a module: what came of it. `site`: where it is as if installed."""
     cache = Cache(Path(folder))
-    with contextlib.closing(cache), knobs.cache.scope(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_cache, "triton_key", triton_cache.triton_key)  # put back behind this
+    with contextlib.closing(cache), pytest.MonkeyPatch.context() as patch:
         if site:
             patch.setattr(triton, "__file__", f"{site}/triton/__init__.py")
-        store = store_in(cache)
+        binaries = keep_in(cache)
         spec = spec_from_file_location("kernel", source)
         assert spec is not None and spec.loader is not None
         kernel = module_from_spec(spec)
         spec.loader.exec_module(kernel)
         signature = {"x": "*fp32", "y": "*fp32"}
-        made = [
-            triton.compile(ASTSource(kernel.double, signature), target)
-            for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
-        ]
-        for _ in range(2):  # a launcher is asked for by every kernel that has its signature
-            module = compile_module_from_src(MODULE, "answers", include_dirs=[], libraries=[])
+        with kept():
+            made = [
+                compile_kept(triton.compile, ASTSource(kernel.double, signature), target=target, options={})
+                for target in (GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64))
+            ]
+            for _ in range(2):  # a launcher is asked for by every kernel that has its signature
+                module = compile_module_from_src(MODULE, "answers", include_dirs=[], libraries=[])
         return {
             "binaries": [hashlib.sha256(each.kernel).hexdigest() for each in made],
             "names": [each.metadata.name for each in made],
             "answer": module.answer(),
             "module": module.__file__,
-            "compiled": store.num_compiled,
-            "used": store.used(),
+            "compiled": binaries.num_compiled,
+            "used": binaries.used(),
             "warnings": cache.warnings,
         }
 
@@ -218,20 +218,20 @@ def test_what_is_wrong_is_printed_once_from_when_nobody_else_tells_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     cache = Cache(tmp_path)
-    store = Store(cache)
+    binaries = BinaryCache(cache)
     for name in ("one", "two"):
-        (harmed,) = store.publish({"file": name}, {f"{name}.so": b"code"}).values()
+        (harmed,) = binaries.publish({"file": name}, {f"{name}.so": b"code"}).values()
         Path(harmed).write_bytes(b"evil")
-    assert store.find({"file": "one"}) == {}
+    assert binaries.find({"file": "one"}) == {}
     assert len(cache.warnings) == 1 and capsys.readouterr().err == "", "who started it tells this"
-    store.tell()
-    assert [store.find({"file": name}) for name in ("one", "two", "two")] == [{}, {}, {}]
+    binaries.tell()
+    assert [binaries.find({"file": name}) for name in ("one", "two", "two")] == [{}, {}, {}]
     folder = Path(harmed).parent
     assert capsys.readouterr().err == f"atom-run: {folder}: the checksum of two.so is wrong, built anew\n"
     shutil.rmtree(tmp_path / "triton")
     (tmp_path / "triton").write_text("")
     for name in ("three", "four"):
-        store.publish({"file": name}, {f"{name}.so": b"code"})
+        binaries.publish({"file": name}, {f"{name}.so": b"code"})
     why = "takes no entries (File exists): what is built is not kept for the next run"
     assert capsys.readouterr().err == f"atom-run: {tmp_path} {why}\n"
 

@@ -16,10 +16,11 @@ from atom.errors import PassError
 from atom.graph import TORCH_DTYPES, interpret, ops, parse
 from atom.kernels import Target
 from atom.kernels.generated import KERNELS, MAX_WIDTH
-from atom.kernels.registry import COMPILED
+from atom.kernels.reference import COMPILED
 from atom.kernels.triton.codegen import write_source
+from atom.kernels.triton.piece_compiler import TritonCompiler
 from atom.passes import lower
-from atom.pieces import find_pieces, load_piece
+from atom.pieces import find_pieces
 
 ROWS = (1, 2, 17)
 HALVES = ["fp16", "bf16"]
@@ -151,7 +152,7 @@ def load(tmp_path: Path) -> Load:
 
     def made(text: str) -> Callable[..., list[Tensor]]:
         (tmp_path / "piece.py").write_text(write_source(text))
-        return load_piece(tmp_path)
+        return TritonCompiler().load(tmp_path)
 
     return made
 
@@ -286,11 +287,12 @@ def piece(x0: bf16[A, 48], x1: bf16[A, 48], w0: bf16[48]):
 """
 
 import torch
-import triton
 import triton.language as tl
 
+from atom.kernels.triton.jit import jit
 
-@triton.jit
+
+@jit
 def add_rms_norm_rows_a(
     x0, x0_stride_0, x0_stride_1, x1, x1_stride_0, x1_stride_1, w0, w0_stride_0, y0, y1,
 ):
@@ -366,7 +368,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from atom.graph import TORCH_DTYPES, parse
-from atom.pieces import load_piece
+from atom.kernels.triton.piece_compiler import TritonCompiler
 from atom.kernels.triton.codegen import write_source
 
 class Compile:
@@ -386,7 +388,7 @@ class Compile:
 folder = Path(sys.argv[1])
 for text in Path(folder, "texts").read_text().split("\\n\\n"):
     (folder / "piece.py").write_text(write_source(text))
-    run = load_piece(folder)
+    run = TritonCompiler().load(folder)
     for name, kernel in list(run.__globals__.items()):
         if "_rows_" in name:
             run.__globals__[name] = Compile(kernel)

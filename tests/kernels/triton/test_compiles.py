@@ -19,7 +19,7 @@ from atom.kernels.triton import prepare_inputs
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.attention import rope
-from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton.gpu import Gpu
 from atom.runtime.request_state import Slots
 
 TARGETS = {
@@ -48,7 +48,7 @@ class Compile:
         assert made.metadata.shared <= gpu.shared_memory, (kernel.__name__, made.metadata.shared)
         print(kernel.__name__)
 
-for module in (decode, feed, linear, moe, prefill, rope, sampling):
+for module in (decode, prepare_inputs, linear, moe, prefill, rope, sampling):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES[module.__name__.rpartition(".")[2]].split():
@@ -60,12 +60,12 @@ def bf16(*shape):
 norm, weight = bf16(1024), bf16(2048, 1024)
 for rows in (1, 5, 30):
     x = bf16(rows, 1024)
-    linear.linear(x, weight)
-    linear.add_norm_linear(x, x, norm, weight, eps=1e-6, kind="silu")
+    linear.Products().linear(x, weight)
+    linear.Products().add_norm_linear(x, x, norm, weight, eps=1e-6, kind="silu")
 x = bf16(100, 1024)
 for parameters in (linear.Matrix(128, 64, 8, 3), linear.Matrix(64, 64, 4, 3, splits=2, block_rows=32),
                    linear.Matrix(16, 64, 4, 4, groups=4, block_rows=8)):
-    linear.multiply_matrix(x, weight, None, "silu", parameters)
+    linear.multiply_matrix(x, weight, None, "silu", linear.make_counters(x.device), parameters)
 linear.activate_gates(bf16(100, 2048), "silu")
 q, k, cache = bf16(9, 8, 128), bf16(9, 2, 128), bf16(4, 16, 2, 2, 128)
 angle = torch.zeros(9, 64)
@@ -95,7 +95,7 @@ moe.combine(bf16(14, 256), weights, order)
 """
 NAMES = {
     "decode": "_decode",
-    "feed": "_feed _extend",
+    "prepare_inputs": "_feed _extend",
     "linear": "_vector_kernel _matrix_kernel _norm_kernel _gate_kernel",
     "moe": "_logits_kernel _choose_kernel _group_kernel _grouped_linear_kernel _combine_kernel",
     "prefill": "_prefill",

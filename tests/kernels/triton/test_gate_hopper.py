@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from kernels.checks import relative_error
 
-from atom.kernels.triton.attention import common
-from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton import gpu as module
+from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton.linear.linear import MANY_ROWS, MAX_ROWS, suits_hopper
 
@@ -46,7 +46,7 @@ def test_it_leaves_to_the_library(given: dict[str, Any]):
 
 
 def test_another_gluon_than_it_is_written_for_is_left_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(common, "HAS_GLUON", False)
+    monkeypatch.setattr(module, "IS_KNOWN", False)
     assert not is_chosen()
 
 
@@ -58,8 +58,8 @@ COMPILE = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from atom.kernels.triton.linear import linear
-from atom.kernels.triton.attention import common
-from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton import gpu as module
+from atom.kernels.triton.gpu import Gpu
 
 class Driver:
     get_current_device = lambda self: 0
@@ -83,7 +83,7 @@ from atom.kernels.triton.linear import gate_hopper
 linear.find_gpu = gate_hopper.find_gpu = lambda device: gpu
 gate_hopper._gated_linear = Compile(gate_hopper._gated_linear)
 x, weight = (torch.zeros(size, 128, dtype=torch.bfloat16) for size in (linear.MANY_ROWS, 144))
-linear.gated_linear(x, weight, kind="silu")
+linear.Products().gated_linear(x, weight, kind="silu")
 """
 
 
@@ -157,11 +157,13 @@ class TestOnHopper:
             make(512, 768) * 0.1,
         )
 
+        products = linear.Products()
+
         def layers() -> torch.Tensor:
             total = a
             for _ in range(4):
-                m, total = linear.add_norm_linear(total, b, norm, weight, eps=1e-6, kind="silu")
-                total = linear.linear(m, down) + total
+                m, total = products.add_norm_linear(total, b, norm, weight, eps=1e-6, kind="silu")
+                total = products.linear(m, down) + total
             return total
 
         expected, total = a, a
@@ -187,7 +189,7 @@ class TestOnHopper:
         calls, launch = [], gate_hopper.gated_linear
         monkeypatch.setattr(gate_hopper, "gated_linear", lambda *args: (calls.append(args), launch(*args))[1])
         a, b, norm, weight = make(MANY_ROWS, 128), make(MANY_ROWS, 128), make(128), make(144, 128)
-        y, total = linear.add_norm_linear(a, b, norm, weight, eps=1e-6, kind=kind)
+        y, total = linear.Products().add_norm_linear(a, b, norm, weight, eps=1e-6, kind=kind)
         normed, expected = linear.normalize(a, b, norm, 1e-6)
         assert torch.equal(total, expected)
         plain = linear.activate_gates(F.linear(normed, weight), kind)

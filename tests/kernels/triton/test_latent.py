@@ -11,8 +11,8 @@ from kernels.paged import LatentBatch, make_latent_batch, reference
 
 from atom.graph import ops
 from atom.kernels.triton.attention import latent
-from atom.kernels.triton.attention.common import find_gpu
 from atom.kernels.triton.attention.latent import norm_rope_write_latent, paged_mla_attention
+from atom.kernels.triton.gpu import find_gpu
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 BF16 = pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU])
@@ -240,7 +240,7 @@ import re, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from atom.kernels.triton.attention import latent
-from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton.gpu import Gpu
 
 class Compile:
     def __getitem__(self, grid):

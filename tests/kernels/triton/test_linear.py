@@ -7,7 +7,7 @@ from kernels.checks import assert_as_near
 pytest.importorskip("triton")
 
 from atom.graph import ops
-from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear as kernels
 from atom.kernels.triton.linear.linear import Matrix, Vector
 
@@ -88,12 +88,13 @@ def test_rows_are_multiplied_and_gated_like_the_op(triton_device, rows, kind):
                 x = make(triton_device, dtype, rows, inner + 8)[:, :inner]  # rows lie apart
                 weight = make(triton_device, dtype, out * (1 if kind is None else 2), inner)
                 bias = make(triton_device, dtype, len(weight))
-                y = kernels.multiply_matrix(x, weight, bias, kind, parameters)
+                y = kernels.multiply_matrix(x, weight, bias, kind, kernels.make_counters(x.device), parameters)
                 assert_like_the_ops(y, x, None, None, weight, bias, kind)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 17, 65])
 def test_every_function_gives_what_its_ops_give(triton_device, rows):
+    products = kernels.Products()
     for dtype in dtypes(triton_device):
         a, b = make(triton_device, dtype, 2, rows, 96)
         norm = make(triton_device, torch.float32, 96)
@@ -103,28 +104,29 @@ def test_every_function_gives_what_its_ops_give(triton_device, rows):
             assert y.dtype == dtype
             assert_like_the_ops(y, *args)
 
-        check(kernels.linear(a, weight), a, None, None, weight, None, None)
-        check(kernels.linear(a, weight, bias), a, None, None, weight, bias, None)
-        check(kernels.norm_linear(a, norm, weight, bias, eps=EPS), a, None, norm, weight, bias, None)
-        y, total = kernels.add_norm_linear(a, b, norm, weight, bias, eps=EPS)
+        check(products.linear(a, weight), a, None, None, weight, None, None)
+        check(products.linear(a, weight, bias), a, None, None, weight, bias, None)
+        check(products.norm_linear(a, norm, weight, bias, eps=EPS), a, None, norm, weight, bias, None)
+        y, total = products.add_norm_linear(a, b, norm, weight, bias, eps=EPS)
         check(y, a, b, norm, weight, bias, None)
         assert torch.equal(total, a + b)
-        check(kernels.gated_linear(a, weight, kind="gelu"), a, None, None, weight, None, "gelu")
-        check(kernels.norm_linear(a, norm, weight, eps=EPS, kind="relu"), a, None, norm, weight, None, "relu")
-        y, total = kernels.add_norm_linear(a, b, norm, weight, eps=EPS, kind="silu")
+        check(products.gated_linear(a, weight, kind="gelu"), a, None, None, weight, None, "gelu")
+        check(products.norm_linear(a, norm, weight, eps=EPS, kind="relu"), a, None, norm, weight, None, "relu")
+        y, total = products.add_norm_linear(a, b, norm, weight, eps=EPS, kind="silu")
         check(y, a, b, norm, weight, None, "silu")
         assert torch.equal(total, a + b)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 17, kernels.MAX_ROWS + 1])
 def test_rows_that_are_normed_may_be_parts_of_longer_ones(triton_device, rows):
+    products = kernels.Products()
     for dtype in dtypes(triton_device):
         a, b = make(triton_device, dtype, rows, 46).split([20, 26], dim=1)
         b, norm = b[:, 3:23], make(triton_device, dtype, 20)
         weight = make(triton_device, dtype, 18, 20)
-        y = kernels.norm_linear(a, norm, weight, eps=EPS)
+        y = products.norm_linear(a, norm, weight, eps=EPS)
         assert_like_the_ops(y, a, None, norm, weight, None, None)
-        y, total = kernels.add_norm_linear(a, b, norm, weight, eps=EPS)
+        y, total = products.add_norm_linear(a, b, norm, weight, eps=EPS)
         assert_like_the_ops(y, a, b, norm, weight, None, None)
         assert torch.equal(total, a + b)
 
@@ -147,11 +149,12 @@ def test_every_gate_is_activated_like_the_op(triton_device, kind):
 def test_a_row_is_the_same_beside_any_others(triton_device, parameters):
     weight = make(triton_device, torch.float16, 50, 200)
     x = make(triton_device, torch.float16, 7, 200)
-    together = kernels.multiply_matrix(x, weight, None, None, parameters)
-    assert torch.equal(kernels.multiply_matrix(x[2:4], weight, None, None, parameters), together[2:4])
+    counters = kernels.make_counters(x.device)
+    together = kernels.multiply_matrix(x, weight, None, None, counters, parameters)
+    assert torch.equal(kernels.multiply_matrix(x[2:4], weight, None, None, counters, parameters), together[2:4])
 
     x[3, 5] = float("nan")
-    spoilt = kernels.multiply_matrix(x, weight, None, None, parameters)
+    spoilt = kernels.multiply_matrix(x, weight, None, None, counters, parameters)
     others = [0, 1, 2, 4, 5, 6]
     assert spoilt[3].isnan().all()
     assert torch.equal(spoilt[others], together[others])
@@ -160,22 +163,24 @@ def test_a_row_is_the_same_beside_any_others(triton_device, parameters):
 def test_splits_add_up_the_same_each_time(triton_device):
     x, weight = make(triton_device, torch.float32, 9, 190), make(triton_device, torch.float32, 20, 190)
     parameters = Matrix(16, 16, warps=4, stages=2, splits=5, block_rows=8)
-    first = kernels.multiply_matrix(x, weight, None, None, parameters)
+    counters = kernels.make_counters(x.device)
+    first = kernels.multiply_matrix(x, weight, None, None, counters, parameters)
     for _ in range(3):
-        assert torch.equal(kernels.multiply_matrix(x, weight, None, None, parameters), first)
-    assert kernels._arrivals(x.device).count_nonzero() == 0
+        assert torch.equal(kernels.multiply_matrix(x, weight, None, None, counters, parameters), first)
+    assert counters.count_nonzero() == 0
 
 
 def test_a_product_of_too_many_tiles_is_not_split():
     x, weight = (torch.empty(num, 64, device="meta") for num in (3, 16 * kernels.MAX_TILES + 1))
     with pytest.raises(kernels.TileError, match=f"1 x {kernels.MAX_TILES + 1} tiles"):
-        kernels.multiply_matrix(x, weight, None, None, Matrix(16, 16, warps=4, stages=2, splits=2))
+        kernels.multiply_matrix(x, weight, None, None, x, Matrix(16, 16, warps=4, stages=2, splits=2))
 
 
 def test_the_way_of_one_row_is_not_taken_for_two(triton_device):
+    products = kernels.Products()
     x, weight = make(triton_device, torch.float16, 2, 64), make(triton_device, torch.float16, 32, 64)
     with pytest.raises(AssertionError, match="is for one row, not for 2"):
-        kernels.linear(x, weight, parameters=lambda *_: Vector(2, 4, stages=2, programs=3))
+        products.linear(x, weight, parameters=lambda *_: Vector(2, 4, stages=2, programs=3))
 
 
 def test_a_nan_stays_a_nan_behind_relu(triton_device):
@@ -213,6 +218,7 @@ def test_what_is_chosen_fills_the_device_and_fits_into_its_memory(rows, shape, g
 @pytest.mark.parametrize("rows", [1, 4, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_layers_in_a_graph_give_the_same_on_every_replay(rows, dtype):
+    products = kernels.Products()
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU here")
     layers, hidden, width = 6, 1024, 3072
@@ -226,10 +232,10 @@ def test_layers_in_a_graph_give_the_same_on_every_replay(rows, dtype):
     def run():
         a, b = x, x
         for w1, w2, w3, w4 in zip(first, second, third, fourth, strict=True):
-            y, total = kernels.add_norm_linear(a, b, norm, w1, eps=EPS)
-            y = kernels.linear(y[:, :1024], w2)
-            m, total = kernels.add_norm_linear(y, total, norm, w3, eps=EPS, kind="silu")
-            a, b = kernels.linear(m, w4), total
+            y, total = products.add_norm_linear(a, b, norm, w1, eps=EPS)
+            y = products.linear(y[:, :1024], w2)
+            m, total = products.add_norm_linear(y, total, norm, w3, eps=EPS, kind="silu")
+            a, b = products.linear(m, w4), total
         return a + b
 
     def run_ops():

@@ -6,7 +6,7 @@ from kernels.checks import assert_as_near, assert_equal
 
 from atom.graph import ops
 from atom.kernels.triton import moe
-from atom.kernels.triton.attention.common import Gpu, find_gpu
+from atom.kernels.triton.gpu import Gpu, find_gpu
 
 NAN = float("nan")
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")

@@ -63,9 +63,10 @@ from atom.kernels.triton.attention import latent
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.attention import rope
-from atom.kernels.triton.attention.common import Gpu
-from atom.pieces import find_pieces, load_piece
+from atom.kernels.triton.gpu import Gpu
+from atom.pieces import find_pieces
 from atom.kernels.triton.codegen import write_source
+from atom.kernels.triton.piece_compiler import TritonCompiler
 from atom.runtime.device_runner import DeviceRunner
 from atom.runtime.types import Plan, Row, Sequence
 
@@ -78,7 +79,7 @@ code = {}
 for piece in (piece for program in graph.programs.values() for piece in find_pieces(program)):
     place = Path(tempfile.mkdtemp(dir=folder))
     (place / "piece.py").write_text(write_source(piece.text))
-    code[piece.text] = load_piece(place)
+    code[piece.text] = TritonCompiler().load(place)
 weights = {each: torch.zeros([int(dim) for dim in each.type.shape], dtype=TORCH_DTYPES[each.type.dtype])
            for each in graph.recipes()}
 kinds = [kind.name for kind in llm.cache_kinds(graph)]
@@ -119,9 +120,10 @@ print(json.dumps([ahead_of, num_loaded, later, compiled]))
 
 
 LAUNCHES = """
+from atom.kernels.triton.jit import jit
 from atom.kernels.triton.precompile import compile_launches
 
-@triton.jit
+@jit
 def kernel(x, B: tl.constexpr): tl.store(x, B)
 def launch(*sizes):
     for size in sizes: kernel[(1,)](torch.zeros(4), size)
@@ -187,7 +189,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs a script in a process of its own, behind DEVICE: what it prints last."""
     root = Path(__file__).parents[3]
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setenv("PYTHONPATH", str(root))
 
     def run(script: str, *args: str) -> Any:

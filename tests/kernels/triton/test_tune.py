@@ -18,7 +18,7 @@ from triton.errors import TritonError
 
 from atom.graph import ops, parse
 from atom.kernels import tuned
-from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton.linear.linear import Matrix, Parameters, Vector
 from atom.kernels.triton.linear.tune import MARGIN, Product, Trial, agrees, candidates, products_of, search
@@ -90,7 +90,7 @@ def test_no_two_that_are_tried_launch_the_same_and_what_they_launch_fits(
         x, weight = (torch.empty(num, inner, dtype=torch.bfloat16, device="meta") for num in (rows, out))
         tried = [each for each in candidates(rows, out, inner, 2, 1, gpu) if isinstance(each, Matrix)]
         for each in tried:
-            linear.multiply_matrix(x, weight, None, None, each)
+            linear.multiply_matrix(x, weight, None, None, x, each)
         assert len(set(launches.seen)) == len(launches.seen) == len(tried) > 0
         for *_, block_rows, block_out, block_inner, stages, groups, _, prefetch, _, _, _ in launches.seen:
             assert (stages - 1) * groups * block_inner * (block_out + block_rows) * 2 <= gpu.shared_memory
@@ -118,7 +118,7 @@ def test_everything_that_is_tried_gives_the_product(triton_device: str, rows: in
     num_run = 0
     for each in tried:
         try:
-            y, _ = linear.multiply(x, None, None, weight, None, 0.0, kind, lambda *_, chosen=each: chosen)
+            y, _ = linear.Products(lambda *_, chosen=each: chosen).multiply(x, None, None, weight, None, 0.0, kind)
         except TritonError:
             assert triton_device == "cuda", "it has less memory than another one"
             continue
@@ -274,7 +274,9 @@ def test_another_result_than_the_library_s_is_noticed_wherever_it_is():
     for parameters, rows in ((Matrix(16, 16, 4, 2), 5), (Vector(2, 4, 2, 1), 1)):
 
         def run(*, parameters: linear.Find, rows: int = rows) -> tuple[torch.Tensor, torch.Tensor]:
-            return linear.add_norm_linear(x[-rows:], x[-rows:], norm, weight, eps=1e-6, parameters=parameters)
+            return linear.Products().add_norm_linear(
+                x[-rows:], x[-rows:], norm, weight, eps=1e-6, parameters=parameters
+            )
 
         if not torch.cuda.is_available():
             assert agrees(run, parameters)

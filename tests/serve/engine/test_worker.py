@@ -16,7 +16,7 @@ from serve.stub_engine import Options, StubEngine
 
 import atom.serve
 from atom.config import load
-from atom.pieces.compile_workers import has_compiler
+from atom.kernels import find_piece_compiler
 from atom.serve.engine.link import Link
 from atom.serve.engine.process import EngineProcess
 from atom.serve.engine.protocol import Beat, Failed, Ready, Start, encode, from_engine
@@ -116,7 +116,7 @@ def test_nothing_in_serve_can_unpickle():
         assert not re.search(r"\b(eval|exec|compile)\(", text.replace("re.compile(", "")), file
 
 
-@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+@pytest.mark.skipif(find_piece_compiler("cpu").find_missing(), reason="no C++ compiler")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_compilers_end_with_the_server(talker: Path, tmp_path: Path, number: int):
     server = serving.launch(talker, tmp_path, "level=2")

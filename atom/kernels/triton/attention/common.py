@@ -9,56 +9,14 @@ Scores are in units of log2, so that exp2 serves. The best starts finite, so tha
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
-
 import torch
-import triton
 import triton.language as tl
+
+from atom.kernels.triton.gpu import next_power_of_2
+from atom.kernels.triton.jit import jit
 
 NOTHING = tl.constexpr(-1e38)  # below any score
 LOG2E = tl.constexpr(1.4426950408889634)
-# in these versions of Triton our kernels in Gluon compile, which is experimental and changes
-HAS_GLUON = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
-
-
-class Gpu(NamedTuple):
-    """What launches depend on."""
-
-    units: int  # multiprocessors
-    shared_memory: int  # bytes that a program can have
-    capability: tuple[int, int]  # NVIDIA's; (0, 0) of others
-    name: str = ""  # that its parameters are known under
-
-    @property
-    def has_dependent_launch(self) -> bool:
-        """Whether a kernel may be launched while the one ahead of it still runs."""
-        return self.capability >= (9, 0)
-
-    @property
-    def runs_gluon(self) -> bool:
-        """Whether it runs our kernels in Gluon, which are for NVIDIA's Hopper."""
-        return HAS_GLUON and self.capability == (9, 0)
-
-    @property
-    def options(self) -> dict[str, bool]:
-        """Of a launch of a kernel that begins with wait_for_inputs."""
-        return {"launch_pdl": True} if self.has_dependent_launch else {}
-
-
-@functools.cache
-def find_gpu(device: torch.device) -> Gpu:
-    if device.type != "cuda":
-        return Gpu(2, 0, (0, 0))  # Triton's interpreter: few programs make short tests
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    capability = torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
-    name = torch.cuda.get_device_name(device)
-    return Gpu(properties["multiprocessor_count"], properties["max_shared_mem"], capability, name)
-
-
-def next_power_of_2(num: int) -> int:
-    """Of a number from 1 on, itself or the next one. Triton's own is made for kernels, and slow."""
-    return 1 << (num - 1).bit_length()
 
 
 def has_rows(x: torch.Tensor) -> bool:
@@ -72,7 +30,7 @@ def sequence_bucket(num: int) -> int:
     return 32 if num <= 32 else max(512, next_power_of_2(num))
 
 
-@triton.jit
+@jit
 def wait_for_inputs(PDL: tl.constexpr):
     """For a kernel that was launched while the one ahead of it ran: till that has ended. Allows the next the same."""
     if PDL:
@@ -80,7 +38,7 @@ def wait_for_inputs(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@triton.jit
+@jit
 def find_owner(counts, tile):
     """counts i32[S] of tiles laid end to end: the entry that tile number `tile` falls to, and the tiles before it."""
     ends = tl.cumsum(counts, 0)
@@ -88,13 +46,13 @@ def find_owner(counts, tile):
     return tl.sum(is_before.to(tl.int32), 0), tl.max(tl.where(is_before, ends, 0), 0)
 
 
-@triton.jit
+@jit
 def look_up(blocks, positions, stop, BLOCK_SIZE: tl.constexpr):
     """The blocks of these positions in a sequence's row of the table, which is not read from `stop` on."""
     return tl.load(blocks + positions // BLOCK_SIZE, mask=positions < stop, other=0)
 
 
-@triton.jit
+@jit
 def load_keys(keys, values, blocks, block, positions, stop, MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
               ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Keys and values [N, BLOCK_D] at positions i32[N] in blocks i32[N], and the blocks of the next N positions.
@@ -115,7 +73,7 @@ def load_keys(keys, values, blocks, block, positions, stop, MASKED: tl.constexpr
     return k, v, next_block
 
 
-@triton.jit
+@jit
 def cap_scores(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     """Products of queries and keys -> scores, but for a factor: (SCALE if SOFTCAP is None else SOFTCAP) * LOG2E."""
     if SOFTCAP is not None:
@@ -123,7 +81,7 @@ def cap_scores(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     return products
 
 
-@triton.jit
+@jit
 def attend_tile(q, k, v, best, total, acc, is_seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     """Rows q [M, BLOCK_D] attend to k and v [N, BLOCK_D] where is_seen bool[M or 1, N]; None: everywhere (Dao 2023).
 
@@ -141,7 +99,7 @@ def attend_tile(q, k, v, best, total, acc, is_seen, SCALE: tl.constexpr, SOFTCAP
     return higher, total, acc
 
 
-@triton.jit
+@jit
 def attend_keys(
     q, best, total, acc, keys, values, blocks, block, start, stop, newest,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -165,7 +123,7 @@ def attend_keys(
     return best, total, acc
 
 
-@triton.jit
+@jit
 def store_attended(acc, best, total, sinks, out, heads, rows, mask, DIM: tl.constexpr):
     """acc [M, BLOCK_D], divided by its total and the sinks' of `heads` i32[M], to `out` at the offsets `rows` [M]."""
     if sinks is not None:

@@ -21,25 +21,23 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from atom.kernels.triton.attention.common import (
     LOG2E,
     NOTHING,
-    Gpu,
     attend_tile,
     cap_scores,
-    find_gpu,
     find_owner,
     load_keys,
     look_up,
-    next_power_of_2,
     sequence_bucket,
     store_attended,
 )
 from atom.kernels.triton.attention.rope import turn_heads
+from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
+from atom.kernels.triton.jit import jit
 
 MANY = 64  # sequences: above them a program has the ends of several
 
@@ -72,7 +70,7 @@ def choose(num_sequences: int, element_size: int, gpu: Gpu) -> Parameters:
     return Parameters(8192, programs_per_unit=4, num_warps=2) if num_sequences > MANY else Parameters()
 
 
-@triton.jit
+@jit
 def _merge(sums, stats, sinks, out, head, first, last, PROGRAMS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
            PARTS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """The parts that programs first to last left of one sequence, as one softmax, to its heads at `out`."""
@@ -98,7 +96,7 @@ def _merge(sums, stats, sinks, out, head, first, last, PROGRAMS: tl.constexpr, G
     store_attended(acc, best, total, sinks, out, head * GROUP + rows, rows * DIM, rows < GROUP, DIM)
 
 
-@triton.jit
+@jit
 def _attend_newest(
     q_rows, k_row, v_row, cos, sin, q_norm, k_norm, entry, row, is_last, is_seen, DOT: tl.constexpr,
     EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -128,7 +126,7 @@ def _attend_newest(
     return queries, best, total, tl.where(is_seen, value.to(tl.float32), 0.0)
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["num_decodes", "table_stride"],
     do_not_specialize_on_alignment=["table", "lengths", "slots"],
 )

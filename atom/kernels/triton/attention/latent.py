@@ -14,19 +14,13 @@ import math
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.triton.attention.common import (
-    NOTHING,
-    find_gpu,
-    find_owner,
-    next_power_of_2,
-    sequence_bucket,
-    wait_for_inputs,
-)
+from atom.kernels.triton.attention.common import NOTHING, find_owner, sequence_bucket, wait_for_inputs
 from atom.kernels.triton.attention.rope import store_turned
+from atom.kernels.triton.gpu import find_gpu, next_power_of_2
+from atom.kernels.triton.jit import jit
 
 ABSORBED_BYTES = 128 << 20  # of the absorbed queries that a prefill has at a time, one head's at least
 MAX_SPLITS = 128  # of a context
@@ -163,7 +157,7 @@ def _blocks(rank: int, rotated: int) -> tuple[int, int]:
     return max(16, next_power_of_2(rank)), max(16, next_power_of_2(rotated))
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@jit(do_not_specialize_on_alignment=["slots"])
 def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, slots, turned, q_stride, head_stride, latent_stride,
                   k_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
                   ROTATED: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
@@ -185,7 +179,7 @@ def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, slots, turned, 
                      INTERLEAVED, ROTATED, HALF)  # fmt: skip
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["num_sequences", "num_tokens", "num_splits", "table_stride"],
     do_not_specialize_on_alignment=["table", "starts", "lengths"],
 )
@@ -277,7 +271,7 @@ def _attend_kernel(q, q_rope, cache, table, starts, lengths, out, weights, num_s
     tl.store(out + out_places[:, None] * RANK + columns[None, :], acc.to(out.dtype.element_ty), mask=is_value)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+@jit(do_not_specialize=["num_rows", "num_splits"])
 def _merge_kernel(parts, weights, out, num_rows, num_splits, RANK: tl.constexpr, BLOCK_L: tl.constexpr,
                   BLOCK_S: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Some columns of a row of parts fp32[splits, rows, L], by their weights in log2 fp32[splits, rows] -> [rows, L]"""

@@ -24,6 +24,7 @@ class _Attention:
     def __init__(self, decoding: decode.Parameters | None = None, prefilling: prefill.Parameters | None = None) -> None:
         """The kernels' parameters, where others are better than their defaults."""
         self._decode, self._prefilling = decode.Decode(decoding), prefilling
+        self._tickets: Tensor | None = None  # of prompts, for good: graphs hold it
 
     def _attend(self, q: Tensor, turned: Tensor, newest: decode.Newest | None, cache: Tensor, table: Tensor,
                 starts: Tensor, lengths: Tensor, num_decodes: int, sinks: Tensor | None, scale: float,
@@ -35,9 +36,10 @@ class _Attention:
         if num_decodes:
             self._decode(q, cache, table, lengths, num_decodes, sinks, out, scale, window, softcap, newest)
         if num_decodes < q.shape[0]:
-            prefill.prefill(
-                turned, cache, table, starts, lengths, num_decodes, sinks, out, scale, window, softcap, self._prefilling
-            )
+            if self._tickets is None:
+                self._tickets = torch.zeros(2, dtype=torch.int32, device=q.device)
+            prefill.prefill(turned, cache, table, starts, lengths, num_decodes, sinks, out, scale, window, softcap,
+                            self._tickets, self._prefilling)  # fmt: skip
         return out
 
 

@@ -1,6 +1,6 @@
 """Paged attention of prompts and their chunks: tiles of queries, causal, with whatever context came before.
 
-    prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale, window, softcap)
+    prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale, window, softcap, tickets)
 
 A tile has some consecutive queries of one sequence, each with all query heads of one kv head, so that keys and values
 are read once for the group. The launch depends on the numbers of tokens and sequences alone: each program finds its
@@ -12,22 +12,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from atom.kernels.triton.attention.common import (
     NOTHING,
-    Gpu,
     attend_keys,
-    find_gpu,
     find_owner,
     look_up,
-    next_power_of_2,
     sequence_bucket,
     store_attended,
     wait_for_inputs,
 )
+from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
+from atom.kernels.triton.jit import jit
 
 FEW_TOKENS = 512  # of prompts in a step: those for which the kernel of prefill_hopper.py is no faster
 
@@ -73,7 +71,7 @@ def suits_hopper(
     )
 
 
-@triton.jit(
+@jit(
     do_not_specialize=["num_tokens", "num_sequences", "num_decodes", "table_stride"],
     do_not_specialize_on_alignment=["table", "starts", "lengths"],
 )
@@ -144,8 +142,8 @@ def _prefill(
 
 def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
             sinks: Tensor | None, out: Tensor, scale: float, window: int | None, softcap: float | None,
-            parameters: Parameters | None = None) -> None:  # fmt: skip
-    """Rows from num_decodes on of q and out [T, N, D]; shapes as in ops.paged_attention."""
+            tickets: Tensor, parameters: Parameters | None = None) -> None:  # fmt: skip
+    """Rows from num_decodes on of q and out [T, N, D]; shapes as in the op, tickets as in prefill_hopper."""
     num_tokens, heads, dim = q.shape
     _, block_size, _, kv_heads, _ = cache.shape
     num_sequences, group = lengths.shape[0], heads // kv_heads
@@ -154,7 +152,7 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
         if suits_hopper(gpu, q, cache, num_decodes, window, softcap):
             from atom.kernels.triton.attention import prefill_hopper  # imports what only NVIDIA's GPUs need
 
-            return prefill_hopper.prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale)
+            return prefill_hopper.prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale, tickets)
         parameters = choose(max(16, next_power_of_2(dim)), q.element_size() if q.dtype == cache.dtype else 4, gpu)
     rows, positions, num_warps, num_stages, max_registers = parameters
     options = gpu.options if max_registers is None else {**gpu.options, "maxnreg": max_registers}

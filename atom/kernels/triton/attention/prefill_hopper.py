@@ -1,12 +1,11 @@
 """Paged attention of prompts on NVIDIA's Hopper: what prefill.py computes, for many tokens, a third faster.
 
-    prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale)
+    prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale, tickets)
 
 A program for each multiprocessor takes one tile after another, by tickets, the longest of a sequence first. One of its
 warps finds the tile and has the TMA bring its queries and, some positions of a block at a time, its keys and values,
 ahead of the two groups of warps that have half of a tile's rows each. These take turns: while one's products run, the
-other is at its softmax, or ends its tile (Shah 2024, FlashAttention-3). The tickets of a device are in one place: calls
-must run one after another.
+other is at its softmax, or ends its tile (Shah 2024, FlashAttention-3).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import functools
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -25,7 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from atom.kernels.triton.attention.common import LOG2E, NOTHING, find_gpu, wait_for_inputs
+from atom.kernels.triton.attention.common import LOG2E, NOTHING, wait_for_inputs
+from atom.kernels.triton.gluon import jit
+from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.tensor_descriptors import Boxes
 
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # as later versions call it
@@ -45,7 +45,7 @@ LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
 FIELDS = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))  # each thread has all
 
 
-@gluon.jit
+@jit
 def find_tile(starts, num_sequences, num_decodes, tile, QUERIES: gl.constexpr):
     """The sequence that a tile falls to, and the place in it of the tile's first query; there may be none.
 
@@ -62,19 +62,19 @@ def find_tile(starts, num_sequences, num_decodes, tile, QUERIES: gl.constexpr):
     return sequence, first, (tile - begin) * QUERIES
 
 
-@gluon.jit
+@jit
 def take_ticket(ticket, ORDER: gl.constexpr):
     """A counter's value before it is one more, in the first lane."""
     lanes = gl.arange(0, 32, layout=LANES)
     return gl.atomic_add(ticket + lanes * 0, lanes * 0 + 1, mask=lanes == 0, sem=ORDER)
 
 
-@gluon.jit
+@jit
 def read_ticket(taken):
     return gl.sum(gl.where(gl.arange(0, 32, layout=LANES) == 0, taken, 0), 0)
 
 
-@gluon.jit
+@jit
 def write_plan(plan, num_tiles, oldest, head, begin, end):
     """What the other warps have to know of a tile; it has none of keys when there is no more of queries."""
     field = gl.arange(0, 8, layout=LANES)
@@ -84,12 +84,12 @@ def write_plan(plan, num_tiles, oldest, head, begin, end):
     barrier()  # one lane tells of it
 
 
-@gluon.jit
+@jit
 def read_plan(plan, which: gl.constexpr):
     return gl.sum(gl.where(gl.arange(0, 8, layout=FIELDS) == which, plan.load(FIELDS), 0), 0)
 
 
-@gluon.jit
+@jit
 def fill_last_piece(rows, begin, length, values, slot, ROW: gl.constexpr, DIM: gl.constexpr):
     """The values from position `begin` on, `rows` of the cache, with zeros behind the end: what is there may be no
     number, and as such would not vanish under a weight of 0."""
@@ -103,7 +103,7 @@ def fill_last_piece(rows, begin, length, values, slot, ROW: gl.constexpr, DIM: g
     barrier()  # one lane tells of it
 
 
-@gluon.jit
+@jit
 def copy_tile(pieces, rows, column, boxes, slot, ready, skipped, DIM: gl.constexpr):
     """Rows i32[PIECES] of the cache, DIM columns of each, to a stage; all pieces but the one `skipped`."""
     mbarrier.expect(ready.index(slot), POSITIONS * DIM * 2, pred=skipped < 0)
@@ -115,7 +115,7 @@ def copy_tile(pieces, rows, column, boxes, slot, ready, skipped, DIM: gl.constex
             tma.async_copy_global_to_shared(pieces, place, ready.index(slot), box, pred=piece != skipped)
 
 
-@gluon.jit
+@jit
 def produce_tile(cache, pieces, blocks, length, stop, head, num_tiles, base, memory, BLOCK_SIZE: gl.constexpr,
                  HEADS: gl.constexpr, DIM: gl.constexpr):  # fmt: skip
     """Keys and values of the positions before `stop`, the last tile first; `base` tiles of them went before."""
@@ -140,7 +140,7 @@ def produce_tile(cache, pieces, blocks, length, stop, head, num_tiles, base, mem
         copy_tile(pieces, rows, (HEADS + head) * DIM, values, slot, v_ready, skipped, DIM)
 
 
-@gluon.jit
+@jit
 def produce(cache, pieces, queries, table, starts, lengths, tickets, num_tokens, num_sequences, num_decodes,
             table_stride, together, memory, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
             DIM: gl.constexpr):  # fmt: skip
@@ -186,7 +186,7 @@ def produce(cache, pieces, queries, table, starts, lengths, tickets, num_tokens,
         gl.store(tickets + 1, 0)
 
 
-@gluon.jit
+@jit
 def soften(scores, best, total, position, newest, FACTOR: gl.constexpr, MASKED: gl.constexpr):
     """Products of queries and keys from `position` on -> their weights, and the softmax so far."""
     if MASKED:
@@ -198,7 +198,7 @@ def soften(scores, best, total, position, newest, FACTOR: gl.constexpr, MASKED: 
     return weights, higher, fade, total * fade + gl.sum(weights, 1)
 
 
-@gluon.jit
+@jit
 def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, position, newest, FACTOR: gl.constexpr,
               MASKED: gl.constexpr, WHO: gl.constexpr):  # fmt: skip
     """The product with the keys of this turn, and beside it the one of the last turn's weights with its values."""
@@ -222,7 +222,7 @@ def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, po
     return acc, weights, best, total
 
 
-@gluon.jit
+@jit
 def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_tiles, base, memory, FACTOR: gl.constexpr,
                  HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WHO: gl.constexpr):  # fmt: skip
     """Half of the rows of a tile attend to all tiles of keys and values; `base` of these went before."""
@@ -285,7 +285,7 @@ def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_ti
     gl.store(out_rows[:, None] + columns[None, :], attended.load(LINES), mask=is_row)
 
 
-@gluon.jit
+@jit
 def consume(out, sinks, memory, FACTOR: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
             WHO: gl.constexpr):  # fmt: skip
     """Half of the rows of each tile that this program takes."""
@@ -308,7 +308,7 @@ def consume(out, sinks, memory, FACTOR: gl.constexpr, HEADS: gl.constexpr, GROUP
         num_tiles = read_plan(plans.index(number % 2), 0)
 
 
-@gluon.jit(
+@jit(
     do_not_specialize=["num_tokens", "num_sequences", "num_decodes", "table_stride", "together"],
     do_not_specialize_on_alignment=["table", "starts", "lengths"],
 )
@@ -370,14 +370,12 @@ def _query_boxes(group: int) -> Boxes:
     return Boxes((HALF.value // group, group, COLUMNS.value), GROUPED.value)
 
 
-@functools.cache
-def _find_tickets(device: torch.device) -> Tensor:
-    return torch.zeros(2, dtype=torch.int32, device=device)
-
-
 def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
-            sinks: Tensor | None, out: Tensor, scale: float) -> None:  # fmt: skip
-    """Rows from num_decodes on of q and out [T, N, D]; shapes as in ops.paged_attention."""
+            sinks: Tensor | None, out: Tensor, scale: float, tickets: Tensor) -> None:  # fmt: skip
+    """Rows from num_decodes on of q and out [T, N, D]; shapes as in ops.paged_attention.
+
+    tickets: i32[2] of zeros, which are zeros again behind it: calls that have the same must run one after another.
+    """
     num_tokens, heads, dim = q.shape
     num_blocks, block_size, _, kv_heads, _ = cache.shape
     num_sequences, group, row = lengths.shape[0], heads // kv_heads, 2 * kv_heads * dim
@@ -390,7 +388,7 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     pieces = _piece_boxes.find(cache, (num_blocks * block_size, row), (row, 1))
     num_places = (num_tokens - num_decodes) // (ROWS.value // group) + num_prefills + 1
     _prefill[(min(find_gpu(q.device).units, num_places * kv_heads),)](
-        queries, cache, pieces, table, starts, lengths, sinks, out, _find_tickets(q.device), num_tokens, num_sequences,
+        queries, cache, pieces, table, starts, lengths, sinks, out, tickets, num_tokens, num_sequences,
         num_decodes, table.stride(0), together, scale * LOG2E.value, block_size, kv_heads, group, dim,
         num_warps=4, maxnreg=168, launch_pdl=True,
     )  # fmt: skip

@@ -13,12 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.triton.attention.common import find_gpu, has_rows, wait_for_inputs
+from atom.kernels.triton.attention.common import has_rows, wait_for_inputs
+from atom.kernels.triton.gpu import find_gpu
+from atom.kernels.triton.jit import jit
 
 ROWS = 8  # that a program takes
 
 
-@triton.jit
+@jit
 def _load_pairs(heads, is_row, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr):
     """Heads at the pointers [R] -> fp32[R, BLOCK_D] twice: each dim, and the one that it turns with."""
     columns, heads, is_row = tl.arange(0, BLOCK_D)[None, :], heads[:, None], is_row[:, None]
@@ -30,7 +32,7 @@ def _load_pairs(heads, is_row, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVE
     return own, other
 
 
-@triton.jit
+@jit
 def turn_heads(heads, tokens, is_row, cos, sin, norms, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, DIM: tl.constexpr,
                HALF: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Heads at the pointers [R], of tokens i64[R], by norms at pointers [R] -> fp32[R, BLOCK_D], normed, and their
@@ -53,7 +55,7 @@ def turn_heads(heads, tokens, is_row, cos, sin, norms, EPS: tl.constexpr, INTERL
     return own
 
 
-@triton.jit
+@jit
 def store_turned(heads, out, tokens, is_row, cos, sin, norm, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
                  DIM: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
     """turn_heads, by one norm, to the pointers out [R]"""
@@ -64,7 +66,7 @@ def store_turned(heads, out, tokens, is_row, cos, sin, norm, EPS: tl.constexpr, 
     tl.store(out[:, None] + columns, turned.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < DIM))
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
+@jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def _norm_rope_write(
     q, k, v, cos, sin, q_norm, k_norm, cache, slots, out, num_tokens, q_stride, k_stride, v_stride,
     EPS: tl.constexpr, INTERLEAVED: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,

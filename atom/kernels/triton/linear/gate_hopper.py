@@ -10,7 +10,6 @@ what they make goes to memory while the next tile's products run. Rounding as in
 from __future__ import annotations
 
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -20,7 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from atom.kernels.triton.attention.common import find_gpu, wait_for_inputs
+from atom.kernels.triton.attention.common import wait_for_inputs
+from atom.kernels.triton.gluon import jit
+from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.tensor_descriptors import Boxes
 
 ROWS = gl.constexpr(128)  # of x, which a group of warps has
@@ -52,7 +53,7 @@ SILU = gl.constexpr(  # of two at a time: the compiler's own division and its ro
 )
 
 
-@gluon.jit
+@jit
 def find_place(tile, sizes):
     """The row of tiles and the column of them that a tile is in: those of a band of rows are done side by side."""
     _, _, row_tiles, out_tiles, band = sizes
@@ -62,7 +63,7 @@ def find_place(tile, sizes):
     return first + within % height, within // height
 
 
-@gluon.jit
+@jit
 def produce(x, weight, sizes, memory):
     """Brings tiles of x and of the weight, gates and ups, for each of this program's products."""
     out, steps, row_tiles, out_tiles, _ = sizes
@@ -84,7 +85,7 @@ def produce(x, weight, sizes, memory):
             turn += 1
 
 
-@gluon.jit
+@jit
 def consume(y, sizes, memory, WHO: gl.constexpr):
     """ROWS rows of each tile."""
     _, steps, row_tiles, out_tiles, _ = sizes
@@ -122,7 +123,7 @@ def consume(y, sizes, memory, WHO: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["out", "steps", "row_tiles", "out_tiles", "band"])
+@jit(do_not_specialize=["out", "steps", "row_tiles", "out_tiles", "band"])
 def _gated_linear(x, weight, y, out, steps, row_tiles, out_tiles, band):
     """Some of row_tiles by out_tiles tiles, over steps of INNER columns, of which there are two at least."""
     wait_for_inputs(True)
@@ -156,7 +157,7 @@ _y_boxes = Boxes((ROWS.value, OUTS.value), SHARED.value)
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """As linear.gated_linear with kind="silu", where linear.suits_hopper says so; rows of x may lie apart."""
+    """As Products.gated_linear with kind="silu", where linear.suits_hopper says so; rows of x may lie apart."""
     (rows, inner), out = x.shape, weight.shape[0] // 2
     y = x.new_empty(rows, out)
     boxes = (_x_boxes.find(x, (rows, inner), x.stride()), _weight_boxes.find(weight, (2 * out, inner), weight.stride()),

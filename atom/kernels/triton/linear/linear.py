@@ -1,8 +1,9 @@
 """Matrix products of a few rows, which cost the reading of the weight and little else; a norm ahead, a gate behind.
 
-    y = linear(x, weight, bias)                                             # [T, I] by [O, I] -> [T, O]
-    y, total = add_norm_linear(a, b, norm, weight, eps=1e-6)                # linear(rms_norm(a + b)), a + b
-    m, total = add_norm_linear(a, b, norm, weight, eps=1e-6, kind="silu")   # and the gates behind it
+    products = Products()                                       # of one model
+    y = products.linear(x, weight, bias)                        # [T, I] by [O, I] -> [T, O]
+    y, total = products.add_norm_linear(a, b, norm, weight, eps=1e-6)    # linear(rms_norm(a + b)), a + b
+    m, _ = products.add_norm_linear(a, b, norm, weight, eps=1e-6, kind="silu")    # and the gates behind it
 
 One row is multiplied on the plain cores: each program makes the norm of it again and then lets its share of the weight
 stream past. More rows are normed first and go through tensor cores with the weight as the left side, so that they are
@@ -11,7 +12,7 @@ on Hopper gate_hopper.py does products of many rows with gates behind them.
 
 On NVIDIA from sm_90, each kernel starts while the one ahead still runs, and fills its memory with the weight until
 that has ended: a weight must have been written before that one began. The splits of a product count themselves in one
-place for a device: products run on one stream, and the first ahead of any capture.
+place for a model: its products run on one stream, and the first ahead of any capture.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from torch import Tensor
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.kernels import tuned
-from atom.kernels.triton.attention.common import Gpu, find_gpu, next_power_of_2
+from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
+from atom.kernels.triton.jit import jit
 from atom.kernels.tuned import BUCKETS
 
 MAX_ROWS = BUCKETS[-1]
@@ -101,65 +103,72 @@ def _find(measured: Callable[[str], Sequence[Any] | None], rows: int, out: int, 
     return choose(rows, out, inner, element_size, gates, gpu) if entry is None else from_entry(entry)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, parameters: Find = find) -> Tensor:
-    """x [T, I], weight [O, I], bias [O] -> [T, O]"""
-    return multiply(x, None, None, weight, bias, parameters=parameters)[0]
+class Products:
+    """The products of one model, which must run one after another: splits count themselves in memory of its own."""
 
+    def __init__(self, parameters: Find = find) -> None:
+        self._parameters = parameters
+        self._arrived: Tensor | None = None  # for good: graphs hold it
 
-def gated_linear(x: Tensor, weight: Tensor, *, kind: str, parameters: Find = find) -> Tensor:
-    """x [T, I], weight [2 W, I], gates before ups -> gated_activate(linear(x)), [T, W]"""
-    return multiply(x, None, None, weight, None, kind=kind, parameters=parameters)[0]
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+               parameters: Find | None = None) -> Tensor:  # fmt: skip
+        """x [T, I], weight [O, I], bias [O] -> [T, O]"""
+        return self.multiply(x, None, None, weight, bias, parameters=parameters)[0]
 
+    def gated_linear(self, x: Tensor, weight: Tensor, *, kind: str, parameters: Find | None = None) -> Tensor:
+        """x [T, I], weight [2 W, I], gates before ups -> gated_activate(linear(x)), [T, W]"""
+        return self.multiply(x, None, None, weight, None, kind=kind, parameters=parameters)[0]
 
-def norm_linear(x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
-                kind: str | None = None, parameters: Find = find) -> Tensor:  # fmt: skip
-    """x [T, I], norm [I], weight [O, I], bias [O] -> linear(rms_norm(x)), [T, O]; with a kind, its gated_activate"""
-    return multiply(x, None, norm, weight, bias, eps, kind, parameters)[0]
+    def norm_linear(self, x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
+                    kind: str | None = None, parameters: Find | None = None) -> Tensor:  # fmt: skip
+        """x [T, I], norm [I], weight [O, I], bias [O] -> linear(rms_norm(x)), [T, O]; with a kind, gated_activate"""
+        return self.multiply(x, None, norm, weight, bias, eps, kind, parameters)[0]
 
+    def add_norm_linear(self, a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+                        eps: float, kind: str | None = None, parameters: Find | None = None
+                        ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """a and b [T, I], the others as in norm_linear -> norm_linear(a + b), a + b"""
+        return self.multiply(a, b, norm, weight, bias, eps, kind, parameters)
 
-def add_norm_linear(a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
-                    kind: str | None = None, parameters: Find = find) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """a and b [T, I], the others as in norm_linear -> norm_linear(a + b), a + b"""
-    return multiply(a, b, norm, weight, bias, eps, kind, parameters)
+    def kernels(self) -> dict[tuple[Op, str], Callable[..., Any]]:
+        """The methods above by what a text calls them."""
+        methods: dict[Op, Callable[..., Any]] = {
+            ops.linear: self.linear,
+            ops.gated_linear: self.gated_linear,
+            ops.norm_linear: self.norm_linear,
+            ops.add_norm_linear: self.add_norm_linear,
+        }
+        return {(op, "triton"): run for op, run in methods.items()}
 
+    def multiply(
+        self, a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 0.0,
+        kind: str | None = None, parameters: Find | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """All of the above: a product, and a + b, which is a where there is no b.
 
-def with_parameters(parameters: Find) -> dict[tuple[Op, str], Callable[..., Any]]:
-    """The functions above with other parameters than `find`'s, by what a text calls them."""
-    functions: dict[Op, Callable[..., Any]] = {
-        ops.linear: linear,
-        ops.gated_linear: gated_linear,
-        ops.norm_linear: norm_linear,
-        ops.add_norm_linear: add_norm_linear,
-    }
-    return {(op, "triton"): functools.partial(run, parameters=parameters) for op, run in functions.items()}
+        b only with a norm. All are contiguous, but the rows of a and b may lie apart.
+        """
+        assert b is None or norm is not None, "a sum without a norm"
+        chosen = None
+        rows = a.shape[0]
+        if rows <= MAX_ROWS:
+            (out, inner), gates = weight.shape, 1 if kind is None else 2
+            find = parameters or self._parameters
+            chosen = find(rows, out, inner, weight.element_size(), gates, find_gpu(weight.device))
+        if isinstance(chosen, Vector):
+            assert rows == 1, f"{chosen} is for one row, not for {rows}"
+            return multiply_vector(a, b, norm, weight, bias, eps, kind, chosen)
+        x, total = (a, a) if norm is None else normalize(a, b, norm, eps)
+        if chosen is not None:
+            if self._arrived is None:
+                self._arrived = make_counters(x.device)
+            return multiply_matrix(x, weight, bias, kind, self._arrived, chosen), total
+        if kind is not None and bias is None and suits_hopper(find_gpu(x.device), x, weight, kind):
+            from atom.kernels.triton.linear import gate_hopper  # imports what only NVIDIA's GPUs need
 
-
-def multiply(
-    a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 0.0,
-    kind: str | None = None, parameters: Find = find,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """All of the above: a product, and a + b, which is a where there is no b.
-
-    b only with a norm. All are contiguous, but the rows of a and b may lie apart.
-    """
-    assert b is None or norm is not None, "a sum without a norm"
-    chosen = None
-    rows = a.shape[0]
-    if rows <= MAX_ROWS:
-        (out, inner), gates = weight.shape, 1 if kind is None else 2
-        chosen = parameters(rows, out, inner, weight.element_size(), gates, find_gpu(weight.device))
-    if isinstance(chosen, Vector):
-        assert rows == 1, f"{chosen} is for one row, not for {rows}"
-        return multiply_vector(a, b, norm, weight, bias, eps, kind, chosen)
-    x, total = (a, a) if norm is None else normalize(a, b, norm, eps)
-    if chosen is not None:
-        return multiply_matrix(x, weight, bias, kind, chosen), total
-    if kind is not None and bias is None and suits_hopper(find_gpu(x.device), x, weight, kind):
-        from atom.kernels.triton.linear import gate_hopper  # imports what only NVIDIA's GPUs need
-
-        return gate_hopper.gated_linear(x, weight), total
-    y = F.linear(x, weight, bias)
-    return y if kind is None else activate_gates(y, kind), total
+            return gate_hopper.gated_linear(x, weight), total
+        y = F.linear(x, weight, bias)
+        return y if kind is None else activate_gates(y, kind), total
 
 
 def key_of(rows: int, out: int, inner: int, gates: int) -> str:
@@ -218,9 +227,8 @@ def suits_hopper(gpu: Gpu, x: Tensor, weight: Tensor, kind: str | None) -> bool:
     )
 
 
-@cache
-def _arrivals(device: torch.device) -> Tensor:
-    """A counter for each tile of a product; zero again when the product is done."""
+def make_counters(device: torch.device) -> Tensor:
+    """One for each tile of a product; zero again when the product is done."""
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
@@ -244,8 +252,10 @@ def multiply_vector(
     return y, total
 
 
-def multiply_matrix(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | None, parameters: Matrix) -> Tensor:
-    """multiply for up to MAX_ROWS rows, normed already: x [T, I]. TileError where split columns have too many tiles."""
+def multiply_matrix(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | None, counters: Tensor,
+                    parameters: Matrix) -> Tensor:  # fmt: skip
+    """multiply for up to MAX_ROWS rows, normed already: x [T, I]. TileError where split columns have too many tiles.
+    counters: of `make_counters`; calls that have the same ones must run one after another."""
     (rows, inner), gates, gpu, num_rows = weight.shape, 1 if kind is None else 2, find_gpu(x.device), x.shape[0]
     block_out, block_inner, warps, stages, groups, splits, prefetch, block_rows = parameters.as_run(num_rows, gpu)
     row_tiles, tiles = -(-num_rows // block_rows), -(-rows // block_out)
@@ -255,7 +265,7 @@ def multiply_matrix(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | 
         if row_tiles * tiles > MAX_TILES:
             raise TileError(f"{row_tiles} x {tiles} tiles, of which {MAX_TILES} can be split")
         partial = x.new_empty(splits, tiles, row_tiles, block_out, block_rows, dtype=torch.float32)
-        arrived = _arrivals(x.device)
+        arrived = counters
     _matrix_kernel[(row_tiles, tiles, splits)](
         x, weight, bias, y, partial, arrived, num_rows, rows // gates, x.stride(0),
         inner, block_rows, block_out, block_inner, stages, groups, splits, prefetch, kind, gpu.has_dependent_launch,
@@ -289,7 +299,7 @@ def activate_gates(x: Tensor, kind: str) -> Tensor:
     return y
 
 
-@triton.jit
+@jit
 def _activate(x, KIND: tl.constexpr):
     """x fp32 -> fp32"""
     if KIND == "silu":
@@ -308,14 +318,14 @@ def _activate(x, KIND: tl.constexpr):
     return y
 
 
-@triton.jit
+@jit
 def _gate(gate, up, KIND: tl.constexpr):
     """Rounded after the activation and after the product, as in the op."""
     active = _activate(gate.to(tl.float32), KIND).to(gate.dtype)
     return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
 
 
-@triton.jit
+@jit
 def _load_total(a_ptr, b_ptr, offsets, mask):
     """a, or a + b, rounded as it is stored, in float32."""
     total = tl.load(a_ptr + offsets, mask=mask, other=0.0)
@@ -324,7 +334,7 @@ def _load_total(a_ptr, b_ptr, offsets, mask):
     return total.to(tl.float32)
 
 
-@triton.jit
+@jit
 def _weight_rows(first, out, BLOCK_O: tl.constexpr, KIND: tl.constexpr):
     """The rows of the weight, i64, for the outputs from first on; where gated, gates and ups take turns."""
     turn = tl.arange(0, BLOCK_O)
@@ -332,7 +342,7 @@ def _weight_rows(first, out, BLOCK_O: tl.constexpr, KIND: tl.constexpr):
     return row.to(tl.int64)
 
 
-@triton.jit
+@jit
 def _send_for(weights, begin, INNER: tl.constexpr, PREFETCH: tl.constexpr):
     """Brings lines of 128 bytes of each row, from a column on, into NVIDIA's L2."""
     LINE: tl.constexpr = 1024 // weights.dtype.element_ty.primitive_bitwidth
@@ -341,7 +351,7 @@ def _send_for(weights, begin, INNER: tl.constexpr, PREFETCH: tl.constexpr):
                               dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
-@triton.jit
+@jit
 def _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
     """The row to multiply, in float32, rounded as it would be stored. The first program stores the total for all."""
     column = tl.arange(0, triton.next_power_of_2(INNER))
@@ -355,7 +365,7 @@ def _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
     return x
 
 
-@triton.jit
+@jit
 def _vector_kernel(
     a_ptr, b_ptr, norm_ptr, total_ptr, weight_ptr, bias_ptr, y_ptr, eps, out,
     INNER: tl.constexpr, BLOCK_O: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
@@ -386,7 +396,7 @@ def _vector_kernel(
         tl.store(y_ptr + index, y, mask=index < out)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows"])
 def _matrix_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, partial_ptr, arrived_ptr, rows, out, x_stride,
     INNER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr,
@@ -444,7 +454,7 @@ def _matrix_kernel(
     tl.store(y_ptr + row[None, :] * out + index, y, mask=(index < out) & is_row[None, :])
 
 
-@triton.jit
+@jit
 def _norm_kernel(a_ptr, b_ptr, norm_ptr, total_ptr, y_ptr, eps, a_stride, b_stride, INNER: tl.constexpr,
                  PDL: tl.constexpr):  # fmt: skip
     """A row."""
@@ -465,7 +475,7 @@ def _norm_kernel(a_ptr, b_ptr, norm_ptr, total_ptr, y_ptr, eps, a_stride, b_stri
     tl.store(y_ptr + offsets, (total * rstd * norm).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@jit
 def _gate_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr):
     """BLOCK outputs of a row."""
     if PDL:

@@ -1,7 +1,8 @@
-"""The search for a product's parameters: which there are to try, and which of them is the fastest in a step.
+"""Search a product's parameters: which there are to try, and which of them is the fastest in a step.
 
     options = candidates(1, 6144, 4096, 2, 1, find_gpu(device))
     fastest = search(current, options, prepare)    # prepare(option)() times a step that has the option, in seconds
+    tuner = LinearTuner(device)                    # what tune=true asks of these kernels
 
 A product is timed in the step that it is part of: alone it says little, since two programs of a kernel meet on one
 multiprocessor only where attention keeps another one busy. Clocks drift, so two steps are timed in turns.
@@ -10,8 +11,9 @@ multiprocessor only where attention keeps another one busy. Clocks drift, so two
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,8 +22,10 @@ from triton.errors import TritonError
 
 from atom.errors import is_out_of_memory
 from atom.graph import Graph, ops
+from atom.graph.ops import Op
 from atom.graph.types import BITS
-from atom.kernels.triton.attention.common import Gpu
+from atom.kernels.triton.gpu import Gpu, find_gpu
+from atom.kernels.triton.linear import linear
 from atom.kernels.triton.linear.linear import MAX_STAGES, MAX_TILES, Find, Matrix, Parameters, TileError, Vector, key_of
 
 WEIGHTS = {ops.linear: 1, ops.gated_linear: 1, ops.norm_linear: 2, ops.add_norm_linear: 3}  # place among the arguments
@@ -189,3 +193,54 @@ def take_turns(one: Callable[[], float], other: Callable[[], float], rounds: int
             break
         ours, theirs = min(ours, one()), min(theirs, other())
     return ours, theirs
+
+
+class Recording:
+    """Of a step's products, the calls that differ for Triton, on the step's own inputs."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[int, int, int], dict[Any, Call]] = {}
+        self.kernels = {(op, name): self._note(op, run) for (op, name), run in linear.Products().kernels().items()}
+
+    def calls_of(self, product: Product) -> list[Call]:
+        return [*self._calls[product[:3]].values()]
+
+    def _note(self, op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            out, inner = args[WEIGHTS[op]].shape
+            calls = self._calls.setdefault((out, inner, 1 if kwargs.get("kind") is None else 2), {})
+            calls.setdefault((op, *kwargs.items(), *map(_specialized, args)), partial(run, *args, **kwargs))
+            return run(*args, **kwargs)
+
+        return call
+
+
+def _specialized(arg: Tensor | None) -> Any:
+    """What Triton compiles a kernel anew for."""
+    return None if arg is None else (arg.dtype, arg.shape, arg.stride(), arg.data_ptr() % 16)
+
+
+class LinearTuner:
+    """The backend's `Tuner`: of products of 16-bit weights."""
+
+    table = "linear"
+    products, trial, recording = staticmethod(products_of), Trial, Recording
+    known, to_entry = staticmethod(linear.finder), staticmethod(linear.to_entry)
+    agrees, is_unfit = staticmethod(agrees), staticmethod(is_unfit)
+    search, take_turns = staticmethod(search), staticmethod(take_turns)
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = find_gpu(device)
+        self.gpu = self._gpu.name
+
+    def key(self, rows: int, product: Product) -> str:
+        return key_of(rows, *product[:3])
+
+    def kernels(self, find: Find) -> Mapping[tuple[Op, str], Callable[..., Any]]:
+        return linear.Products(find).kernels()
+
+    def options(self, rows: int, product: Product, find: Find) -> tuple[Parameters, list[Parameters]]:
+        out, inner, gates, _ = product
+        current = find(rows, out, inner, 2, gates, self._gpu)
+        as_run = current.as_run(rows, self._gpu) if isinstance(current, Matrix) else current
+        return current, [each for each in candidates(rows, out, inner, 2, gates, self._gpu) if each != as_run]

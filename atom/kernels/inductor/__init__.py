@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from atom.graph import ops
-from atom.kernels.registry import COMPILED, Kernel, Target
+from atom.kernels.backend import Backend, Kernel, Target
+from atom.kernels.inductor.piece_compiler import InductorCompiler, find_versions
+from atom.kernels.reference import COMPILED
 
 
 def accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
@@ -17,7 +19,9 @@ def accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
 
 
 KERNELS: tuple[Kernel, ...] = tuple(
-    Kernel(op, "inductor", accepts, lambda op=op: op.body, trace=op.body)  # type: ignore[misc]
+    Kernel(op, "inductor", accepts, lambda _, op=op: op.body, trace=op.body)  # type: ignore[misc]
     for op in ops.OPS.values()
     if op in COMPILED and op is not ops.linear
 )
+
+BACKEND = Backend("inductor", KERNELS, find_versions=find_versions, piece_compiler=InductorCompiler())

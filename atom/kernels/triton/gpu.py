@@ -1,0 +1,68 @@
+"""The GPU that kernels are launched on, Triton's driver for it, and what Triton's version has for it.
+
+load_driver().get_current_target()
+gpu = find_gpu(x.device)
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.runtime import driver
+
+from atom.kernels.triton.binary_cache import kept
+
+# in these versions of Triton our kernels in Gluon compile, which is experimental and changes, and launches are known
+IS_KNOWN = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+
+
+class Gpu(NamedTuple):
+    """What launches depend on."""
+
+    units: int  # multiprocessors
+    shared_memory: int  # bytes that a program can have
+    capability: tuple[int, int]  # NVIDIA's; (0, 0) of others
+    name: str = ""  # that its parameters are known under
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a kernel may be launched while the one ahead of it still runs."""
+        return self.capability >= (9, 0)
+
+    @property
+    def runs_gluon(self) -> bool:
+        """Whether it runs our kernels in Gluon, which are for NVIDIA's Hopper."""
+        return IS_KNOWN and self.capability == (9, 0)
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Of a launch of a kernel that begins with wait_for_inputs."""
+        return {"launch_pdl": True} if self.has_dependent_launch else {}
+
+
+@functools.cache
+def find_gpu(device: torch.device) -> Gpu:
+    if device.type != "cuda":
+        return Gpu(2, 0, (0, 0))  # Triton's interpreter: few programs make short tests
+    properties = load_driver().utils.get_device_properties(device.index or 0)
+    capability = torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
+    name = torch.cuda.get_device_name(device)
+    return Gpu(properties["multiprocessor_count"], properties["max_shared_mem"], capability, name)
+
+
+def load_driver() -> Any:
+    """Triton's driver, which is not for several threads at a time until it is there; it is compiled when it is new."""
+    with _loading, kept():
+        return driver.active
+
+
+_loading = threading.Lock()
+
+
+def next_power_of_2(num: int) -> int:
+    """Of a number from 1 on, itself or the next one. Triton's own is made for kernels, and slow."""
+    return 1 << (num - 1).bit_length()

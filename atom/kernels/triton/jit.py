@@ -1,0 +1,69 @@
+"""The JIT class of our Triton kernels: it remembers launches, compiles ahead, and keeps binaries in the cache folder.
+
+@jit(do_not_specialize=["n"])
+def kernel(x, n, BLOCK: tl.constexpr): ...
+
+kernel[grid](x, n, BLOCK=128, num_warps=4)    # as Triton has it
+
+All of that is for these kernels alone. Those of another library in the process are launched, compiled and cached as
+Triton does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import triton
+from triton import knobs
+
+from atom.kernels.triton.binary_cache import compile_kept, kept
+from atom.kernels.triton.gpu import IS_KNOWN
+from atom.kernels.triton.launch_cache import LaunchCache
+from atom.kernels.triton.precompile import walking
+
+
+class JITFunction(triton.JITFunction):  # type: ignore[misc]
+    """A kernel, or a function that kernels call."""
+
+    def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
+        super().__init__(fn, **options)
+        self._launches = LaunchCache(self)
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return partial(self._launches.launch, grid) if IS_KNOWN else super().__getitem__(grid)
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        walk = walking.get()
+        if walk is None:
+            return super().run(*args, grid=grid, warmup=warmup, **options)
+        return walk.add(self, args, options, partial(super().run, *args, grid=grid, warmup=True, **options))
+
+    def create_binder(self) -> Any:
+        binder = super().create_binder()
+        self.compile: Callable[..., Any] = partial(compile_kept, self.compile)
+        return binder
+
+    def _do_compile(self, key: Any, signature: Any, device: int, *rest: Any) -> Any:
+        """None in a walk, which compiles it later."""
+        walk, is_warmup = walking.get(), rest[-1]
+        if walk is not None:
+            return walk.defer((id(self), device, key), partial(self._compile, False, key, signature, device, *rest))
+        return self._compile(is_warmup, key, signature, device, *rest)
+
+    def _compile(self, is_warmup: bool, key: Any, signature: Any, device: int, *rest: Any) -> Any:
+        """The kernel, and unless this is to warm up, on its device; another thread may have been first."""
+        binaries = self.device_caches[device][0]
+        with kept():
+            kernel = binaries[key] if key in binaries else super()._do_compile(key, signature, device, *rest)
+            if not (is_warmup or kernel is None or hasattr(kernel, "result")):  # somebody's hook or pool has it
+                kernel.run  # noqa: B018
+        return kernel
+
+
+def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """`triton.jit` with our class."""
+    if fn is None:
+        return partial(jit, **options)
+    return triton.jit(fn, **options) if knobs.runtime.interpret else JITFunction(fn, **options)

@@ -1,0 +1,62 @@
+"""Pieces for a GPU: a module of Triton kernels that `codegen` writes, which Triton compiles when they are first run.
+
+files = TritonCompiler().compile(text)      # {"piece.py": …}
+run = TritonCompiler().load(folder)
+"""
+
+from __future__ import annotations
+
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+
+import torch
+
+from atom.errors import ArtifactError
+from atom.kernels.backend import Kernel, PieceCode, PieceCompiler, Target
+from atom.kernels.triton.codegen import kernel_names, write_source
+
+SOURCE = "piece.py"
+
+
+class TritonCompiler(PieceCompiler):
+    uses_processes = False  # Triton works without the interpreter's lock, a fraction of a second a piece
+
+    def takes(self, kernel: Kernel) -> bool:
+        return kernel.backend == "generated"
+
+    def compile(self, text: str) -> dict[str, bytes]:
+        if torch.cuda.is_available():
+            from atom.kernels.triton.gpu import load_driver
+
+            load_driver()  # once, before threads run what is made here
+        return {SOURCE: write_source(text).encode()}
+
+    def load(self, folder: Path) -> PieceCode:
+        return _load_source(folder / SOURCE)
+
+    def kernel_names(self, text: str) -> list[str]:
+        return kernel_names(text)
+
+    def ingredients(self, target: Target) -> dict[str, str]:
+        return {"device": target.device, "features": " ".join(sorted(target.features))}
+
+
+class _Loader(SourceFileLoader):
+    """Neither reads nor writes compiled Python beside the source: an entry of the cache stays as it is."""
+
+    def path_stats(self, path: object) -> dict[str, float]:
+        raise OSError("its time is of no interest")
+
+
+def _load_source(path: Path) -> PieceCode:
+    loader = _Loader("piece", str(path))
+    spec = spec_from_loader("piece", loader)
+    assert spec is not None, "it has a loader"
+    module = module_from_spec(spec)
+    try:
+        loader.exec_module(module)
+        run: PieceCode = module.run
+    except (ImportError, SyntaxError, ValueError, AttributeError) as error:
+        raise ArtifactError(f"{path.parent}: this piece cannot be loaded: {error}") from None
+    return run

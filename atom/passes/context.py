@@ -1,0 +1,33 @@
+"""What a pass may know beside the graph.
+
+context = PassContext.of(Target("cuda"), level=2)
+if context.takes(ops.gated_linear):
+    ...
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atom.graph.ops import Op
+from atom.graph.types import Type
+from atom.kernels import Backend, PieceCompiler, Target, backends_of, candidates
+
+
+@dataclass(frozen=True)
+class PassContext:
+    target: Target
+    backends: tuple[Backend, ...]  # whose kernels a text may name, the preferred first
+
+    @classmethod
+    def of(cls, target: Target, level: int) -> PassContext:
+        return cls(target, backends_of(target.device, level))
+
+    @property
+    def piece_compiler(self) -> PieceCompiler | None:
+        return next((each.piece_compiler for each in self.backends if each.piece_compiler is not None), None)
+
+    def takes(self, op: Op, *types: Type) -> bool:
+        """Whether there is a kernel beside the reference for this op, with first arguments of these types."""
+        kernels = (kernel for kernel in candidates(op, self.backends) if kernel.backend != "reference")
+        return any(kernel.accepts(self.target, *types) is None for kernel in kernels)

@@ -1,4 +1,4 @@
-"""The backends and their order: for each device and level those whose kernels are asked, the first one first.
+"""The order of the backends by device and level, and what is found in that order.
 
     backends = backends_of("cpu", level=1)
     for kernel in candidates(ops.paged_attention, backends):

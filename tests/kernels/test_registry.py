@@ -17,6 +17,7 @@ from atom.kernels import (
     find_backend,
     find_kernel,
     find_target,
+    find_versions,
     generated,
 )
 from atom.kernels import triton as backend
@@ -148,3 +149,9 @@ def test_what_kernels_of_a_program_share_is_made_once():
     attend, fused = (find_kernel(op, "torch").load(context) for op in (ops.paged_attention, ops.paged_mla_attention))
     assert find_kernel(ops.paged_attention, "torch").load(context) is attend is not fused
     assert find_kernel(ops.paged_attention, "torch").load(LoadContext()) is not attend
+
+
+def test_code_for_a_device_depends_on_the_libraries_of_its_backends():
+    assert list(find_versions("cpu")) == ["torch", "instruction set", "libraries"]
+    pytest.importorskip("triton")
+    assert list(find_versions("cuda")) == ["torch", "triton"]

@@ -1,4 +1,4 @@
-"""Our kernels' binaries as entries of the cache folder, so that a copied folder starts warm, without any compiler.
+"""Keep our kernels' binaries in the cache folder, so that a copied one needs no compiler.
 
     binaries = keep_in(Cache(Path("~/.cache/atom-run")))    # before the first kernel is launched
     ...                                                     # launch kernels
@@ -203,11 +203,8 @@ class _Manager(CacheManager):  # type: ignore[misc]
         pass
 
     def _module(self, filename: str) -> dict[str, str]:
-        return {
-            "triton key": self._key,
-            "file": filename,
-            "libc": " ".join(platform.libc_ver()),
-        }  # that it is linked to
+        libc = " ".join(platform.libc_ver())  # that it is linked to
+        return {"triton key": self._key, "file": filename, "libc": libc}
 
 
 class _ByThread:

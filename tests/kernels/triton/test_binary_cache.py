@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.build import compile_module_from_src
+from triton.runtime.cache import FileCacheManager, get_cache_manager
 
 from atom.cache import Cache
 from atom.kernels.triton.binary_cache import BinaryCache, compile_kept, keep_in, kept
@@ -234,6 +236,25 @@ def test_what_is_wrong_is_printed_once_from_when_nobody_else_tells_it(
         binaries.publish({"file": name}, {f"{name}.so": b"code"})
     why = "takes no entries (File exists): what is built is not kept for the next run"
     assert capsys.readouterr().err == f"atom-run: {tmp_path} {why}\n"
+
+
+def test_who_else_has_set_triton_s_cache_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Theirs(FileCacheManager):  # type: ignore[misc]
+        pass
+
+    def find() -> type:
+        return type(get_cache_manager("00"))
+
+    monkeypatch.setattr(BinaryCache, "current", BinaryCache(Cache(tmp_path)))
+    with knobs.cache.scope(), ThreadPoolExecutor(1) as other_thread:
+        knobs.cache.dir = str(tmp_path / "theirs")
+        knobs.cache.manager_class = Theirs
+        with kept(), kept():
+            assert find() is not Theirs and other_thread.submit(find).result() is Theirs
+        assert knobs.cache.manager_class is find() is Theirs
+        with kept():
+            knobs.cache.manager_class = FileCacheManager
+        assert knobs.cache.manager_class is FileCacheManager, "which they have set meanwhile"
 
 
 def test_another_kernel_is_another_entry(built: Any, copy: Path, process: Build, tmp_path: Path):

@@ -114,6 +114,7 @@ config | graph
 kernels | runtime.types
 pieces | frontend | passes | weights
 compiler | runtime
+build
 llm
 serve
 jobs

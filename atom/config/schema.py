@@ -32,6 +32,8 @@ def number(default: Any, low: float, high: float = math.inf, *, above: bool = Fa
     return field(default=default, metadata={"low": low, "high": high, "above": above})
 
 
+SAMPLING_KINDS = ("greedy", "random", "filtered")  # a batch of a later kind may have rows of those before it
+MIN_TEMPERATURE = 1e-5  # of a request that is sampled: anything lower is greedy, as in vLLM
 TOKEN_ID = number(0, 0).metadata
 BIAS = number(0, -100, 100).metadata
 # what SamplingParams.structured_outputs may hold, one of them, by the names of vLLM's StructuredOutputsParams

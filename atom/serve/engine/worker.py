@@ -214,8 +214,8 @@ def open_real(config: Config) -> Engine:
     if config.device == "cuda":
         open_early()
     with no_collection():
+        from atom.build import open_engine
         from atom.checkpoint import RichProgress
-        from atom.llm import open_engine
 
         return open_engine(config, RichProgress())
 

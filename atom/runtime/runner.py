@@ -119,8 +119,10 @@ class Runner:
             first = asked.first + start
             logits = score(self.model.head, rows_of(hidden, slice(first, first + len(targets))))
             report = self._report(logits, list(range(len(targets))), asked.num_top)
-            self.model.score_drawn(logits, report.rows, targets, report.totals, report.chosen, report.ranks)
-            reports.append(report)
+            chosen = torch.empty_like(report.totals)
+            ranks = torch.empty_like(chosen, dtype=torch.int32)
+            self.model.score_drawn(logits, report.rows, targets, report.totals, chosen, ranks)
+            reports.append(report._replace(chosen=self._fetch(chosen), ranks=self._fetch(ranks)))
         return reports
 
     def _sample(self, step: StepInput, started: Started, scored: list[tuple[Scored, list[_Report]]]) -> Pending:
@@ -153,12 +155,14 @@ class Runner:
         told = self.model.send(np.array(rows), torch.int64)
         totals, ids, top = top_logprobs(logits, told, num_top)
         chosen, ranks = self._on_host(totals), self._on_host(totals, torch.int32)
-        fetched = [self._on_host(each).copy_(each, non_blocking=True) for each in (ids, top)]
-        return _Report(told, totals, chosen, ranks, *fetched)
+        return _Report(told, totals, chosen, ranks, self._fetch(ids), self._fetch(top))
 
     def _on_host(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Memory of the host that the device writes to: what is in it counts once the step's event has taken place."""
         return torch.empty(like.shape, dtype=dtype or like.dtype, pin_memory=not self.model.is_cpu)
+
+    def _fetch(self, tensor: Tensor) -> Tensor:
+        return self._on_host(tensor).copy_(tensor, non_blocking=True)
 
     @property
     def _reported(self) -> npt.NDArray[np.int64]:

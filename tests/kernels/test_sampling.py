@@ -2,16 +2,16 @@
 torch in `torch/test_sampling.py`."""
 
 import math
-from typing import NamedTuple
 
 import pytest
 import sampled
 import torch
+from conftest import Place
 from torch import Tensor
 
 from atom.config import SamplingParams
 from atom.kernels import step
-from atom.kernels.step import StepKernels, find_step_kernels, top_logprobs
+from atom.kernels.step import find_step_kernels, top_logprobs
 from atom.kernels.triton import sampling
 from atom.runtime.request_state import RequestState
 from atom.runtime.step_input import pack_admission
@@ -34,22 +34,12 @@ FILTERS = [
 ]
 
 
-class Place(NamedTuple):
-    device: str
-    kernels: StepKernels
-    backend: str
-
-
-@pytest.fixture(params=["torch", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """Where the kernels run; without a GPU Triton's in parts so small that a tiny vocabulary has several."""
-    backend = "torch" if request.param == "torch" else "triton"
-    if backend == "triton" and (request.param == "cuda") != torch.cuda.is_available():
-        pytest.skip("Triton's kernels run on the GPU where there is one, else they are interpreted")
-    if request.param == "interpreter":
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU Triton's kernels run in parts so small that a tiny vocabulary has several."""
+    if not torch.cuda.is_available():
         for name, size in {"PART": 64, "MAX_GATHERED": 100, "MAX_PAIRED": 32}.items():
             monkeypatch.setattr(sampling, name, size)
-    return Place("cuda" if request.param == "cuda" else "cpu", find_step_kernels(backend), backend)
 
 
 @pytest.fixture
@@ -76,7 +66,7 @@ def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("vocab", [1, 64, 65, 129])
 def test_greedy_takes_the_lowest_id_among_equals(place: Place, vocab: int, dtype: torch.dtype):
-    if place == ("cpu", place.kernels, "triton") and dtype == torch.bfloat16:
+    if place == Place("cpu", "triton") and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter has no bf16")
     logits = randn(vocab, 5, vocab, dtype=dtype)
     ties = [[0], [vocab - 1], [vocab // 2, vocab - 1], [0, vocab - 1], [vocab // 3, vocab // 2]]
@@ -158,7 +148,7 @@ def test_a_sampled_token_is_counted(place: Place):
     out = torch.empty(2, dtype=torch.int64, device=place.device)
     tokens = []
     for _ in range(4):
-        place.kernels.sample(logits, rows, slots, "greedy", out, penalties=True)
+        find_step_kernels(place.backend).sample(logits, rows, slots, "greedy", out, penalties=True)
         tokens.append(out.tolist())
     assert tokens == [[3, 0], [0, 0], [3, 0], [0, 0]]  # 3 and 2.5, 2 and 2.5, 2 and 1.5, 1 and 1.5
     assert slots.counts.tolist() == [[0] * 4, [4, 0, 3, 5], [0] * 4]
@@ -183,7 +173,7 @@ def test_padding_rows_change_nothing(place: Place):
     rows = torch.tensor([2, 3, 3, 3], dtype=torch.int32, device=place.device)
     out = torch.empty(4, dtype=torch.int64, device=place.device)
     for kind in ("random", "filtered"):
-        place.kernels.sample(logits.to(place.device), rows, slots, kind, out)
+        find_step_kernels(place.backend).sample(logits.to(place.device), rows, slots, kind, out)
         assert out[1:].tolist() == [0, 0, 0]
     assert slots.lengths.tolist() == [1, 1, 8, 1]
     assert slots.tokens.tolist()[3] == 0 and not slots.reported[3].any()
@@ -215,7 +205,7 @@ def test_logits_may_be_a_view_and_stay_as_they_were(place: Place):
 def test_an_empty_batch_gives_nothing(place: Place):
     empty = torch.empty(0, dtype=torch.int32, device=place.device)
     for kind in ("greedy", "random", "filtered"):
-        place.kernels.sample(
+        find_step_kernels(place.backend).sample(
             torch.empty(0, 10, device=place.device), empty, RequestState(2, 10, place.device), kind, empty.long()
         )
 
@@ -232,7 +222,7 @@ def test_log_probabilities_are_those_of_the_cpu(place: Place, num_top: int, monk
     logits, rows, tokens = logits.to(place.device), rows.to(place.device), tokens.to(place.device)
     totals, ids, top = top_logprobs(logits, rows, num_top)
     chosen, ranks = torch.empty(6, device=place.device), torch.empty(6, dtype=torch.int32, device=place.device)
-    place.kernels.score_drawn(logits, rows, tokens, totals, chosen, ranks)
+    find_step_kernels(place.backend).score_drawn(logits, rows, tokens, totals, chosen, ranks)
     assert chosen.tolist() == pytest.approx([report.logprob for report in reports], abs=1e-5)
     assert ranks.tolist() == [report.rank for report in reports]
     assert ids.tolist() == [[token for token, _ in report.top] for report in reports]

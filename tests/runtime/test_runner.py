@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ import pytest
 import serving
 import tiny
 import torch
+from conftest import Place
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
@@ -44,27 +45,12 @@ HOPPER = Target("cuda", frozenset({"nvidia", "sm_90"}))
 Asked = list[tuple[list[int], SamplingParams]]
 
 
-class Place(NamedTuple):
-    """What a runner runs on."""
-
-    device: str
-    backend: str
-
-
-@pytest.fixture(params=["torch", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A CPU; Triton's kernels on a GPU, or without one under its interpreter, which is slow: what of a vocabulary of
-    101 is looked at together is as little as that."""
-    has_gpu = torch.cuda.is_available()
-    if request.param == "torch":
-        return Place("cpu", "torch")
-    if request.param == "cuda":
-        return Place("cuda", "triton") if has_gpu else pytest.skip("there is no GPU here")
-    if has_gpu:
-        pytest.skip("kernels are compiled here, not interpreted")
-    for name, size in {"PART": 64, "MAX_GATHERED": 128, "MAX_PAIRED": 32}.items():
-        monkeypatch.setattr(sampling, name, size)
-    return Place("cpu", "triton")
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter is slow: what of a vocabulary of 101 is looked at together is as little as that."""
+    if not torch.cuda.is_available():
+        for name, size in {"PART": 64, "MAX_GATHERED": 128, "MAX_PAIRED": 32}.items():
+            monkeypatch.setattr(sampling, name, size)
 
 
 def open_runner(folder: Path, place: Place, run_ahead: int, target: Target | None = None, **fields: Any) -> Engine:

@@ -9,7 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 import tiny
-from runtime.test_runner import Place, open_runner, place  # noqa: F401
+from conftest import Place
+from runtime.test_runner import open_runner
 
 from atom import SamplingParams
 from atom.runtime.step_input import Pending, StepInput
@@ -49,11 +50,7 @@ class Odd:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_run_s_inputs_give_the_same_tokens_on_another_runner(
-    checkpoints: Any,
-    place: Place,  # noqa: F811
-    depth: int,
-):
+def test_a_run_s_inputs_give_the_same_tokens_on_another_runner(checkpoints: Any, place: Place, depth: int):
     fields = {
         "enable_prefix_caching": True,
         "num_kvcache_blocks": 12,

@@ -197,11 +197,11 @@ def reported(what: str) -> Iterator[None]:
 
 def measure_model(model: str, figures: dict[str, Figure], runs: int, limits: dict[str, float]) -> dict[str, Figure]:
     """The figures of one model's rows, all in one engine; from a row that raises on they are left as they are."""
+    from atom.build import open_engine
     from atom.checkpoint import RichProgress
     from atom.compiler import compile_graph
     from atom.config import load
     from atom.jobs.roofline import Limits, read_costs
-    from atom.llm import open_engine
 
     timed = timing(RichProgress)()
     with checkpoint(model) as folder:

@@ -36,7 +36,7 @@ from atom.serve.engine.client import EngineClient, State
 from atom.serve.engine.process import WORKER, EngineProcess
 
 CONFIG = Path(__file__).parents[1] / "tests" / "configs" / "qwen3_0.6b.json"
-FIRST, LAST, OF_PROMPTS = "_feed", "_draw", "_prefill"  # kernels of a step; the last only where there are prompts
+FIRST, LAST, OF_PROMPTS = "_prepare", "_draw", "_prefill"  # kernels of a step; the last only where there are prompts
 NUM_ROWS = 64
 MIN_STEPS = 1000  # of decodes alone
 MAX_MEDIAN, MAX_P99 = 20.0, 60.0  # µs

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,6 +34,23 @@ def triton_device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda":
         return "cuda" if has_gpu else pytest.skip("there is no GPU here")
     return pytest.skip("kernels are compiled here, not interpreted") if has_gpu else "cpu"
+
+
+class Place(NamedTuple):
+    """Where a step is prepared and sampled: a device, and the backend whose kernels do it."""
+
+    device: str
+    backend: str
+
+
+@pytest.fixture(params=["torch", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request: pytest.FixtureRequest) -> Place:
+    """torch's kernels on a CPU; Triton's on a GPU, or without one under its interpreter."""
+    if request.param == "torch":
+        return Place("cpu", "torch")
+    if (request.param == "cuda") != torch.cuda.is_available():
+        pytest.skip("Triton's kernels run on the GPU where there is one, else they are interpreted")
+    return Place("cuda" if request.param == "cuda" else "cpu", "triton")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,25 +1,40 @@
-"""Looks inside an engine: what its own steps compute."""
+"""Looks inside an engine: what its own steps compute, captured ones where there are some.
+
+engine = open_engine("qwen3", level=3)
+logits_of(engine, tokens)              # [T, V] at every position, in the chunks that the scheduler makes
+"""
 
 from __future__ import annotations
 
 import torch
 
 from atom import LLMEngine, SamplingParams
-from atom.runtime.batch import build_inputs
-from atom.runtime.program import score
+from atom.runtime.cuda_graphs import Started
+from atom.runtime.program import rows_of, score
+from atom.runtime.runner import Runner
+from atom.runtime.step_input import StepInput
 from atom.runtime.types import Sequence
 
 
 @torch.inference_mode()
 def logits_of(engine: LLMEngine, tokens: list[int]) -> torch.Tensor:
-    """[T, V] at every position, in the chunks that the scheduler makes."""
-    scheduler, runner = engine._engine.scheduler, engine._engine.runner
+    """[T, V] at every position, on the host."""
+    scheduler, builder, runner = engine._engine.scheduler, engine._engine.builder, engine._engine.runner
+    assert isinstance(runner, Runner)
     sequence = Sequence("probe", tokens, SamplingParams(max_tokens=1))
     scheduler.add(sequence)
     parts = []
     while not sequence.finish_reason:
         plan = scheduler.schedule()
-        hidden = runner.body(build_inputs(plan, runner.body.inputs, runner.block_size))
-        parts.append(score(runner.head, hidden))
-        scheduler.commit(plan, runner.execute(plan), lambda _: "max_tokens")
+        step = builder.build(plan)
+        sampled = runner.execute(step).wait()
+        hidden = start(runner, step).hidden  # once more: it writes the KV that is there already
+        assert hidden is not None
+        parts.append(score(runner.model.head, rows_of(hidden, slice(plan.num_tokens))).cpu())
+        scheduler.commit(plan, sampled, lambda _: "max_tokens")
     return torch.cat(parts)
+
+
+def start(runner: Runner, step: StepInput) -> Started:
+    """A step's tokens through the model, captured where it is; nothing is drawn."""
+    return runner.graphs.start(step) or runner._start(step)

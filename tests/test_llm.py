@@ -259,7 +259,7 @@ def test_a_step_that_raises_can_be_taken_again(open_engine: Open, monkeypatch: p
     engine.step()
     runner = engine._engine.runner
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "execute", lambda plan: 1 / 0)
+        patch.setattr(runner, "execute", lambda step: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     engine.abort(ids[1])
@@ -329,10 +329,10 @@ def test_an_interrupted_generate_leaves_other_requests_alone(open_engine: Open, 
     (id,) = engine.add_request([[5, 6]], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
     execute, calls = engine._engine.runner.execute, iter(range(4))
 
-    def interrupt(plan: Any) -> Any:
+    def interrupt(step: Any) -> Any:
         if next(calls) == 3:
             raise KeyboardInterrupt
-        return execute(plan)
+        return execute(step)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(engine._engine.runner, "execute", interrupt)
@@ -498,14 +498,14 @@ def test_a_prompt_that_fails_where_others_run_has_its_error_as_answer(
     prompts = [tiny.prompt(8, seed=seed) for seed in range(3)]
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
     expected = [answer["token_ids"] for answer in engine.generate(prompts, params)]
-    execute = engine._engine.runner.execute
+    build = engine._engine.builder.build
 
     def fail(plan: Any) -> Any:
         if any(row.sequence.prompt == prompts[1] and len(row.sequence.output) == 2 for row in plan.rows):
             raise ValueError("it is nan")
-        return execute(plan)
+        return build(plan)
 
-    monkeypatch.setattr(engine._engine.runner, "execute", fail)
+    monkeypatch.setattr(engine._engine.builder, "build", fail)
     first, second, third = engine.generate(prompts, params)
     assert [first["token_ids"], third["token_ids"]] == [expected[0], expected[2]]
     assert (second["finish_reason"], second["error"]) == ("error", "ValueError: it is nan")

@@ -115,6 +115,7 @@ config | graph
 kernels | runtime.types
 pieces | frontend | passes | weights
 compiler | runtime
+build
 llm
 serve
 jobs

@@ -7,6 +7,8 @@ config.model.attention.heads                     # nothing is assigned from here
 from atom.config.load import SET_BY_LOAD, describe_fields, engine_overrides, load, load_gpu, show
 from atom.config.overrides import override
 from atom.config.schema import (
+    MIN_TEMPERATURE,
+    SAMPLING_KINDS,
     AttentionConfig,
     Config,
     EmbeddedConfig,
@@ -25,6 +27,8 @@ from atom.config.schema import (
 )
 
 __all__ = [
+    "MIN_TEMPERATURE",
+    "SAMPLING_KINDS",
     "SET_BY_LOAD",
     "AttentionConfig",
     "Config",

@@ -52,6 +52,8 @@ def of(jobs: str, default: Any, *, also: str = "") -> Any:
     return made
 
 
+SAMPLING_KINDS = ("greedy", "random", "filtered")  # a batch of a later kind may have rows of those before it
+MIN_TEMPERATURE = 1e-5  # of a request that is sampled: anything lower is greedy, as in vLLM
 MAX_LAYERS = 512  # of a model, whose text has some 20 lines for each: the deepest there are have some 300
 MAX_EXPERTS = 1 << 17  # of all layers: the most that there are have some 25,000
 INT32 = (1 << 31) - 1

@@ -10,13 +10,13 @@ import json
 import sys
 from pathlib import Path
 
+from atom.build import compile_with, open_runner
 from atom.cache import Cache
 from atom.checkpoint import RichProgress
 from atom.compiler import Report, compile_model
 from atom.compiler.artifact import level_of
 from atom.config import Config
 from atom.errors import ConfigError
-from atom.llm import compile_with, open_device
 from atom.weights import load_dummy
 
 
@@ -50,7 +50,7 @@ def compile_for_gpu(config: Config) -> Report:
     """For a GPU, whose kernels are compiled for the steps that run them: here those of random weights."""
     progress = RichProgress()
     compiled = compile_with(config, progress)
-    open_device(compiled, load_dummy(compiled.graph.recipes(), config.seed, config.device), config, progress)
+    open_runner(compiled, load_dummy(compiled.graph.recipes(), config.seed, config.device), config, progress)
     return compiled.report
 
 

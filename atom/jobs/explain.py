@@ -22,6 +22,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atom.build import cache_kinds, mtp_patterns, plan_kv
 from atom.cache import Cache
 from atom.compiler import compile_graph, describe_piece, find_failure, pieces_of
 from atom.compiler.artifact import semantic_graph
@@ -35,7 +36,6 @@ from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.shares import token_shares
 from atom.graph.types import BITS
 from atom.kernels import Target, find_target
-from atom.llm import cache_kinds, mtp_patterns, plan_kv
 from atom.passes import PassReport
 from atom.pieces import identity, key_of
 from atom.runtime.kv_cache import num_blocks_needed

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch.profiler import record_function
 
+from atom.build import compile_with, open_engine
 from atom.checkpoint import RichProgress
 from atom.config import Config
 from atom.graph import Graph, Program, Type, ops
@@ -26,7 +27,6 @@ from atom.jobs.roofline import Costs, Limits, Work, measure_limits, read_costs, 
 from atom.jobs.trace import KINDS, Summary, summarize
 from atom.jobs.workload import Record, Step, open_workload, recording, submit
 from atom.kernels import find_piece_compiler
-from atom.llm import compile_with, open_engine
 from atom.pieces import find_pieces
 from atom.runtime.engine import Engine
 from atom.runtime.program import Executable
@@ -51,7 +51,8 @@ def run(config: Config) -> int:
     if config.device != "cpu":  # a GPU's kernels have names of their own
         pieces = find_piece_kernels(graph)
     elif isinstance(engine.runner, Runner):
-        for name, executable in (("body", engine.runner.body), ("head", engine.runner.head)):
+        model = engine.runner.model
+        for name, executable in (("body", model.body), ("head", model.head)):
             label_calls(executable, name_calls(graph.programs[name], len(executable._steps), numbers))
     phases: dict[str, Any] = {}
     with recording(engine) as record:

@@ -1,23 +1,25 @@
 """A step in which one sequence fails is not lost for the others: it runs in halves, down to what fails alone.
 
-    for part, outcome in execute(runner, plan):      # one part, where nothing fails
+    for part, outcome in execute(runner, builder, plan):      # one part, where nothing fails
         if isinstance(outcome, Exception):
-            ...                                      # the error of the one row of this part
+            ...                                               # the error of the one row of this part
         else:
             scheduler.commit(part, outcome.wait(), finish)
 
-It counts on a runner's `execute`, which writes nothing but the KV of the plan's own tokens and can do so again.
+It counts on the builder, which tells the rows of a step that raised again.
 """
 
 from __future__ import annotations
 
 from atom.errors import CapacityError, RequestError
-from atom.runtime.types import Executed, Executes, Plan, Row
+from atom.runtime.step_builder import StepBuilder
+from atom.runtime.step_input import Pending, Runner
+from atom.runtime.types import Plan, ScheduledRequest
 
-Part = tuple[Plan, Executed | Exception]
+Part = tuple[Plan, Pending | Exception]
 
 
-def execute(runner: Executes, plan: Plan) -> list[Part]:
+def execute(runner: Runner, builder: StepBuilder, plan: Plan) -> list[Part]:
     """What each part of a plan gave.
 
     Raises what the rows raise where all do, for then it is not one of them that is wrong; but for RequestErrors, which
@@ -25,7 +27,7 @@ def execute(runner: Executes, plan: Plan) -> list[Part]:
     back, it is an error of the rows that it comes to alone.
     """
     parts: list[Part] = []
-    execute_parts(runner, plan, parts)
+    execute_parts(runner, builder, plan, parts)
     errors = [outcome for _, outcome in parts if isinstance(outcome, Exception)]
     wrong = next((error for error in errors if not isinstance(error, RequestError)), None)
     if wrong is not None and len(errors) == len(parts):
@@ -33,10 +35,10 @@ def execute(runner: Executes, plan: Plan) -> list[Part]:
     return parts
 
 
-def execute_parts(runner: Executes, plan: Plan, parts: list[Part]) -> None:
+def execute_parts(runner: Runner, builder: StepBuilder, plan: Plan, parts: list[Part]) -> None:
     """Add a plan's parts to those of the rows before it."""
     try:
-        parts.append((plan, runner.execute(plan)))
+        parts.append((plan, start(runner, builder, plan)))
         return
     except Exception as error:
         if isinstance(error, CapacityError) and all(isinstance(outcome, Exception) for _, outcome in parts):
@@ -46,10 +48,19 @@ def execute_parts(runner: Executes, plan: Plan, parts: list[Part]) -> None:
             return
     middle = len(plan.rows) // 2
     for rows in (plan.rows[:middle], plan.rows[middle:]):
-        execute_parts(runner, take(rows), parts)
+        execute_parts(runner, builder, take(rows), parts)
 
 
-def take(rows: list[Row]) -> Plan:
+def start(runner: Runner, builder: StepBuilder, plan: Plan) -> Pending:
+    """The step of a plan, running; where that raises, an interrupt too, it has not taken place."""
+    try:
+        return runner.execute(builder.build(plan))
+    except BaseException:
+        builder.retract(plan)
+        raise
+
+
+def take(rows: list[ScheduledRequest]) -> Plan:
     """A plan of some of a plan's rows."""
     return Plan(rows, sum(row.samples and row.num_tokens == 1 for row in rows))
 

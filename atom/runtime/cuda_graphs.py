@@ -3,8 +3,7 @@
     graphs = Graphs(model)
     graphs.compile(sizes, 16384)         # kernels of steps of up to 16384 tokens, on all cores
     graphs.capture(sizes)                # decodes of these numbers of rows, and steps with prompts
-    step = graphs.decode(slots)          # padded up to the next size; None: too many
-    step = graphs.mix(plan)              # None: too many rows or tokens
+    started = graphs.start(step)         # of a StepInput; None where its shape was not captured
 
 The host takes as long to start the kernels of a small step as those of a large one, and longer than a GPU takes to run
 the small one. So steps with prompts are graphs up to a size.
@@ -19,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from atom.config import SAMPLING_KINDS
 from atom.kernels import compile_launches
-from atom.runtime.batch_shape import Layout
-from atom.runtime.model import KINDS, DeviceModel
+from atom.runtime.model import Model
 from atom.runtime.program import Hidden
-from atom.runtime.types import Plan
+from atom.runtime.step_input import BatchShape, StepInput
 
 PROMPT_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # in a step, beside decodes
 PROMPT_ROWS = 65  # likewise, one of padding included: logits of all are computed and sampled of
@@ -41,72 +41,63 @@ SHORT, LONG = 512, 4096  # tokens of a step: those between have no kernels of th
 
 
 @dataclass
-class Step:
+class Started:
     """The rows of a step that sample: their slots i32[R], logits [R, V], and the captured ways to sample of them."""
 
-    rows: Tensor
+    slots: Tensor
     logits: Tensor | None
     hidden: Hidden | None = None  # of a step with prompts
-    num_decodes: int = 0  # so many tokens lie before those of its prompts
     tails: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
 
 
 @dataclass
-class _Decodes:
+class _Captured:
     graph: torch.cuda.CUDAGraph
-    step: Step
-    slots: list[int] = field(default_factory=list)  # that its rows stand for now
-
-
-@dataclass
-class _Mixed:
-    graph: torch.cuda.CUDAGraph
-    packed: Tensor  # where the layout's numbers go
-    step: Step
+    packed: Tensor  # where the step's numbers go
+    started: Started
+    sent: bytearray | None = None  # what is there
 
 
 class Graphs:
-    def __init__(self, model: DeviceModel) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = model
-        self._decodes: dict[int, _Decodes | None] = {}  # by their number, smallest first; None: not captured yet
-        self._mixed: dict[Layout, _Mixed | None] = {}  # smallest first
+        self._decodes: dict[int, _Captured | None] = {}  # by their number, smallest first; None: not captured yet
+        self._mixed: dict[BatchShape, _Captured | None] = {}  # smallest first
         self._max_tokens = PROMPT_TOKENS[-1]  # of a step, as `compile` was told
         self._pool: Any = None
         self._stream: Any = None  # of all captures: memory of the pool is used again on one stream alone
 
     @property
-    def sizes(self) -> list[int]:
-        """The numbers of decodes for which there are graphs."""
-        return list(self._decodes)
+    def sizes(self) -> tuple[int, ...]:
+        """The numbers of decodes for which there are graphs, smallest first."""
+        return tuple(self._decodes)
+
+    @property
+    def shapes(self) -> tuple[BatchShape, ...]:
+        """Of the steps with prompts for which there are graphs, likewise."""
+        return tuple(self._mixed)
 
     def clear(self) -> None:
         self._decodes.clear()
         self._mixed.clear()
         self._pool = None
 
-    def decode(self, slots: list[int]) -> Step | None:
-        """Start the decodes of these slots; None where so many were not captured."""
-        size = next((size for size in self._decodes if size >= len(slots)), None)
-        if size is None:
-            return None
-        found = self._decodes[size] = self._decodes[size] or self._capture_decodes(size)
-        if found.slots != slots:
-            padding = [self._model.padding] * (len(found.step.rows) - len(slots))
-            found.step.rows.copy_(self._model.send(np.array(slots + padding, np.int32)))
-            found.slots = slots
+    def start(self, step: StepInput) -> Started | None:
+        """Start a step; None where its shape was not captured."""
+        shape, size = step.shape, step.shape.num_rows
+        if step.is_decode:
+            if size not in self._decodes:
+                return None
+            found = self._decodes[size] = self._decodes[size] or self._capture_decodes(size)
+        else:
+            if shape not in self._mixed:
+                return None
+            found = self._mixed[shape] = self._mixed[shape] or self._capture_mixed(shape)
+        if found.sent != step.packed:
+            found.packed.copy_(self._model.send(step.packed))
+            found.sent = step.packed
         found.graph.replay()
-        return found.step
-
-    def mix(self, plan: Plan) -> Step | None:
-        """Start a step with prompts; None where none of its size was captured."""
-        asked = Layout.of(plan)
-        layout = next((each for each in self._mixed if each.holds(asked)), None)
-        if layout is None:
-            return None
-        found = self._mixed[layout] = self._mixed[layout] or self._capture_mixed(layout)
-        found.packed.copy_(self._model.send(layout.pack(plan, self._model.padding)))
-        found.graph.replay()
-        return found.step
+        return found.started
 
     @torch.inference_mode()
     def compile(self, sizes: Sequence[int], max_tokens: int) -> None:
@@ -116,52 +107,52 @@ class Graphs:
         """
         self._max_tokens = max_tokens
         model = self._model
-        largest = max([*sizes, min(model.slots.num_slots, max_tokens)])
+        largest = max([*sizes, min(model.state.num_slots, max_tokens)])
         # kernels of decodes differ by the power of two that holds the rows
         powers = {1 << power for power in range(largest.bit_length())}
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, compile_launches("cuda", pool):
-            self._rehearse_mixed(Layout(min(max_tokens, LONG), 1, 1))  # what takes longest first: long prompts,
+            self._rehearse_mixed(BatchShape(min(max_tokens, LONG), 1, 1))  # what takes longest first: long prompts,
             self._sample_in_every_way()  # and sampling
-            for layout in self._layouts():
-                if not layout.num_decodes and layout.num_tokens <= SHORT:
-                    self._rehearse_mixed(layout)
+            for shape in self._find_shapes():
+                if not shape.num_decodes and shape.num_tokens <= SHORT:
+                    self._rehearse_mixed(shape)
             for size in sorted({*powers, largest}):
                 self._rehearse_decodes(size)
             place_of_padding = model.padding * model.tables.shape[2]
-            model.extend_tables([place_of_padding], [0])  # which is what stands there
+            model.extend_tables(bytearray(np.array([place_of_padding, 0], np.int32)))  # which is what stands there
         self._sample_in_every_way()  # launched: no kernel's first launch shall be a graph's
 
-    def _layouts(self) -> list[Layout]:
+    def _find_shapes(self) -> list[BatchShape]:
         """Of the steps with prompts that are captured, smallest first; there is none of more than can come."""
-        num_slots = self._model.slots.num_slots
+        num_slots = self._model.state.num_slots
         largest = max(FREE_TOKENS, int(MAX_FLOPS / self._model.flops_a_token))
-        layouts, fewer = [], -1  # decodes: more than those of the layouts before
+        shapes, fewer = [], -1  # decodes: more than those of the shapes before
         for num_decodes in (0, *_doubled(MIN_DECODES, num_slots)):
             num_left = num_slots - (fewer + 1)  # prompts beside so many decodes
             most = min(self._max_tokens - (fewer + 1), PROMPT_TOKENS[-1]) if num_left else 0
             for num_tokens in (*(num for num in PROMPT_TOKENS if num < most), most):
                 if 0 <= num_tokens <= largest - num_decodes:
                     num_rows = num_decodes + min(num_tokens + 1, num_left + 1, PROMPT_ROWS)
-                    layouts.append(Layout(num_decodes + num_tokens, num_rows, num_rows, num_decodes))
+                    shapes.append(BatchShape(num_decodes + num_tokens, num_rows, num_rows, num_decodes))
             fewer = num_decodes
-        return sorted(layouts, key=lambda each: (each.num_tokens, each.num_rows))
+        return sorted(shapes, key=lambda each: (each.num_tokens, each.num_rows))
 
     def _rehearse_decodes(self, size: int) -> None:
         self._model.decode(self._model.send(np.full(size, self._model.padding, np.int32)))
 
-    def _rehearse_mixed(self, layout: Layout) -> None:
-        self._model.mix(layout, self._model.send(layout.padding(self._model.padding)))
+    def _rehearse_mixed(self, shape: BatchShape) -> None:
+        self._model.mix(shape, self._model.send(shape.pad(self._model.padding)))
 
     def _sample_in_every_way(self) -> None:
         """For a row of padding: with penalties, with what the host says, and as graphs do."""
         model = self._model
-        rows = model.send(np.full(1, model.padding, np.int32))
-        logits = torch.zeros(1, model.slots.vocab, dtype=model.logits_dtype, device=model.device)
-        model.sample(rows, logits, KINDS[-1], penalties=True)
+        slots = model.send(np.full(1, model.padding, np.int32))
+        logits = torch.zeros(1, model.state.vocab, dtype=model.logits_dtype, device=model.device)
+        model.sample(slots, logits, SAMPLING_KINDS[-1], penalties=True)
         for penalties in (True, False):
-            model.sample(rows, logits.float(), KINDS[-1], penalties)
-        for kind in KINDS[::-1]:
-            model.sample(rows, logits, kind)
+            model.sample(slots, logits.float(), SAMPLING_KINDS[-1], penalties)
+        for kind in SAMPLING_KINDS[::-1]:
+            model.sample(slots, logits, kind)
         first, total = torch.zeros(1, dtype=torch.int64, device=model.device), torch.zeros(1, device=model.device)
         model.score_drawn(logits, first, first, total, torch.zeros_like(total), first.int())
 
@@ -176,36 +167,36 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._decodes = dict.fromkeys(sorted(sizes))
-        self._mixed = dict.fromkeys(self._layouts() if sizes else ())
+        self._mixed = dict.fromkeys(self._find_shapes() if sizes else ())
         # the smaller ones fit into the memory of the largest
         for size in list(self._decodes)[-1:] if is_lazy else list(self._decodes)[::-1]:
             self._decodes[size] = self._capture_decodes(size)
         largest = {max(self._mixed, key=of) for of in (_tokens_first, _rows_first)} if self._mixed else set()
-        for layout in list(self._mixed)[::-1]:
-            if layout in largest or not is_lazy:
-                self._mixed[layout] = self._capture_mixed(layout)
+        for shape in list(self._mixed)[::-1]:
+            if shape in largest or not is_lazy:
+                self._mixed[shape] = self._capture_mixed(shape)
 
     @torch.inference_mode()
-    def _capture_decodes(self, size: int) -> _Decodes:
+    def _capture_decodes(self, size: int) -> _Captured:
         model = self._model
         self._rehearse_decodes(size)  # what a first launch makes for good shall not be a graph's
-        rows = torch.full((size,), model.padding, dtype=torch.int32, device=model.device)
-        graph, logits = self._capture(lambda: model.decode(rows))
-        return _Decodes(graph, self._step(rows, logits))
+        slots = torch.full((size,), model.padding, dtype=torch.int32, device=model.device)
+        graph, logits = self._capture(lambda: model.decode(slots))
+        return _Captured(graph, slots, self._started(slots, logits))
 
     @torch.inference_mode()
-    def _capture_mixed(self, layout: Layout) -> _Mixed:
+    def _capture_mixed(self, shape: BatchShape) -> _Captured:
         model = self._model
-        self._rehearse_mixed(layout)
-        packed = torch.from_numpy(layout.padding(model.padding)).to(model.device)
-        graph, (hidden, logits) = self._capture(lambda: model.mix(layout, packed))
-        step = self._step(layout.samples(packed)[0], logits, tuple(map(unowned, hidden)), layout.num_decodes)
-        return _Mixed(graph, packed, step)
+        self._rehearse_mixed(shape)
+        packed = torch.frombuffer(shape.pad(model.padding), dtype=torch.int32).to(model.device)
+        graph, (hidden, logits) = self._capture(lambda: model.mix(shape, packed))
+        return _Captured(graph, packed, self._started(shape.split(packed)[3], logits, tuple(map(unowned, hidden))))
 
-    def _step(self, rows: Tensor, logits: Tensor, hidden: Hidden | None = None, num_decodes: int = 0) -> Step:
-        """The step of a graph that has just been captured."""
-        tails = {kind: self._capture(lambda kind=kind: self._model.sample(rows, logits, kind)) for kind in KINDS}  # type: ignore[misc]
-        return Step(rows, unowned(logits), hidden, num_decodes, tails)
+    def _started(self, slots: Tensor, logits: Tensor, hidden: Hidden | None = None) -> Started:
+        """What a graph that has just been captured starts."""
+        sample = self._model.sample
+        tails = {kind: self._capture(partial(sample, slots, logits, kind)) for kind in SAMPLING_KINDS}
+        return Started(slots, unowned(logits), hidden, tails)
 
     def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """The graph of what a function starts on the device, and its results there."""

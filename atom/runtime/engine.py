@@ -1,6 +1,6 @@
 """Requests in, text out: schedule, execute, commit, with the text and the callbacks of each sequence beside them.
 
-engine = Engine(runner, scheduler, tokenizer=tokenizer, stop_ids=frozenset({2}), seed=0, vocab_size=49152)
+engine = Engine(runner, scheduler, builder, tokenizer=tokenizer, stop_ids=frozenset({2}), seed=0, vocab_size=49152)
 request_id = engine.submit(engine.prepare([1, 2, 3], SamplingParams(max_tokens=8)))
 while engine.has_work:
     for sequence in engine.step():
@@ -29,7 +29,9 @@ from atom.runtime.metrics import EngineStats, Metrics
 from atom.runtime.output import Stream
 from atom.runtime.profiler import Profiler
 from atom.runtime.scheduler import Scheduler, finish_reason
-from atom.runtime.types import Executes, Matcher, Plan, Sequence, StreamCallback
+from atom.runtime.step_builder import StepBuilder
+from atom.runtime.step_input import Runner
+from atom.runtime.types import Matcher, Plan, Sequence, StreamCallback
 
 
 class Engine:
@@ -37,8 +39,9 @@ class Engine:
 
     def __init__(
         self,
-        runner: Executes,
+        runner: Runner,
         scheduler: Scheduler,
+        builder: StepBuilder,
         *,
         tokenizer: Tokenizer | None,
         stop_ids: frozenset[int],
@@ -48,6 +51,7 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
+        self.builder = builder
         self.tokenizer = tokenizer
         self.stop_ids = stop_ids
         self.vocab_size = vocab_size
@@ -234,7 +238,7 @@ class Engine:
         """The parts of a plan, running; those that failed are retracted."""
         self._failed = {}
         try:
-            parts = execute(self.runner, plan)
+            parts = execute(self.runner, self.builder, plan)
         except BaseException as error:
             self.scheduler.retract(plan)
             if isinstance(error, Exception):

@@ -13,16 +13,15 @@ from contextlib import contextmanager
 import torch
 
 from atom import weights
-from atom.config import Config, ServeConfig
+from atom.config import SAMPLING_KINDS, Config, ServeConfig
 from atom.errors import CapacityError, naming_a_lack_of_memory
 from atom.graph import Graph
-from atom.runtime.batch_shape import Layout
-from atom.runtime.device_runner import DeviceRunner
-from atom.runtime.model import KINDS, DeviceModel
+from atom.kernels.step import top_logprobs
+from atom.runtime.model import Model
 from atom.runtime.program import rows_of, score
 from atom.runtime.request_state import counts_bytes
-from atom.runtime.runner import HEAD_ROWS
-from atom.runtime.sampling import prompt_logprobs
+from atom.runtime.runner import HEAD_ROWS, Runner
+from atom.runtime.step_input import BatchShape
 
 NUM_TOP = 20  # log probabilities of a token, as many as OpenAI's API gives
 SPARE = 128 << 20  # bytes that the allocator may lose between its blocks, and that graphs take which come later
@@ -70,7 +69,7 @@ def no_memory_at_start(serve: ServeConfig) -> Iterator[None]:
         yield
 
 
-def measure_left(runner: DeviceRunner, largest: Sequence[int], serve: ServeConfig) -> int:
+def measure_left(runner: Runner, largest: Sequence[int], serve: ServeConfig) -> int:
     """Bytes for the KV pool: what is left of the share behind the largest step and the largest graphs."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -92,16 +91,16 @@ def measure_left(runner: DeviceRunner, largest: Sequence[int], serve: ServeConfi
 
 
 @torch.inference_mode()
-def take_largest_step(model: DeviceModel, num_tokens: int, num_rows: int) -> None:
+def take_largest_step(model: Model, num_tokens: int, num_rows: int) -> None:
     """Prompts, of padding alone, that take all memory that a step may take: it reports log probabilities of as many of
     their tokens as are scored at a time, and of all tokens drawn, and these have penalties, and the host has a say."""
-    layout = Layout(num_tokens, num_rows, num_rows)
-    packed = model.send(layout.padding(model.padding))
-    hidden, logits = model.mix(layout, packed)
+    shape = BatchShape(num_tokens, num_rows, num_rows)
+    packed = model.send(shape.pad(model.padding))
+    hidden, logits = model.mix(shape, packed)
     assert logits is not None, "all rows sample"
     scored = score(model.head, rows_of(hidden, slice(HEAD_ROWS)))
-    prompt_logprobs(scored, [0] * len(scored), NUM_TOP)
-    reports = model.top_logprobs(logits, torch.arange(num_rows, device=model.device), NUM_TOP)
+    top_logprobs(scored, torch.arange(len(scored), device=model.device), NUM_TOP)
+    reports = top_logprobs(logits, torch.arange(num_rows, device=model.device), NUM_TOP)
     shaped = logits.to(torch.float32, copy=True)
-    model.sample(layout.samples(packed)[0], shaped, KINDS[-1], penalties=True)
+    model.sample(shape.split(packed)[3], shaped, SAMPLING_KINDS[-1], penalties=True)
     del reports  # they are there while tokens are drawn

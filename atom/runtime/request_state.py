@@ -1,12 +1,14 @@
-"""What depends on sampled tokens, by slot on the device, so that the next step needs nothing of the host.
+"""Keep what depends on sampled tokens by slot on the device, so that the next step needs nothing of the host.
 
-slots = Slots(num_slots=256, vocab=151936, device="cuda")
-slots.admit([3, 7], [describe(params, seed, num_tokens) for ...])    # one copy to the device
-slots.set_counts(3, prompt, output)                                  # only where params have penalties
-kernels.triton.sampling.sample(logits, rows, slots, kind, out)       # writes tokens, lengths, counts and reported
+state = RequestState(num_slots=256, vocab=151936, device="cuda")
+state.admit(bytearray(pack_admission(3, num_tokens, params, seed)))  # one copy to the device
+state.set_counts(3, prompt, output)                                  # only where params have penalties
 """
 
 from __future__ import annotations
+
+import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +16,10 @@ import torch
 from torch import Tensor
 
 from atom.config import SamplingParams
-
-NUM_REPORTED = 8  # of a slot's tokens that the host can read: more than the steps that may be on their way
-NUM_PARAMS = 8  # numbers that describe how a slot is sampled, of 8 bytes each
+from atom.runtime.step_input import ADMISSION, NUM_REPORTED, pack_admission
 
 
-class Slots:
+class RequestState:
     """The state of `num_slots` sequences, and behind it that of one more slot for the rows that pad a batch, which
     stays as it is whatever is sampled there.
 
@@ -37,43 +37,44 @@ class Slots:
         self.lengths = torch.ones(num_slots + 1, dtype=torch.int32, device=device)
         reported = torch.zeros(num_slots + 1, NUM_REPORTED, dtype=torch.int64)
         self.reported = reported if self.device.type == "cpu" else reported.pin_memory()
-        greedy = torch.from_numpy(describe(SamplingParams(temperature=0), seed=0, num_tokens=1)[1:]).to(device)
-        self._params = greedy[:, None].repeat(1, num_slots + 1)  # one storage, so that one copy fills it
+        greedy = np.frombuffer(pack_admission(0, 1, SamplingParams(temperature=0), seed=0), np.int64)[2:]
+        self._params = torch.tensor(greedy).to(device)[:, None].repeat(1, num_slots + 1)  # one, so that a copy fills it
         self.seed, self.top_k = self._params[:2]
         self.temperature, self.top_p, self.min_p = self._params[2:5].view(torch.float64)
         self.repetition, self.frequency, self.presence = self._params[5:].view(torch.float64)
-        # large, and few requests need it; but the first that does shall not run out of memory
-        self.counts = torch.zeros(num_slots + 1, vocab, dtype=torch.int32, device=device)
+        # large, and few requests need it; but the first that does shall not run out of a GPU's memory
+        self.counts = zeros((num_slots + 1, vocab), torch.int32, self.device)
 
-    def admit(self, slots: list[int], rows: list[npt.NDArray[np.int64]]) -> None:
-        """Give these slots to sequences, as `describe` packs them, in one copy that the host does not wait for."""
-        packed = self._upload(np.vstack([np.array(slots, np.int64), np.stack(rows, axis=1)]))
-        index = packed[0]
-        self.lengths.index_copy_(0, index, packed[1].int())
-        self._params.index_copy_(1, index, packed[2:])
+    def admit(self, packed: bytearray) -> None:
+        """Give slots to sequences, as `pack_admission` describes each, in one copy that the host does not wait for."""
+        columns = send(packed, torch.int64, self.device).view(-1, ADMISSION.size // 8).T
+        index = columns[0]
+        self.lengths.index_copy_(0, index, columns[1].int())
+        self._params.index_copy_(1, index, columns[2:])
 
     def set_counts(self, slot: int, prompt: list[int], output: list[int]) -> None:
         """What the penalties of the sequence in this slot count."""
         counts = 2 * np.bincount(np.array(output, np.int64), minlength=self.vocab).astype(np.int32)
         counts[np.array(prompt, np.int64)] += 1
-        self.counts[slot].copy_(self._upload(counts))
+        self.counts[slot].copy_(send(counts, torch.int32, self.device))
 
-    def _upload(self, array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+def send(array: bytearray | npt.NDArray[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is in memory of the host on the device, in a copy that the host does not wait for; on a CPU itself."""
+    tensor = torch.frombuffer(array, dtype=dtype)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU the system gives its pages when they are first written. MemoryError where it has not so many."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    except ValueError as error:  # more than there are addresses
+        raise MemoryError(str(error)) from None
 
 
 def counts_bytes(num_slots: int, vocab: int) -> int:
-    """Of `Slots.counts`, by far the largest of them."""
+    """Of `RequestState.counts`, by far the largest of them."""
     return (num_slots + 1) * vocab * torch.int32.itemsize
-
-
-def describe(params: SamplingParams, seed: int, num_tokens: int) -> npt.NDArray[np.int64]:
-    """What `Slots.admit` takes for a sequence that has `num_tokens` tokens when the next one is sampled.
-
-    i64[1 + NUM_PARAMS]; floats as the bits of a float64, a seed as it is modulo 2^64.
-    """
-    p = params
-    floats = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
-    bits = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF], np.uint64).view(np.int64)
-    return np.concatenate([[num_tokens], bits, [min(p.top_k, 1 << 31)], np.array(floats, np.float64).view(np.int64)])

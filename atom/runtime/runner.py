@@ -1,33 +1,41 @@
-"""The verb `execute`: one rank's weights, caches and programs, and what a plan makes of them.
+"""The verb `execute`: a step is started on a device, and waited for when it is committed.
 
-runner = Runner(graph, weights, num_blocks={"full": 1024}, block_size=16)
-sampled = runner.execute(plan)
+    runner = Runner(graph, weights, {"full": 1024}, 16, device="cuda", max_num_seqs=256, max_model_len=4096)
+    runner.graphs.capture([1, 2, 4, 8])     # on a GPU: pure decodes of these numbers of rows are one CUDA graph each
+    pending = runner.execute(step)          # a StepInput
+    sampled = pending.wait()
+
+The host runs ahead of a GPU. On a CPU the step has taken place when `execute` returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from atom.errors import CapacityError, is_out_of_memory
-from atom.graph import KV, TORCH_DTYPES, Graph, Recipe
+from atom.config import SAMPLING_KINDS
+from atom.errors import CapacityError, EngineDeadError, is_out_of_memory
+from atom.graph import Graph, Recipe
+from atom.kernels.step import top_logprobs
 from atom.pieces import PieceCode
-from atom.runtime.batch import build_inputs
-from atom.runtime.program import Executable, Hidden, rows_of, score
-from atom.runtime.sampling import prompt_logprobs, sample
-from atom.runtime.types import Logprobs, Plan, Row, Sampled
+from atom.runtime.cuda_graphs import Graphs, Started
+from atom.runtime.model import Model
+from atom.runtime.program import Hidden, rows_of, score
+from atom.runtime.step_input import NUM_REPORTED, BatchShape, Capacity, Scored, Shaping, StepInput
+from atom.runtime.types import Logprobs, Sampled
 
-HEAD_ROWS = 256  # logits that prompt_logprobs makes at a time
+RUN_AHEAD = 2  # steps behind the one that is waited for: the host may take two of a GPU's steps for one of its own
+HEAD_ROWS = 256  # logits of a prompt that are made at a time
 
 
 class Runner:
-    run_ahead = 0
-
     def __init__(
         self,
         graph: Graph,
@@ -35,79 +43,211 @@ class Runner:
         num_blocks: Mapping[str, int],
         block_size: int,
         code: Mapping[str, PieceCode] = MappingProxyType({}),
+        *,
+        device: str,
+        max_num_seqs: int,
+        max_model_len: int,
+        run_ahead: int | None = None,
+        backend: str | None = None,
     ) -> None:
-        """num_blocks by cache kind; code by the text of a piece"""
-        self.block_size = block_size
-        self.caches = {cache: _allocate(cache, num_blocks[cache.kind], block_size) for cache in graph.caches()}
-        self.body = Executable(graph.programs["body"], weights, self.caches, code)
-        self.head = Executable(graph.programs["head"], weights, self.caches, code)
+        """num_blocks by cache kind; code by the text of a piece; run_ahead and backend: other than the device's own"""
+        limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
+        self.model = Model(graph, weights, num_blocks, block_size, code, device=device, backend=backend, **limits)
+        self.run_ahead = (0 if self.model.is_cpu else RUN_AHEAD) if run_ahead is None else run_ahead
+        assert self.run_ahead < NUM_REPORTED, f"the host can read {NUM_REPORTED} tokens of a slot"
+        self.graphs = Graphs(self.model)
+        self._dead: EngineDeadError | None = None  # why no step can be started any more
 
-    def execute(self, plan: Plan) -> Sampled:
-        """Run the plan's tokens through the model and sample a token for each row that is to have one.
+    @property
+    def capacity(self) -> Capacity:
+        model, graphs = self.model, self.graphs
+        return Capacity(
+            tuple(model.kinds), model.padding, model.tables.shape[2], model.state.vocab, graphs.sizes, graphs.shapes
+        )
 
-        Nothing but KV of the plan's own tokens is written, so that a plan that raised can be executed again, or in
-        parts. CapacityError where memory does not suffice.
+    def bind(self, num_blocks: Mapping[str, int]) -> None:
+        """Take another KV pool, empty; what was captured is forgotten."""
+        self.graphs.clear()
+        self.model.bind(num_blocks)
+
+    def execute(self, step: StepInput) -> Pending:
+        """Start a step. CapacityError where memory does not suffice: it can then be started again.
+
+        What is written before tokens are drawn is written again by another try: the KV of the step's tokens, and what
+        slots keep of sequences that are new to them. EngineDeadError, this time and from then on, where it fails behind
+        that and steps run ahead: the host does not know what the slots had, so it cannot be drawn again.
         """
+        if self._dead is not None:
+            raise self._dead
         try:
-            return self._execute(plan)
+            with torch.inference_mode():
+                return self._execute(step)
         except (MemoryError, RuntimeError) as error:
             if is_raised_by(error, "KeyboardInterrupt"):
                 raise KeyboardInterrupt from None
             if not is_out_of_memory(error):
                 raise
-            raise out_of_memory(plan, "serve.kv_cache_memory") from error
+            knob = "kv_cache_memory" if self.model.is_cpu else "gpu_memory_utilization"
+            raise out_of_memory(step.shape, f"serve.{knob}") from error
 
-    @torch.inference_mode()
-    def _execute(self, plan: Plan) -> Sampled:
-        hidden = self.body(build_inputs(plan, self.body.inputs, self.block_size))
-        ends = np.cumsum([row.num_tokens for row in plan.rows])
-        sampling = [(row.sequence, end - 1) for row, end in zip(plan.rows, ends.tolist(), strict=True) if row.samples]
-        scored = {
-            row.sequence.id: score_prompt(self.head, row, rows_of(hidden, slice(end - row.num_tokens, end)))
-            for row, end in zip(plan.rows, ends.tolist(), strict=True)
-            if row.sequence.params.prompt_logprobs is not None and row.start < len(row.sequence.prompt)
+    def _execute(self, step: StepInput) -> Pending:
+        model = self.model
+        if step.admissions:
+            model.state.admit(step.admissions)
+            for each in step.counted:
+                model.state.set_counts(each.slot, each.prompt, each.output)
+        if step.table_entries:
+            model.extend_tables(step.table_entries)
+        started = self.graphs.start(step) or self._start(step)
+        scored = [(each, self._score_prompt(started.hidden, each)) for each in step.scored if started.hidden]
+        if not step.reported:
+            return Pending(step, self._reported, scored, None, self._record())
+        return self._sample(step, started, scored)
+
+    def _start(self, step: StepInput) -> Started:
+        packed = self.model.send(step.packed)
+        if step.is_decode:
+            return Started(packed, self.model.decode(packed))
+        hidden, logits = self.model.mix(step.shape, packed)
+        return Started(step.shape.split(packed)[3], logits, hidden)
+
+    def _score_prompt(self, hidden: Hidden, asked: Scored) -> list[_Report]:
+        """Log probabilities of a prompt's tokens. hidden: of all tokens of the step"""
+        reports = []
+        for start in range(0, len(asked.targets), HEAD_ROWS):
+            targets = self.model.send(np.array(asked.targets[start : start + HEAD_ROWS]), torch.int64)
+            first = asked.first + start
+            logits = score(self.model.head, rows_of(hidden, slice(first, first + len(targets))))
+            report = self._report(logits, list(range(len(targets))), asked.num_top)
+            chosen = torch.empty_like(report.totals)
+            ranks = torch.empty_like(chosen, dtype=torch.int32)
+            self.model.score_drawn(logits, report.rows, targets, report.totals, chosen, ranks)
+            reports.append(report._replace(chosen=self._fetch(chosen), ranks=self._fetch(ranks)))
+        return reports
+
+    def _sample(self, step: StepInput, started: Started, scored: list[tuple[Scored, list[_Report]]]) -> Pending:
+        """Draw, behind all that allocates: what has been drawn cannot be drawn again."""
+        logits, report, shaping = started.logits, None, step.shaping
+        assert logits is not None, "there are rows that sample"
+        if step.logprobs:
+            report = self._report(logits, [row for row, _ in step.logprobs], max(num for _, num in step.logprobs))
+        is_plain = shaping is None and not step.has_penalties
+        if is_plain and step.sampling in started.tails:
+            graph, out = started.tails[step.sampling]
+            graph.replay()
+        else:
+            shaped = logits if shaping is None else shape_logits(logits[: len(step.reported)], shaping, self.model.send)
+            # of what is not plain, a start compiles only the last kind
+            kind = step.sampling if is_plain else SAMPLING_KINDS[-1]
+            out = self.model.sample(started.slots[: len(shaped)], shaped, kind, step.has_penalties)
+        try:
+            if report is not None:
+                self.model.score_drawn(logits, report.rows, out, report.totals, report.chosen, report.ranks)
+            return Pending(step, self._reported, scored, report, self._record())
+        except Exception as error:
+            if not self.run_ahead:
+                raise
+            self._dead = EngineDeadError(f"the GPU failed behind a step's draw: {type(error).__name__}")
+            raise self._dead from error
+
+    def _report(self, logits: Tensor, rows: list[int], num_top: int) -> _Report:
+        """Log probabilities of some rows, but for what follows from the tokens drawn."""
+        told = self.model.send(np.array(rows), torch.int64)
+        totals, ids, top = top_logprobs(logits, told, num_top)
+        chosen, ranks = self._on_host(totals), self._on_host(totals, torch.int32)
+        return _Report(told, totals, chosen, ranks, self._fetch(ids), self._fetch(top))
+
+    def _on_host(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory of the host that the device writes to: what is in it counts once the step's event has taken place."""
+        return torch.empty(like.shape, dtype=dtype or like.dtype, pin_memory=not self.model.is_cpu)
+
+    def _fetch(self, tensor: Tensor) -> Tensor:
+        return self._on_host(tensor).copy_(tensor, non_blocking=True)
+
+    @property
+    def _reported(self) -> npt.NDArray[np.int64]:
+        return self.model.state.reported.numpy().reshape(-1)
+
+    def _record(self) -> torch.cuda.Event | None:
+        if self.model.is_cpu:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+
+@dataclass
+class Pending:
+    """A step that runs, or has run."""
+
+    step: StepInput
+    reported: npt.NDArray[np.int64]  # of all slots, in a row
+    scored: list[tuple[Scored, list[_Report]]]
+    report: _Report | None  # of the rows that `step.logprobs` names
+    event: torch.cuda.Event | None
+
+    def wait(self) -> Sampled:
+        """What it gave, once the device is done with it."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens: list[int] = self.reported[self.step.reported].tolist() if self.step.reported else []
+        logprobs: list[Logprobs | None] = [None] * len(tokens)
+        if self.report is not None:
+            rows, nums = zip(*self.step.logprobs, strict=True)
+            for row, found in zip(rows, self.report.read([tokens[row] for row in rows], nums), strict=True):
+                logprobs[row] = found
+        prompts = {
+            asked.row: [
+                found
+                for start, report in zip(range(0, len(asked.targets), HEAD_ROWS), reports, strict=True)
+                for found in report.read(asked.targets[start : start + HEAD_ROWS], [asked.num_top] * HEAD_ROWS)
+            ]
+            for asked, reports in self.scored
         }
-        if not sampling:
-            return Sampled([], [], scored)
-        rows = torch.tensor([last for _, last in sampling])
-        logits = score(self.head, rows_of(hidden, rows))
-        return Sampled(*sample(logits, [sequence for sequence, _ in sampling]), scored)
+        return Sampled(tokens, logprobs, prompts)
 
 
-def score_prompt(head: Executable, row: Row, hidden: Hidden) -> list[Logprobs]:
-    """Log probabilities of the prompt's tokens that follow this row's positions; hidden: of these."""
-    sequence = row.sequence
-    targets = sequence.prompt[row.start + 1 : row.start + 1 + row.num_tokens]
-    scored: list[Logprobs] = []
-    for start in range(0, len(targets), HEAD_ROWS):
-        part = targets[start : start + HEAD_ROWS]
-        logits = score(head, rows_of(hidden, slice(start, start + len(part))))
-        scored += prompt_logprobs(logits, part, sequence.params.prompt_logprobs or 0)
-    return scored
+class _Report(NamedTuple):
+    """Log probabilities of A rows of logits."""
+
+    rows: Tensor  # i64[A]
+    totals: Tensor  # fp32[A]
+    chosen: Tensor  # fp32[A], of the tokens drawn; from here on in memory of the host
+    ranks: Tensor  # i32[A], of these
+    ids: Tensor  # i32[A, num_top], the most likely
+    top: Tensor  # fp32[A, num_top], of these
+
+    def read(self, tokens: list[int], nums: Any) -> list[Logprobs]:
+        """Of each row: the token that was drawn, and as many of the most likely as are wanted"""
+        columns = zip(tokens, nums, *(each.tolist() for each in self[2:]), strict=False)
+        return [
+            Logprobs(token, chosen, rank, list(zip(ids, values, strict=True))[:num])
+            for token, num, chosen, rank, ids, values in columns
+        ]
 
 
-def out_of_memory(plan: Plan, knob: str) -> CapacityError:
+def shape_logits(logits: Tensor, shaping: Shaping, send: Callable[[Any, torch.dtype], Tensor]) -> Tensor:
+    """A copy of logits [R, V], in fp32, with what the host says of some rows."""
+    logits = logits.to(torch.float32, copy=True)
+    banned = [(row, token, -np.inf) for row, token in shaping.banned]
+    for entries, accumulate in ((shaping.added, True), (banned, False)):
+        if entries:
+            rows, tokens, values = zip(*entries, strict=True)
+            index = send(np.array(rows), torch.int64), send(np.array(tokens), torch.int64)
+            logits.index_put_(index, send(np.array(values, np.float32), torch.float32), accumulate=accumulate)
+    for row, allowed in shaping.allowed:
+        logits[row].masked_fill_(send(bytearray(allowed), torch.bool).logical_not_(), -torch.inf)
+    return logits
+
+
+def out_of_memory(shape: BatchShape, knob: str) -> CapacityError:
     """What to say of a step that ran out of memory; knob: of the memory that the KV cache has taken."""
     return CapacityError(
-        f"a step of {plan.num_tokens} tokens of {len(plan.rows)} sequences ran out of memory: "
-        f"lower serve.max_num_batched_tokens (to {max(plan.num_tokens // 2, 1)}), serve.max_num_seqs or {knob}"
+        f"a step of {shape.num_tokens} tokens of {shape.num_rows} sequences ran out of memory: "
+        f"lower serve.max_num_batched_tokens (to {max(shape.num_tokens // 2, 1)}), serve.max_num_seqs or {knob}"
     )
 
 
 def is_raised_by(error: Exception, name: str) -> bool:
     """Whether a kernel in Python raised that: a compiled piece makes a RuntimeError of it that begins with its name."""
     return str(error).startswith(f"{name}: ")
-
-
-def _allocate(cache: KV, num_blocks: int, block_size: int) -> Tensor:
-    """Zeros [num_blocks, block_size, *entry], whose pages the system gives when they are first written."""
-    nbytes = num_blocks * block_size * cache.type.num_bytes
-    shape = (num_blocks, block_size, *(int(dim) for dim in cache.type.shape))
-    try:
-        zeros = np.zeros(nbytes, np.uint8)
-    except (MemoryError, ValueError):
-        raise CapacityError(
-            f"the KV cache of {cache.name} takes {nbytes} bytes, more than the system has: "
-            "lower serve.kv_cache_memory, or serve.num_kvcache_blocks where it is set"
-        ) from None
-    return torch.from_numpy(zeros).view(TORCH_DTYPES[cache.type.dtype]).view(shape)

@@ -23,7 +23,7 @@ from operator import attrgetter
 
 from atom.errors import RequestError
 from atom.runtime.kv_cache import KVCache
-from atom.runtime.types import Plan, Row, Sampled, Sequence
+from atom.runtime.types import Plan, Sampled, ScheduledRequest, Sequence
 
 
 @dataclass
@@ -161,8 +161,8 @@ class Scheduler:
                 planned[sequence] = num_tokens
                 budget -= num_tokens
         self._admit(planned, budget)
-        decode_rows: list[Row] = []
-        other_rows: list[Row] = []
+        decode_rows: list[ScheduledRequest] = []
+        other_rows: list[ScheduledRequest] = []
         for sequence, num_tokens in planned.items():
             row = self._plan(sequence, num_tokens)
             (decode_rows if row.samples and num_tokens == 1 else other_rows).append(row)
@@ -179,7 +179,7 @@ class Scheduler:
             self._refused = None
         ended = []
         answers = iter(zip(sampled.tokens, sampled.logprobs, strict=True))
-        for row in plan.rows:
+        for place, row in enumerate(plan.rows):
             sequence = row.sequence
             self._land(row)
             answer = next(answers) if row.samples else None
@@ -189,9 +189,9 @@ class Scheduler:
                 continue
             sequence.num_computed = row.start + row.num_tokens
             self.cache.commit(sequence)
-            if sequence.id in sampled.prompt_logprobs:
+            if place in sampled.prompt_logprobs:
                 known = sequence.prompt_logprobs or [None]
-                sequence.prompt_logprobs = known[: row.start + 1] + list(sampled.prompt_logprobs[sequence.id])
+                sequence.prompt_logprobs = [*known[: row.start + 1], *sampled.prompt_logprobs[place]]
             if answer is None:
                 self.stats.num_chunks += 1
             else:
@@ -255,7 +255,6 @@ class Scheduler:
             sequence.num_computed = sequence.num_planned = 0
             return 0
         sequence.slot = self._slots.pop()
-        sequence.num_given = sequence.num_tokens
         if sequence.admitted_at is None:
             sequence.admitted_at = time.perf_counter()
             sequence.num_cached = num_cached
@@ -290,7 +289,7 @@ class Scheduler:
         self._leaving.add(last)
         return planned.pop(last, 0)
 
-    def _plan(self, sequence: Sequence, num_tokens: int) -> Row:
+    def _plan(self, sequence: Sequence, num_tokens: int) -> ScheduledRequest:
         """The sequence's row of the step that is being planned."""
         start = sequence.num_planned
         samples = start + num_tokens == sequence.num_tokens + sequence.num_pending
@@ -298,9 +297,9 @@ class Scheduler:
         self._in_flight[sequence] += 1
         sequence.num_planned += num_tokens
         sequence.num_pending += samples
-        return Row(sequence, start, num_tokens, samples)
+        return ScheduledRequest(sequence, start, num_tokens, samples)
 
-    def _land(self, row: Row) -> None:
+    def _land(self, row: ScheduledRequest) -> None:
         """A plan of the sequence is no longer pending."""
         sequence = row.sequence
         sequence.num_pending -= row.samples

@@ -29,8 +29,8 @@ from atom.config import SamplingParams
 from atom.errors import CapacityError, is_out_of_memory
 from atom.graph import Graph
 from atom.kernels import Tuner, tuned
-from atom.runtime.model import DeviceModel
-from atom.runtime.request_state import describe
+from atom.runtime.model import Model
+from atom.runtime.step_input import pack_admission
 
 CONTEXT = 300  # tokens of each row, the newest included
 SECONDS = 0.01  # that replays of a step take at least, to be one timing
@@ -38,7 +38,7 @@ Tell = Callable[[str], object]  # takes a line for the user
 Capture = Callable[[Callable[[], object]], Callable[[], float]]  # of what a function starts: times it, in seconds
 
 
-def use_measured(model: DeviceModel, tuner: Tuner, cache: Path, tell: Tell) -> None:
+def use_measured(model: Model, tuner: Tuner, cache: Path, tell: Tell) -> None:
     """Have a model run with what was measured on this machine, where something was."""
     if tuned.read_own(tuner.gpu, cache, tell):
         model.use(tuner.kernels(tuner.known(tuned.read(tuner.gpu, cache)[tuner.table])))
@@ -46,7 +46,7 @@ def use_measured(model: DeviceModel, tuner: Tuner, cache: Path, tell: Tell) -> N
 
 @torch.inference_mode()
 def tune(
-    model: DeviceModel, tuner: Tuner, graph: Graph, cache: Path, max_rows: int, progress: Progress, tell: Tell,
+    model: Model, tuner: Tuner, graph: Graph, cache: Path, max_rows: int, progress: Progress, tell: Tell,
     capture: Capture | None = None,
 ) -> None:  # fmt: skip
     """Measure what nobody has measured for this GPU, keep it and use it.
@@ -85,7 +85,7 @@ def tune(
 
 @dataclass
 class _Tuning:
-    model: DeviceModel
+    model: Model
     tuner: Tuner
     trial: Any
     cache: Path
@@ -180,7 +180,7 @@ def compile_options(
     return Fitting(right, [option for option in fitting if option not in right])
 
 
-def _pool(model: DeviceModel, num_rows: int) -> dict[str, int]:
+def _pool(model: Model, num_rows: int) -> dict[str, int]:
     """Blocks by cache kind that hold the context of so many rows, or half of the memory that is free."""
     num_blocks = 1 + num_rows * -(-_length(model) // model.block_size)
     if model.device.type == "cuda":
@@ -189,16 +189,17 @@ def _pool(model: DeviceModel, num_rows: int) -> dict[str, int]:
     return dict.fromkeys(model.kinds, num_blocks)
 
 
-def _length(model: DeviceModel) -> int:
+def _length(model: Model) -> int:
     return min(CONTEXT, model.tables.shape[2] * model.block_size)
 
 
-def _admit(model: DeviceModel, num_rows: int) -> Tensor:
+def _admit(model: Model, num_rows: int) -> Tensor:
     """Slots from 0 on that stand behind a context: their numbers, i32[num_rows]."""
     length, device = _length(model), model.device
-    model.slots.admit(list(range(num_rows)), [describe(SamplingParams(temperature=0), 0, length)] * num_rows)
+    greedy = SamplingParams(temperature=0)
+    model.state.admit(bytearray(b"".join(pack_admission(slot, length, greedy, 0) for slot in range(num_rows))))
     rows = torch.arange(num_rows, dtype=torch.int32, device=device)
-    model.slots.tokens[:num_rows] = rows.long() * 7919 % model.slots.vocab  # other experts for each
+    model.state.tokens[:num_rows] = rows.long() * 7919 % model.state.vocab  # other experts for each
     width, per_row = model.tables.shape[2], -(-length // model.block_size)
     entries = rows[:, None] * per_row + torch.arange(width, dtype=torch.int32, device=device) % per_row
     by_kind = {kv.kind: len(cache) for kv, cache in model.caches.items()}
@@ -209,10 +210,10 @@ def _admit(model: DeviceModel, num_rows: int) -> Tensor:
     return rows
 
 
-def _clear(model: DeviceModel) -> None:
+def _clear(model: Model) -> None:
     """Slots and tables as at a start."""
-    model.slots.lengths.fill_(1)
-    model.slots.tokens.zero_()
+    model.state.lengths.fill_(1)
+    model.state.tokens.zero_()
     model.tables.zero_()
 
 

@@ -1,9 +1,9 @@
 """The nouns that the runtime's layers hand each other; no torch.
 
 sequence = Sequence("req-0", prompt=[1, 2, 3], params=SamplingParams(max_tokens=8))
-plan = scheduler.schedule()              # which rows run, and how many tokens of each
-sampled = runner.execute(plan)           # on the device
-ended = scheduler.commit(plan, sampled, finish)
+plan = scheduler.schedule()                     # which rows run, and how many tokens of each
+pending = runner.execute(builder.build(plan))   # on the device
+ended = scheduler.commit(plan, pending.wait(), finish)
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Matcher(Protocol):
         """Takes the next token of the answer; whether it is complete."""
 
 
-@dataclass(eq=False)  # equal only to itself
-class Sequence:
-    """One prompt and its answer so far. The scheduler owns its progress, the KV cache its blocks."""
+@dataclass(eq=False)
+class Request:
+    """What one sequence was asked: nothing changes it."""
 
     id: str  # unique in the engine
     prompt: list[int]
@@ -69,23 +69,38 @@ class Sequence:
     matcher: Matcher | None = None  # None: the answer may be anything
     arrival: float = field(default_factory=time.perf_counter)  # seconds
 
-    output: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
+
+@dataclass(eq=False)
+class Progress:
+    """How far it is: the scheduler's, its blocks the KV cache's."""
+
     num_computed: int = 0  # tokens whose KV is in the cache
     num_planned: int = 0  # these and those of steps that are not committed: where the next step begins
     num_pending: int = 0  # tokens that those steps sample, which the device has and the host has not
-    num_given: int = 0  # tokens known at its admission: the host gives them to the device, which has the later ones
     slot: int = -1  # its place in the device's state, while it is admitted
     num_cached: int = 0  # prompt tokens that the prefix cache gave at the first admission
     blocks: dict[str, list[int]] = field(default_factory=dict)  # cache kind -> block numbers, in order; 0 is no block
+    admitted_at: float | None = None  # first
+
+
+@dataclass(eq=False)
+class Answer:
+    """What it has got: tokens from the scheduler's commit, the rest from the engine."""
+
+    output: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | abort | error
     stop_string: str | None = None  # the one that was met
     error: str | None = None  # what went wrong, where that is the reason
     text: str | None = None  # the answer, once finished; None without a tokenizer
-    admitted_at: float | None = None  # first
     first_token_at: float | None = None
     finished_at: float | None = None
+
+
+@dataclass(eq=False)  # equal only to itself
+class Sequence(Answer, Progress, Request):
+    """One prompt and its answer so far, fields grouped by who writes them."""
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +117,7 @@ class Sequence:
         return self.prompt[start:stop] + self.output[max(start - num_prompt, 0) : max(stop - num_prompt, 0)]
 
 
-class Row(NamedTuple):
+class ScheduledRequest(NamedTuple):
     """A sequence's share of a step: positions start to start + num_tokens."""
 
     sequence: Sequence
@@ -115,7 +130,7 @@ class Row(NamedTuple):
 class Plan:
     """A step. Rows of one token that sample come first (decodes), then the others (prefill chunks)."""
 
-    rows: list[Row]
+    rows: list[ScheduledRequest]
     num_decodes: int
 
     @property
@@ -129,27 +144,7 @@ class Sampled:
 
     tokens: list[int]
     logprobs: list[Logprobs | None]
-    prompt_logprobs: dict[str, list[Logprobs]] = field(default_factory=dict)  # sequence id -> for positions start + 1 …
-
-    def wait(self) -> Sampled:
-        """Itself: it is there."""
-        return self
-
-
-class Executed(Protocol):
-    """A step that runs, or has run."""
-
-    def wait(self) -> Sampled:
-        """What it gave, once it is there."""
-
-
-class Executes(Protocol):
-    """A runner: the verb `execute`."""
-
-    run_ahead: int  # steps that may be planned behind one that is not committed
-
-    def execute(self, plan: Plan) -> Executed:
-        """Start a step. What it raises has not taken place."""
+    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # plan's row -> for positions start + 1 …
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,13 @@ SOURCES = {  # of which part a file is -> how a reason calls that
     "pieces": "sources of the pieces",
     "compiler": "sources of the compiler",
 }
-NO_INGREDIENTS = ("frontend", "runtime", "serve", "llm.py")  # a model's text is one itself, whoever wrote it
+NO_INGREDIENTS = (
+    "frontend",
+    "runtime",
+    "serve",
+    "llm.py",
+    "build.py",
+)  # a model's text is one itself, whoever wrote it
 OVERRIDES = {  # of a checkpoint in fp32 -> what the reason calls them
     "dtype=bf16": "dtype",
     "dtype=fp16": "dtype",

@@ -16,7 +16,7 @@ from triton import knobs
 
 from atom import LLMEngine, SamplingParams
 from atom.runtime import memory
-from atom.runtime.device_runner import DeviceRunner
+from atom.runtime.runner import Runner
 
 pytestmark = ON_GPU
 
@@ -47,10 +47,10 @@ def large_vocab(checkpoints: Any, tmp_path: Path) -> dict[str, Any]:
 def open_large(large_vocab: dict[str, Any], gpu_cache: Path) -> Any:
     opened: list[LLMEngine] = []
 
-    def open(**fields: Any) -> tuple[LLMEngine, DeviceRunner]:
+    def open(**fields: Any) -> tuple[LLMEngine, Runner]:
         opened.append(LLMEngine(**{**large_vocab, "cache": str(gpu_cache), **fields}))
         runner = opened[-1]._engine.runner
-        assert isinstance(runner, DeviceRunner)
+        assert isinstance(runner, Runner)
         return opened[-1], runner
 
     yield open

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from gpu.steps import GREEDY, ON_GPU, logits_of, set_depth
+from gpu.steps import GREEDY, ON_GPU, set_depth
 from law import assert_same_logits, relative_error
+from probe import logits_of
 
 from atom import LLMEngine, SamplingParams
 
@@ -34,7 +35,7 @@ def test_float32_is_float32_here():
 def test_logits_at_every_position_and_64_greedy_tokens(name: str, level: int, open_engine: Open, references: Any):
     engine, model = open_engine(name, level=level, max_num_batched_tokens=64), references(name)
     tokens = tiny.prompt(100)
-    assert_same_logits(logits_of(engine._engine, tokens), tiny.logits(model, tokens))
+    assert_same_logits(logits_of(engine, tokens), tiny.logits(model, tokens))
     assert engine.metrics.scheduler.num_chunks > 0
     assert_greedy(engine, [tiny.prompt(40, seed=1)], model)
     assert engine.metrics.scheduler.num_ahead > 0
@@ -123,6 +124,6 @@ def test_bf16_is_as_near_to_float32_as_that_of_transformers(
     for seed in range(20):
         tokens = tiny.prompt(24, seed=seed)
         exact = tiny.logits(references(name), tokens)
-        ours += relative_error(logits_of(engine._engine, tokens), exact) / 20
+        ours += relative_error(logits_of(engine, tokens), exact) / 20
         theirs += relative_error(tiny.logits(half, tokens), exact) / 20
     assert ours <= 1.25 * theirs

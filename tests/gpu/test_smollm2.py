@@ -10,8 +10,9 @@ import pytest
 import test_smollm2 as on_cpu
 import tiny
 import torch
-from gpu.steps import FIELDS, ON_GPU, logits_of
+from gpu.steps import FIELDS, ON_GPU
 from law import assert_same_logits, relative_error
+from probe import logits_of
 
 from atom import LLMEngine, SamplingParams
 from atom.checkpoint import SILENT
@@ -56,7 +57,7 @@ def engine(embedded_gguf: Path, request: pytest.FixtureRequest) -> Iterator[LLME
 def test_logits_at_every_position(engine: LLMEngine, reference: torch.nn.Module):
     for prompt in on_cpu.PROMPTS:
         tokens = engine._engine.tokenize(prompt)
-        assert_same_logits(logits_of(engine._engine, tokens), tiny.logits(reference, tokens))
+        assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
 
 
 def test_64_greedy_tokens_of_10_chats_together(engine: LLMEngine, reference: torch.nn.Module):
@@ -76,9 +77,7 @@ def test_bf16_is_as_near_to_float32_as_that_of_transformers(reference: torch.nn.
     engine = LLMEngine(**{**FIELDS, "dtype": "bf16", "level": 3, "max_model_len": 1024})
     prompts = [engine._engine.tokenize(text) for text in on_cpu.PROMPTS + on_cpu.MORE_PROMPTS]
     exact = [tiny.logits(reference, tokens) for tokens in prompts]
-    ours = [
-        relative_error(logits_of(engine._engine, each), logits) for each, logits in zip(prompts, exact, strict=True)
-    ]
+    ours = [relative_error(logits_of(engine, each), logits) for each, logits in zip(prompts, exact, strict=True)]
     engine.close()
     half = copy.deepcopy(reference).to(torch.bfloat16)
     theirs = [relative_error(tiny.logits(half, each), logits) for each, logits in zip(prompts, exact, strict=True)]

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import tiny
 import torch
-from gpu.steps import FIELDS, GREEDY, ON_GPU, logits_of
+from gpu.steps import FIELDS, GREEDY, ON_GPU
 from law import relative_error
+from probe import logits_of
 
 from atom import LLMEngine
 from atom.cache import Cache
@@ -47,7 +48,7 @@ def test_a_second_start_knows_all_and_neither_changes_what_the_model_gives(
         for prompts in (PROMPTS[:1], PROMPTS):
             generated = [answer["token_ids"] for answer in engine.generate(prompts, GREEDY)]
             answers += zip(prompts, generated, strict=True)
-        logits = torch.cat([logits_of(engine._engine, prompt) for prompt in SHORT])
+        logits = torch.cat([logits_of(engine, prompt) for prompt in SHORT])
         engine.close()
         return Start(answers, logits, is_tuned, capfd.readouterr().err)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from atom.build import open_engine
 from atom.checkpoint import SilentProgress
 from atom.cli import main
 from atom.config import load
@@ -19,8 +20,7 @@ from atom.errors import ConfigError
 from atom.jobs import bench, workload
 from atom.jobs.workload import Request, open_workload, parse_range
 from atom.kernels.inductor.piece_compiler import InductorCompiler
-from atom.llm import open_engine
-from atom.runtime.runner import Runner
+from atom.runtime.step_builder import StepBuilder
 
 pytestmark = pytest.mark.usefixtures("quick_limits")
 
@@ -204,14 +204,14 @@ def test_the_table_says_what_the_object_says(run: Any, checkpoints: Any):
 def test_a_request_that_fails_is_counted_told_and_an_exit_code(
     run: Any, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    execute = Runner._execute
+    build = StepBuilder.build
 
-    def fail(self: Runner, plan: Any) -> Any:
+    def fail(self: StepBuilder, plan: Any) -> Any:
         if any(len(row.sequence.prompt) == 4 for row in plan.rows):
             raise ValueError("four is too few")
-        return execute(self, plan)
+        return build(self, plan)
 
-    monkeypatch.setattr(Runner, "_execute", fail)
+    monkeypatch.setattr(StepBuilder, "build", fail)
     given = ["job.input_len=4-5", "job.num_prompts=8", "job.output_len=2", "job.num_warmups=0", "job.output=json"]
     code, out, err = run(f"checkpoint={checkpoints('llama')}", *given)
     told = json.loads(out)

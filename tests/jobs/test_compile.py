@@ -143,7 +143,7 @@ def test_for_a_gpu_the_model_is_compiled_once_and_its_kernels_for_random_weights
     monkeypatch.setattr("atom.runtime.memory.left_for_kv", lambda graph, config: 1 << 30)
     monkeypatch.setattr(compiler, "read_artifact", lambda cache, key: read.append(key))
     monkeypatch.setattr(
-        job, "open_device", lambda compiled, tensors, config, progress: opened.append((compiled, tensors))
+        job, "open_runner", lambda compiled, tensors, config, progress: opened.append((compiled, tensors))
     )
     monkeypatch.setattr(job, "load_dummy", lambda recipes, seed, device: load_dummy(recipes, seed, "cpu"))
     monkeypatch.setattr(TritonCompiler, "load", lambda self, folder: lambda *tensors: [])

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from atom.build import cache_kinds, plan_kv
 from atom.cache import Cache
 from atom.cli import main
 from atom.compiler import compile_graph
 from atom.config import load, load_gpu
 from atom.errors import CapacityError
-from atom.llm import cache_kinds, plan_kv
 from atom.runtime.runner import Runner
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -388,9 +388,10 @@ def test_kv_bytes_a_token_are_those_that_the_pool_allocates(name: str, sizes: An
     config = load([published(name), "serve.max_model_len=4096"])
     graph, block_size = compile_graph(config), config.serve.block_size
     num_blocks = plan_kv(cache_kinds(graph), config)
-    runner = Runner(graph, defaultdict(lambda: None), num_blocks, block_size)  # type: ignore[arg-type]
+    limits: dict[str, Any] = {"device": "cpu", "max_num_seqs": 1, "max_model_len": 4096}
+    runner = Runner(graph, defaultdict(lambda: None), num_blocks, block_size, **limits)  # type: ignore[arg-type]
     allocated = dict.fromkeys(num_blocks, 0)
-    for cache, tensor in runner.caches.items():
+    for cache, tensor in runner.model.caches.items():
         allocated[cache.kind] += tensor.nbytes
     assert sum(allocated.values()) == told["kv_pool_bytes"] <= config.serve.kv_cache_memory
     for kind, num in num_blocks.items():

@@ -20,6 +20,7 @@ import tiny
 import torch
 
 from atom import LLMEngine, SamplingParams
+from atom.build import load_weights
 from atom.checkpoint import SilentProgress, open_checkpoint
 from atom.cli import main
 from atom.compiler import compile_graph, semantic_graph
@@ -27,7 +28,6 @@ from atom.compiler.saved_graph import show_saved
 from atom.config import load
 from atom.graph import interpret, parse, show
 from atom.jobs.generate import read_prompts
-from atom.llm import load_weights
 from atom.weights import load as load_tensors
 
 GREEDY = [

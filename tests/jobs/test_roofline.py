@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from atom.build import cache_kinds
 from atom.compiler import compile_graph
 from atom.config import SamplingParams, load
 from atom.jobs.roofline import (
@@ -31,7 +32,6 @@ from atom.jobs.roofline import (
 )
 from atom.jobs.workload import Step, recording
 from atom.kernels import Target
-from atom.llm import cache_kinds
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.scheduler import Scheduler, finish_reason
 from atom.runtime.types import CacheKind, Sampled, Sequence

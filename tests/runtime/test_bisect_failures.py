@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from runtime.test_engine import AsPlanned
 
 from atom import SamplingParams
 from atom.errors import CapacityError
 from atom.runtime import bisect_failures
-from atom.runtime.types import Plan, Row, Sequence
+from atom.runtime.types import Plan, ScheduledRequest, Sequence
 
 SHORT = CapacityError("lower this")
 WRONG = ValueError("a grammar that fails")
+BUILDER: Any = AsPlanned()
 
 
 class Runner:
@@ -37,7 +39,7 @@ def ids_of(plan: Plan) -> str:
 
 
 def plan_of(ids: str) -> Plan:
-    rows = [Row(Sequence(id, [1], SamplingParams(), slot=slot), 0, 1, True) for slot, id in enumerate(ids)]
+    rows = [ScheduledRequest(Sequence(id, [1], SamplingParams(), slot=slot), 0, 1, True) for slot, id in enumerate(ids)]
     return Plan(rows, len(rows))
 
 
@@ -53,7 +55,7 @@ def plan_of(ids: str) -> Plan:
 )
 def test_what_runs_is_told_and_runs_once(errors: dict[str, Exception], outcomes: list[Any], drawn: str):
     runner = Runner(errors)
-    parts = bisect_failures.execute(runner, plan_of("abcd"))
+    parts = bisect_failures.execute(runner, BUILDER, plan_of("abcd"))
     assert [(ids_of(part), outcome) for part, outcome in parts] == outcomes
     assert "".join(runner.drawn) == drawn
 
@@ -66,10 +68,10 @@ def test_what_runs_is_told_and_runs_once(errors: dict[str, Exception], outcomes:
 def test_a_lack_of_memory_is_raised_while_nothing_runs(errors: dict[str, Exception]):
     runner = Runner(errors)
     with pytest.raises(CapacityError, match="lower this"):
-        bisect_failures.execute(runner, plan_of("abcd"))
+        bisect_failures.execute(runner, BUILDER, plan_of("abcd"))
     assert runner.drawn == []
 
 
 def test_what_all_rows_raise_is_raised():
     with pytest.raises(ValueError, match="a grammar that fails"):
-        bisect_failures.execute(Runner({"ab": WRONG, "a": WRONG, "b": WRONG}), plan_of("ab"))
+        bisect_failures.execute(Runner({"ab": WRONG, "a": WRONG, "b": WRONG}), BUILDER, plan_of("ab"))

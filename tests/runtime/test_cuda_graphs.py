@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import msgspec
 import numpy as np
 import pytest
 import tiny
@@ -18,10 +19,11 @@ import torch
 from law import assert_same_logits
 
 from atom import LLMEngine, SamplingParams
-from atom.runtime.batch_shape import Layout
-from atom.runtime.cuda_graphs import Graphs, Step, _Decodes, _Mixed
-from atom.runtime.device_runner import DeviceRunner
-from atom.runtime.types import Plan, Row, Sequence
+from atom.runtime.cuda_graphs import Graphs, Started, _Captured
+from atom.runtime.runner import Runner
+from atom.runtime.step_builder import StepBuilder
+from atom.runtime.step_input import BatchShape, Capacity, StepInput
+from atom.runtime.types import Plan, ScheduledRequest, Sequence
 
 PADDING = 99
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -44,18 +46,35 @@ def graphs() -> Graphs:
 
     def send(array: Any) -> torch.Tensor:
         sent.append(array)
-        return torch.from_numpy(array)
+        return torch.frombuffer(array, dtype=torch.int32)
 
     found = Graphs(SimpleNamespace(padding=PADDING, send=send, sent=sent))  # type: ignore[arg-type]
     for size in (1, 2, 4):
-        rows = torch.full((size,), -1, dtype=torch.int32)
-        found._decodes[size] = _Decodes(Replays(), Step(rows, torch.zeros(size, 3)))  # type: ignore[arg-type]
+        slots = torch.full((size,), -1, dtype=torch.int32)
+        found._decodes[size] = _Captured(Replays(), slots, Started(slots, torch.zeros(size, 3)))  # type: ignore[arg-type]
     for num_tokens in (8, 16):
-        layout = Layout(num_tokens, 3, 3)
-        packed = torch.from_numpy(layout.padding(PADDING))
-        step = Step(layout.samples(packed)[0], torch.zeros(3, 3), (torch.zeros(num_tokens, 2),))
-        found._mixed[layout] = _Mixed(Replays(), packed, step)  # type: ignore[arg-type]
+        shape = BatchShape(num_tokens, 3, 3)
+        packed = torch.frombuffer(shape.pad(PADDING), dtype=torch.int32)
+        started = Started(shape.split(packed)[3], torch.zeros(3, 3), (torch.zeros(num_tokens, 2),))
+        found._mixed[shape] = _Captured(Replays(), packed, started)  # type: ignore[arg-type]
     return found
+
+
+def decode(graphs: Graphs, slots: list[int]) -> Started | None:
+    """Start the decodes of these slots, as a builder pads them."""
+    size = next((size for size in graphs.sizes if size >= len(slots)), len(slots))
+    packed = bytearray(np.array(slots + [PADDING] * (size - len(slots)), np.int32))
+    return graphs.start(StepInput(shape=BatchShape(size, size, size, size), is_decode=True, packed=packed))
+
+
+def mix(graphs: Graphs, counts: list[int]) -> Started | None:
+    """Start prompts of these numbers of tokens, as a builder packs them."""
+    builder = StepBuilder(Capacity(("full",), PADDING, 1, 9, mixed_shapes=graphs.shapes))
+    params, blocks = SamplingParams(), {"full": [1]}
+    sequences = [Sequence(str(at), [5] * num, params, slot=at, blocks=dict(blocks)) for at, num in enumerate(counts)]
+    return graphs.start(
+        builder.build(Plan([ScheduledRequest(each, 0, len(each.prompt), True) for each in sequences], 0))
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,8 +88,8 @@ def graphs() -> Graphs:
     ],
 )
 def test_decodes_run_in_the_smallest_graph_that_holds_them(graphs: Graphs, slots: list[int], rows: list[int] | None):
-    step = graphs.decode(slots)
-    assert (None if step is None else step.rows.tolist()) == rows
+    started = decode(graphs, slots)
+    assert (None if started is None else started.slots.tolist()) == rows
     num_replays = [each.graph.num for each in graphs._decodes.values()]  # type: ignore[attr-defined]
     assert num_replays == [int(rows is not None and size == len(rows)) for size in (1, 2, 4)]
 
@@ -78,12 +97,11 @@ def test_decodes_run_in_the_smallest_graph_that_holds_them(graphs: Graphs, slots
 def test_the_same_rows_are_sent_once_and_others_anew(graphs: Graphs):
     sent = graphs._model.sent  # type: ignore[attr-defined]
     for slots in ([5, 3, 0], [5, 3, 0], [5, 3]):
-        graphs.decode(slots)
-    assert [list(array) for array in sent] == [[5, 3, 0, PADDING], [5, 3]]
-    step = graphs.decode([5, 3, 1])
-    assert step is not None and step.rows.tolist() == [5, 3, 1, PADDING]
-    step = graphs.decode([5, 3, 0])
-    assert step is not None and step.rows.tolist() == [5, 3, 0, PADDING]
+        decode(graphs, slots)
+    assert [np.frombuffer(array, np.int32).tolist() for array in sent] == [[5, 3, 0, PADDING], [5, 3]]
+    for slots in ([5, 3, 1], [5, 3, 0]):
+        started = decode(graphs, slots)
+        assert started is not None and started.slots.tolist() == [*slots, PADDING]
 
 
 @pytest.mark.parametrize(("counts", "num_tokens"), [([3, 4], 8), ([8], 8), ([4, 5], 16), ([9, 9], None), ([1, 1, 1], None),
@@ -91,13 +109,11 @@ def test_the_same_rows_are_sent_once_and_others_anew(graphs: Graphs):
 def test_a_step_with_prompts_runs_in_the_smallest_graph_that_holds_it(
     graphs: Graphs, counts: list[int], num_tokens: int | None
 ):
-    params = SamplingParams()
-    sequences = [Sequence(str(at), list(range(num)), params, slot=at, num_given=num) for at, num in enumerate(counts)]
-    step = graphs.mix(Plan([Row(each, 0, len(each.prompt), True) for each in sequences], 0))
-    found = None if step is None or step.hidden is None else len(step.hidden[0])
+    started = mix(graphs, counts)
+    found = None if started is None or started.hidden is None else len(started.hidden[0])
     assert found == num_tokens
-    if step is not None:
-        assert step.rows.tolist() == [*range(len(counts)), *[PADDING] * (3 - len(counts))]
+    if started is not None:
+        assert started.slots.tolist() == [*range(len(counts)), *[PADDING] * (3 - len(counts))]
 
 
 def test_what_is_not_captured_yet_is_when_it_first_runs(graphs: Graphs, monkeypatch: pytest.MonkeyPatch):
@@ -106,30 +122,29 @@ def test_what_is_not_captured_yet_is_when_it_first_runs(graphs: Graphs, monkeypa
     monkeypatch.setattr(graphs, "_capture_decodes", lambda size: made.append(size) or captured[1])
     graphs._decodes[2] = None
     for slots in ([4], [1, 3], [3, 1], [0, 1, 2]):
-        graphs.decode(slots)
+        decode(graphs, slots)
     assert made == [2]
     assert captured[1].graph.num == 2  # type: ignore[union-attr]
     mixed, (small, large) = [], graphs._mixed
-    monkeypatch.setattr(graphs, "_capture_mixed", lambda layout: mixed.append(layout) or graphs._mixed[large])
+    monkeypatch.setattr(graphs, "_capture_mixed", lambda shape: mixed.append(shape) or graphs._mixed[large])
     graphs._mixed[small] = None
-    prompt = Sequence("a", [1, 2, 3], SamplingParams(), slot=0, num_given=3)
-    monkeypatch.setattr(Layout, "pack", lambda layout, plan, padding: np.zeros(0, np.int32))
-    monkeypatch.setattr(graphs._mixed[large], "packed", torch.zeros(0, dtype=torch.int32))
+    captured_large: Any = graphs._mixed[large]
+    monkeypatch.setattr(captured_large, "packed", torch.zeros(len(small.pad(0)) // 4, dtype=torch.int32))
     for _ in range(2):
-        graphs.mix(Plan([Row(prompt, 0, 3, True)], 0))
+        mix(graphs, [3])
     assert mixed == [small]
 
 
 def imagine(num_slots: int, flops_a_token: float = 1e6) -> Any:
     """A model for graphs that capture nothing."""
-    return Mock(flops_a_token=flops_a_token, padding=PADDING, slots=SimpleNamespace(num_slots=num_slots, vocab=8),
+    return Mock(flops_a_token=flops_a_token, padding=PADDING, state=SimpleNamespace(num_slots=num_slots, vocab=8),
                 logits_dtype=torch.float32, device=torch.device("cpu"), tables=torch.zeros(1, 1, 1),
-                send=torch.from_numpy)  # fmt: skip
+                send=lambda array: torch.frombuffer(array, dtype=torch.int32))  # fmt: skip
 
 
-def find_captured(graphs: Graphs, monkeypatch: pytest.MonkeyPatch, **options: bool) -> list[Layout]:
+def find_captured(graphs: Graphs, monkeypatch: pytest.MonkeyPatch, **options: bool) -> list[BatchShape]:
     """The steps with prompts that a start captures, in order."""
-    captured: list[Layout] = []
+    captured: list[BatchShape] = []
     for name in ("graph_pool_handle", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(graphs, "_capture_decodes", lambda size: None)
@@ -139,7 +154,7 @@ def find_captured(graphs: Graphs, monkeypatch: pytest.MonkeyPatch, **options: bo
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "num_slots", "layouts"),
+    ("max_tokens", "num_slots", "shapes"),
     [
         (8, 20, [(8, 9)]),
         (16, 20, [(16, 17)]),
@@ -149,14 +164,14 @@ def find_captured(graphs: Graphs, monkeypatch: pytest.MonkeyPatch, **options: bo
     ],
 )
 def test_a_start_captures_prompts_of_all_sizes_that_can_come(
-    monkeypatch: pytest.MonkeyPatch, max_tokens: int, num_slots: int, layouts: list[tuple[int, int]]
+    monkeypatch: pytest.MonkeyPatch, max_tokens: int, num_slots: int, shapes: list[tuple[int, int]]
 ):
     graphs = Graphs(model := imagine(num_slots))
     graphs.compile([1], max_tokens)
     walked = {call.args[0] for call in model.mix.call_args_list}
     captured = find_captured(graphs, monkeypatch)
     prompts = [each for each in captured if not each.num_decodes]
-    assert [(each.num_tokens, each.num_rows) for each in prompts[::-1]] == layouts
+    assert [(each.num_tokens, each.num_rows) for each in prompts[::-1]] == shapes
     assert {each for each in prompts if each.num_tokens <= 512} < walked
 
 
@@ -164,14 +179,14 @@ def test_a_start_captures_prompts_of_all_sizes_that_can_come(
 def test_what_takes_the_most_memory_is_captured_first(monkeypatch: pytest.MonkeyPatch, is_lazy: bool):
     graphs = Graphs(imagine(num_slots=300, flops_a_token=1e10))
     graphs.compile([1], 8192)
-    layouts = list(graphs._layouts())
+    shapes = list(graphs._find_shapes())
     captured = find_captured(graphs, monkeypatch, is_lazy=is_lazy)
-    tokens_first = max((each.num_tokens, each.num_rows) for each in layouts)
-    rows_first = max((each.num_rows, each.num_tokens) for each in layouts)
+    tokens_first = max((each.num_tokens, each.num_rows) for each in shapes)
+    rows_first = max((each.num_rows, each.num_tokens) for each in shapes)
     assert (captured[0].num_tokens, captured[0].num_rows) == tokens_first
     assert rows_first in [(each.num_rows, each.num_tokens) for each in captured]
     assert rows_first[0] == 300 + 300 - 256, "44 prompts beside 257 decodes or more, and a row of padding"
-    assert len(captured) == (2 if is_lazy else len(layouts)), "the others when they first run"
+    assert len(captured) == (2 if is_lazy else len(shapes)), "the others when they first run"
 
 
 def test_without_graphs_of_decodes_there_are_none(monkeypatch: pytest.MonkeyPatch):
@@ -183,17 +198,17 @@ def test_without_graphs_of_decodes_there_are_none(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("max_tokens", "num_slots"), [(1, 1), (7, 3), (16, 40), (90, 17), (300, 100), (300, 1)])
-def test_there_is_a_layout_with_little_padding_for_each_step_of_few_prompts(max_tokens: int, num_slots: int):
+def test_there_is_a_shape_with_little_padding_for_each_step_of_few_prompts(max_tokens: int, num_slots: int):
     graphs = Graphs(imagine(num_slots))
     graphs.compile([1], max_tokens)
-    layouts = graphs._layouts()
+    shapes = graphs._find_shapes()
     for num_decodes in range(min(num_slots, max_tokens) + 1):
         for num_more in range(max_tokens - num_decodes + 1):
             most = min(num_more, num_slots - num_decodes, 64)
             for num_prompts in {1, most} if most else set[int]() if num_more else {0}:
                 num_rows = num_decodes + num_prompts
-                asked = Layout(num_decodes + num_more, num_rows, num_rows, num_decodes)
-                found = next(each for each in layouts if each.holds(asked))
+                asked = BatchShape(num_decodes + num_more, num_rows, num_rows, num_decodes)
+                found = next(each for each in shapes if each.holds(asked))
                 assert found.num_tokens <= 2 * asked.num_tokens + 32
 
 
@@ -201,7 +216,7 @@ def test_there_is_a_layout_with_little_padding_for_each_step_of_few_prompts(max_
 def test_steps_that_keep_a_gpu_busy_are_not_captured(flops_a_token: float, largest: int):
     graphs = Graphs(imagine(256, flops_a_token))
     graphs.compile([1], 16384)
-    sizes = [each.num_tokens for each in graphs._layouts()]
+    sizes = [each.num_tokens for each in graphs._find_shapes()]
     assert largest / 2 < max(sizes) <= largest
     assert sizes == sorted(sizes)
 
@@ -240,7 +255,7 @@ def test_what_a_capture_raises_first_is_raised(graphs: Graphs, monkeypatch: pyte
 
 def test_what_was_cleared_runs_no_more(graphs: Graphs):
     graphs.clear()
-    assert graphs.sizes == [] and graphs.decode([1]) is None
+    assert graphs.sizes == () and decode(graphs, [1]) is None
 
 
 @pytest.fixture
@@ -259,22 +274,37 @@ def open_engine(checkpoints: Any, tmp_path_factory: pytest.TempPathFactory) -> I
     torch.cuda.empty_cache()
 
 
-def prefill(engine: LLMEngine, lengths: list[int], max_tokens: int = 100) -> tuple[DeviceRunner, list[Sequence]]:
+def prefill(engine: LLMEngine, lengths: list[int], max_tokens: int = 100) -> tuple[Runner, list[Sequence]]:
     """Sequences whose prompts are computed, each with its first token, and no step running."""
     engine._engine.runner.run_ahead = engine._engine.scheduler._run_ahead = 0
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     engine.add_request([tiny.prompt(length, seed=length) for length in lengths], params)
     engine.step()
     runner = engine._engine.runner
-    assert isinstance(runner, DeviceRunner)
+    assert isinstance(runner, Runner)
     return runner, list(engine._engine.scheduler.running)
 
 
-def tokens_of(step: Step, plan: Plan) -> list[torch.Tensor]:
+def tokens_of(started: Started, step: StepInput, plan: Plan) -> list[torch.Tensor]:
     """What the step gave of the plan's tokens, and not of padding."""
-    assert step.hidden is not None and step.num_decodes >= plan.num_decodes
-    prompts = slice(step.num_decodes, step.num_decodes + plan.num_tokens - plan.num_decodes)
-    return [torch.cat([each[: plan.num_decodes], each[prompts]]) for each in step.hidden]
+    num_decodes = step.shape.num_decodes
+    assert started.hidden is not None and num_decodes >= plan.num_decodes
+    prompts = slice(num_decodes, num_decodes + plan.num_tokens - plan.num_decodes)
+    return [torch.cat([each[: plan.num_decodes], each[prompts]]) for each in started.hidden]
+
+
+def build_both(engine: LLMEngine, plan: Plan) -> tuple[StepInput, StepInput]:
+    """The step of a plan in the shape that was captured, and once more in its own; slots know what they are told."""
+    builder, runner = engine._engine.builder, engine._engine.runner
+    captured = builder.build(plan)
+    if captured.admissions:
+        runner.model.state.admit(captured.admissions)  # type: ignore[attr-defined]
+    if captured.table_entries:
+        runner.model.extend_tables(captured.table_entries)  # type: ignore[attr-defined]
+    capacity, builder._capacity = builder._capacity, msgspec.structs.replace(builder._capacity, mixed_shapes=())
+    eager = builder.build(plan)
+    builder._capacity = capacity
+    return captured, eager
 
 
 @pytest.mark.gpu
@@ -285,7 +315,7 @@ def tokens_of(step: Step, plan: Plan) -> list[torch.Tensor]:
 def test_captured_decodes_give_the_logits_of_eager_ones(open_engine: Any, name: str, num_rows: int):
     runner, sequences = prefill(open_engine(name), [3 + 7 * at for at in range(num_rows)])
     slots = [each.slot for each in sequences]
-    captured = runner.graphs.decode(slots)
+    captured = decode(runner.graphs, slots)
     assert captured is not None
     logits = captured.logits[:num_rows].clone()  # type: ignore[index]
     eager = runner.model.decode(torch.tensor(slots, dtype=torch.int32, device="cuda"))
@@ -304,13 +334,13 @@ def test_captured_steps_with_prompts_give_the_logits_of_eager_ones(open_engine: 
     engine.add_request([tiny.prompt(length, seed=length) for length in lengths], params)
     plan = engine._engine.scheduler.schedule()
     assert plan.num_decodes >= 2 and plan.num_tokens == 2 + sum(lengths), "prompts beside decodes"
-    runner._settle(plan.rows)
-    captured = runner.graphs.mix(plan)
+    step, own = build_both(engine, plan)
+    captured = runner.graphs.start(step)
     assert captured is not None
     count = sum(row.samples for row in plan.rows)
     logits = captured.logits[:count].clone()  # type: ignore[index]
-    hidden = tokens_of(captured, plan)
-    eager = runner._mix(plan)
+    hidden = tokens_of(captured, step, plan)
+    eager = runner._start(own)
     assert_same_logits(logits.float().cpu(), eager.logits.float().cpu())  # type: ignore[union-attr]
     for ours, theirs in zip(hidden, eager.hidden, strict=True):  # type: ignore[arg-type]
         assert_same_logits(ours.flatten(1).float().cpu(), theirs.flatten(1).float().cpu())
@@ -332,12 +362,12 @@ def test_captured_steps_of_many_prompts_give_what_eager_ones_do(checkpoints: Any
         engine.add_request([tiny.prompt(length, seed=length) for length in lengths], SamplingParams(max_tokens=5))
         plan = engine._engine.scheduler.schedule()
         assert plan.num_decodes == 5 and plan.num_tokens == 5 + sum(lengths), "prompts beside decodes"
-        runner._settle(plan.rows)
-        eager = runner._mix(plan).hidden
+        step, own = build_both(engine, plan)
+        eager = runner._start(own).hidden
         for _ in range(2):
-            captured = runner.graphs.mix(plan)
+            captured = runner.graphs.start(step)
             assert captured is not None
-            for ours, theirs in zip(tokens_of(captured, plan), eager, strict=True):  # type: ignore[arg-type]
+            for ours, theirs in zip(tokens_of(captured, step, plan), eager, strict=True):  # type: ignore[arg-type]
                 assert ((ours.double() - theirs).norm(dim=-1) <= 0.03 * theirs.double().norm(dim=-1)).all()
         draw, drawn = captured.tails["greedy"]
         draw.replay()
@@ -375,9 +405,9 @@ def test_another_pool_forgets_what_was_captured_and_serves_on(open_engine: Any):
     runner = engine._engine.runner
     pools = {pool.name: pool.num_blocks for pool in engine._engine.scheduler.cache.pools}
     runner.bind(pools)
-    assert runner.graphs.sizes == []
+    assert runner.graphs.sizes == ()
     (eager,) = engine.generate([prompt], params)
     runner.graphs.capture([1, 4])
-    assert runner.graphs.sizes == [1, 4]
+    assert runner.graphs.sizes == (1, 4)
     (again,) = engine.generate([prompt], params)
     assert first["token_ids"] == eager["token_ids"] == again["token_ids"]

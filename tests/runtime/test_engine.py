@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -36,6 +37,26 @@ class Letters:
         return None
 
 
+class AsPlanned:
+    """A builder whose steps are the plans themselves."""
+
+    def build(self, plan: Plan) -> Plan:
+        return plan
+
+    def retract(self, plan: Plan) -> None:
+        """Nothing is remembered."""
+
+
+@dataclass
+class Done:
+    """A step that has taken place."""
+
+    sampled: Sampled
+
+    def wait(self) -> Sampled:
+        return self.sampled
+
+
 class Script:
     """A runner: each sequence says its text, letter by letter, and fails when told to."""
 
@@ -46,7 +67,7 @@ class Script:
         self.fail = fail
         self.plans: list[list[str]] = []
 
-    def execute(self, plan: Plan) -> Sampled:
+    def execute(self, plan: Plan) -> Done:
         assert plan.num_decodes == sum(row.samples and row.num_tokens == 1 for row in plan.rows)
         self.plans.append([row.sequence.id for row in plan.rows])
         self.fail(plan)
@@ -56,7 +77,7 @@ class Script:
             None if sequence.params.logprobs is None else Logprobs(token, -float(len(sequence.output)), 1, [])
             for sequence, token in zip(told, tokens, strict=True)
         ]
-        return Sampled(tokens, reports)
+        return Done(Sampled(tokens, reports))
 
     def next_token(self, sequence: Running) -> int:
         text = self.texts[sequence.request_id]
@@ -74,6 +95,7 @@ def make_engine(runner: Script, **limits: Any) -> Engine:
     return Engine(
         runner,  # type: ignore[arg-type]
         Scheduler(cache, **sizes),
+        AsPlanned(),  # type: ignore[arg-type]
         tokenizer=tokenizer,
         stop_ids=frozenset({EOS}),
         vocab_size=400,

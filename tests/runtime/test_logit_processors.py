@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sampled import sample
 
 from atom.config import SamplingParams
-from atom.runtime import sampling
-from atom.runtime.logit_processors import shape
-from atom.runtime.types import Row, Sequence
+from atom.runtime.logit_processors import find_shaping
+from atom.runtime.types import Sequence
 
 VOCAB = 8
 
@@ -27,65 +27,51 @@ class Only:
         raise AssertionError("nothing is taken here")
 
 
-def row(num_output: int = 0, matcher: Any = None, stop_ids: frozenset[int] = frozenset(), **params: Any) -> Row:
-    sequence = Sequence("a", [1, 2, 3], SamplingParams(**params), matcher=matcher, stop_ids=stop_ids)
-    return Row(sequence, 3 + num_output - 1, 1, True)
+Asked = tuple[int, Sequence, int]
 
 
-def test_rows_of_which_the_host_says_nothing_have_no_shape() -> None:
-    assert shape([row(), row(num_output=5, min_tokens=5, stop_token_ids=[1])], VOCAB) is None
-    assert shape([], VOCAB) is None
+def row(num_output: int = 0, matcher: Any = None, stop_ids: frozenset[int] = frozenset(), **params: Any) -> Asked:
+    """The second that samples, as many tokens into its answer as the device has."""
+    return 1, Sequence("a", [1, 2, 3], SamplingParams(**params), matcher=matcher, stop_ids=stop_ids), num_output
+
+
+def test_rows_of_which_the_host_says_nothing_have_no_find_shaping() -> None:
+    assert find_shaping([row(), row(num_output=5, min_tokens=5, stop_token_ids=[1])], VOCAB) is None
+    assert find_shaping([], VOCAB) is None
 
 
 def test_biases_are_added_but_for_tokens_that_the_logits_do_not_have() -> None:
-    shaping = shape([row(logit_bias={2: 1.5, 7: -3, 8: 9})], VOCAB)
+    shaping = find_shaping([row(logit_bias={2: 1.5, 7: -3, 8: 9})], VOCAB)
     assert shaping is not None
-    assert (shaping.added, shaping.banned, shaping.allowed) == ([("a", 2, 1.5), ("a", 7, -3)], [], {})
+    assert (shaping.added, shaping.banned, shaping.allowed) == ([(1, 2, 1.5), (1, 7, -3)], [], [])
 
 
 @pytest.mark.parametrize(("num_output", "is_early"), [(0, True), (2, True), (3, False), (4, False)])
 def test_stops_are_banned_while_they_come_too_early(num_output: int, is_early: bool) -> None:
-    shaping = shape([row(num_output, min_tokens=3, stop_token_ids=[5, 9], stop_ids=frozenset({0}))], VOCAB)
+    shaping = find_shaping([row(num_output, min_tokens=3, stop_token_ids=[5, 9], stop_ids=frozenset({0}))], VOCAB)
     found = None if shaping is None else sorted(shaping.banned)
-    assert found == ([("a", 0, -np.inf), ("a", 5, -np.inf)] if is_early else None)
-
-
-def test_a_row_ahead_of_the_host_counts_the_tokens_that_the_device_has() -> None:
-    ahead = row(0, min_tokens=3, stop_token_ids=[5])  # the host knows no output
-    assert shape([ahead._replace(start=ahead.start + 2)], VOCAB) is not None
-    assert shape([ahead._replace(start=ahead.start + 3)], VOCAB) is None
+    assert found == ([(1, 0), (1, 5)] if is_early else None)
 
 
 @pytest.mark.parametrize(("allowed", "is_banned"), [((5,), False), ((4, 5), True), ((0, 5), False)])
 def test_a_grammar_that_allows_nothing_but_stops_counts_before_min_tokens(
     allowed: tuple[int, ...], is_banned: bool
 ) -> None:
-    shaping = shape([row(matcher=Only(*allowed), min_tokens=3, stop_token_ids=[0, 5])], VOCAB)
+    shaping = find_shaping([row(matcher=Only(*allowed), min_tokens=3, stop_token_ids=[0, 5])], VOCAB)
     assert shaping is not None
-    assert shaping.allowed["a"].tolist() == [token in allowed for token in range(VOCAB)]
+    ((place, mask),) = shaping.allowed
+    assert (place, np.frombuffer(mask, np.bool_).tolist()) == (1, [token in allowed for token in range(VOCAB)])
     assert bool(shaping.banned) == is_banned
 
 
 @pytest.mark.parametrize("bias", [None, {5: 40.0}, {3: 30.0, 0: 20.0}])
 @pytest.mark.parametrize("min_tokens", [0, 2])
 @pytest.mark.parametrize("matcher", [None, Only(0, 3, 5), Only(5)])
-def test_a_greedy_choice_keeps_the_rules_in_the_sampler_and_in_shaped_logits(
-    bias: Any, min_tokens: int, matcher: Any
-) -> None:
+def test_a_greedy_choice_keeps_the_rules(bias: Any, min_tokens: int, matcher: Any) -> None:
     asked = row(matcher=matcher, logit_bias=bias, min_tokens=min_tokens, stop_token_ids=[5], temperature=0)
     values = [3.0, 1.0, 2.0, 2.5, 9.0, 4.0, 0.0, 1.0]
     tokens = range(VOCAB) if matcher is None else matcher.tokens
     if min_tokens and len(tokens) > 1:
         tokens = [token for token in tokens if token != 5]
     expected = max(tokens, key=lambda token: values[token] + (bias or {}).get(token, 0.0))
-    logits = torch.tensor([values])
-    assert sampling.sample(logits, [asked.sequence])[0] == [expected]
-    shaping = shape([asked], VOCAB)
-    if shaping is not None:
-        for _, token, value in shaping.added:
-            logits[0, token] += value
-        for _, token, value in shaping.banned:
-            logits[0, token] = value
-        for mask in shaping.allowed.values():
-            logits[0, ~torch.from_numpy(mask)] = -torch.inf
-    assert logits.argmax() == expected
+    assert sample(torch.tensor([values]), [asked[1]])[0] == [expected]

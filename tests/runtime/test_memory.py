@@ -18,8 +18,8 @@ from atom.config import Config, engine_overrides, load
 from atom.errors import CapacityError
 from atom.kernels import Target
 from atom.runtime import memory
-from atom.runtime.batch_shape import Layout
-from atom.runtime.model import DeviceModel
+from atom.runtime.model import Model
+from atom.runtime.step_input import BatchShape
 
 GIB = 1 << 30
 
@@ -97,8 +97,8 @@ def test_a_step_that_does_not_fit_beside_the_weights_names_its_knobs(
         def send(self, array: Any) -> Any:
             return array
 
-        def mix(self, layout: Layout, packed: Any) -> Any:
-            assert (layout.num_tokens, layout.num_rows) == (4096, 6)
+        def mix(self, shape: BatchShape, packed: Any) -> Any:
+            assert (shape.num_tokens, shape.num_rows) == (4096, 6)
             raise torch.OutOfMemoryError("out of memory")
 
     serve = config_of(checkpoints("qwen3"), max_num_batched_tokens=4096, max_num_seqs=6).serve
@@ -139,10 +139,10 @@ def test_the_measured_step_shapes_a_copy_of_its_logits(dtype: torch.dtype) -> No
         padding, device = 2, "cpu"
 
         def send(self, array: Any) -> Any:
-            return torch.from_numpy(array)
+            return torch.frombuffer(array, dtype=torch.int32)
 
-        def mix(self, layout: Layout, packed: Any) -> Any:
-            return (torch.zeros(layout.num_tokens, 3),), logits
+        def mix(self, shape: BatchShape, packed: Any) -> Any:
+            return (torch.zeros(shape.num_tokens, 3),), logits
 
         class head:
             inputs = ("hidden",)
@@ -150,10 +150,7 @@ def test_the_measured_step_shapes_a_copy_of_its_logits(dtype: torch.dtype) -> No
             def __new__(cls, inputs: dict[str, Any]) -> Any:
                 return (torch.zeros(len(inputs["hidden"]), 50),)
 
-        def top_logprobs(self, logits: Any, rows: Any, num_top: int) -> Any:
-            return rows
-
-        def sample(self, rows: Any, logits: Any, kind: str, penalties: bool) -> None:
+        def sample(self, slots: Any, logits: Any, kind: str, penalties: bool) -> None:
             sampled.append(logits)
 
     memory.take_largest_step(Model(), 4, 2)  # type: ignore[arg-type]
@@ -169,9 +166,9 @@ def test_what_the_measured_step_does_can_be_done_again_and_changes_nothing(
     graph = compile_graph(config, target=Target("cuda"))
     tensors = weights.load_dummy(graph.recipes(), 0, triton_device)
     limits = {"max_num_seqs": 3, "max_model_len": 64}
-    model = DeviceModel(graph, tensors, {"full": 2}, 16, {}, device=triton_device, **limits)
-    slots = model.slots
-    kept = [slots.tokens, slots.lengths, slots.counts, slots.reported]
+    model = Model(graph, tensors, {"full": 2}, 16, {}, device=triton_device, backend="triton", **limits)
+    state = model.state
+    kept = [state.tokens, state.lengths, state.counts, state.reported]
     before = [each.clone() for each in kept]
     for num_rows in (1, 3):
         memory.take_largest_step(model, 300, num_rows)
@@ -183,7 +180,7 @@ def test_nothing_is_loaded_of_weights_that_do_not_fit(
 ) -> None:
     features = frozenset({"nvidia", "sm_90", "A GPU"})
     monkeypatch.setattr("atom.compiler.compile.find_target", lambda device: Target(device, features))
-    monkeypatch.setattr("atom.llm.open_for", lambda *_: pytest.fail("the checkpoint is opened"))
+    monkeypatch.setattr("atom.build.open_for", lambda *_: pytest.fail("the checkpoint is opened"))
     gpu(2**-20, 1)  # 1 KiB
     with pytest.raises(CapacityError, match=r"the weights take .* GiB \(.*\), the GPU has 0\.0 GiB"):
         LLMEngine.from_config(config_of(checkpoints("qwen3")))

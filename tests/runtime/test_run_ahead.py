@@ -11,8 +11,9 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -24,12 +25,15 @@ from atom.errors import CapacityError, RequestError
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.scheduler import Scheduler
-from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOutput, Row, Sampled, Sequence
+from atom.runtime.step_builder import StepBuilder
+from atom.runtime.step_input import ADMISSION, NUM_REPORTED, Capacity, StepInput
+from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOutput, Sampled, ScheduledRequest, Sequence
 
 FULL = CacheKind("full", 1)
 WINDOW = CacheKind("window", 1, window=5)
 KINDS = [[FULL], [WINDOW], [FULL, WINDOW], [CacheKind("w1", 1, 1), CacheKind("w7", 1, 7), FULL]]
 DEPTHS = (0, 1, 2, 3)
+NUM_SLOTS, WIDTH = 8, 100
 
 
 def next_token(tokens: list[int], seed: int) -> int:
@@ -57,9 +61,24 @@ class Bound:
     def __init__(self) -> None:
         self.tokens: list[int] = []
 
+    def allowed(self, vocab: int) -> np.ndarray:
+        return np.ones(vocab, np.bool_)
+
     def push(self, token: int) -> bool:
         self.tokens.append(token)
         return False
+
+
+class Told(NamedTuple):
+    """What a plan's runner is told, and the plan, which a device has no look at but to check what it was told."""
+
+    plan: Plan
+    step: StepInput
+
+
+class Builder(StepBuilder):
+    def build(self, plan: Plan) -> Told:  # type: ignore[override]
+        return Told(plan, super().build(plan))
 
 
 @dataclass
@@ -68,53 +87,76 @@ class Device:
 
     run_ahead: int
     cache: KVCache
-    fail: Callable[[Plan], None] = lambda plan: None
+    fail: Callable[[Plan, StepInput | None], None] = lambda plan, step: None
 
     def __post_init__(self) -> None:
         self.known: dict[int, list[int]] = {}  # by slot: the tokens that the device knows of its sequence
-        self.residents: dict[int, dict[str, list[int]]] = {}  # by slot: the blocks that it stands for
+        self.num_given: dict[int, int] = {}  # by slot: those that the host gave
+        self.tables = np.zeros((len(self.cache.pools), NUM_SLOTS + 1, WIDTH), np.int32)
         self.cells: dict[tuple[str, int, int], object] = {}  # kind, block, place in it -> the past of its token
         self.pending: list[
             tuple[Plan, list[dict[str, set[int]]]]
         ] = []  # with the blocks that each row may read or write
         self.plans: list[Plan] = []
 
-    def execute(self, plan: Plan) -> Started:
-        self.fail(plan)
+    def execute(self, told: Told) -> Started:
+        plan, step = told
+        self.fail(plan, None)
         rows, named = plan.rows, [self.blocks_named(row) for row in plan.rows]
         assert len({row.sequence.slot for row in rows}) == len(rows)
-        for row in rows:
-            self.admit(row.sequence)
-        tokens = [token for row in rows if (token := self.compute(row)) is not None]
-        scored = {
-            row.sequence.id: [
-                Logprobs(token, -1.0, 1, []) for token in row.sequence.prompt[row.start + 1 :][: row.num_tokens]
+        self.admit(plan, step)
+        if step.table_entries:
+            places, blocks = np.frombuffer(step.table_entries, np.int32).reshape(2, -1)
+            self.tables.reshape(-1)[places] = blocks
+        self.fail(plan, step)
+        given = [-1] * len(rows)
+        slots = np.frombuffer(step.packed, np.int32)
+        if not step.is_decode:
+            slots, starts, ends, _, _, tokens_given, _ = step.shape.split(slots)
+            assert [int(end) for end in ends if end] == [
+                row.start + row.num_tokens for row in rows if self.is_given(row)
             ]
+            given = [tokens_given[starts[at] : starts[at + 1]].tolist() for at in range(len(rows))]
+        assert slots.tolist() == [row.sequence.slot for row in rows]
+        assert step.reported == [
+            row.sequence.slot * NUM_REPORTED + (row.start + row.num_tokens) % NUM_REPORTED
             for row in rows
-            if row.sequence.params.prompt_logprobs is not None
-        }
+            if row.samples
+        ]
+        tokens = [token for row, own in zip(rows, given, strict=True) if (token := self.compute(row, own)) is not None]
+        scored = {each.row: [Logprobs(token, -1.0, 1, []) for token in each.targets] for each in step.scored}
         self.pending.append((plan, named))
         self.plans.append(plan)
         return Started(self, plan, Sampled(tokens, [None] * len(tokens), scored))
 
-    def admit(self, sequence: Sequence) -> None:
-        slot = sequence.slot
+    def admit(self, plan: Plan, step: StepInput) -> None:
+        by_slot = {row.sequence.slot: row.sequence for row in plan.rows}
         pending = [row.sequence for plan, _ in self.pending for row in plan.rows]
-        if self.residents.get(slot) is not sequence.blocks:
-            assert slot >= 0 and all(other.slot != slot for other in pending if other is not sequence)
-            assert sequence not in pending, "a sequence comes again once it is in no step"
-            self.residents[slot], self.known[slot] = sequence.blocks, sequence.tokens(0, sequence.num_tokens)
-        if sequence.needs_host:
-            assert sequence not in pending, "its next token follows from those that the host has"
-            assert sequence.matcher.tokens == sequence.output  # type: ignore[union-attr]
+        for slot, num_tokens, *_ in ADMISSION.iter_unpack(step.admissions):
+            sequence = by_slot[slot]
+            assert all(other.slot != slot for other in pending if other is not sequence)
+            tokens = sequence.tokens(0, num_tokens)
+            assert sequence not in pending or tokens == self.known[slot], "what the device knows better stays"
+            self.known[slot], self.num_given[slot] = tokens, num_tokens
+        for sequence in by_slot.values():
+            if sequence.needs_host:
+                assert sequence not in pending, "its next token follows from those that the host has"
+                assert sequence.matcher.tokens == sequence.output  # type: ignore[union-attr]
 
-    def compute(self, row: Row) -> int | None:
+    def is_given(self, row: ScheduledRequest) -> bool:
+        return row.start < self.num_given[row.sequence.slot]
+
+    def compute(self, row: ScheduledRequest, given: object) -> int | None:
         sequence, stop = row.sequence, row.start + row.num_tokens
         known = self.known[sequence.slot]
-        if row.start < sequence.num_given:
-            assert sequence.tokens(row.start, stop) == known[row.start : stop]
+        if self.is_given(row):
+            assert given == sequence.tokens(row.start, stop) == known[row.start : stop]
         else:
+            assert given in (-1, [-1])
             assert (row.start, row.num_tokens) == (len(known) - 1, 1), "a decode is of the newest token"
+        for kind, pool in enumerate(self.cache.pools):
+            for at, block in enumerate(sequence.blocks[pool.name]):
+                assert not block or self.tables[kind, sequence.slot, at] == block, "it was told its blocks"
         size, pasts = self.cache.block_size, [(sequence.salt, tuple(known[: place + 1])) for place in range(stop)]
         for pool in self.cache.pools:
             table = sequence.blocks[pool.name]
@@ -133,7 +175,7 @@ class Device:
         assert len(known) == stop + 1
         return known[-1]
 
-    def blocks_named(self, row: Row) -> dict[str, set[int]]:
+    def blocks_named(self, row: ScheduledRequest) -> dict[str, set[int]]:
         size, tables = self.cache.block_size, row.sequence.blocks
         return {pool.name: {*tables[pool.name][pool.first_seen(row.start, size) :]} for pool in self.cache.pools}
 
@@ -165,8 +207,9 @@ class World:
             run_ahead=run_ahead,
         )
         self.engine = Engine(
-            self.device,
+            self.device,  # type: ignore[arg-type]
             self.scheduler,
+            Builder(Capacity(tuple(kind.name for kind in kinds), NUM_SLOTS, WIDTH, vocab=400)),
             tokenizer=Letters(),  # type: ignore[arg-type]
             stop_ids=frozenset({EOS}),
             vocab_size=400,
@@ -177,12 +220,13 @@ class World:
         self.poisoned: set[str] = set()  # request ids: a step with one of them raises
         self.is_short = False  # the next step finds no memory
 
-    def fail(self, plan: Plan) -> None:
+    def fail(self, plan: Plan, step: StepInput | None) -> None:
+        """step: None before anything of it is done, or where it was told and nothing is computed"""
         assert not any(row.sequence in self.scheduler._leaving for row in plan.rows), "it would never leave"
-        if self.is_short:
+        if self.is_short and step is None:
             self.is_short = False
             raise CapacityError("a step ran out of memory")
-        if any(row.sequence.request_id in self.poisoned for row in plan.rows):
+        if step is not None and any(row.sequence.request_id in self.poisoned for row in plan.rows):
             raise ValueError("poison")
 
     def add(self, prompt: list[int], *, is_bound: bool = False, salt: bytes = b"", priority: int = 0,

@@ -452,9 +452,9 @@ def test_commit_appends_log_probabilities_and_those_of_the_prompt_by_chunks() ->
     add(scheduler, sequence)
     entries = [Logprobs(token, -1.0, 1, []) for token in range(1000, 1006)]
     plan = scheduler.schedule()
-    scheduler.commit(plan, Sampled([], [], {"a": entries[1:4]}), lambda sequence: None)
+    scheduler.commit(plan, Sampled([], [], {0: entries[1:4]}), lambda sequence: None)
     plan = scheduler.schedule()
-    scheduler.commit(plan, Sampled([9], [entries[5]], {"a": entries[4:5]}), lambda sequence: None)
+    scheduler.commit(plan, Sampled([9], [entries[5]], {0: entries[4:5]}), lambda sequence: None)
     assert sequence.prompt_logprobs == [None, *entries[1:5]]
     assert sequence.logprobs == [entries[5]]
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from atom import llm, weights
+from atom import build, weights
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph
 from atom.config import engine_overrides, load
@@ -24,7 +24,7 @@ from atom.kernels.triton.linear import linear
 from atom.kernels.triton.linear import tune as kernels
 from atom.kernels.triton.linear.linear import Matrix, Parameters
 from atom.runtime import tune as tuning
-from atom.runtime.model import DeviceModel
+from atom.runtime.model import Model
 
 GPU = Gpu(2, 227 << 10, (0, 0), "Test GPU")
 SLOW, FAST, WRONG, UNFIT = (Matrix(64, 128, 1, stages) for stages in (2, 3, 4, 5))
@@ -52,26 +52,26 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def opened(checkpoints: Callable[[str], Path]) -> tuple[DeviceModel, Graph]:
+def opened(checkpoints: Callable[[str], Path]) -> tuple[Model, Graph]:
     config = load(engine_overrides(str(checkpoints("qwen3")), {**FIELDS, "model.layers": 1}))
     graph = compile_graph(config, target=Target("cuda", frozenset({"nvidia", "sm_90"})))
     tensors = weights.load_dummy(graph.recipes(), seed=0)
-    blocks = {kind.name: 2 for kind in llm.cache_kinds(graph)}
-    return DeviceModel(graph, tensors, blocks, 4, {}, device="cpu", max_num_seqs=8, max_model_len=32), graph
+    blocks = {kind.name: 2 for kind in build.cache_kinds(graph)}
+    return Model(graph, tensors, blocks, 4, {}, device="cpu", backend="triton", max_num_seqs=8, max_model_len=32), graph
 
 
-def tune(model: DeviceModel, *args: Any) -> None:
+def tune(model: Model, *args: Any) -> None:
     tuning.tune(model, kernels.LinearTuner(model.device), *args)
 
 
-def use_measured(model: DeviceModel, *args: Any) -> None:
+def use_measured(model: Model, *args: Any) -> None:
     tuning.use_measured(model, kernels.LinearTuner(model.device), *args)
 
 
 class Steps:
     """A step of 1 ms, of which each product that is FAST takes 10% off, and one that is SLOW adds 10%."""
 
-    def __init__(self, model: DeviceModel) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
         self.num_captured = 0
 
@@ -140,7 +140,7 @@ def test_the_model_is_as_it_was_and_gives_what_it_gave(opened: Any, tmp_path: Pa
     with torch.inference_mode():
         expected = model.decode(rows).clone()
     tune(model, graph, tmp_path, 2, SilentProgress(), lambda line: None, Steps(model).capture)
-    assert model.slots.lengths.tolist() == [1] * 9 and not model.slots.tokens.any() and not model.tables.any()
+    assert model.state.lengths.tolist() == [1] * 9 and not model.state.tokens.any() and not model.tables.any()
     assert all(len(cache) == 2 and not cache.any() for cache in model.caches.values())
     used = model._kernels[ops.linear, "triton"].__self__._parameters
     out, inner, gates, _ = kernels.products_of(graph)[0]
@@ -282,11 +282,11 @@ def test_a_start_reads_the_cache_folder_and_measures_where_it_is_asked_to(
         asked.append((max_rows, cache == tmp_path))
         return True
 
-    monkeypatch.setattr(llm, "tune", measure)
+    monkeypatch.setattr(build, "tune", measure)
 
     def start(**fields: Any) -> str:
         given = {**FIELDS, "level": 2, "cache": str(tmp_path), **fields}
-        llm.use_parameters(runner, graph, load(engine_overrides(str(checkpoints("qwen3")), given)), SilentProgress())
+        build.use_parameters(runner, graph, load(engine_overrides(str(checkpoints("qwen3")), given)), SilentProgress())
         return capsys.readouterr().err
 
     assert start() == "" and model._kernels == {} and asked == []

@@ -32,11 +32,11 @@ def trace(*activities: tuple[str, float, float]) -> dict[str, Any]:
 
 def test_the_gap_before_a_step_is_the_time_in_which_nothing_ran():
     steps = read_steps(trace(
-        ("_feed", 0, 5), ("_vector_kernel", 5, 90), ("_draw", 95, 100),
-        ("_feed", 106, 110), ("_vector_kernel", 112, 190), ("_draw", 190, 200),  # 6 idle
+        ("_prepare", 0, 5), ("_vector_kernel", 5, 90), ("_draw", 95, 100),
+        ("_prepare", 106, 110), ("_vector_kernel", 112, 190), ("_draw", 190, 200),  # 6 idle
         (TO_DEVICE, 210, 212), ("index_copy", 215, 218), ("Memset (Device)", 216, 217),  # 10 and 3 idle
-        ("_feed", 225, 230), ("_prefill", 230, 280), ("_draw", 285, 300),  # 7 idle
-        ("_feed", 299, 310), ("_draw", 390, 400),                  # begins before the one before it has ended
+        ("_prepare", 225, 230), ("_prefill", 230, 280), ("_draw", 285, 300),  # 7 idle
+        ("_prepare", 299, 310), ("_draw", 390, 400),                  # begins before the one before it has ended
     ))  # fmt: skip
     assert steps == [
         Step(start=106, span=94, idle=6, before_others=6, has_prompts=False),
@@ -48,11 +48,11 @@ def test_the_gap_before_a_step_is_the_time_in_which_nothing_ran():
 def test_only_whole_steps_behind_whole_steps_count():
     steps = read_steps(trace(
         ("_vector_kernel", 0, 5), ("_draw", 5, 10),                # its beginning is not in the trace
-        ("_feed", 500, 510), ("_draw", 520, 530),                  # after that one
-        ("_feed", 540, 550), ("_prefill", 550, 560),               # draws no tokens
-        ("_feed", 600, 610), ("_draw", 610, 620),                  # after that one
-        ("_feed", 625, 630), ("_draw", 640, 650),
-        ("_feed", 655, 660),                                       # its end is not in the trace
+        ("_prepare", 500, 510), ("_draw", 520, 530),                  # after that one
+        ("_prepare", 540, 550), ("_prefill", 550, 560),               # draws no tokens
+        ("_prepare", 600, 610), ("_draw", 610, 620),                  # after that one
+        ("_prepare", 625, 630), ("_draw", 640, 650),
+        ("_prepare", 655, 660),                                       # its end is not in the trace
     ))  # fmt: skip
     assert [(step.start, step.idle) for step in steps] == [(625, 5)]
 
@@ -119,7 +119,7 @@ def test_the_tokenizer_has_every_token_and_eos_among_them(tmp_path: Path):
 def test_a_trace_that_is_there_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     path = tmp_path / "atom.pt.trace.json.gz"
     with gzip.open(path, "wt") as file:
-        json.dump(trace(*(each for i in range(1001) for each in (("_feed", i * 50, i * 50 + 9), ("_draw", i * 50 + 9, i * 50 + 40)))), file)  # fmt: skip
+        json.dump(trace(*(each for i in range(1001) for each in (("_prepare", i * 50, i * 50 + 9), ("_draw", i * 50 + 9, i * 50 + 40)))), file)  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["gap_gpu.py", "--read", str(path), "--json"])
     assert gap_gpu.main() == 0
     told = json.loads(capsys.readouterr().out)

@@ -1,70 +1,43 @@
-"""What a step's inputs are, made on the device of what it knows by slot, so that a plan names no token.
+"""Make a step's inputs on the device of what it knows by slot, so that a plan names no token.
 
-    extend_tables(tables, entries)                              # blocks that slots have got
-    feed_decodes(rows, state, tables, block_size, inputs)               # each row computes its slot's newest token
-    feed_rows(rows, given, row_of, starts, ends, state, tables, …)      # and prompts, whose tokens the host gave
+    extend_tables(tables, entries)                                      # blocks that slots have got
+    decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token
+    mixed_inputs(slots, given, row_of, starts, ends, state, tables, …)  # and prompts, whose tokens the host gave
 
-Shapes by letter: S rows, T tokens, C kinds of cache, M blocks of a row's table.
+Shapes by letter as in `atom.kernels.step`; `atom.kernels.torch.prepare_inputs` says what each argument is.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
-
 import triton.language as tl
 from torch import Tensor
 
+from atom.kernels.step import Inputs, State
 from atom.kernels.triton.jit import jit
 
 TOKENS = 128  # that a program makes inputs of
 ENTRIES = 256  # of a table that are copied at a time
 
 
-class DeviceState(Protocol):
-    """What `runtime.slots.Slots` has by slot; slot `num_slots` is that of rows that pad a batch."""
-
-    num_slots: int
-    tokens: Tensor  # i64[num_slots + 1]: the newest, whose KV is not written yet
-    lengths: Tensor  # i32[num_slots + 1]: tokens known, the newest included
-
-
-class Inputs(NamedTuple):
-    """What a lowered body asks for, in memory that stays where it is; as `runtime.batch.build_inputs` has it."""
-
-    tokens: Tensor  # i64[T]
-    positions: Tensor  # i64[T]
-    lengths: Tensor  # i32[S]
-    slots: Tensor  # i64[C, T], of the KV cache: block number * block size + place in the block
-    tables: Tensor  # i32[C, S, M]
-
-
 def extend_tables(tables: Tensor, entries: Tensor) -> None:
-    """entries: i32[2, E], places counted through all of tables i32[C, num_slots + 1, M], and their block numbers"""
     num_entries = entries.shape[1]
     _extend[(-(-num_entries // ENTRIES),)](tables, entries, num_entries, ENTRIES=ENTRIES)
 
 
-def feed_decodes(rows: Tensor, state: DeviceState, tables: Tensor, block_size: int, inputs: Inputs) -> None:
-    """Inputs of S decodes. rows: i32[S], the slot of each; tables: i32[C, num_slots + 1, M]"""
-    num_kinds, num_rows = tables.shape[0], rows.shape[0]
-    _feed[(num_rows, num_kinds)](
-        rows, None, None, None, None, state.tokens, state.lengths, tables, *inputs,
+def decode_inputs(slots: Tensor, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
+    num_kinds, num_rows = tables.shape[0], slots.shape[0]
+    _prepare[(num_rows, num_kinds)](
+        slots, None, None, None, None, state.tokens, state.lengths, tables, *inputs,
         inputs.slots.stride(0), inputs.tables.stride(0), num_rows, 0, state.num_slots, tables.shape[2],
         BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
     )  # fmt: skip
 
 
-def feed_rows(rows: Tensor, given: Tensor, row_of: Tensor, starts: Tensor, ends: Tensor, state: DeviceState,
-              tables: Tensor, block_size: int, inputs: Inputs) -> None:  # fmt: skip
-    """Inputs of S rows of T tokens.
-
-    rows: i32[S], the slot of each; given: i32[T], tokens, or -1 where the slot has it; row_of: i32[T]; starts:
-    i32[S + 1] in T; ends: i32[S], positions known after this step, or 0 where the slot has the length. A slot whose
-    rows were given gets its length. Tokens of a padding row write to block 0, and attend to nothing where it has none.
-    """
-    num_kinds, num_rows, num_tokens = tables.shape[0], rows.shape[0], given.shape[0]
-    _feed[(num_rows + -(-num_tokens // TOKENS), num_kinds)](
-        rows, given, row_of, starts, ends, state.tokens, state.lengths, tables, *inputs,
+def mixed_inputs(slots: Tensor, given: Tensor, row_of: Tensor, starts: Tensor, ends: Tensor, state: State,
+                 tables: Tensor, block_size: int, inputs: Inputs) -> None:  # fmt: skip
+    num_kinds, num_rows, num_tokens = tables.shape[0], slots.shape[0], given.shape[0]
+    _prepare[(num_rows + -(-num_tokens // TOKENS), num_kinds)](
+        slots, given, row_of, starts, ends, state.tokens, state.lengths, tables, *inputs,
         inputs.slots.stride(0), inputs.tables.stride(0), num_rows, num_tokens, state.num_slots, tables.shape[2],
         BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
     )  # fmt: skip
@@ -82,7 +55,7 @@ def _extend(tables, entries, num_entries, ENTRIES: tl.constexpr):
     do_not_specialize=["num_rows", "num_tokens", "slots_stride", "tables_stride"],
     do_not_specialize_on_alignment=["rows", "given", "row_of", "starts", "ends", "positions"],
 )
-def _feed(
+def _prepare(
     rows, given, row_of, starts, ends, newest, known, slot_tables, tokens, positions, lengths, slots, tables,
     slots_stride, tables_stride, num_rows, num_tokens, num_slots, width,
     BLOCK_SIZE: tl.constexpr, ENTRIES: tl.constexpr, TOKENS: tl.constexpr,

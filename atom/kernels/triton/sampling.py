@@ -1,8 +1,7 @@
-"""Sampling on the device, as `atom.runtime.sampling` does it on the host, without a sort of the vocabulary.
+"""From logits to tokens on a GPU, as `atom.kernels.torch.sampling` does it on a CPU, without a sort of the vocabulary.
 
-    totals, ids, top = top_logprobs(logits, asked, 5)        # of some rows, before they draw
-    sample(logits, rows, slots, "cut", out)                  # logits [R, V], rows i32[R]: whose slot each row is
-    score_drawn(logits, asked, out, totals, chosen, ranks)   # of the tokens drawn; nothing can fail here
+    sample(logits, slots, state, "filtered", out)              # logits [R, V], slots i32[R]
+    score_drawn(logits, asked, out, totals, chosen, ranks)     # of the tokens drawn; nothing can fail here
 
 A row is read in parts of fixed size by programs of their own, so that one row keeps a device busy, and what a row draws
 depends on nothing but that row:
@@ -12,63 +11,39 @@ depends on nothing but that row:
     _gather     the few logits down to that bin, and the mass that min_p leaves                              (R x parts)
     _draw       the token, and the slot's new state                                                          (R)
 
-A greedy batch needs the first and the last of them, and so does a random one without cuts, whose token is where the CDF
-in the order of ids passes the random number. A cut row's CDF is in the order of likelihood: the few gathered logits are
-ranked by comparing all pairs. Where they are many (a flat distribution), the values at which top_k and top_p end and
-the CDF passes the random number are found by bisection instead, each step a pass that counts and weighs what is above.
+A greedy batch needs the first and the last of them, and so does a random one without filters, whose token is where the
+CDF in the order of ids passes the random number. A filtered row's CDF is in the order of likelihood: the few gathered
+logits are ranked by comparing all pairs. Where they are many (a flat distribution), the values at which top_k and top_p
+end and the CDF passes the random number are found by bisection instead, each step a pass that counts and weighs what is
+above.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from atom import config
+from atom.kernels.step import State
 from atom.kernels.triton.gpu import next_power_of_2
 from atom.kernels.triton.jit import jit
 
 PART = 4096  # logits that a program reads
 PART_WARPS = 8  # of such a program: a thread reads 8 logits at a time, twice
-MAX_GATHERED = 8192  # logits of a cut row that are put aside; where it may keep more, the row itself is read again
-MAX_PAIRED = 512  # logits of a cut row that are ranked by comparing all pairs
-CHUNK_ELEMENTS = 1 << 22  # logits that `top_logprobs` holds in 8 bytes each at once
+MAX_GATHERED = 8192  # logits of a filtered row that are put aside; where it may keep more, the row itself is read again
+MAX_PAIRED = 512  # logits of a filtered row that are ranked by comparing all pairs
 
-MIN_TEMPERATURE = tl.constexpr(1e-5)  # anything lower is greedy
+MIN_TEMPERATURE = tl.constexpr(config.MIN_TEMPERATURE)  # anything lower is greedy
 NUM_BINS = tl.constexpr(64)  # the last holds all that is further below the largest logit
 BINS_PER_NAT = tl.constexpr(2.0)  # of logit / temperature
 NOWHERE = tl.constexpr(2**31 - 1)  # behind every id
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
-class SamplingState(Protocol):
-    """What `sample` reads and writes of `runtime.slots.Slots`, by slot; slot `num_slots` is that of padding rows."""
-
-    num_slots: int
-    tokens: Tensor
-    lengths: Tensor
-    reported: Tensor
-    seed: Tensor
-    top_k: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    repetition: Tensor
-    frequency: Tensor
-    presence: Tensor
-    counts: Tensor
-
-
-def sample(logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: Tensor, penalties: bool = False) -> None:
-    """The next token of each row, to out i64[R], to its slot, whose length and counts go on by one, and to `reported`.
-
-    logits: bf16, fp16 or fp32[R, V], rows contiguous; rows: i32[R], no slot twice but that of padding, whose rows give
-    token 0 and change nothing. kind: "greedy", "random" (temperature), "cut" (top_k, top_p or min_p too); rows of an
-    earlier kind are welcome in a later one and get the token that they get alone. penalties: whether any row has some;
-    without, no token is counted.
-    """
-    assert kind in ("greedy", "random", "cut") and logits.stride(1) == 1
+def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, penalties: bool = False) -> None:
+    """The next token of each row, see `atom.kernels.torch.sampling.sample`. The rows of logits are contiguous."""
+    assert kind in config.SAMPLING_KINDS and logits.stride(1) == 1
     (num_rows, vocab), device = logits.shape, logits.device
     num_parts = -(-vocab // PART)
     best = torch.empty(num_rows, num_parts, dtype=torch.float32, device=device)
@@ -76,62 +51,34 @@ def sample(logits: Tensor, rows: Tensor, slots: SamplingState, kind: str, out: T
     sums = bins = limits = ends = values = ids = None
     if kind != "greedy" or penalties:
         sums = torch.empty(num_rows, num_parts, dtype=torch.float64, device=device)
-    if kind == "cut":
+    if kind == "filtered":
         bins = torch.empty(num_rows, num_parts, NUM_BINS.value, dtype=torch.int32, device=device)
         limits = torch.empty(num_rows, dtype=torch.int32, device=device)
         ends = torch.empty(num_rows, num_parts, dtype=torch.int32, device=device)
         values = torch.empty(num_rows, MAX_GATHERED, dtype=torch.float32, device=device)
         ids = torch.empty(num_rows, MAX_GATHERED, dtype=torch.int32, device=device)
 
-    read = (logits, logits.stride(0), vocab, rows)
-    penalty = (slots.counts if penalties else None, slots.repetition, slots.frequency, slots.presence)
-    params = (slots.temperature, slots.top_k, slots.top_p, slots.min_p)
+    read = (logits, logits.stride(0), vocab, slots)
+    penalty = (state.counts if penalties else None, state.repetition, state.frequency, state.presence)
+    params = (state.temperature, state.top_k, state.top_p, state.min_p)
     gathered = (limits, ends, values, ids, MAX_GATHERED)
-    state = (slots.num_slots, slots.seed, slots.tokens, slots.lengths, slots.reported, out)
+    written = (state.num_slots, state.seed, state.tokens, state.lengths, state.reported, out)
     grid, padded = (num_parts, num_rows), next_power_of_2(num_parts)
     exact = {"enable_fp_fusion": False}  # a product is rounded before a sum, as on the host
     _summarize[grid](
         *read, *penalty, *params, best, best_id, sums, bins, PART, PART // 2, num_warps=PART_WARPS, **exact
     )
-    if kind == "cut":
+    if kind == "filtered":
         _limit[(num_rows,)](*read[2:], *params, best, bins, *gathered, num_parts, padded, **exact)
         _gather[grid](*read, *penalty, *params, best, sums, *gathered, PART, padded, num_warps=PART_WARPS, **exact)
     _draw[(num_rows,)](
-        *read, *penalty, *params, *state, best, best_id, sums, *gathered, num_parts, PART, padded, MAX_PAIRED,
-        slots.reported.shape[1], num_warps=8, **exact,
+        *read, *penalty, *params, *written, best, best_id, sums, *gathered, num_parts, PART, padded, MAX_PAIRED,
+        state.reported.shape[1], num_warps=8, **exact,
     )  # fmt: skip
 
 
-def top_logprobs(logits: Tensor, rows: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The most likely tokens of some rows of the logits as they came, a nan counting as the lowest.
-
-    logits: any float [R, V]; rows: i64[A]. Gives totals fp32[A], a logit less which is a log probability, and the
-    num_top best, best first and among equals the lower id first: ids i32[A, num_top], log probabilities fp32.
-    """
-    size = max(1, CHUNK_ELEMENTS // logits.shape[-1])
-    parts = [_find_top(logits.index_select(0, part), num_top) for part in rows.split(size)]
-    totals, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
-    return totals, ids, values
-
-
-def _find_top(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    vocab = logits.shape[-1]
-    values = logits.float().nan_to_num(nan=torch.finfo(torch.float32).min)
-    total = values.logsumexp(-1, keepdim=True)
-    # one integer orders both: the bits of a float32, the negative ones flipped, then the id counted from the end
-    key = (values + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 equal 0.0
-    key ^= (key >> 63) & 0x7FFFFFFF
-    key = (key << 32) + torch.arange(vocab - 1, -1, -1, device=key.device)
-    ids = vocab - 1 - (key.topk(min(num_top, vocab)).values & 0xFFFFFFFF)
-    return total[:, 0], ids.int(), values.gather(-1, ids) - total
-
-
 def score_drawn(logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, chosen: Tensor, ranks: Tensor) -> None:
-    """What the tokens drawn of these rows are among all: log probabilities to chosen fp32[A], ranks to ranks i32[A]
-    (1: the most likely). It allocates nothing, so that it does not fail behind a draw.
-
-    logits, rows, totals: of `top_logprobs`; drawn: i64[R].
-    """
+    """See `atom.kernels.torch.sampling.score_drawn`. It allocates nothing, so that it does not fail behind a draw."""
     _score[(len(rows),)](
         logits, logits.stride(0), logits.shape[-1], rows, drawn, totals, chosen, ranks, PART, num_warps=PART_WARPS
     )
@@ -156,7 +103,7 @@ def _summarize(
         weights = _weigh(x, largest, _inverse(temperature + slot))  # a nan makes a nan of the sum
         tl.store(sums + at, tl.sum(tl.sum(weights, axis=0).to(tl.float64), axis=0))
     if bins is not None:  # noqa: SIM102 (the second condition is not known when this is compiled)
-        if _is_cut(top_k + slot, top_p + slot, vocab):
+        if _is_filtered(top_k + slot, top_p + slot, vocab):
             own = _bins_below(x, largest, _inverse(temperature + slot))
             counted = tl.histogram(tl.reshape(own, [PART], can_reorder=True), NUM_BINS)
             tl.store(bins + at * NUM_BINS + tl.arange(0, NUM_BINS), counted)
@@ -171,7 +118,7 @@ def _limit(
     row is to be looked at. ends i32[R, parts]: how many logits of this part and those before it lie in these bins."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + row).to(tl.int64)
-    if not _is_cut(top_k + slot, top_p + slot, vocab):
+    if not _is_filtered(top_k + slot, top_p + slot, vocab):
         tl.store(limits + row, -1)
         return
     parts = tl.arange(0, NUM_PARTS)
@@ -218,7 +165,7 @@ def _gather(
     num_parts = tl.num_programs(0)
     slot = tl.load(rows + row).to(tl.int64)
     penalty = (counts, slot, repetition, frequency, presence)
-    limit = tl.where(_is_cut(top_k + slot, top_p + slot, vocab), tl.load(limits + row), -1)
+    limit = tl.where(_is_filtered(top_k + slot, top_p + slot, vocab), tl.load(limits + row), -1)
     lowest = tl.load(min_p + slot).to(tl.float32)
     if (limit < 0) & (lowest == 0):
         return
@@ -272,10 +219,10 @@ def _draw(
         elif tl.load(temperature + slot) >= MIN_TEMPERATURE:
             at = _uniform(tl.load(seed + slot), length)
             scale = (peak, inverse, tl.load(min_p + slot).to(tl.float32))
-            is_cut = False
+            is_filtered = False
             if limits is not None:
-                is_cut = _is_cut(top_k + slot, top_p + slot, vocab)
-                if is_cut:
+                is_filtered = _is_filtered(top_k + slot, top_p + slot, vocab)
+                if is_filtered:
                     k = _top_k(top_k + slot, vocab)
                     request = (k, k < vocab, tl.load(top_p + slot), at, total)
                     values += row * max_gathered
@@ -289,7 +236,7 @@ def _draw(
                         else:
                             index = _draw_by_pairs(values, size, request, scale, NUM_PAIRED)
                         token = tl.load(value_ids + row * max_gathered + index)
-            if not is_cut:
+            if not is_filtered:
                 target = at * total
                 part = _first(tl.cumsum(masses, axis=0), target, masses, parts)
                 target -= tl.sum(tl.where(parts < part, masses, 0.0), axis=0)
@@ -361,7 +308,7 @@ def _top_k(top_k, vocab):
 
 
 @jit
-def _is_cut(top_k, top_p, vocab):
+def _is_filtered(top_k, top_p, vocab):
     return (tl.load(top_p) < 1) | (_top_k(top_k, vocab) < vocab)
 
 
@@ -401,7 +348,7 @@ def _largest(logits, vocab, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def _uniform(seed, position):
-    """`runtime.sampler.uniform`: SplitMix64 (Steele et al. 2014) started at the hashed seed. f64 in 0 to 1."""
+    """`kernels.torch.sampling.uniform`: SplitMix64 (Steele et al. 2014) started at the hashed seed. f64 in 0 to 1."""
     counter = (position.to(tl.int64) + 1).to(tl.uint64)
     bits = _mix(_mix(seed.to(tl.uint64)) + counter * 0x9E3779B97F4A7C15) >> 11
     return bits.to(tl.float64) * 1.1102230246251565e-16

@@ -228,7 +228,7 @@ def open_real(config: Config, progress: Progress) -> Engine:
     if config.device == "cuda":
         open_early()
     with no_collection():
-        from atom.llm import open_engine
+        from atom.build import open_engine
 
         return open_engine(config, progress)
 

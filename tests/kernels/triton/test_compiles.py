@@ -19,8 +19,9 @@ from atom.kernels.triton import prepare_inputs
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.attention import rope
+from atom.kernels.step import Inputs
 from atom.kernels.triton.gpu import Gpu
-from atom.runtime.request_state import Slots
+from atom.runtime.request_state import RequestState
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), Gpu(108, 163 << 10, (8, 0))),
@@ -79,12 +80,12 @@ for norm, turning in ((bf16(128), angle), (None, None)):
         q, k, k, turning, turning, norm, norm, cache, slots, table, starts, lengths, 3, eps=1e-6, scale=0.1
     )
 rows, tables = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 4, 4, dtype=torch.int32)
-state = Slots(3, 500, "cpu")
-inputs = prepare_inputs.Inputs(slots, slots, rows, slots[None], torch.zeros(1, 3, 4, dtype=torch.int32))
-prepare_inputs.feed_decodes(rows, state, tables, 16, inputs)
-prepare_inputs.feed_rows(rows, slots.int(), slots.int(), starts, rows, state, tables, 16, inputs)
+state = RequestState(3, 500, "cpu")
+inputs = Inputs(slots, slots, rows, slots[None], torch.zeros(1, 3, 4, dtype=torch.int32))
+prepare_inputs.decode_inputs(rows, state, tables, 16, inputs)
+prepare_inputs.mixed_inputs(rows, slots.int(), slots.int(), starts, rows, state, tables, 16, inputs)
 prepare_inputs.extend_tables(tables, torch.zeros(2, 3, dtype=torch.int32))
-for kind in ("greedy", "random", "cut"):
+for kind in ("greedy", "random", "filtered"):
     sampling.sample(bf16(3, 500), rows, state, kind, torch.zeros(3, dtype=torch.int64))
 sampling.score_drawn(bf16(3, 500), slots, slots, torch.zeros(3), torch.zeros(3), rows)
 x, experts = bf16(7, 256), bf16(8, 64, 256)
@@ -95,7 +96,7 @@ moe.combine(bf16(14, 256), weights, order)
 """
 NAMES = {
     "decode": "_decode",
-    "prepare_inputs": "_feed _extend",
+    "prepare_inputs": "_prepare _extend",
     "linear": "_vector_kernel _matrix_kernel _norm_kernel _gate_kernel",
     "moe": "_logits_kernel _choose_kernel _group_kernel _grouped_linear_kernel _combine_kernel",
     "prefill": "_prefill",

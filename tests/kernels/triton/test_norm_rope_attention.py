@@ -161,7 +161,7 @@ def test_a_sequence_without_positions_gives_zeros_and_writes_its_key(triton_devi
 
 
 def test_rows_that_pad_a_batch_disturb_nobody(triton_device):
-    """Several rows of one position in block 0, as `feed_decodes` makes them."""
+    """Several rows of one position in block 0, as `decode_inputs` makes them."""
     case = make_case([20, 1, 33, 1, 1], kv_heads=2, heads=4, turned=8)
     expected, _ = reference(case, scale=0.3, eps=1e-6)
     case.table[[1, 3, 4]], case.slots[[1, 3, 4]] = 0, 0

@@ -49,7 +49,7 @@ def compile(src, target=None, options=None, **rest):
 triton.compiler.compile = compile
 """
 STEPS = """
-from atom import SamplingParams, llm
+from atom import SamplingParams, build
 from atom.compiler import compile_graph
 from atom.config import engine_overrides, load
 from atom.graph import TORCH_DTYPES
@@ -67,8 +67,9 @@ from atom.kernels.triton.gpu import Gpu
 from atom.pieces import find_pieces
 from atom.kernels.triton.codegen import write_source
 from atom.kernels.triton.piece_compiler import TritonCompiler
-from atom.runtime.device_runner import DeviceRunner
-from atom.runtime.types import Plan, Row, Sequence
+from atom.runtime.runner import Runner
+from atom.runtime.step_builder import StepBuilder
+from atom.runtime.types import Plan, ScheduledRequest, Sequence
 
 for module in (decode, latent, linear, moe, prefill, rope):
     module.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
@@ -82,23 +83,28 @@ for piece in (piece for program in graph.programs.values() for piece in find_pie
     code[piece.text] = TritonCompiler().load(place)
 weights = {each: torch.zeros([int(dim) for dim in each.type.shape], dtype=TORCH_DTYPES[each.type.dtype])
            for each in graph.recipes()}
-kinds = [kind.name for kind in llm.cache_kinds(graph)]
-runner = DeviceRunner(graph, weights, dict.fromkeys(kinds, 2), 16, code, device="cpu", max_num_seqs=40,
-                      max_model_len=2048)
+kinds = [kind.name for kind in build.cache_kinds(graph)]
+runner = Runner(graph, weights, dict.fromkeys(kinds, 2), 16, code, device="cpu", backend="triton", max_num_seqs=40,
+                max_model_len=2048)
 sizes, max_tokens = json.loads(sys.argv[2]), 3000
 runner.graphs.compile(sizes, max_tokens)
 ahead_of, num_loaded = list(compiled), len(loaded)
 
 WAYS = [{"temperature": 0}, {"temperature": 0.9}, {"top_p": 0.9}, {"top_k": 3, "presence_penalty": 0.5}, {"min_tokens": 3},
         {"temperature": 0, "logit_bias": {5: 1.0}, "repetition_penalty": 1.5}, {"logprobs": 2, "prompt_logprobs": 1}]
+builder = StepBuilder(runner.capacity)
+
 def execute(counts, num_decodes, way):
     rows = []
     for slot, num_tokens in enumerate([1] * num_decodes + counts):
         is_decode = slot < num_decodes
-        each = Sequence(str(slot), [1] * num_tokens, SamplingParams(**way), slot=slot, num_given=num_tokens,
-                        output=[1] if is_decode else [], blocks={kind: [1] for kind in kinds})
-        rows.append(Row(each, int(is_decode), num_tokens, True))
-    runner.execute(Plan(rows, num_decodes)).wait()
+        each = Sequence(str(slot), [1] * num_tokens, SamplingParams(**way), slot=slot,
+                        blocks={kind: [1] for kind in kinds})
+        if is_decode:
+            builder.build(Plan([ScheduledRequest(each, 0, 1, True)], 1))
+            each.output = [1]
+        rows.append(ScheduledRequest(each, int(is_decode), num_tokens, True))
+    runner.execute(builder.build(Plan(rows, num_decodes))).wait()
 
 for num in (1, 2, 3, 7, 9, 17, 31, 32, 33, 40):
     execute([], num, WAYS[0])
@@ -231,7 +237,7 @@ def test_what_is_compiled_ahead_is_what_its_steps_launch_and_leaves_nothing_for_
     assert later == []
     kernels = {text.partition(" ")[0] for text in ahead}
     attention = {"_attend_kernel"} if name == "deepseek_v3" else {"_decode", "_prefill"}
-    assert kernels > attention | {"_extend", "_feed", "_summarize", "_limit", "_gather", "_draw", "_score"}
+    assert kernels > attention | {"_extend", "_prepare", "_summarize", "_limit", "_gather", "_draw", "_score"}
 
 
 def test_a_walk_leaves_the_launches_of_other_threads_alone(run: Any):

@@ -1,20 +1,24 @@
-"""The tokens are those of the sampler on the CPU, row by row; how they are distributed is counted on a GPU."""
+"""Each backend's tokens are those of torch's sampler, row by row; how they are distributed is counted on a GPU, and for
+torch in `torch/test_sampling.py`."""
 
 import math
 
 import pytest
+import sampled
 import torch
+from conftest import Place
 from torch import Tensor
 
 from atom.config import SamplingParams
+from atom.kernels import step
+from atom.kernels.step import find_step_kernels, top_logprobs
 from atom.kernels.triton import sampling
-from atom.runtime import sampling as reference
-from atom.runtime.request_state import Slots, describe
+from atom.runtime.request_state import RequestState
+from atom.runtime.step_input import pack_admission
 from atom.runtime.types import Sequence
 
 NUM_DRAWS = 50_000
-PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-CUTS = [
+FILTERS = [
     {"top_k": 1},
     {"top_k": 5},
     {"top_p": 0.5},
@@ -30,13 +34,12 @@ CUTS = [
 ]
 
 
-@pytest.fixture
-def device(triton_device: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the kernels run; without a GPU in parts so small that a tiny vocabulary has several."""
-    if triton_device == "cpu":
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU Triton's kernels run in parts so small that a tiny vocabulary has several."""
+    if not torch.cuda.is_available():
         for name, size in {"PART": 64, "MAX_GATHERED": 100, "MAX_PAIRED": 32}.items():
             monkeypatch.setattr(sampling, name, size)
-    return triton_device
 
 
 @pytest.fixture
@@ -48,34 +51,12 @@ def sequence(seed: int = 0, output: list[int] | None = None, num_prompt: int = 3
     return Sequence("a", list(range(num_prompt)), SamplingParams(**params), seed=seed, output=output or [])
 
 
-def kind_of(sequences: list[Sequence]) -> str:
-    params = [s.params for s in sequences]
-    if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
-        return "cut"
-    return "random" if any(p.temperature for p in params) else "greedy"
-
-
-def sample(device: str, logits: Tensor, sequences: list[Sequence], kind: str | None = None) -> list[int]:
-    """The tokens, each sequence in a slot that is not its row's number."""
-    has_penalties = any(getattr(s.params, name) != (name == PENALTIES[0]) for s in sequences for name in PENALTIES)
-    slots = Slots(len(sequences) + 1, logits.shape[1], device)
-    order = [(row * 7 + 1) % len(sequences) for row in range(len(sequences))] if len(sequences) % 7 else None
-    order = order or list(reversed(range(len(sequences))))
-    slots.admit(order, [describe(s.params, s.seed, s.num_tokens) for s in sequences])
-    if has_penalties:
-        for slot, each in zip(order, sequences, strict=True):
-            slots.set_counts(slot, each.prompt, each.output)
-    out = torch.full((len(sequences),), -1, device=device)
-    rows = torch.tensor(order, dtype=torch.int32, device=device)
-    sampling.sample(logits.to(device), rows, slots, kind or kind_of(sequences), out, has_penalties)
-    assert slots.tokens[order].tolist() == out.tolist()
-    assert slots.lengths[order].tolist() == [s.num_tokens + 1 for s in sequences]
-    assert [slots.reported[slot, s.num_tokens % 8] for slot, s in zip(order, sequences, strict=True)] == out.tolist()
-    return out.tolist()
+def sample(place: Place, logits: Tensor, sequences: list[Sequence], kind: str | None = None) -> list[int]:
+    return sampled.sample(logits, sequences, place.device, place.backend, kind)[0]
 
 
 def expected(logits: Tensor, sequences: list[Sequence]) -> list[int]:
-    return reference.sample(logits.cpu(), sequences)[0]
+    return sampled.sample(logits.cpu(), sequences)[0]
 
 
 def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -84,59 +65,59 @@ def randn(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("vocab", [1, 64, 65, 129])
-def test_greedy_takes_the_lowest_id_among_equals(device: str, vocab: int, dtype: torch.dtype):
-    if device == "cpu" and dtype == torch.bfloat16:
+def test_greedy_takes_the_lowest_id_among_equals(place: Place, vocab: int, dtype: torch.dtype):
+    if place == Place("cpu", "triton") and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter has no bf16")
     logits = randn(vocab, 5, vocab, dtype=dtype)
     ties = [[0], [vocab - 1], [vocab // 2, vocab - 1], [0, vocab - 1], [vocab // 3, vocab // 2]]
     for row, ids in zip(logits, ties, strict=True):
         row[ids] = 30.0
     greedy = [sequence(seed, temperature=0) for seed in range(5)]
-    assert sample(device, logits, greedy) == [min(ids) for ids in ties]
-    assert sample(device, logits, [sequence(seed, temperature=1e-6) for seed in range(5)], "random") == [
+    assert sample(place, logits, greedy) == [min(ids) for ids in ties]
+    assert sample(place, logits, [sequence(seed, temperature=1e-6) for seed in range(5)], "random") == [
         min(ids) for ids in ties
     ]
     cold = [sequence(0, top_k=1), sequence(1, top_p=1e-9), sequence(2, top_k=1, temperature=1e9), *greedy[3:]]
-    assert sample(device, logits, cold) == [min(ids) for ids in ties]
+    assert sample(place, logits, cold) == [min(ids) for ids in ties]
 
 
 @pytest.mark.parametrize("vocab", [1, 37, 300])
-def test_a_random_row_draws_what_it_draws_on_the_cpu(device: str, vocab: int):
+def test_a_random_row_draws_what_it_draws_on_the_cpu(place: Place, vocab: int):
     seeds = [0, 1, -1, 2**63, 2**64 - 1, -(2**63), 12345]
     temperatures = [1.0, 0.6, 1e-5, 30.0, 0.0]
     rows = [sequence(seed, [0] * (i % 3), 1 + i, temperature=temperatures[i % 5]) for i, seed in enumerate(seeds)]
     logits = randn(vocab, len(rows), vocab)
-    assert sample(device, logits, rows) == expected(logits, rows)
+    assert sample(place, logits, rows) == expected(logits, rows)
 
 
 @pytest.mark.parametrize("vocab", [1, 37, 150])
-def test_a_cut_row_draws_what_it_draws_on_the_cpu(device: str, vocab: int):
-    rows = [sequence(seed, **cut) for seed, cut in enumerate(CUTS)]
+def test_a_filtered_row_draws_what_it_draws_on_the_cpu(place: Place, vocab: int):
+    rows = [sequence(seed, **each) for seed, each in enumerate(FILTERS)]
     logits = randn(vocab, len(rows), vocab)
-    assert sample(device, logits, rows) == expected(logits, rows)
+    assert sample(place, logits, rows) == expected(logits, rows)
 
 
-def test_equal_logits_are_cut_by_id(device: str):
+def test_equal_logits_are_cut_by_id(place: Place):
     vocab = 150  # more equals than are put aside
     rows = [
         sequence(seed, top_k=k, top_p=p) for seed, (k, p) in enumerate([(120, 1.0), (0, 0.9), (130, 0.8), (3, 1.0)])
     ]
     logits = torch.ones(len(rows), vocab)
-    tokens = sample(device, logits, rows)
+    tokens = sample(place, logits, rows)
     assert tokens == expected(logits, rows)
     assert all(token < most for token, most in zip(tokens, (120, 135, 104, 3), strict=True))
     logits = (randn(7, len(rows), vocab) / 2).round()  # 7 values or so, each many times
-    assert sample(device, logits, rows) == expected(logits, rows)
+    assert sample(place, logits, rows) == expected(logits, rows)
 
 
-def test_top_p_is_a_share_of_what_top_k_and_min_p_leave(device: str):
+def test_top_p_is_a_share_of_what_top_k_and_min_p_leave(place: Place):
     logits = torch.arange(70).neg().mul(0.05)  # of which far fewer are kept than count
-    cuts = [{"top_k": 64, "top_p": 0.3}, {"min_p": 0.1, "top_p": 0.4}, {"top_k": 50, "min_p": 0.3, "top_p": 0.5}]
-    rows = [sequence(seed, **cut) for seed in range(5) for cut in cuts]
-    assert sample(device, logits.expand(len(rows), -1), rows) == expected(logits.expand(len(rows), -1), rows)
+    filters = [{"top_k": 64, "top_p": 0.3}, {"min_p": 0.1, "top_p": 0.4}, {"top_k": 50, "min_p": 0.3, "top_p": 0.5}]
+    rows = [sequence(seed, **each) for seed in range(5) for each in filters]
+    assert sample(place, logits.expand(len(rows), -1), rows) == expected(logits.expand(len(rows), -1), rows)
 
 
-def test_penalties_are_those_of_the_cpu(device: str):
+def test_penalties_are_those_of_the_cpu(place: Place):
     penalties = [
         {"repetition_penalty": 1.7, "presence_penalty": -1.2},
         {"frequency_penalty": 0.3},
@@ -151,54 +132,54 @@ def test_penalties_are_those_of_the_cpu(device: str):
     logits = randn(1, len(rows), 130)
     logits[:, :11] += 5.0  # what was seen is likely
     want = expected(logits, rows)
-    assert sample(device, logits, rows) == want
+    assert sample(place, logits, rows) == want
     assert want != expected(logits, [Sequence("a", r.prompt, r.params, r.seed) for r in rows])
     greedy = rows[::4]
-    assert sample(device, logits[::4], greedy, "greedy") == want[::4]
+    assert sample(place, logits[::4], greedy, "greedy") == want[::4]
 
 
-def test_a_sampled_token_is_counted(device: str):
-    slots = Slots(2, 4, device)
+def test_a_sampled_token_is_counted(place: Place):
+    slots = RequestState(2, 4, place.device)
     params = SamplingParams(temperature=0, frequency_penalty=1.0)
-    slots.admit([1], [describe(params, 0, 3)])
+    sampled.admit(slots, [1], [Sequence("a", [3, 3], params, output=[2])])
     slots.set_counts(1, [3, 3, 2], [2])
-    logits = torch.tensor([[2.5, 0.0, 0.0, 3.0], [9.0, 9.0, 9.0, 9.5]], device=device)
-    rows = torch.tensor([1, 2], dtype=torch.int32, device=device)  # the second is padding
-    out = torch.empty(2, dtype=torch.int64, device=device)
+    logits = torch.tensor([[2.5, 0.0, 0.0, 3.0], [9.0, 9.0, 9.0, 9.5]], device=place.device)
+    rows = torch.tensor([1, 2], dtype=torch.int32, device=place.device)  # the second is padding
+    out = torch.empty(2, dtype=torch.int64, device=place.device)
     tokens = []
     for _ in range(4):
-        sampling.sample(logits, rows, slots, "greedy", out, penalties=True)
+        find_step_kernels(place.backend).sample(logits, rows, slots, "greedy", out, penalties=True)
         tokens.append(out.tolist())
     assert tokens == [[3, 0], [0, 0], [3, 0], [0, 0]]  # 3 and 2.5, 2 and 2.5, 2 and 1.5, 1 and 1.5
     assert slots.counts.tolist() == [[0] * 4, [4, 0, 3, 5], [0] * 4]
     assert slots.lengths.tolist() == [1, 7, 1] and slots.tokens.tolist() == [0, 0, 0]
 
 
-def test_a_row_draws_the_same_alone_among_others_and_in_a_later_kind(device: str):
+def test_a_row_draws_the_same_alone_among_others_and_in_a_later_kind(place: Place):
     kinds = [{"temperature": 0}, {}, {"temperature": 0.7}, {"min_p": 0.2}, {"top_k": 6}, {"top_p": 0.8}]
     kinds += [{"top_p": 0.99, "temperature": 6.0}, {"top_k": 3, "presence_penalty": 1.0}]
     rows = [sequence(seed, [4, 4, 8], 1 + seed, **kind) for seed, kind in enumerate(kinds)]
     logits = randn(4, len(rows), 120)
-    together = sample(device, logits, rows)
-    assert together == [sample(device, logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
-    assert together == sample(device, logits.flip(0), rows[::-1])[::-1]
+    together = sample(place, logits, rows)
+    assert together == [sample(place, logits[i : i + 1], [row])[0] for i, row in enumerate(rows)]
+    assert together == sample(place, logits.flip(0), rows[::-1])[::-1]
 
 
-def test_padding_rows_change_nothing(device: str):
-    slots = Slots(3, 50, device)
-    slots.admit([2], [describe(SamplingParams(temperature=0.9, top_k=4), 5, 6)])
+def test_padding_rows_change_nothing(place: Place):
+    slots = RequestState(3, 50, place.device)
+    sampled.admit(slots, [2], [sequence(5, num_prompt=6, temperature=0.9, top_k=4)])
     logits = randn(5, 4, 50)
     logits[1:] = math.nan
-    rows = torch.tensor([2, 3, 3, 3], dtype=torch.int32, device=device)
-    out = torch.empty(4, dtype=torch.int64, device=device)
-    for kind in ("random", "cut"):
-        sampling.sample(logits.to(device), rows, slots, kind, out)
+    rows = torch.tensor([2, 3, 3, 3], dtype=torch.int32, device=place.device)
+    out = torch.empty(4, dtype=torch.int64, device=place.device)
+    for kind in ("random", "filtered"):
+        find_step_kernels(place.backend).sample(logits.to(place.device), rows, slots, kind, out)
         assert out[1:].tolist() == [0, 0, 0]
     assert slots.lengths.tolist() == [1, 1, 8, 1]
     assert slots.tokens.tolist()[3] == 0 and not slots.reported[3].any()
 
 
-def test_a_row_without_a_distribution_gives_its_largest_number_and_disturbs_nobody(device: str):
+def test_a_row_without_a_distribution_gives_its_largest_number_and_disturbs_nobody(place: Place):
     inf, nan = math.inf, math.nan
     logits = torch.full((7, 70), -inf)  # the last part is masked in all rows but one
     logits[0] = nan
@@ -208,38 +189,40 @@ def test_a_row_without_a_distribution_gives_its_largest_number_and_disturbs_nobo
     penalty = {"top_p": 0.5, "presence_penalty": 2.0}  # it does not count where there is no distribution
     for params in ({"temperature": 0}, {}, {"top_k": 2, "min_p": 0.1}, penalty):
         rows = [sequence(seed, output=[2], num_prompt=1, **params) for seed in range(7)]
-        tokens = sample(device, logits, rows)
+        tokens = sample(place, logits, rows)
         assert tokens == expected(logits, rows)
         assert tokens[:6] == [0, 0, 2, 2, 3, 1]
 
 
-def test_logits_may_be_a_view_and_stay_as_they_were(device: str):
+def test_logits_may_be_a_view_and_stay_as_they_were(place: Place):
     rows = [sequence(seed, top_k=9, frequency_penalty=1.0, output=[3]) for seed in range(3)]
-    buffer = randn(8, 5, 100).to(device)
+    buffer = randn(8, 5, 100).to(place.device)
     before = buffer.clone()
-    assert sample(device, buffer[1:4, :70], rows) == expected(before[1:4, :70], rows)
+    assert sample(place, buffer[1:4, :70], rows) == expected(before[1:4, :70], rows)
     assert torch.equal(buffer, before)
 
 
-def test_an_empty_batch_gives_nothing(device: str):
-    empty = torch.empty(0, dtype=torch.int32, device=device)
-    for kind in ("greedy", "random", "cut"):
-        sampling.sample(torch.empty(0, 10, device=device), empty, Slots(2, 10, device), kind, empty.long())
+def test_an_empty_batch_gives_nothing(place: Place):
+    empty = torch.empty(0, dtype=torch.int32, device=place.device)
+    for kind in ("greedy", "random", "filtered"):
+        find_step_kernels(place.backend).sample(
+            torch.empty(0, 10, device=place.device), empty, RequestState(2, 10, place.device), kind, empty.long()
+        )
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 100])
-def test_log_probabilities_are_those_of_the_cpu(device: str, num_top: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sampling, "CHUNK_ELEMENTS", 200)
+def test_log_probabilities_are_those_of_the_cpu(place: Place, num_top: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(step, "CHUNK_ELEMENTS", 200)
     logits = randn(6, 9, 60, dtype=torch.float16)
     logits[1] = logits[1].round()
     logits[2, 5], logits[3] = math.nan, 1.0
     rows, tokens = torch.tensor([8, 0, 1, 2, 3, 6]), torch.arange(9) * 5
     tokens[2] = 5  # that is nan
-    reports = reference.prompt_logprobs(logits[rows], tokens[rows].tolist(), num_top)
-    logits, rows, tokens = logits.to(device), rows.to(device), tokens.to(device)
-    totals, ids, top = sampling.top_logprobs(logits, rows, num_top)
-    chosen, ranks = torch.empty(6, device=device), torch.empty(6, dtype=torch.int32, device=device)
-    sampling.score_drawn(logits, rows, tokens, totals, chosen, ranks)
+    reports = sampled.score(logits, rows.tolist(), tokens, num_top)
+    logits, rows, tokens = logits.to(place.device), rows.to(place.device), tokens.to(place.device)
+    totals, ids, top = top_logprobs(logits, rows, num_top)
+    chosen, ranks = torch.empty(6, device=place.device), torch.empty(6, dtype=torch.int32, device=place.device)
+    find_step_kernels(place.backend).score_drawn(logits, rows, tokens, totals, chosen, ranks)
     assert chosen.tolist() == pytest.approx([report.logprob for report in reports], abs=1e-5)
     assert ranks.tolist() == [report.rank for report in reports]
     assert ids.tolist() == [[token for token, _ in report.top] for report in reports]
@@ -247,10 +230,13 @@ def test_log_probabilities_are_those_of_the_cpu(device: str, num_top: int, monke
         assert row == pytest.approx([value for _, value in report.top], abs=1e-5)
 
 
-def test_slots_hold_what_a_sequence_was_admitted_with(device: str):
-    slots = Slots(3, 6, device)
+def test_slots_hold_what_a_sequence_was_admitted_with(place: Place):
+    slots = RequestState(3, 6, place.device)
     params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, frequency_penalty=0.25)
-    slots.admit([2, 0], [describe(params, -1, 7), describe(SamplingParams(presence_penalty=-1.0), 2**63 + 5, 9)])
+    first, second = Sequence("a", [1] * 7, params, -1), sequence(2**63 + 5, num_prompt=9, temperature=1.0)
+    second.params = SamplingParams(presence_penalty=-1.0)
+    packs = [pack_admission(slot, s.num_tokens, s.params, s.seed) for slot, s in ((2, first), (0, second))]
+    slots.admit(bytearray(b"".join(packs)))
     assert slots.lengths.tolist() == [9, 1, 7, 1]
     assert slots.seed.tolist() == [5 - 2**63, 0, -1, 0]
     assert slots.top_k.tolist() == [0, 0, 3, 0]
@@ -314,8 +300,8 @@ def test_draws_follow_the_exact_distribution(
     row = randn(11, vocab, dtype=dtype).float()
     shared = SamplingParams(**params)
     seen = [3, 3, 500] if len(params) == 3 else []
-    slots = Slots(num_rows, vocab, cuda)
-    slots.admit(list(range(num_rows)), [describe(shared, seed, 1) for seed in range(num_rows)])
+    slots = RequestState(num_rows, vocab, cuda)
+    sampled.admit(slots, list(range(num_rows)), [Sequence("a", [7], shared, seed) for seed in range(num_rows)])
     rows = torch.arange(num_rows, dtype=torch.int32, device=cuda)
     logits = row.to(cuda, dtype).expand(num_rows, -1)
     drawn = torch.empty(NUM_DRAWS // num_rows, num_rows, dtype=torch.int64, device=cuda)
@@ -325,7 +311,12 @@ def test_draws_follow_the_exact_distribution(
     for out in drawn:
         slots.counts.copy_(counts)
         sampling.sample(
-            logits, rows, slots, "cut" if kind_of([sequence(**params)]) == "cut" else "random", out, bool(seen)
+            logits,
+            rows,
+            slots,
+            "filtered" if sampled.kind_of([sequence(**params)]) == "filtered" else "random",
+            out,
+            bool(seen),
         )
     if seen:
         for token in (7, *set(seen)):
@@ -350,9 +341,9 @@ def test_draws_follow_the_exact_distribution(
 @pytest.mark.parametrize("spread", [0.2, 1.0])
 def test_of_many_draws_999_in_1000_are_those_of_the_cpu(cuda: str, dtype: torch.dtype, spread: float):
     rows = [
-        sequence(seed, **{"temperature": 0.8, **cut})
+        sequence(seed, **{"temperature": 0.8, **each})
         for seed in range(64)
-        for cut in [*CUTS[:-2], {}, {"temperature": 0}]
+        for each in [*FILTERS[:-2], {}, {"temperature": 0}]
     ]
     logits = (randn(12, len(rows), 20_011) * spread).to(dtype)
     got, want = sample(cuda, logits, rows), expected(logits, rows)
@@ -362,16 +353,16 @@ def test_of_many_draws_999_in_1000_are_those_of_the_cpu(cuda: str, dtype: torch.
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["greedy", "random", "cut"])
+@pytest.mark.parametrize("kind", ["greedy", "random", "filtered"])
 def test_a_captured_step_goes_on_with_each_replay(cuda: str, kind: str):
-    params = {"greedy": {"temperature": 0}, "random": {}, "cut": {"top_p": 0.9, "presence_penalty": 0.5}}[kind]
+    params = {"greedy": {"temperature": 0}, "random": {}, "filtered": {"top_p": 0.9, "presence_penalty": 0.5}}[kind]
     logits = randn(13, 3, 5000, dtype=torch.bfloat16).to(cuda)
     rows = torch.tensor([2, 0, 3], dtype=torch.int32, device=cuda)
     out = torch.empty(3, dtype=torch.int64, device=cuda)
-    slots = Slots(3, 5000, cuda)
+    slots = RequestState(3, 5000, cuda)
 
     def step() -> None:
-        sampling.sample(logits, rows, slots, kind, out, penalties=kind == "cut")
+        sampling.sample(logits, rows, slots, kind, out, penalties=kind == "filtered")
 
     step()  # compiles
     torch.cuda.synchronize()
@@ -379,7 +370,7 @@ def test_a_captured_step_goes_on_with_each_replay(cuda: str, kind: str):
     with torch.cuda.graph(graph):
         step()
     sequences = [sequence(seed, num_prompt=4, **params) for seed in range(2)]
-    slots.admit([2, 0], [describe(s.params, s.seed, s.num_tokens) for s in sequences])
+    sampled.admit(slots, [2, 0], sequences)
     for slot, each in zip((2, 0), sequences, strict=True):
         slots.set_counts(slot, each.prompt, [])
     for _ in range(5):
@@ -394,6 +385,6 @@ def test_a_captured_step_goes_on_with_each_replay(cuda: str, kind: str):
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [151_936, 262_144, 100_003])
 def test_large_vocabularies(cuda: str, vocab: int):
-    rows = [sequence(seed, **kind) for seed, kind in enumerate([{"temperature": 0}, {}, *CUTS[:-2]])]
+    rows = [sequence(seed, **kind) for seed, kind in enumerate([{"temperature": 0}, {}, *FILTERS[:-2]])]
     logits = randn(14, len(rows), vocab, dtype=torch.bfloat16)
     assert sample(cuda, logits, rows) == expected(logits, rows)

@@ -8,12 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampled import sample, score
 from torch import Tensor
 
 from atom.config import SamplingParams
-from atom.runtime import sampling
-from atom.runtime.sampling import prompt_logprobs, sample, uniform
-from atom.runtime.types import Sequence
+from atom.kernels import step
+from atom.kernels.torch import sampling
+from atom.kernels.torch.sampling import uniform
+from atom.runtime.types import Logprobs, Sequence
 
 NUM_DRAWS = 50_000
 PROMPTS = [[1] * length for length in range(1, 101)]
@@ -22,6 +24,10 @@ LOGITS = [2.0, -1.0, 0.5, 0.5, 3.0, -4.0, 1.25, 0.0, 2.75, -0.5, 1.0, -30.0]
 
 def sequence(seed: int = 0, output: list[int] | None = None, num_prompt: int = 3, **params) -> Sequence:
     return Sequence("a", [1] * num_prompt, SamplingParams(**params), seed=seed, output=output or [])
+
+
+def prompt_logprobs(logits: Tensor, targets: list[int], num_top: int) -> list[Logprobs]:
+    return score(logits, list(range(len(targets))), torch.tensor(targets), num_top)
 
 
 def draws(logits: list[float], num_draws: int = NUM_DRAWS, **params) -> list[int]:
@@ -211,7 +217,8 @@ def test_chunks_of_a_large_batch_change_nothing(monkeypatch):
     rows = [sequence(seed, top_p=0.9, logprobs=3) for seed in range(20)]
     logits = torch.randn(20, 100, generator=torch.Generator().manual_seed(5))
     whole = sample(logits, rows)
-    monkeypatch.setattr(sampling, "CHUNK_ELEMENTS", 300)
+    for module in (sampling, step):
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", 300)
     assert sample(logits, rows) == whole
 
 
@@ -228,8 +235,8 @@ def test_a_draw_depends_on_seed_and_position_alone():
 def test_random_numbers_are_splitmix64_and_uniform():
     # the published stream of seed 0, whose hash is 0
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
-    assert uniform([0, 0, 0], [0, 1, 2]).tolist() == [(word >> 11) / 2**53 for word in expected]
-    grid = uniform([seed for seed in range(300) for _ in range(300)], list(range(300)) * 300).reshape(300, 300)
+    assert uniform(np.zeros(3, np.int64), np.arange(3)).tolist() == [(word >> 11) / 2**53 for word in expected]
+    grid = uniform(np.arange(300).repeat(300), np.tile(np.arange(300), 300)).reshape(300, 300)
     assert grid.min() >= 0 and grid.max() < 1
     for numbers in (grid, (grid[1:] - grid[:-1]) % 1, (grid[:, 1:] - grid[:, :-1]) % 1):  # and independent neighbours
         assert_drawn_from([0.01] * 100, (numbers.ravel() * 100).astype(int).tolist())
@@ -260,7 +267,8 @@ def test_equal_logits_share_a_rank_and_list_the_lower_id_first():
 def test_prompt_log_probabilities_follow_log_softmax(monkeypatch):
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(7))
     targets = torch.arange(40).remainder(30).tolist()
-    monkeypatch.setattr(sampling, "CHUNK_ELEMENTS", 200)
+    for module in (sampling, step):
+        monkeypatch.setattr(module, "CHUNK_ELEMENTS", 200)
     reports = prompt_logprobs(logits, targets, num_top=100)
     expected = logits.log_softmax(-1)
     assert [report.token for report in reports] == targets
@@ -269,7 +277,6 @@ def test_prompt_log_probabilities_follow_log_softmax(monkeypatch):
         assert len(report.top) == 30
         assert report.top[report.rank - 1][0] == report.token
         assert sum(math.exp(value) for _, value in report.top) == pytest.approx(1, abs=1e-5)
-    assert prompt_logprobs(logits[:0], [], num_top=3) == []
 
 
 @pytest.mark.parametrize("vocab", [1, 7, 49153])
@@ -280,10 +287,6 @@ def test_odd_vocabularies(vocab):
     assert all(0 <= token < vocab for token in tokens)
     assert tokens[0] == logits[0].float().argmax()
     assert len(reports[5].top) == min(vocab, 20)
-
-
-def test_an_empty_batch_gives_nothing():
-    assert sample(torch.zeros(0, 10), []) == ([], [])
 
 
 def test_a_row_without_a_distribution_gives_its_largest_number_and_disturbs_nobody():
@@ -299,8 +302,8 @@ def test_a_row_without_a_distribution_gives_its_largest_number_and_disturbs_nobo
         assert sample(bad[:1], rows[:1])[0] == [0]
 
 
-def test_a_mask_that_leaves_nothing_falls_back_on_the_models_choice():
-    row = Sequence("a", [0], SamplingParams(min_tokens=5), stop_ids=frozenset({0, 1}))
+def test_stops_that_are_the_whole_vocabulary_are_not_banned():
+    row = Sequence("a", [0], SamplingParams(temperature=0, min_tokens=5), stop_ids=frozenset({0, 1}))
     assert sample(torch.tensor([[1.0, 2.0]]), [row])[0] == [1]
 
 

@@ -1,0 +1,225 @@
+"""From a configuration to an engine: compile, load the weights, plan the memory, open the runner.
+
+engine = open_engine(load(["checkpoint=/models/qwen3"]), SilentProgress())
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+
+from atom import weights
+from atom.cache import Cache
+from atom.checkpoint import Checkpoint, Progress, stop_ids
+from atom.compiler import Compiled, compile_model
+from atom.config import Config, ModelConfig
+from atom.config.checkpoint import is_here, open_for
+from atom.gc_utils import no_collection
+from atom.graph import Graph, Recipe
+from atom.kernels import find_tuner
+from atom.runtime import memory
+from atom.runtime.engine import Engine
+from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
+from atom.runtime.profiler import Profiler
+from atom.runtime.runner import Runner
+from atom.runtime.scheduler import Scheduler
+from atom.runtime.step_builder import StepBuilder
+from atom.runtime.tune import tune, use_measured
+from atom.runtime.types import CacheKind
+
+
+@no_collection()
+def open_engine(config: Config, progress: Progress, compiled: Compiled | None = None) -> Engine:
+    """Everything between a configuration, or what was compiled of it, and an engine that waits for requests."""
+    with ExitStack() as opened:
+        checkpoint = open_checked(config, progress, opened) if is_here(config) else None  # else it is fetched last
+        compiled = compiled or compile_with(config, progress, checkpoint)
+        graph, kinds = compiled.graph, cache_kinds(compiled.graph)
+        if checkpoint is None:
+            checkpoint = open_checked(config, progress, opened)
+            check_weights(graph, checkpoint, config)
+        tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
+        tensors = load_weights(graph, checkpoint, config, progress)
+        stops = stop_ids(checkpoint, tokenizer)
+    serve = config.serve
+    runner, num_blocks = open_runner(compiled, tensors, config, progress)
+    cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
+    scheduler = Scheduler(cache, run_ahead=runner.run_ahead, **_limits(config))
+    print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
+    if told := _describe_sampling(config):
+        print(f"atom-run: {told}", file=sys.stderr)
+    return Engine(
+        runner,
+        scheduler,
+        StepBuilder(runner.capacity),
+        tokenizer=tokenizer,
+        stop_ids=stops,
+        vocab_size=config.model.vocab,
+        seed=config.seed,
+        profiler=Profiler(serve.torch_profiler_dir, is_detailed=serve.profiler_more),
+    )
+
+
+def open_checked(config: Config, progress: Progress, opened: ExitStack) -> Checkpoint:
+    """The checkpoint, whose header has been held against the configuration; the stack closes it."""
+    checkpoint = open_for(config, progress)
+    opened.callback(checkpoint.close)
+    if not config.load_dummy:
+        weights.check_counts(config.model, checkpoint.tensors)
+    stop_ids(checkpoint, None)
+    return checkpoint
+
+
+def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | None = None) -> Compiled:
+    """The compiled model; what it took, and what is wrong with the cache folder, is told on stderr.
+
+    A checkpoint that is on this disk is held against the configuration first.
+    """
+    assert config.cache is not None, "config.load resolves it"
+    cache, opened = Cache(Path(config.cache)), ExitStack()
+
+    def check(graph: Graph) -> None:  # what can be refused before anything is compiled or downloaded
+        weights.refuse_packed(graph)
+        plan_kv(cache_kinds(graph), config, None if config.device == "cpu" else memory.left_for_kv(graph, config))
+        if checkpoint is not None:
+            check_weights(graph, checkpoint, config)
+
+    try:
+        if checkpoint is None and is_here(config):
+            checkpoint = open_checked(config, progress, opened)
+        return compile_model(config, progress, cache, check=check)
+    finally:
+        opened.close()
+        for line in cache.warnings:
+            print(f"atom-run: {line}", file=sys.stderr)
+        cache.close()
+
+
+def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:
+    """Hold the checkpoint's tensors against the graph, where they are what it runs with."""
+    if not config.load_dummy:
+        weights.check(graph, checkpoint.tensors, [*config.model.ignore, *mtp_patterns(config.model)])
+
+
+def load_weights(
+    graph: Graph, checkpoint: Checkpoint, config: Config, progress: Progress
+) -> dict[Recipe, weights.Loaded]:
+    """The tensors of the graph's recipes, stored or random."""
+    if config.load_dummy:
+        return weights.load_dummy(graph.recipes(), config.seed, config.device)
+    return weights.load(graph.recipes(), checkpoint, progress, config.device)
+
+
+def mtp_patterns(model: ModelConfig) -> Sequence[str]:
+    """The tensors of the layers that predict further tokens, which are stored behind the last one."""
+    layers = range(model.layers, model.layers + model.mtp_layers)
+    return [model.weights["layer"].replace("{layer}", str(layer)) + ".*" for layer in layers]
+
+
+def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None) -> dict[str, int]:
+    """Blocks of the KV pool by cache kind. CapacityError or ConfigError where they hold no sequence of max_model_len.
+
+    left: bytes that a GPU has for it; None: what serve.kv_cache_memory says
+    """
+    serve, limits = config.serve, _limits(config)
+    room = "serve.kv_cache_memory has {has}: raise serve.kv_cache_memory to {needs}"
+    if left is not None:
+        room = f"serve.gpu_memory_utilization={serve.gpu_memory_utilization:g} leaves it {{has}}: raise that"
+    return plan_memory(
+        kinds,
+        serve.block_size,
+        memory_bytes=serve.kv_cache_memory if left is None else left,
+        num_blocks=serve.num_kvcache_blocks,
+        max_model_len=limits["max_model_len"],
+        max_num_seqs=limits["max_num_seqs"],
+        max_num_batched_tokens=limits["max_num_batched_tokens"],
+        room=room,
+    )
+
+
+def open_runner(
+    compiled: Compiled, tensors: Mapping[Recipe, weights.Loaded], config: Config, progress: Progress
+) -> tuple[Runner, dict[str, int]]:
+    """The runner and the blocks of its KV pool. On a GPU its graphs are captured, and the pool takes what is left."""
+    serve, kinds, is_cpu = config.serve, cache_kinds(compiled.graph), config.device == "cpu"
+    limits = _limits(config)
+    with nullcontext() if is_cpu else memory.no_memory_at_start(serve):
+        num_blocks = plan_kv(kinds, config) if is_cpu else {kind.name: 2 for kind in kinds}  # to rehearse with
+        runner = Runner(
+            compiled.graph,
+            tensors,
+            num_blocks,
+            serve.block_size,
+            compiled.code,
+            device=config.device,
+            max_num_seqs=limits["max_num_seqs"],
+            max_model_len=limits["max_model_len"],
+        )
+        if is_cpu:
+            return runner, num_blocks
+        use_parameters(runner, compiled.graph, config, progress)
+        sizes = memory.capture_sizes(serve) if compiled.level == 3 else []
+        with progress.task("compiling kernels"):
+            runner.graphs.compile(sizes, serve.max_num_batched_tokens)
+        num_blocks = plan_kv(kinds, config, memory.measure_left(runner, sizes[-1:], serve))
+        runner.bind(num_blocks)
+        with progress.task("capturing CUDA graphs"):
+            # a server is ready when nothing is left to do; a run of some prompts needs but few sizes
+            runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate")
+    return runner, num_blocks
+
+
+def use_parameters(runner: Runner, graph: Graph, config: Config, progress: Progress) -> None:
+    """Run with what was measured for linears on this GPU; tune=true measures what nobody has measured first."""
+    assert config.cache is not None, "config.load resolves it"
+    cache, limits = Path(config.cache), _limits(config)
+
+    def tell(line: str) -> None:
+        print(f"atom-run: {line}", file=sys.stderr)
+
+    tuner = find_tuner(config.device, runner.model.device)
+    if tuner is not None:
+        use_measured(runner.model, tuner, cache, tell)
+    if tuner is not None and config.tune:
+        max_rows = min(limits["max_num_seqs"], limits["max_num_batched_tokens"])
+        tune(runner.model, tuner, graph, cache, max_rows, progress, tell)
+
+
+def _describe_pool(kinds: Sequence[CacheKind], num_blocks: dict[str, int], config: Config) -> str:
+    serve, limits = config.serve, _limits(config)
+    length, step = limits["max_model_len"], limits["max_num_batched_tokens"]
+    num_tokens = (max(num_blocks.values()) - 1) * serve.block_size
+    num_requests = min(
+        (num_blocks[kind.name] - 1) // num_blocks_needed(kind, serve.block_size, length, min(step, length))
+        for kind in kinds
+    )
+    return f"KV: {num_tokens} tokens, {num_requests} requests at max_model_len"
+
+
+def _describe_sampling(config: Config) -> str:
+    """The defaults of sampling that the checkpoint brings and that count; nothing where there are none."""
+    stated = {name: value for name, value in config.generation.items() if getattr(config.sampling, name) == value}
+    told = ", ".join(f"{name} {value:g}" for name, value in stated.items())
+    return f"sampling as the checkpoint says: {told}; sampling.defaults=none leaves it out" if told else ""
+
+
+def _limits(config: Config) -> dict[str, int]:
+    serve = config.serve
+    assert serve.max_model_len is not None, "config.load resolves it"
+    return {
+        "max_model_len": serve.max_model_len,
+        "max_num_seqs": serve.max_num_seqs,
+        "max_num_batched_tokens": serve.max_num_batched_tokens,
+    }
+
+
+def cache_kinds(graph: Graph) -> list[CacheKind]:
+    """What the graph's layers keep for each token, by kind."""
+    found: dict[str, CacheKind] = {}
+    for cache in graph.caches():
+        known = found.get(cache.kind)
+        size = cache.type.num_bytes + (known.bytes_per_token if known else 0)
+        found[cache.kind] = CacheKind(cache.kind, size, cache.window)
+    return list(found.values())

@@ -1,0 +1,100 @@
+"""Prepare a step's inputs and sample its tokens: what a backend has for this, one signature for all.
+
+    kernels = find_step_kernels("triton")
+    kernels.decode_inputs(slots, state, tables, block_size, inputs)     # each row computes its slot's newest token
+    kernels.sample(logits, slots, state, "filtered", out)               # and draws the next one, which the slot keeps
+
+Shapes by letter: S rows, R rows that sample, T tokens, C kinds of cache, M blocks of a row's table, V tokens of the
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+CHUNK_ELEMENTS = 1 << 22  # logits that `top_logprobs` holds in 8 bytes each at once
+
+
+class Inputs(NamedTuple):
+    """What a lowered body asks for, in memory that stays where it is."""
+
+    tokens: Tensor  # i64[T]
+    positions: Tensor  # i64[T]
+    lengths: Tensor  # i32[S], positions known after this step
+    slots: Tensor  # i64[C, T], of the KV cache: block number * block size + place in the block
+    tables: Tensor  # i32[C, S, M]
+
+
+class State(Protocol):
+    """What `runtime.request_state.RequestState` has by slot; slot `num_slots` is that of rows that pad a batch."""
+
+    num_slots: int
+    tokens: Tensor
+    lengths: Tensor
+    reported: Tensor
+    seed: Tensor
+    top_k: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    counts: Tensor
+
+
+class StepKernels(NamedTuple):
+    """The functions of one backend, from its modules `prepare_inputs` and `sampling`; see there."""
+
+    extend_tables: Callable[[Tensor, Tensor], None]
+    decode_inputs: Callable[[Tensor, State, Tensor, int, Inputs], None]
+    mixed_inputs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, State, Tensor, int, Inputs], None]
+    sample: Callable[[Tensor, Tensor, State, str, Tensor, bool], None]
+    score_drawn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+
+def find_step_kernels(backend: str) -> StepKernels:
+    """Those of "torch" or "triton"."""
+    inputs, sampling = (
+        importlib.import_module(f"atom.kernels.{backend}.{name}") for name in ("prepare_inputs", "sampling")
+    )
+    return StepKernels(
+        inputs.extend_tables, inputs.decode_inputs, inputs.mixed_inputs, sampling.sample, sampling.score_drawn
+    )
+
+
+def top_logprobs(logits: Tensor, rows: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The most likely tokens of some rows of the logits as they came, a nan counting as the lowest.
+
+    logits: any float [R, V]; rows: i64[A]. Gives totals fp32[A], a logit less which is a log probability, and the
+    num_top best, best first and among equals the lower id first: ids i32[A, num_top], log probabilities fp32.
+    """
+    size = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    parts = [_find_top(logits.index_select(0, part), num_top) for part in torch.split(rows, size)]
+    totals, ids, values = (torch.cat(column) for column in zip(*parts, strict=True))
+    return totals, ids, values
+
+
+def _find_top(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
+    values = logits.float().nan_to_num(nan=torch.finfo(torch.float32).min)
+    total = values.logsumexp(-1, keepdim=True)
+    ids = most_likely(values, min(num_top, values.shape[-1]))
+    return total[:, 0], ids.int(), values.gather(-1, ids) - total
+
+
+def most_likely(logits: Tensor, count: int) -> Tensor:
+    """Ids of the `count` largest of each row, best first and among equals the lower id first. i64[R, count].
+
+    One integer orders both: the bits of a float32 (they compare as integers once the negative ones are flipped), then
+    the id counted from the end.
+    """
+    vocab = logits.shape[-1]
+    key = (logits + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 equal 0.0
+    key ^= (key >> 63).bitwise_and_(0x7FFFFFFF)
+    key = key.bitwise_left_shift_(32).add_(torch.arange(vocab - 1, -1, -1, device=key.device))
+    return vocab - 1 - (key.topk(count).values & 0xFFFFFFFF)

@@ -1,0 +1,64 @@
+"""Make a step's inputs of the request state, on a CPU.
+
+    extend_tables(tables, entries)                                      # blocks that slots have got
+    decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token
+    mixed_inputs(slots, given, row_of, starts, ends, state, tables, …)  # and prompts, whose tokens the host gave
+
+Shapes by letter as in `atom.kernels.step`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from atom.kernels.step import Inputs, State
+
+
+def extend_tables(tables: Tensor, entries: Tensor) -> None:
+    """entries: i32[2, E], places counted through all of tables i32[C, num_slots + 1, M], and their block numbers"""
+    tables.view(-1)[entries[0].long()] = entries[1]
+
+
+def decode_inputs(slots: Tensor, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
+    """Inputs of S decodes. slots: i32[S]; tables: i32[C, num_slots + 1, M]"""
+    index = slots.long()
+    torch.index_select(state.tokens, 0, index, out=inputs.tokens)
+    torch.index_select(state.lengths, 0, index, out=inputs.lengths)
+    torch.sub(inputs.lengths, 1, out=inputs.positions)
+    _copy_tables(tables, index, block_size, inputs)
+    _find_slots(tables, index, inputs.positions, block_size, inputs)
+
+
+def mixed_inputs(slots: Tensor, given: Tensor, row_of: Tensor, starts: Tensor, ends: Tensor, state: State,
+                 tables: Tensor, block_size: int, inputs: Inputs) -> None:  # fmt: skip
+    """Inputs of S rows of T tokens.
+
+    slots: i32[S]; given: i32[T], tokens, or -1 where the slot has it; row_of: i32[T]; starts: i32[S + 1] in T; ends:
+    i32[S], positions known after this step, or 0 where the slot has the length. A slot whose rows were given gets its
+    length. Tokens of a padding row write to block 0, and attend to nothing where it has none.
+    """
+    index, row = slots.long(), row_of.long()
+    is_stated, is_padding = ends > 0, index == state.num_slots
+    known = state.lengths[index]
+    torch.where(is_stated | is_padding, ends, known, out=inputs.lengths)
+    state.lengths[index[is_stated]] = ends[is_stated]
+    _copy_tables(tables, index, block_size, inputs)
+    owner, last = index[row], torch.where(is_stated, ends, known)[row]
+    positions = last - (starts[1:][row] - torch.arange(len(given)))
+    torch.mul(positions, ~is_padding[row], out=inputs.positions)
+    torch.where(given < 0, state.tokens[owner], given.long(), out=inputs.tokens)
+    _find_slots(tables, owner, inputs.positions, block_size, inputs)
+    inputs.slots.mul_(~is_padding[row])
+
+
+def _copy_tables(tables: Tensor, index: Tensor, block_size: int, inputs: Inputs) -> None:
+    """As much of the rows' tables as they have come to."""
+    width = -(-int(inputs.lengths.max()) // block_size)
+    inputs.tables[:, :, :width] = tables[:, index, :width]
+
+
+def _find_slots(tables: Tensor, index: Tensor, positions: Tensor, block_size: int, inputs: Inputs) -> None:
+    """index i64[T]: whose table each token is in"""
+    blocks = tables[:, index, positions // block_size].long()
+    torch.add(positions % block_size, blocks, alpha=block_size, out=inputs.slots)

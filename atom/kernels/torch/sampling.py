@@ -1,0 +1,165 @@
+"""From logits to tokens on a CPU, one row a slot; the batch that a row sits in never changes what it draws.
+
+    sample(logits, slots, state, "filtered", out)              # logits [R, V], slots i32[R]
+    score_drawn(logits, asked, out, totals, chosen, ranks)     # of the tokens drawn; `atom.kernels.step` has the others
+
+The order is that of vLLM's sampler (docs.vllm.ai, vllm.v1.sample.sampler): log probabilities for the report from the
+logits as they came, logit bias, min_tokens, grammar (these three before `sample`), repetition, frequency and presence
+penalty, temperature, min_p, top_k, top_p, draw. Among equal logits the lower id comes first, in a filter as in an
+argmax, so top_k=1 is greedy. A draw inverts the CDF at `uniform(seed, position)`. A row whose largest logit is not
+finite (it holds a nan or an inf, or nothing but -inf) has no distribution: it gives its largest number, or token 0, and
+leaves the other rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from atom.config import MIN_TEMPERATURE, SAMPLING_KINDS
+from atom.kernels.step import CHUNK_ELEMENTS, State, most_likely
+
+LARGEST = torch.finfo(torch.float32).max
+
+
+def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, penalties: bool = False) -> None:
+    """The next token of each row, to out i64[R], to its slot, whose length and counts go on by one, and to `reported`.
+
+    logits: bf16, fp16 or fp32[R, V]; slots: i32[R], none twice but that of padding, whose rows give token 0 and change
+    nothing. kind: one of SAMPLING_KINDS; rows of an earlier kind are welcome in a later one and get the token that they
+    get alone. penalties: whether any row has some; without, no token is counted.
+    """
+    assert kind in SAMPLING_KINDS, f"{kind} is none of {SAMPLING_KINDS}"
+    index = slots.long()
+    is_random = torch.zeros(len(index), dtype=torch.bool)
+    if kind != "greedy":
+        is_random = state.temperature[index] >= MIN_TEMPERATURE
+    has_penalties = _have_penalties(state, index) if penalties else torch.zeros_like(is_random)
+    is_drawn = (is_random | has_penalties) & (index < state.num_slots)
+    tokens = torch.full_like(index, -1) if is_drawn.all() else _largest(logits)
+    for rows in _chunks(is_drawn.nonzero()[:, 0], logits.shape[-1]):
+        values, chosen = logits[rows].float(), index[rows]
+        for row in has_penalties[rows].nonzero()[:, 0].tolist():
+            _penalize(values[row], state, int(chosen[row]))
+        tokens[rows] = _draw(values, state, chosen, is_random[rows])
+    for row in (tokens < 0).nonzero()[:, 0].tolist():
+        tokens[row] = logits[row].float().nan_to_num(nan=-torch.inf).argmax()
+    is_padding = index == state.num_slots
+    lengths, own = state.lengths[index].long(), index[has_penalties]
+    places = index * state.reported.shape[1] + lengths % state.reported.shape[1]
+    out.copy_(tokens.masked_fill_(is_padding, 0))
+    if is_padding.any():
+        index, tokens, lengths, places = (each[~is_padding] for each in (index, tokens, lengths, places))
+    state.tokens[index] = tokens
+    state.reported.view(-1)[places] = tokens
+    if penalties:
+        state.counts[own, out[has_penalties]] += 2
+    state.lengths[index] = (lengths + 1).int()
+
+
+def score_drawn(logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, chosen: Tensor, ranks: Tensor) -> None:
+    """What the tokens drawn of these rows are among all: log probabilities to chosen fp32[A], ranks to ranks i32[A]
+    (1: the most likely).
+
+    logits, rows, totals: of `atom.kernels.step.top_logprobs`; drawn: i64[R].
+    """
+    size = max(1, CHUNK_ELEMENTS // logits.shape[-1])
+    for at, part in zip(range(0, len(rows), size), torch.split(rows, size), strict=True):
+        values = logits[part].float().nan_to_num(nan=-LARGEST)
+        found = values.gather(-1, drawn[part][:, None])
+        torch.sub(found[:, 0], totals[at : at + size], out=chosen[at : at + size])
+        ranks[at : at + size] = (values > found).sum(-1) + 1
+
+
+def uniform(seeds: npt.NDArray[np.int64], positions: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) for each (seed, position): SplitMix64 (Steele et al. 2014) started at the hashed seed."""
+    counter = positions.astype(np.uint64) + np.uint64(1)
+    bits = _mix(_mix(seeds.view(np.uint64)) + counter * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
+
+
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _have_penalties(state: State, index: Tensor) -> Tensor:
+    """bool[R]"""
+    return (state.repetition[index] != 1) | (state.frequency[index] != 0) | (state.presence[index] != 0)
+
+
+def _chunks(rows: Tensor, vocab: int) -> Iterator[Tensor]:
+    return iter(torch.split(rows, max(1, CHUNK_ELEMENTS // vocab)) if len(rows) else ())
+
+
+def _largest(logits: Tensor) -> Tensor:
+    """The argmax of each row, -1 where it is not finite."""
+    best, tokens = logits.max(-1)  # in bf16 on a CPU argmax alone takes 4 times as long
+    return torch.where(best.isfinite(), tokens, -1)
+
+
+def _penalize(values: Tensor, state: State, slot: int) -> None:
+    """Applies the penalties of a slot to its logits fp32[V], in place."""
+    seen = state.counts[slot].nonzero()[:, 0]
+    counts, found, repetition = state.counts[slot, seen] >> 1, values[seen], float(state.repetition[slot])
+    found = torch.where(found > 0, found / repetition, found * repetition)
+    penalty = counts * float(state.frequency[slot]) + float(state.presence[slot])
+    values[seen] = torch.where(counts > 0, found - penalty, found)
+
+
+def _draw(logits: Tensor, state: State, slots: Tensor, is_random: Tensor) -> Tensor:
+    """A token for each row, -1 where the row has no distribution. logits: fp32[R, V], penalized."""
+    best, tokens = logits.max(-1, keepdim=True)
+    top_k = state.top_k[slots]
+    is_filtered = (state.top_p[slots] < 1) | ((top_k > 0) & (top_k < logits.shape[-1]))
+    for is_own, draw in ((is_filtered, _draw_filtered), (~is_filtered, _draw_free)):
+        (rows,) = (is_random & is_own).nonzero(as_tuple=True)
+        if len(rows):
+            tokens[rows] = draw(logits[rows], best[rows], state, slots[rows])
+    return torch.where(best.isfinite(), tokens, -1)[:, 0]
+
+
+def _draw_free(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Tensor:
+    return _invert(_weights(logits, best, state, slots), state, slots)
+
+
+def _draw_filtered(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Tensor:
+    """Draws from the top_k most likely tokens, or from the fewest of them that hold top_p of their mass.
+
+    Only tokens that may be kept are sorted: under top_p those that weigh at least (1 - top_p) / V of the mass, since
+    the others together weigh less than 1 - top_p of it.
+    """
+    vocab = logits.shape[-1]
+    top_k, top_p = state.top_k[slots, None], state.top_p[slots, None]
+    top_k = torch.where(top_k > 0, top_k, vocab).clamp_(max=vocab)
+    weights = _weights(logits, best, state, slots)
+    mass, limit = top_p, top_k
+    if int(top_k.max()) == vocab:
+        mass = weights.cumsum(-1, dtype=torch.float64)[:, -1:]  # a sum's order, unlike this one's, depends on the batch
+        least = (mass * (1 - top_p) / vocab).float()
+        limit = torch.where(top_k < vocab, top_k, (weights >= least).sum(-1, keepdim=True).clamp(min=1))
+    ids = most_likely(logits, int(limit.max()))
+    kept = weights.gather(-1, ids).double().masked_fill(torch.arange(ids.shape[-1]) >= limit, 0.0)
+    running = kept.cumsum(-1)
+    mass = torch.where(top_k < vocab, running[:, -1:], mass)
+    return ids.gather(-1, _invert(kept.masked_fill(running - kept >= top_p * mass, 0.0), state, slots))
+
+
+def _weights(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Tensor:
+    """Probabilities relative to the best token's, 0 below min_p. fp32[R, V] in 0 to 1."""
+    min_p = state.min_p[slots, None].float()
+    weights = (logits - best).div_(state.temperature[slots, None]).exp_()
+    return weights.masked_fill_(weights < min_p, 0.0) if min_p.any() else weights
+
+
+def _invert(weights: Tensor, state: State, slots: Tensor) -> Tensor:
+    """Draws an index for each row in proportion to its weights, never one of weight 0. i64[R, 1]."""
+    cdf = weights.cumsum(-1, dtype=torch.float64)
+    at = torch.from_numpy(uniform(state.seed[slots].numpy(), state.lengths[slots].numpy()))
+    index = torch.searchsorted(cdf, at[:, None] * cdf[:, -1:], right=True)
+    return index.clamp(max=cdf.shape[-1] - 1)  # a row of nan finds no place

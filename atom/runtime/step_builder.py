@@ -1,0 +1,186 @@
+"""Turn a plan of the scheduler into what a runner is told; remember what each slot was told. No device, no tensors.
+
+    builder = StepBuilder(runner.capacity)
+    pending = runner.execute(builder.build(plan))
+    builder.retract(plan)                              # where that raised: what the step told is told again
+
+The host gives the tokens of a prompt and the blocks of KV. What is sampled goes from one step to the next in the
+runner: a row whose token the host did not give computes the newest one of its slot.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+
+from atom.config import MIN_TEMPERATURE, SAMPLING_KINDS
+from atom.runtime.logit_processors import find_shaping, is_shaped
+from atom.runtime.step_input import (
+    NUM_REPORTED,
+    BatchShape,
+    Capacity,
+    Counted,
+    Scored,
+    StepInput,
+    pack_admission,
+)
+from atom.runtime.types import Plan, ScheduledRequest, Sequence
+
+
+@dataclass(slots=True)
+class _Resident:
+    """The sequence that has a slot, and what the runner was told of it."""
+
+    blocks: dict[str, list[int]]  # its tables: others after each admission
+    tables: list[list[int]]  # the same, by kind
+    num_told: list[int]  # entries of them, by kind
+    num_given: int  # tokens known at its admission: the host gives them, the runner has the later ones
+    sampling: int  # place in SAMPLING_KINDS
+    has_penalties: bool
+    is_shaped: bool  # the host has a say in what comes next
+    num_logprobs: int | None
+    is_special: bool  # one of the three before
+
+
+class StepBuilder:
+    def __init__(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        self._residents: list[_Resident | None] = [None] * capacity.num_slots
+
+    def build(self, plan: Plan) -> StepInput:
+        """The step of a plan. What it tells of slots counts as told, until `retract`."""
+        capacity, residents = self._capacity, self._residents
+        admitted: list[Sequence] = []
+        places, blocks = array("i"), array("i")
+        rows: list[_Resident] = []
+        reported: list[int] = []
+        special: list[tuple[int, ScheduledRequest, _Resident]] = []  # among the rows that sample: place, row
+        sampling, is_decode = 0, True
+        for row in plan.rows:
+            sequence, start, num_tokens, samples = row
+            slot = sequence.slot
+            resident = residents[slot]
+            if resident is None or resident.blocks is not sequence.blocks:
+                resident = residents[slot] = self._admit(sequence)
+                admitted.append(sequence)
+            rows.append(resident)
+            num_told = resident.num_told
+            for kind, table in enumerate(resident.tables):
+                first = num_told[kind]
+                if len(table) > first:
+                    origin = (kind * (capacity.num_slots + 1) + slot) * capacity.table_width
+                    places.extend(range(origin + first, origin + len(table)))
+                    blocks.extend(table[first:])
+                    num_told[kind] = len(table)
+            if start < resident.num_given:
+                is_decode = False
+            if samples:
+                if resident.sampling > sampling:
+                    sampling = resident.sampling
+                if resident.is_special:
+                    special.append((len(reported), row, resident))
+                reported.append(slot * NUM_REPORTED + (start + num_tokens) % NUM_REPORTED)
+        shape, packed = self._pack_decodes(plan) if is_decode else self._pack(plan, rows, len(reported))
+        step = StepInput(
+            shape=shape, is_decode=is_decode, packed=packed, reported=reported, sampling=SAMPLING_KINDS[sampling]
+        )
+        if admitted:
+            packs = [pack_admission(each.slot, each.num_tokens, each.params, each.seed) for each in admitted]
+            step.admissions = bytearray(b"".join(packs))
+            counted = [each for each in admitted if has_penalties(each)]
+            step.counted = [Counted(each.slot, each.prompt, list(each.output)) for each in counted]
+        if places:
+            step.table_entries = bytearray(places + blocks)
+        if special:
+            step.has_penalties = any(resident.has_penalties for _, _, resident in special)
+            step.logprobs = [(at, num) for at, _, resident in special if (num := resident.num_logprobs) is not None]
+            shaped = [
+                (at, row.sequence, row.start + row.num_tokens - len(row.sequence.prompt))
+                for at, row, resident in special
+                if resident.is_shaped
+            ]
+            step.shaping = find_shaping(shaped, capacity.vocab)
+        if not is_decode:
+            step.scored = find_scored(plan, shape)
+        return step
+
+    def retract(self, plan: Plan) -> None:
+        """The newest plan's step did not take place, or not to its end: its rows are told anew.
+
+        Of tokens that are still on their way the runner alone knows: what it has of these stands.
+        """
+        for row in plan.rows:
+            sequence = row.sequence
+            resident = self._residents[sequence.slot]
+            if resident is None or resident.blocks is not sequence.blocks:
+                continue
+            if row.start + row.num_tokens <= sequence.num_tokens:
+                self._residents[sequence.slot] = None
+            else:
+                resident.num_told = [0] * len(resident.num_told)
+
+    def _admit(self, sequence: Sequence) -> _Resident:
+        p, blocks = sequence.params, sequence.blocks
+        is_filtered = p.top_p < 1 or p.top_k > 0 or p.min_p > 0
+        kind = "greedy" if p.temperature < MIN_TEMPERATURE else "filtered" if is_filtered else "random"
+        flags = has_penalties(sequence), is_shaped(sequence), p.logprobs
+        tables = [blocks[name] for name in self._capacity.kinds]
+        is_special = flags[0] or flags[1] or p.logprobs is not None
+        return _Resident(
+            blocks, tables, [0] * len(tables), sequence.num_tokens, SAMPLING_KINDS.index(kind), *flags, is_special
+        )
+
+    def _pack_decodes(self, plan: Plan) -> tuple[BatchShape, bytearray]:
+        slots = array("i", [row.sequence.slot for row in plan.rows])
+        size = next((size for size in self._capacity.decode_sizes if size >= len(slots)), len(slots))
+        slots.extend([self._capacity.num_slots] * (size - len(slots)))
+        return BatchShape(size, size, size, size), bytearray(slots)
+
+    def _pack(self, plan: Plan, residents: list[_Resident], num_samples: int) -> tuple[BatchShape, bytearray]:
+        """The rows and tokens of a step with prompts, in the smallest captured shape that holds them, if there is one.
+
+        What is left behind its decodes, and behind all, is padding.
+        """
+        own = BatchShape(plan.num_tokens, len(plan.rows), num_samples, plan.num_decodes)
+        shape = next((each for each in self._capacity.mixed_shapes if each.holds(own)), own)
+        packed = shape.pad(self._capacity.num_slots)
+        slots, starts, ends, sampled, places, given, row_of = shape.split(np.frombuffer(packed, np.int32))
+        num_left = shape.num_decodes - own.num_decodes
+        is_known = [row.start < resident.num_given for row, resident in zip(plan.rows, residents, strict=True)]
+        num_rows, num_tokens = own.num_rows + num_left, own.num_tokens + num_left
+        counts, samples = np.array([(row.num_tokens, row.samples) for row in plan.rows]).T
+        rows, stops = np.arange(own.num_rows), np.cumsum(counts)
+        rows[own.num_decodes :] += num_left
+        stops[own.num_decodes :] += num_left
+        slots[rows] = [row.sequence.slot for row in plan.rows]
+        starts[rows], starts[num_rows:] = stops - counts, num_tokens
+        ends[rows] = [row.start + row.num_tokens if is_known[at] else 0 for at, row in enumerate(plan.rows)]
+        (chosen,) = samples.nonzero()
+        sampled[: len(chosen)], places[: len(chosen)] = slots[rows[chosen]], stops[chosen] - 1
+        tokens: list[int] = []
+        for row, known in zip(plan.rows, is_known, strict=True):
+            tokens += row.sequence.tokens(row.start, row.start + row.num_tokens) if known else [-1]
+        given[: own.num_decodes] = tokens[: own.num_decodes]
+        given[shape.num_decodes : num_tokens] = tokens[own.num_decodes :]
+        row_of[shape.num_decodes : num_tokens] = np.repeat(rows, counts)[own.num_decodes :]
+        row_of[num_tokens:] = num_rows
+        return shape, packed
+
+
+def has_penalties(sequence: Sequence) -> bool:
+    p = sequence.params
+    return bool(p.repetition_penalty != 1 or p.frequency_penalty or p.presence_penalty)
+
+
+def find_scored(plan: Plan, shape: BatchShape) -> list[Scored]:
+    """The rows whose prompts are to be scored; shape: of the batch, decodes of padding included."""
+    scored, last = [], 0
+    for at, row in enumerate(plan.rows):
+        first = shape.num_decodes if at == plan.num_decodes else last
+        last = first + row.num_tokens
+        num_top, prompt = row.sequence.params.prompt_logprobs, row.sequence.prompt
+        if num_top is not None and row.start < len(prompt):
+            scored.append(Scored(at, first, prompt[row.start + 1 : row.start + 1 + row.num_tokens], num_top))
+    return scored

@@ -1,0 +1,202 @@
+"""What the device makes of its slots is what the host makes of a plan whose tokens it knows."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conftest import Place
+from torch import Tensor
+
+from atom.kernels.step import Inputs, find_step_kernels
+from atom.kernels.triton.prepare_inputs import ENTRIES, TOKENS
+from atom.runtime.step_input import BatchShape
+
+NUM_SLOTS = 11  # of which the last, behind these, is nobody's
+KINDS = ("full", "window_5", "latent")
+UNWRITTEN = -7
+
+
+@dataclass
+class State:
+    """What `RequestState` has of these."""
+
+    num_slots: int
+    tokens: Tensor
+    lengths: Tensor
+
+
+class Row(NamedTuple):
+    """A sequence's share of a step, as the host knows it."""
+
+    slot: int
+    tokens: list[int]  # of the sequence
+    start: int
+    num_tokens: int
+    is_given: bool
+    blocks: dict[str, list[int]]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.num_tokens
+
+
+class World:
+    """Sequences in slots, with scattered blocks, as the host has them and as the device does."""
+
+    def __init__(self, device: str, block_size: int, num_kinds: int, width: int) -> None:
+        self.device, self.block_size, self.kinds = device, block_size, KINDS[:num_kinds]
+        self.chance = random.Random(block_size)
+        self.tables = torch.zeros(num_kinds, NUM_SLOTS + 1, width, dtype=torch.int32)
+        self.state = State(
+            NUM_SLOTS, torch.full((NUM_SLOTS + 1,), 3333), torch.full((NUM_SLOTS + 1,), 99, dtype=torch.int32)
+        )
+        self.state.lengths[NUM_SLOTS] = 1
+        self.blocks = [self.chance.sample(range(1, 10000), 9000) for _ in self.kinds]
+        self.slots = self.chance.sample(range(NUM_SLOTS), NUM_SLOTS)
+
+    def decode(self, length: int) -> Row:
+        """A sequence of so many tokens, the newest of which the device has sampled."""
+        row = self._add(length, length - 1, 1, is_given=False)
+        self.state.tokens[row.slot], self.state.lengths[row.slot] = row.tokens[-1], length
+        return row
+
+    def prompt(self, start: int, num_tokens: int, length: int) -> Row:
+        return self._add(length, start, num_tokens, is_given=True)
+
+    def _add(self, length: int, start: int, num_tokens: int, is_given: bool) -> Row:
+        slot, num_blocks = self.slots.pop(), -(-length // self.block_size)
+        tokens = [self.chance.randrange(1000) for _ in range(length)]
+        blocks = {
+            kind: [own.pop() for _ in range(num_blocks)] for kind, own in zip(self.kinds, self.blocks, strict=True)
+        }
+        for at, kind in enumerate(self.kinds):
+            self.tables[at, slot, :num_blocks] = torch.tensor(blocks[kind], dtype=torch.int32)
+        return Row(slot, tokens, start, num_tokens, is_given, blocks)
+
+    def on_device(self) -> Any:
+        return State(NUM_SLOTS, self.state.tokens.to(self.device), self.state.lengths.to(self.device))
+
+    def inputs(self, num_tokens: int, num_rows: int) -> Inputs:
+        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full(shape, UNWRITTEN, dtype=dtype, device=self.device)
+
+        numbers, num_kinds = empty(2 + len(self.kinds), num_tokens), len(self.kinds)
+        tables = empty(num_kinds, num_rows, self.tables.shape[2], dtype=torch.int32)
+        return Inputs(numbers[0], numbers[1], empty(num_rows, dtype=torch.int32), numbers[2:], tables)
+
+    def assert_as_the_host_has_it(self, inputs: Inputs, rows: list[Row], num_decodes: int, num_left: int = 0) -> None:
+        """num_left: rows of padding, of a token each, between decodes and the others"""
+        size, at = self.block_size, 0
+        for place, row in enumerate(rows):
+            at += num_left * (place == num_decodes)
+            own, line = slice(at, at := at + row.num_tokens), place + num_left * (place >= num_decodes)
+            positions = range(row.start, row.stop)
+            assert inputs.tokens[own].tolist() == row.tokens[row.start : row.stop]
+            assert inputs.positions[own].tolist() == [*positions]
+            assert inputs.lengths[line] == row.stop
+            for kind, name in enumerate(self.kinds):
+                blocks = row.blocks[name]
+                assert inputs.slots[kind, own].tolist() == [blocks[p // size] * size + p % size for p in positions]
+                num_blocks = -(-row.stop // size)
+                assert inputs.tables[kind, line, :num_blocks].tolist() == blocks[:num_blocks]
+
+
+def pack(shape: BatchShape, rows: list[Row], num_decodes: int) -> Tensor:
+    """The rows in a shape, decodes first; what is left is padding."""
+    packed = torch.frombuffer(shape.pad(NUM_SLOTS), dtype=torch.int32)
+    slots, starts, ends, _, _, given, row_of = shape.split(packed)
+    num_left, at = shape.num_decodes - num_decodes, 0
+    for place, row in enumerate(rows):
+        at += num_left * (place == num_decodes)
+        line = place + num_left * (place >= num_decodes)
+        slots[line], starts[line], ends[line] = row.slot, at, row.stop if row.is_given else 0
+        given[at : at + row.num_tokens] = torch.tensor(row.tokens[row.start : row.stop] if row.is_given else [-1])
+        row_of[at : at + row.num_tokens] = line
+        at += row.num_tokens
+    starts[len(rows) + num_left :] = at
+    row_of[at:] = len(rows) + num_left
+    return packed
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("num_kinds", [1, 3])
+@pytest.mark.parametrize("num_padding", [0, 3])
+def test_decodes(place: Place, block_size: int, num_kinds: int, num_padding: int):
+    world = World(place.device, block_size, num_kinds, width=-(-700 // block_size))
+    lengths = [2, 3, 15, 16, 17, 33, ENTRIES, ENTRIES + 1, 2 * ENTRIES + 5]
+    rows = [world.decode(length) for length in lengths]
+    slots = [row.slot for row in rows] + [NUM_SLOTS] * num_padding
+    inputs, state = world.inputs(len(slots), len(slots)), world.on_device()
+    told = torch.tensor(slots, dtype=torch.int32, device=place.device)
+    find_step_kernels(place.backend).decode_inputs(told, state, world.tables.to(place.device), block_size, inputs)
+    world.assert_as_the_host_has_it(inputs, rows, len(rows))
+    assert state.tokens.tolist() == world.state.tokens.tolist()
+    assert state.lengths.tolist() == world.state.lengths.tolist()
+    padding = slice(len(lengths), None)
+    assert inputs.positions[padding].tolist() == [0] * num_padding
+    assert inputs.lengths[padding].tolist() == [1] * num_padding
+    assert inputs.slots[:, padding].tolist() == [[0] * num_padding] * num_kinds, "they write to block 0"
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("num_kinds", [1, 2])
+@pytest.mark.parametrize("more", [(0, 0, 0, 0), (1, 1, 0, 0), (140, 4, 3, 0), (2, 2, 2, 2), (140, 9, 3, 3)], ids=str)
+def test_steps_with_prompts(place: Place, block_size: int, num_kinds: int, more: tuple[int, ...]):
+    world = World(place.device, block_size, num_kinds, width=-(-500 // block_size))
+    rows = [world.decode(length) for length in (2, 16, 17, 400)]
+    rows.append(world.prompt(0, 1, 1))
+    num_decodes = len(rows)
+    rows += [
+        world.prompt(0, 7, 7),
+        world.prompt(5, TOKENS, 5 + TOKENS),
+        world.prompt(30, 9, 50),
+        world.prompt(299, 1, 300),
+    ]
+    num_tokens, num_left = sum(row.num_tokens for row in rows), more[-1]
+    own = (num_tokens, len(rows), len(rows), num_decodes)
+    shape = BatchShape(*(count + extra for count, extra in zip(own, more, strict=True)))
+    packed = pack(shape, rows, num_decodes).to(place.device)
+    slots, starts, ends, _, _, given, row_of = shape.split(packed)
+    inputs, state = world.inputs(shape.num_tokens, shape.num_rows), world.on_device()
+    tables = world.tables.to(place.device)
+    find_step_kernels(place.backend).mixed_inputs(slots, given, row_of, starts, ends, state, tables, block_size, inputs)
+    world.assert_as_the_host_has_it(inputs, rows, num_decodes, num_left)
+    lengths = world.state.lengths.clone()
+    for row in rows:
+        lengths[row.slot] = row.stop
+    assert state.lengths.tolist() == lengths.tolist(), "a slot whose tokens were given has its length"
+    assert state.tokens.tolist() == world.state.tokens.tolist()
+    for tokens in (slice(num_decodes, num_decodes + num_left), slice(num_tokens + num_left, None)):
+        assert inputs.slots[:, tokens].eq(0).all(), "padding writes to block 0"
+        assert inputs.positions[tokens].eq(0).all() and inputs.tokens[tokens].eq(0).all()
+    for padding in (slice(num_decodes, num_decodes + num_left), slice(len(rows) + num_left, None)):
+        assert inputs.lengths[padding].eq(0).all(), "and sees nothing"
+
+
+def test_a_step_of_padding_alone(place: Place):
+    world, shape = World(place.device, 4, 2, width=5), BatchShape(3, 2, 1)
+    packed = torch.frombuffer(shape.pad(NUM_SLOTS), dtype=torch.int32).to(place.device)
+    slots, starts, ends, _, _, given, row_of = shape.split(packed)
+    inputs, state, tables = world.inputs(3, 2), world.on_device(), world.tables.to(place.device)
+    find_step_kernels(place.backend).mixed_inputs(slots, given, row_of, starts, ends, state, tables, 4, inputs)
+    assert inputs.slots.eq(0).all() and inputs.positions.eq(0).all() and inputs.lengths.eq(0).all()
+    assert state.lengths.tolist() == world.state.lengths.tolist()
+
+
+@pytest.mark.parametrize("num_entries", [1, ENTRIES, ENTRIES + 1])
+def test_tables_are_extended_where_it_is_said_and_nowhere_else(place: Place, num_entries: int):
+    tables = torch.full((2, NUM_SLOTS + 1, 40), UNWRITTEN, dtype=torch.int32, device=place.device)
+    chance = random.Random(num_entries)
+    places = chance.sample(range(tables.numel()), num_entries)
+    blocks = [chance.randrange(1 << 30) for _ in places]
+    expected = tables.clone().cpu()
+    for at, block in zip(places, blocks, strict=True):
+        expected.view(-1)[at] = block
+    find_step_kernels(place.backend).extend_tables(
+        tables, torch.tensor([places, blocks], dtype=torch.int32, device=place.device)
+    )
+    assert torch.equal(tables.cpu(), expected)

@@ -27,7 +27,7 @@ LOG = logging.getLogger("atom.serve")
 NUM_THREADS = 4  # that tokenize and render
 TEMPLATE_SECONDS = 10.0  # after which a chat is refused
 CUT_TOKENS = 64  # before those that count: where a text is cut its first tokens are others
-SHORT = 4096  # bytes of a body, or entries of an answer, that are dealt with faster than a thread is woken
+SHORT = 4096  # bytes of a body that are read, or made tokens of, faster than a thread is woken
 
 T = TypeVar("T")
 

@@ -6,15 +6,18 @@ choices = await answering.collect()                    # all at once
 async for choice, output in answering.outputs(): …     # as it comes; None, None after comment_seconds of silence
 answering.usage()
 request.state.log |= answering.record()
+return await answering.write(lambda: json_response(...))
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import Receive
 
 from atom.errors import AtomError, RequestError
@@ -26,6 +29,7 @@ from atom.serve.errors import MAX_MESSAGE, FieldError, shown
 from atom.serve.sse import until_gone
 
 FINISH_REASONS = {"eos": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # the engine's -> OpenAI's
+SHORT = 1024  # log probabilities that are written faster than a thread is woken
 REFUSED = f"{RequestError.__name__}: "  # how the engine begins an error that lies in the request
 
 
@@ -122,12 +126,11 @@ class Answering:
                     yield choice, output
         self._refuse_faults()
 
-    @property
-    def size(self) -> int:
-        """Tokens and log probabilities that are to be told."""
+    async def write(self, make: Callable[[], Response]) -> Response:
+        """The answer that a function makes of the choices: in a thread where there are many log probabilities."""
         lists = [each for choice in self.choices for each in (choice.logprobs, choice.prompt_logprobs) if each]
-        num_logprobs = sum(len(each) * (1 + len(each[-1].top if each[-1] else ())) for each in lists)
-        return num_logprobs + sum(choice.num_tokens for choice in self.choices)
+        size = sum(len(each) * (1 + len(each[-1].top if each[-1] else ())) for each in lists)
+        return make() if size <= SHORT else await asyncio.to_thread(make)
 
     def usage(self) -> dict[str, Any]:
         """Token counts of the whole request, and its times in seconds."""

@@ -86,7 +86,7 @@ class Chat:
             told = [self._choice(choice, talk, conversation.text) for choice in kept]
             return json_response(self._head("chat.completion") | {"choices": told, "usage": usage})
 
-        return await context.work(answering.size, tell)
+        return await answering.write(tell)
 
     def _ask(self) -> tuple[Talk, SamplingParams, Conversation]:
         """What is asked of the model, and how its answer is sampled."""

@@ -70,7 +70,7 @@ class Completion:
             told = [self._choice(choice, prompts[choice.place]) for choice in kept]
             return json_response(self._head() | {"choices": told, "usage": usage})
 
-        return await context.work(answering.size, tell)
+        return await answering.write(tell)
 
     def _ask(self) -> tuple[list[list[int]], list[SamplingParams]]:
         """The tokens of each prompt, and how its answers are sampled."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from atom.config import MIN_TEMPERATURE
-from atom.kernels.step import find_step_kernels, top_logprobs
+from atom.kernels import find_step_kernels
+from atom.kernels.step import top_logprobs
 from atom.runtime.logit_processors import find_shaping
 from atom.runtime.request_state import RequestState, send
 from atom.runtime.runner import shape_logits
@@ -40,7 +41,7 @@ def sample(
     (count, vocab), state = logits.shape, RequestState(len(sequences) + 1, logits.shape[1], device)
     order = [(row * 7 + 1) % count for row in range(count)] if count % 7 else list(reversed(range(count)))
     admit(state, order, sequences)
-    kernels, logits = find_step_kernels(backend), logits.to(device)
+    kernels, logits = find_step_kernels(device, backend), logits.to(device)
     shaped, place = logits, torch.device(device)
     rows = [(row, s, len(s.output)) for row, s in enumerate(sequences)]
     if shaping := find_shaping(rows, vocab):
@@ -66,7 +67,7 @@ def score(logits: Tensor, rows: list[int], drawn: Tensor, num_top: int, backend:
     told = torch.tensor(rows, device=logits.device)
     totals, ids, top = top_logprobs(logits, told, num_top)
     chosen, ranks = torch.empty_like(totals), torch.empty_like(totals, dtype=torch.int32)
-    find_step_kernels(backend).score_drawn(logits, told, drawn, totals, chosen, ranks)
+    find_step_kernels(logits.device.type, backend).score_drawn(logits, told, drawn, totals, chosen, ranks)
     columns = (each.tolist() for each in (drawn[told], chosen, ranks, ids, top))
     return [
         Logprobs(token, logprob, rank, list(zip(best, values, strict=True)))

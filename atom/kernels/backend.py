@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from atom.cache import Cache
     from atom.graph import Graph
+    from atom.kernels.step import StepKernels
 
 T = TypeVar("T")
 Accepts = Callable[..., str | None]  # (target, *types of the arguments, **attributes) -> None, or why not
@@ -146,5 +147,5 @@ class Backend:
     piece_compiler: PieceCompiler | None = None  # of pieces, without which its kernels are their ops' bodies
     keep_binaries: Callable[[Cache], AbstractContextManager[object]] = lambda _: nullcontext()  # in this cache folder
     compile_launches: Callable[[Executor], AbstractContextManager[object]] = lambda _: nullcontext()  # and launch none
-    step_kernels: Callable[[], Any] | None = None  # functions that prepare a step's inputs and sample its tokens
+    step_kernels: Callable[[], StepKernels] | None = None  # that prepare a step's inputs and sample its tokens
     find_tuner: Callable[[torch.device], Tuner] | None = None  # what it can tune on a device; None: nothing

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from atom.cache import Cache
+    from atom.kernels.step import StepKernels
 
 # modules beside this one, by device and level; pieces begin at level 2, and level 3 is its text in CUDA graphs
 ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -58,6 +59,12 @@ def backends_of(device: str, level: int | None = None) -> tuple[Backend, ...]:
     """The backends of a device in the order of a level, or of its highest."""
     highest = highest_level(device)
     return tuple(map(find_backend, ORDER[device][highest if level is None else min(level, highest)]))
+
+
+def find_step_kernels(device: str, backend: str | None = None) -> StepKernels:
+    """What prepares and samples a device's steps: the first backend's that has it, unless one is named."""
+    backends = backends_of(device) if backend is None else (find_backend(backend),)
+    return next(each.step_kernels for each in backends if each.step_kernels is not None)()
 
 
 def candidates(op: Op, backends: Sequence[Backend]) -> Iterator[Kernel]:

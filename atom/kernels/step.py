@@ -1,6 +1,6 @@
 """Prepare a step's inputs and sample its tokens: what a backend has for this, one signature for all.
 
-    kernels = find_step_kernels("triton")
+    kernels = find_step_kernels("cuda")
     kernels.decode_inputs(slots, state, tables, block_size, inputs)     # each row computes its slot's newest token
     kernels.sample(logits, slots, state, "filtered", out)               # and draws the next one, which the slot keeps
 
@@ -58,11 +58,9 @@ class StepKernels(NamedTuple):
     score_drawn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
-def find_step_kernels(backend: str) -> StepKernels:
-    """Those of "torch" or "triton"."""
-    inputs, sampling = (
-        importlib.import_module(f"atom.kernels.{backend}.{name}") for name in ("prepare_inputs", "sampling")
-    )
+def import_step_kernels(package: str) -> StepKernels:
+    """Those of a backend's package."""
+    inputs, sampling = (importlib.import_module(f"{package}.{name}") for name in ("prepare_inputs", "sampling"))
     return StepKernels(
         inputs.extend_tables, inputs.decode_inputs, inputs.mixed_inputs, sampling.sample, sampling.score_drawn
     )

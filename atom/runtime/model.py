@@ -19,7 +19,8 @@ from atom.errors import naming_a_lack_of_memory
 from atom.graph import KV, TORCH_DTYPES, Graph, Recipe
 from atom.graph.ops import Op
 from atom.graph.shares import token_shares
-from atom.kernels.step import Inputs, find_step_kernels
+from atom.kernels import find_step_kernels
+from atom.kernels.step import Inputs
 from atom.pieces import PieceCode
 from atom.runtime.program import Executable, Hidden, rows_of, score
 from atom.runtime.request_state import RequestState, send, zeros
@@ -45,7 +46,7 @@ class Model:
         """num_blocks by cache kind; code by the text of a piece; backend: of what prepares and samples a step"""
         self.device, self.block_size = torch.device(device), block_size
         self.is_cpu = self.device.type == "cpu"
-        self._step = find_step_kernels(backend or ("torch" if self.is_cpu else "triton"))
+        self._step = find_step_kernels(self.device.type, backend)
         self._graph, self._weights, self._code = graph, weights, code
         self._kernels: Kernels = {}
         self.kinds = list(dict.fromkeys(cache.kind for cache in graph.caches()))

@@ -132,4 +132,4 @@ def pack_admission(slot: int, num_tokens: int, params: SamplingParams, seed: int
     """A slot gets a sequence that has `num_tokens` tokens when the next one is sampled. A seed is taken modulo 2^64."""
     p = params
     floats = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
-    return ADMISSION.pack(slot, num_tokens, seed & 0xFFFF_FFFF_FFFF_FFFF, min(p.top_k, 1 << 31), *floats)
+    return ADMISSION.pack(slot, num_tokens, seed & 0xFFFF_FFFF_FFFF_FFFF, p.top_k, *floats)

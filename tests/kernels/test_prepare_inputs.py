@@ -11,7 +11,8 @@ import torch
 from conftest import Place
 from torch import Tensor
 
-from atom.kernels.step import Inputs, find_step_kernels
+from atom.kernels import find_step_kernels
+from atom.kernels.step import Inputs
 from atom.kernels.triton.prepare_inputs import ENTRIES, TOKENS
 from atom.runtime.step_input import BatchShape
 
@@ -132,7 +133,9 @@ def test_decodes(place: Place, block_size: int, num_kinds: int, num_padding: int
     slots = [row.slot for row in rows] + [NUM_SLOTS] * num_padding
     inputs, state = world.inputs(len(slots), len(slots)), world.on_device()
     told = torch.tensor(slots, dtype=torch.int32, device=place.device)
-    find_step_kernels(place.backend).decode_inputs(told, state, world.tables.to(place.device), block_size, inputs)
+    find_step_kernels(place.device, place.backend).decode_inputs(
+        told, state, world.tables.to(place.device), block_size, inputs
+    )
     world.assert_as_the_host_has_it(inputs, rows, len(rows))
     assert state.tokens.tolist() == world.state.tokens.tolist()
     assert state.lengths.tolist() == world.state.lengths.tolist()
@@ -163,7 +166,9 @@ def test_steps_with_prompts(place: Place, block_size: int, num_kinds: int, more:
     slots, starts, ends, _, _, given, row_of = shape.split(packed)
     inputs, state = world.inputs(shape.num_tokens, shape.num_rows), world.on_device()
     tables = world.tables.to(place.device)
-    find_step_kernels(place.backend).mixed_inputs(slots, given, row_of, starts, ends, state, tables, block_size, inputs)
+    find_step_kernels(place.device, place.backend).mixed_inputs(
+        slots, given, row_of, starts, ends, state, tables, block_size, inputs
+    )
     world.assert_as_the_host_has_it(inputs, rows, num_decodes, num_left)
     lengths = world.state.lengths.clone()
     for row in rows:
@@ -182,7 +187,9 @@ def test_a_step_of_padding_alone(place: Place):
     packed = torch.frombuffer(shape.pad(NUM_SLOTS), dtype=torch.int32).to(place.device)
     slots, starts, ends, _, _, given, row_of = shape.split(packed)
     inputs, state, tables = world.inputs(3, 2), world.on_device(), world.tables.to(place.device)
-    find_step_kernels(place.backend).mixed_inputs(slots, given, row_of, starts, ends, state, tables, 4, inputs)
+    find_step_kernels(place.device, place.backend).mixed_inputs(
+        slots, given, row_of, starts, ends, state, tables, 4, inputs
+    )
     assert inputs.slots.eq(0).all() and inputs.positions.eq(0).all() and inputs.lengths.eq(0).all()
     assert state.lengths.tolist() == world.state.lengths.tolist()
 
@@ -196,7 +203,7 @@ def test_tables_are_extended_where_it_is_said_and_nowhere_else(place: Place, num
     expected = tables.clone().cpu()
     for at, block in zip(places, blocks, strict=True):
         expected.view(-1)[at] = block
-    find_step_kernels(place.backend).extend_tables(
+    find_step_kernels(place.device, place.backend).extend_tables(
         tables, torch.tensor([places, blocks], dtype=torch.int32, device=place.device)
     )
     assert torch.equal(tables.cpu(), expected)

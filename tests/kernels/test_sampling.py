@@ -10,8 +10,8 @@ from conftest import Place
 from torch import Tensor
 
 from atom.config import SamplingParams
-from atom.kernels import step
-from atom.kernels.step import find_step_kernels, top_logprobs
+from atom.kernels import find_step_kernels, step
+from atom.kernels.step import top_logprobs
 from atom.kernels.triton import sampling
 from atom.runtime.request_state import RequestState
 from atom.runtime.step_input import pack_admission
@@ -29,7 +29,7 @@ FILTERS = [
     {"top_k": 100, "temperature": 2.0},  # as many as are kept here are put aside but not paired
     {"top_p": 0.99, "temperature": 5.0},  # and here the row itself is bisected
     {"top_k": 120, "top_p": 0.7, "temperature": 5.0},
-    {"top_k": 10**30, "temperature": 0.3},
+    {"top_k": (1 << 31) - 1, "temperature": 0.3},
     {"min_p": 1.0, "top_p": 0.9},
 ]
 
@@ -148,7 +148,7 @@ def test_a_sampled_token_is_counted(place: Place):
     out = torch.empty(2, dtype=torch.int64, device=place.device)
     tokens = []
     for _ in range(4):
-        find_step_kernels(place.backend).sample(logits, rows, slots, "greedy", out, penalties=True)
+        find_step_kernels(place.device, place.backend).sample(logits, rows, slots, "greedy", out, penalties=True)
         tokens.append(out.tolist())
     assert tokens == [[3, 0], [0, 0], [3, 0], [0, 0]]  # 3 and 2.5, 2 and 2.5, 2 and 1.5, 1 and 1.5
     assert slots.counts.tolist() == [[0] * 4, [4, 0, 3, 5], [0] * 4]
@@ -173,7 +173,7 @@ def test_padding_rows_change_nothing(place: Place):
     rows = torch.tensor([2, 3, 3, 3], dtype=torch.int32, device=place.device)
     out = torch.empty(4, dtype=torch.int64, device=place.device)
     for kind in ("random", "filtered"):
-        find_step_kernels(place.backend).sample(logits.to(place.device), rows, slots, kind, out)
+        find_step_kernels(place.device, place.backend).sample(logits.to(place.device), rows, slots, kind, out)
         assert out[1:].tolist() == [0, 0, 0]
     assert slots.lengths.tolist() == [1, 1, 8, 1]
     assert slots.tokens.tolist()[3] == 0 and not slots.reported[3].any()
@@ -205,7 +205,7 @@ def test_logits_may_be_a_view_and_stay_as_they_were(place: Place):
 def test_an_empty_batch_gives_nothing(place: Place):
     empty = torch.empty(0, dtype=torch.int32, device=place.device)
     for kind in ("greedy", "random", "filtered"):
-        find_step_kernels(place.backend).sample(
+        find_step_kernels(place.device, place.backend).sample(
             torch.empty(0, 10, device=place.device), empty, RequestState(2, 10, place.device), kind, empty.long()
         )
 
@@ -222,7 +222,7 @@ def test_log_probabilities_are_those_of_the_cpu(place: Place, num_top: int, monk
     logits, rows, tokens = logits.to(place.device), rows.to(place.device), tokens.to(place.device)
     totals, ids, top = top_logprobs(logits, rows, num_top)
     chosen, ranks = torch.empty(6, device=place.device), torch.empty(6, dtype=torch.int32, device=place.device)
-    find_step_kernels(place.backend).score_drawn(logits, rows, tokens, totals, chosen, ranks)
+    find_step_kernels(place.device, place.backend).score_drawn(logits, rows, tokens, totals, chosen, ranks)
     assert chosen.tolist() == pytest.approx([report.logprob for report in reports], abs=1e-5)
     assert ranks.tolist() == [report.rank for report in reports]
     assert ids.tolist() == [[token for token, _ in report.top] for report in reports]

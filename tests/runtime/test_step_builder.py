@@ -156,12 +156,12 @@ def test_decodes_are_their_slots_in_the_smallest_size_that_holds_them(sizes: tup
 def test_a_slot_is_told_its_sequence_once_and_blocks_that_are_new() -> None:
     builder, each = (
         StepBuilder(CAPACITY),
-        sequence(2, 5, seed=-1, temperature=0.5, top_k=10**12, repetition_penalty=1.5),
+        sequence(2, 5, seed=-1, temperature=0.5, top_k=(1 << 31) - 1, repetition_penalty=1.5),
     )
     each.seed = -1
     step = admit(builder, each)
     (admitted,) = ADMISSION.iter_unpack(step.admissions)
-    assert admitted == (2, 5, 2**64 - 1, 1 << 31, 0.5, 1.0, 0.0, 1.5, 0.0, 0.0)
+    assert admitted == (2, 5, 2**64 - 1, (1 << 31) - 1, 0.5, 1.0, 0.0, 1.5, 0.0, 0.0)
     assert step.counted == [Counted(2, each.prompt, [])]
     assert (step.sampling, step.has_penalties) == ("filtered", True)
     assert np.frombuffer(step.table_entries, np.int32).tolist() == [2 * 10, 3]

@@ -11,6 +11,7 @@ beats.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.kernels.backend import Backend, Kernel, Target
+from atom.kernels.step import import_step_kernels
 from atom.kernels.torch.attention import PagedAttention
 from atom.kernels.torch.latent import PagedLatentAttention
 from atom.kernels.torch.linear import accepts, find_features, pack, packed_linear, trace_packed_linear
@@ -54,4 +56,5 @@ BACKEND = Backend(
     layouts={"onednn": pack},
     find_features=find_features,
     find_versions=lambda: {"torch": torch.__version__},
+    step_kernels=partial(import_step_kernels, __name__),
 )

@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from atom.cache import Cache
@@ -19,6 +20,7 @@ from atom.graph import ops
 from atom.graph.ops import Op
 from atom.graph.types import Type
 from atom.kernels.backend import Backend, Kernel, LoadContext, Target, Tuner
+from atom.kernels.step import import_step_kernels
 
 if TYPE_CHECKING:
     import torch
@@ -133,5 +135,6 @@ BACKEND = Backend(
     find_versions=find_versions,
     keep_binaries=keep_binaries,
     compile_launches=compile_launches,
+    step_kernels=partial(import_step_kernels, __name__),
     find_tuner=find_tuner,
 )

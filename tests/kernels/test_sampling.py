@@ -346,9 +346,9 @@ def test_of_many_draws_999_in_1000_are_those_of_the_cpu(cuda: str, dtype: torch.
         for each in [*FILTERS[:-2], {}, {"temperature": 0}]
     ]
     logits = (randn(12, len(rows), 20_011) * spread).to(dtype)
-    got, want = sample(cuda, logits, rows), expected(logits, rows)
+    got, want = sample(Place(cuda, "triton"), logits, rows), expected(logits, rows)
     assert sum(a != b for a, b in zip(got, want, strict=True)) <= len(rows) // 1000 + 1
-    alone = [sample(cuda, logits[i : i + 1], [rows[i]])[0] for i in range(0, len(rows), 29)]
+    alone = [sample(Place(cuda, "triton"), logits[i : i + 1], [rows[i]])[0] for i in range(0, len(rows), 29)]
     assert alone == got[::29]
 
 
@@ -387,4 +387,4 @@ def test_a_captured_step_goes_on_with_each_replay(cuda: str, kind: str):
 def test_large_vocabularies(cuda: str, vocab: int):
     rows = [sequence(seed, **kind) for seed, kind in enumerate([{"temperature": 0}, {}, *FILTERS[:-2]])]
     logits = randn(14, len(rows), vocab, dtype=torch.bfloat16)
-    assert sample(cuda, logits, rows) == expected(logits, rows)
+    assert sample(Place(cuda, "triton"), logits, rows) == expected(logits, rows)

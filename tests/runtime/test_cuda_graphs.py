@@ -63,7 +63,7 @@ def graphs() -> Graphs:
 def decode(graphs: Graphs, slots: list[int]) -> Started | None:
     """Start the decodes of these slots, as a builder pads them."""
     size = next((size for size in graphs.sizes if size >= len(slots)), len(slots))
-    packed = bytearray(np.array(slots + [PADDING] * (size - len(slots)), np.int32))
+    packed = bytearray(np.array(slots + [graphs._model.padding] * (size - len(slots)), np.int32))
     return graphs.start(StepInput(shape=BatchShape(size, size, size, size), is_decode=True, packed=packed))
 
 

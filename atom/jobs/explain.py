@@ -188,7 +188,7 @@ def _plan(kinds: Sequence[CacheKind], config: Config, length: int) -> dict[str, 
     serve = replace(config.serve, max_model_len=length)
     try:
         num_blocks = plan_kv(kinds, replace(config, serve=serve))
-    except CapacityError:
+    except (CapacityError, ConfigError):
         return None
     step = min(length, serve.max_num_batched_tokens)
     needed = {kind.name: 1 + num_blocks_needed(kind, serve.block_size, length, step) for kind in kinds}

@@ -61,7 +61,8 @@ def test_a_miss_and_a_hit_as_lines(run: Any, cache: Cache):
     assert lines[1:3] == [f"          miss: {FIRST}", "pieces    4, 3 of them distinct, 3 compiled"]
     seconds = r"seconds   key \d+\.\d\d, graph \d+\.\d\d, pieces \d+\.\d\d, publish \d+\.\d\d"
     assert len(lines) == 4 and re.fullmatch(seconds, lines[3])
-    assert err.startswith("compiling 3 pieces ") and "3/3" in err and "atom-run" not in err
+    begun, done = err.splitlines()
+    assert begun == "atom-run: compiling 3 pieces" and re.fullmatch(rf"{begun}: done in \d+\.\d s", done)
     code, out, err = run()
     assert (code, err) == (0, "")
     assert out.splitlines()[1:3] == ["          hit", "pieces    4, 3 of them distinct, 0 compiled"]
@@ -105,8 +106,8 @@ def test_warnings_come_before_an_error(run: Any, tmp_path: Path, monkeypatch: py
     code, out, err = run(f"cache={tmp_path}/file/below")
     assert (code, out) == (1, "")
     lines = [line for line in err.splitlines() if line.startswith("atom-run: ")]
-    assert len(lines) == 2 and " takes no entries " in lines[0]
-    assert lines[1] == "atom-run: ArtifactError: compiling failed: no space"
+    assert len(lines) == 3 and lines[0] == "atom-run: compiling 3 pieces" and " takes no entries " in lines[1]
+    assert lines[2] == "atom-run: ArtifactError: compiling failed: no space"
 
 
 @pytest.mark.parametrize("level", [0, 1])

@@ -563,11 +563,11 @@ class World:
             return finish_reason(sequence, self.scheduler.max_model_len)
 
         prompt_logprobs = {
-            row.sequence.id: [
+            place: [
                 Logprobs(token, -1.0, 1, [])
                 for token in row.sequence.prompt[row.start + 1 : row.start + row.num_tokens + 1]
             ]
-            for row in plan.rows
+            for place, row in enumerate(plan.rows)
             if row.sequence.params.prompt_logprobs is not None
         }
         ended = self.scheduler.commit(plan, Sampled(sampled, [None] * len(sampled), prompt_logprobs), finish)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-import atom.compiler
-import atom.llm
+import atom.build
+import atom.compiler.compile
 from atom import LLMEngine
 from atom.config import Config, load
 from atom.errors import CheckpointError, ConfigError
@@ -48,7 +48,7 @@ def test_more_than_is_stored_is_refused_before_a_text_is_written(
     def write(*_: Any) -> None:
         pytest.fail("a text is written")
 
-    monkeypatch.setattr(atom.llm, "compile_model", write)
+    monkeypatch.setattr(atom.build, "compile_model", write)
     with pytest.raises(CheckpointError, match=message):
         LLMEngine(vary(name, **changes), device="cpu")
 
@@ -111,6 +111,6 @@ def test_a_width_that_no_tensor_has_is_refused_before_anything_is_compiled(
     def compile_anyway(*_: Any) -> None:
         pytest.fail("pieces are compiled")
 
-    monkeypatch.setattr(atom.compiler, "compile_pieces", compile_anyway)
+    monkeypatch.setattr(atom.compiler.compile, "compile_pieces", compile_anyway)
     with pytest.raises(CheckpointError, match=r"the model expects \[101, 1099511627776\]"):
         LLMEngine(folder, device="cpu")

@@ -79,6 +79,9 @@ def test_a_run_s_inputs_give_the_same_tokens_on_another_runner(checkpoints: Any,
             engine.step()
     while engine.has_work:
         engine.step()
+    engine.submit(engine.prepare(bound.prompt, SamplingParams(max_tokens=1)))  # whose prefix is known by now
+    while engine.has_work:
+        engine.step()
 
     stats, steps = engine.scheduler.stats, [msgspec.msgpack.decode(each.sent, type=StepInput) for each in recorded]
     assert stats.num_preemptions and stats.num_chunks and stats.num_prefix_hit_tokens

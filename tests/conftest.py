@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import os
+import signal
 from collections.abc import Callable, Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job, and so in what tests start
 torch.set_num_threads(1)  # tiny models: threads only get in each other's way
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined

@@ -111,7 +111,7 @@ def test_fp16_is_as_near_to_float32_as_that_of_transformers(
     name: str, level: int, open_engine: Open, checkpoints: Any, references: Any
 ):
     engine = open_engine(name, dtype="fp16", level=level)
-    tiny.assert_fp16(checkpoints(name), references(name), lambda tokens: logits_of(engine._engine, tokens))
+    tiny.assert_fp16(checkpoints(name), references(name), lambda tokens: logits_of(engine, tokens))
 
 
 @pytest.mark.parametrize("level", [1, 3])

@@ -212,7 +212,7 @@ def test_an_edited_kernel_or_layout_that_does_not_fit_is_one_line(run: Any, chec
     for edited, reason in [
         (text.replace("torch.linear(", "linear(", 1), "reference.linear takes its weight as it is, without shuffle"),
         (text.replace('"onednn"', '"foo"', 1), 'torch.linear takes shuffle(…, "onednn")'),
-        (text.replace("num_decodes", "num_dec"), "body has an input num_dec"),
+        (text.replace("batch", "bat"), "body has an input bat"),
         (text.replace("torch.linear(", "cuda.linear(", 1), "there is no kernel backend 'cuda'"),
         (text.replace("torch.paged_attention(", "triton.paged_attention(", 1), "runs on a GPU, not on a cpu"),
     ]:

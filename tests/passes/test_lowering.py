@@ -19,12 +19,11 @@ def body(q: fp32[T, 2, 4], k: fp32[T, 1, 4], v: fp32[T, 1, 4], cos: fp32[T, 2], 
     a = attention(q_2, k_2, v, KV("0", fp32[2, 1, 4], window=3), scale=0.5, window=3)
     return a"""
 
-LAYOUT = "slots_window_3: i64[T], table_window_3: i32[S, M], starts: i32[S1], lengths: i32[S], num_decodes: i64"
 
-AFTER = f"""\
-def body(q: fp32[T, 2, 4], k: fp32[T, 1, 4], v: fp32[T, 1, 4], cos: fp32[T, 2], sin: fp32[T, 2], {LAYOUT}):
-    q_2 = norm_rope_write(q, k, v, cos, sin, W("q_norm", fp32[4]), W("k_norm", fp32[4]), KV("0", fp32[2, 1, 4], window=3), slots_window_3, eps=1e-06)
-    a = paged_attention(q_2, KV("0", fp32[2, 1, 4], window=3), table_window_3, starts, lengths, num_decodes, scale=0.5, window=3)
+AFTER = """\
+def body(q: fp32[T, 2, 4], k: fp32[T, 1, 4], v: fp32[T, 1, 4], cos: fp32[T, 2], sin: fp32[T, 2], batch: Batch):
+    q_2 = norm_rope_write(q, k, v, cos, sin, W("q_norm", fp32[4]), W("k_norm", fp32[4]), KV("0", fp32[2, 1, 4], window=3), batch, eps=1e-06)
+    a = paged_attention(q_2, KV("0", fp32[2, 1, 4], window=3), batch, scale=0.5, window=3)
     return a"""
 
 
@@ -54,9 +53,9 @@ def body(q: fp32[T, 2, 4], q_rope: fp32[T, 2, 2], latent: fp32[T, 6], k_rope: fp
     return a"""
 
 LATENT_AFTER = """\
-def body(q: fp32[T, 2, 4], q_rope: fp32[T, 2, 2], latent: fp32[T, 6], k_rope: fp32[T, 1, 2], cos: fp32[T, 1], sin: fp32[T, 1], slots_latent: i64[T], table_latent: i32[S, M], starts: i32[S1], lengths: i32[S], num_decodes: i64):
-    q_rope_1 = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, W("kv_a_norm", fp32[6]), KV("0", fp32[8]), slots_latent, interleaved=True, eps=1e-06)
-    a = paged_mla_attention(q, q_rope_1, W("kv_b", fp32[14, 6]), KV("0", fp32[8]), table_latent, starts, lengths, num_decodes, scale=0.5)
+def body(q: fp32[T, 2, 4], q_rope: fp32[T, 2, 2], latent: fp32[T, 6], k_rope: fp32[T, 1, 2], cos: fp32[T, 1], sin: fp32[T, 1], batch: Batch):
+    q_rope_1 = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, W("kv_a_norm", fp32[6]), KV("0", fp32[8]), batch, interleaved=True, eps=1e-06)
+    a = paged_mla_attention(q, q_rope_1, W("kv_b", fp32[14, 6]), KV("0", fp32[8]), batch, scale=0.5)
     return a"""
 
 
@@ -83,8 +82,8 @@ def test_sinks_and_interleaved_pairs_go_along():
         "window=3), scale", 'window=3), W("sinks", fp32[2]), softcap=2.0, scale'
     )
     lowered = text_of(lower_attention(parse(text)))
-    assert "slots_window_3, interleaved=True, eps=1e-06)" in lowered
-    assert 'num_decodes, W("sinks", fp32[2]), softcap=2.0, scale=0.5, window=3)' in lowered
+    assert "batch, interleaved=True, eps=1e-06)" in lowered
+    assert 'batch, W("sinks", fp32[2]), softcap=2.0, scale=0.5, window=3)' in lowered
 
 
 def test_a_graph_without_attention_is_left_alone():

@@ -10,7 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from atom.graph import KV, Type, ops
+from atom.graph import KV, Batch, Type, ops
 
 T, N, K, D = 5, 6, 2, 4
 LAYER = KV("0", Type("fp32", (2, K, D)))
@@ -19,6 +19,11 @@ LAYER = KV("0", Type("fp32", (2, K, D)))
 def random_qkv(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(num_tokens)
     return torch.randn(num_tokens, N, D), torch.randn(num_tokens, K, D), torch.randn(num_tokens, K, D)
+
+
+def writes(slots: torch.Tensor) -> Batch:
+    """A batch of tokens that are written and attend to nothing."""
+    return Batch({}, {LAYER.kind: slots}, torch.tensor([0]), torch.tensor([]), 0)
 
 
 def visible(window: int | None) -> torch.Tensor:
@@ -81,14 +86,12 @@ def test_paged_attention_over_scattered_blocks_is_attention(block_size: int, sof
         q, k, v = random_qkv(length)
         positions = torch.arange(length)
         slots = table[row, positions // block_size].long() * block_size + positions % block_size
-        checked(ops.norm_rope_write, q, k, v, None, None, None, None, Cache(LAYER, cache), slots)
+        checked(ops.norm_rope_write, q, k, v, None, None, None, None, Cache(LAYER, cache), writes(slots))
         expected.append(ops.attention(q, k, v, None, sinks, **attributes)[-chunk:])
         queries.append(q[-chunk:])
     starts = torch.tensor([0, 1, 2, 6], dtype=torch.int32)
-    out = checked(
-        ops.paged_attention, torch.cat(queries), Cache(LAYER, cache), table, starts, torch.tensor(lengths).int(), 2,
-        sinks, **attributes,
-    )  # fmt: skip
+    batch = Batch({"full": table}, {}, starts, torch.tensor(lengths).int(), num_decodes=2)
+    out = checked(ops.paged_attention, torch.cat(queries), Cache(LAYER, cache), batch, sinks, **attributes)
     torch.testing.assert_close(out, torch.cat(expected))
 
 
@@ -147,7 +150,7 @@ def test_norm_rope_write_is_norm_then_rope_then_write(interleaved: bool):
     weight = torch.rand(D)
     cache = torch.zeros(2, 8, 2, K, D)
     slots = torch.tensor([9, 3, 12, 0, 15])
-    args = q, k, v, cos, sin, weight, weight, Cache(LAYER, cache), slots
+    args = q, k, v, cos, sin, weight, weight, Cache(LAYER, cache), writes(slots)
     out = checked(ops.norm_rope_write, *args, eps=1e-6, interleaved=interleaved)
     turned = [ops.rope(ops.rms_norm(x, weight, eps=1e-6), cos, sin, interleaved=interleaved) for x in (q, k)]
     torch.testing.assert_close(out, turned[0])

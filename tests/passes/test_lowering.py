@@ -9,6 +9,7 @@ from atom.kernels import Target
 from atom.passes import PassReport, lower, pipeline
 from atom.passes.lower_attention import lower_attention
 from atom.passes.select_kernels import select_kernels
+from atom.pieces import find_pieces
 
 BEFORE = """\
 def body(q: fp32[T, 2, 4], k: fp32[T, 1, 4], v: fp32[T, 1, 4], cos: fp32[T, 2], sin: fp32[T, 2]):
@@ -118,6 +119,46 @@ def test_level_0_only_lowers():
     reports: list[PassReport] = []
     lower(parse(BEFORE), 0, Target("cpu"), reports.append)
     assert [report.name for report in reports] == ["lower_moe", "lower_attention", "select_kernels"]
+
+
+DRAFT = """\
+def body(tokens: i64[T]):
+    x = embedding(tokens, W("embed", fp32[9, 8]))
+    q = split_heads(x, heads=2)
+    a = attention(q, q, q, KV("0", fp32[2, 2, 4]), scale=0.5)
+    o = merge_heads(a)
+    y = add(x, o)
+    return y
+
+def head(hidden: fp32[R, 8]):
+    logits = linear(hidden, W("embed", fp32[9, 8]))
+    return logits
+
+def draft(tokens: i64[T], hidden: fp32[T, 8]):
+    x = embedding(tokens, W("embed", fp32[9, 8]))
+    h = rms_norm(x, W("norm", fp32[8]), eps=1e-06)
+    y = add(h, hidden)
+    q = split_heads(y, heads=2)
+    a = attention(q, q, q, KV("draft", fp32[2, 2, 4], window=3), scale=0.5, window=3)
+    o = merge_heads(a)
+    z = linear(o, W("o", fp32[8, 8]))
+    return z
+"""
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_program_beside_body_and_head_is_lowered_as_they_are(level: int):
+    graph = lower(parse(DRAFT), level, Target("cpu"))
+    two = lower(parse(DRAFT.partition("def draft")[0]), level, Target("cpu"))
+    assert show(graph).startswith(show(two)), "which it leaves as they were"
+    assert text_of(parse(show(graph))) == text_of(graph)
+    draft = graph.programs["draft"]
+    assert [str(node.meta["type"]) for node in draft.inputs] == ["i64[T]", "fp32[T, 8]", "Batch"]
+    chosen = {call.target.name: call.meta["kernel"] for call in draft.nodes}
+    assert chosen["norm_rope_write"] == chosen["paged_attention"] == ("torch" if level else "reference")
+    pieces = [find_pieces(program) for program in graph.programs.values()]
+    assert [len(found) for found in pieces] == ([1, 1, 1] if level == 2 else [0, 0, 0])
+    assert not any("Batch" in piece.text for found in pieces for piece in found)
 
 
 def test_a_pass_that_breaks_the_graph_is_named_with_those_before_it(monkeypatch: pytest.MonkeyPatch):

@@ -74,8 +74,11 @@ def test_a_sink_is_a_key_like_any_other_whose_value_is_zero():
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_paged_attention_over_scattered_blocks_is_attention(block_size: int, softcap: float | None, has_sinks: bool):
-    lengths, chunks = [9, 1, 7], [1, 1, 4]  # the last one's first 3 tokens came in an earlier step
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_paged_attention_over_scattered_blocks_is_attention(
+    block_size: int, softcap: float | None, has_sinks: bool, query_len: int
+):
+    lengths, chunks = [9, query_len, 7], [query_len, query_len, 4]  # others came in earlier steps
     width = -(-max(lengths) // block_size)
     cache = torch.full((64, block_size, 2, K, D), float("nan"))
     table = (1 + torch.randperm(63)[: 3 * width]).view(3, width).int()
@@ -89,8 +92,8 @@ def test_paged_attention_over_scattered_blocks_is_attention(block_size: int, sof
         checked(ops.norm_rope_write, q, k, v, None, None, None, None, Cache(LAYER, cache), writes(slots))
         expected.append(ops.attention(q, k, v, None, sinks, **attributes)[-chunk:])
         queries.append(q[-chunk:])
-    starts = torch.tensor([0, 1, 2, 6], dtype=torch.int32)
-    batch = Batch({"full": table}, {}, starts, torch.tensor(lengths).int(), num_decodes=2)
+    starts = torch.tensor([0, *chunks]).cumsum(0).int()
+    batch = Batch({"full": table}, {}, starts, torch.tensor(lengths).int(), 2, query_len)
     out = checked(ops.paged_attention, torch.cat(queries), Cache(LAYER, cache), batch, sinks, **attributes)
     torch.testing.assert_close(out, torch.cat(expected))
 

@@ -60,9 +60,10 @@ def test_latent_attention_is_that_of_deepseek_v3(interleaved: bool, q_rank: int 
         torch.testing.assert_close(ops.linear(ops.merge_heads(out), layer.o_proj.weight), expected)
 
 
+@pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_paged_latent_attention_over_scattered_blocks_is_latent_attention(block_size: int):
-    lengths, chunks = [9, 1, 7], [1, 1, 4]  # the last one's first 3 tokens came in an earlier step
+def test_paged_latent_attention_over_scattered_blocks_is_latent_attention(block_size: int, query_len: int):
+    lengths, chunks = [9, query_len, 7], [query_len, query_len, 4]  # others came in earlier steps
     width = -(-max(lengths) // block_size)
     cache = torch.full((64, block_size, L + R), float("nan"))
     table = (1 + torch.randperm(63)[: 3 * width]).view(3, width).int()
@@ -77,8 +78,8 @@ def test_paged_latent_attention_over_scattered_blocks_is_latent_attention(block_
         )
         expected.append(ops.mla_attention(q_nope, q_rope, latent, k_rope, kv_b, None, scale=0.5)[-chunk:])
         queries.append((q_nope[-chunk:], q_rope[-chunk:]))
-    starts = torch.tensor([0, 1, 2, 6], dtype=torch.int32)
-    batch = Batch({"latent": table}, {}, starts, torch.tensor(lengths).int(), num_decodes=2)
+    starts = torch.tensor([0, *chunks]).cumsum(0).int()
+    batch = Batch({"latent": table}, {}, starts, torch.tensor(lengths).int(), 2, query_len)
     q = map(torch.cat, zip(*queries, strict=True))
     out = checked(ops.paged_mla_attention, *q, kv_b, Cache(LAYER, cache), batch, scale=0.5)
     torch.testing.assert_close(out, torch.cat(expected))

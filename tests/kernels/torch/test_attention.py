@@ -160,6 +160,13 @@ def test_chunks_of_a_prompt_give_what_the_whole_prompt_gives(has_sinks):
         assert_equal(attend(*chunk, scale=0.3, window=40), expected[first:last])
 
 
+@pytest.mark.parametrize("query_len", [2, 4])
+def test_leading_sequences_of_several_queries_each_are_attended_as_prompts(query_len):
+    case = make_case([], [(query_len, length) for length in (20, 33, 70)] + [(9, 12)], kv_heads=2, heads=6)
+    several = change(case, num_decodes=3, query_len=query_len)
+    assert_equal(PagedAttention()(*several, scale=0.3), reference(case, scale=0.3))
+
+
 def test_decodes_make_the_same_calls_whatever_their_number():
     attend = PagedAttention()
 

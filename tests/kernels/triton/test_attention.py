@@ -127,6 +127,13 @@ def test_chunks_of_a_prompt_give_what_the_whole_prompt_gives(triton_device):
         assert_equal(run(chunk, triton_device, scale=0.3, window=40), expected[first:last])
 
 
+@pytest.mark.parametrize("query_len", [2, 4])
+def test_leading_sequences_of_several_queries_each_are_attended_as_prompts(triton_device, query_len):
+    case = make_case([], [(query_len, length) for length in (20, 33, 70)] + [(9, 12)], kv_heads=2, heads=6)
+    several = change(case, num_decodes=3, query_len=query_len)
+    assert_equal(run(several, triton_device, scale=0.3), reference(case, scale=0.3))
+
+
 def test_more_sequences_than_the_smallest_bucket_has(triton_device):
     case = make_case([1 + row % 20 for row in range(33)], [(1, 1)] * 32, dim=16)
     assert_equal(run(case, triton_device, scale=0.3), reference(case, scale=0.3))

@@ -99,6 +99,12 @@ def test_more_parts_than_are_merged_at_a_time_equal_the_reference(monkeypatch, t
     check(make_latent_case([40 * 32, 300]), triton_device, scale=3.0)
 
 
+@pytest.mark.parametrize("query_len", [2, 4])
+def test_leading_sequences_of_several_queries_each_are_attended_as_prompts(query_len, triton_device):
+    case = make_latent_case([], [(query_len, length) for length in (20, 33, 70)] + [(9, 12)], heads=3)
+    check(change(case, num_decodes=3, query_len=query_len), triton_device)
+
+
 @pytest.mark.parametrize("foreign", [math.nan, math.inf])
 def test_what_lies_in_memory_of_others_changes_nothing(foreign, splits, triton_device):
     def run(foreign: float) -> torch.Tensor:

@@ -129,6 +129,13 @@ def test_sequences_cut_in_parts_equal_the_reference_each_time(triton_device, len
     assert not tickets.any()
 
 
+@pytest.mark.parametrize("query_len", [2, 4])
+def test_leading_sequences_of_several_queries_each_are_attended_as_prompts(triton_device, query_len):
+    prefills = [(query_len, length) for length in (20, 33, 70)] + [(9, 12)]
+    case = make_case([], prefills, kv_heads=2, heads=6, turned=8)
+    assert_right(change(case, num_decodes=3, query_len=query_len), triton_device, scale=0.3, eps=1e-6)
+
+
 def test_more_sequences_than_the_smallest_bucket_has(triton_device):
     case = make_case([1 + row % 20 for row in range(33)], heads=3, dim=16, turned=16)
     assert_right(case, triton_device, scale=0.3, eps=1e-6)

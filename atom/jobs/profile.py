@@ -191,9 +191,9 @@ def match_products(
         for program, num_rows in step.num_rows.items()
         for product in (costs[program].products if num_rows else ())
     ]
-    run = {name for step in steps for name in step.num_rows}
-    num_ahead, per_step = len(launches) - len(expected), sum(len(costs[name].products) for name in run)
-    if not run or num_ahead < 0 or num_ahead % per_step:
+    programs = {name for step in steps for name in step.num_rows}
+    num_ahead, per_step = len(launches) - len(expected), sum(len(costs[name].products) for name in programs)
+    if not programs or num_ahead < 0 or num_ahead % per_step:
         return []
     calls, seconds, least = Counter[str](), defaultdict[str, float](float), defaultdict[str, float](float)
     for (product, num_rows), taken in zip(expected, launches, strict=False):

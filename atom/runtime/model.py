@@ -94,14 +94,14 @@ class Model:
     def decode(self, slots: Tensor) -> Tensor:
         """slots: i32[S], each of which computes its newest token -> logits [S, V]"""
         size = len(slots)
-        inputs = self._inputs(size, self._starts[: size + 1], size)
+        inputs = self._inputs(size, size, self._starts[: size + 1], size)
         self._step.decode_inputs(slots, self.state, self.tables, self.block_size, inputs)
         return score(self.head, self.body(inputs._asdict()))
 
     def mix(self, shape: BatchShape, packed: Tensor) -> tuple[Hidden, Tensor | None]:
         """A step of this shape -> what its head takes, of each token; logits [R, V] where rows sample"""
         slots, starts, ends, _, places, given, row_of = shape.split(packed)
-        inputs = self._inputs(shape.num_tokens, starts, shape.num_decodes)
+        inputs = self._inputs(shape.num_tokens, shape.num_rows, starts, shape.num_decodes)
         self._step.mixed_inputs(slots, given, row_of, ends, self.state, self.tables, self.block_size, inputs)
         hidden = self.body(inputs._asdict())
         if not shape.num_samples:
@@ -120,8 +120,8 @@ class Model:
         """See `kernels.torch.sampling.score_drawn`."""
         self._step.score_drawn(logits, rows, drawn, totals, chosen, ranks)
 
-    def _inputs(self, num_tokens: int, starts: Tensor, num_decodes: int) -> Inputs:
-        kinds, num_rows, device = len(self.kinds), len(starts) - 1, self.device
+    def _inputs(self, num_tokens: int, num_rows: int, starts: Tensor, num_decodes: int) -> Inputs:
+        kinds, device = len(self.kinds), self.device
         numbers = torch.empty(2 + kinds, num_tokens, dtype=torch.int64, device=device)
         tables = torch.empty(kinds, num_rows, self.tables.shape[2], dtype=torch.int32, device=device)
         batch = Batch(

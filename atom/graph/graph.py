@@ -25,7 +25,9 @@ from torch.fx import Node
 from atom.errors import PassError
 from atom.graph.ops import Op
 from atom.graph.recipes import KV, Recipe, W, leaves
-from atom.graph.types import Type
+from atom.graph.types import BatchType, Type
+
+BODY, HEAD = "body", "head"  # the programs of a step: of each token, and of the rows that sample
 
 
 class Program:
@@ -48,7 +50,7 @@ class Program:
     def results(self) -> tuple[Node, ...]:
         return tuple(self.fx.output_node().args[0])
 
-    def input(self, name: str, type: Type) -> Node:
+    def input(self, name: str, type: Type | BatchType) -> Node:
         """The input of this name, added behind the others if there is none yet."""
         for node in self.inputs:
             if node.name == name:
@@ -144,7 +146,10 @@ def infer_call(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Type
 
     try:
         op.signature.bind(*args, **kwargs)
-        return op.infer(*(type_of(arg) for arg in args), **kwargs)
+        result = op.infer(*(type_of(arg) for arg in args), **kwargs)
+        if isinstance(result, BatchType):
+            raise TypeError("no op makes a Batch")
+        return result
     except (TypeError, ValueError, AttributeError) as error:
         shown = ", ".join([str(type_of(arg)) for arg in args] + [f"{key}={value}" for key, value in kwargs.items()])
         raise PassError(f"{op.name}({shown}): {error}") from None

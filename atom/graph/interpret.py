@@ -14,6 +14,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from atom.graph.batch import PagedCache
 from atom.graph.graph import Graph
 from atom.graph.recipes import KV, Recipe
 
@@ -42,7 +43,8 @@ def interpret(
         if isinstance(arg, Node):
             return values[arg]
         if isinstance(arg, KV):
-            return caches(arg)
+            blocks = caches(arg)
+            return None if blocks is None else PagedCache(blocks, arg.kind)
         return weights(arg) if isinstance(arg, Recipe) else arg
 
     for node in graph.programs[program].fx.nodes:

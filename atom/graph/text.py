@@ -22,7 +22,7 @@ from atom.errors import ConfigError, PassError
 from atom.graph.graph import Graph, Program, call_of, results_of
 from atom.graph.ops import OPS
 from atom.graph.recipes import KV, TEXT_NAMES, Recipe
-from atom.graph.types import BITS, Type
+from atom.graph.types import BATCH, BITS, BatchType, Type
 
 NAMES = {kind: name for name, kind in TEXT_NAMES.items()}
 
@@ -104,7 +104,7 @@ class _Parser:
         for argument in function.args.args:
             if argument.annotation is None:
                 raise self.fail(argument, f"{argument.arg} has no type")
-            self.names[argument.arg] = self.program.input(argument.arg, self.type(argument.annotation))
+            self.names[argument.arg] = self.program.input(argument.arg, self.input_type(argument.annotation))
         for statement in function.body:
             match statement:
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
@@ -153,6 +153,12 @@ class _Parser:
         if not isinstance(node, ast.Name) or node.id not in self.names:
             raise self.fail(node, f"nothing is named {ast.unparse(node)}")
         return self.names[node.id]
+
+    def input_type(self, node: ast.AST) -> Type | BatchType:
+        match node:
+            case ast.Name(id=name) if name == str(BATCH):
+                return BATCH
+        return self.type(node)
 
     def type(self, node: ast.AST) -> Type:
         match node:

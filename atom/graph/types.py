@@ -1,7 +1,8 @@
-"""Tensor types as the text writes them: a dtype and a shape whose dims are numbers or symbols.
+"""Types as the text writes them: of a tensor, a dtype and a shape whose dims are numbers or symbols; of a batch.
 
 Type("bf16", ("T", 576))            # bf16[T, 576]: T tokens of 576 numbers
 Type("bf16", (576, 576)).num_bytes  # 663552
+BATCH                               # Batch: what a step's sequences are
 """
 
 from __future__ import annotations
@@ -40,3 +41,14 @@ class Type:
     def with_last(self, *dims: Dim) -> Type:
         """The same with the last dim replaced by `dims`."""
         return Type(self.dtype, (*self.shape[:-1], *dims))
+
+
+@dataclass(frozen=True)
+class BatchType:
+    """That of a step's `Batch`, which is one value, not a tensor."""
+
+    def __str__(self) -> str:
+        return "Batch"
+
+
+BATCH = BatchType()

@@ -52,7 +52,7 @@ def run(config: Config) -> int:
         pieces = find_piece_kernels(graph)
     elif isinstance(engine.runner, Runner):
         model = engine.runner.model
-        for name, executable in (("body", model.body), ("head", model.head)):
+        for name, executable in model.executables.items():
             label_calls(executable, name_calls(graph.programs[name], len(executable._steps), numbers))
     phases: dict[str, Any] = {}
     with recording(engine) as record:
@@ -142,12 +142,11 @@ class PieceKernel(NamedTuple):
         return f"piece {', '.join(map(str, self.numbers))}: {self.name}"
 
     def limit(self, steps: Sequence[Step], limits: Limits) -> float:
-        rows = [{"body": step.num_tokens, "head": step.num_sampled} for step in steps]
         return sum(
-            limits.seconds(total([once, each.times(num[program])]))
-            for num in rows
+            limits.seconds(total([once, each.times(num_rows)]))
+            for step in steps
             for program, once, each in self.reads
-            if num[program]
+            if (num_rows := step.num_rows.get(program, 0))
         )
 
 
@@ -189,11 +188,12 @@ def match_products(
     expected = [
         (product, num_rows)
         for step in steps
-        for program, num_rows in (("body", step.num_tokens), ("head", step.num_sampled))
+        for program, num_rows in step.num_rows.items()
         for product in (costs[program].products if num_rows else ())
     ]
-    num_ahead, per_step = len(launches) - len(expected), len(costs["body"].products) + len(costs["head"].products)
-    if num_ahead < 0 or num_ahead % per_step:
+    programs = {name for step in steps for name in step.num_rows}
+    num_ahead, per_step = len(launches) - len(expected), sum(len(costs[name].products) for name in programs)
+    if not programs or num_ahead < 0 or num_ahead % per_step:
         return []
     calls, seconds, least = Counter[str](), defaultdict[str, float](float), defaultdict[str, float](float)
     for (product, num_rows), taken in zip(expected, launches, strict=False):

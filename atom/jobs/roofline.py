@@ -167,10 +167,12 @@ def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:
 
 def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:
     """What a step reads and computes: in products with weights, and in attention."""
-    body, head = costs["body"], costs["head"]
-    attention = (each.work(step).times(count) for each, count in Counter(body.attention).items())
-    matrix = [body.work(step.num_tokens), head.work(step.num_sampled)]
-    return {"matrix": total(matrix), "attention": total(attention)}
+    run = {name: costs[name] for name in step.num_rows}
+    layers = Counter(layer for each in run.values() for layer in each.attention)
+    return {
+        "matrix": total(each.work(step.num_rows[name]) for name, each in run.items()),
+        "attention": total(layer.work(step).times(count) for layer, count in layers.items()),
+    }
 
 
 def visible_pairs(start: int, num_tokens: int, window: int) -> int:

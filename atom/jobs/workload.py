@@ -25,6 +25,7 @@ from atom.benchmarks.benchmark_utils import UsageError
 from atom.benchmarks.datasets import MAX_PROMPT, MAX_TOTAL, MIN_TOKENS, NO_ANSWER_LEN, Conversation, read_sharegpt
 from atom.config import Config, SamplingParams
 from atom.errors import ConfigError
+from atom.graph import BODY, HEAD
 from atom.runtime.engine import Engine
 from atom.runtime.types import Plan, Sampled, Sequence
 
@@ -48,6 +49,11 @@ class Step(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return len(self.decodes) + sum(num_tokens for _, num_tokens in self.chunks)
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """By the programs that it ran."""
+        return {BODY: self.num_tokens, HEAD: self.num_sampled}
 
     @property
     def phase(self) -> str:

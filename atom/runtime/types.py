@@ -18,9 +18,7 @@ import numpy.typing as npt
 
 from atom.config import SamplingParams
 
-# what a batch provides to a lowered body by name: these, and for each kind of cache one that begins like the others
-INPUTS = ("tokens", "positions", "starts", "lengths", "num_decodes")
-INPUTS_BY_KIND = ("table_", "slots_")
+INPUTS = ("tokens", "positions", "batch")  # what a step provides to a lowered body, by name
 
 
 @dataclass(frozen=True)

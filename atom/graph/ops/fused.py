@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from atom.graph.batch import Batch, PagedCache
 from atom.graph.ops.attention import norm_rope_write, paged_attention
 from atom.graph.ops.base import LOWERED, need, op
 from atom.graph.ops.dense import add_rms_norm, gated_activate, gated_activate_type, linear, linear_type, rms_norm
 from atom.graph.recipes import KV
-from atom.graph.types import Type
+from atom.graph.types import BatchType, Type
 
 ONLY_LOWERED = frozenset({LOWERED})
 
@@ -58,28 +59,24 @@ def add_norm_linear(a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Te
 
 
 def _norm_rope_attention(q: Type, k: Type, v: Type, cos: Type | None, sin: Type | None, q_norm: Type | None,
-                         k_norm: Type | None, cache: KV, slots: Type, table: Type, starts: Type, lengths: Type,
-                         num_decodes: Type, sinks: Type | None = None, *, eps: float = 0.0, interleaved: bool = False,
-                         scale: float, window: int | None = None, softcap: float | None = None
-                         ) -> Type | tuple[Type, ...]:  # fmt: skip
-    q_type = norm_rope_write.infer(q, k, v, cos, sin, q_norm, k_norm, cache, slots, eps=eps, interleaved=interleaved)
-    return paged_attention.infer(
-        q_type, cache, table, starts, lengths, num_decodes, sinks, scale=scale, window=window, softcap=softcap
-    )
+                         k_norm: Type | None, cache: KV, batch: BatchType, sinks: Type | None = None, *,
+                         eps: float = 0.0, interleaved: bool = False, scale: float, window: int | None = None,
+                         softcap: float | None = None) -> Type | tuple[Type, ...]:  # fmt: skip
+    q_type = norm_rope_write.infer(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=eps, interleaved=interleaved)
+    return paged_attention.infer(q_type, cache, batch, sinks, scale=scale, window=window, softcap=softcap)
 
 
 @op(_norm_rope_attention, levels=ONLY_LOWERED, state=True)
 def norm_rope_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
-                        k_norm: Tensor | None, cache: Tensor, slots: Tensor, table: Tensor, starts: Tensor,
-                        lengths: Tensor, num_decodes: int, sinks: Tensor | None = None, *, eps: float = 0.0,
-                        interleaved: bool = False, scale: float, window: int | None = None,
+                        k_norm: Tensor | None, cache: PagedCache, batch: Batch, sinks: Tensor | None = None, *,
+                        eps: float = 0.0, interleaved: bool = False, scale: float, window: int | None = None,
                         softcap: float | None = None) -> Tensor:  # fmt: skip
     """norm_rope_write, and paged_attention of the q that it gives, with their arguments.
 
     q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D], cache [blocks, block size, 2, K, D],
-    slots i64[T], table i32[S, M], starts i32[S + 1], lengths i32[S], sinks [N] -> [T, N, D]
+    sinks [N] -> [T, N, D]
     """
-    q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, slots, eps=eps, interleaved=interleaved)
+    q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=eps, interleaved=interleaved)
     return paged_attention(  # type: ignore[no-any-return]
-        q, cache, table, starts, lengths, num_decodes, sinks, scale=scale, window=window, softcap=softcap
+        q, cache, batch, sinks, scale=scale, window=window, softcap=softcap
     )

@@ -1,18 +1,18 @@
-"""What the layers of a step share: which slots are read, masks, places in the workspace; of table, starts and lengths.
+"""What the layers of a step share: which slots are read, masks, places in the workspace; of its batch.
 
     plans = Plans(workspace, budget)    # one for all layers
-    plan = plans.find(cache, value_dim, heads, window, table, starts, lengths, num_decodes)
-    out = plan.decodes.attend(q, cache, rule)
+    plan = plans.find(cache, value_dim, heads, window, batch)
+    out = plan.decodes.attend(q, cache.blocks, rule)
 
-Each step brings new tensors, so that it is known by their identity.
+Each step brings a new batch, so that it is known by its identity.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from atom.graph import Batch, PagedCache
+from atom.graph.batch import num_single
 from atom.kernels.torch.decode import Decodes
 from atom.kernels.torch.prefill import Prefill
 from atom.kernels.torch.workspace import Workspace
@@ -22,7 +22,7 @@ from atom.kernels.torch.workspace import Workspace
 class Plan:
     """How the sequences of a step are attended."""
 
-    inputs: tuple[Tensor, Tensor]  # table and starts that it was made of; held, so that no other tensor gets their ids
+    num_decodes: int
     decodes: Decodes
     prefills: list[Prefill]
 
@@ -34,28 +34,27 @@ class Plans:
         """budget in bytes of the fp32 keys and values that decodes read at a time"""
         self._workspace = workspace
         self._budget = budget
-        self._lengths: Tensor | None = None  # of the step that the plans are of
+        self._batch: Batch | None = None  # of the step that the plans are of
         self._plans: dict[object, Plan] = {}  # by what may differ between layers
 
-    def find(self, cache: Tensor, value_dim: int, heads: int, window: int | None, table: Tensor, starts: Tensor,
-             lengths: Tensor, num_decodes: int) -> Plan:  # fmt: skip
-        """The step's plan for layers that are alike; cache and value_dim as in Reader, the others as in the ops."""
-        if lengths is not self._lengths:
+    def find(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch) -> Plan:
+        """The step's plan for layers that are alike; cache.blocks and value_dim as in Reader, the others as in ops."""
+        if batch is not self._batch:
             self._plans.clear()
-            self._lengths = lengths
-        key = (id(table), id(starts), num_decodes, window, heads, value_dim, cache.shape, cache.dtype)
+            self._batch = batch
+        key = (cache.kind, window, heads, value_dim, cache.blocks.shape, cache.blocks.dtype)
         if key not in self._plans:
-            self._plans[key] = self._make(cache, value_dim, heads, window, table, starts, lengths, num_decodes)
+            self._plans[key] = self._make(cache, value_dim, heads, window, batch)
         return self._plans[key]
 
-    def _make(self, cache: Tensor, value_dim: int, heads: int, window: int | None, table: Tensor, starts: Tensor,
-              lengths: Tensor, num_decodes: int) -> Plan:  # fmt: skip
-        decodes = Decodes(self._workspace, self._budget, cache, value_dim, table[:num_decodes], lengths[:num_decodes],
-                          heads, window)  # fmt: skip
-        bounds, ends = starts.tolist(), lengths.tolist()
+    def _make(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch) -> Plan:
+        table, blocks, num_decodes = batch.tables[cache.kind], cache.blocks, num_single(batch)
+        decodes = Decodes(self._workspace, self._budget, blocks, value_dim, table[:num_decodes],
+                          batch.lengths[:num_decodes], heads, window)  # fmt: skip
+        bounds, ends = batch.starts.tolist(), batch.lengths.tolist()
         prefills = [
-            Prefill(self._workspace, cache, value_dim, table[row], slice(*bounds[row : row + 2]), ends[row], window)
+            Prefill(self._workspace, blocks, value_dim, table[row], slice(*bounds[row : row + 2]), ends[row], window)
             for row in range(num_decodes, len(ends))
             if bounds[row] < bounds[row + 1]
         ]
-        return Plan((table, starts), decodes, prefills)
+        return Plan(num_decodes, decodes, prefills)

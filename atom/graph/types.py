@@ -1,13 +1,17 @@
-"""Tensor types as the text writes them: a dtype and a shape whose dims are numbers or symbols.
+"""Tensor types as the text writes them: a dtype, a shape whose dims are numbers or symbols, a stored format.
 
-Type("bf16", ("T", 576))            # bf16[T, 576]: T tokens of 576 numbers
-Type("bf16", (576, 576)).num_bytes  # 663552
+Type("bf16", ("T", 576))                     # bf16[T, 576]: T tokens of 576 numbers
+Type("bf16", (576, 576)).num_bytes           # 663552
+Type("bf16", (576, 576), "mxfp4").num_bytes  # 176256, of a weight that is stored packed: bf16[576, 576, "mxfp4"]
 """
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+
+from atom.graph import formats
 
 Dim = int | str
 
@@ -18,9 +22,11 @@ BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "i64": 64, "i32": 32, "u8": 8, "bool
 class Type:
     dtype: str  # a key of BITS
     shape: tuple[Dim, ...]
+    fmt: str | None = None  # of a weight: its stored format, see `formats`, where it is not a plain tensor
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]" if self.shape else self.dtype
+        shown = [*map(str, self.shape), *([json.dumps(self.fmt)] if self.fmt else [])]
+        return f"{self.dtype}[{', '.join(shown)}]" if shown else self.dtype
 
     @property
     def num_elements(self) -> int:
@@ -29,7 +35,9 @@ class Type:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes, where every dim is a number."""
+        """Bytes as stored, where every dim is a number."""
+        if self.fmt is not None:
+            return formats.num_bytes(self)
         return self.num_elements * BITS[self.dtype] // 8
 
     @property

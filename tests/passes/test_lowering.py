@@ -118,7 +118,7 @@ def test_the_runner_reports_each_pass_in_order():
 def test_level_0_only_lowers():
     reports: list[PassReport] = []
     lower(parse(BEFORE), 0, Target("cpu"), reports.append)
-    assert [report.name for report in reports] == ["lower_moe", "lower_attention", "select_kernels"]
+    assert [report.name for report in reports] == ["lower_moe", "lower_attention", "dequantize", "select_kernels"]
 
 
 def test_a_pass_that_breaks_the_graph_is_named_with_those_before_it(monkeypatch: pytest.MonkeyPatch):

@@ -49,7 +49,7 @@ def _mla_attention(q_nope: Type, q_rope: Type, latent: Type, k_rope: Type, kv_b:
     return _latent(q_nope, q_rope, kv_b, cache)
 
 
-@op(_mla_attention, levels=frozenset({SEMANTIC}))
+@op(_mla_attention, levels=frozenset({SEMANTIC}), weight=4)
 def mla_attention(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, cache: Tensor | None, *,
                   scale: float) -> Tensor:  # fmt: skip
     """Multi-head latent attention (DeepSeek-AI 2024), causal: the T tokens are one whole sequence.
@@ -91,7 +91,7 @@ def _paged_mla_attention(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, tabl
     return _latent(q_nope, q_rope, kv_b, cache)
 
 
-@op(_paged_mla_attention, levels=frozenset({LOWERED}))
+@op(_paged_mla_attention, levels=frozenset({LOWERED}), weight=2)
 def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Tensor, table: Tensor, starts: Tensor,
                         lengths: Tensor, num_decodes: int, *, scale: float) -> Tensor:  # fmt: skip
     """Latent attention of S sequences over the blocks that each one's row of the table lists.

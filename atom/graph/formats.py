@@ -92,5 +92,5 @@ def check_columns(type: Type) -> None:
     """FormatError where a weight has no whole number of blocks and its format stores no others."""
     if type.fmt == "mxfp4" and (len(type.shape) < 2 or int(type.shape[-1]) % 32):
         columns = f"{type.shape[-1]} columns" if len(type.shape) > 1 else "no columns"
-        plain = f"{type.dtype}[{', '.join(map(str, type.shape))}]"
-        raise FormatError(f"{plain} has {columns}, mxfp4 stores multiples of 32; set another model.fmt, or model.plain")
+        rule = "mxfp4 stores multiples of 32; set another model.fmt, or model.plain"
+        raise FormatError(f"{type.plain} has {columns}, {rule}")

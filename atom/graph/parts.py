@@ -17,12 +17,12 @@ from atom.graph.formats import FORMATS, FormatError, block_of
 from atom.graph.recipes import Cat, Dequantize, Recipe, Slice, Stack, Transpose, W, is_of_blocks, leaves
 from atom.graph.types import Type
 
-KNOWN = frozenset(fmt for fmt, known in FORMATS.items() if known.parts)
+WITH_PARTS = frozenset(fmt for fmt, known in FORMATS.items() if known.parts)
 
 
 def has_parts(recipe: Recipe) -> bool:
     """Whether a recipe is of a packed weight whose parts are known."""
-    return recipe.type.fmt is not None and next(leaves(recipe)).type.fmt in KNOWN
+    return recipe.type.fmt is not None and next(leaves(recipe)).type.fmt in WITH_PARTS
 
 
 def stored_tensors(recipe: Recipe) -> Iterator[W]:
@@ -62,7 +62,7 @@ def parts_of(recipe: Recipe) -> dict[str, Recipe]:
 
 
 def _stored_parts(leaf: W, fmt: str) -> dict[str, Recipe]:
-    if fmt not in KNOWN:
+    if fmt not in WITH_PARTS:
         raise UnsupportedError(f"the tensors of a weight stored as {fmt} are not known yet")
     shape = tuple(-(-int(dim) // size) for dim, size in zip(leaf.type.shape, block_of(leaf.type), strict=True))
     return {

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from atom.graph import formats
@@ -63,7 +64,8 @@ class Cat:
             fits = first.dtype == part.type.dtype and others[0] == others[1]
             _need(fits, f"cat: {first} and {part.type} cannot be joined along dim {self.dim}")
             if first.fmt != part.type.fmt:
-                raise FormatError(f"cat: {first} and {part.type} are stored in different formats")
+                names = " and ".join(leaf.name for each in (self.parts[0], part) for leaf in islice(leaves(each), 1))
+                raise FormatError(f"cat: {names} are stored in different formats, {first} and {part.type}")
 
     @property
     def type(self) -> Type:
@@ -168,7 +170,7 @@ class Dequantize:
 
     @property
     def type(self) -> Type:
-        return replace(self.part.type, fmt=None)
+        return self.part.type.plain
 
 
 @dataclass(frozen=True)

@@ -64,8 +64,7 @@ def _show_value(value: Any) -> str:
 
 def _show_leaf(leaf: Any) -> str:
     if isinstance(leaf, W) and leaf.type.fmt is not None:
-        plain = dataclasses.replace(leaf.type, fmt=None)
-        return f"W({_show_value(leaf.name)}, {plain}, fmt={_show_value(leaf.type.fmt)})"
+        return f"W({_show_value(leaf.name)}, {leaf.type.plain}, fmt={_show_value(leaf.type.fmt)})"
     shown = []
     for field in dataclasses.fields(leaf):
         value = getattr(leaf, field.name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from atom.graph import formats
 
@@ -39,6 +39,11 @@ class Type:
         if self.fmt is not None:
             return formats.num_bytes(self)
         return self.num_elements * BITS[self.dtype] // 8
+
+    @property
+    def plain(self) -> Type:
+        """The same, not packed."""
+        return replace(self, fmt=None)
 
     @property
     def row(self) -> Type:

@@ -2,7 +2,7 @@
     y = linear(h, W("y", …, fmt="mxfp4"))       ->      y = linear(h, dequantize(W("y", …, fmt="mxfp4")))
 
 Declines where a kernel takes the packed weight, and where nothing can unpack it: then the text is refused when it is to
-run.
+run. It comes behind the lowering, since kernels are of lowered ops.
 """
 
 from atom.graph import Dequantize, Graph, Recipe

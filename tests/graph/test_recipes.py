@@ -112,7 +112,7 @@ def test_a_recipe_is_shown_and_read_back(recipe: Recipe, text: str):
         (lambda: Dequantize(stored("w", 4, 8)), "dequantize takes a stored tensor with a format"),
         (
             lambda: Cat((FP8, stored("b", 1, 200))),
-            r'\[300, 200, "fp8\[128, 128\]"\] and fp32\[1, 200\] are stored in diff',
+            r'^cat: w and b are stored in different formats, fp32\[300, 200, "fp8\[128, 128\]"\] and fp32\[1, 200\]$',
         ),
         (lambda: Transpose(MXFP4, -3), "has blocks in its last dims"),
         (lambda: KV("0", Type("bf16", (2, 1, 4), "fp8")), "0: a cache is stored plain, not as fp8"),

@@ -15,9 +15,9 @@ from torch.fx import Node
 
 from atom.errors import ConfigError, PassError
 from atom.graph import BODY, HEAD, Graph, Shuffle, ops, parse, verify
+from atom.graph.graph import type_of
 from atom.kernels import Target, find_kernel
 from atom.passes.pipeline import PIPELINE
-from atom.passes.select_kernels import type_of
 from atom.runtime.types import INPUTS
 
 PASSES = {rewrite.__name__: level for rewrite, _, level in PIPELINE}  # and what the graph is behind each

@@ -160,9 +160,8 @@ def find_piece_kernels(graph: Graph) -> list[PieceKernel]:
             number = numbers.setdefault(piece.text, len(numbers))
             if piece.text not in names:
                 names[piece.text] = find_piece_compiler("cuda").kernel_names(piece.text)
-            tables = [
-                call.args[1].type for call in piece.calls if call.target is ops.embedding
-            ]  # of which a token reads a row
+            embeddings = [call for call in piece.calls if call.target is ops.embedding]
+            tables = [call.args[call.target.weight].type for call in embeddings]  # of which a token reads a row
             weights = [weight.type for weight in piece.weights if weight.type not in tables]
             once = Work(float(sum(type.num_bytes for type in weights)))
             each = Work(float(sum(map(bytes_of_row, (*tables, *(node.meta["type"] for node in piece.inputs))))))

@@ -21,7 +21,7 @@ import torch
 from torch.fx import Node
 
 from atom.graph import KV, TORCH_DTYPES, Graph, Program, Recipe, ops
-from atom.graph.graph import node_leaves
+from atom.graph.graph import node_leaves, type_of
 from atom.graph.recipes import held_bytes
 from atom.graph.types import Type
 from atom.jobs.workload import Step
@@ -131,14 +131,13 @@ def program_costs(program: Program) -> Costs:
 
 
 def find_product(node: Node, weights: Sequence[Recipe]) -> Product | None:
-    """Of a call with weights, where there are matrices among them, or stacks of experts' matrices."""
-    num_dims = max((len(weight.type.shape) for weight in weights), default=0)
-    if num_dims < 2:
+    """Of a call of an op that multiplies with a weight: with a matrix, or a stack of experts' matrices."""
+    if not node.target.weights:
         return None
-    matrices = [weight.type for weight in weights if len(weight.type.shape) == num_dims]
-    shape = tuple(int(size) for size in matrices[0].shape)
-    share = 1.0 if num_dims == 2 else find_top_k(node) / shape[0]
-    return Product(shape, sum(map(held_bytes, weights)), sum(each.num_elements for each in matrices), share)
+    matrix = type_of(node.args[node.target.weight])
+    shape = tuple(int(size) for size in matrix.shape)
+    share = 1.0 if len(shape) == 2 else find_top_k(node) / shape[0]
+    return Product(shape, sum(map(held_bytes, weights)), matrix.num_elements, share)
 
 
 def find_top_k(node: Node) -> int:

@@ -45,16 +45,33 @@ def test_a_built_graph_shows_what_was_built():
 
 
 def test_recipes_and_caches_read_back_as_equal_values():
-    text = 'def f(x: bf16[T, 8]):\n    y = linear(x, cat([W("a", bf16[2, 8]), W("b", bf16[3, 8], fmt="q")]))\n    return y\n'
+    text = 'def f(x: bf16[T, 8]):\n    y = linear(x, cat([W("a", bf16[2, 8]), W("b", bf16[3, 8])]))\n    return y\n'
     (recipe,) = parse(text).recipes()
-    assert recipe == Cat((W("a", Type("bf16", (2, 8))), W("b", Type("bf16", (3, 8)), "q")), 0)
+    assert recipe == Cat((W("a", Type("bf16", (2, 8))), W("b", Type("bf16", (3, 8)))), 0)
     kv = 'def f(q: bf16[T, 2, 8], k: bf16[T, 1, 8]):\n    a = attention(q, k, k, KV("0", bf16[2, 1, 8], window=4), scale=1.0, window=4)\n    return a\n'
     assert parse(kv).caches() == [KV("0", Type("bf16", (2, 1, 8)), window=4)]
+
+
+def test_a_stored_format_is_part_of_a_type():
+    text = """\
+def f(x: bf16[T, 8], w: bf16[4, 8, "int8[1, *]"]):
+    y = linear(x, w)    # bf16[T, 4]
+    z = linear(x, W("z", bf16[4, 8], fmt="q"))    # bf16[T, 4]
+    return y, z
+"""
+    graph = parse(text)
+    assert show(graph) == text
+    assert graph.programs["f"].inputs[1].meta["type"] == Type("bf16", (4, 8), "int8[1, *]")
+    assert graph.recipes() == [W("z", Type("bf16", (4, 8), "q"))]
+    assert show(parse(text.replace('bf16[4, 8], fmt="q"', 'bf16[4, 8, "q"]'))) == text
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
+        ('y = rms_norm(x, W("w", bf16[8], fmt="q"), eps=1e-6)', "weight cannot be stored as q: only a matrix of weights can"),
+        ('y = linear(x, W("w", bf16[4, 8]), W("b", bf16[4], fmt="q"))', "bias cannot be stored as q: only a matrix"),
+        ('y = linear(x, W("w", bf16[4, 8], fmt=1))', "w: a format is a string, not 1"),
         ("y = no_such_op(x)", "there is no op 'no_such_op'"),
         ("y = rms_norm(z, x, eps=1e-6)", "nothing is named z"),
         ('y = linear(x, W("w", bf16[4, 7]))', "x has 8 columns, the weight 7"),

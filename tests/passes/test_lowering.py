@@ -108,6 +108,23 @@ def test_a_refusal_is_written_with_its_reason():
     assert f"; {call.meta['notes'][0]}" in show(graph)
 
 
+@pytest.mark.parametrize(
+    ("call", "backends"),
+    [
+        ('linear(x, W("w", fp32[4, 8], fmt="int8"))', ("torch", "triton")),
+        ('gated_linear(x, W("w", fp32[4, 8], fmt="int8"), kind="silu")', ("triton",)),
+        ('norm_linear(x, W("n", fp32[8]), W("w", fp32[4, 8], fmt="int8"), eps=1e-06)', ("triton",)),
+        ('grouped_linear(x, W("w", fp32[2, 4, 8], fmt="int8"), ends)', ("torch", "triton")),
+        ('embedding(ends, W("w", fp32[4, 8], fmt="int8"))', ("inductor", "generated")),
+    ],
+)
+def test_no_kernel_takes_a_packed_weight_yet(call: str, backends: tuple[str, ...]):
+    graph = parse(f"def f(x: fp32[T, 8], ends: i64[2]):\n    y = {call}\n    return y\n")
+    (node,) = select_kernels(graph, context_of(Target("cpu"), *backends, "reference")).program("f").nodes
+    assert node.meta["kernel"] == "reference"
+    assert node.meta["notes"] == [f"{backend}: its weight is stored as int8" for backend in backends]
+
+
 def test_the_runner_reports_each_pass_in_order():
     reports: list[PassReport] = []
     lower(parse(BEFORE), 2, Target("cpu"), reports.append)
@@ -118,7 +135,7 @@ def test_the_runner_reports_each_pass_in_order():
 def test_level_0_only_lowers():
     reports: list[PassReport] = []
     lower(parse(BEFORE), 0, Target("cpu"), reports.append)
-    assert [report.name for report in reports] == ["lower_moe", "lower_attention", "select_kernels"]
+    assert [report.name for report in reports] == ["lower_moe", "lower_attention", "dequantize", "select_kernels"]
 
 
 DRAFT = """\

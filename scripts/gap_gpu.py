@@ -165,7 +165,7 @@ async def time_steps(client: EngineClient, seconds: float) -> float:
         before = client.stats
         while client.stats is before:
             await asyncio.sleep(LOOK_SECONDS)
-        return asyncio.get_running_loop().time(), client.stats.num_steps
+        return asyncio.get_running_loop().time(), client.stats.scheduler.num_steps
 
     start, num_before = await next_beat()
     await asyncio.sleep(seconds)

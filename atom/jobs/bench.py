@@ -79,14 +79,14 @@ def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbe
     for _ in range(config.job.num_warmups):
         answer(engine, draw(engine), config)
     settle()
-    before = engine.stats()
+    before = engine.stats().scheduler
     runs = [answer(engine, draw(engine), config) for _ in range(config.job.num_iters)]
-    stats = engine.stats()
+    counts = engine.metrics.scheduler
     told = {
         **describe_run(config, compiled.level),
         **measure(runs),
-        "num_preemptions": stats.num_preemptions - before.num_preemptions,
-        "num_prefix_hit_tokens": stats.num_prefix_hit_tokens - before.num_prefix_hit_tokens,
+        "num_preemptions": counts.num_preemptions - before.num_preemptions,
+        "num_prefix_hit_tokens": counts.num_prefix_hit_tokens - before.num_prefix_hit_tokens,
         **compare(runs, costs, limits),
     }
     phases = {f"phases.{phase}.{name}": value for phase, each in told["phases"].items() for name, value in each.items()}

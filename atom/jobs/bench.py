@@ -22,9 +22,6 @@ from typing import Any, NamedTuple
 import torch
 
 import atom
-from atom.benchmarks.backend_request_func import RequestFuncOutput
-from atom.benchmarks.hardware import describe_cpus
-from atom.benchmarks.metrics import METRICS, calculate_metrics, finish_outputs, flatten_metrics
 from atom.build import compile_with, open_engine
 from atom.checkpoint import RichProgress
 from atom.config import Config
@@ -32,6 +29,8 @@ from atom.config.overrides import hide_secret
 from atom.gc_utils import settle
 from atom.jobs.roofline import Costs, Limits, measure_limits, read_costs, step_work, total
 from atom.jobs.workload import Request, Step, open_workload, recording, submit
+from atom.measurement.hardware import describe_cpus
+from atom.measurement.metrics import METRICS, RequestFuncOutput, calculate_metrics, finish_outputs, flatten_metrics
 from atom.runtime.engine import Engine
 
 PERCENTILES = (50, 90, 99)

@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 import numpy
 import uvloop
 
-from atom.config import Config, SamplingParams, load
+from atom.config import Config, load
 from atom.devices import find_device
 from atom.jobs.trace import ON_DEVICE, Event, read_event
+from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineClient, State
 from atom.serve.engine.process import WORKER, EngineProcess
 

@@ -17,8 +17,9 @@ import pytest
 
 import atom
 from atom.cli import JOBS
-from atom.config import Config, SamplingParams
+from atom.config import Config
 from atom.config.hydra import keys
+from atom.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "atom").rglob("*.py"))
@@ -109,8 +110,8 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
 
 # A line imports only from lines above it; between | neither imports the other.
 IMPORT_ORDER = """
-errors | gc_utils | devices | measurement
-cache | checkpoint
+errors | gc_utils | devices | dtypes | measurement
+cache | checkpoint | sampling_params
 config | graph
 kernels | runtime.types
 pieces | frontend | passes | weights

@@ -11,33 +11,14 @@ from __future__ import annotations
 
 import math
 import re
-from typing import NamedTuple
 
+from atom.dtypes import FORMATS, Format
 from atom.errors import UnsupportedError
 from atom.graph.types import Type
 
 
 class FormatError(UnsupportedError, ValueError):
     """A weight cannot be stored in the format that is named."""
-
-
-class Format(NamedTuple):
-    """How a weight [..., O, I] is packed."""
-
-    bits: int  # an element
-    scale_bits: int  # a block's scale, and its zero point if it has one
-    block: tuple[int | None, int | None]  # rows and columns; None: all
-
-
-# name -> bits of an element, bits of a scale, block where none is stated
-FORMATS: dict[str, Format] = {
-    "fp8": Format(8, 32, (None, None)),
-    "int8": Format(8, 16, (1, None)),
-    "int4": Format(4, 16, (1, 128)),
-    "int4z": Format(4, 20, (1, 128)),  # with a zero point a block
-    "int8z": Format(8, 24, (1, 128)),
-    "mxfp4": Format(4, 8, (1, 32)),
-}
 
 
 def parse_format(fmt: str) -> Format:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from atom.dtypes import DTYPES, GRAPH_DTYPES
+
 Dim = int | str
 
-BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "i64": 64, "i32": 32, "u8": 8, "bool": 8}
+BITS = {dtype: DTYPES[dtype].bits for dtype in GRAPH_DTYPES}
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from atom.config import Config, SamplingParams
+from atom.config import Config
 from atom.errors import ConfigError
 from atom.measurement.conversations import (
     MAX_PROMPT,
@@ -33,6 +33,7 @@ from atom.measurement.conversations import (
 )
 from atom.runtime.engine import Engine
 from atom.runtime.types import Plan, Sampled, Sequence
+from atom.sampling_params import SamplingParams
 
 
 class Request(NamedTuple):

@@ -23,7 +23,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from atom.checkpoint import Tokenizer
-from atom.config import SamplingParams
 from atom.errors import RequestError
 from atom.runtime.bisect_failures import Part, describe, execute
 from atom.runtime.detokenizer import Detokenizer
@@ -35,6 +34,7 @@ from atom.runtime.scheduler import Scheduler, finish_reason
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import Runner
 from atom.runtime.types import Matcher, Plan, Sequence, StreamCallback
+from atom.sampling_params import SamplingParams
 
 
 class Engine:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from atom.config import SamplingParams
+from atom.sampling_params import SamplingParams
 
 # what a batch provides to a lowered body by name: these, and for each kind of cache one that begins like the others
 INPUTS = ("tokens", "positions", "starts", "lengths", "num_decodes")

@@ -20,9 +20,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from atom.config import SamplingParams
 from atom.errors import AtomError, RequestError
 from atom.runtime.types import Logprobs
+from atom.sampling_params import SamplingParams
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
 from atom.serve.engine.stream import Stream

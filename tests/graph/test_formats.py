@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from atom.dtypes import FORMATS
 from atom.errors import UnsupportedError
 from atom.graph import Type, W
-from atom.graph.formats import FORMATS, num_bytes, parse_format, stored_parts
+from atom.graph.formats import num_bytes, parse_format, stored_parts
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from atom.config import SamplingParams
 from atom.errors import CapacityError, ConfigError, RequestError
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache
@@ -17,6 +16,7 @@ from atom.runtime.metrics import EngineStats
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOutput, Sampled
 from atom.runtime.types import Sequence as Running
+from atom.sampling_params import SamplingParams
 
 EOS = 0
 

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atom.checkpoint import Progress
-from atom.config import SamplingParams, load
+from atom.config import load
 from atom.errors import CapacityError, RequestError
 from atom.runtime.metrics import EngineStats, SchedulerStats
 from atom.runtime.types import Logprobs, RequestOutput, Sequence, StreamCallback
+from atom.sampling_params import SamplingParams
 
 BLOCK = 16  # tokens
 NUM_BLOCKS = 100_000

@@ -14,7 +14,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from atom.config import SamplingParams
+from atom.sampling_params import SamplingParams
 from atom.serve.anthropic.blocks import BlockStream, content_blocks
 from atom.serve.anthropic.prompt import prepare
 from atom.serve.anthropic.schema import CountRequest, MessagesRequest

@@ -22,9 +22,10 @@ from collections.abc import Callable
 from enum import StrEnum
 from socket import socket
 
-from atom.config import Config, SamplingParams
+from atom.config import Config
 from atom.errors import AtomError, EngineDeadError, RequestError
 from atom.runtime.metrics import EngineStats
+from atom.sampling_params import SamplingParams
 from atom.serve.engine.protocol import (
     Abort,
     Beat,

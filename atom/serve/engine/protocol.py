@@ -14,9 +14,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from atom.config import Config, SamplingParams
+from atom.config import Config
 from atom.runtime.metrics import EngineStats
 from atom.runtime.types import Logprobs
+from atom.sampling_params import SamplingParams
 
 HEAD = struct.Struct("<I")
 MAX_FRAME = 1 << 30  # bytes; more is no message of ours

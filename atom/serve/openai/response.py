@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import json
 
-from atom.config import SamplingParams
+from atom.sampling_params import SamplingParams
 from atom.serve.context import Context
 from atom.serve.ids import new_id
 from atom.serve.openai.params import find_form

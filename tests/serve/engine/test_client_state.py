@@ -6,9 +6,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from atom.config import SamplingParams, load
+from atom.config import load
 from atom.errors import AtomError, EngineDeadError, RequestError
 from atom.runtime.metrics import EngineStats
+from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineClient, QueueFullError, State
 from atom.serve.engine.protocol import (
     Beat,

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from atom.dtypes import FORMATS, Format
 from atom.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -22,34 +21,6 @@ if TYPE_CHECKING:
 
 class FormatError(UnsupportedError, ValueError):
     """A weight cannot be stored in the format that is named."""
-
-
-class Part(NamedTuple):
-    """A tensor [..., O, I] of blocks that a weight is stored in, beside others."""
-
-    suffix: str  # put behind the weight's name
-    dtype: str
-    block: tuple[int, ...] = ()  # the shape of what it has of a block
-
-
-class Format(NamedTuple):
-    """How a weight [..., O, I] is packed."""
-
-    bits: int  # an element
-    scale_bits: int  # a block's scale, and its zero point if it has one
-    block: tuple[int | None, int | None]  # rows and columns; None: all
-    parts: Mapping[str, Part] = MappingProxyType({})  # values, scales, zeros; none: their names are not known yet
-
-
-# name -> bits of an element, bits of a scale, block where none is stated
-FORMATS: dict[str, Format] = {
-    "fp8": Format(8, 32, (None, None)),
-    "int8": Format(8, 16, (1, None)),
-    "int4": Format(4, 16, (1, 128)),
-    "int4z": Format(4, 20, (1, 128)),  # with a zero point a block
-    "int8z": Format(8, 24, (1, 128)),
-    "mxfp4": Format(4, 8, (1, 32), {"values": Part("_blocks", "u8", (16,)), "scales": Part("_scales", "u8")}),
-}
 
 
 def parse_format(fmt: str) -> Format:

@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 
 from atom.graph import formats
 
+from atom.dtypes import DTYPES, GRAPH_DTYPES
+
 Dim = int | str
 
-BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "i64": 64, "i32": 32, "u8": 8, "bool": 8}
+BITS = {dtype: DTYPES[dtype].bits for dtype in GRAPH_DTYPES}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
 from torch.profiler import record_function
 
 from atom.build import compile_with, open_engine
@@ -24,6 +25,7 @@ from atom.config import Config
 from atom.graph import Graph, Program, Type, ops
 from atom.jobs.bench import answer, describe_run
 from atom.jobs.roofline import Costs, Limits, Work, measure_limits, read_costs, step_work, total, wait_for
+from atom.jobs.tables import make_table
 from atom.jobs.trace import KINDS, Summary, summarize
 from atom.jobs.workload import Record, Step, open_workload, recording, submit
 from atom.kernels import find_piece_compiler
@@ -244,9 +246,6 @@ def describe(
 
 
 def show(told: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{told['model']}, {told['dtype']}, level {told['level']}, on {told['hardware']}")
     for phase, about in told["phases"].items():
@@ -255,9 +254,7 @@ def show(told: dict[str, Any]) -> None:
             f"\n{phase}, steps: {about['steps']:,}, tokens: {about['tokens']:,}, {per_step:,.3f} ms a step on the "
             f"{about['timeline']}'s timeline\n{about['trace']}"
         )
-        table = Table(box=None, pad_edge=False)
-        for heading in ("", "calls", "ms", "share", "µs a call", "limit ms", "of limit"):
-            table.add_column(heading, justify="right" if heading else "left")
+        table = make_table("", "calls", "ms", "share", "µs a call", "limit ms", "of limit", left=("",))
         rows = about["rows"]
         for part in (about["kinds"], about["products"], rows[:NUM_SHOWN]):
             for row in part:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from atom import weights
-from atom.config import SAMPLING_KINDS, Config, ServeConfig
+from atom.config import Config, ServeConfig
 from atom.errors import CapacityError, naming_a_lack_of_memory
 from atom.graph import Graph
 from atom.kernels.step import top_logprobs
@@ -22,6 +22,7 @@ from atom.runtime.program import rows_of, score
 from atom.runtime.request_state import counts_bytes
 from atom.runtime.runner import HEAD_ROWS, Runner
 from atom.runtime.step_input import BatchShape
+from atom.sampling_params import SAMPLING_KINDS
 
 NUM_TOP = 20  # log probabilities of a token, as many as OpenAI's API gives
 SPARE = 128 << 20  # bytes that the allocator may lose between its blocks, and that graphs take which come later

@@ -18,26 +18,12 @@ import time
 from bisect import insort_left, insort_right
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from operator import attrgetter
 
 from atom.errors import RequestError
 from atom.runtime.kv_cache import KVCache
+from atom.runtime.metrics import SchedulerStats
 from atom.runtime.types import Plan, Sampled, ScheduledRequest, Sequence
-
-
-@dataclass
-class SchedulerStats:
-    """Counts since the start."""
-
-    num_steps: int = 0  # committed plans
-    num_chunks: int = 0  # rows that did not reach the end of their prompt
-    num_preemptions: int = 0
-    num_prefix_queries: int = 0  # tokens that the prefix cache was asked for at admissions
-    num_prefix_hit_tokens: int = 0  # that the prefix cache gave at admissions
-    num_forked_tokens: int = 0  # that siblings took over from their parent
-    num_ahead: int = 0  # rows planned while the one before them was not committed
-    num_overrun: int = 0  # tokens sampled behind the end of their sequence
 
 
 def finish_reason(sequence: Sequence, max_model_len: int) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from atom.config import SamplingParams
+from atom.sampling_params import SamplingParams
 
 INPUTS = ("tokens", "positions", "batch")  # what a step provides to a lowered body, by name
 

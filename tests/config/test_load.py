@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.config import Config, SamplingParams, engine_overrides, load, load_gpu, override, show
+from atom.config import Config, engine_overrides, load, load_gpu, override, show
 from atom.config.hydra import CONF, compose, model_files
 from atom.config.resolve import FORMATS, is_format
 from atom.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.graph import Type
 from atom.graph import formats as graph_formats
+from atom.sampling_params import SamplingParams
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

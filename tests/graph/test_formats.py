@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from atom.dtypes import FORMATS
 from atom.errors import UnsupportedError
 from atom.graph import Type, W
-from atom.graph.formats import FORMATS, parse_format, transpose
+from atom.graph.formats import parse_format, transpose
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from atom.dtypes import FORMATS
 from atom.errors import UnsupportedError
-from atom.graph.formats import FORMATS, FormatError, block_of
+from atom.graph.formats import FormatError, block_of
 from atom.graph.recipes import Cat, Dequantize, Recipe, Slice, Stack, Transpose, W, is_of_blocks, leaves
 from atom.graph.types import Type
 

@@ -12,9 +12,8 @@ import json
 import math
 from dataclasses import dataclass, replace
 
-from atom.graph import formats
-
 from atom.dtypes import DTYPES, GRAPH_DTYPES
+from atom.graph import formats
 
 Dim = int | str
 

@@ -1,4 +1,4 @@
-"""From a configuration to an engine: compile, load the weights, plan the memory, open the runner.
+"""Build an engine from a configuration: compile, load weights, plan memory, open the runner.
 
 engine = open_engine(load(["checkpoint=/models/qwen3"]), SilentProgress())
 """

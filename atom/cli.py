@@ -1,4 +1,6 @@
-"""The command: overrides in, a job's answers on stdout, everything else on stderr.
+"""The command `atom-run`: run a job.
+
+Overrides go in, answers come out on stdout, everything else goes to stderr.
 
     atom-run prompts="What is 2+2?" job.chat=true        # one run
     atom-run -m level=0,1 prompts=@questions.txt         # a run for each choice

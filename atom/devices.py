@@ -1,4 +1,6 @@
-"""Which device this machine has for torch, found without importing it, which `--help` and the HTTP process do not.
+"""Find this machine's device without importing torch.
+
+`--help` and the HTTP process do not import it.
 
 find_device()     # cuda, which is AMD's GPUs too, or cpu
 open_early()      # the GPU's context is made while torch is imported

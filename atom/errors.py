@@ -1,4 +1,6 @@
-"""Every error a user can meet. The message says what happened, where, and what to do, in one line.
+"""Every error that a user can meet.
+
+The message says what happened, where, and what to do, in one line.
 
     AtomError
     ├── ConfigError        an override, a key, a value

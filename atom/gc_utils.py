@@ -1,4 +1,6 @@
-"""A start makes a million objects that stay: looking for garbage among them takes a quarter of its time.
+"""Pause garbage collection during start-up, and freeze what stays.
+
+A start makes a million objects that stay; to look for garbage among them takes a quarter of its time.
 
 with no_collection():
     import torch

@@ -1,4 +1,6 @@
-"""The client of atom.benchmarks against a stub server that does nothing but emit: tokens/s, CPU share, timing error.
+"""Benchmark the client of atom.benchmarks against a stub server.
+
+Shown are tokens/s, CPU share and timing error.
 
 The stub emits as an engine does, a token for every stream at each step, which is the hardest for a client: the events
 of a step arrive all at once. The client is what `python -m atom.benchmarks.benchmark_serving` sends and reads with.

@@ -1,4 +1,7 @@
-"""The embedded model in bf16: decode tokens/s (greedy, 64 tokens in, 128 out), start-up, compilation, memory."""
+"""Benchmark the embedded model on a CPU: decodes, start-up, compilation, memory.
+
+It runs in bf16; decodes are greedy, 64 tokens in, 128 out.
+"""
 
 from __future__ import annotations
 

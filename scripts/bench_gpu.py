@@ -1,4 +1,4 @@
-"""Two models on a GPU: each figure beside what this GPU could do by rates measured in the same run, and what vLLM does.
+"""Benchmark two models on a GPU, against its measured limits and vLLM.
 
 bf16, random weights made on the device, everything else as shipped. All requests come at once, answers have their full
 length and are greedy unless the row says more; a figure is all tokens over the wall time from the first submission to

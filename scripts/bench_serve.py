@@ -1,4 +1,6 @@
-"""The HTTP process under load, on a core of its own; the client and the engine, a stub but for `cpu`, share another.
+"""Benchmark the HTTP process under load.
+
+It has a core of its own; the client and the engine, a stub but for `cpu`, share another.
 
 throughput   tokens/s that 256 streams get, of an engine that emits more than that
 latency      from the stub's emission to the client's receipt, 64 streams of 50 tokens/s

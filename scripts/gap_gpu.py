@@ -1,4 +1,6 @@
-"""How long a GPU waits for the host before a step of decodes, on the GPU's own timeline.
+"""Measure how long a GPU waits for the host before a decode step.
+
+The time is taken on the GPU's own timeline.
 
 Qwen3-0.6B's config with random weights and a tokenizer made here, the engine in a process of its own as under
 `job=serve`. 64 clients ask again as soon as they have an answer: prompts of 16 to 256 tokens, top-p sampling, answers

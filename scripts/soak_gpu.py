@@ -1,4 +1,6 @@
-"""An engine under load: what it holds when it is idle again must not grow, and nobody's tokens depend on the others.
+"""Soak an engine under load, and check that nothing leaks.
+
+What it holds when it is idle again must not grow, and nobody's tokens depend on the others.
 
     python scripts/soak_gpu.py 6
 

@@ -22,6 +22,7 @@ from atom.config.hydra import keys
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "atom").rglob("*.py"))
+SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 
 PUBLIC = """
 ArtifactError AtomError CapacityError CheckpointError ConfigError EngineDeadError LLMEngine PassError RequestError
@@ -241,6 +242,13 @@ def test_imports_go_down_only(path: Path):
         other = unit(module, set(row))
         assert other, f"{path} imports {module}, which has no place in the order of imports"
         assert other == own or row[other] < row[own], f"{own} ({path}) imports {other}"
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_begins_with_a_short_line_that_says_what_it_does(path: Path):
+    first, _, rest = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")
+    assert 2 <= len(first.split()) <= 14, f"{path}: {first!r}"
+    assert not rest or rest.startswith("\n"), f"{path}: a blank line belongs behind the first one"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

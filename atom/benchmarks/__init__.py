@@ -1,4 +1,4 @@
-"""Measures a server from outside, over HTTP: any server that speaks one of the protocols, not only atom's.
+"""Measure a server over HTTP: any server that speaks a known protocol.
 
     python -m atom.benchmarks.benchmark_serving --model M --base-url http://localhost:8000 --dataset-name random
     python -m atom.benchmarks.matrix --model M --tp 1 2 --concurrency 4 8 16 --result-dir results

@@ -1,4 +1,4 @@
-"""One request to a server, by the protocol of its backend, and when its tokens came.
+"""Send one request by its backend's protocol and time its tokens.
 
     request = RequestFuncInput("Once upon a time", "http://localhost:8000/v1/completions", 4, 128, "org/model")
     async with aiohttp.ClientSession() as session:

@@ -1,4 +1,4 @@
-"""How fast a server answers: requests are sent to it over HTTP, their tokens timed as they stream back.
+"""Measure a server's throughput and latencies: send requests, time streamed tokens.
 
     python -m atom.benchmarks.benchmark_serving --model org/model --base-url http://localhost:8000 \\
         --dataset-name random --random-input-len 1024 --random-output-len 128 --num-prompts 1000 --ignore-eos

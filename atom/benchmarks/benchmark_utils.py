@@ -1,4 +1,4 @@
-"""What the commands of this package share: how flags are read, how errors end them, how results are written.
+"""Shared by the benchmark commands: flags, errors, result files.
 
     parser = FlagParser("matrix", "Measures ...", usage="--model MODEL [flags]")
     parser.add_argument("--result-dir")                         # --result_dir is the same flag

@@ -1,4 +1,4 @@
-"""The client of a measurement: warms the server up, sends the requests, and asks the server what it runs on.
+"""The benchmark's client: warm up the server, send the requests, ask its hardware.
 
     measured = run_loop(measure(args, requests))        # args of read_arguments, requests as RequestFuncInput
     measured.outputs, measured.seconds, measured.hardware

@@ -1,4 +1,4 @@
-"""Two sets of results beside each other: the ratios of what was measured alike, and a plot.
+"""Compare two sets of results: ratios of equal measurements, and a plot.
 
     python -m atom.benchmarks.compare results/before results/after --output before_after
     python -m atom.benchmarks.compare a.json b.json

@@ -1,4 +1,4 @@
-"""Prompts and answer lengths from the data sets that servers are usually measured with.
+"""Sample prompts and answer lengths from ShareGPT, Sonnet, BurstGPT or Hugging Face.
 
     rng = numpy.random.default_rng(0)
     sample_sharegpt(rng, form, 100, read_sharegpt(Path("ShareGPT.json")), output_len=None)

@@ -1,4 +1,6 @@
-"""What a result was measured on, so that results of different machines are not taken for a change of the program.
+"""Name the hardware that a result was measured on.
+
+Results of different machines must not be taken for a change of the program.
 
     describe_machine()      # "8 x NVIDIA H200" or "64 x AMD EPYC 9654 96-Core Processor"
 

@@ -1,4 +1,6 @@
-"""A result file for each tensor-parallel size, input length, output length and concurrency.
+"""Measure every tensor-parallel size, input length, output length and concurrency.
+
+Each case has a result file.
 
     python -m atom.benchmarks.matrix --model org/model --tp 1 8 --input-len 1024 8192 --output-len 1024 \\
         --concurrency 4 8 16 32 --result-dir results --server-args="--kv_cache_dtype fp8"

@@ -1,4 +1,4 @@
-"""From outputs to the numbers that are reported.
+"""Compute throughput, latencies and goodput from request outputs.
 
     finish_outputs(outputs, count=lambda text: len(tokenizer.encode(text)))
     metrics = calculate_metrics(outputs, seconds=12.5, percentiles=[50, 99], goodput={"ttft": 200.0})

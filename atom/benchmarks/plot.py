@@ -1,4 +1,4 @@
-"""Throughput against interactivity, as a PNG and as one HTML file that needs nothing from outside.
+"""Plot throughput against interactivity, as PNG and as self-contained HTML.
 
     series = [Series("input 1024, output 1024", "before tp8", (Point(95.0, 410.0, "c4"), Point(70.0, 620.0, "c8")))]
     draw_png(series, Path("compare.png"))

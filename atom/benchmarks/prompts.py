@@ -1,4 +1,4 @@
-"""How a text becomes the prompt that is sent, and how many tokens the server will count in it.
+"""Turn a text into the prompt that is sent, and count its tokens.
 
 form = PromptForm(tokenizer, is_chat=False, use_chat_template=True)
 form.word("Hello")          # "<|user|>Hello<|assistant|>": what is sent

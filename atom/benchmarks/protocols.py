@@ -1,4 +1,4 @@
-"""What a server's events say: the text of a token, how many tokens there were, that the answer has ended.
+"""Decode the events of OpenAI's, TGI's, TensorRT-LLM's and DeepSpeed-MII's protocols.
 
     progress = Progress()
     read_completion(b'{"choices": [{"text": " time", "finish_reason": null}]}', progress)     # " time"

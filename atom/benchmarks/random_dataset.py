@@ -1,4 +1,4 @@
-"""Random prompts of exactly as many tokens as asked for, as the server counts them.
+"""Random prompts of an exact length, as the server counts tokens.
 
     form = PromptForm(tokenizer)
     lengths = draw_lengths(rng, 1000, 1024, range_ratio=0.8)                # from 819 to 1024

@@ -1,4 +1,6 @@
-"""A server of our own for as long as a block lasts: started on a free port, waited for, stopped.
+"""Run a server for the length of a `with` block.
+
+It is started on a free port, waited for, and stopped.
 
     command = make_command(DEFAULT_SERVER, model="org/model", port=8123, tp=2, extra=["--level", "1"])
     with running_server(command, "http://127.0.0.1:8123", log=Path("server.log"), health_timeout=1200) as server:

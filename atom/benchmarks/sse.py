@@ -1,4 +1,6 @@
-"""Server-sent events from raw chunks, at the speed of a load generator: most chunks are one whole event.
+"""Parse server-sent events from raw chunks, as fast as a load generator needs.
+
+Most chunks are one whole event.
 
     reader = EventReader()
     reader.feed(b'data: {"a"')          # []

@@ -1,4 +1,4 @@
-"""The tokenizer of the model under test, without torch.
+"""Load the tokenizer of the model under test, without torch.
 
     tokenizer = load_tokenizer("org/model")             # a folder or a hub id
     tokenizer.encode("Hello")                           # token ids, with those put around every text (BOS, mostly)

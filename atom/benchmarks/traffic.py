@@ -1,4 +1,4 @@
-"""When requests are sent, and the sending of them all.
+"""Draw arrival times and send requests at them.
 
     rng = numpy.random.default_rng(0)
     times = draw_arrivals(100, rate=5.0, burstiness=1.0, rng=rng)       # seconds after the start; all 0.0 for inf

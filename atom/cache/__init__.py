@@ -1,4 +1,4 @@
-"""The cache folder on disk: folders of files under a kind and a key, and whether they can be trusted.
+"""The cache folder on disk: trusted entries by kind and key.
 
     cache = Cache(Path("~/.cache/atom-run"))
     with cache.lock("pieces", key):                              # one process builds, the others wait

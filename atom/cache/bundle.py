@@ -1,4 +1,4 @@
-"""An artifact with its pieces as one file, to be carried to another machine.
+"""Export an artifact and its pieces as one file, and open such a file.
 
 export(cache, entry, Path("qwen3.tar"), measured)
 with open_bundle(Path("qwen3.tar")) as (cache, entries, measured):    # whole, but who made it? It is code

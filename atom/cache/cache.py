@@ -1,4 +1,4 @@
-"""The cache folder: entries are found, published, listed and removed.
+"""Find, publish, list and remove entries of the cache folder.
 
 cache = Cache(Path("~/.cache/atom-run"))
 cache.find("pieces", key)                    # its folder, every checksum and owner looked at; None

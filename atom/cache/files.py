@@ -1,4 +1,6 @@
-"""Files of entries: written whole, with a manifest that names size and sha256 of each, read only where that holds.
+"""Write and check the files of a cache entry.
+
+An entry is written whole, with a manifest that has the size and sha256 of each file, and is read only where these hold.
 
 fill_folder(new, Manifest("pieces", key, about, now, "me@here", {}), {"piece.so": code})
 check_owner(folder, is_folder=True)              # Unfit: somebody else can have written it

@@ -1,4 +1,6 @@
-"""Checkpoints: a folder, a hub id or a .gguf file becomes a config, tensors under their hub names, and a tokenizer.
+"""Open a checkpoint: config, tensors under their hub names, tokenizer.
+
+A checkpoint is a folder, a hub id or a .gguf file.
 
     checkpoint = open_checkpoint("org/name")
     tokenizer = checkpoint.tokenizer()

@@ -1,4 +1,4 @@
-"""What a checkpoint is, whatever it is stored in, and the JSON files that describe it.
+"""The interface of a checkpoint, and the JSON files that describe it.
 
 checkpoint = open_checkpoint("/models/tiny")
 checkpoint.config["hidden_size"]                         # config.json, with rope in one form

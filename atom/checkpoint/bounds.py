@@ -1,4 +1,6 @@
-r"""What a tokenizer may make of a text at most, read off its components, before it is given any text.
+r"""Bound the time and tokens that a tokenizer may take for a text.
+
+The bounds are read off its components before it is given any text.
 
     bounds = measure(backend)
     bounds.growth           # bytes that one byte may become on the way to the model: 3 where " " becomes "▁"

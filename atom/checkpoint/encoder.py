@@ -1,4 +1,4 @@
-"""A tokenizer in a process of its own, for texts that may take it more time or memory than a server has.
+"""Run a tokenizer in a child process with limits of time and memory.
 
     encoder = EncoderProcess(backend.to_str)         # starts with the first text
     encoder.encode("Hello", True)                    # RequestError where it takes more than SECONDS or MEMORY

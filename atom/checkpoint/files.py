@@ -1,4 +1,4 @@
-"""The one way to open a file of a checkpoint: it is a regular file, and no larger than such a file may be.
+"""Open a file of a checkpoint: a regular file of bounded size.
 
     read_file(folder / "config.json", MAX_DESCRIPTION)      # bytes
     map_file(folder / "model.safetensors")                  # memoryview of the mapped file

@@ -1,4 +1,4 @@
-"""A folder as the hub lays it out: config.json, safetensors (one file, or shards with an index), tokenizer files.
+"""Read a Hugging Face folder: config.json, safetensors, tokenizer files.
 
     checkpoint = FolderCheckpoint(Path("/models/tiny"))
     checkpoint.read("model.norm.weight")     # a view of the mapped file: nothing is copied

@@ -1,4 +1,6 @@
-"""A GGUF file as a checkpoint: metadata as a config, tensors under their hub names, quantized ones read as fp32.
+"""Read a GGUF file as a checkpoint.
+
+Its metadata become a config, its tensors have their hub names, and quantized ones are read as fp32.
 
 checkpoint = GGUFCheckpoint(Path("tiny.gguf"), interleaved={"q_proj": 9, "k_proj": 3}, split={"gpt-2": r"..."})
 checkpoint.config["gguf_architecture"], checkpoint.config["hidden_size"]

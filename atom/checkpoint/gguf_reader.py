@@ -1,4 +1,4 @@
-"""The bytes of a GGUF file: its metadata, its tensors, and quantized numbers as fp32.
+"""Parse a GGUF file: metadata, tensors, quantized numbers as fp32.
 
     metadata, tensors = read_gguf(Path("tiny.gguf"))
     metadata["general.architecture"], tensors["token_embd.weight"].shape

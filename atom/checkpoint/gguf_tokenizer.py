@@ -1,4 +1,6 @@
-"""A tokenizer from the metadata of a GGUF file, which has the vocabulary but only names how text is split into words.
+"""Build a tokenizer from the metadata of a GGUF file.
+
+The file has the vocabulary, but only names the rule that splits a text into words.
 
     build_tokenizer(metadata, "tiny.gguf", split={"gpt-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+|\\S+|\\s+"})
 

@@ -1,4 +1,4 @@
-"""Checkpoints by hub id.
+"""Download checkpoints by hub id.
 
     download("org/name", revision="main")      # Path of the local snapshot
 

@@ -1,4 +1,6 @@
-"""How long work tells the user that it moves: silent by default, a bar or lines on stderr from the command line.
+"""Show the progress of long work.
+
+It is silent by default; the command line shows a bar or lines on stderr.
 
 with progress.task("loading weights", total=num_bytes) as task:
     task.advance(4096)

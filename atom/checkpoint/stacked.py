@@ -1,4 +1,4 @@
-"""Tensors that are stored as one, under the names of their parts.
+"""Show a stacked tensor under the names of its parts.
 
     stacked = {"layers.{layer}.gate_up": ["layers.{layer}.{expert}.gate", "layers.{layer}.{expert}.up"]}
     checkpoint = unstack(checkpoint, stacked)

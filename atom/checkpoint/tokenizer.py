@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chats to prompts, from the tokenizer files of a checkpoint.
+"""Tokenize texts and render chats, from the tokenizer files of a checkpoint.
 
     tokenizer = load_tokenizer(Path("/models/tiny"))
     tokenizer.decode(tokenizer.encode("Hello"))

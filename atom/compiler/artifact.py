@@ -1,4 +1,6 @@
-"""A launch's artifact: the lowered graph under a key of all that it depends on, and why there is none.
+"""Publish and read artifacts: lowered graphs, by a key of all their ingredients.
+
+A miss is explained.
 
 ingredients = launch_ingredients(config, find_target(config.device))    # in words
 key = key_of(ingredients)

@@ -1,4 +1,4 @@
-"""From a configuration to what runs: the frontend writes the graph, the passes lower it, its pieces are compiled.
+"""Compile a model: write the graph, lower it, compile its pieces.
 
 graph = compile_graph(load(["checkpoint=/models/qwen3"]))                      # or a saved text is read
 compiled = compile_model(load(["checkpoint=/models/qwen3", "level=2"]))        # graph and code, from the cache if there

@@ -1,4 +1,6 @@
-"""A text that was saved (`job.stage=NAME > graph.py`), edited perhaps, and is to run in place of what the passes make.
+"""Read a saved graph text (`job.stage=NAME > graph.py`) and continue from its stage.
+
+It may have been edited, and runs in place of what the passes make.
 
 text = show_saved("fuse_qkv", show(graph))               # its first line names the stage: # job.stage=fuse_qkv
 graph, first = read_saved(Path("graph.py"))              # the pass behind that stage

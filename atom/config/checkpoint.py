@@ -1,4 +1,4 @@
-"""The checkpoint that a configuration names, opened as its model file says; no torch.
+"""Open the checkpoint that a configuration names; no torch.
 
 checkpoint = open_for(load(["checkpoint=/models/qwen3"]), SILENT)
 checkpoint.tokenizer().encode("Hello")

@@ -1,4 +1,4 @@
-"""Hydra's half of the configuration: which model file is meant, and conf/ and overrides composed into plain values.
+"""Choose the model file, and compose conf/ and overrides with Hydra.
 
     source = find_source(["checkpoint=/models/qwen3"])     # overrides with model='qwen3', the checkpoint's config.json
     with one_line_errors(Config):

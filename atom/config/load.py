@@ -1,4 +1,4 @@
-"""The one configuration: `load` reads conf/ and the overrides once, into the dataclasses of `atom.config.schema`.
+"""Load the configuration into the dataclasses of `atom.config.schema`.
 
     config = load(["checkpoint=/models/qwen3", "sampling.temperature=0"])
     config.model.attention.heads                     # plain dataclasses from here on

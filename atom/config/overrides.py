@@ -1,4 +1,4 @@
-"""Overrides as text: what users write becomes what Hydra's grammar takes.
+"""Rewrite users' overrides into Hydra's grammar.
 
     rewrite(["prompts=What is 2+2?"])               # ["prompts='What is 2+2?'"]
     rewrite(["recipe=smollm2_greedy", "seed=1"])    # the recipe's overrides, then "seed=1"

@@ -1,4 +1,4 @@
-"""What follows from a configuration's values: auto and null become final ones, and what does not fit is named.
+"""Resolve auto and null to final values, and check them.
 
 config = derive(config)
 config.dtype, config.model.attention.scale       # no longer auto, no longer None

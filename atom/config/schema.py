@@ -1,4 +1,4 @@
-"""The schema of `conf/`: a dataclass for each block, a field for each key, with its default, limits and meaning.
+"""The schema of `conf/`: a dataclass for each block, a field for each key.
 
     Config().serve.block_size                        # 16
     SamplingParams(temperature=0, max_tokens=8)      # how one request is sampled

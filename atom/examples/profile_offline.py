@@ -1,4 +1,4 @@
-"""A trace of one batch, for TensorBoard or Chrome's tracing page.
+"""Trace one batch, for TensorBoard or Chrome's tracing page.
 
 python -m atom.examples.profile_offline --model /models/qwen3 --input-length 128 --output-length 32 --bs 4
 python -m atom.examples.profile_offline --model /models/qwen3 --load_dummy --random-input --torch-profiler-dir traces

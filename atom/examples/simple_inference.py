@@ -1,4 +1,4 @@
-"""Whether a model loads and talks: four prompts, answered together.
+"""Check that a model loads and talks: four prompts, answered together.
 
 python -m atom.examples.simple_inference --model /models/qwen3 --temperature 0.6
 python -m atom.examples.simple_inference --max-num-seqs 4 --level 1      # the embedded model

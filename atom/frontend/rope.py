@@ -1,4 +1,4 @@
-"""Rotary embeddings: the recipe of the frequencies, and what cos and sin are multiplied by.
+"""Rotary embeddings: the recipe of the frequencies, and the scale of cos and sin.
 
 freqs = rope_freqs(RopeConfig(kind="linear", factor=4.0, dims=64))     # fp32[32]
 """

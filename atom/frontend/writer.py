@@ -1,4 +1,4 @@
-"""What the blocks of a model are written with: calls whose weights go by role.
+"""Write calls into a program, with weights named by role.
 
     writer = Writer(model, graph.program("body"), dtype="bf16", cache_dtype="bf16")
     h = writer.norm(x, "attention_norm", layer=0)

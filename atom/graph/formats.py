@@ -1,4 +1,4 @@
-"""Formats in which a checkpoint stores a weight otherwise than as a plain tensor, as a leaf of the text names them.
+"""Storage formats of quantized weights, by the name in the text.
 
     num_bytes(Type("bf16", (7168, 2048)), "fp8[128, 128]")    # fp8 with a float32 scale for each 128 x 128 block
     num_bytes(Type("bf16", (2880, 2880)), "mxfp4")            # 4 bits, an 8-bit exponent for each 32 of a row

@@ -1,4 +1,6 @@
-"""The graph: programs of `torch.fx` nodes whose targets are ops and whose weights are recipes.
+"""The graph: programs of `torch.fx` nodes.
+
+Their targets are ops, and their weights are recipes.
 
     graph = Graph()
     body = graph.program("body")

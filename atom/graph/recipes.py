@@ -1,4 +1,4 @@
-"""Weights as data: how each tensor that a graph names is made of what a checkpoint stores.
+"""Recipes: how a tensor of the graph is made of stored tensors.
 
     W("model.layers.0.mlp.up_proj.weight", bf16[1536, 576])     a stored tensor, in the dtype that the graph computes in
     cat([W(…), W(…)])                                           tensors joined

@@ -1,4 +1,6 @@
-"""Which share of each weight a token is multiplied with: of experts those that it chooses, of an embedding none.
+"""The share of each weight that one token is multiplied with.
+
+Of experts it is those that the token chooses, of an embedding none.
 
 shares = token_shares(graph.programs.values())    # of lowered programs: {recipe: Fraction(1, 16)}
 """

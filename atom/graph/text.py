@@ -1,4 +1,4 @@
-"""The text of a graph, a small subset of Python: `show` writes it, `parse` reads it back.
+"""Show a graph as text, a small subset of Python, and parse it back.
 
     def body(tokens: i64[T], positions: i64[T]):
         x = embedding(tokens, W("model.embed_tokens.weight", bf16[49152, 576]))    # bf16[T, 576]

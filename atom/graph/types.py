@@ -1,4 +1,4 @@
-"""Tensor types as the text writes them: a dtype and a shape whose dims are numbers or symbols.
+"""Tensor types: a dtype and a shape of numbers and symbols.
 
 Type("bf16", ("T", 576))            # bf16[T, 576]: T tokens of 576 numbers
 Type("bf16", (576, 576)).num_bytes  # 663552

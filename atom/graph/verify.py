@@ -1,4 +1,4 @@
-"""What a graph must be at each level; checked after every pass, on the text's own terms and without torch.
+"""Verify a graph at its level; run after every pass, without torch.
 
 verify(graph, ops.SEMANTIC)     # PassError names the program, the node and what is wrong
 """

@@ -1,4 +1,4 @@
-"""`job=bench`: how fast a workload is answered, and what share of this machine's limit that is.
+"""`job=bench`: measure a workload's throughput and latencies against this machine's limit.
 
 atom-run job=bench checkpoint=/models/qwen3 job.num_prompts=32 job.input_len=1024 job.output_len=256
 atom-run job=bench load_dummy=true job.input_len=100-1024 job.output_len=100-1024 sampling.temperature=0.6

@@ -1,4 +1,4 @@
-"""`job=cache`: what the cache folder holds, and its upkeep.
+"""`job=cache`: list, explain, prune, verify, export and import cache entries.
 
 atom-run job=cache                                         # a line for each entry
 atom-run job=cache job.entry=3f2a                          # what one was made of, by whom and when

@@ -1,4 +1,4 @@
-"""`job=compile`: builds the artifact that other jobs start from, or finds it.
+"""`job=compile`: build or find the artifact that other jobs start from.
 
 atom-run job=compile checkpoint=/models/qwen3
 atom-run job=compile job.output=json          # key, hit, reason, pieces, compiled, seconds by stage

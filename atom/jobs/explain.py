@@ -1,4 +1,6 @@
-"""`job=explain`: what the passes make of a model, and what it takes to hold it. Reads no weights, compiles nothing.
+"""`job=explain`: show what each pass does, and the sizes of a model.
+
+Reads no weights, compiles nothing.
 
 atom-run job=explain                                  # each pass: changes, time, diff of the text; then sizes
 atom-run job=explain job.stage=fuse_qkv > graph.py    # the whole text at that point, which job.graph=graph.py runs

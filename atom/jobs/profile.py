@@ -1,4 +1,6 @@
-"""`job=profile`: where a step's time goes, by kernel, which may be a piece's, and on a CPU by operator too.
+"""`job=profile`: show where a step's time goes, by kernel.
+
+A piece counts as a kernel; on a CPU operators are shown too.
 
 atom-run job=profile checkpoint=/models/qwen3 job.num_prompts=32 job.input_len=1024 job.output_len=64
 atom-run job=profile load_dummy=true job.num_steps=8 serve.torch_profiler_dir=traces

@@ -1,4 +1,6 @@
-"""How fast this machine could be: what a step has to read and to multiply, over rates that are measured here.
+"""The roofline: the least time of a step, by rates measured here.
+
+What a step has to read and to multiply is divided by these rates.
 
     limits = measure_limits("cpu", "bf16")              # bytes/s read, FLOP/s of matrix products
     costs = read_costs(compile_graph(config))

@@ -1,4 +1,4 @@
-"""Which job a command line asks for, and whether its fields are that job's.
+"""Choose the job of a command line, and check its fields.
 
     choose_job(["job.stage=fuse_qkv"])       # ["job=explain", "job.stage=fuse_qkv"]
     load_job(["job=cache", "prompts=hi"])    # ConfigError: prompts is a field of job=generate, and this is job=cache …

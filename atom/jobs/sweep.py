@@ -1,4 +1,4 @@
-"""Sweeps: Hydra's sweeper picks the overrides of each job, its launcher runs the jobs here or elsewhere.
+"""Run a sweep: Hydra's sweeper picks overrides, its launcher runs the jobs.
 
     sweep(["level=0,1", "prompts=hi"], [], run)                                     # two jobs, one after the other
     sweep(["hydra/sweeper=optuna", "job=bench", "job.objective=output_throughput", …], [], run)

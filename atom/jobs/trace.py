@@ -1,4 +1,4 @@
-"""Where the time of a trace went: the kernels of a GPU, or the calls of a thread, and the gaps between them.
+"""Summarize a profiler trace: time by kernel or call, and the gaps.
 
 summary = summarize(json.load(gzip.open("atom.1716899120527.pt.trace.json.gz")))
 summary.timeline, summary.seconds, summary.gap_seconds

@@ -1,4 +1,6 @@
-"""The requests of `job=bench` and `job=profile`, all of them at once, and a record of the steps that answered them.
+"""Draw the requests of `job=bench` and `job=profile`, and record their steps.
+
+All requests come at once.
 
     draw = open_workload(config)
     with recording(engine) as record:

@@ -1,4 +1,4 @@
-"""What a backend is: its kernels, and all else that compiling and running with them asks for.
+"""The interface of a backend: kernels, layouts, piece compiler, tuner.
 
 backend = find_backend("torch")
 for kernel in backend.kernels:

@@ -1,4 +1,4 @@
-"""The order of the backends by device and level, and what is found in that order.
+"""The order of backends by device and level, and lookups in that order.
 
     backends = backends_of("cpu", level=1)
     for kernel in candidates(ops.paged_attention, backends):

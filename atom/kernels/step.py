@@ -1,4 +1,4 @@
-"""Prepare a step's inputs and sample its tokens: what a backend has for this, one signature for all.
+"""The signatures of a backend's functions that prepare inputs and sample tokens.
 
     kernels = find_step_kernels("cuda")
     kernels.decode_inputs(slots, state, tables, block_size, inputs)     # each row computes its slot's newest token

@@ -1,4 +1,4 @@
-"""What a pass may know beside the graph.
+"""The context of a pass: target and backends.
 
 context = PassContext.of(Target("cuda"), level=2)
 if context.takes(ops.gated_linear):

@@ -1,4 +1,5 @@
-"""
+"""Fuse a linear with the gated activation behind it.
+
     gate_up = linear(h, W("gate_up"))   ->      m = gated_linear(h, W("gate_up"), kind="silu")
     m = gated_activate(gate_up, kind="silu")
 

@@ -1,4 +1,5 @@
-"""
+"""Fuse an RMS norm with the linear behind it.
+
     h, s = add_rms_norm(x, r, w, eps=eps)       ->      y, s = add_norm_linear(x, r, w, W("y"), eps=eps)
     y = linear(h, W("y"))
 

@@ -1,4 +1,5 @@
-"""
+"""Fuse norm, rope and cache write with the attention behind them.
+
     q = norm_rope_write(q, k, …, KV("0"), slots)    ->      a = norm_rope_attention(q, k, …, KV("0"), slots, table, …)
     a = paged_attention(q, KV("0"), table, …)
 

@@ -1,4 +1,5 @@
-"""
+"""Fuse the q, k and v projections into one linear.
+
     q = linear(h, W("q"))               ->      qkv = linear(h, cat([W("q"), W("k"), W("v")]))
     k = linear(h, W("k"))                       q, k, v = split(qkv, sizes=[…])
     v = linear(h, W("v"))

@@ -1,4 +1,5 @@
-"""
+"""Lower attention to a cache write and paged attention.
+
     q = rope(q, cos, sin)               ->      q = norm_rope_write(q, k, v, cos, sin, None, None, KV("0"), slots)
     k = rope(k, cos, sin)                       a = paged_attention(q, KV("0"), table, starts, lengths, num_decodes, …)
     a = attention(q, k, v, KV("0"), …)

@@ -1,4 +1,5 @@
-"""
+"""Lower a mixture of experts to grouped linears.
+
     y = experts(h, weights, ids, gate_up, down, kind="silu")
         ->
     grouped, order, ends = group(h, ids, experts=8)

@@ -1,4 +1,4 @@
-"""What several passes ask of linears before they join them.
+"""Match linears that several passes fuse.
 
 if have_same_form([gate, up]):
     fused = graph.insert(gate, ops.linear, *cat_linears([gate, up]))

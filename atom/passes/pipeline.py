@@ -1,4 +1,4 @@
-"""The order of the passes, and the one place that runs, times, counts and verifies them.
+"""Run the passes in order; time, count and verify each.
 
 graph = lower(graph, level=1, target=Target("cpu"))
 graph = lower(graph, level=1, target=Target("cpu"), watch=print)      # a PassReport after each pass

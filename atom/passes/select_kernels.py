@@ -1,4 +1,5 @@
-"""
+"""Select the first kernel that accepts each call.
+
     h = rms_norm(x, w, eps=eps)         ->      h = torch.rms_norm(x, w, eps=eps)
     y = linear(h, W("y"))                       y = torch.linear(h, shuffle(W("y"), "onednn"))
 

@@ -1,4 +1,5 @@
-"""
+"""Move what follows the last attention from the body to the head.
+
     def body(tokens, positions):                        def body(tokens, positions):
         a = attention(q, k, v, KV("1"), …)                  a = attention(q, k, v, KV("1"), …)
         o = linear(a, W("o"))                               return x, a

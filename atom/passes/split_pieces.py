@@ -1,4 +1,5 @@
-"""
+"""Mark the runs of calls that are compiled as pieces.
+
     h, x = inductor.add_rms_norm(…)     ->      h, x = inductor.add_rms_norm(…)    # …; piece 1
     qkv = torch.linear(h, …)                    qkv = torch.linear(h, …)    # …; piece 1
     q = torch.norm_rope_write(…)                q = torch.norm_rope_write(…)

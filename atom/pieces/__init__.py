@@ -1,4 +1,4 @@
-"""Pieces: the parts of a program that are compiled, each distinct one once, whatever the depth of the model.
+"""Pieces: compiled parts of a program, each distinct one compiled once.
 
     pieces = find_pieces(graph.programs["body"])     # 30 of them, in the order of the calls
     len({piece.text for piece in pieces})            # 2: equal layers are one text

@@ -1,4 +1,4 @@
-"""Compile pieces on all cores: in processes of their own, one a core, or in threads, as their compiler has it.
+"""Compile pieces on all cores, in processes or in threads.
 
 for text, files in compile_pieces(texts, device):
     publish(text, files)

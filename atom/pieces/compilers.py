@@ -1,4 +1,4 @@
-"""Compile a piece's text for a device, and hold the code against what its ops say.
+"""Compile a piece's text for a device, and check its results.
 
 files = compile_piece(text, "cpu")
 """

@@ -1,4 +1,4 @@
-"""What a piece's code depends on, in words: equal ingredients, equal code.
+"""The key of a piece: a hash of all that its code depends on.
 
 key_of(identity(piece.text, find_target("cuda")))     # 32 hex digits
 """

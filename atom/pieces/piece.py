@@ -1,4 +1,4 @@
-"""Which calls of a program are a piece, and the text that says what the piece is."""
+"""Cut a program into pieces, and write the text of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step in which one sequence fails is not lost for the others: it runs in halves, down to what fails alone.
+"""Bisect a step that fails, to isolate the sequences that fail alone.
 
     for part, outcome in execute(runner, builder, plan):      # one part, where nothing fails
         if isinstance(outcome, Exception):

@@ -1,4 +1,6 @@
-"""Steps of a model as CUDA graphs: pure decodes by their number, steps with prompts by the tokens and decodes in them.
+"""Capture steps of a model as CUDA graphs, and replay them.
+
+Pure decodes are captured by their number, steps with prompts by their tokens and decodes.
 
     graphs = Graphs(model)
     graphs.compile(sizes, 16384)         # kernels of steps of up to 16384 tokens, on all cores

@@ -1,4 +1,6 @@
-"""Text as it is generated: never a broken character, never part of a stop string, never a word taken back.
+"""Detokenize a stream of tokens, and stop at stop strings.
+
+Never a broken character, never part of a stop string, never a word taken back.
 
     detokenizer = Detokenizer(tokenizer, prompt, params)
     for token in tokens:

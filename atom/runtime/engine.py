@@ -1,4 +1,4 @@
-"""Requests in, text out: schedule, execute, commit, with the text and the callbacks of each sequence beside them.
+"""The engine: schedule, execute, commit; requests in, text out.
 
 engine = Engine(runner, scheduler, builder, tokenizer=tokenizer, stop_ids=frozenset({2}), seed=0, vocab_size=49152)
 request_id = engine.submit(engine.prepare([1, 2, 3], SamplingParams(max_tokens=8)))

@@ -1,4 +1,4 @@
-"""Answers of a given form (a JSON schema, a regular expression, a grammar, a choice), through `llguidance`.
+"""Constrain answers to a grammar, regular expression or JSON schema, through `llguidance`.
 
     compiler = GrammarCompiler(tokenizer, vocab_size=49152, stop_ids=frozenset({2}))
     matcher = compiler.compile({"regex": "[0-9]{3}"})     # of one sequence

@@ -1,4 +1,6 @@
-"""Which block holds the KV of which tokens of which sequence: room, sharing, prefix hits, plan of memory. No tensors.
+"""Allocate KV blocks to sequences, by cache kind; no tensors.
+
+Room, sharing, prefix hits and the plan of memory are decided here.
 
     cache = KVCache([CacheKind("full", 2048)], {"full": 1024}, block_size=16, enable_prefix_caching=True)
     sequence.num_computed = cache.match_prefix(sequence)    # fills sequence.blocks with what is there already

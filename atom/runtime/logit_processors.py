@@ -1,4 +1,4 @@
-"""What the host says of the next token of some rows: biases, tokens that come too early, grammars; as plain data.
+"""The host's logit processors: biases, min_tokens, grammars, as plain data.
 
 shaping = find_shaping([(0, sequence, num_output)], vocab)       # None where it says nothing
 """

@@ -1,4 +1,4 @@
-"""What a GPU's memory is for: weights, what a step takes, CUDA graphs; the rest is the KV pool's.
+"""Plan a GPU's memory: weights, the largest step, CUDA graphs, KV pool.
 
 left_for_kv(graph, config)                          # bytes, before anything is loaded; CapacityError where nothing is
 with no_memory_at_start(config.serve):              # CapacityError where memory does not suffice

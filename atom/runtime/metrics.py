@@ -1,4 +1,6 @@
-"""What an engine has done so far, in counts, and how full it is; tests assert through them that an event took place.
+"""Counts of what an engine has done, and how full it is.
+
+Tests assert through them that an event took place.
 
 engine.metrics.num_output_tokens, engine.metrics.scheduler.num_preemptions
 engine.stats().kv_cache_usage        # all of it at this moment, in plain numbers that can be sent elsewhere

@@ -1,4 +1,6 @@
-"""A model on a device: its weights, KV pool and request state, and what a step starts there. It waits for nothing.
+"""Run a model on a device: weights, KV pool, request state.
+
+It starts what a step needs there, and waits for nothing.
 
 model = Model(graph, weights, {"full": 1024}, 16, device="cuda", max_num_seqs=256, max_model_len=4096)
 logits = model.decode(slots)                        # each row computes the newest token of its slot

@@ -1,4 +1,4 @@
-"""What is shown of one sequence while it is generated: its text, and what its callback has not been told yet.
+"""The output stream of one sequence: its text, and its callback.
 
 stream = Stream(sequence, Detokenizer(tokenizer, sequence.prompt, sequence.params), callback)
 stream.push(reason)          # its newest token becomes text, and may complete a stop string

@@ -1,4 +1,6 @@
-"""The tree of prefixes whose KV is in a pool, in which a new prompt looks for its own. The pools own the blocks.
+"""The prefix tree: find the cached KV of a new prompt's beginning.
+
+The pools own the blocks.
 
     prefixes = PrefixCache()
     root = prefixes.extend(None, b"salt")              # all else that the KV depends on

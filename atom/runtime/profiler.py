@@ -1,4 +1,4 @@
-"""Traces of what the engine does, operator by operator, from torch's profiler, for TensorBoard or Chrome's viewer.
+"""Trace an engine with torch's profiler, for TensorBoard or Chrome's viewer.
 
     profiler = Profiler("traces", is_detailed=False)
     profiler.start()

@@ -1,4 +1,4 @@
-"""A lowered program made callable: kernels and compiled pieces, with weights, caches and constants in their places.
+"""Execute a lowered program: kernels and compiled pieces, with weights and caches bound.
 
 body = Executable(graph.programs["body"], weights, caches, code)
 head = Executable(graph.programs["head"], weights, caches, code)

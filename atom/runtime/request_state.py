@@ -1,4 +1,6 @@
-"""Keep what depends on sampled tokens by slot on the device, so that the next step needs nothing of the host.
+"""Keep the state of running requests by slot, on the device.
+
+What depends on sampled tokens is here, so that the next step needs nothing of the host.
 
 state = RequestState(num_slots=256, vocab=151936, device="cuda")
 state.admit(bytearray(pack_admission(3, num_tokens, params, seed)))  # one copy to the device

@@ -1,4 +1,4 @@
-"""The verb `execute`: a step is started on a device, and waited for when it is committed.
+"""Execute steps on a device: start now, wait at commit.
 
     runner = Runner(graph, weights, {"full": 1024}, 16, device="cuda", max_num_seqs=256, max_model_len=4096)
     runner.graphs.capture([1, 2, 4, 8])     # on a GPU: pure decodes of these numbers of rows are one CUDA graph each

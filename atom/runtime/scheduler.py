@@ -1,4 +1,6 @@
-"""Which sequences run in the next step, and how many tokens of each: policy alone, no device and no tensors.
+"""Schedule a step: decodes first, then prompts in chunks.
+
+It is policy alone, without a device and without tensors.
 
     scheduler = Scheduler(cache, max_num_seqs=64, max_num_batched_tokens=8192, max_model_len=4096)
     scheduler.add(sequence)

@@ -1,4 +1,6 @@
-"""Turn a plan of the scheduler into what a runner is told; remember what each slot was told. No device, no tensors.
+"""Build a runner's StepInput from a plan of the scheduler.
+
+It remembers what the runner knows of each slot. No device, no tensors.
 
     builder = StepBuilder(runner.capacity)
     pending = runner.execute(builder.build(plan))

@@ -1,4 +1,6 @@
-"""What a runner is told of a step: plain numbers and arrays, which can be sent to another process as they are.
+"""StepInput: one step as plain numbers and arrays, for a runner.
+
+It can be sent to another process as it is.
 
     step = builder.build(plan)                                  # `atom.runtime.step_builder`
     sent = msgspec.msgpack.encode(step)

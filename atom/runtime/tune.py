@@ -1,4 +1,6 @@
-"""What `tune=true` does: a model's products are timed in its own steps of decodes, the fastest way of each is kept.
+"""Tune a model's linears in its own decode steps (`tune=true`).
+
+The fastest parameters of each are kept.
 
     tuner = find_tuner("cuda", model.device)
     use_measured(model, tuner, Path(cache), tell)                  # what was found on this machine before

@@ -1,4 +1,4 @@
-"""The nouns that the runtime's layers hand each other; no torch.
+"""The runtime's data types: Sequence, Plan, Sampled, RequestOutput; no torch.
 
 sequence = Sequence("req-0", prompt=[1, 2, 3], params=SamplingParams(max_tokens=8))
 plan = scheduler.schedule()                     # which rows run, and how many tokens of each

@@ -1,4 +1,4 @@
-"""What operators ask: /health, /ready, /metrics, /version, the models, and the profiler.
+"""Operators' routes: /health, /ready, /metrics, /version, models, profiler.
 
 curl -i localhost:8000/health
 """

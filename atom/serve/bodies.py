@@ -1,4 +1,4 @@
-"""Bodies: counted, decoded and checked where that holds up nobody.
+"""Limit, decode and check request bodies without blocking the event loop.
 
     router = APIRouter(tags=["text"], route_class=body_route(context))
 

@@ -1,4 +1,4 @@
-"""From the messages of a chat to a prompt: what the checkpoint's template reads, and the tokens that it makes.
+"""Render a chat to a prompt with the checkpoint's template, and tokenize it.
 
 All of it takes a while and is for a thread (`Context.in_thread`).
 

@@ -1,4 +1,4 @@
-"""What the routes share: the configuration, the engine, the tokenizer, the metrics.
+"""What the routes share: configuration, engine client, tokenizer, metrics.
 
 context = Context(config, EngineClient(config), Metrics())
 tokens = await context.work(len(text), lambda: context.encode(text))

@@ -1,4 +1,4 @@
-"""`GET /docs`: the OpenAPI schema as a page to read, without a script and with nothing from elsewhere.
+"""`GET /docs`: the OpenAPI schema as a static page.
 
     app.include_router(docs.routes(app.openapi))
 

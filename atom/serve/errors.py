@@ -1,4 +1,6 @@
-"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}.
+"""Error bodies as OpenAI's and Anthropic's clients know them.
+
+OpenAI's: {"error": {"message", "type", "param", "code"}}.
 
 At MESSAGES and below it as Anthropic's do: {"type": "error", "error": {"type", "message"}, "request_id"}.
 

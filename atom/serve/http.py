@@ -1,4 +1,6 @@
-"""uvicorn's protocol with limits: what is too large or too slow is refused before anything else sees it.
+"""uvicorn's protocol with limits on the size and time of requests.
+
+What is too large or too slow is refused before anything else sees it.
 
     uvicorn.Config(app, http=limited_protocol(config.serve.http, metrics))
 

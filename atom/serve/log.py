@@ -1,4 +1,4 @@
-"""The server's log on stderr: a line for each event, of JSON or of text.
+"""The server's log on stderr, as lines of JSON or text.
 
     log.configure("json")
     logging.getLogger("atom.access").info("request", extra={"told": {"status": 200}})

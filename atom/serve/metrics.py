@@ -1,4 +1,4 @@
-"""Prometheus metrics under names in vLLM's style, `atom:` before them.
+"""Prometheus metrics, named as in vLLM, prefixed `atom:`.
 
     metrics = Metrics(client)
     metrics.ttft.observe(0.12)                # seconds

@@ -1,4 +1,4 @@
-"""What every request passes: a name and a line in the log, then the door.
+"""Middleware of every request: request id, log line, API key, origin.
 
     app = Guard(fastapi, keys=read_keys(config.serve.http.api_keys), metrics=metrics)
 

@@ -1,4 +1,4 @@
-"""`GET /`: the page, a chat and plots of the metrics, in one file that fetches nothing from elsewhere.
+"""`GET /`: a page with a chat and metrics plots, self-contained.
 
     app.include_router(page.routes(context))
 

@@ -1,4 +1,4 @@
-"""A request on its way: its stream, what each of its sequences has said so far, its times and its usage.
+"""Collect the outputs of a request: choices, times, usage.
 
 answering = Answering(context, stream, prompts, params.n, started)
 await answering.begin(request.receive, leave)          # what the engine refuses is no stream yet

@@ -1,4 +1,4 @@
-"""The server's life: start the engine, listen, drain, end.
+"""Run the server: start the engine, listen, drain, end.
 
     code = run_loop(Server(config).run, config.serve.http.log)
 

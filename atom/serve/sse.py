@@ -1,4 +1,6 @@
-"""Server-sent events, one for each token: the path that every token takes, so it is short.
+"""Stream server-sent events, one for each token.
+
+Every token takes this path, so it is short.
 
     return EventStream(events(stream), leave=lambda: client.abort(stream))
 

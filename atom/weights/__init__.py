@@ -1,4 +1,6 @@
-"""Recipes to tensors: the one place where weights are read, joined and made.
+"""Load weights: evaluate every recipe of a graph to a tensor.
+
+Only here are weights read, joined and made.
 
     check(graph, checkpoint.tensors, ignore=config.model.ignore)      # missing, left over, misshapen: a CheckpointError
     weights = load(graph.recipes(), checkpoint, progress)             # {recipe: tensor}; equal recipes are one tensor

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores packed, as plain tensors.
+"""Dequantize weights that a checkpoint stores packed.
 
 dense = unpack(leaf, read)                               # all of it
 dense = unpack(leaf, read, lambda part: part[2:3])       # the third expert alone

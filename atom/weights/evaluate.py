@@ -1,4 +1,6 @@
-"""The parts of a recipe: which place of its tensor each one fills, and how it is seen in what is stored.
+"""Evaluate recipes: find the parts of one, and view them in stored tensors.
+
+A part fills one place of the recipe's tensor.
 
 for part, place in find_places(recipe, tensor):
     copy(part, place, lambda plain: view(plain, checkpoint))

@@ -1,4 +1,4 @@
-"""Rotary frequencies from their recipe.
+"""Compute rotary frequencies from their recipe.
 
 rope_freqs(RopeFreqs(64, 10000.0))     # fp32[32], radians a token
 """

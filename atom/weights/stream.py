@@ -1,4 +1,6 @@
-"""Weights from files to a device, past the map of the files: several readers, and buffers that go round.
+"""Stream weights from files to a device, through pinned buffers.
+
+Several readers read past the map of the files, and reuse the buffers.
 
     fill(find_places(recipe, tensor), checkpoint, torch.device("cuda"), task.advance)
 

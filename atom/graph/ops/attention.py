@@ -1,4 +1,4 @@
-"""Attention over keys and values, semantic (one whole sequence) and lowered (many, in the blocks of a paged cache)."""
+"""Attention ops: semantic (one whole sequence) and lowered (a paged cache)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an op of the text is: a reference body in plain torch, a shape rule in plain Python, and a docstring.
+"""Define an op: a reference body, a shape rule, a docstring.
 
 @op(lambda x, *, by: x)                        # the shape rule, over the types of the tensors
 def scale(x, *, by): return x * by             # the reference body

@@ -1,4 +1,6 @@
-"""Multi-head latent attention (DeepSeek-AI 2024): one latent entry a token for all heads, expanded or absorbed.
+"""Ops of multi-head latent attention (DeepSeek-AI 2024).
+
+A token has one latent entry for all heads, which is expanded or absorbed.
 
 Shapes by letter: L latent dims, P dims of a head without position, R rotated ones, U dims of a value.
 """

@@ -1,4 +1,6 @@
-"""Mixture of experts: a router chooses k of E experts a token; lowered, the tokens are grouped by expert.
+"""Mixture-of-experts ops: router, group, grouped linear, combine.
+
+A router chooses k of E experts a token; lowered, the tokens are grouped by expert.
 
     weights, ids = router(h, W("gate"), top_k=2)                        # fp32[T, 2], i64[T, 2]
     grouped, order, ends = group(h, ids, experts=8)                     # rows by expert; what lies behind this line

@@ -1,4 +1,4 @@
-"""Pieces for a CPU: by way of aten and Inductor, ahead of time, to a shared object.
+"""Compile a piece for a CPU: aten, Inductor, a shared object.
 
 files = InductorCompiler().compile(text)      # {"piece.so": …, "piece.json": …}, some seconds
 run = InductorCompiler().load(folder)         # milliseconds, without a compiler

@@ -1,4 +1,6 @@
-"""The CPU kernels in eager torch: what beats an op's reference body without a compiler.
+"""The backend `torch`: CPU kernels in eager torch.
+
+They beat an op's reference body without a compiler.
 
     for kernel in BACKEND.kernels:
         reason = kernel.accepts(Target("cpu"))     # None: yes

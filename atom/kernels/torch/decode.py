@@ -1,4 +1,6 @@
-"""Attention of sequences that have one query each, all at once, in memory that does not grow with their contexts.
+"""Decode attention on a CPU: all sequences at once, contexts in parts.
+
+Its memory does not grow with the contexts.
 
     decodes = Decodes(workspace, budget, cache, value_dim, table, lengths, heads, window)    # once a step
     out = decodes.attend(q, cache, rule)                                                     # each layer

@@ -1,4 +1,6 @@
-"""What the layers of a step share: which slots are read, masks, places in the workspace; of table, starts and lengths.
+"""Plan a step's attention once for all layers: slots, masks, workspace.
+
+A plan follows from table, starts and lengths.
 
     plans = Plans(workspace, budget)    # one for all layers
     plan = plans.find(cache, value_dim, heads, window, table, starts, lengths, num_decodes)

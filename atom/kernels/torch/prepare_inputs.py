@@ -1,4 +1,4 @@
-"""Make a step's inputs of the request state, on a CPU.
+"""Prepare a step's inputs from the request state, on a CPU.
 
     extend_tables(tables, entries)                                      # blocks that slots have got
     decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token

@@ -1,4 +1,6 @@
-"""From logits to tokens on a CPU, one row a slot; the batch that a row sits in never changes what it draws.
+"""Sample tokens from logits on a CPU.
+
+A row is one slot; the batch that it is in never changes what it draws.
 
     sample(logits, slots, state, "filtered", out)              # logits [R, V], slots i32[R]
     score_drawn(logits, asked, out, totals, chosen, ranks)     # of the tokens drawn; `atom.kernels.step` has the others

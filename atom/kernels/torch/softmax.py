@@ -1,4 +1,4 @@
-"""What stands between the product of queries and keys and the sum of values, for decodes and prefills alike.
+"""Softmax with scale, soft cap and sinks, for decode and prefill attention.
 
     rule = Rule(scale=0.125, sinks=sinks)
     totals = softmax_(scores)                        # the log-sum-exp of each row, for half of what a logsumexp costs

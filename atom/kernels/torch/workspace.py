@@ -1,4 +1,6 @@
-"""Memory that a kernel keeps from step to step, and what it reads into it: keys and values of a paged cache in float32.
+"""Workspace memory kept from step to step, and reads of a paged cache.
+
+Keys and values are read into it in float32.
 
     workspace = Workspace()
     reader = Reader(workspace, cache, value_dim, slots)    # once a step

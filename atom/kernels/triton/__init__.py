@@ -1,4 +1,6 @@
-"""Kernels in Triton, for GPUs of all vendors. Nothing here imports triton before a kernel is loaded.
+"""The backend `triton`: kernels for GPUs of all vendors.
+
+Nothing here imports triton before a kernel is loaded.
 
 for kernel in BACKEND.kernels:
     reason = kernel.accepts(find_target("cuda"), *types)     # None: yes

@@ -1,4 +1,6 @@
-"""Keep our kernels' binaries in the cache folder, so that a copied one needs no compiler.
+"""Keep our kernels' binaries in the cache folder.
+
+A copied folder needs no compiler.
 
     binaries = keep_in(Cache(Path("~/.cache/atom-run")))    # before the first kernel is launched
     ...                                                     # launch kernels

@@ -1,4 +1,6 @@
-"""From a piece's text to Triton: a kernel that takes each row by itself, and the Python that launches it.
+"""Generate Triton source from a piece's text: one kernel, row by row.
+
+A module has the kernels and the Python that launches them.
 
     source = write_source(text)      # a module, to be read and diffed; `run` in it takes inputs and weights
     run = TritonCompiler().load(folder)    # of the folder that holds it as piece.py

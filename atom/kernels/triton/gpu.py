@@ -1,4 +1,4 @@
-"""The GPU that kernels are launched on, Triton's driver for it, and what Triton's version has for it.
+"""Properties of a GPU that launches depend on, and Triton's driver.
 
 load_driver().get_current_target()
 gpu = find_gpu(x.device)

@@ -1,4 +1,6 @@
-"""The JIT class of our Triton kernels: it remembers launches, compiles ahead, and keeps binaries in the cache folder.
+"""The JIT class of our Triton kernels.
+
+It remembers launches, compiles ahead, and keeps binaries in the cache folder.
 
 @jit(do_not_specialize=["n"])
 def kernel(x, n, BLOCK: tl.constexpr): ...

@@ -1,4 +1,4 @@
-"""Find a launched binary again by what it depends on, and by nothing else.
+"""Find the binary of a repeated launch without Triton's full specialization.
 
     launches = LaunchCache(kernel)
     launches.launch(grid, *args, num_warps=4)    # kernel[grid](*args, num_warps=4), for less of the host's time

@@ -1,4 +1,6 @@
-"""Mixtures of experts in Triton: the host never learns how many rows an expert has, so that a graph can hold a step.
+"""Mixtures of experts in Triton.
+
+The host never learns how many rows an expert has, so that a graph can hold a step.
 
     weights, ids = router(h, gate, top_k=8)                     # 2 launches
     grouped, order, ends = group(h, ids, experts=128)           # 1 launch for a batch of decodes

@@ -1,4 +1,6 @@
-"""Pieces for a GPU: a module of Triton kernels that `codegen` writes, which Triton compiles when they are first run.
+"""Compile a piece for a GPU: a module of generated Triton kernels.
+
+`codegen` writes it; Triton compiles its kernels when they are first run.
 
 files = TritonCompiler().compile(text)      # {"piece.py": …}
 run = TritonCompiler().load(folder)

@@ -1,4 +1,4 @@
-"""Compile kernels before they are first launched, each by itself, on all cores.
+"""Compile the kernels of a step on all cores before their first launch.
 
     with compile_launches(pool):
         model.decode(rows)           # launches nothing, but tells which kernels such a step launches, and how

@@ -1,4 +1,6 @@
-"""Make a step's inputs on the device of what it knows by slot, so that a plan names no token.
+"""Prepare a step's inputs from the request state, on a GPU.
+
+So a plan names no token.
 
     extend_tables(tables, entries)                                      # blocks that slots have got
     decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token

@@ -1,4 +1,6 @@
-"""From logits to tokens on a GPU, as `atom.kernels.torch.sampling` does it on a CPU, without a sort of the vocabulary.
+"""Sample tokens from logits on a GPU, without sorting the vocabulary.
+
+It does what `atom.kernels.torch.sampling` does on a CPU.
 
     sample(logits, slots, state, "filtered", out)              # logits [R, V], slots i32[R]
     score_drawn(logits, asked, out, totals, chosen, ranks)     # of the tokens drawn; nothing can fail here

@@ -1,4 +1,6 @@
-"""What the TMA is told of a tensor: made once for a weight, a cache, and what steps of one size have in one place.
+"""Cache TMA tensor descriptors by address.
+
+One is made once for a weight, a cache, and what steps of one size have in one place.
 
 boxes = Boxes((64, 64), layout)                            # what one copy brings, and how it lies in shared memory
 kernel[grid](boxes.find(x, tuple(x.shape), x.stride()))    # the same object for the same memory

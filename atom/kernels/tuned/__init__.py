@@ -1,4 +1,4 @@
-"""Parameters of kernels that were measured to be the fastest, by GPU: a JSON file each, here and in <cache>/tuned.
+"""Tuned kernel parameters by GPU, as JSON: packaged, and in <cache>/tuned.
 
 parameters("NVIDIA H200", "linear", "1 6144 4096 1")     # ["vector", 8, 8, 3, 1], or None where nobody has measured
 measured = read("NVIDIA H200", Path(cache))              # with those that tune=true found on this machine before them

@@ -1,4 +1,4 @@
-"""The content of an Anthropic answer: blocks of thinking, text and tool use, whole or as the events of a stream.
+"""Anthropic's content blocks: thinking, text, tool use, whole or streamed.
 
     content_blocks(answer)                       # [{"type": "text", "text": "Hello"}]
     blocks = BlockStream()

@@ -1,4 +1,6 @@
-"""From what Anthropic's clients send to a prompt: messages as chat templates know them, tools, the switch for thinking.
+"""Render an Anthropic conversation to a prompt.
+
+Messages become what chat templates know, with tools and the switch for thinking.
 
     asked = await context.in_thread(lambda: prepare(context, body))
     asked.conversation.tokens                    # the prompt

@@ -1,4 +1,6 @@
-"""The bodies that the Messages routes take, under Anthropic's names. What is not a field here is refused by name.
+"""Request bodies of Anthropic's Messages API.
+
+What is not a field here is refused by name.
 
     MessagesRequest.model_validate({"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]})
 

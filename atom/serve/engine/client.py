@@ -1,4 +1,4 @@
-"""The engine, as the HTTP process sees it: requests go in, their outputs come as they are made.
+"""The engine's client in the HTTP process: submit requests, receive outputs.
 
     client = EngineClient(config)
     await client.connect(connection)                       # a socket whose other end is the engine process's

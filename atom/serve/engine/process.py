@@ -1,4 +1,4 @@
-"""The engine's process, seen from the one that starts it.
+"""Start and end the engine's process.
 
 engine = EngineProcess()                  # runs `python -m atom.serve.engine.worker`
 await client.connect(engine.connection)

@@ -1,4 +1,6 @@
-"""What the HTTP process and the engine process say to each other: msgpack in frames, over one socket.
+"""Messages between the HTTP process and the engine process: msgpack in frames.
+
+They go over one socket.
 
     link.send(encode(Submit("cmpl-1", [1, 2, 3], SamplingParams(max_tokens=8))))
     for message in frames.feed(data):                 # bytes as they arrive, whole messages out

@@ -1,4 +1,6 @@
-"""The outputs of one request, from the client of the engine, which pushes them, to the one task that answers.
+"""The stream of one request's outputs.
+
+The engine's client pushes them, and the one task that answers reads them.
 
     stream = client.submit([[1, 2, 3]], [params], id="cmpl-1")
     while not stream.is_done:

@@ -1,4 +1,6 @@
-"""The engine process: `python -m atom.serve.engine.worker FD`, where FD is the socket to the HTTP process.
+"""The engine process: load a model, run steps, answer the HTTP process.
+
+It is run as `python -m atom.serve.engine.worker FD`, where FD is the socket to the HTTP process.
 
     worker = Worker(link)
     threading.Thread(target=worker.receive, daemon=True).start()

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: OpenAI's text completions, with what vLLM and lm_eval add to them.
+"""`POST /v1/completions`: OpenAI's text completions, with vLLM's and lm_eval's extensions.
 
 curl localhost:8000/v1/completions -H "Content-Type: application/json" \\
     -d '{"prompt": "The capital of France is", "max_tokens": 64, "stream": true}'

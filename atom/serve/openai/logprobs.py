@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI's two APIs spell them.
+"""Format log probabilities for OpenAI's two APIs.
 
 completion_logprobs(tokenizer, choice.logprobs, num_top=2)     # tokens, token_logprobs, top_logprobs, text_offset
 chat_logprobs(tokenizer, choice.logprobs, num_top=2)           # content: [{token, logprob, bytes, top_logprobs}]

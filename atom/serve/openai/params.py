@@ -1,4 +1,4 @@
-"""From the body of a request to what the engine takes: sampling values, with the server's defaults and limits.
+"""Sampling params of a request body, with the server's defaults and limits.
 
 params = sampling_params(body, config)        # FieldError names the field that cannot be served
 """

@@ -1,4 +1,6 @@
-"""The bodies that the OpenAI routes take. What is not a field here is refused by name.
+"""Request bodies of the OpenAI routes.
+
+What is not a field here is refused by name.
 
     ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hello"}]})
 

@@ -1,4 +1,4 @@
-"""JSON values and Python literals, read from text that still arrives.
+"""Parse JSON and Python literals incrementally, while their text arrives.
 
     yield from read_json(text)                 # past one value, its text is in text.text
     key = yield from read_json_string(text)    # the string that it says

@@ -1,4 +1,6 @@
-"""Text that arrives in pieces, for readers that are written as if all of it were there.
+"""Incremental readers: generators that wait for text that has not arrived.
+
+They are written as if all of it were there.
 
     def read_greeting(text: Arriving) -> Reading[str]:
         if not (yield from text.starts_with("hello")):      # waits while it may still become that word

@@ -1,4 +1,4 @@
-"""Reasoning, content and tool calls, told apart while the text of an answer is streamed.
+"""Split an answer into reasoning, content and tool calls while it streams.
 
     tags = ("<think>", "</think>")
     parser = OutputParser("tagged_json", tags, is_in_reasoning=is_opened(prompt, tags), tools=names)

@@ -1,4 +1,4 @@
-"""What a model may do in a chat beside talking: think, and call tools.
+"""Choose the output parser of a chat, by model and tools.
 
 talk = Talk(config, body.tools, body.tool_choice)
 params = talk.constrain(params)                  # a choice that forces calls constrains the answer

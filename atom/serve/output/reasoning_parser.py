@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, told apart from the answer while both are streamed.
+"""Separate a model's reasoning from its answer while both stream.
 
     splitter = ReasoningSplitter(("<think>", "</think>"), is_inside=is_opened(prompt, ("<think>", "</think>")))
     reasoning, content = splitter.push("Let me see.\n</think>\n\nIt is")     # "Let me see.", "It is"

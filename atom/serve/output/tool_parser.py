@@ -1,4 +1,4 @@
-"""The tool calls in a model's answer, read while it is generated.
+"""Parse the tool calls of an answer while it is generated.
 
     reader = CallReader(FORMATS["tagged_json"], {"f"}, new_id)
     content, deltas = reader.push('Sure.\\n<tool_call>{"name": "f", "arguments": {"a": ')

@@ -1,4 +1,4 @@
-"""What the attention kernels share: who owns a tile, keys and values read through a block table, the softmax's end.
+"""Shared by the attention kernels: tiles, block table lookups, online softmax.
 
 owner, before = find_owner(counts, tile)                                        # whose tile it is
 best, total, acc = attend_keys(q, best, total, acc, keys, values, row, ...)     # a run of positions

@@ -1,4 +1,4 @@
-"""Paged attention of sequences with one query each: every program reads an equal share of all keys and values.
+"""Decode attention: each program reads an equal share of all keys and values.
 
     decode = Decode()
     decode(q, cache, table, lengths, num_decodes, sinks, out, scale, window, softcap)            # all keys are there

@@ -1,4 +1,6 @@
-"""Latent attention in Triton (DeepSeek-AI 2024), absorbed: the entries of the cache are keys and values of all heads.
+"""Latent attention in Triton, absorbed (DeepSeek-AI 2024).
+
+The entries of the cache are keys and values of all heads.
 
     q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, norm, cache, slots, eps=1e-6)
     out = paged_mla_attention(q_nope, q_rope, kv_b, cache, table, starts, lengths, num_decodes, scale=0.1)

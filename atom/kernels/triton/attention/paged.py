@@ -1,4 +1,6 @@
-"""Paged attention: sequences with one query go to the decode kernel, prompts and their chunks to the prefill kernel.
+"""Paged attention: dispatch decodes and prompts to their kernels.
+
+Prompts may be chunks of prompts.
 
 attend = PagedAttention()    # one object for all layers: it owns the memory that the parts of long sequences go through
 for layer in layers:

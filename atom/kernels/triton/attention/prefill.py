@@ -1,4 +1,4 @@
-"""Paged attention of prompts and their chunks: tiles of queries, causal, with whatever context came before.
+"""Prefill attention: causal tiles of queries over the paged context.
 
     prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale, window, softcap, tickets)
 

@@ -1,4 +1,6 @@
-"""Paged attention of prompts on NVIDIA's Hopper: what prefill.py computes, for many tokens, a third faster.
+"""Prefill attention on NVIDIA's Hopper, in Gluon.
+
+It computes what prefill.py does, for many tokens a third faster.
 
     prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale, tickets)
 

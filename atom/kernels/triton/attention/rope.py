@@ -1,4 +1,6 @@
-"""Norm of heads, rotary position and cache write in one launch, for one token as for a long prompt.
+"""Norm, rope and cache write in one launch.
+
+It serves one token as well as a long prompt.
 
     q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, slots, eps=1e-6)
 

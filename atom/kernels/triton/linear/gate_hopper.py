@@ -1,4 +1,6 @@
-"""The product of gates and ups with the gates behind it, of many rows on NVIDIA's Hopper: what linear.py does in two.
+"""Gated linear for many rows on NVIDIA's Hopper, in Gluon.
+
+The product and the gates are one kernel, where linear.py has two.
 
     m = gated_linear(x, weight)     # x [T, I], weight [2 W, I], gates before ups -> gated_activate(linear(x)), [T, W]
 

@@ -1,4 +1,6 @@
-"""Matrix products of a few rows, which cost the reading of the weight and little else; a norm ahead, a gate behind.
+"""Linears of few rows, fused with the norm before and gates behind.
+
+They cost the reading of the weight and little else.
 
     products = Products()                                       # of one model
     y = products.linear(x, weight, bias)                        # [T, I] by [O, I] -> [T, O]

@@ -1,4 +1,4 @@
-"""Search a product's parameters: which there are to try, and which of them is the fastest in a step.
+"""Tune linears: the parameters to try, and the fastest in a step.
 
     options = candidates(1, 6144, 4096, 2, 1, find_gpu(device))
     fastest = search(current, options, prepare)    # prepare(option)() times a step that has the option, in seconds

@@ -2,8 +2,8 @@
 
 `atom/kernels/triton/codegen.py` writes the source.
 
-They work on each row by itself. A linear or an attention does not, so pieces are what lies between these. Called by
-itself, outside of a piece, such a kernel is the op's own body.
+These ops work on each row by itself. A linear or an attention does not, so pieces lie between these. Called outside of
+a piece, such a kernel is the op's own body.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Metrics:
 
 
 class EngineStats(NamedTuple):
-    """How full an engine is, and its counts since the start."""
+    """The load of an engine, and its counts since the start."""
 
     num_running: int  # sequences
     num_waiting: int  # sequences
@@ -33,9 +33,9 @@ class EngineStats(NamedTuple):
     num_blocks_used: int  # of these, held by sequences
     kv_cache_usage: float  # the share of the two, 0 to 1
     num_preemptions: int
-    num_prefix_queries: int  # tokens that the prefix cache was asked for
-    num_prefix_hit_tokens: int  # tokens that it had
+    num_prefix_queries: int  # tokens looked up in the prefix cache
+    num_prefix_hit_tokens: int  # tokens found there
     num_steps: int
     num_prompt_tokens: int  # of all requests that were queued
     num_output_tokens: int
-    finish_reasons: dict[str, int]  # sequences by the reason that they ended for
+    finish_reasons: dict[str, int]  # sequences by finish reason

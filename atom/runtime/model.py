@@ -45,7 +45,7 @@ class Model:
         max_model_len: int,
         backend: str | None = None,
     ) -> None:
-        """num_blocks by cache kind; code by the text of a piece; backend: of what prepares and samples a step"""
+        """num_blocks by cache kind; code by the text of a piece; backend: that prepares and samples a step"""
         self.device, self.block_size = torch.device(device), block_size
         self.is_cpu = self.device.type == "cpu"
         self._step = find_step_kernels(self.device.type, backend)
@@ -62,7 +62,7 @@ class Model:
 
     @property
     def padding(self) -> int:
-        """The slot of rows that only fill a batch up."""
+        """The slot of padding rows."""
         return self.state.num_slots
 
     @cached_property
@@ -71,13 +71,13 @@ class Model:
         return 2 * float(sum(recipe.type.num_elements * share for recipe, share in shares.items()))
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
-        """Take another KV pool, empty."""
+        """Allocate another KV pool, empty."""
         self.caches: dict[KV, Tensor] = {}
         self.caches = {cache: self._allocate(cache, num_blocks[cache.kind]) for cache in self._graph.caches()}
         self.use(self._kernels)
 
     def use(self, kernels: Kernels) -> None:
-        """Run these in place of the kernels that the text names; what was captured keeps to those of before."""
+        """Run these in place of the kernels that the text names; captured graphs keep the old ones."""
         self._kernels = kernels
         body, head = self._graph.programs["body"], self._graph.programs["head"]
         self.body = Executable(body, self._weights, self.caches, self._code, kernels)
@@ -132,7 +132,7 @@ class Model:
         )
 
     def _named(self, inputs: Inputs, starts: Tensor, num_decodes: int) -> dict[str, Any]:
-        """The inputs under the names that a lowered body has for them."""
+        """The inputs by their names in a lowered body."""
         named = {
             "tokens": inputs.tokens,
             "positions": inputs.positions,

@@ -2,8 +2,8 @@
 
 What lies between two stateful ops becomes one loop nest or a few.
 
-A linear is left to torch, whose packed weights are faster than the products that Inductor writes, and runs in the midst
-of a piece. Called by itself, outside of a piece, such a kernel is the op's own body.
+A linear within a piece is left to torch, whose packed weights are faster than the products that Inductor writes. Called
+outside of a piece, such a kernel is the op's own body.
 """
 
 from __future__ import annotations

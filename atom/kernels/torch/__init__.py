@@ -6,8 +6,8 @@ They beat an op's reference body without a compiler.
         reason = kernel.accepts(Target("cpu"))     # None: yes
         run = kernel.load(LoadContext())           # a callable with the op's signature
 
-Activations, embeddings and what chooses and groups experts are few calls of torch in the reference, which nothing here
-beats.
+Activations, embeddings, routers and the grouping of experts are few calls of torch in the reference, which nothing
+here beats.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
 
 
 def _kernel(op: Op, run: Callable[..., Any]) -> Kernel:
-    """The kernel of a function, or of a class, of which a program has one object."""
+    """The kernel of a function, or of a class, which each program has one object of."""
     load = (lambda context: context.share(run)) if isinstance(run, type) else lambda _: run
     return Kernel(op, "torch", _accepts, load)
 

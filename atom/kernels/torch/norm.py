@@ -18,7 +18,7 @@ from torch import Tensor
 
 @functools.cache
 def _scalar(value: float) -> Tensor:
-    return torch.tensor(value)  # a tensor, since torch would make one of a number at every call
+    return torch.tensor(value)  # a tensor, since torch would convert a number at every call
 
 
 def normalize_(wide: Tensor, eps: float) -> Tensor:

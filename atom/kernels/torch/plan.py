@@ -6,7 +6,7 @@ A plan follows from table, starts and lengths.
     plan = plans.find(cache, value_dim, heads, window, table, starts, lengths, num_decodes)
     out = plan.decodes.attend(q, cache, rule)
 
-Each step brings new tensors, so that it is known by their identity.
+Each step has new tensors, so a step is known by their identity.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from atom.kernels.torch.workspace import Workspace
 
 @dataclass(frozen=True)
 class Plan:
-    """How the sequences of a step are attended."""
+    """The plan of one step: its decodes and prefills."""
 
-    inputs: tuple[Tensor, Tensor]  # table and starts that it was made of; held, so that no other tensor gets their ids
+    inputs: tuple[Tensor, Tensor]  # the table and starts of this plan; held, so that no other tensor gets their ids
     decodes: Decodes
     prefills: list[Prefill]
 
 
 class Plans:
-    """The plans of the present step."""
+    """The plans of the current step."""
 
     def __init__(self, workspace: Workspace, budget: int) -> None:
         """budget in bytes of the fp32 keys and values that decodes read at a time"""
         self._workspace = workspace
         self._budget = budget
-        self._lengths: Tensor | None = None  # of the step that the plans are of
-        self._plans: dict[object, Plan] = {}  # by what may differ between layers
+        self._lengths: Tensor | None = None  # identifies the current step
+        self._plans: dict[object, Plan] = {}  # by the arguments that may differ between layers
 
     def find(self, cache: Tensor, value_dim: int, heads: int, window: int | None, table: Tensor, starts: Tensor,
              lengths: Tensor, num_decodes: int) -> Plan:  # fmt: skip
-        """The step's plan for layers that are alike; cache and value_dim as in Reader, the others as in the ops."""
+        """The step's plan for layers with equal arguments; cache and value_dim as in Reader, the others as in the ops."""
         if lengths is not self._lengths:
             self._plans.clear()
             self._lengths = lengths

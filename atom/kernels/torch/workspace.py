@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Workspace:
-    """Memory by name, for one user of a name at a time. It grows by doubling, so that a step hardly ever allocates."""
+    """Buffers by name, each for one user at a time. They grow by doubling, so that a step hardly ever allocates."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}

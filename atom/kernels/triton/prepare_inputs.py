@@ -2,7 +2,7 @@
 
 So a plan names no token.
 
-    extend_tables(tables, entries)                                      # blocks that slots have got
+    extend_tables(tables, entries)                                      # blocks that were allocated to slots
     decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token
     mixed_inputs(slots, given, row_of, starts, ends, state, tables, …)  # and prompts, whose tokens the host gave
 

@@ -13,7 +13,7 @@ from atom.config import Config
 
 
 def is_here(config: Config) -> bool:
-    """Whether the configuration's checkpoint is on this disk, and need not be fetched."""
+    """Whether the configuration's checkpoint is on this disk and need not be downloaded."""
     return config.checkpoint is not None and Path(config.checkpoint).expanduser().exists()
 
 

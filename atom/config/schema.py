@@ -19,12 +19,12 @@ from atom.errors import RequestError
 
 
 def one_of(*built: Any, later: Any = ()) -> Any:
-    """A field that takes these values, the first by default; those of `later` are known and not built yet."""
+    """A field of these values, the first by default; the values of `later` are known and not built yet."""
     return field(default=built[0], metadata={"built": built, "later": later})
 
 
 def only(default: Any, others: str) -> Any:
-    """A field of ROCm/ATOM's whose other values ask for what is not built yet."""
+    """A field of ROCm/ATOM's whose other values are not built yet."""
     return field(default=default, metadata={"built": (default,), "later": (), "others": others})
 
 
@@ -34,16 +34,16 @@ def number(default: Any, low: float, high: float = math.inf, *, above: bool = Fa
 
 
 class Jobs(NamedTuple):
-    """The jobs that a field or a block is for, and the one that it asks for where none is named."""
+    """The jobs that a field or a block is for, and the job that it implies where none is named."""
 
     names: tuple[str, ...]
     asked: str | None
 
 
 def of(jobs: str, default: Any, *, also: str = "") -> Any:
-    """A field of these jobs alone, made of a default or by one of the above; it asks for its job where that is one.
+    """A field of these jobs alone, from a default or one of the functions above; it implies its job if that is one.
 
-    also: jobs that take it too, and are not asked for.
+    also: jobs that take it too, and are not implied.
     """
     made: Any = default if isinstance(default, Field) else field(default=default)
     names = tuple(jobs.split())
@@ -52,14 +52,14 @@ def of(jobs: str, default: Any, *, also: str = "") -> Any:
     return made
 
 
-SAMPLING_KINDS = ("greedy", "random", "filtered")  # a batch of a later kind may have rows of those before it
+SAMPLING_KINDS = ("greedy", "random", "filtered")  # a batch of a later kind may have rows of the earlier ones
 MIN_TEMPERATURE = 1e-5  # of a request that is sampled: anything lower is greedy, as in vLLM
-MAX_LAYERS = 512  # of a model, whose text has some 20 lines for each: the deepest there are have some 300
-MAX_EXPERTS = 1 << 17  # of all layers: the most that there are have some 25,000
+MAX_LAYERS = 512  # of a model, whose text has some 20 lines a layer: the deepest models have some 300
+MAX_EXPERTS = 1 << 17  # of all layers: the largest models have some 25,000
 INT32 = (1 << 31) - 1
 TOKEN_ID = number(0, 0, INT32).metadata
 BIAS = number(0, -100, 100).metadata
-# what SamplingParams.structured_outputs may hold, one of them, by the names of vLLM's StructuredOutputsParams
+# the constraints of SamplingParams.structured_outputs, of which it has one, named as in vLLM's StructuredOutputsParams
 STRUCTURED_OUTPUTS: dict[str, tuple[tuple[type, ...], str]] = {
     "json": ((Mapping, str), "a JSON schema, as an object or as its text"),
     "json_object": ((bool,), "true"),
@@ -85,7 +85,7 @@ class RopeConfig:
     theta: float = number(10000.0, 0, above=True)
     partial: float = number(1.0, 0, 1, above=True)  # share of head_dim that is rotated
     dims: int | None = number(None, 1)  # rotated dims of a head; null: that share
-    interleaved: bool = False  # dim 2i turns with 2i + 1, not with the one half of them further on
+    interleaved: bool = False  # dim 2i is rotated with 2i + 1, not with the one half of the dims further on
     factor: float = number(0.0, 0)  # context extension: linear, llama3, yarn; 0: not stated
     original_max_position: int | None = number(None, 1)  # tokens: llama3, yarn; null: the model's max_position
     low_freq_factor: float = 1.0  # llama3
@@ -292,7 +292,7 @@ class JobConfig:
 
 @dataclass
 class GPUConfig:
-    """A GPU that `job.gpu` names: a file of conf/gpu, or of one's own."""
+    """A GPU of `job.gpu`: a file of conf/gpu or of the user."""
 
     memory: int = number(0, 1)  # bytes
     bandwidth: float = number(0.0, 0, above=True)  # bytes/s read
@@ -333,7 +333,7 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r} is not true or false")
-        if self.min_tokens > (self.max_tokens or math.inf):  # a SamplingConfig's may be null
+        if self.min_tokens > (self.max_tokens or math.inf):  # a SamplingConfig's max_tokens may be null
             raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         self.top_k = max(self.top_k, 0)
         if isinstance(self.stop_strings, str):
@@ -357,7 +357,7 @@ class SamplingParams:
 
 
 def structured_outputs(value: Any) -> dict[str, Any]:
-    """The one thing that an answer must be, {kind: value}, as STRUCTURED_OUTPUTS has it."""
+    """Check the constraint of an answer, {kind: value}, against STRUCTURED_OUTPUTS."""
     kinds = ", ".join(STRUCTURED_OUTPUTS)
     if not isinstance(value, Mapping):
         raise RequestError(f"structured_outputs={value!r} is not a mapping with one of {kinds}")
@@ -393,7 +393,7 @@ def sampling_number(name: str, value: Any, kind: str, limits: Mapping[str, Any])
 
 
 def out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
-    """Where a number may lie, if it does not."""
+    """The range of a number that is outside it; None inside."""
     low, high, above = limits["low"], limits["high"], limits["above"]
     if (isinstance(value, int) or math.isfinite(value)) and low <= value <= high and not (above and value == low):
         return None
@@ -410,7 +410,7 @@ class SamplingConfig(SamplingParams):
     defaults: str = one_of("checkpoint", "none")  # checkpoint: values of generation_config.json where none is given
 
     def values(self) -> dict[str, Any]:
-        """Of the fields of SamplingParams; without max_tokens where it is null."""
+        """The values of the fields of SamplingParams; without max_tokens where it is null."""
         values = {each.name: getattr(self, each.name) for each in fields(SamplingParams)}
         return {name: value for name, value in values.items() if name != "max_tokens" or value is not None}
 
@@ -441,7 +441,7 @@ class Config:
 
 
 def fields_along(key: str) -> Iterator[Field[Any]]:
-    """The configuration's fields on the way to a dotted key, itself the last, as far as there are any."""
+    """The fields along a dotted key, the field itself last, as far as they exist."""
     kind: Any = Config
     for name in key.split("."):
         found = next((each for each in fields(kind) if each.name == name), None) if is_dataclass(kind) else None
@@ -452,5 +452,5 @@ def fields_along(key: str) -> Iterator[Field[Any]]:
 
 
 def jobs_of(key: str) -> Jobs | None:
-    """The jobs that a key is for; None where it is for all, or there is no such key."""
+    """The jobs that a key is for; None where it is for all jobs, or does not exist."""
     return next((each.metadata["jobs"] for each in fields_along(key) if "jobs" in each.metadata), None)

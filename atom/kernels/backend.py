@@ -40,7 +40,7 @@ class Target:
 
 
 class LoadContext:
-    """What the kernels of one program share, such as memory kept from step to step: calls must run one after another."""
+    """What the kernels of a program share, such as memory kept from step to step: calls must run one after another."""
 
     def __init__(self) -> None:
         self._shared: dict[Callable[[], Any], Any] = {}
@@ -73,7 +73,7 @@ class PieceCompiler(ABC):
 
     @abstractmethod
     def compile(self, text: str) -> dict[str, bytes]:
-        """Compile a piece for open dims from 1 on; the files of its code. PassError where its ops assume larger dims."""
+        """Compile a piece for open dims from 1 on; the files of its code. PassError where its ops assume more."""
 
     @abstractmethod
     def load(self, folder: Path) -> PieceCode:
@@ -117,7 +117,7 @@ class Tuner(Protocol):
         """The parameters of this lookup, and candidates that may be faster."""
 
     def recording(self) -> Any:
-        """Kernels that record their calls; `calls_of(product)` gives functions that repeat them with other parameters."""
+        """Kernels that record their calls; `calls_of(product)` repeats them with other parameters."""
 
     def agrees(self, call: Any, parameters: Any) -> bool:
         """Whether a call with these parameters gives the right result."""

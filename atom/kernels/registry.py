@@ -62,7 +62,7 @@ def backends_of(device: str, level: int | None = None) -> tuple[Backend, ...]:
 
 
 def find_step_kernels(device: str, backend: str | None = None) -> StepKernels:
-    """The functions that prepare and sample steps on a device: of the first backend that has them, or of the named one."""
+    """The functions that prepare and sample a device's steps: the first backend's that has them, or the named one's."""
     backends = backends_of(device) if backend is None else (find_backend(backend),)
     return next(each.step_kernels for each in backends if each.step_kernels is not None)()
 

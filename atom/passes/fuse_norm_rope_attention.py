@@ -3,8 +3,8 @@
     q = norm_rope_write(q, k, …, KV("0"), slots)    ->      a = norm_rope_attention(q, k, …, KV("0"), slots, table, …)
     a = paged_attention(q, KV("0"), table, …)
 
-Declines where no kernel takes the two as one, where more than this attention reads that q, or where something lies
-between the two, which may read the cache.
+Declines where no kernel computes both, where another op reads that q, or where a call lies between the two, which may
+read the cache.
 """
 
 from atom.graph import Graph, ops
@@ -22,5 +22,5 @@ def fuse_norm_rope_attention(graph: Graph, context: PassContext) -> Graph:
             attributes = {**written.kwargs, **attention.kwargs}
             fused = graph.insert(attention, ops.norm_rope_attention, *written.args, *layout, **attributes)
             graph.replace({attention: fused})
-            written.graph.erase_node(written)  # which a call that writes a cache needs to be told
+            written.graph.erase_node(written)  # explicitly, since a call that writes a cache is never dead
     return graph

@@ -9,8 +9,8 @@
     k_rope = rope(k_rope, cos, sin)
     a = mla_attention(q, q_rope, latent, k_rope, W("kv_b"), KV("0"), …)
 
-Norms of q and k before the rope go along. A rope or norm that the two do not share stays as it is. The batch's layout
-becomes inputs (see `ops.paged_attention`): `slots` and `table` by kind of cache, the others for all.
+Norms of q and k before the rope are part of it. A rope or norm that q and k do not share stays as it is. The batch's
+layout becomes inputs (see `ops.paged_attention`): `slots` and `table` by cache kind, the others for all.
 """
 
 from typing import Any
@@ -68,7 +68,7 @@ def _before_rope(q: Node, k: Node) -> tuple[Node, Node, Node | None, Node | None
 
 
 def _inputs(graph: Graph, attention: Node, cache: KV) -> tuple[Node, tuple[Node, ...]]:
-    """The inputs that tell where the batch's tokens and blocks are, made if they are not there."""
+    """The inputs for the slot mapping and the block tables, added if they are missing."""
     body = graph.program_of(attention)
     slots = body.input(f"slots_{cache.kind}", Type("i64", ("T",)))
     table = body.input(f"table_{cache.kind}", Type("i32", ("S", "M")))

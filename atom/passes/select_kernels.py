@@ -3,8 +3,8 @@
     h = rms_norm(x, w, eps=eps)         ->      h = torch.rms_norm(x, w, eps=eps)
     y = linear(h, W("y"))                       y = torch.linear(h, shuffle(W("y"), "onednn"))
 
-The first backend in the order whose kernel accepts the call; why those before it refused is noted in the text. A kernel
-that wants its weight in a layout of its own is passed over where another op reads it too: no weight is kept twice.
+The backends are asked in their order; the reasons of those that refused are comments of the text. A kernel that wants
+its weight in a layout of its own is skipped where another op reads the weight too: no weight is kept twice.
 """
 
 from collections import defaultdict
@@ -60,7 +60,7 @@ def _choose(kernel: Kernel, node: Node) -> None:
 
 
 def _readers(graph: Graph) -> dict[Any, set[Op]]:
-    """By recipe, the ops that read it."""
+    """The ops that read each recipe."""
     readers: dict[Any, set[Op]] = defaultdict(set)
     for program in graph.programs.values():
         for node in program.nodes:
@@ -70,7 +70,7 @@ def _readers(graph: Graph) -> dict[Any, set[Op]]:
 
 
 def type_of(arg: Any) -> Any:
-    """What a kernel's `accepts` is asked about an argument of a call."""
+    """An argument of a call, as `accepts` gets it: a type in place of a node or recipe."""
     if isinstance(arg, Node):
         return arg.meta["type"]
     return arg if arg is None or isinstance(arg, KV) else arg.type

@@ -6,8 +6,8 @@
     run = find_piece_compiler("cpu").load(folder)    # milliseconds, without a compiler
     run(x, *weights)                                 # the results, in the piece's order
 
-A piece's text is a graph's, with weights as inputs and names that depend on nothing else. What is made of it is the
-work of the device's backends (`Backend.piece_compiler`).
+A piece's text is that of a graph, with weights as inputs and names that depend on nothing else, so equal layers of any
+depth are one piece. The device's backends compile it (`Backend.piece_compiler`).
 """
 
 from atom.kernels import PieceCode

@@ -41,7 +41,7 @@ class Plans:
 
     def find(self, cache: Tensor, value_dim: int, heads: int, window: int | None, table: Tensor, starts: Tensor,
              lengths: Tensor, num_decodes: int) -> Plan:  # fmt: skip
-        """The step's plan for layers with equal arguments; cache and value_dim as in Reader, the others as in the ops."""
+        """The step's plan for layers of equal arguments; cache and value_dim as in Reader, the others as in the ops."""
         if lengths is not self._lengths:
             self._plans.clear()
             self._lengths = lengths

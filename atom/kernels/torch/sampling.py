@@ -64,7 +64,7 @@ def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, 
 
 
 def score_drawn(logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, chosen: Tensor, ranks: Tensor) -> None:
-    """Score the drawn tokens of these rows: log probabilities to chosen fp32[A], ranks to ranks i32[A] (1: most likely).
+    """Score the drawn tokens of these rows: log probabilities to chosen fp32[A], ranks to ranks i32[A], from 1.
 
     logits, rows, totals: of `atom.kernels.step.top_logprobs`; drawn: i64[R].
     """

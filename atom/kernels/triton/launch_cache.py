@@ -3,12 +3,12 @@
     launches = LaunchCache(kernel)
     launches.launch(grid, *args, num_warps=4)    # kernel[grid](*args, num_warps=4), for less of the host's time
 
-Triton's own launch asks every argument all that could matter. What can matter follows from a kernel's parameters and
-the classes of its arguments, so that for each combination of these there is a function which asks no more than that.
-All that is rare is left to Triton's own launch: the first one of a binary, hooks, debugging, instrumentation, arguments
-of other classes, other vendors' GPUs, and other versions of Triton than those that this was written for.
+Triton's own launch specializes on everything about every argument. What can matter follows from a kernel's parameters
+and the classes of its arguments, so each combination of these has a function that looks at no more than that. Rare
+cases are left to Triton's own launch: the first launch of a binary, hooks, debugging, instrumentation, arguments of
+other classes, other vendors' GPUs, and versions of Triton that this was not written for.
 
-What the environment says of instrumentation counts as it was at a binary's first launch.
+The environment's settings of instrumentation count as they were at a binary's first launch.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from atom.kernels.triton.gpu import load_driver
 from atom.kernels.triton.precompile import walking
 
 VALUES = {int, float, bool, str, NoneType}  # classes of which equal values give equal binaries
-HAS_PLAIN_LAUNCHER = triton.__version__.startswith("3.6.")  # its launcher in C takes a kernel's arguments as they come
+HAS_PLAIN_LAUNCHER = triton.__version__.startswith("3.6.")  # its launcher in C takes a kernel's arguments unpacked
 
 
 class Described:
-    """An argument that says of itself what a binary depends on."""
+    """An argument that states what a binary depends on."""
 
-    kind: object  # equal for two only where they are of one class and Triton compiles the same for both
-    made: dict[str, list[Any]]  # what is given to the launcher in C for it, by what Triton says of the binary
+    kind: object  # equal for two arguments only if they have one class and Triton compiles the same for both
+    made: dict[str, list[Any]]  # the arguments of the launcher in C for it, by Triton's metadata of the binary
 
 
 class _Path(NamedTuple):
-    """How a binary is launched."""
+    """A binary and its launcher."""
 
     binary: Any  # Triton's CompiledKernel
-    caches: Any  # of Triton's, which it is in
-    used: tuple[tuple[dict[str, Any], str, Any], ...]  # global values that it was compiled with, by where they are
+    caches: Any  # Triton's caches that hold it
+    used: tuple[tuple[dict[str, Any], str, Any], ...]  # global values that it was compiled with
     call: Callable[..., None]
     head: tuple[Any, ...]  # arguments behind grid and stream
-    named: tuple[Any, ...]  # arguments behind those that came without a name
+    named: tuple[Any, ...]  # arguments behind the positional ones
 
 
 class LaunchCache:
-    """The launches of a kernel."""
+    """The launched binaries of a kernel."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -83,7 +83,7 @@ class LaunchCache:
 
 
 def _is_plain(kernel: Any) -> bool:
-    """Whether a launch of this thread is only that: nobody walks, hooks, debugs or looks into what is compiled."""
+    """Whether a launch of this thread is plain: no `Walk`, no hook, no debugging, no instrumentation."""
     runtime = knobs.runtime
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return not (
@@ -103,9 +103,9 @@ def _is_unchanged(used: tuple[tuple[dict[str, Any], str, Any], ...]) -> bool:
 
 
 def _find_question(kernel: Any, args: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any] | None:
-    """A function of arguments of these classes: equal answers, with equal options, mean one binary. None: no telling.
+    """Make a key function for arguments of these classes: equal keys and options mean one binary. None: not possible.
 
-    It asks what Triton's specialization goes by (native_specialize_impl), or more.
+    The key has all that Triton's specialization depends on (native_specialize_impl), or more.
     """
     params = {param.name: param for param in kernel.params}
     unnamed = [name for name in params if name not in options]
@@ -150,14 +150,14 @@ def _find_question(kernel: Any, args: Sequence[Any], options: dict[str, Any]) ->
 
 
 def _finder(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """What takes these places out of a tuple."""
+    """A function that takes the items at these indices out of a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
     return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))  # a tuple of one, or of none
 
 
 def _find_path(kernel: Any, compiled: Any, device: int, options: dict[str, Any]) -> _Path | None:
-    """The way to a binary that Triton has just launched; None where only Triton knows one."""
+    """The path to a binary that Triton has just launched; None where only Triton can launch it."""
     caches = kernel.device_caches.get(device)
     if compiled is None or hasattr(compiled, "result") or caches is None or caches[2].backend != "cuda":
         return None
@@ -175,8 +175,8 @@ def _find_path(kernel: Any, compiled: Any, device: int, options: dict[str, Any])
 
 
 def _with_boxes(launch: Callable[..., None], first: int) -> Callable[..., None]:
-    """`launch` of Triton 3.6's launcher, with a kernel's arguments from the place `first` on: what its launcher in C
-    takes for a descriptor is made for a descriptor's first launch, and not for each."""
+    """Wrap Triton 3.6's `launch`, whose kernel arguments begin at index `first`: the C arguments of a tensor descriptor
+    are made at its first launch, and not at each."""
     around = inspect.getclosurevars(launch).nonlocals if inspect.isfunction(launch) else {}
     if not around.keys() >= {"launcher", "tensordesc_indices", "tensordesc_meta"}:
         return launch
@@ -184,7 +184,7 @@ def _with_boxes(launch: Callable[..., None], first: int) -> Callable[..., None]:
 
     places = sorted(around["tensordesc_indices"])
     metas = [(place + first, meta, str(meta)) for place, meta in zip(places, around["tensordesc_meta"], strict=True)]
-    launcher, metas = around["launcher"], metas[::-1]  # from the last on: each takes up more places than one
+    launcher, metas = around["launcher"], metas[::-1]  # from the last on: each expands to several arguments
 
     def call(*args: Any) -> None:
         given = [*args]

@@ -2,7 +2,7 @@
 
 One is made once for a weight, a cache, and what steps of one size have in one place.
 
-boxes = Boxes((64, 64), layout)                            # what one copy brings, and how it lies in shared memory
+boxes = Boxes((64, 64), layout)                            # the block of one copy, and its layout in shared memory
 kernel[grid](boxes.find(x, tuple(x.shape), x.stride()))    # the same object for the same memory
 """
 
@@ -17,11 +17,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from atom.kernels.triton.launch_cache import Described
 
-KEPT = 1024  # descriptors of a kind of boxes: a model of 100 layers has some hundred weights and caches, steps the rest
+KEPT = 1024  # descriptors of one block shape: some hundred for the weights and caches of 100 layers, the rest for steps
 
 
 class _Memory(NamedTuple):
-    """What a descriptor has for a tensor, which it must not keep alive."""
+    """Stands for a tensor in a descriptor, which must not keep the tensor alive."""
 
     address: int
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class _Box(TensorDescriptor, Described):  # type: ignore[misc]
 
 
 class Boxes:
-    """Descriptors of tensors of which a copy brings the same."""
+    """The descriptors of tensors that are copied in blocks of one shape."""
 
     def __init__(self, shape: tuple[int, ...], layout: Any) -> None:
         kinds: dict[torch.dtype, object] = {}
@@ -49,5 +49,5 @@ class Boxes:
         self._make = make
 
     def find(self, x: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        """The descriptor of x, seen with these sizes and strides."""
+        """Find or make the descriptor of x with these sizes and strides."""
         return self._make(x.data_ptr(), x.dtype, sizes, strides)

@@ -48,7 +48,7 @@ KINDS = ("silu", "sigmoid", "gelu", "gelu_tanh", "relu", "relu2")  # of gates
 
 
 class Vector(NamedTuple):
-    """How a product of one row is cut up."""
+    """Tiles of a product of one row."""
 
     block_out: int  # rows of the weight in a step of a program; where gated, half of them gates
     warps: int
@@ -57,7 +57,7 @@ class Vector(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """How a product of more rows is cut up."""
+    """Tiles of a product of several rows."""
 
     block_out: int  # rows of the weight that a program takes; where gated, half of them gates
     block_inner: int  # columns of the weight that a group reads in a step

@@ -18,11 +18,11 @@ from atom.graph.types import Type
 
 
 class FormatError(UnsupportedError, ValueError):
-    """A weight cannot be stored in the format that is named."""
+    """A weight cannot be stored in the named format."""
 
 
 class Format(NamedTuple):
-    """How a weight [..., O, I] is packed."""
+    """The packing of a weight [..., O, I]."""
 
     bits: int  # an element
     scale_bits: int  # a block's scale, and its zero point if it has one
@@ -53,7 +53,7 @@ def parse_format(fmt: str) -> Format:
 
 
 def check_columns(type: Type, fmt: str | None) -> None:
-    """FormatError where a weight has no whole number of blocks and its format stores no others."""
+    """Raise FormatError where a weight must be, but is not, a whole number of blocks."""
     if fmt == "mxfp4" and (len(type.shape) < 2 or int(type.shape[-1]) % 32):
         columns = f"{type.shape[-1]} columns" if len(type.shape) > 1 else "no columns"
         raise FormatError(f"{type} has {columns}, mxfp4 stores multiples of 32; set another model.fmt, or model.plain")
@@ -72,7 +72,7 @@ def num_bytes(type: Type, fmt: str | None) -> int:
 
 
 def stored_parts(type: Type, fmt: str | None) -> dict[str, Type]:
-    """The tensors that a weight of this type is stored in: what is put behind its name, and their types."""
+    """The tensors that a weight of this type is stored in: suffix of the name -> type."""
     if fmt is None:
         return {"": type}
     if fmt != "mxfp4":

@@ -6,10 +6,10 @@
     slice(W("…qkv_proj.weight", …), 576, 768)                   rows 576 to 767
     shuffle(W(…), "onednn")                                     a tensor in a kernel's own layout
     rope_freqs(64, 10000.0)                                     a constant
-    KV("model.layers.0", bf16[2, 3, 64])                        no weight: the state that a layer keeps for each token
+    KV("model.layers.0", bf16[2, 3, 64])                        no weight: what a layer caches for each token
 
-They are values: equal recipes are one tensor. Passes rewrite them beside the nodes, only `atom.weights` evaluates them.
-One that describes no tensor raises a ValueError with the reason when it is made.
+Recipes are values: equal recipes are one tensor. Passes rewrite them with the nodes, `atom.weights` evaluates them.
+A recipe that describes no tensor raises a ValueError with the reason when it is made.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class Dequantize:
-    """A tensor that is stored in a format, as a plain one."""
+    """A packed tensor as a plain one."""
 
     part: W
 
@@ -221,7 +221,7 @@ class RopeFreqs:
 
 @dataclass(frozen=True)
 class KV:
-    """What one layer keeps for each token of a sequence; `type` is the entry of one token."""
+    """The KV cache of one layer; `type` is the entry of one token."""
 
     name: str
     type: Type
@@ -272,7 +272,7 @@ def leaves(recipe: Recipe) -> Iterator[W]:
 
 
 def packed_leaves(recipe: Recipe) -> Iterator[W]:
-    """The stored tensors that are computed with in a format of their own; of a stack, those of its first expert."""
+    """The stored tensors that are computed with in their packed format; of a stack, those of its first expert."""
     if isinstance(recipe, W):
         yield from [recipe] if recipe.fmt else []
     elif isinstance(recipe, Stack):
@@ -288,7 +288,7 @@ def held_bytes(recipe: Recipe) -> int:
 
 
 def held_by_format(recipe: Recipe) -> Counter[str]:
-    """The bytes of `held_bytes`, by the format that they are stored in; of what is stored plain, by dtype."""
+    """The bytes of `held_bytes` by stored format, or by dtype where a tensor is plain."""
     if isinstance(recipe, W):
         return Counter({recipe.fmt or recipe.type.dtype: num_bytes(recipe.type, recipe.fmt)})
     if isinstance(recipe, Dequantize):
@@ -306,7 +306,7 @@ def held_by_format(recipe: Recipe) -> Counter[str]:
 
 
 def cat(parts: tuple[Recipe, ...], dim: int = 0) -> Recipe:
-    """The parts joined; neighbouring slices that make up a whole tensor are that tensor."""
+    """Join parts; adjacent slices of one tensor that make up all of it become that tensor."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -321,7 +321,7 @@ def cat(parts: tuple[Recipe, ...], dim: int = 0) -> Recipe:
 
 
 def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
-    """The recipe of a range of a tensor, which reads no more than it needs: of experts, rows or columns."""
+    """The recipe of a range of a tensor (experts, rows or columns), which reads no more than that range."""
     if (start, stop) == (0, recipe.type.shape[dim]):
         return recipe
     if isinstance(recipe, Stack):

@@ -19,7 +19,7 @@ from atom.graph.recipes import Recipe
 
 
 def token_shares(programs: Iterable[Program]) -> dict[Recipe, Fraction]:
-    """By weight, the largest where several calls read it."""
+    """The share of each weight; the largest one where several calls read it."""
     shares: dict[Recipe, Fraction] = defaultdict(Fraction)
     for program in programs:
         for node in program.nodes:

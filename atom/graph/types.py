@@ -24,17 +24,17 @@ class Type:
 
     @property
     def num_elements(self) -> int:
-        """Elements, where every dim is a number."""
+        """The number of elements, where every dim is a number."""
         return math.prod(int(dim) for dim in self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes, where every dim is a number."""
+        """The number of bytes, where every dim is a number."""
         return self.num_elements * BITS[self.dtype] // 8
 
     @property
     def row(self) -> Type:
-        """What each of the first dim has: of bf16[T, 576] bf16[576]."""
+        """The type without its first dim: bf16[T, 576] -> bf16[576]."""
         return Type(self.dtype, self.shape[1:])
 
     def with_last(self, *dims: Dim) -> Type:

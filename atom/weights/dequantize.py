@@ -18,7 +18,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 
 
 def unpack(leaf: W, read: Callable[[str], Tensor], choose: Callable[[Tensor], Tensor] = lambda part: part) -> Tensor:
-    """fp32[..., O, I] of a leaf, or of what is chosen of its stored parts, which have all its dims but the last."""
+    """Dequantize a leaf to fp32[..., O, I], or only what `choose` selects in all dims of its parts but the last."""
     assert leaf.fmt == "mxfp4", f"{leaf.name} is stored as {leaf.fmt}: refuse_packed comes first"
     blocks, scales = (choose(read(leaf.name + suffix)) for suffix in stored_parts(leaf.type, leaf.fmt))
     return unpack_mxfp4(blocks, scales)

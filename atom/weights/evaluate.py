@@ -21,7 +21,7 @@ from atom.weights.dequantize import unpack
 
 
 def find_places(recipe: Recipe, target: Tensor) -> Iterator[tuple[Recipe, Tensor]]:
-    """The parts of a recipe, none of them joined of others, and the part of its tensor that each one fills."""
+    """The parts of a recipe that are not joined of others, each with the view of the target that it fills."""
     if isinstance(recipe, Cat):
         start = 0
         for part in recipe.parts:
@@ -31,7 +31,7 @@ def find_places(recipe: Recipe, target: Tensor) -> Iterator[tuple[Recipe, Tensor
     elif isinstance(recipe, Stack):
         for place, expert in enumerate(range(recipe.start, recipe.stop)):
             yield from find_places(recipe.of(expert), target[place])
-    elif len(recipe.type.shape) == 3:  # one expert at a time: what is unpacked on the way stays small
+    elif len(recipe.type.shape) == 3:  # one expert at a time, so that little is dequantized at once
         for place in range(int(recipe.type.shape[0])):
             yield narrow(recipe, place, place + 1), target[place : place + 1]
     else:
@@ -39,7 +39,7 @@ def find_places(recipe: Recipe, target: Tensor) -> Iterator[tuple[Recipe, Tensor
 
 
 def copy(recipe: Recipe, target: Tensor, see: Callable[[Recipe], Tensor]) -> None:
-    """Fill a target with a recipe that is made of one stored tensor; `see` gives it without what is added to it."""
+    """Fill a target with a recipe of one stored tensor; `see` gives that tensor's view, without a Shift."""
     if isinstance(recipe, Shift):
         copy(recipe.part, target, see)
         target.add_(recipe.by)
@@ -48,7 +48,7 @@ def copy(recipe: Recipe, target: Tensor, see: Callable[[Recipe], Tensor]) -> Non
 
 
 def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:
-    """A view of the stored tensor, where it need not be unpacked; nothing of it is read."""
+    """A view of the stored tensor, where it need not be dequantized; nothing of it is read."""
     if isinstance(recipe, W):
         assert recipe.fmt is None, f"{recipe.name} is stored as {recipe.fmt}: refuse_packed comes first"
         return _stored(recipe.name, checkpoint)
@@ -66,7 +66,7 @@ def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:
 
 
 def _ranges(recipe: Recipe) -> tuple[list[Slice], Recipe]:
-    """The slices around a recipe, innermost first, and what they are of."""
+    """Take the slices off a recipe: these, innermost first, and the recipe that they slice."""
     ranges: list[Slice] = []
     while isinstance(recipe, Slice):
         ranges.insert(0, recipe)

@@ -47,7 +47,7 @@ OPS: dict[str, Op] = {}
 def op(
     infer: Callable[..., Type | tuple[Type, ...]], *, levels: frozenset[str] = BOTH, state: bool = False
 ) -> Callable[[Callable[..., Any]], Op]:
-    """Make an op of a reference body and a shape rule."""
+    """Make an op from a reference body and a shape rule."""
 
     def register(body: Callable[..., Any]) -> Op:
         made = Op(body.__name__, body, infer, levels, state, inspect.signature(body))

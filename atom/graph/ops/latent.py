@@ -74,7 +74,7 @@ def _norm_rope_write_latent(q_rope: Type, latent: Type, k_rope: Type, cos: Type 
 def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tensor | None,
                            norm: Tensor | None, cache: Tensor, slots: Tensor, *, eps: float = 0.0,
                            interleaved: bool = False) -> Tensor:  # fmt: skip
-    """Norm the latent, turn q_rope and k_rope, write latent and k_rope to the cache, give q_rope.
+    """Norm the latent, rotate q_rope and k_rope, write latent and k_rope to the cache, give q_rope.
 
     q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, R / 2], norm [L] -> q_rope [T, N, R];
     cache [blocks, block size, L + R], slots i64[T].

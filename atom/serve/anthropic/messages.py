@@ -85,7 +85,7 @@ class MessageAnswer:
         return json_response(self._message(content_blocks(answer), usage, reason, stop))
 
     def _ask(self) -> tuple[Asked, SamplingParams]:
-        """What is asked of the model, and how its answer is sampled."""
+        """The prompt, and how the answer is sampled."""
         params = self._params()
         asked = prepare(self._context, self._body)
         return asked, asked.talk.constrain(params)
@@ -136,9 +136,9 @@ class MessageAnswer:
 
 
 def stop_reason(finish: Finish, *, has_calls: bool) -> tuple[str, str | None]:
-    """Why an answer ended, in Anthropic's words, and the stop sequence that ended it.
+    """The stop reason of an answer in Anthropic's terms, and the stop sequence that ended it.
 
-    has_calls: there are some, all of them whole; an answer that was cut off is not meant to be acted on.
+    has_calls: there are tool calls, all of them whole; an answer that was cut off must not be acted on.
     """
     match finish.reason:
         case "stop_sequence":
@@ -149,7 +149,7 @@ def stop_reason(finish: Finish, *, has_calls: bool) -> tuple[str, str | None]:
 
 
 def told_usage(answering: Answering) -> dict[str, int]:
-    """Tokens so far. The prompt's that the cache gave, known at the end, are not among input_tokens."""
+    """The usage so far. input_tokens are without the prompt tokens from the cache, which are known at the end."""
     usage = answering.usage()
     cached = usage["prompt_tokens_details"]["cached_tokens"]
     return {

@@ -41,7 +41,7 @@ def routes(context: Context) -> APIRouter:
 
 
 def template_kwargs(context: Context, body: ChatRequest) -> dict[str, Any]:
-    """What the template is told beside the messages: of reasoning_effort only where it reads that."""
+    """The template's variables beside the messages; reasoning_effort only where the template reads it."""
     given = body.chat_template_kwargs or {}
     if body.reasoning_effort is None or "reasoning_effort" not in context.need_tokenizer().template_variables():
         return given
@@ -68,7 +68,7 @@ class Chat:
         salt = (body.cache_salt or "").encode()
         stream = context.client.submit([prompt], [params], id=self._id, salt=salt, priority=body.priority or 0)
         form = find_form(body)
-        field = form.field if form is not None else "tools"  # of which a forced call makes one
+        field = form.field if form is not None else "tools"  # a forced call sets one itself
         answering = Answering(context, stream, [prompt], params.n, self._started, field)
         leave = partial(context.client.abort, stream)
         if body.stream:
@@ -89,7 +89,7 @@ class Chat:
         return await answering.write(tell)
 
     def _ask(self) -> tuple[Talk, SamplingParams, Conversation]:
-        """What is asked of the model, and how its answer is sampled."""
+        """The parsers, how the answer is sampled, and the prompt."""
         context, body = self._context, self._body
         talk = Talk(context.config, body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls is not False)
         params = talk.constrain(sampling_params(body, context.config))

@@ -45,7 +45,7 @@ class Completion:
         self._model = context.begin(body.model)
         self._id = new_id("cmpl")
         self._created = int(time.time())
-        self._echoes: list[str] = []  # what stands before each prompt's answers
+        self._echoes: list[str] = []  # the text before each prompt's answers
 
     async def answer(self, request: Request) -> Response:
         context, body = self._context, self._body
@@ -91,7 +91,7 @@ class Completion:
         return {"id": self._id, "object": "text_completion", "created": self._created, "model": self._model}
 
     def _prompts(self) -> list[str | list[int]]:
-        """One or several, whatever they are written as."""
+        """The prompts of the body in any of its forms."""
         prompt: Any = self._body.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             return [prompt]
@@ -107,7 +107,7 @@ class Completion:
         return prompt
 
     def _scored(self) -> dict[str, Any]:
-        """Echoed tokens have log probabilities too."""
+        """The params for log probabilities of echoed tokens."""
         body = self._body
         if not body.echo or body.logprobs is None:
             return {}
@@ -140,7 +140,7 @@ class Completion:
 
     def _usage(self, answering: Answering) -> dict[str, Any]:
         usage = answering.usage()
-        if self._body.max_tokens == 0:  # the one token that was made is not shown
+        if self._body.max_tokens == 0:  # the one sampled token is not shown
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 

@@ -4,8 +4,8 @@
     logging.getLogger("atom.access").info("request", extra={"told": {"status": 200}})
     with log.capture(): ...               # what is printed to stderr becomes such lines too
 
-A line has time, level, message, and the caller's `extra={"told": {…}}`. Lines printed by the engine's process go through
-`relay`, so that there are only lines of JSON.
+A line has time, level, message, and the caller's `extra={"told": {…}}`. Lines that the engine's process prints go
+through `relay`, so that there are only lines of JSON.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     metrics.ttft.observe(0.12)                # seconds
     metrics.render()                          # the text of /metrics
 
-Counts of the engine come from its last heartbeat, those of HTTP are counted here. The registry is the app's own, so that
-a process may have two apps.
+Counts of the engine come from its last heartbeat, those of HTTP are counted here. The registry is the app's own, so
+that a process may have two apps.
 """
 
 from __future__ import annotations

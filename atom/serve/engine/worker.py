@@ -135,7 +135,7 @@ class Worker:
             self.engine.end_failed()
 
     def _tell_state(self) -> None:
-        """Send the state if it changed; before a step too, as its admissions would count as waiting during a long one."""
+        """Send the state if it changed; before a step too, as its admissions would count as waiting while it runs."""
         state = (self._num_seen, self.engine.stats().num_waiting)  # aborts change it without any output
         if self._outputs or state != self._told:
             self._told, outputs, self._outputs = state, self._outputs, []

@@ -16,7 +16,7 @@ from triton.runtime import driver
 
 from atom.kernels.triton.binary_cache import kept
 
-# the Triton versions in which our Gluon kernels compile (Gluon is experimental) and launches are known
+# versions of Triton in which our kernels in Gluon compile, which is experimental and changes
 IS_KNOWN = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 

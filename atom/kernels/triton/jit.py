@@ -1,6 +1,6 @@
 """The JIT class of our Triton kernels.
 
-It remembers launches, compiles ahead, and keeps binaries in the cache folder.
+It compiles ahead and keeps binaries in the cache folder.
 
 @jit(do_not_specialize=["n"])
 def kernel(x, n, BLOCK: tl.constexpr): ...
@@ -21,22 +21,16 @@ import triton
 from triton import knobs
 
 from atom.kernels.triton.binary_cache import compile_kept, kept
-from atom.kernels.triton.gpu import IS_KNOWN
-from atom.kernels.triton.launch_cache import LaunchCache
+from atom.kernels.triton.gpu import load_driver
 from atom.kernels.triton.precompile import walking
 
 
 class JITFunction(triton.JITFunction):  # type: ignore[misc]
     """A kernel, or a function that kernels call."""
 
-    def __init__(self, fn: Callable[..., Any], **options: Any) -> None:
-        super().__init__(fn, **options)
-        self._launches = LaunchCache(self)
-
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return partial(self._launches.launch, grid) if IS_KNOWN else super().__getitem__(grid)
-
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if not self.device_caches:  # its first launch
+            load_driver()
         walk = walking.get()
         if walk is None:
             return super().run(*args, grid=grid, warmup=warmup, **options)

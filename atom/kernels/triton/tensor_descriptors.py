@@ -1,9 +1,7 @@
-"""Cache TMA tensor descriptors by address.
+"""Cache TMA tensor descriptors by address, dtype, sizes and strides.
 
-One is made once for a weight, a cache, and what steps of one size have in one place.
-
-boxes = Boxes((64, 64), layout)                            # the block of one copy, and its layout in shared memory
-kernel[grid](boxes.find(x, tuple(x.shape), x.stride()))    # the same object for the same memory
+descriptors = TensorDescriptors((64, 64), layout)               # the block of one copy, and its layout in shared memory
+kernel[grid](descriptors.find(x, tuple(x.shape), x.stride()))   # the same object for the same memory
 """
 
 from __future__ import annotations
@@ -15,9 +13,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from atom.kernels.triton.launch_cache import Described
-
-KEPT = 1024  # descriptors of one block shape: some hundred for the weights and caches of 100 layers, the rest for steps
+KEPT = 1024  # descriptors of one block shape: a model of 100 layers has some hundred weights and caches, steps the rest
 
 
 class _Memory(NamedTuple):
@@ -30,21 +26,13 @@ class _Memory(NamedTuple):
         return self.address
 
 
-class _Box(TensorDescriptor, Described):  # type: ignore[misc]
-    pass
+class TensorDescriptors:
+    """Descriptors of tensors that are copied in blocks of one shape."""
 
-
-class Boxes:
-    """The descriptors of tensors that are copied in blocks of one shape."""
-
-    def __init__(self, shape: tuple[int, ...], layout: Any) -> None:
-        kinds: dict[torch.dtype, object] = {}
-
+    def __init__(self, block_shape: tuple[int, ...], layout: Any) -> None:
         @lru_cache(KEPT)
         def make(address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-            box = _Box(_Memory(address, dtype), list(sizes), list(strides), list(shape), layout)
-            box.kind, box.made = kinds.setdefault(dtype, object()), {}
-            return box
+            return TensorDescriptor(_Memory(address, dtype), list(sizes), list(strides), list(block_shape), layout)
 
         self._make = make
 

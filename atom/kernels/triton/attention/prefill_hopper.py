@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from atom.kernels.triton.attention.common import LOG2E, NOTHING, wait_for_inputs
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.tensor_descriptors import Boxes
+from atom.kernels.triton.tensor_descriptors import TensorDescriptors
 
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # as later versions call it
 ROWS = gl.constexpr(128)  # of a tile: queries times heads
@@ -364,12 +364,12 @@ def _prefill(
     )  # fmt: skip
 
 
-_piece_boxes = Boxes((PIECE.value, COLUMNS.value), SHARED.value)
+_piece_descriptors = TensorDescriptors((PIECE.value, COLUMNS.value), SHARED.value)
 
 
 @functools.cache
-def _query_boxes(group: int) -> Boxes:
-    return Boxes((HALF.value // group, group, COLUMNS.value), GROUPED.value)
+def _query_descriptors(group: int) -> TensorDescriptors:
+    return TensorDescriptors((HALF.value // group, group, COLUMNS.value), GROUPED.value)
 
 
 def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
@@ -386,8 +386,8 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     together = 2 - kv_heads % 2 if num_tokens - num_decodes >= LONG * num_prefills else kv_heads
     if q.data_ptr() % 16 or q.stride(0) % 8:
         q = q.clone(memory_format=torch.contiguous_format)  # the TMA takes rows that begin at 16 bytes
-    queries = _query_boxes(group).find(q, (num_tokens, heads, dim), (q.stride(0), dim, 1))
-    pieces = _piece_boxes.find(cache, (num_blocks * block_size, row), (row, 1))
+    queries = _query_descriptors(group).find(q, (num_tokens, heads, dim), (q.stride(0), dim, 1))
+    pieces = _piece_descriptors.find(cache, (num_blocks * block_size, row), (row, 1))
     num_places = (num_tokens - num_decodes) // (ROWS.value // group) + num_prefills + 1
     _prefill[(min(find_gpu(q.device).units, num_places * kv_heads),)](
         queries, cache, pieces, table, starts, lengths, sinks, out, tickets, num_tokens, num_sequences,

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from atom.kernels.triton.attention.common import wait_for_inputs
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.gpu import find_gpu
-from atom.kernels.triton.tensor_descriptors import Boxes
+from atom.kernels.triton.tensor_descriptors import TensorDescriptors
 
 ROWS = gl.constexpr(128)  # of x, which a group of warps has
 GROUPS = gl.constexpr(2)
@@ -153,19 +153,23 @@ def _gated_linear(x, weight, y, out, steps, row_tiles, out_tiles, band):
     )
 
 
-_x_boxes = Boxes((ROWS.value, INNER.value), SHARED.value)
-_weight_boxes = Boxes((OUTS.value, INNER.value), SHARED.value)
-_y_boxes = Boxes((ROWS.value, OUTS.value), SHARED.value)
+_x_descriptors = TensorDescriptors((ROWS.value, INNER.value), SHARED.value)
+_weight_descriptors = TensorDescriptors((OUTS.value, INNER.value), SHARED.value)
+_y_descriptors = TensorDescriptors((ROWS.value, OUTS.value), SHARED.value)
 
 
 def gated_linear(x: Tensor, weight: Tensor) -> Tensor:
     """As Products.gated_linear with kind="silu", where linear.suits_hopper says so; rows of x may lie apart."""
     (rows, inner), out = x.shape, weight.shape[0] // 2
     y = x.new_empty(rows, out)
-    boxes = (_x_boxes.find(x, (rows, inner), x.stride()), _weight_boxes.find(weight, (2 * out, inner), weight.stride()),
-             _y_boxes.find(y, (rows, out), (out, 1)))  # fmt: skip
+    descriptors = (
+        _x_descriptors.find(x, (rows, inner), x.stride()),
+        _weight_descriptors.find(weight, (2 * out, inner), weight.stride()),
+        _y_descriptors.find(y, (rows, out), (out, 1)),
+    )
     row_tiles, out_tiles = -(-rows // (GROUPS.value * ROWS.value)), -(-out // OUTS.value)
     _gated_linear[(min(find_gpu(x.device).units, row_tiles * out_tiles),)](
-        *boxes, out, -(-inner // INNER.value), row_tiles, out_tiles, BAND, num_warps=4, maxnreg=168, launch_pdl=True
-    )
+        *descriptors, out, -(-inner // INNER.value), row_tiles, out_tiles, BAND,
+        num_warps=4, maxnreg=168, launch_pdl=True,
+    )  # fmt: skip
     return y

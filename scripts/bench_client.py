@@ -84,7 +84,7 @@ async def serve(listener: socket.socket, step: float) -> None:
 
 
 async def run_client(url: str, streams: int, tokens: int) -> dict[str, float]:
-    """Read all the streams as the benchmark does; what that took."""
+    """Read all streams as the benchmark does; the time and the client's share of a CPU."""
     requests = [RequestFuncInput("once upon a", f"{url}/v1/completions", 3, tokens, "stub")] * streams
     allow_connections(streams)
     async with open_session() as session:
@@ -92,7 +92,7 @@ async def run_client(url: str, streams: int, tokens: int) -> dict[str, float]:
         async def send(request: RequestFuncInput) -> RequestFuncOutput:
             return await ASYNC_REQUEST_FUNCS["vllm"](request, session)
 
-        await send(replace(requests[0], output_len=2))  # the stub is up
+        await send(replace(requests[0], output_len=2))  # wait until the stub serves
         with untracked_past():
             cpu = time.process_time()
             outputs, seconds = await send_all(requests, send, [0.0] * streams)

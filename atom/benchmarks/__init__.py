@@ -4,5 +4,5 @@
     python -m atom.benchmarks.matrix --model M --tp 1 2 --concurrency 4 8 16 --result-dir results
     python -m atom.benchmarks.compare results/before results/after
 
-Imports nothing else of atom, and no torch: it may run on a machine that has neither. Needs the extra `bench`.
+It imports nothing else of atom, and no torch: it may run on a machine without them. It needs the extra `bench`.
 """

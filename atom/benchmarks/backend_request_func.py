@@ -5,8 +5,8 @@
         output = await ASYNC_REQUEST_FUNCS["vllm"](request, session)
     output.success, output.ttft, output.itl, output.generated_text, output.error
 
-A time is taken once for each chunk that the socket gives, before anything in it is read. What goes wrong with a request
-is in its output's `error`; nothing is raised.
+The time is taken once for each chunk from the socket, before it is decoded. A failed request has its reason in the
+output's `error`; nothing is raised.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from atom.benchmarks.sse import EventReader
 if TYPE_CHECKING:
     import aiohttp
 
-ERROR_LENGTH = 500  # characters of a server's answer that an error repeats
+ERROR_LENGTH = 500  # characters of a server's answer that an error quotes
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class RequestFuncOutput:
     latency: float = 0.0  # seconds from sending to the end of the answer
     ttft: float | None = None  # seconds from sending to the first token; None where the protocol does not stream
     itl: list[float] = field(default_factory=list)  # seconds between the arrivals of tokens
-    tpot: float | None = None  # seconds a token after the first, once these are counted; None with fewer than two
+    tpot: float | None = None  # seconds per token after the first, once tokens are counted; None with fewer than two
     prompt_len: int = 0  # tokens, as the server counts them where it says so
     output_tokens: int | None = None  # as the server counts them; None where it does not say
     error: str = ""
@@ -86,7 +86,7 @@ async def async_request_trt_llm(request: RequestFuncInput, session: aiohttp.Clie
 
 
 async def async_request_deepspeed_mii(request: RequestFuncInput, session: aiohttp.ClientSession) -> RequestFuncOutput:
-    """POST /v1/completions of DeepSpeed-MII, which answers in one piece: only the latency is known."""
+    """POST /v1/completions of DeepSpeed-MII, which does not stream: only the latency is known."""
     payload: dict[str, Any] = {"model": request.model, "prompt": request.prompt, "max_tokens": request.output_len}
     payload |= {"temperature": 0.01, "top_p": 1.0}  # it takes no temperature of 0
     output = RequestFuncOutput(prompt_len=request.prompt_len)
@@ -160,7 +160,7 @@ async def post(
     output: RequestFuncOutput,
     read: Callable[[aiohttp.ClientResponse, float], Awaitable[None]],
 ) -> RequestFuncOutput:
-    """Send a request and let `read` fill the output; what fails becomes its error."""
+    """Send a request and have `read` fill the output; a failure becomes its error."""
     import aiohttp  # the session has it loaded
 
     body = msgspec.json.encode(payload)

@@ -6,8 +6,8 @@
     sample_burstgpt(rng, form, 100, Path("BurstGPT.csv"))
     sample_sharegpt(rng, form, 100, read_hf("org/conversations", subset=None, split=None), output_len=None)
 
-Each yields at most as many requests as asked for; a data set with fewer usable entries says so. random_dataset.py makes
-prompts of nothing.
+Each function gives at most as many requests as asked for, and says so where a data set has fewer usable entries.
+Prompts that need no data set are in random_dataset.py.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from atom.benchmarks.random_dataset import sample_random
 
 MIN_TOKENS = 4  # of a prompt and of an answer: shorter ones say nothing about a server
 MAX_PROMPT, MAX_TOTAL = 1024, 2048  # tokens, the bounds that published ShareGPT numbers use
-NUM_READ = 5  # entries of a data set that are read for each request, to have enough that are usable
+NUM_READ = 5  # entries read for each request, so that enough are usable
 SONNET_TASK = "Pick as many lines as you can from these poem lines:\n"
-NO_ANSWER_LEN = 128  # tokens, where a data set has prompts alone and nobody says how long an answer is
+NO_ANSWER_LEN = 128  # tokens of an answer, where a data set has prompts alone and no flag is given
 
-Conversation = tuple[str, str | None]  # a prompt, and the answer to it where there is one
+Conversation = tuple[str, str | None]  # a prompt, and its answer if there is one
 
 
 def read_sharegpt(path: Path) -> list[Conversation]:
@@ -46,7 +46,7 @@ def read_sharegpt(path: Path) -> list[Conversation]:
 
 
 def read_entry(entry: Any) -> Conversation | None:
-    """A prompt and its answer, from any of the forms that data sets have them in; None where there are none."""
+    """A prompt and its answer, from any known form of entry; None where there are none."""
     if not isinstance(entry, dict):
         return None
     turns = entry.get("conversations") or entry.get("conversation") or entry.get("messages")
@@ -61,7 +61,7 @@ def read_entry(entry: Any) -> Conversation | None:
 
 
 def is_text(value: Any) -> TypeGuard[str]:
-    """Whether it is a text that is not empty and can be sent: published data has halves of surrogate pairs."""
+    """Whether it is a non-empty text that can be sent: published data has halves of surrogate pairs."""
     return isinstance(value, str) and value != "" and not any("\ud800" <= each <= "\udfff" for each in value)
 
 
@@ -73,7 +73,7 @@ def sample_sharegpt(
     *,
     output_len: int | None,
 ) -> list[SampleRequest]:
-    """Prompts in a random order, without the very short and the very long. output_len: in place of the answers' own."""
+    """Sample prompts in random order, without very short and very long ones. output_len: replaces the answers' own."""
     requests: list[SampleRequest] = []
     for at in rng.permutation(len(conversations)):
         prompt, answer = conversations[at]
@@ -100,7 +100,7 @@ def sample_sonnet(
     output_len: int,
     prefix_len: int,
 ) -> list[SampleRequest]:
-    """Lines of a poem, of about input_len tokens; the first ones, of about prefix_len, are the same in all prompts."""
+    """Make prompts of a poem's lines, about input_len tokens; the first prefix_len are the same in all prompts."""
     lines = [line + "\n" for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise UsageError(f"{path} has no lines")
@@ -123,7 +123,7 @@ def sample_sonnet(
 
 
 def sample_burstgpt(rng: numpy.random.Generator, form: PromptForm, num: int, path: Path) -> list[SampleRequest]:
-    """Random prompts with the lengths of a trace of GPT-4's users."""
+    """Make random prompts with the lengths of a trace of GPT-4's users."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = csv.DictReader(file)
         names = ("Model", "Request tokens", "Response tokens")
@@ -141,9 +141,9 @@ def sample_burstgpt(rng: numpy.random.Generator, form: PromptForm, num: int, pat
 
 
 def read_hf(name: str, *, subset: str | None, split: str | None, num: int) -> list[Conversation]:
-    """Conversations of a data set on the hub, or in a folder or file of JSON, CSV or Parquet here.
+    """Read conversations of a data set on the hub, or of a local folder or file of JSON, CSV or Parquet.
 
-    Reads no more than it takes to find `num` of them, with some to choose from.
+    Only as many entries are read as it takes to find `num` usable ones, with some to choose from.
     """
     return list(itertools.islice(read_hf_entries(name, subset=subset, split=split), NUM_READ * num))
 

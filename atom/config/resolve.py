@@ -229,7 +229,7 @@ def choose_factors(rope: RopeConfig, at: str, max_model_len: int) -> RopeConfig:
 
 
 def rope_mscale(rope: RopeConfig) -> float:
-    """What latent attention multiplies queries and keys by under yarn (DeepSeek-AI 2024)."""
+    """The factor of queries and keys in latent attention under yarn (DeepSeek-AI 2024)."""
     if rope.kind != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
         return 1.0
     return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0

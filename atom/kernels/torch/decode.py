@@ -69,7 +69,7 @@ class Decodes:
         return sums if rule.sinks is None else sums.mul_(kept_of_sinks(totals, rule.sinks))
 
     def _merge(self, sums: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-        """Of parts, fp32[I, N, U] and the log-sum-exp of their scores fp32[I, N] -> the same of sequences"""
+        """Merge parts, fp32[I, N, U] and the log-sum-exps of their scores fp32[I, N] -> the same of sequences"""
         by_sequence = totals.new_full((self._shape[0], int(self._place.max()) + 1, self._shape[1]), -math.inf)
         by_sequence[self._sequence, self._place] = totals
         shares = by_sequence.softmax(1)[self._sequence, self._place].unsqueeze(-1)

@@ -21,10 +21,10 @@ from atom.kernels.triton.attention.rope import norm_rope_write
 
 
 class _Attention:
-    """Its calls must run one after another."""
+    """Dispatches to the decode and prefill kernels; its calls must run one after another."""
 
     def __init__(self, decoding: decode.Parameters | None = None, prefilling: prefill.Parameters | None = None) -> None:
-        """The kernels' parameters, where others are better than their defaults."""
+        """The kernels' parameters, None for their defaults."""
         self._decode, self._prefilling = decode.Decode(decoding), prefilling
         self._tickets: Tensor | None = None  # of prompts, for good: graphs hold it
 

@@ -1,4 +1,4 @@
-"""atom: a Hugging Face checkpoint becomes a graph text that you can read, change, and run.
+"""atom: compile a Hugging Face checkpoint to a readable graph, and serve it.
 
     from atom import LLMEngine, SamplingParams
 

@@ -1,4 +1,4 @@
-"""From a configuration to an engine: compile, load the weights, plan the memory, open the runner.
+"""Build an engine from a configuration: compile, load weights, plan memory, open the runner.
 
 engine = open_engine(load(["checkpoint=/models/qwen3"]), SilentProgress())
 """
@@ -32,9 +32,9 @@ from atom.runtime.types import CacheKind
 
 @no_collection()
 def open_engine(config: Config, progress: Progress, compiled: Compiled | None = None) -> Engine:
-    """Everything between a configuration, or what was compiled of it, and an engine that waits for requests."""
+    """Build an engine from a configuration, or from its compiled model."""
     with ExitStack() as opened:
-        checkpoint = open_checked(config, progress, opened) if is_here(config) else None  # else it is fetched last
+        checkpoint = open_checked(config, progress, opened) if is_here(config) else None  # else it is downloaded last
         compiled = compiled or compile_with(config, progress, checkpoint)
         graph, kinds = compiled.graph, cache_kinds(compiled.graph)
         if checkpoint is None:
@@ -63,7 +63,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
 
 
 def open_checked(config: Config, progress: Progress, opened: ExitStack) -> Checkpoint:
-    """The checkpoint, whose header has been held against the configuration; the stack closes it."""
+    """Open the checkpoint and check its header against the configuration; the stack closes it."""
     checkpoint = open_for(config, progress)
     opened.callback(checkpoint.close)
     if not config.load_dummy:
@@ -73,14 +73,14 @@ def open_checked(config: Config, progress: Progress, opened: ExitStack) -> Check
 
 
 def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | None = None) -> Compiled:
-    """The compiled model; what it took, and what is wrong with the cache folder, is told on stderr.
+    """Compile the model, and report the time and the cache's warnings on stderr.
 
-    A checkpoint that is on this disk is held against the configuration first.
+    A checkpoint on this disk is checked against the configuration first.
     """
     assert config.cache is not None, "config.load resolves it"
     cache, opened = Cache(Path(config.cache)), ExitStack()
 
-    def check(graph: Graph) -> None:  # what can be refused before anything is compiled or downloaded
+    def check(graph: Graph) -> None:  # refuse what cannot run before anything is compiled or downloaded
         weights.refuse_packed(graph)
         plan_kv(cache_kinds(graph), config, None if config.device == "cpu" else memory.left_for_kv(graph, config))
         if checkpoint is not None:
@@ -98,7 +98,7 @@ def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | No
 
 
 def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:
-    """Hold the checkpoint's tensors against the graph, where they are what it runs with."""
+    """Check the checkpoint's tensors against the graph, unless weights are random."""
     if not config.load_dummy:
         weights.check(graph, checkpoint.tensors, [*config.model.ignore, *mtp_patterns(config.model)])
 
@@ -106,22 +106,22 @@ def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:
 def load_weights(
     graph: Graph, checkpoint: Checkpoint, config: Config, progress: Progress
 ) -> dict[Recipe, weights.Loaded]:
-    """The tensors of the graph's recipes, stored or random."""
+    """Load the tensors of the graph's recipes, stored or random."""
     if config.load_dummy:
         return weights.load_dummy(graph.recipes(), config.seed, config.device)
     return weights.load(graph.recipes(), checkpoint, progress, config.device)
 
 
 def mtp_patterns(model: ModelConfig) -> Sequence[str]:
-    """The tensors of the layers that predict further tokens, which are stored behind the last one."""
+    """The patterns of tensors of multi-token prediction layers, which are stored after the last layer."""
     layers = range(model.layers, model.layers + model.mtp_layers)
     return [model.weights["layer"].replace("{layer}", str(layer)) + ".*" for layer in layers]
 
 
 def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None) -> dict[str, int]:
-    """Blocks of the KV pool by cache kind. CapacityError or ConfigError where they hold no sequence of max_model_len.
+    """Plan the KV blocks by cache kind. CapacityError or ConfigError where they hold no sequence of max_model_len.
 
-    left: bytes that a GPU has for it; None: what serve.kv_cache_memory says
+    left: bytes that a GPU has for them; None: serve.kv_cache_memory
     """
     serve, limits = config.serve, _limits(config)
     room = "serve.kv_cache_memory has {has}: raise serve.kv_cache_memory to {needs}"
@@ -142,11 +142,11 @@ def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None)
 def open_runner(
     compiled: Compiled, tensors: Mapping[Recipe, weights.Loaded], config: Config, progress: Progress
 ) -> tuple[Runner, dict[str, int]]:
-    """The runner and the blocks of its KV pool. On a GPU its graphs are captured, and the pool takes what is left."""
+    """Open the runner; with it the KV blocks. On a GPU its graphs are captured, and the pool takes the free memory."""
     serve, kinds, is_cpu = config.serve, cache_kinds(compiled.graph), config.device == "cpu"
     limits = _limits(config)
     with nullcontext() if is_cpu else memory.no_memory_at_start(serve):
-        num_blocks = plan_kv(kinds, config) if is_cpu else {kind.name: 2 for kind in kinds}  # to rehearse with
+        num_blocks = plan_kv(kinds, config) if is_cpu else {kind.name: 2 for kind in kinds}  # to walk through steps
         runner = Runner(
             compiled.graph,
             tensors,
@@ -166,13 +166,13 @@ def open_runner(
         num_blocks = plan_kv(kinds, config, memory.measure_left(runner, sizes[-1:], serve))
         runner.bind(num_blocks)
         with progress.task("capturing CUDA graphs"):
-            # a server is ready when nothing is left to do; a run of some prompts needs but few sizes
+            # a server captures all before it is ready; a run of some prompts needs only few sizes
             runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate")
     return runner, num_blocks
 
 
 def use_parameters(runner: Runner, graph: Graph, config: Config, progress: Progress) -> None:
-    """Run with what was measured for linears on this GPU; tune=true measures what nobody has measured first."""
+    """Use the parameters measured for linears on this GPU; tune=true first measures the missing ones."""
     assert config.cache is not None, "config.load resolves it"
     cache, limits = Path(config.cache), _limits(config)
 
@@ -199,7 +199,7 @@ def _describe_pool(kinds: Sequence[CacheKind], num_blocks: dict[str, int], confi
 
 
 def _describe_sampling(config: Config) -> str:
-    """The defaults of sampling that the checkpoint brings and that count; nothing where there are none."""
+    """Describe the checkpoint's sampling defaults that are in effect; empty without any."""
     stated = {name: value for name, value in config.generation.items() if getattr(config.sampling, name) == value}
     told = ", ".join(f"{name} {value:g}" for name, value in stated.items())
     return f"sampling as the checkpoint says: {told}; sampling.defaults=none leaves it out" if told else ""
@@ -216,7 +216,7 @@ def _limits(config: Config) -> dict[str, int]:
 
 
 def cache_kinds(graph: Graph) -> list[CacheKind]:
-    """What the graph's layers keep for each token, by kind."""
+    """The cache kinds of the graph's layers."""
     found: dict[str, CacheKind] = {}
     for cache in graph.caches():
         known = found.get(cache.kind)

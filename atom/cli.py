@@ -1,10 +1,12 @@
-"""The command: overrides in, a job's answers on stdout, everything else on stderr.
+"""The command `atom-run`: run a job.
+
+Overrides go in, answers come out on stdout, everything else goes to stderr.
 
     atom-run prompts="What is 2+2?" job.chat=true        # one run
     atom-run -m level=0,1 prompts=@questions.txt         # a run for each choice
     atom-run --cfg job model=qwen3 -p model.attention    # shows, runs nothing
 
-A mistake of the user is one line and exit code 2, any other error that we foresee one line and 1, Ctrl-C 130.
+A user's mistake is one line and exit code 2, any other foreseen error one line and 1, Ctrl-C 130.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from atom.jobs.start import JOBS, choose_job, load_job
 from atom.jobs.sweep import sweep
 
 IN_PROCESS = ("generate", "bench", "profile")  # jobs that run an engine in this process
-HYDRA_SHOWS = ("resolve", "hydra_help", "shell_completion")  # flags of Hydra's that have no value
+HYDRA_SHOWS = ("resolve", "hydra_help", "shell_completion")  # flags of Hydra without a value
 
 HELP = """\
 atom-run: from a Hugging Face checkpoint to tokens, with every step in between to read and change.
@@ -64,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(work: Callable[[], int]) -> int:
-    """The exit code of some work; an error that we foresee is one line on stderr."""
+    """Run some work; its exit code. A foreseen error is one line on stderr."""
     try:
         code = work()
         sys.stdout.flush()
@@ -85,21 +87,21 @@ def fail(message: str, code: int) -> int:
         print(f"atom-run: {one_line(message)}", file=sys.stderr)
     try:
         sys.stdout.flush()
-    except (OSError, ValueError):  # nobody takes the rest: Python must not try again when it exits
+    except (OSError, ValueError):  # the reader is gone: Python must not try to flush again at exit
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 
 def dispatch(argv: list[str]) -> int:
-    """Hydra's own flags mean what they mean to Hydra; without any of them one job runs here."""
+    """Run one job, or what Hydra's flags ask for."""
     if "--version" in argv:
         print(f"atom-run {atom.__version__}")
         return 0
     if "--help" in argv or "-h" in argv:
         files = sorted(CONF.glob("*/*.yaml"))
         groups = {file.parent.name: [each.stem for each in files if each.parent == file.parent] for file in files}
-        gpus = groups.pop("gpu")  # no group of Hydra's: job.gpu names one
+        gpus = groups.pop("gpu")  # not a Hydra group: job.gpu names one
         lines = [f"  {group}: {', '.join(names)}" for group, names in groups.items()]
         shown = [textwrap.fill(line, 120, subsequent_indent="    ") for line in lines]
         print(HELP.format(groups="\n".join(shown), gpus=", ".join(gpus), fields=describe_fields()))
@@ -129,7 +131,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
     parser: argparse.ArgumentParser = get_args_parser()
     own = parser.add_argument_group(conflict_handler="resolve")
-    own.add_argument("--config-dir", "-cd", action="append", default=[])  # Hydra's takes one
+    own.add_argument("--config-dir", "-cd", action="append", default=[])  # Hydra's own takes one only
     parser.error = refuse  # type: ignore[method-assign]
     args = parser.parse_intermixed_args(argv)
     if args.config_name or args.config_path or args.experimental_rerun:
@@ -140,7 +142,7 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
 
 
 def find_key(flag: str) -> str | None:
-    """The field that a flag of another command means."""
+    """The field that corresponds to a flag of another command."""
     if flag == "model":
         return "checkpoint"
     known = [key for key in keys(Config) if not key.startswith("model.") and key not in SET_BY_LOAD]
@@ -149,12 +151,12 @@ def find_key(flag: str) -> str | None:
 
 
 def run(overrides: Sequence[str], dirs: Sequence[str] = ()) -> int:
-    """Load the configuration and do its job."""
+    """Load the configuration and run its job."""
     return do_job(overrides, dirs, is_sweep=False)[0]
 
 
 def run_of_sweep(overrides: Sequence[str], dirs: Sequence[str]) -> tuple[int, float | None]:
-    """One job of a sweep: its exit code, and its objective if it has one."""
+    """Run one job of a sweep; its exit code, and its objective if it has one."""
     ended: list[float | None] = []
 
     def work() -> int:
@@ -190,14 +192,14 @@ def do_job(overrides: Sequence[str], dirs: Sequence[str], *, is_sweep: bool) -> 
 
 
 def hide_secrets(overrides: Sequence[str], dirs: Sequence[str]) -> list[str]:
-    """The overrides for Hydra to show; it would show keys too, those of the environment included."""
+    """Hide API keys in the overrides that Hydra shows, those of the environment too."""
     hidden = [hide_secret(text) for text in overrides]
     is_hidden = show(overrides, config_dirs=dirs, package=SECRET) == f"{HIDDEN}\n"
     return [*hidden, override(SECRET, HIDDEN)] if is_hidden and hidden == list(overrides) else hidden
 
 
 def run_hydra(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """What Hydra itself shows."""
+    """Run one of Hydra's own commands."""
     import hydra
 
     register(Config)

@@ -1,4 +1,6 @@
-"""Which device this machine has for torch, found without importing it, which `--help` and the HTTP process do not.
+"""Find this machine's device without importing torch.
+
+`--help` and the HTTP process do not import it.
 
 find_device()     # cuda, which is AMD's GPUs too, or cpu
 open_early()      # the GPU's context is made while torch is imported
@@ -12,7 +14,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-# what torch has for a vendor's GPUs -> the driver's library, its start and its count of devices
+# library of torch for a vendor's GPUs -> the driver's library, its init function and its count of devices
 VENDORS = {
     "libtorch_cuda.so": ("libcuda.so.1", "cuInit", "cuDeviceGetCount"),
     "libtorch_hip.so": ("libamdhip64.so", "hipInit", "hipGetDeviceCount"),
@@ -21,7 +23,7 @@ VENDORS = {
 
 @cache
 def find_device() -> str:
-    """cuda where torch is built for a GPU and the driver has one that this process may use, else cpu."""
+    """Find the device: cuda where torch is built for GPUs and the driver has one for this process, else cpu."""
     spec = find_spec("torch")
     folder = Path(spec.origin).parent / "lib" if spec is not None and spec.origin else Path()
     for built, driver in VENDORS.items():
@@ -31,7 +33,7 @@ def find_device() -> str:
 
 
 def _num_devices(folder: Path, library: str, start: str, count: str) -> int:
-    for path in (library, str(folder / library)):  # torch for AMD brings the driver's library along
+    for path in (library, str(folder / library)):  # torch for AMD includes the driver's library
         try:
             driver = ctypes.CDLL(path)
         except OSError:
@@ -43,9 +45,9 @@ def _num_devices(folder: Path, library: str, start: str, count: str) -> int:
 
 
 def open_early() -> threading.Thread:
-    """Make the first GPU's context in a thread, while this one imports torch, which takes it over.
+    """Create the first GPU's context in a thread, while this one imports torch, which then uses it.
 
-    Where that cannot be done, torch does it, or says what is wrong.
+    Where that fails, torch creates it, or reports the error.
     """
     thread = threading.Thread(target=_retain_context)
     thread.start()

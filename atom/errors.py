@@ -1,4 +1,6 @@
-"""Every error a user can meet. The message says what happened, where, and what to do, in one line.
+"""Every error that a user can meet.
+
+The message says what happened, where, and what to do, in one line.
 
     AtomError
     ├── ConfigError        an override, a key, a value
@@ -10,8 +12,8 @@
     ├── CapacityError      memory
     └── EngineDeadError    the engine has stopped
 
-The first four are the user's to mend and end a command with 2, the others with 1. A server that cannot load its model
-ends with 2 for all but the last: the next start would meet the same.
+The first four are the user's to fix and end a command with 2, the others with 1. A server that cannot load its model
+ends with 2 for all but the last: the next start would fail alike.
 """
 
 from __future__ import annotations
@@ -57,10 +59,10 @@ class EngineDeadError(AtomError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory does not suffice: Python's, torch's, or a GPU's driver's.
+    """Whether an error means out of memory: of Python, torch, or a GPU's driver.
 
-    That of torch's allocator on a CPU and the driver's are RuntimeErrors like others, and so is what a compiled piece
-    makes of an error of a kernel in Python, which begins with its name.
+    torch's CPU allocator and the driver raise plain RuntimeErrors, and a compiled piece turns the error of a Python
+    kernel into one that begins with its name.
     """
     names, text = {each.__name__ for each in type(error).__mro__}, str(error)
     return (
@@ -73,7 +75,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def naming_a_lack_of_memory(message: str) -> Iterator[None]:
-    """CapacityError with this message where memory does not suffice for what is done here."""
+    """Raise CapacityError with this message where this context runs out of memory."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

@@ -1,4 +1,6 @@
-"""A start makes a million objects that stay: looking for garbage among them takes a quarter of its time.
+"""Pause garbage collection during start-up, and freeze what stays.
+
+A start makes a million objects that stay; to look for garbage among them takes a quarter of its time.
 
 with no_collection():
     import torch
@@ -14,7 +16,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile; what is there at the end is never looked at again."""
+    """Pause garbage collection within this context; at its end, freeze all objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -26,6 +28,6 @@ def no_collection() -> Iterator[None]:
 
 
 def settle() -> None:
-    """Collect what garbage there is, and never look again at what stays."""
+    """Collect garbage once, and freeze what stays."""
     gc.collect()
     gc.freeze()

@@ -29,7 +29,7 @@ Prompt = str | list[int]
 
 
 class LLMEngine:
-    """Serves one model. The fields are the configuration's: serve's (max_num_seqs, block_size, …) and the plain ones.
+    """Serves one model. Its arguments are the configuration's fields: serve's (max_num_seqs, …) and the plain ones.
 
     Raises the errors of `atom.errors`; a value that is not built yet is an UnsupportedError.
     """
@@ -55,7 +55,7 @@ class LLMEngine:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's, None where it has none: encode, decode, encode_chat with any value for its template."""
+        """The checkpoint's tokenizer, None without one: encode, decode, encode_chat with any value for its template."""
         return self._engine.tokenizer
 
     def generate(
@@ -93,7 +93,7 @@ class LLMEngine:
         sampling_params_list: SamplingParams | List[SamplingParams] | None = None,
         stream_callback: StreamCallback | None = None,
     ) -> list[str]:
-        """Queue prompts, all or none, and give their ids. RequestError says which one cannot be served.
+        """Queue prompts, all or none; their ids. RequestError says which one cannot be served.
 
         Without sampling params those of the configuration count, and so does the checkpoint's generation_config.json.
         The callback gets a `RequestOutput` for every token that completes text and one at the end.
@@ -123,7 +123,7 @@ class LLMEngine:
         return self._engine.encode_chat(messages)
 
     def step(self) -> list[Sequence]:
-        """Run one step: the sequences that ended. What fails for all that it runs is raised, and can be taken again."""
+        """Run one step; the sequences that ended. An error of all sequences is raised; the step can be run again."""
         ended, self._ended = self._ended, []
         return ended + self._engine.step()
 
@@ -136,22 +136,22 @@ class LLMEngine:
         self._engine.abort(request_id)
 
     def start_profile(self) -> None:
-        """Trace the steps that follow. ConfigError without serve.torch_profiler_dir, RequestError while one runs."""
+        """Trace the following steps. ConfigError without serve.torch_profiler_dir, RequestError while a trace runs."""
         self._engine.start_profile()
 
     def stop_profile(self) -> Path:
-        """Write the trace: its file. RequestError where none runs."""
+        """End the trace and write it; its file. RequestError where none runs."""
         return self._engine.stop_profile()
 
     def print_mtp_statistics(self) -> None:
-        """Print how often tokens that were guessed ahead were right."""
+        """Print the acceptance rate of speculative tokens."""
         print("No token is guessed ahead: there is no speculative decoding, and no statistics of it.")
 
     def close(self) -> None:
-        """Give the memory back; a closed engine raises EngineDeadError."""
+        """Free the memory; a closed engine raises EngineDeadError."""
         self._engine = _Closed()  # type: ignore[assignment]
         if self.config.device != "cpu":
-            gc.collect()  # the engine's parts name each other
+            gc.collect()  # the engine's parts reference each other
             torch.cuda.empty_cache()
 
 
@@ -161,7 +161,7 @@ class _Closed:
 
 
 def answer(sequence: Sequence) -> dict[str, Any]:
-    """What `generate` tells of a finished sequence."""
+    """The answer dict of a finished sequence, see `generate`."""
     assert sequence.finished_at is not None, "it is finished"
     first = sequence.first_token_at or sequence.finished_at
     num_output = len(sequence.output)

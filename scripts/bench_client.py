@@ -1,4 +1,6 @@
-"""The client of atom.benchmarks against a stub server that does nothing but emit: tokens/s, CPU share, timing error.
+"""Benchmark the client of atom.benchmarks against a stub server.
+
+Shown are tokens/s, CPU share and timing error.
 
 The stub emits as an engine does, a token for every stream at each step, which is the hardest for a client: the events
 of a step arrive all at once. The client is what `python -m atom.benchmarks.benchmark_serving` sends and reads with.
@@ -83,7 +85,7 @@ async def serve(listener: socket.socket, step: float) -> None:
 
 
 async def run_client(url: str, streams: int, tokens: int) -> dict[str, float]:
-    """Read all the streams as the benchmark does; what that took."""
+    """Read all streams as the benchmark does; the time and the client's share of a CPU."""
     requests = [RequestFuncInput("once upon a", f"{url}/v1/completions", 3, tokens, "stub")] * streams
     allow_connections(streams)
     async with open_session() as session:
@@ -91,7 +93,7 @@ async def run_client(url: str, streams: int, tokens: int) -> dict[str, float]:
         async def send(request: RequestFuncInput) -> RequestFuncOutput:
             return await ASYNC_REQUEST_FUNCS["vllm"](request, session)
 
-        await send(replace(requests[0], output_len=2))  # the stub is up
+        await send(replace(requests[0], output_len=2))  # wait until the stub serves
         with untracked_past():
             cpu = time.process_time()
             outputs, seconds = await send_all(requests, send, [0.0] * streams)

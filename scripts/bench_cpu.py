@@ -1,4 +1,7 @@
-"""The embedded model in bf16: decode tokens/s (greedy, 64 tokens in, 128 out), start-up, compilation, memory."""
+"""Benchmark the embedded model on a CPU: decodes, start-up, compilation, memory.
+
+It runs in bf16; decodes are greedy, 64 tokens in, 128 out.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def reference() -> Any:
 
 
 class Clock(StoppingCriteria):
-    """Takes the time of each token."""
+    """Records the time of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -116,13 +119,13 @@ print(int(peak.split()[1]) * 1024)
 
 
 def peak_memory() -> int:
-    """Bytes resident at most, of a process that starts, answers 16 requests and has a KV pool of 1 GiB."""
+    """Peak resident bytes of a process that starts, answers 16 requests and has a KV pool of 1 GiB."""
     ended = subprocess.run([sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True)
     return int(ended.stdout)
 
 
 def read_rate() -> float:
-    """Bytes a second that this machine reads from memory, best of 5."""
+    """Measure the bytes per second that this machine reads from memory, best of 5."""
     data = torch.ones(1 << 26)
     best = float("inf")
     for _ in range(5):
@@ -133,7 +136,7 @@ def read_rate() -> float:
 
 
 def alternate(runs: int, *timed: Callable[[], float]) -> list[float]:
-    """The median of each, run in turns, after one round that does not count."""
+    """Run functions in turns after a warm-up round; the median of each."""
     rounds = [[one() for one in timed] for _ in range(runs + 1)][1:]
     return [statistics.median(column) for column in zip(*rounds, strict=True)]
 
@@ -142,7 +145,7 @@ NOISE = 1.03  # of a figure that is compared with another
 
 
 def missed(result: dict[str, Any]) -> list[str]:
-    """The bounds that do not hold, in words."""
+    """The missed bounds, in words."""
     start, memory = result["start_to_first_token_s"], result["peak_memory_MB"]
     bounds = {
         "a warm start takes 2.5 s at most": start["level_2"] <= 2.5,

@@ -1,4 +1,4 @@
-"""Two models on a GPU: each figure beside what this GPU could do by rates measured in the same run, and what vLLM does.
+"""Benchmark two models on a GPU, against its measured limits and vLLM.
 
 bf16, random weights made on the device, everything else as shipped. All requests come at once, answers have their full
 length and are greedy unless the row says more; a figure is all tokens over the wall time from the first submission to
@@ -46,7 +46,7 @@ PROMPT = list(range(100, 228))  # of a start
 
 
 class Row(NamedTuple):
-    """A workload; `before` is vLLM 0.26's figure on an H200, `target` what is to be reached there."""
+    """A workload; `before` is vLLM 0.26's figure on an H200, `target` our goal there."""
 
     title: str
     model: str  # a file of tests/configs
@@ -77,7 +77,7 @@ ROWS = {
 }  # fmt: skip
 GRAPHS, START, LOAD, LARGE_MODEL = "8b-graphs", "start", "load", "qwen3_8b"
 NAMES = (*ROWS, GRAPHS, START, LOAD)
-LOAD_LAYERS, LOAD_SHARE = 4, 0.8  # of the large model; of the rate of reading alone, which is to be reached
+LOAD_LAYERS, LOAD_SHARE = 4, 0.8  # layers of the large model; the share of the rate of reading alone that is the goal
 STARTS = {"cold": (73.0, 20.0), "warm": (43.0, 8.0)}  # s: as `before` and `target` of a row
 
 
@@ -87,7 +87,7 @@ class Figure:
     unit: str  # s: less is better
     before: float | None
     target: float
-    values: list[float] = field(default_factory=list)  # of the runs; none where it could not be measured
+    values: list[float] = field(default_factory=list)  # of the runs; empty where it could not be measured
     limit: float | None = None  # by this run's ceilings
     details: dict[str, Any] = field(default_factory=dict)  # latencies and phases, as `job=bench` tells them
 
@@ -141,7 +141,7 @@ def main() -> int:
 
 
 def alone(work: Callable[..., Any], *given: Any) -> Any:
-    """What a function gives in a process of its own, whose end gives all memory of the GPU back."""
+    """Run a function in a process of its own, whose end frees all GPU memory; its result."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *given).result()
 
@@ -160,7 +160,7 @@ def measure_machine() -> dict[str, Any]:
 
 
 def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[str, Figure]:
-    """A figure for each row; what raises is shown, and the others are measured all the same."""
+    """Measure a figure for each row; an error is shown, and the other rows are still measured."""
     figures = {name: Figure(row.title, f"{row.counted} tok/s", row.before, row.target) for name, row in ROWS.items()}
     figures[GRAPHS] = Figure("Qwen3-8B, CUDA graphs of a server", "s", None, 3.0)
     models = {name: row.model for name, row in ROWS.items()} | {GRAPHS: LARGE_MODEL}
@@ -187,7 +187,7 @@ def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[s
 
 @contextmanager
 def reported(what: str) -> Iterator[None]:
-    """Show what is raised, and go on."""
+    """Show an exception, and go on."""
     try:
         yield
     except Exception:
@@ -196,7 +196,7 @@ def reported(what: str) -> Iterator[None]:
 
 
 def measure_model(model: str, figures: dict[str, Figure], runs: int, limits: dict[str, float]) -> dict[str, Figure]:
-    """The figures of one model's rows, all in one engine; from a row that raises on they are left as they are."""
+    """Measure one model's rows in one engine; after a row that raises, the others are left unmeasured."""
     from atom.build import open_engine
     from atom.checkpoint import RichProgress
     from atom.compiler import compile_graph
@@ -219,7 +219,7 @@ def measure_model(model: str, figures: dict[str, Figure], runs: int, limits: dic
 
 
 def timing(kind: type[Any]) -> type[Any]:
-    """A kind of progress that keeps the seconds of each task."""
+    """A subclass of a progress that records the seconds of each task."""
 
     class Timing(kind):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -243,7 +243,7 @@ def measure_row(
     from atom.jobs.workload import open_workload
 
     draw = open_workload(config)
-    answer(engine, draw(engine), config)  # does not count
+    answer(engine, draw(engine), config)  # warm-up
     settle()
     told = [answer(engine, draw(engine), config) for _ in range(runs)]
     failed = [output.error for run in told for output in run.outputs if not output.success]
@@ -268,7 +268,7 @@ def checkpoint(model: str) -> Iterator[Path]:
 
 
 def measure_load(runs: int) -> Figure:
-    """A few layers of the large model from a file that is in the page cache, GB/s; the limit is reading alone."""
+    """Measure the loading of some layers of the large model from the page cache, GB/s; the limit is reading alone."""
     import torch
     from safetensors.torch import save_file
 
@@ -300,7 +300,7 @@ def measure_load(runs: int) -> Figure:
 
 
 def time_reads(path: Path) -> float:
-    """Seconds that the readers of weights take to read a file into their pinned buffers, and do nothing else."""
+    """Seconds that the weights' readers take to read a file into their pinned buffers alone."""
     import torch
 
     from atom.weights.stream import BUFFER, MAX_READERS, READER_BUFFERS
@@ -324,7 +324,7 @@ def time_reads(path: Path) -> float:
 
 
 def measure_starts(figures: Sequence[Figure], runs: int) -> None:
-    """Cold and warm, in turns."""
+    """Measure cold and warm starts in turns."""
     with checkpoint(LARGE_MODEL) as model:
         for _ in range(runs):
             with tempfile.TemporaryDirectory() as folder:
@@ -335,7 +335,7 @@ def measure_starts(figures: Sequence[Figure], runs: int) -> None:
 
 
 def time_start(model: Path, folder: Path) -> float:
-    """Seconds from exec to the first token on stdout; what is cached is cached in this folder."""
+    """Seconds from exec to the first token on stdout, with all caches in this folder."""
     command = [
         sys.executable, "-m", "atom.cli", "job=generate", f"checkpoint={model}", "load_dummy=true",
         f"cache={folder}/cache", f"prompts={[PROMPT]}", "sampling.temperature=0", "sampling.ignore_eos=true",
@@ -358,7 +358,7 @@ def time_start(model: Path, folder: Path) -> float:
 
 
 def tell(name: str, figure: Figure) -> None:
-    """A line on stderr as soon as a row is measured."""
+    """Print a figure to stderr as soon as it is measured."""
     values = ", ".join(map(number, figure.values))
     limit = "" if figure.limit is None else f", limit {number(figure.limit)}"
     phases = figure.details.get("phases", {})
@@ -374,7 +374,7 @@ def find_commit() -> str:
 
 
 def write_section(about: dict[str, Any], figures: Sequence[Figure]) -> str:
-    """The table in Markdown, with what it was measured on."""
+    """Write the table in Markdown, with the machine and the versions."""
     limits, versions = about["limits"], ", ".join(f"{name} {each}" for name, each in about["versions"].items())
     return (
         f"{about['hardware']}, {about['date']}; {versions}, commit {about['commit']}; `{about['command']}`. "
@@ -402,7 +402,7 @@ def number(value: float) -> str:
 
 
 def replace_section(text: str, section: str) -> str:
-    """The text with the section between its marks."""
+    """Replace the section between its marks in a text."""
     assert text.count(BEGIN) == text.count(END) == 1, f"the text has no place between {BEGIN!r} and {END!r}"
     return re.sub(f"(?<={BEGIN}).*(?={END})", lambda _: f"\n{section}\n", text, flags=re.DOTALL)
 

@@ -1,4 +1,6 @@
-"""The HTTP process under load, on a core of its own; the client and the engine, a stub but for `cpu`, share another.
+"""Benchmark the HTTP process under load.
+
+It has a core of its own; the client and the engine, a stub but for `cpu`, share another.
 
 throughput   tokens/s that 256 streams get, of an engine that emits more than that
 latency      from the stub's emission to the client's receipt, 64 streams of 50 tokens/s
@@ -53,19 +55,19 @@ class Server(NamedTuple):
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines) if "#" not in name}
 
     def cpu_seconds(self) -> float:
-        """User and system, of all its threads."""
+        """User and system seconds of all its threads."""
         threads = Path(f"/proc/{self.pid}/task").glob("*/schedstat")
         return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 class Client(asyncio.Protocol):
-    """One connection and one request on it; what is received is noted and not read further."""
+    """One connection with one request; received data is timed and not parsed."""
 
     def __init__(self, request: bytes, has_clock: bool, marker: bytes) -> None:
         self.request, self.has_clock, self.marker = request, has_clock, marker
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.num_events, self.first, self.last, self.status = 0, 0.0, 0.0, 0
-        self.delays: list[tuple[float, float]] = []  # when it was emitted, seconds until it was received
+        self.delays: list[tuple[float, float]] = []  # time of emission, seconds until receipt
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -113,7 +115,7 @@ async def connect(server: Server, num: int, request: bytes, *, has_clock: bool =
 
 
 async def stream(server: Server, num: int, tokens: int, **options: Any) -> list[Client]:
-    """The ended clients of so many streams at once."""
+    """Run so many streams at once; their ended clients."""
     request = options.pop("request", None) or completion(tokens)
     clients = await connect(server, num, request, marker=options.pop("marker", b'"text":"'), **options)
     await asyncio.gather(*(client.ended for client in clients))
@@ -125,7 +127,7 @@ async def stream(server: Server, num: int, tokens: int, **options: Any) -> list[
 
 @contextlib.contextmanager
 def serve(overrides: list[str], stub: dict[str, Any] | None) -> Iterator[Server]:
-    """A server whose HTTP process is alone on the first core."""
+    """Run a server whose HTTP process is alone on the first core."""
     start = [str(STUB), json.dumps(stub)] if stub is not None else ["-m", "atom.cli", "job=serve"]
     stated = ["serve.http.host=127.0.0.1", "serve.http.port=0", *overrides]
     cores = sorted(os.sched_getaffinity(0))
@@ -135,7 +137,7 @@ def serve(overrides: list[str], stub: dict[str, Any] | None) -> Iterator[Server]
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},  # two threads that wait for each other on one core wait long
+            env=os.environ | {"OMP_NUM_THREADS": "1"},  # two threads on one core would wait long for each other
         )
         try:
             end = time.monotonic() + START_SECONDS
@@ -199,7 +201,7 @@ def measure_cpu(seconds: float) -> dict[str, float]:
 
 
 async def streamed_chat(server: Server, num: int, request: bytes) -> dict[str, float]:
-    """CPU time for an event, from when the last stream has begun: what it takes to begin one is no token's."""
+    """CPU time per event after the last stream has begun, since the beginning of a stream is not a token's cost."""
     clients = await connect(server, num, request, marker=b'"delta":{"content":"')
     while not all(client.num_events for client in clients):
         await asyncio.sleep(0.02)
@@ -238,7 +240,7 @@ def measure_queue(seconds: float) -> dict[str, float]:
         for _ in range(num_waves):
             told.append(uvloop.run(wave(server)))
         after = resident(server)
-    # the first waves find the size of the heap, which Python keeps; what counts is that it stays
+    # the first waves grow the heap, which Python keeps; after them it must not grow
     grown = max(told[num_early:]) - max(told[:num_early])
     return {"value": grown, "after_mib": after} | {f"full_{place}_mib": each for place, each in enumerate(told, 1)}
 

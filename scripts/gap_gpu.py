@@ -1,4 +1,6 @@
-"""How long a GPU waits for the host before a step of decodes, on the GPU's own timeline.
+"""Measure how long a GPU waits for the host before a decode step.
+
+The time is taken on the GPU's own timeline.
 
 Qwen3-0.6B's config with random weights and a tokenizer made here, the engine in a process of its own as under
 `job=serve`. 64 clients ask again as soon as they have an answer: prompts of 16 to 256 tokens, top-p sampling, answers
@@ -37,15 +39,15 @@ from atom.serve.engine.client import EngineClient, State
 from atom.serve.engine.process import WORKER, EngineProcess
 
 CONFIG = Path(__file__).parents[1] / "tests" / "configs" / "qwen3_0.6b.json"
-FIRST, LAST, OF_PROMPTS = "_prepare", "_draw", "_prefill"  # kernels of a step; the last only where there are prompts
+FIRST, LAST, OF_PROMPTS = "_prepare", "_draw", "_prefill"  # kernels of a step; the last one only with prompts
 NUM_ROWS = 64
 MIN_STEPS = 1000  # of decodes alone
 MAX_MEDIAN, MAX_P99 = 20.0, 60.0  # µs
-EVERY_EOS = 1000  # tokens of which one is an eos
+EVERY_EOS = 1000  # one of so many tokens is an eos
 STOP = "zo"  # in one of 338 words
-LOOK_SECONDS = 0.005  # between two looks of a client: it wakes for some tokens at once, to keep up with the engine
+LOOK_SECONDS = 0.005  # between two polls of a client: it takes several tokens at once, to keep up with the engine
 WARM_SECONDS = 2.0
-REST_SECONDS = 0.5  # after a trace: what came in while it was written
+REST_SECONDS = 0.5  # after a trace, for requests that arrived while it was written
 TIMES = {
     "ms_a_step_without_profiler": "a step, without the profiler",
     "ms_a_step": "a step, with it",
@@ -55,12 +57,12 @@ REASONS = ("eos", "stop_sequence", "max_tokens", "abort")
 
 
 class Step(NamedTuple):
-    """A step that followed another one; times in µs."""
+    """A step after another one; times in µs."""
 
     start: float  # of its first kernel
     span: float  # from there to the end of its last one
-    idle: float  # in which nothing ran since the last kernel of the step before
-    before_others: float  # of it, up to what else ran between the two steps
+    idle: float  # when nothing ran since the last kernel of the previous step
+    before_others: float  # of it, before other activities between the two steps
     has_prompts: bool
 
 
@@ -93,7 +95,7 @@ def main() -> int:
 
 
 def save_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
-    """A config.json, with many tokens that end an answer, and a byte-level tokenizer: 256 bytes, then words."""
+    """Save a config.json with many eos tokens, and a byte-level tokenizer: 256 bytes, then words."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     size = config["vocab_size"]
@@ -110,7 +112,7 @@ def save_checkpoint(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 async def trace_traffic(config: Config, num_traces: int, seconds: float) -> tuple[list[Path], dict[str, Any]]:
-    """The traces of an engine under load, and what its requests ended by and its steps took without the profiler."""
+    """Trace an engine under load; the traces, and its finish reasons and step times without the profiler."""
     engine, client = EngineProcess(WORKER), EngineClient(config)
     reasons: Counter[str] = Counter()
     try:
@@ -141,7 +143,7 @@ async def trace_traffic(config: Config, num_traces: int, seconds: float) -> tupl
 
 
 async def ask(client: EngineClient, chance: random.Random, vocab: int, reasons: Counter[str]) -> None:
-    """One client: a request after the other."""
+    """Run one client: one request after the other."""
     for number in itertools.count():
         prompt = [chance.randrange(vocab) for _ in range(chance.randint(16, 256))]
         stops = [STOP] if chance.random() < 0.5 else None
@@ -160,7 +162,7 @@ async def ask(client: EngineClient, chance: random.Random, vocab: int, reasons: 
 
 
 async def time_steps(client: EngineClient, seconds: float) -> float:
-    """ms a step, between two heartbeats, which say how many there were."""
+    """Milliseconds per step, from the counts of two heartbeats."""
 
     async def next_beat() -> tuple[float, int]:
         before = client.stats
@@ -180,7 +182,7 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def read_steps(trace: Mapping[str, Any]) -> list[Step]:
-    """The whole steps of a Chrome trace that follow another one that drew tokens."""
+    """The complete steps of a Chrome trace that follow another step that drew tokens."""
     events = [read_event(event) for event in trace["traceEvents"] if event.get("cat") in ON_DEVICE]
     steps: list[Step] = []
     first: Event | None = None  # of the step that has begun
@@ -203,7 +205,7 @@ def read_steps(trace: Mapping[str, Any]) -> list[Step]:
 
 
 def measure_gap(last: Event, between: Sequence[Event], first: Event) -> tuple[float, float]:
-    """µs in which nothing ran between two kernels, and those up to the first activity."""
+    """µs when nothing ran between two kernels, in all and up to the first activity."""
     end, waits = last.stop, []
     for event in (*between, first):
         waits.append(max(event.start - end, 0.0))
@@ -212,7 +214,7 @@ def measure_gap(last: Event, between: Sequence[Event], first: Event) -> tuple[fl
 
 
 def measure(traced: Sequence[Sequence[Step]]) -> dict[str, Any]:
-    """Of all traces: their steps, and the gaps before those of decodes alone, in µs."""
+    """Summarize all traces: the steps, and the gaps before steps of decodes alone, in µs."""
     steps = [step for trace in traced for step in trace]
     decodes = [step for step in steps if not step.has_prompts]
     told: dict[str, Any] = {"num_steps": len(steps), "num_decode_steps": len(decodes), "gaps_us": {}}
@@ -229,7 +231,7 @@ def measure(traced: Sequence[Sequence[Step]]) -> dict[str, Any]:
 
 
 def find_missed(told: Mapping[str, Any]) -> list[str]:
-    """What does not hold, in words."""
+    """The missed bounds, in words."""
     idle, reasons = told["gaps_us"].get("idle", {}), told.get("ended_by")
     bounds = {
         f"{MIN_STEPS} steps of decodes alone are traced": told["num_decode_steps"] >= MIN_STEPS,

@@ -1,4 +1,6 @@
-"""An engine under load: what it holds when it is idle again must not grow, and nobody's tokens depend on the others.
+"""Soak an engine under load, and check that nothing leaks.
+
+What it holds when it is idle again must not grow, and nobody's tokens depend on the others.
 
     python scripts/soak_gpu.py 6
 
@@ -51,12 +53,12 @@ WAYS: list[dict[str, Any]] = [
 
 
 class Held(NamedTuple):
-    """What an idle engine holds."""
+    """The resources that an idle engine holds."""
 
     blocks: int
     slots: int
     device: int  # bytes of live tensors
-    reserved: int  # bytes that torch has of the device
+    reserved: int  # bytes that torch has reserved on the device
     host: int  # bytes of this process
 
 
@@ -86,7 +88,7 @@ def make_request(chance: random.Random) -> tuple[list[int], SamplingParams]:
 
 
 class Sample:
-    """So many of all that are offered, each as likely as any other (Vitter 1985, algorithm R)."""
+    """A uniform sample of fixed size of all that are offered (Vitter 1985, algorithm R)."""
 
     def __init__(self, size: int, chance: random.Random) -> None:
         self.kept: list[Sequence] = []
@@ -101,7 +103,7 @@ class Sample:
 
 
 def run_round(engine: LLMEngine, seconds: float, chance: random.Random, sample: Sample) -> tuple[int, int]:
-    """A load for some seconds, and its end: how many sequences came, and how many ended."""
+    """Run a load for some seconds and drain it; the numbers of sequences submitted and ended."""
     running: set[str] = set()
     num_came = num_ended = 0
     end = time.monotonic() + seconds
@@ -123,7 +125,7 @@ def run_round(engine: LLMEngine, seconds: float, chance: random.Random, sample: 
 
 
 def num_other_than_alone(folder: Path, sample: list[Sequence], fields: dict[str, Any]) -> int:
-    """How many have other tokens by themselves, no step ahead and no prefix found."""
+    """Count the sequences that have other tokens when run alone, without run-ahead and prefix hits."""
     engine = LLMEngine(str(folder), **{**FIELDS, **fields})
     engine._engine.runner.run_ahead = engine._engine.scheduler._run_ahead = 0
     num_other = 0

@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tokenize
 import types
 from collections.abc import Callable
 from dataclasses import replace
@@ -304,3 +305,19 @@ def test_readme_has_the_commands_that_people_begin_with():
 def test_a_command_that_is_wrong_would_be_noticed(line: str, here: Path):
     with pytest.raises((AssertionError, SystemExit)):
         run_line(line, here)
+
+
+def test_every_name_in_the_glossary_is_one_of_the_sources():
+    names = {
+        token.string
+        for path in (ROOT / "atom").rglob("*.py")
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        if token.type == tokenize.NAME
+    }
+    spans = re.findall(r"`([^`]+)`", (ROOT / "docs/glossary.md").read_text())
+    assert len(spans) > 100
+    for span in spans:
+        if "/" in span:
+            assert (ROOT / span).exists() or (ROOT / "atom" / span).exists(), f"there is no file {span}"
+        else:
+            assert set(re.findall(r"[^\W\d]\w*", span)) <= names, f"nothing is called {span}"

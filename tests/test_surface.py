@@ -23,6 +23,7 @@ from atom.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "atom").rglob("*.py"))
+SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 
 PUBLIC = """
 ArtifactError AtomError CapacityError CheckpointError ConfigError EngineDeadError LLMEngine PassError RequestError
@@ -247,6 +248,13 @@ def test_imports_go_down_only(path: Path):
 def test_benchmarks_take_of_atom_only_what_is_measured():
     found = {module.split(".")[0] for path in (ROOT / "atom" / "benchmarks").glob("*.py") for module in imports(path)}
     assert found == {"benchmarks", "measurement"}
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_begins_with_a_short_line_that_says_what_it_does(path: Path):
+    first, _, rest = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")
+    assert 2 <= len(first.split()) <= 14, f"{path}: {first!r}"
+    assert not rest or rest.startswith("\n"), f"{path}: a blank line belongs behind the first one"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))

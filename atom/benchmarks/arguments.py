@@ -3,7 +3,7 @@
     args = read_arguments(["--model", "org/model", "--dataset_name=random", "--goodput", "ttft:200"])
     args.endpoint, args.base_url, args.goodput      # "/v1/completions", "http://127.0.0.1:8000", {"ttft": 200.0}
 
-What contradicts itself is refused here, before a tokenizer is loaded or a request is sent.
+Contradicting flags are refused here, before a tokenizer is loaded or a request is sent.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def make_parser() -> FlagParser:
 
 
 def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments, with texts parsed and defaults that depend on others filled in. UsageError."""
+    """Parse the arguments, and fill in defaults that depend on others. UsageError."""
     args = make_parser().read(argv)
     args.base_url = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/")
     args.endpoint = args.endpoint or ENDPOINTS.get(args.backend, "/v1/completions")

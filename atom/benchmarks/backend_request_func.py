@@ -1,12 +1,12 @@
-"""One request to a server, by the protocol of its backend, and when its tokens came.
+"""Send one request by its backend's protocol and time its tokens.
 
     request = RequestFuncInput("Once upon a time", "http://localhost:8000/v1/completions", 4, 128, "org/model")
     async with aiohttp.ClientSession() as session:
         output = await ASYNC_REQUEST_FUNCS["vllm"](request, session)
     output.success, output.ttft, output.itl, output.generated_text, output.error
 
-A time is taken once for each chunk that the socket gives, before anything in it is read. What goes wrong with a request
-is in its output's `error`; nothing is raised.
+The time is taken once for each chunk from the socket, before it is decoded. A failed request has its reason in the
+output's `error`; nothing is raised.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atom.measurement.metrics import RequestFuncOutput
 if TYPE_CHECKING:
     import aiohttp
 
-ERROR_LENGTH = 500  # characters of a server's answer that an error repeats
+ERROR_LENGTH = 500  # characters of a server's answer that an error quotes
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ async def async_request_trt_llm(request: RequestFuncInput, session: aiohttp.Clie
 
 
 async def async_request_deepspeed_mii(request: RequestFuncInput, session: aiohttp.ClientSession) -> RequestFuncOutput:
-    """POST /v1/completions of DeepSpeed-MII, which answers in one piece: only the latency is known."""
+    """POST /v1/completions of DeepSpeed-MII, which does not stream: only the latency is known."""
     payload: dict[str, Any] = {"model": request.model, "prompt": request.prompt, "max_tokens": request.output_len}
     payload |= {"temperature": 0.01, "top_p": 1.0}  # it takes no temperature of 0
     output = RequestFuncOutput(prompt_len=request.prompt_len)
@@ -148,7 +148,7 @@ async def post(
     output: RequestFuncOutput,
     read: Callable[[aiohttp.ClientResponse, float], Awaitable[None]],
 ) -> RequestFuncOutput:
-    """Send a request and let `read` fill the output; what fails becomes its error."""
+    """Send a request and have `read` fill the output; a failure becomes its error."""
     import aiohttp  # the session has it loaded
 
     body = msgspec.json.encode(payload)

@@ -1,4 +1,4 @@
-"""How fast a server answers: requests are sent to it over HTTP, their tokens timed as they stream back.
+"""Measure a server's throughput and latencies: send requests, time streamed tokens.
 
     python -m atom.benchmarks.benchmark_serving --model org/model --base-url http://localhost:8000 \\
         --dataset-name random --random-input-len 1024 --random-output-len 128 --num-prompts 1000 --ignore-eos
@@ -41,7 +41,7 @@ from atom.measurement.metrics import (
     format_table,
 )
 
-ALWAYS = 99.0  # the percentile that a result file has in any case
+ALWAYS = 99.0  # the percentile that every result file has
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
-    """The tokenizer; None where it cannot be had and is not needed, since random prompts can be token ids."""
+    """Load the tokenizer; None where it is missing and not needed, since random prompts can be token ids."""
     is_needed = args.tokenizer or args.dataset_name != "random" or args.use_chat_template or args.backend in TEXT_ONLY
     try:
         return load_tokenizer(args.tokenizer or args.model, trust_remote_code=args.trust_remote_code)
@@ -81,7 +81,7 @@ def find_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
 
 
 def sample_requests(args: argparse.Namespace, tokenizer: Tokenizer | None) -> list[SampleRequest]:
-    """Prompts and lengths, from the data set that the arguments name."""
+    """Sample prompts and lengths from the data set of the arguments."""
     rng = numpy.random.default_rng(args.seed)
     if args.dataset_name == "random":
         ratio, prefix_len = args.random_range_ratio, args.random_prefix_len
@@ -142,7 +142,7 @@ def tell_failures(outputs: Sequence[RequestFuncOutput]) -> None:
 def tell_lengths(
     args: argparse.Namespace, requests: Sequence[RequestFuncInput], outputs: Sequence[RequestFuncOutput]
 ) -> None:
-    """Say where prompts or answers were not as long as they were to be: such numbers do not compare."""
+    """Report prompts or answers of unexpected lengths: such numbers cannot be compared."""
     answered = [pair for pair in zip(requests, outputs, strict=True) if pair[1].success]
     prompts = [(asked.prompt_len, got.prompt_len) for asked, got in answered if asked.prompt_len != got.prompt_len]
     if prompts:
@@ -163,7 +163,7 @@ def make_result(
     measured: Measurement,
     metrics: BenchmarkMetrics,
 ) -> dict[str, Any]:
-    """What a result file holds. Metadata stands under its own names too, where nothing else has them."""
+    """Make the content of a result file. Metadata is under its own names too, where these are free."""
     outputs = measured.outputs
     return {
         **args.metadata,
@@ -189,7 +189,7 @@ def make_result(
 
 
 def save(args: argparse.Namespace, result: Mapping[str, Any]) -> None:
-    """Write the result file and, where the environment asks for it, its records for PyTorch's benchmark database."""
+    """Write the result file and, if the environment asks for them, records for PyTorch's benchmark database."""
     limit = f"-concurrency{args.max_concurrency}" if args.max_concurrency else ""
     model = args.model.rstrip("/").rpartition("/")[2]
     name = args.result_filename or f"{args.backend}-{args.request_rate:g}qps{limit}-{model}-{result['date']}.json"

@@ -1,11 +1,11 @@
-"""What the commands of this package share: how flags are read, how errors end them, how results are written.
+"""Shared by the benchmark commands: flags, errors, result files.
 
     parser = FlagParser("matrix", "Measures ...", usage="--model MODEL [flags]")
     parser.add_argument("--result-dir")                         # --result_dir is the same flag
     sys.exit(report("matrix", lambda: run(parser.read())))
     write_json(Path("results/a.json"), {"request_rate": math.inf})   # whole or not at all
 
-A mistake in the flags is one line and exit code 2, another error that we foresee one line and 1, Ctrl-C 130.
+A mistake in the flags is one line and exit code 2, another foreseen error one line and 1, Ctrl-C 130.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any, NoReturn
 
 
 class BenchmarkError(Exception):
-    """The measurement cannot go on: what happened, where, what to do, in one line."""
+    """The measurement has failed: what happened, where, what to do, in one line."""
 
     exit_code = 1
 
 
 class UsageError(BenchmarkError):
-    """The command line, or a file that it names, is wrong."""
+    """The command line, or a file in it, is wrong."""
 
     exit_code = 2
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that say something."""
+    """Shows only meaningful defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, False) else super()._get_help_string(action)
@@ -63,7 +63,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def report(command: str, work: Callable[[], int]) -> int:
-    """The exit code of some work; an error that we foresee is one line on stderr."""
+    """Run some work; its exit code. A foreseen error is one line on stderr."""
     try:
         code = work()
         sys.stdout.flush()
@@ -84,7 +84,7 @@ def one_line(text: str) -> str:
 
 
 def say(text: str) -> None:
-    """A line for the person who watches; results alone go to stdout."""
+    """Print a line to stderr; stdout is for results alone."""
     print(one_line(text), file=sys.stderr, flush=True)
 
 
@@ -113,7 +113,7 @@ def positive_float(text: str) -> float:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file that appears whole or not at all; an infinite number becomes the text "inf"."""
+    """Write a JSON file atomically; an infinite number becomes the text "inf"."""
     text = json.dumps(name_infinite(value), allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -137,8 +137,8 @@ def convert_to_pytorch_benchmark_format(
 ) -> list[dict[str, Any]]:
     """Results as records of PyTorch's benchmark database, one for each metric.
 
-    metrics: values by name. extra_info: what else is known of the run; its tensor_parallel_size joins the arguments.
-    Nothing unless SAVE_TO_PYTORCH_BENCHMARK_FORMAT is set in the environment, as its other producers hold it.
+    metrics: values by name. extra_info: more about the run; its tensor_parallel_size is added to the arguments.
+    Empty unless SAVE_TO_PYTORCH_BENCHMARK_FORMAT is set in the environment, as with its other producers.
     """
     if not os.environ.get("SAVE_TO_PYTORCH_BENCHMARK_FORMAT"):
         return []

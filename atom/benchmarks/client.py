@@ -1,9 +1,9 @@
-"""The client of a measurement: warms the server up, sends the requests, and asks the server what it runs on.
+"""The benchmark's client: warm up the server, send the requests, ask its hardware.
 
     measured = run_loop(measure(args, requests))        # args of read_arguments, requests as RequestFuncInput
     measured.outputs, measured.seconds, measured.hardware
 
-OPENAI_API_KEY of the environment is sent as the bearer's token.
+OPENAI_API_KEY of the environment is sent as the bearer token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LONGEST = 6 * 3600  # seconds that a request may take
-KEEP_ALIVE = 3  # seconds that a free connection is kept: servers close theirs after 5
+KEEP_ALIVE = 3  # seconds that an idle connection is kept: servers close theirs after 5
 SPARE_FILES = 64  # descriptors beside those of the connections
 
 
@@ -41,13 +41,13 @@ SPARE_FILES = 64  # descriptors beside those of the connections
 class Measurement:
     outputs: list[RequestFuncOutput]  # in the order of the requests
     seconds: float
-    hardware: str  # what the server runs on, where it says so; else what this machine is
+    hardware: str  # the server's hardware, where it says so; else that of this machine
     hardware_of: str  # server or client
-    trouble: str  # what went wrong after the requests; empty where nothing did
+    trouble: str  # errors after the requests; empty without any
 
 
 def run_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Run on uvloop where there is one: it costs half of asyncio's own loop."""
+    """Run on uvloop where it is installed: it costs half of asyncio's own loop."""
     factory = asyncio.new_event_loop
     if importlib.util.find_spec("uvloop") is not None:
         import uvloop
@@ -94,7 +94,7 @@ def open_session() -> aiohttp.ClientSession:
 
 
 async def warm_up(requests: Sequence[RequestFuncInput], send: Any) -> None:
-    """Send these, the first one alone, so that a server that cannot answer is found out early."""
+    """Send warm-up requests, the first one alone, so that a server that cannot answer fails early."""
     first = await send(requests[0])
     outputs = [first, *await asyncio.gather(*map(send, requests[1:]))] if first.success else [first]
     if failed := [output.error for output in outputs if not output.success]:
@@ -105,7 +105,7 @@ async def warm_up(requests: Sequence[RequestFuncInput], send: Any) -> None:
 
 
 async def ask_hardware(session: aiohttp.ClientSession, base_url: str) -> tuple[str, str]:
-    """The `hardware` that /version of the server tells, and "server"; else this machine, and "client"."""
+    """The `hardware` of the server's /version, and "server"; else this machine's, and "client"."""
     import aiohttp
 
     with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):  # a server need not have this route
@@ -118,7 +118,7 @@ async def ask_hardware(session: aiohttp.ClientSession, base_url: str) -> tuple[s
 
 @contextlib.asynccontextmanager
 async def profiling(session: aiohttp.ClientSession, base_url: str, troubles: list[str]) -> AsyncIterator[None]:
-    """The server's profiler runs within. Where it cannot be stopped, that becomes a trouble: the results stay."""
+    """Profile the server within this context. If the profiler cannot be stopped, that is a trouble: results stay."""
     if refused := await post_profile(session, f"{base_url}/start_profile"):
         raise BenchmarkError(f"--profile: {refused}")
     try:
@@ -129,7 +129,7 @@ async def profiling(session: aiohttp.ClientSession, base_url: str, troubles: lis
 
 
 async def post_profile(session: aiohttp.ClientSession, url: str) -> str:
-    """What is wrong, or an empty text."""
+    """POST to the profiler; the error, or an empty text."""
     import aiohttp
 
     try:
@@ -142,7 +142,7 @@ async def post_profile(session: aiohttp.ClientSession, url: str) -> str:
 
 @contextlib.contextmanager
 def untracked_past() -> Iterator[None]:
-    """Within, the garbage collector passes over what there was before: its pauses would be timed as the server's."""
+    """Freeze existing objects for the garbage collector, whose pauses would be timed as the server's."""
     gc.collect()
     gc.freeze()
     try:
@@ -152,7 +152,7 @@ def untracked_past() -> Iterator[None]:
 
 
 def allow_connections(num: int) -> None:
-    """Raise this process's limit of open files, as far as it may be. BenchmarkError where that is too low."""
+    """Raise this process's limit of open files as far as allowed. BenchmarkError where that is too low."""
     if sys.platform == "win32":
         return
     import resource

@@ -1,11 +1,11 @@
-"""Two sets of results beside each other: the ratios of what was measured alike, and a plot.
+"""Compare two sets of results: ratios of equal measurements, and a plot.
 
     python -m atom.benchmarks.compare results/before results/after --output before_after
     python -m atom.benchmarks.compare a.json b.json
-    python -m atom.benchmarks.compare results/public results/clean      # results/public_tp8_….json, no such folders
+    python -m atom.benchmarks.compare results/public results/clean      # results/public_tp8_….json: prefixes
 
-Results belong together by their names without the prefix. The table goes to stdout, and before_after.png and
-before_after.html show throughput against interactivity. Sentences below it say what keeps numbers from being compared.
+Results are matched by their names without the prefix. The table goes to stdout, and before_after.png and
+before_after.html show throughput against interactivity. Notes below the table say why numbers may not be comparable.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COLUMNS = (  # key of a result, title
 @dataclass(frozen=True)
 class Results:
     label: str
-    by_key: Mapping[str, Mapping[str, Any]]  # what a result file holds, by its name without the prefix
+    by_key: Mapping[str, Mapping[str, Any]]  # the content of each result file, by its name without the prefix
 
 
 def make_parser() -> FlagParser:
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_pair(first: str, second: str) -> tuple[Results, Results]:
-    """Two files belong together whatever their names are."""
+    """Read both sets of results; two single files are matched whatever their names are."""
     a, b = read_results(first), read_results(second)
     if Path(first).is_file() and Path(second).is_file():
         key = next(iter(a.by_key))
@@ -81,7 +81,7 @@ def read_pair(first: str, second: str) -> tuple[Results, Results]:
 
 
 def read_results(where: str) -> Results:
-    """The results of a file, of a folder, or of the files whose names begin so."""
+    """Read the results of a file, of a folder, or of the files with this prefix."""
     path = Path(where)
     if path.is_file():
         files = [path]
@@ -103,7 +103,7 @@ def read_results(where: str) -> Results:
 
 
 def read_result(path: Path, *, is_named: bool) -> Mapping[str, Any] | None:
-    """What a result file holds; None for another JSON file of a folder. UsageError where it cannot be read."""
+    """Read a result file; None for another JSON file of a folder. UsageError where it cannot be read."""
     try:
         result = json.loads(path.read_bytes())
     except ValueError as error:
@@ -127,20 +127,20 @@ def sort_key(key: str) -> tuple[Any, ...]:
 
 
 def tell_failures(a: Results, b: Results, keys: Sequence[str]) -> str:
-    """A sentence where requests failed, whose tokens and times are in no number; else an empty text."""
+    """A note where requests failed, which are in no number; else an empty text."""
     counts = [(f"{each.label} {key}", each.by_key[key].get("failed")) for each in (a, b) for key in keys]
     told = [f"{num} of {name}" for name, num in counts if num]
     return f"Requests failed, and the numbers leave them out: {', '.join(told)}." if told else ""
 
 
 def tell_undrawn(a: Results, b: Results, keys: Sequence[str]) -> str:
-    """A sentence that names the results that no plot shows; else an empty text."""
+    """A note on the results that are in no plot; else an empty text."""
     told = [f"{each.label} {key}" for each in (a, b) for key in keys if not is_drawable(each.by_key[key])]
     return f"Not drawn, since they have no median TPOT: {', '.join(told)}." if told else ""
 
 
 def tell_hardware(a: Results, b: Results, keys: Sequence[str]) -> str:
-    """A sentence where the two ran on different hardware or do not say on which; else an empty text."""
+    """A note where the two ran on different or unknown hardware; else an empty text."""
     named = [sorted({str(each.by_key[key].get("hardware") or "") for key in keys}) for each in (a, b)]
     if any("" in each for each in named):
         return "The results do not all say what hardware they ran on: the ratios may compare machines."
@@ -151,7 +151,7 @@ def tell_hardware(a: Results, b: Results, keys: Sequence[str]) -> str:
 
 
 def make_rows(a: Results, b: Results, keys: Sequence[str]) -> list[list[str]]:
-    """The table with its head: a row for each key; of each column A, B and B / A."""
+    """Make the table with its header: a row for each key; A, B and B / A of each column."""
     head = [text for _, title in COLUMNS for text in (f"{title} {a.label}", b.label, "ratio")]
     rows = [["config", *head]]
     for key in keys:
@@ -175,7 +175,7 @@ def is_drawable(result: Mapping[str, Any]) -> bool:
 
 
 def make_series(results: Results, keys: Sequence[str]) -> list[Series]:
-    """A line for each tensor-parallel size and pair of lengths, its points in the order of concurrency."""
+    """Make a series for each tensor-parallel size and pair of lengths, its points by concurrency."""
     lines: dict[tuple[str, str], list[Point]] = {}
     for key in keys:
         result, match = results.by_key[key], NAME.fullmatch(key)

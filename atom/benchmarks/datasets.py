@@ -1,4 +1,4 @@
-"""Prompts and answer lengths from the data sets that servers are usually measured with.
+"""Sample prompts and answer lengths from ShareGPT, Sonnet, BurstGPT or Hugging Face.
 
     rng = numpy.random.default_rng(0)
     sample_sharegpt(rng, form, 100, read_sharegpt(Path("ShareGPT.json")), output_len=None)
@@ -6,8 +6,8 @@
     sample_burstgpt(rng, form, 100, Path("BurstGPT.csv"))
     sample_sharegpt(rng, form, 100, read_hf("org/conversations", subset=None, split=None), output_len=None)
 
-Each yields at most as many requests as asked for; a data set with fewer usable entries says so. random_dataset.py makes
-prompts of nothing.
+Each function gives at most as many requests as asked for, and says so where a data set has fewer usable entries.
+Prompts that need no data set are in random_dataset.py.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from atom.measurement.conversations import (
     read_entry,
 )
 
-NUM_READ = 5  # entries of a data set that are read for each request, to have enough that are usable
+NUM_READ = 5  # entries read for each request, so that enough are usable
 SONNET_TASK = "Pick as many lines as you can from these poem lines:\n"
 
 
@@ -44,7 +44,7 @@ def sample_sharegpt(
     *,
     output_len: int | None,
 ) -> list[SampleRequest]:
-    """Prompts in a random order, without the very short and the very long. output_len: in place of the answers' own."""
+    """Sample prompts in random order, without very short and very long ones. output_len: replaces the answers' own."""
     requests: list[SampleRequest] = []
     for at in rng.permutation(len(conversations)):
         prompt, answer = conversations[at]
@@ -71,7 +71,7 @@ def sample_sonnet(
     output_len: int,
     prefix_len: int,
 ) -> list[SampleRequest]:
-    """Lines of a poem, of about input_len tokens; the first ones, of about prefix_len, are the same in all prompts."""
+    """Make prompts of a poem's lines, about input_len tokens; the first prefix_len are the same in all prompts."""
     lines = [line + "\n" for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise UsageError(f"{path} has no lines")
@@ -94,7 +94,7 @@ def sample_sonnet(
 
 
 def sample_burstgpt(rng: numpy.random.Generator, form: PromptForm, num: int, path: Path) -> list[SampleRequest]:
-    """Random prompts with the lengths of a trace of GPT-4's users."""
+    """Make random prompts with the lengths of a trace of GPT-4's users."""
     with path.open(newline="", encoding="utf-8") as file:
         rows = csv.DictReader(file)
         names = ("Model", "Request tokens", "Response tokens")
@@ -112,9 +112,9 @@ def sample_burstgpt(rng: numpy.random.Generator, form: PromptForm, num: int, pat
 
 
 def read_hf(name: str, *, subset: str | None, split: str | None, num: int) -> list[Conversation]:
-    """Conversations of a data set on the hub, or in a folder or file of JSON, CSV or Parquet here.
+    """Read conversations of a data set on the hub, or of a local folder or file of JSON, CSV or Parquet.
 
-    Reads no more than it takes to find `num` of them, with some to choose from.
+    Only as many entries are read as it takes to find `num` usable ones, with some to choose from.
     """
     return list(itertools.islice(read_hf_entries(name, subset=subset, split=split), NUM_READ * num))
 

@@ -1,10 +1,12 @@
-"""A result file for each tensor-parallel size, input length, output length and concurrency.
+"""Measure every tensor-parallel size, input length, output length and concurrency.
+
+Each case has a result file.
 
     python -m atom.benchmarks.matrix --model org/model --tp 1 8 --input-len 1024 8192 --output-len 1024 \\
         --concurrency 4 8 16 32 --result-dir results --server-args="--kv_cache_dtype fp8"
 
-A server is started for each tensor-parallel size that has something left to measure, and stopped after it. Results that
-are there already stay, so that an interrupted matrix goes on where it was; one with failed requests is measured anew.
+A server is started for each tensor-parallel size with cases left to measure, and stopped after it. Existing results are
+kept, so that an interrupted matrix continues where it was; a result with failed requests is measured again.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ def read_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def join_texts(argv: Sequence[str]) -> list[str]:
-    """Lets the text after --server-args begin with a dash, which would be taken for a flag."""
+    """Allow the text after --server-args to begin with a dash, which would be taken for a flag."""
     joined: list[str] = []
     for word in argv:
         if joined and joined[-1].replace("_", "-") in ("--server-args", "--bench-args"):
@@ -96,7 +98,7 @@ def join_texts(argv: Sequence[str]) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure what is left, show all that there is. Exit code 1 where something could not be measured whole."""
+    """Measure the cases that are left, and show all results. Exit code 1 where a case could not be fully measured."""
     choices = itertools.product(args.tp, args.input_len, args.output_len, args.concurrency)
     cases = [Case(*choice) for choice in dict.fromkeys(choices)]
     with ending_on_sigterm():
@@ -111,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def ending_on_sigterm() -> Iterator[None]:
-    """Within, SIGTERM unwinds the stack, so that the server is stopped on the way out."""
+    """Within this context, SIGTERM unwinds the stack, so that the server is stopped."""
 
     def end(signum: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + signum)
@@ -124,7 +126,7 @@ def ending_on_sigterm() -> Iterator[None]:
 
 
 def measure_size(args: argparse.Namespace, tp: int, cases: Sequence[Case]) -> list[str]:
-    """Measure the cases of one tensor-parallel size. What could not be measured, a line each."""
+    """Measure the cases of one tensor-parallel size; a line for each that failed."""
     own = [case for case in cases if case.tp == tp]
     left = [case for case in own if not is_whole(read_result(path_of(args, case)))]
     if len(left) < len(own):
@@ -152,7 +154,7 @@ def measure_size(args: argparse.Namespace, tp: int, cases: Sequence[Case]) -> li
 
 
 def measure_case(args: argparse.Namespace, case: Case, url: str) -> str:
-    """Run one measurement in a process of its own; what is wrong with it, or an empty text."""
+    """Run one measurement in its own process; the error, or an empty text."""
     num_prompts = args.num_prompts_per_concurrency * case.concurrency
     flags = {
         "--model": args.model,
@@ -196,7 +198,7 @@ def path_of(args: argparse.Namespace, case: Case) -> Path:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """What a result file holds; nothing where there is none, or one that is not whole."""
+    """Read a result file; empty where it is missing or incomplete."""
     try:
         result = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -205,7 +207,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def is_whole(result: Mapping[str, Any]) -> bool:
-    """Whether it is a result, and of all its requests."""
+    """Whether it is a result of all its requests."""
     return bool(result) and not result.get("failed")
 
 

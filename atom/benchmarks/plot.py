@@ -1,10 +1,10 @@
-"""Throughput against interactivity, as a PNG and as one HTML file that needs nothing from outside.
+"""Plot throughput against interactivity, as PNG and as self-contained HTML.
 
     series = [Series("input 1024, output 1024", "before tp8", (Point(95.0, 410.0, "c4"), Point(70.0, 620.0, "c8")))]
     draw_png(series, Path("compare.png"))
     write_html(series, rows, "after against before", ["The hardware differs."], Path("compare.html"))
 
-Interactivity is what one user sees, tokens a second; throughput what a GPU gives to all of them.
+Interactivity is tokens per second for one user; throughput is a GPU's for all users.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Point(NamedTuple):
 
 
 class Series(NamedTuple):
-    panel: str  # what is drawn into one plot
+    panel: str  # the plot that it is drawn in
     label: str
     points: tuple[Point, ...]
 
@@ -59,7 +59,7 @@ def draw_png(series: Sequence[Series], path: Path) -> None:
 def write_html(
     series: Sequence[Series], rows: Sequence[Sequence[str]], title: str, notes: Sequence[str], path: Path
 ) -> None:
-    """rows: the table, its head first. notes: sentences above it."""
+    """rows: the table, its header first. notes: sentences above it."""
     head, *body = [[html.escape(cell) for cell in row] for row in rows]
     lines = [f"<tr><th>{'</th><th>'.join(head)}</th></tr>"]
     lines += [f"<tr><td>{'</td><td>'.join(cells)}</td></tr>" for cells in body]
@@ -69,7 +69,7 @@ def write_html(
 
 
 def draw_svg(series: Sequence[Series]) -> str:
-    """An <svg> element to stand in a page."""
+    """Draw an <svg> element to embed in a page."""
     import matplotlib
 
     file = io.StringIO()

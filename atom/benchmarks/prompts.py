@@ -1,4 +1,4 @@
-"""How a text becomes the prompt that is sent, and how many tokens the server will count in it.
+"""Turn a text into the prompt that is sent, and count its tokens.
 
 form = PromptForm(tokenizer, is_chat=False, use_chat_template=True)
 form.word("Hello")          # "<|user|>Hello<|assistant|>": what is sent
@@ -23,13 +23,13 @@ class SampleRequest:
 class PromptForm:
     tokenizer: Tokenizer
     is_chat: bool = False  # the server puts the text into its chat template
-    use_chat_template: bool = False  # we do
+    use_chat_template: bool = False  # the client does
 
     def word(self, text: str) -> str:
         return self.tokenizer.apply_template(text) if self.use_chat_template else text
 
     def count(self, text: str) -> int:
-        """A template alone says which special tokens there are; around any other text the server puts its own."""
+        """The tokens of a prompt; a template has its special tokens, the server adds its own to any other text."""
         if self.is_chat and self.tokenizer.has_template:
             return len(self.tokenizer.encode(self.tokenizer.apply_template(text), add_special_tokens=False))
         return len(self.tokenizer.encode(self.word(text)))

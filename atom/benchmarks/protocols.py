@@ -1,12 +1,13 @@
-"""What a server's events say: the text of a token, how many tokens there were, that the answer has ended.
+"""Decode the events of OpenAI's, TGI's, TensorRT-LLM's and DeepSpeed-MII's protocols.
 
     progress = Progress()
     read_completion(b'{"choices": [{"text": " time", "finish_reason": null}]}', progress)     # " time"
     read_completion(b'{"choices": [], "usage": {"completion_tokens": 7}}', progress)          # None
     progress.output_tokens                                                                    # 7
 
-A reader decodes only the fields that it needs. It raises ProtocolError where the server reports an error, and
-msgspec.MsgspecError or UnicodeDecodeError where an event is no JSON or of another shape.
+A reader decodes only the fields that it needs, and counts tokens and notes the end in `Progress`. It raises
+ProtocolError where the server reports an error, and msgspec.MsgspecError or UnicodeDecodeError where an event is no
+JSON or has another form.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import msgspec
 
 
 class ProtocolError(Exception):
-    """A server answered with an error, or not to the end."""
+    """A server's answer is an error, or incomplete."""
 
 
 @dataclass(slots=True)
@@ -103,7 +104,7 @@ def read_openai(data: bytes, progress: Progress) -> Choice | None:
 
 
 def read_completion(data: bytes, progress: Progress) -> str | None:
-    """An event that neither ends the answer nor has text is a token whose text is not whole yet, or is empty."""
+    """The text of a token; "" for an event without text that does not end the answer: a token of incomplete text."""
     choice = read_openai(data, progress)
     if choice is None or (not choice.text and choice.finish_reason is not None):
         return None
@@ -111,7 +112,7 @@ def read_completion(data: bytes, progress: Progress) -> str | None:
 
 
 def read_chat(data: bytes, progress: Progress) -> str | None:
-    """An event without text tells the role or the end, and is no token."""
+    """The text of a token; an event without text has the role or the end, and is no token."""
     choice = read_openai(data, progress)
     if choice is None or choice.delta is None:
         return None
@@ -132,7 +133,7 @@ def read_tgi(data: bytes, progress: Progress) -> str | None:
 
 
 def read_trt_llm(data: bytes, progress: Progress) -> str | None:
-    """The stream has no mark of its end: the response ends whole, or the client library says that it did not."""
+    """The text of a token. The stream has no end mark: the client library reports an incomplete response."""
     event = decode_trt(data)
     check_error(event.error)
     progress.is_ended = event.text_output is not None
@@ -140,7 +141,7 @@ def read_trt_llm(data: bytes, progress: Progress) -> str | None:
 
 
 def read_mii(body: bytes, progress: Progress) -> str:
-    """The text of an answer in one piece, of its OpenAI server or of its own."""
+    """The text of a whole answer, from MII's OpenAI server or its own."""
     answer = decode_mii(body)
     if answer.usage is not None:
         take_usage(answer.usage, progress)

@@ -1,11 +1,11 @@
-"""Random prompts of exactly as many tokens as asked for, as the server counts them.
+"""Random prompts of an exact length, as the server counts tokens.
 
     form = PromptForm(tokenizer)
     lengths = draw_lengths(rng, 1000, 1024, range_ratio=0.8)                # from 819 to 1024
     sample_random(rng, form, lengths, outputs, prefix_len=0)
 
-Text made of random tokens seldom comes back as the same tokens, so that a prompt of 1024 of them is counted as 1000 or
-1100. So tokens are added or taken away until the count is right.
+Text of random tokens is seldom encoded to the same tokens: a prompt of 1024 may be counted as 1000 or 1100. So tokens
+are added or removed until the count is right.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from atom.benchmarks.tokenizer import Tokenizer
 
 Ids = NDArray[numpy.int64]
 
-NUM_TRIED = 4096  # tokens of the vocabulary that are looked at
-NUM_STEPS = 20  # until another prompt is begun
-NUM_PROMPTS = 5  # until the nearest is taken
+NUM_TRIED = 4096  # tokens of the vocabulary that are tried
+NUM_STEPS = 20  # corrections until another prompt is tried
+NUM_PROMPTS = 5  # prompts tried until the nearest is taken
 SMALL_VOCABULARY = 1000  # ids that any model has
 
 
 def draw_lengths(rng: numpy.random.Generator, num: int, length: int, *, range_ratio: float) -> list[int]:
-    """Uniform from length × range_ratio to length, both included: at a ratio of 1 all are equal."""
+    """Draw lengths uniformly from length × range_ratio to length, both included: at a ratio of 1 all are equal."""
     lowest = max(1, int(length * range_ratio))
     return [int(each) for each in rng.integers(lowest, length + 1, size=num)]
 
@@ -43,7 +43,7 @@ def sample_random(
     *,
     prefix_len: int = 0,
 ) -> list[SampleRequest]:
-    """Prompts of prefix_len + input_lens tokens; the prefix is the same text in all of them."""
+    """Make prompts of prefix_len + input_lens tokens; the prefix is the same text in all of them."""
     ids = find_stable_ids(rng, form.tokenizer)
     prefix = form.tokenizer.decode(rng.choice(ids, prefix_len).tolist()) if prefix_len else ""
     requests = []
@@ -59,8 +59,8 @@ def sample_random(
 
 
 def make_prompt(rng: numpy.random.Generator, form: PromptForm, ids: Ids, prefix: str, wanted: int) -> tuple[str, int]:
-    """A random text that the server counts `wanted` tokens in, or nearly so, and how many it counts."""
-    own = form.count(prefix)  # what the template and the prefix take
+    """Make a random text of `wanted` tokens, or nearly so, as the server counts; the text and its count."""
+    own = form.count(prefix)  # the tokens of the template and the prefix
     if own >= wanted:
         raise UsageError(f"{wanted} tokens are too few for a prompt: the template and the prefix alone take {own}")
     nearest = ("", -wanted)
@@ -79,7 +79,7 @@ def make_prompt(rng: numpy.random.Generator, form: PromptForm, ids: Ids, prefix:
 
 
 def find_stable_ids(rng: numpy.random.Generator, tokenizer: Tokenizer) -> Ids:
-    """Tokens that, written twice in a row, are read as themselves: text made of them mostly keeps its tokens."""
+    """Find tokens that, repeated, are encoded as themselves: text made of them mostly keeps its tokens."""
     plain = [each for each in range(tokenizer.vocab_size) if each not in tokenizer.added_ids]
     tried = rng.permutation(plain)[:NUM_TRIED].tolist()
     stable = [
@@ -107,7 +107,7 @@ def sample_random_ids(
 
 
 def find_vocab_size(model: str) -> int:
-    """What the config.json of a folder says, else as many ids as any model has."""
+    """The vocabulary's size in the config.json of a folder, else a size that every model has."""
     path = Path(model) / "config.json"
     if not path.is_file():
         return SMALL_VOCABULARY

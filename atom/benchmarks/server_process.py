@@ -1,10 +1,12 @@
-"""A server of our own for as long as a block lasts: started on a free port, waited for, stopped.
+"""Run a server for the length of a `with` block.
+
+It is started on a free port, waited for, and stopped.
 
     command = make_command(DEFAULT_SERVER, model="org/model", port=8123, tp=2, extra=["--level", "1"])
     with running_server(command, "http://127.0.0.1:8123", log=Path("server.log"), health_timeout=1200) as server:
         is_alive(server)
 
-It has a process group of its own, so that stopping it ends it and what it started, and nothing else.
+It has its own process group, so that stopping it ends all that it started, and nothing else.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from atom.benchmarks.benchmark_utils import BenchmarkError, UsageError, say
 DEFAULT_SERVER = f"{shlex.quote(sys.executable)} -m atom.entrypoints.openai_server"
 GRACE = 30.0  # seconds from SIGTERM to SIGKILL
 POLL = 0.25  # seconds between looks at /health
-LOG_TAIL = 300  # characters of the log that an error repeats
+LOG_TAIL = 300  # characters of the log that an error quotes
 
 Server = subprocess.Popen[bytes]
 
 
 def make_command(template: str, *, model: str, port: int, tp: int, extra: Sequence[str] = ()) -> list[str]:
-    """The server's command line: {model}, {port} and {tp} of a template filled in.
+    """Make the server's command line: fill in {model}, {port} and {tp} of a template.
 
     A template without {port} is taken for a server with ROCm/ATOM's flags, which are added.
     """
@@ -59,7 +61,7 @@ def find_free_port() -> int:
 def running_server(
     command: Sequence[str], url: str, *, log: Path, health_timeout: float, grace: float = GRACE
 ) -> Iterator[Server]:
-    """A server that is ready. Its output goes to the file `log`.
+    """Run a server and wait until it is ready. Its output goes to the file `log`.
 
     health_timeout: seconds until /health has to answer 200. BenchmarkError where it does not, or the server dies first.
     """
@@ -81,7 +83,7 @@ def wait_until_ready(server: Server, url: str, log: Path, health_timeout: float)
     started = time.monotonic()
     while True:
         is_ready = answers_health(url)
-        if not is_alive(server):  # another may answer in its place
+        if not is_alive(server):  # another server may answer on the port
             raise BenchmarkError(f"the server ended with {server.returncode} before it was ready: {read_tail(log)}")
         if is_ready:
             break
@@ -112,13 +114,13 @@ def stop(server: Server, grace: float) -> None:
             server.wait(grace)
     except subprocess.TimeoutExpired:
         say(f"the server did not end within {grace:g} s of SIGTERM: killed")
-    finally:  # whatever interrupts the wait
+    finally:  # also where the wait is interrupted
         with contextlib.suppress(ProcessLookupError):  # all of the group have ended
             os.killpg(server.pid, signal.SIGKILL)
         server.wait()
 
 
 def read_tail(log: Path) -> str:
-    """The end of a log, and where the rest is."""
+    """The end of a log, and the path of the rest."""
     lines = log.read_text(errors="replace").strip()[-LOG_TAIL:]
     return f"{lines or 'it said nothing'} (all of it in {log})"

@@ -1,17 +1,19 @@
-"""Server-sent events from raw chunks, at the speed of a load generator: most chunks are one whole event.
+"""Parse server-sent events from raw chunks, as fast as a load generator needs.
+
+Most chunks are one whole event.
 
     reader = EventReader()
     reader.feed(b'data: {"a"')          # []
     reader.feed(b': 1}\\n\\ndata: x\\n\\n')   # [b'{"a": 1}', b'x']
 
-Only the data of an event is given; comments (": keep-alive") and other fields are passed over.
+Only the data of an event is returned; comments (": keep-alive") and other fields are skipped.
 """
 
 from __future__ import annotations
 
 
 class EventReader:
-    """Cuts a byte stream at blank lines. Holds back what is not ended yet."""
+    """Splits a byte stream at blank lines; an incomplete event is held back."""
 
     def __init__(self) -> None:
         self._rest = b""

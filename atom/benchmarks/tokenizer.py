@@ -1,10 +1,10 @@
-"""The tokenizer of the model under test, without torch.
+"""Load the tokenizer of the model under test, without torch.
 
     tokenizer = load_tokenizer("org/model")             # a folder or a hub id
-    tokenizer.encode("Hello")                           # token ids, with those put around every text (BOS, mostly)
+    tokenizer.encode("Hello")                           # token ids, with those around every text (mostly BOS)
     tokenizer.apply_template("Hello")                   # the prompt of a chat with this one message
 
-Where there is no tokenizer.json, only transformers' AutoTokenizer can read what there is, and that loads torch.
+Without a tokenizer.json, only transformers' AutoTokenizer can read the files, and that loads torch.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any
 
 from atom.benchmarks.benchmark_utils import UsageError
 
-WANTED = ["*.json", "*.jinja", "*.py", "*.txt", "*.model", "*.tiktoken"]  # of a repository on the hub
+WANTED = ["*.json", "*.jinja", "*.py", "*.txt", "*.model", "*.tiktoken"]  # files downloaded from the hub
 SKIPPED = ["*/*", "*.index.json"]
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
 
 
 class Tokenizer:
-    """What is used of a tokenizer of transformers."""
+    """Wraps a tokenizer of transformers: the methods that are used."""
 
     def __init__(self, theirs: Any) -> None:
         self._theirs = theirs
-        self._backend = getattr(theirs, "backend_tokenizer", None)  # many times faster than what is around it
+        self._backend = getattr(theirs, "backend_tokenizer", None)  # many times faster than its wrapper
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
@@ -46,13 +46,13 @@ class Tokenizer:
         return text
 
     def apply_template(self, text: str) -> str:
-        """The prompt that a chat server makes of one message of the user."""
+        """The prompt that a chat server makes from one user message."""
         messages = [{"role": "user", "content": text}]
         return str(self._theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
-    """name: a folder or a hub id. UsageError where it has no tokenizer, or cannot be had."""
+    """Load a tokenizer. name: a folder or a hub id. UsageError where it has no tokenizer or cannot be downloaded."""
     folder = find_folder(name)
     if not any((folder / file).exists() for file in FILES):
         raise UsageError(f"{name} has no tokenizer: it has none of {', '.join(FILES)}; name another with --tokenizer")
@@ -71,7 +71,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
 
 
 def find_folder(name: str) -> Path:
-    """The folder itself, or that of a snapshot from the hub, which is fetched where it is not in the cache."""
+    """The folder itself, or that of a snapshot from the hub, which is downloaded if it is not in the cache."""
     if Path(name).is_dir():
         return Path(name)
     if name.endswith(".gguf") or Path(name).is_file():

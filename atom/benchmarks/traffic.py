@@ -1,4 +1,4 @@
-"""When requests are sent, and the sending of them all.
+"""Draw arrival times and send requests at them.
 
     rng = numpy.random.default_rng(0)
     times = draw_arrivals(100, rate=5.0, burstiness=1.0, rng=rng)       # seconds after the start; all 0.0 for inf
@@ -25,7 +25,7 @@ Send = Callable[[RequestFuncInput], Awaitable[RequestFuncOutput]]
 
 
 def draw_arrivals(num: int, rate: float, burstiness: float, rng: numpy.random.Generator) -> NDArray[numpy.float64]:
-    """Seconds from the start at which requests arrive, the first at once, with gamma-distributed gaps of mean 1/rate.
+    """Draw the arrival times of requests, in seconds from the start, with gamma-distributed gaps of mean 1/rate.
 
     rate: requests a second, or inf for all at once. burstiness: the gamma distribution's shape.
     """
@@ -43,9 +43,9 @@ async def send_all(
     max_concurrency: int | None = None,
     on_end: Callable[[], object] = lambda: None,
 ) -> tuple[list[RequestFuncOutput], float]:
-    """The outputs in the order of the requests, and the seconds from the first one's sending to the last one's end.
+    """Send all requests; their outputs in order, and the seconds from the first one's start to the last one's end.
 
-    A request that arrives while max_concurrency are under way waits; its times count from its sending.
+    A request that arrives while max_concurrency are running waits; its times count from when it is sent.
     """
     limit: AbstractAsyncContextManager[object] = (
         asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()

@@ -1,7 +1,7 @@
-"""An artifact with its pieces as one file, to be carried to another machine.
+"""Export an artifact and its pieces as one file, and open such a file.
 
 export(cache, entry, Path("qwen3.tar"), measured)
-with open_bundle(Path("qwen3.tar")) as (cache, entries, measured):    # whole, but who made it? It is code
+with open_bundle(Path("qwen3.tar")) as (cache, entries, measured):    # intact, but code of an unknown author
     ...
 """
 
@@ -39,19 +39,18 @@ BUNDLE = "bundle.json"  # the first member of a bundle
 
 
 class Bundle(NamedTuple):
-    """What a bundle holds."""
+    """The content of a bundle."""
 
     cache: Cache
     entries: list[Entry]  # the artifact last
-    measured: dict[str, Any]  # what goes with them, unread
+    measured: dict[str, Any]  # tuned parameters, unread
 
 
 def export(cache: Cache, entry: Entry, path: Path, measured: Mapping[str, Any]) -> list[Entry]:
-    """Write an artifact and the pieces that it names into one tar file: what went into it, the artifact last; that of a
-    GPU with all binaries in the cache, since which of them are for what is known to their compiler alone.
+    """Write an artifact and its pieces to one tar file; the entries in it, the artifact last.
 
-    measured: goes along as it is. ArtifactError where one of the entries is missing or not trusted; then nothing is
-    written.
+    An artifact for a GPU goes with all binaries in the cache, since only their compiler knows which belong to it.
+    measured: included as it is. ArtifactError, with nothing written, where an entry is missing or not trusted.
     """
     binaries = [each.key for each in cache.entries(BINARIES) if each.fault is None] if is_for_gpu(entry) else []
     keys = [(BINARIES, key) for key in binaries] + [("pieces", key) for key in _piece_keys(entry)]
@@ -83,9 +82,9 @@ def export(cache: Cache, entry: Entry, path: Path, measured: Mapping[str, Any]) 
 
 @contextlib.contextmanager
 def open_bundle(path: Path) -> Iterator[Bundle]:
-    """A bundle's content as a cache of its own, in a private folder.
+    """Open a bundle as a cache of its own, in a private folder.
 
-    Every name, size and checksum is in order: else ArtifactError. Who made it is not known by that, and it is code.
+    ArtifactError unless every name, size and checksum is right. That does not say who made it, and it is code.
     """
     with tempfile.TemporaryDirectory(prefix="atom-run-") as folder:
         cache = Cache(Path(folder))
@@ -103,8 +102,7 @@ def open_bundle(path: Path) -> Iterator[Bundle]:
 
 
 def _unpack(path: Path, folder: Path) -> tuple[list[str], str, dict[str, Any]]:
-    """Write the members of a bundle below a folder: the entries' names as the head tells them, the artifact's key, and
-    what was measured.
+    """Unpack the members of a bundle to a folder; the entries' names, the artifact's key, and the tuned parameters.
 
     Only plain members of kinds and names that we know, so that none leaves the folder. tarfile reads one header at
     a time and nothing else, since what it does for links, sparse files and long names is not wanted. A tar is not

@@ -1,8 +1,8 @@
-"""The cache folder: entries are found, published, listed and removed.
+"""Find, publish, list and remove entries of the cache folder.
 
 cache = Cache(Path("~/.cache/atom-run"))
-cache.find("pieces", key)                    # its folder, every checksum and owner looked at; None
-cache.entries()                              # all there are, those that are not trusted with a `fault`
+cache.find("pieces", key)                    # its folder, every checksum and owner checked; else None
+cache.entries()                              # all entries; those that are not trusted have a `fault`
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from atom.errors import ArtifactError
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of an entry without reading its files."""
+    """An entry, as known without reading its files."""
 
     kind: str
     key: str
-    about: dict[str, Any]  # what it was made of, in words
+    about: dict[str, Any]  # its ingredients, in words
     files: dict[str, int]  # name -> bytes, without the manifest
     size: int  # bytes on disk
     created: datetime
-    used: datetime  # as exactly as the file system notes reads: often to the day
+    used: datetime  # as precise as the file system's times of access: often to the day
     built_by: str  # user@machine
     fault: str | None = None  # why it is not used
 
@@ -63,16 +63,16 @@ class Cache:
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(os.path.realpath(folder.expanduser()))
-        self.warnings: list[str] = []  # one line for each entry ignored and each failure to write
+        self.warnings: list[str] = []  # a line for each ignored entry and each failure to write
         self._private: tempfile.TemporaryDirectory[str] | None = None
 
     def find(self, kind: str, key: str) -> Path | None:
-        """The folder of a trusted entry. None where there is none; what is not trusted has a line in `warnings`."""
+        """The folder of a trusted entry, None without one; an entry that is not trusted has a line in `warnings`."""
         place = self._place(kind, key)
         try:
             self._check(kind, key, is_use=True)
         except (Unfit, OSError) as error:
-            if os.path.lexists(place):  # else it never was there, or has just been removed
+            if os.path.lexists(place):  # else it never existed, or has just been removed
                 what, then = reason_of(error), error.then if isinstance(error, Unfit) else "ignored"
                 self._warn(f"{what if str(self.folder) in what else f'{place}: {what}'}, {then}")
             return None
@@ -83,7 +83,7 @@ class Cache:
         return os.path.lexists(self._place(kind, key))
 
     def verify(self, kind: str, key: str) -> str | None:
-        """What is wrong with an entry, every checksum and owner looked at. It does not count as a use."""
+        """Check every checksum and owner of an entry; what is wrong with it. This does not count as a use."""
         try:
             self._check(kind, key)
         except (Unfit, OSError) as error:
@@ -91,12 +91,12 @@ class Cache:
         return None
 
     def describe(self, kind: str, key: str) -> Entry | None:
-        """What an entry says of itself, its files unread. None where `find` would have to say no already."""
+        """An entry without reading its files; None where `find` would not trust it."""
         entry = self._entry(kind, key)
         return None if entry is None or entry.fault else entry
 
     def entries(self, *kinds: str) -> list[Entry]:
-        """Every entry, also those that are not trusted, which have a `fault`; checksums are not looked at."""
+        """Every entry; those that are not trusted have a `fault`. Checksums are not checked."""
         result: list[Entry | None] = []
         for kind in kinds or KINDS:
             try:
@@ -111,10 +111,10 @@ class Cache:
 
     @contextlib.contextmanager
     def lock(self, kind: str, key: str, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Held by one process, and one thread in it, at a time; not at all where the folder cannot be written.
+        """Hold a lock, as the only process and thread; no lock is held where the folder cannot be written.
 
-        `on_wait` is called before waiting for another. Not to be taken twice by one thread: it would wait for itself.
-        The death of a process frees it.
+        `on_wait` is called before waiting for another holder. A thread must not take it twice: it would wait for
+        itself. It is released when the process dies.
         """
         place = self._place(kind, key)
         lock = FileLock(self.folder / "locks" / f"{place.parent.name}-{place.name}.lock", mode=0o600)
@@ -131,10 +131,10 @@ class Cache:
             lock.release()
 
     def publish(self, kind: str, key: str, files: Mapping[str, bytes | Path], about: Mapping[str, Any]) -> Path:
-        """Store files under a key: the folder of the entry, of another process's if that was first.
+        """Store files under a key; the entry's folder, or another process's if that was first.
 
-        Where the cache folder cannot be written, a private folder that lives as long as this process and that `find`
-        does not know. ArtifactError where there is no room for that either.
+        Where the cache folder cannot be written, it is a private folder that lives as long as this process and is
+        unknown to `find`. ArtifactError where there is no room for that either.
         """
         manifest = Manifest(kind, key, dict(about), datetime.now(UTC), user_and_machine(), {})
         try:
@@ -154,7 +154,7 @@ class Cache:
         return folder
 
     def copy(self, entry: Entry, source: Cache) -> Path:
-        """Take over another cache's entry, with who built it and when. ArtifactError where it cannot be written."""
+        """Copy another cache's entry, with its builder and date. ArtifactError where it cannot be written."""
         try:
             manifest = source._check(entry.kind, entry.key)
             folder = source._place(entry.kind, entry.key)
@@ -163,7 +163,7 @@ class Cache:
             raise ArtifactError(f"{entry.kind}/{entry.key[:12]} is not imported: {reason_of(error)}") from None
 
     def remove(self, entry: Entry) -> None:
-        """Remove an entry; no process sees half of it. ArtifactError where that is not allowed."""
+        """Remove an entry atomically. ArtifactError where that is not allowed."""
         place = self._place(entry.kind, entry.key)
         try:
             discard(place)
@@ -173,7 +173,7 @@ class Cache:
             raise ArtifactError(f"{place} cannot be removed: {reason_of(error)}") from None
 
     def close(self) -> None:
-        """Remove the private folder of what could not be stored."""
+        """Remove the private folder of entries that could not be stored."""
         if self._private is not None:
             self._private.cleanup()
             self._private = None
@@ -187,7 +187,7 @@ class Cache:
             self.warnings.append(line)
 
     def _check(self, kind: str, key: str, *, is_thorough: bool = True, is_use: bool = False) -> Manifest:
-        """The manifest of an entry whose owners, modes, names and sizes, and if thorough checksums, are in order."""
+        """Check the owners, modes, names and sizes of an entry, and checksums if thorough; its manifest."""
         place = self._place(kind, key)
         for folder in (self.folder, place.parent, place):
             check_owner(folder, is_folder=True)
@@ -215,7 +215,7 @@ class Cache:
         place = self._place(kind, key)
         try:
             sizes = sizes_of(place)
-            seen = (place / MANIFEST if MANIFEST in sizes else place).lstat()  # before it is read below
+            seen = (place / MANIFEST if MANIFEST in sizes else place).lstat()  # before it is read
         except OSError:
             return None
         made, used = (datetime.fromtimestamp(at, UTC) for at in (seen.st_mtime, max(seen.st_atime, seen.st_mtime)))
@@ -228,7 +228,7 @@ class Cache:
         return Entry(kind, key, told.about, sizes, size, told.created, used, told.built_by)
 
     def _prepare(self, name: str) -> Path:
-        """A folder of the cache to write to, made where it is missing."""
+        """Make a folder of the cache if it is missing."""
         folder = self.folder / name
         self.folder.mkdir(0o700, parents=True, exist_ok=True)
         folder.mkdir(0o700, exist_ok=True)
@@ -251,7 +251,7 @@ class Cache:
         return place
 
     def _put(self, new: Path, place: Path) -> bool:
-        """Move a folder to its place; a trusted entry there is as good. False where something else is in the way."""
+        """Move a folder to its place; a trusted entry there does as well. False where something else is in the way."""
         try:
             os.rename(new, place)
         except OSError:

@@ -1,4 +1,6 @@
-"""Files of entries: written whole, with a manifest that names size and sha256 of each, read only where that holds.
+"""Write and check the files of a cache entry.
+
+An entry is written whole, with a manifest that has the size and sha256 of each file, and is read only where these hold.
 
 fill_folder(new, Manifest("pieces", key, about, now, "me@here", {}), {"piece.so": code})
 check_owner(folder, is_folder=True)              # Unfit: somebody else can have written it
@@ -24,14 +26,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-BINARIES = "triton"  # the kind of what a kernel of a GPU is compiled to
+BINARIES = "triton"  # the kind of a GPU kernel's binaries
 KINDS = (BINARIES, "pieces", "failures", "artifacts")
 MANIFEST = "manifest.json"
 MAX_JSON = 64 << 20  # bytes of a manifest; a larger one is not read
 KEY = re.compile(r"[0-9a-f]{1,128}")
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}")  # of a file in an entry: never a path, fits a tar header
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,99}")  # of a file in an entry: never a path; fits a tar header
 UNFINISHED = re.compile(r"\.(.+)-([1-9]\d{0,8})-[0-9a-f]{16}")  # folders that are being written or removed: host, pid
-UNFINISHED_SECONDS = 3600  # after which such a folder is nobody's, whoever made it
+UNFINISHED_SECONDS = 3600  # after which such a folder counts as abandoned
 CHUNK = 1 << 20  # bytes
 
 
@@ -49,19 +51,19 @@ class Manifest(NamedTuple):
 
 
 class Unfit(Exception):
-    """Why an entry is not used: somebody else can have written it."""
+    """An entry is not used, since somebody else can have written it."""
 
     then = "ignored"
 
 
 class Damaged(Unfit):
-    """It is not what was published."""
+    """An entry is not what was published."""
 
     then = "built anew"
 
 
 def fill_folder(folder: Path, manifest: Manifest, files: Mapping[str, bytes | Path]) -> None:
-    """Write the files and their manifest to a folder, and have the disk hold them."""
+    """Write the files and their manifest to a folder, and sync them to disk."""
     written: dict[str, tuple[int, str]] = {}
     for name, content in files.items():
         assert NAME.fullmatch(name) and name != MANIFEST, f"{name!r} is no name for a file of the cache"
@@ -84,7 +86,7 @@ def create_file(path: Path) -> BinaryIO:
 
 
 def copy_bytes(source: BinaryIO, target: BinaryIO, size: int | None = None) -> tuple[int, str]:
-    """Copy all, or so many bytes: how many, and their sha256."""
+    """Copy all bytes, or `size` of them; their number and sha256."""
     digest, num = hashlib.sha256(), 0
     while chunk := source.read(CHUNK if size is None else min(CHUNK, size - num)):
         target.write(chunk)
@@ -103,12 +105,12 @@ def sync_folder(folder: Path) -> None:
 
 
 def unfinished_name(parent: Path) -> Path:
-    """A new name beside entries that tells which process it belongs to."""
+    """A new name beside entries, with the host and pid of this process."""
     return parent / f".{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def discard(place: Path) -> None:
-    """Remove what is at a path, by a rename first, so that nobody sees half of it."""
+    """Remove a path atomically, by a rename first."""
     aside = unfinished_name(place.parent)
     os.rename(place, aside)
     if stat.S_ISDIR(aside.lstat().st_mode):
@@ -118,7 +120,7 @@ def discard(place: Path) -> None:
 
 
 def sweep_unfinished(parent: Path) -> None:
-    """Remove what processes left unfinished that are dead, or started it too long ago."""
+    """Remove unfinished folders of processes that are dead, and those that are too old."""
     for name in os.listdir(parent):
         if match := UNFINISHED.fullmatch(name):
             with contextlib.suppress(OSError):
@@ -138,7 +140,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def check_owner(path: Path, *, is_folder: bool = False) -> None:
-    """Raise unless a path is a folder or plain file, and none but the user and root can change it."""
+    """Raise unless a path is a folder or plain file that only the user and root can change."""
     found = path.lstat()
     if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(found.st_mode):
         raise Damaged(f"{path} is no plain {'folder' if is_folder else 'file'}")
@@ -149,16 +151,16 @@ def check_owner(path: Path, *, is_folder: bool = False) -> None:
 
 
 def open_file(path: Path, is_use: bool) -> io.BufferedReader:
-    """A file of an entry. Only a use leaves its time of access behind, where the file system keeps one."""
+    """Open a file of an entry. Only a use updates its time of access, where the file system keeps one."""
     check_owner(path)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-    with contextlib.suppress(PermissionError):  # of a file that is root's
+    with contextlib.suppress(PermissionError):  # a file of root's
         return os.fdopen(os.open(path, flags if is_use else flags | os.O_NOATIME), "rb")
     return os.fdopen(os.open(path, flags), "rb")
 
 
 def sizes_of(folder: Path) -> dict[str, int]:
-    """The files of an entry, if it is a folder: name -> bytes."""
+    """The files of a folder: name -> bytes."""
     try:
         with os.scandir(folder) as found:
             return {file.name: file.stat(follow_symlinks=False).st_size for file in found}
@@ -167,7 +169,7 @@ def sizes_of(folder: Path) -> dict[str, int]:
 
 
 def seal(body: Mapping[str, Any]) -> bytes:
-    """JSON that holds a checksum of itself."""
+    """Write JSON that holds a checksum of itself."""
     body = json.loads(json.dumps(body, allow_nan=False))
     return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
 

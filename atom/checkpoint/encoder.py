@@ -1,9 +1,9 @@
-"""A tokenizer in a process of its own, for texts that may take it more time or memory than a server has.
+"""Run a tokenizer in a child process with limits of time and memory.
 
     encoder = EncoderProcess(backend.to_str)         # starts with the first text
     encoder.encode("Hello", True)                    # RequestError where it takes more than SECONDS or MEMORY
 
-The process ends itself when its time is up, and with the one that started it. The next text starts another.
+The process ends when its time is up, and with the one that started it. The next text starts another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from atom.errors import RequestError
 SECONDS = 8.0  # for a text: less than a request waits
 START_SECONDS = 60.0  # to read the tokenizer
 MEMORY = 4 << 30  # bytes of address space
-REQUEST, ANSWER = struct.Struct("<?Q"), struct.Struct("<q")  # special tokens, bytes of text | ids behind it, -1: none
+REQUEST, ANSWER = struct.Struct("<?Q"), struct.Struct("<q")  # special tokens, bytes of text | number of ids or -1
 
 
 class EncoderProcess:
@@ -69,7 +69,7 @@ class EncoderProcess:
 
 
 def start(definition: str) -> subprocess.Popen[bytes]:
-    """A process that has been given its tokenizer."""
+    """Start a process and send it the tokenizer."""
     process = subprocess.Popen(
         [
             "/usr/bin/env",
@@ -81,7 +81,7 @@ def start(definition: str) -> subprocess.Popen[bytes]:
         cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # where the Rust library writes what it fails on
+        stderr=subprocess.DEVNULL,  # where the Rust library prints its panics
         start_new_session=True,
     )
     assert process.stdin is not None
@@ -101,12 +101,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def work() -> None:
-    """What the process does: read a tokenizer, then answer texts, until nobody sends any more."""
+    """The main function of the process: read a tokenizer, then answer texts until stdin ends."""
     import tokenizers
 
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     source, sink = sys.stdin.buffer, sys.stdout.buffer
-    signal.setitimer(signal.ITIMER_REAL, START_SECONDS)  # whose signal ends it, whatever it is at
+    signal.setitimer(signal.ITIMER_REAL, START_SECONDS)  # its signal ends the process in any state
     try:
         (size,) = struct.unpack("<Q", read_exactly(source, 8))
         backend = tokenizers.Tokenizer.from_buffer(read_exactly(source, size))

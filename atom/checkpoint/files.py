@@ -1,9 +1,9 @@
-"""The one way to open a file of a checkpoint: it is a regular file, and no larger than such a file may be.
+"""Open a file of a checkpoint: a regular file of bounded size.
 
     read_file(folder / "config.json", MAX_DESCRIPTION)      # bytes
     map_file(folder / "model.safetensors")                  # memoryview of the mapped file
 
-A pipe or a device where a file should be would be waited for, or read without end.
+A pipe or a device in place of a file would block, or be read without end.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ MAX_TOKENIZER = 256 << 20  # of tokenizer.json: vocabularies of 256k tokens make
 
 
 def open_file(path: Path) -> FileIO:
-    """A regular file, to read. CheckpointError where it is none or cannot be read."""
+    """Open a regular file to read. CheckpointError where it is none or cannot be read."""
     try:
-        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # a pipe opens at once
+        file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # a pipe must not block
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -34,7 +34,7 @@ def open_file(path: Path) -> FileIO:
 
 
 def read_file(path: Path, limit: int) -> bytes:
-    """The bytes of a file that has no more than `limit`."""
+    """Read a file of at most `limit` bytes."""
     with open_file(path) as file:
         try:
             size = os.fstat(file.fileno()).st_size
@@ -47,7 +47,7 @@ def read_file(path: Path, limit: int) -> bytes:
 
 
 def map_file(path: Path) -> memoryview:
-    """A file's bytes, read when they are touched; they stay valid for as long as somebody has them."""
+    """Map a file: bytes are read when they are touched, and stay valid as long as the view lives."""
     with open_file(path) as file:
         try:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -1,4 +1,4 @@
-"""A folder as the hub lays it out: config.json, safetensors (one file, or shards with an index), tokenizer files.
+"""Read a Hugging Face folder: config.json, safetensors, tokenizer files.
 
     checkpoint = FolderCheckpoint(Path("/models/tiny"))
     checkpoint.read("model.norm.weight")     # a view of the mapped file: nothing is copied
@@ -52,7 +52,7 @@ class FolderCheckpoint(Checkpoint):
         return load_tokenizer(self._folder, trust_remote_code=trust_remote_code)
 
     def close(self) -> None:
-        self._stored = {}  # a file stays mapped until the last view of it is gone
+        self._stored = {}  # a file stays mapped until its last view is gone
 
     def _find(self, name: str) -> Entry:
         if name not in self._stored:
@@ -70,7 +70,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_headers(folder: Path) -> dict[str, Entry]:
-    """All tensors of a folder; {} where it has no weights at all."""
+    """All tensors of a folder; {} where it has no weights."""
     if (folder / "model.safetensors").exists():
         return read_header(folder / "model.safetensors")
     if (folder / INDEX).exists():

@@ -1,4 +1,6 @@
-"""A GGUF file as a checkpoint: metadata as a config, tensors under their hub names, quantized ones read as fp32.
+"""Read a GGUF file as a checkpoint.
+
+Its metadata become a config, its tensors have their hub names, and quantized ones are read as fp32.
 
 checkpoint = GGUFCheckpoint(Path("tiny.gguf"), interleaved={"q_proj": 9, "k_proj": 3}, split={"gpt-2": r"..."})
 checkpoint.config["gguf_architecture"], checkpoint.config["hidden_size"]
@@ -21,7 +23,7 @@ from atom.checkpoint.gguf_tokenizer import build_tokenizer
 from atom.checkpoint.tokenizer import Tokenizer
 from atom.errors import CheckpointError, UnsupportedError
 
-NAMES = {  # the file's: the usual one on the hub, within a layer for those that come once a layer
+NAMES = {  # name in the file: the usual name on the hub, within a layer for tensors of layers
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -38,7 +40,7 @@ NAMES = {  # the file's: the usual one on the hub, within a layer for those that
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-SIZES = {  # whole numbers below `{architecture}.`: their names in a config.json
+SIZES = {  # integers below `{architecture}.`: their names in config.json
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
@@ -50,7 +52,7 @@ SIZES = {  # whole numbers below `{architecture}.`: their names in a config.json
     "attention.sliding_window": "sliding_window",
 }
 NORMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "attention.layer_norm_epsilon": "layer_norm_eps"}
-SCALING = {  # below `{architecture}.rope.scaling.`: in rope_parameters
+SCALING = {  # keys below `{architecture}.rope.scaling.`: their names in rope_parameters
     "factor": "factor",
     "original_context_length": "original_max_position_embeddings",
     "yarn_beta_fast": "beta_fast",
@@ -63,7 +65,7 @@ FACTORS = "rope_freqs.weight"  # a divisor for each rotary frequency
 class GGUFCheckpoint(Checkpoint):
     """interleaved: projection -> heads, where the file stores a head's rotary rows in pairs (0, D/2, 1, D/2+1, ...).
 
-    split, ignore_merges: what the file leaves unsaid of its tokenizer, see gguf_tokenizer.py.
+    split, ignore_merges: facts of the tokenizer that the file leaves out, see gguf_tokenizer.py.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class GGUFCheckpoint(Checkpoint):
         if name in self._heads:
             pairs = dequantize(tensor).reshape(
                 self._heads[name], -1, 2, *tensor.shape[1:]
-            )  # as _find_heads has checked
+            )  # _find_heads has checked this
             return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1).data.cast("B")
         return tensor.data if tensor.type in PLAIN else dequantize(tensor).data.cast("B")
 
@@ -118,7 +120,7 @@ class GGUFCheckpoint(Checkpoint):
             or size % gguf.GGML_QUANT_SIZES[tensor.type][1]
         ):
             return super().read_part(name, index, count)
-        blocks = tensor.data[index * size : (index + 1) * size]  # of this part alone: there may be hundreds
+        blocks = tensor.data[index * size : (index + 1) * size]  # of this part alone: there may be hundreds of parts
         return dequantize(tensor._replace(data=blocks)).data.cast("B")
 
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
@@ -136,7 +138,7 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
-    """Dequantize one block of every type there is, so that a type that cannot be fails before any weight is loaded."""
+    """Dequantize one block of every type, so that an unsupported type fails before any weight is loaded."""
     for kind, name in {tensor.type: name for name, tensor in tensors.items()}.items():
         size = gguf.GGML_QUANT_SIZES[kind][1]
         try:
@@ -148,7 +150,7 @@ def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
 
 
 def hub_name(name: str) -> str:
-    """The usual name on the hub; a tensor that has none there keeps its own, for an error to name it."""
+    """The usual name on the hub; a tensor without one keeps its own, for an error to name it."""
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)(\.weight|\.bias)", name)
     if not match or match[2] not in NAMES:
         return name
@@ -159,7 +161,7 @@ def hub_name(name: str) -> str:
 def make_config(
     path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], divisors: list[float] | None
 ) -> dict[str, Any]:
-    """What a config.json of the same model says, as far as the metadata goes; never `architectures`."""
+    """Make the config.json of the same model, as far as the metadata goes; never `architectures`."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str | None):
         raise CheckpointError(f"{path}: general.architecture is {str(architecture)[:100]!r}, not a name")
@@ -187,7 +189,7 @@ def make_config(
 def make_rope(
     path: Path, own: Mapping[str, Any], config: Mapping[str, Any], divisors: list[float] | None
 ) -> dict[str, Any]:
-    """`rope_parameters` from the keys below `{architecture}.`; a table of divisors is rope_type "factors"."""
+    """Make `rope_parameters` from the keys below `{architecture}.`; a table of divisors is rope_type "factors"."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if "rope.freq_base" in own:
         rope["rope_theta"] = number(path, "rope.freq_base", own["rope.freq_base"])

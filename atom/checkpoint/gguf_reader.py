@@ -1,8 +1,8 @@
-"""The bytes of a GGUF file: its metadata, its tensors, and quantized numbers as fp32.
+"""Parse a GGUF file: metadata, tensors, quantized numbers as fp32.
 
     metadata, tensors = read_gguf(Path("tiny.gguf"))
     metadata["general.architecture"], tensors["token_embd.weight"].shape
-    dequantize(tensors["token_embd.weight"])         # fp32, all rows in one
+    dequantize(tensors["token_embd.weight"])         # fp32, flat
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The header is read by hand, since gguf.GGUFReader
 takes 2 s for a vocabulary of 50k; the sizes of the types and most dequantization are those of the `gguf` package.
@@ -25,11 +25,11 @@ from atom.errors import CheckpointError, UnsupportedError
 Type = gguf.GGMLQuantizationType
 Array = np.ndarray[Any, Any]
 
-SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # type of a value: its letter in `struct`
+SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # type of a value: its format character in `struct`
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4
 TYPES = {int(kind): kind for kind in gguf.GGML_QUANT_SIZES}
-PLAIN = {kind: BY_SAFETENSORS[kind.name] for kind in Type if kind.name in BY_SAFETENSORS}  # numbers as they stand
+PLAIN = {kind: BY_SAFETENSORS[kind.name] for kind in Type if kind.name in BY_SAFETENSORS}  # not quantized
 Q4_1 = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("pairs", "u1", 16)])  # numbers i and i + 16 share a byte
 Q8_0 = np.dtype([("scale", "<f2"), ("numbers", "i1", 32)])
 
@@ -37,11 +37,11 @@ Q8_0 = np.dtype([("scale", "<f2"), ("numbers", "i1", 32)])
 class GGUFTensor(NamedTuple):
     type: gguf.GGMLQuantizationType
     shape: tuple[int, ...]
-    data: memoryview  # its blocks in the mapped file
+    data: memoryview  # a view of its blocks in the mapped file
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-    """Metadata, and tensors by the file's names. Counts, lengths and offsets are held against the size of the file.
+    """Read metadata, and tensors by the file's names. Counts, lengths and offsets are checked against the file's size.
 
     A value is a number, a bool, a string, a list of strings or an array. Raises CheckpointError for a damaged file,
     UnsupportedError for what is not read here.
@@ -81,7 +81,7 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 
 
 class Header:
-    """Takes values off the front of a file. ValueError past its end and for what GGUF does not have."""
+    """Parses values from the front of a file. ValueError past its end and for what GGUF does not have."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -144,7 +144,7 @@ class Header:
 
 
 def dequantize(tensor: GGUFTensor) -> Array:
-    """The numbers of a tensor in one row: fp32 for quantized types, else items of their size, bits as stored.
+    """A tensor's numbers as a flat array: fp32 for quantized types, else items of their size, bits as stored.
 
     Q4_1 and Q8_0 equal gguf.quants.dequantize bit by bit in less than half its time. NotImplementedError from `gguf`
     for a type that it cannot dequantize.

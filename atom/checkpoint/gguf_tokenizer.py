@@ -1,11 +1,13 @@
-"""A tokenizer from the metadata of a GGUF file, which has the vocabulary but only names how text is split into words.
+"""Build a tokenizer from the metadata of a GGUF file.
+
+The file has the vocabulary, but only names the rule that splits a text into words.
 
     build_tokenizer(metadata, "tiny.gguf", split={"gpt-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+|\\S+|\\s+"})
 
 Two kinds: byte-level BPE (tokenizer.ggml.model "gpt2"), and sentencepiece's BPE ("llama"), whose merges follow from
 the scores. `split` maps tokenizer.ggml.pre to the regular expression of the words; `ignore_merges` lists those whose
-words are looked up in the vocabulary as a whole before they are merged, and whose texts begin with BOS unless the file
-says otherwise. These are facts that llama.cpp keeps in its code.
+words are looked up whole in the vocabulary before they are merged, and whose texts begin with BOS unless the file says
+otherwise. llama.cpp has these facts in its code.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_to
 def build_tokenizer(
     metadata: Mapping[str, Any], location: str, *, split: Mapping[str, str] = {}, ignore_merges: Collection[str] = ()
 ) -> Tokenizer | None:
-    """None where the file has no tokenizer; UnsupportedError for a kind or a pre-tokenizer that is not known here."""
+    """Build a tokenizer; None where the file has none, UnsupportedError for an unknown kind or pre-tokenizer."""
     prefix = "tokenizer.ggml."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     kind, pre = str(own.get("model", "none")), str(own.get("pre", "default"))
@@ -79,7 +81,7 @@ def byte_level(own: Mapping[str, Any], split: str, *, ignore_merges: bool) -> to
 
 
 def sentencepiece(own: Mapping[str, Any], unknown: str | None) -> tokenizers.Tokenizer:
-    """The pair with the best score is merged first; bytes stand for what is not in the vocabulary."""
+    """sentencepiece's BPE: the pair with the best score is merged first; unknown characters become bytes."""
     vocab = vocabulary(own)
     merges = read_merges(own) or merges_by_score(vocab, own["scores"].tolist())
     model = models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
@@ -94,7 +96,7 @@ def sentencepiece(own: Mapping[str, Any], unknown: str | None) -> tokenizers.Tok
 
 
 def merges_by_score(vocab: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, best first: the score of the whole, then the ids of the halves."""
+    """Every merge of two tokens to a third, best first: by the score of the whole, then the ids of the halves."""
     pairs = [
         (-scores[whole], vocab[token[:cut]], vocab[token[cut:]], token[:cut], token[cut:])
         for token, whole in vocab.items()
@@ -105,7 +107,7 @@ def merges_by_score(vocab: Mapping[str, int], scores: list[float]) -> list[tuple
 
 
 def add_around(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Make the backend put these tokens around every text that it encodes with special tokens, and no others."""
+    """Make the backend add these tokens, and no others, around every text that it encodes with special tokens."""
     ids = {name: backend.token_to_id(token) for name, token in (("BOS", bos), ("EOS", eos)) if token is not None}
     single = [name for name in ("BOS", "$A", "EOS") if name == "$A" or ids.get(name) is not None]
     tokens = [{"id": name, "ids": [ids[name]], "tokens": [name]} for name in single if name != "$A"]

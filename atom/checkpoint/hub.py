@@ -1,4 +1,4 @@
-"""Checkpoints by hub id.
+"""Download checkpoints by hub id.
 
     download("org/name", revision="main")      # Path of the local snapshot
 
@@ -24,7 +24,7 @@ def is_hub_id(text: str) -> bool:
 
 
 def download(name: str, *, revision: str | None = None, weights: bool = True, progress: Progress = SILENT) -> Path:
-    """Fetch what a checkpoint needs (without `weights`, only what describes it) or find it in the cache."""
+    """Download a checkpoint (without `weights`, only its description), or find it in the cache."""
     from huggingface_hub import errors, snapshot_download
     from tqdm import tqdm  # type: ignore[import-untyped]
 

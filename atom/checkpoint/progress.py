@@ -1,4 +1,6 @@
-"""How long work tells the user that it moves: silent by default, a bar or lines on stderr from the command line.
+"""Show the progress of long work.
+
+It is silent by default; the command line shows a bar or lines on stderr.
 
 with progress.task("loading weights", total=num_bytes) as task:
     task.advance(4096)
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import rich.progress
 
-LINE_SECONDS = 60.0  # between two lines of a long task
+LINE_SECONDS = 60.0  # between two lines about a long task
 
 
 class Task(Protocol):
@@ -28,7 +30,7 @@ class Progress(Protocol):
     def task(
         self, description: str, total: int | None = None, *, in_bytes: bool = True
     ) -> AbstractContextManager[Task]:
-        """A piece of work of `total` bytes or things; None where nobody knows how many."""
+        """A task of `total` bytes or items; None where the total is unknown."""
 
 
 class SilentProgress:
@@ -41,7 +43,7 @@ SILENT = SilentProgress()
 
 
 class RichProgress:
-    """On stderr: a moving bar on a terminal; elsewhere a line when a task begins, one a minute, and one at its end."""
+    """Progress on stderr: a bar on a terminal, else a line at the start of a task, every minute, and at its end."""
 
     def task(
         self, description: str, total: int | None = None, *, in_bytes: bool = True
@@ -51,7 +53,7 @@ class RichProgress:
 
 
 class WatchedProgress:
-    """Hands tasks on to another progress, and knows what is being done: `loading weights: 40%`, "" where nothing is."""
+    """Forwards tasks to another progress, and knows the present one: `loading weights: 40%`, "" where there is none."""
 
     def __init__(self, shown: Progress) -> None:
         self._shown = shown
@@ -59,7 +61,7 @@ class WatchedProgress:
 
     @property
     def doing(self) -> str:
-        return "".join(map(str, self._running[-1:]))  # another thread may end it
+        return "".join(map(str, self._running[-1:]))  # a slice, since another thread may end the task
 
     @contextmanager
     def task(self, description: str, total: int | None = None, *, in_bytes: bool = True) -> Iterator[Task]:
@@ -86,7 +88,7 @@ class _RichTask:
 
 
 class _CountedTask:
-    """A task that can say how far it is."""
+    """A task that shows its progress as text."""
 
     def __init__(
         self, description: str, total: int | None, in_bytes: bool, then: Callable[[int], object] = bool

@@ -1,12 +1,12 @@
-"""Tensors that are stored as one, under the names of their parts.
+"""Show a stacked tensor under the names of its parts.
 
     stacked = {"layers.{layer}.gate_up": ["layers.{layer}.{expert}.gate", "layers.{layer}.{expert}.up"]}
     checkpoint = unstack(checkpoint, stacked)
     checkpoint.tensors["layers.3.17.up"]
     checkpoint.read("layers.3.17.up")        # a view of the mapped file: nothing is copied
 
-transformers 5 can save the experts of a layer as one tensor, where the hub has tensors of each expert, which is what
-a graph names.
+transformers 5 can save the experts of a layer as one tensor, where the hub, and so a graph, has a tensor for each
+expert.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Part = tuple[str, int, int]
 
 
 class StackedCheckpoint(Checkpoint):
-    """parts: by the names that they get, with their tensors; what is in no part has its own name."""
+    """parts: by their new names; a tensor without parts keeps its own name."""
 
     def __init__(self, stored: Checkpoint, tensors: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> None:
         self.location, self.tensors = stored.location, tensors
@@ -54,12 +54,12 @@ class StackedCheckpoint(Checkpoint):
         return self._stored.tokenizer(trust_remote_code=trust_remote_code)
 
     def close(self) -> None:
-        self._parts = {}  # so that what cannot be read any more is named as it was asked for
+        self._parts = {}  # so that errors after close name the part that was asked for
         self._stored.close()
 
 
 def unstack(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> Checkpoint:
-    """The checkpoint with its stacked tensors as their parts; itself where it has none.
+    """Show a checkpoint's stacked tensors as their parts; the checkpoint itself where it has none.
 
     stacked: the stored name -> those of its parts, with {layer} for the same number on both sides. Where the parts hold
     {expert}, the first dim counts the experts and goes. What is left is cut along its first dim into as many equal
@@ -83,7 +83,7 @@ def unstack(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> Che
 
 
 def find_stacked(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """The stored names that a pattern fits, with the names of their parts, in which only {expert} is open."""
+    """The stored names that match a pattern, with the names of their parts, in which only {expert} is left open."""
     patterns = {}
     for key, parts in stacked.items():
         names = list(dict.fromkeys(parts))
@@ -101,7 +101,7 @@ def find_stacked(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -
 
 
 def cut_tensor(at: str, tensor: StoredTensor, names: Sequence[str]) -> tuple[int, StoredTensor]:
-    """The number of experts in a stacked tensor, 1 where the names have none, and each of its parts."""
+    """The number of experts in a stacked tensor, 1 where the names have none, and the type of a part."""
     described, has_experts = f"{at} {tensor.dtype}{list(tensor.shape)}", "{expert}" in names[0]
     if len(tensor.shape) < has_experts + (len(names) > 1):
         raise CheckpointError(f"{described} has too few dims to hold {', '.join(names)}")

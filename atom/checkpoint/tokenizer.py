@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chats to prompts, from the tokenizer files of a checkpoint.
+"""Tokenize texts and render chats, from the tokenizer files of a checkpoint.
 
     tokenizer = load_tokenizer(Path("/models/tiny"))
     tokenizer.decode(tokenizer.encode("Hello"))
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     import jinja2
     import tokenizers
 
-BREAK = "\ufdd0"  # stands in no text: Unicode calls it no character
+BREAK = "\ufdd0"  # occurs in no text: a noncharacter of Unicode
 MAX_GROWN = 16 << 20  # bytes that a text may become in this process: they take some 2 GB
-MAX_SPELLED = 16 << 20  # characters of the tokens that are decoded at once
-LONG = 4096  # characters, or tokens, that take longer than other threads should wait
+MAX_SPELLED = 16 << 20  # characters of tokens that are decoded at once
+LONG = 4096  # characters or tokens that take longer than other threads should wait
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # read by transformers alone
 
 
 class Backend(Protocol):
-    """What is used of `tokenizers.Tokenizer`."""
+    """The methods of `tokenizers.Tokenizer` that are used."""
 
     def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Any: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
@@ -51,9 +51,9 @@ class Tokenizer:
     """Encodes, decodes and renders chats.
 
     special_tokens: the named ones, which templates may use: {"bos_token": "<s>", ...}. templates: by name; "default" is
-    used, and "tool_use", where there is one, for chats with tools. render: renders a chat in place of the templates.
-    control: matches the special tokens in a text; None asks the backend. bounds: what a backend of somebody else's may
-    make of a text; what is beyond them is encoded by a process that may be killed.
+    used, and "tool_use", if there is one, for chats with tools. render: renders a chat in place of the templates.
+    control: matches the special tokens in a text; None asks the backend. bounds: of an untrusted backend; texts beyond
+    them are encoded by a process that may be killed.
     """
 
     def __init__(
@@ -78,20 +78,20 @@ class Tokenizer:
         self.chat_template: str | None = templates.get("default")
 
     def encode(self, text: str, *, add_special_tokens: bool = True, check: Callable[[int], object] = bool) -> list[int]:
-        """Token ids; with add_special_tokens also those that the tokenizer puts around every text (BOS, mostly).
+        """Encode a text to token ids; with add_special_tokens also those around every text (mostly BOS).
 
-        check: gets their number before they are made a list, which holds up other threads; it may raise.
+        check: called with their number before they become a list, which blocks other threads; it may raise.
         """
         many = getattr(self._backend, "encode_batch_fast", None) if len(text) > LONG else None
         try:
             if not self.encodes_here(len(text)):
                 return self._elsewhere.encode(text, add_special_tokens)
-            if many is not None:  # the library lets other threads run in it, but not in `encode`
+            if many is not None:  # this releases the interpreter's lock, `encode` does not
                 encoding = many([text], add_special_tokens=add_special_tokens)[0]
                 check(len(encoding))
                 return list(encoding.ids)
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeEncodeError):  # TypeError is what the Rust library makes of half a surrogate pair
+        except (TypeError, UnicodeEncodeError):  # the Rust library raises TypeError for half a surrogate pair
             raise RequestError("the text to encode is no valid Unicode string (half a surrogate pair?)") from None
         except BaseException as error:
             if not is_panic(error):
@@ -100,7 +100,7 @@ class Tokenizer:
         return ids
 
     def encodes_here(self, length: int) -> bool:
-        """Whether a text of so many characters takes time and memory in proportion to it, and no other process."""
+        """Whether a text of so many characters can be encoded in this process, in proportional time and memory."""
         bounds = self._bounds
         return bounds is None or (bounds.is_linear and length * bounds.growth <= MAX_GROWN)
 
@@ -114,23 +114,23 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token as the vocabulary spells it, which is no shorter than the text of it."""
+        """Characters of the longest token in the vocabulary's spelling, which is no shorter than its text."""
         return self._bounds.longest if self._bounds else max(map(len, self._backend.get_vocab()), default=1)
 
     def piece(self, id: int) -> str | None:
-        """A token as its vocabulary spells it; None where it has none, or is code."""
+        """A token in the vocabulary's spelling; None where there is none or the tokenizer is code."""
         find = getattr(self._backend, "id_to_token", None)
         return None if find is None else find(id)
 
     def to_json(self) -> str | None:
-        """The text of its tokenizer.json; None where it is code."""
+        """The text of its tokenizer.json; None where the tokenizer is code."""
         write = getattr(self._backend, "to_str", None)
         return None if write is None else str(write())
 
     def render_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> str:
-        """The prompt that asks for the next answer. RequestError where the template does not take these messages.
+        """Render a chat to the prompt for the next answer. RequestError where the template refuses these messages.
 
-        template_values: what the template may read besides: tools, documents, add_generation_prompt (default true), ...
+        template_values: the template's other variables: tools, documents, add_generation_prompt (default true), ...
         """
         values = {"tools": None, "documents": None, "add_generation_prompt": True, **template_values}
         render = self._render or partial(self._find_template(values["tools"]).render, **self._special_tokens)
@@ -140,7 +140,7 @@ class Tokenizer:
             raise RequestError(f"the chat template does not take these messages: {first_line(error)}") from error
 
     def encode_chat(self, messages: list[dict[str, Any]], **template_values: Any) -> list[int]:
-        """Token ids of `render_chat`. The template alone says which special tokens there are: none is added to it."""
+        """Render and encode a chat. The template alone has the special tokens: none is added."""
         return self.prepare_chat(messages, **template_values)[1]
 
     def prepare_chat(
@@ -152,11 +152,10 @@ class Tokenizer:
         check: Callable[[int], object] = bool,
         **template_values: Any,
     ) -> tuple[str, list[int]]:
-        """`render_chat`, with what the answer begins with behind it, and its token ids.
+        """Render a chat with the beginning of its answer, and encode it.
 
-        cut: gives the part of the prompt that counts, or raises where there is too much of it to encode. check: as in
-        `encode`. A special token that somebody wrote into a message, a value, or the beginning of the answer, stays
-        text.
+        cut: gives the part of the prompt that is used, or raises where it is too long to encode. check: as in `encode`.
+        A special token that was written into a message, a value, or the beginning of the answer stays text.
         """
         values = self._break_special(template_values)
         prompt = cut(self.render_chat(self._break_special(messages), **values) + self._break_special(prefill))
@@ -164,7 +163,7 @@ class Tokenizer:
         return "".join(parts), [id for part in parts for id in self.encode(part, add_special_tokens=False, check=check)]
 
     def with_template(self, template: str) -> Tokenizer:
-        """The same with another chat template in the place of all it has."""
+        """The same tokenizer with this chat template in place of all others."""
         return Tokenizer(
             self._backend,
             special_tokens=self._special_tokens,
@@ -174,11 +173,11 @@ class Tokenizer:
         )
 
     def template_variables(self) -> frozenset[str]:
-        """The names that the default template may read: messages, tools, enable_thinking, ..."""
+        """The variables that the default template may read: messages, tools, enable_thinking, ..."""
         return frozenset() if self.chat_template is None else find_variables(self.chat_template)
 
     def _break_special(self, value: Any) -> Any:
-        """The value with a mark inside every special token in its texts, which are encoded in two parts there."""
+        """Put a mark inside every special token in the value's texts, which are then encoded in two parts."""
         if isinstance(value, str):
             return (
                 self._control.sub(lambda match: match[0][0] + BREAK + match[0][1:], value) if self._control else value
@@ -196,7 +195,7 @@ class Tokenizer:
 
 
 def control_texts(backend: Backend) -> re.Pattern[str] | None:
-    """What matches the backend's special tokens in a text, the longest first; None where it has none."""
+    """A pattern of the backend's special tokens, the longest first; None where it has none."""
     added = backend.get_added_tokens_decoder().values()
     texts = sorted(
         (token.content for token in added if token.special and len(token.content) > 1), key=len, reverse=True
@@ -206,7 +205,7 @@ def control_texts(backend: Backend) -> re.Pattern[str] | None:
 
 @lru_cache(maxsize=16)
 def compile_template(source: str) -> jinja2.Template:
-    """A chat template with all that transformers offers it: trimmed blocks, loop controls, functions, `generation`."""
+    """Compile a chat template in transformers' environment: trimmed blocks, loop controls, functions, `generation`."""
     import jinja2
     from jinja2 import ext, nodes, sandbox
     from jinja2.parser import Parser
@@ -238,16 +237,16 @@ def compile_template(source: str) -> jinja2.Template:
 
 @lru_cache(maxsize=16)
 def find_variables(source: str) -> frozenset[str]:
-    """The names that a chat template reads, those left out that it has set before."""
+    """The variables that a chat template reads, without those that it has set before."""
     from jinja2 import meta
 
     return frozenset(meta.find_undeclared_variables(compile_template(source).environment.parse(source)))
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenizer | None:
-    """The tokenizer of a folder; None where it has none.
+    """Load the tokenizer of a folder; None where it has none.
 
-    Without a tokenizer.json it takes transformers, and `trust_remote_code` where it is code of the checkpoint's own.
+    Without a tokenizer.json this needs transformers, and `trust_remote_code` for a tokenizer that is code.
     """
     path = folder / "tokenizer_config.json"
     config = read_json(path) if path.exists() else {}
@@ -282,7 +281,7 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Tokenize
 
 
 def find_bounds(backend: Any, folder: Path) -> Bounds:
-    """What the backend makes of a text. CheckpointError, with its folder, for what is refused."""
+    """Measure the backend's bounds. CheckpointError, with the folder, where it is refused."""
     try:
         check_decoder(backend)
         return measure(backend)
@@ -291,7 +290,7 @@ def find_bounds(backend: Any, folder: Path) -> Bounds:
 
 
 def read_backend(path: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> tokenizers.Tokenizer:
-    """A tokenizer.json, which alone says what goes around a text: add_bos_token of the config does not count."""
+    """Read a tokenizer.json, which alone decides the tokens around a text: the config's add_bos_token is ignored."""
     import tokenizers
 
     backend = tokenizers.Tokenizer.from_buffer(read_file(path, MAX_TOKENIZER))
@@ -302,7 +301,7 @@ def read_backend(path: Path, config: Mapping[str, Any], special_tokens: Mapping[
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Chat templates by name: those in files of their own, else those in tokenizer_config.json."""
+    """Read chat templates by name: from their own files, else from tokenizer_config.json."""
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (folder / "chat_template.jinja").exists():
         files["default"] = folder / "chat_template.jinja"
@@ -312,7 +311,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
-    """Add the tokens that only tokenizer_config.json knows, and make the named ones special."""
+    """Add the tokens that only tokenizer_config.json has, and make the named ones special."""
     from tokenizers import AddedToken
 
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
@@ -328,7 +327,7 @@ def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special
 
 
 def find_code(config: Mapping[str, Any]) -> str | None:
-    """The class "module.Name" that a tokenizer_config.json names as its tokenizer: the fast one, else the other."""
+    """The class "module.Name" of a tokenizer in tokenizer_config.json: the fast one, else the other."""
     named = config.get("auto_map")
     classes = named.get("AutoTokenizer") if isinstance(named, dict) else named
     names = classes if isinstance(classes, list) else [classes]
@@ -336,13 +335,13 @@ def find_code(config: Mapping[str, Any]) -> str | None:
 
 
 def load_with_transformers(folder: Path, code: str | None) -> Tokenizer:
-    """A tokenizer in a format that only transformers reads, or of the class `code` in the checkpoint's own file.
+    """Load a tokenizer in a format that only transformers reads, or of the class `code` in the checkpoint's own file.
 
-    That code is all of the checkpoint's own that runs: AutoTokenizer would also run what config.json names.
+    No other code of the checkpoint is run: AutoTokenizer would also run that of config.json.
     """
     for path in folder.iterdir():
         if path.exists() and not path.is_dir():
-            open_file(path).close()  # transformers would wait for a pipe
+            open_file(path).close()  # transformers would block on a pipe
     try:
         if code is None:
             from transformers import AutoTokenizer
@@ -361,12 +360,12 @@ def load_with_transformers(folder: Path, code: str | None) -> Tokenizer:
         return Tokenizer(backend, special_tokens=special_tokens, templates=templates, render=render, bounds=bounds)
     except CheckpointError:
         raise
-    except Exception as error:  # anything, where the checkpoint's own code runs
+    except Exception as error:  # the checkpoint's own code may raise anything
         raise CheckpointError(f"transformers cannot read the tokenizer of {folder}: {first_line(error)}") from error
 
 
 def find_render(theirs: Any) -> Callable[..., str] | None:
-    """What renders chats where the code of a tokenizer does more for that than its template."""
+    """The function that renders chats, where a tokenizer's code overrides its template."""
     from transformers import PreTrainedTokenizerBase
 
     if type(theirs).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template:
@@ -375,7 +374,7 @@ def find_render(theirs: Any) -> Callable[..., str] | None:
 
 
 class TransformersBackend:
-    """A tokenizer of transformers that is, or may be, written in Python, with the methods of one of `tokenizers`."""
+    """Adapts a tokenizer of transformers, which may be written in Python, to the methods of `tokenizers`."""
 
     def __init__(self, theirs: Any) -> None:
         self._theirs = theirs
@@ -405,20 +404,20 @@ class TransformersBackend:
 
 
 def named_templates(templates: Any) -> dict[str, str]:
-    """Chat templates by name, from any of the forms they are stored in: text, {name: text}, [{name, template}]."""
+    """Chat templates by name, from any stored form: text, {name: text}, [{name, template}]."""
     if isinstance(templates, list):
         return {entry["name"]: entry["template"] for entry in templates}
     return templates if isinstance(templates, dict) else {"default": templates} if templates else {}
 
 
 def content(token: Any) -> str | None:
-    """The text of a token stored as itself or as an object."""
+    """The text of a token that is stored as text or as an object."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether the Rust library has failed in a way that it did not foresee, which is no Exception."""
+    """Whether the error is a panic of the Rust library, which is no Exception."""
     return type(error).__name__ == "PanicException"
 
 

@@ -1,4 +1,4 @@
-"""The compiler: a configuration becomes a lowered graph and the code of its pieces.
+"""Compile a configuration to a lowered graph and the code of its pieces.
 
 graph = compile_graph(config)                # the text after all passes
 compiled = compile_model(config)             # and its code, from the cache where it is there

@@ -1,4 +1,6 @@
-"""A launch's artifact: the lowered graph under a key of all that it depends on, and why there is none.
+"""Publish and read artifacts: lowered graphs, by a key of all their ingredients.
+
+A miss is explained.
 
 ingredients = launch_ingredients(config, find_target(config.device))    # in words
 key = key_of(ingredients)
@@ -23,24 +25,24 @@ from atom.graph.types import BITS
 from atom.kernels import Target, find_target, find_versions, highest_level
 from atom.pieces import digest, find_pieces, identity, key_of, sources_of
 
-# of a launch's overrides, those that its graph follows from and that final values below do not say
+# the overrides that a graph depends on, beside the final values below
 IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|model([.@].*)?)(=|$)")
 
 
 def level_of(config: Config) -> int:
-    """The level that a configuration asks for: the highest that its device has, where it leaves that open."""
+    """The level of a configuration, by default the highest of its device."""
     if config.level is not None:
         return config.level
     return 2 if config.serve.enforce_eager else highest_level(config.device)
 
 
 def semantic_graph(config: Config) -> Graph:
-    """What the frontend writes of the model."""
+    """The semantic graph of a configuration's model."""
     return build(config.model, config.dtype, config.serve.kv_cache_dtype)
 
 
 def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
-    """All that a lowered graph and its code depend on, in words; equal ones are one artifact."""
+    """All ingredients of a lowered graph and its code, in words; equal ones are one artifact."""
     return {
         "model": digest(show(semantic_graph(config))),
         "dtype": config.dtype,
@@ -51,7 +53,7 @@ def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
 
 
 def machine_ingredients(target: Target) -> dict[str, str]:
-    """Those that no configuration chooses."""
+    """The ingredients that no configuration chooses."""
     return {
         "device": target.device,
         "features": " ".join(sorted(target.features)),
@@ -65,7 +67,7 @@ def machine_ingredients(target: Target) -> dict[str, str]:
 
 
 def read_artifact(cache: Cache, key: str) -> Graph | None:
-    """The graph of a published artifact, its pieces marked."""
+    """Read the graph of a published artifact, its pieces marked; None where there is none to be trusted."""
     folder, entry = cache.find("artifacts", key), cache.describe("artifacts", key)
     if folder is None or entry is None:
         return None
@@ -84,7 +86,7 @@ def read_artifact(cache: Cache, key: str) -> Graph | None:
 def publish_artifact(
     cache: Cache, config: Config, ingredients: dict[str, str], graph: Graph, pieces: Sequence[str]
 ) -> None:
-    """Store the graph with its recipe; `pieces` are the keys of the pieces that it is made of."""
+    """Store the graph with its recipe file. pieces: their keys."""
     key, recipe = key_of(ingredients), recipe_of(config)
     about = {
         "name": config.model.name,
@@ -98,7 +100,7 @@ def publish_artifact(
 
 
 def recipe_of(config: Config) -> list[str]:
-    """The overrides that start this launch again: what was said of the model, and final values; no key, no port."""
+    """The overrides that repeat this launch: those of the model, and final values; no API key, no port."""
     final = {
         "dtype": config.dtype,
         "device": config.device,
@@ -113,7 +115,7 @@ def recipe_of(config: Config) -> list[str]:
 
 
 def explain_miss(config: Config, ingredients: dict[str, str], cache: Cache) -> str:
-    """Why there is no artifact of these ingredients: it is not trusted, or in what the nearest one differs."""
+    """Why there is no artifact of these ingredients: it is not trusted, or how the nearest one differs."""
     key = key_of(ingredients)
     if cache.holds("artifacts", key):
         fault = cache.verify("artifacts", key)
@@ -130,7 +132,7 @@ def explain_miss(config: Config, ingredients: dict[str, str], cache: Cache) -> s
 
 
 def _differing(config: Config, ingredients: dict[str, str], entry: Entry) -> list[str]:
-    """The ingredients that are not those of an entry, without those that only follow from another."""
+    """The ingredients that differ from an entry's, without those that follow from another."""
     theirs = ingredients_of(entry)
     named = [name for name in {**ingredients, **theirs} if theirs.get(name) != ingredients.get(name)]
     if "dtype" in named and all(each.get("kv_cache_dtype") == each.get("dtype") for each in (ingredients, theirs)):
@@ -143,18 +145,18 @@ def _differing(config: Config, ingredients: dict[str, str], entry: Entry) -> lis
 
 
 def ingredients_of(entry: Entry) -> dict[str, Any]:
-    """What an entry says that it was made of."""
+    """The ingredients that an entry states."""
     stated = entry.about.get("ingredients")
     return stated if isinstance(stated, dict) else {}
 
 
 def differences_here(entries: Sequence[Entry]) -> list[str]:
-    """In what artifacts and pieces made elsewhere differ from any of this machine, so that none is found here."""
+    """The ingredients in which artifacts and pieces made elsewhere differ from those of this machine."""
     differences: dict[str, None] = {}
     for entry in entries:
         theirs = ingredients_of(entry)
         if entry.kind == BINARIES:
-            continue  # found by a key that its compiler alone can make
+            continue  # its key can be made by its compiler only
         if entry.kind == "pieces":
             ours = identity(str(entry.about.get("text")), find_target(str(theirs.get("device", "cpu"))))
         else:
@@ -173,7 +175,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _marks(graph: Graph) -> dict[str, str]:
-    """By program, the places of each piece's first and last call: `0-7 10-21`."""
+    """The first and last call of each piece, by program: `0-7 10-21`."""
     marks: dict[str, str] = {}
     for name, program in graph.programs.items():
         places = {node: place for place, node in enumerate(program.nodes)}

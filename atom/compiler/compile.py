@@ -1,4 +1,4 @@
-"""From a configuration to what runs: the frontend writes the graph, the passes lower it, its pieces are compiled.
+"""Compile a model: write the graph, lower it, compile its pieces.
 
 graph = compile_graph(load(["checkpoint=/models/qwen3"]))                      # or a saved text is read
 compiled = compile_model(load(["checkpoint=/models/qwen3", "level=2"]))        # graph and code, from the cache if there
@@ -37,7 +37,7 @@ from atom.pieces import Piece, PieceCode, PieceError, compile_pieces, find_piece
 def compile_graph(
     config: Config, watch: Callable[[PassReport], Any] = lambda _: None, target: Target | None = None
 ) -> Graph:
-    """The lowered graph; `watch` gets a report after each pass. A saved text goes on behind the stage that it names.
+    """Compile the lowered graph; `watch` gets a report after each pass. A saved text continues behind its stage.
 
     The target is this machine, unless another is given.
     """
@@ -54,10 +54,10 @@ WAITING = "another process is compiling these pieces"
 
 
 class Report(NamedTuple):
-    """How a model was compiled, or found."""
+    """How a model was compiled or found in the cache."""
 
     key: str  # of the artifact; "" for a saved text, which has none
-    hit: bool  # nothing had to be compiled, and no pass to run
+    hit: bool  # no pass was run and nothing was compiled
     reason: str  # of a miss
     pieces: int
     distinct: int  # of them
@@ -69,7 +69,7 @@ class Compiled(NamedTuple):
     graph: Graph
     code: dict[str, PieceCode]  # by the text of a piece
     report: Report
-    level: int  # that the graph is of: not always the one that the configuration leaves open
+    level: int  # of the graph; it may be lower than the device's highest
 
 
 def compile_model(
@@ -78,12 +78,12 @@ def compile_model(
     cache: Cache | None = None,
     check: Callable[[Graph], Any] = lambda _: None,
 ) -> Compiled:
-    """The graph and the code of its pieces, of the cache folder where they are there; below level 2 there are none.
+    """Compile the graph and the code of its pieces, or find them in the cache; below level 2 there are no pieces.
 
-    `check` sees the graph before anything is compiled.
-    `cache.warnings` says what was ignored in the folder, and what a level left open has become. UnsupportedError where
-    level=2 needs a compiler that is not there, PassError where a piece is not what its ops say, ArtifactError where a
-    compiler fails.
+    `check` gets the graph before anything is compiled.
+    `cache.warnings` says what was ignored in the folder, and which level was taken in place of the highest.
+    UnsupportedError where level=2 needs a compiler that is missing, PassError where a piece gives wrong results,
+    ArtifactError where a compiler fails.
     """
     assert config.cache is not None, "config.load resolves it"
     cache = cache or Cache(Path(config.cache))
@@ -101,7 +101,7 @@ def compile_model(
 def _compile_with_pieces(
     config: Config, progress: Progress, cache: Cache, check: Callable[[Graph], Any]
 ) -> Compiled | None:
-    """A model from level 2 on; None where a compiler is missing or a piece is wrong, and level 1 will do."""
+    """Compile a model of level 2 or 3; None where a compiler is missing or a piece is wrong, and level 1 will do."""
     clock, target = _Clock(), find_target(config.device)
     key, ingredients, found = "", {}, None
     if config.job.graph is None:
@@ -187,7 +187,7 @@ def _locked(cache: Cache, keys: Sequence[str], progress: Progress) -> Iterator[N
 
 
 def _load(keys: Mapping[str, str], target: Target, cache: Cache) -> dict[str, PieceCode]:
-    """The pieces that are in the cache and can be loaded; keys by text. `cache.warnings` says which cannot."""
+    """Load the pieces that are in the cache; keys by text. `cache.warnings` says which cannot be loaded."""
     code: dict[str, PieceCode] = {}
     for text, key in keys.items():
         if (folder := cache.find("pieces", key)) is None:
@@ -203,9 +203,9 @@ def _load(keys: Mapping[str, str], target: Target, cache: Cache) -> dict[str, Pi
 def _make(
     keys: Mapping[str, str], target: Target, cache: Cache, progress: Progress, *, is_retry: bool
 ) -> tuple[dict[str, PieceCode], int]:
-    """The code of pieces that were not there, and how many of them had to be compiled; keys by text.
+    """Make the code of missing pieces; how many had to be compiled. keys: by text.
 
-    PieceError where one is wrong, or was before, unless that is tried again.
+    PieceError where one is wrong, or was so before, unless failures are to be tried again.
     """
     with _locked(cache, [*keys.values()], progress):
         code = _load(keys, target, cache)  # another process may have been first
@@ -217,7 +217,7 @@ def _make(
 
 
 def find_failure(key: str, cache: Cache) -> str | None:
-    """Why a piece is not to be used, where that was found out before: equal ingredients, equal code."""
+    """Why a piece must not be used, where an earlier launch found that: equal ingredients, equal code."""
     entry = cache.describe("failures", key)
     return None if entry is None else str(entry.about.get("reason"))
 
@@ -231,7 +231,7 @@ def _compile(keys: Mapping[str, str], target: Target, cache: Cache, progress: Pr
         try:
             for text, files in compile_pieces(list(keys), target.device):
                 _forget("failures", keys[text], cache)
-                _forget("pieces", keys[text], cache)  # it is whole and cannot be loaded
+                _forget("pieces", keys[text], cache)  # intact, but it cannot be loaded
                 folder = cache.publish("pieces", keys[text], files, _about(text, target))
                 code[text] = find_piece_compiler(target.device).load(folder)
                 task.advance(1)
@@ -248,7 +248,7 @@ def _about(text: str, target: Target) -> dict[str, Any]:
 
 
 def _forget(kind: str, key: str, cache: Cache) -> None:
-    """Remove a whole entry, where there is one and that is allowed."""
+    """Remove an entry, if there is one and that is allowed."""
     if entry := cache.describe(kind, key):
         with contextlib.suppress(ArtifactError):
             cache.remove(entry)
@@ -259,6 +259,6 @@ def _count(number: int, noun: str) -> str:
 
 
 def describe_piece(text: str) -> str:
-    """A piece in a few words: its first and last calls."""
+    """Describe a piece briefly, by its first and last calls."""
     names = [line.split(" = ")[1].partition("(")[0].partition(".")[2] for line in text.splitlines() if " = " in line]
     return f"{names[0]} … {names[-1]}, {len(names)} calls"

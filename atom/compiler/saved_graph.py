@@ -1,8 +1,10 @@
-"""A text that was saved (`job.stage=NAME > graph.py`), edited perhaps, and is to run in place of what the passes make.
+"""Read a saved graph text (`job.stage=NAME > graph.py`) and continue from its stage.
+
+It may have been edited, and runs in place of what the passes make.
 
 text = show_saved("fuse_qkv", show(graph))               # its first line names the stage: # job.stage=fuse_qkv
 graph, first = read_saved(Path("graph.py"))              # the pass behind that stage
-graph = lower(graph, level, target, watch, first=first)  # what is left to do: no pass before it touches the text
+graph = lower(graph, level, target, watch, first=first)  # the remaining passes; none before it touches the text
 check_runnable(graph, "graph.py", target)
 """
 
@@ -20,20 +22,20 @@ from atom.kernels import Target, find_kernel
 from atom.passes.pipeline import PIPELINE
 from atom.runtime.types import INPUTS
 
-PASSES = {rewrite.__name__: level for rewrite, _, level in PIPELINE}  # and what the graph is behind each
+PASSES = {rewrite.__name__: level for rewrite, _, level in PIPELINE}  # and the level of ops behind each
 WRITTEN = "semantic"  # the stage before the first
 STAGE = re.compile(r"# job\.stage=(\S*)\s*")
 
 
 def show_saved(stage: str, text: str) -> str:
-    """The text of a graph behind a pass, as it is saved."""
+    """The text of a graph behind a pass, in the form that is saved."""
     return f"# job.stage={stage}\n{text}"
 
 
 def read_saved(path: Path) -> tuple[Graph, str]:
-    """The graph of a text, and the name of the pass that goes on. ConfigError where the file is no such graph.
+    """Read a graph, and the name of the pass to continue with. ConfigError where the file is no such graph.
 
-    Where the text does not name its stage, that is the first that what stands there leaves open.
+    Where the text does not name its stage, it is inferred from the ops in it.
     """
     try:
         text = path.read_text()
@@ -46,11 +48,11 @@ def read_saved(path: Path) -> tuple[Graph, str]:
     except PassError as error:
         raise ConfigError(f"job.graph={path}: {error}") from None
     stages = [WRITTEN, *PASSES]
-    return graph, stages[min(stages.index(stage) + 1, len(PASSES))]  # the last is taken again: its marks are comments
+    return graph, stages[min(stages.index(stage) + 1, len(PASSES))]  # the last pass is repeated: its marks are comments
 
 
 def _stage(text: str, path: str) -> str | None:
-    """The stage that the first line names."""
+    """The stage in the first line, if it names one."""
     match = STAGE.fullmatch(text.partition("\n")[0])
     if match and match[1] not in (WRITTEN, *PASSES):
         stages = ", ".join([WRITTEN, *PASSES])
@@ -59,14 +61,14 @@ def _stage(text: str, path: str) -> str | None:
 
 
 def _stage_of(graph: Graph) -> str:
-    """The last stage that certainly is behind a text, by what stands there."""
+    """The last stage that a text has certainly passed, by the ops in it."""
     if any(ops.LOWERED not in node.target.levels for node in _nodes(graph)):
         return WRITTEN
     return "select_kernels" if any("kernel" in node.meta for node in _nodes(graph)) else "lower_attention"
 
 
 def check_runnable(graph: Graph, path: str, target: Target) -> None:
-    """ConfigError where a saved text asks for an input, a kernel or a layout that nothing provides."""
+    """Raise ConfigError where a saved text has an input, a kernel or a layout that nothing provides."""
     if missing := {BODY, HEAD} - graph.programs.keys():
         raise ConfigError(f"job.graph={path}: it has no function {', '.join(sorted(missing))}")
     body, head = graph.programs[BODY], graph.programs[HEAD]

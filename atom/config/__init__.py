@@ -1,4 +1,4 @@
-"""The configuration: `load` reads conf/ and the overrides once, into plain dataclasses.
+"""Load the configuration once: conf/ and overrides become plain dataclasses.
 
 config = load(["checkpoint=/models/qwen3", "sampling.temperature=0"])
 config.model.attention.heads                     # nothing is assigned from here on

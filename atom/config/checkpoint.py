@@ -1,4 +1,4 @@
-"""The checkpoint that a configuration names, opened as its model file says; no torch.
+"""Open the checkpoint that a configuration names; no torch.
 
 checkpoint = open_for(load(["checkpoint=/models/qwen3"]), SILENT)
 checkpoint.tokenizer().encode("Hello")
@@ -13,7 +13,7 @@ from atom.config import Config
 
 
 def is_here(config: Config) -> bool:
-    """Whether the configuration's checkpoint is on this disk, and need not be fetched."""
+    """Whether the configuration's checkpoint is on this disk and need not be downloaded."""
     return config.checkpoint is not None and Path(config.checkpoint).expanduser().exists()
 
 

@@ -1,8 +1,8 @@
-"""Hydra's half of the configuration: which model file is meant, and conf/ and overrides composed into plain values.
+"""Choose the model file, and compose conf/ and overrides with Hydra.
 
     source = find_source(["checkpoint=/models/qwen3"])     # overrides with model='qwen3', the checkpoint's config.json
     with one_line_errors(Config):
-        composed = compose(Config, source.overrides)       # a DictConfig, `${hf:…}` still in it
+        composed = compose(Config, source.overrides)       # a DictConfig with unresolved `${hf:…}`
         values = resolve(composed, source.hf)              # dicts and lists
 
 The schema is handed in: this module knows no field but those that name a source.
@@ -47,14 +47,14 @@ COMPOSING = threading.Lock()  # Hydra composes through a singleton
 
 class ModelFile(NamedTuple):
     path: Path
-    spec: dict[str, Any]  # as written: without what it inherits
+    spec: dict[str, Any]  # as written, without inherited values
 
     @property
     def name(self) -> str:
         return self.path.stem
 
     def embedded_config(self) -> dict[str, Any]:
-        """config.json of the checkpoint that the file brings."""
+        """config.json of the model file's own checkpoint."""
         stated = self.spec["embedded"]
         if not isinstance(stated, dict) or not isinstance(stated.get("config"), str):
             raise ConfigError(f"{self.path}: embedded.config has no value; name the config.json beside this file")
@@ -65,12 +65,12 @@ class ModelFile(NamedTuple):
 class Source(NamedTuple):
     overrides: list[str]  # with the model file named
     hf: dict[str, Any]  # the checkpoint's config.json
-    embedded: dict[str, Any] | None  # the checkpoint that a model file brings, where none is given
+    embedded: dict[str, Any] | None  # the model file's own checkpoint, where none is given
     generation: dict[str, Any]  # the checkpoint's generation_config.json
 
 
 def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) -> Source:
-    """The checkpoint and the model file of these overrides; downloads no more than what describes a hub id."""
+    """Find the checkpoint and the model file of these overrides; of a hub id, only the description is downloaded."""
     texts = rewrite(overrides, config_dirs=config_dirs)
     parsed = [parse(text) for text in texts]
     given = {each.key_or_group: each for each in parsed if each.package is None}
@@ -104,7 +104,7 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
 
 
 def searched(overrides: Iterable[str], config_dirs: Sequence[str] = ()) -> list[str]:
-    """Where files are looked for behind conf/ and what plugins bring: the config dirs, then hydra.searchpath."""
+    """The folders searched after conf/ and those of plugins: the config dirs, then hydra.searchpath."""
     said = [text for text in overrides if text.startswith(SEARCHPATH)]
     places: Any = parse(said[-1]).value() if said else []
     if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
@@ -113,14 +113,14 @@ def searched(overrides: Iterable[str], config_dirs: Sequence[str] = ()) -> list[
 
 
 def with_search_path(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[str]:
-    """The overrides for Hydra, which takes one config dir or none: as one hydra.searchpath."""
+    """Add the config dirs to the overrides as one hydra.searchpath, since Hydra takes one config dir at most."""
     places = searched(overrides, config_dirs)
     others = [text for text in overrides if not text.startswith(SEARCHPATH)]
     return [*([override("hydra.searchpath", places)] if places else []), *others]
 
 
 def search_path(places: Sequence[str] = ()) -> ConfigSearchPath:
-    """Hydra's search path: conf/, what plugins bring, these places."""
+    """Hydra's search path: conf/, those of plugins, these places."""
     from hydra._internal.utils import create_config_search_path
     from hydra.core.config_search_path import SearchPathQuery
 
@@ -131,7 +131,7 @@ def search_path(places: Sequence[str] = ()) -> ConfigSearchPath:
 
 
 def model_files(places: Sequence[str] = ()) -> list[ModelFile]:
-    """The files of the group `model`, where Hydra finds them; of two with one name the first counts, as for Hydra."""
+    """The files of the group `model` in Hydra's search path; of two with one name the first counts, as for Hydra."""
     from hydra._internal.config_repository import ConfigRepository
 
     files: dict[str, ModelFile] = {}
@@ -142,7 +142,7 @@ def model_files(places: Sequence[str] = ()) -> list[ModelFile]:
 
 
 def read_files(source: ConfigSource) -> Iterator[ModelFile]:
-    """The model files of one source: of a folder, or of what else Hydra and its plugins read."""
+    """Read the model files of one source: a folder, or another kind of Hydra or its plugins."""
     import yaml
     from hydra.core.object_type import ObjectType
     from omegaconf import OmegaConf
@@ -163,7 +163,7 @@ def read_files(source: ConfigSource) -> Iterator[ModelFile]:
 
 
 def embedded_file(files: Sequence[ModelFile], name: str = "auto") -> ModelFile:
-    """The file that brings its own checkpoint: the one that is asked for, else the only one."""
+    """The model file with its own checkpoint: the named one, else the only one."""
     found = [file for file in files if file.spec.get("embedded")]
     found = [file for file in found if file.name == name] or found
     if len(found) != 1:
@@ -172,7 +172,7 @@ def embedded_file(files: Sequence[ModelFile], name: str = "auto") -> ModelFile:
 
 
 def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: str) -> str:
-    """The name of the file that `auto` means: by architecture, then by model_type; a GGUF has names of its own."""
+    """Choose the model file for `auto`: by architecture, then by model_type; a GGUF has names of its own."""
     automatic = [file for file in files if file.spec.get("auto", True)]
     is_gguf = "gguf_architecture" in hf
     if is_gguf:
@@ -200,9 +200,9 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
 
 
 def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> DictConfig:
-    """What Hydra makes of conf/ and the overrides; also where Hydra is at work already, in a job of a sweep.
+    """Compose conf/ and the overrides with Hydra, also within a job of a sweep, where Hydra runs already.
 
-    Plain fields are set behind it: to Hydra, a folder in a config dir makes a group of the field that has its name. So
+    Plain fields are set afterwards: for Hydra, a folder in a config dir turns the field of its name into a group. So
     are values in blocks that may be null, which Hydra cannot fill.
     """
     import hydra
@@ -239,7 +239,7 @@ def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = 
 
 
 def is_set_later(text: str, plain: Sequence[str], optional: Sequence[str]) -> bool:
-    """Whether an override is of a plain field, or of values in an optional block."""
+    """Whether an override sets a plain field, or a value in an optional block."""
     key = text.lstrip("+").partition("=")[0]
     if any(key.startswith(f"{at}.") for at in optional):
         return True
@@ -247,14 +247,14 @@ def is_set_later(text: str, plain: Sequence[str], optional: Sequence[str]) -> bo
 
 
 def check_entries(schema: Any, overrides: Sequence[str], files: Sequence[ModelFile]) -> None:
-    """Raise the error of an entry of a list, whose key Hydra tells without the list that the entry is in."""
+    """Raise the error of a list's entry here, since Hydra's error does not name the list."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     parsed = [each for each in map(parse, overrides) if not each.is_delete()]
     stated = [(each.key_or_group, each.value()) for each in parsed]
     by_name, names = {file.name: file.spec for file in files}, [value for key, value in stated if key == "model"]
-    for name in names:  # grows by what the files inherit
+    for name in names:  # grows by inherited files
         spec = by_name.get(name) if isinstance(name, str) else None
         stated += [(f"model.{key}", value) for key, value in (spec or {}).items()]
         names += [each for each in (spec or {}).get("defaults") or () if each not in names]
@@ -290,7 +290,7 @@ def register(schema: Any) -> None:
 
 
 def resolve(composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Dicts and lists, with the checkpoint's values in the place of `${hf:…}` and `${generation:…}`."""
+    """Resolve to dicts and lists, with the checkpoint's values in place of `${hf:…}` and `${generation:…}`."""
     from omegaconf import OmegaConf
 
     attach(composed, hf, sampling)
@@ -299,7 +299,7 @@ def resolve(composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, 
 
 
 def attach(composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, Any] | None = None) -> None:
-    """Let `${hf:…}` in this one configuration mean this config.json, and `${generation:…}` these sampling values."""
+    """Resolve `${hf:…}` in this configuration by this config.json, and `${generation:…}` by these sampling values."""
     from omegaconf import OmegaConf
 
     OmegaConf.get_cache(composed)["hf"] = dict(hf)
@@ -309,7 +309,7 @@ def attach(composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, A
 def look_up(key: str, *default: Any, _root_: DictConfig, _node_: Any) -> Any:
     """`${hf:key}` or `${hf:key,default}`; dots reach inside, null counts as missing.
 
-    OmegaConf also asks while it merges files, before there is a config.json: then the default, or null, will do.
+    OmegaConf also calls it while it merges files, before there is a config.json: then it gives the default, or null.
     """
     from omegaconf import OmegaConf
 
@@ -340,7 +340,7 @@ def look_up_sampling(name: str, *, _root_: DictConfig, _parent_: DictConfig) -> 
 
 @contextmanager
 def one_line_errors(schema: Any) -> Iterator[None]:
-    """Errors of Hydra and OmegaConf become ConfigErrors: what, where, and which names there are."""
+    """Turn errors of Hydra and OmegaConf into one-line ConfigErrors: what, where, and the known names."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -374,7 +374,7 @@ def explain(error: BaseException, schema: Any) -> AtomError:
 
 
 def unknown_key(key: str, schema: Any) -> ConfigError:
-    """The error of a key that the schema has not: which keys there are, and which one may be meant."""
+    """The error of a key that is not in the schema: the keys that are, and which one may be meant."""
     known = [re.sub(r"\.\d+", "", name) for name in keys(schema)]
     parent, _, last = re.sub(r"\.\d+", "", key).rpartition(".")
     inside = [name.removeprefix(f"{parent}.") for name in known if name.startswith(f"{parent}.") or not parent]
@@ -393,7 +393,7 @@ def no_such(what: str, name: str, names: Sequence[str], heading: str) -> str:
 
 
 def inner_blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any, bool]]:
-    """The blocks of a schema that may be null, and those that are entries of a list: key, class, whether in a list."""
+    """The blocks of a schema that may be null or are entries of a list: key, class, whether in a list."""
     for name, each in get_type_hints(kind).items():
         inner = get_args(each)[0] if get_origin(each) in (UnionType, list) else each
         if is_dataclass(inner):

@@ -1,10 +1,10 @@
-"""The one configuration: `load` reads conf/ and the overrides once, into the dataclasses of `atom.config.schema`.
+"""Load the configuration into the dataclasses of `atom.config.schema`.
 
     config = load(["checkpoint=/models/qwen3", "sampling.temperature=0"])
     config.model.attention.heads                     # plain dataclasses from here on
 
-Every field is set here and never assigned again: `hydra` makes plain values of the overrides, `resolve` puts in what
-follows from the rest and checks it.
+Every field is set here and never assigned again: `hydra` turns the overrides into plain values, `resolve` derives the
+others and checks all.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from atom.sampling_params import SamplingParams, sampling_number
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-SET_BY_LOAD = ("job.kind", "hf", "overrides")  # keys that nobody types
+SET_BY_LOAD = ("job.kind", "hf", "overrides")  # keys that users cannot set
 
-# of generation_config.json -> of sampling
+# field of generation_config.json -> field of sampling
 GENERATION = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -54,9 +54,9 @@ ITEMS = {int: ((int,), "whole numbers"), float: ((int, float), "numbers"), str: 
 
 
 def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> Config:
-    """The configuration of these overrides; `config_dirs` hold files of the user's own beside those of conf/.
+    """Load the configuration of these overrides; `config_dirs` hold the user's files beside conf/.
 
-    Downloads no more than what describes a hub id. Raises ConfigError, CheckpointError, UnsupportedError, and
+    Of a hub id, only the description is downloaded. Raises ConfigError, CheckpointError, UnsupportedError, and
     RequestError for a sampling value.
     """
     from atom.checkpoint.base import normalize_rope
@@ -80,7 +80,7 @@ def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> C
 
 
 def sampling_defaults(generation: Mapping[str, Any], composed: DictConfig) -> dict[str, Any]:
-    """What generation_config.json says of fields of `sampling`; nothing with sampling.defaults=none.
+    """The values of generation_config.json for fields of `sampling`; empty with sampling.defaults=none.
 
     CheckpointError for a value that its field does not take.
     """
@@ -103,7 +103,7 @@ def sampling_defaults(generation: Mapping[str, Any], composed: DictConfig) -> di
 
 
 def load_gpu(name: str) -> GPUConfig:
-    """The GPU that `job.gpu` names: a YAML file, or one of conf/gpu. ConfigError says what is wrong with it."""
+    """Load the GPU of `job.gpu`: a YAML file, or a name in conf/gpu. ConfigError says what is wrong with it."""
     from omegaconf import DictConfig, OmegaConf
     from yaml import YAMLError
 
@@ -133,9 +133,9 @@ def show(
     package: str | None = None,
     is_resolved: bool = False,
 ) -> str:
-    """The composed configuration as YAML, or what is at a dotted key; resolved, with the checkpoint's values.
+    """The composed configuration, or the part at a dotted key, as YAML; resolved, with the checkpoint's values.
 
-    Keys are hidden, unless it is a file that has them.
+    API keys are hidden, unless they are in a file.
     """
     from omegaconf import OmegaConf, open_dict
 
@@ -156,7 +156,7 @@ def show(
 
 
 def engine_overrides(model: str | os.PathLike[str] | None, values: Mapping[str, Any]) -> list[str]:
-    """The overrides of an engine's keyword arguments: serve's and the plain fields by name, others by dotted key."""
+    """The overrides of an engine's keyword arguments: serve's fields and plain ones by name, others by dotted key."""
     serve = {each.name for each in fields(ServeConfig)} | {key.removeprefix("serve.") for key in ALIASES}
     for key in ALIASES:
         twice = [name for name in (key.removeprefix("serve."), ALIASES[key].removeprefix("serve.")) if name in values]
@@ -167,7 +167,7 @@ def engine_overrides(model: str | os.PathLike[str] | None, values: Mapping[str, 
 
 
 def build(kind: Any, value: Any, at: str = "") -> Any:
-    """Nested dicts and lists as the dataclasses that `kind` says."""
+    """Build dataclasses of the type `kind` from nested dicts and lists."""
     if get_origin(kind) is UnionType:
         return None if value is None else build(get_args(kind)[0], value, at)
     if get_origin(kind) is list and value != "???":

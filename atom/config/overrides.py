@@ -1,11 +1,11 @@
-"""Overrides as text: what users write becomes what Hydra's grammar takes.
+"""Rewrite users' overrides into Hydra's grammar.
 
     rewrite(["prompts=What is 2+2?"])               # ["prompts='What is 2+2?'"]
     rewrite(["recipe=smollm2_greedy", "seed=1"])    # the recipe's overrides, then "seed=1"
     rewrite(["quant=fp8"])                          # UnsupportedError: not built yet
     override("prompts", ["a, b", "c"])              # "prompts=['a, b','c']"
 
-One set of rules for the command line, each job of a sweep, and keyword arguments. It knows keys, not types.
+One set of rules serves the command line, each job of a sweep, and keyword arguments. It knows keys, not types.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ LISTS_OF_TEXT = ("prompts", "sampling.stop_strings")
 JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.entry", "job.prune", "job.export", "job.import_from",
              "job.dataset_path")  # fmt: skip
 SECRET = "serve.http.api_keys"
-HIDDEN = "***"  # what is shown of it
+HIDDEN = "***"  # shown in place of a secret
 TEXTS = (*LISTS_OF_TEXT, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir", SECRET, *JOB_TEXTS)
 ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
-TO_COME = {  # the first part of a key, without "serve." -> what it asks for
+TO_COME = {  # the first part of a key, without "serve." -> the feature that it asks for
     "parallel": "running on several devices",
     "quant": "quantization",
     "port": "an engine on another machine (serve.http.port is the server's)",
@@ -46,10 +46,10 @@ def project_folder(name: str) -> Path:
 
 
 def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multirun: bool = False) -> list[str]:
-    """Overrides in Hydra's grammar, recipes opened and put before the rest.
+    """Rewrite overrides in Hydra's grammar, with recipes opened and put before the rest.
 
-    A text is taken as it stands, unless it is quoted, a list or, with `multirun`, the choices of a sweep.
-    Errors: ConfigError for what is no override or no recipe, UnsupportedError for what is not built yet.
+    A value is plain text unless it is quoted, a list or, with `multirun`, the choices of a sweep. ConfigError for what
+    is no override or no recipe, UnsupportedError for what is not built yet.
     """
     result: list[str] = []
     recipes: list[str] = []
@@ -78,14 +78,14 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
 
 
 def as_override(text: str) -> str:
-    """What a word without a key may mean: the name of a job, or a checkpoint; else itself."""
+    """A word without a key as an override, where it names a job or a checkpoint; else itself."""
     if re.fullmatch(r"\w+", text) and (project_folder("conf") / "job" / f"{text}.yaml").is_file():
         return f"job={text}"
     return f"checkpoint={text}" if may_be_checkpoint(text) else text
 
 
 def may_be_checkpoint(text: str) -> bool:
-    """Whether a word reads as a folder, a hub id, or a GGUF."""
+    """Whether a word looks like a folder, a hub id, or a GGUF file."""
     is_path = re.fullmatch(r"[\w.-]+/[\w.-]+|(/|~/|\.{1,2}/)\S+|\S+\.gguf", text) is not None
     return is_path or Path(text, "config.json").is_file()
 
@@ -95,7 +95,7 @@ def no_model(name: str) -> ConfigError:
 
 
 def is_for_sweep(text: str) -> bool:
-    """Whether an override is Hydra's, or has choices."""
+    """Whether an override is one of Hydra's, or has choices."""
     parsed = parse(text)
     return bool(parsed.is_sweep_override() or parsed.is_hydra_override())
 
@@ -107,7 +107,7 @@ def refuse_to_come(key: str) -> None:
 
 
 def quote(key: str, value: str, multirun: bool) -> str:
-    """A text in Hydra's grammar."""
+    """Quote a value for Hydra's grammar."""
     text = value.strip()
     if text.lower() in ("", "null"):
         return text
@@ -131,7 +131,7 @@ def is_value(text: str, multirun: bool) -> bool:
 
 
 def parse(text: str) -> Override:
-    """An override as Hydra reads it."""
+    """Parse an override as Hydra does."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -151,7 +151,7 @@ def plain(parsed: Override) -> Any:
 
 
 def override(key: str, value: Any) -> str:
-    """The override that sets `key` to a value of Python: text, path, number, bool, None, lists and dicts of them."""
+    """The override that sets `key` to a Python value: text, path, number, bool, None, lists and dicts of them."""
     try:
         return f"{key}={spell(value)}"
     except TypeError as error:
@@ -159,7 +159,7 @@ def override(key: str, value: Any) -> str:
 
 
 def spell(value: Any) -> str:
-    """A value of Python in Hydra's grammar."""
+    """A Python value in Hydra's grammar."""
     match value:
         case None:
             return "null"
@@ -214,7 +214,7 @@ def read_recipe(name: str, config_dirs: Sequence[str] = ()) -> list[str]:
 
 
 def write_recipe(path: str, overrides: Iterable[str], about: Mapping[str, Any]) -> bool:
-    """A recipe of these overrides, for `recipe=PATH`. Whether keys were among them, which a recipe does not hold."""
+    """Write a recipe of these overrides. Whether API keys were among them, which a recipe does not hold."""
     own = [text for text in overrides if not text.startswith("job.save_recipe=")]
     kept = [text for text in own if not has_secret(text)]
     Path(path).expanduser().write_text(format_recipe(kept, about), "utf-8")
@@ -222,7 +222,7 @@ def write_recipe(path: str, overrides: Iterable[str], about: Mapping[str, Any]) 
 
 
 def has_secret(text: str) -> bool:
-    """Whether an override, in Hydra's grammar, sets keys themselves and not the file that has them."""
+    """Whether an override, in Hydra's grammar, sets API keys themselves and not a file of them."""
     if "api_keys" not in text:
         return False
     parsed = parse(text)
@@ -235,12 +235,12 @@ def has_secret(text: str) -> bool:
 
 
 def is_secret(value: Any) -> bool:
-    """Whether this value of SECRET is what nobody should read."""
+    """Whether this value of SECRET must not be shown."""
     return value is not None and not str(value).startswith("@")
 
 
 def hide_secret(text: str) -> str:
-    """An override to be shown."""
+    """An override as it may be shown."""
     return override(SECRET, HIDDEN) if has_secret(text) else text
 
 
@@ -261,5 +261,5 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 
 def one_line(error: BaseException | str) -> str:
-    """What an error says, without line breaks."""
+    """An error's message without line breaks."""
     return re.sub(r"\s*\n\s*", "; ", str(error).strip())

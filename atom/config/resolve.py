@@ -1,4 +1,4 @@
-"""What follows from a configuration's values: auto and null become final ones, and what does not fit is named.
+"""Resolve auto and null to final values, and check them.
 
 config = derive(config)
 config.dtype, config.model.attention.scale       # no longer auto, no longer None
@@ -29,7 +29,7 @@ TENSOR_ROLES = re.compile(r"sinks|router_correction|experts_(gate|up|down)(_bias
 
 
 def derive(config: Config) -> Config:
-    """The same with final values in the place of auto and null, checked. Nothing is assigned later."""
+    """Replace auto and null by final values, and check all. Nothing is assigned later."""
     config = respell(config)
     check(config)
     model, serve = config.model, config.serve
@@ -65,7 +65,7 @@ def derive(config: Config) -> Config:
 
 
 def respell(config: Config) -> Config:
-    """Other names of a value become ours."""
+    """Replace other names of values by ours."""
     mlp = [replace(each, activation=ACTIVATIONS.get(each.activation, each.activation)) for each in config.model.mlp]
     cache_dtype = config.serve.kv_cache_dtype
     return replace(
@@ -77,7 +77,7 @@ def respell(config: Config) -> Config:
 
 
 def check(value: Any, at: str = "") -> None:
-    """Hold every field against its range and its choices."""
+    """Check every field against its range and its choices."""
     for index, item in enumerate(value if isinstance(value, list) else ()):
         check(item, f"{at}.{index}")
     for each in fields(value) if is_dataclass(value) else ():
@@ -229,7 +229,7 @@ def choose_factors(rope: RopeConfig, at: str, max_model_len: int) -> RopeConfig:
 
 
 def rope_mscale(rope: RopeConfig) -> float:
-    """What latent attention multiplies queries and keys by under yarn (DeepSeek-AI 2024)."""
+    """The factor of queries and keys in latent attention under yarn (DeepSeek-AI 2024)."""
     if rope.kind != "yarn" or not rope.mscale_all_dim or rope.factor <= 1:
         return 1.0
     return 0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0
@@ -244,7 +244,7 @@ def derive_mlp(mlp: MLPConfig, at: str) -> MLPConfig:
         if getattr(mlp, name) is None:
             raise ConfigError(f"{at}.{name} has no value; kind moe needs it")
     router, experts, top_k = mlp.router, mlp.experts or 0, mlp.top_k or 0
-    is_grouped = router.method != "greedy"  # which takes the best of all
+    is_grouped = router.method != "greedy"  # which ignores groups
     if is_grouped and experts % router.groups:
         raise ConfigError(f"{at}.router.groups={router.groups}: {experts} experts do not divide into them")
     if is_grouped and router.top_groups > router.groups:
@@ -258,7 +258,7 @@ def derive_mlp(mlp: MLPConfig, at: str) -> MLPConfig:
 
 
 def check_stacked(model: ModelConfig) -> None:
-    """Hold the parts of model.stacked against the roles of model.weights."""
+    """Check the parts of model.stacked against the roles of model.weights."""
     for name, parts in model.stacked.items():
         for part in parts:
             role, _, tensor = part.partition(".")
@@ -274,7 +274,7 @@ def check_stacked(model: ModelConfig) -> None:
 
 
 def check_reasoning(model: ModelConfig) -> None:
-    """Hold model.reasoning against what it stands for: two different markers."""
+    """Check that model.reasoning is two different markers."""
     markers = model.reasoning
     if markers is not None and not (len(markers) == 2 and all(markers) and markers[0] != markers[1]):
         stated = f"model.reasoning={json.dumps(markers, ensure_ascii=False)}"
@@ -282,7 +282,7 @@ def check_reasoning(model: ModelConfig) -> None:
 
 
 def derive_format(config: Config) -> tuple[str | None, list[str]]:
-    """The stored format of the layers' weights, None for plain, and which of them are plain: as set, or as stated."""
+    """The stored format of the layers' weights (None: plain) and the patterns of plain ones: as set, or as stated."""
     fmt, plain = config.model.fmt, config.model.plain
     for pattern in plain:
         check_pattern(pattern, "model.plain", ConfigError)
@@ -357,7 +357,7 @@ def compressed_format(weights: Mapping[str, Any], at: str) -> str:
 
 
 def plain_patterns(stated: Mapping[str, Any]) -> list[str]:
-    """The weights that quantization_config excepts."""
+    """The patterns of weights that quantization_config leaves plain."""
     for key in PLAIN_KEYS:
         patterns: list[Any] = stated_as(stated, key, list, "a list of strings") or []
         for pattern in patterns:
@@ -386,7 +386,7 @@ def stated_as(stated: Mapping[str, Any], key: str, kind: type, name: str, at: st
 
 def stated_number(stated: Mapping[str, Any], key: str, default: int | None, at: str = "quantization_config.", *,
                   is_size: bool = False) -> int:  # fmt: skip
-    """A whole number of config.json from 1, or -1 where it is the size of a group that may be a whole row."""
+    """A whole number from 1 of config.json, or -1 where it is a group size that may be a whole row."""
     value = stated.get(key, default)
     if type(value) is not int or (value < 1 and not (is_size and value == -1)):
         choices = "from 1" + (", or -1" if is_size else "")

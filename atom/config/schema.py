@@ -1,4 +1,4 @@
-"""The schema of `conf/`: a dataclass for each block, a field for each key, with its default, limits and meaning.
+"""The schema of `conf/`: a dataclass for each block, a field for each key.
 
     Config().serve.block_size                        # 16
 
@@ -17,26 +17,26 @@ from atom.sampling_params import INT32, SamplingParams, number
 
 
 def one_of(*built: Any, later: Any = ()) -> Any:
-    """A field that takes these values, the first by default; those of `later` are known and not built yet."""
+    """A field of these values, the first by default; the values of `later` are known and not built yet."""
     return field(default=built[0], metadata={"built": built, "later": later})
 
 
 def only(default: Any, others: str) -> Any:
-    """A field of ROCm/ATOM's whose other values ask for what is not built yet."""
+    """A field of ROCm/ATOM's whose other values are not built yet."""
     return field(default=default, metadata={"built": (default,), "later": (), "others": others})
 
 
 class Jobs(NamedTuple):
-    """The jobs that a field or a block is for, and the one that it asks for where none is named."""
+    """The jobs that a field or a block is for, and the job that it implies where none is named."""
 
     names: tuple[str, ...]
     asked: str | None
 
 
 def of(jobs: str, default: Any, *, also: str = "") -> Any:
-    """A field of these jobs alone, made of a default or by one of the above; it asks for its job where that is one.
+    """A field of these jobs alone, from a default or one of the functions above; it implies its job if that is one.
 
-    also: jobs that take it too, and are not asked for.
+    also: jobs that take it too, and are not implied.
     """
     made: Any = default if isinstance(default, Field) else field(default=default)
     names = tuple(jobs.split())
@@ -45,8 +45,8 @@ def of(jobs: str, default: Any, *, also: str = "") -> Any:
     return made
 
 
-MAX_LAYERS = 512  # of a model, whose text has some 20 lines for each: the deepest there are have some 300
-MAX_EXPERTS = 1 << 17  # of all layers: the most that there are have some 25,000
+MAX_LAYERS = 512  # of a model, whose text has some 20 lines a layer: the deepest models have some 300
+MAX_EXPERTS = 1 << 17  # of all layers: the largest models have some 25,000
 
 
 @dataclass
@@ -65,7 +65,7 @@ class RopeConfig:
     theta: float = number(10000.0, 0, above=True)
     partial: float = number(1.0, 0, 1, above=True)  # share of head_dim that is rotated
     dims: int | None = number(None, 1)  # rotated dims of a head; null: that share
-    interleaved: bool = False  # dim 2i turns with 2i + 1, not with the one half of them further on
+    interleaved: bool = False  # dim 2i is rotated with 2i + 1, not with the one half of the dims further on
     factor: float = number(0.0, 0)  # context extension: linear, llama3, yarn; 0: not stated
     original_max_position: int | None = number(None, 1)  # tokens: llama3, yarn; null: the model's max_position
     low_freq_factor: float = 1.0  # llama3
@@ -272,7 +272,7 @@ class JobConfig:
 
 @dataclass
 class GPUConfig:
-    """A GPU that `job.gpu` names: a file of conf/gpu, or of one's own."""
+    """A GPU of `job.gpu`: a file of conf/gpu or of the user."""
 
     memory: int = number(0, 1)  # bytes
     bandwidth: float = number(0.0, 0, above=True)  # bytes/s read
@@ -288,7 +288,7 @@ class SamplingConfig(SamplingParams):
     defaults: str = one_of("checkpoint", "none")  # checkpoint: values of generation_config.json where none is given
 
     def values(self) -> dict[str, Any]:
-        """Of the fields of SamplingParams; without max_tokens where it is null."""
+        """The values of the fields of SamplingParams; without max_tokens where it is null."""
         values = {each.name: getattr(self, each.name) for each in fields(SamplingParams)}
         return {name: value for name, value in values.items() if name != "max_tokens" or value is not None}
 
@@ -319,7 +319,7 @@ class Config:
 
 
 def fields_along(key: str) -> Iterator[Field[Any]]:
-    """The configuration's fields on the way to a dotted key, itself the last, as far as there are any."""
+    """The fields along a dotted key, the field itself last, as far as they exist."""
     kind: Any = Config
     for name in key.split("."):
         found = next((each for each in fields(kind) if each.name == name), None) if is_dataclass(kind) else None
@@ -330,5 +330,5 @@ def fields_along(key: str) -> Iterator[Field[Any]]:
 
 
 def jobs_of(key: str) -> Jobs | None:
-    """The jobs that a key is for; None where it is for all, or there is no such key."""
+    """The jobs that a key is for; None where it is for all jobs, or does not exist."""
     return next((each.metadata["jobs"] for each in fields_along(key) if "jobs" in each.metadata), None)

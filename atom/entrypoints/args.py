@@ -6,8 +6,8 @@
     args.overrides()                     # ["checkpoint='/models/qwen3'", "serve.max_num_seqs=8"]
     engine = args.create_engine()
 
-A flag that is not given overrides nothing: defaults, limits and errors are the configuration's; errors name its keys by
-their flags. Flags are written with - or with _.
+A flag that is not given overrides nothing: defaults, limits and errors are the configuration's, but errors name flags
+in place of keys. Flags are written with - or with _.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 
 class Flag(NamedTuple):
-    key: str  # what it overrides
+    key: str  # the key that it overrides
     about: str
     short: str = ""  # another name
-    null: str = "none"  # what the default null means
-    accepted: Any = None  # of a key that is no field: the value that overrides nothing
+    null: str = "none"  # the meaning of the default null, for --help
+    accepted: Any = None  # for a key that is no field: the value that overrides nothing
 
 
 def flag(*parts: str, **options: Any) -> Any:
@@ -49,7 +49,7 @@ def flag(*parts: str, **options: Any) -> Any:
 
 @dataclass
 class EngineArgs:
-    """What the flags said; None where one was not given."""
+    """The values of the flags; None for a flag that was not given."""
 
     model: str | None = flag("checkpoint", "folder, hub id or .gguf file", null="the embedded model")
     revision: str | None = flag("revision", "of a hub id", null="main")
@@ -87,11 +87,11 @@ class EngineArgs:
     )
     method: str | None = flag("serve.method", "of speculative decoding")
     num_speculative_tokens: int | None = flag("serve.num_speculative_tokens", "tokens that a method guesses")
-    settings: tuple[str, ...] | None = None  # overrides that go behind those of the flags
+    settings: tuple[str, ...] | None = None  # overrides after those of the flags
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Give the parser every flag, under its name with - and with _."""
+        """Add every flag to the parser, under its name with - and with _."""
         about = "any fields of the configuration, put behind what the flags say"
         add_flag(parser, "set", dest="settings", nargs="+", action="extend", metavar="KEY=VALUE", help=about)
         for name, kind, flag in cls.flags():
@@ -134,13 +134,13 @@ class EngineArgs:
 
 
 class Parser(argparse.ArgumentParser):
-    """What it complains of is a ConfigError; no flag may be shortened."""
+    """Raises ConfigError for wrong flags; no flag may be abbreviated."""
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog=prog, usage=f"{prog} [flag ...]", description=description, allow_abbrev=False)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        """The flags of a command line, by default this process's."""
+        """Parse a command line, by default this process's."""
         texts: list[str] = []
         for text in sys.argv[1:] if argv is None else argv:
             if re.fullmatch(r"-[^h\W\d]", text):  # argparse would take -t for -tp
@@ -170,7 +170,7 @@ def run_command(
     argv: Sequence[str] | None,
     kind: type[EngineArgs] = EngineArgs,
 ) -> int:
-    """Parse a command line and do its work; the exit code, with errors told as `atom-run` tells them.
+    """Parse a command line and run its work; the exit code. Errors are reported as by `atom-run`.
 
     kind: has the flags that errors name. A key that --set gave keeps its name.
     """
@@ -189,7 +189,7 @@ def run_command(
 
 
 def name_flags(text: str, flags: Mapping[str, tuple[str, Any]]) -> str:
-    """An error's text with keys of the configuration written as flags.
+    """Replace keys of the configuration by flags in an error's text.
 
     flags: field of EngineArgs and type, by key. A key of one word may be a word of the sentence: only `level=3` is one.
     """
@@ -197,7 +197,7 @@ def name_flags(text: str, flags: Mapping[str, tuple[str, Any]]) -> str:
     def spell(match: re.Match[str]) -> str:
         key, value = match[1], match[2] or ""
         name, kind = flags[key]
-        if value in ("=null", "=false") or not (value or "." in key):  # no flag says these
+        if value in ("=null", "=false") or not (value or "." in key):  # no flag has this meaning
             return match[0]
         return f"--{name.replace('_', '-')}{'' if kind is bool else value}"
 
@@ -206,7 +206,7 @@ def name_flags(text: str, flags: Mapping[str, tuple[str, Any]]) -> str:
 
 
 def describe(flag: Flag) -> str:
-    """What a flag is about, and the default that really applies."""
+    """Describe a flag, and the default that is in effect."""
     default, is_only = flag.accepted, True
     if default is None:
         *_, found = fields_along(flag.key)
@@ -219,7 +219,7 @@ def describe(flag: Flag) -> str:
 
 
 def open_lists(texts: Sequence[str]) -> tuple[str, ...]:
-    """The values of a flag that takes several, where a text may be a JSON list of them: `1 2` or `[1,2]`."""
+    """The values of a flag that takes several; each text may be a JSON list: `1 2` or `[1,2]`."""
     values: list[str] = []
     for text in texts:
         try:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from atom.cli import run
 from atom.entrypoints.args import EngineArgs, Parser, flag, run_command
 
-MAX_TOKENS = 256  # of an answer, where a request says nothing: ROCm/ATOM's default
+MAX_TOKENS = 256  # default of max_tokens, as ROCm/ATOM's
 
 
 @dataclass
 class ServerArgs(EngineArgs):
-    """What the flags said; None where one was not given."""
+    """The values of the flags; None for a flag that was not given."""
 
     host: str | None = flag("serve.http.host", "address to listen on")
     server_port: int | None = flag("serve.http.port", "of HTTP; 0: a free one")

@@ -1,4 +1,4 @@
-"""A trace of one batch, for TensorBoard or Chrome's tracing page.
+"""Trace one batch, for TensorBoard or Chrome's tracing page.
 
 python -m atom.examples.profile_offline --model /models/qwen3 --input-length 128 --output-length 32 --bs 4
 python -m atom.examples.profile_offline --model /models/qwen3 --load_dummy --random-input --torch-profiler-dir traces
@@ -51,7 +51,7 @@ def count(text: str) -> int:
 def profile(args: argparse.Namespace) -> int:
     """Run the batch once to warm up and once in the profiler."""
     engine_args = EngineArgs.from_cli_args(args)
-    if load(engine_args.overrides()).serve.torch_profiler_dir is None:  # neither the flag nor the environment says
+    if load(engine_args.overrides()).serve.torch_profiler_dir is None:  # neither flag nor environment set it
         engine_args = replace(engine_args, torch_profiler_dir=FOLDER)
     llm = engine_args.create_engine()
     prompts = make_prompts(llm, args)
@@ -75,7 +75,7 @@ def make_prompts(llm: LLMEngine, args: argparse.Namespace) -> list[list[int]]:
         return [draw.choices(range(llm.config.model.vocab), k=args.input_length) for _ in range(args.bs)]
     if llm.tokenizer is None:
         raise RequestError("the checkpoint has no tokenizer; add --random-input")
-    texts = (f"{place}. {TEXT * args.input_length}" for place in range(args.bs))  # each repetition is a token at least
+    texts = (f"{place}. {TEXT * args.input_length}" for place in range(args.bs))  # each repetition is at least a token
     return [llm.tokenizer.encode(text)[: args.input_length] for text in texts]
 
 

@@ -1,4 +1,4 @@
-"""Whether a model loads and talks: four prompts, answered together.
+"""Check that a model loads and talks: four prompts, answered together.
 
 python -m atom.examples.simple_inference --model /models/qwen3 --temperature 0.6
 python -m atom.examples.simple_inference --max-num-seqs 4 --level 1      # the embedded model
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def answer_prompts(args: argparse.Namespace) -> int:
-    """A short generation to warm up, then the whole batch."""
+    """Warm up with a short generation, then answer the whole batch."""
     warm_up, params = (SamplingParams(temperature=args.temperature, max_tokens=number) for number in (4, 256))
     llm = EngineArgs.from_cli_args(args).create_engine()
     prompts = [as_chat(llm, prompt) for prompt in PROMPTS]

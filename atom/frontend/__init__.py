@@ -1,4 +1,4 @@
-"""config.json and a model file -> the semantic graph.
+"""Write the semantic graph of a model from its configuration.
 
 graph = build(config.model, config.dtype, config.serve.kv_cache_dtype)
 """

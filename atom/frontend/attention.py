@@ -14,7 +14,7 @@ from atom.graph import KV, Type, W, ops
 
 
 class Rotary(NamedTuple):
-    """The turns of this step's positions, fp32[T, D / 2] each."""
+    """cos and sin of this step's positions, fp32[T, D / 2] each."""
 
     cos: Node
     sin: Node
@@ -75,7 +75,7 @@ ATTENTIONS: dict[str, Callable[[Writer, Node, Rotary | None, int], Node]] = {"gq
 
 
 def rotaries(writer: Writer, positions: Node) -> list[Rotary | None]:
-    """By layer, None where it has none; layers of one rope share its turns."""
+    """The `Rotary` of each layer, None for a layer without; layers of one rope share it."""
     ropes = [rope_of(writer.model.attention, layer) for layer in range(writer.model.layers)]
     made: dict[int, Rotary] = {}
     for key, rope in {id(rope): rope for rope in ropes if rope is not None}.items():

@@ -1,4 +1,4 @@
-"""From a typed model to its semantic graph: a decoder is an embedding, layers of attention and mlp, and a head.
+"""Write a decoder: an embedding, layers of attention and mlp, a head.
 
     graph = build(config.model, dtype="bf16", cache_dtype="bf16")
     print(show(graph))

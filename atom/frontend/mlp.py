@@ -60,12 +60,12 @@ def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
 
 
 def expert_weights(writer: Writer, mlp: MLPConfig, layer: int) -> list[Recipe]:
-    """gate_up [E, 2 W, H] and down [E, H, W], and behind them the biases [E, 2 W] and [E, H] where there are some."""
+    """gate_up [E, 2 W, H] and down [E, H, W], followed by the biases [E, 2 W] and [E, H] if there are any."""
     experts, hidden = required(mlp.experts), writer.model.hidden
     gate_up, down = {"experts_gate": mlp.width, "experts_up": mlp.width}, {"experts_down": hidden}
 
     def joined(rows: dict[str, int], columns: int | None, suffix: str = "") -> Recipe:
-        """The roles' rows, of all experts: stored one by one, where a name holds {expert}, or as one tensor."""
+        """Join the roles' rows of all experts, stored one by one where a name has {expert}, else as one tensor."""
         is_one_by_one = "{expert}" in writer.name(next(iter(rows)) + suffix, layer)
         dim, leading = (0, ()) if is_one_by_one else (1, (experts,))
 
@@ -88,7 +88,7 @@ MLPS: dict[str, Callable[[Writer, Node, MLPConfig, int], Node]] = {"gated": gate
 
 
 def mlp_of(model: ModelConfig, layer: int) -> MLPConfig:
-    """The first mlp entry that takes the layer."""
+    """The first mlp entry that applies to the layer."""
     for mlp in model.mlp:
         if layer >= mlp.first and (layer + 1) % mlp.every == 0 and layer not in mlp.skip:
             return mlp

@@ -1,4 +1,4 @@
-"""Rotary embeddings: the recipe of the frequencies, and what cos and sin are multiplied by.
+"""Rotary embeddings: the recipe of the frequencies, and the scale of cos and sin.
 
 freqs = rope_freqs(RopeConfig(kind="linear", factor=4.0, dims=64))     # fp32[32]
 """
@@ -30,7 +30,7 @@ def rope_freqs(rope: RopeConfig) -> RopeFreqs:
 
 
 def rotary_scale(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by: stated, or derived for yarn (Peng et al. 2023, section 3.4)."""
+    """The scale of cos and sin: stated, or derived for yarn (Peng et al. 2023, section 3.4)."""
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0

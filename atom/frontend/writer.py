@@ -1,4 +1,4 @@
-"""What the blocks of a model are written with: calls whose weights go by role.
+"""Write calls into a program, with weights named by role.
 
     writer = Writer(model, graph.program("body"), dtype="bf16", cache_dtype="bf16")
     h = writer.norm(x, "attention_norm", layer=0)
@@ -55,7 +55,7 @@ class Writer:
     def norm(self, x: Node, role: str, layer: int | None = None, name: str = "h") -> Node:
         norm, shape = self.model.norm, x.meta["type"].shape[-1:]
         weight: Recipe = self.weight(role, shape, layer)
-        if norm.offset:  # in float32, where a small weight is not lost beside it
+        if norm.offset:  # in float32, so that a small weight is not rounded away
             weight = Shift(W(self.weight_name(role, layer), Type("fp32", shape)), norm.offset)
         bias = [self.weight(role, shape, layer, "bias")] if norm.bias else []
         normed: Node = self.call(NORMS[norm.kind], x, weight, *bias, eps=norm.eps, name=name)
@@ -67,7 +67,7 @@ class Writer:
 
     def parts(self, rows: dict[str, int], stored: Callable[[str, int], Recipe], layer: int, suffix: str = "",
               dim: int = 0, in_turns: bool = False) -> list[Recipe]:  # fmt: skip
-        """The weights of these roles, of so many rows in `dim`; `stored` gives what a role's name holds."""
+        """The weights of these roles, of so many rows in `dim`; `stored` makes the recipe of a role's stored tensor."""
         if len(rows) == 1 or len({self.name(role + suffix, layer) for role in rows}) > 1:
             return [stored(role, n) for role, n in rows.items()]
         total = sum(rows.values())
@@ -83,29 +83,29 @@ class Writer:
         return W(f"{self.name(role, layer)}.{part}", Type(self.dtype, shape))
 
     def stored(self, name: str, shape: tuple[int, ...]) -> W:
-        """A tensor that may be in the checkpoint's stored format."""
+        """A tensor, in the checkpoint's stored format unless that leaves it plain."""
         return W(name, Type(self.dtype, shape, None if is_plain(name, self.model.plain) else self.model.fmt))
 
     def weight_name(self, role: str, layer: int | None) -> str:
         return f"{self.name(role, layer)}.weight"
 
     def name(self, role: str, layer: int | None = None) -> str:
-        """What the checkpoint calls a role."""
+        """The stored name of a role."""
         if role not in self.model.weights:
             raise ConfigError(f"model.weights: nothing says what the checkpoint calls '{role}'; add {role}: <name>")
         return self.model.weights[role].replace("{layer}", str(layer))
 
 
 def required(value: Any) -> Any:
-    """A value that `config.load` has made sure of."""
+    """A value that `config.load` has ensured."""
     assert value is not None, "config.load checks it"
     return value
 
 
 def is_plain(name: str, patterns: list[str]) -> bool:
-    """Whether quantization_config excepts a tensor.
+    """Whether quantization_config leaves a tensor plain.
 
-    A pattern is a module or one around it, with wildcards, or `re:` and a regular expression.
+    A pattern is the name of its module or of an outer one, with wildcards, or `re:` and a regular expression.
     """
     module = name.removesuffix(".weight")
     for pattern in patterns:

@@ -1,4 +1,4 @@
-"""The text: ops, recipes, programs, `show` and `parse`, the verifier and the reference interpreter.
+"""The graph and its text: ops, recipes, programs, parser, verifier, interpreter.
 
 graph = parse(open("graph.py").read())
 verify(graph, ops.SEMANTIC)

@@ -1,4 +1,4 @@
-"""Formats in which a checkpoint stores a weight otherwise than as a plain tensor, as a type of the text names them.
+"""Storage formats of quantized weights, by the name in a type of the text.
 
     num_bytes(Type("bf16", (7168, 2048), "fp8[128, 128]"))    # fp8 with a float32 scale for each 128 x 128 block
     num_bytes(Type("bf16", (2880, 2880), "mxfp4"))            # 4 bits, an 8-bit exponent for each 32 of a row
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FormatError(UnsupportedError, ValueError):
-    """A weight cannot be stored in the format that is named."""
+    """A weight cannot be stored in the named format."""
 
 
 def parse_format(fmt: str) -> Format:
@@ -60,7 +60,7 @@ def transpose(fmt: str) -> str:
 
 
 def check_columns(type: Type) -> None:
-    """FormatError where a weight has no whole number of blocks and its format stores no others."""
+    """Raise FormatError where a weight must be, but is not, a whole number of blocks."""
     if type.fmt == "mxfp4" and (len(type.shape) < 2 or int(type.shape[-1]) % 32):
         columns = f"{type.shape[-1]} columns" if len(type.shape) > 1 else "no columns"
         rule = "mxfp4 stores multiples of 32; set another model.fmt, or model.plain"

@@ -1,4 +1,6 @@
-"""The graph: programs of `torch.fx` nodes whose targets are ops and whose weights are recipes.
+"""The graph: programs of `torch.fx` nodes.
+
+Their targets are ops, and their weights are recipes.
 
     graph = Graph()
     body = graph.program("body")
@@ -51,7 +53,7 @@ class Program:
         return tuple(self.fx.output_node().args[0])
 
     def input(self, name: str, type: Type | BatchType) -> Node:
-        """The input of this name, added behind the others if there is none yet."""
+        """The input of this name, added after the others if it is missing."""
         for node in self.inputs:
             if node.name == name:
                 return node
@@ -62,7 +64,7 @@ class Program:
         return node
 
     def call(self, op: Op, *args: Any, name: str | tuple[str, ...] = "", **kwargs: Any) -> Any:
-        """Add a call: its node, or a tuple of nodes for an op of several results. PassError where types do not fit."""
+        """Add a call; its node, or a tuple of nodes for an op of several results. PassError where types do not fit."""
         defaults = op.signature.parameters
         kwargs = {key: value for key, value in kwargs.items() if key not in defaults or value != defaults[key].default}
         result = infer_call(op, args, kwargs)
@@ -93,7 +95,7 @@ class Graph:
         self.num_rewrites = 0
 
     def program(self, name: str) -> Program:
-        """The program of this name, made empty if there is none."""
+        """The program of this name, added empty if it is missing."""
         return self.programs.setdefault(name, Program(name))
 
     def program_of(self, node: Node) -> Program:
@@ -109,7 +111,7 @@ class Graph:
             return self.program_of(before).call(op, *args, name=name, **kwargs)
 
     def replace(self, mapping: Mapping[Node, Node]) -> None:
-        """Let every user of a key use its value, then erase what nobody uses any more."""
+        """Replace every use of a key by its value, then erase nodes without users."""
         for old, new in mapping.items():
             old.replace_all_uses_with(new)
             new.name, old.name = old.name, new.name
@@ -117,12 +119,12 @@ class Graph:
         self.num_rewrites += 1
 
     def recipes(self) -> list[Recipe]:
-        """Every tensor that the programs read, each once, in order."""
+        """The recipes of all programs, each once, in order."""
         found = (leaf for program in self.programs.values() for node in program.nodes for leaf in node_leaves(node))
         return list(dict.fromkeys(leaf for leaf in found if not isinstance(leaf, KV)))
 
     def caches(self) -> list[KV]:
-        """Every cache that the programs keep, each once, in order."""
+        """The caches of all programs, each once, in order."""
         found = (leaf for program in self.programs.values() for node in program.nodes for leaf in node_leaves(node))
         return list(dict.fromkeys(leaf for leaf in found if isinstance(leaf, KV)))
 
@@ -162,7 +164,7 @@ def type_of(arg: Any) -> Any:
 
 
 def results_of(call: Node) -> tuple[Node, ...]:
-    """The nodes that stand for a call's results: itself, or its getitem nodes."""
+    """The nodes of a call's results: itself, or its getitem nodes."""
     is_many = isinstance(call.meta["type"], tuple)
     return tuple(sorted(call.users, key=lambda item: item.args[1])) if is_many else (call,)
 

@@ -1,4 +1,4 @@
-"""The reference interpreter: any graph, at any level, on the reference bodies.
+"""Interpret a graph of any level on the reference bodies.
 
 hidden = interpret(graph, "body", {"tokens": …, "positions": …}, weights=loaded.__getitem__)
 logits = interpret(graph, "head", {"hidden": hidden}, weights=loaded.__getitem__)

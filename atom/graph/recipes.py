@@ -1,4 +1,4 @@
-"""Weights as data: how each tensor that a graph names is made of what a checkpoint stores.
+"""Recipes: how a tensor of the graph is made of stored tensors.
 
     W("model.layers.0.mlp.up_proj.weight", bf16[1536, 576])     a stored tensor, in the dtype that the graph computes in
     W("model.layers.0.mlp.up_proj.weight", bf16[…], fmt="…")    one stored in a format, which is part of its type
@@ -8,10 +8,10 @@
     slice(W("…qkv_proj.weight", …), 576, 768)                   rows 576 to 767
     shuffle(W(…), "onednn")                                     a tensor in a kernel's own layout
     rope_freqs(64, 10000.0)                                     a constant
-    KV("model.layers.0", bf16[2, 3, 64])                        no weight: the state that a layer keeps for each token
+    KV("model.layers.0", bf16[2, 3, 64])                        no weight: what a layer caches for each token
 
-They are values: equal recipes are one tensor. Passes rewrite them beside the nodes, only `atom.weights` evaluates them.
-One that describes no tensor raises a ValueError with the reason when it is made.
+Recipes are values: equal recipes are one tensor. Passes rewrite them with the nodes, `atom.weights` evaluates them.
+A recipe that describes no tensor raises a ValueError with the reason when it is made.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Shift:
 
 @dataclass(frozen=True)
 class Dequantize:
-    """A tensor that is stored in a format, as a plain one."""
+    """A packed tensor as a plain one."""
 
     part: Recipe
 
@@ -230,7 +230,7 @@ class RopeFreqs:
 
 @dataclass(frozen=True)
 class KV:
-    """What one layer keeps for each token of a sequence; `type` is the entry of one token."""
+    """The KV cache of one layer; `type` is the entry of one token."""
 
     name: str
     type: Type
@@ -287,7 +287,7 @@ def held_bytes(recipe: Recipe) -> int:
 
 
 def held_by_format(recipe: Recipe) -> Counter[str]:
-    """The bytes of `held_bytes`, by the format that they are stored in; of what is stored plain, by dtype."""
+    """The bytes of `held_bytes` by stored format, or by dtype where a tensor is plain."""
     if isinstance(recipe, Stack):
         num_experts = recipe.stop - recipe.start
         return Counter({fmt: num_experts * size for fmt, size in held_by_format(recipe.part).items()})
@@ -298,7 +298,7 @@ def held_by_format(recipe: Recipe) -> Counter[str]:
 
 
 def cat(parts: tuple[Recipe, ...], dim: int = 0) -> Recipe:
-    """The parts joined; neighbouring slices that make up a whole tensor are that tensor."""
+    """Join parts; adjacent slices of one tensor that make up all of it become that tensor."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -313,7 +313,7 @@ def cat(parts: tuple[Recipe, ...], dim: int = 0) -> Recipe:
 
 
 def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
-    """The recipe of a range of a tensor, which reads no more than it needs: of experts, rows or columns."""
+    """The recipe of a range of a tensor (experts, rows or columns), which reads no more than that range."""
     if (start, stop) == (0, recipe.type.shape[dim]):
         return recipe
     if isinstance(recipe, Stack):

@@ -1,4 +1,6 @@
-"""Which share of each weight a token is multiplied with: of experts those that it chooses, of an embedding none.
+"""The share of each weight that one token is multiplied with.
+
+Of experts it is those that the token chooses, of an embedding none.
 
 shares = token_shares(graph.programs.values())    # of lowered programs: {recipe: Fraction(1, 16)}
 """
@@ -17,7 +19,7 @@ from atom.graph.recipes import Recipe
 
 
 def token_shares(programs: Iterable[Program]) -> dict[Recipe, Fraction]:
-    """By weight, the largest where several calls read it."""
+    """The share of each weight; the largest one where several calls read it."""
     shares: dict[Recipe, Fraction] = defaultdict(Fraction)
     for program in programs:
         for node in program.nodes:

@@ -1,4 +1,4 @@
-"""The text of a graph, a small subset of Python: `show` writes it, `parse` reads it back.
+"""Show a graph as text, a small subset of Python, and parse it back.
 
     def body(tokens: i64[T], positions: i64[T]):
         x = embedding(tokens, W("model.embed_tokens.weight", bf16[49152, 576]))    # bf16[T, 576]
@@ -28,7 +28,7 @@ NAMES = {kind: name for name, kind in TEXT_NAMES.items()}
 
 
 def show(graph: Graph) -> str:
-    """The graph's text."""
+    """Write the graph as text."""
     return "\n".join(_show_program(program) for program in graph.programs.values())
 
 
@@ -76,7 +76,7 @@ def _show_leaf(leaf: Any) -> str:
 
 
 def parse(text: str, source: str = "graph") -> Graph:
-    """The graph of a text. ConfigError with the line where it is not one; `source` names the text in it."""
+    """Parse a text to its graph. ConfigError, with the line, where it is wrong; `source` names the text in it."""
     try:
         module = ast.parse(text)
     except SyntaxError as error:
@@ -144,7 +144,7 @@ class _Parser:
             result = self.program.call(OPS[name], *args, name=names, **kwargs)
         except PassError as error:
             raise self.fail(call, str(error)) from None
-        except (ArithmeticError, LookupError) as error:  # a shape rule that met too few dims
+        except (ArithmeticError, LookupError) as error:  # a shape rule with too few dims
             raise self.fail(call, f"{name}: its arguments do not fit ({error})") from None
         results = result if isinstance(result, tuple) else (result,)
         if len(results) != len(names):

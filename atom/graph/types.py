@@ -1,4 +1,4 @@
-"""Types as the text writes them: of a tensor, a dtype, a shape and a stored format; of a batch.
+"""Types of the text: of a tensor (a dtype, a shape, a stored format) and of a batch.
 
 Type("bf16", ("T", 576))                     # bf16[T, 576]: T tokens of 576 numbers
 Type("bf16", (576, 576)).num_bytes           # 663552
@@ -32,12 +32,12 @@ class Type:
 
     @property
     def num_elements(self) -> int:
-        """Elements, where every dim is a number."""
+        """The number of elements, where every dim is a number."""
         return math.prod(int(dim) for dim in self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes as stored, where every dim is a number."""
+        """The number of bytes as stored, where every dim is a number."""
         if self.fmt is not None:
             return formats.num_bytes(self)
         return self.num_elements * BITS[self.dtype] // 8
@@ -49,7 +49,7 @@ class Type:
 
     @property
     def row(self) -> Type:
-        """What each of the first dim has: of bf16[T, 576] bf16[576]."""
+        """The type without its first dim: bf16[T, 576] -> bf16[576]."""
         return Type(self.dtype, self.shape[1:])
 
     def with_last(self, *dims: Dim) -> Type:

@@ -1,4 +1,4 @@
-"""What a graph must be at each level; checked after every pass, on the text's own terms and without torch.
+"""Verify a graph at its level; run after every pass, without torch.
 
 verify(graph, ops.SEMANTIC)     # PassError names the program, the node and what is wrong
 """
@@ -13,7 +13,7 @@ from atom.graph.ops import Op
 
 
 def verify(graph: Graph, level: str) -> None:
-    """Raise PassError unless every call is legal at the level, set before it is used, and of the type that it says."""
+    """Raise PassError unless every call is legal at the level, comes before its uses, and has its inferred type."""
     for program in graph.programs.values():
         seen: set[Node] = set(program.inputs)
         names: set[str] = {node.name for node in program.inputs}

@@ -1,4 +1,4 @@
-"""What `atom-run` does, one file a job; each has `run(config) -> exit code`.
+"""The jobs of `atom-run`, one file each, with `run(config) -> exit code`.
 
-One that tells numbers has their names in OBJECTIVES, and `run(config, tell)` hands them to `tell`.
+A job with numbers for sweeps has their names in OBJECTIVES, and `run(config, tell)` passes them to `tell`.
 """

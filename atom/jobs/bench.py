@@ -1,4 +1,4 @@
-"""`job=bench`: how fast a workload is answered, and what share of this machine's limit that is.
+"""`job=bench`: measure a workload's throughput and latencies against this machine's limit.
 
 atom-run job=bench checkpoint=/models/qwen3 job.num_prompts=32 job.input_len=1024 job.output_len=256
 atom-run job=bench load_dummy=true job.input_len=100-1024 job.output_len=100-1024 sampling.temperature=0.6
@@ -45,7 +45,7 @@ OF_PHASE = (
     "limit_tokens_per_second",
     "share_of_limit",
 )
-# the numbers that job.objective may name
+# the numbers that job.objective may choose
 OBJECTIVES = (
     *flatten_metrics(calculate_metrics([], 1.0, PERCENTILES, {})),
     "num_preemptions",
@@ -56,7 +56,7 @@ OBJECTIVES = (
 
 
 class Run(NamedTuple):
-    """One answering of all requests, from the first one's submission to the last token."""
+    """One run of all requests, from the first submission to the last token."""
 
     started: float  # seconds
     steps: list[Step]
@@ -103,7 +103,7 @@ def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbe
 
 
 def answer(engine: Engine, requests: list[Request], config: Config) -> Run:
-    """Every time counts from the submission of the first request."""
+    """Answer all requests; times count from the submission of the first."""
     with recording(engine) as record:
         started = time.perf_counter()
         submit(engine, requests, config)
@@ -116,7 +116,7 @@ def answer(engine: Engine, requests: list[Request], config: Config) -> Run:
         output = RequestFuncOutput(
             success=sequence.error is None and bool(times),
             error=sequence.error or "",
-            prompt_len=0 if sequence.index else len(sequence.prompt),  # n answers share one
+            prompt_len=0 if sequence.index else len(sequence.prompt),  # n answers share one prompt
             output_tokens=len(times),
         )
         if times:
@@ -129,7 +129,7 @@ def answer(engine: Engine, requests: list[Request], config: Config) -> Run:
 
 
 def describe_run(config: Config, level: int) -> dict[str, Any]:
-    """What was measured, on what."""
+    """Describe the workload, the model and the device."""
     versions = {"atom": atom.__version__, "torch": torch.__version__, "python": platform.python_version()}
     return {
         "job": config.job.kind,
@@ -150,7 +150,7 @@ def describe_device(device: str) -> str:
 
 
 def measure(runs: Sequence[Run]) -> dict[str, Any]:
-    """Throughput and latencies over all runs, under the names of `atom.benchmarks`' results; milliseconds."""
+    """Compute throughput and latencies (milliseconds) over all runs, named as in `atom.benchmarks`' results."""
     outputs = [output for run in runs for output in run.outputs]
     told = flatten_metrics(calculate_metrics(outputs, sum(run.seconds for run in runs), PERCENTILES, {}))
     rates = [sum(output.output_tokens or 0 for output in run.outputs) / run.seconds for run in runs]
@@ -158,7 +158,7 @@ def measure(runs: Sequence[Run]) -> dict[str, Any]:
 
 
 def compare(runs: Sequence[Run], costs: dict[str, Costs], limits: Limits) -> dict[str, Any]:
-    """By phase and in all: steps, tokens computed, seconds, and the seconds that the limits allow."""
+    """Compare with the limits, by phase and in all: steps, tokens, seconds, and the least seconds possible."""
     timed = [(step, seconds) for run in runs for step, seconds in step_seconds(run)]
     by_phase = {"prefill": [(s, t) for s, t in timed if s.chunks], "decode": [(s, t) for s, t in timed if not s.chunks]}
     phases = {name: compare_steps(steps, costs, limits) for name, steps in {**by_phase, "all": timed}.items() if steps}
@@ -171,7 +171,7 @@ def compare(runs: Sequence[Run], costs: dict[str, Costs], limits: Limits) -> dic
 
 
 def step_seconds(run: Run) -> Iterator[tuple[Step, float]]:
-    """Each step with the time since the one before it was committed, so that no time is left out."""
+    """Each step with the time since the previous commit, so that no time is left out."""
     before = run.started
     for step in run.steps:
         yield step, step.at - before

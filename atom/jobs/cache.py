@@ -1,4 +1,4 @@
-"""`job=cache`: what the cache folder holds, and its upkeep.
+"""`job=cache`: list, explain, prune, verify, export and import cache entries.
 
 atom-run job=cache                                         # a line for each entry
 atom-run job=cache job.entry=3f2a                          # what one was made of, by whom and when
@@ -32,7 +32,7 @@ BYTES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
 def run(config: Config) -> int:
-    """List the entries, or do the one thing that the job's fields ask for."""
+    """List the entries, or do what the job's fields ask for."""
     assert config.cache is not None, "config.load resolves it"
     cache, job = Cache(Path(config.cache)), config.job
     work = {
@@ -67,7 +67,7 @@ def _explain(cache: Cache, job: JobConfig) -> None:
 
 
 def _prune(cache: Cache, job: JobConfig) -> None:
-    """Remove by age or by size; what cannot be removed is named at the end, and stops nothing."""
+    """Remove entries by age or size; those that cannot be removed are named at the end."""
     find_old = _limit(job.prune or "")
     removed: list[Entry] = []
     faults: list[str] = []
@@ -84,7 +84,7 @@ def _prune(cache: Cache, job: JobConfig) -> None:
 
 
 def _limit(text: str) -> Callable[[Sequence[Entry]], list[Entry]]:
-    """Which entries are too old, or too many: `30d`, `2GiB`."""
+    """Parse a limit of age or size, `30d` or `2GiB`, to a function that selects the entries to remove."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text)
     number, unit = (float(match[1]), match[2]) if match else (0.0, "")
     if unit in SECONDS:
@@ -100,9 +100,9 @@ def _limit(text: str) -> Callable[[Sequence[Entry]], list[Entry]]:
 
 
 def _beyond(entries: Sequence[Entry], size: float) -> list[Entry]:
-    """The least recently used of the entries, as few as it takes for the others to fit.
+    """Select the least recently used entries, as few as it takes for the others to fit.
 
-    An artifact goes with the last of its pieces: without them it only says which were wanted.
+    An artifact goes with the last of its pieces, without which it is of no use.
     """
     held, gone = sum(entry.size for entry in entries), list[Entry]()
     for entry in sorted(entries, key=lambda entry: _last_use(entry, entries)):  # pieces come first in the list
@@ -114,7 +114,7 @@ def _beyond(entries: Sequence[Entry], size: float) -> list[Entry]:
 
 
 def _last_use(entry: Entry, entries: Sequence[Entry]) -> datetime:
-    """An artifact is as recent as the latest used of its pieces: a launch reads it before them."""
+    """The last use of an entry; of an artifact or one of its pieces, since a launch reads the artifact first."""
     return max((piece.used for piece in _pieces_of(entry, entries)), default=entry.used)
 
 
@@ -125,7 +125,7 @@ def _pieces_of(entry: Entry, entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _verify(cache: Cache, job: JobConfig) -> None:
-    """Every checksum and owner. Deletes nothing: what is damaged is built anew when it is needed."""
+    """Check every checksum and owner. Nothing is removed: a damaged entry is rebuilt when it is needed."""
     checked = [(entry, cache.verify(entry.kind, entry.key)) for entry in cache.entries()]
     num_faults = sum(fault is not None for _, fault in checked)
     for entry, fault in checked:
@@ -142,7 +142,7 @@ def _verify(cache: Cache, job: JobConfig) -> None:
 
 
 def _export(cache: Cache, job: JobConfig) -> None:
-    """One artifact, chosen by job.entry where there are several, with its pieces."""
+    """Export one artifact with its pieces, chosen by job.entry where there are several."""
     if not job.export:
         raise ConfigError("job.export= names no file; write job.export=FILE")
     artifacts = cache.entries("artifacts")
@@ -151,7 +151,7 @@ def _export(cache: Cache, job: JobConfig) -> None:
     artifact = artifacts[0] if job.entry is None else _chosen(artifacts, job.entry, cache)
     measured = {}
     if is_for_gpu(artifact):
-        from atom.kernels import tuned  # torch, which a listing does not need
+        from atom.kernels import tuned  # imports torch, which a listing does not need
 
         measured = tuned.read_all(cache.folder, _warn)
     _show(export(cache, artifact, Path(job.export).expanduser(), measured), job, cache, "exported")
@@ -159,7 +159,7 @@ def _export(cache: Cache, job: JobConfig) -> None:
 
 
 def _import(cache: Cache, job: JobConfig) -> None:
-    """Show what a bundle says of itself and, where it is trusted, take in its entries, those first that others name."""
+    """Show the content of a bundle and, if it is trusted, import its entries, pieces before their artifact."""
     path = Path(job.import_from or "").expanduser()
     if not path.is_file():
         raise ConfigError(f"job.import={job.import_from}: there is no such file")
@@ -188,7 +188,7 @@ def _import(cache: Cache, job: JobConfig) -> None:
 
 
 def _take_in(cache: Cache, measured: Mapping[str, Any]) -> Mapping[str, int]:
-    """Add what was measured elsewhere to what was measured here: how much, by GPU."""
+    """Merge tuned parameters measured elsewhere; the number of new ones by GPU."""
     from atom.kernels import tuned
 
     try:
@@ -198,7 +198,7 @@ def _take_in(cache: Cache, measured: Mapping[str, Any]) -> Mapping[str, int]:
 
 
 def _show_measured(counts: Mapping[str, int], job: JobConfig) -> None:
-    """A line for each GPU of which there are measured parameters beside the entries."""
+    """Print a line for each GPU with tuned parameters."""
     for gpu, count in counts.items() if job.output != "json" else ():
         print(f"with what tune=true found on {gpu}: {count} {'entry' if count == 1 else 'entries'}")
 
@@ -208,7 +208,7 @@ def _warn(line: str) -> None:
 
 
 def _check_bundle(job: JobConfig, entries: Sequence[Entry]) -> None:
-    """ArtifactError where entries are not what their keys say, ConfigError where no launch here would look for them."""
+    """Raise ArtifactError where entries do not match their keys, ConfigError where no launch here would use them."""
     from atom.compiler.artifact import differences_here, ingredients_of
     from atom.pieces import digest, key_of
 
@@ -226,7 +226,7 @@ def _check_bundle(job: JobConfig, entries: Sequence[Entry]) -> None:
 
 
 def _chosen(entries: Sequence[Entry], prefix: str, cache: Cache) -> Entry:
-    """The one entry whose key, or kind/key, begins so."""
+    """The one entry whose key, or kind/key, begins with this prefix."""
     found = [each for each in entries if each.key.startswith(prefix) or f"{each.kind}/{each.key}".startswith(prefix)]
     if len(found) == 1:
         return found[0]
@@ -237,7 +237,7 @@ def _chosen(entries: Sequence[Entry], prefix: str, cache: Cache) -> Entry:
 
 
 def _show(entries: Sequence[Entry], job: JobConfig, cache: Cache, verb: str = "") -> None:
-    """A table with the total below it, or an object a line."""
+    """Print a table with its total, or a JSON object for each entry."""
     if job.output == "json":
         for entry in entries:
             print(json.dumps(_plain(entry)))
@@ -249,7 +249,7 @@ def _show(entries: Sequence[Entry], job: JobConfig, cache: Cache, verb: str = ""
         ages = (_age(now - entry.created), _age(now - entry.used))
         table.add_row(entry.kind, entry.key[:12], _printable(what), _size(entry.size), *ages)
     if entries:
-        width = None if sys.stdout.isatty() else 1000  # a pipe takes lines as long as they are
+        width = None if sys.stdout.isatty() else 1000  # lines are not cut in a pipe
         Console(width=width, markup=False, emoji=False, highlight=False).print(table)
     where = f"to {job.export}" if verb == "exported" else f"in {cache.folder}"
     total = f"{len(entries)} {'entry' if len(entries) == 1 else 'entries'}, {_size(sum(each.size for each in entries))}"
@@ -278,7 +278,7 @@ def _built_by(entry: Entry) -> str:
 
 
 def _words(about: Any) -> Iterator[str]:
-    """Nested values as indented lines."""
+    """Format nested values as indented lines."""
     items = about.items() if isinstance(about, dict) else [("-", item) for item in about]
     for name, value in items:
         label = name if name == "-" else f"{name}:"
@@ -292,7 +292,7 @@ def _words(about: Any) -> Iterator[str]:
 
 
 def _printable(text: str) -> str:
-    """What a terminal shows as it is, whoever wrote it."""
+    """Escape what a terminal would interpret."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 

@@ -1,4 +1,4 @@
-"""`job=compile`: builds the artifact that other jobs start from, or finds it.
+"""`job=compile`: build or find the artifact that other jobs start from.
 
 atom-run job=compile checkpoint=/models/qwen3
 atom-run job=compile job.output=json          # key, hit, reason, pieces, compiled, seconds by stage
@@ -21,7 +21,7 @@ from atom.weights import load_dummy
 
 
 def run(config: Config) -> int:
-    """Print what was found or made."""
+    """Compile and print the report."""
     if level_of(config) < 2:
         raise ConfigError(f"level={config.level} has nothing to compile; pieces begin at level=2")
     report = compile_for_cpu(config) if config.device == "cpu" else compile_for_gpu(config)
@@ -35,7 +35,7 @@ def run(config: Config) -> int:
 
 
 def compile_for_cpu(config: Config) -> Report:
-    """For a CPU, whose memory need not suffice to run what is compiled."""
+    """Compile for a CPU, whose memory may be too small to run the model."""
     assert config.cache is not None, "config.load resolves it"
     cache = Cache(Path(config.cache))
     try:
@@ -47,7 +47,7 @@ def compile_for_cpu(config: Config) -> Report:
 
 
 def compile_for_gpu(config: Config) -> Report:
-    """For a GPU, whose kernels are compiled for the steps that run them: here those of random weights."""
+    """Compile for a GPU, whose kernels are compiled for the steps that run them, here with random weights."""
     progress = RichProgress()
     compiled = compile_with(config, progress)
     open_runner(compiled, load_dummy(compiled.graph.recipes(), config.seed, config.device), config, progress)

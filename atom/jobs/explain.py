@@ -1,4 +1,6 @@
-"""`job=explain`: what the passes make of a model, and what it takes to hold it. Reads no weights, compiles nothing.
+"""`job=explain`: show what each pass does, and the sizes of a model.
+
+Reads no weights, compiles nothing.
 
 atom-run job=explain                                  # each pass: changes, time, diff of the text; then sizes
 atom-run job=explain job.stage=fuse_qkv > graph.py    # the whole text at that point, which job.graph=graph.py runs
@@ -44,7 +46,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
 class Stage(NamedTuple):
-    """The text behind one pass."""
+    """One pass: its report, and the text after it."""
 
     name: str
     num_changes: int
@@ -67,7 +69,7 @@ def run(config: Config) -> int:
     if config.job.stage is not None:
         sys.stdout.write(show_saved(config.job.stage, _find(stages, config.job.stage).text))
         return 0
-    # what the keys of pieces depend on is known of this machine alone
+    # keys of pieces depend on this machine
     told = {**({} if is_elsewhere else pieces(graph, config)), **sizes(graph, config)}
     if gpu is not None:
         told["gpu"] = fit(gpu, told, cache_kinds(graph), config)
@@ -95,7 +97,7 @@ def _find(stages: list[Stage], name: str) -> Stage:
 
 
 def folded_diff(before: str, after: str) -> Iterator[str]:
-    """The lines that changed, each kind of line once: layers differ in their numbers only."""
+    """The changed lines, each kind of line once: layers differ in their numbers only."""
     old, new = (
         ["    ".join(line.split("    ")[:-1]) if "    #" in line else line for line in text.splitlines()]
         for text in (before, after)
@@ -118,10 +120,10 @@ def folded_diff(before: str, after: str) -> Iterator[str]:
 def sizes(graph: Graph, config: Config) -> dict[str, Any]:
     """Parameters, bytes of weights, KV bytes a token by cache kind, and what the KV pool holds.
 
-    Active is what one token is multiplied with: all but the experts that it does not choose, and the embedding, of
-    which it takes one row; an embedding that is the head too counts. Most published figures are met by this, some
-    by the embedding besides. A format's bytes are those in the checkpoint and those in memory, which differ where it is
-    unpacked; a plain tensor counts in the dtype that it is computed in.
+    Active parameters are those that one token is multiplied with: without the experts that it does not choose, and
+    without the embedding, of which it takes one row, unless that is the head too. Most published figures count so, some
+    with the embedding. A format's bytes are those in the checkpoint and those in memory, which differ where it is
+    dequantized; a plain tensor counts in the dtype that it is computed in.
     """
     shares, kinds = token_shares(graph.programs.values()), cache_kinds(graph)
     share_of: dict[W, Fraction] = defaultdict(Fraction)
@@ -151,9 +153,9 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
 
 
 def pieces(graph: Graph, config: Config) -> dict[str, Any]:
-    """How many pieces there are, and each distinct one: how often it runs, and whether the cache folder has it.
+    """The number of pieces, and each distinct one: how often it runs, and whether the cache folder has it.
 
-    `fault` is why one that is there, or was compiled before, is not used. To look is no use: pruning goes by uses.
+    `fault` is why a cached piece, or one that failed before, is not used. This does not count as a use for pruning.
     """
     assert config.cache is not None, "config.load resolves it"
     cache = Cache(Path(config.cache))
@@ -169,12 +171,12 @@ def pieces(graph: Graph, config: Config) -> dict[str, Any]:
 
 
 def kv_pool(kinds: Sequence[CacheKind], config: Config) -> dict[str, Any]:
-    """What the configured pool holds: tokens by cache kind, and the longest sequence, up to max_model_len."""
+    """The capacity of the configured pool: tokens by cache kind, and the longest sequence, up to max_model_len."""
     serve = config.serve
     lengths = range(1, (serve.max_model_len or 0) + 1)
     longest = bisect_left(lengths, True, key=lambda length: _plan(kinds, config, length) is None)
     num_blocks = _plan(kinds, config, longest) or {kind.name: 0 for kind in kinds}
-    num_usable = {name: max(num - 1, 0) for name, num in num_blocks.items()}  # block 0 is nobody's
+    num_usable = {name: max(num - 1, 0) for name, num in num_blocks.items()}  # without block 0, that of padding
     return {
         "kv_pool_bytes": sum(num_blocks[kind.name] * serve.block_size * kind.bytes_per_token for kind in kinds),
         "kv_tokens": {name: num * serve.block_size for name, num in num_usable.items()},
@@ -183,7 +185,7 @@ def kv_pool(kinds: Sequence[CacheKind], config: Config) -> dict[str, Any]:
 
 
 def _plan(kinds: Sequence[CacheKind], config: Config, length: int) -> dict[str, int] | None:
-    """Blocks by cache kind of the configured pool for sequences of a length; None where it does not hold one."""
+    """The pool's blocks by cache kind for sequences of this length; None where it does not hold one."""
     serve = replace(config.serve, max_model_len=length)
     try:
         num_blocks = plan_kv(kinds, replace(config, serve=serve))
@@ -221,7 +223,7 @@ def fit(gpu: GPUConfig, told: dict[str, Any], kinds: Sequence[CacheKind], config
 
 
 def describe(told: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:
-    """The sizes as lines for the screen: what, and how much."""
+    """Format the sizes as lines: name, value."""
     one = f"one sequence of max_model_len={config.serve.max_model_len:,}"
     if told.get("pieces"):
         distinct = told["distinct_pieces"]

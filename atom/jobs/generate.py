@@ -23,7 +23,7 @@ from atom.llm import LLMEngine, answer
 from atom.runtime.types import RequestOutput, Sequence
 from atom.sampling_params import SamplingParams
 
-OBJECTIVES = ("load_seconds", "first_token_seconds", "tokens", "tokens_per_second")  # that job.objective may name
+OBJECTIVES = ("load_seconds", "first_token_seconds", "tokens", "tokens_per_second")  # choices of job.objective
 
 
 def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbers: None) -> int:
@@ -38,7 +38,7 @@ def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbe
     engine = LLMEngine.from_config(config, RichProgress())
     loaded = time.perf_counter()
     is_json = config.job.output == "json"
-    places: dict[str, int] = {}  # request id -> which prompt
+    places: dict[str, int] = {}  # request id -> index of the prompt
     show = None if is_json else _Screen(places, is_single=len(prompts) * params.n == 1)
     for place, prompt in enumerate(prompts):
         try:
@@ -48,7 +48,7 @@ def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbe
         except RequestError as error:
             print(f"atom-run: RequestError: prompt {place}: {error}", file=sys.stderr)
     ended: list[Sequence] = []
-    waiting = deque(places)  # whose answers are to be printed next
+    waiting = deque(places)  # requests whose answers are printed next
     done: dict[str, list[Sequence]] = {id: [] for id in places}
     while not engine.is_finished():
         for sequence in engine.step():
@@ -68,9 +68,9 @@ def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbe
 
 
 def read_prompts(prompts: Any) -> list[Any]:
-    """The prompts of a configuration: a prompt (text or token ids), a list of prompts, @FILE, or null for stdin.
+    """Read the prompts of a configuration: a prompt (text or token ids), a list of prompts, @FILE, or null for stdin.
 
-    A file holds a JSON list of prompts, or on each line a prompt as it is, as JSON, or as a JSON object with `prompt`.
+    A file has a JSON list of prompts, or on each line a prompt as plain text, as JSON, or as an object with `prompt`.
     """
     if prompts is None:
         if sys.stdin is None or sys.stdin.isatty():
@@ -112,7 +112,7 @@ def _parse_line(line: str) -> Any:
 
 
 class _Screen:
-    """Shows one answer as it comes, several each when it is done."""
+    """Streams a single answer; shows each of several when it is done."""
 
     def __init__(self, places: Mapping[str, int], is_single: bool) -> None:
         self.places = places
@@ -132,7 +132,7 @@ class _Screen:
 
 
 def _plain(value: Any) -> Any:
-    """The value with its dataclasses as dicts."""
+    """Convert dataclasses in a value to dicts."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
     if isinstance(value, dict):

@@ -1,4 +1,6 @@
-"""`job=profile`: where a step's time goes, by kernel, which may be a piece's, and on a CPU by operator too.
+"""`job=profile`: show where a step's time goes, by kernel.
+
+A piece counts as a kernel; on a CPU operators are shown too.
 
 atom-run job=profile checkpoint=/models/qwen3 job.num_prompts=32 job.input_len=1024 job.output_len=64
 atom-run job=profile load_dummy=true job.num_steps=8 serve.torch_profiler_dir=traces
@@ -39,7 +41,7 @@ NUM_SHOWN = 24  # rows of a table
 
 
 def run(config: Config) -> int:
-    """Print a table a phase or, with job.output=json, an object with all rows."""
+    """Print a table for each phase or, with job.output=json, an object with all rows."""
     draw, progress = open_workload(config), RichProgress()
     compiled = compile_with(config, progress)
     graph = compiled.graph
@@ -78,13 +80,13 @@ def run(config: Config) -> int:
 
 
 def trace_phases(engine: Engine, record: Record, config: Config) -> Iterator[tuple[str, Path, list[Step]]]:
-    """Of prefill and of decode: the trace's file and the steps in it."""
+    """Trace the phases prefill and decode; for each the trace's file and its steps."""
     num_steps = config.job.num_steps
     for phase in ("prefill", "decode"):
         while phase == "decode" and engine.has_work and not is_decoding(engine):
             engine.step()
         first = len(record.steps)
-        wait_for(config.device)  # where steps run ahead, so that a trace has whole ones
+        wait_for(config.device)  # so that a trace has whole steps where they run ahead
         engine.start_profile()
         while engine.has_work and len(record.steps) < first + num_steps and is_decoding(engine) == (phase == "decode"):
             engine.step()
@@ -97,14 +99,14 @@ def trace_phases(engine: Engine, record: Record, config: Config) -> Iterator[tup
 
 
 def is_decoding(engine: Engine) -> bool:
-    """Whether all that run have their prompts behind them, and nothing else can come in."""
+    """Whether all running sequences have computed their prompts, and no other can be admitted."""
     scheduler = engine.scheduler
     is_full = not scheduler.num_waiting or scheduler.num_running == scheduler.max_num_seqs
     return is_full and all(sequence.output for sequence in scheduler.running)
 
 
 def label_calls(executable: Executable, names: Sequence[str]) -> None:
-    """Let a trace show each call of a program under its name, with the operators that it is made of inside."""
+    """Label each call of a program in a trace, with its operators inside."""
 
     def labelled(call: Callable[..., Any], name: str) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -118,11 +120,11 @@ def label_calls(executable: Executable, names: Sequence[str]) -> None:
 
 
 def name_calls(program: Program, num_calls: int, numbers: dict[str, int]) -> list[str]:
-    """A name for each call: kernels as the text has them, and pieces, equal ones under one number.
+    """Name each call: kernels as in the text, pieces by number, equal ones alike.
 
     numbers: of pieces by their text; those of new ones are added.
     """
-    pieces = find_pieces(program) if num_calls < len(program.nodes) else []  # else nothing could be compiled
+    pieces = find_pieces(program) if num_calls < len(program.nodes) else []  # else there are no compiled pieces
     first = {piece.calls[0]: f"piece {numbers.setdefault(piece.text, len(numbers))}" for piece in pieces}
     inside = {call for piece in pieces for call in piece.calls}
     return [
@@ -133,11 +135,11 @@ def name_calls(program: Program, num_calls: int, numbers: dict[str, int]) -> lis
 
 
 class PieceKernel(NamedTuple):
-    """The kernel of one piece, or of several whose kernels a trace calls the same."""
+    """The kernel of one piece, or of several pieces whose kernels have one name in a trace."""
 
     name: str
-    numbers: list[int]  # of the pieces, as `job=explain` lists them
-    reads: list[tuple[str, Work, Work]]  # for each time that it is in a program: that, and what it and a row of it read
+    numbers: list[int]  # the pieces' numbers in `job=explain`
+    reads: list[tuple[str, Work, Work]]  # for each use: program, work of the kernel, work of one of its rows
 
     @property
     def title(self) -> str:
@@ -153,7 +155,7 @@ class PieceKernel(NamedTuple):
 
 
 def find_piece_kernels(graph: Graph) -> list[PieceKernel]:
-    """Of a text for a GPU, whose pieces are kernels, nearly all of them one."""
+    """Find the kernels of a GPU text's pieces, nearly all of which are one kernel."""
     numbers: dict[str, int] = {}
     names: dict[str, list[str]] = {}
     found: dict[str, PieceKernel] = {}
@@ -163,7 +165,7 @@ def find_piece_kernels(graph: Graph) -> list[PieceKernel]:
             if piece.text not in names:
                 names[piece.text] = find_piece_compiler("cuda").kernel_names(piece.text)
             embeddings = [call for call in piece.calls if call.target is ops.embedding]
-            tables = [call.args[call.target.weight].type for call in embeddings]  # of which a token reads a row
+            tables = [call.args[call.target.weight].type for call in embeddings]  # a token reads one row
             weights = [weight.type for weight in piece.weights if weight.type not in tables]
             once = Work(float(sum(type.num_bytes for type in weights)))
             each = Work(float(sum(map(bytes_of_row, (*tables, *(node.meta["type"] for node in piece.inputs))))))
@@ -175,7 +177,7 @@ def find_piece_kernels(graph: Graph) -> list[PieceKernel]:
 
 
 def bytes_of_row(type: Type) -> int:
-    """What a token has of a tensor: of bf16[4*T, 64], 4 rows, 512 bytes."""
+    """Bytes of a tensor per token: of bf16[4*T, 64], 4 rows, 512 bytes."""
     return type.row.num_bytes * int(str(type.shape[0]).partition("*")[0] if "*" in str(type.shape[0]) else 1)
 
 
@@ -212,7 +214,7 @@ def describe(
     limits: Limits,
     pieces: Sequence[PieceKernel] = (),
 ) -> dict[str, Any]:
-    """The summary in plain values; a kind's limit is what all its rows together could take at the least."""
+    """The summary in plain values; a kind's limit is the least time of all its rows together."""
     piece_of = {piece.name: piece for piece in pieces}
     work = [step_work(costs, step) for step in steps]
 

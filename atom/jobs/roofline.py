@@ -1,12 +1,14 @@
-"""How fast this machine could be: what a step has to read and to multiply, over rates that are measured here.
+"""The roofline: the least time of a step, by rates measured here.
+
+What a step has to read and to multiply is divided by these rates.
 
     limits = measure_limits("cpu", "bf16")              # bytes/s read, FLOP/s of matrix products
     costs = read_costs(compile_graph(config))
     work = step_work(costs, step)                       # {"matrix": Work(bytes, flops), "attention": Work(…)}
     limits.seconds(total(work.values()))                # no step of these rows takes less
 
-Counted are the weights, each read once a step (the head's where a row samples, an expert's with the chance that a token
-chose it), the KV that the rows see, and the operations on both. Activations are not, nor what is written.
+It counts the weights, each read once a step (the head's where a row samples, an expert's with the probability that a
+token chose it), the KV that the rows see, and the operations on both; not activations, nor what is written.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from atom.graph.types import Type
 from atom.jobs.workload import Step
 
 ATTENTION = (ops.paged_attention, ops.norm_rope_attention, ops.paged_mla_attention)
-READ_BYTES = {"cpu": 512 << 20}  # of the buffer that is read: larger than any cache
+READ_BYTES = {"cpu": 512 << 20}  # size of the buffer that is read: larger than any cache
 OTHER_READ_BYTES = 2 << 30
-BATCH_SECONDS = 0.02  # that a measurement takes at least
-NUM_BATCHES = 5  # of which the fastest counts
-PRODUCT_SECONDS = 0.005  # of a product that is large enough
+BATCH_SECONDS = 0.02  # least seconds of a measurement
+NUM_BATCHES = 5  # batches, of which the fastest counts
+PRODUCT_SECONDS = 0.005  # least seconds of a product that is large enough
 PRODUCT_SIZES = [1 << power for power in range(9, 15)]
 
 
@@ -53,7 +55,7 @@ class Limits:
     flops: float  # FLOP/s of matrix products, in the dtype of the run
 
     def seconds(self, work: Work) -> float:
-        """The least that it takes, where reading and computing overlap."""
+        """The least seconds of some work, where reading and computing overlap."""
         return max(work.bytes / self.bandwidth, work.flops / self.flops)
 
 
@@ -63,10 +65,10 @@ class Product(NamedTuple):
     shape: tuple[int, ...]
     num_bytes: int  # of the weight, and of a bias
     num_elements: int
-    share: float = 1.0  # of the weight that a row is multiplied with: the experts that it chose
+    share: float = 1.0  # share of the weight that a row is multiplied with: the experts that it chose
 
     def work(self, num_rows: int) -> Work:
-        """Read is what some row is expected to need."""
+        """The work of a product; of experts, the expected share that some row needs is read."""
         num_bytes = self.num_bytes * (1 - (1 - self.share) ** num_rows)
         return Work(num_bytes, 2.0 * num_rows * self.num_elements * self.share)
 
@@ -78,7 +80,7 @@ class Attention(NamedTuple):
     num_bytes: int  # of KV, a token
     decode_flops: int  # of a query and a token that it sees
     prefill_flops: int  # likewise, in a prompt
-    weight: Product | None = None  # that it multiplies with besides
+    weight: Product | None = None  # a further weight that it multiplies with
 
     def work(self, step: Step) -> Work:
         window = self.window or 1 << 62
@@ -93,14 +95,14 @@ class Attention(NamedTuple):
 
 @dataclass
 class Costs:
-    """What one run of a program reads and computes."""
+    """The costs of one run of a program: what it reads and computes."""
 
     num_bytes: int = 0  # of weights that are in no product: norms
     products: list[Product] = field(default_factory=list)  # in order
     attention: list[Attention] = field(default_factory=list)  # in order
 
     def work(self, num_rows: int) -> Work:
-        """Of all but attention; nothing where there are no rows."""
+        """The work without attention; none without rows."""
         if not num_rows:
             return Work()
         products = (product.work(num_rows).times(count) for product, count in Counter(self.products).items())
@@ -108,7 +110,7 @@ class Costs:
 
 
 def read_costs(graph: Graph) -> dict[str, Costs]:
-    """By program, off the lowered text."""
+    """Read the costs of each program off the lowered graph."""
     return {name: program_costs(program) for name, program in graph.programs.items()}
 
 
@@ -116,7 +118,7 @@ def program_costs(program: Program) -> Costs:
     costs = Costs()
     for node in program.nodes:
         assert isinstance(node.target, ops.Op)
-        if node.target is ops.embedding:  # of which a token takes one row
+        if node.target is ops.embedding:  # a token takes one row of it
             continue
         weights = [leaf for leaf in node_leaves(node) if isinstance(leaf, Recipe)]
         product = find_product(node, weights)
@@ -131,7 +133,7 @@ def program_costs(program: Program) -> Costs:
 
 
 def find_product(node: Node, weights: Sequence[Recipe]) -> Product | None:
-    """Of a call of an op that multiplies with a weight: with a matrix, or a stack of experts' matrices."""
+    """The product of a call whose weights include a matrix or a stack of experts' matrices; None for others."""
     if not node.target.weights:
         return None
     matrix = type_of(node.args[node.target.weight])
@@ -141,7 +143,7 @@ def find_product(node: Node, weights: Sequence[Recipe]) -> Product | None:
 
 
 def find_top_k(node: Node) -> int:
-    """How many experts each token of a call chose: the nearest router before it says."""
+    """The number of experts that each token of a call chose, by the nearest router before it."""
     found = {node: None}
     for each in (waiting := [node]):
         if each.target is ops.router:
@@ -165,7 +167,7 @@ def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:
 
 
 def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:
-    """What a step reads and computes: in products with weights, and in attention."""
+    """The work of a step: in products with weights, and in attention."""
     run = {name: costs[name] for name in step.num_rows}
     layers = Counter(layer for each in run.values() for layer in each.attention)
     return {
@@ -175,14 +177,14 @@ def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:
 
 
 def visible_pairs(start: int, num_tokens: int, window: int) -> int:
-    """Queries at positions start to start + num_tokens, each with the tokens that it sees."""
+    """The number of pairs of query and visible token, for queries at positions start to start + num_tokens."""
     num_growing = min(max(window - start, 0), num_tokens)  # queries that see all before them
     growing = num_growing * start + num_growing * (num_growing + 1) // 2
     return growing + (num_tokens - num_growing) * window
 
 
 def measure_limits(device: str, dtype: str) -> Limits:
-    """This machine's, in the seconds that it takes; what it allocates is given back."""
+    """Measure this machine's limits, which takes some seconds; all memory is freed afterwards."""
     limits = Limits(measure_reads(device, TORCH_DTYPES[dtype]), measure_products(device, TORCH_DTYPES[dtype]))
     if device != "cpu":
         torch.accelerator.empty_cache()
@@ -190,9 +192,9 @@ def measure_limits(device: str, dtype: str) -> Limits:
 
 
 def measure_reads(device: str, dtype: torch.dtype) -> float:
-    """Bytes/s: the best of a sum, a copy, which writes as much, and a product with a vector."""
+    """Measure bytes/s: the best of a sum, a copy (which writes as much), and a product with a vector."""
     num_bytes = READ_BYTES.get(device, OTHER_READ_BYTES)
-    data = torch.full((num_bytes,), 0x3C, dtype=torch.uint8, device=device)  # pages that nobody wrote are one page
+    data = torch.full((num_bytes,), 0x3C, dtype=torch.uint8, device=device)  # unwritten pages would be one page
     wide, (source, target) = data.view(torch.float32), data.chunk(2)
     matrix = data.view(dtype).view(-1, 4096)
     vector = torch.zeros(4096, dtype=dtype, device=device)
@@ -201,7 +203,7 @@ def measure_reads(device: str, dtype: torch.dtype) -> float:
 
 
 def measure_products(device: str, dtype: torch.dtype) -> float:
-    """FLOP/s of products of square matrices, which grow until one takes long enough."""
+    """Measure FLOP/s of products of square matrices, which grow until one takes long enough."""
     best = 0.0
     for size in PRODUCT_SIZES:
         a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
@@ -214,7 +216,7 @@ def measure_products(device: str, dtype: torch.dtype) -> float:
 
 @torch.inference_mode()
 def fastest(call: Callable[[], object], device: str) -> float:
-    """Seconds of a call in the fastest of some batches, each long enough that its launch does not count."""
+    """Seconds per call in the fastest of some batches, each long enough to hide the launch."""
 
     def batch(num_calls: int) -> float:
         started = time.perf_counter()
@@ -229,6 +231,6 @@ def fastest(call: Callable[[], object], device: str) -> float:
 
 
 def wait_for(device: str) -> None:
-    """Until a device has done what was asked of it."""
+    """Wait until a device has finished its work."""
     if device != "cpu":
         torch.accelerator.synchronize()

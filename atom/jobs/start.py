@@ -1,10 +1,10 @@
-"""Which job a command line asks for, and whether its fields are that job's.
+"""Choose the job of a command line, and check its fields.
 
     choose_job(["job.stage=fuse_qkv"])       # ["job=explain", "job.stage=fuse_qkv"]
     load_job(["job=cache", "prompts=hi"])    # ConfigError: prompts is a field of job=generate, and this is job=cache …
 
-The schema says which jobs a field is for. A recipe may hold fields of jobs other than the one that runs, as a file of
-conf/job may: it asks for a job where nothing that is typed does, and is never refused.
+The schema says which jobs a field is for. A recipe may have fields of other jobs than the one that runs, as a file of
+conf/job may: its fields imply a job only where no typed field does, and are never refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from atom.config.overrides import ALIASES, did_you_mean, rewrite
 from atom.config.schema import Jobs, jobs_of
 from atom.errors import ConfigError
 
-# conf/job -> the module whose run(config) does it
+# conf/job -> the module whose `run(config)` runs it
 JOBS = {
     "serve": "atom.jobs.serve",
     "generate": "atom.jobs.generate",
@@ -31,7 +31,7 @@ JOBS = {
 
 
 def choose_job(overrides: Sequence[str], dirs: Sequence[str] = ()) -> list[str]:
-    """The overrides; where they name no job, with the one that a field of theirs is for."""
+    """Add the job to overrides that name none: the one that a field of theirs implies."""
     recipes = [text for text in overrides if text.startswith("recipe=")]
     for texts in (overrides, rewrite(recipes, config_dirs=dirs)):
         keys = keys_of(texts)
@@ -43,7 +43,7 @@ def choose_job(overrides: Sequence[str], dirs: Sequence[str] = ()) -> list[str]:
 
 
 def load_job(overrides: Sequence[str], dirs: Sequence[str] = (), *, is_sweep: bool = False) -> Config:
-    """The configuration of overrides that name their job. ConfigError where one is typed that the job does not have."""
+    """Load overrides that name their job. ConfigError for a typed field of another job."""
     config = load(overrides, config_dirs=dirs)
     kind = config.job.kind
     if kind not in JOBS:
@@ -62,20 +62,20 @@ def load_job(overrides: Sequence[str], dirs: Sequence[str] = (), *, is_sweep: bo
 
 
 def has_objectives(job: str) -> bool:
-    """Whether a job tells numbers that sweepers can compare."""
+    """Whether a job has numbers that sweepers can compare."""
     jobs = jobs_of("job.objective")
     return jobs is not None and job in jobs.names
 
 
 def check_objective(name: str, job: str) -> None:
-    """ConfigError where a job tells no number of this name."""
+    """Raise ConfigError where a job has no number of this name."""
     if has_objectives(job) and name not in (names := importlib.import_module(JOBS[job]).OBJECTIVES):
         which = f"job={job} tells no such number{did_you_mean(name, names)}; there are: {', '.join(names)}"
         raise ConfigError(f"job.objective={name}: {which}")
 
 
 def asked_job(keys: Iterable[str]) -> str | None:
-    """The one job that fields are for; ConfigError where they are for two."""
+    """The job that fields imply; ConfigError where they imply two."""
     own = [(key, jobs) for key, jobs in own_fields(keys) if jobs.asked is not None]
     only = {jobs.asked: key for key, jobs in own if len(jobs.names) == 1}
     if len(only) > 1:
@@ -85,10 +85,10 @@ def asked_job(keys: Iterable[str]) -> str | None:
 
 
 def own_fields(keys: Iterable[str]) -> list[tuple[str, Jobs]]:
-    """The keys that are for some jobs alone, with these."""
+    """The keys that are for some jobs only, with these jobs."""
     return [(key, jobs) for key in keys if (jobs := jobs_of(ALIASES.get(key, key)))]
 
 
 def keys_of(overrides: Iterable[str]) -> list[str]:
-    """The keys that overrides set."""
+    """The keys of overrides."""
     return [found[1] for text in overrides if (found := re.match(r"\+*([^~+=@][^=@]*)=", text))]

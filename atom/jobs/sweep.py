@@ -1,11 +1,11 @@
-"""Sweeps: Hydra's sweeper picks the overrides of each job, its launcher runs the jobs here or elsewhere.
+"""Run a sweep: Hydra's sweeper picks overrides, its launcher runs the jobs.
 
     sweep(["level=0,1", "prompts=hi"], [], run)                                     # two jobs, one after the other
     sweep(["hydra/sweeper=optuna", "job=bench", "job.objective=output_throughput", …], [], run)
     sweep(["hydra/launcher=submitit_slurm", "job=bench", "level=1,2"], [], run)
 
-Where the choices are known, every configuration is loaded before the first job runs. What plugins write is kept, and so
-is the output of jobs that run where nobody sees it: it is shown at the end.
+Where the choices are known, every configuration is loaded before the first job runs. Files of plugins are kept, and so
+is the output of jobs that run elsewhere: it is shown at the end.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 # overrides and config dirs -> the exit code and the job's objective
 Run = Callable[[Sequence[str], Sequence[str]], tuple[int, float | None]]
-RESULTS = "optimization_results.yaml"  # what Hydra's sweepers call it
+RESULTS = "optimization_results.yaml"  # the file name of Hydra's sweepers
 
 
 class JobEndedError(AtomError):
-    """A job that a plugin runs has ended with an exit code other than 0, and has told why."""
+    """A job run by a plugin has ended with a nonzero exit code, and has reported why."""
 
 
 def sweep(overrides: Sequence[str], dirs: Sequence[str], run: Run) -> int:
@@ -87,7 +87,7 @@ def chosen(texts: Sequence[str], group: str) -> str:
 
 
 def search_paths(texts: Any) -> list[str]:
-    """The overrides of Hydra's that each job is loaded with, too."""
+    """Hydra's overrides that each job is loaded with too."""
     return [text for text in texts if text.startswith(SEARCHPATH)]
 
 
@@ -109,7 +109,7 @@ def open_hydra(places: Sequence[str]) -> Iterator[Hydra]:
 
 @contextlib.contextmanager
 def open_folder(texts: Sequence[str], is_plain: bool) -> Iterator[Path]:
-    """The sweep's folder: what hydra.sweep.dir says, else one that goes away, or stays where plugins may write."""
+    """Open the sweep's folder: hydra.sweep.dir, else a temporary one, which is kept where plugins may write to it."""
     said = [text for text in texts if text.startswith("hydra.sweep.dir=")]
     folder = Path(plain(parse(said[-1])) if said else datetime.now().strftime("multirun/%Y-%m-%d/%H-%M-%S")).absolute()
     if is_plain and not said:
@@ -122,7 +122,7 @@ def open_folder(texts: Sequence[str], is_plain: bool) -> Iterator[Path]:
 
 
 def choices(texts: Sequence[str], hydra: Hydra) -> list[list[str]]:
-    """The overrides of each job of Hydra's own sweeper. ConfigError where something has no choice to be swept over."""
+    """The overrides of each job of Hydra's own sweeper. ConfigError where an override has no choices."""
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import ValueType
@@ -145,7 +145,7 @@ def choices(texts: Sequence[str], hydra: Hydra) -> list[list[str]]:
 
 
 def check_fixed(texts: Sequence[str], dirs: Sequence[str], sweeper: str) -> None:
-    """ConfigError where a sweeper that compares jobs would be told nothing of them, as far as nothing else is swept."""
+    """Raise ConfigError where a sweeper that compares jobs would get no objective of them."""
     fixed = [text for text in texts if "=" in text and not parse(text).is_sweep_override()]
     parsed = map(parse, rewrite(choose_job(fixed, dirs), config_dirs=dirs))
     values = {each.key_or_group: each.value() for each in parsed if not each.is_hydra_override()}
@@ -160,9 +160,9 @@ def check_fixed(texts: Sequence[str], dirs: Sequence[str], sweeper: str) -> None
 def run_job(
     run: Run, dirs: Sequence[str], folder: Path, is_plain: bool, seen: tuple[int, int] | None, _: DictConfig
 ) -> float | None:
-    """One job of a sweep, in this process or wherever a launcher runs it: its objective.
+    """Run one job of a sweep, in this process or where a launcher runs it; its objective.
 
-    seen: the identity of the stdout that somebody looks at; what goes elsewhere is kept in the sweep's folder.
+    seen: the identity of the visible stdout; other output is kept in the sweep's folder.
     """
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import OmegaConf
@@ -181,7 +181,7 @@ def run_job(
         except Exception:
             if is_plain:
                 raise
-            traceback.print_exc()  # a bug of ours; what a plugin makes of an error does not say where it was
+            traceback.print_exc()  # a bug of ours, printed here since a plugin's error would not say where it was
             code, objective = 1, None
         if objective is not None:
             print(f"atom-run: job {hydra.job.num}: objective {objective}", file=sys.stderr, flush=True)
@@ -195,7 +195,7 @@ def run_job(
 
 
 def identity(stream: TextIO) -> tuple[int, int] | None:
-    """What a stream writes to; None where that is no file of the system."""
+    """The device and inode that a stream writes to; None where it has no file descriptor."""
     try:
         status = os.fstat(stream.fileno())
     except (OSError, ValueError, AttributeError):
@@ -204,7 +204,7 @@ def identity(stream: TextIO) -> tuple[int, int] | None:
 
 
 class Copies:
-    """A stream that writes to two."""
+    """A stream that writes to two streams."""
 
     def __init__(self, first: TextIO, second: TextIO) -> None:
         self.first, self.second = first, second
@@ -228,7 +228,7 @@ def copied(redirect: Any, stream: TextIO, path: Path) -> Iterator[None]:
 
 
 def show_outputs(folder: Path) -> None:
-    """What jobs wrote elsewhere, one job after the other, and what the sweeper has found."""
+    """Show the output of jobs that ran elsewhere, one after the other, and the sweeper's results."""
     for path in sorted(folder.glob("[0-9]*.err"), key=lambda path: int(path.stem)):
         for each, stream in ((path, sys.stderr), (path.with_suffix(".out"), sys.stdout)):
             with each.open(encoding="utf-8") as file:

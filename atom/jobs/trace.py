@@ -1,4 +1,4 @@
-"""Where the time of a trace went: the kernels of a GPU, or the calls of a thread, and the gaps between them.
+"""Summarize a profiler trace: time by kernel or call, and the gaps.
 
 summary = summarize(json.load(gzip.open("atom.1716899120527.pt.trace.json.gz")))
 summary.timeline, summary.seconds, summary.gap_seconds
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from atom.errors import ConfigError
 
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # the profiler's categories of what runs on a GPU
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # the profiler's categories of GPU activities
 ON_HOST = ("cpu_op", "user_annotation")
-# what a kernel or operator of this name works at; the first that fits
+# the kind of a kernel or operator by its name; the first match counts
 KINDS = {
     "attention": re.compile(
         r"attention|attn|attend|flash|fmha|^_(decode|prefill)$|(decode|prefill)_kernel", re.IGNORECASE
@@ -29,7 +29,7 @@ KINDS = {
 
 
 class Row(NamedTuple):
-    """All calls of one name."""
+    """All calls with one name."""
 
     name: str
     kind: str | None  # of KINDS
@@ -38,13 +38,13 @@ class Row(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Where the time between the first and the last event of a timeline went."""
+    """The time of a timeline, from its first event to its last, by row."""
 
     timeline: str  # device | host
     seconds: float
     rows: list[Row]  # longest first
     num_gaps: int
-    gap_seconds: float  # in which nothing that the trace knows of ran
+    gap_seconds: float  # when no event ran
     products: list[float]  # seconds of each matrix product, in order
 
 
@@ -56,7 +56,7 @@ class Event(NamedTuple):
 
 
 def summarize(trace: Mapping[str, Any]) -> Summary:
-    """Of a Chrome trace: the device's timeline where there is one, else that of the busiest thread. ConfigError."""
+    """Summarize a Chrome trace: the device's timeline if there is one, else that of the busiest thread. ConfigError."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     on_device = [event for event in events if event.get("cat") in ON_DEVICE]
     if on_device:
@@ -76,7 +76,7 @@ def read_event(event: Mapping[str, Any]) -> Event:
 
 
 def summarize_device(events: list[Event]) -> Summary:
-    """Kernels that overlap each count in full, and the gaps are where none ran."""
+    """Summarize a device's timeline: overlapping kernels each count in full, gaps are where none ran."""
     calls, micros = Counter[str](), defaultdict[str, float](float)
     for event in events:
         calls[event.name] += 1
@@ -85,9 +85,9 @@ def summarize_device(events: list[Event]) -> Summary:
 
 
 def summarize_host(events: list[Event]) -> Summary:
-    """An event's own time, without that of events inside it, is counted under the nearest one that has a row.
+    """Summarize a thread: an event's own time, without that of nested events, counts for the nearest event with a row.
 
-    Rows have: what is in no other event, labels, and what has a kind inside what has none.
+    Events with a row: top-level ones, labels, and events of a kind inside events without one.
     """
     calls, micros = Counter[str](), defaultdict[str, float](float)
     open_events: list[tuple[float, str]] = []  # when each ends, and its row

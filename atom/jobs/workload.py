@@ -1,11 +1,13 @@
-"""The requests of `job=bench` and `job=profile`, all of them at once, and a record of the steps that answered them.
+"""Draw the requests of `job=bench` and `job=profile`, and record their steps.
+
+All requests come at once.
 
     draw = open_workload(config)
     with recording(engine) as record:
         submit(engine, draw(engine), config)
         while engine.has_work:
             engine.step()
-    record.steps, record.times()        # what each step computed and when it was committed; when each token came
+    record.steps, record.times()        # what each step computed and when it was committed; the times of tokens
 
 Prompts are random tokens of the model's vocabulary, which need no tokenizer, or those of a file of conversations.
 """
@@ -46,7 +48,7 @@ Draw = Callable[[Engine], list[Request]]
 
 
 class Step(NamedTuple):
-    """What a committed step computed."""
+    """A committed step: what it computed."""
 
     at: float  # seconds, when it was committed
     decodes: array[int]  # rows of one token that sample: positions that each one sees, itself included
@@ -73,7 +75,7 @@ class Record:
     sampled: list[list[Sequence]] = field(default_factory=list)  # by step, the sequences that got a token
 
     def times(self) -> dict[Sequence, list[float]]:
-        """Seconds, of each token."""
+        """The seconds of each token."""
         times: dict[Sequence, list[float]] = {}
         for step, sequences in zip(self.steps, self.sampled, strict=True):
             for sequence in sequences:
@@ -83,13 +85,13 @@ class Record:
 
 @contextmanager
 def recording(engine: Engine) -> Iterator[Record]:
-    """Notes every commit, in a fraction of a µs a row where a stream callback takes some µs a token."""
+    """Record every commit, in a fraction of a µs a row, where a stream callback would take some µs a token."""
     record, scheduler = Record(), engine.scheduler
     commit_plan = scheduler.commit
 
     def commit(plan: Plan, sampled: Sampled, finish: Callable[[Sequence], str | None]) -> list[Sequence]:
         decodes, others = (
-            [row for row in rows if row.sequence.finish_reason is None]  # what ran behind its end is no work
+            [row for row in rows if row.sequence.finish_reason is None]  # tokens past the end are not counted
             for rows in (plan.rows[: plan.num_decodes], plan.rows[plan.num_decodes :])
         )
         ended = commit_plan(plan, sampled, finish)
@@ -103,11 +105,11 @@ def recording(engine: Engine) -> Iterator[Record]:
     try:
         yield record
     finally:
-        del scheduler.commit  # the class's is there again
+        del scheduler.commit  # restores the class's method
 
 
 def submit(engine: Engine, requests: list[Request], config: Config) -> list[str]:
-    """Queue the requests: their ids. RequestError where one cannot be served."""
+    """Submit the requests; their ids. RequestError where one cannot be served."""
     values = config.sampling.values()
     every = [SamplingParams(**{**values, "max_tokens": request.output_len}) for request in requests]
     prepared = [engine.prepare(request.prompt, params) for request, params in zip(requests, every, strict=True)]
@@ -115,7 +117,7 @@ def submit(engine: Engine, requests: list[Request], config: Config) -> list[str]
 
 
 def open_workload(config: Config) -> Draw:
-    """Draws the requests of a run: of equal lengths in every run, and random prompts that no run had before."""
+    """A function that draws the requests of a run: equal lengths in every run, but new random prompts."""
     if config.job.dataset_path is not None:
         conversations = read_conversations(config.job.dataset_path)
         return lambda engine: choose_conversations(conversations, config, engine)
@@ -125,7 +127,7 @@ def open_workload(config: Config) -> Draw:
 
 
 def draw_lengths(config: Config, rng: random.Random) -> list[tuple[int, int]]:
-    """Tokens of each prompt and of its answer, uniform over the ranges. ConfigError where the model takes fewer."""
+    """Draw the tokens of each prompt and answer, uniform over the ranges. ConfigError where the model takes fewer."""
     job, limit = config.job, config.serve.max_model_len
     assert limit is not None, "config.load resolves it"
     inputs = parse_range("job.input_len", job.input_len)
@@ -139,7 +141,7 @@ def draw_lengths(config: Config, rng: random.Random) -> list[tuple[int, int]]:
 
 
 def parse_range(key: str, text: str) -> tuple[int, int]:
-    """`128` and `100-1024` as the least and the most."""
+    """Parse `128` or `100-1024` to the least and the most."""
     low, dash, high = text.partition("-")
     if not (low.isdecimal() and (high if dash else low).isdecimal()):
         raise ConfigError(f"{key}={text}: write a number of tokens, as in 128, or a range, as in 100-1024")
@@ -157,7 +159,7 @@ def read_conversations(path: str) -> list[Conversation]:
 
 
 def choose_conversations(conversations: list[Conversation], config: Config, engine: Engine) -> list[Request]:
-    """Prompts and answer lengths, without the very short and the very long; a random choice, the same each time."""
+    """Choose prompts and answer lengths at random, without very short and very long ones; the same each time."""
     job, tokenizer, limit = config.job, engine.tokenizer, config.serve.max_model_len
     assert limit is not None, "config.load resolves it"
     if tokenizer is None:

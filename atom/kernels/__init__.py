@@ -1,4 +1,4 @@
-"""Implementations of ops, by backend.
+"""Kernels: implementations of ops, by backend.
 
 kernel = find_kernel(ops.paged_attention, "torch")
 attend = kernel.load(LoadContext())

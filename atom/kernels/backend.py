@@ -1,4 +1,4 @@
-"""What a backend is: its kernels, and all else that compiling and running with them asks for.
+"""The interface of a backend: kernels, layouts, piece compiler, tuner.
 
 backend = find_backend("torch")
 for kernel in backend.kernels:
@@ -34,20 +34,20 @@ PieceCode = Callable[..., "list[Tensor]"]  # of a piece's inputs and weights
 
 @dataclass(frozen=True)
 class Target:
-    """What the kernels will run on."""
+    """The machine to compile for: its device and features."""
 
     device: str  # cpu, or cuda, which is AMD's GPUs too
-    features: frozenset[str] = frozenset()  # what this one can do: onednn_bf16, …; a GPU's vendor and architecture
+    features: frozenset[str] = frozenset()  # of this machine: onednn_bf16, …; a GPU's vendor and architecture
 
 
 class LoadContext:
-    """What the kernels of a program share, memory from step to step above all: calls must run one after another."""
+    """What the kernels of a program share, such as memory kept from step to step: calls must run one after another."""
 
     def __init__(self) -> None:
         self._shared: dict[Callable[[], Any], Any] = {}
 
     def share(self, make: Callable[[], T]) -> T:
-        """The object of a class, made for the first kernel that asks for it."""
+        """The program's one object of a class, made when the first kernel asks for it."""
         if make not in self._shared:
             self._shared[make] = make()
         return self._shared[make]  # type: ignore[no-any-return]
@@ -60,7 +60,7 @@ class Kernel:
     accepts: Accepts
     load: Callable[[LoadContext], Callable[..., Any]]  # a callable with the op's signature
     layout: str | None = None  # of its op's weight: one of its backend's layouts; None: as stored
-    trace: Callable[..., Any] | None = None  # what stands for it in a compiled piece; None: it runs between pieces
+    trace: Callable[..., Any] | None = None  # its function in a compiled piece; None: it runs between pieces
 
 
 def plain(accepts: Accepts) -> Accepts:
@@ -74,9 +74,9 @@ def plain(accepts: Accepts) -> Accepts:
 
 
 class PieceCompiler(ABC):
-    """Makes code of a piece's text, and a function of the code."""
+    """Compiles a piece's text to code, and loads the code as a function."""
 
-    uses_processes: bool  # several compile at a time in processes of their own; else in threads
+    uses_processes: bool  # pieces are compiled in parallel processes, else in threads
 
     @abstractmethod
     def takes(self, kernel: Kernel) -> bool:
@@ -84,78 +84,78 @@ class PieceCompiler(ABC):
 
     @abstractmethod
     def compile(self, text: str) -> dict[str, bytes]:
-        """The files of a piece's code, for sizes of its open dims from 1 on. PassError where its ops assume more."""
+        """Compile a piece for open dims from 1 on; the files of its code. PassError where its ops assume more."""
 
     @abstractmethod
     def load(self, folder: Path) -> PieceCode:
-        """The code in a folder, without a compiler. ArtifactError where it cannot be loaded."""
+        """Load the code in a folder, without a compiler. ArtifactError where that fails."""
 
     @abstractmethod
     def ingredients(self, target: Target) -> dict[str, str]:
-        """What the code depends on beside its text, our sources and the versions of the backends, in words."""
+        """What the code depends on beside the piece's text, our sources and the backends' versions, in words."""
 
     def kernel_names(self, text: str) -> list[str]:
-        """What a trace calls the kernels of a piece; none where a piece is no kernel of a device."""
+        """The names of a piece's kernels in a profiler trace; empty where a piece is no kernel of a device."""
         return []
 
     def find_missing(self) -> str | None:
-        """What has to be installed to compile; None: nothing."""
+        """What must be installed to compile; None: nothing."""
         return None
 
 
 class Tuner(Protocol):
-    """Products whose kernels have parameters, of which the fastest for a GPU are measured in a model's own steps."""
+    """Tunes matrix products: measures the fastest kernel parameters for a GPU in a model's own steps."""
 
-    gpu: str  # the name that parameters are kept under,
-    table: str  # and among a GPU's, those of these kernels: one of `tuned.KERNELS`
+    gpu: str  # the GPU's name in files of parameters
+    table: str  # the table of these kernels in such a file: one of `tuned.KERNELS`
 
     def products(self, graph: Graph) -> Sequence[Any]:
-        """Those of a text, that read most first; each has out, inner and num_calls."""
+        """The products of a text, those that read most first; each has out, inner and num_calls."""
 
     def key(self, rows: int, product: Any) -> str:
-        """What parameters of such a product are known under."""
+        """The key of such a product's parameters in a table."""
 
     def known(self, table: Mapping[str, Sequence[Any]]) -> Any:
-        """What finds parameters: those of a table, by key, else those that are the rule."""
+        """A lookup of parameters: in a table, else by the kernel's rule."""
 
     def trial(self, known: Any) -> Any:
-        """What finds parameters: those that are put into its `chosen`, by key, else known ones."""
+        """A lookup of parameters: in its `chosen`, by key, else the known ones."""
 
     def kernels(self, find: Any) -> Mapping[tuple[Op, str], Callable[..., Any]]:
-        """Kernels, by op and backend, that find their parameters so."""
+        """Kernels by op and backend that use this lookup."""
 
     def options(self, rows: int, product: Any, find: Any) -> tuple[Any, Sequence[Any]]:
-        """The parameters that are found, and others that may be faster."""
+        """The parameters of this lookup, and candidates that may be faster."""
 
     def recording(self) -> Any:
-        """`kernels` that note their calls; `calls_of(product)`: what takes `parameters` to make them again."""
+        """Kernels that record their calls; `calls_of(product)` repeats them with other parameters."""
 
     def agrees(self, call: Any, parameters: Any) -> bool:
-        """Whether a call gives with these parameters what it should."""
+        """Whether a call with these parameters gives the right result."""
 
     def is_unfit(self, error: Exception) -> bool:
-        """Whether parameters raised this since they cannot be run here."""
+        """Whether this error says that parameters cannot be run here."""
 
     def search(self, current: Any, options: Any, prepare: Any, on_timed: Callable[[], object]) -> Any:
-        """The fastest of these; prepare(parameters)() times a step that has them, in seconds."""
+        """Find the fastest parameters; prepare(parameters)() times a step with them, in seconds."""
 
     def take_turns(self, one: Callable[[], float], other: Callable[[], float]) -> tuple[float, float]:
-        """The least seconds of each of two steps."""
+        """Time two steps in turns; the least seconds of each."""
 
     def to_entry(self, parameters: Any) -> list[Any]:
-        """What they are kept as."""
+        """Parameters as an entry of a table."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A folder of kernels. What takes time or a library to find out is a function."""
+    """A backend: its kernels, and functions for all that takes time or a library to find out."""
 
     name: str
     kernels: tuple[Kernel, ...]
     layouts: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # of weights [O, I], by name
     find_features: Callable[[], frozenset[str]] = frozenset  # of this machine's device; UnsupportedError without one
     find_versions: Callable[[], dict[str, str]] = dict  # libraries of this machine that its code depends on
-    piece_compiler: PieceCompiler | None = None  # of pieces, without which its kernels are their ops' bodies
+    piece_compiler: PieceCompiler | None = None  # None: its kernels are their ops' bodies within pieces
     keep_binaries: Callable[[Cache], AbstractContextManager[object]] = lambda _: nullcontext()  # in this cache folder
     compile_launches: Callable[[Executor], AbstractContextManager[object]] = lambda _: nullcontext()  # and launch none
     step_kernels: Callable[[], StepKernels] | None = None  # that prepare a step's inputs and sample its tokens

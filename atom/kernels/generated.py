@@ -1,7 +1,9 @@
-"""Ops whose kernels atom writes itself, for a GPU, in pieces of the graph: see atom/kernels/triton/codegen.py.
+"""The backend `generated`: ops that become Triton source within pieces.
 
-They work on each row by itself. A linear or an attention does not, so pieces are what lies between these. Called by
-itself, outside of a piece, such a kernel is the op's own body.
+`atom/kernels/triton/codegen.py` writes the source.
+
+These ops work on each row by itself. A linear or an attention does not, so pieces lie between these. Called outside of
+a piece, such a kernel is the op's own body.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The ops' own bodies as kernels: they accept all calls, and are the last in every order."""
+"""The backend `reference`: the ops' own bodies, which accept every call.
+
+It is the last in every order.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of the backends by device and level, and what is found in that order.
+"""The order of backends by device and level, and lookups in that order.
 
     backends = backends_of("cpu", level=1)
     for kernel in candidates(ops.paged_attention, backends):
@@ -62,7 +62,7 @@ def backends_of(device: str, level: int | None = None) -> tuple[Backend, ...]:
 
 
 def find_step_kernels(device: str, backend: str | None = None) -> StepKernels:
-    """What prepares and samples a device's steps: the first backend's that has it, unless one is named."""
+    """The functions that prepare and sample a device's steps: the first backend's that has them, or the named one's."""
     backends = backends_of(device) if backend is None else (find_backend(backend),)
     return next(each.step_kernels for each in backends if each.step_kernels is not None)()
 
@@ -80,7 +80,7 @@ def find_kernel(op: Op, backend: str) -> Kernel:
 
 
 def find_target(device: str) -> Target:
-    """The target that this machine is. UnsupportedError where it has no such device."""
+    """This machine as a target. UnsupportedError where it has no such device."""
     return Target(device, frozenset().union(*(backend.find_features() for backend in backends_of(device))))
 
 
@@ -97,12 +97,12 @@ def find_piece_compiler(device: str) -> PieceCompiler:
 
 
 def find_tuner(device: str, place: torch.device) -> Tuner | None:
-    """What can be tuned of the kernels for a device; None: nothing. place: the very device."""
+    """The tuner of a device's kernels, None without one. place: the device itself."""
     return next((each.find_tuner(place) for each in backends_of(device) if each.find_tuner is not None), None)
 
 
 def shuffle(weight: Tensor, layout: str) -> Tensor:
-    """A weight [O, I] in a kernel's own layout; of a weight [E, O, I], each expert's is laid out by itself."""
+    """A weight [O, I] in a kernel's own layout; of a weight [E, O, I], each expert by itself."""
     backends = map(find_backend, BACKENDS)
     return next(backend.layouts[layout] for backend in backends if layout in backend.layouts)(weight)
 
@@ -113,7 +113,7 @@ def keep_binaries(device: str, cache: Cache) -> AbstractContextManager[None]:
 
 
 def compile_launches(device: str, pool: Executor) -> AbstractContextManager[None]:
-    """Have the pool compile what this thread would launch on a device within this, and launch nothing."""
+    """Within this context, have the pool compile the kernels that this thread would launch, and launch nothing."""
     return _all(backend.compile_launches(pool) for backend in backends_of(device))
 
 
@@ -126,7 +126,7 @@ def _all(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
 
 
 def trace_calls(program: Program) -> Callable[..., Any]:
-    """A piece's program as a function that can be traced: of its kernels' own traces."""
+    """A piece's program as a function that can be traced, made of its kernels' `trace` functions."""
 
     def evaluate(*inputs: Tensor) -> tuple[Tensor, ...]:
         values: dict[Node, Any] = dict(zip(program.inputs, inputs, strict=True))

@@ -1,4 +1,4 @@
-"""Prepare a step's inputs and sample its tokens: what a backend has for this, one signature for all.
+"""The signatures of a backend's functions that prepare inputs and sample tokens.
 
     kernels = find_step_kernels("cuda")
     kernels.decode_inputs(slots, state, tables, block_size, inputs)     # each row computes its slot's newest token
@@ -23,7 +23,7 @@ CHUNK_ELEMENTS = 1 << 22  # logits that `top_logprobs` holds in 8 bytes each at 
 
 
 class Inputs(NamedTuple):
-    """What a lowered body asks for, in memory that stays where it is.
+    """The inputs of a lowered body, in memory of a fixed address.
 
     The starts of `batch` are given, all else there is made; it has the slots and tables of each kind of cache apart.
     """
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
 
 
 class State(Protocol):
-    """What `runtime.request_state.RequestState` has by slot; slot `num_slots` is that of rows that pad a batch."""
+    """The fields of `runtime.request_state.RequestState`, by slot; slot `num_slots` is that of padding rows."""
 
     num_slots: int
     tokens: Tensor
@@ -54,7 +54,7 @@ class State(Protocol):
 
 
 class StepKernels(NamedTuple):
-    """The functions of one backend, from its modules `prepare_inputs` and `sampling`; see there."""
+    """The step functions of one backend, from its modules `prepare_inputs` and `sampling`; see there."""
 
     extend_tables: Callable[[Tensor, Tensor], None]
     decode_inputs: Callable[[Tensor, State, Tensor, int, Inputs], None]
@@ -64,7 +64,7 @@ class StepKernels(NamedTuple):
 
 
 def import_step_kernels(package: str) -> StepKernels:
-    """Those of a backend's package."""
+    """Import the step functions of a backend's package."""
     inputs, sampling = (importlib.import_module(f"{package}.{name}") for name in ("prepare_inputs", "sampling"))
     return StepKernels(
         inputs.extend_tables, inputs.decode_inputs, inputs.mixed_inputs, sampling.sample, sampling.score_drawn
@@ -72,10 +72,10 @@ def import_step_kernels(package: str) -> StepKernels:
 
 
 def top_logprobs(logits: Tensor, rows: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The most likely tokens of some rows of the logits as they came, a nan counting as the lowest.
+    """The most likely tokens of some rows of unprocessed logits, a nan counting as the lowest.
 
-    logits: any float [R, V]; rows: i64[A]. Gives totals fp32[A], a logit less which is a log probability, and the
-    num_top best, best first and among equals the lower id first: ids i32[A, num_top], log probabilities fp32.
+    logits: any float [R, V]; rows: i64[A]. Gives the log-sum-exps totals fp32[A], and the num_top best, best first and
+    among equals the lower id first: ids i32[A, num_top], log probabilities fp32.
     """
     size = max(1, CHUNK_ELEMENTS // logits.shape[-1])
     parts = [_find_top(logits.index_select(0, part), num_top) for part in torch.split(rows, size)]
@@ -91,7 +91,7 @@ def _find_top(logits: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def most_likely(logits: Tensor, count: int) -> Tensor:
-    """Ids of the `count` largest of each row, best first and among equals the lower id first. i64[R, count].
+    """Ids i64[R, count] of the largest logits of each row, best first and among equals the lower id first.
 
     One integer orders both: the bits of a float32 (they compare as integers once the negative ones are flipped), then
     the id counted from the end.

@@ -1,8 +1,10 @@
-"""What a result was measured on, so that results of different machines are not taken for a change of the program.
+"""Name the hardware that a result was measured on.
+
+Results of different machines must not be taken for a change of the program.
 
     describe_machine()      # "8 x NVIDIA H200" or "64 x AMD EPYC 9654 96-Core Processor"
 
-Names models and counts them; never a host. Reads what the kernel shows and starts no vendor's tool.
+It names and counts models, never a host. It reads /proc and /sys and starts no vendor's tool.
 """
 
 from __future__ import annotations

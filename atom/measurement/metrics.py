@@ -1,11 +1,11 @@
-"""From outputs to the numbers that are reported.
+"""Compute throughput, latencies and goodput from request outputs.
 
     finish_outputs(outputs, count=lambda text: len(tokenizer.encode(text)))
     metrics = calculate_metrics(outputs, seconds=12.5, percentiles=[50, 99], goodput={"ttft": 200.0})
     metrics.output_throughput, metrics.latencies["ttft"].percentiles[99]
     print(format_table(metrics, ["ttft", "tpot"]))
 
-Latencies are in milliseconds here, as everywhere outside an output.
+Latencies are in milliseconds, except in the outputs of requests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ METRICS = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
-WIDTH = 50  # of the table, as the tables that it is laid beside
+WIDTH = 50  # characters of the table, as in vLLM's
 
 
 @dataclass(slots=True)
@@ -63,10 +63,10 @@ class BenchmarkMetrics:
 
 
 def finish_outputs(outputs: Sequence[RequestFuncOutput], count: Callable[[str], int] | None) -> None:
-    """Give every answer its number of tokens and its TPOT: the time after its first token, over the tokens after it.
+    """Set every answer's number of tokens and its TPOT: the time after its first token over the tokens after it.
 
-    That time goes to the answer's end, since a last token without text is in no event.
-    count: tokens of a text, for servers that do not say how many there were; without it an event counts as a token.
+    That time ends with the answer, since a last token without text has no event.
+    count: tokens of a text, for servers that do not report them; without it an event counts as a token.
     """
     for output in outputs:
         if not output.success:
@@ -144,7 +144,7 @@ def flatten_metrics(metrics: BenchmarkMetrics) -> dict[str, Any]:
 
 
 def format_table(metrics: BenchmarkMetrics, shown: Sequence[str], percentiles: Sequence[float]) -> str:
-    """The table that a person reads. shown: names of METRICS."""
+    """Format the metrics as a table. shown: names of METRICS."""
     rows: list[tuple[str, float | None]] = [
         ("Successful requests", metrics.completed),
         ("Failed requests", metrics.failed),

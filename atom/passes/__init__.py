@@ -1,4 +1,4 @@
-"""Graph to graph, in the order of PIPELINE.
+"""Passes: rewrites of the graph, in the order of PIPELINE.
 
 graph = lower(graph, level=1, target=Target("cpu"))
 """

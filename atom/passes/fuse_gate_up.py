@@ -1,4 +1,5 @@
-"""
+"""Fuse the gate and up projections of an mlp into one linear.
+
     gate = linear(h, W("gate"))         ->      gate_up = linear(h, cat([W("gate"), W("up")]))
     up = linear(h, W("up"))                     m = gated_activate(gate_up, kind="silu")
     active = activate(gate, kind="silu")

@@ -1,8 +1,9 @@
-"""
+"""Fuse a linear with the gated activation behind it.
+
     gate_up = linear(h, W("gate_up"))   ->      m = gated_linear(h, W("gate_up"), kind="silu")
     m = gated_activate(gate_up, kind="silu")
 
-Declines where no kernel takes the two as one, where another op reads gate_up, it has a bias, or gates have a limit.
+Declines where no kernel computes both, where another op reads gate_up, where it has a bias, or gates have a limit.
 """
 
 from atom.graph import Graph, ops

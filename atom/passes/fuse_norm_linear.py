@@ -1,11 +1,12 @@
-"""
+"""Fuse an RMS norm with the linear behind it.
+
     h, s = add_rms_norm(x, r, w, eps=eps)       ->      y, s = add_norm_linear(x, r, w, W("y"), eps=eps)
     y = linear(h, W("y"))
 
     h = rms_norm(x, w, eps=eps)                 ->      m = norm_linear(x, w, W("gate_up"), eps=eps, kind="silu")
     m = gated_linear(h, W("gate_up"), kind="silu")
 
-Declines where no kernel takes the two as one, or where more than this linear reads the norm.
+Declines where no kernel computes both, or where another op reads the norm.
 """
 
 from atom.graph import Graph, ops
@@ -19,7 +20,7 @@ def fuse_norm_linear(graph: Graph, context: PassContext) -> Graph:
         norm = call_of(normed)
         if norm.target not in (ops.rms_norm, ops.add_rms_norm) or len(normed.users) > 1:
             continue
-        if normed is not results_of(norm)[0]:  # the sum beside it
+        if normed is not results_of(norm)[0]:  # the linear reads the sum
             continue
         attributes = {**norm.kwargs, **linear.kwargs}
         if norm.target is ops.rms_norm and context.takes(ops.norm_linear):

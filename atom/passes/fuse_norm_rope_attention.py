@@ -1,9 +1,10 @@
-"""
+"""Fuse norm, rope and cache write with the attention behind them.
+
     q = norm_rope_write(q, k, …, KV("0"), batch)    ->      a = norm_rope_attention(q, k, …, KV("0"), batch, …)
     a = paged_attention(q, KV("0"), batch, …)
 
-Declines where no kernel takes the two as one, where more than this attention reads that q, or where something lies
-between the two, which may read the cache.
+Declines where no kernel computes both, where another op reads that q, or where a call lies between the two, which may
+read the cache.
 """
 
 from atom.graph import Graph, ops
@@ -22,5 +23,5 @@ def fuse_norm_rope_attention(graph: Graph, context: PassContext) -> Graph:
             attributes = {**written.kwargs, **attention.kwargs}
             fused = graph.insert(attention, ops.norm_rope_attention, *written.args, *sinks, **attributes)
             graph.replace({attention: fused})
-            written.graph.erase_node(written)  # which a call that writes a cache needs to be told
+            written.graph.erase_node(written)  # explicitly, since a call that writes a cache is never dead
     return graph

@@ -1,9 +1,10 @@
-"""
+"""Fuse the q, k and v projections into one linear.
+
     q = linear(h, W("q"))               ->      qkv = linear(h, cat([W("q"), W("k"), W("v")]))
     k = linear(h, W("k"))                       q, k, v = split(qkv, sizes=[…])
     v = linear(h, W("v"))
 
-Of latent attention those that read h: q (or q_a, where q has a latent too) and kv_a.
+In latent attention these are the projections that read h: q (or q_a, where q has a latent too) and kv_a.
 Declines where they do not read the same tensor, only some have a bias, or their stored formats differ.
 """
 
@@ -15,7 +16,7 @@ from atom.graph import Graph, ops
 from atom.graph.graph import call_of
 from atom.passes.match import cat_linears, have_same_form
 
-WRAPPERS = (ops.rope, ops.rms_norm, ops.split_heads, ops.split)  # what may stand between a projection and its attention
+WRAPPERS = (ops.rope, ops.rms_norm, ops.split_heads, ops.split)  # ops between a projection and its attention
 
 
 def fuse_qkv(graph: Graph) -> Graph:

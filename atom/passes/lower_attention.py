@@ -1,4 +1,5 @@
-"""
+"""Lower attention to a cache write and paged attention.
+
     q = rope(q, cos, sin)               ->      q = norm_rope_write(q, k, v, cos, sin, None, None, KV("0"), batch)
     k = rope(k, cos, sin)                       a = paged_attention(q, KV("0"), batch, …)
     a = attention(q, k, v, KV("0"), …)
@@ -8,8 +9,8 @@
     k_rope = rope(k_rope, cos, sin)
     a = mla_attention(q, q_rope, latent, k_rope, W("kv_b"), KV("0"), …)
 
-Norms of q and k before the rope go along. A rope or norm that the two do not share stays as it is. The batch becomes an
-input of the program.
+Norms of q and k before the rope are part of it. A rope or norm that q and k do not share stays as it is. The batch
+becomes an input of the program.
 """
 
 from typing import Any

@@ -1,4 +1,5 @@
-"""
+"""Lower a mixture of experts to grouped linears.
+
     y = experts(h, weights, ids, gate_up, down, kind="silu")
         ->
     grouped, order, ends = group(h, ids, experts=8)
@@ -7,7 +8,7 @@
     down = grouped_linear(m, down, ends)
     y = combine(down, weights, order)
 
-What lies between group and combine sees rows by expert and no token: that part can run where the experts are.
+Between group and combine there are rows by expert and no tokens: that part can run where the experts are.
 """
 
 from atom.graph import Graph, ops

@@ -1,4 +1,4 @@
-"""What several passes ask of linears before they join them.
+"""Match linears that several passes fuse.
 
 if have_same_form([gate, up]):
     fused = graph.insert(gate, ops.linear, *cat_linears([gate, up]))
@@ -32,7 +32,7 @@ def have_same_form(linears: Sequence[Node]) -> bool:
 
 
 def cat_linears(linears: Sequence[Node]) -> tuple[Any, ...]:
-    """The arguments of the linear that gives the results of all these, side by side."""
+    """The arguments of one linear whose result is the results of all these, side by side."""
     x = linears[0].args[0]
     recipes = zip(*(linear.args[1:] for linear in linears), strict=True)
     return (x, *(cat(tuple(parts)) for parts in recipes))

@@ -1,4 +1,4 @@
-"""The order of the passes, and the one place that runs, times, counts and verifies them.
+"""Run the passes in order; time, count and verify each.
 
 graph = lower(graph, level=1, target=Target("cpu"))
 graph = lower(graph, level=1, target=Target("cpu"), watch=print)      # a PassReport after each pass
@@ -30,7 +30,7 @@ from atom.passes.select_kernels import select_kernels
 from atom.passes.sink_into_head import sink_into_head
 from atom.passes.split_pieces import split_pieces
 
-# (pass, the level from which it runs, what the graph is behind it)
+# (pass, the level from which it runs, the level of ops that is legal behind it)
 PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (sink_into_head, 1, ops.SEMANTIC),
     (fuse_qkv, 1, ops.SEMANTIC),
@@ -49,7 +49,7 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did; `graph` is live, so what is to be kept of it must be copied, as text."""
+    """What one pass did. `graph` is live: to keep it, show it as text."""
 
     name: str
     num_changes: int
@@ -66,7 +66,7 @@ def lower(
 ) -> Graph:
     """Run the passes of a level, from the first one named.
 
-    PassError names the pass whose graph is wrong, those before it, and the file that holds the text.
+    PassError names the pass whose graph is wrong, the passes before it, and the file with the text.
     """
     done: list[str] = []
     context = PassContext.of(target, level)

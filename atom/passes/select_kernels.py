@@ -1,9 +1,10 @@
-"""
+"""Select the first kernel that accepts each call.
+
     h = rms_norm(x, w, eps=eps)         ->      h = torch.rms_norm(x, w, eps=eps)
     y = linear(h, W("y"))                       y = torch.linear(h, shuffle(W("y"), "onednn"))
 
-The first backend in the order whose kernel accepts the call; why those before it refused is noted in the text. A kernel
-that wants its weight in a layout of its own is passed over where another op reads it too: no weight is kept twice.
+The backends are asked in their order; the reasons of those that refused are comments of the text. A kernel that wants
+its weight in a layout of its own is skipped where another op reads the weight too: no weight is kept twice.
 """
 
 from collections import defaultdict
@@ -52,7 +53,7 @@ def _choose(kernel: Kernel, node: Node) -> None:
 
 
 def _readers(graph: Graph) -> dict[Any, set[Op]]:
-    """By recipe, the ops that read it."""
+    """The ops that read each recipe."""
     readers: dict[Any, set[Op]] = defaultdict(set)
     for program in graph.programs.values():
         for node in program.nodes:

@@ -1,4 +1,5 @@
-"""
+"""Move what follows the last attention from the body to the head.
+
     def body(tokens, positions):                        def body(tokens, positions):
         a = attention(q, k, v, KV("1"), …)                  a = attention(q, k, v, KV("1"), …)
         o = linear(a, W("o"))                               return x, a
@@ -8,9 +9,9 @@
     def head(hidden: bf16[R, …]):                           x = add(x, o)
         logits = linear(hidden, W("lm_head"))               logits = linear(x, W("lm_head"))
 
-No other token reads what is behind the last attention, so of a prompt only the rows that get logits go through it.
-Declines where there is no attention, where the head does not take what the body returns, or where something that it
-would then take is not of each token.
+Nothing behind the last attention depends on other tokens, so only the rows of a prompt that get logits go through it.
+Declines where there is no attention, where the head does not take what the body returns, or where a value that it would
+then take does not have a row for each token.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def sink_into_head(graph: Graph) -> Graph:
 
 
 def _copy(calls: list[Node], program: Program, place: dict[Node, Node]) -> None:
-    """Add calls to a program, over what stands there for what they take; what stands for their results joins it."""
+    """Copy calls into a program. `place` maps old nodes to new ones; the new results are added to it."""
     for call in calls:
         names = tuple(result.name for result in results_of(call))
         args = [place[arg] if isinstance(arg, Node) else arg for arg in call.args]
@@ -67,7 +68,7 @@ def _copy(calls: list[Node], program: Program, place: dict[Node, Node]) -> None:
 
 
 def _ahead_of_attention(program: Program) -> set[Node]:
-    """The inputs and the calls that a call with a cache needs, and these calls."""
+    """The calls with a cache, and all calls and inputs that they depend on."""
     found = {call for call in program.nodes if any(isinstance(leaf, KV) for leaf in node_leaves(call))}
     waiting = list(found)
     while waiting:

@@ -1,9 +1,10 @@
-"""
+"""Mark the runs of calls that are compiled as pieces.
+
     h, x = inductor.add_rms_norm(…)     ->      h, x = inductor.add_rms_norm(…)    # …; piece 1
     qkv = torch.linear(h, …)                    qkv = torch.linear(h, …)    # …; piece 1
     q = torch.norm_rope_write(…)                q = torch.norm_rope_write(…)
 
-The calls between two that cannot be compiled are one piece. A run in which there is nothing to compute is none.
+The calls between two that cannot be compiled are one piece, unless there is nothing to compute in them.
 """
 
 from torch.fx import Node
@@ -31,12 +32,12 @@ def split_pieces(graph: Graph, context: PassContext) -> Graph:
 
 
 def _is_compiled(node: Node) -> bool:
-    """Whether there is something to compute, by a kernel that exists in pieces alone."""
+    """Whether the call computes something with a kernel that exists within pieces only."""
     return node.target not in VIEWS and find_backend(node.meta.get("kernel", "reference")).piece_compiler is not None
 
 
 def _runs(program: Program, compiler: PieceCompiler) -> list[list[Node]]:
-    """The calls that can be compiled, those that follow each other together."""
+    """The runs of consecutive calls that can be compiled."""
     runs: list[list[Node]] = [[]]
     for node in program.nodes:
         if compiler.takes(find_kernel(node.target, node.meta.get("kernel", "reference"))):

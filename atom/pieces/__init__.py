@@ -1,4 +1,4 @@
-"""Pieces: the parts of a program that are compiled, each distinct one once, whatever the depth of the model.
+"""Pieces: compiled parts of a program, each distinct one compiled once.
 
     pieces = find_pieces(graph.programs["body"])     # 30 of them, in the order of the calls
     len({piece.text for piece in pieces})            # 2: equal layers are one text
@@ -6,8 +6,8 @@
     run = find_piece_compiler("cpu").load(folder)    # milliseconds, without a compiler
     run(x, *weights)                                 # the results, in the piece's order
 
-A piece's text is a graph's, with weights as inputs and names that depend on nothing else. What is made of it is the
-work of the device's backends (`Backend.piece_compiler`).
+A piece's text is that of a graph, with weights as inputs and names that depend on nothing else, so equal layers of any
+depth are one piece. The device's backends compile it (`Backend.piece_compiler`).
 """
 
 from atom.kernels import PieceCode

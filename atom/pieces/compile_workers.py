@@ -1,4 +1,4 @@
-"""Compile pieces on all cores: in processes of their own, one a core, or in threads, as their compiler has it.
+"""Compile pieces on all cores, in processes or in threads.
 
 for text, files in compile_pieces(texts, device):
     publish(text, files)
@@ -30,7 +30,7 @@ from atom.pieces.compilers import compile_piece
 
 
 class PieceError(PassError):
-    """A piece that is not to be used: its code is not what its ops say."""
+    """A piece that must not be used: its code does not compute what its ops say."""
 
     def __init__(self, text: str, reason: str) -> None:
         super().__init__(reason)
@@ -40,7 +40,7 @@ class PieceError(PassError):
 def compile_pieces(texts: Sequence[str], device: str = "cpu") -> Iterator[tuple[str, dict[str, bytes]]]:
     """Compile pieces, as many at a time as there are cores: each text with its files, as it is done.
 
-    ArtifactError where there is no compiler or it fails; PieceError where a piece's code is not what its ops say.
+    ArtifactError where there is no compiler or it fails; PieceError where a piece's code gives wrong results.
     """
     uses_processes = find_piece_compiler(device).uses_processes
     return (_compile_in_processes if uses_processes else _compile_in_threads)(texts, device)
@@ -83,10 +83,10 @@ def _compile_in_processes(texts: Sequence[str], device: str) -> Iterator[tuple[s
 
 
 class _Worker:
-    """A process that compiles some pieces, and the thread that reads what it has done."""
+    """A process that compiles some pieces, and the thread that reads its results."""
 
     def __init__(self, folder: Path, texts: Sequence[str], device: str, done: queue.Queue[Any]) -> None:
-        temporary = folder / "tmp"  # the worker's, and its compilers'
+        temporary = folder / "tmp"  # for the worker and its compilers
         temporary.mkdir(parents=True)
         (folder / "texts.json").write_text(json.dumps(list(texts)))
         command = [
@@ -102,7 +102,7 @@ class _Worker:
         self._process = subprocess.Popen(
             command,
             cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,  # nothing is written: its end says that this process is gone
+            stdin=subprocess.PIPE,  # nothing is written: it ends when this process ends
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
@@ -123,7 +123,7 @@ class _Worker:
                 done.put(PieceError(texts[int(index)], reason))
             elif kind == "failed":
                 done.put(ArtifactError(rest))
-        # it is not reaped here: its number must stay its own until `stop` has ended the session
+        # not reaped here: its pid must not be reused until `stop` has ended the session
         ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         if ended is None or ended.si_status:
             self._errors.seek(0)
@@ -132,7 +132,7 @@ class _Worker:
         done.put(None)
 
     def stop(self) -> None:
-        """End it and the compilers that it has started."""
+        """End the worker and the compilers that it has started."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._thread.join()
         self._process.communicate()
@@ -140,11 +140,11 @@ class _Worker:
 
 
 def work(folder: str, device: str) -> None:
-    """What a worker does: the texts in the folder, and a line on stdout for each."""
+    """The main function of a worker: compile the texts in the folder, and print a line for each."""
     signal.signal(signal.SIGTERM, lambda *_: _leave(Path(folder)))
     threading.Thread(target=_watch, args=(os.dup(0),), daemon=True).start()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    out = os.fdopen(os.dup(1), "w")  # a compiler's own prints go elsewhere
+    out = os.fdopen(os.dup(1), "w")  # stdout without the compilers' own prints
     os.dup2(2, 1)
     for index, text in enumerate(json.loads(Path(folder, "texts.json").read_text())):
         try:
@@ -169,7 +169,7 @@ def _watch(link: int) -> None:
 
 
 def _leave(folder: Path) -> None:
-    """Remove what the session has written, in the main thread, which writes nothing meanwhile; then end it."""
+    """Remove the session's files, in the main thread, which writes nothing meanwhile; then end the session."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.parent.rmdir()  # the last worker does

@@ -1,4 +1,4 @@
-"""Compile a piece's text for a device, and hold the code against what its ops say.
+"""Compile a piece's text for a device, and check its results.
 
 files = compile_piece(text, "cpu")
 """
@@ -20,14 +20,14 @@ from atom.kernels import find_piece_compiler
 from atom.kernels.registry import trace_calls
 from atom.pieces.piece import NAME
 
-ROWS = (1, 2, 17)  # at which code is held against its traces: compilers take open dims for 2 or more
-LARGE = 1 << 24  # elements of a weight, of which no more get values of their own to check a piece
+ROWS = (1, 2, 17)  # numbers of rows to check code at: compilers assume open dims of 2 or more
+LARGE = 1 << 24  # elements of a weight that get random values when a piece is checked
 
 
 def compile_piece(text: str, device: str = "cpu") -> dict[str, bytes]:
-    """The files of a piece's code, for sizes of its open dims from 1 on. PassError where its ops assume more.
+    """Compile a piece for open dims from 1 on; the files of its code. PassError where its ops assume more.
 
-    The code is run here to be checked, where there is such a device.
+    The code is run to check it, where this machine has such a device.
     """
     files = find_piece_compiler(device).compile(text)
     if device == "cpu" or torch.cuda.is_available():
@@ -37,7 +37,7 @@ def compile_piece(text: str, device: str = "cpu") -> dict[str, bytes]:
 
 @torch.inference_mode()
 def _check(program: Program, files: dict[str, bytes], device: str, place: str) -> None:
-    """Hold the code for a device against its traces, in a place where it runs."""
+    """Compare the results of the code for a device with its traces, run on the device `place`."""
     draw = _Draw(program, place)
     weights = {node: draw(node) for node in program.inputs if _is_closed(node)}
     with tempfile.TemporaryDirectory() as folder:
@@ -55,7 +55,7 @@ def _check(program: Program, files: dict[str, bytes], device: str, place: str) -
 
 
 class _Draw:
-    """Draws the inputs of a piece so that all it computes is of order 1, as in a model: fp16 ends at 65504."""
+    """Draws a piece's inputs so that all its values are of order 1, as in a model: fp16 ends at 65504."""
 
     def __init__(self, program: Program, device: str) -> None:
         self._device = device
@@ -63,7 +63,7 @@ class _Draw:
         self._multiplied = {node.args[ops.linear.weight] for node in program.nodes if node.target is ops.linear}
 
     def __call__(self, node: Node, rows: int = 0) -> Tensor:
-        """Of an input, with as many rows; of a weight, which has none that are open."""
+        """Draw an input of so many rows, or a weight, which has no open dims."""
         type: Type = node.meta["type"]
         shape = [rows if isinstance(dim, str) else dim for dim in type.shape]
         if type.dtype == "i64":
@@ -72,9 +72,9 @@ class _Draw:
         if math.prod(shape) <= LARGE:
             return (self._normal(shape) * scale).to(dtype)
         if self._device != "cpu":
-            num_rows, width = shape  # each row is the one before it, moved by one
+            num_rows, width = shape  # each row is the previous one, shifted by one
             return (self._normal([num_rows + width]) * scale).to(dtype).as_strided((num_rows, width), (1, 1))
-        drawn = torch.zeros(shape, dtype=dtype)  # behind its first rows pages that nobody touches
+        drawn = torch.zeros(shape, dtype=dtype)  # pages behind its first rows are never touched
         first = drawn[: max(LARGE // math.prod(shape[1:]), 2)]
         first.copy_(self._normal(first.shape) * scale)
         return drawn

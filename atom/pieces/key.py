@@ -1,4 +1,4 @@
-"""What a piece's code depends on, in words: equal ingredients, equal code.
+"""The key of a piece: a hash of all that its code depends on.
 
 key_of(identity(piece.text, find_target("cuda")))     # 32 hex digits
 """
@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def identity(text: str, target: Target = CPU) -> dict[str, str]:
-    """All that a piece's code depends on, in words; equal ones have equal code."""
+    """All ingredients of a piece's code, in words; equal ones have equal code."""
     return {
         "text": digest(text),
         **find_versions(target.device),

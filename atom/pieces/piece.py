@@ -1,4 +1,4 @@
-"""Which calls of a program are a piece, and the text that says what the piece is."""
+"""Cut a program into pieces, and write the text of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAME = "piece"
 
 
 class Piece(NamedTuple):
-    """One use of compiled code in a program."""
+    """One use of a piece in a program."""
 
     calls: list[Node]
     text: str  # equal texts are compiled once
@@ -24,7 +24,7 @@ class Piece(NamedTuple):
 
 
 def find_pieces(program: Program) -> list[Piece]:
-    """What `split_pieces` marked, in order."""
+    """Find the pieces that `split_pieces` marked, in order."""
     runs: dict[int, list[Node]] = {}
     for node in program.nodes:
         if "piece" in node.meta:
@@ -48,7 +48,7 @@ def _piece(program: Program, calls: list[Node]) -> Piece:
 
 
 def _text(calls: list[Node], inputs: list[Node], weights: list[Recipe], results: list[Node]) -> str:
-    """The calls as a graph of their own: x0, x1 … are its inputs, w0, w1 … its weights, A, B … its open dims."""
+    """Show the calls as a graph of their own: inputs x0, x1 …, weights w0, w1 …, open dims A, B …"""
     graph = Graph()
     program = graph.program(NAME)
     symbols: dict[str, str] = {}

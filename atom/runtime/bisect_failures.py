@@ -1,4 +1,4 @@
-"""A step in which one sequence fails is not lost for the others: it runs in halves, down to what fails alone.
+"""Bisect a step that fails, to isolate the sequences that fail alone.
 
     for part, outcome in execute(runner, builder, plan):      # one part, where nothing fails
         if isinstance(outcome, Exception):
@@ -6,7 +6,7 @@
         else:
             scheduler.commit(part, outcome.wait(), finish)
 
-It counts on the builder, which tells the rows of a step that raised again.
+It relies on the builder, which sends the rows of a step that raised again.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Part = tuple[Plan, Pending | Exception]
 
 
 def execute(runner: Runner, builder: StepBuilder, plan: Plan) -> list[Part]:
-    """What each part of a plan gave.
+    """Execute a plan, in halves where it fails; the parts with their outcomes.
 
-    Raises what the rows raise where all do, for then it is not one of them that is wrong; but for RequestErrors, which
-    say that it is. So is a CapacityError, for memory is short for all; but once a part runs, which cannot be taken
-    back, it is an error of the rows that it comes to alone.
+    Where every row fails, no row is at fault and the error is raised, unless it is a RequestError, which blames its
+    row. A CapacityError is raised as well, since memory is short for all; but once a part runs, which cannot be taken
+    back, it is the error of the rows that meet it.
     """
     parts: list[Part] = []
     execute_parts(runner, builder, plan, parts)
@@ -36,7 +36,7 @@ def execute(runner: Runner, builder: StepBuilder, plan: Plan) -> list[Part]:
 
 
 def execute_parts(runner: Runner, builder: StepBuilder, plan: Plan, parts: list[Part]) -> None:
-    """Add a plan's parts to those of the rows before it."""
+    """Execute a plan, in halves where it fails, and append its parts."""
     try:
         parts.append((plan, start(runner, builder, plan)))
         return
@@ -52,7 +52,7 @@ def execute_parts(runner: Runner, builder: StepBuilder, plan: Plan, parts: list[
 
 
 def start(runner: Runner, builder: StepBuilder, plan: Plan) -> Pending:
-    """The step of a plan, running; where that raises, an interrupt too, it has not taken place."""
+    """Start a plan's step; the step is retracted where that raises, also for an interrupt."""
     try:
         return runner.execute(builder.build(plan))
     except BaseException:
@@ -61,7 +61,7 @@ def start(runner: Runner, builder: StepBuilder, plan: Plan) -> Pending:
 
 
 def take(rows: list[ScheduledRequest]) -> Plan:
-    """A plan of some of a plan's rows."""
+    """Plan some rows of another plan."""
     return Plan(rows, sum(row.samples and row.num_tokens == 1 for row in rows))
 
 

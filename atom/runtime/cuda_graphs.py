@@ -1,14 +1,16 @@
-"""Steps of a model as CUDA graphs: pure decodes by their number, steps with prompts by the tokens and decodes in them.
+"""Capture steps of a model as CUDA graphs, and replay them.
+
+Pure decodes are captured by their number, steps with prompts by their tokens and decodes.
 
     graphs = Graphs(model)
     graphs.compile(sizes, 16384)         # kernels of steps of up to 16384 tokens, on all cores
     graphs.capture(sizes)                # decodes of these numbers of rows, and steps with prompts
     started = graphs.start(step)         # of a StepInput; None where its shape was not captured
 
-The host takes as long to start the kernels of a small step as those of a large one, and longer than a GPU takes to run
-the small one. So steps with prompts are graphs up to a size.
+The host takes as long to launch the kernels of a small step as those of a large one, and longer than a GPU takes to run
+the small one. So steps with prompts are captured up to a size.
 
-All graphs share one pool of memory and lay their results over each other: what a step gave is read before the next one.
+All graphs share one memory pool and overwrite each other's results: a step's results are read before the next step.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from atom.runtime.step_input import BatchShape, StepInput
 from atom.sampling_params import SAMPLING_KINDS
 
 PROMPT_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # in a step, beside decodes
-PROMPT_ROWS = 65  # likewise, one of padding included: logits of all are computed and sampled of
+PROMPT_ROWS = 65  # likewise, one row of padding included: logits of all are computed and sampled
 MIN_DECODES = 16  # beside prompts; then powers of two
 MAX_FLOPS = 8e12  # of a step with prompts: one of more keeps a GPU longer than the host that starts its kernels
 FREE_TOKENS = 256  # of such a step, whatever it computes: it takes about as long to read the weights
@@ -53,9 +55,9 @@ class Started:
 @dataclass
 class _Captured:
     graph: torch.cuda.CUDAGraph
-    packed: Tensor  # where the step's numbers go
+    packed: Tensor  # the input buffer of the step's numbers
     started: Started
-    sent: bytearray | None = None  # what is there
+    sent: bytearray | None = None  # its present content
 
 
 class Graphs:
@@ -63,7 +65,7 @@ class Graphs:
         self._model = model
         self._decodes: dict[int, _Captured | None] = {}  # by their number, smallest first; None: not captured yet
         self._mixed: dict[BatchShape, _Captured | None] = {}  # smallest first
-        self._max_tokens = PROMPT_TOKENS[-1]  # of a step, as `compile` was told
+        self._max_tokens = PROMPT_TOKENS[-1]  # of a step, as given to `compile`
         self._pool: Any = None
         self._stream: Any = None  # of all captures: memory of the pool is used again on one stream alone
 
@@ -74,7 +76,7 @@ class Graphs:
 
     @property
     def shapes(self) -> tuple[BatchShape, ...]:
-        """Of the steps with prompts for which there are graphs, likewise."""
+        """The shapes of steps with prompts for which there are graphs, smallest first."""
         return tuple(self._mixed)
 
     def clear(self) -> None:
@@ -101,7 +103,7 @@ class Graphs:
 
     @torch.inference_mode()
     def compile(self, sizes: Sequence[int], max_tokens: int) -> None:
-        """Have compiled, on all cores, what steps of up to max_tokens need, captured or not.
+        """Compile, on all cores, the kernels of steps of up to max_tokens, captured or not.
 
         sizes: those that `capture` is then called with
         """
@@ -111,7 +113,7 @@ class Graphs:
         # kernels of decodes differ by the power of two that holds the rows
         powers = {1 << power for power in range(largest.bit_length())}
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, compile_launches("cuda", pool):
-            self._rehearse_mixed(BatchShape(min(max_tokens, LONG), 1, 1))  # what takes longest first: long prompts,
+            self._rehearse_mixed(BatchShape(min(max_tokens, LONG), 1, 1))  # the slowest to compile first: long prompts,
             self._sample_in_every_way()  # and sampling
             for shape in self._find_shapes():
                 if not shape.num_decodes and shape.num_tokens <= SHORT:
@@ -120,10 +122,10 @@ class Graphs:
                 self._rehearse_decodes(size)
             place_of_padding = model.padding * model.tables.shape[2]
             model.extend_tables(bytearray(np.array([place_of_padding, 0], np.int32)))  # which is what stands there
-        self._sample_in_every_way()  # launched: no kernel's first launch shall be a graph's
+        self._sample_in_every_way()  # launched, since a kernel's first launch must not be in a graph
 
     def _find_shapes(self) -> list[BatchShape]:
-        """Of the steps with prompts that are captured, smallest first; there is none of more than can come."""
+        """The shapes of steps with prompts to capture, smallest first; none is larger than a step can be."""
         num_slots = self._model.state.num_slots
         largest = max(FREE_TOKENS, int(MAX_FLOPS / self._model.flops_a_token))
         shapes, fewer = [], -1  # decodes: more than those of the shapes before
@@ -144,7 +146,7 @@ class Graphs:
         self._model.mix(shape, self._model.send(shape.pad(self._model.padding)))
 
     def _sample_in_every_way(self) -> None:
-        """For a row of padding: with penalties, with what the host says, and as graphs do."""
+        """Sample a row of padding with penalties, with the host's logit processors, and as graphs do."""
         model = self._model
         slots = model.send(np.full(1, model.padding, np.int32))
         logits = torch.zeros(1, model.state.vocab, dtype=model.logits_dtype, device=model.device)
@@ -161,7 +163,7 @@ class Graphs:
         """Capture decodes of these numbers of rows, and steps with prompts of up to the max_tokens of `compile`, which
         comes first.
 
-        is_lazy: now only what takes the most memory, any other when it is first to run.
+        is_lazy: capture now only what takes the most memory, any other shape when it is first needed.
         """
         self.clear()
         self._pool = torch.cuda.graph_pool_handle()
@@ -179,7 +181,7 @@ class Graphs:
     @torch.inference_mode()
     def _capture_decodes(self, size: int) -> _Captured:
         model = self._model
-        self._rehearse_decodes(size)  # what a first launch makes for good shall not be a graph's
+        self._rehearse_decodes(size)  # what a first launch allocates for good must not be in a graph
         slots = torch.full((size,), model.padding, dtype=torch.int32, device=model.device)
         graph, logits = self._capture(lambda: model.decode(slots))
         return _Captured(graph, slots, self._started(slots, logits))
@@ -193,13 +195,13 @@ class Graphs:
         return _Captured(graph, packed, self._started(shape.split(packed)[3], logits, tuple(map(unowned, hidden))))
 
     def _started(self, slots: Tensor, logits: Tensor, hidden: Hidden | None = None) -> Started:
-        """What a graph that has just been captured starts."""
+        """The `Started` of a graph that has just been captured."""
         sample = self._model.sample
         tails = {kind: self._capture(partial(sample, slots, logits, kind)) for kind in SAMPLING_KINDS}
         return Started(slots, unowned(logits), hidden, tails)
 
     def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """The graph of what a function starts on the device, and its results there."""
+        """Capture what a function launches: the graph, and the function's results on the device."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -207,7 +209,7 @@ class Graphs:
             try:
                 result = run()
             except BaseException:
-                with suppress(RuntimeError):  # a capture that failed says so again
+                with suppress(RuntimeError):  # a failed capture raises again here
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -223,7 +225,7 @@ def _doubled(first: int, last: int) -> list[int]:
 
 
 def unowned(tensor: Tensor) -> Tensor:
-    """The same memory without a hold on it, so that the next graph of the pool may lay its own over it."""
+    """The same memory without owning it, so that the next graph of the pool may reuse it."""
     storage = tensor.untyped_storage()
     same = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)

@@ -1,4 +1,6 @@
-"""Text as it is generated: never a broken character, never part of a stop string, never a word taken back.
+"""Detokenize a stream of tokens, and stop at stop strings.
+
+Never a broken character, never part of a stop string, never a word taken back.
 
     detokenizer = Detokenizer(tokenizer, prompt, params)
     for token in tokens:
@@ -26,7 +28,7 @@ MAX_HELD = 64  # tokens that may wait for others before they are shown as they a
 
 
 class TextCodec(Protocol):
-    """What a `checkpoint.Tokenizer` does."""
+    """The methods of `checkpoint.Tokenizer` that are used here."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -34,12 +36,12 @@ class TextCodec(Protocol):
 
 
 class Detokenizer:
-    """The text of one sequence. A token whose text must not be seen (one that ends the sequence) is not pushed."""
+    """Detokenizes one sequence. A token whose text must not be seen (one that ends the sequence) is not pushed."""
 
     stop: str | None  # the stop string that was met
 
     def __init__(self, tokenizer: TextCodec, prompt: Sequence[int], params: SamplingParams) -> None:
-        """The prompt is what the first token is decoded behind; a stop string does not begin in it."""
+        """prompt: the context of the first token; a stop string does not begin in it."""
         self.stop = None
         if params.visible_tokens or not params.skip_special_tokens:
             tokenizer = _Showing(tokenizer, params)
@@ -50,7 +52,7 @@ class Detokenizer:
         self._num_tokens = 0
         self._shown: list[str] = []
         self._held = ""  # whole characters that a stop string may begin with
-        self._num_searched = 0  # characters of what is not shown in which no stop string may end any more
+        self._num_searched = 0  # characters not shown yet in which no stop string can end any more
         self._context = _tail(tokenizer, prompt)  # the window: tokens whose text is settled
         self._context_text = tokenizer.decode(self._context)
         self._tokens: list[int] = []  # and those since
@@ -59,7 +61,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """All that push and finish have returned."""
+        """The text returned by push and finish so far."""
         return "".join(self._shown)
 
     @property
@@ -68,7 +70,7 @@ class Detokenizer:
         return self.stop is not None
 
     def push(self, token: int) -> str:
-        """Takes the next token and returns the text that is now safe to show."""
+        """Take the next token; the text that is now safe to show."""
         assert not self.stopped, "a token was pushed after a stop string"
         self._num_tokens += 1
         text = self._text_with(token)
@@ -87,21 +89,21 @@ class Detokenizer:
         return self._show(text, min((_start_of(stop, text) for stop in self._stops), default=len(text)))
 
     def finish(self) -> str:
-        """Ends the text and returns the rest of it, broken characters too. A stop string in it still counts."""
+        """End the text; the rest of it, broken characters too. A stop string in it still counts."""
         text = "" if self.stopped else self._held + self._text
         end = self._find_stop(text) if text else None
         self._text = ""
         return self._show(text, len(text) if end is None else end)
 
     def _text_with(self, token: int) -> str:
-        """Text of the tokens since the context, and of one more."""
+        """The text of the tokens since the context and of one more."""
         text = self._tokenizer.decode([*self._context, *self._tokens, token])
         if text.startswith(self._context_text):
             return text[len(self._context_text) :]
         return self._tokenizer.decode([*self._tokens, token])  # it spoils bytes of the context, which stay as shown
 
     def _is_settled(self) -> bool:
-        """Whether no token that may follow changes the text so far."""
+        """Whether no further token can change the text so far."""
         if not self._text or len(self._tokens) >= MAX_HELD:
             return bool(self._text)
         if self._text.endswith(BROKEN):
@@ -109,7 +111,7 @@ class Detokenizer:
         return self._stray is None or self._text_with(self._stray).startswith(self._text)
 
     def _find_stop(self, text: str) -> int | None:
-        """Where the text ends for the earliest stop string that ends in a part of it not searched before."""
+        """The position of the earliest stop string that ends in the part not searched before."""
         found: list[tuple[int, int, str]] = []
         if self._num_tokens >= self._min_tokens:
             first = self._num_searched + 1  # no stop string ends before it
@@ -129,7 +131,7 @@ class Detokenizer:
 
 
 class _Showing:
-    """A tokenizer that gives text to special tokens: all of them, or those that `visible_tokens` names."""
+    """A tokenizer that decodes special tokens to text: all of them, or those in `visible_tokens`."""
 
     def __init__(self, tokenizer: TextCodec, params: SamplingParams) -> None:
         self.encode = tokenizer.encode
@@ -149,7 +151,7 @@ class _Showing:
 
 
 def _start_of(stop: str, text: str) -> int:
-    """The first position from which the rest of the text may grow into the stop string."""
+    """The first position from which the text may still become the stop string."""
     start = max(0, len(text) - len(stop) + 1)
     while not stop.startswith(text[start:]):
         start += 1
@@ -157,7 +159,7 @@ def _start_of(stop: str, text: str) -> int:
 
 
 def _tail(tokenizer: TextCodec, prompt: Sequence[int]) -> list[int]:
-    """As many last tokens of the prompt as have text; none if there are none, or if it ends within a character."""
+    """The last tokens of the prompt, as few as have text; none if it has none or ends within a character."""
     size = 4
     while True:
         tail = list(prompt[-size:])

@@ -1,4 +1,4 @@
-"""Requests in, text out: schedule, execute, commit, with the text and the callbacks of each sequence beside them.
+"""The engine: schedule, execute, commit; requests in, text out.
 
 engine = Engine(runner, scheduler, builder, tokenizer=tokenizer, stop_ids=frozenset({2}), seed=0, vocab_size=49152)
 request_id = engine.submit(engine.prepare([1, 2, 3], SamplingParams(max_tokens=8)))
@@ -62,8 +62,8 @@ class Engine:
         self.metrics = EngineStats(scheduler.stats)
         self._streams: dict[str, Stream] = {}  # by sequence id
         self._requests: dict[str, list[Sequence]] = {}
-        self._ended: list[Sequence] = []  # and not returned by `step` yet
-        self._moved: deque[Stream] = deque()  # have something to tell
+        self._ended: list[Sequence] = []  # not returned by `step` yet
+        self._moved: deque[Stream] = deque()  # with output to emit
         self._pending: deque[list[Part]] = deque()  # steps that run, oldest first
         self._failed: dict[str, Exception] = {}  # sequence id -> why the last step raised
         self._numbers = itertools.count()
@@ -76,7 +76,7 @@ class Engine:
         return self.scheduler.has_work or bool(self._pending) or bool(self._ended) or bool(self._moved)
 
     def tokenize(self, prompt: str | list[int]) -> list[int]:
-        """A prompt's token ids. RequestError where it is empty or names a token that the model does not have."""
+        """A prompt's token ids. RequestError where it is empty or has a token that the model does not have."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("the checkpoint has no tokenizer; give the prompt as a list of token ids")
@@ -107,7 +107,7 @@ class Engine:
         salt: bytes = b"",
         priority: int = 0,
     ) -> list[Sequence]:
-        """The n sequences of a request, nothing queued yet. RequestError where it cannot be served.
+        """Make the n sequences of a request, nothing queued yet. RequestError where it cannot be served.
 
         salt: requests of another salt share no cached prefix with this one. priority: lower is served earlier.
         """
@@ -141,7 +141,7 @@ class Engine:
         return sequences
 
     def submit(self, sequences: list[Sequence], callback: StreamCallback | None = None) -> str:
-        """Queue what `prepare` made; the request's id. RequestError where another one runs under it."""
+        """Queue the sequences of `prepare`; the request's id. RequestError where another request runs under it."""
         first = sequences[0]
         if self.is_running(first.request_id):
             raise RequestError(f"the request id {first.request_id} is in use, choose another")
@@ -155,7 +155,7 @@ class Engine:
         return first.request_id
 
     def abort(self, request_id: str) -> None:
-        """End a request's sequences that have not finished; unknown ids are none of ours any more."""
+        """End a request's sequences that have not finished; an unknown id has ended already."""
         for sequence in self._requests.get(request_id, ()):
             self._drop(sequence, "abort")
         self._tell()
@@ -165,15 +165,15 @@ class Engine:
         return request_id in self._requests or any(sequence.request_id == request_id for sequence in self._ended)
 
     def start_profile(self) -> None:
-        """Trace what follows in this thread. ConfigError without a folder for traces, RequestError where one runs."""
+        """Start a trace of this thread. ConfigError without a folder for traces, RequestError where one runs."""
         self.profiler.start()
 
     def stop_profile(self) -> Path:
-        """Write the trace: its file. RequestError where none runs."""
+        """End the trace and write it; its file. RequestError where none runs."""
         return self.profiler.stop()
 
     def stats(self) -> EngineStats:
-        """How full it is now, and its counts since the start."""
+        """The engine's load now, and its counts since the start."""
         scheduler, metrics = self.scheduler, self.metrics
         num_used, num_blocks = scheduler.cache.fullest
         return replace(
@@ -187,14 +187,15 @@ class Engine:
         )
 
     def step(self, tell_plan: Callable[[], object] | None = None) -> list[Sequence]:
-        """Start steps, as many as the runner may have behind the oldest that runs, and take in what that one gave: the
-        sequences that ended in it, or were aborted since the last one.
+        """Start as many steps as the runner may run ahead, and commit the oldest.
 
-        tell_plan: called once it is known what the step is about, as it may take long: `stats` counts what is admitted.
+        Gives the sequences that ended in it, or were aborted since the last one.
 
-        Where it fails for some sequences and not for others, those end with reason error. Where it fails for all, it
-        raises and has not taken place: it may be taken again, or `end_failed` ends what was in it. What a callback
-        raises comes out here; the next step goes on.
+        tell_plan: called once the step is planned, since the step may take long: `stats` counts what is admitted.
+
+        Where it fails for some sequences, those end with reason error. Where it fails for all, it raises and has not
+        taken place: call `step` again, or `end_failed` to end its sequences. An exception of a callback is raised
+        here; the next step goes on.
         """
         self._tell()
         while len(self._pending) <= self.runner.run_ahead:
@@ -217,7 +218,7 @@ class Engine:
         return self.take_ended()
 
     def end_failed(self) -> None:
-        """After a step that raised: end what was in it with reason error. The next step returns it, and others go on.
+        """End the sequences of a step that raised, with reason error. The next step returns them, and others go on.
 
         An engine whose next steps raise too has more wrong with it than a request.
         """
@@ -228,12 +229,12 @@ class Engine:
         self._tell()
 
     def take_ended(self) -> list[Sequence]:
-        """The sequences that ended and were not returned yet."""
+        """Return the sequences that ended and were not returned yet."""
         ended, self._ended = self._ended, []
         return ended
 
     def _execute(self, plan: Plan) -> list[Part]:
-        """The parts of a plan, running; those that failed are retracted."""
+        """Start the parts of a plan; those that failed are retracted."""
         self._failed = {}
         try:
             parts = execute(self.runner, self.builder, plan)
@@ -248,7 +249,7 @@ class Engine:
         return parts
 
     def _tell(self) -> None:
-        """Call the callbacks; one that raises leaves the others for the next time."""
+        """Call the callbacks; where one raises, the others wait for the next call."""
         while self._moved:
             self._moved.popleft().emit()
 
@@ -256,7 +257,7 @@ class Engine:
         return None if self.tokenizer is None else Detokenizer(self.tokenizer, sequence.prompt, sequence.params)
 
     def _compile_grammar(self, params: SamplingParams) -> list[Matcher]:
-        """A matcher for each of the n sequences; none where the answer may be anything."""
+        """A matcher for each of the n sequences; none where the answer is not constrained."""
         if params.structured_outputs is None:
             return []
         with self._lock:
@@ -265,7 +266,7 @@ class Engine:
         return [self._grammars.compile(params.structured_outputs) for _ in range(params.n)]
 
     def _take_token(self, sequence: Sequence) -> str | None:
-        """Turn a sequence's newest token to text; the reason to finish, if there is one."""
+        """Detokenize a sequence's newest token; its finish reason, if any."""
         stream = self._streams[sequence.id]
         self._moved.append(stream)
         if sequence.first_token_at is None:
@@ -285,13 +286,13 @@ class Engine:
         self._drop(sequence, "error")
 
     def _drop(self, sequence: Sequence, reason: str) -> None:
-        """End a sequence that has not, whatever it is doing."""
+        """End a sequence that has not ended, whatever its state."""
         if sequence.finish_reason is None and self.scheduler.abort(sequence.id, reason):
             self._end(sequence)
             self._moved.append(self._streams.pop(sequence.id))
 
     def _end(self, sequence: Sequence) -> None:
-        """Close the books of a sequence that has its finish reason."""
+        """Record the end of a sequence that has its finish reason."""
         stream = self._streams[sequence.id]
         sequence.finished_at = time.perf_counter()
         try:

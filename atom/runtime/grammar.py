@@ -1,4 +1,4 @@
-"""Answers of a given form (a JSON schema, a regular expression, a grammar, a choice), through `llguidance`.
+"""Constrain answers to a grammar, regular expression or JSON schema, through `llguidance`.
 
     compiler = GrammarCompiler(tokenizer, vocab_size=49152, stop_ids=frozenset({2}))
     matcher = compiler.compile({"regex": "[0-9]{3}"})     # of one sequence
@@ -38,13 +38,13 @@ SPACE = (
 
 
 class GrammarMatcher:
-    """Where one sequence stands in its grammar."""
+    """The state of one sequence in its grammar."""
 
     def __init__(self, state: Any) -> None:
         self._state = state  # an LLMatcher
 
     def allowed(self, vocab: int) -> npt.NDArray[np.bool_]:
-        """bool[vocab]: the tokens that may come next. RequestError where the grammar is too complex to say."""
+        """bool[vocab]: the tokens allowed next. RequestError where the grammar is too complex."""
         bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
         self._check()
         found = np.unpackbits(bits, count=vocab, bitorder="little").view(np.bool_)
@@ -53,7 +53,7 @@ class GrammarMatcher:
         return found
 
     def push(self, token: int) -> bool:
-        """Takes the sampled token; whether the answer is complete. RequestError where the token is not allowed."""
+        """Take the sampled token; whether the answer is complete. RequestError where the token is not allowed."""
         self._state.consume_token(token)
         self._check()
         return bool(self._state.is_stopped())
@@ -67,7 +67,7 @@ class GrammarMatcher:
 
 
 class GrammarCompiler:
-    """Makes matchers for one tokenizer. UnsupportedError without llguidance, RequestError where it has no use here."""
+    """Compiles grammars for one tokenizer. UnsupportedError without llguidance, RequestError where it does not fit."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: frozenset[int]) -> None:
         try:
@@ -98,7 +98,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()  # of these
 
     def compile(self, wanted: Mapping[str, Any]) -> GrammarMatcher:
-        """A matcher for `SamplingParams.structured_outputs`. RequestError says what is wrong with these."""
+        """Compile a matcher for `SamplingParams.structured_outputs`. RequestError where these are wrong."""
         grammar = self._write(wanted)
         with self._lock:
             known = self._known.get(grammar)
@@ -113,7 +113,7 @@ class GrammarCompiler:
             return matcher.copy()
 
     def _write(self, wanted: Mapping[str, Any]) -> str:
-        """The grammar as the library takes it."""
+        """The grammar in the library's form."""
         ((kind, value),) = wanted.items()
         match kind:
             case "json" | "json_object":
@@ -132,7 +132,7 @@ class GrammarCompiler:
         return _lark(value)
 
     def _build(self, grammar: str) -> GrammarMatcher:
-        """The matcher of a grammar. A first token is tried, since most that is too complex shows there."""
+        """Build a grammar's matcher. A first token is tried, since most grammars that are too complex fail there."""
         built: list[GrammarMatcher | RequestError] = []
 
         def build() -> None:
@@ -158,7 +158,7 @@ class GrammarCompiler:
 
 
 def find_misread(tokenizer: Tokenizer, theirs: Any) -> str | None:
-    """A token that llguidance takes for another text than the tokenizer, where it is more than one in a thousand."""
+    """A token that llguidance reads as another text than the tokenizer, where more than one in a thousand is."""
     anchor = tokenizer.encode("a", add_special_tokens=False)[-1:]  # since the first space of a text may be dropped
     start = len(tokenizer.decode(anchor))
     texts = ((id, tokenizer.decode([*anchor, id])[start:]) for id in range(tokenizer.vocab_size))
@@ -209,6 +209,6 @@ def _lark(text: str) -> str:
 
 
 def _summarize(text: str) -> str:
-    """What the library says: its first line, and the reason that it gives further down for a regular expression."""
+    """The library's message: its first line, and the reason further down for a regular expression."""
     first, *others = (text.strip() or "the grammar is not valid").splitlines()
     return " ".join([first, *(line.removeprefix("error: ") for line in others if line.startswith("error: "))])

@@ -1,4 +1,6 @@
-"""Which block holds the KV of which tokens of which sequence: room, sharing, prefix hits, plan of memory. No tensors.
+"""Allocate KV blocks to sequences, by cache kind; no tensors.
+
+Room, sharing, prefix hits and the plan of memory are decided here.
 
     cache = KVCache([CacheKind("full", 2048)], {"full": 1024}, block_size=16, enable_prefix_caching=True)
     sequence.num_computed = cache.match_prefix(sequence)    # fills sequence.blocks with what is there already
@@ -23,7 +25,7 @@ from atom.runtime.types import CacheKind, Sequence
 
 
 def num_blocks_needed(kind: CacheKind, block_size: int, num_tokens: int, step: int = 1) -> int:
-    """Blocks that a sequence holds at most while it grows to `num_tokens`, `step` of them at a time."""
+    """The most blocks that a sequence holds while it grows to `num_tokens`, `step` tokens at a time."""
     whole = -(-num_tokens // block_size)
     if kind.window is None:
         return whole
@@ -42,7 +44,7 @@ def plan_memory(
     max_num_batched_tokens: int,
     room: str = "there are {has}",
 ) -> dict[str, int]:
-    """Blocks by cache kind, with block 0, of pools that take `memory_bytes` together or have `num_blocks` without it.
+    """Blocks of each pool by cache kind, block 0 included: of `memory_bytes` together, or `num_blocks` without it.
 
     All kinds get equally many, but a window kind no more than `max_num_seqs` windows and a step can fill.
     Where they do not hold one sequence of `max_model_len`: CapacityError for `memory_bytes`, ConfigError for
@@ -92,14 +94,14 @@ def plan_memory(
 
 
 class BlockPool:
-    """The blocks of one kind: held by tables, or free and blank, or free and cached until they are taken."""
+    """The blocks of one cache kind: held by tables, free and blank, or free and cached until they are taken."""
 
     def __init__(self, kind: CacheKind, num_blocks: int, prefixes: PrefixCache) -> None:
         assert num_blocks > 1, f"{kind.name}: a pool needs a block beside block 0"
         self.kind, self.name, self.window = kind, kind.name, kind.window
         self.num_blocks = num_blocks
         self.num_holders = [0] * num_blocks
-        self.prefix: list[Prefix | None] = [None] * num_blocks  # whose last tokens others find in the block
+        self.prefix: list[Prefix | None] = [None] * num_blocks  # whose last tokens the block holds
         self.blank = list(range(num_blocks - 1, 0, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._prefixes = prefixes
@@ -139,7 +141,7 @@ class BlockPool:
         prefix.blocks[self.name] = block
 
     def first_seen(self, query: int, block_size: int) -> int:
-        """Index of the first block that a query at this position sees."""
+        """The index of the first block that a query at this position sees."""
         return 0 if self.window is None else max(query - self.window + 1, 0) // block_size
 
 
@@ -155,7 +157,7 @@ class KVCache:
         enable_prefix_caching: bool,
         salt: bytes = b"",
     ) -> None:
-        """`num_blocks` counts block 0, where padding reads and writes. `salt`: what all KV here depends on."""
+        """num_blocks: with block 0, where padding reads and writes. salt: all that the KV of this engine depends on."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.prefixes = PrefixCache()
@@ -163,32 +165,32 @@ class KVCache:
         self._full = [pool for pool in self.pools if pool.window is None]
         self._windows = [pool for pool in self.pools if pool.window is not None]
         self._salt = salt
-        self._published: dict[Sequence, tuple[Prefix, int]] = {}  # its last prefix in the tree, of so many blocks
+        self._published: dict[Sequence, tuple[Prefix, int]] = {}  # its last prefix in the tree, and how many blocks
 
     @property
     def num_free(self) -> dict[str, int]:
-        """Blocks by kind that no sequence holds."""
+        """Free blocks by cache kind."""
         return {pool.name: pool.num_free for pool in self.pools}
 
     @property
     def fullest(self) -> tuple[int, int]:
-        """Blocks that sequences hold and blocks in all, of the pool that they hold the largest share of."""
+        """Used blocks and all blocks of the fullest pool."""
         counts = ((pool.num_blocks - 1 - pool.num_free, pool.num_blocks - 1) for pool in self.pools)
         return max(counts, key=lambda count: count[0] / count[1])
 
     @property
     def usage(self) -> float:
-        """The share of blocks that sequences hold, in the fullest pool."""
+        """The share of used blocks in the fullest pool."""
         num_used, num_blocks = self.fullest
         return num_used / num_blocks
 
     def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a sequence can have the KV of that many tokens when it is alone."""
+        """Whether a sequence of that many tokens fits when it is alone."""
         needs = ((pool, num_blocks_needed(pool.kind, self.block_size, num_tokens)) for pool in self.pools)
         return all(needed < pool.num_blocks for pool, needed in needs)
 
     def match_prefix(self, sequence: Sequence) -> int:
-        """Gives the sequence the longest prefix that all kinds have, less than all its tokens; returns its tokens."""
+        """Give the sequence the longest prefix that all kinds have, less than all its tokens; its number of tokens."""
         if not self.enable_prefix_caching:
             return 0
         limit = (sequence.num_tokens - 1) // self.block_size
@@ -213,7 +215,7 @@ class KVCache:
         return num_hit * self.block_size
 
     def fork(self, parent: Sequence, child: Sequence) -> int:
-        """Gives the child the full blocks, less than all, of the prompt that its parent computed; returns their tokens.
+        """Give the child the full blocks, less than all, of the prompt that its parent computed; their tokens.
 
         0 where a window of the parent has moved past them, which it has not in the step after its prompt was computed.
         """
@@ -227,9 +229,9 @@ class KVCache:
         return query
 
     def allocate(self, sequence: Sequence, num_tokens: int, spare: int = 0) -> int:
-        """Makes room for positions up to `num_tokens`, leaving `spare` blocks in each pool; returns how far it reaches.
+        """Allocate blocks for positions up to `num_tokens`, leaving `spare` in each pool; the positions that have room.
 
-        That is less than asked where a window pool is short, since a shorter step can run; and 0, with nothing taken,
+        These are fewer where a window pool is short, since a shorter step can run; and 0, with nothing taken,
         where not one more token has room. A full kind takes room for all known tokens at once: a prompt that has begun
         never waits for the rest.
         """
@@ -252,7 +254,7 @@ class KVCache:
         return num_tokens
 
     def commit(self, sequence: Sequence) -> None:
-        """Publishes the blocks that `num_computed` tokens fill and releases those that no later query sees."""
+        """Publish the blocks that `num_computed` tokens fill, and release those that no later query sees."""
         if self.enable_prefix_caching:
             self._publish(sequence)
         for pool in self._windows:
@@ -302,7 +304,7 @@ class KVCache:
         self._published[sequence] = prefix, num_blocks
 
     def _share(self, sequence: Sequence, num_blocks: int, tables: Mapping[str, list[int]]) -> None:
-        """The sequence begins with that many blocks of other tables: it takes those that its next query sees."""
+        """Share the first `num_blocks` blocks of other tables: those that the sequence's next query sees."""
         for pool in self.pools:
             first = pool.first_seen(num_blocks * self.block_size, self.block_size)
             shared = [pool.share(block) for block in tables[pool.name][first:num_blocks]]

@@ -1,4 +1,4 @@
-"""What the host says of the next token of some rows: biases, tokens that come too early, grammars; as plain data.
+"""The host's logit processors: biases, min_tokens, grammars, as plain data.
 
 shaping = find_shaping([(0, sequence, num_output)], vocab)       # None where it says nothing
 """
@@ -12,14 +12,15 @@ from atom.runtime.types import Sequence
 
 
 def is_shaped(sequence: Sequence) -> bool:
-    """Whether the host may have a say in what comes next."""
+    """Whether the sequence may need a logit processor."""
     return bool(sequence.params.logit_bias) or sequence.params.min_tokens > 0 or sequence.matcher is not None
 
 
 def find_shaping(rows: Iterable[tuple[int, Sequence, int]], vocab: int) -> Shaping | None:
-    """rows: the place among those that sample, the sequence, and how many tokens of its answer the next one is behind.
+    """Collect the logit processors of a step; None where no row needs one.
 
-    Where a grammar allows nothing but what min_tokens forbids, or there is nothing else, min_tokens does not count.
+    rows: index among the rows that sample, sequence, number of its output tokens before the next one. Where a grammar
+    allows only what min_tokens forbids, or nothing else is left, min_tokens is ignored.
     Token ids are below `vocab`.
     """
     shaping = Shaping()

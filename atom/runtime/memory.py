@@ -1,4 +1,4 @@
-"""What a GPU's memory is for: weights, what a step takes, CUDA graphs; the rest is the KV pool's.
+"""Plan a GPU's memory: weights, the largest step, CUDA graphs, KV pool.
 
 left_for_kv(graph, config)                          # bytes, before anything is loaded; CapacityError where nothing is
 with no_memory_at_start(config.serve):              # CapacityError where memory does not suffice
@@ -25,12 +25,12 @@ from atom.runtime.step_input import BatchShape
 from atom.sampling_params import SAMPLING_KINDS
 
 NUM_TOP = 20  # log probabilities of a token, as many as OpenAI's API gives
-SPARE = 128 << 20  # bytes that the allocator may lose between its blocks, and that graphs take which come later
+SPARE = 128 << 20  # bytes for the allocator's fragmentation and for graphs that are captured later
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)  # of decodes
 
 
 def capture_sizes(serve: ServeConfig) -> list[int]:
-    """The numbers of decodes that are captured, smallest first."""
+    """The numbers of decodes to capture, smallest first."""
     if serve.cudagraph_capture_sizes is not None:
         return sorted(set(serve.cudagraph_capture_sizes))
     limit = min(serve.max_num_seqs, serve.max_num_batched_tokens)
@@ -39,8 +39,7 @@ def capture_sizes(serve: ServeConfig) -> list[int]:
 
 
 def left_for_kv(graph: Graph, config: Config) -> int:
-    """Bytes that the share of the GPU's memory which is to be taken leaves beside the weights and the counts of
-    penalties, before they are loaded.
+    """Bytes of the GPU's share that weights and penalty counts leave, computed before they are loaded.
 
     CapacityError where they do not fit.
     """
@@ -61,7 +60,7 @@ def left_for_kv(graph: Graph, config: Config) -> int:
 
 @contextmanager
 def no_memory_at_start(serve: ServeConfig) -> Iterator[None]:
-    """Say what to lower where a start runs out of memory beside the weights: CapacityError."""
+    """Raise a CapacityError that says what to lower where a start runs out of memory beside the weights."""
     with naming_a_lack_of_memory(
         "the weights leave too little memory of the GPU for a start: lower serve.max_num_seqs "
         f"({serve.max_num_seqs}) or serve.max_num_batched_tokens ({serve.max_num_batched_tokens})"
@@ -70,7 +69,7 @@ def no_memory_at_start(serve: ServeConfig) -> Iterator[None]:
 
 
 def measure_left(runner: Runner, largest: Sequence[int], serve: ServeConfig) -> int:
-    """Bytes for the KV pool: what is left of the share behind the largest step and the largest graphs."""
+    """Bytes for the KV pool: what the largest step and the largest graphs leave of the share."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -92,8 +91,8 @@ def measure_left(runner: Runner, largest: Sequence[int], serve: ServeConfig) -> 
 
 @torch.inference_mode()
 def take_largest_step(model: Model, num_tokens: int, num_rows: int) -> None:
-    """Prompts, of padding alone, that take all memory that a step may take: it reports log probabilities of as many of
-    their tokens as are scored at a time, and of all tokens drawn, and these have penalties, and the host has a say."""
+    """Run the step that takes the most memory, on padding: it reports log probabilities of as many prompt tokens as are
+    scored at a time and of all tokens drawn, with penalties and logit processors."""
     shape = BatchShape(num_tokens, num_rows, num_rows)
     packed = model.send(shape.pad(model.padding))
     hidden, logits = model.mix(shape, packed)
@@ -103,4 +102,4 @@ def take_largest_step(model: Model, num_tokens: int, num_rows: int) -> None:
     reports = top_logprobs(logits, torch.arange(num_rows, device=model.device), NUM_TOP)
     shaped = logits.to(torch.float32, copy=True)
     model.sample(shape.split(packed)[3], shaped, SAMPLING_KINDS[-1], penalties=True)
-    del reports  # they are there while tokens are drawn
+    del reports  # they are held while tokens are drawn

@@ -1,4 +1,6 @@
-"""A model on a device: its weights, KV pool and request state, and what a step starts there. It waits for nothing.
+"""Run a model on a device: weights, KV pool, request state.
+
+It starts what a step needs there, and waits for nothing.
 
 model = Model(graph, weights, {"full": 1024}, 16, device="cuda", max_num_seqs=256, max_model_len=4096)
 logits = model.decode(slots)                        # each row computes the newest token of its slot
@@ -43,7 +45,7 @@ class Model:
         max_model_len: int,
         backend: str | None = None,
     ) -> None:
-        """num_blocks by cache kind; code by the text of a piece; backend: of what prepares and samples a step"""
+        """num_blocks by cache kind; code by the text of a piece; backend: that prepares and samples a step"""
         self.device, self.block_size = torch.device(device), block_size
         self.is_cpu = self.device.type == "cpu"
         self._step = find_step_kernels(self.device.type, backend)
@@ -60,7 +62,7 @@ class Model:
 
     @property
     def padding(self) -> int:
-        """The slot of rows that only fill a batch up."""
+        """The slot of padding rows."""
         return self.state.num_slots
 
     @cached_property
@@ -69,13 +71,13 @@ class Model:
         return 2 * float(sum(recipe.type.num_elements * share for recipe, share in shares.items()))
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
-        """Take another KV pool, empty."""
+        """Allocate another KV pool, empty."""
         self.caches: dict[KV, Tensor] = {}
         self.caches = {cache: self._allocate(cache, num_blocks[cache.kind]) for cache in self._graph.caches()}
         self.use(self._kernels)
 
     def use(self, kernels: Kernels) -> None:
-        """Run these in place of the kernels that the text names; what was captured keeps to those of before."""
+        """Run these in place of the kernels that the text names; captured graphs keep the old ones."""
         self._kernels = kernels
         self.executables = {
             name: Executable(program, self._weights, self.caches, self._code, kernels)

@@ -1,4 +1,4 @@
-"""What is shown of one sequence while it is generated: its text, and what its callback has not been told yet.
+"""The output stream of one sequence: its text, and its callback.
 
 stream = Stream(sequence, Detokenizer(tokenizer, sequence.prompt, sequence.params), callback)
 stream.push(reason)          # its newest token becomes text, and may complete a stop string
@@ -18,24 +18,24 @@ class Stream:
     sequence: Sequence
     detokenizer: Detokenizer | None
     callback: StreamCallback | None
-    num_shown: int = 0  # output tokens that the callback has had
-    is_told: bool = False  # of the end
-    pending: str = ""  # text that it has not
+    num_shown: int = 0  # output tokens that the callback has received
+    is_told: bool = False  # the callback has received the end
+    pending: str = ""  # text that it has not received
 
     def push(self, reason: str | None) -> str | None:
-        """Turn the newest token to text, unless it ends the answer for this reason; the reason after that."""
+        """Detokenize the newest token, unless this finish reason hides it; the finish reason after that."""
         if self.detokenizer is None or self._is_hidden(reason):
             return reason
         self.pending += self.detokenizer.push(self.sequence.output[-1])
         return "stop_sequence" if self.detokenizer.stopped else reason
 
     def finish(self) -> None:
-        """The sequence has ended: so does its text."""
+        """End the text of a sequence that has ended."""
         if self.detokenizer is not None:
             self.pending += self.detokenizer.finish()
 
     def emit(self) -> None:
-        """Tell the callback what is new, if that is text or the end."""
+        """Call the callback if there is new text or the end."""
         sequence = self.sequence
         finished = sequence.finished_at is not None
         if self.callback is None or self.is_told or not (finished or self.pending or self.detokenizer is None):

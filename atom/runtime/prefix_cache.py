@@ -1,4 +1,6 @@
-"""The tree of prefixes whose KV is in a pool, in which a new prompt looks for its own. The pools own the blocks.
+"""The prefix tree: find the cached KV of a new prompt's beginning.
+
+The pools own the blocks.
 
     prefixes = PrefixCache()
     root = prefixes.extend(None, b"salt")              # all else that the KV depends on
@@ -52,7 +54,7 @@ class PrefixCache:
         return found if found and found.parent is parent and found.content == content else None
 
     def extend(self, parent: Prefix | None, content: bytes) -> Prefix | None:
-        """Finds or adds the prefix; None while another one has its hash."""
+        """Find or add the prefix; None while another one has its hash."""
         key = chain_hash(parent.key if parent else 0, content)
         found = self.by_hash.get(key)
         if found is None:
@@ -62,12 +64,12 @@ class PrefixCache:
         return found if found.parent is parent and found.content == content else None
 
     def leave(self, prefix: Prefix) -> None:
-        """One user less."""
+        """Remove one user."""
         prefix.num_users -= 1
         self._prune(prefix)
 
     def forget(self, prefix: Prefix, kind: str) -> None:
-        """Its block of that kind is used for something else from now on."""
+        """Forget its block of that kind, which is used for something else from now on."""
         del prefix.blocks[kind]
         self._prune(prefix)
 

@@ -1,4 +1,4 @@
-"""Traces of what the engine does, operator by operator, from torch's profiler, for TensorBoard or Chrome's viewer.
+"""Trace an engine with torch's profiler, for TensorBoard or Chrome's viewer.
 
     profiler = Profiler("traces", is_detailed=False)
     profiler.start()
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Profiler:
-    """Of one rank, one trace at a time; folder None: of none. Raises ConfigError without one it can write to."""
+    """Traces one rank, one trace at a time. ConfigError without a folder that it can write to."""
 
     def __init__(self, folder: str | None, *, rank: int = 0, is_detailed: bool = False) -> None:
         self._folder = Path(folder) / f"rank_{rank}" if folder else None
@@ -29,7 +29,7 @@ class Profiler:
         self._running: profile | None = None
 
     def start(self) -> None:
-        """Begin a trace. RequestError where one runs."""
+        """Start a trace. RequestError where one runs."""
         from torch.profiler import profile
 
         if self._folder is None:
@@ -48,12 +48,12 @@ class Profiler:
         self._running = running
 
     def stop(self) -> Path:
-        """End the trace and write it: its file. RequestError where none runs."""
+        """End the trace and write it; its file. RequestError where none runs."""
         if self._running is None or self._folder is None:
             raise RequestError("the profiler does not run; start it first")
         running, self._running = self._running, None
         running.stop()
-        path = self._folder / f"atom.{time.time_ns()}.pt.trace.json.gz"  # the name is what TensorBoard looks for
+        path = self._folder / f"atom.{time.time_ns()}.pt.trace.json.gz"  # TensorBoard looks for this name
         try:
             running.export_chrome_trace(str(path))
         except OSError as error:

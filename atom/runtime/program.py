@@ -1,4 +1,4 @@
-"""A lowered program made callable: kernels and compiled pieces, with weights, caches and constants in their places.
+"""Execute a lowered program: kernels and compiled pieces, with weights and caches bound.
 
 body = Executable(graph.programs["body"], weights, caches, code)
 head = Executable(graph.programs["head"], weights, caches, code)
@@ -22,30 +22,30 @@ from atom.graph.ops import Op
 from atom.kernels import LoadContext, find_kernel
 from atom.pieces import PieceCode, find_pieces
 
-Hidden = tuple[Tensor, ...]  # [T, …] each: what a body gives of each token, and its head takes of some
+Hidden = tuple[Tensor, ...]  # [T, …] each: the results of a body by token, and, of some tokens, the inputs of its head
 
 
 def rows_of(hidden: Hidden, rows: slice | Tensor) -> Hidden:
-    """Of some tokens: a run of them, which is a view, or those whose places are i64[R]."""
+    """The hidden states of some tokens: a slice of them, which is a view, or those at the indices i64[R]."""
     return tuple(each[rows] if isinstance(rows, slice) else each.index_select(0, rows) for each in hidden)
 
 
 def score(head: Executable, hidden: Hidden) -> Tensor:
-    """The logits [R, V] of rows of what its body gave."""
+    """The logits [R, V] of rows of hidden states."""
     (logits,) = head(dict(zip(head.inputs, hidden, strict=True)))
     return logits  # type: ignore[no-any-return]
 
 
 class _Step(NamedTuple):
     call: Callable[..., Any]
-    args: tuple[int, ...]  # places of the arguments
-    results: tuple[int, ...]  # places of the results
+    args: tuple[int, ...]  # indices of the arguments
+    results: tuple[int, ...]  # indices of the results
     is_single: bool
-    dead: tuple[int, ...] = ()  # places that nobody reads after this step
+    dead: tuple[int, ...] = ()  # indices that no later step reads
 
 
 class Executable:
-    """Runs a program's calls in order over a list of places: one for each input, constant and result."""
+    """Runs a program's calls in order over a list of values: one for each input, constant and result."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Executable:
         self._steps = _with_deaths(steps, {*self.inputs.values(), *self._results})
 
     def __call__(self, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Run it: its results."""
+        """Run the program; its results."""
         places = self._start.copy()
         for name, place in self.inputs.items():
             places[place] = inputs[name]
@@ -114,7 +114,7 @@ class Executable:
 
 
 def _with_deaths(steps: Sequence[_Step], kept: Collection[int]) -> list[_Step]:
-    """The steps, each with the results that it is the last to read."""
+    """The steps, each with the values that it is the last to read."""
     last = {place: index for index, step in enumerate(steps) for place in step.results}
     last |= {place: index for index, step in enumerate(steps) for place in step.args if place in last}
     dead: dict[int, list[int]] = {}

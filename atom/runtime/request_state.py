@@ -1,4 +1,6 @@
-"""Keep what depends on sampled tokens by slot on the device, so that the next step needs nothing of the host.
+"""Keep the state of running requests by slot, on the device.
+
+What depends on sampled tokens is here, so that the next step needs nothing of the host.
 
 state = RequestState(num_slots=256, vocab=151936, device="cuda")
 state.admit(bytearray(pack_admission(3, num_tokens, params, seed)))  # one copy to the device
@@ -42,39 +44,39 @@ class RequestState:
         self.seed, self.top_k = self._params[:2]
         self.temperature, self.top_p, self.min_p = self._params[2:5].view(torch.float64)
         self.repetition, self.frequency, self.presence = self._params[5:].view(torch.float64)
-        # large, and few requests need it; but the first that does shall not run out of a GPU's memory
+        # large and rarely needed; allocated now, so that the first request with penalties does not run out of memory
         self.counts = zeros((num_slots + 1, vocab), torch.int32, self.device)
 
     def admit(self, packed: bytearray) -> None:
-        """Give slots to sequences, as `pack_admission` describes each, in one copy that the host does not wait for."""
+        """Admit sequences to slots, each packed by `pack_admission`, in one copy that the host does not wait for."""
         columns = send(packed, torch.int64, self.device).view(-1, ADMISSION.size // 8).T
         index = columns[0]
         self.lengths.index_copy_(0, index, columns[1].int())
         self._params.index_copy_(1, index, columns[2:])
 
     def set_counts(self, slot: int, prompt: list[int], output: list[int]) -> None:
-        """What the penalties of the sequence in this slot count."""
+        """Set the token counts that the penalties of a slot's sequence use."""
         counts = 2 * np.bincount(np.array(output, np.int64), minlength=self.vocab).astype(np.int32)
         counts[np.array(prompt, np.int64)] += 1
         self.counts[slot].copy_(send(counts, torch.int32, self.device))
 
 
 def send(array: bytearray | npt.NDArray[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is in memory of the host on the device, in a copy that the host does not wait for; on a CPU itself."""
+    """Copy an array to the device, without the host waiting for it; on a CPU the array itself."""
     tensor = torch.frombuffer(array, dtype=dtype)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU the system gives its pages when they are first written. MemoryError where it has not so many."""
+    """Zeros; on a CPU the system allocates pages when they are first written. MemoryError where there is no room."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     try:
         return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-    except ValueError as error:  # more than there are addresses
+    except ValueError as error:  # more than the address space
         raise MemoryError(str(error)) from None
 
 
 def counts_bytes(num_slots: int, vocab: int) -> int:
-    """Of `RequestState.counts`, by far the largest of them."""
+    """Bytes of `RequestState.counts`, by far the largest of its tensors."""
     return (num_slots + 1) * vocab * torch.int32.itemsize

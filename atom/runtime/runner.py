@@ -1,4 +1,4 @@
-"""The verb `execute`: a step is started on a device, and waited for when it is committed.
+"""Execute steps on a device: start now, wait at commit.
 
     runner = Runner(graph, weights, {"full": 1024}, 16, device="cuda", max_num_seqs=256, max_model_len=4096)
     runner.graphs.capture([1, 2, 4, 8])     # on a GPU: pure decodes of these numbers of rows are one CUDA graph each
@@ -31,8 +31,8 @@ from atom.runtime.step_input import NUM_REPORTED, BatchShape, Capacity, Scored, 
 from atom.runtime.types import Logprobs, Sampled
 from atom.sampling_params import SAMPLING_KINDS
 
-RUN_AHEAD = 2  # steps behind the one that is waited for: the host may take two of a GPU's steps for one of its own
-HEAD_ROWS = 256  # logits of a prompt that are made at a time
+RUN_AHEAD = 2  # steps behind the one that is waited for: the host may take as long for a step as a GPU for two
+HEAD_ROWS = 256  # rows of a prompt whose logits are computed at a time
 
 
 class Runner:
@@ -50,13 +50,13 @@ class Runner:
         run_ahead: int | None = None,
         backend: str | None = None,
     ) -> None:
-        """num_blocks by cache kind; code by the text of a piece; run_ahead and backend: other than the device's own"""
+        """num_blocks by cache kind; code by the text of a piece; run_ahead and backend: in place of the device's own"""
         limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
         self.model = Model(graph, weights, num_blocks, block_size, code, device=device, backend=backend, **limits)
         self.run_ahead = (0 if self.model.is_cpu else RUN_AHEAD) if run_ahead is None else run_ahead
         assert self.run_ahead < NUM_REPORTED, f"the host can read {NUM_REPORTED} tokens of a slot"
         self.graphs = Graphs(self.model)
-        self._dead: EngineDeadError | None = None  # why no step can be started any more
+        self._dead: EngineDeadError | None = None  # why no further step can be started
 
     @property
     def capacity(self) -> Capacity:
@@ -66,16 +66,16 @@ class Runner:
         )
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
-        """Take another KV pool, empty; what was captured is forgotten."""
+        """Allocate another KV pool, empty; captured graphs are dropped."""
         self.graphs.clear()
         self.model.bind(num_blocks)
 
     def execute(self, step: StepInput) -> Pending:
         """Start a step. CapacityError where memory does not suffice: it can then be started again.
 
-        What is written before tokens are drawn is written again by another try: the KV of the step's tokens, and what
-        slots keep of sequences that are new to them. EngineDeadError, this time and from then on, where it fails behind
-        that and steps run ahead: the host does not know what the slots had, so it cannot be drawn again.
+        A retry writes again what was written before tokens were drawn: the KV of the step's tokens, and the state of
+        newly admitted sequences. EngineDeadError, now and from then on, where it fails after the draw and steps run
+        ahead: the host does not know the slots' former state, so it cannot draw again.
         """
         if self._dead is not None:
             raise self._dead
@@ -112,7 +112,7 @@ class Runner:
         return Started(step.shape.split(packed)[3], logits, hidden)
 
     def _score_prompt(self, hidden: Hidden, asked: Scored) -> list[_Report]:
-        """Log probabilities of a prompt's tokens. hidden: of all tokens of the step"""
+        """Compute log probabilities of a prompt's tokens. hidden: of all tokens of the step"""
         reports = []
         for start in range(0, len(asked.targets), HEAD_ROWS):
             targets = self.model.send(np.array(asked.targets[start : start + HEAD_ROWS]), torch.int64)
@@ -126,7 +126,7 @@ class Runner:
         return reports
 
     def _sample(self, step: StepInput, started: Started, scored: list[tuple[Scored, list[_Report]]]) -> Pending:
-        """Draw, behind all that allocates: what has been drawn cannot be drawn again."""
+        """Draw the tokens, after everything that allocates: what has been drawn cannot be drawn again."""
         logits, report, shaping = started.logits, None, step.shaping
         assert logits is not None, "there are rows that sample"
         if step.logprobs:
@@ -137,7 +137,7 @@ class Runner:
             graph.replay()
         else:
             shaped = logits if shaping is None else shape_logits(logits[: len(step.reported)], shaping, self.model.send)
-            # of what is not plain, a start compiles only the last kind
+            # beside plain batches, a start compiles only the last kind
             kind = step.sampling if is_plain else SAMPLING_KINDS[-1]
             out = self.model.sample(started.slots[: len(shaped)], shaped, kind, step.has_penalties)
         try:
@@ -151,14 +151,14 @@ class Runner:
             raise self._dead from error
 
     def _report(self, logits: Tensor, rows: list[int], num_top: int) -> _Report:
-        """Log probabilities of some rows, but for what follows from the tokens drawn."""
+        """Compute log probabilities of some rows, except what depends on the tokens drawn."""
         told = self.model.send(np.array(rows), torch.int64)
         totals, ids, top = top_logprobs(logits, told, num_top)
         chosen, ranks = self._on_host(totals), self._on_host(totals, torch.int32)
         return _Report(told, totals, chosen, ranks, self._fetch(ids), self._fetch(top))
 
     def _on_host(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory of the host that the device writes to: what is in it counts once the step's event has taken place."""
+        """Allocate host memory that the device writes to; its content is valid once the step's event is over."""
         return torch.empty(like.shape, dtype=dtype or like.dtype, pin_memory=not self.model.is_cpu)
 
     def _fetch(self, tensor: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ class Runner:
 
 @dataclass
 class Pending:
-    """A step that runs, or has run."""
+    """A started step."""
 
     step: StepInput
     reported: npt.NDArray[np.int64]  # of all slots, in a row
@@ -187,7 +187,7 @@ class Pending:
     event: torch.cuda.Event | None
 
     def wait(self) -> Sampled:
-        """What it gave, once the device is done with it."""
+        """Wait for the device; what was sampled."""
         if self.event is not None:
             self.event.synchronize()
         tokens: list[int] = self.reported[self.step.reported].tolist() if self.step.reported else []
@@ -212,13 +212,13 @@ class _Report(NamedTuple):
 
     rows: Tensor  # i64[A]
     totals: Tensor  # fp32[A]
-    chosen: Tensor  # fp32[A], of the tokens drawn; from here on in memory of the host
+    chosen: Tensor  # fp32[A], of the tokens drawn; this and the following in host memory
     ranks: Tensor  # i32[A], of these
     ids: Tensor  # i32[A, num_top], the most likely
     top: Tensor  # fp32[A, num_top], of these
 
     def read(self, tokens: list[int], nums: Any) -> list[Logprobs]:
-        """Of each row: the token that was drawn, and as many of the most likely as are wanted"""
+        """The log probabilities of each row: of the token drawn, and of as many of the most likely as are wanted"""
         columns = zip(tokens, nums, *(each.tolist() for each in self[2:]), strict=False)
         return [
             Logprobs(token, chosen, rank, list(zip(ids, values, strict=True))[:num])
@@ -227,7 +227,7 @@ class _Report(NamedTuple):
 
 
 def shape_logits(logits: Tensor, shaping: Shaping, send: Callable[[Any, torch.dtype], Tensor]) -> Tensor:
-    """A copy of logits [R, V], in fp32, with what the host says of some rows."""
+    """A copy of logits [R, V] in fp32, after the host's logit processors."""
     logits = logits.to(torch.float32, copy=True)
     banned = [(row, token, -np.inf) for row, token in shaping.banned]
     for entries, accumulate in ((shaping.added, True), (banned, False)):
@@ -241,7 +241,7 @@ def shape_logits(logits: Tensor, shaping: Shaping, send: Callable[[Any, torch.dt
 
 
 def out_of_memory(shape: BatchShape, knob: str) -> CapacityError:
-    """What to say of a step that ran out of memory; knob: of the memory that the KV cache has taken."""
+    """The error of a step that ran out of memory. knob: the setting of the KV cache's memory."""
     return CapacityError(
         f"a step of {shape.num_tokens} tokens of {shape.num_rows} sequences ran out of memory: "
         f"lower serve.max_num_batched_tokens (to {max(shape.num_tokens // 2, 1)}), serve.max_num_seqs or {knob}"
@@ -249,5 +249,5 @@ def out_of_memory(shape: BatchShape, knob: str) -> CapacityError:
 
 
 def is_raised_by(error: Exception, name: str) -> bool:
-    """Whether a kernel in Python raised that: a compiled piece makes a RuntimeError of it that begins with its name."""
+    """Whether a Python kernel raised this class; a compiled piece makes it a RuntimeError that begins with its name."""
     return str(error).startswith(f"{name}: ")

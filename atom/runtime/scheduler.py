@@ -1,4 +1,6 @@
-"""Which sequences run in the next step, and how many tokens of each: policy alone, no device and no tensors.
+"""Schedule a step: decodes first, then prompts in chunks.
+
+It is policy alone, without a device and without tensors.
 
     scheduler = Scheduler(cache, max_num_seqs=64, max_num_batched_tokens=8192, max_model_len=4096)
     scheduler.add(sequence)
@@ -9,7 +11,7 @@
 
 A plan names no token. Tokens are appended, blocks published and sequences ended at its commit, which may come late:
 until then a sequence keeps its blocks and its slot, even if it is aborted. Where steps run ahead, a sequence of a
-pending plan is in the next ones too, beyond its end if that comes as a surprise; else it waits for its commit.
+pending plan is planned again, past its end where that was not foreseen; else it waits for its commit.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from atom.runtime.types import Plan, Sampled, ScheduledRequest, Sequence
 
 
 def finish_reason(sequence: Sequence, max_model_len: int) -> str | None:
-    """Whether the last token ends the answer: eos, stop_{id}, max_tokens, or None. Stop strings are the caller's."""
+    """Why the last token ends the answer: eos, stop_{id}, max_tokens, or None. Stop strings are the caller's."""
     params, token = sequence.params, sequence.output[-1]
     if len(sequence.output) >= params.min_tokens:
         if token in sequence.stop_ids and not params.ignore_eos:
@@ -43,11 +45,11 @@ _priority = attrgetter("priority")
 
 
 class Scheduler:
-    """Continuous batching: decodes first, then prompts in chunks, first come first served; the last to come gives way.
+    """Continuous batching: decodes first, then prompts in chunks, first come first served; the last is preempted first.
 
-    A lower `priority` counts as having come earlier, among those that wait and among those that run; who waits takes
-    nothing from who runs. The first of the running sequences can take the blocks of all others, and `add` refuses what
-    does not fit alone: it ends, and so does each in turn.
+    A lower `priority` counts as an earlier arrival, among waiting and among running sequences; a waiting sequence takes
+    no blocks from a running one. The first running sequence can take the blocks of all others, and `add` refuses what
+    does not fit alone: so every sequence ends.
     """
 
     def __init__(
@@ -71,8 +73,8 @@ class Scheduler:
         self._run_ahead = run_ahead  # plans behind the oldest that is pending
         self._in_flight: Counter[Sequence] = Counter()  # plans that are not committed, by sequence
         self._leaving: set[Sequence] = set()  # preempted once they are in no plan
-        self._slots = list(range(self.max_num_seqs - 1, -1, -1))  # that nobody has
-        self._refused: Sequence | None = None  # found no room, and none has been given back since
+        self._slots = list(range(self.max_num_seqs - 1, -1, -1))  # free ones
+        self._refused: Sequence | None = None  # found no room, and no block has been freed since
 
     @property
     def has_work(self) -> bool:
@@ -87,7 +89,7 @@ class Scheduler:
         return len(self.waiting)
 
     def check(self, sequence: Sequence) -> None:
-        """Raises RequestError for what can never run."""
+        """Raise RequestError for a sequence that can never run."""
         num_prompt = len(sequence.prompt)
         if sequence.id in self.sequences:
             raise RequestError(f"the id {sequence.id} is in use, choose another")
@@ -99,7 +101,7 @@ class Scheduler:
                 f"{self.max_model_len}, shorten it or raise max_model_len"
             )
         num_tokens = min(num_prompt + sequence.params.max_tokens, self.max_model_len)
-        if not self.cache.can_ever_fit(num_tokens - 1):  # the last token is never computed
+        if not self.cache.can_ever_fit(num_tokens - 1):  # the KV of the last token is never computed
             raise RequestError(
                 f"prompt and max_tokens are {num_tokens} tokens, more than the whole KV cache holds, "
                 "shorten them or raise kv_cache_memory (num_kvcache_blocks where it is set)"
@@ -112,7 +114,7 @@ class Scheduler:
         insort_right(self.waiting, sequence, key=_priority)
 
     def abort(self, id: str, reason: str = "abort") -> Sequence | None:
-        """Ends a sequence, whatever step it is in; None where there is none of that id."""
+        """End a sequence, whatever step it is in; None where there is none of that id."""
         sequence = self.sequences.get(id)
         if sequence is None:
             return None
@@ -122,7 +124,7 @@ class Scheduler:
         return sequence
 
     def schedule(self) -> Plan:
-        """The next step. It has no rows where there is no work, or none before a pending plan is committed."""
+        """Plan the next step. It has no rows where there is no work, or none before a pending plan is committed."""
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
@@ -133,14 +135,14 @@ class Scheduler:
         planned: dict[Sequence, int] = {}
         budget = self.max_num_batched_tokens
         for sequence in decodes + prompts:
-            if not budget or sequence not in self.running or sequence in self._leaving:  # for one before it
+            if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
                 continue
             while not (num_tokens := self._extend(sequence, budget)):
                 free = (other for other in reversed(self.running) if other not in self._in_flight or other is sequence)
                 last = max(free, key=_priority)
                 if last is sequence:
                     budget += self._ask_to_leave(sequence, planned)
-                    break  # sits this step out and keeps what it has, until one before it needs that
+                    break  # skips this step and keeps its blocks, until an earlier sequence needs them
                 budget += planned.pop(last, 0)
                 self._preempt(last)
             if num_tokens:
@@ -155,13 +157,13 @@ class Scheduler:
         return Plan(decode_rows + other_rows, len(decode_rows))
 
     def commit(self, plan: Plan, sampled: Sampled, finish: Callable[[Sequence], str | None]) -> list[Sequence]:
-        """Takes in what a step gave and returns the sequences that it ended.
+        """Take in what a step sampled; the sequences that it ended.
 
         `finish` is called after each appended token and gives the reason to end there, or None. Sequences aborted since
         the plan was made get no token.
         """
         self.stats.num_steps += 1
-        if len(plan.rows) > plan.num_decodes:  # prompts that moved on share more, and leave windows behind
+        if len(plan.rows) > plan.num_decodes:  # advanced prompts publish blocks, and free those outside their windows
             self._refused = None
         ended = []
         answers = iter(zip(sampled.tokens, sampled.logprobs, strict=True))
@@ -194,7 +196,7 @@ class Scheduler:
         return ended
 
     def retract(self, plan: Plan) -> None:
-        """The newest plan's step did not take place: its rows may be planned again."""
+        """Take back the newest plan, whose step did not take place: its rows may be planned again."""
         for row in plan.rows:
             self._land(row)
             row.sequence.num_planned = row.start
@@ -202,7 +204,7 @@ class Scheduler:
                 self._release(row.sequence)
 
     def _admit(self, planned: dict[Sequence, int], budget: int) -> None:
-        """Adds waiting sequences to the running ones and to the step."""
+        """Admit waiting sequences to the running ones and to the step."""
         siblings = []
         while self.waiting and budget and self._slots:
             sequence = self.waiting.pop(0)
@@ -227,14 +229,14 @@ class Scheduler:
         return parent.num_computed < len(parent.prompt)
 
     def _start(self, sequence: Sequence, budget: int) -> int:
-        """Takes what others have computed, and room for tokens after it; returns how many, 0 if it took nothing."""
+        """Allocate a cached prefix and room for tokens after it; the number of these tokens, 0 if nothing was taken."""
         num_cached = num_forked = 0
-        if sequence.params.prompt_logprobs is None:  # they need each position computed
+        if sequence.params.prompt_logprobs is None:  # these need every position computed
             num_cached = self.cache.match_prefix(sequence)
             if not num_cached and sequence.parent in self.running:
                 num_forked = self.cache.fork(sequence.parent, sequence)
         sequence.num_computed = sequence.num_planned = num_cached + num_forked
-        # a spare block for each that runs: who is let in on the last blocks is preempted at once
+        # a spare block for each running one: a sequence admitted to the last blocks is preempted at once
         num_tokens = self._extend(sequence, budget, spare=len(self.running))
         if not num_tokens:
             self.cache.free(sequence)
@@ -251,13 +253,13 @@ class Scheduler:
         return num_tokens
 
     def _extend(self, sequence: Sequence, budget: int, spare: int = 0) -> int:
-        """Room for the sequence's next tokens, at most `budget`; returns how many have it."""
+        """Allocate room for the sequence's next tokens, at most `budget`; how many tokens have it."""
         start = sequence.num_planned
         stop = self.cache.allocate(sequence, min(start + budget, sequence.num_tokens + sequence.num_pending), spare)
         return max(stop - start, 0)
 
     def _num_left(self, sequence: Sequence) -> int:
-        """Tokens that its next step may compute: 0 where it waits for a commit."""
+        """The number of tokens that its next step may compute: 0 where it waits for a commit."""
         if sequence in self._in_flight:
             num_output = len(sequence.output) + sequence.num_pending
             is_last = (
@@ -268,7 +270,7 @@ class Scheduler:
         return sequence.num_tokens + sequence.num_pending - sequence.num_planned
 
     def _ask_to_leave(self, sequence: Sequence, planned: dict[Sequence, int]) -> int:
-        """The last sequence, in flight, is preempted at its commit; returns the tokens that it was to compute now."""
+        """Have a sequence in flight preempted at its commit; the number of tokens that it was to compute now."""
         last = max(reversed(self.running), key=_priority)
         if last is sequence or self._leaving:
             return 0
@@ -286,7 +288,7 @@ class Scheduler:
         return ScheduledRequest(sequence, start, num_tokens, samples)
 
     def _land(self, row: ScheduledRequest) -> None:
-        """A plan of the sequence is no longer pending."""
+        """Note that a plan of the sequence is no longer pending."""
         sequence = row.sequence
         sequence.num_pending -= row.samples
         self._in_flight[sequence] -= 1
@@ -294,7 +296,7 @@ class Scheduler:
             del self._in_flight[sequence]
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Its tokens stay, their KV is computed again."""
+        """Free a sequence's blocks and slot; its tokens stay, their KV is computed again."""
         del self.running[sequence]
         self._leaving.discard(sequence)
         self._release(sequence)
@@ -310,7 +312,7 @@ class Scheduler:
         self._release(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Gives its blocks and slot back, unless a pending plan names them: then that plan's commit does."""
+        """Free its blocks and slot, unless a pending plan uses them: then that plan's commit does."""
         if sequence not in self._in_flight:
             self.cache.free(sequence)
             if sequence.slot >= 0:

@@ -1,8 +1,10 @@
-"""Turn a plan of the scheduler into what a runner is told; remember what each slot was told. No device, no tensors.
+"""Build a runner's StepInput from a plan of the scheduler.
+
+It remembers what the runner knows of each slot. No device, no tensors.
 
     builder = StepBuilder(runner.capacity)
     pending = runner.execute(builder.build(plan))
-    builder.retract(plan)                              # where that raised: what the step told is told again
+    builder.retract(plan)                              # where that raised: the next step sends its slots' state again
 
 The host gives the tokens of a prompt and the blocks of KV. What is sampled goes from one step to the next in the
 runner: a row whose token the host did not give computes the newest one of its slot.
@@ -31,15 +33,15 @@ from atom.sampling_params import MIN_TEMPERATURE, SAMPLING_KINDS
 
 @dataclass(slots=True)
 class _Resident:
-    """The sequence that has a slot, and what the runner was told of it."""
+    """The sequence in a slot, and what the runner knows of it."""
 
-    blocks: dict[str, list[int]]  # its tables: others after each admission
+    blocks: dict[str, list[int]]  # its tables; new objects at each admission
     tables: list[list[int]]  # the same, by kind
-    num_told: list[int]  # entries of them, by kind
-    num_given: int  # tokens known at its admission: the host gives them, the runner has the later ones
-    sampling: int  # place in SAMPLING_KINDS
+    num_told: list[int]  # entries of them that were sent, by kind
+    num_given: int  # tokens known at its admission: the host sends them, the runner has the later ones
+    sampling: int  # index in SAMPLING_KINDS
     has_penalties: bool
-    is_shaped: bool  # the host has a say in what comes next
+    is_shaped: bool  # it may need a logit processor
     num_logprobs: int | None
     is_special: bool  # one of the three before
 
@@ -50,13 +52,13 @@ class StepBuilder:
         self._residents: list[_Resident | None] = [None] * capacity.num_slots
 
     def build(self, plan: Plan) -> StepInput:
-        """The step of a plan. What it tells of slots counts as told, until `retract`."""
+        """Build the step of a plan. What it sends counts as known to the runner, until `retract`."""
         capacity, residents = self._capacity, self._residents
         admitted: list[Sequence] = []
         places, blocks = array("i"), array("i")
         rows: list[_Resident] = []
         reported: list[int] = []
-        special: list[tuple[int, ScheduledRequest, _Resident]] = []  # among the rows that sample: place, row
+        special: list[tuple[int, ScheduledRequest, _Resident]] = []  # index among the rows that sample, row, resident
         sampling, is_decode = 0, True
         for row in plan.rows:
             sequence, start, num_tokens, samples = row
@@ -107,9 +109,9 @@ class StepBuilder:
         return step
 
     def retract(self, plan: Plan) -> None:
-        """The newest plan's step did not take place, or not to its end: its rows are told anew.
+        """Take back the newest plan, whose step did not take place, or not to its end: its rows are sent anew.
 
-        Of tokens that are still on their way the runner alone knows: what it has of these stands.
+        Tokens in flight are known to the runner alone: its state of these rows stands.
         """
         for row in plan.rows:
             sequence = row.sequence
@@ -139,9 +141,9 @@ class StepBuilder:
         return BatchShape(size, size, size, size), bytearray(slots)
 
     def _pack(self, plan: Plan, residents: list[_Resident], num_samples: int) -> tuple[BatchShape, bytearray]:
-        """The rows and tokens of a step with prompts, in the smallest captured shape that holds them, if there is one.
+        """Pack the rows and tokens of a step with prompts, in the smallest captured shape that holds them, if any.
 
-        What is left behind its decodes, and behind all, is padding.
+        The rest behind its decodes, and behind all rows, is padding.
         """
         own = BatchShape(plan.num_tokens, len(plan.rows), num_samples, plan.num_decodes)
         shape = next((each for each in self._capacity.mixed_shapes if each.holds(own)), own)
@@ -175,7 +177,7 @@ def has_penalties(sequence: Sequence) -> bool:
 
 
 def find_scored(plan: Plan, shape: BatchShape) -> list[Scored]:
-    """The rows whose prompts are to be scored; shape: of the batch, decodes of padding included."""
+    """Find the rows whose prompts are to be scored. shape: of the batch, padding decodes included."""
     scored, last = [], 0
     for at, row in enumerate(plan.rows):
         first = shape.num_decodes if at == plan.num_decodes else last

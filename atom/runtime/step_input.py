@@ -1,10 +1,12 @@
-"""What a runner is told of a step: plain numbers and arrays, which can be sent to another process as they are.
+"""StepInput: one step as plain numbers and arrays, for a runner.
+
+It can be sent to another process as it is.
 
     step = builder.build(plan)                                  # `atom.runtime.step_builder`
     sent = msgspec.msgpack.encode(step)
     pending = runner.execute(msgspec.msgpack.decode(sent, type=StepInput))
 
-A row is a place in the batch, a slot one in the runner's request state. Nothing here names a sequence.
+A row is an index in the batch, a slot one in the runner's request state. Nothing here names a sequence.
 """
 
 from __future__ import annotations
@@ -19,12 +21,12 @@ import numpy as np
 from atom.runtime.types import Sampled
 from atom.sampling_params import SamplingParams
 
-NUM_REPORTED = 8  # of a slot's tokens that the host can read: more than the steps that may be on their way
+NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than the steps that may be in flight
 ADMISSION = struct.Struct("=qqQq6d")  # slot, tokens known, seed, top_k and the other numbers of `pack_admission`
 
 
 class BatchShape(msgspec.Struct, frozen=True):
-    """T tokens of S rows, R of which sample. The first D rows have a token each, the others have what lies behind."""
+    """T tokens of S rows, R of which sample. The first D rows are decodes of one token each, the others prompts."""
 
     num_tokens: int
     num_rows: int
@@ -32,7 +34,7 @@ class BatchShape(msgspec.Struct, frozen=True):
     num_decodes: int = 0
 
     def holds(self, other: BatchShape) -> bool:
-        """Whether the other fits, with a row of padding behind its rows where there are tokens of padding."""
+        """Whether the other shape fits, with one more row for padding where there are padding tokens."""
         num_tokens, num_more = (each.num_tokens - each.num_decodes for each in (other, self))
         num_rows = other.num_rows - other.num_decodes + (num_tokens < num_more)
         return (
@@ -50,7 +52,7 @@ class BatchShape(msgspec.Struct, frozen=True):
         return tuple(packed[start:stop] for start, stop in pairwise(bounds))
 
     def pad(self, slot: int) -> bytearray:
-        """i32, see `split`: all rows and tokens are padding, of nobody's slot."""
+        """A batch of padding alone, i32 as in `split`. slot: that of padding."""
         packed = bytearray(4 * (3 * self.num_rows + 1 + 2 * self.num_samples + 2 * self.num_tokens))
         slots, starts, _, sampled, _, _, row_of = self.split(np.frombuffer(packed, np.int32))
         slots[:] = sampled[:] = slot
@@ -60,10 +62,10 @@ class BatchShape(msgspec.Struct, frozen=True):
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What a runner has room for, told once."""
+    """The capacity of a runner, and the shapes that it has captured."""
 
     kinds: tuple[str, ...]  # of cache, in the order of its block tables
-    num_slots: int  # slot `num_slots` is nobody's: that of padding
+    num_slots: int  # slot `num_slots` is that of padding
     table_width: int  # blocks of a slot
     vocab: int
     decode_sizes: tuple[int, ...] = ()  # numbers of decodes that are captured, smallest first
@@ -71,7 +73,7 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 class Counted(msgspec.Struct):
-    """What the penalties of a slot count."""
+    """The tokens that the penalties of a slot count."""
 
     slot: int
     prompt: list[int]
@@ -79,7 +81,7 @@ class Counted(msgspec.Struct):
 
 
 class Shaping(msgspec.Struct):
-    """What the host says of logits, by row that samples: values added, then values set, then the tokens allowed."""
+    """The host's logit processors, by row that samples: values added, then tokens banned, then tokens allowed."""
 
     added: list[tuple[int, int, float]] = []  # row, token id below the vocabulary's size, value
     banned: list[tuple[int, int]] = []  # row, token id
@@ -87,11 +89,11 @@ class Shaping(msgspec.Struct):
 
 
 class Scored(msgspec.Struct):
-    """A row whose prompt's tokens have their log probabilities reported."""
+    """A row whose prompt tokens have their log probabilities reported."""
 
     row: int
-    first: int  # place of its first token in the batch
-    targets: list[int]  # what follows this token, and those behind it
+    first: int  # index of its first token in the batch
+    targets: list[int]  # the token that follows it, and the next ones
     num_top: int
 
 
@@ -99,12 +101,12 @@ class StepInput(msgspec.Struct, kw_only=True):
     """A step. Its batch may be padded to a shape that the runner has captured."""
 
     shape: BatchShape
-    is_decode: bool  # each row computes the newest token of its slot: no token is given
+    is_decode: bool  # each row computes the newest token of its slot: the host sends no token
     packed: bytearray  # i32: the rows' slots [S] where is_decode, else see BatchShape.split
     admissions: bytearray = bytearray()  # see pack_admission, one behind the other
     counted: list[Counted] = []  # of admissions with penalties
-    table_entries: bytearray = bytearray()  # i32[2, E]: places counted through the tables [C, slots + 1, M], and blocks
-    reported: list[int] = []  # by row that samples: the place of its token in the state's `reported`
+    table_entries: bytearray = bytearray()  # i32[2, E]: flat indices into the tables [C, slots + 1, M], and blocks
+    reported: list[int] = []  # by row that samples: the index of its token in the state's `reported`
     sampling: str = "greedy"  # one of SAMPLING_KINDS
     has_penalties: bool = False
     shaping: Shaping | None = None
@@ -113,23 +115,23 @@ class StepInput(msgspec.Struct, kw_only=True):
 
 
 class Pending(Protocol):
-    """A step that runs, or has run."""
+    """A started step."""
 
     def wait(self) -> Sampled:
-        """What it gave, once it is there."""
+        """Wait for the step; what was sampled."""
 
 
 class Runner(Protocol):
-    """The verb `execute`."""
+    """Executes steps."""
 
     run_ahead: int  # steps that may be planned behind one that is not committed
 
     def execute(self, step: StepInput) -> Pending:
-        """Start a step. Of one that raised nothing counts: it may be told and started again."""
+        """Start a step. One that raised did not take place: it may be built and started again."""
 
 
 def pack_admission(slot: int, num_tokens: int, params: SamplingParams, seed: int) -> bytes:
-    """A slot gets a sequence that has `num_tokens` tokens when the next one is sampled. A seed is taken modulo 2^64."""
+    """Pack a sequence's admission to a slot. num_tokens: known when it samples next. seed: taken modulo 2^64."""
     p = params
     floats = (p.temperature, p.top_p, p.min_p, p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
     return ADMISSION.pack(slot, num_tokens, seed & 0xFFFF_FFFF_FFFF_FFFF, p.top_k, *floats)

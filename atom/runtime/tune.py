@@ -1,12 +1,14 @@
-"""What `tune=true` does: a model's products are timed in its own steps of decodes, the fastest way of each is kept.
+"""Tune a model's linears in its own decode steps (`tune=true`).
+
+The fastest parameters of each are kept.
 
     tuner = find_tuner("cuda", model.device)
     use_measured(model, tuner, Path(cache), tell)                  # what was found on this machine before
     tune(model, tuner, graph, Path(cache), 256, progress, tell)    # what nobody has measured
 
-For each number of rows that has parameters of its own, as many slots stand behind CONTEXT tokens, and the captured step
-is timed with one product's parameters after the other, those of the others as they are known by then. What was
-timed with fewer rows than it would hold for is used in this run, and not kept.
+For each number of rows that has parameters of its own, as many slots are filled with CONTEXT tokens, and the captured
+step is timed with one product's candidates after the other, while the other products keep the best known so far. What
+was timed with fewer rows than it would hold for is used in this run, and not kept.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ from atom.runtime.step_input import pack_admission
 from atom.sampling_params import SamplingParams
 
 CONTEXT = 300  # tokens of each row, the newest included
-SECONDS = 0.01  # that replays of a step take at least, to be one timing
+SECONDS = 0.01  # least seconds of replays that make one timing
 Tell = Callable[[str], object]  # takes a line for the user
-Capture = Callable[[Callable[[], object]], Callable[[], float]]  # of what a function starts: times it, in seconds
+Capture = Callable[[Callable[[], object]], Callable[[], float]]  # captures a function; the result times it in seconds
 
 
 def use_measured(model: Model, tuner: Tuner, cache: Path, tell: Tell) -> None:
-    """Have a model run with what was measured on this machine, where something was."""
+    """Have a model use the parameters that were measured on this machine, if any."""
     if tuned.read_own(tuner.gpu, cache, tell):
         model.use(tuner.kernels(tuner.known(tuned.read(tuner.gpu, cache)[tuner.table])))
 
@@ -49,7 +51,7 @@ def tune(
     model: Model, tuner: Tuner, graph: Graph, cache: Path, max_rows: int, progress: Progress, tell: Tell,
     capture: Capture | None = None,
 ) -> None:  # fmt: skip
-    """Measure what nobody has measured for this GPU, keep it and use it.
+    """Measure parameters that are not known for this GPU, keep and use them.
 
     max_rows: decodes in a step. What is found for a product is kept before the next one is tried. The model's slots,
     tables and KV are used, and are empty again afterwards. CapacityError where memory does not suffice for the steps.
@@ -92,7 +94,7 @@ class _Tuning:
     progress: Progress
     tell: Tell
     capture: Capture
-    is_kept: bool = True  # the cache folder takes what is found
+    is_kept: bool = True  # results can be written to the cache folder
 
     def measure(self, size: int, num_rows: int, products: Sequence[Any]) -> None:
         """Find the parameters of products for up to `size` rows in a step of num_rows, and keep them if it has all."""
@@ -113,7 +115,7 @@ class _Tuning:
         self.tell(f"tune=true: a step of {num_rows} decodes takes {took}{alone}")
 
     def find(self, product: Any, rows: Tensor, calls: Sequence[Any], place: str) -> Any:
-        """A product's parameters for these rows, used from now on."""
+        """Find a product's parameters for these rows; they are used from now on."""
         tuner, trial, key = self.tuner, self.trial, self.tuner.key(len(rows), product)
         current, options = tuner.options(len(rows), product, trial)
 
@@ -144,7 +146,7 @@ class _Tuning:
 
 @dataclass
 class Fitting:
-    """Of some options those that can be run: that give the library's result, and that do not."""
+    """The options that give the library's result, and those that do not."""
 
     right: list[Any]
     wrong: list[Any]
@@ -153,7 +155,7 @@ class Fitting:
 def compile_options(
     tuner: Tuner, calls: Sequence[Any], options: Sequence[Any], on_compiled: Callable[[], object]
 ) -> Fitting:
-    """Compile these calls with each of the options, on all cores, and look at what they give."""
+    """Compile these calls with each option, on all cores, and check their results."""
 
     @torch.inference_mode()
     def is_fit(option: Any) -> bool:
@@ -169,7 +171,7 @@ def compile_options(
         return True
 
     fitting: list[Any] = []
-    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))  # compilers work without the interpreter's lock
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))  # compilers release the interpreter's lock
     try:
         for option, fits in zip(options, pool.map(is_fit, options), strict=True):
             fitting += [option] if fits else []
@@ -181,7 +183,7 @@ def compile_options(
 
 
 def _pool(model: Model, num_rows: int) -> dict[str, int]:
-    """Blocks by cache kind that hold the context of so many rows, or half of the memory that is free."""
+    """Blocks by cache kind that hold the context of so many rows, or take half of the free memory."""
     num_blocks = 1 + num_rows * -(-_length(model) // model.block_size)
     if model.device.type == "cuda":
         size = sum(cache[0].nbytes for cache in model.caches.values())
@@ -194,7 +196,7 @@ def _length(model: Model) -> int:
 
 
 def _admit(model: Model, num_rows: int) -> Tensor:
-    """Slots from 0 on that stand behind a context: their numbers, i32[num_rows]."""
+    """Fill slots from 0 on with a context; their numbers, i32[num_rows]."""
     length, device = _length(model), model.device
     greedy = SamplingParams(temperature=0)
     model.state.admit(bytearray(b"".join(pack_admission(slot, length, greedy, 0) for slot in range(num_rows))))
@@ -211,19 +213,19 @@ def _admit(model: Model, num_rows: int) -> Tensor:
 
 
 def _clear(model: Model) -> None:
-    """Slots and tables as at a start."""
+    """Reset slots and tables."""
     model.state.lengths.fill_(1)
     model.state.tokens.zero_()
     model.tables.zero_()
 
 
 def _capture_on_gpu() -> Capture:
-    """Captures CUDA graphs that lay their memory over each other, as their results are not looked at."""
+    """Capture CUDA graphs that share their memory, since their results are not read."""
     pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    kept: list[torch.cuda.CUDAGraph] = []  # the latest, for a pool ends with its last graph
+    kept: list[torch.cuda.CUDAGraph] = []  # the latest graph, since a pool ends with its last one
 
     def capture(run: Callable[[], object]) -> Callable[[], float]:
-        run()  # what a first launch makes for good shall not be a graph's
+        run()  # what a first launch allocates for good must not be in a graph
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -243,7 +245,7 @@ def _capture_on_gpu() -> Capture:
             end.synchronize()
             return float(start.elapsed_time(end)) / num / 1e3
 
-        time(1)  # brings the graph to the GPU
+        time(1)  # uploads the graph to the GPU
         return partial(time, math.ceil(SECONDS / time(1)))
 
     return capture

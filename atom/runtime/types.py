@@ -1,4 +1,4 @@
-"""The nouns that the runtime's layers hand each other; no torch.
+"""The runtime's data types: Sequence, Plan, Sampled, RequestOutput; no torch.
 
 sequence = Sequence("req-0", prompt=[1, 2, 3], params=SamplingParams(max_tokens=8))
 plan = scheduler.schedule()                     # which rows run, and how many tokens of each
@@ -23,7 +23,7 @@ INPUTS = ("tokens", "positions", "batch")  # what a step provides to a lowered b
 
 @dataclass(frozen=True)
 class CacheKind:
-    """What the layers of one kind keep for each token of a sequence."""
+    """A kind of KV cache: layers that keep the same for each token."""
 
     name: str  # "full", "window_4096"
     bytes_per_token: int  # over all layers of this kind
@@ -41,18 +41,18 @@ class Logprobs:
 
 
 class Matcher(Protocol):
-    """What an answer must be, and how far it is; `runtime.grammar` makes them."""
+    """The constraint of an answer, and its state; `runtime.grammar` makes them."""
 
     def allowed(self, vocab: int) -> npt.NDArray[np.bool_]:
         """bool[vocab]: the tokens that may come next, at least one."""
 
     def push(self, token: int) -> bool:
-        """Takes the next token of the answer; whether it is complete."""
+        """Take the next token of the answer; whether it is complete."""
 
 
 @dataclass(eq=False)
 class Request:
-    """What one sequence was asked: nothing changes it."""
+    """The request of one sequence: nothing changes it."""
 
     id: str  # unique in the engine
     prompt: list[int]
@@ -61,21 +61,21 @@ class Request:
     salt: bytes = b""  # separates prefix caches: what else the KV depends on
     request_id: str = ""  # shared by the n sequences of one request
     index: int = 0  # among them
-    parent: Sequence | None = None  # the sibling whose prompt blocks this one shares, once they are computed
+    parent: Sequence | None = None  # the sibling whose prompt blocks this sequence shares, once they are computed
     stop_ids: frozenset[int] = frozenset()  # eos tokens
     priority: int = 0  # lower is served earlier
-    matcher: Matcher | None = None  # None: the answer may be anything
+    matcher: Matcher | None = None  # None: the answer is not constrained
     arrival: float = field(default_factory=time.perf_counter)  # seconds
 
 
 @dataclass(eq=False)
 class Progress:
-    """How far it is: the scheduler's, its blocks the KV cache's."""
+    """The progress of one sequence: written by the scheduler, its blocks by the KV cache."""
 
     num_computed: int = 0  # tokens whose KV is in the cache
-    num_planned: int = 0  # these and those of steps that are not committed: where the next step begins
-    num_pending: int = 0  # tokens that those steps sample, which the device has and the host has not
-    slot: int = -1  # its place in the device's state, while it is admitted
+    num_planned: int = 0  # tokens computed or planned: where the next step begins
+    num_pending: int = 0  # tokens sampled by uncommitted steps, which the device knows and the host does not
+    slot: int = -1  # its slot in the request state while it is admitted, else -1
     num_cached: int = 0  # prompt tokens that the prefix cache gave at the first admission
     blocks: dict[str, list[int]] = field(default_factory=dict)  # cache kind -> block numbers, in order; 0 is no block
     admitted_at: float | None = None  # first
@@ -83,14 +83,14 @@ class Progress:
 
 @dataclass(eq=False)
 class Answer:
-    """What it has got: tokens from the scheduler's commit, the rest from the engine."""
+    """The answer of one sequence: tokens are written by the scheduler's commit, the rest by the engine."""
 
     output: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | abort | error
-    stop_string: str | None = None  # the one that was met
-    error: str | None = None  # what went wrong, where that is the reason
+    stop_string: str | None = None  # the stop string that was met
+    error: str | None = None  # the message, where finish_reason is error
     text: str | None = None  # the answer, once finished; None without a tokenizer
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -98,7 +98,7 @@ class Answer:
 
 @dataclass(eq=False)  # equal only to itself
 class Sequence(Answer, Progress, Request):
-    """One prompt and its answer so far, fields grouped by who writes them."""
+    """One prompt and its answer so far; fields are grouped by who writes them."""
 
     @property
     def num_tokens(self) -> int:
@@ -106,7 +106,7 @@ class Sequence(Answer, Progress, Request):
 
     @property
     def needs_host(self) -> bool:
-        """Whether what may come next follows from the tokens themselves, so that no step can be planned ahead."""
+        """Whether the next token depends on the tokens themselves, so that no step can be planned ahead."""
         return self.matcher is not None
 
     def tokens(self, start: int, stop: int) -> list[int]:
@@ -121,7 +121,7 @@ class ScheduledRequest(NamedTuple):
     sequence: Sequence
     start: int
     num_tokens: int
-    samples: bool  # these are the last known tokens: a new one comes of them
+    samples: bool  # its last token is the newest known: a token is sampled
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What a step gave, in the order of the plan's rows that sample."""
+    """The results of a step, in the order of the plan's rows that sample."""
 
     tokens: list[int]
     logprobs: list[Logprobs | None]
@@ -147,7 +147,7 @@ class Sampled:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """What a stream callback gets, once for every token that completes text and once at the end."""
+    """The argument of a stream callback, for every token that completes text and at the end."""
 
     request_id: str
     index: int
@@ -155,8 +155,8 @@ class RequestOutput:
     token_ids: list[int]  # new tokens since the last one
     finish_reason: str | None
     finished: bool
-    logprobs: list[Logprobs]  # of token_ids; none where they were not asked for
-    sequence: Sequence  # as it is now: what it has and when, beside what is new
+    logprobs: list[Logprobs]  # of token_ids; empty where they were not asked for
+    sequence: Sequence  # the whole sequence as it is now
 
 
 StreamCallback = Callable[[RequestOutput], Any]

@@ -1,1 +1,4 @@
-"""The OpenAI API over HTTP: an app in one process, the engine in another, a socket pair between them."""
+"""Serve the OpenAI and Anthropic APIs over HTTP.
+
+The app is one process, the engine another, with a socket pair between them.
+"""

@@ -1,4 +1,4 @@
-"""What operators ask: /health, /ready, /metrics, /version, the models, and the profiler.
+"""Operators' routes: /health, /ready, /metrics, /version, models, profiler.
 
 curl -i localhost:8000/health
 """
@@ -36,18 +36,18 @@ def routes(context: Context) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        """The same, for those who route traffic."""
+        """The same, for load balancers."""
         return await health()
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        """Prometheus' text."""
+        """The metrics, for Prometheus."""
         context.metrics.tasks.set(len(asyncio.all_tasks()))
         return Response(context.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/version")
     async def version() -> Response:
-        """What runs here; GPUs are named once the engine is ready."""
+        """The versions and the hardware; GPUs are named once the engine is ready."""
         config = context.config
         return json_response(
             {
@@ -73,12 +73,12 @@ def routes(context: Context) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Response:
-        """The names that a request may bear."""
+        """The names of the served model."""
         return json_response({"object": "list", "data": [describe(name) for name in context.names]})
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """One of them."""
+        """One name of the served model."""
         return json_response(describe(context.served(name)))
 
     @router.post("/start_profile")

@@ -28,14 +28,14 @@ from atom.serve.openai import chat, completions, tokenize
 
 TITLE = "atom"
 ABOUT = "The APIs of OpenAI and Anthropic, served by atom"
-NO_OBJECT = ("missing", "model_attributes_type", "model_type", "dict_type")  # pydantic's names of it
+NO_OBJECT = ("missing", "model_attributes_type", "model_type", "dict_type")  # pydantic's types of this error
 REFUSALS: dict[int | str, dict[str, Any]] = {
     "4XX": {"description": "Refused: `error` says why, and `param` which field"}
 }
 
 
 def create_app(context: Context, keys: Sequence[str]) -> ASGIApp:
-    """keys: those that open the door; none: it stands open."""
+    """Create the app. keys: the API keys; none: no request needs one."""
     app = FastAPI(title=TITLE, description=ABOUT, version=atom.__version__, openapi_url=None, responses=REFUSALS)
     for module in (completions, chat, messages, tokenize, admin, page):
         app.include_router(module.routes(context))
@@ -58,11 +58,11 @@ def create_app(context: Context, keys: Sequence[str]) -> ASGIApp:
 
     @app.exception_handler(Exception)
     async def admit_fault(request: Request, error: Exception) -> Response:
-        return error_response(request.scope, error)  # it is raised further on, and the guard writes it to the log
+        return error_response(request.scope, error)  # Starlette raises it again, and the guard logs it
 
     @app.exception_handler(ClientDisconnect)
     async def let_go(_: Request, __: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client has left
 
     origins = context.config.serve.http.cors
     door: ASGIApp = Guard(app, keys, context.metrics, origins)
@@ -74,7 +74,7 @@ def create_app(context: Context, keys: Sequence[str]) -> ASGIApp:
 
 
 def explain(request: Request, error: HTTPException) -> str:
-    """What is wrong with a request that no route has seen."""
+    """The message for a request that no route has handled."""
     path = shown(request.url.path)
     match error.status_code:
         case 404:
@@ -88,7 +88,7 @@ def explain(request: Request, error: HTTPException) -> str:
 
 
 def describe(error: RequestValidationError) -> tuple[str | None, str]:
-    """The field that is wrong, and what all wrong fields are told."""
+    """The first wrong field, and the message for all wrong fields."""
     faults: dict[tuple[str, ...], list[str]] = {}
     for each in error.errors():
         reasons = faults.setdefault(find_field(each, error.body), [])
@@ -103,7 +103,7 @@ def describe(error: RequestValidationError) -> tuple[str | None, str]:
 
 
 def find_field(fault: Any, body: Any) -> tuple[str, ...]:
-    """Where in the body a fault lies: of pydantic's names those that lead there, not the alternatives of unions."""
+    """The path of a wrong field in the body: pydantic's location without the alternatives of unions."""
     names: list[str] = []
     *way, last = fault["loc"][1:] or [None]
     for part in way:
@@ -116,7 +116,7 @@ def find_field(fault: Any, body: Any) -> tuple[str, ...]:
 
 
 def is_tag(value: Any, part: Any) -> bool:
-    """Whether pydantic means the alternative of a union, though the value has a field of that name: a text's text."""
+    """Whether a part of pydantic's location is an alternative of a union, though the value has a field of that name."""
     return isinstance(value, dict) and value.get("type") == part and not isinstance(value[part], dict | list)
 
 

@@ -1,13 +1,13 @@
-"""Bodies: counted, decoded and checked where that holds up nobody.
+"""Limit, decode and check request bodies without blocking the event loop.
 
     router = APIRouter(tags=["text"], route_class=body_route(context))
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response: ...
 
-FastAPI does both in the event loop, and from a thread either would still hold the interpreter's lock until it is done.
-So a body that is not short goes to a thread, and what is in it is counted before it is decoded: a text takes no longer
-the longer it is, but 8 MB of empty lists take seconds.
+FastAPI decodes and checks in the event loop, and in a thread either would still hold the interpreter's lock until it is
+done. So a body that is not short goes to a thread, and its values are counted before it is decoded: a long text costs
+no more than a short one, but 8 MB of empty lists take seconds.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class BodyRoute(APIRoute):
 
 
 def body_route(context: Context) -> type[APIRoute]:
-    """The class of the routes that take bodies."""
+    """Make the class of routes that take bodies."""
     return type("BodyRoute", (BodyRoute,), {"context": context})
 
 
 def read_body(data: bytes, kind: str, model: type[BaseModel], limits: HTTPConfig) -> BaseModel:
-    """kind: the Content-Type.
+    """Decode and check a body. kind: its Content-Type.
 
-    RequestValidationError or HTTPException, as FastAPI raises them, where it is no JSON of this model; RequestError
-    where too much is in it.
+    RequestValidationError or HTTPException, as of FastAPI, where it is no JSON of this model; RequestError where it has
+    too many values.
     """
     value = None
     if data and is_json(kind):
@@ -90,11 +90,11 @@ def is_json(kind: str) -> bool:
 
 
 def check_size(data: bytes, limits: HTTPConfig) -> None:
-    """RequestError where a JSON text has more values or items than the limits say."""
+    """Raise RequestError where a JSON text has more values or items than the limits."""
     num_quotes = num_opened = num_commas = 0
     for chunk in unescaped(data):
         parts = chunk.split(b'"')
-        outside = b"".join(parts[num_quotes % 2 :: 2])  # of texts
+        outside = b"".join(parts[num_quotes % 2 :: 2])  # the parts outside of strings
         num_quotes += len(parts) - 1
         num_opened += outside.count(b"[") + outside.count(b"{")
         num_commas += outside.count(b",")
@@ -106,11 +106,11 @@ def check_size(data: bytes, limits: HTTPConfig) -> None:
 
 
 def unescaped(data: bytes) -> Iterator[bytes]:
-    """A JSON text without its escaped backslashes and quotes, in pieces: what takes long would hold the lock."""
+    """A JSON text without its escaped backslashes and quotes, in chunks, since a long call would hold the lock."""
     start = 0
     while start < len(data):
         chunk = data[start : start + CHUNK]
         if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2 and len(chunk) == CHUNK:
-            chunk = chunk[:-1]  # what it escapes is in the next
+            chunk = chunk[:-1]  # the character that it escapes is in the next chunk
         start += len(chunk)
         yield chunk.replace(b"\\\\", b"").replace(b'\\"', b"")

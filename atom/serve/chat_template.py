@@ -1,4 +1,4 @@
-"""From the messages of a chat to a prompt: what the checkpoint's template reads, and the tokens that it makes.
+"""Render a chat to a prompt with the checkpoint's template, and tokenize it.
 
 All of it takes a while and is for a thread (`Context.in_thread`).
 
@@ -22,7 +22,7 @@ from atom.serve.errors import FieldError, shown
 from atom.serve.openai.schema import ChatMessage, Tool, find_fault
 
 OWN_ID = re.compile(r"(call|toolu)_[0-9a-f]{16,}")  # `ids.new_id` and `tools.new_call_id`
-# what a client may hand to a template: nothing that names files, other templates or the prompt itself
+# template variables that a client may set: none that names files, other templates or the prompt itself
 TEMPLATE_KWARGS = (
     "enable_thinking",
     "thinking",
@@ -45,9 +45,9 @@ def encode_conversation(
     kwargs: Mapping[str, Any] | None = None,
     truncate: int | None = None,
 ) -> Conversation:
-    """RequestError where the checkpoint has no template, or one that does not take these messages, or so many.
+    """Render and tokenize a chat. RequestError where the checkpoint's template is missing or refuses these messages.
 
-    truncate: how many of the last tokens count; there may be more.
+    truncate: how many of the last tokens are used; more may be given back.
     """
     tokenizer = context.need_tokenizer()
     for name in kwargs or ():
@@ -69,11 +69,11 @@ def encode_plain(
     prefill: str = "",
     truncate: int | None = None,
 ) -> Conversation:
-    """The same from messages as templates know them. prefill: what the answer begins with."""
+    """The same, from messages in the template's form. prefill: the beginning of the answer."""
     tokenizer, values = context.need_tokenizer(), dict(kwargs or {})
     cut = partial(context.cut, truncate=truncate)
     for message in messages:
-        if message["role"] != "assistant":  # of which templates leave out thoughts
+        if message["role"] != "assistant":  # templates leave out thoughts of the assistant
             cut(message["content"])
         for call in message.get("tool_calls", ()):
             call["id"] = template_id(call["id"])
@@ -87,7 +87,7 @@ def encode_plain(
 
 
 def plain_message(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A message as templates know it: one text, and the arguments of calls as objects."""
+    """A message in the template's form: one text, and the arguments of calls as objects."""
     content = message.content
     if isinstance(content, list):
         content = "\n".join(part.text for part in content)
@@ -95,7 +95,7 @@ def plain_message(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
         raise FieldError("messages", f"a message of the {message.role} has no content")
     role = message.role
     if role == "developer" and "developer" not in (tokenizer.chat_template or ""):
-        role = "system"  # what most templates call it
+        role = "system"  # the name in most templates
     told: dict[str, Any] = {"role": role, "content": content or ""}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
@@ -113,7 +113,7 @@ def plain_message(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def template_id(id: str) -> str:
-    """The name of a call as templates take it: some insist on 9 letters and digits, so our own names are cut."""
+    """The id of a call for a template: some insist on 9 letters and digits, so our own ids are cut."""
     return id[-9:] if OWN_ID.fullmatch(id) else id
 
 

@@ -1,4 +1,4 @@
-"""What the routes share: the configuration, the engine, the tokenizer, the metrics.
+"""What the routes share: configuration, engine client, tokenizer, metrics.
 
 context = Context(config, EngineClient(config), Metrics())
 tokens = await context.work(len(text), lambda: context.encode(text))
@@ -25,10 +25,10 @@ from atom.serve.errors import FieldError, ModelNotFoundError, body_of, shown, st
 from atom.serve.metrics import Metrics
 
 LOG = logging.getLogger("atom.serve")
-NUM_THREADS = 4  # that tokenize and render
+NUM_THREADS = 4  # threads that tokenize and render
 TEMPLATE_SECONDS = 10.0  # after which a chat is refused
-CUT_TOKENS = 64  # before those that count: where a text is cut its first tokens are others
-SHORT = 4096  # bytes of a body that are read, or made tokens of, faster than a thread is woken
+CUT_TOKENS = 64  # spare tokens before the last ones: where a text is cut, its first tokens change
+SHORT = 4096  # bytes of a body that are decoded or tokenized faster than a thread wakes up
 
 T = TypeVar("T")
 
@@ -40,8 +40,8 @@ class Context:
         self.metrics = metrics
         self.names = served_names(config)
         self.tokenizer: Tokenizer | None = None  # before `is_ready`, and where the checkpoint has none
-        self.has_tokenizer = asyncio.Event()  # it is known whether there is one
-        # a terminal has one line for bars, which is the engine's
+        self.has_tokenizer = asyncio.Event()  # set once it is known whether there is one
+        # a terminal has one line for progress bars, the engine's
         self.progress = WatchedProgress(SILENT if sys.stderr.isatty() else RichProgress())
         self._threads = ThreadPoolExecutor(NUM_THREADS, "text")
 
@@ -52,25 +52,25 @@ class Context:
 
     @property
     def doing(self) -> str:
-        """What there is to wait for while the state is loading: the engine's start, and a download of this process."""
+        """What a start is waiting for: a step of the engine's start, or a download of this process."""
         engine = "opening the tokenizer" if self.client.ready.is_set() else self.client.doing
         return "; ".join(filter(None, (engine, self.progress.doing)))
 
     @property
     def max_total_tokens(self) -> int:
-        """Tokens of prompt and answer together."""
+        """The most tokens of prompt and answer together."""
         limit = self.config.serve.max_model_len
         assert limit is not None, "config.load resolves it"
         return min(self.config.serve.http.max_total_tokens or limit, limit)
 
     @property
     def max_input_length(self) -> int:
-        """Tokens of a prompt, which leaves one to answer."""
+        """The most tokens of a prompt, which leave one for the answer."""
         total = self.max_total_tokens
         return min(self.config.serve.http.max_input_length or total, total - 1)
 
     def begin(self, model: str | None) -> str:
-        """The name that the answer bears.
+        """Begin a request; the model name for its answer.
 
         EngineDeadError unless the engine is ready, ModelNotFoundError for a name that is not served.
         """
@@ -79,19 +79,19 @@ class Context:
         return self.names[0] if model is None else self.served(model)
 
     def served(self, model: str) -> str:
-        """The name, if it is one that is served. ModelNotFoundError for another."""
+        """The model name, if it is served. ModelNotFoundError otherwise."""
         if model not in self.names:
             known = ", ".join(self.names)
             raise ModelNotFoundError(f"the model {shown(model)!r} is not served here; there is: {known}")
         return model
 
     async def work(self, size: int, work: Callable[[], T]) -> T:
-        """Run what takes the longer the more there is of it: a little here, else in a thread."""
+        """Run work whose time grows with `size`: small work here, else in a thread."""
         is_short = size <= SHORT and (self.tokenizer is None or self.tokenizer.encodes_here(size))
         return work() if is_short else await self.in_thread(work)
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run what takes a while and holds no lock for long. RequestError where it takes too long."""
+        """Run slow work in a thread. RequestError where it takes too long."""
         loop = asyncio.get_running_loop()
         try:
             return await asyncio.wait_for(loop.run_in_executor(self._threads, work), TEMPLATE_SECONDS)
@@ -104,9 +104,9 @@ class Context:
         return self.tokenizer
 
     def cut(self, text: str, truncate: int | None = None) -> str:
-        """What of a prompt is worth encoding: its end where its last `truncate` tokens count, else all.
+        """Cut a prompt before it is encoded: to its end where only its last `truncate` tokens are used.
 
-        FieldError where there are more characters than the tokens that are taken can have: it would take seconds.
+        FieldError where it has more characters than the allowed tokens can have: to encode it would take seconds.
         """
         most = self.max_input_length
         if len(text) <= most:
@@ -123,12 +123,12 @@ class Context:
         return text
 
     def encode(self, text: str, *, add_special_tokens: bool = True, truncate: int | None = None) -> list[int]:
-        """FieldError where `cut` says so. truncate: how many of the last tokens count; there may be more."""
+        """Tokenize a prompt. FieldError as in `cut`. truncate: how many of the last tokens are used; more may come."""
         text = self.cut(text, truncate)
         return self.need_tokenizer().encode(text, add_special_tokens=add_special_tokens, check=self.check_count)
 
     def check_count(self, num_tokens: int) -> None:
-        """FieldError where a text has more tokens than a body could hold."""
+        """Raise FieldError where a text has more tokens than a body may hold."""
         most = self.config.serve.http.max_values
         if num_tokens > most:
             told = f"the prompt has {num_tokens} tokens; this server takes {most} values (serve.http.max_values)"
@@ -137,7 +137,7 @@ class Context:
     def fit(
         self, prompt: list[int], params: SamplingParams, truncate: int | None = None
     ) -> tuple[list[int], SamplingParams]:
-        """The prompt, cut at its front where that is asked for, and the params with an answer that fits behind it."""
+        """The prompt, truncated at its front if asked for, and the params with max_tokens that fit behind it."""
         longest = self.max_input_length
         if truncate is not None:
             prompt = prompt[-truncate:]
@@ -153,7 +153,7 @@ class Context:
         return prompt, replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
     def report(self, error: Exception) -> dict[str, Any]:
-        """The body that tells of an error; what we did not foresee goes to the log."""
+        """The body of an error; an unforeseen error is logged."""
         if status_of(error) == 500:
             LOG.error("request failed", exc_info=error)
         return body_of(error)
@@ -163,7 +163,7 @@ class Context:
 
 
 def served_names(config: Config) -> list[str]:
-    """What requests may call the model."""
+    """The names of the model in requests."""
     default = config.checkpoint or config.model.name
     return config.serve.http.served_model_name or [default]
 

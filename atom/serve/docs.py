@@ -1,4 +1,4 @@
-"""`GET /docs`: the OpenAPI schema as a page to read, without a script and with nothing from elsewhere.
+"""`GET /docs`: the OpenAPI schema as a static page.
 
     app.include_router(docs.routes(app.openapi))
 
@@ -19,7 +19,7 @@ from atom.serve.errors import json_response
 from atom.serve.page import headers
 
 Schema = Mapping[str, Any]
-WORD = (1 << 31) - 1  # a limit that only says how many bits there are is not shown
+WORD = (1 << 31) - 1  # limits of an integer's width are not shown
 
 
 class Field(NamedTuple):
@@ -38,7 +38,7 @@ class Operation(NamedTuple):
 
 
 def routes(openapi: Callable[[], Schema]) -> APIRouter:
-    """openapi: gives the schema of all routes; asked at the first request."""
+    """openapi: gives the schema of all routes; called at the first request."""
     router = APIRouter(tags=["page"])
     text = resources.files("atom.serve").joinpath("docs.html").read_text("utf-8")
     template = jinja2.Environment(autoescape=True).from_string(text)
@@ -68,7 +68,7 @@ def operations(schema: Schema) -> Iterator[Operation]:
 
 
 def objects(schema: Schema, root: Any) -> list[str]:
-    """The names of the objects that a schema is made of, in the order in which they come."""
+    """The names of the objects in a schema, in order of appearance."""
     found: list[str] = []
     rest = [root]
     while rest:

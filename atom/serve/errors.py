@@ -1,4 +1,6 @@
-"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}.
+"""Error bodies as OpenAI's and Anthropic's clients know them.
+
+OpenAI's: {"error": {"message", "type", "param", "code"}}.
 
 At MESSAGES and below it as Anthropic's do: {"type": "error", "error": {"type", "message"}, "request_id"}.
 
@@ -21,17 +23,17 @@ from atom.serve.engine.client import QueueFullError
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 MESSAGES = "/v1/messages"
 ANTHROPIC_TYPES = TYPES | {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}
-MAX_SHOWN = 200  # characters of a client's own words in an error or a line of the log
+MAX_SHOWN = 200  # characters of a client's text in an error or a log line
 MAX_MESSAGE = 1000  # of an error
 
 
 def shown(text: str, most: int = MAX_SHOWN) -> str:
-    """A client's words as an error or the log repeats them: no more than so many characters."""
+    """A client's text as quoted in an error or the log, cut to so many characters."""
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 class FieldError(RequestError):
-    """A field of a body that does not hold what it should."""
+    """A field of a body is wrong."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -51,7 +53,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 
 def status_of(error: Exception) -> int:
-    """The HTTP status that an error asks for."""
+    """The HTTP status of an error."""
     match error:
         case ModelNotFoundError():
             return 404
@@ -65,7 +67,7 @@ def status_of(error: Exception) -> int:
 
 
 def body_of(error: Exception) -> dict[str, Any]:
-    """The error's body. What we did not foresee is told in the log alone."""
+    """The body of an error. The message of an unforeseen error is in the log alone."""
     status = status_of(error)
     message = "internal error, the server's log has it" if status == 500 else str(error)
     code = {404: "model_not_found", 429: "queue_full", 503: "unavailable"}.get(status)
@@ -82,12 +84,12 @@ def anthropic_body(status: int, message: str, request_id: str | None) -> dict[st
 
 
 def body_at(path: str, status: int, body: dict[str, Any], request_id: str | None = None) -> dict[str, Any]:
-    """An OpenAI body in the words of the API that answers on this path."""
+    """Convert an OpenAI error body to the form of the API on this path."""
     return anthropic_body(status, body["error"]["message"], request_id) if is_anthropic(path) else body
 
 
 def refuse(scope: Scope, status: int, body: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
-    """The answer to a request that has passed the guard, and the error in its line of the log."""
+    """An error response to a request that has passed the guard; the error is noted for the request's log line."""
     scope["state"]["log"]["error"] = body["error"]["message"]
     return json_response(body_at(scope["path"], status, body, scope["state"]["request_id"]), status, headers)
 

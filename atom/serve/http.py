@@ -1,4 +1,6 @@
-"""uvicorn's protocol with limits: what is too large or too slow is refused before anything else sees it.
+"""uvicorn's protocol with limits on the size and time of requests.
+
+What is too large or too slow is refused before anything else sees it.
 
     uvicorn.Config(app, http=limited_protocol(config.serve.http, metrics))
 
@@ -23,7 +25,7 @@ from atom.serve.metrics import Metrics
 from atom.serve.middleware import REQUEST_ID
 
 LOG = logging.getLogger("atom.http")
-LINGER_SECONDS = 2.0  # that a refused client may go on sending: closing at once would take the answer from it
+LINGER_SECONDS = 2.0  # for a refused client to go on sending: to close at once would lose the answer
 MAX_LATE = 0.1  # seconds
 MESSAGES = {
     HTTPStatus.BAD_REQUEST: "this is no valid HTTP request",
@@ -43,12 +45,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.url = b""  # none has come
-        self._refusal = HTTPStatus.BAD_REQUEST  # what an error of the parser means
+        self.url = b""  # no URL yet
+        self._refusal = HTTPStatus.BAD_REQUEST  # the status of an error of the parser
         self._is_in_head, self._num_head, self._num_body = True, 0, 0
         self._is_refused = False
         self._deadline: asyncio.TimerHandle | None = None
-        self._stuck: asyncio.TimerHandle | None = None  # the time when a client has taken too long to read
+        self._stuck: asyncio.TimerHandle | None = None  # fires when a client has been too slow to read
         self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -68,7 +70,7 @@ class LimitedProtocol(HttpToolsProtocol):
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def pause_writing(self) -> None:
-        """More is on its way to the client than the transport likes to keep."""
+        """The transport's write buffer is full."""
         super().pause_writing()
         self._watch_reader()
 
@@ -105,7 +107,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls for every error of the parser."""
+        """Called by uvicorn for every error of the parser."""
         self._refuse(self._refusal)
 
     def _stop(self, status: HTTPStatus) -> None:
@@ -113,7 +115,7 @@ class LimitedProtocol(HttpToolsProtocol):
         raise _Refused
 
     def _refuse(self, status: HTTPStatus) -> None:
-        """Answer, unless an answer has begun, and close."""
+        """Send the refusal, unless an answer has begun, and close."""
         self._is_refused = True
         self._has_come()
         path = self.url.partition(b"?")[0].decode("latin-1")
@@ -124,12 +126,12 @@ class LimitedProtocol(HttpToolsProtocol):
         LOG.warning("refused a request: %d", status, extra={"told": told})
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True  # nobody reads what the app has to say
+            cycle.disconnected = True  # the app's answer is not sent
             cycle.message_event.set()
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.close()
         else:
-            self.metrics.http.labels("other", str(int(status))).inc()  # no route has seen it
+            self.metrics.http.labels("other", str(int(status))).inc()  # it reached no route
             body = json.encode(body_at(path, status, error_body(status, MESSAGES[status]), request_id))
             head = f"HTTP/1.1 {status} {status.phrase}\r\ncontent-type: application/json\r\n"
             for name in ("x-request-id", "request-id") if is_anthropic(path) else ("x-request-id",):
@@ -139,7 +141,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stuck = self._stuck or self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _expect(self) -> None:
-        """A request is to arrive."""
+        """Start the timer for a request to arrive."""
         self._deadline = self.loop.call_later(self.limits.read_seconds, self._give_up)
 
     def _has_come(self) -> None:
@@ -148,7 +150,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._deadline = None
 
     def _watch_reader(self) -> None:
-        """The client is to take what is on its way to it."""
+        """Start the timer for the client to read."""
         if self._stuck is None:
             self._stuck = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
 
@@ -161,12 +163,12 @@ class LimitedProtocol(HttpToolsProtocol):
         assert self._deadline is not None, "it has just passed"
         late = self.loop.time() - self._deadline.when()
         self._deadline = None
-        if late > MAX_LATE:  # our own work kept us from reading, which may have come long since
+        if late > MAX_LATE:  # our own work kept us from reading data that may have arrived
             self._deadline = self.loop.call_later(late, self._give_up)
         elif not self._is_refused and not self.transport.is_closing():
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)
 
 
 def limited_protocol(limits: HTTPConfig, metrics: Metrics) -> type[LimitedProtocol]:
-    """The protocol with the limits of a configuration, which counts what it refuses."""
+    """Make the protocol class for the limits of a configuration; it counts refusals."""
     return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits, "metrics": metrics})

@@ -1,4 +1,4 @@
-"""Names of answers and requests.
+"""Ids of answers and requests.
 
 new_id("chatcmpl")            # chatcmpl-5f0c…, 32 hexadecimal digits
 """

@@ -1,11 +1,11 @@
-"""The server's log on stderr: a line for each event, of JSON or of text.
+"""The server's log on stderr, as lines of JSON or text.
 
     log.configure("json")
     logging.getLogger("atom.access").info("request", extra={"told": {"status": 200}})
-    with log.capture(): ...               # what others print there becomes such lines too
+    with log.capture(): ...               # what is printed to stderr becomes such lines too
 
-A line has time, level, message, and what the caller adds as `extra={"told": {…}}`. What the engine's process prints is
-read by `relay`, so that nothing else stands among lines of JSON.
+A line has time, level, message, and the caller's `extra={"told": {…}}`. Lines that the engine's process prints go
+through `relay`, so that there are only lines of JSON.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 import msgspec
 
 LOG = logging.getLogger("atom.process")
-PREFIX = "atom-run: "  # of the lines that this program prints where there is no log
-MAX_LINE = 1000  # characters of a line that is not ours, a traceback's included
+PREFIX = "atom-run: "  # of lines that this program prints without a log
+MAX_LINE = 1000  # characters of a line that is not ours, or of a traceback
 
 
 class JSONLines(logging.Formatter):
@@ -34,12 +34,12 @@ class JSONLines(logging.Formatter):
         return msgspec.json.encode(line, enc_hook=str).decode()
 
     def formatException(self, error: Any) -> str:
-        """The traceback; what a client sent may stand in its message."""
+        """The traceback, cut, since its message may quote a client."""
         return "\n".join(line[:MAX_LINE] for line in super().formatException(error).splitlines())
 
 
 class TextLines(JSONLines):
-    """The same to read: `TIME LEVEL message name=value …`, and a traceback below."""
+    """The same as text: `TIME LEVEL message name=value …`, and a traceback below."""
 
     def format(self, record: logging.LogRecord) -> str:
         told = {name: msgspec.json.encode(value, enc_hook=str) for name, value in getattr(record, "told", {}).items()}
@@ -53,7 +53,7 @@ def time_of(record: logging.LogRecord) -> str:
 
 
 def is_json(kind: str) -> bool:
-    """Whether a log of this kind (serve.http.log) is JSON; auto: unless somebody reads it on a terminal."""
+    """Whether a log of this kind (serve.http.log) is JSON; auto: unless stderr is a terminal."""
     return kind == "json" or (kind == "auto" and not sys.stderr.isatty())
 
 
@@ -69,7 +69,7 @@ def configure(kind: str) -> None:
 
 
 def relay(line: str, process: str = "engine") -> None:
-    """Pass a line on that a process has printed: one of its log as it is, any other as a message."""
+    """Log a line that a process has printed: a line of its log as it is, any other as a message."""
     line = line.rstrip()
     if is_entry(line):
         print(line, file=sys.__stderr__, flush=True)
@@ -79,7 +79,7 @@ def relay(line: str, process: str = "engine") -> None:
 
 
 def is_entry(line: str) -> bool:
-    """Whether a line is one that JSONLines wrote, whole."""
+    """Whether a line is a complete one of JSONLines."""
     try:
         return line.startswith('{"time":') and isinstance(msgspec.json.decode(line), dict)
     except msgspec.DecodeError:
@@ -88,7 +88,7 @@ def is_entry(line: str) -> bool:
 
 @contextlib.contextmanager
 def capture() -> Iterator[None]:
-    """Make lines of the log of what is printed to sys.stderr; the log itself goes on where it went."""
+    """Log what is printed to sys.stderr; the log itself is written as before."""
     with contextlib.redirect_stderr(_Printed()):
         yield
 

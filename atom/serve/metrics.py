@@ -1,11 +1,11 @@
-"""Prometheus metrics under names in vLLM's style, `atom:` before them.
+"""Prometheus metrics, named as in vLLM, prefixed `atom:`.
 
     metrics = Metrics(client)
     metrics.ttft.observe(0.12)                # seconds
     metrics.render()                          # the text of /metrics
 
-Counts of the engine are taken from its last heartbeat, those of HTTP are counted here. A registry of its own: two apps
-in one process do not meet.
+Counts of the engine come from its last heartbeat, those of HTTP are counted here. The registry is the app's own, so
+that a process may have two apps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0
 
 
 class EngineCollector:
-    """The engine's state, read when somebody asks."""
+    """Collects the engine's state when the metrics are read."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -52,7 +52,7 @@ class EngineCollector:
 
 
 class Histogram:
-    """Values by bucket, of one thread: what every token pays must not take a lock or walk the buckets."""
+    """A histogram for one thread: it is updated for every token, so it takes no lock and does not walk the buckets."""
 
     def __init__(self, name: str, about: str, bounds: Sequence[float]) -> None:
         self._name, self._about, self._bounds = name, about, bounds

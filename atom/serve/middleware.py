@@ -1,11 +1,11 @@
-"""What every request passes: a name and a line in the log, then the door.
+"""Middleware of every request: request id, log line, API key, origin.
 
     app = Guard(fastapi, keys=read_keys(config.serve.http.api_keys), metrics=metrics)
 
-The door is decided on `scope["path"]`, what the server will route by, and closed unless a key opens it: as
-`Authorization: Bearer KEY` (OpenAI), `x-api-key: KEY` (Anthropic), or the password of Basic (a browser, for the page).
-Only /health needs none. A browser keeps that password and sends it with what any page asks, so what another origin's
-page posts is refused, unless `origins` has it.
+Access is decided on `scope["path"]`, by which the server routes, and needs a key: `Authorization: Bearer KEY` (OpenAI),
+`x-api-key: KEY` (Anthropic), or the password of Basic (a browser, for the page). Only /health needs none. A browser
+keeps that password and sends it with any page's requests, so a POST from a page of another origin is refused, unless
+`origins` has it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from atom.serve.metrics import Metrics
 
 LOG = logging.getLogger("atom.access")
 OPEN = "/health"
-READING = ("GET", "HEAD", "OPTIONS")  # which change nothing
-POLLED = (OPEN, "/ready", "/metrics")  # too often for the log
+READING = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
+POLLED = (OPEN, "/ready", "/metrics")  # polled too often to be logged
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -44,7 +44,7 @@ class Guard:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
-            return None  # nothing else is served
+            return None  # other protocols are not served
         started, headers = time.perf_counter(), dict(scope["headers"])
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = given if REQUEST_ID.fullmatch(given) else new_id("req")
@@ -75,7 +75,7 @@ class Guard:
                 await refuse(scope, 500, body_of(error))(scope, receive, send_named)
         finally:
             route = scope.get("route")
-            path = getattr(route, "path", None) or "other"  # a name of ours: labels have bounds
+            path = getattr(route, "path", None) or "other"  # a route of ours, so that labels are bounded
             self._metrics.http.labels(path, str(status or "left")).inc()
             seconds = round(time.perf_counter() - started, 6)
             line = {"request_id": request_id, "method": scope["method"], "path": shown(scope["path"]), "status": status}
@@ -84,16 +84,16 @@ class Guard:
                 LOG.info("request", extra={"told": line | {"seconds": seconds} | told})
 
     def is_open(self, headers: dict[bytes, bytes]) -> bool:
-        """Whether a key is right, in a time that does not depend on how much of it is."""
+        """Whether the request has a valid key, compared in constant time."""
         if not self._digests:
             return True
         found = digest(given_key(headers))
         return any([hmac.compare_digest(found, each) for each in self._digests])
 
     def is_welcome(self, headers: dict[bytes, bytes]) -> bool:
-        """Whether no page asks, or one of ours or of `origins`.
+        """Whether the request comes from no page, from ours, or from one of `origins`.
 
-        Browsers say by Sec-Fetch-Site where a page is from, but to https and localhost alone; Origin they always send.
+        Browsers send Sec-Fetch-Site to https and localhost only, Origin always.
         """
         origin = headers.get(b"origin")
         if "*" in self._origins or (origin or b"").decode("latin-1") in self._origins:
@@ -124,7 +124,7 @@ def digest(key: bytes) -> bytes:
 def lock_out(scope: Scope) -> ASGIApp:
     way = "x-api-key: KEY" if is_anthropic(scope["path"]) else "Authorization: Bearer KEY"
     body = error_body(401, f"a valid API key is missing: send {way}", code="invalid_api_key")
-    # Basic alone: Chromium takes the line for one challenge, and asks for no key where another scheme follows
+    # Basic alone: Chromium reads the header as one challenge, and shows no prompt where another scheme follows
     return refuse(scope, 401, body, {"www-authenticate": 'Basic realm="atom"'})
 
 
@@ -135,7 +135,7 @@ def refuse_origin(scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp:
 
 
 def read_keys(stated: str | None) -> list[str]:
-    """The keys of serve.http.api_keys. ConfigError where a file has none: a door without a key stands open."""
+    """Read the keys of serve.http.api_keys. ConfigError where a file has none, since then nobody would need one."""
     if stated is None:
         return []
     if stated.startswith("@"):

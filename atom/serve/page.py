@@ -1,4 +1,4 @@
-"""`GET /`: the page, a chat and plots of the metrics, in one file that fetches nothing from elsewhere.
+"""`GET /`: a page with a chat and metrics plots, self-contained.
 
     app.include_router(page.routes(context))
 
@@ -33,7 +33,7 @@ def routes(_: Context) -> APIRouter:
 
 
 def headers(html: str) -> dict[str, str]:
-    """What goes with a page: its policy, and that it is asked for again each time."""
+    """The headers of a page: its policy, and that it is not cached."""
     return {
         "content-security-policy": policy(html),
         "cache-control": "no-cache",
@@ -43,7 +43,7 @@ def headers(html: str) -> dict[str, str]:
 
 
 def policy(html: str) -> str:
-    """The Content-Security-Policy under which a page has its own script and style, and its own origin to ask."""
+    """The Content-Security-Policy of a page: its own script and style by hash, requests to its own origin only."""
     rules = {
         "default-src": "'none'",
         "script-src": hashes("script", html),
@@ -59,7 +59,7 @@ def policy(html: str) -> str:
 
 
 def hashes(tag: str, html: str) -> str:
-    """The sources of a policy that allow what stands between these tags."""
+    """The sources of a policy that allow the content of these tags."""
     inlined = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", html, re.DOTALL)
     digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inlined]
     return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"

@@ -29,9 +29,9 @@ from atom.serve.engine.stream import Stream
 from atom.serve.errors import MAX_MESSAGE, FieldError, body_at, json_response, shown, status_of
 from atom.serve.sse import EventStream, event, until_gone
 
-FINISH_REASONS = {"eos": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # the engine's -> OpenAI's
-SHORT = 1024  # log probabilities that are written faster than a thread is woken
-REFUSED = f"{RequestError.__name__}: "  # how the engine begins an error that lies in the request
+FINISH_REASONS = {"eos": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # the engine's reason -> OpenAI's
+SHORT = 1024  # log probabilities that are written faster than a thread wakes up
+REFUSED = f"{RequestError.__name__}: "  # begins the engine's message for an error of the request
 
 
 @dataclass
@@ -49,7 +49,7 @@ class EngineRequest:
 
 @dataclass
 class Choice:
-    """One sequence."""
+    """One answer to one prompt."""
 
     place: int  # of its prompt
     index: int  # among all of the request's
@@ -80,18 +80,18 @@ def finish_reason(reason: str) -> str:
 
 class Answering:
     def __init__(self, context: Context, stream: Stream, asked: EngineRequest, started: float) -> None:
-        """started: perf_counter when the request came."""
+        """started: perf_counter when the request arrived."""
         self._context, self._stream, self._form, self._started = context, stream, asked.form, started
         self._num_answers = num_answers = asked.params[0].n  # to each prompt
         self._metrics = context.metrics
-        self._early: list[Output] | None = None  # what `begin` has met
+        self._early: list[Output] | None = None  # the first outputs, from `begin`
         self._first_at = 0.0
         self.num_prompt = sum(map(len, asked.prompts))
         self.choices = [Choice(index // num_answers, index) for index in range(len(asked.prompts) * num_answers)]
         self._metrics.prompt_tokens.inc(self.num_prompt)
 
     async def begin(self, receive: Receive, leave: Callable[[], None]) -> None:
-        """Wait for the first output, no longer than comment_seconds; it is kept for those who want it.
+        """Wait for the first output, for comment_seconds at most; it is kept for `collect` or `outputs`.
 
         AtomError where the engine refuses the request or dies, ClientDisconnect where the client leaves: then `leave`
         has been called.
@@ -104,7 +104,7 @@ class Answering:
             raise
 
     async def collect(self) -> list[Choice]:
-        """All choices, done. AtomError where the engine refuses the request or dies."""
+        """Wait for all choices. AtomError where the engine refuses the request or dies."""
         while self._early is not None or not self._stream.is_done:
             for output in await self._next():
                 choice = self._take(output)
@@ -124,12 +124,12 @@ class Answering:
                 yield None
             for output in outputs:
                 choice = self._take(output)
-                if output.finish is None or output.finish.reason != "error":  # which is told in its own way
+                if output.finish is None or output.finish.reason != "error":  # errors are raised below
                     yield choice, output
         self._refuse_faults()
 
     async def write(self, make: Callable[[], Response]) -> Response:
-        """The answer that a function makes of the choices: in a thread where there are many log probabilities."""
+        """Make the response, in a thread where there are many log probabilities."""
         lists = [each for choice in self.choices for each in (choice.logprobs, choice.prompt_logprobs) if each]
         size = sum(len(each) * (1 + len(each[-1].top if each[-1] else ())) for each in lists)
         return make() if size <= SHORT else await asyncio.to_thread(make)
@@ -152,7 +152,7 @@ class Answering:
         }
 
     def record(self, usage: dict[str, Any], error: Exception | None = None) -> dict[str, Any]:
-        """What the log tells of it."""
+        """The fields of the request's log line."""
         reasons = ["error" if choice.finish is None else choice.finish.reason for choice in self.choices]
         told = {"usage": usage, "finish_reasons": reasons}
         return told if error is None else told | {"error": shown(str(error) or type(error).__name__, MAX_MESSAGE)}
@@ -173,7 +173,7 @@ class Answering:
         return RequestError(message) if self._form is None else FieldError(self._form, shown(message))
 
     def _take(self, output: Output) -> Choice:
-        """Note an output's times and counts."""
+        """Record an output's times and counts."""
         choice = self.choices[self._stream.places[output.id] * self._num_answers + output.index]
         metrics, now = self._metrics, time.perf_counter()
         choice.prompt_logprobs += output.prompt_logprobs or ()
@@ -206,7 +206,7 @@ class Answering:
 
 
 def best(choices: list[Choice], made: int, wanted: int) -> list[Choice]:
-    """Of the `made` choices of each prompt the `wanted` most likely, numbered anew."""
+    """Select the `wanted` most likely of the `made` choices of each prompt, renumbered."""
     if made == wanted:
         return choices
     kept = []

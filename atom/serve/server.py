@@ -1,10 +1,10 @@
-"""The server's life: start the engine, listen, drain, end.
+"""Run the server: start the engine, listen, drain, end.
 
     code = run_loop(Server(config).run, config.serve.http.log)
 
-SIGTERM and Ctrl-C drain: what runs may end within drain_seconds, what comes is told 503. A second signal ends at once,
-and so does one while the engine loads. An engine that dies or falls silent ends the server with an exit code that a
-supervisor restarts on.
+SIGTERM and Ctrl-C drain: running requests may end within drain_seconds, new ones get 503. A second signal ends at once,
+and so does one while the engine loads. An engine that dies or falls silent ends the server with an exit code on which a
+supervisor restarts it.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from atom.serve.metrics import Metrics
 from atom.serve.middleware import read_keys
 
 LOG = logging.getLogger("atom.serve")
-TICK_SECONDS = 0.5  # between two looks at the engine
-DEAD_SECONDS = 5.0  # that /health tells of a death before the server ends
+TICK_SECONDS = 0.5  # between two checks of the engine
+DEAD_SECONDS = 5.0  # for /health to report the engine's death before the server ends
 POLL_SECONDS = 0.02
 END_SECONDS = 5.0  # for connections to close and for the engine's process to end
 BACKLOG = 2048  # connections that wait to be accepted
 KNOWN = (ConfigError, CheckpointError, UnsupportedError, CapacityError, PassError, ArtifactError)
 ERRORS = {each.__name__: each for each in KNOWN}
-CANNOT_LOAD = 2  # the exit code where it would be the same at the next start
+CANNOT_LOAD = 2  # the exit code where the next start would fail alike
 
 
 def run_loop(serve: Callable[[], Coroutine[Any, Any, int]], kind: str) -> int:
-    """Run a server; the exit code. kind: of the log, which has all that is printed meanwhile."""
+    """Run a server; the exit code. kind: of the log, which gets all that is printed meanwhile."""
     log.configure(kind)
     with contextlib.ExitStack() as opened:
         if log.is_json(kind):
@@ -67,7 +67,7 @@ def run_loop(serve: Callable[[], Coroutine[Any, Any, int]], kind: str) -> int:
         runner = opened.enter_context(asyncio.Runner(loop_factory=find_loop()))
         try:
             return runner.run(serve())
-        except (AtomError, OSError):  # which the command line tells
+        except (AtomError, OSError):  # reported by the command line
             raise
         except Exception:
             LOG.exception("the server failed")
@@ -87,7 +87,7 @@ class Server:
     def __init__(self, config: Config, worker: tuple[str, ...] = WORKER) -> None:
         """worker: the command of the engine's process.
 
-        ConfigError where keys, template or address cannot be had; nothing has been started then.
+        ConfigError, with nothing started, where keys or template cannot be read or the address is taken.
         """
         http = config.serve.http
         self._config, self._worker = config, worker
@@ -117,7 +117,7 @@ class Server:
         self._asked_to_end = asyncio.Event()
         self._signals: list[int] = []
         self._has_mourned = False
-        self._fault: Exception | None = None  # of this process
+        self._fault: Exception | None = None  # an error of this process
         self._code = 0
 
     async def run(self) -> int:
@@ -129,7 +129,7 @@ class Server:
         serving = asyncio.create_task(self._uvicorn.serve([self._socket]))
         try:
             await self._client.connect(engine.connection)
-            # a thread that nobody waits for: it may be downloading when it is time to end
+            # a daemon thread: it may be downloading when the server ends
             threading.Thread(target=self._open_tokenizer, args=(loop,), name="tokenizer", daemon=True).start()
             announcing = asyncio.create_task(self._announce())
             await self._watch()
@@ -148,7 +148,7 @@ class Server:
         return self._code
 
     async def _end(self, engine: EngineProcess) -> str:
-        """Wait for the engine to end, unless that is asked for at once or it is dead already; how it ended."""
+        """Wait for the engine to end, unless the end is forced or it is dead already; how it ended."""
         loop = asyncio.get_running_loop()
         end = loop.time() + (0.0 if self._has_mourned else END_SECONDS)
         while not engine.has_ended() and not self._is_forced and loop.time() < end:
@@ -174,20 +174,20 @@ class Server:
         return len(self._signals) > 1
 
     async def _watch(self) -> None:
-        """Return when it is time to end."""
+        """Watch the engine and signals; return when the server must end."""
         while not self._asked_to_end.is_set() and self._client.state is not State.DEAD:
             await wait_for_any(TICK_SECONDS, self._asked_to_end, self._client.dead)
             self._client.check()
         if self._client.state is State.DEAD:
             return await self._mourn()
-        self._asked_to_end.clear()  # the next signal ends at once
+        self._asked_to_end.clear()  # so that the next signal forces the end
         self._code = 130 if self._signals[0] == signal.SIGINT else 0
         if self._client.ready.is_set():
             await self._drain()
         return None
 
     async def _drain(self) -> None:
-        """Return when nothing runs any more, or it is time to end all the same."""
+        """Wait until no request runs, or the end is forced."""
         client, seconds = self._client, self._config.serve.http.drain_seconds
         client.drain()
         LOG.info("draining", extra={"told": {"seconds": seconds}})
@@ -200,7 +200,7 @@ class Server:
                 return await self._mourn()
 
     async def _mourn(self) -> None:
-        """The engine is dead: streams have ended with an error; tell it for a while, then end."""
+        """Report a dead engine for a while, then return; its streams have ended with an error."""
         self._code = 1
         if self._client.ready.is_set():
             LOG.error("the engine is dead", extra={"told": {"reason": self._client.reason}})
@@ -214,7 +214,7 @@ class Server:
             self._uvicorn.force_exit = True
 
     def _open_tokenizer(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The tokenizer, while the engine loads the weights, which finds too what is wrong with it."""
+        """Open the tokenizer while the engine loads the weights, and also finds the faults of the checkpoint."""
         try:
             checkpoint = open_for(self._config, self._context.progress, weights=False)
             try:
@@ -226,7 +226,7 @@ class Server:
             found = partial(self._take_tokenizer, tokenizer)
         except Exception as error:
             found = partial(self._fail, error)
-        with contextlib.suppress(RuntimeError):  # the loop has ended
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
             loop.call_soon_threadsafe(found)
 
     def _take_tokenizer(self, tokenizer: Tokenizer | None) -> None:
@@ -238,7 +238,7 @@ class Server:
         self._client.close(str(error))
 
     async def _announce(self) -> None:
-        """Say where the server is, once it serves."""
+        """Print the server's address once it serves."""
         await self._client.ready.wait()
         await self._context.has_tokenizer.wait()
         settle()
@@ -254,13 +254,13 @@ class _Uvicorn(uvicorn.Server):
         self._ended = asyncio.Event()
 
     def capture_signals(self) -> Any:
-        """Signals are this module's."""
+        """Leave signals to this module."""
         return nullcontext()
 
     async def main_loop(self) -> None:
-        """uvicorn looks ten times a second whether it is to end; here it is told."""
+        """Wait for an event, where uvicorn polls ten times a second whether it must end."""
         while not self._ended.is_set():
-            await self.on_tick(0)  # the date of the answers
+            await self.on_tick(0)  # updates the date header
             await wait_for_any(1.0, self._ended)
 
     def end(self) -> None:
@@ -269,7 +269,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. ConfigError says why it cannot be had."""
+    """Open a listening socket. ConfigError where that fails."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, proto)
@@ -283,12 +283,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(listening: socket.socket) -> bool:
-    """Whether only this machine reaches it."""
+    """Whether only this machine can reach the socket."""
     return ipaddress.ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
 
 
 async def wait_for_any(seconds: float, *events: asyncio.Event) -> None:
-    """Wait for the first of some events, but no longer than so many seconds."""
+    """Wait for the first of some events, for so many seconds at most."""
     tasks = [asyncio.create_task(event.wait()) for event in events]
     try:
         await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -298,7 +298,7 @@ async def wait_for_any(seconds: float, *events: asyncio.Event) -> None:
 
 
 def describe_exit(code: int, *, has_left: bool) -> str:
-    """The exit code of the engine's process in words. has_left: it ended unasked."""
+    """Describe the exit code of the engine's process. has_left: it ended unexpectedly."""
     if code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name

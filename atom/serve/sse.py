@@ -1,4 +1,6 @@
-"""Server-sent events, one for each token: the path that every token takes, so it is short.
+"""Stream server-sent events, one for each token.
+
+Every token takes this path, so it is short.
 
     return EventStream(events(stream), leave=lambda: client.abort(stream))
 
@@ -43,7 +45,7 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with suppress(ClientDisconnect):
-                # past what frameworks wrap around the guard's `send` for the head's sake: a tenth of what a token costs
+                # skip the frameworks' wrappers around the guard's `send`, which cost a tenth of a token's time
                 await until_gone(receive, self._send_all(scope.get("state", {}).get("send", send)))
         finally:
             self._leave()
@@ -55,7 +57,7 @@ class EventStream(Response):
 
 
 async def until_gone(receive: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
-    """The result of some work, which is cancelled when the client leaves: ClientDisconnect."""
+    """Await some work, which is cancelled when the client leaves: ClientDisconnect."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(wait_for_end(receive))
     try:

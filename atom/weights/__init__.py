@@ -1,6 +1,8 @@
-"""Recipes to tensors: the one place where weights are read, joined and made.
+"""Load weights: evaluate every recipe of a graph to a tensor.
 
-    check(graph, checkpoint.tensors, ignore=config.model.ignore)      # missing, left over, misshapen: a CheckpointError
+Only here are weights read, joined and made.
+
+    check(graph, checkpoint.tensors, ignore=config.model.ignore)      # CheckpointError: missing, unused, wrong shape
     weights = load(graph.recipes(), checkpoint, progress)             # {recipe: tensor}; equal recipes are one tensor
     weights = load(graph.recipes(), checkpoint, progress, "cuda")     # the same on a GPU, num_bytes(graph) in all
 
@@ -32,13 +34,13 @@ from atom.weights import stream
 from atom.weights.evaluate import copy, find_places, view
 from atom.weights.rope import rope_freqs
 
-Loaded = Tensor | list[Tensor]  # a list: experts, each in a kernel's own layout
+Loaded = Tensor | list[Tensor]  # a list: one tensor per expert, each in a kernel's own layout
 
 NUM_READERS = 2  # threads that read and convert, on a CPU
 
 
 def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str] = ()) -> None:
-    """Hold the checkpoint against the graph: every tensor there, of the right shape, and none left over."""
+    """Check the checkpoint against the graph: no tensor is missing, unused or of another shape."""
     needed = {leaf.name: leaf.type for recipe in graph.recipes() for leaf in stored_tensors(recipe)}
     missing = [name for name in needed if name not in stored]
     if missing:
@@ -60,8 +62,8 @@ def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str
 
 
 def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
-    """Hold the layers and experts that a model has against the names in a checkpoint's header, before any text is
-    written of as many."""
+    """Check a model's numbers of layers and experts against the names in a checkpoint's header, before a text of that
+    many is written."""
     names = [name for name in model.weights.values() if "{layer}" in name or "{expert}" in name]
     experts = max((mlp.experts or 0 for mlp in model.mlp if mlp.kind == "moe"), default=0)
     for placeholder, num_stated in (("layer", model.layers), ("expert", experts)):
@@ -72,7 +74,7 @@ def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None
 
 
 def _find_numbers(stored: Iterable[str], names: Iterable[str], placeholder: str) -> set[str] | None:
-    """The numbers that stand in the place of a placeholder in stored names; None where no name has it."""
+    """The numbers in the place of a placeholder in stored names; None where no name has it."""
     marked = (re.escape(name).partition(re.escape(f"{{{placeholder}}}")) for name in names)
     fronts = {front.replace(re.escape("{layer}"), "[0-9]+") for front, found, _ in marked if found}
     if not fronts:
@@ -82,7 +84,7 @@ def _find_numbers(stored: Iterable[str], names: Iterable[str], placeholder: str)
 
 
 def refuse_packed(graph: Graph) -> None:
-    """UnsupportedError where a weight would have to be computed with in its stored format."""
+    """Raise UnsupportedError where a graph would compute with a weight in its packed format."""
     for recipe in graph.recipes():
         if recipe.type.fmt is not None:
             leaf = next(leaves(recipe))
@@ -91,15 +93,15 @@ def refuse_packed(graph: Graph) -> None:
 
 
 def num_bytes(graph: Graph) -> int:
-    """Bytes of all tensors that the graph's recipes become."""
+    """Bytes of the tensors of all recipes of a graph."""
     return sum(map(held_bytes, graph.recipes()))
 
 
 def load(
     recipes: Iterable[Recipe], checkpoint: Checkpoint, progress: Progress, device: str = "cpu"
 ) -> dict[Recipe, Loaded]:
-    """Every recipe's tensor, on the device. CapacityError where it has no room for them."""
-    ordered = sorted(recipes, key=lambda recipe: -recipe.type.num_bytes)  # the readers end together
+    """Load every recipe's tensor to the device. CapacityError where they do not fit."""
+    ordered = sorted(recipes, key=lambda recipe: -recipe.type.num_bytes)  # so the readers end together
     with (
         progress.task("loading weights", sum(recipe.type.num_bytes for recipe in ordered)) as task,
         warnings.catch_warnings(),
@@ -118,7 +120,7 @@ def load(
 
 
 def load_dummy(recipes: Iterable[Recipe], seed: int, device: str = "cpu") -> dict[Recipe, Loaded]:
-    """Weights of normal(0, 0.02) in place of stored ones, made on the device."""
+    """Make random weights, normal(0, 0.02), on the device, in place of stored ones."""
     ordered = list(recipes)
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -132,7 +134,7 @@ def load_dummy(recipes: Iterable[Recipe], seed: int, device: str = "cpu") -> dic
 def _load_staged(
     recipes: Iterable[Recipe], checkpoint: Checkpoint, device: str, advance: Callable[[int], None]
 ) -> dict[Recipe, Loaded]:
-    """`load` from the files themselves; each tensor is allocated when the readers come to it."""
+    """`load` through staging buffers; each tensor is allocated when the readers come to it."""
     loaded: dict[Recipe, Loaded] = {}
 
     def parts() -> Iterator[tuple[Recipe, Tensor]]:
@@ -150,7 +152,7 @@ def _load_staged(
 
 @contextmanager
 def _within_memory(recipes: Iterable[Recipe], device: str) -> Iterator[None]:
-    """A lack of memory on the device, told with the sizes."""
+    """Raise a CapacityError with the sizes where the device runs out of memory."""
     free, total = (0, 0) if device == "cpu" else torch.cuda.mem_get_info(device)
     size = sum(map(held_bytes, recipes))
     with naming_a_lack_of_memory(
@@ -166,7 +168,7 @@ def _some(names: list[str]) -> str:
 
 @torch.inference_mode()
 def _make(recipe: Recipe, fill: Callable[[Recipe, Tensor], Any], device: str = "cpu") -> Loaded:
-    """A recipe's tensor; `fill` writes each part of it into its place."""
+    """Make a recipe's tensor; `fill` writes each part into its place."""
     if isinstance(recipe, RopeFreqs):
         return rope_freqs(recipe).to(device)
     if isinstance(recipe, Shuffle):
@@ -183,12 +185,12 @@ def _empty(recipe: Recipe, device: str) -> Tensor:
 
 
 def _shuffled(recipe: Shuffle, fill: Callable[[Recipe, Tensor], Any]) -> Loaded:
-    """In a kernel's layout; experts one by one, so that all of them are never there twice."""
+    """Make a tensor in a kernel's layout; experts one by one, so that not all of them are in memory twice."""
     part = recipe.part
     if len(part.type.shape) == 2:
         return shuffle(cast(Tensor, _make(part, fill)), recipe.layout)
     num_experts, *shape = (int(dim) for dim in part.type.shape)
-    plain = torch.empty([1, *shape], dtype=TORCH_DTYPES[part.type.dtype])  # one for all: freed ones would be holes
+    plain = torch.empty([1, *shape], dtype=TORCH_DTYPES[part.type.dtype])  # one buffer for all, to avoid fragmentation
     experts: list[Tensor] = []
     for expert in range(num_experts):
         for each, place in find_places(narrow(part, expert, expert + 1), plain):

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint stores packed, as plain tensors.
+"""Dequantize weights that a checkpoint stores packed.
 
 dense = unpack("mxfp4", {"values": blocks, "scales": scales})
 """
@@ -16,7 +16,7 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 
 
 def unpack(fmt: str, parts: Mapping[str, Tensor]) -> Tensor:
-    """fp32[..., O, I] of a weight's parts, see `graph.parts`; of one that was transposed too."""
+    """Dequantize a weight's parts to fp32[..., O, I], see `graph.parts`; of one that was transposed too."""
     if fmt == formats.transpose("mxfp4"):
         return unpack_mxfp4(parts["values"].transpose(-3, -2), parts["scales"].mT).mT
     assert fmt == "mxfp4", f"a weight is stored as {fmt}: refuse_packed comes first"

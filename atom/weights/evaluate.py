@@ -1,4 +1,6 @@
-"""The parts of a recipe: which place of its tensor each one fills, and how it is seen in what is stored.
+"""Evaluate recipes: find the parts of one, and view them in stored tensors.
+
+A part fills one place of the recipe's tensor.
 
 for part, place in find_places(recipe, tensor):
     copy(part, place, lambda plain: view(plain, checkpoint))
@@ -20,7 +22,7 @@ from atom.weights.dequantize import unpack
 
 
 def find_places(recipe: Recipe, target: Tensor) -> Iterator[tuple[Recipe, Tensor]]:
-    """The parts of a recipe, none of them joined of others, and the part of its tensor that each one fills."""
+    """The parts of a recipe that are not joined of others, each with the view of the target that it fills."""
     if isinstance(recipe, Dequantize):
         for packed, filled in find_places(recipe.part, target):
             yield Dequantize(packed), filled
@@ -33,7 +35,7 @@ def find_places(recipe: Recipe, target: Tensor) -> Iterator[tuple[Recipe, Tensor
     elif isinstance(recipe, Stack):
         for place, expert in enumerate(range(recipe.start, recipe.stop)):
             yield from find_places(recipe.of(expert), target[place])
-    elif len(recipe.type.shape) == 3:  # one expert at a time: what is unpacked on the way stays small
+    elif len(recipe.type.shape) == 3:  # one expert at a time, so that little is dequantized at once
         for place in range(int(recipe.type.shape[0])):
             yield narrow(recipe, place, place + 1), target[place : place + 1]
     else:
@@ -41,7 +43,7 @@ def find_places(recipe: Recipe, target: Tensor) -> Iterator[tuple[Recipe, Tensor
 
 
 def copy(recipe: Recipe, target: Tensor, see: Callable[[Recipe], Tensor]) -> None:
-    """Fill a target with a recipe that is made of one stored tensor; `see` gives it without what is added to it."""
+    """Fill a target with a recipe of one stored tensor; `see` gives that tensor's view, without a Shift."""
     if isinstance(recipe, Shift):
         copy(recipe.part, target, see)
         target.add_(recipe.by)
@@ -50,7 +52,7 @@ def copy(recipe: Recipe, target: Tensor, see: Callable[[Recipe], Tensor]) -> Non
 
 
 def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:
-    """A view of the stored tensor, where it need not be unpacked; nothing of it is read."""
+    """A view of the stored tensor, where it need not be dequantized; nothing of it is read."""
     match recipe:
         case W():
             assert recipe.type.fmt is None, f"{recipe.name} is stored as {recipe.type.fmt}: refuse_packed comes first"

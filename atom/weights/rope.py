@@ -1,4 +1,4 @@
-"""Rotary frequencies from their recipe.
+"""Compute rotary frequencies from their recipe.
 
 rope_freqs(RopeFreqs(64, 10000.0))     # fp32[32], radians a token
 """
@@ -41,7 +41,7 @@ def _llama3(recipe: RopeFreqs, freqs: Tensor) -> Tensor:
 
 
 def _yarn_share(recipe: RopeFreqs) -> Tensor:
-    """By frequency, the share that is left as it was: 1 where it turns more than beta_fast times, 0 below beta_slow."""
+    """The share of each frequency that is kept: 1 with more than beta_fast rotations, 0 with less than beta_slow."""
     assert recipe.original_max_position is not None, "the recipe checks it"
 
     def dim_of(turns: float) -> float:

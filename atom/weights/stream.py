@@ -1,12 +1,14 @@
-"""Weights from files to a device, past the map of the files: several readers, and buffers that go round.
+"""Stream weights from files to a device, through pinned buffers.
+
+Several readers read past the map of the files, and reuse the buffers.
 
     fill(find_places(recipe, tensor), checkpoint, torch.device("cuda"), task.advance)
 
-A reader fills a pinned buffer with a piece and hands it to the caller. The caller has it copied to the device, straight
-to its place where the file holds the very bytes, else to where it is cut, transposed and converted. The buffer goes
-back to the readers with the next piece, and is read into once it is copied. All but the reading is the caller's since
-the interpreter runs one thread at a time. What a file does not hold as it stands (GGUF's blocks, MXFP4) is unpacked by
-the readers on the CPU, one part at a time for each.
+A reader fills a pinned buffer with a piece and hands it to the caller. The caller copies it to the device, straight to
+its place where the file has just the bytes that are wanted, else to a temporary where it is cut, transposed and
+converted. The buffer goes back to the readers with the next piece, and is reused once it is copied. The readers only
+read, since the interpreter runs one thread at a time; but packed tensors (GGUF's blocks, MXFP4) are dequantized by the
+readers on the CPU, one part at a time for each.
 """
 
 from __future__ import annotations
@@ -37,25 +39,25 @@ BUFFER = 4 << 20  # bytes, a multiple of 8; together the buffers stay in a CPU's
 
 
 class Piece(NamedTuple):
-    """A part of a recipe, or some of one, that one read brings."""
+    """A part of a recipe, or a portion of one, that is read at once."""
 
     part: Recipe
-    place: Tensor  # what it fills; u8[num_bytes] where the file holds the very bytes
-    file: FileIO | None = None  # None: it is to be unpacked
+    place: Tensor  # what it fills; u8[num_bytes] where the file's bytes are used as they are
+    file: FileIO | None = None  # None: the tensor must be dequantized
     start: int = 0  # byte of the file
     num_bytes: int = 0
-    mapped: Tensor | None = None  # its elements as they lie in the file, none of them read; None: the very bytes
+    mapped: Tensor | None = None  # a view of its elements in the file, not read; None: the bytes are used as they are
 
 
 class Buffer(NamedTuple):
-    """What pieces pass through, pinned on their way to a GPU."""
+    """A staging buffer for pieces, pinned for a GPU."""
 
     content: Tensor  # u8[BUFFER]
     memory: memoryview  # the same
     copied: torch.cuda.Event | None  # over when it may be read into again
 
     def wait(self) -> None:
-        """Till it may be read into."""
+        """Wait until it may be reused."""
         if self.copied and not self.copied.query():  # type: ignore[no-untyped-call]  # which costs less than to wait
             self.copied.synchronize()
 
@@ -67,15 +69,15 @@ def fill(
     device: torch.device,
     advance: Callable[[int], None],
 ) -> None:
-    """Fill the places of parts, see `find_places`, with what is stored; `advance` is told the bytes that are.
+    """Fill the places of parts, see `find_places`, from the files; `advance` gets the number of bytes done.
 
-    The parts are taken one after the other while others are read, so that making them may take its time.
+    The iterator of parts is advanced while other parts are read, so that making them may take its time.
     CheckpointError for a file that cannot be read or ends too early.
     """
     num_readers = min(MAX_READERS, len(os.sched_getaffinity(0)))
     stream = None if device.type == "cpu" else torch.cuda.current_stream(device)
     buffers = _make_buffers(num_readers * READER_BUFFERS, device)
-    todo: SimpleQueue[tuple[Piece, Buffer] | None] = SimpleQueue()  # None: a reader is to end
+    todo: SimpleQueue[tuple[Piece, Buffer] | None] = SimpleQueue()  # None: ends a reader
     done: SimpleQueue[tuple[Piece | None, Buffer] | None] = SimpleQueue()  # None: a reader has ended
     for buffer in buffers:
         done.put((None, buffer))
@@ -111,7 +113,7 @@ def fill(
             try:
                 with suppress(Empty):
                     while True:
-                        todo.get_nowait()  # what is under way ends, nothing more is taken
+                        todo.get_nowait()  # pieces under way are finished, no more are taken
             finally:
                 for _ in range(num_readers):
                     todo.put(None)
@@ -119,7 +121,7 @@ def fill(
             reader.result()
     if stream:
         stream.synchronize()
-        torch.cuda.empty_cache()  # what was converted in
+        torch.cuda.empty_cache()  # the temporaries of conversions
 
 
 def _make_buffers(count: int, device: torch.device) -> list[Buffer]:
@@ -135,7 +137,7 @@ def _make_buffers(count: int, device: torch.device) -> list[Buffer]:
 
 
 def _move(piece: Piece, buffer: Buffer, stream: torch.cuda.Stream | None) -> None:
-    """Start what takes a piece from the buffer to its place."""
+    """Start the copy of a piece from the buffer to its place."""
     if piece.file is None:
         return
     content, mapped = buffer.content[: piece.num_bytes], piece.mapped
@@ -149,7 +151,7 @@ def _move(piece: Piece, buffer: Buffer, stream: torch.cuda.Stream | None) -> Non
 
 
 def read_exactly(file: FileIO, start: int, left: memoryview) -> None:
-    """Fill what is left from a byte of a file on, while other threads run and read the same file."""
+    """Fill `left` from a byte of a file on; other threads may read the same file."""
     while left:
         try:
             count = os.preadv(file.fileno(), [left], start)
@@ -161,7 +163,7 @@ def read_exactly(file: FileIO, start: int, left: memoryview) -> None:
 
 
 def _find_pieces(parts: Iterable[tuple[Recipe, Tensor]], checkpoint: Checkpoint, files: ExitStack) -> Iterator[Piece]:
-    """What there is to read, in pieces that a buffer holds; files are left open."""
+    """Cut parts into pieces that fit a buffer; files are left open."""
     opened: dict[Path, FileIO] = {}
     for part, place in parts:
         leaf = next(leaves(part))
@@ -191,7 +193,7 @@ def _are_same_bytes(mapped: Tensor, place: Tensor) -> bool:
 
 
 def _split(mapped: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both, cut along the dim of the longest steps until all from the first byte to the last fits a buffer."""
+    """Cut both along the dim of the largest stride until the range from first to last byte fits a buffer."""
     if not mapped.numel():
         return
     limit, extent = BUFFER // mapped.itemsize, _extent(mapped)
@@ -208,5 +210,5 @@ def _split(mapped: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from its first to its last, those between them included."""
+    """The number of elements from a view's first to its last in memory."""
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,6 @@
-"""The ops of the text. Each is a reference body in plain torch, a shape rule in plain Python, and a docstring.
+"""All ops of the text, by name.
+
+An op is a reference body in plain torch, a shape rule in plain Python, and a docstring.
 
     ops.rms_norm(x, weight, eps=1e-6)                      # the reference body
     ops.rms_norm.infer(Type("bf16", ("T", 576)), …)        # its result's type

@@ -1,4 +1,4 @@
-"""Attention over keys and values, semantic (one whole sequence) and lowered (many, in the blocks of a paged cache)."""
+"""Attention ops: semantic (one whole sequence) and lowered (a paged cache)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _rope(x: Type, cos: Type, sin: Type, *, interleaved: bool = False) -> Type:
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """x [T, N, D], cos and sin fp32[T, P] -> [T, N, D] (Su et al. 2021)
 
-    Dim i turns with i + P, or 2 i with 2 i + 1 where they are interleaved; the dims behind 2 P stay.
+    Dim i is rotated with i + P, or 2 i with 2 i + 1 where they are interleaved; the dims from 2 P on stay.
     """
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -129,7 +129,7 @@ def _norm_rope_write(q: Type, k: Type, v: Type, cos: Type | None, sin: Type | No
 def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
                     k_norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
                     interleaved: bool = False) -> Tensor:  # fmt: skip
-    """Norm and turn q and k, write k and v to the cache, give q.
+    """Norm and rotate q and k, write k and v to the cache, give q.
 
     q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D], cache [blocks, block size, 2, K, D]
     -> q [T, N, D]

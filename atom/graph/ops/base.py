@@ -1,4 +1,4 @@
-"""What an op of the text is: a reference body in plain torch, a shape rule in plain Python, and a docstring.
+"""Define an op: a reference body, a shape rule, a docstring.
 
 @op(lambda x, *, by: x)                        # the shape rule, over the types of the tensors
 def scale(x, *, by): return x * by             # the reference body
@@ -56,7 +56,7 @@ def op(
     infer: Callable[..., Type | tuple[Type, ...]], *, levels: frozenset[str] = BOTH, state: bool = False,
     weight: int | tuple[int, ...] = (),
 ) -> Callable[[Callable[..., Any]], Op]:  # fmt: skip
-    """Make an op of a reference body and a shape rule; weight: which argument is one, see `Op.weights`."""
+    """Make an op from a reference body and a shape rule. weight: which argument is one, see `Op.weights`."""
 
     def register(body: Callable[..., Any]) -> Op:
         weights = weight if isinstance(weight, tuple) else (weight,)

@@ -1,4 +1,4 @@
-"""Neighbours as one op: what few rows of tokens are fast in.
+"""Fused ops, which are faster for few rows of tokens.
 
 A linear together with the norm before it or the gates behind it; attention together with the cache write before it.
 """

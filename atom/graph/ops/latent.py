@@ -1,4 +1,6 @@
-"""Multi-head latent attention (DeepSeek-AI 2024): one latent entry a token for all heads, expanded or absorbed.
+"""Ops of multi-head latent attention (DeepSeek-AI 2024).
+
+A token has one latent entry for all heads, which is expanded or absorbed.
 
 Shapes by letter: L latent dims, P dims of a head without position, R rotated ones, U dims of a value.
 """
@@ -72,7 +74,7 @@ def _norm_rope_write_latent(q_rope: Type, latent: Type, k_rope: Type, cos: Type 
 def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tensor | None,
                            norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
                            interleaved: bool = False) -> Tensor:  # fmt: skip
-    """Norm the latent, turn q_rope and k_rope, write latent and k_rope to the cache, give q_rope.
+    """Norm the latent, rotate q_rope and k_rope, write latent and k_rope to the cache, give q_rope.
 
     q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, R / 2], norm [L], cache [blocks, block size,
     L + R] -> q_rope [T, N, R]

@@ -1,8 +1,10 @@
-"""Mixture of experts: a router chooses k of E experts a token; lowered, the tokens are grouped by expert.
+"""Mixture-of-experts ops: router, group, grouped linear, combine.
+
+A router chooses k of E experts a token; lowered, the tokens are grouped by expert.
 
     weights, ids = router(h, W("gate"), top_k=2)                        # fp32[T, 2], i64[T, 2]
-    grouped, order, ends = group(h, ids, experts=8)                     # rows by expert; what lies behind this line
-    gate_up = grouped_linear(grouped, cat([…], dim=1), ends)            # and before combine may run on other ranks
+    grouped, order, ends = group(h, ids, experts=8)                     # rows by expert; the calls from here to
+    gate_up = grouped_linear(grouped, cat([…], dim=1), ends)            # combine may run on other ranks
     m = gated_activate(gate_up, kind="silu")
     down = grouped_linear(m, stack(…), ends)
     y = combine(down, weights, order)

@@ -1,7 +1,9 @@
-"""Ops that Inductor compiles, in pieces of the graph: what lies between two stateful ops is one loop nest or a few.
+"""The backend `inductor`: ops that Inductor compiles within pieces.
 
-A linear is left to torch, whose packed weights are faster than the products that Inductor writes, and runs in the midst
-of a piece. Called by itself, outside of a piece, such a kernel is the op's own body.
+What lies between two stateful ops becomes one loop nest or a few.
+
+A linear within a piece is left to torch, whose packed weights are faster than the products that Inductor writes. Called
+outside of a piece, such a kernel is the op's own body.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pieces for a CPU: by way of aten and Inductor, ahead of time, to a shared object.
+"""Compile a piece for a CPU: aten, Inductor, a shared object.
 
 files = InductorCompiler().compile(text)      # {"piece.so": …, "piece.json": …}, some seconds
 run = InductorCompiler().load(folder)         # milliseconds, without a compiler
@@ -25,7 +25,7 @@ LIBRARY = "piece.so"
 HINT = 16  # rows that Inductor plans its loops for
 OPTIONS = {  # of Inductor
     "cpp.dynamic_threads": True,  # as many threads as the process has, not as this machine has now
-    "aot_inductor.precompile_headers": False,  # needs openssl, and takes what lies at a known path in /tmp
+    "aot_inductor.precompile_headers": False,  # needs openssl, and reads a fixed path in /tmp
 }
 
 
@@ -45,7 +45,7 @@ class InductorCompiler(PieceCompiler):
             if environment.guards:
                 used = ", ".join(dict.fromkeys(node.target.name for node in program.nodes))
                 raise PassError(f"a piece of {used} compiles only where {[guard.expr for guard in environment.guards]}")
-            calls = made.with_suffix(".json")  # the calls into torch that are not in its C interface
+            calls = made.with_suffix(".json")  # its calls into torch that are not in torch's C interface
             return {LIBRARY: made.read_bytes(), **({"piece.json": calls.read_bytes()} if calls.exists() else {})}
 
     def load(self, folder: Path) -> PieceCode:
@@ -80,7 +80,7 @@ class InductorCompiler(PieceCompiler):
 
 
 def _expand(program: Program) -> tuple[torch.fx.GraphModule, list[Tensor], Any]:
-    """The program in aten, the fake inputs that it was traced with, and the environment of their symbols."""
+    """Trace the program to aten: the module, its fake inputs, and the environment of their symbols."""
     from torch._dynamo.source import ConstantSource
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -103,13 +103,13 @@ def _expand(program: Program) -> tuple[torch.fx.GraphModule, list[Tensor], Any]:
 
 
 def find_versions() -> dict[str, str]:
-    """What compiled code depends on of this machine: another one of equal ones can run it."""
+    """What compiled code depends on of this machine: a machine with equal values can run it."""
     return {"torch": torch.__version__, "instruction set": instruction_set(), "libraries": libraries()}
 
 
 @cache
 def instruction_set() -> str:
-    """What compiled code may use of this CPU."""
+    """The instruction set that compiled code may use on this CPU."""
     kinds = ("sse", "ssse", "avx", "fma", "f16c", "bmi", "amx", "neon", "asimd", "sve", "bf16", "popcnt", "movbe")
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

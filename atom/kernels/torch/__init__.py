@@ -1,11 +1,13 @@
-"""The CPU kernels in eager torch: what beats an op's reference body without a compiler.
+"""The backend `torch`: CPU kernels in eager torch.
+
+They beat an op's reference body without a compiler.
 
     for kernel in BACKEND.kernels:
         reason = kernel.accepts(Target("cpu"))     # None: yes
         run = kernel.load(LoadContext())           # a callable with the op's signature
 
-Activations, embeddings and what chooses and groups experts are few calls of torch in the reference, which nothing here
-beats.
+Activations, embeddings, routers and the grouping of experts are few calls of torch in the reference, which nothing
+here beats.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def _accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
 
 
 def _kernel(op: Op, run: Callable[..., Any]) -> Kernel:
-    """The kernel of a function, or of a class, of which a program has one object."""
+    """The kernel of a function, or of a class, which each program has one object of."""
     load = (lambda context: context.share(run)) if isinstance(run, type) else lambda _: run
     return Kernel(op, "torch", plain(_accepts), load)
 

@@ -1,4 +1,6 @@
-"""Paged attention in float32 on batched matrix products: as fast as torch's flash attention, rounded once.
+"""Paged attention on a CPU, in float32 on batched matrix products.
+
+It is as fast as torch's flash attention, and rounds once.
 
 attend = PagedAttention()    # one object for all layers: it owns the workspace and the plan of the step
 for layer in layers:

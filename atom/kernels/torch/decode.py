@@ -1,4 +1,6 @@
-"""Attention of sequences that have one query each, all at once, in memory that does not grow with their contexts.
+"""Decode attention on a CPU: all sequences at once, contexts in parts.
+
+Its memory does not grow with the contexts.
 
     decodes = Decodes(workspace, budget, cache, value_dim, table, lengths, heads, window)    # once a step
     out = decodes.attend(q, cache, rule)                                                     # each layer
@@ -67,7 +69,7 @@ class Decodes:
         return sums if rule.sinks is None else sums.mul_(kept_of_sinks(totals, rule.sinks))
 
     def _merge(self, sums: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-        """Of parts, fp32[I, N, U] and the log-sum-exp of their scores fp32[I, N] -> the same of sequences"""
+        """Merge parts, fp32[I, N, U] and the log-sum-exps of their scores fp32[I, N] -> the same of sequences"""
         by_sequence = totals.new_full((self._shape[0], int(self._place.max()) + 1, self._shape[1]), -math.inf)
         by_sequence[self._sequence, self._place] = totals
         shares = by_sequence.softmax(1)[self._sequence, self._place].unsqueeze(-1)

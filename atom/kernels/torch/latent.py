@@ -1,4 +1,6 @@
-"""Paged latent attention (DeepSeek-AI 2024) in its two forms, each where it multiplies less.
+"""Paged latent attention on a CPU, absorbed or expanded (DeepSeek-AI 2024).
+
+The form that multiplies less is taken.
 
     attend = PagedLatentAttention()          # one object for all layers, as PagedAttention
     for layer in layers:

@@ -1,4 +1,6 @@
-"""Matrix products over weights that oneDNN has laid out in blocks beforehand: 1.3 to 2.2 times as fast at few rows.
+"""Linears over weights in oneDNN's blocked layout.
+
+They are 1.3 to 2.2 times as fast at few rows.
 
 packed = pack(weight)                  # once: [O, I] in a layout of oneDNN's own, in place of the plain one
 y = packed_linear(x, packed, bias)     # [T, I] -> [T, O]
@@ -40,7 +42,7 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
-# the same as an op that compiled code can call: there, a packed weight is a tensor of the plain one's shape
+# packed_linear as an op for compiled code, where a packed weight is a tensor of the plain weight's shape
 LIBRARY = library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
 LIBRARY.impl("packed_linear", packed_linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

@@ -1,10 +1,12 @@
-"""What the layers of a step share: which slots are read, masks, places in the workspace; of its batch.
+"""Plan a step's attention once for all layers: slots, masks, workspace.
+
+A plan follows from the batch.
 
     plans = Plans(workspace, budget)    # one for all layers
     plan = plans.find(cache, value_dim, heads, window, batch)
     out = plan.decodes.attend(q, cache.blocks, rule)
 
-Each step brings a new batch, so that it is known by its identity.
+Each step has a new batch, so a step is known by its identity.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from atom.kernels.torch.workspace import Workspace
 
 @dataclass(frozen=True)
 class Plan:
-    """How the sequences of a step are attended."""
+    """The plan of one step: its decodes and prefills."""
 
     num_decodes: int
     decodes: Decodes
@@ -28,7 +30,7 @@ class Plan:
 
 
 class Plans:
-    """The plans of the present step."""
+    """The plans of the current step."""
 
     def __init__(self, workspace: Workspace, budget: int) -> None:
         """budget in bytes of the fp32 keys and values that decodes read at a time"""
@@ -38,7 +40,7 @@ class Plans:
         self._plans: dict[object, Plan] = {}  # by what may differ between layers
 
     def find(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch) -> Plan:
-        """The step's plan for layers that are alike; cache.blocks and value_dim as in Reader, the others as in ops."""
+        """The plan for layers of equal arguments; cache.blocks and value_dim as in Reader, the others as in ops."""
         if batch is not self._batch:
             self._plans.clear()
             self._batch = batch

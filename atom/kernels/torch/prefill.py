@@ -1,4 +1,6 @@
-"""Attention of one sequence's many queries, in tiles of queries over just the keys that a tile sees.
+"""Prefill attention on a CPU: tiles of one sequence's queries.
+
+A tile goes over just the keys that it sees.
 
     prefill = Prefill(workspace, cache, value_dim, table, tokens, length, window)    # once a step
     reader = prefill.reader

@@ -1,6 +1,6 @@
-"""Make a step's inputs of the request state, on a CPU.
+"""Prepare a step's inputs from the request state, on a CPU.
 
-    extend_tables(tables, entries)                                      # blocks that slots have got
+    extend_tables(tables, entries)                                      # blocks that were allocated to slots
     decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token
     mixed_inputs(slots, given, row_of, ends, state, tables, …)          # and prompts, whose tokens the host gave
 
@@ -16,7 +16,7 @@ from atom.kernels.step import Inputs, State
 
 
 def extend_tables(tables: Tensor, entries: Tensor) -> None:
-    """entries: i32[2, E], places counted through all of tables i32[C, num_slots + 1, M], and their block numbers"""
+    """entries: i32[2, E], flat indices into tables i32[C, num_slots + 1, M], and their block numbers"""
     tables.view(-1)[entries[0].long()] = entries[1]
 
 
@@ -54,12 +54,12 @@ def mixed_inputs(slots: Tensor, given: Tensor, row_of: Tensor, ends: Tensor, sta
 
 
 def _copy_tables(tables: Tensor, index: Tensor, block_size: int, inputs: Inputs) -> None:
-    """As much of the rows' tables as they have come to."""
+    """Copy the rows' tables, as far as they are filled."""
     width = -(-int(inputs.batch.lengths.max()) // block_size)
     inputs.tables[:, :, :width] = tables[:, index, :width]
 
 
 def _find_slots(tables: Tensor, index: Tensor, positions: Tensor, block_size: int, inputs: Inputs) -> None:
-    """index i64[T]: whose table each token is in"""
+    """index i64[T]: the slot of each token"""
     blocks = tables[:, index, positions // block_size].long()
     torch.add(positions % block_size, blocks, alpha=block_size, out=inputs.slots)

@@ -1,4 +1,6 @@
-"""From logits to tokens on a CPU, one row a slot; the batch that a row sits in never changes what it draws.
+"""Sample tokens from logits on a CPU.
+
+A row is one slot; the batch that it is in never changes what it draws.
 
     sample(logits, slots, state, "filtered", out)              # logits [R, V], slots i32[R]
     score_drawn(logits, asked, out, totals, chosen, ranks)     # of the tokens drawn; `atom.kernels.step` has the others
@@ -27,11 +29,11 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, penalties: bool = False) -> None:
-    """The next token of each row, to out i64[R], to its slot, whose length and counts go on by one, and to `reported`.
+    """Sample the next token of each row to out i64[R], to its slot, whose length and counts advance, and to `reported`.
 
     logits: bf16, fp16 or fp32[R, V]; slots: i32[R], none twice but that of padding, whose rows give token 0 and change
-    nothing. kind: one of SAMPLING_KINDS; rows of an earlier kind are welcome in a later one and get the token that they
-    get alone. penalties: whether any row has some; without, no token is counted.
+    nothing. kind: one of SAMPLING_KINDS; a batch of a later kind may have rows of an earlier one, which get the same
+    token as alone. penalties: whether any row has some; without, no token is counted.
     """
     assert kind in SAMPLING_KINDS, f"{kind} is none of {SAMPLING_KINDS}"
     index = slots.long()
@@ -62,8 +64,7 @@ def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, 
 
 
 def score_drawn(logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, chosen: Tensor, ranks: Tensor) -> None:
-    """What the tokens drawn of these rows are among all: log probabilities to chosen fp32[A], ranks to ranks i32[A]
-    (1: the most likely).
+    """Score the drawn tokens of these rows: log probabilities to chosen fp32[A], ranks to ranks i32[A], from 1.
 
     logits, rows, totals: of `atom.kernels.step.top_logprobs`; drawn: i64[R].
     """
@@ -104,7 +105,7 @@ def _largest(logits: Tensor) -> Tensor:
 
 
 def _penalize(values: Tensor, state: State, slot: int) -> None:
-    """Applies the penalties of a slot to its logits fp32[V], in place."""
+    """Apply the penalties of a slot to its logits fp32[V], in place."""
     seen = state.counts[slot].nonzero()[:, 0]
     counts, found, repetition = state.counts[slot, seen] >> 1, values[seen], float(state.repetition[slot])
     found = torch.where(found > 0, found / repetition, found * repetition)
@@ -113,7 +114,7 @@ def _penalize(values: Tensor, state: State, slot: int) -> None:
 
 
 def _draw(logits: Tensor, state: State, slots: Tensor, is_random: Tensor) -> Tensor:
-    """A token for each row, -1 where the row has no distribution. logits: fp32[R, V], penalized."""
+    """Draw a token for each row, -1 where the row has no distribution. logits: fp32[R, V], penalized."""
     best, tokens = logits.max(-1, keepdim=True)
     top_k = state.top_k[slots]
     is_filtered = (state.top_p[slots] < 1) | ((top_k > 0) & (top_k < logits.shape[-1]))
@@ -129,7 +130,7 @@ def _draw_free(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Ten
 
 
 def _draw_filtered(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Tensor:
-    """Draws from the top_k most likely tokens, or from the fewest of them that hold top_p of their mass.
+    """Draw from the top_k most likely tokens, or from the fewest of them that hold top_p of their mass.
 
     Only tokens that may be kept are sorted: under top_p those that weigh at least (1 - top_p) / V of the mass, since
     the others together weigh less than 1 - top_p of it.
@@ -158,8 +159,8 @@ def _weights(logits: Tensor, best: Tensor, state: State, slots: Tensor) -> Tenso
 
 
 def _invert(weights: Tensor, state: State, slots: Tensor) -> Tensor:
-    """Draws an index for each row in proportion to its weights, never one of weight 0. i64[R, 1]."""
+    """Draw an index for each row in proportion to its weights, never one of weight 0. i64[R, 1]."""
     cdf = weights.cumsum(-1, dtype=torch.float64)
     at = torch.from_numpy(uniform(state.seed[slots].numpy(), state.lengths[slots].numpy()))
     index = torch.searchsorted(cdf, at[:, None] * cdf[:, -1:], right=True)
-    return index.clamp(max=cdf.shape[-1] - 1)  # a row of nan finds no place
+    return index.clamp(max=cdf.shape[-1] - 1)  # a row of nan has no index

@@ -1,4 +1,4 @@
-"""What stands between the product of queries and keys and the sum of values, for decodes and prefills alike.
+"""Softmax with scale, soft cap and sinks, for decode and prefill attention.
 
     rule = Rule(scale=0.125, sinks=sinks)
     totals = softmax_(scores)                        # the log-sum-exp of each row, for half of what a logsumexp costs
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Rule(NamedTuple):
-    """How products become shares."""
+    """The rule by which products of queries and keys become attention weights."""
 
     scale: float  # of the products
     softcap: float | None = None  # of the scaled products: cap * tanh(product / cap)
@@ -35,5 +35,5 @@ def softmax_(scores: Tensor) -> Tensor:
 
 
 def kept_of_sinks(totals: Tensor, sinks: Tensor) -> Tensor:
-    """Log-sum-exps fp32[...] and sinks [...] -> fp32[..., 1], the share that the sinks leave"""
+    """Log-sum-exps fp32[...] and sinks [...] -> fp32[..., 1], the share of the values that the sinks leave"""
     return torch.sigmoid(totals - sinks).unsqueeze(-1)

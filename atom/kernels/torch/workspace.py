@@ -1,4 +1,6 @@
-"""Memory that a kernel keeps from step to step, and what it reads into it: keys and values of a paged cache in float32.
+"""Workspace memory kept from step to step, and reads of a paged cache.
+
+Keys and values are read into it in float32.
 
     workspace = Workspace()
     reader = Reader(workspace, cache, value_dim, slots)    # once a step
@@ -17,7 +19,7 @@ from torch import Tensor
 
 
 class Workspace:
-    """Memory by name, for one user of a name at a time. It grows by doubling, so that a step hardly ever allocates."""
+    """Buffers by name, each for one user at a time. They grow by doubling, so that a step hardly ever allocates."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}

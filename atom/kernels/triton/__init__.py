@@ -1,4 +1,6 @@
-"""Kernels in Triton, for GPUs of all vendors. Nothing here imports triton before a kernel is loaded.
+"""The backend `triton`: kernels for GPUs of all vendors.
+
+Nothing here imports triton before a kernel is loaded.
 
 for kernel in BACKEND.kernels:
     reason = kernel.accepts(find_target("cuda"), *types)     # None: yes
@@ -52,7 +54,7 @@ def find_versions() -> dict[str, str]:
 
 @contextmanager
 def keep_binaries(cache: Cache) -> Iterator[None]:
-    """`cache.warnings` says what was ignored there; behind this, stderr."""
+    """Keep binaries in a cache folder. `cache.warnings` says what was ignored there, after this context stderr."""
     from atom.kernels.triton.binary_cache import keep_in
 
     own = Cache(cache.folder)  # it must stay open while Triton compiles
@@ -101,7 +103,7 @@ def accepts_latent(target: Target, q_nope: Type, q_rope: Type, kv_b: Type, *_typ
 
 
 def _kernel(op: Op, module: str, name: str = "", accepts: Callable[..., str | None] = accepts) -> Kernel:
-    """The kernel of an op in a module below: a function, or of a class the object that a program has, or its method."""
+    """The kernel of an op in a module below: a function, a program's object of a class, or a method of it."""
 
     def load(context: LoadContext) -> Callable[..., Any]:
         owner, _, method = (name or op.name).partition(".")

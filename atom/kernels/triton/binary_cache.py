@@ -1,10 +1,12 @@
-"""Keep our kernels' binaries in the cache folder, so that a copied one needs no compiler.
+"""Keep our kernels' binaries in the cache folder.
+
+A copied folder needs no compiler.
 
     binaries = keep_in(Cache(Path("~/.cache/atom-run")))    # before the first kernel is launched
     ...                                                     # launch kernels
-    binaries.used()                                         # keys of kind "triton": what these kernels need
-    binaries.num_compiled                                   # 0: all of it was there
-    binaries.tell()                                         # from now on, what it finds wrong goes to stderr
+    binaries.used()                                         # keys of kind "triton" that these kernels need
+    binaries.num_compiled                                   # 0: all of them were found
+    binaries.tell()                                         # from now on, warnings go to stderr
 
 An entry is one kernel's binary with its metadata, or one module of Triton's launcher. It holds no path, and like all
 code in the cache it counts only while its owner and its checksums are right. Kernels that are not of our JIT class stay
@@ -35,18 +37,18 @@ from triton.runtime.cache import CacheManager, FileCacheManager, triton_key
 from atom.cache import Cache
 from atom.cache.files import BINARIES
 
-KEPT = {".json", ".cubin", ".hsaco"}  # what a launch reads; the steps between source and binary are not
+KEPT = {".json", ".cubin", ".hsaco"}  # the files that a launch reads; intermediate representations are not kept
 
 
 def keep_in(cache: Cache) -> BinaryCache:
-    """Keep in this cache what is compiled of our kernels from now on."""
+    """Keep what is compiled of our kernels in this cache from now on."""
     BinaryCache.current = BinaryCache(cache)
     return BinaryCache.current
 
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Triton's cache is the one of our kernels, in this thread alone."""
+    """Within this context, Triton's cache is that of our kernels, in this thread alone."""
     binaries = BinaryCache.current
     if binaries is None or _is_debugged():
         yield
@@ -60,13 +62,13 @@ def kept() -> Iterator[None]:
 
 
 def compile_kept(compile: Callable[..., Any], src: Any, **options: Any) -> Any:
-    """`triton.compile`, of what is not in the cache; within `kept`."""
+    """`triton.compile`, for what is not in the cache; within `kept`."""
     binaries = _active.get()
     return compile(src, **options) if binaries is None else binaries.compile(compile, src, **options)
 
 
 def _is_debugged() -> bool:
-    """Whether somebody looks into Triton's compiler, or has it do something else."""
+    """Whether Triton's compiler is debugged or overridden."""
     knob = knobs.compilation
     is_changed = knob.override or knob.dump_ir or knob.always_compile or knob.use_ir_loc
     return bool(is_changed or knob.listener or knobs.runtime.add_stages_inspection_hook)
@@ -77,22 +79,22 @@ def _digest(text: str) -> str:
 
 
 class BinaryCache:
-    """The entries of our kernels; Triton compiles each once in a process, and so they have one for all engines."""
+    """The entries of our kernels, one object for all engines, since Triton compiles each kernel once in a process."""
 
     current: ClassVar[BinaryCache | None] = None
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
-        self._folder = tempfile.TemporaryDirectory(prefix="atom-run-")  # Triton reads what it has just put there
+        self._folder = tempfile.TemporaryDirectory(prefix="atom-run-")  # Triton reads back what it has just written
         self._used: dict[str, None] = {}
         self._compiled: list[str] = []
-        self._not_kept: dict[str, dict[str, str]] = {}  # files of entries for which the cache folder has no place
+        self._not_kept: dict[str, dict[str, str]] = {}  # files of entries that could not be written to the cache folder
         self._telling, self._hashing = threading.Lock(), threading.Lock()  # several threads compile
-        self._num_told = sys.maxsize  # of the cache's warnings: all, until `tell`
+        self._num_told = sys.maxsize  # how many of the cache's warnings were printed: all, until `tell`
 
     @property
     def num_compiled(self) -> int:
-        """How often something had to be compiled."""
+        """The number of compilations."""
         return len(self._compiled)
 
     def used(self) -> list[str]:
@@ -102,7 +104,7 @@ class BinaryCache:
     def compile(
         self, compile: Callable[..., Any], src: Any, *, target: Any, options: dict[str, Any], **rest: Any
     ) -> Any:
-        """Triton's CompiledKernel; what it depends on is what Triton's own key is made of."""
+        """Triton's CompiledKernel, found or compiled; the ingredients of its key are those of Triton's own."""
         backend = make_backend(target)
         ingredients = {
             "triton": self._triton,
@@ -115,7 +117,7 @@ class BinaryCache:
         if files := self.find(ingredients):
             return CompiledKernel(src, files, _key_of(ingredients))
         with self._hashing:
-            triton_key()  # which is remembered: Triton asks for it, and reads all its files the first time
+            triton_key()  # cached by Triton, which otherwise reads all its files when it first asks for it
         kernel = compile(src, target=target, options=options, **rest)
         files = kernel.metadata_group
         made: dict[str, bytes | Path] = {name: Path(files[name]) for name in files if Path(name).suffix in KEPT}
@@ -123,7 +125,7 @@ class BinaryCache:
         return kernel
 
     def tell(self) -> None:
-        """Print the cache's warnings from now on, as they come: whoever told those of the start is done with it."""
+        """Print the cache's warnings as they come from now on; those of the start were the caller's to print."""
         self._num_told = len(self.cache.warnings)
 
     def find(self, ingredients: dict[str, str]) -> dict[str, str]:
@@ -137,7 +139,7 @@ class BinaryCache:
         return _files_in(folder)
 
     def publish(self, ingredients: dict[str, str], files: dict[str, bytes | Path]) -> dict[str, str]:
-        """Store an entry that had to be made: its files, path by name."""
+        """Store a new entry; its files, path by name."""
         key = _key_of(ingredients)
         folder = self.cache.publish(BINARIES, key, files, {"name": ingredients["file"], "ingredients": ingredients})
         self._tell_new()
@@ -149,7 +151,7 @@ class BinaryCache:
 
     @cached_property
     def _triton(self) -> str:
-        """Triton's version: its files as the installer listed them. Where it did not, Triton reads them, for 0.5 s."""
+        """Triton's version: its files as the installer listed them, else as Triton reads them in 0.5 s."""
         records = Path(triton.__file__).parents[1].glob("*triton*.dist-info/RECORD")
         lines = [line for record in records for line in record.read_text().splitlines()]
         files = sorted(line for line in lines if line.startswith("triton/") and ",sha256=" in line)
@@ -176,7 +178,7 @@ def _files_in(folder: Path) -> dict[str, str]:
 
 
 class _Manager(CacheManager):  # type: ignore[misc]
-    """What Triton keeps under one of its keys: a module, which is asked for first, or what a kernel is compiled to."""
+    """Triton's cache of one key: a module, which is asked for first, or the files of a compiled kernel."""
 
     def __init__(self, key: str, binaries: BinaryCache) -> None:
         self._key = key
@@ -197,7 +199,7 @@ class _Manager(CacheManager):  # type: ignore[misc]
         return str(self._folder / filename)
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        return None  # it was looked for before
+        return None  # `compile` has looked for it before
 
     def put_group(self, filename: str, group: dict[str, str]) -> None:
         pass
@@ -208,12 +210,12 @@ class _Manager(CacheManager):  # type: ignore[misc]
 
 
 class _ByThread:
-    """While a thread compiles a kernel of ours, Triton asks here which cache it is to take, and others get theirs."""
+    """Selects Triton's cache by thread: that of our kernels while a thread compiles one, else the former one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_inside = 0
-        self._before: Any = None  # what the knob was set to
+        self._before: Any = None  # the knob's former value
         self._others: Any = FileCacheManager
 
     def __enter__(self) -> None:
@@ -234,7 +236,7 @@ class _ByThread:
                     knobs.cache.manager_class = self._before
 
     def find(self, key: str, **purpose: bool) -> CacheManager:
-        """What Triton's `manager_class` gives."""
+        """The cache manager of a key, in place of Triton's `manager_class`."""
         binaries = _active.get()
         return self._others(key, **purpose) if binaries is None else _Manager(key, binaries)
 

@@ -1,4 +1,6 @@
-"""From a piece's text to Triton: a kernel that takes each row by itself, and the Python that launches it.
+"""Generate Triton source from a piece's text: one kernel, row by row.
+
+A module has the kernels and the Python that launches them.
 
     source = write_source(text)      # a module, to be read and diffed; `run` in it takes inputs and weights
     run = TritonCompiler().load(folder)    # of the folder that holds it as piece.py
@@ -24,9 +26,9 @@ from atom.graph.graph import call_of, results_of
 from atom.graph.ops import Op
 
 WIDTH = 120  # characters of a line
-BLOCK = 1024  # columns of a program, where no norm needs the whole row
-PER_THREAD = 8  # columns of a whole row
-MAX_WARPS = 16  # that any GPU takes
+BLOCK = 1024  # columns per program, where no norm needs the whole row
+PER_THREAD = 8  # columns per thread of a whole row
+MAX_WARPS = 16  # the most that every GPU takes
 FLOATS = {dtype: DTYPES[dtype].name for dtype in MODEL_DTYPES}
 VIEWS = (ops.split, ops.split_heads, ops.merge_heads)
 NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm)
@@ -52,17 +54,17 @@ At = tuple[Index, ...]  # of all dims behind the rows
 
 
 class _Tile(NamedTuple):
-    """Columns that a program takes at a time."""
+    """The columns of a program at a time."""
 
     name: str
-    mask: str = ""  # which of them there are; "": all
+    mask: str = ""  # the columns that exist; "": all
 
 
 SCALAR = _Tile("")
 
 
 def write_source(text: str) -> str:
-    """The module of a piece. PassError where an op of it does not work row by row."""
+    """Write the module of a piece. PassError where one of its ops does not work row by row."""
     program = parse(text, "piece").programs["piece"]
     views = {node: _view(node) for node in program.results if _is_view(node)}
     computed = _computed(program)
@@ -85,13 +87,13 @@ def write_source(text: str) -> str:
 
 
 def kernel_names(text: str) -> list[str]:
-    """Of a piece's module, what its kernels are called, and a trace calls them."""
+    """The names of the kernels in a piece's module, which are also their names in a profiler trace."""
     program = parse(text, "piece").programs["piece"]
     return [kernel.name for kernel in _kernels(program, _computed(program))]
 
 
 def _computed(program: Program) -> dict[Node, str]:
-    """The results that are no views, and the name of what each is written to."""
+    """The results that are no views, each with the name of its output tensor."""
     return {node: f"y{index}" for index, node in enumerate(program.results) if not _is_view(node)}
 
 
@@ -103,7 +105,7 @@ def _kernels(program: Program, computed: dict[Node, str]) -> list[_Kernel]:
 
 
 class _Kernel:
-    """Writes the kernel of all results that have the same rows."""
+    """Generates the kernel of all results that have the same rows."""
 
     def __init__(self, program: Program, results: dict[Node, str], rows: str) -> None:
         self._program = program
@@ -177,7 +179,7 @@ class _Kernel:
         return unique
 
     def _rounded(self, node: Node, expression: str, name: str = "") -> str:
-        """A variable of what is a value of the node's dtype."""
+        """A variable of a value that is rounded to the node's dtype."""
         dtype = _type(node).dtype
         rounded = expression if dtype == "fp32" else f"({expression}).to(tl.{FLOATS[dtype]}).to(tl.float32)"
         return self._assign(name or str(node.name), rounded)
@@ -264,7 +266,7 @@ class _Kernel:
         x = results_of(call)[1] if is_sum else call.args[0]
         weight, *bias = call.args[2 if is_sum else 1 :]
         dims = _dims(x)
-        # all that is read before the row is added up, for which its threads wait
+        # load everything before the row is summed up, where its threads wait for each other
         value, factor = self._value(x, at, tile), self._value(weight, at[-1:], tile)
         offset = f" + {self._value(bias[0], at[-1:], tile)}" if bias and bias[0] is not None else ""
         mean, deviation = self._statistics(x, is_centred, call.kwargs["eps"])
@@ -394,7 +396,7 @@ def _input_of(program: Program, rows: str) -> Node:
 
 
 def _calls_behind(program: Program, results: Sequence[Node] | dict[Node, str]) -> list[Node]:
-    """The calls that these results come from, in order."""
+    """The calls that these results depend on, in order."""
     found: set[Node] = set()
     waiting = [call_of(node) for node in results]
     while waiting:

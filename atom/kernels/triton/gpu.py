@@ -1,4 +1,4 @@
-"""The GPU that kernels are launched on, Triton's driver for it, and what Triton's version has for it.
+"""Properties of a GPU that launches depend on, and Triton's driver.
 
 load_driver().get_current_target()
 gpu = find_gpu(x.device)
@@ -21,26 +21,26 @@ IS_KNOWN = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 
 class Gpu(NamedTuple):
-    """What launches depend on."""
+    """The properties of a GPU that launches depend on."""
 
     units: int  # multiprocessors
-    shared_memory: int  # bytes that a program can have
+    shared_memory: int  # bytes per program
     capability: tuple[int, int]  # NVIDIA's; (0, 0) of others
-    name: str = ""  # that its parameters are known under
+    name: str = ""  # in files of tuned parameters
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether a kernel may be launched while the one ahead of it still runs."""
+        """Whether a kernel may be launched while the preceding one still runs (PDL)."""
         return self.capability >= (9, 0)
 
     @property
     def runs_gluon(self) -> bool:
-        """Whether it runs our kernels in Gluon, which are for NVIDIA's Hopper."""
+        """Whether it runs our Gluon kernels, which are for NVIDIA's Hopper."""
         return IS_KNOWN and self.capability == (9, 0)
 
     @property
     def options(self) -> dict[str, bool]:
-        """Of a launch of a kernel that begins with wait_for_inputs."""
+        """Launch options of a kernel that begins with wait_for_inputs."""
         return {"launch_pdl": True} if self.has_dependent_launch else {}
 
 
@@ -55,7 +55,7 @@ def find_gpu(device: torch.device) -> Gpu:
 
 
 def load_driver() -> Any:
-    """Triton's driver, which is not for several threads at a time until it is there; it is compiled when it is new."""
+    """Load Triton's driver, which several threads must not do at a time; it is compiled on first use."""
     with _loading, kept():
         return driver.active
 
@@ -64,5 +64,5 @@ _loading = threading.Lock()
 
 
 def next_power_of_2(num: int) -> int:
-    """Of a number from 1 on, itself or the next one. Triton's own is made for kernels, and slow."""
+    """The least power of two from num on; num >= 1. Triton's own function is made for kernels, and slow."""
     return 1 << (num - 1).bit_length()

@@ -1,4 +1,6 @@
-"""The JIT class of our Triton kernels: it compiles ahead and keeps binaries in the cache folder.
+"""The JIT class of our Triton kernels.
+
+It compiles ahead and keeps binaries in the cache folder.
 
 @jit(do_not_specialize=["n"])
 def kernel(x, n, BLOCK: tl.constexpr): ...
@@ -40,18 +42,18 @@ class JITFunction(triton.JITFunction):  # type: ignore[misc]
         return binder
 
     def _do_compile(self, key: Any, signature: Any, device: int, *rest: Any) -> Any:
-        """None in a walk, which compiles it later."""
+        """Compile a kernel; None within a `Walk`, which compiles it later."""
         walk, is_warmup = walking.get(), rest[-1]
         if walk is not None:
             return walk.defer((id(self), device, key), partial(self._compile, False, key, signature, device, *rest))
         return self._compile(is_warmup, key, signature, device, *rest)
 
     def _compile(self, is_warmup: bool, key: Any, signature: Any, device: int, *rest: Any) -> Any:
-        """The kernel, and unless this is to warm up, on its device; another thread may have been first."""
+        """Compile a kernel and, unless this is a warm-up, load it; another thread may have been first."""
         binaries = self.device_caches[device][0]
         with kept():
             kernel = binaries[key] if key in binaries else super()._do_compile(key, signature, device, *rest)
-            if not (is_warmup or kernel is None or hasattr(kernel, "result")):  # somebody's hook or pool has it
+            if not (is_warmup or kernel is None or hasattr(kernel, "result")):  # a hook or a pool compiles it
                 kernel.run  # noqa: B018
         return kernel
 

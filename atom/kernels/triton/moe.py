@@ -1,4 +1,6 @@
-"""Mixtures of experts in Triton: the host never learns how many rows an expert has, so that a graph can hold a step.
+"""Mixtures of experts in Triton.
+
+The host never learns how many rows an expert has, so that a graph can hold a step.
 
     weights, ids = router(h, gate, top_k=8)                     # 2 launches
     grouped, order, ends = group(h, ids, experts=128)           # 1 launch for a batch of decodes
@@ -20,11 +22,11 @@ from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
-SEARCHED = 2048  # pairs of token and expert among which each row searches its place; more are sorted
+SEARCHED = 2048  # pairs of token and expert in which each row searches its position; more are sorted
 
 
 class Tiles(NamedTuple):
-    """What a program of grouped_linear multiplies at a time: rows of x, rows of a weight, columns of both."""
+    """The tile of a program of grouped_linear: rows of x, rows of a weight, columns of both."""
 
     rows: int
     out: int
@@ -34,8 +36,8 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(rows: int, experts: int, out: int, element_size: int, gpu: Gpu) -> Tiles:
-    """Tiles that an average expert fills, of as many stages up to 4 as fit in a program's shared memory, and of few
-    outputs where else the GPU's units would not all have some of them; element_size in bytes"""
+    """Choose tiles that an average expert fills, with as many stages up to 4 as fit in shared memory, and with few
+    outputs where otherwise some of the GPU's units would have no tile; element_size in bytes"""
     rows_an_expert = rows / experts
     if element_size == 4:  # multiplied without tensor cores
         tile, num_warps = ((16, 32, 32), 4) if rows_an_expert <= 16 else ((64, 64, 32), 8)

@@ -1,4 +1,6 @@
-"""Pieces for a GPU: a module of Triton kernels that `codegen` writes, which Triton compiles when they are first run.
+"""Compile a piece for a GPU: a module of generated Triton kernels.
+
+`codegen` writes it; Triton compiles its kernels when they are first run.
 
 files = TritonCompiler().compile(text)      # {"piece.py": …}
 run = TritonCompiler().load(folder)
@@ -20,7 +22,7 @@ SOURCE = "piece.py"
 
 
 class TritonCompiler(PieceCompiler):
-    uses_processes = False  # Triton works without the interpreter's lock, a fraction of a second a piece
+    uses_processes = False  # Triton releases the interpreter's lock, and takes a fraction of a second a piece
 
     def takes(self, kernel: Kernel) -> bool:
         return kernel.backend == "generated"
@@ -29,7 +31,7 @@ class TritonCompiler(PieceCompiler):
         if torch.cuda.is_available():
             from atom.kernels.triton.gpu import load_driver
 
-            load_driver()  # once, before threads run what is made here
+            load_driver()  # once, before threads run the compiled code
         return {SOURCE: write_source(text).encode()}
 
     def load(self, folder: Path) -> PieceCode:
@@ -43,7 +45,7 @@ class TritonCompiler(PieceCompiler):
 
 
 class _Loader(SourceFileLoader):
-    """Neither reads nor writes compiled Python beside the source: an entry of the cache stays as it is."""
+    """Loads a module without reading or writing compiled Python beside it: an entry of the cache does not change."""
 
     def path_stats(self, path: object) -> dict[str, float]:
         raise OSError("its time is of no interest")

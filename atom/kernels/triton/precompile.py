@@ -1,12 +1,12 @@
-"""Compile kernels before they are first launched, each by itself, on all cores.
+"""Compile the kernels of a step on all cores before their first launch.
 
     with compile_launches(pool):
-        model.decode(rows)           # launches nothing, but tells which kernels such a step launches, and how
+        model.decode(rows)           # launches nothing, but records which kernels such a step launches, and how
     model.decode(rows)               # finds them compiled and loaded
 
-Such a step is a real one but for what is in its tensors, on which no launch depends. So a kernel is compiled for just
-what it will be given: types, strides, and whether pointers are aligned. Only kernels of our own class are held back,
-and only in the thread that walks.
+Such a step is a real one except for the values in its tensors, on which no launch depends. So a kernel is compiled for
+just the arguments that it will get: types, strides, and whether pointers are aligned. Only kernels of our own JIT class
+are held back, and only in this thread.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-ALLOCATING = {torch.empty, torch.empty_like, Tensor.new_empty}  # for a kernel to write
+ALLOCATING = {torch.empty, torch.empty_like, Tensor.new_empty}  # functions that allocate outputs of kernels
 
 
 @contextmanager
 def compile_launches(pool: Executor) -> Iterator[None]:
-    """Have the pool compile and load, by the end of this, the kernels that would be launched in it by this thread.
+    """Within this context, record this thread's launches; at its end the pool compiles and loads their kernels.
 
-    It begins when the step has been walked through: a thread that compiles holds the interpreter's lock at times, and
-    the step would wait for it at every call. After an exception nothing more is begun: what is not compiled then is
-    when it is first launched.
+    Compilation starts when the step has been walked through: a compiling thread holds the interpreter's lock at times,
+    and the step would wait for it at every call. After an exception no further kernel is compiled here, but when it is
+    first launched.
     """
     walk = Walk()
     with _Ones():
@@ -49,14 +49,14 @@ def compile_launches(pool: Executor) -> Iterator[None]:
 
 
 class Walk:
-    """The launches of a thread that are compiled later, and not launched."""
+    """Records a thread's launches, which are compiled later instead of launched."""
 
     def __init__(self) -> None:
         self.tasks: dict[Hashable, Callable[[], object]] = {}  # one for each binary
         self._seen = set[Hashable]()
 
     def add(self, kernel: Any, args: Sequence[Any], options: Mapping[str, Any], find: Callable[[], Any]) -> None:
-        """A launch; find: gives its binary where it is there, and calls `defer` where it is not."""
+        """Record a launch. find: gives its binary, or calls `defer` where it is not compiled."""
         with torch._C.DisableTorchFunction():
             launch = (kernel, *map(_describe, args), *options.items())
             if launch not in self._seen:
@@ -71,15 +71,15 @@ walking: ContextVar[Walk | None] = ContextVar("walking", default=None)  # of thi
 
 
 def _describe(arg: Any) -> Any:
-    """What is hashable, and of two arguments equal only where Triton compiles the same for them."""
+    """A hashable description of an argument; equal ones are compiled alike by Triton."""
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16
     return (type(arg), arg) if isinstance(arg, Hashable) else object()
 
 
 class _Ones(TorchFunctionMode):
-    """Integers that are allocated for a kernel to write are ones, for torch may go by them, and 1 is a token, a place
-    in the cache, a block and a length."""
+    """Fills allocated integers with ones, since torch may use what a kernel would have written, and 1 is a valid token,
+    cache slot, block and length."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

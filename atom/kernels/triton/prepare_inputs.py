@@ -1,6 +1,8 @@
-"""Make a step's inputs on the device of what it knows by slot, so that a plan names no token.
+"""Prepare a step's inputs from the request state, on a GPU.
 
-    extend_tables(tables, entries)                                      # blocks that slots have got
+So a plan names no token.
+
+    extend_tables(tables, entries)                                      # blocks that were allocated to slots
     decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token
     mixed_inputs(slots, given, row_of, ends, state, tables, …)          # and prompts, whose tokens the host gave
 

@@ -1,4 +1,6 @@
-"""From logits to tokens on a GPU, as `atom.kernels.torch.sampling` does it on a CPU, without a sort of the vocabulary.
+"""Sample tokens from logits on a GPU, without sorting the vocabulary.
+
+It does what `atom.kernels.torch.sampling` does on a CPU.
 
     sample(logits, slots, state, "filtered", out)              # logits [R, V], slots i32[R]
     score_drawn(logits, asked, out, totals, chosen, ranks)     # of the tokens drawn; nothing can fail here
@@ -31,18 +33,18 @@ from atom.kernels.triton.jit import jit
 
 PART = 4096  # logits that a program reads
 PART_WARPS = 8  # of such a program: a thread reads 8 logits at a time, twice
-MAX_GATHERED = 8192  # logits of a filtered row that are put aside; where it may keep more, the row itself is read again
+MAX_GATHERED = 8192  # logits of a filtered row that are gathered; where it may keep more, the row itself is read again
 MAX_PAIRED = 512  # logits of a filtered row that are ranked by comparing all pairs
 
 MIN_TEMPERATURE = tl.constexpr(sampling_params.MIN_TEMPERATURE)  # anything lower is greedy
 NUM_BINS = tl.constexpr(64)  # the last holds all that is further below the largest logit
 BINS_PER_NAT = tl.constexpr(2.0)  # of logit / temperature
-NOWHERE = tl.constexpr(2**31 - 1)  # behind every id
+NOWHERE = tl.constexpr(2**31 - 1)  # beyond every id
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, penalties: bool = False) -> None:
-    """The next token of each row, see `atom.kernels.torch.sampling.sample`. The rows of logits are contiguous."""
+    """Sample the next token of each row, as `atom.kernels.torch.sampling.sample`. The rows of logits are contiguous."""
     assert kind in sampling_params.SAMPLING_KINDS and logits.stride(1) == 1
     (num_rows, vocab), device = logits.shape, logits.device
     num_parts = -(-vocab // PART)
@@ -78,7 +80,7 @@ def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, 
 
 
 def score_drawn(logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, chosen: Tensor, ranks: Tensor) -> None:
-    """See `atom.kernels.torch.sampling.score_drawn`. It allocates nothing, so that it does not fail behind a draw."""
+    """As `atom.kernels.torch.sampling.score_drawn`. It allocates nothing, so that it cannot fail after the draw."""
     _score[(len(rows),)](
         logits, logits.stride(0), logits.shape[-1], rows, drawn, totals, chosen, ranks, PART, num_warps=PART_WARPS
     )
@@ -114,8 +116,8 @@ def _limit(
     vocab, rows, temperature, top_k, top_p, min_p,
     best, bins, limits, ends, values, value_ids, max_gathered, num_parts, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """limits i32[R]: the last bin, counted from the row's largest logit, that a kept token may be in; -1: all of the
-    row is to be looked at. ends i32[R, parts]: how many logits of this part and those before it lie in these bins."""
+    """limits i32[R]: the last bin, counted from the row's largest logit, that a kept token may be in; -1: read all of
+    the row. ends i32[R, parts]: how many logits of this part and those before it lie in these bins."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + row).to(tl.int64)
     if not _is_filtered(top_k + slot, top_p + slot, vocab):
@@ -159,7 +161,7 @@ def _gather(
     temperature, top_k, top_p, min_p, best, sums, limits, ends, values, value_ids, max_gathered,
     PART: tl.constexpr, NUM_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Puts logits down to the row's limit aside, in the order of their ids, and where there is a min_p, replaces the
+    """Gathers logits down to the row's limit, in the order of their ids, and where there is a min_p, replaces the
     part's mass by what it leaves."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_parts = tl.num_programs(0)
@@ -363,7 +365,7 @@ def _mix(z):
 
 @jit
 def _draw_by_pairs(values, size, request, scale, SIZE: tl.constexpr):
-    """Index of the value drawn from at most SIZE in the order of their ids, none that may be kept missing."""
+    """The index of the drawn value among at most SIZE in the order of their ids, which hold all that may be kept."""
     k, is_top_k, p, at, total = request
     index = tl.arange(0, SIZE)
     x = tl.load(values + index, mask=index < size, other=float("-inf"))
@@ -387,7 +389,7 @@ def _draw_by_pairs(values, size, request, scale, SIZE: tl.constexpr):
 
 @jit
 def _draw_by_bisection(values, size, request, scale, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Index of the value drawn from at most LIMIT in the order of their ids, none that may be kept missing."""
+    """The index of the drawn value among at most LIMIT in the order of their ids, which hold all that may be kept."""
     k, is_top_k, p, at, total = request
     peak, inverse, _ = scale
     number, mass, low, _ = _above(values, size, float("-inf"), float("-inf"), scale, penalty, LIMIT, BLOCK)
@@ -437,7 +439,7 @@ def _above(values, size, middle, low, scale, penalty, LIMIT: tl.constexpr, BLOCK
 
 @jit
 def _nth_equal(values, size, value, nth, penalty, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
-    """Index of the nth value, from 0, that equals this one, or of the last if there are fewer."""
+    """The index of the nth value, from 0, that equals this one, or of the last such if there are fewer."""
     lanes = tl.arange(0, BLOCK)
     index, num_seen = nth * 0, nth * 0
     for start in range(0, LIMIT, BLOCK):
@@ -450,7 +452,7 @@ def _nth_equal(values, size, value, nth, penalty, LIMIT: tl.constexpr, BLOCK: tl
 
 @jit
 def _weigh_kept(x, scale):
-    """Weights, 0 where min_p does not let them be."""
+    """Weights, 0 below min_p."""
     peak, inverse, lowest = scale
     weights = _weigh(x, peak, inverse)
     return tl.where(weights < lowest, 0.0, weights)

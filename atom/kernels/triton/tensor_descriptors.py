@@ -1,6 +1,6 @@
 """Cache TMA tensor descriptors by address, dtype, sizes and strides.
 
-descriptors = TensorDescriptors((64, 64), layout)               # what one copy brings, and how it lies in shared memory
+descriptors = TensorDescriptors((64, 64), layout)               # the block of one copy, and its layout in shared memory
 kernel[grid](descriptors.find(x, tuple(x.shape), x.stride()))   # the same object for the same memory
 """
 
@@ -17,7 +17,7 @@ KEPT = 1024  # descriptors of one block shape: a model of 100 layers has some hu
 
 
 class _Memory(NamedTuple):
-    """What a descriptor has for a tensor, which it must not keep alive."""
+    """Stands for a tensor in a descriptor, which must not keep the tensor alive."""
 
     address: int
     dtype: torch.dtype
@@ -37,5 +37,5 @@ class TensorDescriptors:
         self._make = make
 
     def find(self, x: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        """The descriptor of x, seen with these sizes and strides."""
+        """Find or make the descriptor of x with these sizes and strides."""
         return self._make(x.data_ptr(), x.dtype, sizes, strides)

@@ -1,13 +1,13 @@
-"""Parameters of kernels that were measured to be the fastest, by GPU: a JSON file each, here and in <cache>/tuned.
+"""Tuned kernel parameters by GPU, as JSON: packaged, and in <cache>/tuned.
 
 parameters("NVIDIA H200", "linear", "1 6144 4096 1")     # ["vector", 8, 8, 3, 1], or None where nobody has measured
 measured = read("NVIDIA H200", Path(cache))              # with those that tune=true found on this machine before them
 keep("NVIDIA H200", Path(cache), "linear", {"1 6144 4096 1": ["vector", 8, 8, 3, 1]})
-take_in(Path(other), read_all(Path(cache)))              # what is not there yet, of what another cache folder has
+take_in(Path(other), read_all(Path(cache)))              # add to one cache folder what another has and it has not
 
 A key says what a kernel's choice depends on: of a linear the rows up to which it holds, outputs, inputs, and 2 where
-half of the outputs are gates. ["library"] is where the vendor's is the fastest. What is not listed follows from the
-kernel's own rule. What is in <cache>/tuned holds for the atom and the Triton that measured it, which it names.
+half of the outputs are gates. ["library"] is where the vendor's library is the fastest. What is not listed follows from
+the kernel's own rule. A file in <cache>/tuned holds for the versions of atom and Triton that it names.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from atom.cache.files import (
 FOLDER = "tuned"  # of the cache folder
 KERNELS = ("linear",)
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)  # rows up to which parameters of a linear hold
-GPU = re.compile(r"[a-z0-9_]{1,100}")  # the name of a file, but for its end
+GPU = re.compile(r"[a-z0-9_]{1,100}")  # the stem of a file's name
 KEY = re.compile(rf"({'|'.join(map(str, BUCKETS))}) [1-9][0-9]* [1-9][0-9]* ([12])")
 SIZES = [1 << at for at in range(11)]
 TILES, WARPS, STAGES, COUNTS = SIZES[4:], SIZES[:5], range(1, 10), range(1, 65)
-FORMS = {  # by style: how many numbers an entry has at least, and what each can be; see `kernels.triton.linear`
+FORMS = {  # by style: the least number of values in an entry, and the range of each; see `kernels.triton.linear`
     "vector": (4, [SIZES, WARPS, STAGES, COUNTS]),
     "matrix": (4, [TILES, TILES, WARPS, STAGES, SIZES[:4], COUNTS, [0, *SIZES], SIZES[3:]]),
     "library": (0, []),
@@ -54,23 +54,23 @@ Measured = dict[str, Table]  # by kernel
 
 
 def parameters(gpu: str, kernel: str, key: str) -> list[Any] | None:
-    """What was measured on a GPU of this name, of what comes with atom."""
+    """The packaged parameters of a GPU of this name."""
     found: list[Any] | None = _packaged(gpu).get(kernel, {}).get(key)
     return found
 
 
 def read(gpu: str, cache: Path, tell: Callable[[str], object] = lambda line: None) -> Measured:
-    """What was measured on a GPU of this name: in this cache folder, and where nobody did there, what comes with atom.
+    """The parameters of a GPU of this name: those of this cache folder, else the packaged ones.
 
-    A file that is damaged, that others can have written, or that was measured with other versions has a line, and is
-    not used. Nor are entries that these kernels do not take, which have a line too.
+    A file that is damaged, that others can have written, or that was measured with other versions is not used, and
+    `tell` gets a line; the same goes for entries that these kernels do not take.
     """
     packaged, own = _packaged(gpu), read_own(gpu, cache, tell)
     return {kernel: packaged.get(kernel, {}) | own.get(kernel, {}) for kernel in KERNELS}
 
 
 def read_own(gpu: str, cache: Path, tell: Callable[[str], object] = lambda line: None) -> Measured:
-    """What is in this cache folder alone."""
+    """The parameters of this cache folder alone."""
     path = file_of(gpu, cache)
     written = _load(path, tell)
     found = {kernel: {key: entry for key, entry in written.get(kernel, {}).items() if _fits(key, entry)}
@@ -81,7 +81,7 @@ def read_own(gpu: str, cache: Path, tell: Callable[[str], object] = lambda line:
 
 
 def keep(gpu: str, cache: Path, kernel: str, found: Mapping[str, list[Any]]) -> Path:
-    """Add to what is in this cache folder, at once or not at all: the file. Unfit or OSError where that cannot be."""
+    """Add parameters to this cache folder, atomically; the file. Unfit or OSError where that fails."""
     path = file_of(gpu, cache)
     _prepare(path.parent)
     with _locked(path):  # another search may add to it too
@@ -100,15 +100,15 @@ def keep(gpu: str, cache: Path, kernel: str, found: Mapping[str, list[Any]]) -> 
 
 
 def read_all(cache: Path, tell: Callable[[str], object] = lambda line: None) -> dict[str, Measured]:
-    """What is in this cache folder alone, by the name of the GPU's file."""
+    """The parameters of this cache folder alone, by the name of the GPU's file."""
     gpus = sorted(path.stem for path in file_of("", cache).parent.glob("*.json"))
     return {gpu: found for gpu in gpus if (found := read_own(gpu, cache, tell))}
 
 
 def take_in(cache: Path, measured: Mapping[str, Any]) -> Counter[str]:
-    """Add what `read_all` gave elsewhere, where nobody has measured here: the number of new entries by GPU.
+    """Merge what `read_all` gave for another cache folder; what is here stays. The number of new entries by GPU.
 
-    What these kernels do not take is left out. Unfit or OSError as in `keep`.
+    Entries that these kernels do not take are left out. Unfit or OSError as in `keep`.
     """
     taken = Counter[str]()
     for gpu, tables in measured.items():
@@ -126,7 +126,7 @@ def take_in(cache: Path, measured: Mapping[str, Any]) -> Counter[str]:
 
 
 def file_of(gpu: str, folder: Path) -> Path:
-    """Where this cache folder has what was measured on a GPU of this name."""
+    """The file of this cache folder for a GPU of this name."""
     return Path(os.path.realpath(folder)) / FOLDER / _name(gpu)
 
 
@@ -141,7 +141,7 @@ def _name(gpu: str) -> str:
 
 
 def _prepare(folder: Path) -> None:
-    """Make a folder of the cache where it is missing. Unfit where others can write to it."""
+    """Make a cache folder if it is missing. Unfit where others can write to it."""
     for each in (folder.parent, folder):
         each.mkdir(0o700, parents=True, exist_ok=True)
         check_owner(each, is_folder=True)
@@ -149,7 +149,7 @@ def _prepare(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Held by one at a time; not at all where the cache folder cannot have locks."""
+    """Hold a lock; none is held where the cache folder cannot have locks."""
     folder = path.parent.parent / "locks"
     lock = FileLock(folder / f"{FOLDER}-{path.stem}.lock", mode=0o600)
     with contextlib.suppress(Unfit, OSError, NotImplementedError):
@@ -162,14 +162,14 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _versions() -> dict[str, str]:
-    """What the fastest parameters depend on beside the GPU."""
+    """The versions that the fastest parameters depend on beside the GPU."""
     import triton
 
     return {"atom": atom.__version__, "triton": triton.__version__}
 
 
 def _load(path: Path, tell: Callable[[str], object] = lambda line: None) -> dict[str, dict[str, Any]]:
-    """All that `_show` has written into a file, by kernel; nothing, and a line, where it is not to be used."""
+    """Read a file of `_show`, by kernel; where it is not to be used nothing, and `tell` gets a line."""
     if not os.path.lexists(path):
         return {}
     try:
@@ -197,7 +197,7 @@ def _parse(raw: bytes) -> dict[str, dict[str, Any]]:
 
 
 def _fits(key: str, entry: Any) -> bool:
-    """Whether these are a linear's, and such as its kernels take."""
+    """Whether these are a linear's key and parameters that its kernels take."""
     product = KEY.fullmatch(key)
     if product is None or not isinstance(entry, list) or not entry or entry[0] not in list(FORMS):
         return False

@@ -1,11 +1,11 @@
-"""The content of an Anthropic answer: blocks of thinking, text and tool use, whole or as the events of a stream.
+"""Anthropic's content blocks: thinking, text, tool use, whole or streamed.
 
     content_blocks(answer)                       # [{"type": "text", "text": "Hello"}]
     blocks = BlockStream()
     data = blocks.push(delta)                    # the bytes of events; b"" where nothing is new
-    data = blocks.close()                        # when nothing follows any more
+    data = blocks.close()                        # at the end
 
-A block has a number and ends before the next one begins.
+A block has an index and ends before the next one begins.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class BlockStream:
         self._open: str | None = None  # type of the block that is not closed
 
     def push(self, delta: Delta) -> bytes:
-        """What is new, in the order in which a model writes it: thinking, the rest of a call, text, further calls."""
+        """The events of a delta, in a model's order: thinking, the rest of a call, text, further calls."""
         data = b""
         if delta.reasoning:
             data += self._begin("thinking", thinking_block())
@@ -69,7 +69,7 @@ class BlockStream:
         return data
 
     def close(self) -> bytes:
-        """Ends the open block."""
+        """End the open block."""
         if self._open is None:
             return b""
         self._open = None
@@ -83,7 +83,7 @@ class BlockStream:
         return data + self._add(b"input_json_delta", b"partial_json", call.arguments) if call.arguments else data
 
     def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
-        """Opens a block, unless it is one of this type that is open."""
+        """Open a block, unless one of this type is open."""
         if self._open == kind:
             return b""
         data = self.close()

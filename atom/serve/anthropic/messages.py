@@ -119,9 +119,9 @@ class MessageResponder(Responder):
 
 
 def stop_reason(finish: Finish, *, has_calls: bool) -> tuple[str, str | None]:
-    """Why an answer ended, in Anthropic's words, and the stop sequence that ended it.
+    """The stop reason of an answer in Anthropic's terms, and the stop sequence that ended it.
 
-    has_calls: there are some, all of them whole; an answer that was cut off is not meant to be acted on.
+    has_calls: there are tool calls, all of them whole; an answer that was cut off must not be acted on.
     """
     match finish.reason:
         case "stop_sequence":

@@ -1,4 +1,6 @@
-"""From what Anthropic's clients send to a prompt: messages as chat templates know them, tools, the switch for thinking.
+"""Render an Anthropic conversation to a prompt.
+
+Messages become what chat templates know, with tools and the switch for thinking.
 
     asked = await context.in_thread(lambda: prepare(context, body))
     asked.conversation.tokens                    # the prompt
@@ -46,7 +48,7 @@ class Asked(NamedTuple):
 
 
 def prepare(context: Context, body: CountRequest) -> Asked:
-    """FieldError, or another RequestError, where the model cannot be asked this."""
+    """Prepare the prompt of a request. FieldError, or another RequestError, where that fails."""
     choice = body.tool_choice
     is_parallel = not (isinstance(choice, FreeChoice) and choice.disable_parallel_tool_use)
     tools = [openai_tool(tool) for tool in body.tools or ()]
@@ -77,7 +79,7 @@ def openai_choice(body: CountRequest) -> str | NamedTool | None:
 
 
 def thinking_switches(context: Context, body: CountRequest) -> dict[str, bool]:
-    """What the template is told of thinking; nothing where the request says nothing."""
+    """The template's variables for thinking; empty where the request does not mention it."""
     asked = body.thinking
     if asked is None:
         return {}
@@ -102,7 +104,7 @@ Turn = tuple[str, list[Block]]  # a role and its blocks
 
 
 def read_turns(body: CountRequest) -> Iterator[Turn]:
-    """The conversation with texts as blocks, and one turn where several of a role follow each other."""
+    """The turns of a conversation, texts as blocks; consecutive messages of one role are one turn."""
     if body.system is not None:
         yield "system", read_blocks(body.system)
     for index, message in enumerate(body.messages):
@@ -123,7 +125,7 @@ def check_blocks(index: int, message: Message) -> None:
 
 
 def take_prefill(turns: list[Turn]) -> str:
-    """Takes away the last turn if it is the assistant's: the text that the answer begins with."""
+    """Remove the last turn if it is the assistant's; its text, which the answer begins with."""
     if turns[-1][0] != "assistant":
         return ""
     _, blocks = turns.pop()
@@ -135,7 +137,7 @@ def take_prefill(turns: list[Turn]) -> str:
 
 
 def plain_messages(turns: Iterable[Turn]) -> list[dict[str, Any]]:
-    """Messages as templates know them. FieldError for a result without its call."""
+    """Convert turns to messages for a chat template. FieldError for a result without its call."""
     names: dict[str, str] = {}  # of the tools called so far, by the id of the call
     plain: list[dict[str, Any]] = []
     for role, blocks in turns:

@@ -1,4 +1,6 @@
-"""The bodies that the Messages routes take, under Anthropic's names. What is not a field here is refused by name.
+"""Request bodies of Anthropic's Messages API.
+
+What is not a field here is refused by name.
 
     MessagesRequest.model_validate({"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]})
 
@@ -26,7 +28,7 @@ def is_object_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_types(*known: str) -> BeforeValidator:
-    """Refuses a block of another type by its name: images, documents, and what only Anthropic's servers run."""
+    """Refuse blocks of other types by name: images, documents, and tools that only Anthropic's servers run."""
 
     def check(block: object) -> object:
         stated = block.get("type") if isinstance(block, dict) else None
@@ -39,7 +41,7 @@ def of_types(*known: str) -> BeforeValidator:
 
 
 def tag_of(content: object) -> str:
-    """Which of the two forms a text is in, so that an error speaks of that one alone."""
+    """Which form a content has, text or blocks, so that an error is about that form alone."""
     return "a-text" if isinstance(content, str) else "a-list"
 
 
@@ -133,7 +135,7 @@ class Metadata(Body):
 
 
 class CountRequest(Body):
-    """What a prompt is made of."""
+    """The fields that make up a prompt."""
 
     model: str
     messages: List[Message] = Field(min_length=1)

@@ -1,1 +1,4 @@
-"""The engine's process and the HTTP process's view of it: a socket pair and msgpack between them."""
+"""The engine's process, and its client in the HTTP process.
+
+A socket pair and msgpack are between them.
+"""

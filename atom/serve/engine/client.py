@@ -1,4 +1,4 @@
-"""The engine, as the HTTP process sees it: requests go in, their outputs come as they are made.
+"""The engine's client in the HTTP process: submit requests, receive outputs.
 
     client = EngineClient(config)
     await client.connect(connection)                       # a socket whose other end is the engine process's
@@ -7,7 +7,7 @@
         for output in await stream.next():
             print(output.text)
 
-One object for each running request; what arrives for it wakes the one task that waits for it. The death of the engine
+There is a stream for each running request; its outputs wake the one task that waits for it. The death of the engine
 ends every stream with an EngineDeadError.
 """
 
@@ -47,8 +47,8 @@ from atom.serve.engine.protocol import (
 from atom.serve.engine.stream import Stream
 
 START_SECONDS = 60.0  # of silence while the engine starts: imports hold the interpreter
-MAX_GAP = 1.0  # seconds between two checks that count as silence: a process that was stopped has not listened
-SMOOTHING = 0.1  # of the newest in the mean time between two ends
+MAX_GAP = 1.0  # seconds between two checks that may count as silence: a process that was stopped has not listened
+SMOOTHING = 0.1  # weight of the newest interval between two finished sequences in their mean
 
 
 class State(StrEnum):
@@ -59,7 +59,7 @@ class State(StrEnum):
 
 
 class QueueFullError(AtomError):
-    """More requests wait than may."""
+    """Too many requests wait."""
 
     def __init__(self, num_waiting: int, retry_after: int) -> None:
         super().__init__(f"{num_waiting} requests are waiting, and no more may; try again in {retry_after} s")
@@ -67,16 +67,16 @@ class QueueFullError(AtomError):
 
 
 class EngineClient(asyncio.Protocol):
-    """One engine. `state` is what /health tells; `stats` is as old as the last heartbeat."""
+    """The client of one engine. `state` is that of /health; `stats` is as old as the last heartbeat."""
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = State.LOADING
         self.stats = EngineStats()
         self.doing = "starting the engine"  # while it loads
-        self.gpus = ""  # as `Ready` has told
-        self.error: Failed | None = None  # why it died, where it could say so
-        self.reason = ""  # that it is dead
-        self.has_left = False  # its process ended, or is about to, and neither side had said so
+        self.gpus = ""  # from `Ready`
+        self.error: Failed | None = None  # why it died, if it could say so
+        self.reason = ""  # the message once it is dead
+        self.has_left = False  # its process ended, or is about to, unexpectedly
         self.ready = asyncio.Event()
         self.dead = asyncio.Event()
         self.idle = asyncio.Event()  # no request is running
@@ -85,26 +85,26 @@ class EngineClient(asyncio.Protocol):
         self._clock = clock
         self._streams: dict[str, Stream] = {}
         self._numbers = itertools.count()
-        self._asked: dict[str, asyncio.Future[str]] = {}  # profiles that are about to start or stop
+        self._asked: dict[str, asyncio.Future[str]] = {}  # pending requests to start or stop a profile
         self._frames: Frames[FromEngine] = from_engine()
         self._transport: asyncio.Transport | None = None
         self._checked = clock()
         self._silence = 0.0  # seconds
-        self._ended = clock()  # the last sequence
-        self._interval = 0.0  # mean seconds between two ends
+        self._ended = clock()  # when the last sequence finished
+        self._interval = 0.0  # mean seconds between two finished sequences
         self._num_sent = 0  # Submit messages
         self._unseen: deque[tuple[int, int]] = deque()  # Submits that the engine has not taken in: number, sequences
-        self._num_unseen = 0  # sequences of these
-        self._num_waiting = 0  # sequences, of those taken in
+        self._num_unseen = 0  # sequences of these Submits
+        self._num_waiting = 0  # sequences that wait in the engine
 
     async def connect(self, connection: socket) -> None:
-        """Take the socket and send the configuration."""
+        """Connect to the engine process and send the configuration."""
         await asyncio.get_running_loop().create_connection(lambda: self, sock=connection)
         self._send(Start(self._config))
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that are not admitted, those included that the engine has not heard of yet."""
+        """Sequences that are not admitted, including those that the engine has not received yet."""
         return self._num_waiting + self._num_unseen
 
     def submit(
@@ -118,8 +118,8 @@ class EngineClient(asyncio.Protocol):
     ) -> Stream:
         """Send a request, params for each of its prompts.
 
-        QueueFullError beyond max_queue, RequestError for a request that alone is more, EngineDeadError where there is
-        no engine to take it.
+        QueueFullError beyond max_queue, RequestError for a request that alone exceeds it, EngineDeadError where the
+        engine is dead.
         """
         if self.state is not State.READY:
             raise EngineDeadError(f"the engine is {self.state}")
@@ -141,11 +141,11 @@ class EngineClient(asyncio.Protocol):
         return stream
 
     def retry_after(self) -> int:
-        """Whole seconds until the queue should have room, at the pace of the last ends."""
+        """Whole seconds until the queue should have room, at the recent rate of finished sequences."""
         return min(max(math.ceil(self._interval), 1), 60)
 
     def abort(self, stream: Stream) -> None:
-        """Nobody waits for it any more; its blocks are free within a step."""
+        """Abort a request; its blocks are freed within a step."""
         stream.stop_timer()
         for id in stream.places:
             if self._streams.pop(id, None) is not None:
@@ -153,7 +153,7 @@ class EngineClient(asyncio.Protocol):
         self._note_idle()
 
     async def profile(self, *, starts: bool) -> str:
-        """Start or stop the profiler; where the trace is. RequestError says why it cannot be."""
+        """Start or stop the profiler; the path of the trace. RequestError where that fails."""
         if self.state is not State.READY:
             raise EngineDeadError(f"the engine is {self.state}")
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -163,18 +163,18 @@ class EngineClient(asyncio.Protocol):
         return await answer
 
     def drain(self) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         if self.state in (State.READY, State.LOADING):
             self.state = State.DRAINING
 
     def close(self, reason: str) -> None:
-        """Let the engine end, and with it what still runs."""
+        """Close the connection, which ends the engine and all that runs."""
         self._die(reason)
         if self._transport is not None:
             self._transport.close()
 
     def check(self) -> None:
-        """Take an engine for dead that has been silent too long; to be called now and then."""
+        """Declare an engine dead that has been silent too long; to be called regularly."""
         now = self._clock()
         self._silence += min(now - self._checked, MAX_GAP)
         self._checked = now

@@ -20,7 +20,7 @@ RECEIVE = 1 << 16  # bytes at a time
 
 
 class Link:
-    """The socket: any thread sends, one receives."""
+    """The connection to the HTTP process: any thread may send, one receives."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -33,7 +33,7 @@ class Link:
             self._connection.sendall(frame)
 
     def receive(self) -> list[ToEngine]:
-        """The next messages; EOFError at the end."""
+        """Wait for the next messages; EOFError at the end."""
         while True:
             data = self._connection.recv(RECEIVE)
             if not data:

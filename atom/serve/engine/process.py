@@ -1,4 +1,4 @@
-"""The engine's process, seen from the one that starts it.
+"""Start and end the engine's process.
 
 engine = EngineProcess()                  # runs `python -m atom.serve.engine.worker`
 await client.connect(engine.connection)
@@ -17,16 +17,16 @@ import sys
 import threading
 from collections.abc import Callable
 
-READ_SECONDS = 1.0  # for its last lines, whose end another process may hold open
+READ_SECONDS = 1.0  # for its last lines; another process may hold its stderr open
 WORKER = (sys.executable, "-m", "atom.serve.engine.worker")
 
 
 class EngineProcess:
-    """A child with one end of a socket pair, which no other process can open, and a process group of its own."""
+    """A child process with one end of a socket pair, which no other process can open, and its own process group."""
 
     def __init__(self, command: tuple[str, ...] = WORKER, relay: Callable[[str], object] | None = None) -> None:
-        """command: gets the number of the socket's descriptor as its last argument. relay: gets each line that it
-        prints to stderr, in a thread; None: they go to ours."""
+        """command: gets the socket's file descriptor as its last argument. relay: called in a thread with each line of
+        its stderr; None: it shares ours."""
         self.connection, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
@@ -48,14 +48,14 @@ class EngineProcess:
         return self._process.pid
 
     def has_ended(self) -> bool:
-        """Whether it has; it ends by itself when the socket is closed."""
+        """Whether the process has ended; it ends by itself when the socket is closed."""
         if self._process.returncode is not None:
             return True
-        # it is not reaped here: its number must stay its own until the group is gone
+        # not reaped here: its pid must not be reused until the group is gone
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def end(self) -> int:
-        """Its exit code, negative for a signal. Whatever is left of its group is killed."""
+        """End the process and kill what is left of its group; the exit code, negative for a signal."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)

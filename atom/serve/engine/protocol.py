@@ -1,10 +1,12 @@
-"""What the HTTP process and the engine process say to each other: msgpack in frames, over one socket.
+"""Messages between the HTTP process and the engine process: msgpack in frames.
+
+They go over one socket.
 
     link.send(encode(Submit("cmpl-1", [1, 2, 3], SamplingParams(max_tokens=8))))
     for message in frames.feed(data):                 # bytes as they arrive, whole messages out
         ...                                           # of the types that the decoder was made for
 
-A frame is the length of its body in 4 bytes, little-endian, and the body. Nothing in it can name code.
+A frame is the length of its body in 4 bytes, little-endian, and the body. A body is data: it cannot name code.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from atom.runtime.types import Logprobs
 from atom.sampling_params import SamplingParams
 
 HEAD = struct.Struct("<I")
-MAX_FRAME = 1 << 30  # bytes; more is no message of ours
+MAX_FRAME = 1 << 30  # bytes; a larger frame is no message of ours
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -59,12 +61,12 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     num_output: int  # tokens
     num_cached: int  # prompt tokens that the prefix cache gave
     queue: float  # seconds from its arrival in the engine to its admission
-    stop_string: str | None = None  # the one that was met
-    error: str | None = None  # what went wrong, where that is the reason
+    stop_string: str | None = None  # the stop string that was met
+    error: str | None = None  # the message, where the reason is error
 
 
 class Output(msgspec.Struct, array_like=True, gc=False):
-    """What is new of one sequence."""
+    """New output of one sequence."""
 
     id: str
     index: int  # among the request's sequences
@@ -72,7 +74,7 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     tokens: list[int]
     logprobs: list[Logprobs] | None = None
     finish: Finish | None = None
-    prompt_logprobs: list[Logprobs | None] | None = None  # of the prompt's next positions, before the finish
+    prompt_logprobs: list[Logprobs | None] | None = None  # of the next positions of the prompt
 
 
 class Ready(Message):
@@ -83,7 +85,7 @@ class Ready(Message):
 
 
 class Outputs(Message):
-    """What a step gave, and how far the engine is with what it was sent."""
+    """The outputs of a step, and which Submits the engine has taken in."""
 
     outputs: list[Output]
     num_seen: int  # Submit messages taken in so far
@@ -91,14 +93,14 @@ class Outputs(Message):
 
 
 class Refused(Message):
-    """A request that cannot be served; nothing else follows for its id."""
+    """A request is refused; nothing else follows for its id."""
 
     id: str
-    error: str  # "": a fault of ours, which the log of the engine has
+    error: str  # "": an internal error, which is in the engine's log
 
 
 class Done(Message):
-    """A profiler has started or stopped."""
+    """The profiler has started or stopped."""
 
     id: str
     result: str
@@ -106,14 +108,14 @@ class Done(Message):
 
 
 class Beat(Message):
-    """Sent by a thread of its own: the engine's process lives."""
+    """The heartbeat of the engine's process, sent by a thread of its own."""
 
     stats: EngineStats
-    doing: str = ""  # what the start is at, as in `compiling 12 pieces: 3 done`
+    doing: str = ""  # the present step of the start, as in `compiling 12 pieces: 3 done`
 
 
 class Failed(Message):
-    """The engine cannot go on; its process ends."""
+    """The engine has failed; its process ends."""
 
     kind: str  # the class of the error
     error: str
@@ -127,14 +129,14 @@ T = TypeVar("T")
 
 
 class Frames(Generic[T]):
-    """Whole messages out of bytes that arrive in any portions."""
+    """Decodes messages from bytes that arrive in any portions."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
         self._decoder = decoder
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[T]:
-        """The messages that these bytes complete. ValueError where they are none of ours."""
+        """Take bytes; the messages that they complete. ValueError where they are no messages of ours."""
         self._data += data
         start, held, messages = 0, self._data, []
         with memoryview(held) as view:

@@ -1,11 +1,13 @@
-"""The outputs of one request, from the client of the engine, which pushes them, to the one task that answers.
+"""The stream of one request's outputs.
+
+The engine's client pushes them, and the one task that answers reads them.
 
     stream = client.submit([[1, 2, 3]], [params], id="cmpl-1")
     while not stream.is_done:
         for output in await stream.next(seconds=15.0):
             print(output.text)
 
-Every token passes here, so what it costs is kept low: one future, and no timer of its own.
+Every token takes this path, so its cost is kept low: one future, and no timer of its own.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ class Stream:
     """The outputs of one request, which may have several prompts. One task reads it."""
 
     def __init__(self, ids: list[str], num_sequences: int) -> None:
-        self.places = {id: place for place, id in enumerate(ids)}  # an output's id -> which prompt
+        self.places = {id: place for place, id in enumerate(ids)}  # id of an output -> index of its prompt
         self.num_running = num_sequences
-        self.is_done = False  # everything has been read
+        self.is_done = False  # all outputs have been read
         self._outputs: list[Output] = []
         self._error: AtomError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -31,7 +33,7 @@ class Stream:
         self._timer: asyncio.TimerHandle | None = None  # one for the whole stream: a token is too short for its own
 
     async def next(self, seconds: float | None = None) -> list[Output]:
-        """What is new; nothing only where as many seconds have passed without anything.
+        """Wait for new outputs; an empty list after so many seconds of silence.
 
         RequestError where the engine refuses the request, EngineDeadError where it dies.
         """

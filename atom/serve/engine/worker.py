@@ -1,12 +1,15 @@
-"""The engine process: `python -m atom.serve.engine.worker FD`, where FD is the socket to the HTTP process.
+"""The engine process: load a model, run steps, answer the HTTP process.
+
+It is run as `python -m atom.serve.engine.worker FD`, where FD is the socket to the HTTP process.
 
     worker = Worker(link)
     threading.Thread(target=worker.receive, daemon=True).start()
     worker.load(lambda: open_engine(config, worker.progress), config.device)
     worker.run()                                   # until the HTTP process is gone
 
-Three threads. One reads messages and prepares requests, so that a bad or a long prompt never holds up a step; the main
-one loads and runs the steps; one sends a heartbeat, so that a long step or compilation is not taken for death.
+It has three threads. One reads messages and prepares requests, so that a bad or long prompt never delays a step; the
+main thread loads the model and runs the steps; one sends heartbeats, so that a long step or compilation is not taken
+for death.
 
 It ends when the socket does, with the compilers that it has started, whatever signals a terminal or a supervisor sends:
 the HTTP process decides when the last request is done.
@@ -53,17 +56,17 @@ if TYPE_CHECKING:
     from atom.runtime.engine import Engine
 
 LOG = logging.getLogger("atom.engine")
-BEATS = 8  # in the time after which silence is taken for death
-PORTION = 1024  # positions of a prompt whose log probabilities go in one message
+BEATS = 8  # heartbeats in the time after which silence is taken for death
+PORTION = 1024  # positions of a prompt whose log probabilities are sent in one message
 GRACE_SECONDS = 2.0  # for a step to end when the HTTP process is gone
 
 
-Work = Callable[[], object]  # what the main thread is to do between two steps
+Work = Callable[[], object]  # done by the main thread between two steps
 Open = Callable[[Config, Progress], "Engine"]
 
 
 class Worker:
-    """The engine and what is said of it. `receive` is for a thread of its own, `tell` for any."""
+    """Runs the engine. `receive` is for a thread of its own, `tell` for any."""
 
     def __init__(self, link: Link) -> None:
         self.progress = WatchedProgress(RichProgress())
@@ -72,7 +75,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: the HTTP process is gone
         self._outputs: list[Output] = []
         self._num_seen = 0
-        self._told = (0, 0)  # the state that the HTTP process knows: `_num_seen`, sequences that wait
+        self._told = (0, 0)  # the state last sent to the HTTP process: `_num_seen`, waiting sequences
         self._is_failing = False  # the last step raised
 
     @property
@@ -81,7 +84,7 @@ class Worker:
         return self._engine
 
     def tell(self) -> Beat:
-        """What a heartbeat brings."""
+        """Make a heartbeat."""
         if self._engine is None:
             return Beat(EngineStats(), self.progress.doing or "opening the model")
         return Beat(self._engine.stats())
@@ -99,14 +102,14 @@ class Worker:
             self._tell_state()
 
     def receive(self) -> None:
-        """Take messages in until the socket ends; then the process ends too, whatever it is doing."""
+        """Receive messages until the socket ends; then end the process, whatever it is doing."""
         try:
             while True:
                 for message in self._link.receive():
                     self._inbox.put(self._prepare(message))
         except (EOFError, OSError):
             if self._engine is None:
-                end_group()  # nothing of a model that is half loaded is needed
+                end_group()  # a half-loaded model need not be closed
             self._inbox.put(None)
             last = threading.Timer(GRACE_SECONDS, end_group)  # a step may take minutes
             last.daemon = True
@@ -117,7 +120,7 @@ class Worker:
             end_group()
 
     def _step(self) -> None:
-        """A step that raises ends the requests in it; a second one in a row, or a lack of memory, the engine."""
+        """Run a step. One that raises ends its requests; a second one in a row, or a lack of memory, the engine."""
         try:
             self.engine.step(self._tell_state)
             self._is_failing = False
@@ -131,14 +134,14 @@ class Worker:
             self.engine.end_failed()
 
     def _tell_state(self) -> None:
-        """Send what is new: before a step too, as during a long one what it has admitted would count as waiting."""
-        state = (self._num_seen, self.engine.stats().num_waiting)  # which aborts change without any output
+        """Send the state if it changed; before a step too, as its admissions would count as waiting while it runs."""
+        state = (self._num_seen, self.engine.stats().num_waiting)  # aborts change it without any output
         if self._outputs or state != self._told:
             self._told, outputs, self._outputs = state, self._outputs, []
             self._link.send(Outputs(outputs, *state))
 
     def _take_in(self) -> bool:
-        """Do what waits in the inbox; wait for something where there is no other work. False: it is over."""
+        """Do the work in the inbox; wait for it where there is no other work. False: the HTTP process is gone."""
         while True:
             try:
                 work = self._inbox.get(block=not (self.engine.has_work or self._outputs))
@@ -179,7 +182,7 @@ class Worker:
         except AtomError as error:
             reason = error
             return lambda: refuse(reason)
-        except Exception:  # one request is lost and not the engine
+        except Exception:  # this ends one request and not the engine
             LOG.exception("a request cannot be prepared")
             return lambda: refuse(None)
         return submit
@@ -191,13 +194,13 @@ class Worker:
                 self.engine.start_profile()
             else:
                 trace = str(self.engine.stop_profile())
-        except (AtomError, OSError) as error:  # of the folder, or of the disk
+        except (AtomError, OSError) as error:  # a fault of the folder or the disk
             self._link.send(Done(message.id, "", str(error)))
         else:
             self._link.send(Done(message.id, trace))
 
     def _tell(self, output: RequestOutput) -> None:
-        """The engine's callback: what is new of one sequence."""
+        """The engine's callback: send the new output of one sequence."""
         sequence = output.sequence
         finish = None
         if output.finished:
@@ -248,9 +251,9 @@ def main(make: Open = open_real) -> int:
     connection.set_inheritable(False)
     link = Link(connection)
     try:
-        (start,) = link.receive()  # nothing else is sent before the engine is ready
+        (start,) = link.receive()  # the HTTP process sends nothing else before the engine is ready
     except EOFError:
-        return 0  # it was never wanted
+        return 0  # the HTTP process has left already
     assert isinstance(start, Start), "the configuration comes first"
     log.configure(start.config.serve.http.log)
     worker = Worker(link)
@@ -275,17 +278,17 @@ def main(make: Open = open_real) -> int:
 
 
 def end_group() -> None:
-    """End this process and those that it has started."""
+    """Kill this process and those that it has started."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
 def end_children() -> None:
-    """End what this process has started, so that it can end with an exit code of its own."""
+    """Kill the processes that this one has started, so that it can end with its own exit code."""
     if os.getpgrp() == os.getpid():
         signal.signal(signal.SIGVTALRM, signal.SIG_IGN)
-        os.killpg(0, signal.SIGVTALRM)  # which ends them, as SIGHUP does not under nohup
+        os.killpg(0, signal.SIGVTALRM)  # ends them, unlike SIGHUP under nohup
 
 
 if __name__ == "__main__":

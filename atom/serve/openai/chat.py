@@ -38,7 +38,7 @@ def routes(context: Context) -> APIRouter:
 
 
 def template_kwargs(context: Context, body: ChatRequest) -> dict[str, Any]:
-    """What the template is told beside the messages: of reasoning_effort only where it reads that."""
+    """The template's variables beside the messages; reasoning_effort only where the template reads it."""
     given = body.chat_template_kwargs or {}
     if body.reasoning_effort is None or "reasoning_effort" not in context.need_tokenizer().template_variables():
         return given

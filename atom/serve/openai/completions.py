@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: OpenAI's text completions, with what vLLM and lm_eval add to them.
+"""`POST /v1/completions`: OpenAI's text completions, with vLLM's and lm_eval's extensions.
 
 curl localhost:8000/v1/completions -H "Content-Type: application/json" \\
     -d '{"prompt": "The capital of France is", "max_tokens": 64, "stream": true}'
@@ -54,7 +54,7 @@ class Completion(OpenAIResponder[CompletionRequest]):
         return self.engine_request(prompts, [fitted for _, fitted in fits])
 
     def _given(self) -> list[str | list[int]]:
-        """One or several, whatever they are written as."""
+        """The prompts of the body in any of its forms."""
         prompt: Any = self.body.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             return [prompt]
@@ -70,7 +70,7 @@ class Completion(OpenAIResponder[CompletionRequest]):
         return prompt
 
     def _scored(self) -> dict[str, Any]:
-        """Echoed tokens have log probabilities too."""
+        """The params for log probabilities of echoed tokens."""
         body = self.body
         if not body.echo or body.logprobs is None:
             return {}
@@ -103,7 +103,7 @@ class Completion(OpenAIResponder[CompletionRequest]):
 
     def usage(self, answering: Answering) -> dict[str, Any]:
         usage = answering.usage()
-        if self.body.max_tokens == 0:  # the one token that was made is not shown
+        if self.body.max_tokens == 0:  # the one sampled token is not shown
             usage |= {"completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
         return usage
 

@@ -1,10 +1,10 @@
-"""Log probabilities as OpenAI's two APIs spell them.
+"""Format log probabilities for OpenAI's two APIs.
 
 completion_logprobs(tokenizer, choice.logprobs, num_top=2)     # tokens, token_logprobs, top_logprobs, text_offset
 chat_logprobs(tokenizer, choice.logprobs, num_top=2)           # content: [{token, logprob, bytes, top_logprobs}]
 
-A token that is part of a character is called by its bytes, "bytes:\\xe2\\x82", as OpenAI calls it: so no two tokens of
-a place have one name.
+A token that is part of a character is named by its bytes, "bytes:\\xe2\\x82", as by OpenAI, so that no two tokens of a
+position have one name.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from atom.checkpoint import Tokenizer
 from atom.runtime.types import Logprobs
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"
-BYTE = re.compile("<0x([0-9A-F]{2})>")  # how vocabularies of SentencePiece spell one
+BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte in SentencePiece vocabularies
 LOWEST = -9999.0  # JSON has no infinity
 
 
 def token_text(tokenizer: Tokenizer | None, token: int) -> str:
-    """What a token shows when it stands alone, special ones too."""
+    """The text of a single token, special ones too."""
     if tokenizer is None:
         return f"token_id:{token}"
     text = tokenizer.decode([token], skip_special_tokens=False)
@@ -37,7 +37,7 @@ def token_text(tokenizer: Tokenizer | None, token: int) -> str:
 
 
 def token_bytes(tokenizer: Tokenizer | None, token: int) -> bytes | None:
-    """What a token adds to a text, part of a character too; None where the tokenizer does not say."""
+    """The bytes of a token, which may be part of a character; None where the tokenizer does not say."""
     if tokenizer is None:
         return None
     text = tokenizer.decode([token], skip_special_tokens=False)
@@ -51,7 +51,7 @@ def token_bytes(tokenizer: Tokenizer | None, token: int) -> bytes | None:
 
 @cache
 def byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in vocabularies of byte-level BPE (Radford et al. 2019)."""
+    """The characters that represent bytes in byte-level BPE vocabularies (Radford et al. 2019)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
@@ -68,7 +68,7 @@ def completion_logprobs(
     first: int | None = None,
     offset: int = 0,
 ) -> dict[str, Any]:
-    """Of tokens in a row. None is the first token of a prompt, `first`, which nothing predicts. offset: characters."""
+    """The logprobs of consecutive tokens. None: the first token of a prompt, `first`. offset: characters."""
     tokens, chosen, top, offsets = [], [], [], []
     characters = codecs.getincrementaldecoder("utf-8")("replace")
     for each in logprobs:
@@ -83,7 +83,7 @@ def completion_logprobs(
 
 
 def top_logprobs(tokenizer: Tokenizer | None, at: Logprobs, num_top: int) -> dict[str, float]:
-    """The most likely tokens by text, and the chosen one, as OpenAI adds it."""
+    """The most likely tokens by text, and the chosen one, as with OpenAI."""
     likely = {token_text(tokenizer, token): finite(logprob) for token, logprob in reversed(at.top[:num_top])}
     return dict(reversed(likely.items())) | {token_text(tokenizer, at.token): finite(at.logprob)}
 
@@ -102,12 +102,12 @@ def chat_logprobs(tokenizer: Tokenizer | None, logprobs: Sequence[Logprobs], num
 
 
 def raw(items: Sequence[Any]) -> msgspec.Raw:
-    """A list as JSON, written an item at a time, so that other threads run in between."""
+    """Encode a list as JSON item by item, so that other threads run in between."""
     return msgspec.Raw(b"[%s]" % b",".join([msgspec.json.encode(item) for item in items]))
 
 
 def prompt_logprobs(tokenizer: Tokenizer | None, logprobs: Sequence[Logprobs | None]) -> list[dict[str, Any] | None]:
-    """By position of the prompt, as vLLM has them: token id -> logprob, rank, decoded_token."""
+    """For each position of the prompt, as in vLLM: token id -> logprob, rank, decoded_token."""
 
     def told(token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}

@@ -1,4 +1,4 @@
-"""From the body of a request to what the engine takes: sampling values, with the server's defaults and limits.
+"""Sampling params of a request body, with the server's defaults and limits.
 
 params = sampling_params(body, config)        # FieldError names the field that cannot be served
 """
@@ -14,7 +14,7 @@ from atom.sampling_params import SamplingParams
 from atom.serve.errors import FieldError, shown
 from atom.serve.openai.schema import ChatRequest, CompletionRequest, Generation
 
-COMPLETION_TOKENS = 16  # of an answer where nobody says; OpenAI's default
+COMPLETION_TOKENS = 16  # default of max_tokens, as OpenAI's
 SAME_NAMES = (
     "temperature",
     "top_p",
@@ -34,9 +34,9 @@ SAME_NAMES = (
 
 
 def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingParams:
-    """The values of a body, the configuration's `sampling` where it has none; `more` goes before both.
+    """Make the sampling params of a body; the configuration's `sampling` has the defaults, `more` overrides both.
 
-    `Context.fit` cuts max_tokens to what remains of the context, which is what a chat has where nobody says.
+    `Context.fit` cuts max_tokens to the rest of the context, which is the default of a chat.
     """
     longest = COMPLETION_TOKENS if isinstance(body, CompletionRequest) else config.serve.max_model_len
     values = {"max_tokens": longest} | config.sampling.values()
@@ -44,7 +44,7 @@ def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingPa
     values["max_tokens"] = asked_tokens(body) or values["max_tokens"]
     values |= more
     if body.min_tokens is None:
-        values["min_tokens"] = min(values["min_tokens"], values["max_tokens"])  # a default gives way
+        values["min_tokens"] = min(values["min_tokens"], values["max_tokens"])  # it was a default
     if body.stop is not None:
         values["stop_strings"] = [body.stop] if isinstance(body.stop, str) else body.stop
     if body.logit_bias is not None:
@@ -54,7 +54,7 @@ def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingPa
     num_logprobs = asked_logprobs(body)
     values["n"] = num_answers(body, config)
     if num_logprobs is None and values["n"] > (body.n or 1):
-        num_logprobs = 0  # the best are chosen by them
+        num_logprobs = 0  # to choose the best by
     values["logprobs"] = num_logprobs
     check_limits(values, body, config)
     try:
@@ -71,12 +71,12 @@ def asked_tokens(body: Generation) -> int | None:
     if isinstance(body, CompletionRequest) and body.max_tokens == 0:
         if not body.echo:
             raise FieldError("max_tokens", "max_tokens=0 is for echo: the prompt alone comes back")
-        return 1  # whose token is not shown
+        return 1  # a token that is not shown
     return body.max_tokens if isinstance(body, CompletionRequest) else None
 
 
 def asked_logprobs(body: Generation) -> int | None:
-    """How many most likely tokens to report at each place; None: nothing at all."""
+    """The number of most likely tokens to report at each position; None: no log probabilities."""
     if isinstance(body, CompletionRequest):
         return body.logprobs
     if isinstance(body, ChatRequest):
@@ -87,7 +87,7 @@ def asked_logprobs(body: Generation) -> int | None:
 
 
 def num_answers(body: Generation, config: Config) -> int:
-    """Answers to make to each prompt."""
+    """The number of answers to generate for each prompt."""
     num, best_of, limit = body.n or 1, body.best_of or body.n or 1, config.serve.http.best_of
     if best_of < num:
         raise FieldError("best_of", f"best_of={best_of} is less than n={num}")
@@ -101,11 +101,11 @@ def num_answers(body: Generation, config: Config) -> int:
 
 class Form(NamedTuple):
     field: str  # of the body
-    value: dict[str, Any]  # in the engine's terms
+    value: dict[str, Any]  # in the engine's form
 
 
 def find_form(body: Generation) -> Form | None:
-    """What the answer must match."""
+    """The constraint of the answer, None without one."""
     found: dict[str, dict[str, Any]] = {}
     response_format = body.response_format
     if response_format is not None and response_format.type == "json_object":

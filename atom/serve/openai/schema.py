@@ -1,9 +1,11 @@
-"""The bodies that the OpenAI routes take. What is not a field here is refused by name.
+"""Request bodies of the OpenAI routes.
+
+What is not a field here is refused by name.
 
     ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hello"}]})
 
-null is as good as leaving a field out. Types are strict: a number in quotes is no number. Limits that the
-configuration sets are checked in `atom.serve.openai.params`.
+null means that a field is left out. Types are strict: a number in quotes is no number. Limits of the configuration are
+checked in `atom.serve.openai.params`.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-MAX_TEXT = 1 << 25  # characters of one text; the body has its own limit
-MAX_DEPTH = 100  # of JSON in a body: what reads it later recurses
-MAX_FIELDS = 100  # of an object that has named ones
-MAX_TOKENS = 1024  # that one request names to be biased, or to stop at
-INT_LIMITS = (-(1 << 63), 1 << 64)  # what a message to the engine can hold
+MAX_TEXT = 1 << 25  # characters of a text; the body has its own limit
+MAX_DEPTH = 100  # of JSON in a body, since later readers recurse
+MAX_FIELDS = 100  # of an object with fields of any name
+MAX_TOKENS = 1024  # in logit_bias or stop_token_ids of a request
+INT_LIMITS = (-(1 << 63), 1 << 64)  # integers that a message to the engine can hold
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Int32 = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -26,13 +28,13 @@ Positive = Annotated[int, Field(ge=1, lt=1 << 31)]
 TokenId = Count
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 T = TypeVar("T")
-List = Annotated[list[T], Field(fail_fast=True)]  # the first wrong item is told, not a million of them
+List = Annotated[list[T], Field(fail_fast=True)]  # only the first wrong item is reported, not a million
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_TEXT)]
 Word = Annotated[str, Field(max_length=1024)]
 
 
 def at_most(most: int) -> BeforeValidator:
-    """Refuses an object with more fields at once; pydantic would first tell what is wrong with each."""
+    """Refuse an object with more fields at once; pydantic would first check each of them."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -57,7 +59,7 @@ def plain_json(value: Any) -> Any:
 
 
 def find_fault(value: Any) -> str | None:
-    """Why a JSON value that was read cannot be written again, or is deeper than what reads it can recurse."""
+    """Why a JSON value cannot be written again, or is too deep for the recursion of later readers."""
     level = [value]
     for _ in range(MAX_DEPTH):
         for item in level:
@@ -90,7 +92,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def refuse_many(cls, value: Any) -> Any:
-        """Unknown fields are told by name, each of them, so they must be few."""
+        """Refuse many unknown fields, since each is reported by name."""
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             told = {"given": len(value), "most": MAX_FIELDS}
             raise PydanticCustomError("fields", "this has {given} fields; no object here takes more than {most}", told)
@@ -115,7 +117,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """What the answer must match: exactly one of these, under vLLM's names."""
+    """The constraint of the answer: exactly one of these, under vLLM's names."""
 
     json_: JSONObject | Text | None = Field(None, alias="json")
     json_object: Literal[True] | None = None
@@ -125,7 +127,7 @@ class StructuredOutputs(Body):
 
 
 class Generation(Body):
-    """What a completion and a chat have in common."""
+    """The fields that completions and chats share."""
 
     model: str | None = Field(None, description="one of the served names; the first is meant where there is none")
     temperature: float | None = Field(None, ge=0, le=100, description="0: greedy")
@@ -194,7 +196,7 @@ class ChatMessage(Body):
     tool_calls: List[ToolCallMessage] | None = None
     tool_call_id: str | None = Field(None, max_length=256)
     reasoning_content: Text | None = None
-    refusal: None = None  # and what else OpenAI's SDK makes of an answer that goes back as it came
+    refusal: None = None  # this and the next: fields of an answer that OpenAI's SDK sends back
     annotations: None = None
     audio: None = None
     function_call: None = None

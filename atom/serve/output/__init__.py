@@ -1,1 +1,1 @@
-"""Output parsers: reasoning, content and tool calls, told apart while they stream."""
+"""Output parsers: split a streamed answer into reasoning, content and tool calls."""

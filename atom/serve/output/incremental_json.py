@@ -1,4 +1,4 @@
-"""JSON values and Python literals, read from text that still arrives.
+"""Parse JSON and Python literals incrementally, while their text arrives.
 
     yield from read_json(text)                 # past one value, its text is in text.text
     key = yield from read_json_string(text)    # the string that it says
@@ -37,9 +37,9 @@ PYTHON_ESCAPES = {**dict(zip("\\'\"abfnrtv", "\\'\"\a\b\f\n\r\t\v", strict=True)
 def read_items(
     text: Arriving, close: str, read_item: Callable[[], Reading[None]], *, may_trail: bool = False
 ) -> Reading[int]:
-    """Items between the bracket that comes next and `close`, with commas between them; how many commas there were.
+    """Read comma-separated items from the next bracket to `close`; the number of commas.
 
-    may_trail: a comma may stand before `close`
+    may_trail: a comma may precede `close`
     """
     text.at += 1
     num_commas = 0
@@ -62,7 +62,7 @@ def read_items(
 
 
 def expect(text: Arriving, char: str) -> Reading[None]:
-    """Past this character and the space around it."""
+    """Skip this character and the space around it."""
     yield from text.skip(SPACE)
     if (yield from text.peek()) != char:
         raise Unreadable
@@ -71,7 +71,7 @@ def expect(text: Arriving, char: str) -> Reading[None]:
 
 
 def read_json(text: Arriving, depth: int = 0) -> Reading[None]:
-    """Past one JSON value (RFC 8259)."""
+    """Skip one JSON value (RFC 8259)."""
 
     def read_member() -> Reading[None]:
         yield from skip_json_string(text)
@@ -92,7 +92,7 @@ def read_json(text: Arriving, depth: int = 0) -> Reading[None]:
 
 
 def read_json_string(text: Arriving) -> Reading[str]:
-    """The string that comes next, unescaped."""
+    """Read the next string, unescaped."""
     start = text.at
     yield from skip_json_string(text)
     return str(json.loads(text.text[start : text.at]))
@@ -122,7 +122,7 @@ def skip_json_string(text: Arriving) -> Reading[None]:
 
 
 def read_python(text: Arriving, depth: int = 0) -> Reading[Any]:
-    """A literal that JSON can say too: a string, a number, a list or tuple, a dict with strings as keys, True, None."""
+    """Read a literal that JSON has too: string, number, list or tuple, dict with string keys, True, False, None."""
     items: list[Any] = []
     members: dict[str, Any] = {}
 
@@ -152,7 +152,7 @@ def read_python(text: Arriving, depth: int = 0) -> Reading[Any]:
 
 
 def python_value(word: str) -> Any:
-    """The name or number that a word is."""
+    """The value of a word: a number, True, False or None."""
     if word in PYTHON_NAMES:
         return PYTHON_NAMES[word]
     try:
@@ -166,7 +166,7 @@ def python_value(word: str) -> Any:
 
 
 def read_python_string(text: Arriving) -> Reading[str]:
-    """The string that comes next, unescaped; in one or in three quotes, without a prefix."""
+    """Read the next string, unescaped; in one or three quotes, without a prefix."""
     quote = yield from text.peek()
     if quote not in PYTHON_PLAIN:
         raise Unreadable
@@ -200,4 +200,4 @@ def unescape(match: re.Match[str]) -> str:
         return chr(int(said, 8))
     if said[0] in "xuUN":
         raise Unreadable
-    return match[0]  # Python leaves an escape that it does not know as it is
+    return match[0]  # Python leaves an unknown escape as it is

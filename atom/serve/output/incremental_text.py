@@ -1,4 +1,6 @@
-"""Text that arrives in pieces, for readers that are written as if all of it were there.
+"""Incremental readers: generators that wait for text that has not arrived.
+
+They are written as if all of it were there.
 
     def read_greeting(text: Arriving) -> Reading[str]:
         if not (yield from text.starts_with("hello")):      # waits while it may still become that word
@@ -6,8 +8,8 @@
         text.at += len("hello")
         return (yield from text.read(LETTERS))
 
-A reader is a generator that yields where it needs more text. What it does depends on the characters alone, so it reads
-the same whatever pieces they come in.
+A reader is a generator that yields where it needs more text. It depends on the characters alone, so it reads the same
+in whatever pieces they arrive.
 """
 
 from __future__ import annotations
@@ -24,22 +26,22 @@ NEWLINES = re.compile(r"\n*")
 
 
 class Unreadable(Exception):
-    """The text is not of the form that a reader reads. It stands at the first character that cannot be."""
+    """The text does not have the reader's form; `at` is the first wrong character."""
 
 
 class Arriving:
-    """The text that has come and was not taken yet, and how far it is read."""
+    """The text that has arrived and was not taken yet, and how far it is read."""
 
     def __init__(self) -> None:
         self.text = ""
-        self.at = 0  # of the next character to read
+        self.at = 0  # index of the next character to read
         self.is_ended = False
 
     def push(self, text: str) -> None:
         self.text += text
 
     def take(self, end: int) -> str:
-        """Removes the text before `end`."""
+        """Remove and return the text before `end`."""
         taken, self.text, self.at = self.text[:end], self.text[end:], max(0, self.at - end)
         return taken
 
@@ -50,13 +52,13 @@ class Arriving:
         return self.text[self.at : self.at + 1]
 
     def starts_with(self, word: str) -> Reading[bool]:
-        """Whether this is what comes next."""
+        """Whether the text continues with this word."""
         while len(self.text) - self.at < len(word) and not self.is_ended and word.startswith(self.text[self.at :]):
             yield
         return self.text.startswith(word, self.at)
 
     def skip(self, pattern: re.Pattern[str]) -> Reading[None]:
-        """Goes past all characters of a class: a pattern of one class, any number of times."""
+        """Skip all characters of a class: a pattern of one class, any number of times."""
         while True:
             match = pattern.match(self.text, self.at)
             assert match is not None, "a pattern matches nothing too"
@@ -66,15 +68,15 @@ class Arriving:
             yield
 
     def read(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """The characters that `skip` goes past."""
+        """Read the characters that `skip` skips."""
         start = self.at
         yield from self.skip(pattern)
         return self.text[start : self.at]
 
     def give_until(self, marker: str, out: list[str]) -> Reading[bool]:
-        """Moves the text before a marker to `out` as it comes, without the newlines that touch the marker.
+        """Move the text before a marker to `out` as it arrives, without the newlines that touch the marker.
 
-        Then it stands behind the marker, those newlines not taken; without one all is moved, and the answer is false.
+        It ends behind the marker, with the newlines after it not read; false where there is no marker: all is moved.
         """
         while True:
             found = self.text.find(marker)
@@ -90,7 +92,7 @@ class Arriving:
 
 
 def beginning(marker: str, text: str) -> int:
-    """Where the part of a marker begins that the text ends with; its end, if it ends with none."""
+    """The index at which a beginning of the marker ends the text; the text's length, if none does."""
     start = max(0, len(text) - len(marker) + 1)
     while (start := text.find(marker[0], start)) >= 0:
         if marker.startswith(text[start:]):

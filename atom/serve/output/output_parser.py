@@ -1,4 +1,4 @@
-"""Reasoning, content and tool calls, told apart while the text of an answer is streamed.
+"""Split an answer into reasoning, content and tool calls while it streams.
 
     tags = ("<think>", "</think>")
     parser = OutputParser("tagged_json", tags, is_in_reasoning=is_opened(prompt, tags), tools=names)
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class Delta(NamedTuple):
-    """What is new of an answer."""
+    """The new part of an answer."""
 
     content: str
     reasoning: str
@@ -67,13 +67,13 @@ def new_call_id() -> str:
 
 
 def markers(tool_format: str | None, reasoning: tuple[str, str] | None) -> list[str]:
-    """The texts that must survive decoding for a parser to see them, though they may be special tokens."""
+    """The markers that must be decoded for a parser to see them, though they may be special tokens."""
     tags = FORMATS[tool_format][:2] if tool_format else ()
     return [text for text in (*tags, *(reasoning or ())) if text]
 
 
 class OutputParser:
-    """The parts of one answer. What may be the beginning of a marker or of a call is held back, nothing else."""
+    """Parses one answer. Only what may be the beginning of a marker or of a call is held back."""
 
     def __init__(
         self,
@@ -103,11 +103,11 @@ class OutputParser:
 
     @property
     def num_tool_calls(self) -> int:
-        """Calls that are whole."""
+        """The number of complete calls."""
         return self._reader.num_calls if self._reader else 0
 
     def push(self, text: str) -> Delta:
-        """What the next text brings."""
+        """Parse the next text; the new part of the answer."""
         reasoning, tools = "", list[ToolDelta]()
         if self._splitter:
             reasoning, text = self._splitter.push(text)
@@ -116,7 +116,7 @@ class OutputParser:
         return Delta(text, reasoning, tools)
 
     def finish(self) -> Delta:
-        """The rest, once the text has ended."""
+        """End the text; the rest of the answer."""
         reasoning, content = self._splitter.finish() if self._splitter else ("", "")
         if not self._reader:
             return Delta(content, reasoning, [])
@@ -126,7 +126,7 @@ class OutputParser:
 
 
 def gather(deltas: Iterable[Delta]) -> Answer:
-    """The answer that deltas add up to."""
+    """Add up deltas to an answer."""
     deltas = list(deltas)
     calls: dict[int, ToolCall] = {}
     for index, id, name, arguments in (tool for delta in deltas for tool in delta.tools):

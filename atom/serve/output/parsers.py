@@ -1,4 +1,4 @@
-"""What a model may do in a chat beside talking: think, and call tools.
+"""Choose the output parser of a chat, by model and tools.
 
 talk = Talk(config, body.tools, body.tool_choice)
 params = talk.constrain(params)                  # a choice that forces calls constrains the answer
@@ -40,10 +40,10 @@ class Talk:
         is_parallel: bool = True,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
-        """FieldError where tools are asked for that the model's answers cannot be searched for."""
+        """FieldError where the model has no format of tool calls, or a tool is wrong."""
         if choice not in (None, "none") and not tools:
             raise FieldError("tool_choice", "tool_choice needs tools")
-        self.tools = None if choice == "none" else tools or None  # that the model is told of
+        self.tools = None if choice == "none" else tools or None  # the tools in the prompt
         stated = config.serve.http.tool_calls
         self._format = config.model.tool_calls if stated == "auto" else None if stated == "none" else stated
         self._reasoning = (config.model.reasoning[0], config.model.reasoning[1]) if config.model.reasoning else None
@@ -67,7 +67,7 @@ class Talk:
             raise FieldError("tools", f"this model's file names no format of tool calls; {fix}")
 
     def constrain(self, params: SamplingParams) -> SamplingParams:
-        """The values with the constraint of a forced call and the markers visible; to be called before reading."""
+        """Add the constraint of a forced call, and the visible markers; to be called before reading."""
         if self._schema is not None:
             if params.structured_outputs is not None:
                 raise FieldError("tool_choice", "a forced tool call and response_format both say what the answer is")
@@ -78,11 +78,11 @@ class Talk:
 
     @property
     def _thinks(self) -> tuple[str, str] | None:
-        """A constrained answer has no room for reasoning."""
+        """The markers of reasoning; None for a constrained answer, which has none."""
         return None if self._is_constrained else self._reasoning
 
     def parser(self, prompt: str, *, is_streamed: bool = True) -> OutputParser | None:
-        """What reads one answer to a rendered prompt; None where there is nothing to look for."""
+        """The parser of an answer to a rendered prompt; None where all of it is content."""
         if self.tools is None and self._thinks is None:
             return None
         return OutputParser(
@@ -96,7 +96,7 @@ class Talk:
         )
 
     def read(self, text: str, prompt: str) -> Answer:
-        """A whole answer."""
+        """Parse a whole answer."""
         parser = self.parser(prompt, is_streamed=False)
         if parser is None:
             return Answer(text, "", [])
@@ -104,7 +104,7 @@ class Talk:
         return answer if self._is_parallel else answer._replace(calls=answer.calls[:1])
 
     def next(self, parser: OutputParser, text: str, *, is_last: bool) -> Delta:
-        """What is new."""
+        """Parse the next text; the new part of the answer."""
         delta = parser.push(text)
         if is_last:
             rest = parser.finish()
@@ -114,7 +114,7 @@ class Talk:
         return delta._replace(tools=[call for call in delta.tools if not call.index])
 
     def delta(self, parser: OutputParser, text: str, *, is_last: bool) -> dict[str, Any]:
-        """What is new, as the delta of a chunk; {} where all is held back."""
+        """The new part of the answer as the delta of a chunk; {} where all is held back."""
         content, reasoning, calls = self.next(parser, text, is_last=is_last)
         told: dict[str, Any] = {}
         if content:

@@ -1,11 +1,11 @@
-"""What a model thinks before it answers, told apart from the answer while both are streamed.
+"""Separate a model's reasoning from its answer while both stream.
 
     splitter = ReasoningSplitter(("<think>", "</think>"), is_inside=is_opened(prompt, ("<think>", "</think>")))
     reasoning, content = splitter.push("Let me see.\n</think>\n\nIt is")     # "Let me see.", "It is"
     reasoning, content = splitter.push(" four.")                             # "", " four."
     reasoning, content = splitter.finish()                                   # what was held back
 
-An answer has one such part at most, at its beginning: a marker further on is a text about markers.
+An answer has one reasoning part at most, at its beginning: a marker further on is plain text.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from atom.serve.output.incremental_text import NEWLINES, SPACE, Arriving, Readin
 
 
 def is_opened(prompt: str, markers: tuple[str, str]) -> bool:
-    """Whether a rendered prompt ends with the opening marker, so that the model begins inside."""
+    """Whether a rendered prompt ends with the opening marker, so that the answer begins with reasoning."""
     return prompt.rstrip().endswith(markers[0])
 
 
 class ReasoningSplitter:
-    """Two texts out of one. The markers and the newlines that touch them belong to neither."""
+    """Splits a text into reasoning and content. The markers and the newlines that touch them belong to neither."""
 
     def __init__(self, markers: tuple[str, str], *, is_inside: bool = False) -> None:
         """is_inside: the prompt has the opening marker already; the model may repeat it."""
@@ -27,11 +27,11 @@ class ReasoningSplitter:
         self._is_inside = is_inside
         self._text = Arriving()
         self._reasoning: list[str] = []
-        self._is_over = False  # all that follows is content
+        self._is_over = False  # the rest is content
         self._reading = self._read()
 
     def push(self, text: str) -> tuple[str, str]:
-        """Reasoning and content that are now known; only what may be a marker's beginning is held back."""
+        """Take text; the new reasoning and content. Only what may be a marker's beginning is held back."""
         assert not (text and self._text.is_ended), "text came after the end"
         if self._is_over:
             return "", text
@@ -42,7 +42,7 @@ class ReasoningSplitter:
         return reasoning, self._text.take(len(self._text.text)) if self._is_over else ""
 
     def finish(self) -> tuple[str, str]:
-        """The rest. Reasoning that was not closed stays reasoning."""
+        """End the text; the rest of it. Reasoning that was not closed stays reasoning."""
         self._text.is_ended = True
         return self.push("")
 

@@ -1,4 +1,4 @@
-"""The tool calls in a model's answer, read while it is generated.
+"""Parse the tool calls of an answer while it is generated.
 
     reader = CallReader(FORMATS["tagged_json"], {"f"}, new_id)
     content, deltas = reader.push('Sure.\\n<tool_call>{"name": "f", "arguments": {"a": ')
@@ -6,9 +6,9 @@
     content, deltas = reader.push("1}}</tool_call>")
     content, deltas         # "", [ToolDelta(index=0, id=None, name=None, arguments="1}")]
 
-A call counts once it is whole. Where the text breaks off or cannot be one, all that was read of it is content, so that
-content is the same whether arguments were streamed before that or not; what was streamed of it stays a call that never
-ends and is not counted.
+A call counts once it is complete. Where the text breaks off or cannot be a call, all of it is content, so that content
+is the same whether arguments were streamed before that or not; the streamed part stays a call that never ends and is
+not counted.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import NamedTuple
 from atom.serve.output.incremental_json import expect, read_items, read_json, read_json_string, read_python
 from atom.serve.output.incremental_text import NEWLINES, SPACE, Arriving, Reading, Unreadable
 
-BETWEEN = re.compile(r"[ \t\r\n;]*")  # what separates the calls of one answer
+BETWEEN = re.compile(r"[ \t\r\n;]*")  # between the calls of one answer
 NAME = re.compile(r"[\w.-]*")  # of a function, written as a call
 KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}  # of a call
 
 
 class ToolFormat(NamedTuple):
-    """How a model writes calls: as an object {"name": …, "arguments" or "parameters": {…}} or as a list of these."""
+    """The format of a model's calls: an object {"name": …, "arguments" or "parameters": {…}} or a list of these."""
 
-    opener: str  # what stands before them
+    opener: str  # the text before them
     closer: str = ""  # and behind them
     is_bare: bool = False  # an answer may begin with a call, without the opener
     is_pythonic: bool = False  # a list may hold [f(a=1)], and further objects and lists may follow
@@ -44,7 +44,7 @@ FORMATS = {
 
 
 class ToolDelta(NamedTuple):
-    """What is new of one call."""
+    """The new part of one call."""
 
     index: int  # type: ignore[assignment]  # of the call; a tuple has a method of that name
     id: str | None  # of the first delta of a call only
@@ -57,12 +57,12 @@ class Call:
     """The call that is being read."""
 
     name: str | None = None
-    arguments: str | None = None  # JSON, once it is whole
-    sent: int | None = None  # how far in the text the arguments were given out; None: they are not streamed
+    arguments: str | None = None  # JSON, once it is complete
+    sent: int | None = None  # how far in the text the arguments were sent; None: they are not streamed
 
 
 class CallReader:
-    """Content and calls out of one text."""
+    """Splits a text into content and calls."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class CallReader:
         named: str | None = None,
         is_streamed: bool = True,
     ) -> None:
-        """tools: names that can be called, None: all. named: the whole text is the arguments of this one."""
+        """tools: names of functions, None: any. named: the whole text is the arguments of this function."""
         assert (tool_format is None) != (named is None), "a text has a format or is the arguments of one function"
-        self.num_calls = 0  # whole ones
+        self.num_calls = 0  # complete ones
         self._format = tool_format
         self._tools = tools
         self._new_id = new_id
@@ -88,7 +88,7 @@ class CallReader:
         self._reading = self._read_named(named) if named is not None else self._read()
 
     def push(self, text: str) -> tuple[str, list[ToolDelta]]:
-        """What is now known of content and calls."""
+        """Take text; the new content and calls."""
         assert not (text and self._text.is_ended), "text came after the end"
         self._text.push(text)
         next(self._reading, None)
@@ -99,7 +99,7 @@ class CallReader:
         return content, deltas
 
     def finish(self) -> tuple[str, list[ToolDelta]]:
-        """The rest."""
+        """End the text; the rest of it."""
         self._text.is_ended = True
         return self.push("")
 
@@ -121,7 +121,7 @@ class CallReader:
                 return
 
     def _read_block(self, form: ToolFormat) -> Reading[None]:
-        """Calls between an opener and a closer. What the text holds before them is content if there are none."""
+        """Read calls between an opener and a closer. The text before them is content if there are none."""
         text = self._text
         try:
             yield from text.skip(SPACE)
@@ -139,7 +139,7 @@ class CallReader:
         text.take(text.at)
 
     def _read_calls(self, form: ToolFormat) -> Reading[None]:
-        """One call, or a list of some."""
+        """Read one call, or a list of calls."""
         text, num_calls = self._text, self.num_calls
         if (yield from text.peek()) != "[":
             return (yield from self._read_object())
@@ -176,7 +176,7 @@ class CallReader:
         self._complete()
 
     def _read_arguments(self) -> Reading[None]:
-        """An object, given out while it is read where the name is known and arguments are streamed."""
+        """Read an object, and send it while it is read where the name is known and arguments are streamed."""
         text, call, start = self._text, self._call, self._text.at
         if (yield from text.peek()) != "{":
             raise Unreadable
@@ -188,7 +188,7 @@ class CallReader:
         call.arguments = text.text[start : text.at]
 
     def _read_python(self) -> Reading[None]:
-        """A call with named arguments that are literals: f(a=1, b="x")."""
+        """Read a call with literals as named arguments: f(a=1, b="x")."""
         text, call = self._text, self._call
         arguments: dict[str, object] = {}
 
@@ -229,12 +229,12 @@ class CallReader:
         return sayable(name)
 
     def _begin(self, arguments: str) -> None:
-        """Gives out the id and the name of a call, and its arguments as far as they are meant to go with them."""
+        """Send the id and the name of a call, with these arguments."""
         self._deltas.append(ToolDelta(self._num_begun, self._new_id(), self._call.name, arguments))
         self._num_begun += 1
 
     def _send(self) -> None:
-        """Gives out what was read of the arguments that are being streamed."""
+        """Send the new part of the streamed arguments."""
         if self._call.sent is None or self._call.arguments is not None:
             return
         piece = self._text.text[self._call.sent : self._text.at]
@@ -246,7 +246,7 @@ class CallReader:
             self._deltas.append(ToolDelta(self._num_begun - 1, None, None, piece))
 
     def _complete(self) -> None:
-        """The call is whole: it counts, and its text is not content."""
+        """Count the call, which is complete: its text is not content."""
         if self._call.sent is None:
             assert self._call.arguments is not None, "a whole call has arguments"
             self._begin(self._call.arguments)
@@ -255,14 +255,14 @@ class CallReader:
         self._text.take(self._text.at)
 
     def _give_up(self) -> None:
-        """What was read since the last whole call is content."""
+        """Give up the call: the text since the last complete call is content."""
         self._send()
         self._call = Call()
         self._content.append(self._text.take(self._text.at))
 
 
 def sayable(text: str) -> str:
-    """The same, if it can be sent: half of a surrogate pair cannot."""
+    """The text, if it can be sent: half of a surrogate pair cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -5,7 +5,7 @@
     tool_schema(tools, "required", "tagged_json")        # a list of {"name": "f", "arguments": {…}}, one at least
     tool_schema(tools, {"type": "function", "function": {"name": "f"}}, "tagged_json")       # the arguments of f
 
-The server constrains generation to it (structured outputs), so that what comes can be read.
+The server constrains generation to it (structured outputs), so that the answer can be parsed.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from atom.errors import RequestError
 
 MAX_DEPTH = 100  # of schemas in schemas
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # name -> schema
-VALUES = ("const", "enum", "default", "example", "examples")  # which are no schemas
+VALUES = ("const", "enum", "default", "example", "examples")  # keys whose values are no schemas
 
 
 def tool_names(tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names of a request's functions, in its order. RequestError for what is none, or two of one name."""
+    """The names of a request's functions, in order. RequestError for a wrong or repeated name."""
     names: list[str] = []
     for index, tool in enumerate(tools):
         function = tool.get("function")
@@ -43,7 +43,7 @@ def tool_schema(
 ) -> dict[str, Any]:
     """The schema for a tool_choice of "required" or of one function. RequestError where there is no such function.
 
-    tool_format: what the model writes by itself, whose key for the arguments is kept
+    tool_format: the model's own format, whose key for the arguments is kept
     is_parallel: several calls may come
     """
     names = tool_names(tools)
@@ -73,7 +73,7 @@ def tool_schema(
 
 
 def chosen_name(choice: str | Mapping[str, Any]) -> str:
-    """The function that a tool_choice names."""
+    """The name of the function in a tool_choice."""
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
@@ -83,7 +83,7 @@ def chosen_name(choice: str | Mapping[str, Any]) -> str:
 
 
 def arguments_schema(tool: Mapping[str, Any], index: int, at: str) -> dict[str, Any]:
-    """The schema of a tool's arguments, for a place `at` in a document, as a URI fragment."""
+    """The schema of a tool's arguments, moved to `at` in a document, a URI fragment."""
     parameters = tool["function"].get("parameters")
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
@@ -95,7 +95,7 @@ def arguments_schema(tool: Mapping[str, Any], index: int, at: str) -> dict[str, 
 
 
 def move_schema(schema: Any, to: str, where: str, depth: int = 0) -> Any:
-    """The same in another place of a document: what refers to its own root refers to that place."""
+    """Move a schema to another place of a document: references to its root become references to that place."""
     if depth > MAX_DEPTH:
         raise RequestError(f"{where}: schemas are nested more than {MAX_DEPTH} deep")
     if isinstance(schema, list):

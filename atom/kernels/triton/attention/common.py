@@ -1,4 +1,4 @@
-"""What the attention kernels share: who owns a tile, keys and values read through a block table, the softmax's end.
+"""Shared by the attention kernels: tiles, block table lookups, online softmax.
 
 owner, before = find_owner(counts, tile)                                        # whose tile it is
 best, total, acc = attend_keys(q, best, total, acc, keys, values, row, ...)     # a run of positions
@@ -26,13 +26,13 @@ def has_rows(x: torch.Tensor) -> bool:
 
 
 def sequence_bucket(num: int) -> int:
-    """How many sequences a kernel is compiled for: few values, since each is one more compilation."""
+    """The number of sequences that a kernel is compiled for: one of few values, since each costs a compilation."""
     return 32 if num <= 32 else max(512, next_power_of_2(num))
 
 
 @jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """For a kernel that was launched while the one ahead of it ran: till that has ended. Allows the next the same."""
+    """Wait for the preceding kernel, which may still run (PDL), and let the next kernel start early too."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -61,7 +61,7 @@ def load_keys(keys, values, blocks, block, positions, stop, MASKED: tl.constexpr
     """
     columns = tl.arange(0, BLOCK_D)
     offsets = (block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * ROW
-    next_block = look_up(blocks, positions + positions.shape[0], stop, BLOCK_SIZE)  # off the way to the keys
+    next_block = look_up(blocks, positions + positions.shape[0], stop, BLOCK_SIZE)  # ahead of the keys
     key_rows, value_rows = (keys + offsets)[:, None], (values + offsets)[:, None]
     if MASKED or BLOCK_D != DIM:
         is_there = (positions < stop)[:, None] & (columns < DIM)[None, :]

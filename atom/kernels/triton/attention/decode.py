@@ -1,18 +1,18 @@
-"""Paged attention of sequences with one query each: every program reads an equal share of all keys and values.
+"""Decode attention: each program reads an equal share of all keys and values.
 
     decode = Decode()
     decode(q, cache, table, lengths, num_decodes, sinks, out, scale, window, softcap)            # all keys are there
     decode(q, cache, table, lengths, num_decodes, sinks, out, scale, window, softcap, newest)    # but for one each
 
-The tiles of all sequences are laid end to end and cut into equal runs, one a program, whatever the lengths are (as in
-Sanovar et al. 2024). Where a cut falls into a sequence, its parts go through memory, and the last program to arrive
-merges them. So the launch depends on neither the lengths nor the width of the table.
+The tiles of all sequences are laid end to end and cut into equal runs, one for each program, whatever the lengths are
+(as in Sanovar et al. 2024). Where a cut falls into a sequence, its parts go through memory, and the last program to
+arrive merges them. So the launch depends on neither the lengths nor the width of the table.
 
-With the newest keys and values, programs norm and turn the queries that they need themselves, and the one with a
-sequence's last run writes its newest key and value, which its softmax starts from: no tile has them. On NVIDIA from
-sm_90 it then starts while the kernel ahead still runs, and has the first tiles on their way when that has ended. So
-lengths, table and all older entries must have been written before the kernel ahead of the one ahead could start: in a
-step, one that starts when all ahead of it have ended (the embedding) lies between its inputs and the first layer.
+With `newest`, programs norm and rotate the queries that they need themselves, and the one with a sequence's last run
+writes its newest key and value, from which its softmax starts: no tile has them. On NVIDIA from sm_90 the kernel then
+starts while the preceding one still runs, and loads the first tiles meanwhile. So lengths, table and all older entries
+must have been written before the kernel before the preceding one could start. In a step, the embedding, which waits for
+all kernels before it, lies between the step's inputs and the first layer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from atom.kernels.triton.attention.rope import turn_heads
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
-MANY = 64  # sequences: above them a program has the ends of several
+MANY = 64  # sequences: with more, a program has the ends of several
 
 
 class Parameters(NamedTuple):
@@ -50,7 +50,7 @@ class Parameters(NamedTuple):
 
 
 class Newest(NamedTuple):
-    """What norm_rope_write would do first, with its arguments: q as it is given has neither norm nor position."""
+    """The arguments of norm_rope_write, whose work the kernel does: q is given without norm and position."""
 
     k: Tensor
     v: Tensor
@@ -142,7 +142,7 @@ def _decode(
 
     Without k the newest keys are in the cache, and q is as it shall be.
     """
-    NEWEST: tl.constexpr = 0 if k is None else 1  # positions that no tile has
+    NEWEST: tl.constexpr = 0 if k is None else 1  # positions that are in no tile
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if k is None:
@@ -154,7 +154,7 @@ def _decode(
         counts = tl.minimum(counts, WINDOW)
     counts = tl.where(sequences < num_decodes, tl.maximum(tl.cdiv(counts - NEWEST, BLOCK_N), 1), 0)
     num_tiles = tl.sum(counts, 0)
-    # to merge a part costs as much as a tile or two, and the more parts a sequence has
+    # to merge a part costs as much as a tile or two, and more the more parts a sequence has
     share = tl.maximum(tl.cdiv(num_tiles, PROGRAMS), tl.minimum(tl.cdiv(tl.max(counts, 0), 16), 4))
     tile = program * share
     end = tl.minimum(tile + share, num_tiles)
@@ -186,7 +186,7 @@ def _decode(
             tile_keys, tile_values, block = load_keys(
                 keys, values, blocks, block, positions, stop, True, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_D
             )
-            if first == start:  # in here, so that the loads of the first tiles are sent ahead of the wait
+            if first == start:  # inside the loop, so that the loads of the first tiles are issued before the wait
                 q_rows = q + row * q_stride + (head * GROUP + rows % GROUP) * DIM
                 if k is None:
                     is_column = columns[None, :] < DIM
@@ -240,7 +240,7 @@ def _cut_up(num_decodes: int, kv_heads: int, group: int, dim: int, has_newest: b
 
 
 class Decode:
-    """Owns the memory that parts of sequences go through; its calls must run one after another."""
+    """Decode attention, with the memory for parts of sequences; its calls must run one after another."""
 
     def __init__(self, parameters: Parameters | None = None) -> None:
         self._parameters = parameters
@@ -274,7 +274,7 @@ class Decode:
         """sums fp32[kv_heads, programs, 2, group, dim], stats fp32[kv_heads, programs, 2, group, 2] with the best score
         and the total, tickets i32[kv_heads, programs].
 
-        A program has a part of the sequence that it begins in, and one of that it ends in.
+        A program has one part of the sequence that it begins in, and one of the sequence that it ends in.
         """
         key = (kv_heads, programs, group, dim)
         if key not in self._memory:

@@ -1,4 +1,6 @@
-"""Latent attention in Triton (DeepSeek-AI 2024), absorbed: the entries of the cache are keys and values of all heads.
+"""Latent attention in Triton, absorbed (DeepSeek-AI 2024).
+
+The entries of the cache are keys and values of all heads.
 
     q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, norm, cache, batch, eps=1e-6)
     out = paged_mla_attention(q_nope, q_rope, kv_b, cache, batch, scale=0.1)
@@ -24,13 +26,13 @@ from atom.kernels.triton.attention.rope import store_turned
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
-ABSORBED_BYTES = 128 << 20  # of the absorbed queries that a prefill has at a time, one head's at least
+ABSORBED_BYTES = 128 << 20  # of a prefill's absorbed queries at a time, at least one head's
 MAX_SPLITS = 128  # of a context
-PART_TILES = 2  # tiles of positions that a part of the longest context has at least
+PART_TILES = 2  # least tiles of positions in a part of the longest context
 
 
 class Tiles(NamedTuple):
-    """How attention is cut: pairs of token and head, and positions, that a program multiplies at a time."""
+    """The tile of a program: pairs of token and head, and positions."""
 
     rows: int
     positions: int
@@ -39,8 +41,9 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(rows: int, entry: int, element_size: int, shared: int) -> Tiles:
-    """Tiles for sequences of so many rows, of as many stages up to 3 as fit beside the queries in shared memory; entry:
-    the dims of one, rounded up as they are multiplied"""
+    """Choose tiles for sequences of so many rows, with up to 3 stages, as fit beside the queries in shared memory.
+
+    entry: padded dims of a cache entry"""
     if element_size == 4:
         tile = 16, 16, 4
     elif rows <= 16 or shared < 200 << 10:
@@ -140,7 +143,7 @@ def _attend_prefills(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, st
     (block_l, block_r), gpu = _blocks(rank, rotated), find_gpu(q.device)
     rows = heads * tokens // sequences
     tiles = choose_tiles(rows, block_l + block_r, _element_size(q, cache), gpu.shared_memory)
-    num_tiles = heads * tokens // tiles.rows + sequences  # of each sequence one need not be full
+    num_tiles = heads * tokens // tiles.rows + sequences  # one tile of each sequence may be partial
     sums = torch.zeros_like(q)
     _attend_kernel[(num_tiles, 1)](
         q, q_rope, cache, table, starts, lengths, sums, None, sequences, tokens, 1, scale * math.log2(math.e),
@@ -153,12 +156,12 @@ def _attend_prefills(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, st
 
 
 def _element_size(q: Tensor, cache: Tensor) -> int:
-    """Bytes of the wider of both numbers."""
+    """Bytes of an element of the wider dtype."""
     return max(q.element_size(), cache.element_size())
 
 
 def _blocks(rank: int, rotated: int) -> tuple[int, int]:
-    """Both dims of an entry as tiles have them: powers of two, and no less than a product of tiles takes."""
+    """Both dims of an entry in tiles: padded to powers of two, and to the least that a product of tiles takes."""
     return max(16, next_power_of_2(rank)), max(16, next_power_of_2(rotated))
 
 
@@ -166,7 +169,7 @@ def _blocks(rank: int, rotated: int) -> tuple[int, int]:
 def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, slots, turned, q_stride, head_stride, latent_stride,
                   k_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
                   ROTATED: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One token's entry, and behind it some of its heads' queries."""
+    """One token's entry, then the queries of some of its heads."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
@@ -253,7 +256,7 @@ def _attend_kernel(q, q_rope, cache, table, starts, lengths, out, weights, num_s
         # multiples of 1 alone: Triton takes sums of a block's start and places in it for multiples of the block's size
         slots = tl.multiple_of(block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE, 1)
         entries = cache + slots[:, None] * (RANK + ROTATED)
-        following = positions + BLOCK_N  # its blocks are looked up one turn ahead, off the way to the entries
+        following = positions + BLOCK_N  # its blocks are looked up one iteration ahead of the entries
         block = tl.load(blocks + following // BLOCK_SIZE, mask=following < stop, other=0)
         latents = tl.load(entries + columns[None, :], mask=is_there & (columns < RANK)[None, :], other=0.0)
         turned = tl.load(entries + RANK + dims[None, :], mask=is_there & (dims < ROTATED)[None, :], other=0.0)

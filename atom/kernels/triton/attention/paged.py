@@ -1,4 +1,6 @@
-"""Paged attention: sequences with one query go to the decode kernel, prompts and their chunks to the prefill kernel.
+"""Paged attention: dispatch decodes and prompts to their kernels.
+
+Prompts may be chunks of prompts.
 
 attend = PagedAttention()    # one object for all layers: it owns the memory that the parts of long sequences go through
 for layer in layers:
@@ -21,10 +23,10 @@ from atom.kernels.triton.attention.rope import norm_rope_write
 
 
 class _Attention:
-    """Its calls must run one after another."""
+    """Dispatches to the decode and prefill kernels; its calls must run one after another."""
 
     def __init__(self, decoding: decode.Parameters | None = None, prefilling: prefill.Parameters | None = None) -> None:
-        """The kernels' parameters, where others are better than their defaults."""
+        """The kernels' parameters, None for their defaults."""
         self._decode, self._prefilling = decode.Decode(decoding), prefilling
         self._tickets: Tensor | None = None  # of prompts, for good: graphs hold it
 

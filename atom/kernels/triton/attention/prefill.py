@@ -1,10 +1,10 @@
-"""Paged attention of prompts and their chunks: tiles of queries, causal, with whatever context came before.
+"""Prefill attention: causal tiles of queries over the paged context.
 
     prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale, window, softcap, tickets)
 
-A tile has some consecutive queries of one sequence, each with all query heads of one kv head, so that keys and values
-are read once for the group. The launch depends on the numbers of tokens and sequences alone: each program finds its
-tile in `starts`, and the longest tiles of a sequence come first. Long prompts on Hopper go to prefill_hopper.py.
+A tile has consecutive queries of one sequence, each with all query heads of one kv head, so that keys and values are
+read once for the group. The launch depends on the numbers of tokens and sequences alone: each program finds its tile in
+`starts`, and the longest tiles of a sequence come first. Long prompts on Hopper go to prefill_hopper.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from atom.kernels.triton.attention.common import (
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
-FEW_TOKENS = 512  # of prompts in a step: those for which the kernel of prefill_hopper.py is no faster
+FEW_TOKENS = 512  # of prompts in a step, up to which the kernel of prefill_hopper.py is not faster
 
 
 class Parameters(NamedTuple):

@@ -1,11 +1,13 @@
-"""Paged attention of prompts on NVIDIA's Hopper: what prefill.py computes, for many tokens, a third faster.
+"""Prefill attention on NVIDIA's Hopper, in Gluon.
+
+It computes what prefill.py does, for many tokens a third faster.
 
     prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale, tickets)
 
-A program for each multiprocessor takes one tile after another, by tickets, the longest of a sequence first. One of its
-warps finds the tile and has the TMA bring its queries and, some positions of a block at a time, its keys and values,
-ahead of the two groups of warps that have half of a tile's rows each. These take turns: while one's products run, the
-other is at its softmax, or ends its tile (Shah 2024, FlashAttention-3).
+A program on each multiprocessor takes one tile after another, by tickets, the longest of a sequence first. One of its
+warps finds the tile and loads its queries by TMA and, some positions of a block at a time, its keys and values, ahead
+of the two groups of warps that have half of a tile's rows each. These alternate: while one's products run, the other
+computes its softmax, or ends its tile (Shah 2024, FlashAttention-3).
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ FIELDS = gl.constexpr(gl.BlockedLayout([8], [32], [4], [0]))  # each thread has 
 
 @jit
 def find_tile(starts, num_sequences, num_decodes, tile, QUERIES: gl.constexpr):
-    """The sequence that a tile falls to, and the place in it of the tile's first query; there may be none.
+    """The sequence that a tile belongs to, and the index of the tile's first query in it; the tile may be empty.
 
     A sequence has room for its tiles from the number of whole ones in the tokens before it, and one for each sequence.
     """
@@ -64,7 +66,7 @@ def find_tile(starts, num_sequences, num_decodes, tile, QUERIES: gl.constexpr):
 
 @jit
 def take_ticket(ticket, ORDER: gl.constexpr):
-    """A counter's value before it is one more, in the first lane."""
+    """Increment a counter; its former value, in the first lane."""
     lanes = gl.arange(0, 32, layout=LANES)
     return gl.atomic_add(ticket + lanes * 0, lanes * 0 + 1, mask=lanes == 0, sem=ORDER)
 
@@ -76,7 +78,7 @@ def read_ticket(taken):
 
 @jit
 def write_plan(plan, num_tiles, oldest, head, begin, end):
-    """What the other warps have to know of a tile; it has none of keys when there is no more of queries."""
+    """Write a tile's plan for the other warps; num_tiles of keys is 0 when no tile of queries is left."""
     field = gl.arange(0, 8, layout=LANES)
     x = gl.where(field == 0, num_tiles, gl.where(field == 1, oldest, gl.where(field == 2, head, 0)))
     x = gl.where(field == 3, begin, gl.where(field == 4, end, x))
@@ -144,7 +146,7 @@ def produce_tile(cache, pieces, blocks, length, stop, head, num_tiles, base, mem
 def produce(cache, pieces, queries, table, starts, lengths, tickets, num_tokens, num_sequences, num_decodes,
             table_stride, together, memory, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
             DIM: gl.constexpr):  # fmt: skip
-    """The tiles that this program takes, one after another: the plan, queries, keys and values of each."""
+    """Produce this program's tiles one after another: the plan, queries, keys and values of each."""
     plans, q_boxes, _, _, _, q_ready, q_free, _, _, _, _, _ = memory
     QUERIES: gl.constexpr = ROWS // GROUP
     PARTS: gl.constexpr = DIM // COLUMNS
@@ -288,7 +290,7 @@ def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_ti
 @jit
 def consume(out, sinks, memory, FACTOR: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
             WHO: gl.constexpr):  # fmt: skip
-    """Half of the rows of each tile that this program takes."""
+    """Attend half of the rows of each of this program's tiles."""
     plans, q_boxes, k_boxes, v_boxes, outs, q_ready, q_free, _, _, _, _, _ = memory
     q_tiles = q_boxes._reinterpret(q_boxes.dtype, [4, HALF, DIM], SHARED)
     keys = k_boxes._reinterpret(k_boxes.dtype, [STAGES, POSITIONS, DIM], SHARED)

@@ -1,4 +1,6 @@
-"""Norm of heads, rotary position and cache write in one launch, for one token as for a long prompt.
+"""Norm, rope and cache write in one launch.
+
+It serves one token as well as a long prompt.
 
     q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=1e-6)
 
@@ -18,12 +20,12 @@ from atom.kernels.triton.attention.common import has_rows, wait_for_inputs
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
 
-ROWS = 8  # that a program takes
+ROWS = 8  # per program
 
 
 @jit
 def _load_pairs(heads, is_row, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Heads at the pointers [R] -> fp32[R, BLOCK_D] twice: each dim, and the one that it turns with."""
+    """Heads at the pointers [R] -> fp32[R, BLOCK_D] twice: each dim, and the dim that it is rotated with."""
     columns, heads, is_row = tl.arange(0, BLOCK_D)[None, :], heads[:, None], is_row[:, None]
     own = tl.load(heads + columns, mask=is_row & (columns < DIM), other=0.0).to(tl.float32)
     other = own

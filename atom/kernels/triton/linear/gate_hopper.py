@@ -1,10 +1,12 @@
-"""The product of gates and ups with the gates behind it, of many rows on NVIDIA's Hopper: what linear.py does in two.
+"""Gated linear for many rows on NVIDIA's Hopper, in Gluon.
+
+The product and the gates are one kernel, where linear.py has two.
 
     m = gated_linear(x, weight)     # x [T, I], weight [2 W, I], gates before ups -> gated_activate(linear(x)), [T, W]
 
-One warp has the TMA bring tiles of x and of the weight, and two groups of warps multiply half of a tile's rows each. A
-product has the gates of some outputs on its left and their ups on its right, so that a thread holds both of a pair, and
-what they make goes to memory while the next tile's products run. Rounding as in linear.py.
+One warp loads tiles of x and of the weight by TMA, and two groups of warps multiply half of a tile's rows each. A
+product has the gates of some outputs on its left and their ups on its right, so that a thread holds both of a pair; the
+results are stored while the next tile's products run. Rounding is as in linear.py.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ INNER = gl.constexpr(64)  # columns of x and of the weight in a stage
 STAGES = gl.constexpr(4)
 BAND = 2048 // 256  # rows of tiles that all outputs are made of before the next ones: they and the weight stay in L2
 SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
-SILU = gl.constexpr(  # of two at a time: the compiler's own division and its rounding of one alone take twice as long
+SILU = gl.constexpr(  # of two at a time: the compiler's division, and rounding one by one, take twice as long
     """{
     .reg .f32 a, b, s, t;
     .reg .b32 active;
@@ -55,7 +57,7 @@ SILU = gl.constexpr(  # of two at a time: the compiler's own division and its ro
 
 @jit
 def find_place(tile, sizes):
-    """The row of tiles and the column of them that a tile is in: those of a band of rows are done side by side."""
+    """The row and column of a tile: the tiles of a band of rows are computed side by side."""
     _, _, row_tiles, out_tiles, band = sizes
     first = tile // (band * out_tiles) * band
     within = tile - first * out_tiles
@@ -65,7 +67,7 @@ def find_place(tile, sizes):
 
 @jit
 def produce(x, weight, sizes, memory):
-    """Brings tiles of x and of the weight, gates and ups, for each of this program's products."""
+    """Load tiles of x and of the weight, gates and ups, for each of this program's products."""
     out, steps, row_tiles, out_tiles, _ = sizes
     x_boxes, w_boxes, _, ready, free = memory
     turn = 0

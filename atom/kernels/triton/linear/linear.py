@@ -1,18 +1,20 @@
-"""Matrix products of a few rows, which cost the reading of the weight and little else; a norm ahead, a gate behind.
+"""Linears of few rows, fused with the norm before and gates behind.
+
+They cost the reading of the weight and little else.
 
     products = Products()                                       # of one model
     y = products.linear(x, weight, bias)                        # [T, I] by [O, I] -> [T, O]
     y, total = products.add_norm_linear(a, b, norm, weight, eps=1e-6)    # linear(rms_norm(a + b)), a + b
     m, _ = products.add_norm_linear(a, b, norm, weight, eps=1e-6, kind="silu")    # and the gates behind it
 
-One row is multiplied on the plain cores: each program makes the norm of it again and then lets its share of the weight
-stream past. More rows are normed first and go through tensor cores with the weight as the left side, so that they are
-padded to 8 and not to 64. Above MAX_ROWS, and above 32 where nobody has measured, the vendor's library takes over;
-on Hopper gate_hopper.py does products of many rows with gates behind them.
+One row is multiplied without tensor cores: each program computes its norm again and then streams its share of the
+weight. More rows are normed first and go through tensor cores with the weight as the left operand, so that they are
+padded to 8 and not to 64. Above MAX_ROWS, and above 32 where no parameters were measured, the vendor's library takes
+over; on Hopper gate_hopper.py does products of many rows with gates behind them.
 
-On NVIDIA from sm_90, each kernel starts while the one ahead still runs, and fills its memory with the weight until
-that has ended: a weight must have been written before that one began. The splits of a product count themselves in one
-place for a model: its products run on one stream, and the first ahead of any capture.
+On NVIDIA from sm_90, each kernel starts while the preceding one still runs, and prefetches the weight until that has
+ended: a weight must have been written before the preceding kernel began. The splits of all products of a model share
+one array of counters: its products run on one stream, and the first before any capture.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from atom.kernels.triton.jit import jit
 from atom.kernels.tuned import BUCKETS
 
 MAX_ROWS = BUCKETS[-1]
-MANY_ROWS = 1024  # of a product with gates, which from there on is gate_hopper.py's: on an H200 the faster one
+MANY_ROWS = 1024  # of a product with gates, from which gate_hopper.py is faster on an H200
 MAX_STAGES = 9  # of a product of one row
 MAX_TILES = 4096  # of a product whose columns are split
 MEMORY = 98304, 16384  # bytes of a processor that a product of one row takes, and of them in a step
@@ -45,7 +47,7 @@ LARGE_MEMORY = 131072, 32768
 
 
 class Vector(NamedTuple):
-    """How a product of one row is cut up."""
+    """Tiles of a product of one row."""
 
     block_out: int  # rows of the weight in a step of a program; where gated, half of them gates
     warps: int
@@ -54,7 +56,7 @@ class Vector(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """How a product of more rows is cut up."""
+    """Tiles of a product of several rows."""
 
     block_out: int  # rows of the weight that a program takes; where gated, half of them gates
     block_inner: int  # columns of the weight that a group reads in a step
@@ -66,7 +68,7 @@ class Matrix(NamedTuple):
     block_rows: int = 128  # rows that a program takes at most
 
     def as_run(self, rows: int, gpu: Gpu) -> Matrix:
-        """What a product of so many rows is run with in its place on this GPU."""
+        """The parameters to run a product of so many rows with on this GPU."""
         tile = self._replace(
             block_rows=min(max(8, next_power_of_2(rows)), self.block_rows),
             prefetch=self.prefetch if gpu.has_dependent_launch else 0,
@@ -77,7 +79,7 @@ class Matrix(NamedTuple):
 
 
 class TileError(Exception):
-    """A product cannot be cut up so."""
+    """A product cannot be tiled with these parameters."""
 
 
 Parameters = Vector | Matrix | None  # None: the vendor's library multiplies
@@ -86,13 +88,13 @@ Find = Callable[[int, int, int, int, int, Gpu], Parameters]  # what `choose` tak
 
 @cache
 def find(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Parameters:
-    """What was measured for such a product on such a GPU, of what comes with atom, else what `choose` says."""
+    """Look up the packaged parameters of such a product on such a GPU, else `choose` them."""
     measured = functools.partial(tuned.parameters, gpu.name, "linear")
     return _find(measured, rows, out, inner, element_size, gates, gpu)
 
 
 def finder(measured: Mapping[str, Sequence[Any]]) -> Find:
-    """`find` with these measurements of a GPU, by key."""
+    """Make a lookup like `find` with these measured parameters of a GPU, by key."""
     return cache(functools.partial(_find, measured.get))
 
 
@@ -103,7 +105,7 @@ def _find(measured: Callable[[str], Sequence[Any] | None], rows: int, out: int, 
 
 
 class Products:
-    """The products of one model, which must run one after another: splits count themselves in memory of its own."""
+    """The products of one model, which must run one after another: they share the counters of splits."""
 
     def __init__(self, parameters: Find = find) -> None:
         self._parameters = parameters
@@ -130,7 +132,7 @@ class Products:
         return self.multiply(a, b, norm, weight, bias, eps, kind, parameters)
 
     def kernels(self) -> dict[tuple[Op, str], Callable[..., Any]]:
-        """The methods above by what a text calls them."""
+        """The methods above by op and backend, as a text names them."""
         methods: dict[Op, Callable[..., Any]] = {
             ops.linear: self.linear,
             ops.gated_linear: self.gated_linear,
@@ -143,7 +145,7 @@ class Products:
         self, a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 0.0,
         kind: str | None = None, parameters: Find | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """All of the above: a product, and a + b, which is a where there is no b.
+        """Compute any of the above: the product, and a + b, which is a without b.
 
         b only with a norm. All are contiguous, but the rows of a and b may lie apart.
         """
@@ -171,7 +173,7 @@ class Products:
 
 
 def key_of(rows: int, out: int, inner: int, gates: int) -> str:
-    """What parameters of such a product are known under."""
+    """The key of such a product's parameters."""
     bucket = next(size for size in BUCKETS if size >= rows)
     return f"{bucket} {out} {inner} {gates}"
 
@@ -183,12 +185,12 @@ def from_entry(entry: Sequence[Any]) -> Parameters:
 
 
 def to_entry(parameters: Parameters) -> list[Any]:
-    """What `from_entry` makes them of."""
+    """The inverse of `from_entry`."""
     return ["library"] if parameters is None else [type(parameters).__name__.lower(), *parameters]
 
 
 def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Parameters:
-    """How to cut up a product of MAX_ROWS rows or fewer by a weight [out, inner]; None: by the vendor's library.
+    """Choose the tiles of a product of MAX_ROWS rows or fewer by a weight [out, inner]; None: the vendor's library.
 
     gates is 2 where half of the outputs are gates, else 1.
     """
@@ -227,7 +229,7 @@ def suits_hopper(gpu: Gpu, x: Tensor, weight: Tensor, kind: str | None) -> bool:
 
 
 def make_counters(device: torch.device) -> Tensor:
-    """One for each tile of a product; zero again when the product is done."""
+    """Make the counters of splits, one for each tile of a product; each is zero again after a product."""
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
@@ -253,8 +255,8 @@ def multiply_vector(
 
 def multiply_matrix(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | None, counters: Tensor,
                     parameters: Matrix) -> Tensor:  # fmt: skip
-    """multiply for up to MAX_ROWS rows, normed already: x [T, I]. TileError where split columns have too many tiles.
-    counters: of `make_counters`; calls that have the same ones must run one after another."""
+    """multiply for up to MAX_ROWS normed rows x [T, I]. TileError where split columns have too many tiles.
+    counters: of `make_counters`; calls that share them must run one after another."""
     (rows, inner), gates, gpu, num_rows = weight.shape, 1 if kind is None else 2, find_gpu(x.device), x.shape[0]
     block_out, block_inner, warps, stages, groups, splits, prefetch, block_rows = parameters.as_run(num_rows, gpu)
     row_tiles, tiles = -(-num_rows // block_rows), -(-rows // block_out)
@@ -343,7 +345,7 @@ def _weight_rows(first, out, BLOCK_O: tl.constexpr, KIND: tl.constexpr):
 
 @jit
 def _send_for(weights, begin, INNER: tl.constexpr, PREFETCH: tl.constexpr):
-    """Brings lines of 128 bytes of each row, from a column on, into NVIDIA's L2."""
+    """Prefetch lines of 128 bytes of each row, from a column on, into NVIDIA's L2."""
     LINE: tl.constexpr = 1024 // weights.dtype.element_ty.primitive_bitwidth
     lines = weights[:, None] + tl.minimum(begin + tl.arange(0, PREFETCH) * LINE, INNER - 1)[None, :]
     tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines.to(tl.int64)],
@@ -352,7 +354,7 @@ def _send_for(weights, begin, INNER: tl.constexpr, PREFETCH: tl.constexpr):
 
 @jit
 def _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
-    """The row to multiply, in float32, rounded as it would be stored. The first program stores the total for all."""
+    """Load the row to multiply, in float32, rounded as it would be stored. The first program stores the total."""
     column = tl.arange(0, triton.next_power_of_2(INNER))
     mask = column < INNER
     x = _load_total(a_ptr, b_ptr, column, mask)
@@ -381,7 +383,7 @@ def _vector_kernel(
         weight_row = _weight_rows(first, out, BLOCK_O, KIND)
         tile = tl.load(weight_ptr + weight_row[:, None] * INNER + column[None, :], other=0.0,
                        mask=(column < INNER)[None, :] & (first < out), eviction_policy="evict_first")  # fmt: skip
-        if PDL and step == 0:  # in here, so that the loads of the first steps are sent ahead of the wait
+        if PDL and step == 0:  # inside the loop, so that the loads of the first steps are issued before the wait
             tl.extra.cuda.gdc_wait()
             x = _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
         acc = tl.sum(tile.to(tl.float32) * x[None, :], axis=1)
@@ -430,7 +432,7 @@ def _matrix_kernel(
         acc = tl.dot(w, x, acc, input_precision="ieee")
     if GROUPS > 1:
         acc = tl.sum(acc, axis=0)
-    if SPLITS > 1:  # the last of a tile's splits to arrive adds up what all of them wrote, always in one order
+    if SPLITS > 1:  # the last split of a tile to arrive sums up all of them, always in one order
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         element = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
         place = partial_ptr + tile * BLOCK_O * BLOCK_T + element

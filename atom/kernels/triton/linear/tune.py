@@ -1,10 +1,10 @@
-"""Search a product's parameters: which there are to try, and which of them is the fastest in a step.
+"""Tune linears: the parameters to try, and the fastest in a step.
 
     options = candidates(1, 6144, 4096, 2, 1, find_gpu(device))
     fastest = search(current, options, prepare)    # prepare(option)() times a step that has the option, in seconds
     tuner = LinearTuner(device)                    # what tune=true asks of these kernels
 
-A product is timed in the step that it is part of: alone it says little, since two programs of a kernel meet on one
+A product is timed in the step that it is part of. Timed alone it says little, since two programs of a kernel share a
 multiprocessor only where attention keeps another one busy. Clocks drift, so two steps are timed in turns.
 """
 
@@ -32,8 +32,8 @@ from atom.kernels.triton.linear.linear import MAX_STAGES, MAX_TILES, Find, Matri
 PRODUCTS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
 # Of the step's time: a step is timed to about 0.2% in turns, and the best of some 50 is the luckiest of them too.
 MARGIN = 0.005
-ROUNDS = 3  # in which two steps take turns; the best of each counts
-HOPELESS = 0.02  # of the step's time: so much slower in the first round is not timed again
+ROUNDS = 3  # rounds in which two steps take turns; the best of each counts
+HOPELESS = 0.02  # of the step's time: an option slower by this in the first round is not timed again
 
 RINGS = ((1, 98304), (1, 131072), (1, 196608), (2, 32768), (2, 49152), (2, 98304))  # programs, bytes of each in flight
 ONE = (  # row, where the product is small
@@ -52,7 +52,7 @@ MANY = (
 
 
 class Product(NamedTuple):
-    """A product of a text that these kernels take."""
+    """A matrix product of a text that these kernels take."""
 
     out: int
     inner: int
@@ -61,12 +61,12 @@ class Product(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Of the weights that a step reads."""
+        """Elements of the weights that a step reads."""
         return self.out * self.inner * self.num_calls
 
 
 def products_of(graph: Graph) -> list[Product]:
-    """The products of 16-bit weights that a text has these kernels for, those that read most first."""
+    """The products of a text with these kernels and 16-bit weights, those that read most first."""
     counts: dict[tuple[int, int, int], int] = {}
     for program in graph.programs.values():
         for node in program.nodes:
@@ -81,7 +81,7 @@ def products_of(graph: Graph) -> list[Product]:
 
 
 def candidates(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> list[Parameters]:
-    """What may be the fastest for such a product: the tiles that were it on an H200, with splits for this GPU."""
+    """Parameters that may be the fastest for such a product: tiles that won on an H200, with splits for this GPU."""
     found: list[Parameters] = [None]
     if rows == 1:
         found += _vectors(inner, element_size, gates, gpu)
@@ -103,7 +103,7 @@ def _vectors(inner: int, element_size: int, gates: int, gpu: Gpu) -> Iterator[Ve
 
 
 def _splits(tile: Matrix, rows: int, out: int, inner: int, element_size: int, gpu: Gpu) -> Iterator[Matrix]:
-    """A tile that is as it is run, with the splits that keep about every multiprocessor busy, where its ring fits."""
+    """A tile, as it is run, with the splits that keep about every multiprocessor busy, where its ring fits."""
     step = tile.block_inner * tile.groups
     if (tile.stages - 1) * step * (tile.block_out + tile.block_rows) * element_size > gpu.shared_memory:
         return
@@ -116,7 +116,7 @@ def _splits(tile: Matrix, rows: int, out: int, inner: int, element_size: int, gp
 
 
 class Trial:
-    """`find` while products are tried: what was chosen for one goes before what is known."""
+    """The lookup while products are tried: the chosen parameters of a product go before the known ones."""
 
     def __init__(self, known: Find) -> None:
         self._known = known
@@ -133,7 +133,7 @@ Call = Callable[..., Tensor | tuple[Tensor, ...]]  # of a kernel with its argume
 
 
 def agrees(call: Call, parameters: Parameters) -> bool:
-    """Whether a call gives with these parameters what it gives by the library, but for the rounding of its dtype."""
+    """Whether a call with these parameters equals the library's result, but for rounding."""
     ours, theirs = (_results(call(parameters=lambda *_, chosen=chosen: chosen)) for chosen in (parameters, None))
     return all(_are_near(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -153,7 +153,7 @@ def _are_near(a: Tensor, b: Tensor) -> bool:
 
 
 def is_unfit(error: Exception) -> bool:
-    """Whether an option raised this since there is no room for it, or since one of Triton's passes cannot do it."""
+    """Whether this error says that an option does not fit in memory, or that a pass of Triton fails on it."""
     if isinstance(error, TileError | TritonError):
         return True
     return isinstance(error, RuntimeError) and (is_out_of_memory(error) or "PassManager" in str(error))
@@ -161,9 +161,9 @@ def is_unfit(error: Exception) -> bool:
 
 def search(current: Parameters, options: Sequence[Parameters], prepare: Callable[[Parameters], Callable[[], float]],
            on_timed: Callable[[], object] = lambda: None) -> Parameters:  # fmt: skip
-    """The fastest of these; the current ones, where no other is faster by MARGIN.
+    """Find the fastest parameters; the current ones stay where no other is faster by MARGIN.
 
-    prepare gives what times a step, in seconds; an option for which it raises what `is_unfit` knows is left out.
+    prepare gives a function that times a step in seconds; an option is left out where it raises an `is_unfit` error.
     """
     start = prepare(current)
     best, timer = current, start
@@ -186,7 +186,7 @@ def search(current: Parameters, options: Sequence[Parameters], prepare: Callable
 
 
 def take_turns(one: Callable[[], float], other: Callable[[], float], rounds: int = ROUNDS) -> tuple[float, float]:
-    """The least seconds of each of two steps, which take turns."""
+    """Time two steps in turns; the least seconds of each."""
     ours, theirs = one(), other()
     for _ in range(rounds - 1):
         if theirs > ours * (1 + HOPELESS):
@@ -196,7 +196,7 @@ def take_turns(one: Callable[[], float], other: Callable[[], float], rounds: int
 
 
 class Recording:
-    """Of a step's products, the calls that differ for Triton, on the step's own inputs."""
+    """Records the calls of a step's products that differ for Triton, on the step's own inputs."""
 
     def __init__(self) -> None:
         self._calls: dict[tuple[int, int, int], dict[Any, Call]] = {}
@@ -216,12 +216,12 @@ class Recording:
 
 
 def _specialized(arg: Tensor | None) -> Any:
-    """What Triton compiles a kernel anew for."""
+    """The properties of an argument that Triton specializes a kernel on."""
     return None if arg is None else (arg.dtype, arg.shape, arg.stride(), arg.data_ptr() % 16)
 
 
 class LinearTuner:
-    """The backend's `Tuner`: of products of 16-bit weights."""
+    """The backend's `Tuner`, for products of 16-bit weights."""
 
     table = "linear"
     products, trial, recording = staticmethod(products_of), Trial, Recording

@@ -1,4 +1,4 @@
-"""Sampling parameters: what a request may ask of how its answer is sampled, and when it ends.
+"""Sampling parameters of a request: how its answer is sampled, and when it ends.
 
 SamplingParams(temperature=0, max_tokens=8)
 """

@@ -1,4 +1,4 @@
-"""What ops of a lowered text read beside tensors: the batch of a step, and the paged cache of a layer.
+"""The batch of a step and the paged cache of a layer, as ops read them.
 
     batch = Batch({"full": table}, {"full": slots}, starts, lengths, num_decodes=2)
     out = ops.paged_attention(q, PagedCache(blocks, "full"), batch, scale=0.125)

@@ -1,4 +1,4 @@
-"""The named parts of a packed weight (values, scales, zeros), each an ordinary recipe over stored tensors.
+"""The named parts of a packed weight (values, scales, zeros), each a recipe.
 
     parts_of(W("up", Type("bf16", (64, 96), "mxfp4")))
     # {"values": W("up_blocks", u8[64, 3, 16]), "scales": W("up_scales", u8[64, 3])}

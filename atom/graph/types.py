@@ -1,4 +1,4 @@
-"""Types of the text: of a tensor (a dtype, a shape, a stored format) and of a batch.
+"""Types of the text: tensors (dtype, shape, stored format) and batches.
 
 Type("bf16", ("T", 576))                     # bf16[T, 576]: T tokens of 576 numbers
 Type("bf16", (576, 576)).num_bytes           # 663552

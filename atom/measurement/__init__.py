@@ -1,1 +1,1 @@
-"""What is measured of a server and of an engine alike: latencies, conversations, the machine. No torch."""
+"""Measure servers and engines alike: latencies, conversations, hardware. No torch."""

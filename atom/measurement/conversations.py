@@ -1,4 +1,4 @@
-"""Read conversations from files of ShareGPT and from the other forms that data sets have them in.
+"""Read conversations from ShareGPT files and other forms of data sets.
 
 for prompt, answer in read_sharegpt(Path("ShareGPT.json")):
     ...

@@ -1,4 +1,4 @@
-"""What chat and text completions share: the fields of every object, usage, the end of a stream."""
+"""Shared by chat and text completions: common fields, usage, the end of a stream."""
 
 from __future__ import annotations
 

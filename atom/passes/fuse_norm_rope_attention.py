@@ -13,11 +13,10 @@ from atom.passes.context import PassContext
 
 def fuse_norm_rope_attention(graph: Graph, context: PassContext) -> Graph:
     for attention in graph.find(ops.paged_attention):
-        written, *others = attention.args
+        written, cache, batch, *sinks = attention.args
         if attention.prev is not written or written.target is not ops.norm_rope_write or len(written.users) > 1:
             continue
-        cached, sinks = others[:2], others[2:]
-        if list(written.args[7:]) != cached:
+        if written.args[7:] != (cache, batch):
             continue
         if context.takes(ops.norm_rope_attention, written.meta["type"]):
             attributes = {**written.kwargs, **attention.kwargs}

@@ -110,7 +110,7 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
 
 # A line imports only from lines above it; between | neither imports the other.
 IMPORT_ORDER = """
-errors | gc_utils | devices | dtypes | measurement
+errors | gc_utils | devices | dtypes | child_process | measurement
 cache | checkpoint | sampling_params
 config | graph
 kernels | runtime.types

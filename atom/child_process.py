@@ -46,10 +46,10 @@ def end(process: subprocess.Popen[Any], reader: Thread | None = None, seconds: f
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        if process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):  # of what it has not read
-                process.stdin.close()
         if reader is not None:
             reader.join(seconds)
+        for pipe in filter(None, (process.stdin, process.stdout)):
+            with contextlib.suppress(BrokenPipeError):  # of what it has not read
+                pipe.close()
         process.wait()
     return process.returncode

@@ -48,8 +48,8 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
     scheduler = Scheduler(cache, run_ahead=runner.run_ahead, **_limits(config))
     print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
-    if told := _describe_sampling(config):
-        print(f"atom-run: {told}", file=sys.stderr)
+    if text := _describe_sampling(config):
+        print(f"atom-run: {text}", file=sys.stderr)
     return Engine(
         runner,
         scheduler,
@@ -176,15 +176,15 @@ def use_parameters(runner: Runner, graph: Graph, config: Config, progress: Progr
     assert config.cache is not None, "config.load resolves it"
     cache, limits = Path(config.cache), _limits(config)
 
-    def tell(line: str) -> None:
+    def log(line: str) -> None:
         print(f"atom-run: {line}", file=sys.stderr)
 
     tuner = find_tuner(config.device, runner.model.device)
     if tuner is not None:
-        use_measured(runner.model, tuner, cache, tell)
+        use_measured(runner.model, tuner, cache, log)
     if tuner is not None and config.tune:
         max_rows = min(limits["max_num_seqs"], limits["max_num_batched_tokens"])
-        tune(runner.model, tuner, graph, cache, max_rows, progress, tell)
+        tune(runner.model, tuner, graph, cache, max_rows, progress, log)
 
 
 def _describe_pool(kinds: Sequence[CacheKind], num_blocks: dict[str, int], config: Config) -> str:
@@ -201,8 +201,8 @@ def _describe_pool(kinds: Sequence[CacheKind], num_blocks: dict[str, int], confi
 def _describe_sampling(config: Config) -> str:
     """Describe the checkpoint's sampling defaults that are in effect; empty without any."""
     stated = {name: value for name, value in config.generation.items() if getattr(config.sampling, name) == value}
-    told = ", ".join(f"{name} {value:g}" for name, value in stated.items())
-    return f"sampling as the checkpoint says: {told}; sampling.defaults=none leaves it out" if told else ""
+    text = ", ".join(f"{name} {value:g}" for name, value in stated.items())
+    return f"sampling as the checkpoint says: {text}; sampling.defaults=none leaves it out" if text else ""
 
 
 def _limits(config: Config) -> dict[str, int]:

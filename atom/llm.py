@@ -165,7 +165,7 @@ def answer(sequence: Sequence) -> dict[str, Any]:
     assert sequence.finished_at is not None, "it is finished"
     first = sequence.first_token_at or sequence.finished_at
     num_output = len(sequence.output)
-    told: dict[str, Any] = {
+    result: dict[str, Any] = {
         "text": sequence.text,
         "token_ids": sequence.output,
         "finish_reason": sequence.finish_reason,
@@ -176,11 +176,11 @@ def answer(sequence: Sequence) -> dict[str, Any]:
         "latency": sequence.finished_at - sequence.arrival,
     }
     if sequence.error is not None:
-        told["error"] = sequence.error
+        result["error"] = sequence.error
     if sequence.params.n > 1:
-        told["index"] = sequence.index
+        result["index"] = sequence.index
     if sequence.params.logprobs is not None:
-        told["logprobs"] = sequence.logprobs
+        result["logprobs"] = sequence.logprobs
     if sequence.params.prompt_logprobs is not None:
-        told["prompt_logprobs"] = sequence.prompt_logprobs
-    return told
+        result["prompt_logprobs"] = sequence.prompt_logprobs
+    return result

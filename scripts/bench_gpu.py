@@ -181,7 +181,7 @@ def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[s
     if LOAD in names:
         with reported(LOAD):
             figures[LOAD] = alone(measure_load, runs)
-            tell(LOAD, figures[LOAD])
+            print_figure(LOAD, figures[LOAD])
     return figures
 
 
@@ -210,11 +210,11 @@ def measure_model(model: str, figures: dict[str, Figure], runs: int, limits: dic
         costs, engine = read_costs(compile_graph(config)), open_engine(config, timed)
     if GRAPHS in figures:
         figures[GRAPHS].values = [timed.seconds["capturing CUDA graphs"]]
-        tell(GRAPHS, figures[GRAPHS])
+        print_figure(GRAPHS, figures[GRAPHS])
     with reported(model):
         for name in configs:
             measure_row(figures[name], ROWS[name].counted, engine, configs[name], runs, costs, Limits(**limits))
-            tell(name, figures[name])
+            print_figure(name, figures[name])
     return figures
 
 
@@ -331,7 +331,7 @@ def measure_starts(figures: Sequence[Figure], runs: int) -> None:
                 for figure in figures:
                     figure.values.append(time_start(model, Path(folder)))
     for figure in figures:
-        tell(figure.title, figure)
+        print_figure(figure.title, figure)
 
 
 def time_start(model: Path, folder: Path) -> float:
@@ -357,7 +357,7 @@ def time_start(model: Path, folder: Path) -> float:
     return seconds
 
 
-def tell(name: str, figure: Figure) -> None:
+def print_figure(name: str, figure: Figure) -> None:
     """Print a figure to stderr as soon as it is measured."""
     values = ", ".join(map(number, figure.values))
     limit = "" if figure.limit is None else f", limit {number(figure.limit)}"

@@ -86,9 +86,9 @@ def main() -> int:
             config = load([f"checkpoint={folder}", "load_dummy=true", f"serve.torch_profiler_dir={traces}"])
             paths, traffic = uvloop.run(trace_traffic(config, options.traces, options.seconds))
         traced = [read_steps(read_trace(path)) for path in paths]
-    told = {**measure(traced), **traffic}
-    print(json.dumps(told) if options.json else "\n".join(describe(told)))
-    missed = find_missed(told)
+    summary = {**measure(traced), **traffic}
+    print(json.dumps(summary) if options.json else "\n".join(describe(summary)))
+    missed = find_missed(summary)
     for each in missed:
         print(f"missed: {each}", file=sys.stderr)
     return 1 if missed else 0
@@ -217,24 +217,24 @@ def measure(traced: Sequence[Sequence[Step]]) -> dict[str, Any]:
     """Summarize all traces: the steps, and the gaps before steps of decodes alone, in µs."""
     steps = [step for trace in traced for step in trace]
     decodes = [step for step in steps if not step.has_prompts]
-    told: dict[str, Any] = {"num_steps": len(steps), "num_decode_steps": len(decodes), "gaps_us": {}}
+    summary: dict[str, Any] = {"num_steps": len(steps), "num_decode_steps": len(decodes), "gaps_us": {}}
     taken = [after.start - before.start for trace in traced for before, after in itertools.pairwise(trace)]
     if taken:
-        told["ms_a_step"] = float(numpy.mean(taken)) / 1e3
-        told["ms_within_steps"] = float(numpy.mean([step.span for step in steps])) / 1e3
+        summary["ms_a_step"] = float(numpy.mean(taken)) / 1e3
+        summary["ms_within_steps"] = float(numpy.mean([step.span for step in steps])) / 1e3
     for name in ("idle", "before_others") if decodes else ():
         values = numpy.array([getattr(step, name) for step in decodes])
         percentiles = numpy.percentile(values, (50, 90, 99))
-        told["gaps_us"][name] = dict(zip(("median", "p90", "p99"), map(float, percentiles), strict=True))
-        told["gaps_us"][name]["max"] = float(values.max())
-    return told
+        summary["gaps_us"][name] = dict(zip(("median", "p90", "p99"), map(float, percentiles), strict=True))
+        summary["gaps_us"][name]["max"] = float(values.max())
+    return summary
 
 
-def find_missed(told: Mapping[str, Any]) -> list[str]:
+def find_missed(summary: Mapping[str, Any]) -> list[str]:
     """The missed bounds, in words."""
-    idle, reasons = told["gaps_us"].get("idle", {}), told.get("ended_by")
+    idle, reasons = summary["gaps_us"].get("idle", {}), summary.get("ended_by")
     bounds = {
-        f"{MIN_STEPS} steps of decodes alone are traced": told["num_decode_steps"] >= MIN_STEPS,
+        f"{MIN_STEPS} steps of decodes alone are traced": summary["num_decode_steps"] >= MIN_STEPS,
         f"the median of the gaps is under {MAX_MEDIAN:g} µs": idle.get("median", MAX_MEDIAN) < MAX_MEDIAN,
         f"their p99 is under {MAX_P99:g} µs": idle.get("p99", MAX_P99) < MAX_P99,
         f"requests end by {', '.join(REASONS)}": reasons is None or all(reasons.get(each) for each in REASONS),
@@ -242,14 +242,14 @@ def find_missed(told: Mapping[str, Any]) -> list[str]:
     return [bound for bound, holds in bounds.items() if not holds]
 
 
-def describe(told: Mapping[str, Any]) -> list[str]:
-    lines = [f"steps {told['num_steps']:,}, of decodes alone {told['num_decode_steps']:,}"]
+def describe(summary: Mapping[str, Any]) -> list[str]:
+    lines = [f"steps {summary['num_steps']:,}, of decodes alone {summary['num_decode_steps']:,}"]
     for name, what in TIMES.items():
-        if name in told:
-            lines.append(f"{what}: {told[name]:.3f} ms")
-    if "ended_by" in told:
-        lines.append("ended by " + ", ".join(f"{reason} {count}" for reason, count in told["ended_by"].items()))
-    for name, gaps in told["gaps_us"].items():
+        if name in summary:
+            lines.append(f"{what}: {summary[name]:.3f} ms")
+    if "ended_by" in summary:
+        lines.append("ended by " + ", ".join(f"{reason} {count}" for reason, count in summary["ended_by"].items()))
+    for name, gaps in summary["gaps_us"].items():
         values = ", ".join(f"{each} {value:.1f}" for each, value in gaps.items())
         lines.append(f"gap before a step of decodes, µs, {name.replace('_', ' ')}: {values}")
     return lines

@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
     say(describe_traffic(args, len(requests)))
     measured = run_loop(measure(args, requests))
     count = (lambda text: len(tokenizer.encode(text, add_special_tokens=False))) if tokenizer else None
-    tell_failures(measured.outputs)
+    report_failures(measured.outputs)
     finish_outputs(measured.outputs, count)
-    tell_lengths(args, requests, measured.outputs)
+    report_lengths(args, requests, measured.outputs)
     percentiles = sorted({*args.metric_percentiles, ALWAYS})
     metrics = calculate_metrics(measured.outputs, measured.seconds, percentiles, args.goodput)
     print(format_table(metrics, args.percentile_metrics, args.metric_percentiles))
@@ -130,7 +130,7 @@ def describe_traffic(args: argparse.Namespace, num: int) -> str:
     return f"{num} requests to {args.base_url}{args.endpoint}: {rate}{burst}{limit}"
 
 
-def tell_failures(outputs: Sequence[RequestFuncOutput]) -> None:
+def report_failures(outputs: Sequence[RequestFuncOutput]) -> None:
     """BenchmarkError where every request failed."""
     errors = [output.error for output in outputs if not output.success]
     if len(errors) == len(outputs):
@@ -139,7 +139,7 @@ def tell_failures(outputs: Sequence[RequestFuncOutput]) -> None:
         say(f"{len(errors)} of {len(outputs)} requests failed; the first error: {errors[0]}")
 
 
-def tell_lengths(
+def report_lengths(
     args: argparse.Namespace, requests: Sequence[RequestFuncInput], outputs: Sequence[RequestFuncOutput]
 ) -> None:
     """Report prompts or answers of unexpected lengths: such numbers cannot be compared."""

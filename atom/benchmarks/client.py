@@ -110,9 +110,9 @@ async def ask_hardware(session: aiohttp.ClientSession, base_url: str) -> tuple[s
 
     with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):  # a server need not have this route
         async with session.get(f"{base_url}/version", timeout=aiohttp.ClientTimeout(total=5)) as response:
-            told = await response.json() if response.status == 200 else {}
-            if isinstance(told, dict) and told.get("hardware"):
-                return str(told["hardware"]), "server"
+            answer = await response.json() if response.status == 200 else {}
+            if isinstance(answer, dict) and answer.get("hardware"):
+                return str(answer["hardware"]), "server"
     return describe_machine(), "client"
 
 

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     both = sorted(a.by_key.keys() & b.by_key.keys(), key=sort_key)
     if not both:
         raise UsageError(f"{args.a} and {args.b} have no result in common: names without the prefix have to be equal")
-    notes = [note for tell in (tell_failures, tell_undrawn, tell_hardware) if (note := tell(a, b, both))]
+    notes = [note for find_note in (note_failures, note_undrawn, note_hardware) if (note := find_note(a, b, both))]
     rows = make_rows(a, b, both)
     print("\n".join([*format_rows(rows), *notes]))
     for one, other in ((a, b), (b, a)):
@@ -126,27 +126,27 @@ def sort_key(key: str) -> tuple[Any, ...]:
     return (0, *(int(match[name]) for name in ("tp", "isl", "osl", "conc"))) if match else (1, key)
 
 
-def tell_failures(a: Results, b: Results, keys: Sequence[str]) -> str:
+def note_failures(a: Results, b: Results, keys: Sequence[str]) -> str:
     """A note where requests failed, which are in no number; else an empty text."""
     counts = [(f"{each.label} {key}", each.by_key[key].get("failed")) for each in (a, b) for key in keys]
-    told = [f"{num} of {name}" for name, num in counts if num]
-    return f"Requests failed, and the numbers leave them out: {', '.join(told)}." if told else ""
+    parts = [f"{num} of {name}" for name, num in counts if num]
+    return f"Requests failed, and the numbers leave them out: {', '.join(parts)}." if parts else ""
 
 
-def tell_undrawn(a: Results, b: Results, keys: Sequence[str]) -> str:
+def note_undrawn(a: Results, b: Results, keys: Sequence[str]) -> str:
     """A note on the results that are in no plot; else an empty text."""
-    told = [f"{each.label} {key}" for each in (a, b) for key in keys if not is_drawable(each.by_key[key])]
-    return f"Not drawn, since they have no median TPOT: {', '.join(told)}." if told else ""
+    parts = [f"{each.label} {key}" for each in (a, b) for key in keys if not is_drawable(each.by_key[key])]
+    return f"Not drawn, since they have no median TPOT: {', '.join(parts)}." if parts else ""
 
 
-def tell_hardware(a: Results, b: Results, keys: Sequence[str]) -> str:
+def note_hardware(a: Results, b: Results, keys: Sequence[str]) -> str:
     """A note where the two ran on different or unknown hardware; else an empty text."""
     named = [sorted({str(each.by_key[key].get("hardware") or "") for key in keys}) for each in (a, b)]
     if any("" in each for each in named):
         return "The results do not all say what hardware they ran on: the ratios may compare machines."
     if named[0] != named[1]:
-        told = [f"{each.label} on {', '.join(names)}" for each, names in zip((a, b), named, strict=True)]
-        return f"The hardware differs, so the ratios compare machines too: {'; '.join(told)}."
+        parts = [f"{each.label} on {', '.join(names)}" for each, names in zip((a, b), named, strict=True)]
+        return f"The hardware differs, so the ratios compare machines too: {'; '.join(parts)}."
     return ""
 
 

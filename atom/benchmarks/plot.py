@@ -63,8 +63,8 @@ def write_html(
     head, *body = [[html.escape(cell) for cell in row] for row in rows]
     lines = [f"<tr><th>{'</th><th>'.join(head)}</th></tr>"]
     lines += [f"<tr><td>{'</td><td>'.join(cells)}</td></tr>" for cells in body]
-    told = "\n".join(f"<p><strong>{html.escape(note)}</strong></p>" for note in notes)
-    page = PAGE.format(title=html.escape(title), notes=told, svg=draw_svg(series), table="\n".join(lines))
+    paragraphs = "\n".join(f"<p><strong>{html.escape(note)}</strong></p>" for note in notes)
+    page = PAGE.format(title=html.escape(title), notes=paragraphs, svg=draw_svg(series), table="\n".join(lines))
     path.write_text(page, encoding="utf-8")
 
 

@@ -68,19 +68,19 @@ class Cache:
 
     def find(self, kind: str, key: str) -> Path | None:
         """The folder of a trusted entry, None without one; an entry that is not trusted has a line in `warnings`."""
-        place = self._place(kind, key)
+        location = self._locate(kind, key)
         try:
             self._check(kind, key, is_use=True)
         except (Unfit, OSError) as error:
-            if os.path.lexists(place):  # else it never existed, or has just been removed
+            if os.path.lexists(location):  # else it never existed, or has just been removed
                 what, then = reason_of(error), error.then if isinstance(error, Unfit) else "ignored"
-                self._warn(f"{what if str(self.folder) in what else f'{place}: {what}'}, {then}")
+                self._warn(f"{what if str(self.folder) in what else f'{location}: {what}'}, {then}")
             return None
-        return place
+        return location
 
     def holds(self, kind: str, key: str) -> bool:
         """Whether there is such an entry, trusted or not."""
-        return os.path.lexists(self._place(kind, key))
+        return os.path.lexists(self._locate(kind, key))
 
     def verify(self, kind: str, key: str) -> str | None:
         """Check every checksum and owner of an entry; what is wrong with it. This does not count as a use."""
@@ -116,8 +116,8 @@ class Cache:
         `on_wait` is called before waiting for another holder. A thread must not take it twice: it would wait for
         itself. It is released when the process dies.
         """
-        place = self._place(kind, key)
-        lock = FileLock(self.folder / "locks" / f"{place.parent.name}-{place.name}.lock", mode=0o600)
+        location = self._locate(kind, key)
+        lock = FileLock(self.folder / "locks" / f"{location.parent.name}-{location.name}.lock", mode=0o600)
         with contextlib.suppress(Unfit, OSError, NotImplementedError):
             self._prepare("locks")
             try:
@@ -157,20 +157,20 @@ class Cache:
         """Copy another cache's entry, with its builder and date. ArtifactError where it cannot be written."""
         try:
             manifest = source._check(entry.kind, entry.key)
-            folder = source._place(entry.kind, entry.key)
+            folder = source._locate(entry.kind, entry.key)
             return self._store(manifest, {name: folder / name for name in manifest.files})
         except (Unfit, OSError) as error:
             raise ArtifactError(f"{entry.kind}/{entry.key[:12]} is not imported: {reason_of(error)}") from None
 
     def remove(self, entry: Entry) -> None:
         """Remove an entry atomically. ArtifactError where that is not allowed."""
-        place = self._place(entry.kind, entry.key)
+        location = self._locate(entry.kind, entry.key)
         try:
-            discard(place)
+            discard(location)
         except FileNotFoundError:
             return  # another process was first
         except OSError as error:
-            raise ArtifactError(f"{place} cannot be removed: {reason_of(error)}") from None
+            raise ArtifactError(f"{location} cannot be removed: {reason_of(error)}") from None
 
     def close(self) -> None:
         """Remove the private folder of entries that could not be stored."""
@@ -178,7 +178,7 @@ class Cache:
             self._private.cleanup()
             self._private = None
 
-    def _place(self, kind: str, key: str) -> Path:
+    def _locate(self, kind: str, key: str) -> Path:
         assert kind in KINDS and KEY.fullmatch(key), f"{kind}/{key} is no kind and key of the cache"
         return self.folder / kind / key
 
@@ -188,13 +188,13 @@ class Cache:
 
     def _check(self, kind: str, key: str, *, is_thorough: bool = True, is_use: bool = False) -> Manifest:
         """Check the owners, modes, names and sizes of an entry, and checksums if thorough; its manifest."""
-        place = self._place(kind, key)
-        for folder in (self.folder, place.parent, place):
+        location = self._locate(kind, key)
+        for folder in (self.folder, location.parent, location):
             check_owner(folder, is_folder=True)
-        names = set(os.listdir(place))
+        names = set(os.listdir(location))
         if MANIFEST not in names:
             raise Damaged(f"{MANIFEST} is missing")
-        with open_file(place / MANIFEST, is_use) as file:
+        with open_file(location / MANIFEST, is_use) as file:
             manifest = read_manifest(file.read(MAX_JSON))
         if (manifest.kind, manifest.key) != (kind, key):
             raise Damaged(f"{MANIFEST} is that of {manifest.kind}/{manifest.key[:12]}")
@@ -203,7 +203,7 @@ class Cache:
         if strange := names - manifest.files.keys() - {MANIFEST}:
             raise Damaged(f"{MANIFEST} does not name {min(strange)!r}")
         for name, (size, digest) in manifest.files.items():
-            with open_file(place / name, is_use) as file:
+            with open_file(location / name, is_use) as file:
                 found = os.fstat(file.fileno()).st_size
                 if found != size:
                     raise Damaged(f"{name} has {found:,} bytes instead of {size:,}")
@@ -212,10 +212,10 @@ class Cache:
         return manifest
 
     def _entry(self, kind: str, key: str) -> Entry | None:
-        place = self._place(kind, key)
+        location = self._locate(kind, key)
         try:
-            sizes = sizes_of(place)
-            seen = (place / MANIFEST if MANIFEST in sizes else place).lstat()  # before it is read
+            sizes = sizes_of(location)
+            seen = (location / MANIFEST if MANIFEST in sizes else location).lstat()  # before it is read
         except OSError:
             return None
         made, used = (datetime.fromtimestamp(at, UTC) for at in (seen.st_mtime, max(seen.st_atime, seen.st_mtime)))
@@ -237,26 +237,26 @@ class Cache:
         return folder
 
     def _store(self, manifest: Manifest, files: Mapping[str, bytes | Path]) -> Path:
-        place = self._place(manifest.kind, manifest.key)
+        location = self._locate(manifest.kind, manifest.key)
         sweep_unfinished(self._prepare(manifest.kind))
-        new = unfinished_name(place.parent)
+        new = unfinished_name(location.parent)
         try:
             new.mkdir(0o700)
             fill_folder(new, manifest, files)
-            while not self._put(new, place):
+            while not self._put(new, location):
                 with contextlib.suppress(FileNotFoundError):  # another process was first
-                    discard(place)
+                    discard(location)
         finally:
             shutil.rmtree(new, ignore_errors=True)
-        return place
+        return location
 
-    def _put(self, new: Path, place: Path) -> bool:
+    def _put(self, new: Path, location: Path) -> bool:
         """Move a folder to its place; a trusted entry there does as well. False where something else is in the way."""
         try:
-            os.rename(new, place)
+            os.rename(new, location)
         except OSError:
-            if not os.path.lexists(place):
+            if not os.path.lexists(location):
                 raise
-            return self.verify(place.parent.name, place.name) is None
-        sync_folder(place.parent)
+            return self.verify(location.parent.name, location.name) is None
+        sync_folder(location.parent)
         return True

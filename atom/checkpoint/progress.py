@@ -124,19 +124,19 @@ def _show_bar(description: str, total: int | None, *, in_bytes: bool) -> Iterato
 def _show_lines(description: str, total: int | None, *, in_bytes: bool) -> Iterator[Task]:
     task, start, ended = _CountedTask(description, total, in_bytes), time.monotonic(), threading.Event()
 
-    def tell(line: str) -> None:
+    def print_line(line: str) -> None:
         print(f"atom-run: {line}", file=sys.stderr, flush=True)
 
-    def tell_on() -> None:
+    def print_regularly() -> None:
         while not ended.wait(LINE_SECONDS):
-            tell(f"{task}, {time.monotonic() - start:.0f} s so far")
+            print_line(f"{task}, {time.monotonic() - start:.0f} s so far")
 
-    tell(description)
-    telling = threading.Thread(target=tell_on, name="progress", daemon=True)
-    telling.start()
+    print_line(description)
+    printer = threading.Thread(target=print_regularly, name="progress", daemon=True)
+    printer.start()
     try:
         yield task
-        tell(f"{description}: done in {time.monotonic() - start:.1f} s")
+        print_line(f"{description}: done in {time.monotonic() - start:.1f} s")
     finally:
         ended.set()
-        telling.join()
+        printer.join()

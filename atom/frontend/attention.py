@@ -35,7 +35,7 @@ def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
     )
     if attention.qk_norm == "per_head":
         q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
-    q, k = turn(writer, q, rotary, "q"), turn(writer, k, rotary, "k")
+    q, k = rotate(writer, q, rotary, "q"), rotate(writer, k, rotary, "k")
     window = window_of(attention, layer)
     cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (2, kv_heads, dim)), window)
     sinks = [W(writer.name("sinks", layer), Type(writer.dtype, (heads,)))] if attention.sinks else []
@@ -49,22 +49,22 @@ def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
 def mla(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
     """Multi-head latent attention (DeepSeek-AI 2024)."""
     model, attention = writer.model, writer.model.attention
-    heads, rank, turned = attention.heads, required(attention.kv_rank), required(attention.rope_dim)
+    heads, rank, rotated = attention.heads, required(attention.kv_rank), required(attention.rope_dim)
     plain, value = required(attention.nope_dim), required(attention.value_dim)
     if attention.q_rank is None:
-        q = writer.linear(h, "q", heads * (plain + turned), False, layer)
+        q = writer.linear(h, "q", heads * (plain + rotated), False, layer)
     else:
         q_a = writer.linear(h, "q_a", attention.q_rank, attention.bias, layer)
         q_a = writer.norm(q_a, "q_a_norm", layer, name="q_a")
-        q = writer.linear(q_a, "q_b", heads * (plain + turned), False, layer)
+        q = writer.linear(q_a, "q_b", heads * (plain + rotated), False, layer)
     q = writer.call(ops.split_heads, q, heads=heads, name="q")
-    q, q_rope = writer.call(ops.split, q, sizes=[plain, turned], name=("q", "q_rope"))
-    kv_a = writer.linear(h, "kv_a", rank + turned, attention.bias, layer)
-    latent, k_rope = writer.call(ops.split, kv_a, sizes=[rank, turned], name=("latent", "k_rope"))
+    q, q_rope = writer.call(ops.split, q, sizes=[plain, rotated], name=("q", "q_rope"))
+    kv_a = writer.linear(h, "kv_a", rank + rotated, attention.bias, layer)
+    latent, k_rope = writer.call(ops.split, kv_a, sizes=[rank, rotated], name=("latent", "k_rope"))
     latent = writer.norm(latent, "kv_a_norm", layer, name="latent")
     k_rope = writer.call(ops.split_heads, k_rope, heads=1, name="k_rope")
-    q_rope, k_rope = turn(writer, q_rope, rotary, "q_rope"), turn(writer, k_rope, rotary, "k_rope")
-    cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (rank + turned,)))
+    q_rope, k_rope = rotate(writer, q_rope, rotary, "q_rope"), rotate(writer, k_rope, rotary, "k_rope")
+    cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (rank + rotated,)))
     kv_b = writer.stored(writer.weight_name("kv_b", layer), (heads * (plain + value), rank))
     scale = required(attention.scale)
     a = writer.call(ops.mla_attention, q, q_rope, latent, k_rope, kv_b, cache, scale=scale, name="a")
@@ -93,11 +93,11 @@ def rope_of(attention: AttentionConfig, layer: int) -> RopeConfig | None:
     return None if rope.kind == "none" else rope
 
 
-def turn(writer: Writer, x: Node, rotary: Rotary | None, name: str) -> Node:
+def rotate(writer: Writer, x: Node, rotary: Rotary | None, name: str) -> Node:
     if rotary is None:
         return x
-    turned: Node = writer.call(ops.rope, x, rotary.cos, rotary.sin, interleaved=rotary.interleaved, name=name)
-    return turned
+    rotated: Node = writer.call(ops.rope, x, rotary.cos, rotary.sin, interleaved=rotary.interleaved, name=name)
+    return rotated
 
 
 def window_of(attention: AttentionConfig, layer: int) -> int | None:

@@ -29,9 +29,9 @@ def lower_attention(graph: Graph) -> Graph:
 
 
 def _lower(graph: Graph, attention: Node) -> None:
-    turned, k, v, cache, *sinks = attention.args
+    rotated, k, v, cache, *sinks = attention.args
     batch = graph.program_of(attention).input("batch", BATCH)
-    q, k, cos, sin, attributes = _before_rope(turned, k)
+    q, k, cos, sin, attributes = _before_rope(rotated, k)
     q_norm = k_norm = None
     if q.target is ops.rms_norm and k.target is ops.rms_norm and q.kwargs == k.kwargs:
         attributes |= q.kwargs
@@ -40,13 +40,13 @@ def _lower(graph: Graph, attention: Node) -> None:
         attention, ops.norm_rope_write, q, k, v, cos, sin, q_norm, k_norm, cache, batch, name="q", **attributes
     )
     paged = graph.insert(attention, ops.paged_attention, written, cache, batch, *sinks, **attention.kwargs)
-    graph.replace({attention: paged} if q is turned else {attention: paged, turned: written})
+    graph.replace({attention: paged} if q is rotated else {attention: paged, rotated: written})
 
 
 def _lower_latent(graph: Graph, attention: Node) -> None:
-    q, turned, latent, k_rope, kv_b, cache = attention.args
+    q, rotated, latent, k_rope, kv_b, cache = attention.args
     batch = graph.program_of(attention).input("batch", BATCH)
-    q_rope, k_rope, cos, sin, attributes = _before_rope(turned, k_rope)
+    q_rope, k_rope, cos, sin, attributes = _before_rope(rotated, k_rope)
     norm = None
     if latent.target is ops.rms_norm:
         attributes |= latent.kwargs
@@ -56,7 +56,7 @@ def _lower_latent(graph: Graph, attention: Node) -> None:
         **attributes,
     )  # fmt: skip
     paged = graph.insert(attention, ops.paged_mla_attention, q, written, kv_b, cache, batch, **attention.kwargs)
-    graph.replace({attention: paged} if q_rope is turned else {attention: paged, turned: written})
+    graph.replace({attention: paged} if q_rope is rotated else {attention: paged, rotated: written})
 
 
 def _before_rope(q: Node, k: Node) -> tuple[Node, Node, Node | None, Node | None, dict[str, Any]]:

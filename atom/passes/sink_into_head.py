@@ -40,14 +40,14 @@ def sink_into_head(graph: Graph) -> Graph:
         return graph
 
     made = Program(head.name)
-    place: dict[Node, Node] = {}
+    copies: dict[Node, Node] = {}
     for node in crossing:
         type = node.meta["type"]
-        place[node] = made.input(node.name, replace(type, shape=(*rows, *type.shape[1:])))
-    _copy(sunk, made, place)
-    place |= zip(head.inputs, (place[result] for result in body.results), strict=True)
-    _copy(head.nodes, made, place)
-    made.output(*(place[result] for result in head.results))
+        copies[node] = made.input(node.name, replace(type, shape=(*rows, *type.shape[1:])))
+    _copy(sunk, made, copies)
+    copies |= zip(head.inputs, (copies[result] for result in body.results), strict=True)
+    _copy(head.nodes, made, copies)
+    made.output(*(copies[result] for result in head.results))
     graph.programs[head.name] = made
 
     body.fx.output_node().args = (tuple(crossing),)
@@ -58,13 +58,13 @@ def sink_into_head(graph: Graph) -> Graph:
     return graph
 
 
-def _copy(calls: list[Node], program: Program, place: dict[Node, Node]) -> None:
-    """Copy calls into a program. `place` maps old nodes to new ones; the new results are added to it."""
+def _copy(calls: list[Node], program: Program, copies: dict[Node, Node]) -> None:
+    """Copy calls into a program. `copies` maps old nodes to new ones; the new results are added to it."""
     for call in calls:
         names = tuple(result.name for result in results_of(call))
-        args = [place[arg] if isinstance(arg, Node) else arg for arg in call.args]
+        args = [copies[arg] if isinstance(arg, Node) else arg for arg in call.args]
         results = program.call(call.target, *args, name=names, **call.kwargs)
-        place |= zip(results_of(call), results if isinstance(results, tuple) else (results,), strict=True)
+        copies |= zip(results_of(call), results if isinstance(results, tuple) else (results,), strict=True)
 
 
 def _ahead_of_attention(program: Program) -> set[Node]:

@@ -36,9 +36,9 @@ def compile_piece(text: str, device: str = "cpu") -> dict[str, bytes]:
 
 
 @torch.inference_mode()
-def _check(program: Program, files: dict[str, bytes], device: str, place: str) -> None:
-    """Compare the results of the code for a device with its traces, run on the device `place`."""
-    draw = _Draw(program, place)
+def _check(program: Program, files: dict[str, bytes], device: str, run_on: str) -> None:
+    """Compare the results of the code for a device with its traces, computed on the device `run_on`."""
+    draw = _Draw(program, run_on)
     weights = {node: draw(node) for node in program.inputs if _is_closed(node)}
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():

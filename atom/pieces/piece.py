@@ -57,16 +57,16 @@ def _text(calls: list[Node], inputs: list[Node], weights: list[Recipe], results:
         shape = (symbols.setdefault(d, chr(ord("A") + len(symbols))) if isinstance(d, str) else d for d in type.shape)
         return replace(type, shape=tuple(shape))
 
-    place: dict[Any, Node] = {}
+    mapping: dict[Any, Node] = {}
     for index, node in enumerate(inputs):
-        place[node] = program.input(f"x{index}", closed(node.meta["type"]))
+        mapping[node] = program.input(f"x{index}", closed(node.meta["type"]))
     for index, weight in enumerate(weights):
-        place[weight] = program.input(f"w{index}", closed(weight.type))
+        mapping[weight] = program.input(f"w{index}", closed(weight.type))
     for call in calls:
-        args = [place.get(arg, arg) if isinstance(arg, Node | Recipe) else arg for arg in call.args]
+        args = [mapping.get(arg, arg) if isinstance(arg, Node | Recipe) else arg for arg in call.args]
         made = program.call(call.target, *args, **call.kwargs)
         for old, new in zip(results_of(call), made if isinstance(made, tuple) else (made,), strict=True):
-            place[old] = new
+            mapping[old] = new
         program.nodes[-1].meta["kernel"] = call.meta.get("kernel", "reference")
-    program.output(*(place[node] for node in results))
+    program.output(*(mapping[node] for node in results))
     return show(graph)

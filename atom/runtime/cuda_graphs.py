@@ -121,7 +121,7 @@ class Graphs:
             for size in sorted({*powers, largest}):
                 self._rehearse_decodes(size)
             place_of_padding = model.padding * model.tables.shape[2]
-            model.extend_tables(bytearray(np.array([place_of_padding, 0], np.int32)))  # which is what stands there
+            model.extend_tables(bytearray(np.array([place_of_padding, 0], np.int32)))  # its present value
         self._sample_in_every_way()  # launched, since a kernel's first launch must not be in a graph
 
     def _find_shapes(self) -> list[BatchShape]:

@@ -158,7 +158,7 @@ class Engine:
         """End a request's sequences that have not finished; an unknown id has ended already."""
         for sequence in self._requests.get(request_id, ()):
             self._drop(sequence, "abort")
-        self._tell()
+        self._emit()
 
     def is_running(self, request_id: str) -> bool:
         """Whether a request has sequences that have not ended, or ended without being returned by `step`."""
@@ -186,22 +186,22 @@ class Engine:
             num_blocks_used=num_used,
         )
 
-    def step(self, tell_plan: Callable[[], object] | None = None) -> list[Sequence]:
+    def step(self, on_plan: Callable[[], object] | None = None) -> list[Sequence]:
         """Start as many steps as the runner may run ahead, and commit the oldest.
 
         Gives the sequences that ended in it, or were aborted since the last one.
 
-        tell_plan: called once the step is planned, since the step may take long: `stats` counts what is admitted.
+        on_plan: called once the step is planned, since the step may take long: `stats` counts what is admitted.
 
         Where it fails for some sequences, those end with reason error. Where it fails for all, it raises and has not
         taken place: call `step` again, or `end_failed` to end its sequences. An exception of a callback is raised
         here; the next step goes on.
         """
-        self._tell()
+        self._emit()
         while len(self._pending) <= self.runner.run_ahead:
             plan = self.scheduler.schedule()
-            if tell_plan is not None:
-                tell_plan()
+            if on_plan is not None:
+                on_plan()
             if not plan.rows:
                 break
             self._pending.append(self._execute(plan))
@@ -214,7 +214,7 @@ class Engine:
                 for sequence in self.scheduler.commit(part, outcome, self._take_token):
                     self._end(sequence)
                     del self._streams[sequence.id]
-            self._tell()
+            self._emit()
         return self.take_ended()
 
     def end_failed(self) -> None:
@@ -226,7 +226,7 @@ class Engine:
         for id, error in failed.items():
             if id in self.scheduler.sequences:
                 self._fail(self.scheduler.sequences[id], error)
-        self._tell()
+        self._emit()
 
     def take_ended(self) -> list[Sequence]:
         """Return the sequences that ended and were not returned yet."""
@@ -248,7 +248,7 @@ class Engine:
                 self.scheduler.retract(part)
         return parts
 
-    def _tell(self) -> None:
+    def _emit(self) -> None:
         """Call the callbacks; where one raises, the others wait for the next call."""
         while self._moved:
             self._moved.popleft().emit()

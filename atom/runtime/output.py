@@ -19,7 +19,7 @@ class Stream:
     detokenizer: Detokenizer | None
     callback: StreamCallback | None
     num_shown: int = 0  # output tokens that the callback has received
-    is_told: bool = False  # the callback has received the end
+    is_ended: bool = False  # the callback has received the end
     pending: str = ""  # text that it has not received
 
     def push(self, reason: str | None) -> str | None:
@@ -38,15 +38,15 @@ class Stream:
         """Call the callback if there is new text or the end."""
         sequence = self.sequence
         finished = sequence.finished_at is not None
-        if self.callback is None or self.is_told or not (finished or self.pending or self.detokenizer is None):
+        if self.callback is None or self.is_ended or not (finished or self.pending or self.detokenizer is None):
             return
-        self.is_told = finished
+        self.is_ended = finished
         text = None if self.detokenizer is None else self.pending
         tokens, logprobs = sequence.output[self.num_shown :], sequence.logprobs[self.num_shown :]
         self.num_shown, self.pending = len(sequence.output), ""
         reason = sequence.finish_reason if finished else None
-        told = RequestOutput(sequence.request_id, sequence.index, text, tokens, reason, finished, logprobs, sequence)
-        self.callback(told)
+        update = RequestOutput(sequence.request_id, sequence.index, text, tokens, reason, finished, logprobs, sequence)
+        self.callback(update)
 
     def _is_hidden(self, reason: str | None) -> bool:
         if reason is None:

@@ -58,24 +58,24 @@ class Executable:
         """code: of the program's pieces, by their text; a piece without one runs call by call.
         kernels: callables in place of those that the text names, by op and backend
         """
-        self.inputs = {node.name: place for place, node in enumerate(program.inputs)}
+        self.inputs = {node.name: at for at, node in enumerate(program.inputs)}
         self._start: list[Any] = [None] * len(self.inputs)
-        place_of: dict[Node, int] = {node: self.inputs[node.name] for node in program.inputs}
+        indices: dict[Node, int] = {node: self.inputs[node.name] for node in program.inputs}
         loaded, context = dict(kernels), LoadContext()  # one for all calls
 
-        def place(arg: Any) -> int:
+        def index_of(arg: Any) -> int:
             if isinstance(arg, Node):
-                return place_of[arg]
+                return indices[arg]
             if isinstance(arg, KV):
                 arg = PagedCache(caches[arg], arg.kind)
             self._start.append(weights[arg] if isinstance(arg, Recipe) else arg)
             return len(self._start) - 1
 
-        def result_places(results: Sequence[Node]) -> tuple[int, ...]:
+        def result_indices(results: Sequence[Node]) -> tuple[int, ...]:
             for result in results:
-                place_of[result] = len(self._start)
+                indices[result] = len(self._start)
                 self._start.append(None)
-            return tuple(place_of[result] for result in results)
+            return tuple(indices[result] for result in results)
 
         pieces = {piece.calls[0]: piece for piece in find_pieces(program) if piece.text in code}
         inside = {call for piece in pieces.values() for call in piece.calls}
@@ -83,42 +83,42 @@ class Executable:
         for node in program.nodes:
             if node in pieces:
                 piece = pieces[node]
-                args = tuple(place(arg) for arg in (*piece.inputs, *piece.weights))
-                steps.append(_Step(code[piece.text], args, result_places(piece.results), False))
+                args = tuple(index_of(arg) for arg in (*piece.inputs, *piece.weights))
+                steps.append(_Step(code[piece.text], args, result_indices(piece.results), False))
             elif node not in inside:
                 assert isinstance(node.target, Op)
                 key = node.target, node.meta.get("kernel", "reference")
                 if key not in loaded:
                     loaded[key] = find_kernel(*key).load(context)
                 call = functools.partial(loaded[key], **node.kwargs) if node.kwargs else loaded[key]
-                args, results = tuple(place(arg) for arg in node.args), result_places(results_of(node))
+                args, results = tuple(index_of(arg) for arg in node.args), result_indices(results_of(node))
                 steps.append(_Step(call, args, results, not isinstance(node.meta["type"], tuple)))
-        self._results = tuple(place_of[node] for node in program.results)
+        self._results = tuple(indices[node] for node in program.results)
         self._steps = _with_deaths(steps, {*self.inputs.values(), *self._results})
 
     def __call__(self, inputs: Mapping[str, Any]) -> tuple[Any, ...]:
         """Run the program; its results."""
-        places = self._start.copy()
-        for name, place in self.inputs.items():
-            places[place] = inputs[name]
+        values = self._start.copy()
+        for name, at in self.inputs.items():
+            values[at] = inputs[name]
         for call, args, results, is_single, dead in self._steps:
-            result = call(*[places[arg] for arg in args])
+            result = call(*[values[arg] for arg in args])
             if is_single:
-                places[results[0]] = result
+                values[results[0]] = result
             else:
-                for place, part in zip(results, result, strict=True):
-                    places[place] = part
-            for place in dead:
-                places[place] = None
-        return tuple(places[place] for place in self._results)
+                for at, part in zip(results, result, strict=True):
+                    values[at] = part
+            for at in dead:
+                values[at] = None
+        return tuple(values[at] for at in self._results)
 
 
 def _with_deaths(steps: Sequence[_Step], kept: Collection[int]) -> list[_Step]:
     """The steps, each with the values that it is the last to read."""
-    last = {place: index for index, step in enumerate(steps) for place in step.results}
-    last |= {place: index for index, step in enumerate(steps) for place in step.args if place in last}
+    last = {at: index for index, step in enumerate(steps) for at in step.results}
+    last |= {at: index for index, step in enumerate(steps) for at in step.args if at in last}
     dead: dict[int, list[int]] = {}
-    for place, index in last.items():
-        if place not in kept:
-            dead.setdefault(index, []).append(place)
+    for at, index in last.items():
+        if at not in kept:
+            dead.setdefault(index, []).append(at)
     return [step._replace(dead=tuple(dead.get(index, ()))) for index, step in enumerate(steps)]

@@ -152,10 +152,10 @@ class Runner:
 
     def _report(self, logits: Tensor, rows: list[int], num_top: int) -> _Report:
         """Compute log probabilities of some rows, except what depends on the tokens drawn."""
-        told = self.model.send(np.array(rows), torch.int64)
-        totals, ids, top = top_logprobs(logits, told, num_top)
+        index = self.model.send(np.array(rows), torch.int64)
+        totals, ids, top = top_logprobs(logits, index, num_top)
         chosen, ranks = self._on_host(totals), self._on_host(totals, torch.int32)
-        return _Report(told, totals, chosen, ranks, self._fetch(ids), self._fetch(top))
+        return _Report(index, totals, chosen, ranks, self._fetch(ids), self._fetch(top))
 
     def _on_host(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate host memory that the device writes to; its content is valid once the step's event is over."""

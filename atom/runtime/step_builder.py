@@ -37,8 +37,8 @@ class _Resident:
 
     blocks: dict[str, list[int]]  # its tables; new objects at each admission
     tables: list[list[int]]  # the same, by kind
-    num_told: list[int]  # entries of them that were sent, by kind
-    num_given: int  # tokens known at its admission: the host sends them, the runner has the later ones
+    num_sent: list[int]  # entries of them that were sent, by kind
+    num_known: int  # tokens known at its admission: the host sends them, the runner has the later ones
     sampling: int  # index in SAMPLING_KINDS
     has_penalties: bool
     is_shaped: bool  # it may need a logit processor
@@ -55,7 +55,7 @@ class StepBuilder:
         """Build the step of a plan. What it sends counts as known to the runner, until `retract`."""
         capacity, residents = self._capacity, self._residents
         admitted: list[Sequence] = []
-        places, blocks = array("i"), array("i")
+        indices, blocks = array("i"), array("i")
         rows: list[_Resident] = []
         reported: list[int] = []
         special: list[tuple[int, ScheduledRequest, _Resident]] = []  # index among the rows that sample, row, resident
@@ -68,15 +68,15 @@ class StepBuilder:
                 resident = residents[slot] = self._admit(sequence)
                 admitted.append(sequence)
             rows.append(resident)
-            num_told = resident.num_told
+            num_sent = resident.num_sent
             for kind, table in enumerate(resident.tables):
-                first = num_told[kind]
+                first = num_sent[kind]
                 if len(table) > first:
                     origin = (kind * (capacity.num_slots + 1) + slot) * capacity.table_width
-                    places.extend(range(origin + first, origin + len(table)))
+                    indices.extend(range(origin + first, origin + len(table)))
                     blocks.extend(table[first:])
-                    num_told[kind] = len(table)
-            if start < resident.num_given:
+                    num_sent[kind] = len(table)
+            if start < resident.num_known:
                 is_decode = False
             if samples:
                 if resident.sampling > sampling:
@@ -93,8 +93,8 @@ class StepBuilder:
             step.admissions = bytearray(b"".join(packs))
             counted = [each for each in admitted if has_penalties(each)]
             step.counted = [Counted(each.slot, each.prompt, list(each.output)) for each in counted]
-        if places:
-            step.table_entries = bytearray(places + blocks)
+        if indices:
+            step.table_entries = bytearray(indices + blocks)
         if special:
             step.has_penalties = any(resident.has_penalties for _, _, resident in special)
             step.logprobs = [(at, num) for at, _, resident in special if (num := resident.num_logprobs) is not None]
@@ -121,7 +121,7 @@ class StepBuilder:
             if row.start + row.num_tokens <= sequence.num_tokens:
                 self._residents[sequence.slot] = None
             else:
-                resident.num_told = [0] * len(resident.num_told)
+                resident.num_sent = [0] * len(resident.num_sent)
 
     def _admit(self, sequence: Sequence) -> _Resident:
         p, blocks = sequence.params, sequence.blocks
@@ -148,9 +148,9 @@ class StepBuilder:
         own = BatchShape(plan.num_tokens, len(plan.rows), num_samples, plan.num_decodes)
         shape = next((each for each in self._capacity.mixed_shapes if each.holds(own)), own)
         packed = shape.pad(self._capacity.num_slots)
-        slots, starts, ends, sampled, places, given, row_of = shape.split(np.frombuffer(packed, np.int32))
+        slots, starts, ends, sampled, indices, given, row_of = shape.split(np.frombuffer(packed, np.int32))
         num_left = shape.num_decodes - own.num_decodes
-        is_known = [row.start < resident.num_given for row, resident in zip(plan.rows, residents, strict=True)]
+        is_known = [row.start < resident.num_known for row, resident in zip(plan.rows, residents, strict=True)]
         num_rows, num_tokens = own.num_rows + num_left, own.num_tokens + num_left
         counts, samples = np.array([(row.num_tokens, row.samples) for row in plan.rows]).T
         rows, stops = np.arange(own.num_rows), np.cumsum(counts)
@@ -160,7 +160,7 @@ class StepBuilder:
         starts[rows], starts[num_rows:] = stops - counts, num_tokens
         ends[rows] = [row.start + row.num_tokens if is_known[at] else 0 for at, row in enumerate(plan.rows)]
         (chosen,) = samples.nonzero()
-        sampled[: len(chosen)], places[: len(chosen)] = slots[rows[chosen]], stops[chosen] - 1
+        sampled[: len(chosen)], indices[: len(chosen)] = slots[rows[chosen]], stops[chosen] - 1
         tokens: list[int] = []
         for row, known in zip(plan.rows, is_known, strict=True):
             tokens += row.sequence.tokens(row.start, row.start + row.num_tokens) if known else [-1]

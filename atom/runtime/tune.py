@@ -3,8 +3,8 @@
 The fastest parameters of each are kept.
 
     tuner = find_tuner("cuda", model.device)
-    use_measured(model, tuner, Path(cache), tell)                  # what was found on this machine before
-    tune(model, tuner, graph, Path(cache), 256, progress, tell)    # what nobody has measured
+    use_measured(model, tuner, Path(cache), log)                   # what was found on this machine before
+    tune(model, tuner, graph, Path(cache), 256, progress, log)     # what nobody has measured
 
 For each number of rows that has parameters of its own, as many slots are filled with CONTEXT tokens, and the captured
 step is timed with one product's candidates after the other, while the other products keep the best known so far. What
@@ -36,19 +36,19 @@ from atom.sampling_params import SamplingParams
 
 CONTEXT = 300  # tokens of each row, the newest included
 SECONDS = 0.01  # least seconds of replays that make one timing
-Tell = Callable[[str], object]  # takes a line for the user
+Log = Callable[[str], object]  # takes a line for the user
 Capture = Callable[[Callable[[], object]], Callable[[], float]]  # captures a function; the result times it in seconds
 
 
-def use_measured(model: Model, tuner: Tuner, cache: Path, tell: Tell) -> None:
+def use_measured(model: Model, tuner: Tuner, cache: Path, log: Log) -> None:
     """Have a model use the parameters that were measured on this machine, if any."""
-    if tuned.read_own(tuner.gpu, cache, tell):
+    if tuned.read_own(tuner.gpu, cache, log):
         model.use(tuner.kernels(tuner.known(tuned.read(tuner.gpu, cache)[tuner.table])))
 
 
 @torch.inference_mode()
 def tune(
-    model: Model, tuner: Tuner, graph: Graph, cache: Path, max_rows: int, progress: Progress, tell: Tell,
+    model: Model, tuner: Tuner, graph: Graph, cache: Path, max_rows: int, progress: Progress, log: Log,
     capture: Capture | None = None,
 ) -> None:  # fmt: skip
     """Measure parameters that are not known for this GPU, keep and use them.
@@ -63,10 +63,10 @@ def tune(
     unknown = {size: missing for size, missing in unknown.items() if missing}
     if not unknown:
         has = f"knows all {len(products)} linears" if products else "finds no linear of 16-bit weights"
-        tell(f"tune=true {has} of this model on {tuner.gpu}: nothing is measured")
+        log(f"tune=true {has} of this model on {tuner.gpu}: nothing is measured")
         return
     trial, num_blocks = tuner.trial(tuner.known(known)), {kv.kind: len(tensor) for kv, tensor in model.caches.items()}
-    tuning = _Tuning(model, tuner, trial, cache, progress, tell, capture or _capture_on_gpu())
+    tuning = _Tuning(model, tuner, trial, cache, progress, log, capture or _capture_on_gpu())
     most = min(max(unknown), max_rows)
     try:
         model.bind(_pool(model, most))
@@ -92,7 +92,7 @@ class _Tuning:
     trial: Any
     cache: Path
     progress: Progress
-    tell: Tell
+    log: Log
     capture: Capture
     is_kept: bool = True  # results can be written to the cache folder
 
@@ -112,7 +112,7 @@ class _Tuning:
         before, after = self.tuner.take_turns(start, self.capture(step))
         took = f"{after * 1e3:.3f} ms in place of {before * 1e3:.3f}, {1 - after / before:.1%} less"
         alone = "" if num_rows == size else f"; not kept, as it would be for up to {size}"
-        self.tell(f"tune=true: a step of {num_rows} decodes takes {took}{alone}")
+        self.log(f"tune=true: a step of {num_rows} decodes takes {took}{alone}")
 
     def find(self, product: Any, rows: Tensor, calls: Sequence[Any], place: str) -> Any:
         """Find a product's parameters for these rows; they are used from now on."""
@@ -129,7 +129,7 @@ class _Tuning:
             fastest = tuner.search(current, fitting.right, prepare, partial(task.advance, 1))
             task.advance(len(options) - len(fitting.right))
         for option in fitting.wrong:
-            self.tell(
+            self.log(
                 f"tune=true: {option} of {product.out} × {product.inner} differs from the library's result: not used"
             )
         trial.chosen[key] = fastest
@@ -141,7 +141,7 @@ class _Tuning:
                 tuned.keep(self.tuner.gpu, self.cache, self.tuner.table, {key: self.tuner.to_entry(parameters)})
             except (Unfit, OSError) as error:
                 self.is_kept = False
-                self.tell(f"{self.cache} takes no file ({reason_of(error)}): what is found is for this run alone")
+                self.log(f"{self.cache} takes no file ({reason_of(error)}): what is found is for this run alone")
 
 
 @dataclass

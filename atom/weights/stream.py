@@ -58,7 +58,7 @@ class Buffer(NamedTuple):
 
     def wait(self) -> None:
         """Wait until it may be reused."""
-        if self.copied and not self.copied.query():  # type: ignore[no-untyped-call]  # which costs less than to wait
+        if self.copied and not self.copied.query():  # type: ignore[no-untyped-call]  # a query costs less than a wait
             self.copied.synchronize()
 
 

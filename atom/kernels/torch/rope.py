@@ -31,10 +31,10 @@ def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Te
         wide[:, heads:].mul_(k_norm)
     if cos is not None and sin is not None:
         rotate_(wide, cos, sin, interleaved)
-    turned = wide.to(q.dtype)
-    entries = torch.stack((turned[:, heads:], v), dim=1).to(cache.blocks.dtype)
+    rotated = wide.to(q.dtype)
+    entries = torch.stack((rotated[:, heads:], v), dim=1).to(cache.blocks.dtype)
     cache.blocks.view(-1, *entries.shape[1:]).index_copy_(0, batch.slots[cache.kind], entries)
-    return turned[:, :heads]
+    return rotated[:, :heads]
 
 
 def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tensor | None,
@@ -42,24 +42,24 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
                            interleaved: bool = False) -> Tensor:  # fmt: skip
     """q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, R / 2], norm [L], cache [blocks, block
     size, L + R] -> q_rope [T, N, R], a view of more"""
-    turned = torch.cat((q_rope, k_rope), dim=1)
+    rotated = torch.cat((q_rope, k_rope), dim=1)
     if cos is not None and sin is not None:
-        wide = turned.float()
+        wide = rotated.float()
         rotate_(wide, cos, sin, interleaved)
-        turned = wide.to(q_rope.dtype)
+        rotated = wide.to(q_rope.dtype)
     if norm is not None:
         latent = rms_norm(latent, norm, eps=eps)
-    entries = torch.cat((latent, turned[:, -1]), dim=-1).to(cache.blocks.dtype)
+    entries = torch.cat((latent, rotated[:, -1]), dim=-1).to(cache.blocks.dtype)
     cache.blocks.view(-1, entries.shape[-1]).index_copy_(0, batch.slots[cache.kind], entries)
-    return turned[:, :-1]
+    return rotated[:, :-1]
 
 
 def rotate_(wide: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     """fp32[T, N, D] in place, cos and sin fp32[T, P]: dim i turns with i + P, or 2 i with 2 i + 1 where they are
     interleaved, others stay (Su et al. 2021)."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    turned = wide[..., : 2 * cos.shape[-1]]
-    first, second = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, dim=-1)
+    rotated = wide[..., : 2 * cos.shape[-1]]
+    first, second = (rotated[..., ::2], rotated[..., 1::2]) if interleaved else rotated.chunk(2, dim=-1)
     crossed = first * sin
     first.mul_(cos).addcmul_(second, sin, value=-1)
     second.mul_(cos).add_(crossed)

@@ -52,12 +52,12 @@ def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, 
         tokens[row] = logits[row].float().nan_to_num(nan=-torch.inf).argmax()
     is_padding = index == state.num_slots
     lengths, own = state.lengths[index].long(), index[has_penalties]
-    places = index * state.reported.shape[1] + lengths % state.reported.shape[1]
+    flat = index * state.reported.shape[1] + lengths % state.reported.shape[1]
     out.copy_(tokens.masked_fill_(is_padding, 0))
     if is_padding.any():
-        index, tokens, lengths, places = (each[~is_padding] for each in (index, tokens, lengths, places))
+        index, tokens, lengths, flat = (each[~is_padding] for each in (index, tokens, lengths, flat))
     state.tokens[index] = tokens
-    state.reported.view(-1)[places] = tokens
+    state.reported.view(-1)[flat] = tokens
     if penalties:
         state.counts[own, out[has_penalties]] += 2
     state.lengths[index] = (lengths + 1).int()

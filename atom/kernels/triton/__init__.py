@@ -63,7 +63,7 @@ def keep_binaries(cache: Cache) -> Iterator[None]:
     try:
         yield
     finally:
-        binaries.tell()
+        binaries.print_warnings()
 
 
 def compile_launches(pool: Executor) -> AbstractContextManager[None]:

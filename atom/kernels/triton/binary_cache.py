@@ -6,7 +6,7 @@ A copied folder needs no compiler.
     ...                                                     # launch kernels
     binaries.used()                                         # keys of kind "triton" that these kernels need
     binaries.num_compiled                                   # 0: all of them were found
-    binaries.tell()                                         # from now on, warnings go to stderr
+    binaries.print_warnings()                               # from now on, warnings go to stderr
 
 An entry is one kernel's binary with its metadata, or one module of Triton's launcher. It holds no path, and like all
 code in the cache it counts only while its owner and its checksums are right. Kernels that are not of our JIT class stay
@@ -89,8 +89,8 @@ class BinaryCache:
         self._used: dict[str, None] = {}
         self._compiled: list[str] = []
         self._not_kept: dict[str, dict[str, str]] = {}  # files of entries that could not be written to the cache folder
-        self._telling, self._hashing = threading.Lock(), threading.Lock()  # several threads compile
-        self._num_told = sys.maxsize  # how many of the cache's warnings were printed: all, until `tell`
+        self._printing, self._hashing = threading.Lock(), threading.Lock()  # several threads compile
+        self._num_printed = sys.maxsize  # how many of the cache's warnings were printed: all, until `print_warnings`
 
     @property
     def num_compiled(self) -> int:
@@ -124,15 +124,15 @@ class BinaryCache:
         self.publish(ingredients, made)
         return kernel
 
-    def tell(self) -> None:
+    def print_warnings(self) -> None:
         """Print the cache's warnings as they come from now on; those of the start were the caller's to print."""
-        self._num_told = len(self.cache.warnings)
+        self._num_printed = len(self.cache.warnings)
 
     def find(self, ingredients: dict[str, str]) -> dict[str, str]:
         """The files of a trusted entry, path by name; none if there is no such entry."""
         key = _key_of(ingredients)
         folder = self.cache.find(BINARIES, key)
-        self._tell_new()
+        self._print_new()
         if folder is None:
             return self._not_kept.get(key, {})
         self._used[key] = None
@@ -142,7 +142,7 @@ class BinaryCache:
         """Store a new entry; its files, path by name."""
         key = _key_of(ingredients)
         folder = self.cache.publish(BINARIES, key, files, {"name": ingredients["file"], "ingredients": ingredients})
-        self._tell_new()
+        self._print_new()
         self._used[key] = None
         self._compiled.append(key)
         if not folder.is_relative_to(self.cache.folder):
@@ -161,10 +161,10 @@ class BinaryCache:
         """A new folder that lives as long as this process."""
         return Path(tempfile.mkdtemp(dir=self._folder.name))
 
-    def _tell_new(self) -> None:
-        with self._telling:
-            new = self.cache.warnings[self._num_told :]
-            self._num_told += len(new)
+    def _print_new(self) -> None:
+        with self._printing:
+            new = self.cache.warnings[self._num_printed :]
+            self._num_printed += len(new)
         for line in new:
             print(f"atom-run: {line}", file=sys.stderr)
 

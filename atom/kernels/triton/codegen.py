@@ -323,8 +323,8 @@ class _Kernel:
         if key not in self._values:
             position, freq = self._value(positions, at[:-1], tile), self._value(freqs, at[-1:], tile)
             self._values[key] = self._assign("angles", f"{position}.to(tl.float32) * {freq}")
-        turn = ("cos", "sin")[node.args[1]]
-        return self._assign(str(node.name), f"tl.{turn}({self._values[key]}) * {float(call.kwargs.get('scale', 1.0))}")
+        trig = ("cos", "sin")[node.args[1]]
+        return self._assign(str(node.name), f"tl.{trig}({self._values[key]}) * {float(call.kwargs.get('scale', 1.0))}")
 
     def _rope(self, node: Node, at: At, tile: _Tile) -> str:
         x, cos, sin = node.args
@@ -342,8 +342,8 @@ class _Kernel:
         value, other = self._value(x, at, tile), self._value(x, (*head, partner), tile)
         cosine, sine = (self._value(each, (angle,), tile) for each in (cos, sin))
         signed = self._assign("signed", f"tl.where({is_first}, -{sine}, {sine})")
-        turned = f"{value} * {cosine} + {other} * {signed}"
-        return self._rounded(node, f"tl.where({column} < {2 * half}, {turned}, {value})")
+        rotated = f"{value} * {cosine} + {other} * {signed}"
+        return self._rounded(node, f"tl.where({column} < {2 * half}, {rotated}, {value})")
 
 
 RULES: dict[Op, Callable[[_Kernel, Node, At, _Tile], str]] = {

@@ -160,8 +160,8 @@ def _logits_kernel(x, weight, logits, tokens, x_stride, EXPERTS: tl.constexpr, I
         if a.dtype != b.dtype:
             a, b = a.to(tl.float32), b.to(tl.float32)
         total = tl.dot(a, tl.trans(b), total, input_precision="ieee")  # products of 16-bit numbers are exact in fp32
-    places = (part * tokens + rows).to(tl.int64)[:, None] * EXPERTS + experts[None, :]
-    tl.store(logits + places, total, mask=(rows < tokens)[:, None] & (experts < EXPERTS)[None, :])
+    offsets = (part * tokens + rows).to(tl.int64)[:, None] * EXPERTS + experts[None, :]
+    tl.store(logits + offsets, total, mask=(rows < tokens)[:, None] & (experts < EXPERTS)[None, :])
 
 
 @jit(do_not_specialize=["tokens"])
@@ -207,20 +207,20 @@ def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PA
             best = tl.where(groups == chosen, float("-inf"), best)
         ranks = tl.where(is_kept[:, None], ranks, float("-inf"))
 
-    places = tl.arange(0, BLOCK_K)
+    choices = tl.arange(0, BLOCK_K)
     chosen_ids = tl.zeros([BLOCK_K], tl.int32)
     shares = tl.zeros([BLOCK_K], tl.float32)
-    for place in range(TOP_K):
+    for choice in range(TOP_K):
         chosen = tl.min(tl.where(ranks == tl.max(ranks), experts, EXPERTS))
         chosen = tl.minimum(chosen, EXPERTS - 1)  # an expert, even where scores are NaN
-        chosen_ids = tl.where(places == place, chosen, chosen_ids)
-        shares = tl.where(places == place, tl.sum(tl.where(experts == chosen, scores, 0.0)), shares)
+        chosen_ids = tl.where(choices == choice, chosen, chosen_ids)
+        shares = tl.where(choices == choice, tl.sum(tl.where(experts == chosen, scores, 0.0)), shares)
         ranks = tl.where(experts == chosen, float("-inf"), ranks)
     if RENORMALIZE:
         shares = shares / tl.maximum(tl.sum(shares), 1e-20)
-    row = token.to(tl.int64) * TOP_K + places
-    tl.store(ids + row, chosen_ids.to(tl.int64), mask=places < TOP_K)
-    tl.store(weights + row, shares * scale, mask=places < TOP_K)
+    row = token.to(tl.int64) * TOP_K + choices
+    tl.store(ids + row, chosen_ids.to(tl.int64), mask=choices < TOP_K)
+    tl.store(weights + row, shares * scale, mask=choices < TOP_K)
 
 
 @jit(do_not_specialize=["pairs"])
@@ -235,13 +235,13 @@ def _group_kernel(x, ids, rows, order, ends, pairs, x_stride, TOP_K: tl.constexp
         others = first + tl.arange(0, BLOCK_P)
         theirs = tl.load(ids + others, mask=others < pairs, other=1 << 62)
         earlier += (theirs < expert) | ((theirs == expert) & (others < pair))
-    place = tl.sum(earlier)
+    position = tl.sum(earlier)
     if pair >= pairs:
-        tl.store(ends + expert, place)
+        tl.store(ends + expert, position)
     else:
-        tl.store(order + place, pair.to(tl.int64))
+        tl.store(order + position, pair.to(tl.int64))
         source = x + (pair // TOP_K).to(tl.int64) * x_stride
-        target = rows + place * WIDTH
+        target = rows + position * WIDTH
         for first in range(0, WIDTH, BLOCK_W):
             columns = first + tl.arange(0, BLOCK_W)
             values = tl.load(source + columns, mask=columns < WIDTH)
@@ -284,8 +284,8 @@ def _grouped_linear_kernel(x, weight, ends, bias, out, x_stride, EXPERTS: tl.con
         weight_pointers += BLOCK_I
     if bias is not None:
         total += tl.load(bias + weight_rows)[None, :].to(tl.float32)
-    places = out + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
-    tl.store(places, total.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (columns < OUT)[None, :])
+    pointers = out + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
+    tl.store(pointers, total.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (columns < OUT)[None, :])
 
 
 @jit(do_not_specialize=["pairs"])

@@ -59,24 +59,24 @@ def parameters(gpu: str, kernel: str, key: str) -> list[Any] | None:
     return found
 
 
-def read(gpu: str, cache: Path, tell: Callable[[str], object] = lambda line: None) -> Measured:
+def read(gpu: str, cache: Path, warn: Callable[[str], object] = lambda line: None) -> Measured:
     """The parameters of a GPU of this name: those of this cache folder, else the packaged ones.
 
     A file that is damaged, that others can have written, or that was measured with other versions is not used, and
-    `tell` gets a line; the same goes for entries that these kernels do not take.
+    `warn` gets a line; the same goes for entries that these kernels do not take.
     """
-    packaged, own = _packaged(gpu), read_own(gpu, cache, tell)
+    packaged, own = _packaged(gpu), read_own(gpu, cache, warn)
     return {kernel: packaged.get(kernel, {}) | own.get(kernel, {}) for kernel in KERNELS}
 
 
-def read_own(gpu: str, cache: Path, tell: Callable[[str], object] = lambda line: None) -> Measured:
+def read_own(gpu: str, cache: Path, warn: Callable[[str], object] = lambda line: None) -> Measured:
     """The parameters of this cache folder alone."""
     path = file_of(gpu, cache)
-    written = _load(path, tell)
+    written = _load(path, warn)
     found = {kernel: {key: entry for key, entry in written.get(kernel, {}).items() if _fits(key, entry)}
              for kernel in KERNELS}  # fmt: skip
     if num_others := sum(len(written.get(kernel, {})) - len(found[kernel]) for kernel in KERNELS):
-        tell(f"{path}: entries that these kernels do not take are ignored: {num_others}")
+        warn(f"{path}: entries that these kernels do not take are ignored: {num_others}")
     return {kernel: table for kernel, table in found.items() if table}
 
 
@@ -99,10 +99,10 @@ def keep(gpu: str, cache: Path, kernel: str, found: Mapping[str, list[Any]]) -> 
     return path
 
 
-def read_all(cache: Path, tell: Callable[[str], object] = lambda line: None) -> dict[str, Measured]:
+def read_all(cache: Path, warn: Callable[[str], object] = lambda line: None) -> dict[str, Measured]:
     """The parameters of this cache folder alone, by the name of the GPU's file."""
     gpus = sorted(path.stem for path in file_of("", cache).parent.glob("*.json"))
-    return {gpu: found for gpu in gpus if (found := read_own(gpu, cache, tell))}
+    return {gpu: found for gpu in gpus if (found := read_own(gpu, cache, warn))}
 
 
 def take_in(cache: Path, measured: Mapping[str, Any]) -> Counter[str]:
@@ -168,8 +168,8 @@ def _versions() -> dict[str, str]:
     return {"atom": atom.__version__, "triton": triton.__version__}
 
 
-def _load(path: Path, tell: Callable[[str], object] = lambda line: None) -> dict[str, dict[str, Any]]:
-    """Read a file of `_show`, by kernel; where it is not to be used nothing, and `tell` gets a line."""
+def _load(path: Path, warn: Callable[[str], object] = lambda line: None) -> dict[str, dict[str, Any]]:
+    """Read a file of `_show`, by kernel; where it is not to be used nothing, and `warn` gets a line."""
     if not os.path.lexists(path):
         return {}
     try:
@@ -181,7 +181,7 @@ def _load(path: Path, tell: Callable[[str], object] = lambda line: None) -> dict
             raise Unfit("it was measured with another atom or Triton (run tune=true again)")
     except (Unfit, OSError) as error:
         what = reason_of(error)
-        tell(f"{what if str(path.parent) in what else f'{path}: {what}'}, ignored")
+        warn(f"{what if str(path.parent) in what else f'{path}: {what}'}, ignored")
         return {}
     return written
 

@@ -226,7 +226,7 @@ def test_what_is_wrong_is_printed_once_from_when_nobody_else_tells_it(
         Path(harmed).write_bytes(b"evil")
     assert binaries.find({"file": "one"}) == {}
     assert len(cache.warnings) == 1 and capsys.readouterr().err == "", "who started it tells this"
-    binaries.tell()
+    binaries.print_warnings()
     assert [binaries.find({"file": name}) for name in ("one", "two", "two")] == [{}, {}, {}]
     folder = Path(harmed).parent
     assert capsys.readouterr().err == f"atom-run: {folder}: the checksum of two.so is wrong, built anew\n"

@@ -1,4 +1,4 @@
-"""Child processes: started as a group with all that they start themselves, and ended as a whole.
+"""Start child processes in groups of their own, and end them whole.
 
 process = start_python("from atom.x import work; work()", "argument", TMPDIR="/tmp/x")
 process.stdin                # the end of which tells the child that this process is gone, in whatever way

@@ -1,4 +1,4 @@
-"""The batch of a step and the paged cache of a layer, as ops read them.
+"""Batch and PagedCache: what ops read of a step and of a layer.
 
     batch = Batch({"full": table}, {"full": slots}, starts, lengths, num_decodes=2)
     out = ops.paged_attention(q, PagedCache(blocks, "full"), batch, scale=0.125)

@@ -49,11 +49,11 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> T
     """
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    turned, rest = torch.split(x.float(), [2 * half, x.shape[-1] - 2 * half], dim=-1)
-    first, second = turned.reshape(*x.shape[:-1], half, 2).unbind(-1) if interleaved else turned.chunk(2, dim=-1)
+    rotated, rest = torch.split(x.float(), [2 * half, x.shape[-1] - 2 * half], dim=-1)
+    first, second = rotated.reshape(*x.shape[:-1], half, 2).unbind(-1) if interleaved else rotated.chunk(2, dim=-1)
     pair = first * cos - second * sin, second * cos + first * sin
-    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
-    return torch.cat((turned, rest), dim=-1).to(x.dtype)
+    rotated = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat((rotated, rest), dim=-1).to(x.dtype)
 
 
 def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> Tensor:

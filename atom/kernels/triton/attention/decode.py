@@ -35,7 +35,7 @@ from atom.kernels.triton.attention.common import (
     sequence_bucket,
     store_attended,
 )
-from atom.kernels.triton.attention.rope import turn_heads
+from atom.kernels.triton.attention.rope import rotate_heads
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
@@ -104,16 +104,16 @@ def _attend_newest(
 ):  # fmt: skip
     """The queries [M, BLOCK_D] of sequence `row`, and their softmax over its newest key where is_seen, else none.
 
-    Where is_last, that key and its value go to `entry` of the cache. The key is row GROUP of what is turned at a time.
+    Where is_last, that key and its value go to `entry` of the cache. The key is row GROUP of what is rotated at a time.
     """
     rows, columns = tl.arange(0, q_rows.shape[0]), tl.arange(0, BLOCK_D)[None, :]
     is_column = columns < DIM
     value = tl.load((v_row + 0 * rows)[:, None] + columns, mask=is_column, other=0.0).to(entry.dtype.element_ty)
     norms = None if q_norm is None else tl.where(rows < GROUP, q_norm, k_norm)
-    turned = turn_heads(tl.where(rows < GROUP, q_rows, k_row), row + 0 * rows, rows >= 0, cos, sin, norms, EPS,
+    rotated = rotate_heads(tl.where(rows < GROUP, q_rows, k_row), row + 0 * rows, rows >= 0, cos, sin, norms, EPS,
                         INTERLEAVED, DIM, HALF, BLOCK_D)  # fmt: skip
-    key = turned.to(entry.dtype.element_ty)
-    queries = tl.where((rows < GROUP)[:, None], turned.to(q_rows.dtype.element_ty).to(DOT), key.to(DOT))
+    key = rotated.to(entry.dtype.element_ty)
+    queries = tl.where((rows < GROUP)[:, None], rotated.to(q_rows.dtype.element_ty).to(DOT), key.to(DOT))
     is_written = is_last & (rows == GROUP)[:, None] & is_column
     places = (entry + 0 * rows)[:, None] + columns
     tl.store(places, key, mask=is_written)

@@ -22,7 +22,7 @@ from torch import Tensor
 from atom.graph import Batch, PagedCache
 from atom.graph.batch import num_single
 from atom.kernels.triton.attention.common import NOTHING, find_owner, sequence_bucket, wait_for_inputs
-from atom.kernels.triton.attention.rope import store_turned
+from atom.kernels.triton.attention.rope import store_rotated
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
@@ -62,15 +62,15 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
     blocks = cache.blocks
     assert all(x.stride(-1) == 1 for x in (q_rope, latent, k_rope)) and blocks.is_contiguous(), "rows have gaps"
     assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin must be contiguous"
-    (tokens, heads, rotated), rank = q_rope.shape, latent.shape[1]
+    (tokens, heads, rope_dim), rank = q_rope.shape, latent.shape[1]
     half, gpu = 0 if cos is None else cos.shape[1], find_gpu(q_rope.device)
-    turned = q_rope.new_empty(q_rope.shape) if half else q_rope
+    rotated = q_rope.new_empty(q_rope.shape) if half else q_rope
     _write_kernel[(tokens, 1 + -(-heads // 32) if half else 1)](
-        q_rope, latent, k_rope, cos, sin, norm, blocks, batch.slots[cache.kind], turned, q_rope.stride(0),
+        q_rope, latent, k_rope, cos, sin, norm, blocks, batch.slots[cache.kind], rotated, q_rope.stride(0),
         q_rope.stride(1), latent.stride(0), k_rope.stride(0), EPS=eps, INTERLEAVED=interleaved, HEADS=heads, RANK=rank,
-        ROTATED=rotated, HALF=half, BLOCK_N=32, PDL=gpu.has_dependent_launch, **gpu.options,
+        ROTATED=rope_dim, HALF=half, BLOCK_N=32, PDL=gpu.has_dependent_launch, **gpu.options,
     )  # fmt: skip
-    return turned
+    return rotated
 
 
 def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch, *,
@@ -110,8 +110,8 @@ def _sum_values(sums: Tensor, weight: Tensor, out: Tensor) -> None:
 
 def _attend_decodes(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
     """Absorbed queries q [N, S, L] and q_rope [S, N, R], one a sequence -> sums of entries [N, S, L]"""
-    (heads, sequences, rank), rotated = q.shape, q_rope.shape[2]
-    (block_l, block_r), gpu = _blocks(rank, rotated), find_gpu(q.device)
+    (heads, sequences, rank), rope_dim = q.shape, q_rope.shape[2]
+    (block_l, block_r), gpu = _blocks(rank, rope_dim), find_gpu(q.device)
     tiles = choose_tiles(heads, block_l + block_r, _element_size(q, cache), gpu.shared_memory)
     num_tiles = sequences * -(-heads // tiles.rows)
     most = -(-table.shape[1] * cache.shape[1] // (PART_TILES * tiles.positions))
@@ -123,7 +123,7 @@ def _attend_decodes(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, len
     _attend_kernel[(num_tiles, num_splits)](
         q, q_rope, cache, table, None, lengths, parts, weights, sequences, sequences, num_splits,
         scale * math.log2(math.e), table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads, RANK=rank,
-        ROTATED=rotated, BLOCK_SIZE=cache.shape[1], BLOCK_S=1, BLOCK_M=tiles.rows, BLOCK_N=tiles.positions,
+        ROTATED=rope_dim, BLOCK_SIZE=cache.shape[1], BLOCK_S=1, BLOCK_M=tiles.rows, BLOCK_N=tiles.positions,
         BLOCK_L=block_l, BLOCK_R=block_r, PDL=gpu.has_dependent_launch, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
@@ -139,15 +139,15 @@ def _attend_prefills(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, st
                      scale: float) -> Tensor:  # fmt: skip
     """Absorbed queries q [N, T, L] and q_rope [T, N, R] of sequences one behind another -> sums of entries [N, T, L];
     starts count from an earlier token, the first of them is q's"""
-    (heads, tokens, rank), rotated, sequences = q.shape, q_rope.shape[2], len(lengths)
-    (block_l, block_r), gpu = _blocks(rank, rotated), find_gpu(q.device)
+    (heads, tokens, rank), rope_dim, sequences = q.shape, q_rope.shape[2], len(lengths)
+    (block_l, block_r), gpu = _blocks(rank, rope_dim), find_gpu(q.device)
     rows = heads * tokens // sequences
     tiles = choose_tiles(rows, block_l + block_r, _element_size(q, cache), gpu.shared_memory)
     num_tiles = heads * tokens // tiles.rows + sequences  # one tile of each sequence may be partial
     sums = torch.zeros_like(q)
     _attend_kernel[(num_tiles, 1)](
         q, q_rope, cache, table, starts, lengths, sums, None, sequences, tokens, 1, scale * math.log2(math.e),
-        table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads, RANK=rank, ROTATED=rotated,
+        table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads, RANK=rank, ROTATED=rope_dim,
         BLOCK_SIZE=cache.shape[1], BLOCK_S=sequence_bucket(sequences), BLOCK_M=tiles.rows,
         BLOCK_N=tiles.positions, BLOCK_L=block_l, BLOCK_R=block_r, PDL=gpu.has_dependent_launch,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
@@ -160,13 +160,13 @@ def _element_size(q: Tensor, cache: Tensor) -> int:
     return max(q.element_size(), cache.element_size())
 
 
-def _blocks(rank: int, rotated: int) -> tuple[int, int]:
+def _blocks(rank: int, rope_dim: int) -> tuple[int, int]:
     """Both dims of an entry in tiles: padded to powers of two, and to the least that a product of tiles takes."""
-    return max(16, next_power_of_2(rank)), max(16, next_power_of_2(rotated))
+    return max(16, next_power_of_2(rank)), max(16, next_power_of_2(rope_dim))
 
 
 @jit(do_not_specialize_on_alignment=["slots"])
-def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, slots, turned, q_stride, head_stride, latent_stride,
+def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, slots, rotated, q_stride, head_stride, latent_stride,
                   k_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
                   ROTATED: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One token's entry, then the queries of some of its heads."""
@@ -175,15 +175,15 @@ def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, slots, turned, 
     if tl.program_id(1) == 0:
         row = tl.zeros([1], tl.int64)
         entry = cache + tl.load(slots + token) * (RANK + ROTATED) + row
-        store_turned(latent + token * latent_stride + row, entry, token + row, row == 0, cos, sin, norm, EPS,
+        store_rotated(latent + token * latent_stride + row, entry, token + row, row == 0, cos, sin, norm, EPS,
                      INTERLEAVED, RANK, 0)  # fmt: skip
-        store_turned(k_rope + token * k_stride + row, entry + RANK, token + row, row == 0, cos, sin, None, EPS,
+        store_rotated(k_rope + token * k_stride + row, entry + RANK, token + row, row == 0, cos, sin, None, EPS,
                      INTERLEAVED, ROTATED, HALF)  # fmt: skip
     else:
         heads = (tl.program_id(1) - 1) * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = q_rope + token * q_stride + heads * head_stride
-        places = turned + (token * HEADS + heads) * ROTATED
-        store_turned(rows, places, token + tl.zeros([BLOCK_N], tl.int64), heads < HEADS, cos, sin, None, EPS,
+        places = rotated + (token * HEADS + heads) * ROTATED
+        store_rotated(rows, places, token + tl.zeros([BLOCK_N], tl.int64), heads < HEADS, cos, sin, None, EPS,
                      INTERLEAVED, ROTATED, HALF)  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def _attend_kernel(q, q_rope, cache, table, starts, lengths, out, weights, num_s
     is_value = is_row[:, None] & (columns < RANK)[None, :]
     q_latents = tl.load(q + places[:, None] * RANK + columns[None, :], mask=is_value, other=0.0)
     rope_rows = q_rope + tokens.to(tl.int64)[:, None] * q_stride + heads[:, None] * head_stride
-    q_turned = tl.load(rope_rows + dims[None, :], mask=is_row[:, None] & (dims < ROTATED)[None, :], other=0.0)
+    q_rotated = tl.load(rope_rows + dims[None, :], mask=is_row[:, None] & (dims < ROTATED)[None, :], other=0.0)
 
     best = tl.full([BLOCK_M], NOTHING, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -259,10 +259,10 @@ def _attend_kernel(q, q_rope, cache, table, starts, lengths, out, weights, num_s
         following = positions + BLOCK_N  # its blocks are looked up one iteration ahead of the entries
         block = tl.load(blocks + following // BLOCK_SIZE, mask=following < stop, other=0)
         latents = tl.load(entries + columns[None, :], mask=is_there & (columns < RANK)[None, :], other=0.0)
-        turned = tl.load(entries + RANK + dims[None, :], mask=is_there & (dims < ROTATED)[None, :], other=0.0)
-        latents, turned = latents.to(q_latents.dtype), turned.to(q_turned.dtype)
+        rotated = tl.load(entries + RANK + dims[None, :], mask=is_there & (dims < ROTATED)[None, :], other=0.0)
+        latents, rotated = latents.to(q_latents.dtype), rotated.to(q_rotated.dtype)
         scores = tl.dot(q_latents, tl.trans(latents), input_precision="ieee")
-        scores = tl.dot(q_turned, tl.trans(turned), scores, input_precision="ieee") * scale
+        scores = tl.dot(q_rotated, tl.trans(rotated), scores, input_precision="ieee") * scale
         is_seen = (positions[None, :] <= newest[:, None]) & (positions < stop)[None, :]
         scores = tl.where(is_seen, scores, float("-inf"))
         higher = tl.maximum(best, tl.max(scores, 1))

@@ -30,9 +30,9 @@ class _Attention:
         self._decode, self._prefilling = decode.Decode(decoding), prefilling
         self._tickets: Tensor | None = None  # of prompts, for good: graphs hold it
 
-    def _attend(self, q: Tensor, turned: Tensor, newest: decode.Newest | None, cache: PagedCache, batch: Batch,
+    def _attend(self, q: Tensor, rotated: Tensor, newest: decode.Newest | None, cache: PagedCache, batch: Batch,
                 sinks: Tensor | None, scale: float, window: int | None, softcap: float | None) -> Tensor:  # fmt: skip
-        """Decodes have their queries in q, prompts in turned. A token of no sequence and a sequence of no positions
+        """Decodes have their queries in q, prompts in rotated. A token of no sequence and a sequence of no positions
         give zeros."""
         blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], num_single(batch)
         assert has_rows(q) and blocks.is_contiguous(), "heads and blocks must lie side by side"
@@ -42,7 +42,7 @@ class _Attention:
         if num_decodes < q.shape[0]:
             if self._tickets is None:
                 self._tickets = torch.zeros(2, dtype=torch.int32, device=q.device)
-            prefill.prefill(turned, blocks, table, batch.starts, batch.lengths, num_decodes, sinks, out, scale, window,
+            prefill.prefill(rotated, blocks, table, batch.starts, batch.lengths, num_decodes, sinks, out, scale, window,
                             softcap, self._tickets, self._prefilling)  # fmt: skip
         return out
 
@@ -63,8 +63,8 @@ class NormRopeAttention(_Attention):
         or not."""
         assert has_rows(k) and has_rows(v), "heads must lie side by side"
         assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin have gaps"
-        turned = q
+        rotated = q
         if num_single(batch) < q.shape[0]:  # those of decodes too, which is simpler and in such a step costs nothing
-            turned = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=eps, interleaved=interleaved)
+            rotated = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=eps, interleaved=interleaved)
         newest = decode.Newest(k, v, cos, sin, q_norm, k_norm, batch.slots[cache.kind], eps, interleaved)
-        return self._attend(q, turned, newest, cache, batch, sinks, scale, window, softcap)
+        return self._attend(q, rotated, newest, cache, batch, sinks, scale, window, softcap)

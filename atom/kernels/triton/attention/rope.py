@@ -36,10 +36,10 @@ def _load_pairs(heads, is_row, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVE
 
 
 @jit
-def turn_heads(heads, tokens, is_row, cos, sin, norms, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, DIM: tl.constexpr,
-               HALF: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def rotate_heads(heads, tokens, is_row, cos, sin, norms, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
+                 DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """Heads at the pointers [R], of tokens i64[R], by norms at pointers [R] -> fp32[R, BLOCK_D], normed, and their
-    first 2 HALF dims turned."""
+    first 2 HALF dims rotated."""
     columns = tl.arange(0, BLOCK_D)[None, :]
     own, other = _load_pairs(heads, is_row, DIM, HALF, INTERLEAVED, BLOCK_D)
     if HALF > 0:
@@ -59,14 +59,14 @@ def turn_heads(heads, tokens, is_row, cos, sin, norms, EPS: tl.constexpr, INTERL
 
 
 @jit
-def store_turned(heads, out, tokens, is_row, cos, sin, norm, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
+def store_rotated(heads, out, tokens, is_row, cos, sin, norm, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
                  DIM: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """turn_heads, by one norm, to the pointers out [R]"""
+    """rotate_heads, by one norm, to the pointers out [R]"""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
     norms = None if norm is None else norm + 0 * tokens
-    turned = turn_heads(heads, tokens, is_row, cos, sin, norms, EPS, INTERLEAVED, DIM, HALF, BLOCK_D)
+    rotated = rotate_heads(heads, tokens, is_row, cos, sin, norms, EPS, INTERLEAVED, DIM, HALF, BLOCK_D)
     columns = tl.arange(0, BLOCK_D)[None, :]
-    tl.store(out[:, None] + columns, turned.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < DIM))
+    tl.store(out[:, None] + columns, rotated.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < DIM))
 
 
 @jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
@@ -83,7 +83,7 @@ def _norm_rope_write(
         rows = program * ROWS + tl.arange(0, ROWS)
         tokens = (rows // Q_HEADS).to(tl.int64)
         heads = rows % Q_HEADS
-        store_turned(q + tokens * q_stride + heads * DIM, out + rows.to(tl.int64) * DIM, tokens, tokens < num_tokens,
+        store_rotated(q + tokens * q_stride + heads * DIM, out + rows.to(tl.int64) * DIM, tokens, tokens < num_tokens,
                      cos, sin, q_norm, EPS, INTERLEAVED, DIM, HALF)  # fmt: skip
     else:
         rows = (program - num_q_programs) * ROWS + tl.arange(0, ROWS)
@@ -96,7 +96,7 @@ def _norm_rope_write(
         values = tl.load(value_rows[:, None] + columns[None, :], mask=is_there, other=0.0)
         slot = tl.load(slots + tokens, mask=is_row, other=0)
         entries = cache + (slot * (2 * KV_HEADS) + heads) * DIM
-        store_turned(k + tokens * k_stride + heads * DIM, entries, tokens, is_row, cos, sin, k_norm, EPS, INTERLEAVED,
+        store_rotated(k + tokens * k_stride + heads * DIM, entries, tokens, is_row, cos, sin, k_norm, EPS, INTERLEAVED,
                      DIM, HALF)  # fmt: skip
         tl.store((entries + KV_HEADS * DIM)[:, None] + columns[None, :], values.to(cache.dtype.element_ty),
                  mask=is_there)  # fmt: skip

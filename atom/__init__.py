@@ -14,7 +14,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from atom.config import SamplingParams
     from atom.errors import (
         ArtifactError,
         AtomError,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from atom.llm import LLMEngine
+    from atom.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 
@@ -44,7 +44,7 @@ __all__ = [
     "UnsupportedError",
 ]
 
-HOMES = {"LLMEngine": "atom.llm", "SamplingParams": "atom.config"}  # the others live in atom.errors
+HOMES = {"LLMEngine": "atom.llm", "SamplingParams": "atom.sampling_params"}  # the others live in atom.errors
 
 
 def __getattr__(name: str) -> Any:

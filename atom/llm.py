@@ -19,10 +19,11 @@ import torch
 
 from atom.build import open_engine
 from atom.checkpoint import Progress, SilentProgress, Tokenizer
-from atom.config import Config, SamplingParams, engine_overrides, load
+from atom.config import Config, engine_overrides, load
 from atom.errors import EngineDeadError, RequestError
-from atom.runtime.metrics import Metrics
+from atom.runtime.metrics import EngineStats
 from atom.runtime.types import Sequence, StreamCallback
+from atom.sampling_params import SamplingParams
 
 Prompt = str | list[int]
 
@@ -49,7 +50,7 @@ class LLMEngine:
         self._ended: list[Sequence] = []  # ended while generate waited for others
 
     @property
-    def metrics(self) -> Metrics:
+    def metrics(self) -> EngineStats:
         return self._engine.metrics
 
     @property

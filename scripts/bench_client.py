@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy
 
-from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS, RequestFuncInput, RequestFuncOutput
+from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS, RequestFuncInput
 from atom.benchmarks.client import allow_connections, open_session, run_loop, untracked_past
 from atom.benchmarks.traffic import send_all
+from atom.measurement.metrics import RequestFuncOutput
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = (

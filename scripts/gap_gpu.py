@@ -31,9 +31,10 @@ from typing import Any, NamedTuple
 import numpy
 import uvloop
 
-from atom.config import Config, SamplingParams, load
+from atom.config import Config, load
 from atom.devices import find_device
 from atom.jobs.trace import ON_DEVICE, Event, read_event
+from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineClient, State
 from atom.serve.engine.process import WORKER, EngineProcess
 
@@ -167,7 +168,7 @@ async def time_steps(client: EngineClient, seconds: float) -> float:
         before = client.stats
         while client.stats is before:
             await asyncio.sleep(LOOK_SECONDS)
-        return asyncio.get_running_loop().time(), client.stats.num_steps
+        return asyncio.get_running_loop().time(), client.stats.scheduler.num_steps
 
     start, num_before = await next_beat()
     await asyncio.sleep(seconds)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atom.config import MIN_TEMPERATURE
 from atom.kernels import find_step_kernels
 from atom.kernels.step import top_logprobs
 from atom.runtime.logit_processors import find_shaping
@@ -18,6 +17,7 @@ from atom.runtime.runner import shape_logits
 from atom.runtime.step_builder import has_penalties
 from atom.runtime.step_input import pack_admission
 from atom.runtime.types import Logprobs, Sequence
+from atom.sampling_params import MIN_TEMPERATURE
 
 
 def admit(state: RequestState, slots: list[int], sequences: list[Sequence]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,18 @@ from probe import logits_of
 from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
-from atom import LLMEngine, SamplingParams
-from atom.compiler import semantic_graph
+from atom import LLMEngine, SamplingParams, weights
+from atom.checkpoint.progress import SILENT
+from atom.compiler import compile_graph, semantic_graph
 from atom.config import load
+from atom.config.checkpoint import open_for
+from atom.errors import CheckpointError
 from atom.graph import show
 
 EXPERTS = 5
 SIZES = {**tiny.SIZES, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": EXPERTS, "head_dim": 16,
          "num_experts_per_tok": 2, "sliding_window": 9}  # fmt: skip
+DOWN = "model.layers.0.mlp.experts.down_proj"
 PLAIN = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 
 
@@ -69,9 +74,39 @@ def test_logits_and_greedy_tokens(engine: LLMEngine, reference: Any):
     tiny.assert_greedy(answer, tokens[:20], reference)
 
 
-def test_the_text_says_what_is_unpacked(checkpoint: Path):
-    text = show(semantic_graph(load([f"checkpoint={checkpoint}"])))
-    shape = f"[{EXPERTS}, 192, 64]"
-    stored = f'dequantize(W("model.layers.0.mlp.experts.gate_up_proj", bf16{shape}, fmt="mxfp4"))'
-    assert f"cat([slice({stored}, 0, 192, dim=1, step=2), slice({stored}, 1, 192, dim=1, step=2)], dim=1)" in text
+def test_a_saved_text_is_unpacked_too_and_one_that_says_dequantize_itself(checkpoint: Path, tmp_path: Path):
+    given = [f"checkpoint={checkpoint}", "dtype=fp32", "level=0"]
+    config = load(given)
+    text = show(semantic_graph(config))
+    by_leaf = re.sub(r'(W\("[^"]*", fp32\[[\d, ]*\], fmt="mxfp4"\))', r"dequantize(\1)", text)
+    assert text.count('fmt="mxfp4"') == by_leaf.count("dequantize") > 0
+    opened = open_for(config, SILENT)
+    tensors = []
+    for name, saved in (("packed", text), ("unpacked", by_leaf)):
+        (tmp_path / f"{name}.py").write_text(f"# job.stage=semantic\n{saved}")
+        graph = compile_graph(load([*given, f"job.graph={tmp_path}/{name}.py"]))
+        weights.refuse_packed(graph)
+        weights.check(graph, opened.tensors)
+        loaded = weights.load(graph.recipes(), opened, SILENT)
+        tensors.append([loaded[recipe] for recipe in graph.recipes()])
+    opened.close()
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*tensors, strict=True))
+
+
+def test_scales_that_are_missing_are_named(checkpoint: Path):
+    config = load([f"checkpoint={checkpoint}"])
+    opened = open_for(config, SILENT)
+    stored = {name: each for name, each in opened.tensors.items() if name != f"{DOWN}_scales"}
+    with pytest.raises(CheckpointError, match=f"has no tensor {DOWN}_scales; is it whole"):
+        weights.check(compile_graph(config), stored)
+    opened.close()
+
+
+def test_the_text_says_what_is_stored_packed_and_the_lowered_one_what_is_unpacked(checkpoint: Path):
+    config = load([f"checkpoint={checkpoint}"])
+    text, lowered = show(semantic_graph(config)), show(compile_graph(config))
+    stored = f'W("model.layers.0.mlp.experts.gate_up_proj", bf16[{EXPERTS}, 192, 64], fmt="mxfp4")'
+    joined = f"cat([slice({stored}, 0, 192, dim=1, step=2), slice({stored}, 1, 192, dim=1, step=2)], dim=1)"
+    assert joined in text and "dequantize" not in text
+    assert f"dequantize({joined})" in lowered
     assert 'W("model.layers.0.self_attn.q_proj.weight", bf16[64, 64])' in text

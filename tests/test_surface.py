@@ -17,8 +17,9 @@ import pytest
 
 import atom
 from atom.cli import JOBS
-from atom.config import Config, SamplingParams
+from atom.config import Config
 from atom.config.hydra import keys
+from atom.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "atom").rglob("*.py"))
@@ -110,8 +111,8 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
 
 # A line imports only from lines above it; between | neither imports the other.
 IMPORT_ORDER = """
-errors | gc_utils | devices | benchmarks
-cache | checkpoint
+errors | gc_utils | devices | dtypes | child_process | measurement
+cache | checkpoint | sampling_params
 config | graph
 kernels | runtime.types
 pieces | frontend | passes | weights
@@ -121,7 +122,7 @@ llm
 serve
 jobs
 cli
-entrypoints
+entrypoints | benchmarks
 examples
 """
 
@@ -242,6 +243,11 @@ def test_imports_go_down_only(path: Path):
         other = unit(module, set(row))
         assert other, f"{path} imports {module}, which has no place in the order of imports"
         assert other == own or row[other] < row[own], f"{own} ({path}) imports {other}"
+
+
+def test_benchmarks_take_of_atom_only_what_is_measured():
+    found = {module.split(".")[0] for path in (ROOT / "atom" / "benchmarks").glob("*.py") for module in imports(path)}
+    assert found == {"benchmarks", "measurement"}
 
 
 @pytest.mark.parametrize("path", [*SOURCES, *SCRIPTS], ids=lambda path: str(path.relative_to(ROOT)))

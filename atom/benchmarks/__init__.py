@@ -4,5 +4,6 @@
     python -m atom.benchmarks.matrix --model M --tp 1 2 --concurrency 4 8 16 --result-dir results
     python -m atom.benchmarks.compare results/before results/after
 
-It imports nothing else of atom, and no torch: it may run on a machine without them. It needs the extra `bench`.
+Of atom it imports what is measured (`atom.measurement`) and nothing else, and no torch: it may run on a machine that
+has neither. It needs the extra `bench`.
 """

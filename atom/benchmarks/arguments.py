@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS
 from atom.benchmarks.benchmark_utils import FlagParser, UsageError, count_int, positive_float, positive_int
-from atom.benchmarks.metrics import METRICS, parse_goodput
+from atom.measurement.metrics import METRICS
 
 ENDPOINTS = {
     "openai-chat": "/v1/chat/completions",
@@ -22,6 +22,7 @@ ENDPOINTS = {
     "tensorrt-llm": "/v2/models/ensemble/generate_stream",
 }  # the others speak OpenAI's /v1/completions
 ENDINGS = {"openai-chat": "/chat/completions", "tgi": "/generate_stream", "tensorrt-llm": "/generate_stream"}
+GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 TEXT_ONLY = ("openai-chat", "tgi", "tensorrt-llm", "deepspeed-mii")  # take no token ids
 NO_IGNORE_EOS = ("tgi", "deepspeed-mii")  # their protocols have no such field
 DATASETS = ("random", "sharegpt", "sonnet", "burstgpt", "hf")
@@ -136,3 +137,20 @@ def parse_metadata(pairs: Sequence[str]) -> dict[str, str]:
         if "=" not in pair:
             raise UsageError(f"--metadata {pair}: write KEY=VALUE")
     return {key.strip(): value.strip() for key, _, value in (pair.partition("=") for pair in pairs)}
+
+
+def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
+    """["ttft:100"] -> {"ttft": 100.0}, in milliseconds."""
+    objectives = {}
+    for pair in pairs:
+        name, _, value = pair.partition(":")
+        try:
+            limit = float(value)
+        except ValueError:
+            raise UsageError(f"--goodput {pair}: write KEY:MILLISECONDS, as in ttft:200") from None
+        if name not in GOODPUT_METRICS:
+            raise UsageError(f"--goodput {pair}: there is no {name}; there are {', '.join(GOODPUT_METRICS)}")
+        if not limit >= 0:
+            raise UsageError(f"--goodput {pair}: milliseconds cannot be less than 0")
+        objectives[name] = limit
+    return objectives

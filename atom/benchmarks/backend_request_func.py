@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +21,7 @@ import msgspec
 from atom.benchmarks import protocols
 from atom.benchmarks.benchmark_utils import one_line
 from atom.benchmarks.sse import EventReader
+from atom.measurement.metrics import RequestFuncOutput
 
 if TYPE_CHECKING:
     import aiohttp
@@ -36,19 +37,6 @@ class RequestFuncInput:
     output_len: int  # tokens asked for
     model: str
     ignore_eos: bool = False
-
-
-@dataclass(slots=True)
-class RequestFuncOutput:
-    generated_text: str = ""
-    success: bool = False
-    latency: float = 0.0  # seconds from sending to the end of the answer
-    ttft: float | None = None  # seconds from sending to the first token; None where the protocol does not stream
-    itl: list[float] = field(default_factory=list)  # seconds between the arrivals of tokens
-    tpot: float | None = None  # seconds per token after the first, once tokens are counted; None with fewer than two
-    prompt_len: int = 0  # tokens, as the server counts them where it says so
-    output_tokens: int | None = None  # as the server counts them; None where it does not say
-    error: str = ""
 
 
 RequestFunc = Callable[[RequestFuncInput, "aiohttp.ClientSession"], Awaitable[RequestFuncOutput]]

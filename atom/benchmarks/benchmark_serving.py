@@ -19,7 +19,7 @@ import numpy
 
 from atom.benchmarks import datasets, random_dataset
 from atom.benchmarks.arguments import TEXT_ONLY, read_arguments
-from atom.benchmarks.backend_request_func import RequestFuncInput, RequestFuncOutput
+from atom.benchmarks.backend_request_func import RequestFuncInput
 from atom.benchmarks.benchmark_utils import (
     BenchmarkError,
     UsageError,
@@ -29,9 +29,17 @@ from atom.benchmarks.benchmark_utils import (
     write_json,
 )
 from atom.benchmarks.client import Measurement, measure, run_loop
-from atom.benchmarks.metrics import BenchmarkMetrics, calculate_metrics, finish_outputs, flatten_metrics, format_table
 from atom.benchmarks.prompts import PromptForm, SampleRequest
 from atom.benchmarks.tokenizer import Tokenizer, load_tokenizer
+from atom.measurement.conversations import read_sharegpt
+from atom.measurement.metrics import (
+    BenchmarkMetrics,
+    RequestFuncOutput,
+    calculate_metrics,
+    finish_outputs,
+    flatten_metrics,
+    format_table,
+)
 
 ALWAYS = 99.0  # the percentile that every result file has
 
@@ -100,7 +108,10 @@ def sample_requests(args: argparse.Namespace, tokenizer: Tokenizer | None) -> li
     if args.dataset_name == "sonnet":
         lengths = {name: getattr(args, f"sonnet_{name}") for name in ("input_len", "output_len", "prefix_len")}
         return datasets.sample_sonnet(rng, form, args.num_prompts, path, **lengths)
-    conversations = datasets.read_sharegpt(path)
+    try:
+        conversations = read_sharegpt(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     return datasets.sample_sharegpt(rng, form, args.num_prompts, conversations, output_len=args.sharegpt_output_len)
 
 

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy
 
-from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS, RequestFuncInput, RequestFuncOutput
+from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS, RequestFuncInput
 from atom.benchmarks.benchmark_utils import BenchmarkError, one_line
-from atom.benchmarks.hardware import describe_machine
 from atom.benchmarks.traffic import draw_arrivals, send_all
+from atom.measurement.hardware import describe_machine
+from atom.measurement.metrics import RequestFuncOutput
 
 if TYPE_CHECKING:
     import aiohttp

@@ -14,55 +14,26 @@ from __future__ import annotations
 
 import csv
 import itertools
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy
 
 from atom.benchmarks.benchmark_utils import BenchmarkError, UsageError, say
 from atom.benchmarks.prompts import PromptForm, SampleRequest
 from atom.benchmarks.random_dataset import sample_random
+from atom.measurement.conversations import (
+    MAX_PROMPT,
+    MAX_TOTAL,
+    MIN_TOKENS,
+    NO_ANSWER_LEN,
+    Conversation,
+    read_entry,
+)
 
-MIN_TOKENS = 4  # of a prompt and of an answer: shorter ones say nothing about a server
-MAX_PROMPT, MAX_TOTAL = 1024, 2048  # tokens, the bounds that published ShareGPT numbers use
 NUM_READ = 5  # entries read for each request, so that enough are usable
 SONNET_TASK = "Pick as many lines as you can from these poem lines:\n"
-NO_ANSWER_LEN = 128  # tokens of an answer, where a data set has prompts alone and no flag is given
-
-Conversation = tuple[str, str | None]  # a prompt, and its answer if there is one
-
-
-def read_sharegpt(path: Path) -> list[Conversation]:
-    """The first two turns of each conversation in a ShareGPT JSON file."""
-    try:
-        entries = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise UsageError(f"{path} is no JSON file ({error})") from None
-    if not isinstance(entries, list):
-        raise UsageError(f"{path} is no list of conversations")
-    return [turns for entry in entries if (turns := read_entry(entry)) is not None]
-
-
-def read_entry(entry: Any) -> Conversation | None:
-    """A prompt and its answer, from any known form of entry; None where there are none."""
-    if not isinstance(entry, dict):
-        return None
-    turns = entry.get("conversations") or entry.get("conversation") or entry.get("messages")
-    if isinstance(turns, list):
-        found = [turn.get("value") or turn.get("content") for turn in turns[:2] if isinstance(turn, dict)]
-        texts = [each for each in found if is_text(each)]
-        return (texts[0], texts[1]) if len(texts) == 2 else None
-    prompts = (entry.get(name) for name in ("prompt", "instruction", "question", "text"))
-    prompt = next(filter(is_text, prompts), None)
-    answers = (entry.get(name) for name in ("completion", "response", "output", "answer"))
-    return (prompt, next(filter(is_text, answers), None)) if prompt else None
-
-
-def is_text(value: Any) -> TypeGuard[str]:
-    """Whether it is a non-empty text that can be sent: published data has halves of surrogate pairs."""
-    return isinstance(value, str) and value != "" and not any("\ud800" <= each <= "\udfff" for each in value)
 
 
 def sample_sharegpt(

@@ -18,7 +18,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 import numpy
 from numpy.typing import NDArray
 
-from atom.benchmarks.backend_request_func import RequestFuncInput, RequestFuncOutput
+from atom.benchmarks.backend_request_func import RequestFuncInput
+from atom.measurement.metrics import RequestFuncOutput
 
 Send = Callable[[RequestFuncInput], Awaitable[RequestFuncOutput]]
 

@@ -17,11 +17,12 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable
-from pathlib import Path
 from typing import IO, Any
 
+from atom.child_process import end, start_python
 from atom.errors import RequestError
 
+CODE = "from atom.checkpoint.encoder import work; work()"
 SECONDS = 8.0  # for a text: less than a request waits
 START_SECONDS = 60.0  # to read the tokenizer
 MEMORY = 4 << 30  # bytes of address space
@@ -70,20 +71,8 @@ class EncoderProcess:
 
 def start(definition: str) -> subprocess.Popen[bytes]:
     """Start a process and send it the tokenizer."""
-    process = subprocess.Popen(
-        [
-            "/usr/bin/env",
-            "TOKENIZERS_PARALLELISM=false",
-            sys.executable,
-            "-c",
-            "from atom.checkpoint.encoder import work; work()",
-        ],
-        cwd=Path(__file__).parents[2],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # where the Rust library prints its panics
-        start_new_session=True,
-    )
+    # the Rust library prints its panics to stderr
+    process = start_python(CODE, stderr=subprocess.DEVNULL, TOKENIZERS_PARALLELISM="false")
     assert process.stdin is not None
     data = definition.encode()
     try:
@@ -93,11 +82,6 @@ def start(definition: str) -> subprocess.Popen[bytes]:
         end(process)
         raise
     return process
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.communicate()
 
 
 def work() -> None:

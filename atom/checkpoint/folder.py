@@ -18,27 +18,9 @@ from typing import Any
 from atom.checkpoint.base import Checkpoint, FileRange, StoredTensor, normalize_rope, read_json
 from atom.checkpoint.files import MAX_INDEX, map_file
 from atom.checkpoint.tokenizer import Tokenizer, load_tokenizer
+from atom.dtypes import BY_SAFETENSORS, DTYPES
 from atom.errors import CheckpointError, UnsupportedError
 
-DTYPES = {  # safetensors' name: ours, bits
-    "F64": ("fp64", 64),
-    "F32": ("fp32", 32),
-    "F16": ("fp16", 16),
-    "BF16": ("bf16", 16),
-    "F8_E4M3": ("fp8_e4m3", 8),
-    "F8_E5M2": ("fp8_e5m2", 8),
-    "F8_E8M0": ("fp8_e8m0", 8),
-    "F4": ("fp4", 4),
-    "I64": ("i64", 64),
-    "I32": ("i32", 32),
-    "I16": ("i16", 16),
-    "I8": ("i8", 8),
-    "U64": ("u64", 64),
-    "U32": ("u32", 32),
-    "U16": ("u16", 16),
-    "U8": ("u8", 8),
-    "BOOL": ("bool", 8),
-}
 MAX_HEADER = 100 << 20  # bytes, as the safetensors library has it
 MAX_DIMS = 16
 INDEX = "model.safetensors.index.json"
@@ -155,10 +137,10 @@ def read_header(path: Path) -> dict[str, Entry]:
     body = data[8 + size :]
     tensors, position = {}, 0
     for begin, end, name, dtype, shape in sorted(entries):
-        if dtype not in DTYPES:
+        if dtype not in BY_SAFETENSORS:
             raise UnsupportedError(f"{path}: tensor {name} has the unknown dtype {dtype!r}")
-        ours, bits = DTYPES[dtype]
-        if begin != position or (end - begin) * 8 != math.prod(shape) * bits:
+        ours = BY_SAFETENSORS[dtype]
+        if begin != position or (end - begin) * 8 != math.prod(shape) * DTYPES[ours].bits:
             what = f"tensor {name}, {dtype}{list(shape)},"
             raise CheckpointError(f"{path}: {what} does not fit its bytes {begin} to {end}; download it again")
         if end > len(body):

@@ -19,6 +19,7 @@ import gguf
 import numpy as np
 
 from atom.checkpoint.files import map_file
+from atom.dtypes import BY_SAFETENSORS
 from atom.errors import CheckpointError, UnsupportedError
 
 Type = gguf.GGMLQuantizationType
@@ -28,16 +29,7 @@ SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # type of a
 STRING, ARRAY = 8, 9
 MAX_DIMS = 4
 TYPES = {int(kind): kind for kind in gguf.GGML_QUANT_SIZES}
-PLAIN = {  # types that are not quantized
-    Type.F64: "fp64",
-    Type.F32: "fp32",
-    Type.F16: "fp16",
-    Type.BF16: "bf16",
-    Type.I64: "i64",
-    Type.I32: "i32",
-    Type.I16: "i16",
-    Type.I8: "i8",
-}
+PLAIN = {kind: BY_SAFETENSORS[kind.name] for kind in Type if kind.name in BY_SAFETENSORS}  # not quantized
 Q4_1 = np.dtype([("scale", "<f2"), ("minimum", "<f2"), ("pairs", "u1", 16)])  # numbers i and i + 16 share a byte
 Q8_0 = np.dtype([("scale", "<f2"), ("numbers", "i1", 32)])
 

@@ -16,12 +16,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from atom.checkpoint.base import Checkpoint, FileRange, StoredTensor
-from atom.checkpoint.folder import DTYPES
 from atom.checkpoint.tokenizer import Tokenizer
+from atom.dtypes import DTYPES
 from atom.errors import CheckpointError, ConfigError
-
-BITS = dict(DTYPES.values())
-
 
 # The stored tensor, which of its parts in the order of the bytes, and how many of one size there are. A plain tuple:
 # the garbage collector soon leaves those alone, and a checkpoint may have 50k of them.
@@ -113,6 +110,6 @@ def cut_tensor(at: str, tensor: StoredTensor, names: Sequence[str]) -> tuple[int
         if shape[0] % len(names):
             raise CheckpointError(f"{described}: its {shape[0]} rows are not {len(names)} equal parts")
         shape = (shape[0] // len(names), *shape[1:])
-    if num_experts * len(names) > 1 and math.prod(shape) * BITS[tensor.dtype] % 8:
+    if num_experts * len(names) > 1 and math.prod(shape) * DTYPES[tensor.dtype].bits % 8:
         raise CheckpointError(f"{described}: a part of it, {list(shape)}, is no whole number of bytes")
     return num_experts, StoredTensor(tensor.dtype, shape)

@@ -58,7 +58,7 @@ def machine_ingredients(target: Target) -> dict[str, str]:
         "device": target.device,
         "features": " ".join(sorted(target.features)),
         **find_versions(target.device),
-        "sources of the graph": sources_of("graph"),
+        "sources of the graph": sources_of("dtypes.py", "graph"),
         "sources of the passes": sources_of("passes"),
         "sources of the kernels": sources_of("kernels"),
         "sources of the pieces": sources_of("pieces"),

@@ -16,11 +16,11 @@ from pathlib import Path
 from torch.fx import Node
 
 from atom.errors import ConfigError, PassError
-from atom.graph import Graph, Shuffle, ops, parse, verify
+from atom.graph import BODY, HEAD, Graph, Shuffle, ops, parse, verify
+from atom.graph.graph import type_of
 from atom.kernels import Target, find_kernel
 from atom.passes.pipeline import PIPELINE
-from atom.passes.select_kernels import type_of
-from atom.runtime.types import INPUTS, INPUTS_BY_KIND
+from atom.runtime.types import INPUTS
 
 PASSES = {rewrite.__name__: level for rewrite, _, level in PIPELINE}  # and the level of ops behind each
 WRITTEN = "semantic"  # the stage before the first
@@ -69,15 +69,13 @@ def _stage_of(graph: Graph) -> str:
 
 def check_runnable(graph: Graph, path: str, target: Target) -> None:
     """Raise ConfigError where a saved text has an input, a kernel or a layout that nothing provides."""
-    kinds = {cache.kind for cache in graph.caches()}
-    provided = {*INPUTS, *(f"{name}{kind}" for name in INPUTS_BY_KIND for kind in kinds)}
-    if missing := {"body", "head"} - graph.programs.keys():
+    if missing := {BODY, HEAD} - graph.programs.keys():
         raise ConfigError(f"job.graph={path}: it has no function {', '.join(sorted(missing))}")
-    body, head = graph.programs["body"], graph.programs["head"]
+    body, head = graph.programs[BODY], graph.programs[HEAD]
     for node in body.inputs:
-        if node.name not in provided:
+        if node.name not in INPUTS:
             raise ConfigError(
-                f"job.graph={path}: body has an input {node.name}; there are: {', '.join(sorted(provided))}"
+                f"job.graph={path}: body has an input {node.name}; there are: {', '.join(sorted(INPUTS))}"
             )
     returned, taken = (", ".join(str(node.meta["type"].row) for node in nodes) for nodes in (body.results, head.inputs))
     if returned != taken:

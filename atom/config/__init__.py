@@ -7,8 +7,6 @@ config.model.attention.heads                     # nothing is assigned from here
 from atom.config.load import SET_BY_LOAD, describe_fields, engine_overrides, load, load_gpu, show
 from atom.config.overrides import override
 from atom.config.schema import (
-    MIN_TEMPERATURE,
-    SAMPLING_KINDS,
     AttentionConfig,
     Config,
     EmbeddedConfig,
@@ -22,13 +20,10 @@ from atom.config.schema import (
     RopeConfig,
     RouterConfig,
     SamplingConfig,
-    SamplingParams,
     ServeConfig,
 )
 
 __all__ = [
-    "MIN_TEMPERATURE",
-    "SAMPLING_KINDS",
     "SET_BY_LOAD",
     "AttentionConfig",
     "Config",
@@ -43,7 +38,6 @@ __all__ = [
     "RopeConfig",
     "RouterConfig",
     "SamplingConfig",
-    "SamplingParams",
     "ServeConfig",
     "describe_fields",
     "engine_overrides",

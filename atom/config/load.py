@@ -28,12 +28,11 @@ from atom.config.schema import (
     HTTPConfig,
     JobConfig,
     SamplingConfig,
-    SamplingParams,
     ServeConfig,
     jobs_of,
-    sampling_number,
 )
 from atom.errors import CheckpointError, ConfigError, RequestError
+from atom.sampling_params import SamplingParams, sampling_number
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

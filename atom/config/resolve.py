@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from atom.config.overrides import did_you_mean
-from atom.config.schema import MAX_EXPERTS, AttentionConfig, Config, MLPConfig, ModelConfig, RopeConfig, out_of_range
+from atom.config.schema import MAX_EXPERTS, AttentionConfig, Config, MLPConfig, ModelConfig, RopeConfig
 from atom.devices import find_device
+from atom.dtypes import BY_NAME, FORMATS
 from atom.errors import CheckpointError, ConfigError, UnsupportedError
+from atom.sampling_params import out_of_range
 
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"}
 ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
-FORMATS = ("fp8", "int8", "int4", "int4z", "int8z", "mxfp4")  # the names of `atom.graph.formats`
 PLAIN_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore")  # of quantization_config
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(r"sinks|router_correction|experts_(gate|up|down)(_bias)?")
@@ -70,9 +70,9 @@ def respell(config: Config) -> Config:
     cache_dtype = config.serve.kv_cache_dtype
     return replace(
         config,
-        dtype=DTYPES.get(config.dtype, config.dtype),
+        dtype=BY_NAME.get(config.dtype, config.dtype),
         model=replace(config.model, mlp=mlp),
-        serve=replace(config.serve, kv_cache_dtype=DTYPES.get(cache_dtype, cache_dtype)),
+        serve=replace(config.serve, kv_cache_dtype=BY_NAME.get(cache_dtype, cache_dtype)),
     )
 
 
@@ -98,9 +98,9 @@ def check(value: Any, at: str = "") -> None:
 def stored_dtype(hf: Mapping[str, Any]) -> str:
     """The dtype that config.json states; bf16 where it states none."""
     stated = str(hf.get("dtype") or hf.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    if stated not in DTYPES:
+    if stated not in BY_NAME:
         raise ConfigError(f"dtype=auto: the checkpoint says {stated}; choose dtype=bf16, fp16 or fp32")
-    return DTYPES[stated]
+    return BY_NAME[stated]
 
 
 def derive_model(config: Config, max_model_len: int) -> ModelConfig:

@@ -14,14 +14,14 @@ from atom.config import ModelConfig
 from atom.frontend.attention import ATTENTIONS, Rotary, rotaries
 from atom.frontend.mlp import MLPS, mlp_of
 from atom.frontend.writer import Writer
-from atom.graph import Graph, Type, ops
+from atom.graph import BODY, HEAD, Graph, Type, ops
 
 
 def build(model: ModelConfig, dtype: str, cache_dtype: str) -> Graph:
     """`body`: tokens and positions i64[T] to hidden states [T, H]; `head`: rows of them [R, H] to logits [R, V]."""
     graph = Graph()
-    _write_body(Writer(model, graph.program("body"), dtype, cache_dtype))
-    _write_head(Writer(model, graph.program("head"), dtype, cache_dtype))
+    _write_body(Writer(model, graph.program(BODY), dtype, cache_dtype))
+    _write_head(Writer(model, graph.program(HEAD), dtype, cache_dtype))
     return graph
 
 

@@ -21,11 +21,10 @@ from torch.fx import Node
 
 from atom.config import ModelConfig
 from atom.errors import ConfigError
-from atom.graph import Dequantize, Program, Recipe, Shift, Slice, Type, W, ops
+from atom.graph import Program, Recipe, Shift, Slice, Type, W, ops
 from atom.graph.ops import Op
 
 NORMS = {"rms": ops.rms_norm, "layer": ops.layer_norm}
-DEQUANTIZED = ("mxfp4",)  # formats that run as plain tensors
 
 
 @dataclass(frozen=True)
@@ -83,11 +82,9 @@ class Writer:
         """A plain tensor of a module."""
         return W(f"{self.name(role, layer)}.{part}", Type(self.dtype, shape))
 
-    def stored(self, name: str, shape: tuple[int, ...]) -> Recipe:
+    def stored(self, name: str, shape: tuple[int, ...]) -> W:
         """A tensor, in the checkpoint's stored format unless that leaves it plain."""
-        fmt = None if is_plain(name, self.model.plain) else self.model.fmt
-        leaf = W(name, Type(self.dtype, shape), fmt)
-        return Dequantize(leaf) if fmt in DEQUANTIZED else leaf
+        return W(name, Type(self.dtype, shape, None if is_plain(name, self.model.plain) else self.model.fmt))
 
     def weight_name(self, role: str, layer: int | None) -> str:
         return f"{self.name(role, layer)}.weight"

@@ -27,7 +27,9 @@ from torch.fx import Node
 from atom.errors import PassError
 from atom.graph.ops import Op
 from atom.graph.recipes import KV, Recipe, W, leaves
-from atom.graph.types import Type
+from atom.graph.types import BatchType, Type
+
+BODY, HEAD = "body", "head"  # the programs of a step: of each token, and of the rows that sample
 
 
 class Program:
@@ -50,7 +52,7 @@ class Program:
     def results(self) -> tuple[Node, ...]:
         return tuple(self.fx.output_node().args[0])
 
-    def input(self, name: str, type: Type) -> Node:
+    def input(self, name: str, type: Type | BatchType) -> Node:
         """The input of this name, added after the others if it is missing."""
         for node in self.inputs:
             if node.name == name:
@@ -139,17 +141,26 @@ def node_leaves(node: Node) -> Iterator[Recipe | KV]:
 def infer_call(op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Type | tuple[Type, ...]:
     """The type of a call; PassError where the arguments do not fit the op."""
 
-    def type_of(arg: Any) -> Any:
-        if isinstance(arg, Node):
-            return arg.meta["type"]
-        return arg.type if isinstance(arg, Recipe) else arg
-
+    types = [type_of(arg) for arg in args]
     try:
-        op.signature.bind(*args, **kwargs)
-        return op.infer(*(type_of(arg) for arg in args), **kwargs)
+        named = op.signature.bind(*args, **kwargs).arguments
+        for place, (name, type) in enumerate(zip(named, types, strict=False)):
+            if isinstance(type, Type) and type.fmt is not None and place not in op.weights:
+                raise ValueError(f"{name} cannot be stored as {type.fmt}: only a matrix of weights can")
+        result = op.infer(*types, **kwargs)
+        if isinstance(result, BatchType):
+            raise TypeError("no op makes a Batch")
+        return result
     except (TypeError, ValueError, AttributeError) as error:
-        shown = ", ".join([str(type_of(arg)) for arg in args] + [f"{key}={value}" for key, value in kwargs.items()])
+        shown = ", ".join([*map(str, types), *(f"{key}={value}" for key, value in kwargs.items())])
         raise PassError(f"{op.name}({shown}): {error}") from None
+
+
+def type_of(arg: Any) -> Any:
+    """What a shape rule and a kernel's `accepts` are asked about an argument of a call: a tensor's type, or itself."""
+    if isinstance(arg, Node):
+        return arg.meta["type"]
+    return arg.type if isinstance(arg, Recipe) else arg
 
 
 def results_of(call: Node) -> tuple[Node, ...]:

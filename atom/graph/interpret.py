@@ -14,18 +14,12 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
+from atom.dtypes import DTYPES, GRAPH_DTYPES
+from atom.graph.batch import PagedCache
 from atom.graph.graph import Graph
 from atom.graph.recipes import KV, Recipe
 
-TORCH_DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "i64": torch.int64,
-    "i32": torch.int32,
-    "u8": torch.uint8,
-    "bool": torch.bool,
-}
+TORCH_DTYPES: dict[str, torch.dtype] = {dtype: getattr(torch, DTYPES[dtype].name) for dtype in GRAPH_DTYPES}
 
 
 def interpret(
@@ -42,7 +36,8 @@ def interpret(
         if isinstance(arg, Node):
             return values[arg]
         if isinstance(arg, KV):
-            return caches(arg)
+            blocks = caches(arg)
+            return None if blocks is None else PagedCache(blocks, arg.kind)
         return weights(arg) if isinstance(arg, Recipe) else arg
 
     for node in graph.programs[program].fx.nodes:

@@ -1,6 +1,8 @@
 """Recipes: how a tensor of the graph is made of stored tensors.
 
     W("model.layers.0.mlp.up_proj.weight", bf16[1536, 576])     a stored tensor, in the dtype that the graph computes in
+    W("model.layers.0.mlp.up_proj.weight", bf16[…], fmt="…")    one stored in a format, which is part of its type
+    dequantize(W(…, fmt="…"))                                   the same as a plain tensor
     cat([W(…), W(…)])                                           tensors joined
     stack(W("…experts.{expert}.up_proj.weight", …), 0, 8)       the tensors of experts 0 to 7, in a new first dim
     slice(W("…qkv_proj.weight", …), 576, 768)                   rows 576 to 767
@@ -14,13 +16,14 @@ A recipe that describes no tensor raises a ValueError with the reason when it is
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
-from atom.graph.formats import FormatError, check_columns, num_bytes
+from atom.graph import formats
+from atom.graph.formats import FormatError
 from atom.graph.types import Type
 
 
@@ -29,17 +32,16 @@ class W:
     """A stored tensor."""
 
     name: str  # in the checkpoint; {expert} is a number that a stack puts in
-    type: Type  # shape as stored, dtype as computed
-    fmt: str | None = None  # stored format, where it is not a plain tensor: see `atom.graph.formats`
+    type: Type  # shape and format as stored, dtype as computed
 
     def __post_init__(self) -> None:
         _need(isinstance(self.name, str), f"a tensor's name is a string, not {self.name!r}")
         _need_type(self.type, self.name)
-        if self.fmt is None:
+        if self.type.fmt is None:
             return
-        _need(isinstance(self.fmt, str), f"{self.name}: a format is a string, not {self.fmt!r}")
+        _need(isinstance(self.type.fmt, str), f"{self.name}: a format is a string, not {self.type.fmt!r}")
         try:
-            check_columns(self.type, self.fmt)
+            formats.check_columns(self.type)
         except FormatError as error:
             raise FormatError(f"{self.name}: {error}") from None
 
@@ -61,13 +63,16 @@ class Cat:
             others = [(*each.shape[: self.dim], *each.shape[self.dim + 1 :]) for each in (first, part.type)]
             fits = first.dtype == part.type.dtype and others[0] == others[1]
             _need(fits, f"cat: {first} and {part.type} cannot be joined along dim {self.dim}")
+            if first.fmt != part.type.fmt:
+                names = " and ".join(leaf.name for each in (self.parts[0], part) for leaf in islice(leaves(each), 1))
+                raise FormatError(f"cat: {names} are stored in different formats, {first} and {part.type}")
 
     @property
     def type(self) -> Type:
         first = self.parts[0].type
         shape = list(first.shape)
         shape[self.dim] = sum(int(part.type.shape[self.dim]) for part in self.parts)
-        return Type(first.dtype, tuple(shape))
+        return replace(first, shape=tuple(shape))
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class Stack:
 
     @property
     def type(self) -> Type:
-        return Type(self.part.type.dtype, (self.stop - self.start, *self.part.type.shape))
+        return replace(self.part.type, shape=(self.stop - self.start, *self.part.type.shape))
 
     def of(self, expert: int) -> Recipe:
         """The part of one expert."""
@@ -114,23 +119,27 @@ class Slice:
     def type(self) -> Type:
         shape = list(self.part.type.shape)
         shape[self.dim] = -(-(self.stop - self.start) // self.step)
-        return Type(self.part.type.dtype, tuple(shape))
+        return replace(self.part.type, shape=tuple(shape))
 
 
 @dataclass(frozen=True)
 class Transpose:
-    """A tensor with its last two dims swapped."""
+    """A tensor with two neighbouring dims swapped."""
 
     part: Recipe
+    dim: int = -2  # the first of the two, from the end
 
     def __post_init__(self) -> None:
         _need_part("transpose", self.part)
-        _need(len(self.part.type.shape) >= 2, f"transpose: {self.part.type} has no two dims to swap")
+        _need(_is_whole(self.dim) and self.dim < -1, f"transpose: dim={self.dim!r} is no whole number up to -2")
+        _need(len(self.part.type.shape) >= -self.dim, f"transpose: {self.part.type} has no two dims to swap")
+        _need(self.dim == -2 or self.part.type.fmt is None, f"transpose: {self.part.type} has blocks in its last dims")
 
     @property
     def type(self) -> Type:
-        *others, rows, columns = self.part.type.shape
-        return Type(self.part.type.dtype, (*others, columns, rows))
+        shape, fmt = list(self.part.type.shape), self.part.type.fmt
+        shape[self.dim : len(shape) + self.dim + 2] = shape[self.dim + 1], shape[self.dim]
+        return Type(self.part.type.dtype, tuple(shape), fmt and formats.transpose(fmt))
 
 
 @dataclass(frozen=True)
@@ -153,15 +162,15 @@ class Shift:
 class Dequantize:
     """A packed tensor as a plain one."""
 
-    part: W
+    part: Recipe
 
     def __post_init__(self) -> None:
-        is_packed = isinstance(self.part, W) and self.part.fmt is not None
+        is_packed = isinstance(self.part, Recipe) and self.part.type.fmt is not None
         _need(is_packed, 'dequantize takes a stored tensor with a format, W("…", …, fmt="…")')
 
     @property
     def type(self) -> Type:
-        return self.part.type
+        return self.part.type.plain
 
 
 @dataclass(frozen=True)
@@ -230,6 +239,7 @@ class KV:
     def __post_init__(self) -> None:
         _need(isinstance(self.name, str), f"a cache's name is a string, not {self.name!r}")
         _need_type(self.type, self.name)
+        _need(self.type.fmt is None, f"{self.name}: a cache is stored plain, not as {self.type.fmt}")
         is_window = self.window is None or (_is_whole(self.window) and self.window > 0)
         _need(is_window, f"{self.name}: window={self.window!r} is no whole number from 1")
 
@@ -271,17 +281,6 @@ def leaves(recipe: Recipe) -> Iterator[W]:
             yield from leaves(part)
 
 
-def packed_leaves(recipe: Recipe) -> Iterator[W]:
-    """The stored tensors that are computed with in their packed format; of a stack, those of its first expert."""
-    if isinstance(recipe, W):
-        yield from [recipe] if recipe.fmt else []
-    elif isinstance(recipe, Stack):
-        yield from packed_leaves(recipe.of(recipe.start))
-    elif not isinstance(recipe, Dequantize | RopeFreqs):
-        for part in _parts(recipe):
-            yield from packed_leaves(part)
-
-
 def held_bytes(recipe: Recipe) -> int:
     """Bytes of the tensor in memory: in its stored format, unless the recipe dequantizes it."""
     return sum(held_by_format(recipe).values())
@@ -289,20 +288,13 @@ def held_bytes(recipe: Recipe) -> int:
 
 def held_by_format(recipe: Recipe) -> Counter[str]:
     """The bytes of `held_bytes` by stored format, or by dtype where a tensor is plain."""
-    if isinstance(recipe, W):
-        return Counter({recipe.fmt or recipe.type.dtype: num_bytes(recipe.type, recipe.fmt)})
-    if isinstance(recipe, Dequantize):
-        return Counter({recipe.part.fmt or recipe.type.dtype: recipe.type.num_bytes})
-    if isinstance(recipe, RopeFreqs):
-        return Counter({recipe.type.dtype: recipe.type.num_bytes})
     if isinstance(recipe, Stack):
         num_experts = recipe.stop - recipe.start
         return Counter({fmt: num_experts * size for fmt, size in held_by_format(recipe.part).items()})
-    held: Counter[str] = sum(map(held_by_format, _parts(recipe)), Counter())
-    if isinstance(recipe, Slice):
-        kept, whole = recipe.type.num_elements, recipe.part.type.num_elements
-        return Counter({fmt: size * kept // whole for fmt, size in held.items()})
-    return held
+    if isinstance(recipe, Cat):
+        return sum(map(held_by_format, recipe.parts), Counter())
+    leaf = next(leaves(recipe), recipe)
+    return Counter({leaf.type.fmt or leaf.type.dtype: recipe.type.num_bytes})
 
 
 def cat(parts: tuple[Recipe, ...], dim: int = 0) -> Recipe:
@@ -340,13 +332,27 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
         return parts[0] if len(parts) == 1 else Cat(tuple(parts), dim)
     if isinstance(recipe, Slice) and dim == recipe.dim:
         first = recipe.start + start * recipe.step
-        return dataclasses.replace(recipe, start=first, stop=min(first + (stop - start) * recipe.step, recipe.stop))
+        return replace(recipe, start=first, stop=min(first + (stop - start) * recipe.step, recipe.stop))
     if isinstance(recipe, Transpose):
-        swapped = {len(recipe.type.shape) - 1: -1, len(recipe.type.shape) - 2: 1}
-        return Transpose(narrow(recipe.part, start, stop, dim + swapped.get(dim, 0)))
+        first = len(recipe.type.shape) + recipe.dim
+        return replace(recipe, part=narrow(recipe.part, start, stop, dim + {first: 1, first + 1: -1}.get(dim, 0)))
+    if isinstance(recipe, Dequantize):
+        packed = recipe.part
+        if is_of_blocks(packed.type, start, stop, dim):
+            return Dequantize(narrow(packed, start, stop, dim))
+        if isinstance(packed, Cat):
+            return narrow(Cat(tuple(map(Dequantize, packed.parts)), packed.dim), start, stop, dim)
+        if isinstance(packed, Stack):
+            return narrow(replace(packed, part=Dequantize(packed.part)), start, stop, dim)
     if isinstance(recipe, Slice | Shift | Shuffle):
-        return dataclasses.replace(recipe, part=narrow(recipe.part, start, stop, dim))
+        return replace(recipe, part=narrow(recipe.part, start, stop, dim))
     return Slice(recipe, start, stop, dim)
+
+
+def is_of_blocks(type: Type, start: int, stop: int, dim: int) -> bool:
+    """Whether a range of a packed tensor begins and ends where blocks do."""
+    size = formats.block_of(type)[dim]
+    return start % size == 0 and (stop % size == 0 or stop == type.shape[dim])
 
 
 def _need(condition: bool, reason: str) -> None:
@@ -382,9 +388,9 @@ def _parts(recipe: Cat | Slice | Transpose | Shift | Dequantize | Shuffle) -> tu
 def _of_expert(recipe: Recipe, expert: str) -> Recipe:
     """The recipe with an expert's number in its names."""
     if isinstance(recipe, W):
-        return dataclasses.replace(recipe, name=recipe.name.replace("{expert}", expert))
+        return replace(recipe, name=recipe.name.replace("{expert}", expert))
     if isinstance(recipe, RopeFreqs):
         return recipe
     if isinstance(recipe, Cat):
         return Cat(tuple(_of_expert(part, expert) for part in recipe.parts), recipe.dim)
-    return dataclasses.replace(recipe, part=_of_expert(recipe.part, expert))  # type: ignore[arg-type]
+    return replace(recipe, part=_of_expert(recipe.part, expert))

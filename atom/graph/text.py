@@ -21,8 +21,8 @@ from torch.fx import Node
 from atom.errors import ConfigError, PassError
 from atom.graph.graph import Graph, Program, call_of, results_of
 from atom.graph.ops import OPS
-from atom.graph.recipes import KV, TEXT_NAMES, Recipe
-from atom.graph.types import BITS, Type
+from atom.graph.recipes import KV, TEXT_NAMES, Recipe, W
+from atom.graph.types import BATCH, BITS, BatchType, Type
 
 NAMES = {kind: name for name, kind in TEXT_NAMES.items()}
 
@@ -63,6 +63,8 @@ def _show_value(value: Any) -> str:
 
 
 def _show_leaf(leaf: Any) -> str:
+    if isinstance(leaf, W) and leaf.type.fmt is not None:
+        return f"W({_show_value(leaf.name)}, {leaf.type.plain}, fmt={_show_value(leaf.type.fmt)})"
     shown = []
     for field in dataclasses.fields(leaf):
         value = getattr(leaf, field.name)
@@ -89,6 +91,11 @@ def parse(text: str, source: str = "graph") -> Graph:
     return graph
 
 
+def _stored(name: str, type: Type, fmt: str | None = None) -> W:
+    """A leaf as it is written, with the format behind the type."""
+    return W(name, type if fmt is None or not isinstance(type, Type) else dataclasses.replace(type, fmt=fmt))
+
+
 class _Parser:
     """Reads one function into one program."""
 
@@ -104,7 +111,7 @@ class _Parser:
         for argument in function.args.args:
             if argument.annotation is None:
                 raise self.fail(argument, f"{argument.arg} has no type")
-            self.names[argument.arg] = self.program.input(argument.arg, self.type(argument.annotation))
+            self.names[argument.arg] = self.program.input(argument.arg, self.input_type(argument.annotation))
         for statement in function.body:
             match statement:
                 case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
@@ -154,13 +161,23 @@ class _Parser:
             raise self.fail(node, f"nothing is named {ast.unparse(node)}")
         return self.names[node.id]
 
+    def input_type(self, node: ast.AST) -> Type | BatchType:
+        match node:
+            case ast.Name(id=name) if name == str(BATCH):
+                return BATCH
+        return self.type(node)
+
     def type(self, node: ast.AST) -> Type:
         match node:
             case ast.Subscript(value=ast.Name(id=dtype), slice=dims) if dtype in BITS:
                 elements = dims.elts if isinstance(dims, ast.Tuple) else [dims]
+                fmt: str | None = None
+                match elements:
+                    case [*elements, ast.Constant(value=str(fmt))]:
+                        pass
                 shape = tuple(e.id if isinstance(e, ast.Name) else self.value(e) for e in elements)
                 if all(isinstance(dim, str) or (type(dim) is int and dim >= 0) for dim in shape):
-                    return Type(dtype, shape)
+                    return Type(dtype, shape, fmt)
             case ast.Name(id=dtype) if dtype in BITS:
                 return Type(dtype, ())
         raise self.fail(
@@ -179,7 +196,7 @@ class _Parser:
                 args = [self.value(arg) for arg in node.args]
                 kwargs = {str(keyword.arg): self.value(keyword.value) for keyword in node.keywords}
                 try:
-                    leaf = TEXT_NAMES[name](*args, **kwargs)
+                    leaf = (_stored if name == "W" else TEXT_NAMES[name])(*args, **kwargs)
                     assert isinstance(leaf.type, Type), "a recipe has the type of one tensor"
                 except (TypeError, ValueError) as error:
                     raise self.fail(node, str(error)) from None

@@ -1,26 +1,34 @@
-"""Tensor types: a dtype and a shape of numbers and symbols.
+"""Types of the text: tensors (dtype, shape, stored format) and batches.
 
-Type("bf16", ("T", 576))            # bf16[T, 576]: T tokens of 576 numbers
-Type("bf16", (576, 576)).num_bytes  # 663552
+Type("bf16", ("T", 576))                     # bf16[T, 576]: T tokens of 576 numbers
+Type("bf16", (576, 576)).num_bytes           # 663552
+Type("bf16", (576, 576), "mxfp4").num_bytes  # 176256, of a weight that is stored packed: bf16[576, 576, "mxfp4"]
+BATCH                                        # Batch: what a step's sequences are
 """
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from atom.dtypes import DTYPES, GRAPH_DTYPES
+from atom.graph import formats
 
 Dim = int | str
 
-BITS = {"fp32": 32, "fp16": 16, "bf16": 16, "i64": 64, "i32": 32, "u8": 8, "bool": 8}
+BITS = {dtype: DTYPES[dtype].bits for dtype in GRAPH_DTYPES}
 
 
 @dataclass(frozen=True)
 class Type:
     dtype: str  # a key of BITS
     shape: tuple[Dim, ...]
+    fmt: str | None = None  # of a weight: its stored format, see `formats`, where it is not a plain tensor
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{', '.join(map(str, self.shape))}]" if self.shape else self.dtype
+        shown = [*map(str, self.shape), *([json.dumps(self.fmt)] if self.fmt else [])]
+        return f"{self.dtype}[{', '.join(shown)}]" if shown else self.dtype
 
     @property
     def num_elements(self) -> int:
@@ -29,8 +37,15 @@ class Type:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes, where every dim is a number."""
+        """The number of bytes as stored, where every dim is a number."""
+        if self.fmt is not None:
+            return formats.num_bytes(self)
         return self.num_elements * BITS[self.dtype] // 8
+
+    @property
+    def plain(self) -> Type:
+        """The same, not packed."""
+        return replace(self, fmt=None)
 
     @property
     def row(self) -> Type:
@@ -40,3 +55,14 @@ class Type:
     def with_last(self, *dims: Dim) -> Type:
         """The same with the last dim replaced by `dims`."""
         return Type(self.dtype, (*self.shape[:-1], *dims))
+
+
+@dataclass(frozen=True)
+class BatchType:
+    """That of a step's `Batch`, which is one value, not a tensor."""
+
+    def __str__(self) -> str:
+        return "Batch"
+
+
+BATCH = BatchType()

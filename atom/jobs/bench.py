@@ -20,18 +20,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 
 import atom
-from atom.benchmarks.backend_request_func import RequestFuncOutput
-from atom.benchmarks.hardware import describe_cpus
-from atom.benchmarks.metrics import METRICS, calculate_metrics, finish_outputs, flatten_metrics
 from atom.build import compile_with, open_engine
 from atom.checkpoint import RichProgress
 from atom.config import Config
 from atom.config.overrides import hide_secret
 from atom.gc_utils import settle
 from atom.jobs.roofline import Costs, Limits, measure_limits, read_costs, step_work, total
+from atom.jobs.tables import make_table
 from atom.jobs.workload import Request, Step, open_workload, recording, submit
+from atom.measurement.hardware import describe_cpus
+from atom.measurement.metrics import METRICS, RequestFuncOutput, calculate_metrics, finish_outputs, flatten_metrics
 from atom.runtime.engine import Engine
 
 PERCENTILES = (50, 90, 99)
@@ -79,14 +80,14 @@ def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbe
     for _ in range(config.job.num_warmups):
         answer(engine, draw(engine), config)
     settle()
-    before = engine.stats()
+    before = engine.stats().scheduler
     runs = [answer(engine, draw(engine), config) for _ in range(config.job.num_iters)]
-    stats = engine.stats()
+    counts = engine.metrics.scheduler
     told = {
         **describe_run(config, compiled.level),
         **measure(runs),
-        "num_preemptions": stats.num_preemptions - before.num_preemptions,
-        "num_prefix_hit_tokens": stats.num_prefix_hit_tokens - before.num_prefix_hit_tokens,
+        "num_preemptions": counts.num_preemptions - before.num_preemptions,
+        "num_prefix_hit_tokens": counts.num_prefix_hit_tokens - before.num_prefix_hit_tokens,
         **compare(runs, costs, limits),
     }
     phases = {f"phases.{phase}.{name}": value for phase, each in told["phases"].items() for name, value in each.items()}
@@ -194,9 +195,6 @@ def compare_steps(timed: Iterable[tuple[Step, float]], costs: dict[str, Costs], 
 
 
 def show(told: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console(highlight=False, soft_wrap=True)
     versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
     console.print(f"{told['model']}, {told['dtype']}, level {told['level']}, on {told['hardware']}; {versions}")
@@ -204,23 +202,17 @@ def show(told: dict[str, Any]) -> None:
         f"{told['completed']} requests, {told['total_input_tokens']:,} tokens in, {told['total_output_tokens']:,} out, "
         f"{told['duration']:.2f} s\n"
     )
-    rates = Table(box=None, pad_edge=False)
-    for heading in ("output tokens/s", "all tokens/s", "requests/s", "of the limit"):
-        rates.add_column(heading, justify="right")
+    rates = make_table("output tokens/s", "all tokens/s", "requests/s", "of the limit")
     names = ("output_throughput", "total_token_throughput", "request_throughput")
     share = f"{told['phases']['all']['share_of_limit']:.1%} of {told['output_throughput_limit']:,.1f}"
     rates.add_row(*(f"{told[name]:,.2f}" for name in names), share)
     console.print(rates, "")
-    times = Table(box=None, pad_edge=False)
-    for heading in ("ms", "mean", *(f"p{rank}" for rank in PERCENTILES)):
-        times.add_column(heading, justify="left" if heading == "ms" else "right")
+    times = make_table("ms", "mean", *(f"p{rank}" for rank in PERCENTILES), left=("ms",))
     for name, label in METRICS.items():
         values = [told[f"mean_{name}_ms"], *(told[f"p{rank}_{name}_ms"] for rank in PERCENTILES)]
         times.add_row(label, *("-" if value is None else f"{value:,.2f}" for value in values))
     console.print(times, "")
-    phases = Table(box=None, pad_edge=False)
-    for heading in ("phase", "steps", "tokens", "s", "tokens/s", "limit", "share"):
-        phases.add_column(heading, justify="left" if heading == "phase" else "right")
+    phases = make_table("phase", "steps", "tokens", "s", "tokens/s", "limit", "share", left=("phase",))
     for name, phase in told["phases"].items():
         shown = [f"{phase['steps']:,}", f"{phase['tokens']:,}", f"{phase['seconds']:.2f}"]
         shown += [f"{phase[key]:,.1f}" for key in ("tokens_per_second", "limit_tokens_per_second")]

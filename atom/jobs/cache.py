@@ -18,10 +18,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from atom.cache import Cache, Entry, export, is_for_gpu, open_bundle
 from atom.cache.files import Unfit, reason_of
 from atom.config import Config, JobConfig
 from atom.errors import ArtifactError, ConfigError
+from atom.jobs.tables import make_table
 
 SECONDS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 RECIPE = "recipe.yaml"  # of an artifact: the overrides that start its launch
@@ -235,17 +238,12 @@ def _chosen(entries: Sequence[Entry], prefix: str, cache: Cache) -> Entry:
 
 def _show(entries: Sequence[Entry], job: JobConfig, cache: Cache, verb: str = "") -> None:
     """Print a table with its total, or a JSON object for each entry."""
-    from rich.console import Console
-    from rich.table import Table
-
     if job.output == "json":
         for entry in entries:
             print(json.dumps(_plain(entry)))
         return
     now = datetime.now(UTC)
-    table = Table(box=None, pad_edge=False)
-    for heading in ("kind", "key", "what", "size", "age", "unused"):
-        table.add_column(heading, justify="right" if heading in ("size", "age", "unused") else "left")
+    table = make_table("kind", "key", "what", "size", "age", "unused", left=("kind", "key", "what"))
     for entry in entries:
         what = f"not used: {entry.fault}" if entry.fault else str(entry.about.get("name", ""))
         ages = (_age(now - entry.created), _age(now - entry.used))

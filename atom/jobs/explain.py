@@ -33,7 +33,6 @@ from atom.config import Config, GPUConfig, load_gpu
 from atom.devices import find_device
 from atom.errors import CapacityError, ConfigError
 from atom.graph import Graph, W, show
-from atom.graph.formats import num_bytes
 from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.shares import token_shares
 from atom.graph.types import BITS
@@ -134,8 +133,8 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
     stored, held = Counter[str](), Counter[str]()
     active: dict[str, Fraction] = defaultdict(Fraction)
     for leaf, share in share_of.items():
-        stored[leaf.fmt or leaf.type.dtype] += num_bytes(leaf.type, leaf.fmt)
-        active[leaf.fmt or leaf.type.dtype] += leaf.type.num_elements * share
+        stored[leaf.type.fmt or leaf.type.dtype] += leaf.type.num_bytes
+        active[leaf.type.fmt or leaf.type.dtype] += leaf.type.num_elements * share
     for recipe in shares:
         held.update(held_by_format(recipe))
     return {

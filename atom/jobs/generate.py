@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from atom.checkpoint import RichProgress
-from atom.config import Config, SamplingParams
+from atom.config import Config
 from atom.errors import ConfigError, RequestError
 from atom.llm import LLMEngine, answer
 from atom.runtime.types import RequestOutput, Sequence
+from atom.sampling_params import SamplingParams
 
 OBJECTIVES = ("load_seconds", "first_token_seconds", "tokens", "tokens_per_second")  # choices of job.objective
 

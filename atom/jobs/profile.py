@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
 from torch.profiler import record_function
 
 from atom.build import compile_with, open_engine
@@ -26,6 +27,7 @@ from atom.config import Config
 from atom.graph import Graph, Program, Type, ops
 from atom.jobs.bench import answer, describe_run
 from atom.jobs.roofline import Costs, Limits, Work, measure_limits, read_costs, step_work, total, wait_for
+from atom.jobs.tables import make_table
 from atom.jobs.trace import KINDS, Summary, summarize
 from atom.jobs.workload import Record, Step, open_workload, recording, submit
 from atom.kernels import find_piece_compiler
@@ -54,7 +56,7 @@ def run(config: Config) -> int:
         pieces = find_piece_kernels(graph)
     elif isinstance(engine.runner, Runner):
         model = engine.runner.model
-        for name, executable in (("body", model.body), ("head", model.head)):
+        for name, executable in model.executables.items():
             label_calls(executable, name_calls(graph.programs[name], len(executable._steps), numbers))
     phases: dict[str, Any] = {}
     with recording(engine) as record:
@@ -144,12 +146,11 @@ class PieceKernel(NamedTuple):
         return f"piece {', '.join(map(str, self.numbers))}: {self.name}"
 
     def limit(self, steps: Sequence[Step], limits: Limits) -> float:
-        rows = [{"body": step.num_tokens, "head": step.num_sampled} for step in steps]
         return sum(
-            limits.seconds(total([once, each.times(num[program])]))
-            for num in rows
+            limits.seconds(total([once, each.times(num_rows)]))
+            for step in steps
             for program, once, each in self.reads
-            if num[program]
+            if (num_rows := step.num_rows.get(program, 0))
         )
 
 
@@ -163,9 +164,8 @@ def find_piece_kernels(graph: Graph) -> list[PieceKernel]:
             number = numbers.setdefault(piece.text, len(numbers))
             if piece.text not in names:
                 names[piece.text] = find_piece_compiler("cuda").kernel_names(piece.text)
-            tables = [
-                call.args[1].type for call in piece.calls if call.target is ops.embedding
-            ]  # a token reads one row of it
+            embeddings = [call for call in piece.calls if call.target is ops.embedding]
+            tables = [call.args[call.target.weight].type for call in embeddings]  # a token reads one row
             weights = [weight.type for weight in piece.weights if weight.type not in tables]
             once = Work(float(sum(type.num_bytes for type in weights)))
             each = Work(float(sum(map(bytes_of_row, (*tables, *(node.meta["type"] for node in piece.inputs))))))
@@ -191,11 +191,12 @@ def match_products(
     expected = [
         (product, num_rows)
         for step in steps
-        for program, num_rows in (("body", step.num_tokens), ("head", step.num_sampled))
+        for program, num_rows in step.num_rows.items()
         for product in (costs[program].products if num_rows else ())
     ]
-    num_ahead, per_step = len(launches) - len(expected), len(costs["body"].products) + len(costs["head"].products)
-    if num_ahead < 0 or num_ahead % per_step:
+    programs = {name for step in steps for name in step.num_rows}
+    num_ahead, per_step = len(launches) - len(expected), sum(len(costs[name].products) for name in programs)
+    if not programs or num_ahead < 0 or num_ahead % per_step:
         return []
     calls, seconds, least = Counter[str](), defaultdict[str, float](float), defaultdict[str, float](float)
     for (product, num_rows), taken in zip(expected, launches, strict=False):
@@ -247,9 +248,6 @@ def describe(
 
 
 def show(told: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{told['model']}, {told['dtype']}, level {told['level']}, on {told['hardware']}")
     for phase, about in told["phases"].items():
@@ -258,9 +256,7 @@ def show(told: dict[str, Any]) -> None:
             f"\n{phase}, steps: {about['steps']:,}, tokens: {about['tokens']:,}, {per_step:,.3f} ms a step on the "
             f"{about['timeline']}'s timeline\n{about['trace']}"
         )
-        table = Table(box=None, pad_edge=False)
-        for heading in ("", "calls", "ms", "share", "µs a call", "limit ms", "of limit"):
-            table.add_column(heading, justify="right" if heading else "left")
+        table = make_table("", "calls", "ms", "share", "µs a call", "limit ms", "of limit", left=("",))
         rows = about["rows"]
         for part in (about["kinds"], about["products"], rows[:NUM_SHOWN]):
             for row in part:

@@ -23,7 +23,7 @@ import torch
 from torch.fx import Node
 
 from atom.graph import KV, TORCH_DTYPES, Graph, Program, Recipe, ops
-from atom.graph.graph import node_leaves
+from atom.graph.graph import node_leaves, type_of
 from atom.graph.recipes import held_bytes
 from atom.graph.types import Type
 from atom.jobs.workload import Step
@@ -134,13 +134,12 @@ def program_costs(program: Program) -> Costs:
 
 def find_product(node: Node, weights: Sequence[Recipe]) -> Product | None:
     """The product of a call whose weights include a matrix or a stack of experts' matrices; None for others."""
-    num_dims = max((len(weight.type.shape) for weight in weights), default=0)
-    if num_dims < 2:
+    if not node.target.weights:
         return None
-    matrices = [weight.type for weight in weights if len(weight.type.shape) == num_dims]
-    shape = tuple(int(size) for size in matrices[0].shape)
-    share = 1.0 if num_dims == 2 else find_top_k(node) / shape[0]
-    return Product(shape, sum(map(held_bytes, weights)), sum(each.num_elements for each in matrices), share)
+    matrix = type_of(node.args[node.target.weight])
+    shape = tuple(int(size) for size in matrix.shape)
+    share = 1.0 if len(shape) == 2 else find_top_k(node) / shape[0]
+    return Product(shape, sum(map(held_bytes, weights)), matrix.num_elements, share)
 
 
 def find_top_k(node: Node) -> int:
@@ -169,10 +168,12 @@ def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:
 
 def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:
     """The work of a step: in products with weights, and in attention."""
-    body, head = costs["body"], costs["head"]
-    attention = (each.work(step).times(count) for each, count in Counter(body.attention).items())
-    matrix = [body.work(step.num_tokens), head.work(step.num_sampled)]
-    return {"matrix": total(matrix), "attention": total(attention)}
+    run = {name: costs[name] for name in step.num_rows}
+    layers = Counter(layer for each in run.values() for layer in each.attention)
+    return {
+        "matrix": total(each.work(step.num_rows[name]) for name, each in run.items()),
+        "attention": total(layer.work(step).times(count) for layer, count in layers.items()),
+    }
 
 
 def visible_pairs(start: int, num_tokens: int, window: int) -> int:

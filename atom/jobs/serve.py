@@ -9,11 +9,11 @@ curl localhost:8000/v1/chat/completions -H "Content-Type: application/json" \\
 from __future__ import annotations
 
 from atom.config import Config
+from atom.serve.server import Server, run_loop
 
 
 def run(config: Config) -> int:
     """Serve until a signal; the exit code."""
-    from atom.serve.server import Server, run_loop
 
     async def serve() -> int:
         return await Server(config).run()

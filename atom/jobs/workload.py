@@ -23,12 +23,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from atom.benchmarks.benchmark_utils import UsageError
-from atom.benchmarks.datasets import MAX_PROMPT, MAX_TOTAL, MIN_TOKENS, NO_ANSWER_LEN, Conversation, read_sharegpt
-from atom.config import Config, SamplingParams
+from atom.config import Config
 from atom.errors import ConfigError
+from atom.graph import BODY, HEAD
+from atom.measurement.conversations import (
+    MAX_PROMPT,
+    MAX_TOTAL,
+    MIN_TOKENS,
+    NO_ANSWER_LEN,
+    Conversation,
+    read_sharegpt,
+)
 from atom.runtime.engine import Engine
 from atom.runtime.types import Plan, Sampled, Sequence
+from atom.sampling_params import SamplingParams
 
 
 class Request(NamedTuple):
@@ -50,6 +58,11 @@ class Step(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return len(self.decodes) + sum(num_tokens for _, num_tokens in self.chunks)
+
+    @property
+    def num_rows(self) -> dict[str, int]:
+        """By the programs that it ran."""
+        return {BODY: self.num_tokens, HEAD: self.num_sampled}
 
     @property
     def phase(self) -> str:
@@ -141,7 +154,7 @@ def parse_range(key: str, text: str) -> tuple[int, int]:
 def read_conversations(path: str) -> list[Conversation]:
     try:
         return read_sharegpt(Path(path).expanduser())
-    except (UsageError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(f"job.dataset_path: {error}") from None
 
 

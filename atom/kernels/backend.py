@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from atom.graph.ops import Op
+from atom.graph.types import Type
 
 if TYPE_CHECKING:
     import torch
@@ -58,8 +59,18 @@ class Kernel:
     backend: str
     accepts: Accepts
     load: Callable[[LoadContext], Callable[..., Any]]  # a callable with the op's signature
-    layout: str | None = None  # of its weight, its second argument: one of its backend's layouts; None: as stored
+    layout: str | None = None  # of its op's weight: one of its backend's layouts; None: as stored
     trace: Callable[..., Any] | None = None  # its function in a compiled piece; None: it runs between pieces
+
+
+def plain(accepts: Accepts) -> Accepts:
+    """What a kernel accepts that computes with plain weights alone."""
+
+    def accepts_plain(target: Target, *types: Any, **attributes: Any) -> str | None:
+        fmt = next((type.fmt for type in types if isinstance(type, Type) and type.fmt is not None), None)
+        return accepts(target, *types, **attributes) if fmt is None else f"its weight is stored as {fmt}"
+
+    return accepts_plain
 
 
 class PieceCompiler(ABC):

@@ -12,7 +12,7 @@ from typing import Any
 
 from atom.graph import ops
 from atom.graph.types import Type
-from atom.kernels.backend import Backend, Kernel, Target
+from atom.kernels.backend import Backend, Kernel, Target, plain
 from atom.kernels.reference import COMPILED
 from atom.kernels.triton.piece_compiler import TritonCompiler
 
@@ -38,7 +38,7 @@ def accepts_norm(target: Target, first: Type, *types: Any, **attributes: Any) ->
 NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm)
 
 KERNELS: tuple[Kernel, ...] = tuple(
-    Kernel(op, "generated", accepts_norm if op in NORMS else accepts, lambda _, op=op: op.body, trace=op.body)  # type: ignore[misc]
+    Kernel(op, "generated", plain(accepts_norm if op in NORMS else accepts), lambda _, op=op: op.body, trace=op.body)  # type: ignore[misc]
     for op in ops.OPS.values()
     if op in COMPILED and op is not ops.linear
 )

@@ -17,17 +17,22 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from atom.graph import Batch
+
 CHUNK_ELEMENTS = 1 << 22  # logits that `top_logprobs` holds in 8 bytes each at once
 
 
 class Inputs(NamedTuple):
-    """The inputs of a lowered body, in memory of a fixed address."""
+    """The inputs of a lowered body, in memory of a fixed address.
+
+    The starts of `batch` are given, all else there is made; it has the slots and tables of each kind of cache apart.
+    """
 
     tokens: Tensor  # i64[T]
     positions: Tensor  # i64[T]
-    lengths: Tensor  # i32[S], positions known after this step
-    slots: Tensor  # i64[C, T], of the KV cache: block number * block size + place in the block
-    tables: Tensor  # i32[C, S, M]
+    batch: Batch
+    slots: Tensor  # i64[C, T], of all kinds
+    tables: Tensor  # i32[C, S, M], likewise
 
 
 class State(Protocol):
@@ -53,7 +58,7 @@ class StepKernels(NamedTuple):
 
     extend_tables: Callable[[Tensor, Tensor], None]
     decode_inputs: Callable[[Tensor, State, Tensor, int, Inputs], None]
-    mixed_inputs: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, State, Tensor, int, Inputs], None]
+    mixed_inputs: Callable[[Tensor, Tensor, Tensor, Tensor, State, Tensor, int, Inputs], None]
     sample: Callable[[Tensor, Tensor, State, str, Tensor, bool], None]
     score_drawn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 

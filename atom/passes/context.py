@@ -8,9 +8,9 @@ if context.takes(ops.gated_linear):
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from atom.graph.ops import Op
-from atom.graph.types import Type
 from atom.kernels import Backend, PieceCompiler, Target, backends_of, candidates
 
 
@@ -27,7 +27,7 @@ class PassContext:
     def piece_compiler(self) -> PieceCompiler | None:
         return next((each.piece_compiler for each in self.backends if each.piece_compiler is not None), None)
 
-    def takes(self, op: Op, *types: Type) -> bool:
+    def takes(self, op: Op, *types: Any, **attributes: Any) -> bool:
         """Whether a kernel other than the reference accepts this op with first arguments of these types."""
         kernels = (kernel for kernel in candidates(op, self.backends) if kernel.backend != "reference")
-        return any(kernel.accepts(self.target, *types) is None for kernel in kernels)
+        return any(kernel.accepts(self.target, *types, **attributes) is None for kernel in kernels)

@@ -1,7 +1,7 @@
 """Fuse norm, rope and cache write with the attention behind them.
 
-    q = norm_rope_write(q, k, …, KV("0"), slots)    ->      a = norm_rope_attention(q, k, …, KV("0"), slots, table, …)
-    a = paged_attention(q, KV("0"), table, …)
+    q = norm_rope_write(q, k, …, KV("0"), batch)    ->      a = norm_rope_attention(q, k, …, KV("0"), batch, …)
+    a = paged_attention(q, KV("0"), batch, …)
 
 Declines where no kernel computes both, where another op reads that q, or where a call lies between the two, which may
 read the cache.
@@ -13,14 +13,14 @@ from atom.passes.context import PassContext
 
 def fuse_norm_rope_attention(graph: Graph, context: PassContext) -> Graph:
     for attention in graph.find(ops.paged_attention):
-        written, cache, *layout = attention.args
+        written, cache, batch, *sinks = attention.args
         if attention.prev is not written or written.target is not ops.norm_rope_write or len(written.users) > 1:
             continue
-        if written.args[7] != cache:
+        if written.args[7:] != (cache, batch):
             continue
         if context.takes(ops.norm_rope_attention, written.meta["type"]):
             attributes = {**written.kwargs, **attention.kwargs}
-            fused = graph.insert(attention, ops.norm_rope_attention, *written.args, *layout, **attributes)
+            fused = graph.insert(attention, ops.norm_rope_attention, *written.args, *sinks, **attributes)
             graph.replace({attention: fused})
             written.graph.erase_node(written)  # explicitly, since a call that writes a cache is never dead
     return graph

@@ -1,23 +1,23 @@
 """Lower attention to a cache write and paged attention.
 
-    q = rope(q, cos, sin)               ->      q = norm_rope_write(q, k, v, cos, sin, None, None, KV("0"), slots)
-    k = rope(k, cos, sin)                       a = paged_attention(q, KV("0"), table, starts, lengths, num_decodes, …)
+    q = rope(q, cos, sin)               ->      q = norm_rope_write(q, k, v, cos, sin, None, None, KV("0"), batch)
+    k = rope(k, cos, sin)                       a = paged_attention(q, KV("0"), batch, …)
     a = attention(q, k, v, KV("0"), …)
 
     latent = rms_norm(latent, w, …)     ->      q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, w, …)
-    q_rope = rope(q_rope, cos, sin)             a = paged_mla_attention(q, q_rope, W("kv_b"), KV("0"), table, …)
+    q_rope = rope(q_rope, cos, sin)             a = paged_mla_attention(q, q_rope, W("kv_b"), KV("0"), batch, …)
     k_rope = rope(k_rope, cos, sin)
     a = mla_attention(q, q_rope, latent, k_rope, W("kv_b"), KV("0"), …)
 
-Norms of q and k before the rope are part of it. A rope or norm that q and k do not share stays as it is. The batch's
-layout becomes inputs (see `ops.paged_attention`): `slots` and `table` by cache kind, the others for all.
+Norms of q and k before the rope are part of it. A rope or norm that q and k do not share stays as it is. The batch
+becomes an input of the program.
 """
 
 from typing import Any
 
 from torch.fx import Node
 
-from atom.graph import KV, Graph, Type, ops
+from atom.graph import BATCH, Graph, ops
 
 
 def lower_attention(graph: Graph) -> Graph:
@@ -30,32 +30,32 @@ def lower_attention(graph: Graph) -> Graph:
 
 def _lower(graph: Graph, attention: Node) -> None:
     rotated, k, v, cache, *sinks = attention.args
-    slots, layout = _inputs(graph, attention, cache)
+    batch = graph.program_of(attention).input("batch", BATCH)
     q, k, cos, sin, attributes = _before_rope(rotated, k)
     q_norm = k_norm = None
     if q.target is ops.rms_norm and k.target is ops.rms_norm and q.kwargs == k.kwargs:
         attributes |= q.kwargs
         (q, q_norm), (k, k_norm) = q.args, k.args
     written = graph.insert(
-        attention, ops.norm_rope_write, q, k, v, cos, sin, q_norm, k_norm, cache, slots, name="q", **attributes
+        attention, ops.norm_rope_write, q, k, v, cos, sin, q_norm, k_norm, cache, batch, name="q", **attributes
     )
-    paged = graph.insert(attention, ops.paged_attention, written, cache, *layout, *sinks, **attention.kwargs)
+    paged = graph.insert(attention, ops.paged_attention, written, cache, batch, *sinks, **attention.kwargs)
     graph.replace({attention: paged} if q is rotated else {attention: paged, rotated: written})
 
 
 def _lower_latent(graph: Graph, attention: Node) -> None:
     q, rotated, latent, k_rope, kv_b, cache = attention.args
-    slots, layout = _inputs(graph, attention, cache)
+    batch = graph.program_of(attention).input("batch", BATCH)
     q_rope, k_rope, cos, sin, attributes = _before_rope(rotated, k_rope)
     norm = None
     if latent.target is ops.rms_norm:
         attributes |= latent.kwargs
         latent, norm = latent.args
     written = graph.insert(
-        attention, ops.norm_rope_write_latent, q_rope, latent, k_rope, cos, sin, norm, cache, slots, name="q_rope",
+        attention, ops.norm_rope_write_latent, q_rope, latent, k_rope, cos, sin, norm, cache, batch, name="q_rope",
         **attributes,
     )  # fmt: skip
-    paged = graph.insert(attention, ops.paged_mla_attention, q, written, kv_b, cache, *layout, **attention.kwargs)
+    paged = graph.insert(attention, ops.paged_mla_attention, q, written, kv_b, cache, batch, **attention.kwargs)
     graph.replace({attention: paged} if q_rope is rotated else {attention: paged, rotated: written})
 
 
@@ -65,13 +65,3 @@ def _before_rope(q: Node, k: Node) -> tuple[Node, Node, Node | None, Node | None
         (inner, cos, sin), k_inner = q.args, k.args[0]
         return inner, k_inner, cos, sin, dict(q.kwargs)
     return q, k, None, None, {}
-
-
-def _inputs(graph: Graph, attention: Node, cache: KV) -> tuple[Node, tuple[Node, ...]]:
-    """The inputs for the slot mapping and the block tables, added if they are missing."""
-    body = graph.program_of(attention)
-    slots = body.input(f"slots_{cache.kind}", Type("i64", ("T",)))
-    table = body.input(f"table_{cache.kind}", Type("i32", ("S", "M")))
-    starts = body.input("starts", Type("i32", ("S1",)))
-    lengths = body.input("lengths", Type("i32", ("S",)))
-    return slots, (table, starts, lengths, body.input("num_decodes", Type("i64", ())))

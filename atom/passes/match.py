@@ -12,7 +12,8 @@ from typing import Any
 from torch.fx import Node
 
 from atom.graph import ops
-from atom.graph.recipes import cat, leaves
+from atom.graph.graph import type_of
+from atom.graph.recipes import cat
 
 
 def have_same_form(linears: Sequence[Node]) -> bool:
@@ -23,7 +24,7 @@ def have_same_form(linears: Sequence[Node]) -> bool:
         (
             linear.args[0],
             len(linear.args),
-            tuple((leaf.fmt, leaf.type.dtype) for arg in linear.args[1:] for leaf in leaves(arg)),
+            tuple((type.dtype, type.fmt) for type in map(type_of, linear.args[1:])),
         )
         for linear in linears
     }

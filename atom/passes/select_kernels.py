@@ -13,10 +13,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from atom.graph import KV, Graph, Recipe, Shuffle
-from atom.graph.graph import node_leaves
+from atom.graph import Graph, Recipe, Shuffle
+from atom.graph.graph import node_leaves, type_of
 from atom.graph.ops import Op
-from atom.graph.recipes import packed_leaves
 from atom.kernels import Kernel, Target, candidates
 from atom.passes.context import PassContext
 
@@ -37,26 +36,20 @@ def select_kernels(graph: Graph, context: PassContext) -> Graph:
 
 
 def _refusal(kernel: Kernel, target: Target, node: Node, readers: Mapping[Any, set[Op]]) -> str | None:
-    packed = next((leaf for recipe in _recipes(node) for leaf in packed_leaves(recipe)), None)
-    if packed is not None and kernel.backend != "reference":
-        return f"its weight is stored as {packed.fmt}"
     if kernel.layout is not None:
-        if not isinstance(node.args[1], Recipe):
+        weight = node.args[kernel.op.weight]
+        if not isinstance(weight, Recipe):
             return "its weight is computed"
-        others = readers[node.args[1]] - {kernel.op}
+        others = readers[weight] - {kernel.op}
         if others:
             return f"its weight is read by {', '.join(sorted(other.name for other in others))} too"
     return kernel.accepts(target, *(type_of(arg) for arg in node.args), **node.kwargs)
 
 
-def _recipes(node: Node) -> list[Recipe]:
-    return [leaf for leaf in node_leaves(node) if not isinstance(leaf, KV)]
-
-
 def _choose(kernel: Kernel, node: Node) -> None:
     node.meta["kernel"] = kernel.backend
     if kernel.layout is not None:
-        node.update_arg(1, Shuffle(node.args[1], kernel.layout))
+        node.update_arg(kernel.op.weight, Shuffle(node.args[kernel.op.weight], kernel.layout))
 
 
 def _readers(graph: Graph) -> dict[Any, set[Op]]:
@@ -67,10 +60,3 @@ def _readers(graph: Graph) -> dict[Any, set[Op]]:
             for leaf in node_leaves(node):
                 readers[leaf].add(node.target)
     return readers
-
-
-def type_of(arg: Any) -> Any:
-    """An argument of a call, as `accepts` gets it: a type in place of a node or recipe."""
-    if isinstance(arg, Node):
-        return arg.meta["type"]
-    return arg if arg is None or isinstance(arg, KV) else arg.type

@@ -20,14 +20,14 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from atom.graph import KV, Graph, Program
+from atom.graph import BODY, HEAD, KV, Graph, Program
 from atom.graph.graph import call_of, node_leaves, results_of
 
 
 def sink_into_head(graph: Graph) -> Graph:
-    if not graph.programs.keys() >= {"body", "head"}:
+    if not graph.programs.keys() >= {BODY, HEAD}:
         return graph
-    body, head = graph.programs["body"], graph.programs["head"]
+    body, head = graph.programs[BODY], graph.programs[HEAD]
     kept = _ahead_of_attention(body)
     sunk = [call for call in body.nodes if call not in kept]
     returned, taken = ([node.meta["type"].row for node in nodes] for nodes in (body.results, head.inputs))

@@ -15,8 +15,6 @@ import os
 import queue
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -24,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from atom.child_process import end, exit_status, start_python
 from atom.errors import ArtifactError, PassError
 from atom.kernels import find_piece_compiler
 from atom.pieces.compilers import compile_piece
@@ -89,32 +88,16 @@ class _Worker:
         temporary = folder / "tmp"  # for the worker and its compilers
         temporary.mkdir(parents=True)
         (folder / "texts.json").write_text(json.dumps(list(texts)))
-        command = [
-            "/usr/bin/env",
-            f"TMPDIR={temporary}",
-            sys.executable,
-            "-c",
-            "import sys; from atom.pieces.compile_workers import work; work(*sys.argv[1:])",
-            str(folder),
-            device,
-        ]
         self._errors = (folder / "errors.txt").open("w+")
-        self._process = subprocess.Popen(
-            command,
-            cwd=Path(__file__).parents[2],
-            stdin=subprocess.PIPE,  # nothing is written: it ends when this process ends
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            start_new_session=True,
-        )
+        code = "import sys; from atom.pieces.compile_workers import work; work(*sys.argv[1:])"
+        self._process = start_python(code, str(folder), device, stderr=self._errors, TMPDIR=str(temporary))
         self._thread = threading.Thread(target=self._read, args=(folder, texts, done), daemon=True)
         self._thread.start()
 
     def _read(self, folder: Path, texts: Sequence[str], done: queue.Queue[Any]) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            kind, _, rest = line.rstrip().partition(" ")
+            kind, _, rest = line.decode().rstrip().partition(" ")
             if kind == "done":
                 made = folder / rest
                 done.put((texts[int(rest)], {file.name: file.read_bytes() for file in made.iterdir()}))
@@ -123,9 +106,7 @@ class _Worker:
                 done.put(PieceError(texts[int(index)], reason))
             elif kind == "failed":
                 done.put(ArtifactError(rest))
-        # not reaped here: its pid must not be reused until `stop` has ended the session
-        ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        if ended is None or ended.si_status:
+        if exit_status(self._process):
             self._errors.seek(0)
             last = (self._errors.read().strip().splitlines() or ["it was ended"])[-1]
             done.put(ArtifactError(f"compiling failed: {last}; level=1 runs without a compiler"))
@@ -133,9 +114,7 @@ class _Worker:
 
     def stop(self) -> None:
         """End the worker and the compilers that it has started."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._thread.join()
-        self._process.communicate()
+        end(self._process, self._thread)
         self._errors.close()
 
 

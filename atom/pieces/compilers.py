@@ -60,7 +60,7 @@ class _Draw:
     def __init__(self, program: Program, device: str) -> None:
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
-        self._multiplied = {node.args[1] for node in program.nodes if node.target is ops.linear}
+        self._multiplied = {node.args[ops.linear.weight] for node in program.nodes if node.target is ops.linear}
 
     def __call__(self, node: Node, rows: int = 0) -> Tensor:
         """Draw an input of so many rows, or a weight, which has no open dims."""

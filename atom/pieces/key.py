@@ -22,7 +22,7 @@ def identity(text: str, target: Target = CPU) -> dict[str, str]:
         "text": digest(text),
         **find_versions(target.device),
         **find_piece_compiler(target.device).ingredients(target),
-        "sources": sources_of("graph/ops", "kernels", "pieces"),
+        "sources": sources_of("dtypes.py", "graph/ops", "kernels", "pieces"),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch.fx import Node
@@ -54,7 +55,7 @@ def _text(calls: list[Node], inputs: list[Node], weights: list[Recipe], results:
 
     def closed(type: Type) -> Type:
         shape = (symbols.setdefault(d, chr(ord("A") + len(symbols))) if isinstance(d, str) else d for d in type.shape)
-        return Type(type.dtype, tuple(shape))
+        return replace(type, shape=tuple(shape))
 
     mapping: dict[Any, Node] = {}
     for index, node in enumerate(inputs):

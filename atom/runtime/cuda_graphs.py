@@ -28,11 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from atom.config import SAMPLING_KINDS
 from atom.kernels import compile_launches
 from atom.runtime.model import Model
 from atom.runtime.program import Hidden
 from atom.runtime.step_input import BatchShape, StepInput
+from atom.sampling_params import SAMPLING_KINDS
 
 PROMPT_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # in a step, beside decodes
 PROMPT_ROWS = 65  # likewise, one row of padding included: logits of all are computed and sampled

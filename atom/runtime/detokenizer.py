@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from atom.config import SamplingParams
+from atom.sampling_params import SamplingParams
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers make of bytes that are no character, or not yet
 RARE = "\U0010fffd"  # a character that no vocabulary has: it becomes bytes

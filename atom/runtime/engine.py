@@ -15,23 +15,26 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from atom.checkpoint import Tokenizer
-from atom.config import SamplingParams
 from atom.errors import RequestError
 from atom.runtime.bisect_failures import Part, describe, execute
 from atom.runtime.detokenizer import Detokenizer
 from atom.runtime.grammar import GrammarCompiler
-from atom.runtime.metrics import EngineStats, Metrics
+from atom.runtime.metrics import EngineStats
 from atom.runtime.output import Stream
 from atom.runtime.profiler import Profiler
 from atom.runtime.scheduler import Scheduler, finish_reason
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import Runner
 from atom.runtime.types import Matcher, Plan, Sequence, StreamCallback
+from atom.sampling_params import SamplingParams
 
 
 class Engine:
@@ -56,7 +59,7 @@ class Engine:
         self.stop_ids = stop_ids
         self.vocab_size = vocab_size
         self.profiler = profiler or Profiler(None)
-        self.metrics = Metrics(scheduler.stats)
+        self.metrics = EngineStats(scheduler.stats)
         self._streams: dict[str, Stream] = {}  # by sequence id
         self._requests: dict[str, list[Sequence]] = {}
         self._ended: list[Sequence] = []  # not returned by `step` yet
@@ -171,21 +174,16 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """The engine's load now, and its counts since the start."""
-        scheduler, counts, metrics = self.scheduler, self.scheduler.stats, self.metrics
+        scheduler, metrics = self.scheduler, self.metrics
         num_used, num_blocks = scheduler.cache.fullest
-        return EngineStats(
+        return replace(
+            metrics,
+            scheduler=copy(scheduler.stats),
+            finish_reasons=dict(metrics.finish_reasons),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_blocks=num_blocks,
             num_blocks_used=num_used,
-            kv_cache_usage=num_used / num_blocks,
-            num_preemptions=counts.num_preemptions,
-            num_prefix_queries=counts.num_prefix_queries,
-            num_prefix_hit_tokens=counts.num_prefix_hit_tokens,
-            num_steps=counts.num_steps,
-            num_prompt_tokens=metrics.num_prompt_tokens,
-            num_output_tokens=metrics.num_output_tokens,
-            finish_reasons=dict(metrics.finish_reasons),
         )
 
     def step(self, on_plan: Callable[[], object] | None = None) -> list[Sequence]:

@@ -13,15 +13,16 @@ from contextlib import contextmanager
 import torch
 
 from atom import weights
-from atom.config import SAMPLING_KINDS, Config, ServeConfig
+from atom.config import Config, ServeConfig
 from atom.errors import CapacityError, naming_a_lack_of_memory
 from atom.graph import Graph
 from atom.kernels.step import top_logprobs
-from atom.runtime.model import Model
+from atom.runtime.model import Model, logits_type
 from atom.runtime.program import rows_of, score
 from atom.runtime.request_state import counts_bytes
 from atom.runtime.runner import HEAD_ROWS, Runner
 from atom.runtime.step_input import BatchShape
+from atom.sampling_params import SAMPLING_KINDS
 
 NUM_TOP = 20  # log probabilities of a token, as many as OpenAI's API gives
 SPARE = 128 << 20  # bytes for the allocator's fragmentation and for graphs that are captured later
@@ -44,8 +45,7 @@ def left_for_kv(graph: Graph, config: Config) -> int:
     """
     free, total = torch.cuda.mem_get_info()
     share, max_num_seqs = config.serve.gpu_memory_utilization, config.serve.max_num_seqs
-    (logits,) = graph.programs["head"].results
-    needed, counts = weights.num_bytes(graph), counts_bytes(max_num_seqs, logits.meta["type"].shape[-1])
+    needed, counts = weights.num_bytes(graph), counts_bytes(max_num_seqs, int(logits_type(graph).shape[-1]))
     usable = int(total * share) - (total - free)
     if needed + counts > usable:
         raise CapacityError(

@@ -1,41 +1,47 @@
 """Counts of what an engine has done, and how full it is.
 
-Tests assert through them that an event took place.
+engine.metrics.num_output_tokens, engine.metrics.scheduler.num_preemptions     # counted where it happens
+engine.stats().num_blocks_used       # all of it at this moment, in plain numbers that are sent elsewhere as they are
 
-engine.metrics.num_output_tokens, engine.metrics.scheduler.num_preemptions
-engine.stats().kv_cache_usage        # all of it at this moment, in plain numbers that can be sent elsewhere
+Tests assert through them that an event took place.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from atom.runtime.scheduler import SchedulerStats
+import msgspec
 
 
-@dataclass
-class Metrics:
-    scheduler: SchedulerStats
+class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
+    """Counts since the start."""
+
+    num_steps: int = 0  # committed plans
+    num_chunks: int = 0  # rows that did not reach the end of their prompt
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0  # tokens that the prefix cache was asked for at admissions
+    num_prefix_hit_tokens: int = 0  # that the prefix cache gave at admissions
+    num_forked_tokens: int = 0  # that siblings took over from their parent
+    num_ahead: int = 0  # rows planned while the one before them was not committed
+    num_overrun: int = 0  # tokens sampled behind the end of their sequence
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """Counts since the start and, where `Engine.stats` gave it, how full the engine is."""
+
+    scheduler: SchedulerStats = msgspec.field(default_factory=SchedulerStats)
     num_requests: int = 0
-    num_prompt_tokens: int = 0
+    num_prompt_tokens: int = 0  # of all requests that were queued
     num_output_tokens: int = 0
-    finish_reasons: Counter[str] = field(default_factory=Counter)
+    finish_reasons: dict[str, int] = msgspec.field(
+        default_factory=Counter
+    )  # sequences by the reason that they ended for
+    num_running: int = 0  # sequences
+    num_waiting: int = 0  # sequences
+    num_blocks: int = 0  # of the kind of KV blocks that is fullest
+    num_blocks_used: int = 0  # of these, held by sequences
 
-
-class EngineStats(NamedTuple):
-    """The load of an engine, and its counts since the start."""
-
-    num_running: int  # sequences
-    num_waiting: int  # sequences
-    num_blocks: int  # of the kind of KV blocks that is fullest
-    num_blocks_used: int  # of these, held by sequences
-    kv_cache_usage: float  # the share of the two, 0 to 1
-    num_preemptions: int
-    num_prefix_queries: int  # tokens looked up in the prefix cache
-    num_prefix_hit_tokens: int  # tokens found there
-    num_steps: int
-    num_prompt_tokens: int  # of all requests that were queued
-    num_output_tokens: int
-    finish_reasons: dict[str, int]  # sequences by finish reason
+    @property
+    def kv_cache_usage(self) -> float:
+        """The share of the blocks that is held, 0 to 1."""
+        return self.num_blocks_used / max(self.num_blocks, 1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from atom.errors import naming_a_lack_of_memory
-from atom.graph import KV, TORCH_DTYPES, Graph, Recipe
+from atom.graph import BODY, HEAD, KV, TORCH_DTYPES, Batch, Graph, Recipe, Type
 from atom.graph.ops import Op
 from atom.graph.shares import token_shares
 from atom.kernels import find_step_kernels
@@ -52,9 +52,9 @@ class Model:
         self._graph, self._weights, self._code = graph, weights, code
         self._kernels: Kernels = {}
         self.kinds = list(dict.fromkeys(cache.kind for cache in graph.caches()))
-        (logits,) = graph.programs["head"].results
-        self.logits_dtype = TORCH_DTYPES[logits.meta["type"].dtype]
-        self.state = RequestState(max_num_seqs, logits.meta["type"].shape[-1], device)
+        logits = logits_type(graph)
+        self.logits_dtype = TORCH_DTYPES[logits.dtype]
+        self.state = RequestState(max_num_seqs, int(logits.shape[-1]), device)
         self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)  # of decodes
         width = -(-max_model_len // block_size)
         self.tables = torch.zeros(len(self.kinds), max_num_seqs + 1, width, dtype=torch.int32, device=device)
@@ -67,7 +67,7 @@ class Model:
 
     @cached_property
     def flops_a_token(self) -> float:
-        shares = token_shares([self._graph.programs["body"]])
+        shares = token_shares([self._graph.programs[BODY]])
         return 2 * float(sum(recipe.type.num_elements * share for recipe, share in shares.items()))
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
@@ -79,9 +79,11 @@ class Model:
     def use(self, kernels: Kernels) -> None:
         """Run these in place of the kernels that the text names; captured graphs keep the old ones."""
         self._kernels = kernels
-        body, head = self._graph.programs["body"], self._graph.programs["head"]
-        self.body = Executable(body, self._weights, self.caches, self._code, kernels)
-        self.head = Executable(head, self._weights, self.caches, self._code, kernels)
+        self.executables = {
+            name: Executable(program, self._weights, self.caches, self._code, kernels)
+            for name, program in self._graph.programs.items()
+        }
+        self.body, self.head = self.executables[BODY], self.executables[HEAD]
 
     def send(self, array: bytearray | npt.NDArray[Any], dtype: torch.dtype = torch.int32) -> Tensor:
         """A copy on the device, which the host does not wait for."""
@@ -94,16 +96,16 @@ class Model:
     def decode(self, slots: Tensor) -> Tensor:
         """slots: i32[S], each of which computes its newest token -> logits [S, V]"""
         size = len(slots)
-        inputs = self._inputs(size, size)
+        inputs = self._inputs(size, size, self._starts[: size + 1], size)
         self._step.decode_inputs(slots, self.state, self.tables, self.block_size, inputs)
-        return score(self.head, self.body(self._named(inputs, self._starts[: size + 1], size)))
+        return score(self.head, self.body(inputs._asdict()))
 
     def mix(self, shape: BatchShape, packed: Tensor) -> tuple[Hidden, Tensor | None]:
         """A step of this shape -> what its head takes, of each token; logits [R, V] where rows sample"""
-        inputs = self._inputs(shape.num_tokens, shape.num_rows)
         slots, starts, ends, _, places, given, row_of = shape.split(packed)
-        self._step.mixed_inputs(slots, given, row_of, starts, ends, self.state, self.tables, self.block_size, inputs)
-        hidden = self.body(self._named(inputs, starts, shape.num_decodes))
+        inputs = self._inputs(shape.num_tokens, shape.num_rows, starts, shape.num_decodes)
+        self._step.mixed_inputs(slots, given, row_of, ends, self.state, self.tables, self.block_size, inputs)
+        hidden = self.body(inputs._asdict())
         if not shape.num_samples:
             return hidden, None
         return hidden, score(self.head, rows_of(hidden, places.long()))
@@ -120,29 +122,18 @@ class Model:
         """See `kernels.torch.sampling.score_drawn`."""
         self._step.score_drawn(logits, rows, drawn, totals, chosen, ranks)
 
-    def _inputs(self, num_tokens: int, num_rows: int) -> Inputs:
+    def _inputs(self, num_tokens: int, num_rows: int, starts: Tensor, num_decodes: int) -> Inputs:
         kinds, device = len(self.kinds), self.device
         numbers = torch.empty(2 + kinds, num_tokens, dtype=torch.int64, device=device)
-        return Inputs(
-            tokens=numbers[0],
-            positions=numbers[1],
+        tables = torch.empty(kinds, num_rows, self.tables.shape[2], dtype=torch.int32, device=device)
+        batch = Batch(
+            tables=dict(zip(self.kinds, tables.unbind(), strict=True)),
+            slots=dict(zip(self.kinds, numbers[2:].unbind(), strict=True)),
+            starts=starts,
             lengths=torch.empty(num_rows, dtype=torch.int32, device=device),
-            slots=numbers[2:],
-            tables=torch.empty(kinds, num_rows, self.tables.shape[2], dtype=torch.int32, device=device),
+            num_decodes=num_decodes,
         )
-
-    def _named(self, inputs: Inputs, starts: Tensor, num_decodes: int) -> dict[str, Any]:
-        """The inputs by their names in a lowered body."""
-        named = {
-            "tokens": inputs.tokens,
-            "positions": inputs.positions,
-            "lengths": inputs.lengths,
-            "starts": starts,
-            "num_decodes": num_decodes,
-        }
-        for kind, name in enumerate(self.kinds):
-            named[f"slots_{name}"], named[f"table_{name}"] = inputs.slots[kind], inputs.tables[kind]
-        return named
+        return Inputs(numbers[0], numbers[1], batch, numbers[2:], tables)
 
     def _allocate(self, cache: KV, num_blocks: int) -> Tensor:
         shape = (num_blocks, self.block_size, *(int(dim) for dim in cache.type.shape))
@@ -153,3 +144,9 @@ class Model:
             f"lower serve.{knob}, or serve.num_kvcache_blocks where it is set"
         ):
             return zeros(shape, TORCH_DTYPES[cache.type.dtype], self.device)
+
+
+def logits_type(graph: Graph) -> Type:
+    """What its head gives of each row, [R, V]."""
+    (logits,) = graph.programs[HEAD].results
+    return logits.meta["type"]  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 body = Executable(graph.programs["body"], weights, caches, code)
 head = Executable(graph.programs["head"], weights, caches, code)
-hidden = body({"tokens": …, "positions": …, …})
+hidden = body({"tokens": …, "positions": …, "batch": …})
 logits = score(head, rows_of(hidden, slice(3)))
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.fx import Node
 
-from atom.graph import KV, Program, Recipe
+from atom.graph import KV, PagedCache, Program, Recipe
 from atom.graph.graph import results_of
 from atom.graph.ops import Op
 from atom.kernels import LoadContext, find_kernel
@@ -66,7 +66,9 @@ class Executable:
         def index_of(arg: Any) -> int:
             if isinstance(arg, Node):
                 return indices[arg]
-            self._start.append(caches[arg] if isinstance(arg, KV) else weights[arg] if isinstance(arg, Recipe) else arg)
+            if isinstance(arg, KV):
+                arg = PagedCache(caches[arg], arg.kind)
+            self._start.append(weights[arg] if isinstance(arg, Recipe) else arg)
             return len(self._start) - 1
 
         def result_indices(results: Sequence[Node]) -> tuple[int, ...]:

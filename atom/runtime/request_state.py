@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from atom.config import SamplingParams
 from atom.runtime.step_input import ADMISSION, NUM_REPORTED, pack_admission
+from atom.sampling_params import SamplingParams
 
 
 class RequestState:

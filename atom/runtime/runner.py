@@ -20,7 +20,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from atom.config import SAMPLING_KINDS
 from atom.errors import CapacityError, EngineDeadError, is_out_of_memory
 from atom.graph import Graph, Recipe
 from atom.kernels.step import top_logprobs
@@ -30,6 +29,7 @@ from atom.runtime.model import Model
 from atom.runtime.program import Hidden, rows_of, score
 from atom.runtime.step_input import NUM_REPORTED, BatchShape, Capacity, Scored, Shaping, StepInput
 from atom.runtime.types import Logprobs, Sampled
+from atom.sampling_params import SAMPLING_KINDS
 
 RUN_AHEAD = 2  # steps behind the one that is waited for: the host may take as long for a step as a GPU for two
 HEAD_ROWS = 256  # rows of a prompt whose logits are computed at a time

@@ -20,26 +20,12 @@ import time
 from bisect import insort_left, insort_right
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from operator import attrgetter
 
 from atom.errors import RequestError
 from atom.runtime.kv_cache import KVCache
+from atom.runtime.metrics import SchedulerStats
 from atom.runtime.types import Plan, Sampled, ScheduledRequest, Sequence
-
-
-@dataclass
-class SchedulerStats:
-    """Counts since the start."""
-
-    num_steps: int = 0  # committed plans
-    num_chunks: int = 0  # rows that did not reach the end of their prompts
-    num_preemptions: int = 0
-    num_prefix_queries: int = 0  # tokens looked up in the prefix cache at admission
-    num_prefix_hit_tokens: int = 0  # tokens found there
-    num_forked_tokens: int = 0  # tokens that siblings took over from their parent
-    num_ahead: int = 0  # rows planned while the one before them was not committed
-    num_overrun: int = 0  # tokens sampled past the end of their sequence
 
 
 def finish_reason(sequence: Sequence, max_model_len: int) -> str | None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from atom.config import MIN_TEMPERATURE, SAMPLING_KINDS
 from atom.runtime.logit_processors import find_shaping, is_shaped
 from atom.runtime.step_input import (
     NUM_REPORTED,
@@ -29,6 +28,7 @@ from atom.runtime.step_input import (
     pack_admission,
 )
 from atom.runtime.types import Plan, ScheduledRequest, Sequence
+from atom.sampling_params import MIN_TEMPERATURE, SAMPLING_KINDS
 
 
 @dataclass(slots=True)

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from atom.config import SamplingParams
 from atom.runtime.types import Sampled
+from atom.sampling_params import SamplingParams
 
 NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than the steps that may be in flight
 ADMISSION = struct.Struct("=qqQq6d")  # slot, tokens known, seed, top_k and the other numbers of `pack_admission`

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from atom.cache.files import Unfit, reason_of
 from atom.checkpoint import Progress
-from atom.config import SamplingParams
 from atom.errors import CapacityError, is_out_of_memory
 from atom.graph import Graph
 from atom.kernels import Tuner, tuned
 from atom.runtime.model import Model
 from atom.runtime.step_input import pack_admission
+from atom.sampling_params import SamplingParams
 
 CONTEXT = 300  # tokens of each row, the newest included
 SECONDS = 0.01  # least seconds of replays that make one timing

@@ -16,11 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from atom.config import SamplingParams
+from atom.sampling_params import SamplingParams
 
-# the inputs of a lowered body that a batch provides: these, and for each cache kind one with each of these prefixes
-INPUTS = ("tokens", "positions", "starts", "lengths", "num_decodes")
-INPUTS_BY_KIND = ("table_", "slots_")
+INPUTS = ("tokens", "positions", "batch")  # what a step provides to a lowered body, by name
 
 
 @dataclass(frozen=True)

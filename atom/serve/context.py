@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from atom.checkpoint import SILENT, RichProgress, Tokenizer, WatchedProgress
-from atom.config import Config, SamplingParams
+from atom.config import Config
 from atom.errors import ConfigError, EngineDeadError, RequestError
+from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineClient, State
 from atom.serve.errors import FieldError, ModelNotFoundError, body_of, shown, status_of
 from atom.serve.metrics import Metrics

@@ -31,6 +31,7 @@ class EngineCollector:
 
     def collect(self) -> Iterable[Metric]:
         client, stats = self._client, self._client.stats
+        counts = stats.scheduler
         gauges = {
             "num_requests_running": ("sequences in the engine's steps", stats.num_running),
             "num_requests_waiting": ("sequences that are not admitted", client.num_waiting),
@@ -39,10 +40,10 @@ class EngineCollector:
             "kv_cache_blocks_used": ("KV blocks in use", stats.num_blocks_used),
         }
         counters = {
-            "num_preemptions": ("sequences that gave way to others", stats.num_preemptions),
-            "prefix_cache_queries": ("prompt tokens looked up in the prefix cache", stats.num_prefix_queries),
-            "prefix_cache_hits": ("prompt tokens that it had", stats.num_prefix_hit_tokens),
-            "engine_steps": ("steps of the engine", stats.num_steps),
+            "num_preemptions": ("sequences that gave way to others", counts.num_preemptions),
+            "prefix_cache_queries": ("prompt tokens looked up in the prefix cache", counts.num_prefix_queries),
+            "prefix_cache_hits": ("prompt tokens that it had", counts.num_prefix_hit_tokens),
+            "engine_steps": ("steps of the engine", counts.num_steps),
         }
         for name, (about, value) in gauges.items():
             yield GaugeMetricFamily(f"atom:{name}", about, value)

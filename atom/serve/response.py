@@ -1,36 +1,50 @@
-"""Collect the outputs of a request: choices, times, usage.
+"""Respond to chats, completions and messages: submit, stream or collect, log, leave.
 
-answering = Answering(context, stream, prompts, params.n, started)
-await answering.begin(request.receive, leave)          # what the engine refuses is no stream yet
-choices = await answering.collect()                    # all at once
-async for choice, output in answering.outputs(): …     # as it comes; None, None after comment_seconds of silence
-answering.usage()
-request.state.log |= answering.record()
-return await answering.write(lambda: json_response(...))
+    class Chat(Responder): ...                    # what is asked, and the outputs in words of the API
+    return await Chat(context, body).respond(request)
+
+`Answering` is a request on its way: its stream, what each of its sequences has said so far, its times and its usage.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
 
 from atom.errors import AtomError, RequestError
 from atom.runtime.types import Logprobs
+from atom.sampling_params import SamplingParams
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
 from atom.serve.engine.stream import Stream
-from atom.serve.errors import MAX_MESSAGE, FieldError, shown
-from atom.serve.sse import until_gone
+from atom.serve.errors import MAX_MESSAGE, FieldError, body_at, json_response, shown, status_of
+from atom.serve.sse import EventStream, event, until_gone
 
 FINISH_REASONS = {"eos": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # the engine's reason -> OpenAI's
 SHORT = 1024  # log probabilities that are written faster than a thread wakes up
 REFUSED = f"{RequestError.__name__}: "  # begins the engine's message for an error of the request
+
+
+@dataclass
+class EngineRequest:
+    """What a body asks of the engine."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]  # of each prompt; n of all is the same
+    user: str | None  # for the log
+    salt: bytes = b""  # of the prefix cache
+    priority: int = 0
+    num_kept: int = 1  # of the n answers to each prompt, the most likely
+    form: str | None = None  # the field that the engine reads itself, and may refuse: what the answer must match
 
 
 @dataclass
@@ -65,27 +79,15 @@ def finish_reason(reason: str) -> str:
 
 
 class Answering:
-    def __init__(
-        self,
-        context: Context,
-        stream: Stream,
-        prompts: list[list[int]],
-        num_answers: int,
-        started: float,
-        form: str | None = None,
-    ) -> None:
-        """num_answers: to each prompt. started: perf_counter when the request arrived. form: the field of the answer's
-        constraint, which the engine reads and may refuse."""
-        self._context, self._stream, self._num_answers = context, stream, num_answers
+    def __init__(self, context: Context, stream: Stream, asked: EngineRequest, started: float) -> None:
+        """started: perf_counter when the request arrived."""
+        self._context, self._stream, self._form, self._started = context, stream, asked.form, started
+        self._num_answers = num_answers = asked.params[0].n  # to each prompt
         self._metrics = context.metrics
-        self._started = started
-        self._form = form
         self._early: list[Output] | None = None  # the first outputs, from `begin`
         self._first_at = 0.0
-        self.num_prompt = sum(map(len, prompts))
-        self.choices = [
-            Choice(place, place * num_answers + index) for place in range(len(prompts)) for index in range(num_answers)
-        ]
+        self.num_prompt = sum(map(len, asked.prompts))
+        self.choices = [Choice(index // num_answers, index) for index in range(len(asked.prompts) * num_answers)]
         self._metrics.prompt_tokens.inc(self.num_prompt)
 
     async def begin(self, receive: Receive, leave: Callable[[], None]) -> None:
@@ -149,10 +151,10 @@ class Answering:
             "latency_s": round(now - self._started, 6),
         }
 
-    def record(self, usage: dict[str, Any] | None = None, error: Exception | None = None) -> dict[str, Any]:
-        """The fields of the request's log line. usage: where an API has another than `usage`."""
+    def record(self, usage: dict[str, Any], error: Exception | None = None) -> dict[str, Any]:
+        """The fields of the request's log line."""
         reasons = ["error" if choice.finish is None else choice.finish.reason for choice in self.choices]
-        told = {"usage": self.usage() if usage is None else usage, "finish_reasons": reasons}
+        told = {"usage": usage, "finish_reasons": reasons}
         return told if error is None else told | {"error": shown(str(error) or type(error).__name__, MAX_MESSAGE)}
 
     async def _next(self, seconds: float | None = None) -> list[Output]:
@@ -214,3 +216,78 @@ def best(choices: list[Choice], made: int, wanted: int) -> list[Choice]:
     for index, choice in enumerate(kept):
         choice.index = index
     return kept
+
+
+class Responder(ABC):
+    """The way that every request goes. A class for each API says what it asks and how its answers are written."""
+
+    renders = True  # a template, in a thread however short the body is
+    waits = True  # with the head of a stream for the engine's first output: what the engine refuses is no stream yet
+    silence = b""  # the event where nothing has come for comment_seconds; none: a comment
+    error_event: str | None = None  # the name of an event that tells of an error
+
+    def __init__(self, context: Context, model: str | None, id: str, *, is_streamed: bool | None) -> None:
+        """EngineDeadError and ModelNotFoundError of `Context.begin`."""
+        self._started = time.perf_counter()
+        self.context, self.id, self.is_streamed = context, id, is_streamed
+        self.model = context.begin(model)
+
+    @abstractmethod
+    def ask(self) -> EngineRequest:
+        """What the body asks. RequestError where it cannot be served."""
+
+    @abstractmethod
+    def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+
+    @abstractmethod
+    def open(self, answering: Answering) -> Iterable[bytes]:
+        """The events before the first output."""
+
+    @abstractmethod
+    def delta(self, choice: Choice, output: Output) -> bytes:
+        """The event of an output; nothing where all is held back."""
+
+    @abstractmethod
+    def close(self, usage: dict[str, Any]) -> Iterable[bytes]:
+        """The events behind the last output."""
+
+    def usage(self, answering: Answering) -> dict[str, Any]:
+        return answering.usage()
+
+    async def respond(self, request: Request) -> Response:
+        context, client = self.context, self.context.client
+        asked = await (context.in_thread(self.ask) if self.renders else context.work(request.state.num_bytes, self.ask))
+        request.state.log |= {"model": self.model, "user": asked.user, "id": self.id}
+        stream = client.submit(asked.prompts, asked.params, id=self.id, salt=asked.salt, priority=asked.priority)
+        answering = Answering(context, stream, asked, self._started)
+        leave = partial(client.abort, stream)
+        if self.is_streamed:
+            if self.waits:
+                await answering.begin(request.receive, leave)
+            return EventStream(self._events(request, answering), leave)
+        try:
+            choices = await until_gone(request.receive, answering.collect())
+        finally:
+            leave()
+        kept = best(choices, asked.params[0].n, asked.num_kept)
+        request.state.log |= answering.record(usage := self.usage(answering))
+        return await answering.write(lambda: json_response(self.whole(kept, usage)))
+
+    async def _events(self, request: Request, answering: Answering) -> AsyncIterator[bytes]:
+        for data in self.open(answering):
+            yield data
+        try:
+            async for item in answering.outputs():
+                if item is None:
+                    yield self.silence
+                elif data := self.delta(*item):
+                    yield data
+        except Exception as error:
+            request.state.log |= answering.record(self.usage(answering), error)
+            path, status, body = request.scope["path"], status_of(error), self.context.report(error)
+            yield event(body_at(path, status, body, request.state.request_id), self.error_event)
+            return
+        request.state.log |= answering.record(usage := self.usage(answering))
+        for data in self.close(usage):
+            yield data

@@ -27,8 +27,8 @@ from atom.checkpoint import Checkpoint, Progress, StoredTensor
 from atom.config import ModelConfig
 from atom.errors import CheckpointError, UnsupportedError, naming_a_lack_of_memory
 from atom.graph import TORCH_DTYPES, Graph, Recipe, RopeFreqs, Shuffle
-from atom.graph.formats import stored_parts
-from atom.graph.recipes import held_bytes, leaves, narrow, packed_leaves
+from atom.graph.parts import stored_tensors
+from atom.graph.recipes import held_bytes, leaves, narrow
 from atom.kernels import shuffle
 from atom.weights import stream
 from atom.weights.evaluate import copy, find_places, view
@@ -41,12 +41,7 @@ NUM_READERS = 2  # threads that read and convert, on a CPU
 
 def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str] = ()) -> None:
     """Check the checkpoint against the graph: no tensor is missing, unused or of another shape."""
-    needed = {
-        leaf.name + suffix: type
-        for recipe in graph.recipes()
-        for leaf in leaves(recipe)
-        for suffix, type in stored_parts(leaf.type, leaf.fmt).items()
-    }
+    needed = {leaf.name: leaf.type for recipe in graph.recipes() for leaf in stored_tensors(recipe)}
     missing = [name for name in needed if name not in stored]
     if missing:
         raise CheckpointError(
@@ -91,8 +86,9 @@ def _find_numbers(stored: Iterable[str], names: Iterable[str], placeholder: str)
 def refuse_packed(graph: Graph) -> None:
     """Raise UnsupportedError where a graph would compute with a weight in its packed format."""
     for recipe in graph.recipes():
-        for leaf in packed_leaves(recipe):
-            stored = f"{leaf.name} is stored as {leaf.fmt}"
+        if recipe.type.fmt is not None:
+            leaf = next(leaves(recipe))
+            stored = f"{leaf.name} is stored as {leaf.type.fmt}"
             raise UnsupportedError(f"{stored}: running quantized weights is not built yet, job=explain reads them")
 
 

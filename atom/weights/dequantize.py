@@ -1,27 +1,26 @@
 """Dequantize weights that a checkpoint stores packed.
 
-dense = unpack(leaf, read)                               # all of it
-dense = unpack(leaf, read, lambda part: part[2:3])       # the third expert alone
+dense = unpack("mxfp4", {"values": blocks, "scales": scales})
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from atom.graph import W
-from atom.graph.formats import stored_parts
+from atom.graph import formats
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1, by its 4 bits
 
 
-def unpack(leaf: W, read: Callable[[str], Tensor], choose: Callable[[Tensor], Tensor] = lambda part: part) -> Tensor:
-    """Dequantize a leaf to fp32[..., O, I], or only what `choose` selects in all dims of its parts but the last."""
-    assert leaf.fmt == "mxfp4", f"{leaf.name} is stored as {leaf.fmt}: refuse_packed comes first"
-    blocks, scales = (choose(read(leaf.name + suffix)) for suffix in stored_parts(leaf.type, leaf.fmt))
-    return unpack_mxfp4(blocks, scales)
+def unpack(fmt: str, parts: Mapping[str, Tensor]) -> Tensor:
+    """Dequantize a weight's parts to fp32[..., O, I], see `graph.parts`; of one that was transposed too."""
+    if fmt == formats.transpose("mxfp4"):
+        return unpack_mxfp4(parts["values"].transpose(-3, -2), parts["scales"].mT).mT
+    assert fmt == "mxfp4", f"a weight is stored as {fmt}: refuse_packed comes first"
+    return unpack_mxfp4(parts["values"], parts["scales"])
 
 
 def unpack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

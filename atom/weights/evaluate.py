@@ -8,7 +8,7 @@ for part, place in find_places(recipe, tensor):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -16,13 +16,17 @@ from torch import Tensor
 from atom.checkpoint import Checkpoint
 from atom.errors import UnsupportedError
 from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Shift, Slice, Stack, Transpose, W
+from atom.graph.parts import parts_of
 from atom.graph.recipes import narrow
 from atom.weights.dequantize import unpack
 
 
 def find_places(recipe: Recipe, target: Tensor) -> Iterator[tuple[Recipe, Tensor]]:
     """The parts of a recipe that are not joined of others, each with the view of the target that it fills."""
-    if isinstance(recipe, Cat):
+    if isinstance(recipe, Dequantize):
+        for packed, filled in find_places(recipe.part, target):
+            yield Dequantize(packed), filled
+    elif isinstance(recipe, Cat):
         start = 0
         for part in recipe.parts:
             size = int(part.type.shape[recipe.dim])
@@ -49,35 +53,17 @@ def copy(recipe: Recipe, target: Tensor, see: Callable[[Recipe], Tensor]) -> Non
 
 def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:
     """A view of the stored tensor, where it need not be dequantized; nothing of it is read."""
-    if isinstance(recipe, W):
-        assert recipe.fmt is None, f"{recipe.name} is stored as {recipe.fmt}: refuse_packed comes first"
-        return _stored(recipe.name, checkpoint)
-    if isinstance(recipe, Transpose):
-        return view(recipe.part, checkpoint).mT
-    ranges, inner = _ranges(recipe)
-    if isinstance(inner, Dequantize):
-        last = len(inner.type.shape) - 1  # the dim along which it is packed
-        others = [each for each in ranges if each.dim != last]
-        packed = unpack(inner.part, lambda name: _stored(name, checkpoint), lambda part: _cut(part, others))
-        return _cut(packed, [each for each in ranges if each.dim == last])
-    if not ranges:
-        raise UnsupportedError(f"a weight cannot be read as {type(recipe).__name__.lower()}(…) of several tensors")
-    return _cut(view(inner, checkpoint), ranges)
-
-
-def _ranges(recipe: Recipe) -> tuple[list[Slice], Recipe]:
-    """Take the slices off a recipe: these, innermost first, and the recipe that they slice."""
-    ranges: list[Slice] = []
-    while isinstance(recipe, Slice):
-        ranges.insert(0, recipe)
-        recipe = recipe.part
-    return ranges, recipe
-
-
-def _cut(tensor: Tensor, ranges: Iterable[Slice]) -> Tensor:
-    for each in ranges:
-        tensor = tensor[(slice(None),) * each.dim + (slice(each.start, each.stop, each.step),)]
-    return tensor
+    match recipe:
+        case W():
+            assert recipe.type.fmt is None, f"{recipe.name} is stored as {recipe.type.fmt}: refuse_packed comes first"
+            return _stored(recipe.name, checkpoint)
+        case Transpose(part, dim):
+            return view(part, checkpoint).transpose(dim, dim + 1)
+        case Slice(part, start, stop, dim, step):
+            return view(part, checkpoint)[(slice(None),) * dim + (slice(start, stop, step),)]
+        case Dequantize(part):
+            return unpack(str(part.type.fmt), {name: view(each, checkpoint) for name, each in parts_of(part).items()})
+    raise UnsupportedError(f"a weight cannot be read as {type(recipe).__name__.lower()}(…) of several tensors")
 
 
 def _stored(name: str, checkpoint: Checkpoint) -> Tensor:

@@ -167,7 +167,7 @@ def _find_pieces(parts: Iterable[tuple[Recipe, Tensor]], checkpoint: Checkpoint,
     opened: dict[Path, FileIO] = {}
     for part, place in parts:
         leaf = next(leaves(part))
-        where = None if leaf.fmt else checkpoint.locate(leaf.name)
+        where = None if leaf.type.fmt else checkpoint.locate(leaf.name)
         if where is None:
             yield Piece(part, place)
             continue

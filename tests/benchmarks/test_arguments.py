@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from atom.benchmarks.arguments import make_parser, read_arguments
+from atom.benchmarks.arguments import make_parser, parse_goodput, read_arguments
 from atom.benchmarks.benchmark_utils import UsageError
 
 MINIMAL = ["--model", "m", "--dataset-name", "random"]
@@ -145,3 +145,16 @@ def test_help_shows_every_flag_and_the_defaults(capsys: pytest.CaptureFixture[An
     assert ended.value.code == 0
     assert all(f"--{name.replace('_', '-')}" in shown for name in GUIDE | MORE)
     assert "(default: 1024)" in shown and "(default: None)" not in shown and "(default: False)" not in shown
+
+
+def test_objectives_are_read_and_mistakes_in_them_named():
+    assert parse_goodput(["ttft:100", "e2el:2.5e3"]) == {"ttft": 100.0, "e2el": 2500.0}
+    for pair, mistake in [
+        ("ttft=100", "write KEY:MILLISECONDS"),
+        ("ttft:fast", "write KEY:MILLISECONDS"),
+        ("itl:5", "there is no itl; there are ttft, tpot, e2el"),
+        ("ttft:-1", "cannot be less than 0"),
+        ("ttft:nan", "cannot be less than 0"),
+    ]:
+        with pytest.raises(UsageError, match=f"--goodput {pair}: .*{mistake}"):
+            parse_goodput([pair])

@@ -8,7 +8,8 @@ import aiohttp
 import pytest
 from benchmarks.stub_server import Answer, Asked, Reply, Stub, answering, completion_events, serving, sse
 
-from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS, RequestFuncInput, RequestFuncOutput
+from atom.benchmarks.backend_request_func import ASYNC_REQUEST_FUNCS, RequestFuncInput
+from atom.measurement.metrics import RequestFuncOutput
 
 OPENAI = ("vllm", "openai", "sglang", "lmdeploy", "scalellm")
 PATHS = {

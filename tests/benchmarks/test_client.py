@@ -11,7 +11,7 @@ from atom.benchmarks.arguments import read_arguments
 from atom.benchmarks.backend_request_func import RequestFuncInput
 from atom.benchmarks.benchmark_utils import BenchmarkError
 from atom.benchmarks.client import allow_connections, measure, run_loop
-from atom.benchmarks.hardware import describe_machine
+from atom.measurement.hardware import describe_machine
 
 
 def arguments(url: str, *flags: str) -> argparse.Namespace:

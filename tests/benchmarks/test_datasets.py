@@ -10,15 +10,14 @@ from tokenizers import Tokenizer as Reference
 
 from atom.benchmarks.benchmark_utils import UsageError
 from atom.benchmarks.datasets import (
-    read_entry,
     read_hf,
-    read_sharegpt,
     sample_burstgpt,
     sample_sharegpt,
     sample_sonnet,
 )
 from atom.benchmarks.prompts import PromptForm
 from atom.benchmarks.tokenizer import load_tokenizer
+from atom.measurement.conversations import read_sharegpt
 
 LONG = "it was the age of wisdom " * 400
 
@@ -63,31 +62,6 @@ def test_an_output_length_replaces_the_answers_own(form: PromptForm):
     assert request.expected_output_len == 33
     (request,) = sample_sharegpt(rng(), form, 1, [("was it the age of light", None)], output_len=None)
     assert request.expected_output_len == 128
-
-
-@pytest.mark.parametrize(("text", "mistake"), [("{", "is no JSON file"), ("{}", "is no list of conversations")])
-def test_a_file_that_is_no_sharegpt_is_named(text: str, mistake: str, tmp_path: Path):
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(UsageError, match=mistake):
-        read_sharegpt(tmp_path / "a.json")
-
-
-@pytest.mark.parametrize(
-    ("entry", "conversation"),
-    [
-        ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}, ("q", "a")),
-        ({"prompt": "q", "completion": "a"}, ("q", "a")),
-        ({"instruction": "q", "output": "a"}, ("q", "a")),
-        ({"question": "q"}, ("q", None)),
-        ({"messages": [{"role": "user", "content": [1]}, {"role": "assistant", "content": "a"}]}, None),
-        ({"prompt": "half \ud83d", "question": "q"}, ("q", None)),
-        (turns("half \ud83d", "a"), None),
-        ({"label": 3}, None),
-        ("text", None),
-    ],
-)
-def test_the_forms_in_which_data_sets_have_conversations(entry: Any, conversation: Any):
-    assert read_entry(entry) == conversation
 
 
 def test_sonnet_shares_a_prefix_and_meets_the_lengths(form: PromptForm, reference_tokenizer: Reference, tmp_path: Path):

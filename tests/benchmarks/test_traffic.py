@@ -7,8 +7,9 @@ import time
 import numpy
 import pytest
 
-from atom.benchmarks.backend_request_func import RequestFuncInput, RequestFuncOutput
+from atom.benchmarks.backend_request_func import RequestFuncInput
 from atom.benchmarks.traffic import draw_arrivals, send_all
+from atom.measurement.metrics import RequestFuncOutput
 
 REQUESTS = [RequestFuncInput(str(at), "", 1, 1, "m") for at in range(8)]
 

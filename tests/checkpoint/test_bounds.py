@@ -4,7 +4,6 @@ import base64
 import json
 import os
 import struct
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -160,7 +159,8 @@ def long_pieces() -> tokenizers.Tokenizer:
 def test_a_text_that_a_tokenizer_would_never_be_done_with_ends_one_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any
 ) -> None:
-    monkeypatch.setattr(encoder, "start", limited(encoder.start))
+    limits = "encoder.SECONDS, encoder.MEMORY = 1, 1 << 30"
+    monkeypatch.setattr(encoder, "CODE", f"from atom.checkpoint import encoder; {limits}; encoder.work()")
     tokenizer, text = tokenizer_of(make(), tmp_path), "a" * 60_000 + "b"
     assert not tokenizer.encodes_here(len(text))
     start = time.monotonic()
@@ -170,25 +170,6 @@ def test_a_text_that_a_tokenizer_would_never_be_done_with_ends_one_request(
         tokenizer.encode(text)
     assert time.monotonic() - start < 30
     assert tokenizer.encode("bb", add_special_tokens=False) == make().encode("bb", add_special_tokens=False).ids
-
-
-def limited(start: Any) -> Any:
-    """A process with a second and a GiB."""
-
-    def start_limited(definition: str) -> Any:
-        folder = Path(encoder.__file__).parents[2]
-        code = "from atom.checkpoint import encoder; encoder.SECONDS, encoder.MEMORY = 1, 1 << 30; encoder.work()"
-        real = encoder.subprocess.Popen
-
-        def popen(command: list[str], **options: Any) -> Any:
-            assert options["cwd"] == folder
-            return real([sys.executable, "-c", code], **options)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(encoder.subprocess, "Popen", popen)
-            return start(definition)
-
-    return start_limited
 
 
 def test_the_process_ends_with_its_tokenizer(tmp_path: Path) -> None:

@@ -20,9 +20,14 @@ import atom
 from atom.cache import Cache
 from atom.compiler import Report, compile_model
 from atom.compiler import compile as compiler
+from atom.compiler.artifact import publish_artifact, read_artifact, semantic_graph
 from atom.config import Config, load
 from atom.errors import ConfigError
+from atom.graph import parse, show
+from atom.kernels import Target
 from atom.kernels.inductor import piece_compiler as inductor
+from atom.passes import lower
+from atom.pieces import find_pieces, key_of
 
 identity_module = importlib.import_module("atom.pieces.key")  # a function has its name too
 PACKAGE = Path(atom.__file__).parent
@@ -261,3 +266,20 @@ def test_the_recipe_of_an_artifact_starts_it_from_the_cache(configure: Any, cach
 def test_overrides_cannot_be_set(configure: Any):
     with pytest.raises(ConfigError, match="overrides is what the configuration is loaded from and cannot be set"):
         configure("overrides=[a]")
+
+
+def test_an_artifact_has_all_programs_and_their_pieces(configure: Callable[..., Config], cache: Cache):
+    text = show(semantic_graph(configure()))
+    draft = """
+def draft(hidden: fp32[T, 48]):
+    h = rms_norm(hidden, W("draft.norm", fp32[48]), eps=1e-06)
+    y = linear(h, W("draft.proj", fp32[48, 48]))
+    return y
+"""
+    graph = lower(parse(text + draft), 2, Target("cpu"))
+    publish_artifact(cache, configure(), {"text": "three programs"}, graph, [])
+    found = read_artifact(cache, key_of({"text": "three programs"}))
+    assert found is not None and list(found.programs) == ["body", "head", "draft"]
+    for name, program in graph.programs.items():
+        assert find_pieces(program), "there is something to compile"
+        assert [each.text for each in find_pieces(found.programs[name])] == [each.text for each in find_pieces(program)]

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.config import Config, SamplingParams, engine_overrides, load, load_gpu, override, show
+from atom.config import Config, engine_overrides, load, load_gpu, override, show
 from atom.config.hydra import CONF, compose, model_files
 from atom.config.resolve import FORMATS, is_format
 from atom.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.graph import Type
 from atom.graph import formats as graph_formats
-from atom.graph.formats import num_bytes
+from atom.sampling_params import SamplingParams
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -217,7 +217,7 @@ def compressed(**changes: Any) -> dict[str, Any]:
 def test_the_stored_format_is_read_from_the_checkpoint(write: Write, stated: dict[str, Any] | None, fmt: str | None):
     model = load([f"checkpoint={write(quantization_config=stated)}"]).model
     assert (model.fmt, model.plain) == (fmt, [])
-    assert num_bytes(Type("bf16", (256, 256)), model.fmt) > 0, "the graph knows it too"
+    assert Type("bf16", (256, 256), model.fmt).num_bytes > 0, "the graph knows it too"
 
 
 @pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers", "ignore"])

@@ -1,4 +1,4 @@
-def body(tokens: i64[T], positions: i64[T], slots_window_10: i64[T], table_window_10: i32[S, M], starts: i32[S1], lengths: i32[S], num_decodes: i64, slots_full: i64[T], table_full: i32[S, M]):
+def body(tokens: i64[T], positions: i64[T], batch: Batch):
     cos, sin = reference.rotary(positions, rope_freqs(16, 1000.0))    # fp32[T, 8], fp32[T, 8]
     cos_1, sin_1 = reference.rotary(positions, rope_freqs(16, 50000.0, kind="linear", factor=2.5))    # fp32[T, 8], fp32[T, 8]
     x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]
@@ -10,8 +10,8 @@ def body(tokens: i64[T], positions: i64[T], slots_window_10: i64[T], table_windo
     q_1 = reference.split_heads(q, heads=4)    # bf16[T, 4, 16]
     k_1 = reference.split_heads(k, heads=2)    # bf16[T, 2, 16]
     v_1 = reference.split_heads(v, heads=2)    # bf16[T, 2, 16]
-    q_3 = reference.norm_rope_write(q_1, k_1, v_1, cos, sin, shift(W("model.layers.0.self_attn.q_norm.weight", fp32[16]), 1.0), shift(W("model.layers.0.self_attn.k_norm.weight", fp32[16]), 1.0), KV("model.layers.0", bf16[2, 2, 16], window=10), slots_window_10, eps=1e-06)    # bf16[T, 4, 16]
-    a = reference.paged_attention(q_3, KV("model.layers.0", bf16[2, 2, 16], window=10), table_window_10, starts, lengths, num_decodes, scale=0.2041241452319315, window=10)    # bf16[T, 4, 16]
+    q_3 = reference.norm_rope_write(q_1, k_1, v_1, cos, sin, shift(W("model.layers.0.self_attn.q_norm.weight", fp32[16]), 1.0), shift(W("model.layers.0.self_attn.k_norm.weight", fp32[16]), 1.0), KV("model.layers.0", bf16[2, 2, 16], window=10), batch, eps=1e-06)    # bf16[T, 4, 16]
+    a = reference.paged_attention(q_3, KV("model.layers.0", bf16[2, 2, 16], window=10), batch, scale=0.2041241452319315, window=10)    # bf16[T, 4, 16]
     a_1 = reference.merge_heads(a)    # bf16[T, 64]
     o = reference.linear(a_1, W("model.layers.0.self_attn.o_proj.weight", bf16[48, 64]))    # bf16[T, 48]
     a_2 = reference.rms_norm(o, shift(W("model.layers.0.post_attention_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[T, 48]
@@ -31,8 +31,8 @@ def body(tokens: i64[T], positions: i64[T], slots_window_10: i64[T], table_windo
     q_5 = reference.split_heads(q_4, heads=4)    # bf16[T, 4, 16]
     k_5 = reference.split_heads(k_4, heads=2)    # bf16[T, 2, 16]
     v_3 = reference.split_heads(v_2, heads=2)    # bf16[T, 2, 16]
-    q_7 = reference.norm_rope_write(q_5, k_5, v_3, cos_1, sin_1, shift(W("model.layers.1.self_attn.q_norm.weight", fp32[16]), 1.0), shift(W("model.layers.1.self_attn.k_norm.weight", fp32[16]), 1.0), KV("model.layers.1", bf16[2, 2, 16]), slots_full, eps=1e-06)    # bf16[T, 4, 16]
-    a_3 = reference.paged_attention(q_7, KV("model.layers.1", bf16[2, 2, 16]), table_full, starts, lengths, num_decodes, scale=0.2041241452319315)    # bf16[T, 4, 16]
+    q_7 = reference.norm_rope_write(q_5, k_5, v_3, cos_1, sin_1, shift(W("model.layers.1.self_attn.q_norm.weight", fp32[16]), 1.0), shift(W("model.layers.1.self_attn.k_norm.weight", fp32[16]), 1.0), KV("model.layers.1", bf16[2, 2, 16]), batch, eps=1e-06)    # bf16[T, 4, 16]
+    a_3 = reference.paged_attention(q_7, KV("model.layers.1", bf16[2, 2, 16]), batch, scale=0.2041241452319315)    # bf16[T, 4, 16]
     a_4 = reference.merge_heads(a_3)    # bf16[T, 64]
     o_1 = reference.linear(a_4, W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]))    # bf16[T, 48]
     a_5 = reference.rms_norm(o_1, shift(W("model.layers.1.post_attention_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[T, 48]

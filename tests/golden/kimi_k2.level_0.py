@@ -1,4 +1,4 @@
-def body(tokens: i64[T], positions: i64[T], slots_latent: i64[T], table_latent: i32[S, M], starts: i32[S1], lengths: i32[S], num_decodes: i64):
+def body(tokens: i64[T], positions: i64[T], batch: Batch):
     cos, sin = reference.rotary(positions, rope_freqs(8, 10000.0, kind="yarn", factor=4.0, original_max_position=32), scale=1.0126366731955934)    # fp32[T, 4], fp32[T, 4]
     x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]
     h = reference.rms_norm(x, W("model.layers.0.input_layernorm.weight", bf16[48]), eps=1e-06)    # bf16[T, 48]
@@ -10,8 +10,8 @@ def body(tokens: i64[T], positions: i64[T], slots_latent: i64[T], table_latent: 
     kv_a = reference.linear(h, W("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", bf16[26, 48]))    # bf16[T, 26]
     latent, k_rope = reference.split(kv_a, sizes=[18, 8])    # bf16[T, 18], bf16[T, 8]
     k_rope_1 = reference.split_heads(k_rope, heads=1)    # bf16[T, 1, 8]
-    q_rope_1 = reference.norm_rope_write_latent(q_rope, latent, k_rope_1, cos, sin, W("model.layers.0.self_attn.kv_a_layernorm.weight", bf16[18]), KV("model.layers.0", bf16[26]), slots_latent, interleaved=True, eps=1e-06)    # bf16[T, 4, 8]
-    a = reference.paged_mla_attention(q_1, q_rope_1, W("model.layers.0.self_attn.kv_b_proj.weight", bf16[88, 18]), KV("model.layers.0", bf16[26]), table_latent, starts, lengths, num_decodes, scale=0.2691103539202878)    # bf16[T, 4, 10]
+    q_rope_1 = reference.norm_rope_write_latent(q_rope, latent, k_rope_1, cos, sin, W("model.layers.0.self_attn.kv_a_layernorm.weight", bf16[18]), KV("model.layers.0", bf16[26]), batch, interleaved=True, eps=1e-06)    # bf16[T, 4, 8]
+    a = reference.paged_mla_attention(q_1, q_rope_1, W("model.layers.0.self_attn.kv_b_proj.weight", bf16[88, 18]), KV("model.layers.0", bf16[26]), batch, scale=0.2691103539202878)    # bf16[T, 4, 10]
     a_1 = reference.merge_heads(a)    # bf16[T, 40]
     o = reference.linear(a_1, W("model.layers.0.self_attn.o_proj.weight", bf16[48, 40]))    # bf16[T, 48]
     x_1 = reference.add(x, o)    # bf16[T, 48]
@@ -31,8 +31,8 @@ def body(tokens: i64[T], positions: i64[T], slots_latent: i64[T], table_latent: 
     kv_a_1 = reference.linear(h_2, W("model.layers.1.self_attn.kv_a_proj_with_mqa.weight", bf16[26, 48]))    # bf16[T, 26]
     latent_2, k_rope_3 = reference.split(kv_a_1, sizes=[18, 8])    # bf16[T, 18], bf16[T, 8]
     k_rope_4 = reference.split_heads(k_rope_3, heads=1)    # bf16[T, 1, 8]
-    q_rope_3 = reference.norm_rope_write_latent(q_rope_2, latent_2, k_rope_4, cos, sin, W("model.layers.1.self_attn.kv_a_layernorm.weight", bf16[18]), KV("model.layers.1", bf16[26]), slots_latent, interleaved=True, eps=1e-06)    # bf16[T, 4, 8]
-    a_2 = reference.paged_mla_attention(q_3, q_rope_3, W("model.layers.1.self_attn.kv_b_proj.weight", bf16[88, 18]), KV("model.layers.1", bf16[26]), table_latent, starts, lengths, num_decodes, scale=0.2691103539202878)    # bf16[T, 4, 10]
+    q_rope_3 = reference.norm_rope_write_latent(q_rope_2, latent_2, k_rope_4, cos, sin, W("model.layers.1.self_attn.kv_a_layernorm.weight", bf16[18]), KV("model.layers.1", bf16[26]), batch, interleaved=True, eps=1e-06)    # bf16[T, 4, 8]
+    a_2 = reference.paged_mla_attention(q_3, q_rope_3, W("model.layers.1.self_attn.kv_b_proj.weight", bf16[88, 18]), KV("model.layers.1", bf16[26]), batch, scale=0.2691103539202878)    # bf16[T, 4, 10]
     a_3 = reference.merge_heads(a_2)    # bf16[T, 40]
     o_1 = reference.linear(a_3, W("model.layers.1.self_attn.o_proj.weight", bf16[48, 40]))    # bf16[T, 48]
     x_3 = reference.add(x_2, o_1)    # bf16[T, 48]

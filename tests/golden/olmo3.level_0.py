@@ -1,4 +1,4 @@
-def body(tokens: i64[T], positions: i64[T], slots_window_11: i64[T], table_window_11: i32[S, M], starts: i32[S1], lengths: i32[S], num_decodes: i64):
+def body(tokens: i64[T], positions: i64[T], batch: Batch):
     cos, sin = reference.rotary(positions, rope_freqs(12, 500000.0))    # fp32[T, 6], fp32[T, 6]
     x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]
     q = reference.linear(x, W("model.layers.0.self_attn.q_proj.weight", bf16[48, 48]))    # bf16[T, 48]
@@ -9,8 +9,8 @@ def body(tokens: i64[T], positions: i64[T], slots_window_11: i64[T], table_windo
     q_2 = reference.split_heads(q_1, heads=4)    # bf16[T, 4, 12]
     k_2 = reference.split_heads(k_1, heads=2)    # bf16[T, 2, 12]
     v_1 = reference.split_heads(v, heads=2)    # bf16[T, 2, 12]
-    q_3 = reference.norm_rope_write(q_2, k_2, v_1, cos, sin, None, None, KV("model.layers.0", bf16[2, 2, 12], window=11), slots_window_11)    # bf16[T, 4, 12]
-    a = reference.paged_attention(q_3, KV("model.layers.0", bf16[2, 2, 12], window=11), table_window_11, starts, lengths, num_decodes, scale=0.28867513459481287, window=11)    # bf16[T, 4, 12]
+    q_3 = reference.norm_rope_write(q_2, k_2, v_1, cos, sin, None, None, KV("model.layers.0", bf16[2, 2, 12], window=11), batch)    # bf16[T, 4, 12]
+    a = reference.paged_attention(q_3, KV("model.layers.0", bf16[2, 2, 12], window=11), batch, scale=0.28867513459481287, window=11)    # bf16[T, 4, 12]
     a_1 = reference.merge_heads(a)    # bf16[T, 48]
     o = reference.linear(a_1, W("model.layers.0.self_attn.o_proj.weight", bf16[48, 48]))    # bf16[T, 48]
     a_2 = reference.rms_norm(o, W("model.layers.0.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48]
@@ -30,8 +30,8 @@ def body(tokens: i64[T], positions: i64[T], slots_window_11: i64[T], table_windo
     q_6 = reference.split_heads(q_5, heads=4)    # bf16[T, 4, 12]
     k_6 = reference.split_heads(k_5, heads=2)    # bf16[T, 2, 12]
     v_3 = reference.split_heads(v_2, heads=2)    # bf16[T, 2, 12]
-    q_7 = reference.norm_rope_write(q_6, k_6, v_3, cos, sin, None, None, KV("model.layers.1", bf16[2, 2, 12], window=11), slots_window_11)    # bf16[T, 4, 12]
-    a_3 = reference.paged_attention(q_7, KV("model.layers.1", bf16[2, 2, 12], window=11), table_window_11, starts, lengths, num_decodes, scale=0.28867513459481287, window=11)    # bf16[T, 4, 12]
+    q_7 = reference.norm_rope_write(q_6, k_6, v_3, cos, sin, None, None, KV("model.layers.1", bf16[2, 2, 12], window=11), batch)    # bf16[T, 4, 12]
+    a_3 = reference.paged_attention(q_7, KV("model.layers.1", bf16[2, 2, 12], window=11), batch, scale=0.28867513459481287, window=11)    # bf16[T, 4, 12]
     a_4 = reference.merge_heads(a_3)    # bf16[T, 48]
     o_1 = reference.linear(a_4, W("model.layers.1.self_attn.o_proj.weight", bf16[48, 48]))    # bf16[T, 48]
     a_5 = reference.rms_norm(o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from atom.dtypes import FORMATS
 from atom.errors import UnsupportedError
 from atom.graph import Type, W
-from atom.graph.formats import FORMATS, num_bytes, parse_format, stored_parts
+from atom.graph.formats import parse_format, transpose
 
 
 @pytest.mark.parametrize(
@@ -31,8 +32,8 @@ from atom.graph.formats import FORMATS, num_bytes, parse_format, stored_parts
     ],
 )
 def test_bytes_of_a_weight(shape: tuple[int, ...], fmt: str | None, expected: int):
-    assert num_bytes(Type("bf16", shape), fmt) == expected
-    assert num_bytes(Type("fp32", shape), fmt) == (expected if fmt else 2 * expected)
+    assert Type("bf16", shape, fmt).num_bytes == expected
+    assert Type("fp32", shape, fmt).num_bytes == (expected if fmt else 2 * expected)
 
 
 def test_a_block_may_be_stated():
@@ -50,18 +51,16 @@ def test_an_unknown_format_lists_the_known(fmt: str):
 
 
 def test_mxfp4_stores_whole_blocks():
-    for count in (num_bytes, stored_parts):
-        with pytest.raises(ValueError, match=r"^bf16\[64, 33\] has 33 columns, mxfp4 stores multiples of 32;"):
-            count(Type("bf16", (64, 33)), "mxfp4")
-    with pytest.raises(UnsupportedError, match=r"^w: .*33 columns"):
-        W("w", Type("bf16", (64, 33)), "mxfp4")
+    with pytest.raises(ValueError, match=r"^w: bf16\[64, 33\] has 33 columns, mxfp4 stores multiples of 32;"):
+        W("w", Type("bf16", (64, 33), "mxfp4"))
+    with pytest.raises(UnsupportedError, match=r"^w: bf16\[64\] has no columns, "):
+        W("w", Type("bf16", (64,), "mxfp4"))
 
 
-def test_the_tensors_that_a_weight_is_stored_in():
-    plain = Type("bf16", (8, 64, 96))
-    assert stored_parts(plain, None) == {"": plain}
-    parts = stored_parts(plain, "mxfp4")
-    assert parts == {"_blocks": Type("u8", (8, 64, 3, 16)), "_scales": Type("u8", (8, 64, 3))}
-    assert sum(part.num_bytes for part in parts.values()) == num_bytes(plain, "mxfp4")
-    with pytest.raises(UnsupportedError, match="the tensors of a weight stored as fp8 are not known yet"):
-        stored_parts(plain, "fp8")
+@pytest.mark.parametrize(
+    ("fmt", "expected"),
+    [("mxfp4", "mxfp4[32, 1]"), ("mxfp4[32, 1]", "mxfp4"), ("fp8", "fp8"), ("fp8[1, *]", "fp8[*, 1]"),
+     ("fp8[128, 128]", "fp8[128, 128]")],
+)  # fmt: skip
+def test_a_format_is_transposed_by_its_block(fmt: str, expected: str):
+    assert transpose(fmt) == expected

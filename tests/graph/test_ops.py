@@ -78,6 +78,18 @@ def test_every_op_says_its_shapes():
     assert all("[" in (op.body.__doc__ or "") for op in ops.OPS.values())
 
 
+def test_which_arguments_are_weights():
+    found = {op.name: [list(op.signature.parameters)[place] for place in op.weights] for op in ops.OPS.values()}
+    linears = ("linear", "gated_linear", "norm_linear", "add_norm_linear", "grouped_linear", "router", "embedding")
+    expected = {name: ["weight"] for name in linears} | {
+        "mla_attention": ["kv_b"],
+        "paged_mla_attention": ["kv_b"],
+        "experts": ["gate_up", "down"],
+    }
+    assert {name: names for name, names in found.items() if names} == expected
+    assert (ops.linear.weight, ops.add_norm_linear.weight) == (1, 3)
+
+
 def test_a_call_that_does_not_fit_names_its_types():
     graph = Graph()
     body = graph.program("body")

@@ -13,6 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from atom.checkpoint import Checkpoint, SilentProgress, StoredTensor
 from atom.graph import (
+    KV,
     TORCH_DTYPES,
     Cat,
     Dequantize,
@@ -30,12 +31,17 @@ from atom.graph import (
     parse,
     show,
 )
-from atom.graph.recipes import cat, held_by_format, held_bytes, leaves, narrow, packed_leaves
+from atom.graph.recipes import cat, held_by_format, held_bytes, leaves, narrow
 from atom.weights import load
 
 
 def stored(name: str, *shape: int, fmt: str | None = None) -> W:
-    return W(name, Type("fp32", shape), fmt)
+    return W(name, Type("fp32", shape, fmt))
+
+
+FP8 = stored("w", 300, 200, fmt="fp8[128, 128]")
+FP8_BYTES = 300 * 200 + 3 * 2 * 4
+MXFP4 = stored("w", 4, 96, 64, fmt="mxfp4")
 
 
 class Memory(Checkpoint):
@@ -104,6 +110,12 @@ def test_a_recipe_is_shown_and_read_back(recipe: Recipe, text: str):
         (lambda: Stack(stored("w", 4, 8), 2, 2), "stack: 2 to 2 is no range of experts"),
         (lambda: Transpose(stored("w", 4)), r"transpose: fp32\[4\] has no two dims to swap"),
         (lambda: Dequantize(stored("w", 4, 8)), "dequantize takes a stored tensor with a format"),
+        (
+            lambda: Cat((FP8, stored("b", 1, 200))),
+            r'^cat: w and b are stored in different formats, fp32\[300, 200, "fp8\[128, 128\]"\] and fp32\[1, 200\]$',
+        ),
+        (lambda: Transpose(MXFP4, -3), "has blocks in its last dims"),
+        (lambda: KV("0", Type("bf16", (2, 1, 4), "fp8")), "0: a cache is stored plain, not as fp8"),
         (lambda: RopeFreqs(4, 1e4, "yarn", 2.0), "kind yarn needs an original_max_position from 1, not None"),
     ],
 )
@@ -239,11 +251,6 @@ def test_other_parts_stay_joined(parts: tuple[Recipe, ...]):
 # formats
 
 
-FP8 = stored("w", 300, 200, fmt="fp8[128, 128]")
-FP8_BYTES = 300 * 200 + 3 * 2 * 4
-MXFP4 = stored("w", 4, 96, 64, fmt="mxfp4")
-
-
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
@@ -252,9 +259,10 @@ MXFP4 = stored("w", 4, 96, 64, fmt="mxfp4")
         (FP8, {"fp8[128, 128]": FP8_BYTES}),
         (Shuffle(Transpose(FP8), "onednn"), {"fp8[128, 128]": FP8_BYTES}),
         (Cat((FP8, stored("b", 100, 200, fmt="fp8[128, 128]"))), {"fp8[128, 128]": FP8_BYTES + 100 * 200 + 2 * 4}),
-        (Cat((FP8, stored("b", 1, 200))), {"fp8[128, 128]": FP8_BYTES, "fp32": 200 * 4}),
+        (Cat((Dequantize(FP8), stored("b", 1, 200))), {"fp8[128, 128]": 300 * 200 * 4, "fp32": 200 * 4}),
         (Stack(stored("{expert}", 300, 200, fmt="fp8[128, 128]"), 3, 8), {"fp8[128, 128]": 5 * FP8_BYTES}),
-        (Slice(FP8, 0, 150), {"fp8[128, 128]": FP8_BYTES // 2}),
+        (Slice(FP8, 0, 150), {"fp8[128, 128]": 150 * 200 + 2 * 2 * 4}),
+        (Transpose(stored("w", 300, 200, fmt="fp8[1, *]")), {"fp8[1, *]": 300 * 200 + 300 * 4}),
         (Slice(FP8, 0, 300, 0, 3), {"fp8[128, 128]": FP8_BYTES // 3}),
         (MXFP4, {"mxfp4": 4 * 96 * 2 * 17}),
         (Dequantize(MXFP4), {"mxfp4": 4 * 96 * 64 * 4}),
@@ -268,13 +276,20 @@ def test_bytes_in_memory_by_format(recipe: Recipe, expected: dict[str, int]):
     assert held_bytes(recipe) == sum(expected.values())
 
 
-def test_what_is_computed_with_packed_is_found_below_every_recipe():
-    assert list(
-        packed_leaves(Shuffle(Cat((Transpose(FP8), Shift(Transpose(Slice(FP8, 0, 2)), 1.0)), 1), "onednn"))
-    ) == [FP8, FP8]
-    (leaf,) = packed_leaves(Stack(stored("e.{expert}", 2, 2, fmt="fp8"), 3, 8))
-    assert leaf.name == "e.3"
-    assert not list(packed_leaves(Cat((Dequantize(MXFP4), stored("b", 4, 1, 64)), 1)))
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (Shuffle(Cat((Transpose(FP8), Transpose(Slice(FP8, 0, 2))), 1), "onednn"), 'fp32[200, 302, "fp8[128, 128]"]'),
+        (Stack(stored("e.{expert}", 2, 2, fmt="fp8"), 3, 8), 'fp32[5, 2, 2, "fp8"]'),
+        (Transpose(MXFP4), 'fp32[4, 64, 96, "mxfp4[32, 1]"]'),
+        (Transpose(Transpose(MXFP4)), 'fp32[4, 96, 64, "mxfp4"]'),
+        (Transpose(stored("w", 8, 6, fmt="int8")), 'fp32[6, 8, "int8[*, 1]"]'),
+        (Dequantize(Cat((MXFP4, Slice(MXFP4, 0, 32, 2)), 2)), "fp32[4, 96, 96]"),
+    ],
+    ids=str,
+)
+def test_the_type_of_a_recipe_says_its_format(recipe: Recipe, expected: str):
+    assert str(recipe.type) == expected
 
 
 def mxfp4(scales: Tensor) -> Memory:
@@ -288,7 +303,7 @@ def test_mxfp4_is_unpacked_as_transformers_does(dtype: torch.dtype):
     """Every byte under every scale but 255, which is no number: 2 ** -127 to 2 ** 127, and both zeros."""
     checkpoint = mxfp4(torch.arange(255, dtype=torch.uint8))
     name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
-    ours = evaluate(Dequantize(W("w", Type(name, (1, 255, 512)), "mxfp4")), checkpoint)
+    ours = evaluate(Dequantize(W("w", Type(name, (1, 255, 512), "mxfp4"))), checkpoint)
     theirs = convert_moe_packed_tensors(*checkpoint.values.values(), dtype=dtype).mT
     assert torch.equal(ours, theirs)
     assert torch.equal(ours.signbit(), theirs.signbit()) and (ours.signbit() & (ours == 0)).any()

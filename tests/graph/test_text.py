@@ -6,7 +6,7 @@ from atom.errors import ConfigError
 from atom.graph import KV, Cat, Graph, RopeFreqs, Type, W, ops, parse, show
 
 TEXT = """\
-def body(tokens: i64[T], positions: i64[T], num_decodes: i64):
+def body(tokens: i64[T], positions: i64[T], batch: Batch):
     x = embedding(tokens, W("embed", bf16[100, 64]))    # bf16[T, 64]
     qkv = linear(x, cat([W("q", bf16[32, 64]), W("k", bf16[16, 64])]), cat([W("b", bf16[32]), W("c", bf16[16])]))    # bf16[T, 48]
     q, k = split(qkv, sizes=[32, 16])    # bf16[T, 32], bf16[T, 16]
@@ -45,16 +45,33 @@ def test_a_built_graph_shows_what_was_built():
 
 
 def test_recipes_and_caches_read_back_as_equal_values():
-    text = 'def f(x: bf16[T, 8]):\n    y = linear(x, cat([W("a", bf16[2, 8]), W("b", bf16[3, 8], fmt="q")]))\n    return y\n'
+    text = 'def f(x: bf16[T, 8]):\n    y = linear(x, cat([W("a", bf16[2, 8]), W("b", bf16[3, 8])]))\n    return y\n'
     (recipe,) = parse(text).recipes()
-    assert recipe == Cat((W("a", Type("bf16", (2, 8))), W("b", Type("bf16", (3, 8)), "q")), 0)
+    assert recipe == Cat((W("a", Type("bf16", (2, 8))), W("b", Type("bf16", (3, 8)))), 0)
     kv = 'def f(q: bf16[T, 2, 8], k: bf16[T, 1, 8]):\n    a = attention(q, k, k, KV("0", bf16[2, 1, 8], window=4), scale=1.0, window=4)\n    return a\n'
     assert parse(kv).caches() == [KV("0", Type("bf16", (2, 1, 8)), window=4)]
+
+
+def test_a_stored_format_is_part_of_a_type():
+    text = """\
+def f(x: bf16[T, 8], w: bf16[4, 8, "int8[1, *]"]):
+    y = linear(x, w)    # bf16[T, 4]
+    z = linear(x, W("z", bf16[4, 8], fmt="q"))    # bf16[T, 4]
+    return y, z
+"""
+    graph = parse(text)
+    assert show(graph) == text
+    assert graph.programs["f"].inputs[1].meta["type"] == Type("bf16", (4, 8), "int8[1, *]")
+    assert graph.recipes() == [W("z", Type("bf16", (4, 8), "q"))]
+    assert show(parse(text.replace('bf16[4, 8], fmt="q"', 'bf16[4, 8, "q"]'))) == text
 
 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
+        ('y = rms_norm(x, W("w", bf16[8], fmt="q"), eps=1e-6)', "weight cannot be stored as q: only a matrix of weights can"),
+        ('y = linear(x, W("w", bf16[4, 8]), W("b", bf16[4], fmt="q"))', "bias cannot be stored as q: only a matrix"),
+        ('y = linear(x, W("w", bf16[4, 8], fmt=1))', "w: a format is a string, not 1"),
         ("y = no_such_op(x)", "there is no op 'no_such_op'"),
         ("y = rms_norm(z, x, eps=1e-6)", "nothing is named z"),
         ('y = linear(x, W("w", bf16[4, 7]))', "x has 8 columns, the weight 7"),
@@ -100,6 +117,8 @@ def test_recipes_and_caches_read_back_as_equal_values():
         ("y = split_heads(x, heads=0)", "0 is no number of parts from 1"),
         ("y = merge_heads(x)", "merge_heads: its arguments do not fit"),
         ("y = scale(x, by={[]: 1})", "is no value that a graph knows"),
+        ('y = paged_attention(x, KV("0", bf16[2, 1, 8]), x, scale=1.0)', "bf16[T, 8] is no Batch"),
+        ('y = linear(x, W("w", Batch))', "nothing is named Batch"),
     ],
 )  # fmt: skip
 def test_a_bad_line_is_an_error_that_names_it(line: str, reason: str):
@@ -113,6 +132,20 @@ def test_a_function_without_result_or_type_is_an_error():
         parse("def f(x: bf16[T]):\n    y = add(x, x)\n")
     with pytest.raises(ConfigError, match="x has no type"):
         parse("def f(x):\n    return x\n")
+
+
+def test_a_batch_is_one_input_whatever_kinds_of_cache_there_are():
+    text = """\
+def body(q: bf16[T, 2, 8], batch: Batch):
+    a = paged_attention(q, KV("0", bf16[2, 1, 8]), batch, scale=1.0)    # bf16[T, 2, 8]
+    b = paged_attention(a, KV("1", bf16[2, 1, 8], window=4), batch, scale=1.0, window=4)    # bf16[T, 2, 8]
+    return b
+"""
+    graph = parse(text)
+    assert [str(node.meta["type"]) for node in graph.program("body").inputs] == ["bf16[T, 2, 8]", "Batch"]
+    assert show(graph) == text
+    with pytest.raises(ConfigError, match=r"graph:2: add\(Batch, Batch\): no op makes a Batch"):
+        parse("def f(batch: Batch):\n    x = add(batch, batch)\n    return x\n")
 
 
 def test_latent_attention_has_no_window():

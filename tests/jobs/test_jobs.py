@@ -182,6 +182,17 @@ def test_a_text_saved_before_lowering_runs_too(run: Any, checkpoints: Any, tmp_p
     assert json.loads(out)["token_ids"] == predict(text, folder, prompt, 6)
 
 
+def test_a_program_that_no_step_runs_changes_no_answer(run: Any, checkpoints: Any, tmp_path: Path):
+    folder, prompt = checkpoints("llama"), tiny.prompt(12)
+    _, text, _ = run("job=explain", f"checkpoint={folder}", "job.stage=select_kernels")
+    (tmp_path / "mine.py").write_text(text + text[text.index("def head(") :].replace("def head(", "def draft("))
+    given = [f"checkpoint={folder}", f"prompts={prompt}", "job.output=json", *GREEDY]
+    answers = [run(*given, *more) for more in ([], [f"job.graph={tmp_path}/mine.py"])]
+    assert [code for code, _, _ in answers] == [0, 0]
+    plain, other = (json.loads(out)["token_ids"] for _, out, _ in answers)
+    assert other == plain
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -212,7 +223,7 @@ def test_an_edited_kernel_or_layout_that_does_not_fit_is_one_line(run: Any, chec
     for edited, reason in [
         (text.replace("torch.linear(", "linear(", 1), "reference.linear takes its weight as it is, without shuffle"),
         (text.replace('"onednn"', '"foo"', 1), 'torch.linear takes shuffle(…, "onednn")'),
-        (text.replace("num_decodes", "num_dec"), "body has an input num_dec"),
+        (text.replace("batch", "bat"), "body has an input bat"),
         (text.replace("torch.linear(", "cuda.linear(", 1), "there is no kernel backend 'cuda'"),
         (text.replace("torch.paged_attention(", "triton.paged_attention(", 1), "runs on a GPU, not on a cpu"),
     ]:

@@ -17,7 +17,7 @@ import pytest
 
 from atom.build import cache_kinds
 from atom.compiler import compile_graph
-from atom.config import SamplingParams, load
+from atom.config import load
 from atom.jobs.roofline import (
     Attention,
     Costs,
@@ -35,6 +35,7 @@ from atom.kernels import Target
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.scheduler import Scheduler, finish_reason
 from atom.runtime.types import CacheKind, Sampled, Sequence
+from atom.sampling_params import SamplingParams
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 SIZES = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936,

@@ -1,8 +1,8 @@
-"""Batches for paged attention: sequences whose tokens lie in scattered blocks, with NaN wherever nobody may look.
+"""Cases of paged attention: sequences whose tokens lie in scattered blocks, with NaN wherever nobody may look.
 
-batch = make_batch(decodes=[17, 33], prefills=[(5, 40)], kv_heads=2, heads=6, dim=8)
-out = attend(*batch, scale=0.5)
-expected = reference(batch, scale=0.5)
+case = make_case(decodes=[17, 33], prefills=[(5, 40)], kv_heads=2, heads=6, dim=8)
+out = attend(*case, scale=0.5)
+expected = reference(case, scale=0.5)
 """
 
 from __future__ import annotations
@@ -12,70 +12,75 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
-from atom.graph import ops
+from atom.graph import Batch, PagedCache, ops
 
 NAN = float("nan")
 
 
-class Batch(NamedTuple):
+KIND = "full"  # of every cache here
+
+
+class Case(NamedTuple):
     """The arguments of paged_attention."""
 
     q: Tensor
-    cache: Tensor
-    table: Tensor
-    starts: Tensor
-    lengths: Tensor
-    num_decodes: int
+    cache: PagedCache
+    batch: Batch
     sinks: Tensor | None = None
 
 
-class LatentBatch(NamedTuple):
+class LatentCase(NamedTuple):
     """The arguments of paged_mla_attention."""
 
     q_nope: Tensor
     q_rope: Tensor
     kv_b: Tensor
-    cache: Tensor
-    table: Tensor
-    starts: Tensor
-    lengths: Tensor
-    num_decodes: int
+    cache: PagedCache
+    batch: Batch
 
 
-def make_batch(decodes: Sequence[int] = (), prefills: Sequence[tuple[int, int]] = (), *, kv_heads: int = 1, heads: int = 1,
+def cached(blocks: Tensor, slots: Tensor) -> tuple[PagedCache, Batch]:
+    """What an op takes that only writes."""
+    return PagedCache(blocks, KIND), Batch({}, {KIND: slots}, torch.zeros(1).int(), torch.zeros(0).int(), 0)
+
+
+def make_case(decodes: Sequence[int] = (), prefills: Sequence[tuple[int, int]] = (), *, kv_heads: int = 1, heads: int = 1,
                dim: int = 8, block_size: int = 16, window: int | None = None, dtype: torch.dtype = torch.float32,
                cache_dtype: torch.dtype | None = None, foreign: float = NAN, has_sinks: bool = False,
-               seed: int = 0) -> Batch:  # fmt: skip
+               seed: int = 0) -> Case:  # fmt: skip
     """Decodes by their lengths, prefills by (queries, length). What no query sees holds `foreign`, as does block 0."""
     random = torch.Generator().manual_seed(seed)
     counts = [1] * len(decodes) + [num for num, _ in prefills]
     lengths = [*decodes, *(length for _, length in prefills)]
     entry = torch.Size((2, kv_heads, dim))
-    cache, table = _scatter(counts, lengths, entry, block_size, window, cache_dtype or dtype, foreign, random)
+    blocks, table = _scatter(counts, lengths, entry, block_size, window, cache_dtype or dtype, foreign, random)
     q = torch.randn(sum(counts), heads, dim, generator=random).to(dtype)
     sinks = 3 * torch.randn(heads, generator=random).to(dtype) if has_sinks else None
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
-    return Batch(q, cache, table, starts, torch.tensor(lengths, dtype=torch.int32), len(decodes), sinks)
+    return Case(q, PagedCache(blocks, KIND), _batch(table, counts, lengths, len(decodes)), sinks)
 
 
-def make_latent_batch(decodes: Sequence[int] = (), prefills: Sequence[tuple[int, int]] = (), *, heads: int = 1, rank: int = 12,
+def make_latent_case(decodes: Sequence[int] = (), prefills: Sequence[tuple[int, int]] = (), *, heads: int = 1, rank: int = 12,
                       plain: int = 8, rotated: int = 6, value: int = 10, block_size: int = 16,
                       dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None, foreign: float = NAN,
-                      seed: int = 0) -> LatentBatch:  # fmt: skip
-    """As make_batch; q_nope and q_rope are views of one product, as in a model."""
+                      seed: int = 0) -> LatentCase:  # fmt: skip
+    """As make_case; q_nope and q_rope are views of one product, as in a model."""
     random = torch.Generator().manual_seed(seed)
     counts = [1] * len(decodes) + [num for num, _ in prefills]
     lengths = [*decodes, *(length for _, length in prefills)]
     entry = torch.Size((rank + rotated,))
-    cache, table = _scatter(counts, lengths, entry, block_size, None, cache_dtype or dtype, foreign, random)
+    blocks, table = _scatter(counts, lengths, entry, block_size, None, cache_dtype or dtype, foreign, random)
     q = torch.randn(sum(counts), heads, plain + rotated, generator=random).to(dtype)
     kv_b = (torch.randn(heads * (plain + value), rank, generator=random) / rank**0.5).to(dtype)
-    starts = torch.tensor([0, *counts]).cumsum(0).int()
     q_nope, q_rope = q.split([plain, rotated], dim=2)
-    return LatentBatch(
-        q_nope, q_rope, kv_b, cache, table, starts, torch.tensor(lengths, dtype=torch.int32), len(decodes)
-    )
+    return LatentCase(q_nope, q_rope, kv_b, PagedCache(blocks, KIND), _batch(table, counts, lengths, len(decodes)))
+
+
+def _batch(table: Tensor, counts: Sequence[int], lengths: Sequence[int], num_decodes: int) -> Batch:
+    """Without slots."""
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    return Batch({KIND: table}, {}, starts, torch.tensor(lengths, dtype=torch.int32), num_decodes)
 
 
 def _scatter(counts: Sequence[int], lengths: Sequence[int], entry: torch.Size, block_size: int, window: int | None,
@@ -94,11 +99,28 @@ def _scatter(counts: Sequence[int], lengths: Sequence[int], entry: torch.Size, b
     return cache, table
 
 
-def reference(batch: Batch | LatentBatch, *, wide: bool = False, **attributes: Any) -> Tensor:
+def change(case: Any, blocks: Tensor | None = None, table: Tensor | None = None, slots: Tensor | None = None,
+           **fields: Any) -> Any:  # fmt: skip
+    """The same with other blocks of its cache, another table, other slots, or other fields of its batch or its own."""
+    own = {name: fields.pop(name) for name in case._fields if name in fields}
+    if blocks is not None:
+        own["cache"] = PagedCache(blocks, KIND)
+    fields |= {name: {KIND: each} for name, each in (("tables", table), ("slots", slots)) if each is not None}
+    return case._replace(**own, batch=case.batch._replace(**fields) if fields else case.batch)
+
+
+def move(case: Any, device: str) -> Any:
+    """The same on a device."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), case)
+
+
+def widen(case: Any) -> Any:
+    """The same with a cache of its own, numbers in place of NaN there, and all of float32: the truth for others."""
+    case = change(case, case.cache.blocks.nan_to_num())
+    return tree_map_only(Tensor, lambda tensor: tensor.float() if tensor.is_floating_point() else tensor, case)
+
+
+def reference(case: Case | LatentCase, *, wide: bool = False, **attributes: Any) -> Tensor:
     """The op's own body, which reads what it masks and so needs a number there; `wide`: on float32, the truth for bf16."""
-    op = ops.paged_attention if isinstance(batch, Batch) else ops.paged_mla_attention
-    args = [
-        arg.float() if wide and isinstance(arg, Tensor) and arg.is_floating_point() else arg
-        for arg in batch._replace(cache=batch.cache.nan_to_num())
-    ]
-    return op.body(*args, **attributes)
+    op = ops.paged_attention if isinstance(case, Case) else ops.paged_mla_attention
+    return op.body(*(widen(case) if wide else change(case, case.cache.blocks.nan_to_num())), **attributes)

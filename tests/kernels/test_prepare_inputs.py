@@ -11,6 +11,7 @@ import torch
 from conftest import Place
 from torch import Tensor
 
+from atom.graph import Batch
 from atom.kernels import find_step_kernels
 from atom.kernels.step import Inputs
 from atom.kernels.triton.prepare_inputs import ENTRIES, TOKENS
@@ -81,13 +82,20 @@ class World:
     def on_device(self) -> Any:
         return State(NUM_SLOTS, self.state.tokens.to(self.device), self.state.lengths.to(self.device))
 
-    def inputs(self, num_tokens: int, num_rows: int) -> Inputs:
+    def inputs(self, num_tokens: int, num_rows: int, starts: Tensor | None = None) -> Inputs:
+        """starts: none of decodes, which are not asked for them"""
+
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.full(shape, UNWRITTEN, dtype=dtype, device=self.device)
 
         numbers, num_kinds = empty(2 + len(self.kinds), num_tokens), len(self.kinds)
         tables = empty(num_kinds, num_rows, self.tables.shape[2], dtype=torch.int32)
-        return Inputs(numbers[0], numbers[1], empty(num_rows, dtype=torch.int32), numbers[2:], tables)
+        lengths = empty(num_rows, dtype=torch.int32)
+        batch = Batch(
+            dict(zip(self.kinds, tables, strict=True)), dict(zip(self.kinds, numbers[2:], strict=True)),
+            lengths if starts is None else starts, lengths, 0,
+        )  # fmt: skip
+        return Inputs(numbers[0], numbers[1], batch, numbers[2:], tables)
 
     def assert_as_the_host_has_it(self, inputs: Inputs, rows: list[Row], num_decodes: int, num_left: int = 0) -> None:
         """num_left: rows of padding, of a token each, between decodes and the others"""
@@ -98,12 +106,12 @@ class World:
             positions = range(row.start, row.stop)
             assert inputs.tokens[own].tolist() == row.tokens[row.start : row.stop]
             assert inputs.positions[own].tolist() == [*positions]
-            assert inputs.lengths[line] == row.stop
-            for kind, name in enumerate(self.kinds):
-                blocks = row.blocks[name]
-                assert inputs.slots[kind, own].tolist() == [blocks[p // size] * size + p % size for p in positions]
+            assert inputs.batch.lengths[line] == row.stop
+            for kind, blocks in row.blocks.items():
+                slots, table = inputs.batch.slots[kind], inputs.batch.tables[kind]
+                assert slots[own].tolist() == [blocks[p // size] * size + p % size for p in positions]
                 num_blocks = -(-row.stop // size)
-                assert inputs.tables[kind, line, :num_blocks].tolist() == blocks[:num_blocks]
+                assert table[line, :num_blocks].tolist() == blocks[:num_blocks]
 
 
 def pack(shape: BatchShape, rows: list[Row], num_decodes: int) -> Tensor:
@@ -141,7 +149,7 @@ def test_decodes(place: Place, block_size: int, num_kinds: int, num_padding: int
     assert state.lengths.tolist() == world.state.lengths.tolist()
     padding = slice(len(lengths), None)
     assert inputs.positions[padding].tolist() == [0] * num_padding
-    assert inputs.lengths[padding].tolist() == [1] * num_padding
+    assert inputs.batch.lengths[padding].tolist() == [1] * num_padding
     assert inputs.slots[:, padding].tolist() == [[0] * num_padding] * num_kinds, "they write to block 0"
 
 
@@ -164,10 +172,10 @@ def test_steps_with_prompts(place: Place, block_size: int, num_kinds: int, more:
     shape = BatchShape(*(count + extra for count, extra in zip(own, more, strict=True)))
     packed = pack(shape, rows, num_decodes).to(place.device)
     slots, starts, ends, _, _, given, row_of = shape.split(packed)
-    inputs, state = world.inputs(shape.num_tokens, shape.num_rows), world.on_device()
+    inputs, state = world.inputs(shape.num_tokens, shape.num_rows, starts), world.on_device()
     tables = world.tables.to(place.device)
     find_step_kernels(place.device, place.backend).mixed_inputs(
-        slots, given, row_of, starts, ends, state, tables, block_size, inputs
+        slots, given, row_of, ends, state, tables, block_size, inputs
     )
     world.assert_as_the_host_has_it(inputs, rows, num_decodes, num_left)
     lengths = world.state.lengths.clone()
@@ -179,18 +187,16 @@ def test_steps_with_prompts(place: Place, block_size: int, num_kinds: int, more:
         assert inputs.slots[:, tokens].eq(0).all(), "padding writes to block 0"
         assert inputs.positions[tokens].eq(0).all() and inputs.tokens[tokens].eq(0).all()
     for padding in (slice(num_decodes, num_decodes + num_left), slice(len(rows) + num_left, None)):
-        assert inputs.lengths[padding].eq(0).all(), "and sees nothing"
+        assert inputs.batch.lengths[padding].eq(0).all(), "and sees nothing"
 
 
 def test_a_step_of_padding_alone(place: Place):
     world, shape = World(place.device, 4, 2, width=5), BatchShape(3, 2, 1)
     packed = torch.frombuffer(shape.pad(NUM_SLOTS), dtype=torch.int32).to(place.device)
     slots, starts, ends, _, _, given, row_of = shape.split(packed)
-    inputs, state, tables = world.inputs(3, 2), world.on_device(), world.tables.to(place.device)
-    find_step_kernels(place.device, place.backend).mixed_inputs(
-        slots, given, row_of, starts, ends, state, tables, 4, inputs
-    )
-    assert inputs.slots.eq(0).all() and inputs.positions.eq(0).all() and inputs.lengths.eq(0).all()
+    inputs, state, tables = world.inputs(3, 2, starts), world.on_device(), world.tables.to(place.device)
+    find_step_kernels(place.device, place.backend).mixed_inputs(slots, given, row_of, ends, state, tables, 4, inputs)
+    assert inputs.slots.eq(0).all() and inputs.positions.eq(0).all() and inputs.batch.lengths.eq(0).all()
     assert state.lengths.tolist() == world.state.lengths.tolist()
 
 

@@ -9,13 +9,13 @@ import torch
 from conftest import Place
 from torch import Tensor
 
-from atom.config import SamplingParams
 from atom.kernels import find_step_kernels, step
 from atom.kernels.step import top_logprobs
 from atom.kernels.triton import sampling
 from atom.runtime.request_state import RequestState
 from atom.runtime.step_input import pack_admission
 from atom.runtime.types import Sequence
+from atom.sampling_params import SamplingParams
 
 NUM_DRAWS = 50_000
 FILTERS = [

@@ -6,36 +6,33 @@ import pytest
 import torch
 from passes.cases import context_of, random_weight, text_of
 
-from atom.graph import KV, Graph, interpret, ops, parse
+from atom.graph import KV, Batch, Graph, interpret, ops, parse
 from atom.kernels import Target
 from atom.passes.fuse_norm_rope_attention import fuse_norm_rope_attention
 from atom.passes.pipeline import lower
 
 GPU, BACKENDS = Target("cuda", frozenset({"nvidia", "sm_90"})), ("triton", "reference")
 
-INPUTS = (
-    "q: fp32[T, 4, 4], k: fp32[T, 2, 4], v: fp32[T, 2, 4], cos: fp32[T, 2], sin: fp32[T, 2], slots: i64[T], "
-    "table: i32[S, M], starts: i32[S1], lengths: i32[S], num_decodes: i64"
-)
+INPUTS = "q: fp32[T, 4, 4], k: fp32[T, 2, 4], v: fp32[T, 2, 4], cos: fp32[T, 2], sin: fp32[T, 2], batch: Batch"
 PAIR = f"""\
 def f({INPUTS}):
-    q_1 = norm_rope_write(q, k, v, cos, sin, W("q_norm", fp32[4]), W("k_norm", fp32[4]), KV("0", fp32[2, 2, 4], window=3), slots, eps=1e-06, interleaved=True)
-    a = paged_attention(q_1, KV("0", fp32[2, 2, 4], window=3), table, starts, lengths, num_decodes, W("sinks", fp32[4]), scale=0.5, window=3, softcap=2.0)
+    q_1 = norm_rope_write(q, k, v, cos, sin, W("q_norm", fp32[4]), W("k_norm", fp32[4]), KV("0", fp32[2, 2, 4], window=3), batch, eps=1e-06, interleaved=True)
+    a = paged_attention(q_1, KV("0", fp32[2, 2, 4], window=3), batch, W("sinks", fp32[4]), scale=0.5, window=3, softcap=2.0)
     b = merge_heads(a)
     return b"""
 FUSED = f"""\
 def f({INPUTS}):
-    a = norm_rope_attention(q, k, v, cos, sin, W("q_norm", fp32[4]), W("k_norm", fp32[4]), KV("0", fp32[2, 2, 4], window=3), slots, table, starts, lengths, num_decodes, W("sinks", fp32[4]), eps=1e-06, interleaved=True, scale=0.5, window=3, softcap=2.0)
+    a = norm_rope_attention(q, k, v, cos, sin, W("q_norm", fp32[4]), W("k_norm", fp32[4]), KV("0", fp32[2, 2, 4], window=3), batch, W("sinks", fp32[4]), eps=1e-06, interleaved=True, scale=0.5, window=3, softcap=2.0)
     b = merge_heads(a)
     return b"""
 PLAIN = f"""\
 def f({INPUTS}):
-    q_1 = norm_rope_write(q, k, v, None, None, None, None, KV("0", fp32[2, 2, 4]), slots)
-    a = paged_attention(q_1, KV("0", fp32[2, 2, 4]), table, starts, lengths, num_decodes, scale=0.5)
+    q_1 = norm_rope_write(q, k, v, None, None, None, None, KV("0", fp32[2, 2, 4]), batch)
+    a = paged_attention(q_1, KV("0", fp32[2, 2, 4]), batch, scale=0.5)
     return a"""
 PLAIN_FUSED = f"""\
 def f({INPUTS}):
-    a = norm_rope_attention(q, k, v, None, None, None, None, KV("0", fp32[2, 2, 4]), slots, table, starts, lengths, num_decodes, scale=0.5)
+    a = norm_rope_attention(q, k, v, None, None, None, None, KV("0", fp32[2, 2, 4]), batch, scale=0.5)
     return a"""
 CASES = pytest.mark.parametrize(("before", "after"), [(PAIR, FUSED), (PLAIN, PLAIN_FUSED)], ids=["all of it", "plain"])
 
@@ -55,13 +52,13 @@ def run(text: str) -> tuple[torch.Tensor, torch.Tensor]:
     random = torch.Generator().manual_seed(0)
     inputs = {name: torch.randn(4, heads, 4, generator=random) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
     angles = torch.rand(4, 2, generator=random)
-    inputs |= {
-        "cos": angles.cos(), "sin": angles.sin(), "slots": torch.tensor([8, 12, 13, 14]),
-        "table": torch.tensor([[1, 2], [3, 0]]).int(), "starts": torch.tensor([0, 1, 4]).int(),
-        "lengths": torch.tensor([5, 3]).int(), "num_decodes": 1,
-    }  # fmt: skip
+    table, slots = torch.tensor([[1, 2], [3, 0]]).int(), torch.tensor([8, 12, 13, 14])
+    graph = parse(text)
+    (kind,) = {cache.kind for cache in graph.caches()}
+    batch = Batch({kind: table}, {kind: slots}, torch.tensor([0, 1, 4]).int(), torch.tensor([5, 3]).int(), 1)
+    inputs |= {"cos": angles.cos(), "sin": angles.sin(), "batch": batch}
     cache = torch.randn(4, 4, 2, 2, 4, generator=random)
-    return interpret(parse(text), "f", inputs, random_weight, lambda _: cache), cache
+    return interpret(graph, "f", inputs, random_weight, lambda _: cache), cache
 
 
 @CASES
@@ -97,13 +94,18 @@ def test_where_another_reads_the_q_too_they_stay(text: str):
 
 
 def test_where_another_call_lies_between_the_two_they_stay():
-    other = 'c = paged_attention(q, KV("0", fp32[2, 2, 4]), table, starts, lengths, num_decodes, scale=0.5)'
+    other = 'c = paged_attention(q, KV("0", fp32[2, 2, 4]), batch, scale=0.5)'
     assert_stays(PLAIN.replace("    a = ", f"    {other}\n    a = ").replace("return a", "return a, c"))
 
 
 def test_an_attention_over_what_another_layer_wrote_stays():
     assert_stays(PLAIN.replace('paged_attention(q_1, KV("0"', 'paged_attention(q_1, KV("1"'))
     assert_stays(PLAIN.replace("paged_attention(q_1", "paged_attention(q"))
+
+
+def test_an_attention_of_another_batch_than_the_one_written_stays():
+    other = PLAIN.replace("batch: Batch", "batch: Batch, other: Batch")
+    assert_stays(other.replace("batch, scale", "other, scale"))
 
 
 def test_a_semantic_attention_becomes_the_one_op_on_a_gpu_and_two_on_a_cpu():

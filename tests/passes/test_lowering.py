@@ -9,6 +9,7 @@ from atom.kernels import Target
 from atom.passes import PassReport, lower, pipeline
 from atom.passes.lower_attention import lower_attention
 from atom.passes.select_kernels import select_kernels
+from atom.pieces import find_pieces
 
 BEFORE = """\
 def body(q: fp32[T, 2, 4], k: fp32[T, 1, 4], v: fp32[T, 1, 4], cos: fp32[T, 2], sin: fp32[T, 2]):
@@ -19,12 +20,11 @@ def body(q: fp32[T, 2, 4], k: fp32[T, 1, 4], v: fp32[T, 1, 4], cos: fp32[T, 2], 
     a = attention(q_2, k_2, v, KV("0", fp32[2, 1, 4], window=3), scale=0.5, window=3)
     return a"""
 
-LAYOUT = "slots_window_3: i64[T], table_window_3: i32[S, M], starts: i32[S1], lengths: i32[S], num_decodes: i64"
 
-AFTER = f"""\
-def body(q: fp32[T, 2, 4], k: fp32[T, 1, 4], v: fp32[T, 1, 4], cos: fp32[T, 2], sin: fp32[T, 2], {LAYOUT}):
-    q_2 = norm_rope_write(q, k, v, cos, sin, W("q_norm", fp32[4]), W("k_norm", fp32[4]), KV("0", fp32[2, 1, 4], window=3), slots_window_3, eps=1e-06)
-    a = paged_attention(q_2, KV("0", fp32[2, 1, 4], window=3), table_window_3, starts, lengths, num_decodes, scale=0.5, window=3)
+AFTER = """\
+def body(q: fp32[T, 2, 4], k: fp32[T, 1, 4], v: fp32[T, 1, 4], cos: fp32[T, 2], sin: fp32[T, 2], batch: Batch):
+    q_2 = norm_rope_write(q, k, v, cos, sin, W("q_norm", fp32[4]), W("k_norm", fp32[4]), KV("0", fp32[2, 1, 4], window=3), batch, eps=1e-06)
+    a = paged_attention(q_2, KV("0", fp32[2, 1, 4], window=3), batch, scale=0.5, window=3)
     return a"""
 
 
@@ -54,9 +54,9 @@ def body(q: fp32[T, 2, 4], q_rope: fp32[T, 2, 2], latent: fp32[T, 6], k_rope: fp
     return a"""
 
 LATENT_AFTER = """\
-def body(q: fp32[T, 2, 4], q_rope: fp32[T, 2, 2], latent: fp32[T, 6], k_rope: fp32[T, 1, 2], cos: fp32[T, 1], sin: fp32[T, 1], slots_latent: i64[T], table_latent: i32[S, M], starts: i32[S1], lengths: i32[S], num_decodes: i64):
-    q_rope_1 = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, W("kv_a_norm", fp32[6]), KV("0", fp32[8]), slots_latent, interleaved=True, eps=1e-06)
-    a = paged_mla_attention(q, q_rope_1, W("kv_b", fp32[14, 6]), KV("0", fp32[8]), table_latent, starts, lengths, num_decodes, scale=0.5)
+def body(q: fp32[T, 2, 4], q_rope: fp32[T, 2, 2], latent: fp32[T, 6], k_rope: fp32[T, 1, 2], cos: fp32[T, 1], sin: fp32[T, 1], batch: Batch):
+    q_rope_1 = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, W("kv_a_norm", fp32[6]), KV("0", fp32[8]), batch, interleaved=True, eps=1e-06)
+    a = paged_mla_attention(q, q_rope_1, W("kv_b", fp32[14, 6]), KV("0", fp32[8]), batch, scale=0.5)
     return a"""
 
 
@@ -83,8 +83,8 @@ def test_sinks_and_interleaved_pairs_go_along():
         "window=3), scale", 'window=3), W("sinks", fp32[2]), softcap=2.0, scale'
     )
     lowered = text_of(lower_attention(parse(text)))
-    assert "slots_window_3, interleaved=True, eps=1e-06)" in lowered
-    assert 'num_decodes, W("sinks", fp32[2]), softcap=2.0, scale=0.5, window=3)' in lowered
+    assert "batch, interleaved=True, eps=1e-06)" in lowered
+    assert 'batch, W("sinks", fp32[2]), softcap=2.0, scale=0.5, window=3)' in lowered
 
 
 def test_a_graph_without_attention_is_left_alone():
@@ -108,6 +108,23 @@ def test_a_refusal_is_written_with_its_reason():
     assert f"; {call.meta['notes'][0]}" in show(graph)
 
 
+@pytest.mark.parametrize(
+    ("call", "backends"),
+    [
+        ('linear(x, W("w", fp32[4, 8], fmt="int8"))', ("torch", "triton")),
+        ('gated_linear(x, W("w", fp32[4, 8], fmt="int8"), kind="silu")', ("triton",)),
+        ('norm_linear(x, W("n", fp32[8]), W("w", fp32[4, 8], fmt="int8"), eps=1e-06)', ("triton",)),
+        ('grouped_linear(x, W("w", fp32[2, 4, 8], fmt="int8"), ends)', ("torch", "triton")),
+        ('embedding(ends, W("w", fp32[4, 8], fmt="int8"))', ("inductor", "generated")),
+    ],
+)
+def test_no_kernel_takes_a_packed_weight_yet(call: str, backends: tuple[str, ...]):
+    graph = parse(f"def f(x: fp32[T, 8], ends: i64[2]):\n    y = {call}\n    return y\n")
+    (node,) = select_kernels(graph, context_of(Target("cpu"), *backends, "reference")).program("f").nodes
+    assert node.meta["kernel"] == "reference"
+    assert node.meta["notes"] == [f"{backend}: its weight is stored as int8" for backend in backends]
+
+
 def test_the_runner_reports_each_pass_in_order():
     reports: list[PassReport] = []
     lower(parse(BEFORE), 2, Target("cpu"), reports.append)
@@ -118,7 +135,47 @@ def test_the_runner_reports_each_pass_in_order():
 def test_level_0_only_lowers():
     reports: list[PassReport] = []
     lower(parse(BEFORE), 0, Target("cpu"), reports.append)
-    assert [report.name for report in reports] == ["lower_moe", "lower_attention", "select_kernels"]
+    assert [report.name for report in reports] == ["lower_moe", "lower_attention", "dequantize", "select_kernels"]
+
+
+DRAFT = """\
+def body(tokens: i64[T]):
+    x = embedding(tokens, W("embed", fp32[9, 8]))
+    q = split_heads(x, heads=2)
+    a = attention(q, q, q, KV("0", fp32[2, 2, 4]), scale=0.5)
+    o = merge_heads(a)
+    y = add(x, o)
+    return y
+
+def head(hidden: fp32[R, 8]):
+    logits = linear(hidden, W("embed", fp32[9, 8]))
+    return logits
+
+def draft(tokens: i64[T], hidden: fp32[T, 8]):
+    x = embedding(tokens, W("embed", fp32[9, 8]))
+    h = rms_norm(x, W("norm", fp32[8]), eps=1e-06)
+    y = add(h, hidden)
+    q = split_heads(y, heads=2)
+    a = attention(q, q, q, KV("draft", fp32[2, 2, 4], window=3), scale=0.5, window=3)
+    o = merge_heads(a)
+    z = linear(o, W("o", fp32[8, 8]))
+    return z
+"""
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_program_beside_body_and_head_is_lowered_as_they_are(level: int):
+    graph = lower(parse(DRAFT), level, Target("cpu"))
+    two = lower(parse(DRAFT.partition("def draft")[0]), level, Target("cpu"))
+    assert show(graph).startswith(show(two)), "which it leaves as they were"
+    assert text_of(parse(show(graph))) == text_of(graph)
+    draft = graph.programs["draft"]
+    assert [str(node.meta["type"]) for node in draft.inputs] == ["i64[T]", "fp32[T, 8]", "Batch"]
+    chosen = {call.target.name: call.meta["kernel"] for call in draft.nodes}
+    assert chosen["norm_rope_write"] == chosen["paged_attention"] == ("torch" if level else "reference")
+    pieces = [find_pieces(program) for program in graph.programs.values()]
+    assert [len(found) for found in pieces] == ([1, 1, 1] if level == 2 else [0, 0, 0])
+    assert not any("Batch" in piece.text for found in pieces for piece in found)
 
 
 def test_a_pass_that_breaks_the_graph_is_named_with_those_before_it(monkeypatch: pytest.MonkeyPatch):

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from atom.config import SamplingParams
 from atom.runtime import detokenizer as module
 from atom.runtime.detokenizer import Detokenizer
+from atom.sampling_params import SamplingParams
 
 CORPUS = ["the cat sat on the mat, the end.\n", "hello world! hello there\n\n", "naïve café 你好 你们 😀 👍🏽"]
 SPECIAL, OTHER = "<|end|>", "<|call|>"

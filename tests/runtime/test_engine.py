@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from atom.config import SamplingParams
 from atom.errors import CapacityError, ConfigError, RequestError
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache
+from atom.runtime.metrics import EngineStats
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOutput, Sampled
 from atom.runtime.types import Sequence as Running
+from atom.sampling_params import SamplingParams
 
 EOS = 0
 
@@ -230,8 +231,8 @@ def test_a_prefix_is_shared_only_by_requests_of_one_salt(salts: list[bytes], num
         (ended,) = finish(engine).values()
     # the last token of a prompt is always computed: of its 8 tokens 1 block of 4 can be found
     assert ended.num_cached == num_cached // 2
-    assert engine.stats().num_prefix_hit_tokens == num_cached // 2
-    assert engine.stats().num_prefix_queries == 16
+    assert engine.stats().scheduler.num_prefix_hit_tokens == num_cached // 2
+    assert engine.stats().scheduler.num_prefix_queries == 16
 
 
 def test_a_request_of_a_lower_priority_number_is_admitted_first():
@@ -246,18 +247,18 @@ def test_a_request_of_a_lower_priority_number_is_admitted_first():
 
 def test_stats_say_how_full_the_engine_is_and_what_it_has_done():
     engine = make_engine(Script({id: "xyz" for id in "abc"}), max_num_seqs=2, num_blocks=10)
-    assert engine.stats() == (0, 0, 10, 0, 0.0, 0, 0, 0, 0, 0, 0, {})
+    assert engine.stats() == EngineStats(num_blocks=10)
     for id in "abc":
         submit(engine, id, prompt="12345", max_tokens=3)
     engine.step()
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting) == (2, 1)
     assert (stats.num_blocks, stats.num_blocks_used, stats.kv_cache_usage) == (10, 4, 0.4)
-    assert (stats.num_steps, stats.num_prompt_tokens, stats.num_output_tokens) == (1, 15, 2)
+    assert (stats.scheduler.num_steps, stats.num_prompt_tokens, stats.num_output_tokens) == (1, 15, 2)
     engine.abort("c")
     finish(engine)
     stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting, stats.num_blocks_used, stats.num_steps) == (0, 0, 0, 3)
+    assert (stats.num_running, stats.num_waiting, stats.num_blocks_used, stats.scheduler.num_steps) == (0, 0, 0, 3)
     assert stats.finish_reasons == {"max_tokens": 2, "abort": 1}
 
 
@@ -269,7 +270,7 @@ def test_preemptions_are_counted_and_what_was_cached_at_first_is_kept():
     engine.step()
     admitted = [sequence.admitted_at for sequence in sequences]
     finish(engine)
-    assert engine.stats().num_preemptions > 0
+    assert engine.stats().scheduler.num_preemptions > 0
     assert [sequence.num_cached for sequence in sequences] == [4, 4]
     assert [sequence.admitted_at for sequence in sequences] == admitted
     for sequence in sequences:

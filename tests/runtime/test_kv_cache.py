@@ -6,11 +6,11 @@ from collections.abc import Sequence as SequenceOf
 
 import pytest
 
-from atom.config import SamplingParams
 from atom.errors import CapacityError
 from atom.runtime import prefix_cache
 from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
 from atom.runtime.types import CacheKind, Sequence
+from atom.sampling_params import SamplingParams
 
 FULL = CacheKind("full", bytes_per_token=10)
 WINDOW = CacheKind("window", bytes_per_token=10, window=5)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from sampled import sample
 
-from atom.config import SamplingParams
 from atom.runtime.logit_processors import find_shaping
 from atom.runtime.types import Sequence
+from atom.sampling_params import SamplingParams
 
 VOCAB = 8
 

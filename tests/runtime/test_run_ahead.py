@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from runtime.test_engine import EOS, Letters
 
-from atom.config import SamplingParams
 from atom.errors import CapacityError, RequestError
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache
@@ -28,6 +27,7 @@ from atom.runtime.scheduler import Scheduler
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import ADMISSION, NUM_REPORTED, Capacity, StepInput
 from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOutput, Sampled, ScheduledRequest, Sequence
+from atom.sampling_params import SamplingParams
 
 FULL = CacheKind("full", 1)
 WINDOW = CacheKind("window", 1, window=5)

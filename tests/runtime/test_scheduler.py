@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from atom.config import SamplingParams
 from atom.errors import RequestError
 from atom.runtime import prefix_cache
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.prefix_cache import Prefix, pack
 from atom.runtime.scheduler import Scheduler, finish_reason
 from atom.runtime.types import CacheKind, Logprobs, Plan, Sampled, Sequence
+from atom.sampling_params import SamplingParams
 
 FULL = CacheKind("full", bytes_per_token=1)
 WINDOW = CacheKind("window", bytes_per_token=1, window=5)

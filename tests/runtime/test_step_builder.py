@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from atom.config import SamplingParams
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import ADMISSION, BatchShape, Capacity, Counted, Scored, StepInput
 from atom.runtime.types import Plan, ScheduledRequest, Sequence
+from atom.sampling_params import SamplingParams
 
 PADDING = 9  # the slot that is nobody's
 CAPACITY = Capacity(("full",), PADDING, table_width=10, vocab=1000)

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atom.checkpoint import Progress
-from atom.config import SamplingParams, load
+from atom.config import load
 from atom.errors import CapacityError, RequestError
-from atom.runtime.metrics import EngineStats
+from atom.runtime.metrics import EngineStats, SchedulerStats
 from atom.runtime.types import Logprobs, RequestOutput, Sequence, StreamCallback
+from atom.sampling_params import SamplingParams
 
 BLOCK = 16  # tokens
 NUM_BLOCKS = 100_000
@@ -145,8 +146,9 @@ class StubEngine:
 
     def stats(self) -> EngineStats:
         used = sum(-(-each.num_tokens // BLOCK) for each in list(self.running.values()))
-        counts = (len(self.running), len(self.waiting), NUM_BLOCKS, used, used / NUM_BLOCKS, 0, 0, 0, self.num_steps)
-        return EngineStats(*counts, 0, 0, {})
+        counts = {"num_running": len(self.running), "num_waiting": len(self.waiting)}
+        counts |= {"num_blocks": NUM_BLOCKS, "num_blocks_used": used}
+        return EngineStats(SchedulerStats(self.num_steps), **counts)
 
 
 def score(num_top: int) -> Logprobs:

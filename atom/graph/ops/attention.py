@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from atom.graph.batch import Batch, PagedCache
 from atom.graph.ops.base import LOWERED, SEMANTIC, divide, need, op
 from atom.graph.ops.dense import rms_norm
 from atom.graph.recipes import KV
-from atom.graph.types import Type
+from atom.graph.types import BatchType, Type
 
 
 @op(lambda x, *, heads: x.with_last(heads, divide(x.shape[-1], heads)))
@@ -102,7 +104,7 @@ def _attention(q: Type, k: Type, v: Type, cache: KV, sinks: Type | None = None, 
 
 
 @op(_attention, levels=frozenset({SEMANTIC}))
-def attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor | None, sinks: Tensor | None = None, *, scale: float,
+def attention(q: Tensor, k: Tensor, v: Tensor, cache: PagedCache | None, sinks: Tensor | None = None, *, scale: float,
               window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
     """q [T, N, D], k and v [T, K, D], sinks [N] -> [T, N, D], causal: the T tokens are one whole sequence.
 
@@ -111,33 +113,39 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cache: Tensor | None, sinks: Tens
     return attend(q, k, v, scale, window, softcap, sinks)
 
 
+def need_batch(batch: BatchType) -> None:
+    need(isinstance(batch, BatchType), f"{batch} is no Batch")
+
+
 def _norm_rope_write(q: Type, k: Type, v: Type, cos: Type | None, sin: Type | None, q_norm: Type | None,
-                     k_norm: Type | None, cache: KV, slots: Type, *, eps: float = 0.0,
+                     k_norm: Type | None, cache: KV, batch: BatchType, *, eps: float = 0.0,
                      interleaved: bool = False) -> Type:  # fmt: skip
+    need_batch(batch)
     need(cache.type.shape == (2, *k.shape[1:]), f"the cache keeps {cache.type} of k {k}")
     return q
 
 
 @op(_norm_rope_write, levels=frozenset({LOWERED}), state=True)
 def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
-                    k_norm: Tensor | None, cache: Tensor, slots: Tensor, *, eps: float = 0.0,
+                    k_norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
                     interleaved: bool = False) -> Tensor:  # fmt: skip
     """Norm and rotate q and k, write k and v to the cache, give q.
 
-    q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D] -> q [T, N, D];
-    cache [blocks, block size, 2, K, D], slots i64[T]: block number * block size + place in the block.
+    q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D], cache [blocks, block size, 2, K, D]
+    -> q [T, N, D]
     """
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps=eps), rms_norm(k, k_norm, eps=eps)
     if cos is not None and sin is not None:
         q, k = (rope(x, cos, sin, interleaved=interleaved) for x in (q, k))
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, torch.stack((k, v), dim=1).to(cache.dtype))
+    entries = torch.stack((k, v), dim=1).to(cache.blocks.dtype)
+    cache.blocks.view(-1, *entries.shape[1:]).index_copy_(0, batch.slots[cache.kind], entries)
     return q
 
 
-def _paged_attention(q: Type, cache: KV, table: Type, starts: Type, lengths: Type, num_decodes: Type,
-                     sinks: Type | None = None, *, scale: float, window: int | None = None,
-                     softcap: float | None = None) -> Type:  # fmt: skip
+def _paged_attention(q: Type, cache: KV, batch: BatchType, sinks: Type | None = None, *, scale: float,
+                     window: int | None = None, softcap: float | None = None) -> Type:  # fmt: skip
+    need_batch(batch)
     _window(cache, window)
     _sinks(sinks, q)
     need(len(q.shape) == 3 and q.shape[2] == cache.type.shape[2], f"q is {q}, the cache keeps {cache.type}")
@@ -145,21 +153,24 @@ def _paged_attention(q: Type, cache: KV, table: Type, starts: Type, lengths: Typ
 
 
 @op(_paged_attention, levels=frozenset({LOWERED}))
-def paged_attention(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
-                    sinks: Tensor | None = None, *, scale: float, window: int | None = None,
-                    softcap: float | None = None) -> Tensor:  # fmt: skip
-    """Attention of S sequences over the blocks that each one's row of the table lists.
+def paged_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None, *, scale: float,
+                    window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
+    """Attention of a batch's sequences over the blocks that their rows of the table list.
 
-    q [T, N, D], cache [blocks, block size, 2, K, D], table i32[S, M], starts i32[S + 1], lengths i32[S], sinks [N] ->
-    [T, N, D]; sequence s has queries starts[s] to starts[s + 1], the last of its lengths[s] positions; the first
-    num_decodes sequences have one query each.
+    q [T, N, D], cache [blocks, block size, 2, K, D], sinks [N] -> [T, N, D]
     """
     out = torch.zeros_like(q)
-    for row, (first, last) in enumerate(itertools.pairwise(starts.tolist())):
-        if first == last:
-            continue
-        length = int(lengths[row])
-        blocks = table[row, : -(-length // cache.shape[1])]
-        keys, values = cache[blocks].flatten(0, 1)[:length].unbind(1)
-        out[first:last] = attend(q[first:last], keys, values, scale, window, softcap, sinks)
+    for own, entries in cached_entries(cache, batch):
+        keys, values = entries.unbind(1)
+        out[own] = attend(q[own], keys, values, scale, window, softcap, sinks)
     return out
+
+
+def cached_entries(cache: PagedCache, batch: Batch) -> Iterator[tuple[slice, Tensor]]:
+    """Of each sequence that has queries: these, among the batch's tokens, and its entries in the cache."""
+    table = batch.tables[cache.kind]
+    for row, (first, last) in enumerate(itertools.pairwise(batch.starts.tolist())):
+        if first < last:
+            length = int(batch.lengths[row])
+            blocks = table[row, : -(-length // cache.blocks.shape[1])]
+            yield slice(first, last), cache.blocks[blocks].flatten(0, 1)[:length]

@@ -5,6 +5,7 @@ def scale(x, *, by): return x * by             # the reference body
 
 scale.infer(Type("bf16", ("T", 576)), by=2.0)  # its result's type
 OPS["scale"]                                   # by the name that the text uses
+OPS["linear"].weight                           # 1: which argument is its weight
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Op:
     ]  # over the types of the tensors; raises ValueError where they do not fit
     levels: frozenset[str]  # where it is legal
     is_state: bool
+    weights: tuple[int, ...]  # the arguments that may be packed, and laid out as a kernel wants: matrices, not norms
     signature: inspect.Signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -40,17 +42,25 @@ class Op:
     def __name__(self) -> str:
         return self.name
 
+    @property
+    def weight(self) -> int:
+        """Which argument is the weight, of an op that has one."""
+        (place,) = self.weights
+        return place
+
 
 OPS: dict[str, Op] = {}
 
 
 def op(
-    infer: Callable[..., Type | tuple[Type, ...]], *, levels: frozenset[str] = BOTH, state: bool = False
-) -> Callable[[Callable[..., Any]], Op]:
-    """Make an op from a reference body and a shape rule."""
+    infer: Callable[..., Type | tuple[Type, ...]], *, levels: frozenset[str] = BOTH, state: bool = False,
+    weight: int | tuple[int, ...] = (),
+) -> Callable[[Callable[..., Any]], Op]:  # fmt: skip
+    """Make an op from a reference body and a shape rule. weight: which argument is one, see `Op.weights`."""
 
     def register(body: Callable[..., Any]) -> Op:
-        made = Op(body.__name__, body, infer, levels, state, inspect.signature(body))
+        weights = weight if isinstance(weight, tuple) else (weight,)
+        made = Op(body.__name__, body, infer, levels, state, weights, inspect.signature(body))
         OPS[made.name] = made
         return made
 

@@ -12,7 +12,7 @@ from atom.graph.ops.base import divide, need, op
 from atom.graph.types import Type
 
 
-@op(lambda tokens, weight: Type(weight.dtype, (*tokens.shape, weight.shape[1])))
+@op(lambda tokens, weight: Type(weight.dtype, (*tokens.shape, weight.shape[1])), weight=1)
 def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     """tokens i64[T], weight [V, H] -> [T, H]"""
     return F.embedding(tokens, weight)
@@ -26,7 +26,7 @@ def linear_type(x: Type, weight: Type, bias: Type | None = None) -> Type:
     return x.with_last(out)
 
 
-@op(linear_type)
+@op(linear_type, weight=1)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, I], weight [O, I], bias [O] -> [T, O]"""
     return F.linear(x, weight, bias)

@@ -7,17 +7,16 @@ Shapes by letter: L latent dims, P dims of a head without position, R rotated on
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atom.graph.ops.attention import attend, rope
+from atom.graph.batch import Batch, PagedCache
+from atom.graph.ops.attention import attend, cached_entries, need_batch, rope
 from atom.graph.ops.base import LOWERED, SEMANTIC, divide, need, op
 from atom.graph.ops.dense import rms_norm
 from atom.graph.recipes import KV
-from atom.graph.types import Type
+from atom.graph.types import BatchType, Type
 
 
 def attend_latent(q_nope: Tensor, q_rope: Tensor, entries: Tensor, kv_b: Tensor, scale: float) -> Tensor:
@@ -51,9 +50,9 @@ def _mla_attention(q_nope: Type, q_rope: Type, latent: Type, k_rope: Type, kv_b:
     return _latent(q_nope, q_rope, kv_b, cache)
 
 
-@op(_mla_attention, levels=frozenset({SEMANTIC}))
-def mla_attention(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, cache: Tensor | None, *,
-                  scale: float) -> Tensor:  # fmt: skip
+@op(_mla_attention, levels=frozenset({SEMANTIC}), weight=4)
+def mla_attention(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor,
+                  cache: PagedCache | None, *, scale: float) -> Tensor:  # fmt: skip
     """Multi-head latent attention (DeepSeek-AI 2024), causal: the T tokens are one whole sequence.
 
     q_nope [T, N, P], q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], kv_b [N (P + U), L] -> [T, N, U]; the cache,
@@ -63,8 +62,9 @@ def mla_attention(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor
 
 
 def _norm_rope_write_latent(q_rope: Type, latent: Type, k_rope: Type, cos: Type | None, sin: Type | None,
-                            norm: Type | None, cache: KV, slots: Type, *, eps: float = 0.0,
+                            norm: Type | None, cache: KV, batch: BatchType, *, eps: float = 0.0,
                             interleaved: bool = False) -> Type:  # fmt: skip
+    need_batch(batch)
     entry = int(latent.shape[-1]) + int(k_rope.shape[-1])
     need(cache.type.shape == (entry,), f"the cache keeps {cache.type} of {latent} and {k_rope}")
     return q_rope
@@ -72,40 +72,36 @@ def _norm_rope_write_latent(q_rope: Type, latent: Type, k_rope: Type, cos: Type 
 
 @op(_norm_rope_write_latent, levels=frozenset({LOWERED}), state=True)
 def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tensor | None,
-                           norm: Tensor | None, cache: Tensor, slots: Tensor, *, eps: float = 0.0,
+                           norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
                            interleaved: bool = False) -> Tensor:  # fmt: skip
     """Norm the latent, rotate q_rope and k_rope, write latent and k_rope to the cache, give q_rope.
 
-    q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, R / 2], norm [L] -> q_rope [T, N, R];
-    cache [blocks, block size, L + R], slots i64[T].
+    q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, R / 2], norm [L], cache [blocks, block size,
+    L + R] -> q_rope [T, N, R]
     """
     if norm is not None:
         latent = rms_norm(latent, norm, eps=eps)
     if cos is not None and sin is not None:
         q_rope, k_rope = (rope(x, cos, sin, interleaved=interleaved) for x in (q_rope, k_rope))
-    entries = torch.cat((latent, k_rope.squeeze(1)), dim=-1)
-    cache.view(-1, cache.shape[-1]).index_copy_(0, slots, entries.to(cache.dtype))
+    entries = torch.cat((latent, k_rope.squeeze(1)), dim=-1).to(cache.blocks.dtype)
+    cache.blocks.view(-1, entries.shape[-1]).index_copy_(0, batch.slots[cache.kind], entries)
     return q_rope
 
 
-def _paged_mla_attention(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, table: Type, starts: Type, lengths: Type,
-                         num_decodes: Type, *, scale: float) -> Type:  # fmt: skip
+def _paged_mla_attention(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, batch: BatchType, *,
+                         scale: float) -> Type:  # fmt: skip
+    need_batch(batch)
     return _latent(q_nope, q_rope, kv_b, cache)
 
 
-@op(_paged_mla_attention, levels=frozenset({LOWERED}))
-def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Tensor, table: Tensor, starts: Tensor,
-                        lengths: Tensor, num_decodes: int, *, scale: float) -> Tensor:  # fmt: skip
-    """Latent attention of S sequences over the blocks that each one's row of the table lists.
+@op(_paged_mla_attention, levels=frozenset({LOWERED}), weight=2)
+def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch, *,
+                        scale: float) -> Tensor:  # fmt: skip
+    """Latent attention of a batch's sequences over the blocks that their rows of the table list.
 
-    q_nope [T, N, P], q_rope [T, N, R], kv_b [N (P + U), L], cache [blocks, block size, L + R] -> [T, N, U]; table,
-    starts, lengths and num_decodes as in paged_attention.
+    q_nope [T, N, P], q_rope [T, N, R], kv_b [N (P + U), L], cache [blocks, block size, L + R] -> [T, N, U]
     """
     out = q_nope.new_zeros(*q_nope.shape[:2], kv_b.shape[0] // q_nope.shape[1] - q_nope.shape[2])
-    for row, (first, last) in enumerate(itertools.pairwise(starts.tolist())):
-        if first == last:
-            continue
-        length = int(lengths[row])
-        entries = cache[table[row, : -(-length // cache.shape[1])]].flatten(0, 1)[:length]
-        out[first:last] = attend_latent(q_nope[first:last], q_rope[first:last], entries, kv_b, scale)
+    for own, entries in cached_entries(cache, batch):
+        out[own] = attend_latent(q_nope[own], q_rope[own], entries, kv_b, scale)
     return out

@@ -45,7 +45,7 @@ def _router(x: Type, weight: Type, bias: Type | None = None, correction: Type | 
     return Type("fp32", chosen), Type("i64", chosen)
 
 
-@op(_router)
+@op(_router, weight=1)
 def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *, top_k: int,
            method: str = "greedy", score: str = "softmax", groups: int = 1, top_groups: int = 1,
            renormalize: bool = False, scale: float = 1.0) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -101,7 +101,7 @@ def _grouped_linear(x: Type, weight: Type, ends: Type, bias: Type | None = None)
     return x.with_last(out)
 
 
-@op(_grouped_linear)
+@op(_grouped_linear, weight=1)
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is not
     read"""
@@ -132,7 +132,7 @@ def _experts(x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, gate_
     return _combine(_grouped_linear(m, down, ends, down_bias), weights, ids)
 
 
-@op(_experts, levels=frozenset({SEMANTIC}))
+@op(_experts, levels=frozenset({SEMANTIC}), weight=(3, 4))
 def experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
             down_bias: Tensor | None = None, *, kind: str, limit: float | None = None,
             alpha: float | None = None) -> Tensor:  # fmt: skip

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from atom.graph import ops
-from atom.kernels.backend import Backend, Kernel, Target
+from atom.kernels.backend import Backend, Kernel, Target, plain
 from atom.kernels.inductor.piece_compiler import InductorCompiler, find_versions
 from atom.kernels.reference import COMPILED
 
@@ -21,7 +21,7 @@ def accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
 
 
 KERNELS: tuple[Kernel, ...] = tuple(
-    Kernel(op, "inductor", accepts, lambda _, op=op: op.body, trace=op.body)  # type: ignore[misc]
+    Kernel(op, "inductor", plain(accepts), lambda _, op=op: op.body, trace=op.body)  # type: ignore[misc]
     for op in ops.OPS.values()
     if op in COMPILED and op is not ops.linear
 )

@@ -20,7 +20,7 @@ import torch
 
 from atom.graph import ops
 from atom.graph.ops import Op
-from atom.kernels.backend import Backend, Kernel, Target
+from atom.kernels.backend import Backend, Kernel, Target, plain
 from atom.kernels.step import import_step_kernels
 from atom.kernels.torch.attention import PagedAttention
 from atom.kernels.torch.latent import PagedLatentAttention
@@ -37,14 +37,14 @@ def _accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
 def _kernel(op: Op, run: Callable[..., Any]) -> Kernel:
     """The kernel of a function, or of a class, which each program has one object of."""
     load = (lambda context: context.share(run)) if isinstance(run, type) else lambda _: run
-    return Kernel(op, "torch", _accepts, load)
+    return Kernel(op, "torch", plain(_accepts), load)
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(ops.linear, "torch", accepts, lambda _: packed_linear, layout="onednn", trace=trace_packed_linear),
+    Kernel(ops.linear, "torch", plain(accepts), lambda _: packed_linear, layout="onednn", trace=trace_packed_linear),
     _kernel(ops.rms_norm, rms_norm),
     _kernel(ops.add_rms_norm, add_rms_norm),
-    Kernel(ops.grouped_linear, "torch", accepts, lambda _: packed_grouped_linear, layout="onednn"),
+    Kernel(ops.grouped_linear, "torch", plain(accepts), lambda _: packed_grouped_linear, layout="onednn"),
     _kernel(ops.combine, combine),
     _kernel(ops.norm_rope_write, norm_rope_write),
     _kernel(ops.norm_rope_write_latent, norm_rope_write_latent),

@@ -4,13 +4,14 @@ It is as fast as torch's flash attention, and rounds once.
 
 attend = PagedAttention()    # one object for all layers: it owns the workspace and the plan of the step
 for layer in layers:
-    out = attend(q, cache, table, starts, lengths, num_decodes, scale=0.125)
+    out = attend(q, cache, batch, scale=0.125)
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from atom.graph import Batch, PagedCache
 from atom.kernels.torch.plan import Plans
 from atom.kernels.torch.softmax import Rule
 from atom.kernels.torch.workspace import Workspace
@@ -23,18 +24,17 @@ class PagedAttention:
         """workspace_bytes: of the fp32 keys and values that decodes read at a time"""
         self._plans = Plans(Workspace(), workspace_bytes)
 
-    def __call__(self, q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
-                 sinks: Tensor | None = None, *, scale: float, window: int | None = None,
-                 softcap: float | None = None) -> Tensor:  # fmt: skip
+    def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None, *, scale: float,
+                 window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
         """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
-        rule = Rule(scale, softcap, sinks)
-        plan = self._plans.find(cache, q.shape[2], q.shape[1], window, table, starts, lengths, num_decodes)
-        if num_decodes == len(q):
-            return plan.decodes.attend(q, cache, rule).to(q.dtype, copy=True)
+        rule, blocks = Rule(scale, softcap, sinks), cache.blocks
+        plan = self._plans.find(cache, q.shape[2], q.shape[1], window, batch)
+        if plan.num_decodes == len(q):
+            return plan.decodes.attend(q, blocks, rule).to(q.dtype, copy=True)
         out = q.new_zeros(q.shape)
-        out[:num_decodes] = plan.decodes.attend(q[:num_decodes], cache, rule)
+        out[: plan.num_decodes] = plan.decodes.attend(q[: plan.num_decodes], blocks, rule)
         for prefill in plan.prefills:
-            prefill.reader.read(cache)
+            prefill.reader.read(blocks)
             keys, values = prefill.reader.keys, prefill.reader.values
             prefill.attend(q[prefill.tokens], keys, values, rule, out[prefill.tokens])
         return out

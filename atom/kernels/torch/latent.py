@@ -4,7 +4,7 @@ The form that multiplies less is taken.
 
     attend = PagedLatentAttention()          # one object for all layers, as PagedAttention
     for layer in layers:
-        out = attend(q_nope, q_rope, kv_b, cache, table, starts, lengths, num_decodes, scale=0.1)
+        out = attend(q_nope, q_rope, kv_b, cache, batch, scale=0.1)
 
 Absorbed: queries times the key rows of kv_b attend over the entries themselves, one key/value head whose values are the
 first L dims of its keys, and the sums are multiplied by the value rows. So are decodes, and prefills of few queries
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atom.graph import Batch, PagedCache
 from atom.kernels.torch.plan import Plans
 from atom.kernels.torch.prefill import Prefill
 from atom.kernels.torch.softmax import Rule
@@ -37,23 +38,24 @@ class PagedLatentAttention:
         self._weight_bytes = workspace_bytes
         self._expanded_bytes = expanded_bytes
 
-    def __call__(self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Tensor, table: Tensor, starts: Tensor,
-                 lengths: Tensor, num_decodes: int, *, scale: float) -> Tensor:  # fmt: skip
+    def __call__(self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch, *,
+                 scale: float) -> Tensor:  # fmt: skip
         """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
         (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
         weight = kv_b.view(heads, -1, rank)
-        cache = cache.view(*cache.shape[:2], 1, 1, -1)
+        blocks = cache.blocks.view(*cache.blocks.shape[:2], 1, 1, -1)
         rule = Rule(scale)
-        plan = self._plans.find(cache, rank, heads, None, table, starts, lengths, num_decodes)
+        plan = self._plans.find(PagedCache(blocks, cache.kind), rank, heads, None, batch)
+        num_decodes = plan.num_decodes
         out = q_nope.new_zeros(tokens, heads, weight.shape[1] - plain)
         if num_decodes:
             q = self._absorb(q_nope[:num_decodes], q_rope[:num_decodes], weight)
-            self._sum_values(plan.decodes.attend(q, cache, rule), weight, out[:num_decodes])
+            self._sum_values(plan.decodes.attend(q, blocks, rule), weight, out[:num_decodes])
         for prefill in plan.prefills:
             own = prefill.tokens
             args = prefill, q_nope[own], q_rope[own], weight
             attend = self._attend_absorbed if _is_absorbed(*args) else self._attend_expanded
-            attend(*args, cache, rule, out[own])
+            attend(*args, blocks, rule, out[own])
         return out
 
     def _attend_absorbed(self, prefill: Prefill, q_nope: Tensor, q_rope: Tensor, weight: Tensor, cache: Tensor,

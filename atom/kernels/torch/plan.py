@@ -1,20 +1,20 @@
 """Plan a step's attention once for all layers: slots, masks, workspace.
 
-A plan follows from table, starts and lengths.
+A plan follows from the batch.
 
     plans = Plans(workspace, budget)    # one for all layers
-    plan = plans.find(cache, value_dim, heads, window, table, starts, lengths, num_decodes)
-    out = plan.decodes.attend(q, cache, rule)
+    plan = plans.find(cache, value_dim, heads, window, batch)
+    out = plan.decodes.attend(q, cache.blocks, rule)
 
-Each step has new tensors, so a step is known by their identity.
+Each step has a new batch, so a step is known by its identity.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from atom.graph import Batch, PagedCache
+from atom.graph.batch import num_single
 from atom.kernels.torch.decode import Decodes
 from atom.kernels.torch.prefill import Prefill
 from atom.kernels.torch.workspace import Workspace
@@ -24,7 +24,7 @@ from atom.kernels.torch.workspace import Workspace
 class Plan:
     """The plan of one step: its decodes and prefills."""
 
-    inputs: tuple[Tensor, Tensor]  # the table and starts of this plan; held, so that no other tensor gets their ids
+    num_decodes: int
     decodes: Decodes
     prefills: list[Prefill]
 
@@ -36,28 +36,27 @@ class Plans:
         """budget in bytes of the fp32 keys and values that decodes read at a time"""
         self._workspace = workspace
         self._budget = budget
-        self._lengths: Tensor | None = None  # identifies the current step
-        self._plans: dict[object, Plan] = {}  # by the arguments that may differ between layers
+        self._batch: Batch | None = None  # of the step that the plans are of
+        self._plans: dict[object, Plan] = {}  # by what may differ between layers
 
-    def find(self, cache: Tensor, value_dim: int, heads: int, window: int | None, table: Tensor, starts: Tensor,
-             lengths: Tensor, num_decodes: int) -> Plan:  # fmt: skip
-        """The step's plan for layers of equal arguments; cache and value_dim as in Reader, the others as in the ops."""
-        if lengths is not self._lengths:
+    def find(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch) -> Plan:
+        """The plan for layers of equal arguments; cache.blocks and value_dim as in Reader, the others as in ops."""
+        if batch is not self._batch:
             self._plans.clear()
-            self._lengths = lengths
-        key = (id(table), id(starts), num_decodes, window, heads, value_dim, cache.shape, cache.dtype)
+            self._batch = batch
+        key = (cache.kind, window, heads, value_dim, cache.blocks.shape, cache.blocks.dtype)
         if key not in self._plans:
-            self._plans[key] = self._make(cache, value_dim, heads, window, table, starts, lengths, num_decodes)
+            self._plans[key] = self._make(cache, value_dim, heads, window, batch)
         return self._plans[key]
 
-    def _make(self, cache: Tensor, value_dim: int, heads: int, window: int | None, table: Tensor, starts: Tensor,
-              lengths: Tensor, num_decodes: int) -> Plan:  # fmt: skip
-        decodes = Decodes(self._workspace, self._budget, cache, value_dim, table[:num_decodes], lengths[:num_decodes],
-                          heads, window)  # fmt: skip
-        bounds, ends = starts.tolist(), lengths.tolist()
+    def _make(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch) -> Plan:
+        table, blocks, num_decodes = batch.tables[cache.kind], cache.blocks, num_single(batch)
+        decodes = Decodes(self._workspace, self._budget, blocks, value_dim, table[:num_decodes],
+                          batch.lengths[:num_decodes], heads, window)  # fmt: skip
+        bounds, ends = batch.starts.tolist(), batch.lengths.tolist()
         prefills = [
-            Prefill(self._workspace, cache, value_dim, table[row], slice(*bounds[row : row + 2]), ends[row], window)
+            Prefill(self._workspace, blocks, value_dim, table[row], slice(*bounds[row : row + 2]), ends[row], window)
             for row in range(num_decodes, len(ends))
             if bounds[row] < bounds[row + 1]
         ]
-        return Plan((table, starts), decodes, prefills)
+        return Plan(num_decodes, decodes, prefills)

@@ -2,7 +2,7 @@
 
     extend_tables(tables, entries)                                      # blocks that were allocated to slots
     decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token
-    mixed_inputs(slots, given, row_of, starts, ends, state, tables, …)  # and prompts, whose tokens the host gave
+    mixed_inputs(slots, given, row_of, ends, state, tables, …)          # and prompts, whose tokens the host gave
 
 Shapes by letter as in `atom.kernels.step`.
 """
@@ -24,24 +24,25 @@ def decode_inputs(slots: Tensor, state: State, tables: Tensor, block_size: int, 
     """Inputs of S decodes. slots: i32[S]; tables: i32[C, num_slots + 1, M]"""
     index = slots.long()
     torch.index_select(state.tokens, 0, index, out=inputs.tokens)
-    torch.index_select(state.lengths, 0, index, out=inputs.lengths)
-    torch.sub(inputs.lengths, 1, out=inputs.positions)
+    torch.index_select(state.lengths, 0, index, out=inputs.batch.lengths)
+    torch.sub(inputs.batch.lengths, 1, out=inputs.positions)
     _copy_tables(tables, index, block_size, inputs)
     _find_slots(tables, index, inputs.positions, block_size, inputs)
 
 
-def mixed_inputs(slots: Tensor, given: Tensor, row_of: Tensor, starts: Tensor, ends: Tensor, state: State,
-                 tables: Tensor, block_size: int, inputs: Inputs) -> None:  # fmt: skip
-    """Inputs of S rows of T tokens.
+def mixed_inputs(slots: Tensor, given: Tensor, row_of: Tensor, ends: Tensor, state: State, tables: Tensor,
+                 block_size: int, inputs: Inputs) -> None:  # fmt: skip
+    """Inputs of S rows of T tokens, whose starts are in the batch.
 
-    slots: i32[S]; given: i32[T], tokens, or -1 where the slot has it; row_of: i32[T]; starts: i32[S + 1] in T; ends:
-    i32[S], positions known after this step, or 0 where the slot has the length. A slot whose rows were given gets its
-    length. Tokens of a padding row write to block 0, and attend to nothing where it has none.
+    slots: i32[S]; given: i32[T], tokens, or -1 where the slot has it; row_of: i32[T]; ends: i32[S], positions known
+    after this step, or 0 where the slot has the length. A slot whose rows were given gets its length. Tokens of a
+    padding row write to block 0, and attend to nothing where it has none.
     """
+    starts, lengths = inputs.batch.starts, inputs.batch.lengths
     index, row = slots.long(), row_of.long()
     is_stated, is_padding = ends > 0, index == state.num_slots
     known = state.lengths[index]
-    torch.where(is_stated | is_padding, ends, known, out=inputs.lengths)
+    torch.where(is_stated | is_padding, ends, known, out=lengths)
     state.lengths[index[is_stated]] = ends[is_stated]
     _copy_tables(tables, index, block_size, inputs)
     owner, last = index[row], torch.where(is_stated, ends, known)[row]
@@ -54,7 +55,7 @@ def mixed_inputs(slots: Tensor, given: Tensor, row_of: Tensor, starts: Tensor, e
 
 def _copy_tables(tables: Tensor, index: Tensor, block_size: int, inputs: Inputs) -> None:
     """Copy the rows' tables, as far as they are filled."""
-    width = -(-int(inputs.lengths.max()) // block_size)
+    width = -(-int(inputs.batch.lengths.max()) // block_size)
     inputs.tables[:, :, :width] = tables[:, index, :width]
 
 

@@ -2,8 +2,8 @@
 
 All that is rotated is rotated in place in float32.
 
-    q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, slots, eps=1e-6)
-    q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, norm, cache, slots, eps=1e-6)
+    q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=1e-6)
+    q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, norm, cache, batch, eps=1e-6)
 
 q and k are joined, so that each step is one call of torch for both; they may be strided views of one product.
 """
@@ -13,14 +13,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from atom.graph import Batch, PagedCache
 from atom.kernels.torch.norm import normalize_, rms_norm
 
 
 def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
-                    k_norm: Tensor | None, cache: Tensor, slots: Tensor, *, eps: float = 0.0,
+                    k_norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
                     interleaved: bool = False) -> Tensor:  # fmt: skip
-    """q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D] -> q [T, N, D], a view of more;
-    cache [blocks, block size, 2, K, D], slots i64[T]. Rounds once, after the rotation.
+    """q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D], cache [blocks, block size, 2, K,
+    D] -> q [T, N, D], a view of more. Rounds once, after the rotation.
     """
     heads = q.shape[1]
     wide = torch.cat((q, k), dim=1).float()
@@ -31,16 +32,16 @@ def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Te
     if cos is not None and sin is not None:
         rotate_(wide, cos, sin, interleaved)
     rotated = wide.to(q.dtype)
-    entries = torch.stack((rotated[:, heads:], v), dim=1).to(cache.dtype)
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, entries)
+    entries = torch.stack((rotated[:, heads:], v), dim=1).to(cache.blocks.dtype)
+    cache.blocks.view(-1, *entries.shape[1:]).index_copy_(0, batch.slots[cache.kind], entries)
     return rotated[:, :heads]
 
 
 def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tensor | None,
-                           norm: Tensor | None, cache: Tensor, slots: Tensor, *, eps: float = 0.0,
+                           norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
                            interleaved: bool = False) -> Tensor:  # fmt: skip
-    """q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, R / 2], norm [L] -> q_rope [T, N, R], a
-    view of more; cache [blocks, block size, L + R], slots i64[T]."""
+    """q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, R / 2], norm [L], cache [blocks, block
+    size, L + R] -> q_rope [T, N, R], a view of more"""
     rotated = torch.cat((q_rope, k_rope), dim=1)
     if cos is not None and sin is not None:
         wide = rotated.float()
@@ -48,8 +49,8 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
         rotated = wide.to(q_rope.dtype)
     if norm is not None:
         latent = rms_norm(latent, norm, eps=eps)
-    entries = torch.cat((latent, rotated[:, -1]), dim=-1).to(cache.dtype)
-    cache.view(-1, cache.shape[-1]).index_copy_(0, slots, entries)
+    entries = torch.cat((latent, rotated[:, -1]), dim=-1).to(cache.blocks.dtype)
+    cache.blocks.view(-1, entries.shape[-1]).index_copy_(0, batch.slots[cache.kind], entries)
     return rotated[:, :-1]
 
 

@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from atom.config import MIN_TEMPERATURE, SAMPLING_KINDS
 from atom.kernels.step import CHUNK_ELEMENTS, State, most_likely
+from atom.sampling_params import MIN_TEMPERATURE, SAMPLING_KINDS
 
 LARGEST = torch.finfo(torch.float32).max
 

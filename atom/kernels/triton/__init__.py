@@ -21,7 +21,7 @@ from atom.errors import UnsupportedError
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.graph.types import Type
-from atom.kernels.backend import Backend, Kernel, LoadContext, Target, Tuner
+from atom.kernels.backend import Backend, Kernel, LoadContext, Target, Tuner, plain
 from atom.kernels.step import import_step_kernels
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _kernel(op: Op, module: str, name: str = "", accepts: Callable[..., str | No
         shared = context.share(found) if isinstance(found, type) else found
         return getattr(shared, method) if method else shared  # type: ignore[no-any-return]
 
-    return Kernel(op, "triton", accepts, load)
+    return Kernel(op, "triton", plain(accepts), load)
 
 
 KERNELS: tuple[Kernel, ...] = (

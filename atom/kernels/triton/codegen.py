@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.fx import Node
 
+from atom.dtypes import DTYPES, MODEL_DTYPES
 from atom.errors import PassError
 from atom.graph import Program, Type, ops, parse
 from atom.graph.graph import call_of, results_of
@@ -28,7 +29,7 @@ WIDTH = 120  # characters of a line
 BLOCK = 1024  # columns per program, where no norm needs the whole row
 PER_THREAD = 8  # columns per thread of a whole row
 MAX_WARPS = 16  # the most that every GPU takes
-FLOATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+FLOATS = {dtype: DTYPES[dtype].name for dtype in MODEL_DTYPES}
 VIEWS = (ops.split, ops.split_heads, ops.merge_heads)
 NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm)
 

@@ -4,7 +4,7 @@ So a plan names no token.
 
     extend_tables(tables, entries)                                      # blocks that were allocated to slots
     decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token
-    mixed_inputs(slots, given, row_of, starts, ends, state, tables, …)  # and prompts, whose tokens the host gave
+    mixed_inputs(slots, given, row_of, ends, state, tables, …)          # and prompts, whose tokens the host gave
 
 Shapes by letter as in `atom.kernels.step`; `atom.kernels.torch.prepare_inputs` says what each argument is.
 """
@@ -29,18 +29,19 @@ def extend_tables(tables: Tensor, entries: Tensor) -> None:
 def decode_inputs(slots: Tensor, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
     num_kinds, num_rows = tables.shape[0], slots.shape[0]
     _prepare[(num_rows, num_kinds)](
-        slots, None, None, None, None, state.tokens, state.lengths, tables, *inputs,
-        inputs.slots.stride(0), inputs.tables.stride(0), num_rows, 0, state.num_slots, tables.shape[2],
-        BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
+        slots, None, None, None, None, state.tokens, state.lengths, tables, inputs.tokens, inputs.positions,
+        inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0), inputs.tables.stride(0), num_rows, 0,
+        state.num_slots, tables.shape[2], BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
     )  # fmt: skip
 
 
-def mixed_inputs(slots: Tensor, given: Tensor, row_of: Tensor, starts: Tensor, ends: Tensor, state: State,
-                 tables: Tensor, block_size: int, inputs: Inputs) -> None:  # fmt: skip
+def mixed_inputs(slots: Tensor, given: Tensor, row_of: Tensor, ends: Tensor, state: State, tables: Tensor,
+                 block_size: int, inputs: Inputs) -> None:  # fmt: skip
     num_kinds, num_rows, num_tokens = tables.shape[0], slots.shape[0], given.shape[0]
     _prepare[(num_rows + -(-num_tokens // TOKENS), num_kinds)](
-        slots, given, row_of, starts, ends, state.tokens, state.lengths, tables, *inputs,
-        inputs.slots.stride(0), inputs.tables.stride(0), num_rows, num_tokens, state.num_slots, tables.shape[2],
+        slots, given, row_of, inputs.batch.starts, ends, state.tokens, state.lengths, tables, inputs.tokens,
+        inputs.positions, inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0),
+        inputs.tables.stride(0), num_rows, num_tokens, state.num_slots, tables.shape[2],
         BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
     )  # fmt: skip
 

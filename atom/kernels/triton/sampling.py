@@ -26,7 +26,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from atom import config
+from atom import sampling_params
 from atom.kernels.step import State
 from atom.kernels.triton.gpu import next_power_of_2
 from atom.kernels.triton.jit import jit
@@ -36,7 +36,7 @@ PART_WARPS = 8  # of such a program: a thread reads 8 logits at a time, twice
 MAX_GATHERED = 8192  # logits of a filtered row that are gathered; where it may keep more, the row itself is read again
 MAX_PAIRED = 512  # logits of a filtered row that are ranked by comparing all pairs
 
-MIN_TEMPERATURE = tl.constexpr(config.MIN_TEMPERATURE)  # anything lower is greedy
+MIN_TEMPERATURE = tl.constexpr(sampling_params.MIN_TEMPERATURE)  # anything lower is greedy
 NUM_BINS = tl.constexpr(64)  # the last holds all that is further below the largest logit
 BINS_PER_NAT = tl.constexpr(2.0)  # of logit / temperature
 NOWHERE = tl.constexpr(2**31 - 1)  # beyond every id
@@ -45,7 +45,7 @@ LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, penalties: bool = False) -> None:
     """Sample the next token of each row, as `atom.kernels.torch.sampling.sample`. The rows of logits are contiguous."""
-    assert kind in config.SAMPLING_KINDS and logits.stride(1) == 1
+    assert kind in sampling_params.SAMPLING_KINDS and logits.stride(1) == 1
     (num_rows, vocab), device = logits.shape, logits.device
     num_parts = -(-vocab // PART)
     best = torch.empty(num_rows, num_parts, dtype=torch.float32, device=device)

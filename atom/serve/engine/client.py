@@ -22,8 +22,10 @@ from collections.abc import Callable
 from enum import StrEnum
 from socket import socket
 
-from atom.config import Config, SamplingParams
+from atom.config import Config
 from atom.errors import AtomError, EngineDeadError, RequestError
+from atom.runtime.metrics import EngineStats
+from atom.sampling_params import SamplingParams
 from atom.serve.engine.protocol import (
     Abort,
     Beat,
@@ -38,7 +40,6 @@ from atom.serve.engine.protocol import (
     Ready,
     Refused,
     Start,
-    Stats,
     Submit,
     encode,
     from_engine,
@@ -70,7 +71,7 @@ class EngineClient(asyncio.Protocol):
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = State.LOADING
-        self.stats = Stats()
+        self.stats = EngineStats()
         self.doing = "starting the engine"  # while it loads
         self.gpus = ""  # from `Ready`
         self.error: Failed | None = None  # why it died, if it could say so

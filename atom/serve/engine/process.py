@@ -8,14 +8,14 @@ engine.end()                              # its exit code; what still runs of it
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+
+from atom.child_process import end, exit_status
 
 READ_SECONDS = 1.0  # for its last lines; another process may hold its stderr open
 WORKER = (sys.executable, "-m", "atom.serve.engine.worker")
@@ -49,20 +49,11 @@ class EngineProcess:
 
     def has_ended(self) -> bool:
         """Whether the process has ended; it ends by itself when the socket is closed."""
-        if self._process.returncode is not None:
-            return True
-        # not reaped here: its pid must not be reused until the group is gone
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return self._process.returncode is not None or exit_status(self._process, os.WNOHANG) is not None
 
     def end(self) -> int:
         """End the process and kill what is left of its group; the exit code, negative for a signal."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self._process.wait()
-            if self._reading is not None:
-                self._reading.join(READ_SECONDS)
-        return self._process.returncode
+        return end(self._process, self._reading, READ_SECONDS)
 
     def _read(self, relay: Callable[[str], object]) -> None:
         assert self._process.stderr is not None, "it is a pipe"

@@ -16,8 +16,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from atom.config import Config, SamplingParams
+from atom.config import Config
+from atom.runtime.metrics import EngineStats
 from atom.runtime.types import Logprobs
+from atom.sampling_params import SamplingParams
 
 HEAD = struct.Struct("<I")
 MAX_FRAME = 1 << 30  # bytes; a larger frame is no message of ours
@@ -75,20 +77,6 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[Logprobs | None] | None = None  # of the next positions of the prompt
 
 
-class Stats(msgspec.Struct, array_like=True, gc=False):
-    """The engine's state and its counts since the start, as `runtime.engine.EngineStats` has them."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 0
-    num_blocks_used: int = 0
-    kv_cache_usage: float = 0.0
-    num_preemptions: int = 0
-    num_prefix_queries: int = 0
-    num_prefix_hit_tokens: int = 0
-    num_steps: int = 0
-
-
 class Ready(Message):
     """The model is loaded."""
 
@@ -122,7 +110,7 @@ class Done(Message):
 class Beat(Message):
     """The heartbeat of the engine's process, sent by a thread of its own."""
 
-    stats: Stats
+    stats: EngineStats
     doing: str = ""  # the present step of the start, as in `compiling 12 pieces: 3 done`
 
 

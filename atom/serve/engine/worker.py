@@ -33,6 +33,7 @@ from atom.config import Config
 from atom.devices import open_early
 from atom.errors import AtomError, CapacityError, RequestError
 from atom.gc_utils import no_collection, settle
+from atom.runtime.metrics import EngineStats
 from atom.runtime.types import Logprobs, RequestOutput, Sequence
 from atom.serve import log
 from atom.serve.engine.link import Link, beat, fail
@@ -47,7 +48,6 @@ from atom.serve.engine.protocol import (
     Ready,
     Refused,
     Start,
-    Stats,
     Submit,
     ToEngine,
 )
@@ -86,9 +86,8 @@ class Worker:
     def tell(self) -> Beat:
         """Make a heartbeat."""
         if self._engine is None:
-            return Beat(Stats(), self.progress.doing or "opening the model")
-        told = self._engine.stats()
-        return Beat(Stats(**{name: getattr(told, name) for name in Stats.__struct_fields__}))
+            return Beat(EngineStats(), self.progress.doing or "opening the model")
+        return Beat(self._engine.stats())
 
     def load(self, make: Callable[[], Engine], device: str = "cpu") -> None:
         self._engine = make()

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from atom.config import Config, SamplingParams
+from atom.config import Config
 from atom.errors import RequestError
+from atom.sampling_params import SamplingParams
 from atom.serve.errors import FieldError, shown
 from atom.serve.openai.schema import ChatRequest, CompletionRequest, Generation
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from atom.config import Config, SamplingParams
+from atom.config import Config
 from atom.errors import RequestError
+from atom.sampling_params import SamplingParams
 from atom.serve.errors import FieldError
 from atom.serve.openai.schema import NamedTool, Tool
 from atom.serve.output.output_parser import (

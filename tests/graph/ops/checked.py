@@ -1,7 +1,7 @@
 """Run an op and hold its shape rule against what its body gives.
 
 y = checked(ops.linear, x, weight)
-out = checked(ops.paged_attention, q, Cache(kv, tensor), table, starts, lengths, 2, scale=0.5)
+out = checked(ops.paged_attention, q, Cache(kv, tensor), batch, scale=0.5)
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from atom.graph import KV, TORCH_DTYPES, Type, ops
+from atom.graph import BATCH, KV, TORCH_DTYPES, Batch, PagedCache, Type, ops
 
 NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -21,16 +21,22 @@ class Cache(NamedTuple):
 
 
 def checked(op: ops.Op, *args: Any, **attributes: Any) -> Any:
-    result = op(*(arg.tensor if isinstance(arg, Cache) else arg for arg in args), **attributes)
+    result = op(*map(_value, args), **attributes)
     inferred = op.infer(*map(_type, args), **attributes)
     given = tuple(map(_type, result)) if isinstance(result, tuple) else _type(result)
     assert given == inferred, f"{op.name} gives {given}, its rule says {inferred}"
     return result
 
 
+def _value(arg: Any) -> Any:
+    if isinstance(arg, Cache):
+        return None if arg.tensor is None else PagedCache(arg.tensor, arg.kv.kind)
+    return arg
+
+
 def _type(arg: Any) -> Any:
     if isinstance(arg, Cache):
         return arg.kv
-    if isinstance(arg, Tensor):
-        return Type(NAMES[arg.dtype], tuple(arg.shape))
-    return Type("i64", ()) if isinstance(arg, int) else arg
+    if isinstance(arg, Batch):
+        return BATCH
+    return Type(NAMES[arg.dtype], tuple(arg.shape)) if isinstance(arg, Tensor) else arg

@@ -10,7 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from atom.graph import KV, Type, ops
+from atom.graph import KV, Batch, Type, ops
 
 T, N, K, D = 5, 6, 2, 4
 LAYER = KV("0", Type("fp32", (2, K, D)))
@@ -19,6 +19,11 @@ LAYER = KV("0", Type("fp32", (2, K, D)))
 def random_qkv(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(num_tokens)
     return torch.randn(num_tokens, N, D), torch.randn(num_tokens, K, D), torch.randn(num_tokens, K, D)
+
+
+def writes(slots: torch.Tensor) -> Batch:
+    """A batch of tokens that are written and attend to nothing."""
+    return Batch({}, {LAYER.kind: slots}, torch.tensor([0]), torch.tensor([]), 0)
 
 
 def visible(window: int | None) -> torch.Tensor:
@@ -69,8 +74,11 @@ def test_a_sink_is_a_key_like_any_other_whose_value_is_zero():
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_paged_attention_over_scattered_blocks_is_attention(block_size: int, softcap: float | None, has_sinks: bool):
-    lengths, chunks = [9, 1, 7], [1, 1, 4]  # the last one's first 3 tokens came in an earlier step
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_paged_attention_over_scattered_blocks_is_attention(
+    block_size: int, softcap: float | None, has_sinks: bool, query_len: int
+):
+    lengths, chunks = [9, query_len, 7], [query_len, query_len, 4]  # others came in earlier steps
     width = -(-max(lengths) // block_size)
     cache = torch.full((64, block_size, 2, K, D), float("nan"))
     table = (1 + torch.randperm(63)[: 3 * width]).view(3, width).int()
@@ -81,14 +89,12 @@ def test_paged_attention_over_scattered_blocks_is_attention(block_size: int, sof
         q, k, v = random_qkv(length)
         positions = torch.arange(length)
         slots = table[row, positions // block_size].long() * block_size + positions % block_size
-        checked(ops.norm_rope_write, q, k, v, None, None, None, None, Cache(LAYER, cache), slots)
+        checked(ops.norm_rope_write, q, k, v, None, None, None, None, Cache(LAYER, cache), writes(slots))
         expected.append(ops.attention(q, k, v, None, sinks, **attributes)[-chunk:])
         queries.append(q[-chunk:])
-    starts = torch.tensor([0, 1, 2, 6], dtype=torch.int32)
-    out = checked(
-        ops.paged_attention, torch.cat(queries), Cache(LAYER, cache), table, starts, torch.tensor(lengths).int(), 2,
-        sinks, **attributes,
-    )  # fmt: skip
+    starts = torch.tensor([0, *chunks]).cumsum(0).int()
+    batch = Batch({"full": table}, {}, starts, torch.tensor(lengths).int(), 2, query_len)
+    out = checked(ops.paged_attention, torch.cat(queries), Cache(LAYER, cache), batch, sinks, **attributes)
     torch.testing.assert_close(out, torch.cat(expected))
 
 
@@ -147,7 +153,7 @@ def test_norm_rope_write_is_norm_then_rope_then_write(interleaved: bool):
     weight = torch.rand(D)
     cache = torch.zeros(2, 8, 2, K, D)
     slots = torch.tensor([9, 3, 12, 0, 15])
-    args = q, k, v, cos, sin, weight, weight, Cache(LAYER, cache), slots
+    args = q, k, v, cos, sin, weight, weight, Cache(LAYER, cache), writes(slots)
     out = checked(ops.norm_rope_write, *args, eps=1e-6, interleaved=interleaved)
     turned = [ops.rope(ops.rms_norm(x, weight, eps=1e-6), cos, sin, interleaved=interleaved) for x in (q, k)]
     torch.testing.assert_close(out, turned[0])

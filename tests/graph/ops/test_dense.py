@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from graph.ops.checked import checked
 from torch.nn import functional as F
 
+from atom.config import MLPConfig
+from atom.config.resolve import ACTIVATIONS as ALIASES
 from atom.graph import Type, ops
+from atom.graph.ops.dense import GATED_ACTIVATIONS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,3 +63,8 @@ def test_a_gated_activation_takes_its_own_attributes_only():
         ops.gated_activate.infer(x, kind="swish")
     with pytest.raises(ValueError, match="7 does not divide by 2"):
         ops.gated_activate.infer(Type("fp32", ("T", 7)), kind="silu")
+
+
+def test_every_activation_that_a_model_file_may_name_is_one_of_a_gate():
+    (stated,) = (each.metadata["built"] for each in dataclasses.fields(MLPConfig) if each.name == "activation")
+    assert {*stated, *ALIASES.values(), "sigmoid"} == set(GATED_ACTIVATIONS)  # sigmoid is a shared expert's

@@ -6,7 +6,7 @@ from graph.ops.checked import Cache, checked
 from torch import Tensor
 from torch.nn import functional as F
 
-from atom.graph import KV, Type, ops
+from atom.graph import BATCH, KV, Batch, Type, ops
 
 EPS = 0.01
 
@@ -80,10 +80,11 @@ def test_attention_with_the_norm_rotation_and_write_before_it_is_attention_of_no
     slots, table = torch.tensor([6, 7, 8, 3, 4]), torch.tensor([[2, 1]]).int()
     for first, last, num_decodes in ((0, 4, 0), (4, 5, 1)):  # a prompt, and behind it a decode
         some = slice(first, last)
+        starts, lengths = torch.tensor([0, last - first]).int(), torch.tensor([last]).int()
+        batch = Batch({layer.kind: table}, {layer.kind: slots[some]}, starts, lengths, num_decodes)
         out = checked(
             ops.norm_rope_attention, q[some], k[some], v[some], cos[some], sin[some], q_norm, k_norm, Cache(layer, cache),
-            slots[some], table, torch.tensor([0, last - first]).int(), torch.tensor([last]).int(), num_decodes, sinks,
-            eps=EPS, interleaved=True, **attributes,
+            batch, sinks, eps=EPS, interleaved=True, **attributes,
         )  # fmt: skip
         torch.testing.assert_close(out, expected[some])
     torch.testing.assert_close(cache.flatten(0, 1)[slots], torch.stack((turned[1], v), dim=1))
@@ -91,7 +92,7 @@ def test_attention_with_the_norm_rotation_and_write_before_it_is_attention_of_no
 
 def test_attention_with_the_write_before_it_says_what_does_not_fit():
     q, k, cache = Type("fp32", ("T", 4, 6)), Type("fp32", ("T", 2, 6)), KV("0", Type("fp32", (2, 2, 6)), window=3)
-    rest = [None] * 4 + [cache] + [Type("i32", ())] * 5
+    rest = [None] * 4 + [cache, BATCH]
     with pytest.raises(ValueError, match="a query sees all tokens, the cache keeps 3"):
         ops.norm_rope_attention.infer(q, k, k, *rest, scale=0.5)
     with pytest.raises(ValueError, match="the cache keeps fp32"):

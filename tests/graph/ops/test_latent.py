@@ -6,10 +6,15 @@ from graph.ops.checked import Cache, checked
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
-from atom.graph import KV, Type, ops
+from atom.graph import KV, Batch, Type, ops
 
 T, N, L, P, R, U = 7, 3, 10, 5, 6, 4
 LAYER = KV("0", Type("fp32", (L + R,)))
+
+
+def writes(slots: torch.Tensor) -> Batch:
+    """A batch of tokens that are written and attend to nothing."""
+    return Batch({}, {LAYER.kind: slots}, torch.tensor([0]), torch.tensor([]), 0)
 
 
 def random_inputs(num_tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -55,9 +60,10 @@ def test_latent_attention_is_that_of_deepseek_v3(interleaved: bool, q_rank: int 
         torch.testing.assert_close(ops.linear(ops.merge_heads(out), layer.o_proj.weight), expected)
 
 
+@pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_paged_latent_attention_over_scattered_blocks_is_latent_attention(block_size: int):
-    lengths, chunks = [9, 1, 7], [1, 1, 4]  # the last one's first 3 tokens came in an earlier step
+def test_paged_latent_attention_over_scattered_blocks_is_latent_attention(block_size: int, query_len: int):
+    lengths, chunks = [9, query_len, 7], [query_len, query_len, 4]  # others came in earlier steps
     width = -(-max(lengths) // block_size)
     cache = torch.full((64, block_size, L + R), float("nan"))
     table = (1 + torch.randperm(63)[: 3 * width]).view(3, width).int()
@@ -67,14 +73,15 @@ def test_paged_latent_attention_over_scattered_blocks_is_latent_attention(block_
         q_nope, q_rope, latent, k_rope = random_inputs(length)
         positions = torch.arange(length)
         slots = table[row, positions // block_size].long() * block_size + positions % block_size
-        checked(ops.norm_rope_write_latent, q_rope, latent, k_rope, None, None, None, Cache(LAYER, cache), slots)
+        checked(
+            ops.norm_rope_write_latent, q_rope, latent, k_rope, None, None, None, Cache(LAYER, cache), writes(slots)
+        )
         expected.append(ops.mla_attention(q_nope, q_rope, latent, k_rope, kv_b, None, scale=0.5)[-chunk:])
         queries.append((q_nope[-chunk:], q_rope[-chunk:]))
-    starts = torch.tensor([0, 1, 2, 6], dtype=torch.int32)
-    out = checked(
-        ops.paged_mla_attention, *map(torch.cat, zip(*queries, strict=True)), kv_b, Cache(LAYER, cache), table, starts,
-        torch.tensor(lengths).int(), 2, scale=0.5,
-    )  # fmt: skip
+    starts = torch.tensor([0, *chunks]).cumsum(0).int()
+    batch = Batch({"latent": table}, {}, starts, torch.tensor(lengths).int(), 2, query_len)
+    q = map(torch.cat, zip(*queries, strict=True))
+    out = checked(ops.paged_mla_attention, *q, kv_b, Cache(LAYER, cache), batch, scale=0.5)
     torch.testing.assert_close(out, torch.cat(expected))
 
 
@@ -85,7 +92,7 @@ def test_norm_rope_write_latent_is_norm_then_rope_then_write(interleaved: bool):
     norm = torch.rand(L)
     cache = torch.zeros(2, 8, L + R)
     slots = torch.tensor([9, 3, 12, 0, 15, 1, 2])
-    args = q_rope, latent, k_rope, cos, sin, norm, Cache(LAYER, cache), slots
+    args = q_rope, latent, k_rope, cos, sin, norm, Cache(LAYER, cache), writes(slots)
     out = checked(ops.norm_rope_write_latent, *args, eps=1e-6, interleaved=interleaved)
     torch.testing.assert_close(out, ops.rope(q_rope, cos, sin, interleaved=interleaved))
     written = cache.view(16, L + R)[slots]

@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.checks import assert_as_near
+from kernels.paged import cached
 
 from atom.graph import ops
 from atom.kernels.torch import add_rms_norm, norm_rope_write, norm_rope_write_latent, rms_norm
@@ -67,7 +68,7 @@ def test_norm_rope_write_is_as_near_to_the_truth_as_the_reference(data):
 
     def run(op, q, k, v, norms, cache_dtype):
         cache = torch.full((tokens // block_size + 2, block_size, 2, kv_heads, dim), -1.0, dtype=cache_dtype)
-        return op(q, k, v, cos, sin, *norms, cache, slots, eps=1e-5, interleaved=interleaved), cache
+        return op(q, k, v, cos, sin, *norms, *cached(cache, slots), eps=1e-5, interleaved=interleaved), cache
 
     given_qkv = qkv.clone()
     out, cache = run(norm_rope_write, q, k, v, norms, cache_dtype)
@@ -100,7 +101,8 @@ def test_norm_rope_write_latent_is_as_near_to_the_truth_as_the_reference(data):
     def run(op, q_rope, latent, k_rope, norm, cache_dtype):
         cache = torch.full((tokens // block_size + 2, block_size, rank + rotated), -1.0, dtype=cache_dtype)
         k_rope = k_rope.unsqueeze(1)
-        return op(q_rope, latent, k_rope, cos, sin, norm, cache, slots, eps=1e-5, interleaved=interleaved), cache
+        args = (q_rope, latent, k_rope, cos, sin, norm, *cached(cache, slots))
+        return op(*args, eps=1e-5, interleaved=interleaved), cache
 
     given_inputs = q_rope.clone(), latent.clone(), k_rope.clone()
     out, cache = run(norm_rope_write_latent, q_rope, latent, k_rope, norm, cache_dtype)

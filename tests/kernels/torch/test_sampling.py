@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from sampled import sample, score
 from torch import Tensor
 
-from atom.config import SamplingParams
 from atom.kernels import step
 from atom.kernels.torch import sampling
 from atom.kernels.torch.sampling import uniform
 from atom.runtime.types import Logprobs, Sequence
+from atom.sampling_params import SamplingParams
 
 NUM_DRAWS = 50_000
 PROMPTS = [[1] * length for length in range(1, 101)]

@@ -19,6 +19,7 @@ from atom.kernels.triton import prepare_inputs
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.attention import rope
+from atom.graph import Batch, PagedCache
 from atom.kernels.step import Inputs
 from atom.kernels.triton.gpu import Gpu
 from atom.runtime.request_state import RequestState
@@ -68,22 +69,20 @@ for parameters in (linear.Matrix(128, 64, 8, 3), linear.Matrix(64, 64, 4, 3, spl
                    linear.Matrix(16, 64, 4, 4, groups=4, block_rows=8)):
     linear.multiply_matrix(x, weight, None, "silu", linear.make_counters(x.device), parameters)
 linear.activate_gates(bf16(100, 2048), "silu")
-q, k, cache = bf16(9, 8, 128), bf16(9, 2, 128), bf16(4, 16, 2, 2, 128)
+q, k, cache = bf16(9, 8, 128), bf16(9, 2, 128), PagedCache(bf16(4, 16, 2, 2, 128), "full")
 angle = torch.zeros(9, 64)
 slots = torch.arange(9)
-rope.norm_rope_write(q, k, k, angle, angle, bf16(128), bf16(128), cache, slots, eps=1e-6)
 table, starts = torch.zeros(4, 4, dtype=torch.int32), torch.tensor([0, 1, 2, 3, 9], dtype=torch.int32)
-lengths = torch.full((4,), 9, dtype=torch.int32)
-paged.PagedAttention()(q, cache, table, starts, lengths, 3, scale=0.1)
+batch = Batch({"full": table}, {"full": slots}, starts, torch.full((4,), 9, dtype=torch.int32), 3)
+rope.norm_rope_write(q, k, k, angle, angle, bf16(128), bf16(128), cache, batch, eps=1e-6)
+paged.PagedAttention()(q, cache, batch, scale=0.1)
 for norm, turning in ((bf16(128), angle), (None, None)):
-    paged.NormRopeAttention()(
-        q, k, k, turning, turning, norm, norm, cache, slots, table, starts, lengths, 3, eps=1e-6, scale=0.1
-    )
+    paged.NormRopeAttention()(q, k, k, turning, turning, norm, norm, cache, batch, eps=1e-6, scale=0.1)
 rows, tables = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 4, 4, dtype=torch.int32)
 state = RequestState(3, 500, "cpu")
-inputs = Inputs(slots, slots, rows, slots[None], torch.zeros(1, 3, 4, dtype=torch.int32))
+inputs = Inputs(slots, slots, batch._replace(lengths=rows), slots[None], torch.zeros(1, 3, 4, dtype=torch.int32))
 prepare_inputs.decode_inputs(rows, state, tables, 16, inputs)
-prepare_inputs.mixed_inputs(rows, slots.int(), slots.int(), starts, rows, state, tables, 16, inputs)
+prepare_inputs.mixed_inputs(rows, slots.int(), slots.int(), rows, state, tables, 16, inputs)
 prepare_inputs.extend_tables(tables, torch.zeros(2, 3, dtype=torch.int32))
 for kind in ("greedy", "random", "filtered"):
     sampling.sample(bf16(3, 500), rows, state, kind, torch.zeros(3, dtype=torch.int64))

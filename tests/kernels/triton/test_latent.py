@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.checks import assert_as_near, assert_equal
-from kernels.paged import LatentBatch, make_latent_batch, reference
+from kernels.paged import KIND, LatentCase, cached, change, make_latent_case, move, reference
 
 from atom.graph import ops
 from atom.kernels.triton.attention import latent
@@ -34,27 +34,22 @@ def splits(request, monkeypatch):
     return request.param
 
 
-def on(batch: LatentBatch, device: str) -> LatentBatch:
+def on(case: LatentCase, device: str) -> LatentCase:
     """q_nope and q_rope stay views of one product."""
-    q = (
-        torch.cat((batch.q_nope, batch.q_rope), dim=2)
-        .to(device)
-        .split([batch.q_nope.shape[2], batch.q_rope.shape[2]], 2)
-    )
-    others = (arg.to(device) if isinstance(arg, torch.Tensor) else arg for arg in batch[2:])
-    return LatentBatch(*q, *others)
+    q = torch.cat((case.q_nope, case.q_rope), dim=2).to(device).split([case.q_nope.shape[2], case.q_rope.shape[2]], 2)
+    return LatentCase(*q, *move(case[2:], device))
 
 
-def attend(batch: LatentBatch, device: str, scale: float = 0.3) -> torch.Tensor:
-    return paged_mla_attention(*on(batch, device), scale=scale).cpu()
+def attend(case: LatentCase, device: str, scale: float = 0.3) -> torch.Tensor:
+    return paged_mla_attention(*on(case, device), scale=scale).cpu()
 
 
-def check(batch: LatentBatch, device: str, scale: float = 0.3) -> None:
-    out, expected = attend(batch, device, scale), reference(batch, scale=scale)
+def check(case: LatentCase, device: str, scale: float = 0.3) -> None:
+    out, expected = attend(case, device, scale), reference(case, scale=scale)
     if out.dtype is torch.float32:
         assert_equal(out, expected)
     else:  # absorbed queries, shares and sums are rounded, where the reference rounds keys and values and computes wide
-        truth = reference(batch, scale=scale, wide=True)
+        truth = reference(case, scale=scale, wide=True)
         error, allowed = ((x.double() - truth).norm() / truth.double().norm() for x in (out, expected))
         assert error <= 2 * allowed
 
@@ -66,18 +61,18 @@ def check(batch: LatentBatch, device: str, scale: float = 0.3) -> None:
 def test_decodes_and_chunks_of_prompts_equal_the_reference(
     heads, rank, rotated, plain, value, block_size, dtype, splits, triton_device
 ):
-    batch = make_latent_batch(
+    case = make_latent_case(
         [1, 70, 33], [(1, 1), (7, 30), (13, 13)], heads=heads, rank=rank, rotated=rotated, plain=plain, value=value,
         block_size=block_size, dtype=dtype,
     )  # fmt: skip
-    check(batch, triton_device)
+    check(case, triton_device)
 
 
 @pytest.mark.parametrize(("decodes", "prefills"), [
     ([1], []), ([16, 17, 31, 32, 33], []), ([], [(16, 16), (17, 17), (1, 31)]),
 ])  # fmt: skip
 def test_lengths_around_the_ends_of_blocks_and_tiles(decodes, prefills, splits, triton_device):
-    check(make_latent_batch(decodes, prefills, heads=3), triton_device)
+    check(make_latent_case(decodes, prefills, heads=3), triton_device)
 
 
 def test_a_context_is_split_where_there_are_programs_to_spare(monkeypatch, triton_device):
@@ -92,8 +87,8 @@ def test_a_context_is_split_where_there_are_programs_to_spare(monkeypatch, trito
 
     kernel = latent._attend_kernel
     monkeypatch.setattr(latent, "_attend_kernel", Spy())
-    check(make_latent_batch([70, 3], heads=2), triton_device)
-    check(make_latent_batch([70] * 7, heads=2), triton_device)
+    check(make_latent_case([70, 3], heads=2), triton_device)
+    check(make_latent_case([70] * 7, heads=2), triton_device)
     assert grids == [(2, 3), (7, 1)]
 
 
@@ -101,13 +96,19 @@ def test_more_parts_than_are_merged_at_a_time_equal_the_reference(monkeypatch, t
     monkeypatch.setattr(latent, "MAX_SPLITS", 40)
     monkeypatch.setattr(latent, "PART_TILES", 0.01)
     monkeypatch.setattr(latent, "find_gpu", lambda device: find_gpu(device)._replace(units=10_000))
-    check(make_latent_batch([40 * 32, 300]), triton_device, scale=3.0)
+    check(make_latent_case([40 * 32, 300]), triton_device, scale=3.0)
+
+
+@pytest.mark.parametrize("query_len", [2, 4])
+def test_leading_sequences_of_several_queries_each_are_attended_as_prompts(query_len, triton_device):
+    case = make_latent_case([], [(query_len, length) for length in (20, 33, 70)] + [(9, 12)], heads=3)
+    check(change(case, num_decodes=3, query_len=query_len), triton_device)
 
 
 @pytest.mark.parametrize("foreign", [math.nan, math.inf])
 def test_what_lies_in_memory_of_others_changes_nothing(foreign, splits, triton_device):
     def run(foreign: float) -> torch.Tensor:
-        return attend(make_latent_batch([3, 40], [(5, 21)], heads=3, block_size=32, foreign=foreign), triton_device)
+        return attend(make_latent_case([3, 40], [(5, 21)], heads=3, block_size=32, foreign=foreign), triton_device)
 
     assert torch.equal(run(foreign), run(0.0))
 
@@ -116,17 +117,17 @@ def test_what_lies_in_memory_of_others_changes_nothing(foreign, splits, triton_d
 def test_what_memory_held_before_changes_nothing(splits, triton_device):
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated with NaN
     try:
-        check(make_latent_batch([3, 40], [(5, 21)], heads=3), triton_device)
+        check(make_latent_case([3, 40], [(5, 21)], heads=3), triton_device)
     finally:
         torch.use_deterministic_algorithms(False)
 
 
 def test_a_sequence_without_positions_and_a_token_without_sequence_give_zeros(splits, triton_device):
-    batch = make_latent_batch([20, 1, 40], [(5, 9)], heads=3)
-    expected = reference(batch, scale=0.3)
-    q = [torch.cat((part, part[:2])) for part in (batch.q_nope, batch.q_rope)]
-    padded = batch._replace(q_nope=q[0], q_rope=q[1], lengths=batch.lengths.clone())
-    padded.lengths[1] = 0
+    case = make_latent_case([20, 1, 40], [(5, 9)], heads=3)
+    expected = reference(case, scale=0.3)
+    q = [torch.cat((part, part[:2])) for part in (case.q_nope, case.q_rope)]
+    padded = change(case, q_nope=q[0], q_rope=q[1], lengths=case.batch.lengths.clone())
+    padded.batch.lengths[1] = 0
     out = attend(padded, triton_device)
     assert not out[1].any()
     assert not out[-2:].any()
@@ -137,7 +138,7 @@ def test_prompts_whose_absorbed_queries_are_many_go_by_some_heads_at_a_time(monk
     monkeypatch.setattr(latent, "ABSORBED_BYTES", 2 * 26 * 12 * 4)  # of two heads
     original, heads = latent._attend_prefills, []
     monkeypatch.setattr(latent, "_attend_prefills", lambda q, *args: (heads.append(len(q)), original(q, *args))[1])
-    check(make_latent_batch([9], [(20, 20), (6, 11)], heads=5), triton_device)
+    check(make_latent_case([9], [(20, 20), (6, 11)], heads=5), triton_device)
     assert heads == [2, 2, 1]
 
 
@@ -147,7 +148,7 @@ def test_prompts_whose_absorbed_queries_are_many_go_by_some_heads_at_a_time(monk
     pytest.param(torch.float32, torch.bfloat16, marks=[pytest.mark.gpu, NEEDS_GPU]),
 ])  # fmt: skip
 def test_the_cache_may_have_another_dtype(dtype, cache_dtype, triton_device):
-    check(make_latent_batch([20, 5], [(7, 30)], heads=3, dtype=dtype, cache_dtype=cache_dtype), triton_device)
+    check(make_latent_case([20, 5], [(7, 30)], heads=3, dtype=dtype, cache_dtype=cache_dtype), triton_device)
 
 
 @NEEDS_GPU
@@ -156,34 +157,34 @@ def test_the_cache_may_have_another_dtype(dtype, cache_dtype, triton_device):
 @pytest.mark.parametrize("heads", [16, 128])
 def test_entries_of_full_size_equal_the_reference(heads, dtype):
     decodes, prefills = [1, 1000, 64, 65, 4097], [(1, 900), (100, 300), (257, 257)]
-    check(make_latent_batch(decodes, prefills, **{**LARGE, "heads": heads}, dtype=dtype), "cuda", 192**-0.5)
+    check(make_latent_case(decodes, prefills, **{**LARGE, "heads": heads}, dtype=dtype), "cuda", 192**-0.5)
 
 
 @NEEDS_GPU
 @pytest.mark.gpu
 def test_blocks_behind_two_billion_numbers_are_found():
-    batch = on(make_latent_batch([300], [(20, 50)], **LARGE, dtype=torch.bfloat16), "cuda")
-    far = (1 << 32) // batch.cache[0].numel()
-    cache = torch.empty(far + len(batch.cache), *batch.cache.shape[1:], dtype=torch.bfloat16, device="cuda")
-    cache[far:] = batch.cache
-    moved = batch._replace(cache=cache, table=batch.table + far)
-    assert torch.equal(paged_mla_attention(*moved, scale=0.1), paged_mla_attention(*batch, scale=0.1))
+    case = on(make_latent_case([300], [(20, 50)], **LARGE, dtype=torch.bfloat16), "cuda")
+    far = (1 << 32) // case.cache.blocks[0].numel()
+    cache = torch.empty(far + len(case.cache.blocks), *case.cache.blocks.shape[1:], dtype=torch.bfloat16, device="cuda")
+    cache[far:] = case.cache.blocks
+    moved = change(case, blocks=cache, table=case.batch.tables[KIND] + far)
+    assert torch.equal(paged_mla_attention(*moved, scale=0.1), paged_mla_attention(*case, scale=0.1))
 
 
 @NEEDS_GPU
 @pytest.mark.gpu
 def test_a_captured_step_follows_its_lengths():
-    batch = on(make_latent_batch([300, 70, 33], heads=16), "cuda")
-    paged_mla_attention(*batch, scale=0.3)
+    case = on(make_latent_case([300, 70, 33], heads=16), "cuda")
+    paged_mla_attention(*case, scale=0.3)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = paged_mla_attention(*batch, scale=0.3)
+        out = paged_mla_attention(*case, scale=0.3)
     for lengths in ([1, 70, 16], [299, 1, 32]):
-        batch.lengths.copy_(torch.tensor(lengths))
+        case.batch.lengths.copy_(torch.tensor(lengths))
         graph.replay()
         assert_equal(
             out.cpu(),
-            reference(LatentBatch(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in batch)), scale=0.3),
+            reference(move(case, "cpu"), scale=0.3),
         )
 
 
@@ -214,7 +215,7 @@ def test_entries_are_written_as_by_the_reference(
         weight = None if norm is None else norm.to(device, dtype)
         angles = (None if each is None else each.to(device) for each in (cos, sin))
         args = q_rope.to(device, dtype)[..., plain:], parts[0], parts[1].unsqueeze(1), *angles, weight
-        out = op(*args, cache, slots.to(device), eps=1e-5, interleaved=interleaved)
+        out = op(*args, *cached(cache, slots.to(device)), eps=1e-5, interleaved=interleaved)
         return out.cpu(), cache.cpu()
 
     body = ops.norm_rope_write_latent.body
@@ -239,6 +240,7 @@ COMPILE = """
 import re, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from atom.graph import Batch, PagedCache
 from atom.kernels.triton.attention import latent
 from atom.kernels.triton.gpu import Gpu
 
@@ -260,9 +262,10 @@ latent.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
 kernel, latent._attend_kernel = latent._attend_kernel, Compile()
 for rank, rotated in ((12, 6), (64, 8)):
     q_nope, q_rope = torch.zeros(2, 3, 8 + rotated, dtype=torch.float16).split([8, rotated], 2)
-    cache, kv_b = torch.zeros(2, 16, rank + rotated, dtype=torch.float16), torch.zeros(3 * 18, rank, dtype=torch.float16)
-    numbers = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 2]).int(), torch.tensor([2]).int()
-    latent.paged_mla_attention(q_nope, q_rope, kv_b, cache, *numbers, 0, scale=1.0)
+    cache = PagedCache(torch.zeros(2, 16, rank + rotated, dtype=torch.float16), "latent")
+    kv_b = torch.zeros(3 * 18, rank, dtype=torch.float16)
+    batch = Batch({"latent": torch.zeros(1, 1).int()}, {}, torch.tensor([0, 2]).int(), torch.tensor([2]).int(), 0)
+    latent.paged_mla_attention(q_nope, q_rope, kv_b, cache, batch, scale=1.0)
 """
 
 

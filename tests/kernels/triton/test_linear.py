@@ -131,7 +131,7 @@ def test_rows_that_are_normed_may_be_parts_of_longer_ones(triton_device, rows):
         assert torch.equal(total, a + b)
 
 
-@pytest.mark.parametrize("kind", kernels.KINDS)
+@pytest.mark.parametrize("kind", ops.ACTIVATIONS)
 def test_every_gate_is_activated_like_the_op(triton_device, kind):
     for dtype in dtypes(triton_device):
         x = make(triton_device, dtype, 3, 2 * 1025, size=2)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from kernels.checks import relative_error
-from kernels.paged import Batch, make_batch, reference
+from kernels.paged import KIND, Case, change, make_case, move, reference
 from kernels.triton.test_binary_cache import PTXAS
 from triton import knobs
 
@@ -112,27 +112,27 @@ def test_it_compiles_once_and_a_folder_that_has_it_needs_no_compiler(tmp_path: P
 IS_HOPPER = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
 
 
-def make(*args: Any, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> Batch:
-    """A batch on the GPU."""
-    batch = make_batch(*args, dtype=dtype, **kwargs)
-    return Batch(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in batch))
+def make(*args: Any, dtype: torch.dtype = torch.bfloat16, **kwargs: Any) -> Case:
+    """A case on the GPU."""
+    return move(make_case(*args, dtype=dtype, **kwargs), "cuda")  # type: ignore[no-any-return]
 
 
-def run(batch: Batch, scale: float = 0.1) -> torch.Tensor:
+def run(case: Case, scale: float = 0.1) -> torch.Tensor:
     """What the kernel gives, whether it would be chosen or not; NaN where it gives nothing. It leaves no ticket."""
     from atom.kernels.triton.attention import prefill_hopper
 
-    q, cache, table, starts, lengths, num_decodes, sinks = batch
+    q, cache, batch, sinks = case
     out = torch.full_like(q, math.nan, memory_format=torch.contiguous_format)
     tickets = torch.zeros(2, dtype=torch.int32, device=q.device)
-    prefill_hopper.prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale, tickets)
+    table, (starts, lengths, num_decodes) = batch.tables[KIND], batch[2:5]
+    prefill_hopper.prefill(q, cache.blocks, table, starts, lengths, num_decodes, sinks, out, scale, tickets)
     assert not tickets.any()
     return out
 
 
-def assert_right(out: torch.Tensor, batch: Batch, scale: float = 0.1) -> None:
-    truth, plain = (reference(batch, wide=wide, scale=scale)[batch.num_decodes :] for wide in (True, False))
-    out = out[batch.num_decodes :]
+def assert_right(out: torch.Tensor, case: Case, scale: float = 0.1) -> None:
+    truth, plain = (reference(case, wide=wide, scale=scale)[case.batch.num_decodes :] for wide in (True, False))
+    out = out[case.batch.num_decodes :]
     assert out.isfinite().all()
     assert relative_error(out, truth) <= 2 * relative_error(plain, truth)
     assert (out.float() - truth).abs().max() <= 0.02 * truth.abs().max()
@@ -153,19 +153,19 @@ class TestOnHopper:
     ):
         prefills = [(1, 1), (15, 15), (16, 17), (127, 127), (128, 128), (129, 129), (513, 513), (1, 257), (33, 550)]
         prefills += [(128, 256), (127, 256), (129, 383), (300, 301)]
-        batch = make(
+        case = make(
             (), prefills, kv_heads=kv_heads, heads=kv_heads * group, dim=dim, block_size=block_size, dtype=dtype,
             has_sinks=has_sinks,
         )  # fmt: skip
-        out = run(batch)
-        assert_right(out, batch)
+        out = run(case)
+        assert_right(out, case)
         for _ in range(3):
-            assert torch.equal(run(batch), out)
+            assert torch.equal(run(case), out)
 
     @pytest.mark.parametrize("kv_heads", [1, 2, 3, 8])
     def test_long_sequences_are_taken_some_heads_at_a_time(self, kv_heads):
-        batch = make((), [(4500, 4500), (4000, 5100)], kv_heads=kv_heads, heads=kv_heads * 2, dim=128)
-        assert_right(run(batch), batch)
+        case = make((), [(4500, 4500), (4000, 5100)], kv_heads=kv_heads, heads=kv_heads * 2, dim=128)
+        assert_right(run(case), case)
 
     @pytest.mark.parametrize("prefills", [[(513, 513)], [(700, 2011)], [(1, 1)] * 600, [(2, 3), (511, 640), (31, 31)]])
     def test_the_attention_op_takes_it_with_decodes_ahead(self, prefills, monkeypatch):
@@ -173,10 +173,10 @@ class TestOnHopper:
 
         calls, launch = [], prefill_hopper.prefill
         monkeypatch.setattr(prefill_hopper, "prefill", lambda *args: (calls.append(args), launch(*args)))
-        batch = make([1, 17, 300], prefills, kv_heads=2, heads=8, dim=128)
-        out = PagedAttention()(*batch, scale=0.1)
+        case = make([1, 17, 300], prefills, kv_heads=2, heads=8, dim=128)
+        out = PagedAttention()(*case, scale=0.1)
         assert len(calls) == 1
-        assert_right(out, batch._replace(num_decodes=0))
+        assert_right(out, change(case, num_decodes=0))
 
     def test_the_rows_of_decodes_are_left_alone(self):
         assert run(make([5, 40], [(20, 20)], heads=4, dim=128))[:2].isnan().all()
@@ -192,44 +192,47 @@ class TestOnHopper:
         assert attended(foreign).isfinite().all()
 
     def test_a_sink_takes_from_nothing_to_all(self):
-        batch = make((), [(200, 230)], kv_heads=2, heads=4, dim=128)
-        without, sinks = run(batch), torch.tensor([-math.inf, -200.0, 200.0, math.inf], device="cuda").bfloat16()
-        out = run(batch._replace(sinks=sinks))
+        case = make((), [(200, 230)], kv_heads=2, heads=4, dim=128)
+        without, sinks = run(case), torch.tensor([-math.inf, -200.0, 200.0, math.inf], device="cuda").bfloat16()
+        out = run(change(case, sinks=sinks))
         assert torch.equal(out[:, :2], without[:, :2])
         assert not out[:, 2:].any()
 
     @pytest.mark.parametrize("has_sinks", [False, True])
     @pytest.mark.parametrize("num_spare", [1, 31, 300])
     def test_a_sequence_without_positions_and_a_token_without_sequence_give_zeros(self, num_spare, has_sinks):
-        batch = make((), [(50, 90), (70, 70), (5, 9)], kv_heads=2, heads=8, dim=128, has_sinks=has_sinks)
-        padded = batch._replace(q=torch.cat((batch.q, batch.q[:1].expand(num_spare, -1, -1))))
-        padded.lengths[1] = 0
+        case = make((), [(50, 90), (70, 70), (5, 9)], kv_heads=2, heads=8, dim=128, has_sinks=has_sinks)
+        padded = change(case, q=torch.cat((case.q, case.q[:1].expand(num_spare, -1, -1))))
+        padded.batch.lengths[1] = 0
         out = run(padded)
         assert not out[50:120].any()
         assert not out[125:].any()
-        batch.lengths[1] = 70
-        assert torch.equal(out[:50], run(batch)[:50])
-        assert torch.equal(out[120:125], run(batch)[120:])
+        case.batch.lengths[1] = 70
+        assert torch.equal(out[:50], run(case)[:50])
+        assert torch.equal(out[120:125], run(case)[120:])
 
     def test_rows_of_padding_without_tokens_change_nothing(self):
-        batch = make((), [(300, 300), (40, 50)], kv_heads=2, heads=8, dim=128)
-        padded = batch._replace(
-            starts=torch.nn.functional.pad(batch.starts, (0, 9), value=len(batch.q)),
-            lengths=torch.nn.functional.pad(batch.lengths, (0, 9)),
-            table=torch.nn.functional.pad(batch.table, (0, 3, 0, 9)),
+        case = make((), [(300, 300), (40, 50)], kv_heads=2, heads=8, dim=128)
+        padded = change(
+            case,
+            starts=torch.nn.functional.pad(case.batch.starts, (0, 9), value=len(case.q)),
+            lengths=torch.nn.functional.pad(case.batch.lengths, (0, 9)),
+            table=torch.nn.functional.pad(case.batch.tables[KIND], (0, 3, 0, 9)),
         )
-        assert torch.equal(run(padded), run(batch))
+        assert torch.equal(run(padded), run(case))
 
     def test_blocks_beyond_two_to_the_31_elements_are_found(self):
-        batch = make((), [(200, 250), (77, 77)], kv_heads=8, heads=16, dim=128)
-        num_far = 2**31 // batch.cache[0].numel() + 1
-        cache = torch.full((num_far + len(batch.cache), *batch.cache.shape[1:]), math.nan, device="cuda").bfloat16()
-        cache[num_far:] = batch.cache
-        assert torch.equal(run(batch._replace(cache=cache, table=batch.table + num_far)), run(batch))
+        case = make((), [(200, 250), (77, 77)], kv_heads=8, heads=16, dim=128)
+        num_far = 2**31 // case.cache.blocks[0].numel() + 1
+        cache = torch.full(
+            (num_far + len(case.cache.blocks), *case.cache.blocks.shape[1:]), math.nan, device="cuda"
+        ).bfloat16()
+        cache[num_far:] = case.cache.blocks
+        assert torch.equal(run(change(case, blocks=cache, table=case.batch.tables[KIND] + num_far)), run(case))
 
     @pytest.mark.parametrize("num_ahead", [0, 1])
     def test_rows_of_queries_may_lie_apart_and_begin_anywhere(self, num_ahead):
-        batch = make((), [(300, 300)], kv_heads=2, heads=4, dim=128)
-        rows = torch.nn.functional.pad(batch.q.flatten(1), (num_ahead, 128 + num_ahead))
+        case = make((), [(300, 300)], kv_heads=2, heads=4, dim=128)
+        rows = torch.nn.functional.pad(case.q.flatten(1), (num_ahead, 128 + num_ahead))
         apart = rows[:, num_ahead:][:, :512].unflatten(1, (4, 128))
-        assert torch.equal(run(batch._replace(q=apart)), run(batch))
+        assert torch.equal(run(change(case, q=apart)), run(case))

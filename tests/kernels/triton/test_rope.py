@@ -3,9 +3,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from kernels.checks import assert_as_near, assert_equal
+from kernels.paged import KIND, cached, change, move, widen
 from torch import Tensor
 
-from atom.graph import ops
+from atom.graph import Batch, PagedCache, ops
 from atom.kernels.triton.attention.rope import norm_rope_write
 
 
@@ -19,8 +20,8 @@ class Case(NamedTuple):
     sin: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    cache: Tensor
-    slots: Tensor
+    cache: PagedCache
+    batch: Batch
 
 
 def make_case(tokens: int, heads: int, kv_heads: int, dim: int, turned: int, *, has_norm: bool = True,
@@ -33,9 +34,9 @@ def make_case(tokens: int, heads: int, kv_heads: int, dim: int, turned: int, *, 
     cos, sin = ops.rotary.body(positions, torch.rand(turned // 2, generator=random)) if turned else (None, None)
     norms = torch.randn(2, dim, generator=random).to(dtype) if has_norm else (None, None)
     num_blocks = 2 + tokens // block_size
-    cache = torch.randn(num_blocks, block_size, 2, kv_heads, dim, generator=random).to(cache_dtype or dtype)
+    blocks = torch.randn(num_blocks, block_size, 2, kv_heads, dim, generator=random).to(cache_dtype or dtype)
     slots = torch.randperm(num_blocks * block_size, generator=random)[:tokens]
-    return Case(q, k, v, cos, sin, *norms, cache, slots)
+    return Case(q, k, v, cos, sin, *norms, *cached(blocks, slots))
 
 
 def run(case: Case, device: str, **attributes) -> tuple[Tensor, Tensor]:
@@ -43,19 +44,14 @@ def run(case: Case, device: str, **attributes) -> tuple[Tensor, Tensor]:
     qkv = torch.cat((case.q, case.k, case.v), dim=1).flatten(1).to(device)
     sizes = [x.shape[1] * x.shape[2] for x in case[:3]]
     views = (x.unflatten(1, (-1, case.q.shape[2])) for x in qkv.split(sizes, dim=1))
-    cache = case.cache.to(device, copy=True)
-    rest = (None if x is None else x.to(device) for x in case[3:7])
-    return norm_rope_write(*views, *rest, cache, case.slots.to(device), **attributes).cpu(), cache.cpu()
+    own = move(change(case, case.cache.blocks.clone()), device)
+    return norm_rope_write(*views, *own[3:], **attributes).cpu(), own.cache.blocks.cpu()
 
 
 def reference(case: Case, **attributes) -> tuple[Tensor, Tensor]:
     """The op's own body; on float32 numbers, where no step rounds, for the truth of others."""
-    cache = case.cache.clone()
-    return ops.norm_rope_write.body(*case._replace(cache=cache), **attributes), cache
-
-
-def widen(case: Case) -> Case:
-    return Case(*(x.float() if x is not None and x.is_floating_point() else x for x in case))
+    blocks = case.cache.blocks.clone()
+    return ops.norm_rope_write.body(*change(case, blocks), **attributes), blocks
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -84,8 +80,7 @@ def test_a_new_q_leaves_the_product_alone(triton_device):
     case = make_case(3, 2, 1, 8, 8)
     qkv = torch.cat((case.q, case.k, case.v), dim=1).to(triton_device)
     before = qkv.clone()
-    rest = [None if x is None else x.to(triton_device) for x in case[3:]]
-    q = norm_rope_write(*qkv.split([2, 1, 1], dim=1), *rest, eps=1e-6)
+    q = norm_rope_write(*qkv.split([2, 1, 1], dim=1), *move(case, triton_device)[3:], eps=1e-6)
     assert q.is_contiguous()
     assert torch.equal(qkv, before)
 
@@ -100,8 +95,8 @@ def test_half_precision_rounds_once(triton_device, dtype, tokens):
         run(case, triton_device, eps=1e-6), reference(case, eps=1e-6), reference(widen(case), eps=1e-6)
     )  # fmt: skip
     assert_as_near(out, by_reference, truth)
-    written = cache.flatten(0, 1)[case.slots]
-    truth_written = reference(widen(case), eps=1e-6)[1].flatten(0, 1)[case.slots]
+    slots = case.batch.slots[KIND]
+    written, truth_written = cache.flatten(0, 1)[slots], reference(widen(case), eps=1e-6)[1].flatten(0, 1)[slots]
     assert_as_near(written, truth_written.to(dtype), truth_written)
 
 
@@ -117,11 +112,9 @@ def test_slots_beyond_two_to_the_31_elements_are_found(triton_device):
     if triton_device == "cpu":
         pytest.skip("needs the memory of a GPU")
     case = make_case(3, 4, 2, 128, 128, dtype=torch.float16, block_size=16)
-    num_blocks = 2**31 // case.cache[0].numel() + 2
-    cache = torch.zeros(num_blocks, *case.cache.shape[1:], dtype=torch.float16, device=triton_device)
+    num_blocks = 2**31 // case.cache.blocks[0].numel() + 2
+    blocks = torch.zeros(num_blocks, *case.cache.blocks.shape[1:], dtype=torch.float16, device=triton_device)
     slots = num_blocks * 16 - 1 - torch.arange(3)
-    args = [None if x is None else x.to(triton_device) for x in case._replace(slots=slots)]
-    args[7] = cache
-    norm_rope_write(*args, eps=1e-6)
-    _, expected = reference(case._replace(slots=torch.arange(3)), eps=1e-6)
-    assert_equal(cache[-1, -3:].flip(0).cpu(), expected[0, :3], 2e-3)
+    norm_rope_write(*change(move(change(case, slots=slots), triton_device), blocks), eps=1e-6)
+    _, expected = reference(change(case, slots=torch.arange(3)), eps=1e-6)
+    assert_equal(blocks[-1, -3:].flip(0).cpu(), expected[0, :3], 2e-3)

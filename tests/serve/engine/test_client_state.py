@@ -6,8 +6,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from atom.config import SamplingParams, load
+from atom.config import load
 from atom.errors import AtomError, EngineDeadError, RequestError
+from atom.runtime.metrics import EngineStats
+from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineClient, QueueFullError, State
 from atom.serve.engine.protocol import (
     Beat,
@@ -19,7 +21,6 @@ from atom.serve.engine.protocol import (
     Ready,
     Refused,
     Start,
-    Stats,
     Submit,
     ToEngine,
     encode,
@@ -77,7 +78,7 @@ def test_silence_is_death_and_a_heartbeat_is_life():
             now[0] = seconds
             client.check()
             if not seconds % 3:
-                await engine.tell(Beat(Stats(num_running=seconds)))
+                await engine.tell(Beat(EngineStats(num_running=seconds)))
                 assert client.stats.num_running == seconds
         assert client.state is State.READY
         for _ in range(5):

@@ -5,8 +5,8 @@ import struct
 import msgspec
 import pytest
 
-from atom.config import SamplingParams
 from atom.runtime.types import Logprobs
+from atom.sampling_params import SamplingParams
 from atom.serve.engine.protocol import Abort, Finish, Output, Outputs, Ready, Submit, encode, from_engine, to_engine
 
 SUBMIT = Submit("cmpl-1", [1, 2], SamplingParams(max_tokens=3, logit_bias={5: 1.5}, stop_strings=["é"]), b"\0salt", -2)

@@ -2,8 +2,8 @@
 
 The entries of the cache are keys and values of all heads.
 
-    q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, norm, cache, slots, eps=1e-6)
-    out = paged_mla_attention(q_nope, q_rope, kv_b, cache, table, starts, lengths, num_decodes, scale=0.1)
+    q_rope = norm_rope_write_latent(q_rope, latent, k_rope, cos, sin, norm, cache, batch, eps=1e-6)
+    out = paged_mla_attention(q_nope, q_rope, kv_b, cache, batch, scale=0.1)
 
 Queries times the key rows of kv_b meet the entries themselves, one key/value head whose values are the first L dims of
 its keys, and the sums are multiplied by the value rows. The rows of a tile are pairs of token and head, so that the
@@ -19,6 +19,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from atom.graph import Batch, PagedCache
+from atom.graph.batch import num_single
 from atom.kernels.triton.attention.common import NOTHING, find_owner, sequence_bucket, wait_for_inputs
 from atom.kernels.triton.attention.rope import store_turned
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
@@ -53,42 +55,45 @@ def choose_tiles(rows: int, entry: int, element_size: int, shared: int) -> Tiles
 
 
 def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tensor | None,
-                           norm: Tensor | None, cache: Tensor, slots: Tensor, *, eps: float = 0.0,
+                           norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
                            interleaved: bool = False) -> Tensor:  # fmt: skip
-    """q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, P], norm [L] -> q_rope [T, N, R]; cache
-    [blocks, block size, L + R], slots i64[T]"""
-    assert all(x.stride(-1) == 1 for x in (q_rope, latent, k_rope)) and cache.is_contiguous(), "rows have gaps"
+    """q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, P], norm [L], cache [blocks, block
+    size, L + R] -> q_rope [T, N, R]"""
+    blocks = cache.blocks
+    assert all(x.stride(-1) == 1 for x in (q_rope, latent, k_rope)) and blocks.is_contiguous(), "rows have gaps"
     assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin must be contiguous"
     (tokens, heads, rotated), rank = q_rope.shape, latent.shape[1]
     half, gpu = 0 if cos is None else cos.shape[1], find_gpu(q_rope.device)
     turned = q_rope.new_empty(q_rope.shape) if half else q_rope
     _write_kernel[(tokens, 1 + -(-heads // 32) if half else 1)](
-        q_rope, latent, k_rope, cos, sin, norm, cache, slots, turned, q_rope.stride(0), q_rope.stride(1),
-        latent.stride(0), k_rope.stride(0), EPS=eps, INTERLEAVED=interleaved, HEADS=heads, RANK=rank, ROTATED=rotated,
-        HALF=half, BLOCK_N=32, PDL=gpu.has_dependent_launch, **gpu.options,
+        q_rope, latent, k_rope, cos, sin, norm, blocks, batch.slots[cache.kind], turned, q_rope.stride(0),
+        q_rope.stride(1), latent.stride(0), k_rope.stride(0), EPS=eps, INTERLEAVED=interleaved, HEADS=heads, RANK=rank,
+        ROTATED=rotated, HALF=half, BLOCK_N=32, PDL=gpu.has_dependent_launch, **gpu.options,
     )  # fmt: skip
     return turned
 
 
-def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Tensor, table: Tensor, starts: Tensor,
-                        lengths: Tensor, num_decodes: int, *, scale: float) -> Tensor:  # fmt: skip
+def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch, *,
+                        scale: float) -> Tensor:  # fmt: skip
     """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
-    assert q_rope.stride(2) == 1 and cache.is_contiguous(), "rows have gaps"
+    blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], num_single(batch)
+    assert q_rope.stride(2) == 1 and blocks.is_contiguous(), "rows have gaps"
     (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
     weight = kv_b.view(heads, -1, rank)
     out = q_nope.new_empty(tokens, heads, weight.shape[1] - plain)
     if num_decodes:
         some = slice(0, num_decodes)
         q = _absorb(q_nope[some], weight)
-        sums = _attend_decodes(q, q_rope[some], cache, table[some], lengths[some], scale)
+        sums = _attend_decodes(q, q_rope[some], blocks, table[some], batch.lengths[some], scale)
         _sum_values(sums, weight, out[some])
     if tokens > num_decodes:
-        others, ends = slice(num_decodes, tokens), slice(num_decodes, None)
+        others = slice(num_decodes, tokens)
+        table, starts, lengths = (each[num_decodes:] for each in (table, batch.starts, batch.lengths))
         at_once = max(1, ABSORBED_BYTES // ((tokens - num_decodes) * rank * q_nope.element_size()))
         for first in range(0, heads, at_once):
             some = slice(first, first + at_once)
             q = _absorb(q_nope[others, some], weight[some])
-            sums = _attend_prefills(q, q_rope[others, some], cache, table[ends], starts[ends], lengths[ends], scale)
+            sums = _attend_prefills(q, q_rope[others, some], blocks, table, starts, lengths, scale)
             _sum_values(sums, weight[some], out[others, some])
     return out
 

@@ -4,10 +4,10 @@ Prompts may be chunks of prompts.
 
 attend = PagedAttention()    # one object for all layers: it owns the memory that the parts of long sequences go through
 for layer in layers:
-    out = attend(q, cache, table, starts, lengths, num_decodes, scale=0.125)
+    out = attend(q, cache, batch, scale=0.125)
 
 attend = NormRopeAttention()    # with norm, rotation and cache write: one launch where all are decodes
-out = attend(q, k, v, cos, sin, q_norm, k_norm, cache, slots, table, starts, lengths, num_decodes, eps=1e-6, scale=0.1)
+out = attend(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=1e-6, scale=0.1)
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from atom.graph import Batch, PagedCache
+from atom.graph.batch import num_single
 from atom.kernels.triton.attention import decode, prefill
 from atom.kernels.triton.attention.common import has_rows
 from atom.kernels.triton.attention.rope import norm_rope_write
@@ -28,44 +30,41 @@ class _Attention:
         self._decode, self._prefilling = decode.Decode(decoding), prefilling
         self._tickets: Tensor | None = None  # of prompts, for good: graphs hold it
 
-    def _attend(self, q: Tensor, turned: Tensor, newest: decode.Newest | None, cache: Tensor, table: Tensor,
-                starts: Tensor, lengths: Tensor, num_decodes: int, sinks: Tensor | None, scale: float,
-                window: int | None, softcap: float | None) -> Tensor:  # fmt: skip
+    def _attend(self, q: Tensor, turned: Tensor, newest: decode.Newest | None, cache: PagedCache, batch: Batch,
+                sinks: Tensor | None, scale: float, window: int | None, softcap: float | None) -> Tensor:  # fmt: skip
         """Decodes have their queries in q, prompts in turned. A token of no sequence and a sequence of no positions
         give zeros."""
-        assert has_rows(q) and cache.is_contiguous(), "heads and blocks must lie side by side"
+        blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], num_single(batch)
+        assert has_rows(q) and blocks.is_contiguous(), "heads and blocks must lie side by side"
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if num_decodes:
-            self._decode(q, cache, table, lengths, num_decodes, sinks, out, scale, window, softcap, newest)
+            self._decode(q, blocks, table, batch.lengths, num_decodes, sinks, out, scale, window, softcap, newest)
         if num_decodes < q.shape[0]:
             if self._tickets is None:
                 self._tickets = torch.zeros(2, dtype=torch.int32, device=q.device)
-            prefill.prefill(turned, cache, table, starts, lengths, num_decodes, sinks, out, scale, window, softcap,
-                            self._tickets, self._prefilling)  # fmt: skip
+            prefill.prefill(turned, blocks, table, batch.starts, batch.lengths, num_decodes, sinks, out, scale, window,
+                            softcap, self._tickets, self._prefilling)  # fmt: skip
         return out
 
 
 class PagedAttention(_Attention):
-    def __call__(self, q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
-                 sinks: Tensor | None = None, *, scale: float, window: int | None = None,
-                 softcap: float | None = None) -> Tensor:  # fmt: skip
+    def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None, *, scale: float,
+                 window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
         """Shapes as in the op; the rows of q may lie apart."""
-        return self._attend(q, q, None, cache, table, starts, lengths, num_decodes, sinks, scale, window, softcap)
+        return self._attend(q, q, None, cache, batch, sinks, scale, window, softcap)
 
 
 class NormRopeAttention(_Attention):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
-                 k_norm: Tensor | None, cache: Tensor, slots: Tensor, table: Tensor, starts: Tensor, lengths: Tensor,
-                 num_decodes: int, sinks: Tensor | None = None, *, eps: float = 0.0, interleaved: bool = False,
-                 scale: float, window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
+                 k_norm: Tensor | None, cache: PagedCache, batch: Batch, sinks: Tensor | None = None, *,
+                 eps: float = 0.0, interleaved: bool = False, scale: float, window: int | None = None,
+                 softcap: float | None = None) -> Tensor:  # fmt: skip
         """Shapes as in the op; the rows of q, k and v may lie apart. A token's key is written whether it has a sequence
         or not."""
         assert has_rows(k) and has_rows(v), "heads must lie side by side"
         assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin have gaps"
         turned = q
-        if num_decodes < q.shape[0]:  # those of decodes too, which is simpler and in such a step costs nothing
-            turned = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, slots, eps=eps, interleaved=interleaved)
-        newest = decode.Newest(k, v, cos, sin, q_norm, k_norm, slots, eps, interleaved)
-        return self._attend(
-            q, turned, newest, cache, table, starts, lengths, num_decodes, sinks, scale, window, softcap
-        )
+        if num_single(batch) < q.shape[0]:  # those of decodes too, which is simpler and in such a step costs nothing
+            turned = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=eps, interleaved=interleaved)
+        newest = decode.Newest(k, v, cos, sin, q_norm, k_norm, batch.slots[cache.kind], eps, interleaved)
+        return self._attend(q, turned, newest, cache, batch, sinks, scale, window, softcap)

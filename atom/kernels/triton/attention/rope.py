@@ -2,7 +2,7 @@
 
 It serves one token as well as a long prompt.
 
-    q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, slots, eps=1e-6)
+    q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=1e-6)
 
 q, k and v may be views of one product. A program takes some rows, which are the heads of all tokens laid end to end:
 of q, or of k and v. Rounds once, after the rotation.
@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from atom.graph import Batch, PagedCache
 from atom.kernels.triton.attention.common import has_rows, wait_for_inputs
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
@@ -102,18 +103,19 @@ def _norm_rope_write(
 
 
 def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
-                    k_norm: Tensor | None, cache: Tensor, slots: Tensor, *, eps: float = 0.0,
+                    k_norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
                     interleaved: bool = False) -> Tensor:  # fmt: skip
-    """q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D] -> a new q [T, N, D];
-    cache [blocks, block size, 2, K, D], slots i64[T]."""
+    """q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D], cache [blocks, block size, 2, K,
+    D] -> a new q [T, N, D]"""
     num_tokens, q_heads, dim = q.shape
     kv_heads, half = k.shape[1], 0 if cos is None else cos.shape[1]
-    assert has_rows(q) and has_rows(k) and has_rows(v) and cache.is_contiguous(), "heads must lie side by side"
+    assert has_rows(q) and has_rows(k) and has_rows(v) and cache.blocks.is_contiguous(), "heads must lie side by side"
     assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin must be contiguous"
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     gpu = find_gpu(q.device)
     _norm_rope_write[(-(-num_tokens * q_heads // ROWS) + -(-num_tokens * kv_heads // ROWS),)](
-        q, k, v, cos, sin, q_norm, k_norm, cache, slots, out, num_tokens, q.stride(0), k.stride(0), v.stride(0),
-        eps, interleaved, q_heads, kv_heads, dim, half, ROWS, gpu.has_dependent_launch, num_warps=4, **gpu.options,
+        q, k, v, cos, sin, q_norm, k_norm, cache.blocks, batch.slots[cache.kind], out, num_tokens, q.stride(0),
+        k.stride(0), v.stride(0), eps, interleaved, q_heads, kv_heads, dim, half, ROWS, gpu.has_dependent_launch,
+        num_warps=4, **gpu.options,
     )  # fmt: skip
     return out

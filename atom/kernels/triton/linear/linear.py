@@ -44,7 +44,6 @@ MAX_TILES = 4096  # of a product whose columns are split
 MEMORY = 98304, 16384  # bytes of a processor that a product of one row takes, and of them in a step
 # where there are more: so much that two programs never share a processor, while attention still keeps another one
 LARGE_MEMORY = 131072, 32768
-KINDS = ("silu", "sigmoid", "gelu", "gelu_tanh", "relu", "relu2")  # of gates
 
 
 class Vector(NamedTuple):

@@ -22,13 +22,14 @@ from triton.errors import TritonError
 
 from atom.errors import is_out_of_memory
 from atom.graph import Graph, ops
+from atom.graph.graph import type_of
 from atom.graph.ops import Op
 from atom.graph.types import BITS
 from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton.linear.linear import MAX_STAGES, MAX_TILES, Find, Matrix, Parameters, TileError, Vector, key_of
 
-WEIGHTS = {ops.linear: 1, ops.gated_linear: 1, ops.norm_linear: 2, ops.add_norm_linear: 3}  # index of the argument
+PRODUCTS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
 # Of the step's time: a step is timed to about 0.2% in turns, and the best of some 50 is the luckiest of them too.
 MARGIN = 0.005
 ROUNDS = 3  # rounds in which two steps take turns; the best of each counts
@@ -69,9 +70,8 @@ def products_of(graph: Graph) -> list[Product]:
     counts: dict[tuple[int, int, int], int] = {}
     for program in graph.programs.values():
         for node in program.nodes:
-            if node.target in WEIGHTS and node.meta.get("kernel") == "triton":
-                weight = node.args[WEIGHTS[node.target]]
-                type = getattr(weight, "type", None) or weight.meta["type"]
+            if node.target in PRODUCTS and node.meta.get("kernel") == "triton":
+                type = type_of(node.args[node.target.weight])
                 if BITS[type.dtype] == 16:
                     out, inner = map(int, type.shape)
                     shape = out, inner, 1 if node.kwargs.get("kind") is None else 2
@@ -207,7 +207,7 @@ class Recording:
 
     def _note(self, op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            out, inner = args[WEIGHTS[op]].shape
+            out, inner = args[op.weight].shape
             calls = self._calls.setdefault((out, inner, 1 if kwargs.get("kind") is None else 2), {})
             calls.setdefault((op, *kwargs.items(), *map(_specialized, args)), partial(run, *args, **kwargs))
             return run(*args, **kwargs)

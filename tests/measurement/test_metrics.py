@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from atom.benchmarks.backend_request_func import RequestFuncOutput
-from atom.benchmarks.benchmark_utils import UsageError
-from atom.benchmarks.metrics import calculate_metrics, finish_outputs, flatten_metrics, format_table, parse_goodput
+from atom.measurement.metrics import (
+    RequestFuncOutput,
+    calculate_metrics,
+    finish_outputs,
+    flatten_metrics,
+    format_table,
+)
 
 
 def answered(ttft: float | None, *itl: float, latency: float, tokens: int | None = None) -> RequestFuncOutput:
@@ -123,16 +127,3 @@ def test_the_table(metrics):
         "P99 ITL (ms):                            39.60",
         "==================================================",
     ]
-
-
-def test_objectives_are_read_and_mistakes_in_them_named():
-    assert parse_goodput(["ttft:100", "e2el:2.5e3"]) == {"ttft": 100.0, "e2el": 2500.0}
-    for pair, mistake in [
-        ("ttft=100", "write KEY:MILLISECONDS"),
-        ("ttft:fast", "write KEY:MILLISECONDS"),
-        ("itl:5", "there is no itl; there are ttft, tpot, e2el"),
-        ("ttft:-1", "cannot be less than 0"),
-        ("ttft:nan", "cannot be less than 0"),
-    ]:
-        with pytest.raises(UsageError, match=f"--goodput {pair}: .*{mistake}"):
-            parse_goodput([pair])

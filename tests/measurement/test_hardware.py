@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from atom.benchmarks.hardware import describe_machine
+from atom.measurement.hardware import describe_machine
 
 
 def write(root: Path, name: str, text: str) -> None:

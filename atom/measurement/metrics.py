@@ -11,13 +11,10 @@ Latencies are in milliseconds, except in the outputs of requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
-
-from atom.benchmarks.backend_request_func import RequestFuncOutput
-from atom.benchmarks.benchmark_utils import UsageError
 
 METRICS = {
     "ttft": "Time to First Token",
@@ -25,8 +22,20 @@ METRICS = {
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
 }
-GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 WIDTH = 50  # characters of the table, as in vLLM's
+
+
+@dataclass(slots=True)
+class RequestFuncOutput:
+    generated_text: str = ""
+    success: bool = False
+    latency: float = 0.0  # seconds from sending to the end of the answer
+    ttft: float | None = None  # seconds from sending to the first token; None where the protocol does not stream
+    itl: list[float] = field(default_factory=list)  # seconds between the arrivals of tokens
+    tpot: float | None = None  # seconds a token after the first, once these are counted; None with fewer than two
+    prompt_len: int = 0  # tokens, as the server counts them where it says so
+    output_tokens: int | None = None  # as the server counts them; None where it does not say
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,23 +119,6 @@ def meets(output: RequestFuncOutput, goodput: Mapping[str, float]) -> bool:
     """Whether an answer met every objective. One of a single token has no TPOT to miss."""
     seconds = {"ttft": output.ttft, "tpot": output.tpot, "e2el": output.latency}
     return all(1000 * (seconds[name] or 0.0) <= limit for name, limit in goodput.items())
-
-
-def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """["ttft:100"] -> {"ttft": 100.0}, in milliseconds."""
-    objectives = {}
-    for pair in pairs:
-        name, _, value = pair.partition(":")
-        try:
-            limit = float(value)
-        except ValueError:
-            raise UsageError(f"--goodput {pair}: write KEY:MILLISECONDS, as in ttft:200") from None
-        if name not in GOODPUT_METRICS:
-            raise UsageError(f"--goodput {pair}: there is no {name}; there are {', '.join(GOODPUT_METRICS)}")
-        if not limit >= 0:
-            raise UsageError(f"--goodput {pair}: milliseconds cannot be less than 0")
-        objectives[name] = limit
-    return objectives
 
 
 def flatten_metrics(metrics: BenchmarkMetrics) -> dict[str, Any]:

@@ -1,0 +1,57 @@
+"""Start and end child processes.
+
+Child processes: started as a group with all that they start themselves, and ended as a whole.
+
+process = start_python("from atom.x import work; work()", "argument", TMPDIR="/tmp/x")
+process.stdin                # the end of which tells the child that this process is gone, in whatever way
+end(process)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from threading import Thread
+from typing import IO, Any
+
+
+def start_python(code: str, *arguments: str, stderr: int | IO[Any], **environment: str) -> subprocess.Popen[bytes]:
+    """Python that runs some code in a session of its own. environment: variables beside our own."""
+    return subprocess.Popen(
+        ["/usr/bin/env", *map("=".join, environment.items()), sys.executable, "-c", code, *arguments],
+        cwd=Path(__file__).parents[1],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        start_new_session=True,
+    )
+
+
+def exit_status(process: subprocess.Popen[Any], flags: int = 0) -> int | None:
+    """What it ended with, waited for; None where flags=os.WNOHANG and it runs.
+
+    It is not reaped: its number stays its own until `end` has ended its group.
+    """
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | flags)
+    return None if ended is None else ended.si_status
+
+
+def end(process: subprocess.Popen[Any], reader: Thread | None = None, seconds: float | None = None) -> int:
+    """Kill what is left of its group; its exit code, negative for a signal.
+
+    reader: the thread that reads what it says, for which this waits, so many seconds at most.
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if reader is not None:
+            reader.join(seconds)
+        for pipe in filter(None, (process.stdin, process.stdout)):
+            with contextlib.suppress(BrokenPipeError):  # of what it has not read
+                pipe.close()
+        process.wait()
+    return process.returncode

@@ -1,0 +1,40 @@
+"""The batch of a step, and paged caches.
+
+The batch of a step and the paged cache of a layer, as ops read them.
+
+    batch = Batch({"full": table}, {"full": slots}, starts, lengths, num_decodes=2)
+    out = ops.paged_attention(q, PagedCache(blocks, "full"), batch, scale=0.125)
+
+A batch is one value of the text (`batch: Batch`), whatever kinds of cache a model has: a cache says which is its own.
+Shapes by letter: S sequences, T tokens of them all, M blocks of the longest one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Batch(NamedTuple):
+    """S sequences: s has queries starts[s] to starts[s + 1], the last of its lengths[s] positions."""
+
+    tables: Mapping[str, Tensor]  # by cache kind i32[S, M]: the blocks of each sequence
+    slots: Mapping[str, Tensor]  # by cache kind i64[T], where a token is written: block * block size + place in it
+    starts: Tensor  # i32[S + 1]
+    lengths: Tensor  # i32[S]
+    num_decodes: int  # leading sequences of `query_len` queries each
+    query_len: int = 1
+
+
+class PagedCache(NamedTuple):
+    """What a `KV` of the text is when it runs."""
+
+    blocks: Tensor  # [blocks, block size, *the entry of a token]
+    kind: str  # of `KV.kind`: its key in a batch's tables and slots
+
+
+def num_single(batch: Batch) -> int:
+    """Leading sequences of one query each, which kernels for decodes take; they attend others as prompts."""
+    return batch.num_decodes if batch.query_len == 1 else 0

@@ -1,0 +1,1 @@
+"""Measure servers and engines alike: latencies, conversations, hardware. No torch."""

@@ -1,0 +1,137 @@
+"""Sampling parameters of a request: how its answer is sampled, and when it ends.
+
+SamplingParams(temperature=0, max_tokens=8)
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from atom.errors import RequestError
+
+SAMPLING_KINDS = ("greedy", "random", "filtered")  # a batch of a later kind may have rows of those before it
+MIN_TEMPERATURE = 1e-5  # of a request that is sampled: anything lower is greedy, as in vLLM
+
+
+def number(default: Any, low: float, high: float = math.inf, *, above: bool = False) -> Any:
+    """A field from low to high, both included, or above low."""
+    return field(default=default, metadata={"low": low, "high": high, "above": above})
+
+
+INT32 = (1 << 31) - 1
+TOKEN_ID = number(0, 0, INT32).metadata
+BIAS = number(0, -100, 100).metadata
+# what SamplingParams.structured_outputs may hold, one of them, by the names of vLLM's StructuredOutputsParams
+STRUCTURED_OUTPUTS: dict[str, tuple[tuple[type, ...], str]] = {
+    "json": ((Mapping, str), "a JSON schema, as an object or as its text"),
+    "json_object": ((bool,), "true"),
+    "regex": ((str,), "a regular expression of at least one character"),
+    "grammar": ((str,), "a grammar in Lark's notation"),
+    "choice": ((list, tuple), "a list of at least one string"),
+}
+
+
+@dataclass
+class SamplingParams:
+    """How one request is sampled and when it ends. Bad values raise RequestError."""
+
+    temperature: float = number(1.0, 0)  # 0: greedy
+    max_tokens: int = number(64, 1, INT32)
+    ignore_eos: bool = False
+    stop_strings: list[str] | None = None
+    top_k: int = number(0, -1, INT32)  # 0 or -1: all
+    top_p: float = number(1.0, 0, 1, above=True)
+    min_p: float = number(0.0, 0, 1)
+    seed: int | None = number(None, -math.inf)  # null: drawn from the engine's seed
+    n: int = number(1, 1, 128)  # answers to one prompt
+    stop_token_ids: list[int] | None = None
+    min_tokens: int = number(0, 0, INT32)  # no eos and no stop before as many
+    logprobs: int | None = number(None, 0, 20)  # how many most likely tokens to report with each chosen one
+    prompt_logprobs: int | None = number(None, 0, 20)  # the same for the prompt's tokens
+    presence_penalty: float = number(0.0, -2, 2)
+    frequency_penalty: float = number(0.0, -2, 2)
+    repetition_penalty: float = number(1.0, 0, above=True)
+    logit_bias: dict[int, float] | None = None  # token id -> added to its logit, -100 to 100
+    include_stop_str_in_output: bool = False  # the text ends behind the stop string or stop token, not before it
+    skip_special_tokens: bool = True  # special tokens have no text
+    visible_tokens: list[str] | None = None  # special tokens that have it all the same, such as <|python_tag|>
+    structured_outputs: dict[str, Any] | None = None  # what the answer must be: see STRUCTURED_OUTPUTS
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if "low" in each.metadata:
+                value = sampling_number(each.name, getattr(self, each.name), str(each.type), each.metadata)
+                setattr(self, each.name, value)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r} is not true or false")
+        if self.min_tokens > (self.max_tokens or math.inf):  # a SamplingConfig's may be null
+            raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        self.top_k = max(self.top_k, 0)
+        if isinstance(self.stop_strings, str):
+            self.stop_strings = [self.stop_strings]
+        for name in ("stop_strings", "stop_token_ids", "visible_tokens"):
+            if not isinstance(getattr(self, name), list | tuple | None):
+                raise RequestError(f"{name}={getattr(self, name)!r} is not a list")
+        for name in ("stop_strings", "visible_tokens"):
+            for text in getattr(self, name) or ():
+                if not isinstance(text, str) or not text:
+                    raise RequestError(f"{name}: {text!r} is not a string of at least one character")
+        for id in self.stop_token_ids or ():
+            sampling_number("stop_token_ids", id, "int", TOKEN_ID)
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise RequestError(f"logit_bias={self.logit_bias!r} is not a mapping from token ids to numbers")
+        for id, bias in (self.logit_bias or {}).items():
+            sampling_number("logit_bias: token id", id, "int", TOKEN_ID)
+            sampling_number(f"logit_bias[{id}]", bias, "float", BIAS)
+        if self.structured_outputs is not None:
+            self.structured_outputs = structured_outputs(self.structured_outputs)
+
+
+def structured_outputs(value: Any) -> dict[str, Any]:
+    """The one thing that an answer must be, {kind: value}, as STRUCTURED_OUTPUTS has it."""
+    kinds = ", ".join(STRUCTURED_OUTPUTS)
+    if not isinstance(value, Mapping):
+        raise RequestError(f"structured_outputs={value!r} is not a mapping with one of {kinds}")
+    if unknown := [kind for kind in value if kind not in STRUCTURED_OUTPUTS]:
+        raise RequestError(f"structured_outputs: there is no {unknown[0]!r}; give one of {kinds}")
+    given = {kind: item for kind, item in value.items() if item is not None}
+    if len(given) != 1:
+        raise RequestError(f"structured_outputs gives {', '.join(given) or 'nothing'}; give exactly one of {kinds}")
+    ((kind, item),) = given.items()
+    types, meaning = STRUCTURED_OUTPUTS[kind]
+    is_wrong = item is not True if kind == "json_object" else not item and kind != "json"
+    texts = item if kind == "choice" and isinstance(item, list | tuple) else ()
+    if not isinstance(item, types) or is_wrong or not all(isinstance(text, str) for text in texts):
+        raise RequestError(f"structured_outputs: {kind}={item!r} is not {meaning}")
+    return given
+
+
+def sampling_number(name: str, value: Any, kind: str, limits: Mapping[str, Any]) -> Any:
+    """The value as int or float, within its limits."""
+    if value is None and "None" in kind:
+        return None
+    is_whole = kind.startswith("int")
+    expected: Any = numbers.Integral if is_whole else numbers.Real
+    if isinstance(value, bool) or not isinstance(value, expected):
+        raise RequestError(f"{name}={value!r} is not a {'whole number' if is_whole else 'number'}")
+    try:
+        value = int(value) if is_whole else float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        value = math.inf
+    if fault := out_of_range(value, limits):
+        raise RequestError(f"{name}={value!r} must be {fault}")
+    return value
+
+
+def out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
+    """Where a number may lie, if it does not."""
+    low, high, above = limits["low"], limits["high"], limits["above"]
+    if (isinstance(value, int) or math.isfinite(value)) and low <= value <= high and not (above and value == low):
+        return None
+    limit = "a finite number" + ("" if low == -math.inf else f" {'above' if above else 'from'} {low:.15g}")
+    return limit if high == math.inf else f"{limit} to {high:.15g}"

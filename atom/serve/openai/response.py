@@ -1,0 +1,59 @@
+"""Shared by chat and text completions: common fields, usage, the end of a stream."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+from msgspec import json
+
+from atom.sampling_params import SamplingParams
+from atom.serve.context import Context
+from atom.serve.ids import new_id
+from atom.serve.openai.params import find_form
+from atom.serve.openai.schema import Generation
+from atom.serve.response import Choice, EngineRequest, Responder
+from atom.serve.sse import DONE, event
+
+Body = TypeVar("Body", bound=Generation)
+
+
+class OpenAIResponder(Responder, Generic[Body]):
+    kind: str  # of the object that answers
+    chunk: str  # of an event
+    prefix: str  # of ids
+
+    def __init__(self, context: Context, body: Body) -> None:
+        super().__init__(context, body.model, new_id(self.prefix), is_streamed=body.stream)
+        self.body = body
+        self._created = int(time.time())
+        self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        # what stands around a choice in an event: its index follows the head
+        self._head = b"data: " + json.encode(self._object(self.chunk))[:-1] + b',"choices":[{"index":'
+        self._tail = b'}],"usage":null}\n\n' if self._has_usage else b"}]}\n\n"
+
+    @abstractmethod
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        """One of the answers."""
+
+    def engine_request(
+        self, prompts: list[list[int]], params: list[SamplingParams], form: str | None = None
+    ) -> EngineRequest:
+        """form: the field that the engine reads where the body says no form."""
+        body, found = self.body, find_form(self.body)
+        salt = (body.cache_salt or "").encode()
+        field = form if found is None else found.field
+        return EngineRequest(prompts, params, body.user, salt, body.priority or 0, body.n or 1, field)
+
+    def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        return self._object(self.kind) | {"choices": [self.choice(each) for each in choices], "usage": usage}
+
+    def close(self, usage: dict[str, Any]) -> Iterator[bytes]:
+        if self._has_usage:
+            yield event(self._object(self.chunk) | {"choices": [], "usage": usage})
+        yield DONE
+
+    def _object(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self.model}

@@ -58,6 +58,7 @@ from pathlib import Path
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from atom.cache import Cache
+from atom.graph import Batch, PagedCache
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import prefill
 from atom.kernels.triton.binary_cache import keep_in
@@ -83,7 +84,8 @@ prefill_hopper._prefill = Compile(prefill_hopper._prefill)
 for dtype, heads, dim, sinks in ((torch.bfloat16, 32, 128, None), (torch.float16, 64, 64, torch.zeros(64).half())):
     q, cache = torch.zeros(600, heads, dim, dtype=dtype), torch.zeros(4, 16, 2, 8, dim, dtype=dtype)
     numbers = torch.zeros(9, 9, dtype=torch.int32)
-    paged.PagedAttention()(q, cache, numbers, numbers[0], numbers[0], 0, sinks, scale=0.1)
+    batch = Batch({"full": numbers}, {}, numbers[0], numbers[0], num_decodes=0)
+    paged.PagedAttention()(q, PagedCache(cache, "full"), batch, sinks, scale=0.1)
 print(binaries.num_compiled)
 """
 

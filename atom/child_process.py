@@ -18,10 +18,11 @@ from typing import IO, Any
 
 
 def start_python(code: str, *arguments: str, stderr: int | IO[Any], **environment: str) -> subprocess.Popen[bytes]:
-    """Python that runs some code in a session of its own. environment: variables beside our own."""
+    """Run code in a Python process with a session of its own. environment: variables beside our own."""
+    # env sets them, so that nothing here reads the environment, which is for atom.config alone
     return subprocess.Popen(
         ["/usr/bin/env", *map("=".join, environment.items()), sys.executable, "-c", code, *arguments],
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[1],  # from where a checkout that is not installed can be imported
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,
@@ -30,18 +31,18 @@ def start_python(code: str, *arguments: str, stderr: int | IO[Any], **environmen
 
 
 def exit_status(process: subprocess.Popen[Any], flags: int = 0) -> int | None:
-    """What it ended with, waited for; None where flags=os.WNOHANG and it runs.
+    """Wait for a child: its exit code or the signal that ended it; None where flags=os.WNOHANG and it runs.
 
-    It is not reaped: its number stays its own until `end` has ended its group.
+    It is not reaped: its pid is not used again before `end` has ended its group.
     """
     ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | flags)
     return None if ended is None else ended.si_status
 
 
 def end(process: subprocess.Popen[Any], reader: Thread | None = None, seconds: float | None = None) -> int:
-    """Kill what is left of its group; its exit code, negative for a signal.
+    """Kill what is left of a child's group; its exit code, negative for a signal.
 
-    reader: the thread that reads what it says, for which this waits, so many seconds at most.
+    reader: the thread that reads its output, which is waited for, for that many seconds at most.
     """
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
@@ -49,7 +50,7 @@ def end(process: subprocess.Popen[Any], reader: Thread | None = None, seconds: f
         if reader is not None:
             reader.join(seconds)
         for pipe in filter(None, (process.stdin, process.stdout)):
-            with contextlib.suppress(BrokenPipeError):  # of what it has not read
+            with contextlib.suppress(BrokenPipeError):  # it did not read all of its input
                 pipe.close()
         process.wait()
     return process.returncode

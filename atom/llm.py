@@ -51,7 +51,8 @@ class LLMEngine:
 
     @property
     def metrics(self) -> EngineStats:
-        return self._engine.metrics
+        """The engine's load now, and its counts since the start."""
+        return self._engine.stats()
 
     @property
     def tokenizer(self) -> Tokenizer | None:

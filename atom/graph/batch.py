@@ -19,20 +19,22 @@ class Batch(NamedTuple):
     """S sequences: s has queries starts[s] to starts[s + 1], the last of its lengths[s] positions."""
 
     tables: Mapping[str, Tensor]  # by cache kind i32[S, M]: the blocks of each sequence
-    slots: Mapping[str, Tensor]  # by cache kind i64[T], where a token is written: block * block size + place in it
+    slot_mappings: Mapping[
+        str, Tensor
+    ]  # by cache kind i64[T], where a token is written: block * block size + place in it
     starts: Tensor  # i32[S + 1]
     lengths: Tensor  # i32[S]
     num_decodes: int  # leading sequences of `query_len` queries each
     query_len: int = 1
+
+    @property
+    def num_single_query(self) -> int:
+        """Leading sequences of one query each, which kernels for decodes take; they attend others as prompts."""
+        return self.num_decodes if self.query_len == 1 else 0
 
 
 class PagedCache(NamedTuple):
     """What a `KV` of the text is when it runs."""
 
     blocks: Tensor  # [blocks, block size, *the entry of a token]
-    kind: str  # of `KV.kind`: its key in a batch's tables and slots
-
-
-def num_single(batch: Batch) -> int:
-    """Leading sequences of one query each, which kernels for decodes take; they attend others as prompts."""
-    return batch.num_decodes if batch.query_len == 1 else 0
+    kind: str  # of `KV.kind`: its key in a batch's tables and slot mappings

@@ -25,11 +25,12 @@ def token_shares(programs: Iterable[Program]) -> dict[Recipe, Fraction]:
         for node in program.nodes:
             for leaf in node_leaves(node):
                 if isinstance(leaf, Recipe):
-                    shares[leaf] = max(shares[leaf], _share(node))
+                    shares[leaf] = max(shares[leaf], token_share(node))
     return shares
 
 
-def _share(node: Node) -> Fraction:
+def token_share(node: Node) -> Fraction:
+    """The share of a call's weight."""
     if node.target is ops.embedding:
         return Fraction(0)
     if node.target is not ops.grouped_linear:

@@ -59,7 +59,7 @@ class Type:
 
 @dataclass(frozen=True)
 class BatchType:
-    """That of a step's `Batch`, which is one value, not a tensor."""
+    """The type of a step's `Batch`, which is one value and no tensor."""
 
     def __str__(self) -> str:
         return "Batch"

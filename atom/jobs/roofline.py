@@ -25,6 +25,7 @@ from torch.fx import Node
 from atom.graph import KV, TORCH_DTYPES, Graph, Program, Recipe, ops
 from atom.graph.graph import node_leaves, type_of
 from atom.graph.recipes import held_bytes
+from atom.graph.shares import token_share
 from atom.graph.types import Type
 from atom.jobs.workload import Step
 
@@ -138,20 +139,7 @@ def find_product(node: Node, weights: Sequence[Recipe]) -> Product | None:
         return None
     matrix = type_of(node.args[node.target.weight])
     shape = tuple(int(size) for size in matrix.shape)
-    share = 1.0 if len(shape) == 2 else find_top_k(node) / shape[0]
-    return Product(shape, sum(map(held_bytes, weights)), matrix.num_elements, share)
-
-
-def find_top_k(node: Node) -> int:
-    """The number of experts that each token of a call chose, by the nearest router before it."""
-    found = {node: None}
-    for each in (waiting := [node]):
-        if each.target is ops.router:
-            return int(each.kwargs["top_k"])
-        new = [before for before in each.all_input_nodes if before not in found]
-        found |= dict.fromkeys(new)
-        waiting += new
-    raise AssertionError(f"{node} has experts and no router before it")
+    return Product(shape, sum(map(held_bytes, weights)), matrix.num_elements, float(token_share(node)))
 
 
 def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:

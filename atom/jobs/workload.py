@@ -64,10 +64,6 @@ class Step(NamedTuple):
         """By the programs that it ran."""
         return {BODY: self.num_tokens, HEAD: self.num_sampled}
 
-    @property
-    def phase(self) -> str:
-        return "prefill" if self.chunks else "decode"
-
 
 @dataclass
 class Record:

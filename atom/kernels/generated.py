@@ -14,6 +14,7 @@ from atom.graph import ops
 from atom.graph.types import Type
 from atom.kernels.backend import Backend, Kernel, Target, plain
 from atom.kernels.reference import COMPILED
+from atom.kernels.triton.codegen import NORMS
 from atom.kernels.triton.piece_compiler import TritonCompiler
 
 MAX_WIDTH = 1 << 16  # elements of a row that a norm holds at a time
@@ -34,8 +35,6 @@ def accepts_norm(target: Target, first: Type, *types: Any, **attributes: Any) ->
         reason = f"{first} is not of rows of up to {MAX_WIDTH} elements"
     return reason
 
-
-NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm)
 
 KERNELS: tuple[Kernel, ...] = tuple(
     Kernel(op, "generated", plain(accepts_norm if op in NORMS else accepts), lambda _, op=op: op.body, trace=op.body)  # type: ignore[misc]

@@ -7,6 +7,7 @@ Declines where no kernel computes both, where another op reads gate_up, where it
 """
 
 from atom.graph import Graph, ops
+from atom.graph.graph import type_of
 from atom.passes.context import PassContext
 
 
@@ -17,6 +18,6 @@ def fuse_linear_gate(graph: Graph, context: PassContext) -> Graph:
             continue
         if set(gated.kwargs) != {"kind"}:
             continue
-        if context.takes(ops.gated_linear):
+        if context.takes(ops.gated_linear, *map(type_of, linear.args), **gated.kwargs):
             graph.replace({gated: graph.insert(gated, ops.gated_linear, *linear.args, **gated.kwargs)})
     return graph

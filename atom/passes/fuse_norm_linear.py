@@ -10,7 +10,7 @@ Declines where no kernel computes both, or where another op reads the norm.
 """
 
 from atom.graph import Graph, ops
-from atom.graph.graph import call_of, results_of
+from atom.graph.graph import call_of, results_of, type_of
 from atom.passes.context import PassContext
 
 
@@ -22,11 +22,14 @@ def fuse_norm_linear(graph: Graph, context: PassContext) -> Graph:
             continue
         if normed is not results_of(norm)[0]:  # the linear reads the sum
             continue
-        attributes = {**norm.kwargs, **linear.kwargs}
-        if norm.target is ops.rms_norm and context.takes(ops.norm_linear):
-            graph.replace({linear: graph.insert(linear, ops.norm_linear, *norm.args, *weights, **attributes)})
-        if norm.target is ops.add_rms_norm and context.takes(ops.add_norm_linear):
+        args, attributes = (*norm.args, *weights), {**norm.kwargs, **linear.kwargs}
+        fused = ops.norm_linear if norm.target is ops.rms_norm else ops.add_norm_linear
+        if not context.takes(fused, *map(type_of, args), **attributes):
+            continue
+        if fused is ops.norm_linear:
+            graph.replace({linear: graph.insert(linear, fused, *args, **attributes)})
+        else:
             _, total = results_of(norm)
-            y, fused_total = graph.insert(norm, ops.add_norm_linear, *norm.args, *weights, **attributes)
+            y, fused_total = graph.insert(norm, fused, *args, **attributes)
             graph.replace({linear: y, total: fused_total})
     return graph

@@ -8,6 +8,7 @@ read the cache.
 """
 
 from atom.graph import Graph, ops
+from atom.graph.graph import type_of
 from atom.passes.context import PassContext
 
 
@@ -16,11 +17,11 @@ def fuse_norm_rope_attention(graph: Graph, context: PassContext) -> Graph:
         written, cache, batch, *sinks = attention.args
         if attention.prev is not written or written.target is not ops.norm_rope_write or len(written.users) > 1:
             continue
-        if written.args[7:] != (cache, batch):
+        if written.args[-2:] != (cache, batch):
             continue
-        if context.takes(ops.norm_rope_attention, written.meta["type"]):
-            attributes = {**written.kwargs, **attention.kwargs}
-            fused = graph.insert(attention, ops.norm_rope_attention, *written.args, *sinks, **attributes)
+        args, attributes = (*written.args, *sinks), {**written.kwargs, **attention.kwargs}
+        if context.takes(ops.norm_rope_attention, *map(type_of, args), **attributes):
+            fused = graph.insert(attention, ops.norm_rope_attention, *args, **attributes)
             graph.replace({attention: fused})
             written.graph.erase_node(written)  # explicitly, since a call that writes a cache is never dead
     return graph

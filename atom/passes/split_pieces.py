@@ -13,8 +13,6 @@ from atom.graph import Graph, Program, ops
 from atom.kernels import PieceCompiler, find_backend, find_kernel
 from atom.passes.context import PassContext
 
-VIEWS = (ops.split, ops.split_heads, ops.merge_heads)
-
 
 def split_pieces(graph: Graph, context: PassContext) -> Graph:
     number, compiler = 0, context.piece_compiler
@@ -33,7 +31,8 @@ def split_pieces(graph: Graph, context: PassContext) -> Graph:
 
 def _is_compiled(node: Node) -> bool:
     """Whether the call computes something with a kernel that exists within pieces only."""
-    return node.target not in VIEWS and find_backend(node.meta.get("kernel", "reference")).piece_compiler is not None
+    backend = find_backend(node.meta.get("kernel", "reference"))
+    return node.target not in ops.VIEWS and backend.piece_compiler is not None
 
 
 def _runs(program: Program, compiler: PieceCompiler) -> list[list[Node]]:

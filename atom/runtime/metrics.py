@@ -33,9 +33,7 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_requests: int = 0
     num_prompt_tokens: int = 0  # of all requests that were queued
     num_output_tokens: int = 0
-    finish_reasons: dict[str, int] = msgspec.field(
-        default_factory=Counter
-    )  # sequences by the reason that they ended for
+    finish_reasons: dict[str, int] = msgspec.field(default_factory=Counter)  # ended sequences by their reason
     num_running: int = 0  # sequences
     num_waiting: int = 0  # sequences
     num_blocks: int = 0  # of the kind of KV blocks that is fullest

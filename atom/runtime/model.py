@@ -128,7 +128,7 @@ class Model:
         tables = torch.empty(kinds, num_rows, self.tables.shape[2], dtype=torch.int32, device=device)
         batch = Batch(
             tables=dict(zip(self.kinds, tables.unbind(), strict=True)),
-            slots=dict(zip(self.kinds, numbers[2:].unbind(), strict=True)),
+            slot_mappings=dict(zip(self.kinds, numbers[2:].unbind(), strict=True)),
             starts=starts,
             lengths=torch.empty(num_rows, dtype=torch.int32, device=device),
             num_decodes=num_decodes,

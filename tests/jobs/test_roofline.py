@@ -197,13 +197,13 @@ def test_what_latents_are_multiplied_with_is_read_once_a_layer(costs_of: Any):
 
 @pytest.mark.parametrize("name", ["qwen3_8b", "gpt_oss_20b", "deepseek_v3"])
 def test_the_work_is_the_same_by_a_gpus_text(name: str, tmp_path: Path):
-    """Which has other ops: some are several in one."""
+    """Which has other ops: some are several in one, but for packed linears, which no kernel takes."""
     shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
     config = load([f"checkpoint={tmp_path}", "level=1", "device=cpu"])
     gpu = Target("cuda", frozenset({"nvidia", "sm_90"}))
     graphs = compile_graph(config), compile_graph(config, target=gpu)
     called = [{node.target for node in graph.programs["body"].nodes} for graph in graphs]
-    assert called[0] != called[1]
+    assert (called[0] != called[1]) == (name != "deepseek_v3")
     step = Step(0.0, array("q", [300, 7]), [(0, 100), (16, 5)], 3)
     first, second = (step_work(read_costs(graph), step) for graph in graphs)
     assert first["attention"].bytes > 0 and first == second

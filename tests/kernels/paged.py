@@ -105,7 +105,7 @@ def change(case: Any, blocks: Tensor | None = None, table: Tensor | None = None,
     own = {name: fields.pop(name) for name in case._fields if name in fields}
     if blocks is not None:
         own["cache"] = PagedCache(blocks, KIND)
-    fields |= {name: {KIND: each} for name, each in (("tables", table), ("slots", slots)) if each is not None}
+    fields |= {name: {KIND: each} for name, each in (("tables", table), ("slot_mappings", slots)) if each is not None}
     return case._replace(**own, batch=case.batch._replace(**fields) if fields else case.batch)
 
 

@@ -108,7 +108,7 @@ class World:
             assert inputs.positions[own].tolist() == [*positions]
             assert inputs.batch.lengths[line] == row.stop
             for kind, blocks in row.blocks.items():
-                slots, table = inputs.batch.slots[kind], inputs.batch.tables[kind]
+                slots, table = inputs.batch.slot_mappings[kind], inputs.batch.tables[kind]
                 assert slots[own].tolist() == [blocks[p // size] * size + p % size for p in positions]
                 num_blocks = -(-row.stop // size)
                 assert table[line, :num_blocks].tolist() == blocks[:num_blocks]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from passes.cases import context_of, run, text_of
 
-from atom.graph import Graph, ops, parse
+from atom.graph import Graph, Type, ops, parse
 from atom.kernels import Target
 from atom.passes.fuse_linear_gate import fuse_linear_gate
 from atom.passes.fuse_norm_linear import fuse_norm_linear
@@ -104,6 +104,20 @@ def test_where_no_kernel_takes_the_two_as_one_they_stay(fuse: Fuse, before: str,
     assert_stays(fuse, before, Target("cpu"), BACKENDS)  # the kernel is there and refuses
 
 
+@pytest.mark.parametrize(
+    ("fuse", "before", "weight"),
+    [
+        (fuse_linear_gate, GATE, "[12, 8]"),
+        (fuse_norm_linear, NORM, "[6, 8]"),
+        (fuse_norm_linear, NORM_GATE, "[12, 8]"),
+        (fuse_norm_linear, ADD_NORM, "[8, 8]"),
+    ],
+    ids=IDS,
+)
+def test_a_packed_weight_that_no_kernel_takes_with_the_two_stays(fuse: Fuse, before: str, weight: str):
+    assert_stays(fuse, before.replace(f"fp32{weight})", f'fp32{weight}, fmt="fp8[1, *]")'))
+
+
 TWO_READERS = [
     (
         fuse_linear_gate,
@@ -171,6 +185,7 @@ def test_gates_of_a_linear_with_a_bias_stay():
 
 
 def test_a_kernel_of_a_gpu_takes_what_it_is_asked_for():
-    assert context_of(GPU, *BACKENDS).takes(ops.gated_linear)
-    assert not context_of(GPU, "reference").takes(ops.gated_linear), "the reference takes all and does not count"
-    assert not context_of(GPU, *BACKENDS).takes(ops.rotary), "there is none"
+    x, weight = Type("bf16", ("T", 8)), Type("bf16", (12, 8))
+    assert context_of(GPU, *BACKENDS).takes(ops.gated_linear, x, weight, kind="silu")
+    assert not context_of(GPU, "reference").takes(ops.gated_linear, x, weight), "the reference does not count"
+    assert not context_of(GPU, *BACKENDS).takes(ops.rotary, x, weight), "there is none"

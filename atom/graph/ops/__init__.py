@@ -47,11 +47,14 @@ from atom.graph.ops.latent import (
 )
 from atom.graph.ops.moe import combine, experts, group, grouped_linear, router
 
+VIEWS = (split, split_heads, merge_heads)  # ops that move no data
+
 __all__ = [
     "ACTIVATIONS",
     "LOWERED",
     "OPS",
     "SEMANTIC",
+    "VIEWS",
     "Op",
     "activate",
     "add",

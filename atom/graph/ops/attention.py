@@ -139,7 +139,7 @@ def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Te
     if cos is not None and sin is not None:
         q, k = (rope(x, cos, sin, interleaved=interleaved) for x in (q, k))
     entries = torch.stack((k, v), dim=1).to(cache.blocks.dtype)
-    cache.blocks.view(-1, *entries.shape[1:]).index_copy_(0, batch.slots[cache.kind], entries)
+    cache.blocks.view(-1, *entries.shape[1:]).index_copy_(0, batch.slot_mappings[cache.kind], entries)
     return q
 
 

@@ -27,9 +27,7 @@ BOTH = frozenset({SEMANTIC, LOWERED})
 class Op:
     name: str
     body: Callable[..., Any]
-    infer: Callable[
-        ..., Type | tuple[Type, ...]
-    ]  # over the types of the tensors; raises ValueError where they do not fit
+    infer: Callable[..., Type | tuple[Type, ...]]  # of the arguments' types; ValueError where they do not fit
     levels: frozenset[str]  # where it is legal
     is_state: bool
     weights: tuple[int, ...]  # the arguments that may be packed, and laid out as a kernel wants: matrices, not norms

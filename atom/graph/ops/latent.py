@@ -84,7 +84,7 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
     if cos is not None and sin is not None:
         q_rope, k_rope = (rope(x, cos, sin, interleaved=interleaved) for x in (q_rope, k_rope))
     entries = torch.cat((latent, k_rope.squeeze(1)), dim=-1).to(cache.blocks.dtype)
-    cache.blocks.view(-1, entries.shape[-1]).index_copy_(0, batch.slots[cache.kind], entries)
+    cache.blocks.view(-1, entries.shape[-1]).index_copy_(0, batch.slot_mappings[cache.kind], entries)
     return q_rope
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from atom.graph import Batch, PagedCache
-from atom.graph.batch import num_single
 from atom.kernels.torch.decode import Decodes
 from atom.kernels.torch.prefill import Prefill
 from atom.kernels.torch.workspace import Workspace
@@ -50,7 +49,7 @@ class Plans:
         return self._plans[key]
 
     def _make(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch) -> Plan:
-        table, blocks, num_decodes = batch.tables[cache.kind], cache.blocks, num_single(batch)
+        table, blocks, num_decodes = batch.tables[cache.kind], cache.blocks, batch.num_single_query
         decodes = Decodes(self._workspace, self._budget, blocks, value_dim, table[:num_decodes],
                           batch.lengths[:num_decodes], heads, window)  # fmt: skip
         bounds, ends = batch.starts.tolist(), batch.lengths.tolist()

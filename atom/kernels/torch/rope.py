@@ -33,7 +33,7 @@ def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Te
         rotate_(wide, cos, sin, interleaved)
     rotated = wide.to(q.dtype)
     entries = torch.stack((rotated[:, heads:], v), dim=1).to(cache.blocks.dtype)
-    cache.blocks.view(-1, *entries.shape[1:]).index_copy_(0, batch.slots[cache.kind], entries)
+    cache.blocks.view(-1, *entries.shape[1:]).index_copy_(0, batch.slot_mappings[cache.kind], entries)
     return rotated[:, :heads]
 
 
@@ -50,7 +50,7 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
     if norm is not None:
         latent = rms_norm(latent, norm, eps=eps)
     entries = torch.cat((latent, rotated[:, -1]), dim=-1).to(cache.blocks.dtype)
-    cache.blocks.view(-1, entries.shape[-1]).index_copy_(0, batch.slots[cache.kind], entries)
+    cache.blocks.view(-1, entries.shape[-1]).index_copy_(0, batch.slot_mappings[cache.kind], entries)
     return rotated[:, :-1]
 
 

@@ -87,11 +87,10 @@ def accepts_attention(target: Target, q: Type, *types: Any, **attributes: Any) -
     return f"heads have {dim} dims, more than {MAX_HEAD_DIM}" if dim > MAX_HEAD_DIM else accepts(target)
 
 
-def accepts_linear(target: Target, x: Type | None = None, *_types: Any, kind: str | None = None,
-                   **_attributes: Any) -> str | None:  # fmt: skip
+def accepts_linear(target: Target, x: Type, *_types: Any, kind: str | None = None, **_attributes: Any) -> str | None:
     if kind == "swigluoai":
         return "has no swigluoai gate"
-    return "takes rows in two dims" if x is not None and len(x.shape) != 2 else accepts(target)
+    return "takes rows in two dims" if len(x.shape) != 2 else accepts(target)
 
 
 def accepts_latent(target: Target, q_nope: Type, q_rope: Type, kv_b: Type, *_types: Any,

@@ -30,7 +30,6 @@ BLOCK = 1024  # columns per program, where no norm needs the whole row
 PER_THREAD = 8  # columns per thread of a whole row
 MAX_WARPS = 16  # the most that every GPU takes
 FLOATS = {dtype: DTYPES[dtype].name for dtype in MODEL_DTYPES}
-VIEWS = (ops.split, ops.split_heads, ops.merge_heads)
 NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm)
 
 HELPERS = {  # functions of x in float32
@@ -126,7 +125,7 @@ class _Kernel:
 
     @property
     def name(self) -> str:
-        done = dict.fromkeys(call.target.name for call in self._calls if call.target not in VIEWS)
+        done = dict.fromkeys(call.target.name for call in self._calls if call.target not in ops.VIEWS)
         return f"{'_'.join(done)[:60]}_rows_{self._rows.lower()}"
 
     def source(self) -> str:
@@ -409,7 +408,7 @@ def _calls_behind(program: Program, results: Sequence[Node] | dict[Node, str]) -
 
 def _is_view(node: Node) -> bool:
     call = call_of(node)
-    return node.op == "placeholder" or (call.target in VIEWS and _is_view(call.args[0]))
+    return node.op == "placeholder" or (call.target in ops.VIEWS and _is_view(call.args[0]))
 
 
 def _view(node: Node) -> str:

@@ -50,7 +50,7 @@ def make_case(decodes: list[int], prefills: list[tuple[int, int]] = (), *, kv_he
     q, k, v = (x.unflatten(1, (-1, dim)) for x in qkv.split(sizes, dim=1))
     cos, sin = ops.rotary.body(positions, torch.rand(turned // 2, generator=random)) if turned else (None, None)
     norms = (1 + torch.randn(2, dim, generator=random)).to(dtype) if has_norm else (None, None)
-    return Case(q, k, v, cos, sin, *norms, cache, batch._replace(slots={KIND: slots}), sinks)
+    return Case(q, k, v, cos, sin, *norms, cache, batch._replace(slot_mappings={KIND: slots}), sinks)
 
 
 def copy(case: Case, device: str) -> Case:
@@ -73,7 +73,7 @@ def reference(case: Case, *, wide: bool = False, **attributes) -> tuple[Tensor, 
 def assert_right(case: Case, device: str, attend: NormRopeAttention | None = None, **attributes) -> None:
     (out, cache), (expected, expected_cache) = run(case, device, attend, **attributes), reference(case, **attributes)
     assert_equal(out, expected)
-    slots, before = case.batch.slots[KIND], case.cache.blocks
+    slots, before = case.batch.slot_mappings[KIND], case.cache.blocks
     assert_equal(cache.flatten(0, 1)[slots], expected_cache.flatten(0, 1)[slots], 1e-6)
     cache.flatten(0, 1)[slots] = math.nan
     assert torch.equal(cache.isnan(), before.isnan())
@@ -158,7 +158,7 @@ def test_a_sequence_without_positions_gives_zeros_and_writes_its_key(triton_devi
     out, cache = run(case, triton_device, scale=0.3, eps=1e-6)
     assert not out[1].any()
     assert_equal(out[[0, 2]], expected[[0, 2]])
-    keys, expected_keys = (x.flatten(0, 1)[case.batch.slots[KIND], 0] for x in (cache, expected_cache))
+    keys, expected_keys = (x.flatten(0, 1)[case.batch.slot_mappings[KIND], 0] for x in (cache, expected_cache))
     assert_equal(keys, expected_keys, 1e-6)
 
 
@@ -166,7 +166,7 @@ def test_rows_that_pad_a_batch_disturb_nobody(triton_device):
     """Several rows of one position in block 0, as `decode_inputs` makes them."""
     case = make_case([20, 1, 33, 1, 1], kv_heads=2, heads=4, turned=8)
     expected, _ = reference(case, scale=0.3, eps=1e-6)
-    case.batch.tables[KIND][[1, 3, 4]], case.batch.slots[KIND][[1, 3, 4]] = 0, 0
+    case.batch.tables[KIND][[1, 3, 4]], case.batch.slot_mappings[KIND][[1, 3, 4]] = 0, 0
     out, _ = run(case, triton_device, scale=0.3, eps=1e-6)
     assert_equal(out, expected)
 
@@ -176,7 +176,9 @@ def test_rows_of_inputs_may_lie_apart_and_begin_anywhere(triton_device):
     expected, _ = reference(case, scale=0.3, eps=1e-6)
     apart = copy(case, triton_device)
     table = torch.nn.functional.pad(apart.batch.tables[KIND], (1, 5))[:, 1:-2]
-    lengths, slots = (torch.nn.functional.pad(x, (1, 0))[1:] for x in (apart.batch.lengths, apart.batch.slots[KIND]))
+    lengths, slots = (
+        torch.nn.functional.pad(x, (1, 0))[1:] for x in (apart.batch.lengths, apart.batch.slot_mappings[KIND])
+    )
     q, k, v = (torch.cat((x, x), dim=1)[:, : x.shape[1]] for x in apart[:3])
     apart = change(apart, q=q, k=k, v=v, table=table, lengths=lengths, slots=slots)
     assert_equal(NormRopeAttention()(*apart, scale=0.3, eps=1e-6).cpu(), expected)
@@ -191,7 +193,7 @@ def test_half_precision_is_nearly_as_near_to_the_truth_as_the_reference(triton_d
     out, cache = run(case, triton_device, NormRopeAttention(SMALL_PARTS), **attributes)
     assert out.dtype == dtype
     assert relative_error(out, truth) <= 1.5 * relative_error(plain, truth) + 1e-6
-    assert_as_near(*(x.flatten(0, 1)[case.batch.slots[KIND]] for x in (cache, plain_cache, true_cache)))
+    assert_as_near(*(x.flatten(0, 1)[case.batch.slot_mappings[KIND]] for x in (cache, plain_cache, true_cache)))
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.float32, torch.float16])
@@ -242,13 +244,13 @@ class TestOnAGpu:
             else:
                 assert relative_error(out, truth) <= 2 * relative_error(plain, truth)
             assert_as_near(
-                *(x.flatten(0, 1)[case.batch.slots[KIND]] for x in (own.cache.blocks, plain_cache, true_cache))
+                *(x.flatten(0, 1)[case.batch.slot_mappings[KIND]] for x in (own.cache.blocks, plain_cache, true_cache))
             )
 
     def test_blocks_beyond_two_to_the_31_elements_are_found(self):
         sizes = {"kv_heads": 8, "heads": 16, "dim": 128, "turned": 128, "dtype": torch.float16}
         case = copy(make_case([40, 33], **sizes), "cuda")
-        near, slots = case.cache.blocks, case.batch.slots[KIND]
+        near, slots = case.cache.blocks, case.batch.slot_mappings[KIND]
         num_far = 2**31 // near[0].numel() + 1
         blocks = torch.full((num_far + len(near), *near.shape[1:]), math.nan, device="cuda").half()
         blocks[num_far:] = near
@@ -273,7 +275,7 @@ class TestOnAGpu:
         )
         linear = Products().linear
         attend, caches = NormRopeAttention(), case.cache.blocks.nan_to_num().repeat(4, 1, 1, 1, 1, 1)
-        slots = case.batch.slots[KIND]
+        slots = case.batch.slot_mappings[KIND]
         plain_attend, plain_caches = paged.PagedAttention(), caches.clone()
 
         def forward(is_fused: bool) -> Tensor:
@@ -325,7 +327,7 @@ class TestOnAGpu:
             new = torch.tensor(lengths, device="cuda")
             batch.lengths.copy_(new)
             blocks = batch.tables[KIND].gather(1, (new - 1).unsqueeze(1) // 16).squeeze(1).long()
-            batch.slots[KIND].copy_(blocks * 16 + (new - 1) % 16)
+            batch.slot_mappings[KIND].copy_(blocks * 16 + (new - 1) % 16)
             expected, _ = reference(case, **attributes)
             graph.replay()
             assert_equal(out, expected)

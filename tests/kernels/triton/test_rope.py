@@ -95,7 +95,7 @@ def test_half_precision_rounds_once(triton_device, dtype, tokens):
         run(case, triton_device, eps=1e-6), reference(case, eps=1e-6), reference(widen(case), eps=1e-6)
     )  # fmt: skip
     assert_as_near(out, by_reference, truth)
-    slots = case.batch.slots[KIND]
+    slots = case.batch.slot_mappings[KIND]
     written, truth_written = cache.flatten(0, 1)[slots], reference(widen(case), eps=1e-6)[1].flatten(0, 1)[slots]
     assert_as_near(written, truth_written.to(dtype), truth_written)
 

@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.graph import Batch, PagedCache
-from atom.graph.batch import num_single
 from atom.kernels.triton.attention.common import NOTHING, find_owner, sequence_bucket, wait_for_inputs
 from atom.kernels.triton.attention.rope import store_rotated
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
@@ -66,7 +65,7 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
     half, gpu = 0 if cos is None else cos.shape[1], find_gpu(q_rope.device)
     rotated = q_rope.new_empty(q_rope.shape) if half else q_rope
     _write_kernel[(tokens, 1 + -(-heads // 32) if half else 1)](
-        q_rope, latent, k_rope, cos, sin, norm, blocks, batch.slots[cache.kind], rotated, q_rope.stride(0),
+        q_rope, latent, k_rope, cos, sin, norm, blocks, batch.slot_mappings[cache.kind], rotated, q_rope.stride(0),
         q_rope.stride(1), latent.stride(0), k_rope.stride(0), EPS=eps, INTERLEAVED=interleaved, HEADS=heads, RANK=rank,
         ROTATED=rope_dim, HALF=half, BLOCK_N=32, PDL=gpu.has_dependent_launch, **gpu.options,
     )  # fmt: skip
@@ -76,7 +75,7 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
 def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch, *,
                         scale: float) -> Tensor:  # fmt: skip
     """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
-    blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], num_single(batch)
+    blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_single_query
     assert q_rope.stride(2) == 1 and blocks.is_contiguous(), "rows have gaps"
     (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
     weight = kv_b.view(heads, -1, rank)

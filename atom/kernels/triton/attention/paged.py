@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from atom.graph import Batch, PagedCache
-from atom.graph.batch import num_single
 from atom.kernels.triton.attention import decode, prefill
 from atom.kernels.triton.attention.common import has_rows
 from atom.kernels.triton.attention.rope import norm_rope_write
@@ -34,7 +33,7 @@ class _Attention:
                 sinks: Tensor | None, scale: float, window: int | None, softcap: float | None) -> Tensor:  # fmt: skip
         """Decodes have their queries in q, prompts in rotated. A token of no sequence and a sequence of no positions
         give zeros."""
-        blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], num_single(batch)
+        blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_single_query
         assert has_rows(q) and blocks.is_contiguous(), "heads and blocks must lie side by side"
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if num_decodes:
@@ -64,7 +63,9 @@ class NormRopeAttention(_Attention):
         assert has_rows(k) and has_rows(v), "heads must lie side by side"
         assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin have gaps"
         rotated = q
-        if num_single(batch) < q.shape[0]:  # those of decodes too, which is simpler and in such a step costs nothing
+        if (
+            batch.num_single_query < q.shape[0]
+        ):  # those of decodes too, which is simpler and in such a step costs nothing
             rotated = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=eps, interleaved=interleaved)
-        newest = decode.Newest(k, v, cos, sin, q_norm, k_norm, batch.slots[cache.kind], eps, interleaved)
+        newest = decode.Newest(k, v, cos, sin, q_norm, k_norm, batch.slot_mappings[cache.kind], eps, interleaved)
         return self._attend(q, rotated, newest, cache, batch, sinks, scale, window, softcap)

@@ -69,7 +69,7 @@ class Request:
 
 
 @dataclass(eq=False)
-class Progress:
+class SchedulingState:
     """The progress of one sequence: written by the scheduler, its blocks by the KV cache."""
 
     num_computed: int = 0  # tokens whose KV is in the cache
@@ -97,7 +97,7 @@ class Answer:
 
 
 @dataclass(eq=False)  # equal only to itself
-class Sequence(Answer, Progress, Request):
+class Sequence(Answer, SchedulingState, Request):
     """One prompt and its answer so far; fields are grouped by who writes them."""
 
     @property

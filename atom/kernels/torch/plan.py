@@ -20,7 +20,7 @@ from atom.kernels.torch.workspace import Workspace
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """The plan of one step: its decodes and prefills."""
 
     num_decodes: int
@@ -36,9 +36,9 @@ class Plans:
         self._workspace = workspace
         self._budget = budget
         self._batch: Batch | None = None  # of the step that the plans are of
-        self._plans: dict[object, Plan] = {}  # by what may differ between layers
+        self._plans: dict[object, AttentionPlan] = {}  # by what may differ between layers
 
-    def find(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch) -> Plan:
+    def find(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch) -> AttentionPlan:
         """The plan for layers of equal arguments; cache.blocks and value_dim as in Reader, the others as in ops."""
         if batch is not self._batch:
             self._plans.clear()
@@ -48,7 +48,7 @@ class Plans:
             self._plans[key] = self._make(cache, value_dim, heads, window, batch)
         return self._plans[key]
 
-    def _make(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch) -> Plan:
+    def _make(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch) -> AttentionPlan:
         table, blocks, num_decodes = batch.tables[cache.kind], cache.blocks, batch.num_single_query
         decodes = Decodes(self._workspace, self._budget, blocks, value_dim, table[:num_decodes],
                           batch.lengths[:num_decodes], heads, window)  # fmt: skip
@@ -58,4 +58,4 @@ class Plans:
             for row in range(num_decodes, len(ends))
             if bounds[row] < bounds[row + 1]
         ]
-        return Plan(num_decodes, decodes, prefills)
+        return AttentionPlan(num_decodes, decodes, prefills)

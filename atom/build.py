@@ -22,6 +22,7 @@ from atom.kernels import find_tuner
 from atom.runtime import memory
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
+from atom.runtime.model import Model
 from atom.runtime.profiler import Profiler
 from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
@@ -147,7 +148,7 @@ def open_runner(
     limits = _limits(config)
     with nullcontext() if is_cpu else memory.no_memory_at_start(serve):
         num_blocks = plan_kv(kinds, config) if is_cpu else {kind.name: 2 for kind in kinds}  # to walk through steps
-        runner = Runner(
+        model = Model(
             compiled.graph,
             tensors,
             num_blocks,
@@ -157,6 +158,7 @@ def open_runner(
             max_num_seqs=limits["max_num_seqs"],
             max_model_len=limits["max_model_len"],
         )
+        runner = Runner(model)
         if is_cpu:
             return runner, num_blocks
         use_parameters(runner, compiled.graph, config, progress)

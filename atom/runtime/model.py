@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy.typing as npt
@@ -38,7 +39,7 @@ class Model:
         weights: Mapping[Recipe, Any],
         num_blocks: Mapping[str, int],
         block_size: int,
-        code: Mapping[str, PieceCode],
+        code: Mapping[str, PieceCode] = MappingProxyType({}),
         *,
         device: str,
         max_num_seqs: int,

@@ -1,6 +1,6 @@
 """Execute steps on a device: start now, wait at commit.
 
-    runner = Runner(graph, weights, {"full": 1024}, 16, device="cuda", max_num_seqs=256, max_model_len=4096)
+    runner = Runner(model)                  # of `atom.runtime.model`
     runner.graphs.capture([1, 2, 4, 8])     # on a GPU: pure decodes of these numbers of rows are one CUDA graph each
     pending = runner.execute(step)          # a StepInput
     sampled = pending.wait()
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,9 +20,7 @@ import torch
 from torch import Tensor
 
 from atom.errors import CapacityError, EngineDeadError, is_out_of_memory
-from atom.graph import Graph, Recipe
 from atom.kernels.step import top_logprobs
-from atom.pieces import PieceCode
 from atom.runtime.cuda_graphs import Graphs, Started
 from atom.runtime.model import Model
 from atom.runtime.program import Hidden, rows_of, score
@@ -36,23 +33,9 @@ HEAD_ROWS = 256  # rows of a prompt whose logits are computed at a time
 
 
 class Runner:
-    def __init__(
-        self,
-        graph: Graph,
-        weights: Mapping[Recipe, Any],
-        num_blocks: Mapping[str, int],
-        block_size: int,
-        code: Mapping[str, PieceCode] = MappingProxyType({}),
-        *,
-        device: str,
-        max_num_seqs: int,
-        max_model_len: int,
-        run_ahead: int | None = None,
-        backend: str | None = None,
-    ) -> None:
-        """num_blocks by cache kind; code by the text of a piece; run_ahead and backend: in place of the device's own"""
-        limits = {"max_num_seqs": max_num_seqs, "max_model_len": max_model_len}
-        self.model = Model(graph, weights, num_blocks, block_size, code, device=device, backend=backend, **limits)
+    def __init__(self, model: Model, run_ahead: int | None = None) -> None:
+        """run_ahead: steps behind one that is not committed; None: as the device wants"""
+        self.model = model
         self.run_ahead = (0 if self.model.is_cpu else RUN_AHEAD) if run_ahead is None else run_ahead
         assert self.run_ahead < NUM_REPORTED, f"the host can read {NUM_REPORTED} tokens of a slot"
         self.graphs = Graphs(self.model)

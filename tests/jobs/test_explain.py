@@ -25,7 +25,7 @@ from atom.cli import main
 from atom.compiler import compile_graph
 from atom.config import load, load_gpu
 from atom.errors import CapacityError
-from atom.runtime.runner import Runner
+from atom.runtime.model import Model
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -393,9 +393,9 @@ def test_kv_bytes_a_token_are_those_that_the_pool_allocates(name: str, sizes: An
     graph, block_size = compile_graph(config), config.serve.block_size
     num_blocks = plan_kv(cache_kinds(graph), config)
     limits: dict[str, Any] = {"device": "cpu", "max_num_seqs": 1, "max_model_len": 4096}
-    runner = Runner(graph, defaultdict(lambda: None), num_blocks, block_size, **limits)  # type: ignore[arg-type]
+    model = Model(graph, defaultdict(lambda: None), num_blocks, block_size, **limits)  # type: ignore[arg-type]
     allocated = dict.fromkeys(num_blocks, 0)
-    for cache, tensor in runner.model.caches.items():
+    for cache, tensor in model.caches.items():
         allocated[cache.kind] += tensor.nbytes
     assert sum(allocated.values()) == told["kv_pool_bytes"] <= config.serve.kv_cache_memory
     for kind, num in num_blocks.items():

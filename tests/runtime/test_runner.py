@@ -32,6 +32,7 @@ from atom.kernels.triton import sampling
 from atom.runtime import model
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache
+from atom.runtime.model import Model
 from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.step_builder import StepBuilder
@@ -61,7 +62,7 @@ def open_runner(folder: Path, place: Place, run_ahead: int, target: Target | Non
     num_blocks = build.plan_kv(kinds, config)
     checkpoint = open_for(config, SilentProgress())
     tokenizer = checkpoint.tokenizer(trust_remote_code=False)
-    runner = Runner(
+    model = Model(
         graph,
         build.load_weights(graph, checkpoint, config, SilentProgress()),
         num_blocks,
@@ -70,8 +71,8 @@ def open_runner(folder: Path, place: Place, run_ahead: int, target: Target | Non
         backend=place.backend,
         max_num_seqs=serve.max_num_seqs,
         max_model_len=limits["max_model_len"],
-        run_ahead=run_ahead,
     )
+    runner = Runner(model, run_ahead)
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
     return Engine(
         runner,

@@ -67,6 +67,7 @@ from atom.kernels.triton.gpu import Gpu
 from atom.pieces import find_pieces
 from atom.kernels.triton.codegen import write_source
 from atom.kernels.triton.piece_compiler import TritonCompiler
+from atom.runtime.model import Model
 from atom.runtime.runner import Runner
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.types import Plan, ScheduledRequest, Sequence
@@ -84,8 +85,8 @@ for piece in (piece for program in graph.programs.values() for piece in find_pie
 weights = {each: torch.zeros([int(dim) for dim in each.type.shape], dtype=TORCH_DTYPES[each.type.dtype])
            for each in graph.recipes()}
 kinds = [kind.name for kind in build.cache_kinds(graph)]
-runner = Runner(graph, weights, dict.fromkeys(kinds, 2), 16, code, device="cpu", backend="triton", max_num_seqs=40,
-                max_model_len=2048)
+runner = Runner(Model(graph, weights, dict.fromkeys(kinds, 2), 16, code, device="cpu", backend="triton", max_num_seqs=40,
+                      max_model_len=2048))
 sizes, max_tokens = json.loads(sys.argv[2]), 3000
 runner.graphs.compile(sizes, max_tokens)
 ahead_of, num_loaded = list(compiled), len(loaded)

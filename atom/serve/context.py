@@ -123,7 +123,7 @@ class Context:
         return text
 
     def encode(self, text: str, *, add_special_tokens: bool = True, truncate: int | None = None) -> list[int]:
-        """Tokenize a prompt. FieldError as in `cut`. truncate: only so many last tokens are used; more may be returned."""
+        """Tokenize a prompt. FieldError as in `cut`. truncate: only that many last tokens are used; more may come."""
         text = self.cut(text, truncate)
         return self.need_tokenizer().encode(text, add_special_tokens=add_special_tokens, check=self.check_count)
 

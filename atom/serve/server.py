@@ -214,7 +214,7 @@ class Server:
             self._uvicorn.force_exit = True
 
     def _open_tokenizer(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open the tokenizer while the engine loads the weights and checks the checkpoint."""
+        """Open the tokenizer while the engine loads the weights; it also finds faults of the checkpoint."""
         try:
             checkpoint = open_for(self._config, self._context.progress, weights=False)
             try:

@@ -112,7 +112,7 @@ class MessageResponder(Responder):
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,  # a client cannot request what is cached
+            "cache_creation_input_tokens": 0,  # no client decides what is cached
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
         }

@@ -31,8 +31,8 @@ def routes(context: Context) -> APIRouter:
         """
         state = context.state
         status = "ok" if state is State.READY else str(state)
-        told = {"status": status, "state": str(state)} | ({"doing": context.doing} if state is State.LOADING else {})
-        return json_response(told, 200 if state is State.READY else 503)
+        body = {"status": status, "state": str(state)} | ({"doing": context.doing} if state is State.LOADING else {})
+        return json_response(body, 200 if state is State.READY else 503)
 
     @router.get("/ready")
     async def ready() -> Response:

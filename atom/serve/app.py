@@ -35,7 +35,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(context: Context, keys: Sequence[str]) -> ASGIApp:
-    """Create the app. keys: the API keys; none: no request needs one."""
+    """Create the app. keys: the API keys; where there are none, no request needs one."""
     app = FastAPI(title=TITLE, description=ABOUT, version=atom.__version__, openapi_url=None, responses=REFUSALS)
     for module in (completions, chat, messages, tokenize, admin, page):
         app.include_router(module.routes(context))
@@ -57,20 +57,20 @@ def create_app(context: Context, keys: Sequence[str]) -> ASGIApp:
         return error_response(request.scope, error)
 
     @app.exception_handler(Exception)
-    async def admit_fault(request: Request, error: Exception) -> Response:
+    async def report_error(request: Request, error: Exception) -> Response:
         return error_response(request.scope, error)  # Starlette raises it again, and the guard logs it
 
     @app.exception_handler(ClientDisconnect)
-    async def let_go(_: Request, __: ClientDisconnect) -> Response:
+    async def end_disconnected(_: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=499)  # the client has left
 
     origins = context.config.serve.http.cors
-    door: ASGIApp = Guard(app, keys, context.metrics, origins)
+    guarded: ASGIApp = Guard(app, keys, context.metrics, origins)
     if origins:
-        door = CORSMiddleware(
-            door, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]
+        guarded = CORSMiddleware(
+            guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]
         )
-    return door
+    return guarded
 
 
 def explain(request: Request, error: HTTPException) -> str:
@@ -80,8 +80,8 @@ def explain(request: Request, error: HTTPException) -> str:
         case 404:
             return f"there is no {request.method} {path} here; /docs lists what there is"
         case 405:
-            ways = (error.headers or {}).get("Allow")
-            return f"{request.method} {path} is not served" + (f"; use {ways}" if ways else "")
+            allowed = (error.headers or {}).get("Allow")
+            return f"{request.method} {path} is not served" + (f"; use {allowed}" if allowed else "")
         case 400 if error.__cause__ is not None:
             return f"the body is no JSON that can be read: {error.__cause__}"
     return str(error.detail)
@@ -103,10 +103,10 @@ def describe(error: RequestValidationError) -> tuple[str | None, str]:
 
 
 def find_field(fault: Any, body: Any) -> tuple[str, ...]:
-    """The path of a wrong field in the body: pydantic's location without the alternatives of unions."""
+    """The path of a wrong field in the body: pydantic's location without the tags of unions."""
     names: list[str] = []
-    *way, last = fault["loc"][1:] or [None]
-    for part in way:
+    *path, last = fault["loc"][1:] or [None]
+    for part in path:
         if has_part(body, part) and not is_tag(body, part):
             names.append(str(part))
             body = body[part]
@@ -116,7 +116,7 @@ def find_field(fault: Any, body: Any) -> tuple[str, ...]:
 
 
 def is_tag(value: Any, part: Any) -> bool:
-    """Whether a part of pydantic's location is an alternative of a union, though the value has a field of that name."""
+    """Whether a part of pydantic's location is the tag of a union, though the value has a field of that name."""
     return isinstance(value, dict) and value.get("type") == part and not isinstance(value[part], dict | list)
 
 
@@ -131,4 +131,4 @@ def reason(fault: Any) -> str:
         return f"the body is no JSON: {fault['ctx']['error']} at character {fault['loc'][-1]}"
     if tuple(fault["loc"]) == ("body",) and fault["type"] in NO_OBJECT:
         return "the body is no JSON object; send one, with the header Content-Type: application/json"
-    return shown(str(fault["msg"]))  # which may repeat a value, as that of a tag
+    return shown(str(fault["msg"]))  # shortened: it may quote a value of the body

@@ -5,9 +5,9 @@
     @router.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> Response: ...
 
-FastAPI decodes and checks in the event loop, and in a thread either would still hold the interpreter's lock until it is
-done. So a body that is not short goes to a thread, and its values are counted before it is decoded: a long text costs
-no more than a short one, but 8 MB of empty lists take seconds.
+FastAPI decodes and checks in the event loop. Even in a thread, each would hold the interpreter's lock until it is done.
+So a long body is read in a thread, and its values are counted before it is decoded: a long text costs no more than a
+short one, but 8 MB of empty lists take seconds.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class BodyRoute(APIRoute):
             request.state.num_bytes = len(data)
             kind = request.headers.get("content-type", "")
             body = await context.work(len(data), partial(read_body, data, kind, model, context.config.serve.http))
-            given = {"body": body, "request": request}
-            answer: Response = await endpoint(**{name: given[name] for name in hints if name in given})
+            arguments = {"body": body, "request": request}
+            answer: Response = await endpoint(**{name: arguments[name] for name in hints if name in arguments})
             return answer
 
         return handle
@@ -62,8 +62,8 @@ def body_route(context: Context) -> type[APIRoute]:
 def read_body(data: bytes, kind: str, model: type[BaseModel], limits: HTTPConfig) -> BaseModel:
     """Decode and check a body. kind: its Content-Type.
 
-    RequestValidationError or HTTPException, as of FastAPI, where it is no JSON of this model; RequestError where it has
-    too many values.
+    RequestValidationError or HTTPException, as FastAPI raises them, where it is no JSON of this model; RequestError
+    where it has too many values.
     """
     value = None
     if data and is_json(kind):
@@ -99,8 +99,8 @@ def check_size(data: bytes, limits: HTTPConfig) -> None:
         num_opened += outside.count(b"[") + outside.count(b"{")
         num_commas += outside.count(b",")
         if num_quotes // 2 + num_opened > limits.max_items:
-            told = f"more than {limits.max_items} texts, names, lists and objects (serve.http.max_items)"
-            raise RequestError(f"the body has {told}; send fewer at a time")
+            items = f"{limits.max_items} texts, names, lists and objects (serve.http.max_items)"
+            raise RequestError(f"the body has more than {items}; send fewer at a time")
         if num_commas >= limits.max_values:
             raise RequestError(f"the body has more than {limits.max_values} values (serve.http.max_values); send fewer")
 

@@ -1,6 +1,6 @@
 """Render a chat to a prompt with the checkpoint's template, and tokenize it.
 
-All of it takes a while and is for a thread (`Context.in_thread`).
+It is slow, so call it in a thread (`Context.in_thread`).
 
 prompt = encode_conversation(context, body.messages, tools=body.tools, kwargs={"enable_thinking": False})
 prompt.tokens, prompt.text.endswith("<think>")
@@ -21,7 +21,7 @@ from atom.serve.context import Context
 from atom.serve.errors import FieldError, shown
 from atom.serve.openai.schema import ChatMessage, Tool, find_fault
 
-OWN_ID = re.compile(r"(call|toolu)_[0-9a-f]{16,}")  # `ids.new_id` and `tools.new_call_id`
+OWN_ID = re.compile(r"(call|toolu)_[0-9a-f]{16,}")  # `ids.new_id` and `output_parser.new_call_id`
 # template variables that a client may set: none that names files, other templates or the prompt itself
 TEMPLATE_KWARGS = (
     "enable_thinking",
@@ -47,14 +47,14 @@ def encode_conversation(
 ) -> Conversation:
     """Render and tokenize a chat. RequestError where the checkpoint's template is missing or refuses these messages.
 
-    truncate: how many of the last tokens are used; more may be given back.
+    truncate: only that many of the last tokens are used; more may be returned.
     """
     tokenizer = context.need_tokenizer()
     for name in kwargs or ():
         if name not in TEMPLATE_KWARGS:
             known = ", ".join(TEMPLATE_KWARGS)
-            told = f"chat_template_kwargs.{shown(name)} is not taken; there is: {known}"
-            raise FieldError("chat_template_kwargs", told)
+            fault = f"chat_template_kwargs.{shown(name)} is not taken; there is: {known}"
+            raise FieldError("chat_template_kwargs", fault)
     for call in (call for message in messages for call in message.tool_calls or ()):
         check_size(call.function.arguments.encode(), context.config.serve.http)  # JSON in JSON
     plain = [plain_message(message, tokenizer) for message in messages]
@@ -69,7 +69,7 @@ def encode_plain(
     prefill: str = "",
     truncate: int | None = None,
 ) -> Conversation:
-    """The same, from messages in the template's form. prefill: the beginning of the answer."""
+    """Render and tokenize messages in the template's form. prefill: the beginning of the answer."""
     tokenizer, values = context.need_tokenizer(), dict(kwargs or {})
     cut = partial(context.cut, truncate=truncate)
     for message in messages:
@@ -96,12 +96,12 @@ def plain_message(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
     role = message.role
     if role == "developer" and "developer" not in (tokenizer.chat_template or ""):
         role = "system"  # the name in most templates
-    told: dict[str, Any] = {"role": role, "content": content or ""}
+    plain: dict[str, Any] = {"role": role, "content": content or ""}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, name)) is not None:
-            told[name] = value
+            plain[name] = value
     if message.tool_calls:
-        told["tool_calls"] = [
+        plain["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -109,7 +109,7 @@ def plain_message(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
             }
             for call in sorted(message.tool_calls, key=lambda call: call.index or 0)
         ]
-    return told
+    return plain
 
 
 def template_id(id: str) -> str:

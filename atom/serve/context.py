@@ -70,7 +70,7 @@ class Context:
         return min(self.config.serve.http.max_input_length or total, total - 1)
 
     def begin(self, model: str | None) -> str:
-        """Begin a request; the model name for its answer.
+        """Begin a request, and return the model name for its answer.
 
         EngineDeadError unless the engine is ready, ModelNotFoundError for a name that is not served.
         """
@@ -104,9 +104,9 @@ class Context:
         return self.tokenizer
 
     def cut(self, text: str, truncate: int | None = None) -> str:
-        """Cut a prompt before it is encoded: to its end where only its last `truncate` tokens are used.
+        """Cut a prompt before it is encoded, to its end where only its last `truncate` tokens are used.
 
-        FieldError where it has more characters than the allowed tokens can have: to encode it would take seconds.
+        FieldError where it has more characters than the allowed tokens can have: encoding it would take seconds.
         """
         most = self.max_input_length
         if len(text) <= most:
@@ -123,7 +123,7 @@ class Context:
         return text
 
     def encode(self, text: str, *, add_special_tokens: bool = True, truncate: int | None = None) -> list[int]:
-        """Tokenize a prompt. FieldError as in `cut`. truncate: how many of the last tokens are used; more may come."""
+        """Tokenize a prompt. FieldError as in `cut`. truncate: only that many last tokens are used; more may come."""
         text = self.cut(text, truncate)
         return self.need_tokenizer().encode(text, add_special_tokens=add_special_tokens, check=self.check_count)
 
@@ -131,13 +131,13 @@ class Context:
         """Raise FieldError where a text has more tokens than a body may hold."""
         most = self.config.serve.http.max_values
         if num_tokens > most:
-            told = f"the prompt has {num_tokens} tokens; this server takes {most} values (serve.http.max_values)"
-            raise FieldError("prompt", f"{told}; shorten it")
+            limit = f"this server takes {most} values (serve.http.max_values)"
+            raise FieldError("prompt", f"the prompt has {num_tokens} tokens; {limit}; shorten it")
 
     def fit(
         self, prompt: list[int], params: SamplingParams, truncate: int | None = None
     ) -> tuple[list[int], SamplingParams]:
-        """The prompt, truncated at its front if asked for, and the params with max_tokens that fit behind it."""
+        """Truncate the prompt to its last `truncate` tokens, and max_tokens to the room behind it."""
         longest = self.max_input_length
         if truncate is not None:
             prompt = prompt[-truncate:]

@@ -51,7 +51,7 @@ def routes(openapi: Callable[[], Schema]) -> APIRouter:
         return HTMLResponse(html, headers=headers(html))
 
     @router.get("/openapi.json", include_in_schema=False)
-    def schema_alone() -> Response:
+    def openapi_json() -> Response:
         return json_response(openapi())
 
     return router
@@ -59,12 +59,12 @@ def routes(openapi: Callable[[], Schema]) -> APIRouter:
 
 def operations(schema: Schema) -> Iterator[Operation]:
     for path, methods in schema["paths"].items():
-        for method, told in methods.items():
-            content = told.get("requestBody", {}).get("content", {})
+        for method, operation in methods.items():
+            content = operation.get("requestBody", {}).get("content", {})
             root = content.get("application/json", {}).get("schema", {})
             bodies = [(name, list(fields(schema, name))) for name in objects(schema, root)]
-            about = told.get("description") or told.get("summary", "")
-            yield Operation(told["operationId"], method.upper(), path, about, bodies)
+            about = operation.get("description") or operation.get("summary", "")
+            yield Operation(operation["operationId"], method.upper(), path, about, bodies)
 
 
 def objects(schema: Schema, root: Any) -> list[str]:
@@ -85,9 +85,9 @@ def objects(schema: Schema, root: Any) -> list[str]:
 
 
 def fields(schema: Schema, name: str) -> Iterator[Field]:
-    told = schema["components"]["schemas"][name]
-    for key, value in told["properties"].items():
-        yield Field(key, kind_of(value), value.get("description", ""), key in told.get("required", ()))
+    model = schema["components"]["schemas"][name]
+    for key, value in model["properties"].items():
+        yield Field(key, kind_of(value), value.get("description", ""), key in model.get("required", ()))
 
 
 def kind_of(value: Schema) -> str:

@@ -1,12 +1,12 @@
 """uvicorn's protocol with limits on the size and time of requests.
 
-What is too large or too slow is refused before anything else sees it.
+A request that is too large or too slow is refused before the app sees it.
 
     uvicorn.Config(app, http=limited_protocol(config.serve.http, metrics))
 
 431 for a head of more than max_header bytes, 413 for a body of more than max_body, 408 for a request that has not
-arrived after read_seconds. A client that does not take what it was sent for write_seconds is cut off. Starlette has no
-such limits, and a middleware would see neither the head arrive nor the answer leave.
+arrived after read_seconds. A client that reads nothing for write_seconds is disconnected. Starlette has no such limits,
+and a middleware would see neither the head arrive nor the response leave.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from atom.serve.metrics import Metrics
 from atom.serve.middleware import REQUEST_ID
 
 LOG = logging.getLogger("atom.http")
-LINGER_SECONDS = 2.0  # for a refused client to go on sending: to close at once would lose the answer
-MAX_LATE = 0.1  # seconds
+LINGER_SECONDS = 2.0  # in which a refused client may go on sending: closing at once would lose the response
+MAX_LATE = 0.1  # seconds that a timer may fire late
 MESSAGES = {
     HTTPStatus.BAD_REQUEST: "this is no valid HTTP request",
     HTTPStatus.REQUEST_TIMEOUT: "the request did not arrive in time",
@@ -35,8 +35,8 @@ MESSAGES = {
 }
 
 
-class _Refused(Exception):
-    """Stops the parser."""
+class _ParsingStopped(Exception):
+    """Stops the parser at a limit."""
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -46,87 +46,87 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.url = b""  # no URL yet
-        self._refusal = HTTPStatus.BAD_REQUEST  # the status of an error of the parser
-        self._is_in_head, self._num_head, self._num_body = True, 0, 0
+        self._refusal_status = HTTPStatus.BAD_REQUEST  # the status that a parser error is answered with
+        self._is_in_head, self._num_header_bytes, self._num_body_bytes = True, 0, 0
         self._is_refused = False
-        self._deadline: asyncio.TimerHandle | None = None
-        self._stuck: asyncio.TimerHandle | None = None  # fires when a client has been too slow to read
-        self._expect()
+        self._read_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None  # disconnects a client that does not read
+        self._start_read_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._has_come()
-        self._has_read()
+        self._stop_read_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused or self.transport.is_closing():
             return
-        if self._deadline is None and (self.cycle is None or self.cycle.response_complete):
-            self._expect()
+        if self._read_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._start_read_timer()
         super().data_received(data)
         if self._is_in_head and not self._is_refused:
-            self._num_head += len(data)
-            if self._num_head > self.limits.max_header:
+            self._num_header_bytes += len(data)
+            if self._num_header_bytes > self.limits.max_header:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def pause_writing(self) -> None:
         """The transport's write buffer is full."""
         super().pause_writing()
-        self._watch_reader()
+        self._start_write_timer()
 
     def resume_writing(self) -> None:
-        self._has_read()
+        self._stop_write_timer()
         super().resume_writing()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._watch_reader()
+        self._start_write_timer()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_in_head, self._num_body = True, 0
+        self._is_in_head, self._num_body_bytes = True, 0
 
     def on_headers_complete(self) -> None:
-        self._is_in_head, self._num_head = False, 0
+        self._is_in_head, self._num_header_bytes = False, 0
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > self.limits.max_header:
-            self._stop(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            self._fail_parsing(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         length = next((value for name, value in self.headers if name == b"content-length"), b"0")
         if length.isdigit() and int(length) > self.limits.max_body:
-            self._stop(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+            self._fail_parsing(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._num_body += len(body)
-        if self._num_body > self.limits.max_body:
-            self._stop(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        self._num_body_bytes += len(body)
+        if self._num_body_bytes > self.limits.max_body:
+            self._fail_parsing(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._has_come()
+        self._stop_read_timer()
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Called by uvicorn for every error of the parser."""
-        self._refuse(self._refusal)
+        self._refuse(self._refusal_status)
 
-    def _stop(self, status: HTTPStatus) -> None:
-        self._refusal = status
-        raise _Refused
+    def _fail_parsing(self, status: HTTPStatus) -> None:
+        self._refusal_status = status
+        raise _ParsingStopped
 
     def _refuse(self, status: HTTPStatus) -> None:
-        """Send the refusal, unless an answer has begun, and close."""
+        """Send an error response, unless a response has started, and close the connection."""
         self._is_refused = True
-        self._has_come()
+        self._stop_read_timer()
         path = self.url.partition(b"?")[0].decode("latin-1")
-        given = dict(self.headers or ()).get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if REQUEST_ID.fullmatch(given) else new_id("req")
-        told = {"request_id": request_id, "path": shown(path), "status": int(status), "client": self.client}
-        told["error"] = MESSAGES[status]
-        LOG.warning("refused a request: %d", status, extra={"told": told})
+        client_id = dict(self.headers or ()).get(b"x-request-id", b"").decode("latin-1")
+        request_id = client_id if REQUEST_ID.fullmatch(client_id) else new_id("req")
+        fields = {"request_id": request_id, "path": shown(path), "status": int(status), "client": self.client}
+        fields["error"] = MESSAGES[status]
+        LOG.warning("refused a request: %d", status, extra={"fields": fields})
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete:
-            cycle.disconnected = True  # the app's answer is not sent
+            cycle.disconnected = True  # the app's response is not sent
             cycle.message_event.set()
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.close()
@@ -138,37 +138,37 @@ class LimitedProtocol(HttpToolsProtocol):
                 head += f"{name}: {request_id}\r\n"
             self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
             self.transport.write_eof()
-            self._stuck = self._stuck or self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+            self._write_timer = self._write_timer or self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
-    def _expect(self) -> None:
-        """Start the timer for a request to arrive."""
-        self._deadline = self.loop.call_later(self.limits.read_seconds, self._give_up)
+    def _start_read_timer(self) -> None:
+        """Start the timer for the request to arrive."""
+        self._read_timer = self.loop.call_later(self.limits.read_seconds, self._time_out)
 
-    def _has_come(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
-    def _watch_reader(self) -> None:
-        """Start the timer for the client to read."""
-        if self._stuck is None:
-            self._stuck = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
+    def _start_write_timer(self) -> None:
+        """Start the timer for the client to read its response."""
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.limits.write_seconds, self.transport.abort)
 
-    def _has_read(self) -> None:
-        if self._stuck is not None:
-            self._stuck.cancel()
-            self._stuck = None
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
-    def _give_up(self) -> None:
-        assert self._deadline is not None, "it has just passed"
-        late = self.loop.time() - self._deadline.when()
-        self._deadline = None
+    def _time_out(self) -> None:
+        assert self._read_timer is not None, "it has just passed"
+        late = self.loop.time() - self._read_timer.when()
+        self._read_timer = None
         if late > MAX_LATE:  # our own work kept us from reading data that may have arrived
-            self._deadline = self.loop.call_later(late, self._give_up)
+            self._read_timer = self.loop.call_later(late, self._time_out)
         elif not self._is_refused and not self.transport.is_closing():
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)
 
 
 def limited_protocol(limits: HTTPConfig, metrics: Metrics) -> type[LimitedProtocol]:
-    """Make the protocol class for the limits of a configuration; it counts refusals."""
+    """Make the protocol class for these limits; it counts refused requests in `metrics`."""
     return type("LimitedProtocol", (LimitedProtocol,), {"limits": limits, "metrics": metrics})

@@ -1,11 +1,11 @@
 """The server's log on stderr, as lines of JSON or text.
 
     log.configure("json")
-    logging.getLogger("atom.access").info("request", extra={"told": {"status": 200}})
-    with log.capture(): ...               # what is printed to stderr becomes such lines too
+    logging.getLogger("atom.access").info("request", extra={"fields": {"status": 200}})
+    with log.capture(): ...               # what is printed to stderr is logged too
 
-A line has time, level, message, and the caller's `extra={"told": {…}}`. Lines that the engine's process prints go
-through `relay`, so that there are only lines of JSON.
+A line has the time, the level, the message, and the caller's `extra={"fields": {…}}`. `relay` logs the lines that the
+engine process prints, so that a JSON log has only lines of JSON.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 import msgspec
 
 LOG = logging.getLogger("atom.process")
-PREFIX = "atom-run: "  # of lines that this program prints without a log
+PREFIX = "atom-run: "  # of lines that this program prints without a logger
 MAX_LINE = 1000  # characters of a line that is not ours, or of a traceback
 
 
 class JSONLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         line = {"time": time_of(record), "level": record.levelname.lower(), "message": record.getMessage()}
-        line |= getattr(record, "told", {})
+        line |= getattr(record, "fields", {})
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return msgspec.json.encode(line, enc_hook=str).decode()
@@ -42,9 +42,9 @@ class TextLines(JSONLines):
     """The same as text: `TIME LEVEL message name=value …`, and a traceback below."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told = {name: msgspec.json.encode(value, enc_hook=str) for name, value in getattr(record, "told", {}).items()}
-        words = [time_of(record), record.levelname.lower(), record.getMessage()]
-        line = " ".join([*words, *(f"{name}={value.decode()}" for name, value in told.items())])
+        fields = getattr(record, "fields", {})
+        encoded = [f"{name}={msgspec.json.encode(value, enc_hook=str).decode()}" for name, value in fields.items()]
+        line = " ".join([time_of(record), record.levelname.lower(), record.getMessage(), *encoded])
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -69,17 +69,17 @@ def configure(kind: str) -> None:
 
 
 def relay(line: str, process: str = "engine") -> None:
-    """Log a line that a process has printed: a line of its log as it is, any other as a message."""
+    """Log a line that a process has printed: its own log lines unchanged, any other as a message."""
     line = line.rstrip()
     if is_entry(line):
         print(line, file=sys.__stderr__, flush=True)
     elif line:
         level = logging.INFO if line.startswith(PREFIX) else logging.WARNING
-        LOG.log(level, "%s", line.removeprefix(PREFIX)[:MAX_LINE], extra={"told": {"process": process}})
+        LOG.log(level, "%s", line.removeprefix(PREFIX)[:MAX_LINE], extra={"fields": {"process": process}})
 
 
 def is_entry(line: str) -> bool:
-    """Whether a line is a complete one of JSONLines."""
+    """Whether this is a complete line of JSONLines."""
     try:
         return line.startswith('{"time":') and isinstance(msgspec.json.decode(line), dict)
     except msgspec.DecodeError:
@@ -88,17 +88,17 @@ def is_entry(line: str) -> bool:
 
 @contextlib.contextmanager
 def capture() -> Iterator[None]:
-    """Log what is printed to sys.stderr; the log itself is written as before."""
-    with contextlib.redirect_stderr(_Printed()):
+    """Log what is printed to sys.stderr; the log goes to the real stderr as before."""
+    with contextlib.redirect_stderr(_LoggedStderr()):
         yield
 
 
-class _Printed(io.TextIOBase):
+class _LoggedStderr(io.TextIOBase):
     def __init__(self) -> None:
-        self._begun = ""  # a line
+        self._partial = ""  # the last line, which has no end yet
 
     def write(self, text: str) -> int:
-        *lines, self._begun = (self._begun + text).split("\n")
+        *lines, self._partial = (self._partial + text).split("\n")
         for line in lines:
             relay(line, "server")
         return len(text)

@@ -1,11 +1,11 @@
-"""Middleware of every request: request id, log line, API key, origin.
+"""Middleware for every request: request id, log line, API key, origin.
 
     app = Guard(fastapi, keys=read_keys(config.serve.http.api_keys), metrics=metrics)
 
-Access is decided on `scope["path"]`, by which the server routes, and needs a key: `Authorization: Bearer KEY` (OpenAI),
+Access is decided on `scope["path"]`, which the server routes by, and needs a key: `Authorization: Bearer KEY` (OpenAI),
 `x-api-key: KEY` (Anthropic), or the password of Basic (a browser, for the page). Only /health needs none. A browser
 keeps that password and sends it with any page's requests, so a POST from a page of another origin is refused, unless
-`origins` has it.
+it is in `origins`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from atom.serve.ids import new_id
 from atom.serve.metrics import Metrics
 
 LOG = logging.getLogger("atom.access")
-OPEN = "/health"
-READING = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
-POLLED = (OPEN, "/ready", "/metrics")  # polled too often to be logged
+PUBLIC_PATH = "/health"
+SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
+POLLED_PATHS = (PUBLIC_PATH, "/ready", "/metrics")  # polled too often to be logged
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -46,54 +46,55 @@ class Guard:
         if scope["type"] != "http":
             return None  # other protocols are not served
         started, headers = time.perf_counter(), dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
-        request_id = given if REQUEST_ID.fullmatch(given) else new_id("req")
-        told: dict[str, Any] = {}
-        scope["state"] = {**scope.get("state", {}), "log": told, "request_id": request_id, "send": send}
-        named = [b"x-request-id"]
+        client_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        request_id = client_id if REQUEST_ID.fullmatch(client_id) else new_id("req")
+        log_fields: dict[str, Any] = {}
+        scope["state"] = {**scope.get("state", {}), "log": log_fields, "request_id": request_id, "send": send}
+        id_headers = [b"x-request-id"]
         if is_anthropic(scope["path"]):
-            named.append(b"request-id")  # which Anthropic's SDK reads
+            id_headers.append(b"request-id")  # which Anthropic's SDK reads
         status = 0
 
-        async def send_named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], *((name, request_id.encode()) for name in named)]
+                message["headers"] = [*message["headers"], *((name, request_id.encode()) for name in id_headers)]
             await send(message)
 
         try:
-            if scope["path"] != OPEN and not self.is_open(headers):
-                await lock_out(scope)(scope, receive, send_named)
-            elif scope["method"] not in READING and not self.is_welcome(headers):
-                await refuse_origin(scope, headers)(scope, receive, send_named)
+            if scope["path"] != PUBLIC_PATH and not self.has_valid_key(headers):
+                await refuse_unauthorized(scope)(scope, receive, send_with_id)
+            elif scope["method"] not in SAFE_METHODS and not self.is_allowed_origin(headers):
+                await refuse_origin(scope, headers)(scope, receive, send_with_id)
             else:
-                await self._app(scope, receive, send_named)
+                await self._app(scope, receive, send_with_id)
         except Exception as error:
-            LOG.exception("request failed", extra={"told": {"request_id": request_id}})
+            LOG.exception("request failed", extra={"fields": {"request_id": request_id}})
             if not status:
-                await refuse(scope, 500, body_of(error))(scope, receive, send_named)
+                await refuse(scope, 500, body_of(error))(scope, receive, send_with_id)
         finally:
             route = scope.get("route")
-            path = getattr(route, "path", None) or "other"  # a route of ours, so that labels are bounded
+            path = getattr(route, "path", None) or "other"  # the path of a route, so that labels are bounded
             self._metrics.http.labels(path, str(status or "left")).inc()
             seconds = round(time.perf_counter() - started, 6)
             line = {"request_id": request_id, "method": scope["method"], "path": shown(scope["path"]), "status": status}
-            told = {name: shown(value) if name == "user" and value else value for name, value in told.items()}
-            if scope["path"] not in POLLED:
-                LOG.info("request", extra={"told": line | {"seconds": seconds} | told})
+            if log_fields.get("user"):
+                log_fields["user"] = shown(log_fields["user"])
+            if scope["path"] not in POLLED_PATHS:
+                LOG.info("request", extra={"fields": line | {"seconds": seconds} | log_fields})
 
-    def is_open(self, headers: dict[bytes, bytes]) -> bool:
+    def has_valid_key(self, headers: dict[bytes, bytes]) -> bool:
         """Whether the request has a valid key, compared in constant time."""
         if not self._digests:
             return True
-        found = digest(given_key(headers))
-        return any([hmac.compare_digest(found, each) for each in self._digests])
+        sent = digest(find_key(headers))
+        return any([hmac.compare_digest(sent, each) for each in self._digests])
 
-    def is_welcome(self, headers: dict[bytes, bytes]) -> bool:
-        """Whether the request comes from no page, from ours, or from one of `origins`.
+    def is_allowed_origin(self, headers: dict[bytes, bytes]) -> bool:
+        """Whether the request comes from no page, from our own page, or from one of `origins`.
 
-        Browsers send Sec-Fetch-Site to https and localhost only, Origin always.
+        Browsers send Origin always, Sec-Fetch-Site only to https and localhost.
         """
         origin = headers.get(b"origin")
         if "*" in self._origins or (origin or b"").decode("latin-1") in self._origins:
@@ -103,7 +104,8 @@ class Guard:
         return origin is None or origin.partition(b"://")[2].lower() == headers.get(b"host", b"").lower()
 
 
-def given_key(headers: dict[bytes, bytes]) -> bytes:
+def find_key(headers: dict[bytes, bytes]) -> bytes:
+    """The API key in a request's headers, empty where it has none."""
     if key := headers.get(b"x-api-key"):
         return key
     kind, _, value = headers.get(b"authorization", b"").partition(b" ")
@@ -121,10 +123,10 @@ def digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def lock_out(scope: Scope) -> ASGIApp:
-    way = "x-api-key: KEY" if is_anthropic(scope["path"]) else "Authorization: Bearer KEY"
-    body = error_body(401, f"a valid API key is missing: send {way}", code="invalid_api_key")
-    # Basic alone: Chromium reads the header as one challenge, and shows no prompt where another scheme follows
+def refuse_unauthorized(scope: Scope) -> ASGIApp:
+    header = "x-api-key: KEY" if is_anthropic(scope["path"]) else "Authorization: Bearer KEY"
+    body = error_body(401, f"a valid API key is missing: send {header}", code="invalid_api_key")
+    # only Basic: Chromium reads the header as one challenge, and shows no prompt if another scheme follows
     return refuse(scope, 401, body, {"www-authenticate": 'Basic realm="atom"'})
 
 
@@ -135,7 +137,7 @@ def refuse_origin(scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp:
 
 
 def read_keys(stated: str | None) -> list[str]:
-    """Read the keys of serve.http.api_keys. ConfigError where a file has none, since then nobody would need one."""
+    """Read the keys of serve.http.api_keys. ConfigError for a file without keys: no request would need one."""
     if stated is None:
         return []
     if stated.startswith("@"):

@@ -2,9 +2,9 @@
 
     app.include_router(page.routes(context))
 
-The browser is told so too: its policy allows the script and the style of this file by their hashes, requests to this
-origin, and nothing else. Where keys are set, the browser asks for one (Basic, the key is the password) and sends it
-with all that the page asks.
+Its Content-Security-Policy allows the script and the style of this file by their hashes, requests to its own origin,
+and nothing else. Where API keys are set, the browser prompts for one (Basic, the key is the password) and sends it with
+every request of the page.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Respond to chats, completions and messages: submit, stream or collect, log, leave.
 
-    class Chat(Responder): ...                    # what is asked, and the outputs in words of the API
+    class Chat(Responder): ...                    # reads a body, and writes outputs in the form of its API
     return await Chat(context, body).respond(request)
 
-`Answering` is a request on its way: its stream, what each of its sequences has said so far, its times and its usage.
+`Answering` is a running request: its stream, the choices so far, its times and its usage.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from atom.serve.errors import MAX_MESSAGE, FieldError, body_at, json_response, s
 from atom.serve.sse import EventStream, event, until_gone
 
 FINISH_REASONS = {"eos": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # the engine's reason -> OpenAI's
-SHORT = 1024  # log probabilities that are written faster than a thread wakes up
-REFUSED = f"{RequestError.__name__}: "  # begins the engine's message for an error of the request
+SHORT = 1024  # log probabilities: to write so many is faster than to wake a thread
+REFUSED = f"{RequestError.__name__}: "  # prefix of the engine's message for an error of the request
 
 
 @dataclass
 class EngineRequest:
-    """What a body asks of the engine."""
+    """The request to the engine that a body becomes."""
 
     prompts: list[list[int]]
     params: list[SamplingParams]  # of each prompt; n of all is the same
@@ -44,14 +44,14 @@ class EngineRequest:
     salt: bytes = b""  # of the prefix cache
     priority: int = 0
     num_kept: int = 1  # of the n answers to each prompt, the most likely
-    form: str | None = None  # the field that the engine reads itself, and may refuse: what the answer must match
+    constraint_field: str | None = None  # the field that constrains the answer; the engine may refuse it
 
 
 @dataclass
 class Choice:
     """One answer to one prompt."""
 
-    place: int  # of its prompt
+    prompt_index: int
     index: int  # among all of the request's
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
@@ -79,54 +79,55 @@ def finish_reason(reason: str) -> str:
 
 
 class Answering:
-    def __init__(self, context: Context, stream: Stream, asked: EngineRequest, started: float) -> None:
+    def __init__(self, context: Context, stream: Stream, request: EngineRequest, started: float) -> None:
         """started: perf_counter when the request arrived."""
-        self._context, self._stream, self._form, self._started = context, stream, asked.form, started
-        self._num_answers = num_answers = asked.params[0].n  # to each prompt
+        self._context, self._stream, self._started = context, stream, started
+        self._constraint_field = request.constraint_field
+        self._num_answers = num_answers = request.params[0].n  # to each prompt
         self._metrics = context.metrics
-        self._early: list[Output] | None = None  # the first outputs, from `begin`
+        self._first_outputs: list[Output] | None = None  # from `begin`
         self._first_at = 0.0
-        self.num_prompt = sum(map(len, asked.prompts))
-        self.choices = [Choice(index // num_answers, index) for index in range(len(asked.prompts) * num_answers)]
+        self.num_prompt = sum(map(len, request.prompts))
+        self.choices = [Choice(index // num_answers, index) for index in range(len(request.prompts) * num_answers)]
         self._metrics.prompt_tokens.inc(self.num_prompt)
 
     async def begin(self, receive: Receive, leave: Callable[[], None]) -> None:
-        """Wait for the first output, for comment_seconds at most; it is kept for `collect` or `outputs`.
+        """Wait for the first outputs, for comment_seconds at most; `collect` or `outputs` returns them later.
 
-        AtomError where the engine refuses the request or dies, ClientDisconnect where the client leaves: then `leave`
-        has been called.
+        AtomError where the engine refuses the request or dies, ClientDisconnect where the client leaves; `leave` has
+        been called before either is raised.
         """
         silence = self._context.config.serve.http.comment_seconds
         try:
-            self._early = await until_gone(receive, self._next(silence))
+            self._first_outputs = await until_gone(receive, self._next(silence))
         except BaseException:
             leave()
             raise
 
     async def collect(self) -> list[Choice]:
         """Wait for all choices. AtomError where the engine refuses the request or dies."""
-        while self._early is not None or not self._stream.is_done:
+        while self._first_outputs is not None or not self._stream.is_done:
             for output in await self._next():
-                choice = self._take(output)
+                choice = self._record(output)
                 if output.text:
                     choice.texts.append(output.text)
                 if output.logprobs:
                     choice.logprobs += output.logprobs
-        self._refuse_faults()
+        self._raise_errors()
         return self.choices
 
     async def outputs(self) -> AsyncIterator[tuple[Choice, Output] | None]:
         """Each output with its choice; None where nothing has come for comment_seconds."""
         stream, silence = self._stream, self._context.config.serve.http.comment_seconds
-        while self._early is not None or not stream.is_done:
+        while self._first_outputs is not None or not stream.is_done:
             outputs = await self._next(silence)
             if not outputs:
                 yield None
             for output in outputs:
-                choice = self._take(output)
+                choice = self._record(output)
                 if output.finish is None or output.finish.reason != "error":  # errors are raised below
                     yield choice, output
-        self._refuse_faults()
+        self._raise_errors()
 
     async def write(self, make: Callable[[], Response]) -> Response:
         """Make the response, in a thread where there are many log probabilities."""
@@ -151,30 +152,31 @@ class Answering:
             "latency_s": round(now - self._started, 6),
         }
 
-    def record(self, usage: dict[str, Any], error: Exception | None = None) -> dict[str, Any]:
+    def log_fields(self, usage: dict[str, Any], error: Exception | None = None) -> dict[str, Any]:
         """The fields of the request's log line."""
         reasons = ["error" if choice.finish is None else choice.finish.reason for choice in self.choices]
-        told = {"usage": usage, "finish_reasons": reasons}
-        return told if error is None else told | {"error": shown(str(error) or type(error).__name__, MAX_MESSAGE)}
+        fields = {"usage": usage, "finish_reasons": reasons}
+        return fields if error is None else fields | {"error": shown(str(error) or type(error).__name__, MAX_MESSAGE)}
 
     async def _next(self, seconds: float | None = None) -> list[Output]:
-        early, self._early = self._early, None
-        if early is not None:
-            return early
+        outputs, self._first_outputs = self._first_outputs, None
+        if outputs is not None:
+            return outputs
         try:
             return await self._stream.next(seconds)
         except RequestError as error:
-            raise self._refusal(str(error)) from None
+            raise self._request_error(str(error)) from None
         except AtomError:
             self._metrics.requests.labels("error").inc(sum(choice.finish is None for choice in self.choices))
             raise
 
-    def _refusal(self, message: str) -> RequestError:
-        return RequestError(message) if self._form is None else FieldError(self._form, shown(message))
+    def _request_error(self, message: str) -> RequestError:
+        field = self._constraint_field
+        return RequestError(message) if field is None else FieldError(field, shown(message))
 
-    def _take(self, output: Output) -> Choice:
+    def _record(self, output: Output) -> Choice:
         """Record an output's times and counts."""
-        choice = self.choices[self._stream.places[output.id] * self._num_answers + output.index]
+        choice = self.choices[self._stream.prompt_index[output.id] * self._num_answers + output.index]
         metrics, now = self._metrics, time.perf_counter()
         choice.prompt_logprobs += output.prompt_logprobs or ()
         if output.tokens:
@@ -196,35 +198,35 @@ class Answering:
                 metrics.tpot.observe((choice.last_at - choice.first_at) / (choice.num_tokens - 1))
         return choice
 
-    def _refuse_faults(self) -> None:
+    def _raise_errors(self) -> None:
         failed = [choice.finish for choice in self.choices if choice.finish and choice.finish.reason == "error"]
         errors = sorted(finish.error or "" for finish in failed)
         if refused := [error for error in errors if error.startswith(REFUSED)]:
-            raise self._refusal(refused[0].removeprefix(REFUSED))
+            raise self._request_error(refused[0].removeprefix(REFUSED))
         if errors:
             raise AtomError(f"the engine could not run this request: {errors[-1]}")
 
 
-def best(choices: list[Choice], made: int, wanted: int) -> list[Choice]:
-    """Select the `wanted` most likely of the `made` choices of each prompt, renumbered."""
-    if made == wanted:
+def best(choices: list[Choice], num_answers: int, num_kept: int) -> list[Choice]:
+    """Select the `num_kept` most likely of the `num_answers` choices of each prompt, and renumber them."""
+    if num_answers == num_kept:
         return choices
     kept = []
-    for start in range(0, len(choices), made):
-        ranked = sorted(choices[start : start + made], key=lambda choice: -choice.mean_logprob)
-        kept += ranked[:wanted]
+    for start in range(0, len(choices), num_answers):
+        ranked = sorted(choices[start : start + num_answers], key=lambda choice: -choice.mean_logprob)
+        kept += ranked[:num_kept]
     for index, choice in enumerate(kept):
         choice.index = index
     return kept
 
 
 class Responder(ABC):
-    """The way that every request goes. A class for each API says what it asks and how its answers are written."""
+    """Serves one request. Each API has a subclass that reads its body and writes its response."""
 
-    renders = True  # a template, in a thread however short the body is
-    waits = True  # with the head of a stream for the engine's first output: what the engine refuses is no stream yet
-    silence = b""  # the event where nothing has come for comment_seconds; none: a comment
-    error_event: str | None = None  # the name of an event that tells of an error
+    renders = True  # a chat template, which takes a thread even for a short body
+    waits = True  # send the head of a stream after the first output, so that a refusal still has its own status
+    keep_alive = b""  # the event after comment_seconds of silence; none: a comment
+    error_event: str | None = None  # the name of the event for an error
 
     def __init__(self, context: Context, model: str | None, id: str, *, is_streamed: bool | None) -> None:
         """EngineDeadError and ModelNotFoundError of `Context.begin`."""
@@ -233,12 +235,12 @@ class Responder(ABC):
         self.model = context.begin(model)
 
     @abstractmethod
-    def ask(self) -> EngineRequest:
-        """What the body asks. RequestError where it cannot be served."""
+    def make_request(self) -> EngineRequest:
+        """Make the engine's request. RequestError where the body cannot be served."""
 
     @abstractmethod
-    def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
+    def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
 
     @abstractmethod
     def open(self, answering: Answering) -> Iterable[bytes]:
@@ -246,21 +248,24 @@ class Responder(ABC):
 
     @abstractmethod
     def delta(self, choice: Choice, output: Output) -> bytes:
-        """The event of an output; nothing where all is held back."""
+        """The event of an output; empty where all of it is held back."""
 
     @abstractmethod
     def close(self, usage: dict[str, Any]) -> Iterable[bytes]:
-        """The events behind the last output."""
+        """The events after the last output."""
 
     def usage(self, answering: Answering) -> dict[str, Any]:
         return answering.usage()
 
     async def respond(self, request: Request) -> Response:
         context, client = self.context, self.context.client
-        asked = await (context.in_thread(self.ask) if self.renders else context.work(request.state.num_bytes, self.ask))
-        request.state.log |= {"model": self.model, "user": asked.user, "id": self.id}
-        stream = client.submit(asked.prompts, asked.params, id=self.id, salt=asked.salt, priority=asked.priority)
-        answering = Answering(context, stream, asked, self._started)
+        size, make = request.state.num_bytes, self.make_request
+        submission = await (context.in_thread(make) if self.renders else context.work(size, make))
+        request.state.log |= {"model": self.model, "user": submission.user, "id": self.id}
+        stream = client.submit(
+            submission.prompts, submission.params, id=self.id, salt=submission.salt, priority=submission.priority
+        )
+        answering = Answering(context, stream, submission, self._started)
         leave = partial(client.abort, stream)
         if self.is_streamed:
             if self.waits:
@@ -270,9 +275,9 @@ class Responder(ABC):
             choices = await until_gone(request.receive, answering.collect())
         finally:
             leave()
-        kept = best(choices, asked.params[0].n, asked.num_kept)
-        request.state.log |= answering.record(usage := self.usage(answering))
-        return await answering.write(lambda: json_response(self.whole(kept, usage)))
+        kept = best(choices, submission.params[0].n, submission.num_kept)
+        request.state.log |= answering.log_fields(usage := self.usage(answering))
+        return await answering.write(lambda: json_response(self.response_body(kept, usage)))
 
     async def _events(self, request: Request, answering: Answering) -> AsyncIterator[bytes]:
         for data in self.open(answering):
@@ -280,14 +285,14 @@ class Responder(ABC):
         try:
             async for item in answering.outputs():
                 if item is None:
-                    yield self.silence
+                    yield self.keep_alive
                 elif data := self.delta(*item):
                     yield data
         except Exception as error:
-            request.state.log |= answering.record(self.usage(answering), error)
+            request.state.log |= answering.log_fields(self.usage(answering), error)
             path, status, body = request.scope["path"], status_of(error), self.context.report(error)
             yield event(body_at(path, status, body, request.state.request_id), self.error_event)
             return
-        request.state.log |= answering.record(usage := self.usage(answering))
+        request.state.log |= answering.log_fields(usage := self.usage(answering))
         for data in self.close(usage):
             yield data

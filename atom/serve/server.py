@@ -55,11 +55,11 @@ END_SECONDS = 5.0  # for connections to close and for the engine's process to en
 BACKLOG = 2048  # connections that wait to be accepted
 KNOWN = (ConfigError, CheckpointError, UnsupportedError, CapacityError, PassError, ArtifactError)
 ERRORS = {each.__name__: each for each in KNOWN}
-CANNOT_LOAD = 2  # the exit code where the next start would fail alike
+CANNOT_LOAD = 2  # the exit code where the next start would fail in the same way
 
 
 def run_loop(serve: Callable[[], Coroutine[Any, Any, int]], kind: str) -> int:
-    """Run a server; the exit code. kind: of the log, which gets all that is printed meanwhile."""
+    """Run a server and return its exit code. kind: of the log, which takes what is printed meanwhile too."""
     log.configure(kind)
     with contextlib.ExitStack() as opened:
         if log.is_json(kind):
@@ -87,7 +87,7 @@ class Server:
     def __init__(self, config: Config, worker: tuple[str, ...] = WORKER) -> None:
         """worker: the command of the engine's process.
 
-        ConfigError, with nothing started, where keys or template cannot be read or the address is taken.
+        ConfigError, with nothing started, where the keys or the template cannot be read, or the address is in use.
         """
         http = config.serve.http
         self._config, self._worker = config, worker
@@ -114,17 +114,17 @@ class Server:
                 timeout_keep_alive=65,
             )
         )
-        self._asked_to_end = asyncio.Event()
+        self._end_requested = asyncio.Event()
         self._signals: list[int] = []
-        self._has_mourned = False
+        self._has_reported_death = False
         self._fault: Exception | None = None  # an error of this process
         self._code = 0
 
     async def run(self) -> int:
-        """Serve until a signal or the engine's death; the exit code. AtomError where the engine cannot start."""
+        """Serve until a signal or the engine's death; return the exit code. AtomError where the engine cannot start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._take_signal, number)
+            loop.add_signal_handler(number, self._handle_signal, number)
         engine = EngineProcess(self._worker, log.relay if log.is_json(self._config.serve.http.log) else None)
         serving = asyncio.create_task(self._uvicorn.serve([self._socket]))
         try:
@@ -143,19 +143,19 @@ class Server:
         if self._fault is not None:
             raise self._fault
         if not self._signals and not self._client.ready.is_set():
-            raise self._why_not_loaded(engine_end)
-        LOG.info("ended", extra={"told": {"engine": engine_end}})
+            raise self._load_error(engine_end)
+        LOG.info("ended", extra={"fields": {"engine": engine_end}})
         return self._code
 
     async def _end(self, engine: EngineProcess) -> str:
-        """Wait for the engine to end, unless the end is forced or it is dead already; how it ended."""
+        """Wait for the engine to end, unless the end is forced or the engine is dead; return how it ended."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + (0.0 if self._has_mourned else END_SECONDS)
+        end = loop.time() + (0.0 if self._has_reported_death else END_SECONDS)
         while not engine.has_ended() and not self._is_forced and loop.time() < end:
             await asyncio.sleep(POLL_SECONDS)
         return describe_exit(engine.end(), has_left=self._client.has_left)
 
-    def _why_not_loaded(self, engine_end: str) -> AtomError:
+    def _load_error(self, engine_end: str) -> AtomError:
         failed = self._client.error
         if failed is None:
             return EngineDeadError(f"{self._client.reason} while it loaded ({engine_end})")
@@ -175,12 +175,12 @@ class Server:
 
     async def _watch(self) -> None:
         """Watch the engine and signals; return when the server must end."""
-        while not self._asked_to_end.is_set() and self._client.state is not State.DEAD:
-            await wait_for_any(TICK_SECONDS, self._asked_to_end, self._client.dead)
+        while not self._end_requested.is_set() and self._client.state is not State.DEAD:
+            await wait_for_any(TICK_SECONDS, self._end_requested, self._client.dead)
             self._client.check()
         if self._client.state is State.DEAD:
-            return await self._mourn()
-        self._asked_to_end.clear()  # so that the next signal forces the end
+            return await self._report_death()
+        self._end_requested.clear()  # so that the next signal forces the end
         self._code = 130 if self._signals[0] == signal.SIGINT else 0
         if self._client.ready.is_set():
             await self._drain()
@@ -190,31 +190,31 @@ class Server:
         """Wait until no request runs, or the end is forced."""
         client, seconds = self._client, self._config.serve.http.drain_seconds
         client.drain()
-        LOG.info("draining", extra={"told": {"seconds": seconds}})
+        LOG.info("draining", extra={"fields": {"seconds": seconds}})
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
-        while loop.time() < end and not client.idle.is_set() and not self._asked_to_end.is_set():
-            await wait_for_any(min(TICK_SECONDS, end - loop.time()), client.idle, self._asked_to_end, client.dead)
+        while loop.time() < end and not client.idle.is_set() and not self._end_requested.is_set():
+            await wait_for_any(min(TICK_SECONDS, end - loop.time()), client.idle, self._end_requested, client.dead)
             client.check()
             if client.state is State.DEAD:
-                return await self._mourn()
+                return await self._report_death()
 
-    async def _mourn(self) -> None:
-        """Report a dead engine for a while, then return; its streams have ended with an error."""
+    async def _report_death(self) -> None:
+        """Let /health report the dead engine for a while; its streams have ended with an error."""
         self._code = 1
         if self._client.ready.is_set():
-            LOG.error("the engine is dead", extra={"told": {"reason": self._client.reason}})
-            await wait_for_any(DEAD_SECONDS, self._asked_to_end)
-            self._has_mourned = True
+            LOG.error("the engine is dead", extra={"fields": {"reason": self._client.reason}})
+            await wait_for_any(DEAD_SECONDS, self._end_requested)
+            self._has_reported_death = True
 
-    def _take_signal(self, number: int) -> None:
+    def _handle_signal(self, number: int) -> None:
         self._signals.append(number)
-        self._asked_to_end.set()
+        self._end_requested.set()
         if self._is_forced:
             self._uvicorn.force_exit = True
 
     def _open_tokenizer(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open the tokenizer while the engine loads the weights, and also finds the faults of the checkpoint."""
+        """Open the tokenizer while the engine loads the weights; it also finds faults of the checkpoint."""
         try:
             checkpoint = open_for(self._config, self._context.progress, weights=False)
             try:
@@ -223,13 +223,13 @@ class Server:
                 checkpoint.close()
             if tokenizer is not None and self._template is not None:
                 tokenizer = tokenizer.with_template(self._template)
-            found = partial(self._take_tokenizer, tokenizer)
+            report = partial(self._set_tokenizer, tokenizer)
         except Exception as error:
-            found = partial(self._fail, error)
+            report = partial(self._fail, error)
         with contextlib.suppress(RuntimeError):  # the event loop has ended
-            loop.call_soon_threadsafe(found)
+            loop.call_soon_threadsafe(report)
 
-    def _take_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+    def _set_tokenizer(self, tokenizer: Tokenizer | None) -> None:
         self._context.tokenizer = tokenizer
         self._context.has_tokenizer.set()
 
@@ -272,14 +272,14 @@ def listen(host: str, port: int) -> socket.socket:
     """Open a listening socket. ConfigError where that fails."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, kind, proto)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        listening = socket.socket(family, kind, proto)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
     except OSError as error:
         fix = "choose another serve.http.port" if port else "choose another serve.http.host"
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror or error}); {fix}") from None
-    found.listen(BACKLOG)
-    return found
+    listening.listen(BACKLOG)
+    return listening
 
 
 def is_loopback(listening: socket.socket) -> bool:

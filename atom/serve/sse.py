@@ -1,12 +1,11 @@
 """Stream server-sent events, one for each token.
 
-Every token takes this path, so it is short.
+Every token takes this path, so it is kept short.
 
     return EventStream(events(stream), leave=lambda: client.abort(stream))
 
-`events` yields the bytes of whole events, b"" where nothing has come for comment_seconds. A client that leaves ends the
-stream: `leave` is called, whatever the reason for the end. One that does not take what it was sent is made to leave by
-`atom.serve.http`.
+`events` yields the bytes of whole events, and b"" after comment_seconds of silence. The stream ends when the client
+disconnects; `leave` is called however it ends. `atom.serve.http` disconnects a client that does not read.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class EventStream(Response):
 
 
 async def until_gone(receive: Callable[[], Awaitable[object]], work: Awaitable[T]) -> T:
-    """Await some work, which is cancelled when the client leaves: ClientDisconnect."""
+    """Await some work. Where the client disconnects, cancel it and raise ClientDisconnect."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(wait_for_end(receive))
     try:

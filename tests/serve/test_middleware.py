@@ -189,8 +189,8 @@ def test_our_page_and_those_that_cors_names_can_post(locked: Server, page: dict[
 
 
 def test_where_cors_names_all_origins_all_can_post():
-    door = Guard(None, (), Metrics(EngineClient(load([]))), ["*"])  # type: ignore[arg-type]
-    assert door.is_welcome({b"origin": b"https://b.example", b"sec-fetch-site": b"cross-site"})
+    guard = Guard(None, (), Metrics(EngineClient(load([]))), ["*"])  # type: ignore[arg-type]
+    assert guard.is_allowed_origin({b"origin": b"https://b.example", b"sec-fetch-site": b"cross-site"})
 
 
 def test_keys_are_compared_as_digests_all_of_them_whichever_is_right(monkeypatch: pytest.MonkeyPatch):
@@ -204,10 +204,10 @@ def test_keys_are_compared_as_digests_all_of_them_whichever_is_right(monkeypatch
     monkeypatch.setattr(middleware.hmac, "compare_digest", compare)
     config = load([])
     client = EngineClient(config)
-    door = Guard(None, KEYS, Metrics(client))  # type: ignore[arg-type]
+    guard = Guard(None, KEYS, Metrics(client))  # type: ignore[arg-type]
     for given, is_right in ((b"first-key", True), (b"second-key", True), (b"x" * 1000, False), (b"", False)):
         seen.clear()
-        assert door.is_open({b"x-api-key": given, b"authorization": b"Bearer " + given}) is is_right
+        assert guard.has_valid_key({b"x-api-key": given, b"authorization": b"Bearer " + given}) is is_right
         assert seen == [(32, 32), (32, 32)]  # bytes of SHA-256
 
 

@@ -47,7 +47,7 @@ def tool_block(id: str, name: str, input: Any) -> dict[str, Any]:
 
 class BlockStream:
     def __init__(self) -> None:
-        self.num_calls = 0  # begun so far
+        self.num_calls = 0  # started so far
         self._num_blocks = 0
         self._open: str | None = None  # type of the block that is not closed
 
@@ -57,7 +57,7 @@ class BlockStream:
         if delta.reasoning:
             data += self._begin("thinking", thinking_block())
             data += self._add(b"thinking_delta", b"thinking", delta.reasoning)
-        num_open = 0  # pieces of the call that is open
+        num_open = 0  # deltas of the call that is open
         while num_open < len(delta.tools) and delta.tools[num_open].id is None:
             data += self._push_call(delta.tools[num_open])
             num_open += 1
@@ -89,8 +89,8 @@ class BlockStream:
         data = self.close()
         self._open, index = kind, self._num_blocks
         self._num_blocks += 1
-        begun = {"type": "content_block_start", "index": index, "content_block": block}
-        return data + event(begun, "content_block_start")
+        start = {"type": "content_block_start", "index": index, "content_block": block}
+        return data + event(start, "content_block_start")
 
     def _add(self, kind: bytes, name: bytes, text: str) -> bytes:
         return DELTA % (self._num_blocks - 1, kind, name, json.encode(text))

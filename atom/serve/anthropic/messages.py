@@ -3,7 +3,7 @@
 curl localhost:8000/v1/messages -H "Content-Type: application/json" -H "x-api-key: KEY" \\
     -d '{"model": "m", "max_tokens": 64, "messages": [{"role": "user", "content": "Hello!"}], "stream": true}'
 
-Clients of Anthropic's SDK need no change but `base_url`. Errors have Anthropic's body (`atom.serve.errors`), and `ping`
+Clients with Anthropic's SDK only change `base_url`. Errors have Anthropic's body (`atom.serve.errors`), and `ping`
 events keep a silent stream open.
 """
 
@@ -42,14 +42,14 @@ def routes(context: Context) -> APIRouter:
     async def count_message_tokens(body: CountRequest) -> Response:
         """The tokens of the prompt that a conversation becomes."""
         context.begin(body.model)
-        asked = await context.in_thread(lambda: prepare(context, body))
-        return json_response({"input_tokens": len(asked.conversation.tokens)})
+        prepared = await context.in_thread(lambda: prepare(context, body))
+        return json_response({"input_tokens": len(prepared.conversation.tokens)})
 
     return router
 
 
 class MessageResponder(Responder):
-    waits, silence, error_event = False, event({"type": "ping"}, "ping"), "error"
+    waits, keep_alive, error_event = False, event({"type": "ping"}, "ping"), "error"
 
     def __init__(self, context: Context, body: MessagesRequest) -> None:
         super().__init__(context, body.model, new_id("msg", "_"), is_streamed=body.stream)
@@ -57,7 +57,7 @@ class MessageResponder(Responder):
         self._blocks = BlockStream()
         self._finish: Finish | None = None
 
-    def ask(self) -> EngineRequest:
+    def make_request(self) -> EngineRequest:
         params = self._params()
         self._talk, conversation = prepare(self.context, self._body)
         params = self._talk.constrain(params)
@@ -75,7 +75,7 @@ class MessageResponder(Responder):
         known = Generation(**values, stop=body.stop_sequences)
         return sampling_params(known, self.context.config, max_tokens=body.max_tokens)
 
-    def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+    def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         (choice,) = choices
         answer = self._talk.read(choice.text, self._prompt)
         assert choice.finish is not None, "it is done"
@@ -84,8 +84,8 @@ class MessageResponder(Responder):
     def _message(
         self, usage: dict[str, Any], content: list[dict[str, Any]], reason: str | None = None, stop: str | None = None
     ) -> dict[str, Any]:
-        told = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
-        return told | {"stop_reason": reason, "stop_sequence": stop, "usage": usage}
+        message = {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
+        return message | {"stop_reason": reason, "stop_sequence": stop, "usage": usage}
 
     def open(self, answering: Answering) -> Iterator[bytes]:
         self._parser = self._talk.parser(self._prompt)
@@ -102,17 +102,17 @@ class MessageResponder(Responder):
         assert self._finish is not None, "it is done"
         is_whole = self._parser is not None and self._parser.num_tool_calls >= self._blocks.num_calls > 0
         reason, stop = stop_reason(self._finish, has_calls=is_whole)
-        told = {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": usage}
-        yield self._blocks.close() + event(told, "message_delta")
+        delta = {"type": "message_delta", "delta": {"stop_reason": reason, "stop_sequence": stop}, "usage": usage}
+        yield self._blocks.close() + event(delta, "message_delta")
         yield event({"type": "message_stop"}, "message_stop")
 
     def usage(self, answering: Answering) -> dict[str, Any]:
-        """Tokens so far. The prompt's that the cache gave, known at the end, are not among input_tokens."""
+        """Tokens so far. input_tokens does not count the prompt's cached ones, which are known at the end."""
         usage = answering.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
-            "cache_creation_input_tokens": 0,  # nothing is stored at a client's request
+            "cache_creation_input_tokens": 0,  # no client decides what is cached
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
         }
@@ -121,7 +121,7 @@ class MessageResponder(Responder):
 def stop_reason(finish: Finish, *, has_calls: bool) -> tuple[str, str | None]:
     """The stop reason of an answer in Anthropic's terms, and the stop sequence that ended it.
 
-    has_calls: there are tool calls, all of them whole; an answer that was cut off must not be acted on.
+    has_calls: there are tool calls, all of them complete: a client must not act on an answer that was cut off.
     """
     match finish.reason:
         case "stop_sequence":

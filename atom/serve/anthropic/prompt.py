@@ -1,14 +1,14 @@
 """Render an Anthropic conversation to a prompt.
 
-Messages become what chat templates know, with tools and the switch for thinking.
+It converts messages, tools and the switch for thinking to what chat templates know.
 
-    asked = await context.in_thread(lambda: prepare(context, body))
-    asked.conversation.tokens                    # the prompt
-    asked.talk.read(text, asked.conversation.text)
+    prepared = await context.in_thread(lambda: prepare(context, body))
+    prepared.conversation.tokens                 # the prompt
+    prepared.talk.read(text, prepared.conversation.text)
 
-A turn's text blocks are joined by newlines, and turns of one role that follow each other are one. A tool's result is a
-message of its own; one that is an error begins with "Error: ", as templates have no place to say it. A last message of
-the assistant's is what the answer begins with.
+Newlines join the text blocks of a turn, and consecutive turns of one role are one turn. A tool result is a message of
+its own; one that is an error begins with "Error: ", since templates have no field for errors. If the last message is
+the assistant's, the answer continues it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ SWITCHES = ("enable_thinking", "thinking")  # what templates call it
 BLOCKS = {"user": (TextBlock, ToolResultBlock), "assistant": (TextBlock, ThinkingBlock, ToolUseBlock)}  # of each role
 
 
-class Asked(NamedTuple):
+class Prepared(NamedTuple):
     talk: Talk
     conversation: Conversation
 
 
-def prepare(context: Context, body: CountRequest) -> Asked:
+def prepare(context: Context, body: CountRequest) -> Prepared:
     """Prepare the prompt of a request. FieldError, or another RequestError, where that fails."""
     choice = body.tool_choice
     is_parallel = not (isinstance(choice, FreeChoice) and choice.disable_parallel_tool_use)
@@ -62,7 +62,7 @@ def prepare(context: Context, body: CountRequest) -> Asked:
     if prefill and reasoning and is_opened(conversation.text.removesuffix(prefill), (reasoning[0], reasoning[1])):
         fix = 'end with a message of the user, or send thinking={"type": "disabled"}'
         raise FieldError("messages", f"an answer of this model begins with its thinking, not with a given text; {fix}")
-    return Asked(talk, conversation)
+    return Prepared(talk, conversation)
 
 
 def openai_tool(tool: MessageTool) -> Tool:
@@ -80,16 +80,16 @@ def openai_choice(body: CountRequest) -> str | NamedTool | None:
 
 def thinking_switches(context: Context, body: CountRequest) -> dict[str, bool]:
     """The template's variables for thinking; empty where the request does not mention it."""
-    asked = body.thinking
-    if asked is None:
+    thinking = body.thinking
+    if thinking is None:
         return {}
-    if asked.budget_tokens is not None:
+    if thinking.budget_tokens is not None:
         reason = "thinking has no limit of its own; leave it out, max_tokens limits the whole answer"
         raise FieldError("thinking", f"thinking.budget_tokens is not supported: {reason}")
     variables = context.need_tokenizer().template_variables()
-    switches = {name: asked.type != "disabled" for name in SWITCHES if name in variables}
+    switches = {name: thinking.type != "disabled" for name in SWITCHES if name in variables}
     has_reasoning = context.config.model.reasoning is not None
-    if asked.type == "disabled":
+    if thinking.type == "disabled":
         if has_reasoning and not switches:
             raise FieldError("thinking", "thinking cannot be disabled: this model's template has no switch for it")
         return switches
@@ -118,9 +118,9 @@ def read_blocks(content: str | Sequence[Block]) -> list[Block]:
 
 
 def check_blocks(index: int, message: Message) -> None:
-    taken = BLOCKS.get(message.role, (TextBlock,))
+    allowed = BLOCKS.get(message.role, (TextBlock,))
     for block in read_blocks(message.content):
-        if not isinstance(block, taken):
+        if not isinstance(block, allowed):
             raise FieldError("messages", f"messages.{index}: a {block.type} block does not go with role={message.role}")
 
 
@@ -154,26 +154,26 @@ def plain_messages(turns: Iterable[Turn]) -> list[dict[str, Any]]:
 
 
 def assistant_message(blocks: Sequence[Block]) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": "assistant", "content": join(blocks)}
+    message: dict[str, Any] = {"role": "assistant", "content": join(blocks)}
     if thoughts := [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]:
-        told["reasoning_content"] = "\n".join(thoughts)
+        message["reasoning_content"] = "\n".join(thoughts)
     calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
     if calls:
-        told["tool_calls"] = [
+        message["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
             for call in calls
         ]
-    return told
+    return message
 
 
 def tool_message(block: ToolResultBlock, names: dict[str, str]) -> dict[str, Any]:
     name = names.get(block.tool_use_id)
     if name is None:
-        told = f"a tool_result is for {shown(block.tool_use_id)}, but no tool_use before it has this id"
-        raise FieldError("messages", told)
+        fault = f"a tool_result is for {shown(block.tool_use_id)}, but no tool_use before it has this id"
+        raise FieldError("messages", fault)
     content = "" if block.content is None else join(read_blocks(block.content))
-    told = f"Error: {content}" if block.is_error else content
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": told}
+    content = f"Error: {content}" if block.is_error else content
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": name, "content": content}
 
 
 def join(blocks: Iterable[Block]) -> str:

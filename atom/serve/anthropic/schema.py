@@ -1,11 +1,11 @@
 """Request bodies of Anthropic's Messages API.
 
-What is not a field here is refused by name.
+Any other field is refused by name.
 
     MessagesRequest.model_validate({"model": "m", "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]})
 
-Fields that can only be null are those of Anthropic's own answers, which clients send back as they got them. What
-cache_control marks is cached, as all else is, where serve.enable_prefix_caching is set; `usage` tells what that gave.
+Fields that can only be null are in Anthropic's own answers, which clients send back unchanged. cache_control changes
+nothing: serve.enable_prefix_caching caches all prompts; `usage` has the cached tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def of_types(*known: str) -> BeforeValidator:
     def check(block: object) -> object:
         stated = block.get("type") if isinstance(block, dict) else None
         if isinstance(stated, str) and stated not in known:
-            told = {"stated": stated[:64], "known": ", ".join(known)}
-            raise PydanticCustomError("block", "{stated} blocks are not supported here; there is: {known}", told)
+            values = {"stated": stated[:64], "known": ", ".join(known)}
+            raise PydanticCustomError("block", "{stated} blocks are not supported here; there is: {known}", values)
         return block
 
     return BeforeValidator(check)

@@ -7,8 +7,8 @@
         for output in await stream.next():
             print(output.text)
 
-There is a stream for each running request; its outputs wake the one task that waits for it. The death of the engine
-ends every stream with an EngineDeadError.
+Each running request has a stream; its outputs wake the one task that waits for it. When the engine dies, every stream
+ends with an EngineDeadError.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from atom.serve.engine.protocol import (
 )
 from atom.serve.engine.stream import Stream
 
-START_SECONDS = 60.0  # of silence while the engine starts: imports hold the interpreter
-MAX_GAP = 1.0  # seconds between two checks that may count as silence: a process that was stopped has not listened
+START_SECONDS = 60.0  # of silence that an engine may have while it starts: imports hold the interpreter's lock
+MAX_GAP = 1.0  # seconds between two checks that count as silence: a process that was stopped could not listen
 SMOOTHING = 0.1  # weight of the newest interval between two finished sequences in their mean
 
 
@@ -67,15 +67,15 @@ class QueueFullError(AtomError):
 
 
 class EngineClient(asyncio.Protocol):
-    """The client of one engine. `state` is that of /health; `stats` is as old as the last heartbeat."""
+    """The client of one engine. /health reports `state`; the last heartbeat brought `stats`."""
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = State.LOADING
         self.stats = EngineStats()
         self.doing = "starting the engine"  # while it loads
         self.gpus = ""  # from `Ready`
-        self.error: Failed | None = None  # why it died, if it could say so
-        self.reason = ""  # the message once it is dead
+        self.error: Failed | None = None  # why the engine died, if it could report it
+        self.reason = ""  # why it is dead, for clients
         self.has_left = False  # its process ended, or is about to, unexpectedly
         self.ready = asyncio.Event()
         self.dead = asyncio.Event()
@@ -85,15 +85,15 @@ class EngineClient(asyncio.Protocol):
         self._clock = clock
         self._streams: dict[str, Stream] = {}
         self._numbers = itertools.count()
-        self._asked: dict[str, asyncio.Future[str]] = {}  # pending requests to start or stop a profile
+        self._profiling: dict[str, asyncio.Future[str]] = {}  # pending starts and stops of the profiler, by id
         self._frames: Frames[FromEngine] = from_engine()
         self._transport: asyncio.Transport | None = None
-        self._checked = clock()
+        self._checked_at = clock()
         self._silence = 0.0  # seconds
-        self._ended = clock()  # when the last sequence finished
+        self._finished_at = clock()  # when the last sequence finished
         self._interval = 0.0  # mean seconds between two finished sequences
         self._num_sent = 0  # Submit messages
-        self._unseen: deque[tuple[int, int]] = deque()  # Submits that the engine has not taken in: number, sequences
+        self._unseen: deque[tuple[int, int]] = deque()  # Submits that the engine has not received: number, sequences
         self._num_unseen = 0  # sequences of these Submits
         self._num_waiting = 0  # sequences that wait in the engine
 
@@ -128,7 +128,7 @@ class EngineClient(asyncio.Protocol):
             raise RequestError(f"{num_sequences} answers in a request; at most {limit} may wait (serve.http.max_queue)")
         if self.num_waiting + num_sequences > limit:
             raise QueueFullError(self.num_waiting, self.retry_after())
-        ids = [id if len(prompts) == 1 else f"{id}-{place}" for place in range(len(prompts))]
+        ids = [id if len(prompts) == 1 else f"{id}-{index}" for index in range(len(prompts))]
         stream = Stream(ids, num_sequences)
         self.idle.clear()
         for each, prompt, one in zip(ids, prompts, params, strict=True):
@@ -147,18 +147,18 @@ class EngineClient(asyncio.Protocol):
     def abort(self, stream: Stream) -> None:
         """Abort a request; its blocks are freed within a step."""
         stream.stop_timer()
-        for id in stream.places:
+        for id in stream.prompt_index:
             if self._streams.pop(id, None) is not None:
                 self._send(Abort(id))
         self._note_idle()
 
     async def profile(self, *, starts: bool) -> str:
-        """Start or stop the profiler; the path of the trace. RequestError where that fails."""
+        """Start or stop the profiler; return the path of the trace. RequestError where that fails."""
         if self.state is not State.READY:
             raise EngineDeadError(f"the engine is {self.state}")
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         id = f"profile-{next(self._numbers)}"
-        self._asked[id] = answer
+        self._profiling[id] = answer
         self._send(Profile(id, starts))
         return await answer
 
@@ -168,16 +168,16 @@ class EngineClient(asyncio.Protocol):
             self.state = State.DRAINING
 
     def close(self, reason: str) -> None:
-        """Close the connection, which ends the engine and all that runs."""
+        """Close the connection, which ends the engine and all running requests."""
         self._die(reason)
         if self._transport is not None:
             self._transport.close()
 
     def check(self) -> None:
-        """Declare an engine dead that has been silent too long; to be called regularly."""
+        """Declare the engine dead if it has been silent too long; to be called regularly."""
         now = self._clock()
-        self._silence += min(now - self._checked, MAX_GAP)
-        self._checked = now
+        self._silence += min(now - self._checked_at, MAX_GAP)
+        self._checked_at = now
         limit = self._config.serve.http.heartbeat_seconds if self.ready.is_set() else START_SECONDS
         if self._silence > limit:
             self._die(f"the engine was silent for {limit:g} s")
@@ -190,25 +190,25 @@ class EngineClient(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._silence = 0.0
         for message in self._frames.feed(data):
-            self._take(message)
+            self._handle(message)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.has_left = self.has_left or self.state is not State.DEAD
         self._die("the engine's process has ended")
 
-    def _take(self, message: FromEngine) -> None:
+    def _handle(self, message: FromEngine) -> None:
         match message:
             case Outputs():
                 self._note_seen(message.num_seen, message.num_waiting)
                 now = asyncio.get_running_loop().time()
                 for output in message.outputs:
-                    self._hand_out(output, now)
+                    self._push_output(output, now)
             case Beat(stats, doing):
                 self.stats, self.doing = stats, doing or self.doing
             case Refused(id, error):
                 self._fail(id, RequestError(error) if error else AtomError("the engine could not prepare this request"))
             case Done(id, result, error):
-                answer = self._asked.pop(id)
+                answer = self._profiling.pop(id)
                 if not answer.done():
                     answer.set_exception(RequestError(error)) if error else answer.set_result(result)
             case Ready(gpus=gpus):
@@ -220,17 +220,17 @@ class EngineClient(asyncio.Protocol):
                 self.error = message
                 self._die(message.error)
 
-    def _hand_out(self, output: Output, now: float) -> None:
+    def _push_output(self, output: Output, now: float) -> None:
         if output.finish is not None:
-            ended = self._clock()
-            self._interval += SMOOTHING * (ended - self._ended - self._interval)
-            self._ended = ended
+            finished_at = self._clock()
+            self._interval += SMOOTHING * (finished_at - self._finished_at - self._interval)
+            self._finished_at = finished_at
         stream = self._streams.get(output.id)
         if stream is None:
-            return  # aborted since
+            return  # the request has been aborted
         stream.push(output, now)
         if output.finish is not None and not stream.num_running:
-            for id in stream.places:
+            for id in stream.prompt_index:
                 self._streams.pop(id, None)
             self._note_idle()
 
@@ -244,7 +244,7 @@ class EngineClient(asyncio.Protocol):
             self.idle.set()
 
     def _fail(self, id: str, error: AtomError) -> None:
-        """End a request, all its prompts, with an error."""
+        """End a request with an error, for all its prompts."""
         stream = self._streams.get(id)
         if stream is not None:
             self.abort(stream)
@@ -258,7 +258,7 @@ class EngineClient(asyncio.Protocol):
             stream.fail(EngineDeadError(reason))
         self._streams.clear()
         self._note_idle()
-        for answer in self._asked.values():
+        for answer in self._profiling.values():
             if not answer.done():
                 answer.set_exception(EngineDeadError(reason))
         self.dead.set()

@@ -2,7 +2,7 @@
 
 link = Link(socket.socket(fileno=3))
 (start,) = link.receive()
-threading.Thread(target=beat, args=(link, 0.5, tell, stopped), daemon=True).start()
+threading.Thread(target=send_heartbeats, args=(link, 0.5, make, stopped), daemon=True).start()
 link.send(Ready(num_blocks, gpus))
 fail(link, error, 1)                            # before the process ends
 """
@@ -42,17 +42,17 @@ class Link:
                 return messages
 
 
-def beat(link: Link, seconds: float, tell: Callable[[], Beat], stopped: threading.Event) -> None:
-    """Send a heartbeat at every interval."""
+def send_heartbeats(link: Link, seconds: float, make: Callable[[], Beat], stopped: threading.Event) -> None:
+    """Send a heartbeat every `seconds`, until `stopped` is set."""
     while not stopped.wait(seconds):
         try:
-            link.send(tell())
+            link.send(make())
         except OSError:  # the HTTP process is gone, which the receiving thread sees
             return
 
 
 def fail(link: Link, error: Exception, exit_code: int) -> int:
-    """Tell the HTTP process why the engine ends."""
+    """Send the HTTP process the error that ends the engine; return the exit code."""
     with contextlib.suppress(OSError):
         link.send(Failed(type(error).__name__, str(error), exit_code))
     return exit_code

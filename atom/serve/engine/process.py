@@ -3,7 +3,7 @@
 engine = EngineProcess()                  # runs `python -m atom.serve.engine.worker`
 await client.connect(engine.connection)
 engine.has_ended()
-engine.end()                              # its exit code; what still runs of it, compilers included, is killed
+engine.end()                              # its exit code; kills what is left of it, compilers included
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from atom.child_process import end, exit_status
 
-READ_SECONDS = 1.0  # for its last lines; another process may hold its stderr open
+READ_SECONDS = 1.0  # to read its last lines: another process may hold its stderr open
 WORKER = (sys.executable, "-m", "atom.serve.engine.worker")
 
 
@@ -25,7 +25,7 @@ class EngineProcess:
     """A child process with one end of a socket pair, which no other process can open, and its own process group."""
 
     def __init__(self, command: tuple[str, ...] = WORKER, relay: Callable[[str], object] | None = None) -> None:
-        """command: gets the socket's file descriptor as its last argument. relay: called in a thread with each line of
+        """command: its last argument becomes the socket's file descriptor. relay: called in a thread with each line of
         its stderr; None: it shares ours."""
         self.connection, theirs = socket.socketpair()
         with theirs:

@@ -1,10 +1,10 @@
 """Messages between the HTTP process and the engine process: msgpack in frames.
 
-They go over one socket.
+Both directions share one socket.
 
     link.send(encode(Submit("cmpl-1", [1, 2, 3], SamplingParams(max_tokens=8))))
-    for message in frames.feed(data):                 # bytes as they arrive, whole messages out
-        ...                                           # of the types that the decoder was made for
+    for message in frames.feed(data):                 # bytes in any portions, whole messages
+        ...
 
 A frame is the length of its body in 4 bytes, little-endian, and the body. A body is data: it cannot name code.
 """
@@ -22,7 +22,7 @@ from atom.runtime.types import Logprobs
 from atom.sampling_params import SamplingParams
 
 HEAD = struct.Struct("<I")
-MAX_FRAME = 1 << 30  # bytes; a larger frame is no message of ours
+MAX_FRAME = 1 << 30  # bytes; a larger frame is an error
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, gc=False):
@@ -81,14 +81,14 @@ class Ready(Message):
     """The model is loaded."""
 
     num_blocks: int  # of the KV pool
-    gpus: str = ""  # how many the engine's process has, and which; "" where it runs on a CPU
+    gpus: str = ""  # their number and names; "" on a CPU
 
 
 class Outputs(Message):
-    """The outputs of a step, and which Submits the engine has taken in."""
+    """The outputs of a step, and which Submits the engine has received."""
 
     outputs: list[Output]
-    num_seen: int  # Submit messages taken in so far
+    num_seen: int  # Submit messages received so far
     num_waiting: int  # sequences of these that are not admitted
 
 
@@ -96,7 +96,7 @@ class Refused(Message):
     """A request is refused; nothing else follows for its id."""
 
     id: str
-    error: str  # "": an internal error, which is in the engine's log
+    error: str  # "": an internal error; the engine's log has it
 
 
 class Done(Message):
@@ -136,7 +136,7 @@ class Frames(Generic[T]):
         self._data = bytearray()
 
     def feed(self, data: bytes) -> list[T]:
-        """Take bytes; the messages that they complete. ValueError where they are no messages of ours."""
+        """Add bytes, and return the messages that they complete. ValueError where they are no valid frames."""
         self._data += data
         start, held, messages = 0, self._data, []
         with memoryview(held) as view:

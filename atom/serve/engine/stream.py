@@ -1,13 +1,13 @@
 """The stream of one request's outputs.
 
-The engine's client pushes them, and the one task that answers reads them.
+The engine's client pushes them; the one task that writes the response reads them.
 
     stream = client.submit([[1, 2, 3]], [params], id="cmpl-1")
     while not stream.is_done:
         for output in await stream.next(seconds=15.0):
             print(output.text)
 
-Every token takes this path, so its cost is kept low: one future, and no timer of its own.
+Every token takes this path, so it is kept cheap: one future a token, one timer a stream.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Stream:
     """The outputs of one request, which may have several prompts. One task reads it."""
 
     def __init__(self, ids: list[str], num_sequences: int) -> None:
-        self.places = {id: place for place, id in enumerate(ids)}  # id of an output -> index of its prompt
+        self.prompt_index = {id: index for index, id in enumerate(ids)}  # by the id of an output
         self.num_running = num_sequences
         self.is_done = False  # all outputs have been read
         self._outputs: list[Output] = []
         self._error: AtomError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._seconds: float | None = None  # of silence after which `next` returns nothing
-        self._last = 0.0  # when something came
-        self._timer: asyncio.TimerHandle | None = None  # one for the whole stream: a token is too short for its own
+        self._last = 0.0  # the time of the last output, or of the last end of silence
+        self._timer: asyncio.TimerHandle | None = None  # one for the whole stream: one for each token costs too much
 
     async def next(self, seconds: float | None = None) -> list[Output]:
         """Wait for new outputs; an empty list after so many seconds of silence.
@@ -73,7 +73,7 @@ class Stream:
             self._timer = None
 
     def _end_silence(self, loop: asyncio.AbstractEventLoop) -> None:
-        assert self._seconds is not None, "it was armed with them"
+        assert self._seconds is not None, "the timer was started with them"
         left = self._last + self._seconds - loop.time()
         if left <= 0:
             self._last = loop.time()

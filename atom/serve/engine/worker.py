@@ -8,11 +8,11 @@ It is run as `python -m atom.serve.engine.worker FD`, where FD is the socket to 
     worker.run()                                   # until the HTTP process is gone
 
 It has three threads. One reads messages and prepares requests, so that a bad or long prompt never delays a step; the
-main thread loads the model and runs the steps; one sends heartbeats, so that a long step or compilation is not taken
-for death.
+main thread loads the model and runs the steps; one sends heartbeats, so that an engine in a long step or compilation is
+not taken for dead.
 
-It ends when the socket does, with the compilers that it has started, whatever signals a terminal or a supervisor sends:
-the HTTP process decides when the last request is done.
+It ignores the signals of a terminal or a supervisor and ends when the socket closes, with the compilers that it has
+started: the HTTP process decides when the last request is done.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from atom.gc_utils import no_collection, settle
 from atom.runtime.metrics import EngineStats
 from atom.runtime.types import Logprobs, RequestOutput, Sequence
 from atom.serve import log
-from atom.serve.engine.link import Link, beat, fail
+from atom.serve.engine.link import Link, fail, send_heartbeats
 from atom.serve.engine.protocol import (
     Abort,
     Beat,
@@ -60,13 +60,12 @@ BEATS = 8  # heartbeats in the time after which silence is taken for death
 PORTION = 1024  # positions of a prompt whose log probabilities are sent in one message
 GRACE_SECONDS = 2.0  # for a step to end when the HTTP process is gone
 
-
 Work = Callable[[], object]  # done by the main thread between two steps
 Open = Callable[[Config, Progress], "Engine"]
 
 
 class Worker:
-    """Runs the engine. `receive` is for a thread of its own, `tell` for any."""
+    """Runs the engine. `receive` needs a thread of its own; any thread may call `make_heartbeat`."""
 
     def __init__(self, link: Link) -> None:
         self.progress = WatchedProgress(RichProgress())
@@ -75,7 +74,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: the HTTP process is gone
         self._outputs: list[Output] = []
         self._num_seen = 0
-        self._told = (0, 0)  # the state last sent to the HTTP process: `_num_seen`, waiting sequences
+        self._sent_state = (0, 0)  # last sent to the HTTP process: `_num_seen`, waiting sequences
         self._is_failing = False  # the last step raised
 
     @property
@@ -83,8 +82,7 @@ class Worker:
         assert self._engine is not None, "requests come once the engine is ready"
         return self._engine
 
-    def tell(self) -> Beat:
-        """Make a heartbeat."""
+    def make_heartbeat(self) -> Beat:
         if self._engine is None:
             return Beat(EngineStats(), self.progress.doing or "opening the model")
         return Beat(self._engine.stats())
@@ -96,10 +94,10 @@ class Worker:
 
     def run(self) -> None:
         """Serve until the HTTP process is gone."""
-        while self._take_in():
+        while self._run_inbox():
             if self.engine.has_work:
                 self._step()
-            self._tell_state()
+            self._send_outputs()
 
     def receive(self) -> None:
         """Receive messages until the socket ends; then end the process, whatever it is doing."""
@@ -120,9 +118,9 @@ class Worker:
             end_group()
 
     def _step(self) -> None:
-        """Run a step. One that raises ends its requests; a second one in a row, or a lack of memory, the engine."""
+        """Run a step. A step that raises ends its requests; two in a row, or a lack of memory, end the engine."""
         try:
-            self.engine.step(self._tell_state)
+            self.engine.step(self._send_outputs)
             self._is_failing = False
         except (CapacityError, BrokenPipeError, ConnectionResetError):
             raise
@@ -133,15 +131,15 @@ class Worker:
             LOG.exception("a step failed")
             self.engine.end_failed()
 
-    def _tell_state(self) -> None:
-        """Send the state if it changed; before a step too, as its admissions would count as waiting while it runs."""
-        state = (self._num_seen, self.engine.stats().num_waiting)  # aborts change it without any output
-        if self._outputs or state != self._told:
-            self._told, outputs, self._outputs = state, self._outputs, []
+    def _send_outputs(self) -> None:
+        """Send outputs and state if they changed. Before a step too: else its admissions would count as waiting."""
+        state = (self._num_seen, self.engine.stats().num_waiting)  # an abort changes it without any output
+        if self._outputs or state != self._sent_state:
+            self._sent_state, outputs, self._outputs = state, self._outputs, []
             self._link.send(Outputs(outputs, *state))
 
-    def _take_in(self) -> bool:
-        """Do the work in the inbox; wait for it where there is no other work. False: the HTTP process is gone."""
+    def _run_inbox(self) -> bool:
+        """Do the work in the inbox, and wait for some if the engine has none. False: the HTTP process is gone."""
         while True:
             try:
                 work = self._inbox.get(block=not (self.engine.has_work or self._outputs))
@@ -170,7 +168,7 @@ class Worker:
 
         def submit() -> None:
             try:
-                self.engine.submit(sequences, self._tell)
+                self.engine.submit(sequences, self._queue_output)
                 self._num_seen += 1
             except RequestError as error:
                 refuse(error)
@@ -182,7 +180,7 @@ class Worker:
         except AtomError as error:
             reason = error
             return lambda: refuse(reason)
-        except Exception:  # this ends one request and not the engine
+        except Exception:  # ends one request, not the engine
             LOG.exception("a request cannot be prepared")
             return lambda: refuse(None)
         return submit
@@ -199,14 +197,14 @@ class Worker:
         else:
             self._link.send(Done(message.id, trace))
 
-    def _tell(self, output: RequestOutput) -> None:
-        """The engine's callback: send the new output of one sequence."""
+    def _queue_output(self, output: RequestOutput) -> None:
+        """The engine's callback: queue the new output of one sequence for `_send_outputs`."""
         sequence = output.sequence
         finish = None
         if output.finished:
             queue_seconds = (sequence.admitted_at or sequence.finished_at or sequence.arrival) - sequence.arrival
             if sequence.params.prompt_logprobs is not None:
-                self._tell_scored(output, sequence.prompt_logprobs)
+                self._send_prompt_logprobs(output, sequence.prompt_logprobs)
             finish = Finish(
                 str(output.finish_reason),
                 len(sequence.output),
@@ -218,12 +216,12 @@ class Worker:
         logprobs = output.logprobs or None
         self._outputs.append(Output(output.request_id, output.index, output.text, output.token_ids, logprobs, finish))
 
-    def _tell_scored(self, output: RequestOutput, scored: list[Logprobs | None]) -> None:
-        """Send a prompt's log probabilities in portions: the HTTP process serves others in between."""
+    def _send_prompt_logprobs(self, output: RequestOutput, scored: list[Logprobs | None]) -> None:
+        """Send the log probabilities of a prompt in portions, so that the HTTP process serves others in between."""
         for start in range(0, len(scored), PORTION):
             part = scored[start : start + PORTION]
-            told = Output(output.request_id, output.index, "", [], prompt_logprobs=part)
-            self._link.send(Outputs([told], *self._told))
+            portion = Output(output.request_id, output.index, "", [], prompt_logprobs=part)
+            self._link.send(Outputs([portion], *self._sent_state))
 
 
 def open_real(config: Config, progress: Progress) -> Engine:
@@ -259,7 +257,8 @@ def main(make: Open = open_real) -> int:
     worker = Worker(link)
     interval = start.config.serve.http.heartbeat_seconds / BEATS
     stopped = threading.Event()
-    threading.Thread(target=beat, args=(link, interval, worker.tell, stopped), name="beat", daemon=True).start()
+    beats = (link, interval, worker.make_heartbeat, stopped)
+    threading.Thread(target=send_heartbeats, args=beats, name="beat", daemon=True).start()
     threading.Thread(target=worker.receive, name="receive", daemon=True).start()
     try:
         worker.load(lambda: make(start.config, worker.progress), start.config.device)

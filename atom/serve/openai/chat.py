@@ -39,16 +39,16 @@ def routes(context: Context) -> APIRouter:
 
 def template_kwargs(context: Context, body: ChatRequest) -> dict[str, Any]:
     """The template's variables beside the messages; reasoning_effort only where the template reads it."""
-    given = body.chat_template_kwargs or {}
+    kwargs = body.chat_template_kwargs or {}
     if body.reasoning_effort is None or "reasoning_effort" not in context.need_tokenizer().template_variables():
-        return given
-    return {"reasoning_effort": body.reasoning_effort} | given
+        return kwargs
+    return {"reasoning_effort": body.reasoning_effort} | kwargs
 
 
 class Chat(OpenAIResponder[ChatRequest]):
     kind, chunk, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def ask(self) -> EngineRequest:
+    def make_request(self) -> EngineRequest:
         context, body = self.context, self.body
         if (body.messages is None) == (body.prompt is None):
             raise FieldError(
@@ -67,7 +67,7 @@ class Chat(OpenAIResponder[ChatRequest]):
         )
         self._prompt = conversation.text
         prompt, params = context.fit(conversation.tokens, params, body.truncate_prompt_tokens)
-        return self.engine_request([prompt], [params], "tools")  # of which a forced call makes a form
+        return self.engine_request([prompt], [params], "tools")  # a forced call constrains the answer
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         answer = self._talk.read(choice.text, self._prompt)
@@ -80,18 +80,18 @@ class Chat(OpenAIResponder[ChatRequest]):
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
                 for call in answer.calls
             ]
-        told: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
+        fields: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
         tokenizer = self.context.tokenizer
         if self.body.logprobs:
             logprobs = chat_logprobs(tokenizer, choice.logprobs, self.body.top_logprobs or 0)
-            told["logprobs"] = logprobs | {"content": raw(logprobs["content"])}
+            fields["logprobs"] = logprobs | {"content": raw(logprobs["content"])}
         if self.body.prompt_logprobs is not None:
-            told["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, choice.prompt_logprobs))
-        return told | {"finish_reason": "tool_calls" if answer.calls else choice.finish_reason}
+            fields["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, choice.prompt_logprobs))
+        return fields | {"finish_reason": "tool_calls" if answer.calls else choice.finish_reason}
 
     def open(self, answering: Answering) -> Iterable[bytes]:
         role = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        self._firsts = [b"%s%d%s%s" % (self._head, each.index, role, self._tail) for each in answering.choices]
+        self._role_chunks = [b"%s%d%s%s" % (self._head, each.index, role, self._tail) for each in answering.choices]
         self._parsers = [self._talk.parser(self._prompt) for _ in answering.choices]
         self._held: list[list[Logprobs]] = [[] for _ in answering.choices]  # of text that is held back
         return ()
@@ -113,6 +113,6 @@ class Chat(OpenAIResponder[ChatRequest]):
         if self.body.logprobs:
             found, self._held[index] = self._held[index], []
             logprobs = json.encode(chat_logprobs(self.context.tokenizer, found, self.body.top_logprobs or 0))
-        first, self._firsts[index] = self._firsts[index], b""
+        first, self._role_chunks[index] = self._role_chunks[index], b""
         parts = (first, self._head, index, delta, logprobs, reason, self._tail)
         return b'%s%s%d,"delta":%s,"logprobs":%s,"finish_reason":%s%s' % parts

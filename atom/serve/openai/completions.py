@@ -39,22 +39,22 @@ class Completion(OpenAIResponder[CompletionRequest]):
     kind = chunk = "text_completion"
     prefix, renders = "cmpl", False
 
-    def ask(self) -> EngineRequest:
+    def make_request(self) -> EngineRequest:
         context, body = self.context, self.body
-        params = sampling_params(body, context.config, **self._scored())
-        given = self._given()
-        num_bytes, most = len(given) * len(msgpack.encode(params)), context.config.serve.http.max_body
-        if num_bytes > most and len(given) > 1:
-            told = f"the stop strings, biases, schema or grammar of {len(given)} prompts are {num_bytes} bytes in all"
-            raise RequestError(f"{told}, more than {most} (serve.http.max_body); send fewer prompts")
-        fits = [context.fit(self._encode(one), params, body.truncate_prompt_tokens) for one in given]
+        params = sampling_params(body, context.config, **self._echo_params())
+        inputs = self._inputs()
+        num_bytes, most = len(inputs) * len(msgpack.encode(params)), context.config.serve.http.max_body
+        if num_bytes > most and len(inputs) > 1:
+            fault = f"the stop strings, biases, schema or grammar of {len(inputs)} prompts are {num_bytes} bytes in all"
+            raise RequestError(f"{fault}, more than {most} (serve.http.max_body); send fewer prompts")
+        fits = [context.fit(self._encode(one), params, body.truncate_prompt_tokens) for one in inputs]
         prompts = [prompt for prompt, _ in fits]
-        self._firsts = [prompt[0] for prompt in prompts]
-        self._echoes = [self._echo(*each) if body.echo else "" for each in zip(given, prompts, strict=True)]
+        self._first_tokens = [prompt[0] for prompt in prompts]
+        self._echoes = [self._echo(*each) if body.echo else "" for each in zip(inputs, prompts, strict=True)]
         return self.engine_request(prompts, [fitted for _, fitted in fits])
 
-    def _given(self) -> list[str | list[int]]:
-        """The prompts of the body in any of its forms."""
+    def _inputs(self) -> list[str | list[int]]:
+        """The prompts of the body: texts or lists of token ids."""
         prompt: Any = self.body.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             return [prompt]
@@ -69,7 +69,7 @@ class Completion(OpenAIResponder[CompletionRequest]):
         check_tokens("prompt", prompt, self.context.config)
         return prompt
 
-    def _scored(self) -> dict[str, Any]:
+    def _echo_params(self) -> dict[str, Any]:
         """The params for log probabilities of echoed tokens."""
         body = self.body
         if not body.echo or body.logprobs is None:
@@ -80,10 +80,10 @@ class Completion(OpenAIResponder[CompletionRequest]):
             raise FieldError("prompt_logprobs", "echo reports the prompt's tokens with logprobs; leave out the other")
         return {"prompt_logprobs": body.logprobs}
 
-    def _echo(self, given: str | list[int], prompt: list[int]) -> str:
-        if isinstance(given, str) and self.body.truncate_prompt_tokens is None:
-            return given
-        return self.context.need_tokenizer().decode(prompt, skip_special_tokens=False)
+    def _echo(self, prompt: str | list[int], tokens: list[int]) -> str:
+        if isinstance(prompt, str) and self.body.truncate_prompt_tokens is None:
+            return prompt
+        return self.context.need_tokenizer().decode(tokens, skip_special_tokens=False)
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         body, tokenizer = self.body, self.context.tokenizer
@@ -91,15 +91,15 @@ class Completion(OpenAIResponder[CompletionRequest]):
         if body.max_tokens == 0:
             text, logprobs = "", []
         scored = choice.prompt_logprobs
-        told: dict[str, Any] = {"index": choice.index, "text": self._echoes[choice.place] + text, "logprobs": None}
+        echo, first = self._echoes[choice.prompt_index], self._first_tokens[choice.prompt_index]
+        fields: dict[str, Any] = {"index": choice.index, "text": echo + text, "logprobs": None}
         if body.logprobs is not None:
             shown = scored if body.echo else []
-            first = self._firsts[choice.place]
-            told["logprobs"] = completion_logprobs(tokenizer, [*shown, *logprobs], body.logprobs, first)
-            told["logprobs"]["top_logprobs"] = raw(told["logprobs"]["top_logprobs"])
+            fields["logprobs"] = completion_logprobs(tokenizer, [*shown, *logprobs], body.logprobs, first)
+            fields["logprobs"]["top_logprobs"] = raw(fields["logprobs"]["top_logprobs"])
         if body.prompt_logprobs is not None:
-            told["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, scored))
-        return told | {"finish_reason": "length" if body.max_tokens == 0 else choice.finish_reason}
+            fields["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, scored))
+        return fields | {"finish_reason": "length" if body.max_tokens == 0 else choice.finish_reason}
 
     def usage(self, answering: Answering) -> dict[str, Any]:
         usage = answering.usage()
@@ -108,16 +108,16 @@ class Completion(OpenAIResponder[CompletionRequest]):
         return usage
 
     def open(self, answering: Answering) -> Iterator[bytes]:
-        self._offsets = [len(self._echoes[choice.place]) for choice in answering.choices]
+        self._offsets = [len(self._echoes[choice.prompt_index]) for choice in answering.choices]
         for choice in answering.choices if self.body.echo else ():
-            yield self._event(choice.index, self._echoes[choice.place])
+            yield self._event(choice.index, self._echoes[choice.prompt_index])
 
     def delta(self, choice: Choice, output: Output) -> bytes:
         index, text, logprobs, reason = choice.index, output.text or "", b"null", b"null"
         num_top, is_empty, offset = self.body.logprobs, self.body.max_tokens == 0, self._offsets[choice.index]
         if num_top is not None and output.logprobs and not is_empty:
-            told = completion_logprobs(self.context.tokenizer, output.logprobs, num_top, None, offset)
-            logprobs = json.encode(told)
+            found = completion_logprobs(self.context.tokenizer, output.logprobs, num_top, None, offset)
+            logprobs = json.encode(found)
         self._offsets[index] += len(text)
         if output.finish is not None:
             reason = json.encode("length" if is_empty else choice.finish_reason)

@@ -3,8 +3,8 @@
 completion_logprobs(tokenizer, choice.logprobs, num_top=2)     # tokens, token_logprobs, top_logprobs, text_offset
 chat_logprobs(tokenizer, choice.logprobs, num_top=2)           # content: [{token, logprob, bytes, top_logprobs}]
 
-A token that is part of a character is named by its bytes, "bytes:\\xe2\\x82", as by OpenAI, so that no two tokens of a
-position have one name.
+A token that is part of a character is named by its bytes, "bytes:\\xe2\\x82", as OpenAI does it, so that two tokens of
+a position never share a name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def byte_alphabet() -> dict[str, int]:
     """The characters that represent bytes in byte-level BPE vocabularies (Radford et al. 2019)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
 
 
 def finite(logprob: float) -> float:
@@ -89,13 +89,13 @@ def top_logprobs(tokenizer: Tokenizer | None, at: Logprobs, num_top: int) -> dic
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, logprobs: Sequence[Logprobs], num_top: int) -> dict[str, Any]:
-    def told(token: int, logprob: float) -> dict[str, Any]:
+    def describe(token: int, logprob: float) -> dict[str, Any]:
         found = token_bytes(tokenizer, token)
-        told = None if found is None else list(found)
-        return {"token": token_text(tokenizer, token), "logprob": finite(logprob), "bytes": told}
+        numbers = None if found is None else list(found)
+        return {"token": token_text(tokenizer, token), "logprob": finite(logprob), "bytes": numbers}
 
     content = [
-        told(each.token, each.logprob) | {"top_logprobs": [told(*one) for one in each.top[:num_top]]}
+        describe(each.token, each.logprob) | {"top_logprobs": [describe(*one) for one in each.top[:num_top]]}
         for each in logprobs
     ]
     return {"content": content, "refusal": None}
@@ -109,13 +109,13 @@ def raw(items: Sequence[Any]) -> msgspec.Raw:
 def prompt_logprobs(tokenizer: Tokenizer | None, logprobs: Sequence[Logprobs | None]) -> list[dict[str, Any] | None]:
     """For each position of the prompt, as in vLLM: token id -> logprob, rank, decoded_token."""
 
-    def told(token: int, logprob: float, rank: int) -> dict[str, Any]:
+    def describe(token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": token_text(tokenizer, token)}
 
     return [
         None
         if each is None
-        else {str(each.token): told(each.token, each.logprob, each.rank)}
-        | {str(token): told(token, logprob, rank) for rank, (token, logprob) in enumerate(each.top, 1)}
+        else {str(each.token): describe(each.token, each.logprob, each.rank)}
+        | {str(token): describe(token, logprob, rank) for rank, (token, logprob) in enumerate(each.top, 1)}
         for each in logprobs
     ]

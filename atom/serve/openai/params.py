@@ -34,14 +34,14 @@ SAME_NAMES = (
 
 
 def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingParams:
-    """Make the sampling params of a body; the configuration's `sampling` has the defaults, `more` overrides both.
+    """Make the sampling params of a body. Defaults come from the configuration's `sampling`; `more` overrides both.
 
     `Context.fit` cuts max_tokens to the rest of the context, which is the default of a chat.
     """
     longest = COMPLETION_TOKENS if isinstance(body, CompletionRequest) else config.serve.max_model_len
     values = {"max_tokens": longest} | config.sampling.values()
     values |= {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
-    values["max_tokens"] = asked_tokens(body) or values["max_tokens"]
+    values["max_tokens"] = requested_tokens(body) or values["max_tokens"]
     values |= more
     if body.min_tokens is None:
         values["min_tokens"] = min(values["min_tokens"], values["max_tokens"])  # it was a default
@@ -49,9 +49,9 @@ def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingPa
         values["stop_strings"] = [body.stop] if isinstance(body.stop, str) else body.stop
     if body.logit_bias is not None:
         values["logit_bias"] = read_bias(body.logit_bias)
-    if (form := find_form(body)) is not None:
-        values["structured_outputs"] = form.value
-    num_logprobs = asked_logprobs(body)
+    if (constraint := find_constraint(body)) is not None:
+        values["structured_outputs"] = constraint.value
+    num_logprobs = requested_logprobs(body)
     values["n"] = num_answers(body, config)
     if num_logprobs is None and values["n"] > (body.n or 1):
         num_logprobs = 0  # to choose the best by
@@ -60,12 +60,12 @@ def sampling_params(body: Generation, config: Config, **more: Any) -> SamplingPa
     try:
         return SamplingParams(**values)
     except RequestError as error:
-        if form is None:
+        if constraint is None:
             raise
-        raise FieldError(form.field, shown(str(error))) from None
+        raise FieldError(constraint.field, shown(str(error))) from None
 
 
-def asked_tokens(body: Generation) -> int | None:
+def requested_tokens(body: Generation) -> int | None:
     if isinstance(body, ChatRequest):
         return body.max_completion_tokens or body.max_tokens
     if isinstance(body, CompletionRequest) and body.max_tokens == 0:
@@ -75,7 +75,7 @@ def asked_tokens(body: Generation) -> int | None:
     return body.max_tokens if isinstance(body, CompletionRequest) else None
 
 
-def asked_logprobs(body: Generation) -> int | None:
+def requested_logprobs(body: Generation) -> int | None:
     """The number of most likely tokens to report at each position; None: no log probabilities."""
     if isinstance(body, CompletionRequest):
         return body.logprobs
@@ -99,12 +99,12 @@ def num_answers(body: Generation, config: Config) -> int:
     return best_of
 
 
-class Form(NamedTuple):
+class Constraint(NamedTuple):
     field: str  # of the body
     value: dict[str, Any]  # in the engine's form
 
 
-def find_form(body: Generation) -> Form | None:
+def find_constraint(body: Generation) -> Constraint | None:
     """The constraint of the answer, None without one."""
     found: dict[str, dict[str, Any]] = {}
     response_format = body.response_format
@@ -121,7 +121,7 @@ def find_form(body: Generation) -> Form | None:
             found[name] = {name: value}
     if len(found) > 1:
         raise FieldError(next(iter(found)), f"{' and '.join(found)} say twice what the answer must match; give one")
-    return next((Form(*item) for item in found.items()), None)
+    return next((Constraint(*item) for item in found.items()), None)
 
 
 def read_bias(bias: dict[str, float]) -> dict[int, float]:
@@ -136,8 +136,8 @@ def check_limits(values: dict[str, Any], body: Generation, config: Config) -> No
     check_tokens("stop_token_ids", values["stop_token_ids"] or (), config)
     check_tokens("logit_bias", values["logit_bias"] or (), config)
     if values["min_tokens"] > values["max_tokens"]:
-        told = f"min_tokens={values['min_tokens']} is more than max_tokens={values['max_tokens']}"
-        raise FieldError("min_tokens", told)
+        fault = f"min_tokens={values['min_tokens']} is more than max_tokens={values['max_tokens']}"
+        raise FieldError("min_tokens", fault)
     if len(values["stop_strings"] or ()) > http.max_stop_sequences:
         raise FieldError("stop", f"stop has more than {http.max_stop_sequences} strings")
     for name in ("logprobs", "prompt_logprobs"):

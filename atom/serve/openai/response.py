@@ -12,7 +12,7 @@ from msgspec import json
 from atom.sampling_params import SamplingParams
 from atom.serve.context import Context
 from atom.serve.ids import new_id
-from atom.serve.openai.params import find_form
+from atom.serve.openai.params import find_constraint
 from atom.serve.openai.schema import Generation
 from atom.serve.response import Choice, EngineRequest, Responder
 from atom.serve.sse import DONE, event
@@ -30,7 +30,7 @@ class OpenAIResponder(Responder, Generic[Body]):
         self.body = body
         self._created = int(time.time())
         self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        # what stands around a choice in an event: its index follows the head
+        # an event before and after its choice, which begins with the index
         self._head = b"data: " + json.encode(self._object(self.chunk))[:-1] + b',"choices":[{"index":'
         self._tail = b'}],"usage":null}\n\n' if self._has_usage else b"}]}\n\n"
 
@@ -39,15 +39,15 @@ class OpenAIResponder(Responder, Generic[Body]):
         """One of the answers."""
 
     def engine_request(
-        self, prompts: list[list[int]], params: list[SamplingParams], form: str | None = None
+        self, prompts: list[list[int]], params: list[SamplingParams], default_field: str | None = None
     ) -> EngineRequest:
-        """form: the field that the engine reads where the body says no form."""
-        body, found = self.body, find_form(self.body)
+        """default_field: the constraint's field if no field of the body has one."""
+        body, found = self.body, find_constraint(self.body)
         salt = (body.cache_salt or "").encode()
-        field = form if found is None else found.field
+        field = default_field if found is None else found.field
         return EngineRequest(prompts, params, body.user, salt, body.priority or 0, body.n or 1, field)
 
-    def whole(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+    def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         return self._object(self.kind) | {"choices": [self.choice(each) for each in choices], "usage": usage}
 
     def close(self, usage: dict[str, Any]) -> Iterator[bytes]:

@@ -1,11 +1,11 @@
 """Request bodies of the OpenAI routes.
 
-What is not a field here is refused by name.
+Any other field is refused by name.
 
     ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hello"}]})
 
-null means that a field is left out. Types are strict: a number in quotes is no number. Limits of the configuration are
-checked in `atom.serve.openai.params`.
+A field that is null counts as left out. Types are strict: a number in quotes is no number. `atom.serve.openai.params`
+checks the limits of the configuration.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def at_most(most: int) -> BeforeValidator:
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
-            told = {"given": len(value), "most": most}
-            raise PydanticCustomError("fields", "this has {given} fields; it takes at most {most}", told)
+            sizes = {"count": len(value), "most": most}
+            raise PydanticCustomError("fields", "this has {count} fields; it takes at most {most}", sizes)
         return value
 
     return BeforeValidator(check)
@@ -94,8 +94,8 @@ class Body(BaseModel):
     def refuse_many(cls, value: Any) -> Any:
         """Refuse many unknown fields, since each is reported by name."""
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
-            told = {"given": len(value), "most": MAX_FIELDS}
-            raise PydanticCustomError("fields", "this has {given} fields; no object here takes more than {most}", told)
+            sizes = {"count": len(value), "most": MAX_FIELDS}
+            raise PydanticCustomError("fields", "this has {count} fields; no object here takes more than {most}", sizes)
         return value
 
 

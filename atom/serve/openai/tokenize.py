@@ -30,8 +30,8 @@ def routes(context: Context) -> APIRouter:
             if body.add_special_tokens is not None:
                 raise FieldError("add_special_tokens", "add_special_tokens is for a prompt; a template brings its own")
             messages, tools, values = body.messages, body.tools, body.chat_template_kwargs
-            told = await context.in_thread(lambda: encode_conversation(context, messages, tools, values))
-            tokens = told.tokens
+            conversation = await context.in_thread(lambda: encode_conversation(context, messages, tools, values))
+            tokens = conversation.tokens
         else:
             for name in ("tools", "chat_template_kwargs"):
                 if getattr(body, name) is not None:

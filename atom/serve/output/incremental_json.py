@@ -1,10 +1,10 @@
 """Parse JSON and Python literals incrementally, while their text arrives.
 
-    yield from read_json(text)                 # past one value, its text is in text.text
-    key = yield from read_json_string(text)    # the string that it says
-    value = yield from read_python(text)       # {"city": "Paris", "days": [1, 2]}, as `ast.literal_eval` has it
+    yield from read_json(text)                 # skips one value
+    key = yield from read_json_string(text)    # the string, unescaped
+    value = yield from read_python(text)       # {"city": "Paris", "days": [1, 2]}, as `ast.literal_eval` reads it
 
-They raise Unreadable at the first character that cannot be part of a value. Nothing is evaluated; depth is limited.
+They raise ParseError at the first character that cannot be part of a value. Nothing is evaluated; the depth is limited.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from atom.serve.output.incremental_text import SPACE, Arriving, Reading, Unreadable
+from atom.serve.output.incremental_text import SPACE, ParseError, Reading, TextBuffer
 
 MAX_DEPTH = 64  # of brackets in brackets
 JSON_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -29,13 +29,13 @@ PYTHON_WORD = re.compile(r"[\w.+-]*")
 PYTHON_NAMES = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 PYTHON_INTEGER = re.compile(r"[+-]?(0+|[1-9][0-9]*)")
 PYTHON_FLOAT = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][+-]?[0-9]+)?")
-# as the language reference has them, but for \N{name}
+# those of Python's language reference, except \N{name}
 PYTHON_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
 PYTHON_ESCAPES = {**dict(zip("\\'\"abfnrtv", "\\'\"\a\b\f\n\r\t\v", strict=True)), "\n": ""}
 
 
 def read_items(
-    text: Arriving, close: str, read_item: Callable[[], Reading[None]], *, may_trail: bool = False
+    text: TextBuffer, close: str, read_item: Callable[[], Reading[None]], *, may_trail: bool = False
 ) -> Reading[int]:
     """Read comma-separated items from the next bracket to `close`; the number of commas.
 
@@ -56,21 +56,21 @@ def read_items(
             yield from text.skip(SPACE)
             is_closed = may_trail and (yield from text.peek()) == close
         elif not is_closed:
-            raise Unreadable
+            raise ParseError
     text.at += 1
     return num_commas
 
 
-def expect(text: Arriving, char: str) -> Reading[None]:
+def expect(text: TextBuffer, char: str) -> Reading[None]:
     """Skip this character and the space around it."""
     yield from text.skip(SPACE)
     if (yield from text.peek()) != char:
-        raise Unreadable
+        raise ParseError
     text.at += 1
     yield from text.skip(SPACE)
 
 
-def read_json(text: Arriving, depth: int = 0) -> Reading[None]:
+def read_json(text: TextBuffer, depth: int = 0) -> Reading[None]:
     """Skip one JSON value (RFC 8259)."""
 
     def read_member() -> Reading[None]:
@@ -79,7 +79,7 @@ def read_json(text: Arriving, depth: int = 0) -> Reading[None]:
         yield from read_json(text, depth + 1)
 
     if depth > MAX_DEPTH:
-        raise Unreadable
+        raise ParseError
     char = yield from text.peek()
     if char == "{":
         yield from read_items(text, "}", read_member)
@@ -88,19 +88,19 @@ def read_json(text: Arriving, depth: int = 0) -> Reading[None]:
     elif char == '"':
         yield from skip_json_string(text)
     elif not JSON_VALUE.fullmatch((yield from text.read(JSON_WORD))):
-        raise Unreadable
+        raise ParseError
 
 
-def read_json_string(text: Arriving) -> Reading[str]:
+def read_json_string(text: TextBuffer) -> Reading[str]:
     """Read the next string, unescaped."""
     start = text.at
     yield from skip_json_string(text)
     return str(json.loads(text.text[start : text.at]))
 
 
-def skip_json_string(text: Arriving) -> Reading[None]:
+def skip_json_string(text: TextBuffer) -> Reading[None]:
     if (yield from text.peek()) != '"':
-        raise Unreadable
+        raise ParseError
     text.at += 1
     while True:
         yield from text.skip(JSON_PLAIN)
@@ -109,20 +109,20 @@ def skip_json_string(text: Arriving) -> Reading[None]:
             text.at += 1
             return
         if char != "\\":
-            raise Unreadable
+            raise ParseError
         text.at += 1
         char = yield from text.peek()
         if char not in JSON_ESCAPES:
-            raise Unreadable
+            raise ParseError
         text.at += 1
         for _ in range(4 if char == "u" else 0):
             if (yield from text.peek()) not in HEX:
-                raise Unreadable
+                raise ParseError
             text.at += 1
 
 
-def read_python(text: Arriving, depth: int = 0) -> Reading[Any]:
-    """Read a literal that JSON has too: string, number, list or tuple, dict with string keys, True, False, None."""
+def read_python(text: TextBuffer, depth: int = 0) -> Reading[Any]:
+    """Read a literal that JSON can express: string, number, list or tuple, dict with string keys, True, False, None."""
     items: list[Any] = []
     members: dict[str, Any] = {}
 
@@ -135,7 +135,7 @@ def read_python(text: Arriving, depth: int = 0) -> Reading[Any]:
         members[key] = yield from read_python(text, depth + 1)
 
     if depth > MAX_DEPTH:
-        raise Unreadable
+        raise ParseError
     char = yield from text.peek()
     if char == "{":
         yield from read_items(text, "}", read_member, may_trail=True)
@@ -159,17 +159,17 @@ def python_value(word: str) -> Any:
         if PYTHON_INTEGER.fullmatch(word):
             return int(word)
     except ValueError as error:  # more digits than Python converts
-        raise Unreadable from error
+        raise ParseError from error
     if not PYTHON_FLOAT.fullmatch(word) or math.isinf(float(word)):
-        raise Unreadable
+        raise ParseError
     return float(word)
 
 
-def read_python_string(text: Arriving) -> Reading[str]:
+def read_python_string(text: TextBuffer) -> Reading[str]:
     """Read the next string, unescaped; in one or three quotes, without a prefix."""
     quote = yield from text.peek()
     if quote not in PYTHON_PLAIN:
-        raise Unreadable
+        raise ParseError
     is_long = yield from text.starts_with(quote * 3)
     end = quote * 3 if is_long else quote
     text.at += len(end)
@@ -180,24 +180,24 @@ def read_python_string(text: Arriving) -> Reading[str]:
             text.at += 1
             char = yield from text.peek()
         elif char in ("\n", "\r") and not is_long:
-            raise Unreadable
+            raise ParseError
         if not char:
-            raise Unreadable
+            raise ParseError
         text.at += 1
         yield from text.skip(PYTHON_PLAIN[quote])
-    said = text.text[start : text.at]
+    literal = text.text[start : text.at]
     text.at += len(end)
-    return PYTHON_ESCAPE.sub(unescape, said)
+    return PYTHON_ESCAPE.sub(unescape, literal)
 
 
 def unescape(match: re.Match[str]) -> str:
-    said = match[1]
-    if said in PYTHON_ESCAPES:
-        return PYTHON_ESCAPES[said]
-    if said[0] in "xuU" and len(said) > 1 and int(said[1:], 16) <= 0x10FFFF:
-        return chr(int(said[1:], 16))
-    if said[0] in "01234567":
-        return chr(int(said, 8))
-    if said[0] in "xuUN":
-        raise Unreadable
+    escape = match[1]
+    if escape in PYTHON_ESCAPES:
+        return PYTHON_ESCAPES[escape]
+    if escape[0] in "xuU" and len(escape) > 1 and int(escape[1:], 16) <= 0x10FFFF:
+        return chr(int(escape[1:], 16))
+    if escape[0] in "01234567":
+        return chr(int(escape, 8))
+    if escape[0] in "xuUN":
+        raise ParseError
     return match[0]  # Python leaves an unknown escape as it is

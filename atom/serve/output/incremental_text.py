@@ -1,15 +1,15 @@
 """Incremental readers: generators that wait for text that has not arrived.
 
-They are written as if all of it were there.
+They are written as if the whole text were there.
 
-    def read_greeting(text: Arriving) -> Reading[str]:
+    def read_greeting(text: TextBuffer) -> Reading[str]:
         if not (yield from text.starts_with("hello")):      # waits while it may still become that word
-            raise Unreadable
+            raise ParseError
         text.at += len("hello")
         return (yield from text.read(LETTERS))
 
-A reader is a generator that yields where it needs more text. It depends on the characters alone, so it reads the same
-in whatever pieces they arrive.
+A reader is a generator that yields where it needs more text. Its result depends only on the characters, not on the
+pieces in which they arrive.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SPACE = re.compile(r"[ \t\r\n]*")
 NEWLINES = re.compile(r"\n*")
 
 
-class Unreadable(Exception):
+class ParseError(Exception):
     """The text does not have the reader's form; `at` is the first wrong character."""
 
 
-class Arriving:
-    """The text that has arrived and was not taken yet, and how far it is read."""
+class TextBuffer:
+    """The text that has arrived and is not taken yet, with a read position."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -61,7 +61,7 @@ class Arriving:
         """Skip all characters of a class: a pattern of one class, any number of times."""
         while True:
             match = pattern.match(self.text, self.at)
-            assert match is not None, "a pattern matches nothing too"
+            assert match is not None, "the pattern matches the empty text"
             self.at = match.end()
             if self.at < len(self.text) or self.is_ended:
                 return
@@ -73,17 +73,17 @@ class Arriving:
         yield from self.skip(pattern)
         return self.text[start : self.at]
 
-    def give_until(self, marker: str, out: list[str]) -> Reading[bool]:
+    def move_until(self, marker: str, out: list[str]) -> Reading[bool]:
         """Move the text before a marker to `out` as it arrives, without the newlines that touch the marker.
 
-        It ends behind the marker, with the newlines after it not read; false where there is no marker: all is moved.
+        True: the next character is the one after the marker. False: there is no marker, and all the text is moved.
         """
         while True:
             found = self.text.find(marker)
             if found < 0 and self.is_ended:
                 out.append(self.take(len(self.text)))
                 return False
-            end = found if found >= 0 else beginning(marker, self.text)
+            end = found if found >= 0 else partial_marker(marker, self.text)
             out.append(self.take(len(self.text[:end].rstrip("\n"))))
             if found >= 0:
                 self.at = self.text.index(marker) + len(marker)
@@ -91,8 +91,8 @@ class Arriving:
             yield
 
 
-def beginning(marker: str, text: str) -> int:
-    """The index at which a beginning of the marker ends the text; the text's length, if none does."""
+def partial_marker(marker: str, text: str) -> int:
+    """The index where the text ends in an incomplete marker; the text's length if it does not."""
     start = max(0, len(text) - len(marker) + 1)
     while (start := text.find(marker[0], start)) >= 0:
         if marker.startswith(text[start:]):

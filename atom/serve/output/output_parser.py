@@ -9,9 +9,9 @@
 
     gather([parser.push(text), parser.finish()])     # the same for an answer that is not streamed
 
-One parser for each sequence. The deltas add up to the same whatever pieces the text comes in. `tool_choice` that forces
-calls constrains the answer to `tool_schema(tools, choice, tool_format)`; such an answer is read as "json" where it is
-"required", and with `named=` where it is one function's.
+Each sequence has its own parser. The deltas add up to the same answer however the text is split. A `tool_choice` that
+forces calls constrains the answer to `tool_schema(tools, choice, tool_format)`; such an answer is parsed as "json" for
+"required", and with `named=` for one function.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def new_call_id() -> str:
 
 
 def markers(tool_format: str | None, reasoning: tuple[str, str] | None) -> list[str]:
-    """The markers that must be decoded for a parser to see them, though they may be special tokens."""
+    """The markers that the parser needs in the text, though they may be special tokens."""
     tags = FORMATS[tool_format][:2] if tool_format else ()
     return [text for text in (*tags, *(reasoning or ())) if text]
 
 
 class OutputParser:
-    """Parses one answer. Only what may be the beginning of a marker or of a call is held back."""
+    """Parses one answer. It holds back only text that may begin a marker or a call."""
 
     def __init__(
         self,
@@ -87,19 +87,19 @@ class OutputParser:
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
         """
-        tool_format: json, tagged_json or python_tag; None: no calls are looked for
-        reasoning: the two markers; None: none is looked for
-        is_in_reasoning: the prompt ends with the opening marker, as `is_opened` says
-        tools: the names that can be called; a call of another is content. None: any name
-        named: the whole answer is the arguments of this function, whatever the format
-        is_streamed: arguments are given out while they are read; else a call comes whole, and one that breaks off is
-            content alone
+        tool_format: json, tagged_json or python_tag; None: calls are not parsed
+        reasoning: the two markers; None: reasoning is not parsed
+        is_in_reasoning: the prompt ends with the opening marker (`is_opened`)
+        tools: the functions that can be called; a call of any other is content. None: any function
+        named: the whole answer is the arguments of this function; the format is ignored
+        is_streamed: arguments are returned while they arrive; else only complete calls are, and one that breaks off is
+            content
         """
         self._splitter = ReasoningSplitter(reasoning, is_inside=is_in_reasoning) if reasoning else None
         self._reader: CallReader | None = None
         if tool_format is not None or named is not None:
-            form = FORMATS[tool_format] if tool_format is not None and named is None else None
-            self._reader = CallReader(form, tools, new_id, named=named, is_streamed=is_streamed)
+            call_format = FORMATS[tool_format] if tool_format is not None and named is None else None
+            self._reader = CallReader(call_format, tools, new_id, named=named, is_streamed=is_streamed)
 
     @property
     def num_tool_calls(self) -> int:
@@ -130,7 +130,7 @@ def gather(deltas: Iterable[Delta]) -> Answer:
     deltas = list(deltas)
     calls: dict[int, ToolCall] = {}
     for index, id, name, arguments in (tool for delta in deltas for tool in delta.tools):
-        begun = calls.get(index) or ToolCall(name or "", "", id or "")
-        calls[index] = begun._replace(arguments=begun.arguments + arguments)
+        call = calls.get(index) or ToolCall(name or "", "", id or "")
+        calls[index] = call._replace(arguments=call.arguments + arguments)
     content, reasoning = "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas)
     return Answer(content, reasoning, list(calls.values()))

@@ -1,9 +1,9 @@
 """Choose the output parser of a chat, by model and tools.
 
 talk = Talk(config, body.tools, body.tool_choice)
-params = talk.constrain(params)                  # a choice that forces calls constrains the answer
+params = talk.constrain(params)                  # a forced call constrains the answer
 answer = talk.read(text, prompt)                 # content, reasoning, calls
-parser = talk.parser(prompt)                     # the same while it is streamed; None: all is content
+parser = talk.parser(prompt)                     # for a streamed answer; None: all of it is content
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Talk:
         is_parallel: bool = True,
         new_id: Callable[[], str] = new_call_id,
     ) -> None:
-        """FieldError where the model has no format of tool calls, or a tool is wrong."""
+        """FieldError where the model has no tool call format, or a tool is invalid."""
         if choice not in (None, "none") and not tools:
             raise FieldError("tool_choice", "tool_choice needs tools")
         self.tools = None if choice == "none" else tools or None  # the tools in the prompt
@@ -56,8 +56,8 @@ class Talk:
         try:
             self._names = tool_names(self._plain) if self.tools else []
             if is_forced:
-                asked = choice.model_dump() if isinstance(choice, NamedTool) else "required"
-                self._schema = tool_schema(self._plain, asked, self._format, is_parallel=is_parallel)
+                forced = choice.model_dump() if isinstance(choice, NamedTool) else "required"
+                self._schema = tool_schema(self._plain, forced, self._format, is_parallel=is_parallel)
         except RequestError as error:
             raise FieldError("tool_choice" if str(error).startswith("tool_choice") else "tools", str(error)) from None
         if is_forced:
@@ -67,28 +67,28 @@ class Talk:
             raise FieldError("tools", f"this model's file names no format of tool calls; {fix}")
 
     def constrain(self, params: SamplingParams) -> SamplingParams:
-        """Add the constraint of a forced call, and the visible markers; to be called before reading."""
+        """Add the constraint of a forced call, and the markers to decode; call it before `read` or `parser`."""
         if self._schema is not None:
             if params.structured_outputs is not None:
                 raise FieldError("tool_choice", "a forced tool call and response_format both say what the answer is")
             params = replace(params, structured_outputs={"json": self._schema})
         self._is_constrained = params.structured_outputs is not None
-        visible = markers(self._format if self.tools else None, self._thinks)
+        visible = markers(self._format if self.tools else None, self._reasoning_markers)
         return replace(params, visible_tokens=visible) if visible else params
 
     @property
-    def _thinks(self) -> tuple[str, str] | None:
+    def _reasoning_markers(self) -> tuple[str, str] | None:
         """The markers of reasoning; None for a constrained answer, which has none."""
         return None if self._is_constrained else self._reasoning
 
     def parser(self, prompt: str, *, is_streamed: bool = True) -> OutputParser | None:
         """The parser of an answer to a rendered prompt; None where all of it is content."""
-        if self.tools is None and self._thinks is None:
+        if self.tools is None and self._reasoning_markers is None:
             return None
         return OutputParser(
             self._format if self.tools else None,
-            self._thinks,
-            is_in_reasoning=self._thinks is not None and is_opened(prompt, self._thinks),
+            self._reasoning_markers,
+            is_in_reasoning=self._reasoning_markers is not None and is_opened(prompt, self._reasoning_markers),
             tools=self._names,
             named=self._named,
             is_streamed=is_streamed,
@@ -114,18 +114,18 @@ class Talk:
         return delta._replace(tools=[call for call in delta.tools if not call.index])
 
     def delta(self, parser: OutputParser, text: str, *, is_last: bool) -> dict[str, Any]:
-        """The new part of the answer as the delta of a chunk; {} where all is held back."""
+        """Parse the next text; the new part as the delta of a chunk, {} where all of it is held back."""
         content, reasoning, calls = self.next(parser, text, is_last=is_last)
-        told: dict[str, Any] = {}
+        delta: dict[str, Any] = {}
         if content:
-            told["content"] = content
+            delta["content"] = content
         if reasoning:
-            told["reasoning_content"] = reasoning
+            delta["reasoning_content"] = reasoning
         if calls:
-            told["tool_calls"] = [
+            delta["tool_calls"] = [
                 {"index": call.index}
                 | ({"id": call.id, "type": "function"} if call.id else {})
                 | {"function": ({"name": call.name} if call.name else {}) | {"arguments": call.arguments}}
                 for call in calls
             ]
-        return told
+        return delta

@@ -1,16 +1,16 @@
-"""Separate a model's reasoning from its answer while both stream.
+"""Split a streamed answer into reasoning and content.
 
     splitter = ReasoningSplitter(("<think>", "</think>"), is_inside=is_opened(prompt, ("<think>", "</think>")))
     reasoning, content = splitter.push("Let me see.\n</think>\n\nIt is")     # "Let me see.", "It is"
     reasoning, content = splitter.push(" four.")                             # "", " four."
     reasoning, content = splitter.finish()                                   # what was held back
 
-An answer has one reasoning part at most, at its beginning: a marker further on is plain text.
+Only the beginning of an answer can be reasoning: a later marker is plain text.
 """
 
 from __future__ import annotations
 
-from atom.serve.output.incremental_text import NEWLINES, SPACE, Arriving, Reading
+from atom.serve.output.incremental_text import NEWLINES, SPACE, Reading, TextBuffer
 
 
 def is_opened(prompt: str, markers: tuple[str, str]) -> bool:
@@ -22,16 +22,16 @@ class ReasoningSplitter:
     """Splits a text into reasoning and content. The markers and the newlines that touch them belong to neither."""
 
     def __init__(self, markers: tuple[str, str], *, is_inside: bool = False) -> None:
-        """is_inside: the prompt has the opening marker already; the model may repeat it."""
+        """is_inside: the prompt ends with the opening marker; the model may repeat it."""
         self._open, self._close = markers
         self._is_inside = is_inside
-        self._text = Arriving()
+        self._text = TextBuffer()
         self._reasoning: list[str] = []
         self._is_over = False  # the rest is content
         self._reading = self._read()
 
     def push(self, text: str) -> tuple[str, str]:
-        """Take text; the new reasoning and content. Only what may be a marker's beginning is held back."""
+        """Parse the next text; the new reasoning and content. It holds back only text that may begin a marker."""
         assert not (text and self._text.is_ended), "text came after the end"
         if self._is_over:
             return "", text
@@ -58,7 +58,7 @@ class ReasoningSplitter:
             return
         yield from text.skip(NEWLINES)
         text.take(text.at)
-        if (yield from text.give_until(self._close, self._reasoning)):
+        if (yield from text.move_until(self._close, self._reasoning)):
             yield from text.skip(NEWLINES)
             text.take(text.at)
         self._is_over = True

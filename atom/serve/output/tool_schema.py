@@ -2,7 +2,7 @@
 
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {…}}}}]
     tool_names(tools)                                    # ["f"]
-    tool_schema(tools, "required", "tagged_json")        # a list of {"name": "f", "arguments": {…}}, one at least
+    tool_schema(tools, "required", "tagged_json")        # a list of at least one {"name": "f", "arguments": {…}}
     tool_schema(tools, {"type": "function", "function": {"name": "f"}}, "tagged_json")       # the arguments of f
 
 The server constrains generation to it (structured outputs), so that the answer can be parsed.
@@ -43,8 +43,8 @@ def tool_schema(
 ) -> dict[str, Any]:
     """The schema for a tool_choice of "required" or of one function. RequestError where there is no such function.
 
-    tool_format: the model's own format, whose key for the arguments is kept
-    is_parallel: several calls may come
+    tool_format: the model's format, which decides the key of the arguments
+    is_parallel: the answer may have several calls
     """
     names = tool_names(tools)
     if not names:
@@ -95,12 +95,12 @@ def arguments_schema(tool: Mapping[str, Any], index: int, at: str) -> dict[str, 
 
 
 def move_schema(schema: Any, to: str, where: str, depth: int = 0) -> Any:
-    """Move a schema to another place of a document: references to its root become references to that place."""
+    """Rewrite the references of a schema that moves from a document's root to the fragment `to`."""
     if depth > MAX_DEPTH:
         raise RequestError(f"{where}: schemas are nested more than {MAX_DEPTH} deep")
     if isinstance(schema, list):
         return [move_schema(item, to, where, depth + 1) for item in schema]
-    if not isinstance(schema, Mapping) or "$id" in schema:  # with an id it is a root of its own
+    if not isinstance(schema, Mapping) or "$id" in schema:  # a schema with an id is its own root
         return schema
 
     def move(key: str, value: Any) -> Any:

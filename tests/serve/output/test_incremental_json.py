@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atom.serve.output.incremental_json import MAX_DEPTH, read_json, read_json_string, read_python
-from atom.serve.output.incremental_text import Arriving, Reading, Unreadable
+from atom.serve.output.incremental_text import ParseError, Reading, TextBuffer
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
 values = st.recursive(
@@ -21,9 +21,9 @@ values = st.recursive(
 )
 
 
-def read(reader: Callable[[Arriving], Reading[Any]], pieces: list[str]) -> tuple[Any, str]:
-    """What a reader makes of text that comes in pieces, and the text that it leaves. Unreadable, or the answer."""
-    text = Arriving()
+def read(reader: Callable[[TextBuffer], Reading[Any]], pieces: list[str]) -> tuple[Any, str]:
+    """What a reader makes of text that comes in pieces, and the text that it leaves. ParseError, or the answer."""
+    text = TextBuffer()
     reading = reader(text)
     for num_read, piece in enumerate(pieces, 1):
         text.push(piece)
@@ -44,11 +44,11 @@ def strict_json(text: str) -> Any:
     return json.loads(text, parse_constant=refuse)
 
 
-def is_read(reader: Callable[[Arriving], Reading[Any]], text: str) -> bool:
+def is_read(reader: Callable[[TextBuffer], Reading[Any]], text: str) -> bool:
     """Whether all of the text is one value."""
     try:
         return read(reader, [text])[1] == ""
-    except Unreadable:
+    except ParseError:
         return False
 
 
@@ -150,7 +150,7 @@ def test_what_no_tool_argument_can_be_is_not_read(text: str):
 def test_any_text_that_is_read_is_what_python_reads(text: str):
     try:
         value, rest = read(read_python, [text])
-    except Unreadable:
+    except ParseError:
         return
     said = text[: len(text) - len(rest)]
     with warnings.catch_warnings():
@@ -166,7 +166,7 @@ def plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(("reader", "opening", "closing"), [(read_json, "[", "]"), (read_python, "(", ",)")])
-def test_brackets_nest_only_so_deep(reader: Callable[[Arriving], Reading[Any]], opening: str, closing: str):
+def test_brackets_nest_only_so_deep(reader: Callable[[TextBuffer], Reading[Any]], opening: str, closing: str):
     assert is_read(reader, opening * MAX_DEPTH + "1" + closing * MAX_DEPTH)
     assert not is_read(reader, opening * (MAX_DEPTH + 1) + "1" + closing * (MAX_DEPTH + 1))
     assert not is_read(reader, opening * 1_000_000)

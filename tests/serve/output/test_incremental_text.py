@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from atom.serve.output.incremental_text import SPACE, Arriving, Reading, beginning
+from atom.serve.output.incremental_text import SPACE, Reading, TextBuffer, partial_marker
 
 
 def run(reading: Reading[object]) -> object:
@@ -15,7 +15,7 @@ def run(reading: Reading[object]) -> object:
 
 
 def test_a_reader_waits_for_the_next_character():
-    text = Arriving()
+    text = TextBuffer()
     reading = text.peek()
     assert run(reading) is None
     text.push("ab")
@@ -26,7 +26,7 @@ def test_a_reader_waits_for_the_next_character():
 
 
 def test_a_word_is_waited_for_while_it_may_still_come():
-    text = Arriving()
+    text = TextBuffer()
     text.push("<a")
     reading = text.starts_with("<abc>")
     assert run(reading) is None
@@ -40,7 +40,7 @@ def test_a_word_is_waited_for_while_it_may_still_come():
 
 
 def test_characters_of_a_class_are_read_across_pieces():
-    text = Arriving()
+    text = TextBuffer()
     text.push(" \n")
     reading = text.read(SPACE)
     assert run(reading) is None
@@ -50,8 +50,8 @@ def test_characters_of_a_class_are_read_across_pieces():
 
 
 def test_text_is_given_out_up_to_the_newlines_before_a_marker():
-    text, out = Arriving(), list[str]()
-    reading = text.give_until("<a>", out)
+    text, out = TextBuffer(), list[str]()
+    reading = text.move_until("<a>", out)
     for piece, given in [("x\n", "x"), ("\ny<", "\n\ny"), ("b\n", "<b"), ("\n<", ""), ("a", "")]:
         text.push(piece)
         assert run(reading) is None
@@ -63,9 +63,9 @@ def test_text_is_given_out_up_to_the_newlines_before_a_marker():
 
 
 def test_without_a_marker_all_is_given_out_in_the_end():
-    text, out = Arriving(), list[str]()
+    text, out = TextBuffer(), list[str]()
     text.push("x\n<")
-    reading = text.give_until("<a>", out)
+    reading = text.move_until("<a>", out)
     assert run(reading) is None
     text.is_ended = True
     assert run(reading) is False
@@ -87,9 +87,9 @@ def test_without_a_marker_all_is_given_out_in_the_end():
     ],
 )
 def test_a_marker_may_begin_where_the_text_ends(text: str, start: int):
-    assert beginning("<a>", text) == start
+    assert partial_marker("<a>", text) == start
 
 
 def test_a_marker_that_repeats_itself_begins_as_early_as_it_can():
-    assert beginning("aab", "xaa") == 1
-    assert beginning("aab", "aaa") == 1
+    assert partial_marker("aab", "xaa") == 1
+    assert partial_marker("aab", "aaa") == 1

@@ -1,6 +1,6 @@
 r"""Bound the time and tokens that a tokenizer may take for a text.
 
-The bounds are read off its components before it is given any text.
+The bounds are read off its components before it gets any text.
 
     bounds = measure(backend)
     bounds.growth           # bytes that one byte may become on the way to the model: 3 where " " becomes "▁"
@@ -197,12 +197,12 @@ def limits(repeat: re.Match[str]) -> tuple[int, float]:
 
 def split_alternatives(pattern: str) -> list[str]:
     """Split a pattern at each | outside of groups and sets."""
-    found, depth, start, position = [], 0, 0, 0
+    alternatives, depth, start, position = [], 0, 0, 0
     while position < len(pattern):
         character = pattern[position]
         depth += (character in "([") - (character in ")]")
         if character == "|" and not depth:
-            found.append(pattern[start:position])
+            alternatives.append(pattern[start:position])
             start = position + 1
         position += 2 if character == "\\" else 1
-    return [*found, pattern[start:]]
+    return [*alternatives, pattern[start:]]

@@ -144,12 +144,12 @@ def find_product(node: Node, weights: Sequence[Recipe]) -> Product | None:
 
 def find_top_k(node: Node) -> int:
     """The number of experts that each token of a call chose, by the nearest router before it."""
-    found = {node: None}
+    seen = {node: None}
     for each in (waiting := [node]):
         if each.target is ops.router:
             return int(each.kwargs["top_k"])
-        new = [before for before in each.all_input_nodes if before not in found]
-        found |= dict.fromkeys(new)
+        new = [before for before in each.all_input_nodes if before not in seen]
+        seen |= dict.fromkeys(new)
         waiting += new
     raise AssertionError(f"{node} has experts and no router before it")
 

@@ -124,8 +124,8 @@ def _unpack(path: Path, folder: Path) -> tuple[list[str], str, dict[str, Any]]:
                 entry, _, name = member.name.rpartition("/")
                 if entry not in names or not NAME.fullmatch(name):
                     raise Damaged(f"it holds {member.name!r}, which its head does not name")
-                for path in (folder / entry).parent, folder / entry:
-                    path.mkdir(0o700, exist_ok=True)
+                for each in (folder / entry).parent, folder / entry:
+                    each.mkdir(0o700, exist_ok=True)
                 with create_file(folder / entry / name) as file:
                     copy_bytes(bundle, file, member.size)
             bundle.seek(-member.size % tarfile.BLOCKSIZE, os.SEEK_CUR)

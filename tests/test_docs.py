@@ -138,9 +138,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return here
 
 
-def start(config: Config, tell: Callable[[dict[str, float]], None] = lambda numbers: None) -> int:
+def start(config: Config, report: Callable[[dict[str, float]], None] = lambda numbers: None) -> int:
     """The cheap part of a job, and a line where it prints any."""
-    tell(dict.fromkeys(bench.OBJECTIVES, 1.0))
+    report(dict.fromkeys(bench.OBJECTIVES, 1.0))
     if config.job.graph is not None:
         compile_graph(config)
     if config.job.kind in ("bench", "profile"):

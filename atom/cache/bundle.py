@@ -121,12 +121,12 @@ def _unpack(path: Path, folder: Path) -> tuple[list[str], str, dict[str, Any]]:
                     raise Damaged(f"it does not begin with {BUNDLE}")
                 names, key, measured = _read_head(bundle.read(member.size))
             else:
-                place, _, name = member.name.rpartition("/")
-                if place not in names or not NAME.fullmatch(name):
+                entry, _, name = member.name.rpartition("/")
+                if entry not in names or not NAME.fullmatch(name):
                     raise Damaged(f"it holds {member.name!r}, which its head does not name")
-                for each in (folder / place).parent, folder / place:
+                for each in (folder / entry).parent, folder / entry:
                     each.mkdir(0o700, exist_ok=True)
-                with create_file(folder / place / name) as file:
+                with create_file(folder / entry / name) as file:
                     copy_bytes(bundle, file, member.size)
             bundle.seek(-member.size % tarfile.BLOCKSIZE, os.SEEK_CUR)
     if not names:

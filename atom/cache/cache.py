@@ -204,9 +204,9 @@ class Cache:
             raise Damaged(f"{MANIFEST} does not name {min(strange)!r}")
         for name, (size, digest) in manifest.files.items():
             with open_file(location / name, is_use) as file:
-                found = os.fstat(file.fileno()).st_size
-                if found != size:
-                    raise Damaged(f"{name} has {found:,} bytes instead of {size:,}")
+                actual = os.fstat(file.fileno()).st_size
+                if actual != size:
+                    raise Damaged(f"{name} has {actual:,} bytes instead of {size:,}")
                 if is_thorough and hashlib.file_digest(file, "sha256").hexdigest() != digest:
                     raise Damaged(f"the checksum of {name} is wrong")
         return manifest
@@ -222,10 +222,10 @@ class Cache:
         size = sum(sizes.values())
         sizes.pop(MANIFEST, None)
         try:
-            told = self._check(kind, key, is_thorough=False)
+            manifest = self._check(kind, key, is_thorough=False)
         except (Unfit, OSError) as error:
             return Entry(kind, key, {}, sizes, size, made, used, "", reason_of(error))
-        return Entry(kind, key, told.about, sizes, size, told.created, used, told.built_by)
+        return Entry(kind, key, manifest.about, sizes, size, manifest.created, used, manifest.built_by)
 
     def _prepare(self, name: str) -> Path:
         """Make a folder of the cache if it is missing."""
@@ -251,7 +251,7 @@ class Cache:
         return location
 
     def _put(self, new: Path, location: Path) -> bool:
-        """Move a folder to its place; a trusted entry there does as well. False where something else is in the way."""
+        """Move a folder to its location, unless a trusted entry is there. False where anything else is there."""
         try:
             os.rename(new, location)
         except OSError:

@@ -109,10 +109,10 @@ def unfinished_name(parent: Path) -> Path:
     return parent / f".{_host()}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
-def discard(place: Path) -> None:
+def discard(path: Path) -> None:
     """Remove a path atomically, by a rename first."""
-    aside = unfinished_name(place.parent)
-    os.rename(place, aside)
+    aside = unfinished_name(path.parent)
+    os.rename(path, aside)
     if stat.S_ISDIR(aside.lstat().st_mode):
         shutil.rmtree(aside)
     else:
@@ -141,12 +141,12 @@ def _is_alive(pid: int) -> bool:
 
 def check_owner(path: Path, *, is_folder: bool = False) -> None:
     """Raise unless a path is a folder or plain file that only the user and root can change."""
-    found = path.lstat()
-    if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(found.st_mode):
+    status = path.lstat()
+    if not (stat.S_ISDIR if is_folder else stat.S_ISREG)(status.st_mode):
         raise Damaged(f"{path} is no plain {'folder' if is_folder else 'file'}")
-    if found.st_uid not in (os.geteuid(), 0):
-        raise Unfit(f"{path} is owned by {_user(found.st_uid)}")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_uid not in (os.geteuid(), 0):
+        raise Unfit(f"{path} is owned by {_user(status.st_uid)}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise Unfit(f"{path} is writable by others (chmod go-w would mend it, if you trust what is there)")
 
 
@@ -162,8 +162,8 @@ def open_file(path: Path, is_use: bool) -> io.BufferedReader:
 def sizes_of(folder: Path) -> dict[str, int]:
     """The files of a folder: name -> bytes."""
     try:
-        with os.scandir(folder) as found:
-            return {file.name: file.stat(follow_symlinks=False).st_size for file in found}
+        with os.scandir(folder) as files:
+            return {file.name: file.stat(follow_symlinks=False).st_size for file in files}
     except NotADirectoryError:
         return {}
 

@@ -1,6 +1,6 @@
 r"""Bound the time and tokens that a tokenizer may take for a text.
 
-The bounds are read off its components before it is given any text.
+The bounds are read off its components before it gets any text.
 
     bounds = measure(backend)
     bounds.growth           # bytes that one byte may become on the way to the model: 3 where " " becomes "▁"
@@ -33,8 +33,8 @@ MAX_WORD = 256  # characters of a word whose parts a WordPiece model looks up
 MAX_AROUND = 64  # tokens added around a text
 MAX_DECODED = 16  # bytes that a decoder may make of one
 
-# Bytes of UTF-8 that one may become: Unicode's own limits (UAX 15), what BERT puts around ideographs, and bytes as
-# characters of two.
+# The most bytes of UTF-8 that a component makes of one: Unicode's limits (UAX 15), BERT's spaces around ideographs,
+# ByteLevel's characters of two bytes.
 GROWTH = {
     "NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11, "Lowercase": 1.5, "Strip": 1, "StripAccents": 1, "Nmt": 1,
     "BertNormalizer": 9, "ByteLevel": 2, "Metaspace": 4, "Split": 1, "Digits": 1, "Punctuation": 1, "Whitespace": 1,
@@ -45,14 +45,14 @@ DECODERS = {"ByteFallback": 3, "Fuse": 1, "Strip": 1, "Metaspace": 1, "ByteLevel
 PROCESSORS = ("ByteLevel", "BertProcessing", "RobertaProcessing")  # add at most two tokens around a text
 PARTS = ("normalizers", "pretokenizers", "decoders", "processors")  # of a Sequence
 
-# Alternatives of the usual regular expressions that go back over what they have matched, by what must stand behind them
-# in the same expression to match there at once; "": nothing, they go back by one character.
+# Alternatives in the usual regular expressions that backtrack -> a later alternative that must then match at once; "":
+# none is needed, since they backtrack by one character.
 UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 ENDINGS = ("", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?")
-GOING_BACK = {r"\s+(?!\S)": "", r"\s*[\r\n]+": r"\s+", r"\s*[\r\n]": r"\s+"} | {
+BACKTRACKING = {r"\s+(?!\S)": "", r"\s*[\r\n]+": r"\s+", r"\s*[\r\n]": r"\s+"} | {
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{end}": rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{end}" for end in ENDINGS
 }
-MAX_REPEATS, MAX_OPTIONAL = 16, 3  # of a part, and such parts before one that must match: so many ways to try
+MAX_REPEATS, MAX_OPTIONAL = 16, 3  # repeats of an atom, and optional atoms, that may be tried in all combinations
 
 
 class Bounds(NamedTuple):
@@ -146,13 +146,13 @@ def num_around(steps: Iterable[Mapping[str, Any]]) -> float:
 
 
 def is_linear_pattern(pattern: str) -> bool:
-    """Whether a regular expression never backtracks over more than some characters, wherever it is tried.
+    """Whether a regular expression backtracks over a bounded number of characters, wherever it is tried.
 
-    That holds where nothing behind the first unlimited repeat must match, and for the alternatives in GOING_BACK.
+    That holds where all behind the first unlimited repeat is optional, and for the alternatives in BACKTRACKING.
     """
     alternatives = split_alternatives(pattern)
     return all(
-        GOING_BACK[each] in ("", *alternatives[index:]) if each in GOING_BACK else is_linear_alternative(each)
+        BACKTRACKING[each] in ("", *alternatives[index:]) if each in BACKTRACKING else is_linear_alternative(each)
         for index, each in enumerate(alternatives)
     )
 
@@ -186,7 +186,7 @@ def is_linear_alternative(pattern: str) -> bool:
 
 
 def limits(repeat: re.Match[str]) -> tuple[int, float]:
-    """How often a part must match at least, and may at most."""
+    """The least and the most matches of a repeated atom."""
     if repeat["sign"]:
         return int(repeat["sign"] == "+"), 1 if repeat["sign"] == "?" else math.inf
     if repeat["low"] is None:
@@ -197,12 +197,12 @@ def limits(repeat: re.Match[str]) -> tuple[int, float]:
 
 def split_alternatives(pattern: str) -> list[str]:
     """Split a pattern at each | outside of groups and sets."""
-    found, depth, start, position = [], 0, 0, 0
+    alternatives, depth, start, position = [], 0, 0, 0
     while position < len(pattern):
         character = pattern[position]
         depth += (character in "([") - (character in ")]")
         if character == "|" and not depth:
-            found.append(pattern[start:position])
+            alternatives.append(pattern[start:position])
             start = position + 1
         position += 2 if character == "\\" else 1
-    return [*found, pattern[start:]]
+    return [*alternatives, pattern[start:]]

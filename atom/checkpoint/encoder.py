@@ -30,7 +30,7 @@ REQUEST, ANSWER = struct.Struct("<?Q"), struct.Struct("<q")  # special tokens, b
 
 
 class EncoderProcess:
-    """definition: gives the text of the tokenizer.json."""
+    """definition: returns the text of the tokenizer.json."""
 
     def __init__(self, definition: Callable[[], str]) -> None:
         self._definition = definition

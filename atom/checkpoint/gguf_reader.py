@@ -119,16 +119,16 @@ class Header:
         return np.frombuffer(bytes(self._data[begin : self.position]), item)
 
     def _strings(self, count: int) -> list[str]:
-        data, position, end, found = self._data, self.position, len(self._data), []
+        data, position, end, strings = self._data, self.position, len(self._data), []
         read_length = struct.Struct("<Q").unpack_from
         for _ in range(count):  # in one loop, since a vocabulary has 100k of them
             begin = position + 8
             position = begin + read_length(data, position)[0] if begin <= end else begin
             if position > end:
                 raise ValueError(f"a string ends at byte {position} of {end}")
-            found.append(str(data[begin:position], "utf-8"))
+            strings.append(str(data[begin:position], "utf-8"))
         self.position = position
-        return found
+        return strings
 
     def _letter(self, kind: int) -> str:
         if kind not in SCALARS:

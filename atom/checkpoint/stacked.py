@@ -39,22 +39,22 @@ class StackedCheckpoint(Checkpoint):
         return self.read_part(name, 0, 1)
 
     def read_part(self, name: str, index: int, count: int) -> memoryview:
-        source, place, num_parts = self._parts.get(name, (name, 0, 1))
-        return self._stored.read_part(source, place * count + index, num_parts * count)
+        source, part, num_parts = self._parts.get(name, (name, 0, 1))
+        return self._stored.read_part(source, part * count + index, num_parts * count)
 
     def locate(self, name: str) -> FileRange | None:
-        source, place, num_parts = self._parts.get(name, (name, 0, 1))
+        source, part, num_parts = self._parts.get(name, (name, 0, 1))
         whole = self._stored.locate(source)
         if whole is None:
             return None
         size = whole.size // num_parts
-        return FileRange(whole.path, whole.start + place * size, size)
+        return FileRange(whole.path, whole.start + part * size, size)
 
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
         return self._stored.tokenizer(trust_remote_code=trust_remote_code)
 
     def close(self) -> None:
-        self._parts = {}  # so that errors after close name the part that was asked for
+        self._parts = {}  # so that errors after close name the part, not the stacked tensor
         self._stored.close()
 
 
@@ -66,19 +66,19 @@ def unstack(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> Che
     parts as there are names; equal names count once, and one name alone is another name of the whole tensor. Raises
     CheckpointError for a tensor that cannot be cut so, or whose part is there by itself.
     """
-    found = find_stacked(checkpoint, stacked)
-    if not found:
+    part_names = find_stacked(checkpoint, stacked)
+    if not part_names:
         return checkpoint
-    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in found}
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in part_names}
     parts: dict[str, Part] = {}
-    for source, names in found.items():
+    for source, names in part_names.items():
         num_experts, cut = cut_tensor(f"{checkpoint.location}: tensor {source}", checkpoint.tensors[source], names)
         by_expert = [name.replace("{expert}", str(expert)) for expert in range(num_experts) for name in names]
-        for place, name in enumerate(by_expert):
+        for part, name in enumerate(by_expert):
             if name in tensors:
                 beside = f"in {parts[name][0]}" if name in parts else "by itself"
                 raise CheckpointError(f"{checkpoint.location} has the tensor {name} twice, {beside} and in {source}")
-            tensors[name], parts[name] = cut, (source, place, len(by_expert))
+            tensors[name], parts[name] = cut, (source, part, len(by_expert))
     return StackedCheckpoint(checkpoint, tensors, parts)
 
 
@@ -91,13 +91,13 @@ def find_stacked(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -
             raise ConfigError(f"stacked: {key}: either all of its parts hold {{expert}}, or none; they are {names}")
         if names != [key]:
             patterns[re.compile("([0-9]+)".join(map(re.escape, key.split("{layer}"))))] = names
-    found = {}
+    part_names = {}
     for pattern, names in patterns.items():
         for stored in checkpoint.tensors:
             if match := pattern.fullmatch(stored):
                 layer = "".join(match.groups()[:1])
-                found[stored] = [name.replace("{layer}", layer) for name in names]
-    return found
+                part_names[stored] = [name.replace("{layer}", layer) for name in names]
+    return part_names
 
 
 def cut_tensor(at: str, tensor: StoredTensor, names: Sequence[str]) -> tuple[int, StoredTensor]:

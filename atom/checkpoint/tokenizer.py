@@ -70,7 +70,7 @@ class Tokenizer:
         self._render = render
         self._control = control or control_texts(backend)
         self._bounds = bounds
-        self._elsewhere = EncoderProcess(lambda: str(getattr(backend, "to_str")()))  # noqa: B009
+        self._encoder_process = EncoderProcess(lambda: str(getattr(backend, "to_str")()))  # noqa: B009
         bos, eos = (backend.token_to_id(special_tokens.get(name, "")) for name in ("bos_token", "eos_token"))
         self.bos_id: int | None = bos
         self.eos_ids: list[int] = [] if eos is None else [eos]
@@ -85,7 +85,7 @@ class Tokenizer:
         many = getattr(self._backend, "encode_batch_fast", None) if len(text) > LONG else None
         try:
             if not self.encodes_here(len(text)):
-                return self._elsewhere.encode(text, add_special_tokens)
+                return self._encoder_process.encode(text, add_special_tokens)
             if many is not None:  # this releases the interpreter's lock, `encode` does not
                 encoding = many([text], add_special_tokens=add_special_tokens)[0]
                 check(len(encoding))

@@ -178,7 +178,7 @@ def _marks(graph: Graph) -> dict[str, str]:
     """The first and last call of each piece, by program: `0-7 10-21`."""
     marks: dict[str, str] = {}
     for name, program in graph.programs.items():
-        places = {node: place for place, node in enumerate(program.nodes)}
-        runs = [(places[piece.calls[0]], places[piece.calls[-1]]) for piece in find_pieces(program)]
+        index_of = {node: index for index, node in enumerate(program.nodes)}
+        runs = [(index_of[piece.calls[0]], index_of[piece.calls[-1]]) for piece in find_pieces(program)]
         marks[name] = " ".join(f"{first}-{last}" for first, last in runs)
     return marks

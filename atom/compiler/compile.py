@@ -39,7 +39,7 @@ def compile_graph(
 ) -> Graph:
     """Compile the lowered graph; `watch` gets a report after each pass. A saved text continues behind its stage.
 
-    The target is this machine, unless another is given.
+    target: by default this machine.
     """
     level, target = level_of(config), target or find_target(config.device)
     if config.job.graph is None:
@@ -81,7 +81,7 @@ def compile_model(
     """Compile the graph and the code of its pieces, or find them in the cache; below level 2 there are no pieces.
 
     `check` gets the graph before anything is compiled.
-    `cache.warnings` says what was ignored in the folder, and which level was taken in place of the highest.
+    `cache.warnings` says what was ignored in the folder, and which level is used instead of the highest.
     UnsupportedError where level=2 needs a compiler that is missing, PassError where a piece gives wrong results,
     ArtifactError where a compiler fails.
     """
@@ -103,13 +103,13 @@ def _compile_with_pieces(
 ) -> Compiled | None:
     """Compile a model of level 2 or 3; None where a compiler is missing or a piece is wrong, and level 1 will do."""
     clock, target = _Clock(), find_target(config.device)
-    key, ingredients, found = "", {}, None
+    key, ingredients, cached = "", {}, None
     if config.job.graph is None:
         ingredients = launch_ingredients(config, target)
         key = key_of(ingredients)
         clock.stop("key")
-        found = read_artifact(cache, key)
-    graph = found or compile_graph(config)
+        cached = read_artifact(cache, key)
+    graph = cached or compile_graph(config)
     check(graph)
     clock.stop("graph")
     pieces = pieces_of(graph)
@@ -119,7 +119,7 @@ def _compile_with_pieces(
     if missing and (needed := find_piece_compiler(target.device).find_missing()):
         _do_without_compiler(config, len(missing), f"compiling pieces needs {needed}", cache)
         return None
-    reason = "" if found else explain_miss(config, ingredients, cache) if key else "a saved text has no artifact"
+    reason = "" if cached else explain_miss(config, ingredients, cache) if key else "a saved text has no artifact"
     is_damaged = any(cache.holds("pieces", each) for each in missing.values())
     try:
         made, num_compiled = _make(missing, target, cache, progress, is_retry=config.job.kind == "compile")
@@ -129,7 +129,7 @@ def _compile_with_pieces(
     code |= made
     code = {text: code[text] for text in keys}
     clock.stop("pieces")
-    if key and not found:
+    if key and not cached:
         publish_artifact(cache, config, ingredients, graph, [*keys.values()])
         clock.stop("publish")
     if num_compiled and not reason:
@@ -140,7 +140,7 @@ def _compile_with_pieces(
 
 
 def _do_without_compiler(config: Config, num_missing: int, needed: str, cache: Cache) -> None:
-    """Say that level 1 takes the place of the level that was left open. UnsupportedError where none was."""
+    """Warn that this runs at level 1, where the level is left open; else raise UnsupportedError."""
     if config.job.kind == "compile":
         are = "is" if num_missing == 1 else "are"
         raise UnsupportedError(f"job=compile: {_count(num_missing, 'piece')} {are} not in the cache, and {needed}")
@@ -150,7 +150,7 @@ def _do_without_compiler(config: Config, num_missing: int, needed: str, cache: C
 
 
 def _do_without_pieces(config: Config, reason: str, cache: Cache) -> None:
-    """Say that level 1 takes the place of the level that was left open. PassError where none was."""
+    """Warn that this runs at level 1, where the level is left open; else raise PassError."""
     if config.job.kind == "compile":
         raise PassError(f"job=compile: {reason}; level=1 runs without it")
     if config.level is not None:

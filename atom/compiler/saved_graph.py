@@ -84,8 +84,8 @@ def check_runnable(graph: Graph, path: str, target: Target) -> None:
         backend = node.meta.get("kernel", "reference")
         kernel = find_kernel(node.target, backend)
         wanted = kernel.layout
-        given = next((arg.layout for arg in node.args if isinstance(arg, Shuffle)), None)
-        if given != wanted:
+        layout = next((arg.layout for arg in node.args if isinstance(arg, Shuffle)), None)
+        if layout != wanted:
             rule = f'shuffle(…, "{wanted}")' if wanted else "its weight as it is, without shuffle"
             raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name} takes {rule}")
         if reason := kernel.accepts(target, *map(type_of, node.args), **node.kwargs):

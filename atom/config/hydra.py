@@ -73,7 +73,7 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
     """Find the checkpoint and the model file of these overrides; of a hub id, only the description is downloaded."""
     texts = rewrite(overrides, config_dirs=config_dirs)
     parsed = [parse(text) for text in texts]
-    given = {each.key_or_group: each for each in parsed if each.package is None}
+    by_key = {each.key_or_group: each for each in parsed if each.package is None}
     for text, each in zip(texts, parsed, strict=True):
         if each.is_sweep_override():
             raise ConfigError(f"'{text}' is a sweep: add -m, or quote the value")
@@ -81,9 +81,9 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
             raise ConfigError(f"{each.key_or_group}: only a model file brings a checkpoint; set checkpoint instead")
 
     def value(key: str, default: Any = None) -> Any:
-        return plain(given[key]) if key in given else default
+        return plain(by_key[key]) if key in by_key else default
 
-    files = model_files(searched(texts, config_dirs))
+    files = model_files(search_path_of(texts, config_dirs))
     name, checkpoint, embedded = value("model", "auto"), value("checkpoint"), None
     if checkpoint is None:
         file = embedded_file(files, name)
@@ -99,43 +99,43 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
         described.close()
     if not isinstance(name, str):
         raise ConfigError(f"model={name}: it takes the name of one file in conf/model")
-    texts = [text for text, each in zip(texts, parsed, strict=True) if each is not given.get("model")]
+    texts = [text for text, each in zip(texts, parsed, strict=True) if each is not by_key.get("model")]
     return Source([*texts, override("model", name), override("model.name", name)], hf, embedded, generation)
 
 
-def searched(overrides: Iterable[str], config_dirs: Sequence[str] = ()) -> list[str]:
-    """The folders searched after conf/ and those of plugins: the config dirs, then hydra.searchpath."""
-    said = [text for text in overrides if text.startswith(SEARCHPATH)]
-    places: Any = parse(said[-1]).value() if said else []
-    if not isinstance(places, list) or not all(isinstance(place, str) for place in places):
-        raise ConfigError(f"{said[-1]}: it takes a list of folders, as in hydra.searchpath=[file://FOLDER]")
-    return [*(f"file://{Path(folder).absolute()}" for folder in config_dirs), *places]
+def search_path_of(overrides: Iterable[str], config_dirs: Sequence[str] = ()) -> list[str]:
+    """The search path after conf/ and the paths of plugins: the config dirs, then hydra.searchpath."""
+    stated = [text for text in overrides if text.startswith(SEARCHPATH)]
+    paths: Any = parse(stated[-1]).value() if stated else []
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise ConfigError(f"{stated[-1]}: it takes a list of folders, as in hydra.searchpath=[file://FOLDER]")
+    return [*(f"file://{Path(folder).absolute()}" for folder in config_dirs), *paths]
 
 
 def with_search_path(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[str]:
     """Add the config dirs to the overrides as one hydra.searchpath, since Hydra takes one config dir at most."""
-    places = searched(overrides, config_dirs)
+    paths = search_path_of(overrides, config_dirs)
     others = [text for text in overrides if not text.startswith(SEARCHPATH)]
-    return [*([override("hydra.searchpath", places)] if places else []), *others]
+    return [*([override("hydra.searchpath", paths)] if paths else []), *others]
 
 
-def search_path(places: Sequence[str] = ()) -> ConfigSearchPath:
-    """Hydra's search path: conf/, those of plugins, these places."""
+def make_search_path(paths: Sequence[str] = ()) -> ConfigSearchPath:
+    """Make Hydra's search path: conf/, the paths of plugins, these paths."""
     from hydra._internal.utils import create_config_search_path
     from hydra.core.config_search_path import SearchPathQuery
 
-    path: ConfigSearchPath = create_config_search_path(str(CONF))
-    for place in places:
-        path.prepend("command-line", place, SearchPathQuery("schema", None))
-    return path
+    search_path: ConfigSearchPath = create_config_search_path(str(CONF))
+    for path in paths:
+        search_path.prepend("command-line", path, SearchPathQuery("schema", None))
+    return search_path
 
 
-def model_files(places: Sequence[str] = ()) -> list[ModelFile]:
+def model_files(paths: Sequence[str] = ()) -> list[ModelFile]:
     """The files of the group `model` in Hydra's search path; of two with one name the first counts, as for Hydra."""
     from hydra._internal.config_repository import ConfigRepository
 
     files: dict[str, ModelFile] = {}
-    for source in ConfigRepository(search_path(places)).get_sources():
+    for source in ConfigRepository(make_search_path(paths)).get_sources():
         for file in read_files(source):
             files.setdefault(file.name, file)
     return list(files.values())
@@ -149,8 +149,8 @@ def read_files(source: ConfigSource) -> Iterator[ModelFile]:
 
     if source.scheme() != "file":
         for name in source.list("model", ObjectType.CONFIG) if source.is_group("model") else ():
-            found: Any = OmegaConf.to_container(source.load_config(f"model/{name}").config, resolve=False)
-            yield ModelFile(Path(f"{source.scheme()}://{source.path}", "model", f"{name}.yaml"), found)
+            spec: Any = OmegaConf.to_container(source.load_config(f"model/{name}").config, resolve=False)
+            yield ModelFile(Path(f"{source.scheme()}://{source.path}", "model", f"{name}.yaml"), spec)
         return
     for path in sorted(Path(source.path, "model").glob("*.yaml")):
         try:
@@ -164,11 +164,12 @@ def read_files(source: ConfigSource) -> Iterator[ModelFile]:
 
 def embedded_file(files: Sequence[ModelFile], name: str = "auto") -> ModelFile:
     """The model file with its own checkpoint: the named one, else the only one."""
-    found = [file for file in files if file.spec.get("embedded")]
-    found = [file for file in found if file.name == name] or found
-    if len(found) != 1:
-        raise ConfigError(f"no checkpoint is given; model= can bring one: {', '.join(file.name for file in found)}")
-    return found[0]
+    candidates = [file for file in files if file.spec.get("embedded")]
+    candidates = [file for file in candidates if file.name == name] or candidates
+    if len(candidates) != 1:
+        names = ", ".join(file.name for file in candidates)
+        raise ConfigError(f"no checkpoint is given; model= can bring one: {names}")
+    return candidates[0]
 
 
 def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: str) -> str:
@@ -184,17 +185,17 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
             stated = f"architectures={json.dumps(names)[:100]} in its config.json"
             raise CheckpointError(f"{checkpoint}: {stated} is no list of names; mend it, or choose with model=NAME")
         known = [(name, file) for file in automatic for name in file.spec.get("architectures") or ()]
-    found = {file.name: file for name, file in known if name in names}
-    if not found:
+    matching = {file.name: file for name, file in known if name in names}
+    if not matching:
         listed = ", ".join(sorted({name for name, _ in known if name}))
         stated = f"the architecture {', '.join(names)}" if names else "no architecture in its config.json"
         ways = "docs/add-a-model.md shows how to add one, model=NAME takes a file as it is"
         raise UnsupportedError(f"{checkpoint} has {stated}; known: {listed}; {ways}")
-    if is_gguf or len(found) == 1:
-        return next(iter(found))
-    exact = [name for name, file in found.items() if hf.get("model_type") in (file.spec.get("model_types") or ())]
+    if is_gguf or len(matching) == 1:
+        return next(iter(matching))
+    exact = [name for name, file in matching.items() if hf.get("model_type") in (file.spec.get("model_types") or ())]
     if len(exact) != 1:
-        both = f"{' and '.join(exact or found)} list the architecture {', '.join(names)}"
+        both = f"{' and '.join(exact or matching)} list the architecture {', '.join(names)}"
         raise ConfigError(f"{checkpoint}: {both}; choose with model=NAME")
     return exact[0]
 
@@ -224,7 +225,7 @@ def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = 
             with hydra.initialize_config_dir(str(CONF), job_name="atom-run", version_base="1.3"):
                 composed: DictConfig = hydra.compose("config", others)
         except (HydraException, OmegaConfBaseException):
-            check_entries(schema, overrides, model_files(searched(overrides, config_dirs)))
+            check_entries(schema, overrides, model_files(search_path_of(overrides, config_dirs)))
             raise
         finally:
             GlobalHydra.instance().hydra = outer
@@ -318,8 +319,8 @@ def look_up(key: str, *default: Any, _root_: DictConfig, _node_: Any) -> Any:
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     if value is None and is_attached and not default:
-        asks = f"conf/model/{_root_.model.name}.yaml needs it for {_node_._get_full_key('')}"
-        raise CheckpointError(f"{_root_.checkpoint or 'the embedded checkpoint'}: config.json has no {key}; {asks}")
+        needed = f"conf/model/{_root_.model.name}.yaml needs it for {_node_._get_full_key('')}"
+        raise CheckpointError(f"{_root_.checkpoint or 'the embedded checkpoint'}: config.json has no {key}; {needed}")
     return value if value is not None or not default else default[0]
 
 
@@ -404,11 +405,11 @@ def inner_blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any, bool]]:
 
 def keys(kind: Any, at: str = "") -> list[str]:
     """Every dotted key of a schema; an entry of a list has the number 0."""
-    found: list[str] = []
+    result: list[str] = []
     for name, each in get_type_hints(kind).items():
         inner = get_args(each)[0] if get_origin(each) is UnionType else each
         is_list = get_origin(inner) is list
         inner = get_args(inner)[0] if is_list else inner
         key = f"{at}{name}"
-        found += keys(inner, f"{key}.0." if is_list else f"{key}.") if is_dataclass(inner) else [key]
-    return found
+        result += keys(inner, f"{key}.0." if is_list else f"{key}.") if is_dataclass(inner) else [key]
+    return result

@@ -107,8 +107,8 @@ def load_gpu(name: str) -> GPUConfig:
     from omegaconf import DictConfig, OmegaConf
     from yaml import YAMLError
 
-    places = [Path(name).expanduser(), CONF / "gpu" / f"{name}.yaml"]
-    path = next((path for path in places if path.is_file()), None)
+    candidates = [Path(name).expanduser(), CONF / "gpu" / f"{name}.yaml"]
+    path = next((path for path in candidates if path.is_file()), None)
     if path is None:
         names = sorted(file.stem for file in (CONF / "gpu").glob("*.yaml"))
         raise ConfigError(f"job.gpu={name}: {no_such('file and no such GPU', name, names, 'GPUs: ')}")
@@ -162,8 +162,8 @@ def engine_overrides(model: str | os.PathLike[str] | None, values: Mapping[str, 
         twice = [name for name in (key.removeprefix("serve."), ALIASES[key].removeprefix("serve.")) if name in values]
         if len(twice) > 1:
             raise ConfigError(f"{twice[0]} and {twice[1]} are the same option; give one")
-    given = [] if model is None else [override("checkpoint", model)]
-    return given + [override(f"serve.{name}" if name in serve else name, value) for name, value in values.items()]
+    checkpoint = [] if model is None else [override("checkpoint", model)]
+    return checkpoint + [override(f"serve.{name}" if name in serve else name, value) for name, value in values.items()]
 
 
 def build(kind: Any, value: Any, at: str = "") -> Any:

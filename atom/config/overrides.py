@@ -32,7 +32,7 @@ SECRET = "serve.http.api_keys"
 HIDDEN = "***"  # shown in place of a secret
 TEXTS = (*LISTS_OF_TEXT, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir", SECRET, *JOB_TEXTS)
 ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
-TO_COME = {  # the first part of a key, without "serve." -> the feature that it asks for
+TO_COME = {  # the first part of a key, without "serve." -> the feature that it is for
     "parallel": "running on several devices",
     "quant": "quantization",
     "port": "an engine on another machine (serve.http.port is the server's)",
@@ -194,8 +194,8 @@ def read_recipe(name: str, config_dirs: Sequence[str] = ()) -> list[str]:
     import yaml
 
     folders = [*(Path(folder) / "recipes" for folder in config_dirs), project_folder("recipes")]
-    places = [Path(name).expanduser(), *(folder / f"{name}.yaml" for folder in folders)]
-    path = next((path for path in places if path.is_file()), None)
+    candidates = [Path(name).expanduser(), *(folder / f"{name}.yaml" for folder in folders)]
+    path = next((path for path in candidates if path.is_file()), None)
     if path is None:
         names = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
         hint = f"{did_you_mean(name, names)}; recipes: {', '.join(names)}"

@@ -27,10 +27,10 @@ def only(default: Any, others: str) -> Any:
 
 
 class Jobs(NamedTuple):
-    """The jobs that a field or a block is for, and the job that it implies where none is named."""
+    """The jobs that a field or a block is for, and the job that it implies where no job is named."""
 
     names: tuple[str, ...]
-    asked: str | None
+    implied: str | None
 
 
 def of(jobs: str, default: Any, *, also: str = "") -> Any:
@@ -40,8 +40,8 @@ def of(jobs: str, default: Any, *, also: str = "") -> Any:
     """
     made: Any = default if isinstance(default, Field) else field(default=default)
     names = tuple(jobs.split())
-    said = Jobs((*names, *also.split()), names[0] if len(names) == 1 else None)
-    made.metadata = MappingProxyType({**made.metadata, "jobs": said})
+    jobs_of_field = Jobs((*names, *also.split()), names[0] if len(names) == 1 else None)
+    made.metadata = MappingProxyType({**made.metadata, "jobs": jobs_of_field})
     return made
 
 
@@ -322,10 +322,10 @@ def fields_along(key: str) -> Iterator[Field[Any]]:
     """The fields along a dotted key, the field itself last, as far as they exist."""
     kind: Any = Config
     for name in key.split("."):
-        found = next((each for each in fields(kind) if each.name == name), None) if is_dataclass(kind) else None
-        if found is None:
+        config_field = next((each for each in fields(kind) if each.name == name), None) if is_dataclass(kind) else None
+        if config_field is None:
             return
-        yield found
+        yield config_field
         kind = get_type_hints(kind)[name]
 
 

@@ -106,8 +106,8 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        given = {each.name: getattr(args, each.name) for each in fields(cls)}
-        opened: Any = {name: open_lists(value) if isinstance(value, list) else value for name, value in given.items()}
+        values = {each.name: getattr(args, each.name) for each in fields(cls)}
+        opened: Any = {name: open_lists(value) if isinstance(value, list) else value for name, value in values.items()}
         return cls(**opened)
 
     @classmethod
@@ -121,8 +121,8 @@ class EngineArgs:
 
     def overrides(self) -> list[str]:
         """The overrides of the flags that were given."""
-        given = [(flag, getattr(self, name)) for name, _, flag in self.flags()]
-        texts = [override(flag.key, value) for flag, value in given if value not in (None, flag.accepted)]
+        values = [(flag, getattr(self, name)) for name, _, flag in self.flags()]
+        texts = [override(flag.key, value) for flag, value in values if value not in (None, flag.accepted)]
         return [*texts, *(self.settings or ())]
 
     def create_engine(self) -> LLMEngine:
@@ -209,9 +209,9 @@ def describe(flag: Flag) -> str:
     """Describe a flag, and the default that is in effect."""
     default, is_only = flag.accepted, True
     if default is None:
-        *_, found = fields_along(flag.key)
-        default = found.default if found.default_factory is MISSING else found.default_factory()
-        is_only = len(found.metadata.get("built", ())) == 1
+        *_, config_field = fields_along(flag.key)
+        default = config_field.default if config_field.default_factory is MISSING else config_field.default_factory()
+        is_only = len(config_field.metadata.get("built", ())) == 1
     if isinstance(default, bool):
         return f"{flag.about} (not built yet)" if is_only else flag.about
     words = flag.null if default in (None, []) else spelled(default)

@@ -67,10 +67,10 @@ class Run(NamedTuple):
         return self.steps[-1].at - self.started
 
 
-def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbers: None) -> int:
+def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda numbers: None) -> int:
     """Print a table or, with job.output=json, an object; the exit code is 1 where a request failed.
 
-    tell: is given the numbers of OBJECTIVES.
+    report: is called with the numbers of OBJECTIVES.
     """
     draw, progress = open_workload(config), RichProgress()
     compiled = compile_with(config, progress)
@@ -83,23 +83,24 @@ def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbe
     before = engine.stats().scheduler
     runs = [answer(engine, draw(engine), config) for _ in range(config.job.num_iters)]
     counts = engine.metrics.scheduler
-    told = {
+    result = {
         **describe_run(config, compiled.level),
         **measure(runs),
         "num_preemptions": counts.num_preemptions - before.num_preemptions,
         "num_prefix_hit_tokens": counts.num_prefix_hit_tokens - before.num_prefix_hit_tokens,
         **compare(runs, costs, limits),
     }
-    phases = {f"phases.{phase}.{name}": value for phase, each in told["phases"].items() for name, value in each.items()}
-    tell({**told, **phases})
+    by_phase = result["phases"].items()
+    phases = {f"phases.{phase}.{name}": value for phase, each in by_phase for name, value in each.items()}
+    report({**result, **phases})
     if config.job.output == "json":
-        print(json.dumps(told))
+        print(json.dumps(result))
     else:
-        show(told)
-    if told["failed"]:
+        show(result)
+    if result["failed"]:
         failed = next(output.error for run in runs for output in run.outputs if not output.success)
-        print(f"atom-run: {told['failed']} requests failed, the first one with {failed}", file=sys.stderr)
-    return 1 if told["failed"] else 0
+        print(f"atom-run: {result['failed']} requests failed, the first one with {failed}", file=sys.stderr)
+    return 1 if result["failed"] else 0
 
 
 def answer(engine: Engine, requests: list[Request], config: Config) -> Run:
@@ -152,9 +153,9 @@ def describe_device(device: str) -> str:
 def measure(runs: Sequence[Run]) -> dict[str, Any]:
     """Compute throughput and latencies (milliseconds) over all runs, named as in `atom.benchmarks`' results."""
     outputs = [output for run in runs for output in run.outputs]
-    told = flatten_metrics(calculate_metrics(outputs, sum(run.seconds for run in runs), PERCENTILES, {}))
+    metrics = flatten_metrics(calculate_metrics(outputs, sum(run.seconds for run in runs), PERCENTILES, {}))
     rates = [sum(output.output_tokens or 0 for output in run.outputs) / run.seconds for run in runs]
-    return {**told, "output_throughputs": rates}
+    return {**metrics, "output_throughputs": rates}
 
 
 def compare(runs: Sequence[Run], costs: dict[str, Costs], limits: Limits) -> dict[str, Any]:
@@ -194,31 +195,31 @@ def compare_steps(timed: Iterable[tuple[Step, float]], costs: dict[str, Costs], 
     }
 
 
-def show(told: dict[str, Any]) -> None:
+def show(result: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
-    console.print(f"{told['model']}, {told['dtype']}, level {told['level']}, on {told['hardware']}; {versions}")
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    console.print(f"{result['model']}, {result['dtype']}, level {result['level']}, on {result['hardware']}; {versions}")
     console.print(
-        f"{told['completed']} requests, {told['total_input_tokens']:,} tokens in, {told['total_output_tokens']:,} out, "
-        f"{told['duration']:.2f} s\n"
+        f"{result['completed']} requests, {result['total_input_tokens']:,} tokens in, "
+        f"{result['total_output_tokens']:,} out, {result['duration']:.2f} s\n"
     )
     rates = make_table("output tokens/s", "all tokens/s", "requests/s", "of the limit")
     names = ("output_throughput", "total_token_throughput", "request_throughput")
-    share = f"{told['phases']['all']['share_of_limit']:.1%} of {told['output_throughput_limit']:,.1f}"
-    rates.add_row(*(f"{told[name]:,.2f}" for name in names), share)
+    share = f"{result['phases']['all']['share_of_limit']:.1%} of {result['output_throughput_limit']:,.1f}"
+    rates.add_row(*(f"{result[name]:,.2f}" for name in names), share)
     console.print(rates, "")
     times = make_table("ms", "mean", *(f"p{rank}" for rank in PERCENTILES), left=("ms",))
     for name, label in METRICS.items():
-        values = [told[f"mean_{name}_ms"], *(told[f"p{rank}_{name}_ms"] for rank in PERCENTILES)]
+        values = [result[f"mean_{name}_ms"], *(result[f"p{rank}_{name}_ms"] for rank in PERCENTILES)]
         times.add_row(label, *("-" if value is None else f"{value:,.2f}" for value in values))
     console.print(times, "")
     phases = make_table("phase", "steps", "tokens", "s", "tokens/s", "limit", "share", left=("phase",))
-    for name, phase in told["phases"].items():
+    for name, phase in result["phases"].items():
         shown = [f"{phase['steps']:,}", f"{phase['tokens']:,}", f"{phase['seconds']:.2f}"]
         shown += [f"{phase[key]:,.1f}" for key in ("tokens_per_second", "limit_tokens_per_second")]
         phases.add_row(name, *shown, f"{phase['share_of_limit']:.1%}")
     console.print(phases, "")
-    limits = told["limits"]
+    limits = result["limits"]
     console.print(
         f"limits measured in this run: {limits['bandwidth'] / 1e9:,.1f} GB/s read, "
         f"{limits['flops'] / 1e12:,.2f} TFLOP/s of matrix products"

@@ -41,14 +41,14 @@ def run(config: Config) -> int:
         "job.export": (job.export, _export),
         "job.import": (job.import_from, _import),
     }
-    asked = {name: do for name, (value, do) in work.items() if value not in (None, False)}
-    if len(asked) > 1:
-        raise ConfigError(f"{' and '.join(asked)} are two jobs: do one after the other")
-    if job.entry is not None and asked.keys() - {"job.export"}:
-        raise ConfigError(f"{next(iter(asked))} takes no job.entry")
+    requested = {name: do for name, (value, do) in work.items() if value not in (None, False)}
+    if len(requested) > 1:
+        raise ConfigError(f"{' and '.join(requested)} are two jobs: do one after the other")
+    if job.entry is not None and requested.keys() - {"job.export"}:
+        raise ConfigError(f"{next(iter(requested))} takes no job.entry")
     if job.trust and job.import_from is None:
         raise ConfigError("job.trust is for job.import")
-    do = next(iter(asked.values()), _list if job.entry is None else _explain)
+    do = next(iter(requested.values()), _list if job.entry is None else _explain)
     try:
         do(cache, job)
     finally:
@@ -227,13 +227,13 @@ def _check_bundle(job: JobConfig, entries: Sequence[Entry]) -> None:
 
 def _chosen(entries: Sequence[Entry], prefix: str, cache: Cache) -> Entry:
     """The one entry whose key, or kind/key, begins with this prefix."""
-    found = [each for each in entries if each.key.startswith(prefix) or f"{each.kind}/{each.key}".startswith(prefix)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
+    matching = [each for each in entries if each.key.startswith(prefix) or f"{each.kind}/{each.key}".startswith(prefix)]
+    if len(matching) == 1:
+        return matching[0]
+    if not matching:
         raise ConfigError(f"job.entry={prefix}: {cache.folder} holds no such entry; job=cache lists what there is")
-    names = ", ".join(f"{entry.kind}/{entry.key[:12]}" for entry in found[:4]) + (", …" if len(found) > 4 else "")
-    raise ConfigError(f"job.entry={prefix} may be {len(found)} entries ({names}): write more of the key")
+    names = ", ".join(f"{entry.kind}/{entry.key[:12]}" for entry in matching[:4]) + (", …" if len(matching) > 4 else "")
+    raise ConfigError(f"job.entry={prefix} may be {len(matching)} entries ({names}): write more of the key")
 
 
 def _show(entries: Sequence[Entry], job: JobConfig, cache: Cache, verb: str = "") -> None:

@@ -26,8 +26,8 @@ def run(config: Config) -> int:
         raise ConfigError(f"level={config.level} has nothing to compile; pieces begin at level=2")
     report = compile_for_cpu(config) if config.device == "cpu" else compile_for_gpu(config)
     if config.job.output == "json":
-        told = report._asdict()
-        print(json.dumps({name: told[name] for name in ("key", "hit", "reason", "pieces", "compiled", "seconds")}))
+        fields = report._asdict()
+        print(json.dumps({name: fields[name] for name in ("key", "hit", "reason", "pieces", "compiled", "seconds")}))
         return 0
     for name, value in describe(report):
         print(f"{name:<10}{value}")

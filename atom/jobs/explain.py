@@ -70,19 +70,19 @@ def run(config: Config) -> int:
         sys.stdout.write(show_saved(config.job.stage, _find(stages, config.job.stage).text))
         return 0
     # keys of pieces depend on this machine
-    told = {**({} if is_elsewhere else pieces(graph, config)), **sizes(graph, config)}
+    result = {**({} if is_elsewhere else pieces(graph, config)), **sizes(graph, config)}
     if gpu is not None:
-        told["gpu"] = fit(gpu, told, cache_kinds(graph), config)
+        result["gpu"] = fit(gpu, result, cache_kinds(graph), config)
     if config.job.output == "json":
         passes = [{"name": s.name, "changes": s.num_changes, "seconds": s.seconds} for s in stages[1:]]
-        print(json.dumps({"passes": passes, **told}))
+        print(json.dumps({"passes": passes, **result}))
         return 0
     for before, after in itertools.pairwise(stages):
         print(f"{after.name}: {after.num_changes} changes, {after.seconds * 1e3:.1f} ms")
         for line in folded_diff(before.text, after.text):
             print(f"  {line}")
         print()
-    lines = list(describe(told, config))
+    lines = list(describe(result, config))
     width = max(len(label) for label, _ in lines)
     for label, text in lines:
         print(f"{label:<{width}}  {text}".rstrip())
@@ -165,8 +165,8 @@ def pieces(graph: Graph, config: Config) -> dict[str, Any]:
         key = key_of(identity(text, target))
         is_there = cache.holds("pieces", key)
         fault = cache.verify("pieces", key) if is_there else find_failure(key, cache)
-        told = {"key": key, "cached": is_there and fault is None, "fault": fault}
-        distinct.append({"name": describe_piece(text), "times": times, **told})
+        state = {"key": key, "cached": is_there and fault is None, "fault": fault}
+        distinct.append({"name": describe_piece(text), "times": times, **state})
     return {"pieces": counts.total(), "distinct_pieces": distinct}
 
 
@@ -196,16 +196,16 @@ def _plan(kinds: Sequence[CacheKind], config: Config, length: int) -> dict[str, 
     return num_blocks if all(needed[name] <= num for name, num in num_blocks.items()) else None
 
 
-def fit(gpu: GPUConfig, told: dict[str, Any], kinds: Sequence[CacheKind], config: Config) -> dict[str, Any]:
+def fit(gpu: GPUConfig, result: dict[str, Any], kinds: Sequence[CacheKind], config: Config) -> dict[str, Any]:
     """Whether weights and the KV of one sequence of max_model_len fit in all of a GPU's memory, and its limits.
 
     Decode is that of one request: bandwidth over the bytes of weights that a token reads. Prefill: two operations an
     active parameter, at the rate of its format, or of bf16 where the GPU states none; without attention.
     """
     bf16 = gpu.rates.get("bf16")
-    rates = {fmt: gpu.rates.get(fmt.partition("[")[0], bf16) for fmt in told["formats"]}
-    seconds = [2 * each["active_parameters"] / rate for fmt, each in told["formats"].items() if (rate := rates[fmt])]
-    weights_bytes = told["weights_bytes"]
+    rates = {fmt: gpu.rates.get(fmt.partition("[")[0], bf16) for fmt in result["formats"]}
+    seconds = [2 * each["active_parameters"] / rate for fmt, each in result["formats"].items() if (rate := rates[fmt])]
+    weights_bytes = result["weights_bytes"]
     serve = replace(config.serve, kv_cache_memory=max(gpu.memory - weights_bytes, 0), num_kvcache_blocks=None)
     pool = kv_pool(kinds, replace(config, serve=serve))
     return {
@@ -217,39 +217,39 @@ def fit(gpu: GPUConfig, told: dict[str, Any], kinds: Sequence[CacheKind], config
         "kv_tokens": pool["kv_tokens"],
         "kv_longest_sequence": pool["kv_longest_sequence"],
         "gpus_for_weights": -(-weights_bytes // gpu.memory),
-        "decode_tokens_per_second": gpu.bandwidth / told["active_weights_bytes"],
+        "decode_tokens_per_second": gpu.bandwidth / result["active_weights_bytes"],
         "prefill_tokens_per_second": 1 / sum(seconds) if all(rates.values()) else None,
     }
 
 
-def describe(told: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:
+def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:
     """Format the sizes as lines: name, value."""
     one = f"one sequence of max_model_len={config.serve.max_model_len:,}"
-    if told.get("pieces"):
-        distinct = told["distinct_pieces"]
+    if result.get("pieces"):
+        distinct = result["distinct_pieces"]
         num_cached = sum(piece["cached"] for piece in distinct)
-        yield "pieces", f"{told['pieces']}, {len(distinct)} distinct, {num_cached} in the cache"
+        yield "pieces", f"{result['pieces']}, {len(distinct)} distinct, {num_cached} in the cache"
         for piece in distinct:
             where = "in the cache" if piece["cached"] else "not in the cache"
             if piece["fault"]:
                 where = f"in the cache and not used: {piece['fault']}"
             yield f"  {piece['key'][:8]}", f"{piece['times']} times {piece['name']}, {where}"
-    yield "parameters", f"{told['parameters']:,} in all, {told['active_parameters']:,} active"
-    yield "weights", f"{_size(told['weights_bytes'])} in all, {_size(told['active_weights_bytes'])} active"
-    for fmt, size in told["formats"].items():
+    yield "parameters", f"{result['parameters']:,} in all, {result['active_parameters']:,} active"
+    yield "weights", f"{_size(result['weights_bytes'])} in all, {_size(result['active_weights_bytes'])} active"
+    for fmt, size in result["formats"].items():
         is_unpacked = fmt not in BITS and size["held_bytes"] > size["stored_bytes"]
         unpacked = f", unpacked to {_size(size['held_bytes'])}" if is_unpacked else ""
         yield f"  {fmt}", f"{_size(size['stored_bytes'])}{unpacked}"
-    for name in told["left_out"]:
+    for name in result["left_out"]:
         yield "left out", f"{name}, stored behind the last layer to predict further tokens"
-    yield "KV a token", _each(told["kv_bytes_per_token"], "bytes")
-    too_few = "" if told["kv_longest_sequence"] == config.serve.max_model_len else f": too few for {one}"
-    yield "KV pool", f"{_size(told['kv_pool_bytes'])} for {_each(told['kv_tokens'], 'tokens')}{too_few}"
-    if gpu := told.get("gpu"):
+    yield "KV a token", _each(result["kv_bytes_per_token"], "bytes")
+    too_few = "" if result["kv_longest_sequence"] == config.serve.max_model_len else f": too few for {one}"
+    yield "KV pool", f"{_size(result['kv_pool_bytes'])} for {_each(result['kv_tokens'], 'tokens')}{too_few}"
+    if gpu := result.get("gpu"):
         yield "", ""
         yield "GPU", f"{gpu['name']}: {_size(gpu['memory_bytes'])} of memory, {gpu['bandwidth'] / 1e12:.2f} TB/s"
         if gpu["weights_fit"]:
-            yield "  weights", f"fit: {told['weights_bytes'] / gpu['memory_bytes']:.1%} of its memory"
+            yield "  weights", f"fit: {result['weights_bytes'] / gpu['memory_bytes']:.1%} of its memory"
             does = "fits" if gpu["fits"] else "does not fit"
             yield "  KV", f"{one} {does}: behind the weights is room for {_each(gpu['kv_tokens'], 'tokens')}"
         else:

@@ -26,11 +26,11 @@ from atom.sampling_params import SamplingParams
 OBJECTIVES = ("load_seconds", "first_token_seconds", "tokens", "tokens_per_second")  # choices of job.objective
 
 
-def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbers: None) -> int:
+def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda numbers: None) -> int:
     """Answer the prompts: text as it comes, and a table of times; with job.output=json one object a prompt, in order.
 
     A prompt that cannot be served is one line on stderr and does not stop the others; the exit code then is 2.
-    tell: is given the numbers of OBJECTIVES.
+    report: is called with the numbers of OBJECTIVES.
     """
     prompts = read_prompts(config.prompts)
     params = SamplingParams(**config.sampling.values())
@@ -38,18 +38,18 @@ def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbe
     engine = LLMEngine.from_config(config, RichProgress())
     loaded = time.perf_counter()
     is_json = config.job.output == "json"
-    places: dict[str, int] = {}  # request id -> index of the prompt
-    show = None if is_json else _Screen(places, is_single=len(prompts) * params.n == 1)
-    for place, prompt in enumerate(prompts):
+    indices: dict[str, int] = {}  # request id -> index of the prompt
+    show = None if is_json else _Screen(indices, is_single=len(prompts) * params.n == 1)
+    for index, prompt in enumerate(prompts):
         try:
             tokens = engine.encode_chat([{"role": "user", "content": prompt}]) if config.job.chat else prompt
             (request_id,) = engine.add_request([tokens], params, show)
-            places[request_id] = place
+            indices[request_id] = index
         except RequestError as error:
-            print(f"atom-run: RequestError: prompt {place}: {error}", file=sys.stderr)
+            print(f"atom-run: RequestError: prompt {index}: {error}", file=sys.stderr)
     ended: list[Sequence] = []
-    waiting = deque(places)  # requests whose answers are printed next
-    done: dict[str, list[Sequence]] = {id: [] for id in places}
+    waiting = deque(indices)  # requests whose answers are printed next
+    done: dict[str, list[Sequence]] = {id: [] for id in indices}
     while not engine.is_finished():
         for sequence in engine.step():
             ended.append(sequence)
@@ -57,14 +57,14 @@ def run(config: Config, tell: Callable[[Mapping[str, Any]], None] = lambda numbe
         while is_json and waiting and len(done[waiting[0]]) == params.n:
             id = waiting.popleft()
             for sequence in sorted(done.pop(id), key=lambda sequence: sequence.index):
-                told = {"prompt": prompts[places[id]], **_plain(answer(sequence))}
-                print(json.dumps(told), flush=True)
+                fields = {"prompt": prompts[indices[id]], **_plain(answer(sequence))}
+                print(json.dumps(fields), flush=True)
     if ended:
         times = _measure(ended, loaded - started)
-        tell(times)
+        report(times)
         if not is_json:
             _show_times(times)
-    return 0 if len(places) == len(prompts) else RequestError.exit_code
+    return 0 if len(indices) == len(prompts) else RequestError.exit_code
 
 
 def read_prompts(prompts: Any) -> list[Any]:
@@ -114,8 +114,8 @@ def _parse_line(line: str) -> Any:
 class _Screen:
     """Streams a single answer; shows each of several when it is done."""
 
-    def __init__(self, places: Mapping[str, int], is_single: bool) -> None:
-        self.places = places
+    def __init__(self, indices: Mapping[str, int], is_single: bool) -> None:
+        self.indices = indices
         self.is_single = is_single
         self.texts: dict[tuple[str, int], str] = {}
 
@@ -128,7 +128,7 @@ class _Screen:
         self.texts[key] = self.texts.get(key, "") + new
         if output.finished:
             answer = f", answer {output.index}" if output.index else ""
-            print(f"── prompt {self.places[output.request_id]}{answer}\n{self.texts.pop(key).strip()}\n", flush=True)
+            print(f"── prompt {self.indices[output.request_id]}{answer}\n{self.texts.pop(key).strip()}\n", flush=True)
 
 
 def _plain(value: Any) -> Any:

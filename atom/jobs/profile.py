@@ -6,7 +6,7 @@ atom-run job=profile checkpoint=/models/qwen3 job.num_prompts=32 job.input_len=1
 atom-run job=profile load_dummy=true job.num_steps=8 serve.torch_profiler_dir=traces
 atom-run job=profile job.output=json | jq .phases.decode.rows
 
-The first steps, which take in the prompts, are one trace, and those behind them, which decode, another.
+Prefill steps are one trace, and the decode steps behind them another.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def run(config: Config) -> int:
             phases[name] = {"trace": str(path), **describe(summary, steps, costs, limits, pieces)}
         for id in ids:
             engine.abort(id)
-    told = {
+    result = {
         **describe_run(config, compiled.level),
         "limits": {"bandwidth": limits.bandwidth, "flops": limits.flops},
         "phases": phases,
     }
     if config.job.output == "json":
-        print(json.dumps(told))
+        print(json.dumps(result))
     else:
-        show(told)
+        show(result)
     return 0
 
 
@@ -158,7 +158,7 @@ def find_piece_kernels(graph: Graph) -> list[PieceKernel]:
     """Find the kernels of a GPU text's pieces, nearly all of which are one kernel."""
     numbers: dict[str, int] = {}
     names: dict[str, list[str]] = {}
-    found: dict[str, PieceKernel] = {}
+    kernels: dict[str, PieceKernel] = {}
     for program in graph.programs.values():
         for piece in find_pieces(program):
             number = numbers.setdefault(piece.text, len(numbers))
@@ -170,10 +170,10 @@ def find_piece_kernels(graph: Graph) -> list[PieceKernel]:
             once = Work(float(sum(type.num_bytes for type in weights)))
             each = Work(float(sum(map(bytes_of_row, (*tables, *(node.meta["type"] for node in piece.inputs))))))
             for at, name in enumerate(names[piece.text]):
-                kernel = found.setdefault(name, PieceKernel(name, [], []))
+                kernel = kernels.setdefault(name, PieceKernel(name, [], []))
                 kernel.numbers.extend({number} - {*kernel.numbers})
                 kernel.reads.extend([(program.name, once, each)] if at == 0 else [])
-    return list(found.values())
+    return list(kernels.values())
 
 
 def bytes_of_row(type: Type) -> int:
@@ -219,9 +219,9 @@ def describe(
     work = [step_work(costs, step) for step in steps]
 
     def entry(name: str, calls: int, seconds: float, limit: float | None = None) -> dict[str, Any]:
-        told = {"name": name, "calls": calls, "seconds": seconds, "share": seconds / summary.seconds}
-        told["us_per_call"] = seconds / calls * 1e6 if calls else None
-        return told if limit is None else {**told, "limit_seconds": limit, "share_of_limit": limit / seconds}
+        fields = {"name": name, "calls": calls, "seconds": seconds, "share": seconds / summary.seconds}
+        fields["us_per_call"] = seconds / calls * 1e6 if calls else None
+        return fields if limit is None else {**fields, "limit_seconds": limit, "share_of_limit": limit / seconds}
 
     kinds = []
     for kind in (*KINDS, OTHER):
@@ -247,10 +247,10 @@ def describe(
     }
 
 
-def show(told: dict[str, Any]) -> None:
+def show(result: dict[str, Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    console.print(f"{told['model']}, {told['dtype']}, level {told['level']}, on {told['hardware']}")
-    for phase, about in told["phases"].items():
+    console.print(f"{result['model']}, {result['dtype']}, level {result['level']}, on {result['hardware']}")
+    for phase, about in result["phases"].items():
         per_step = about["timeline_seconds"] / about["steps"] * 1e3
         console.print(
             f"\n{phase}, steps: {about['steps']:,}, tokens: {about['tokens']:,}, {per_step:,.3f} ms a step on the "

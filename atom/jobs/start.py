@@ -37,7 +37,7 @@ def choose_job(overrides: Sequence[str], dirs: Sequence[str] = ()) -> list[str]:
         keys = keys_of(texts)
         if "job" in keys:
             break
-        if job := asked_job(keys):
+        if job := implied_job(keys):
             return [f"job={job}", *overrides]
     return list(overrides)
 
@@ -74,14 +74,14 @@ def check_objective(name: str, job: str) -> None:
         raise ConfigError(f"job.objective={name}: {which}")
 
 
-def asked_job(keys: Iterable[str]) -> str | None:
+def implied_job(keys: Iterable[str]) -> str | None:
     """The job that fields imply; ConfigError where they imply two."""
-    own = [(key, jobs) for key, jobs in own_fields(keys) if jobs.asked is not None]
-    only = {jobs.asked: key for key, jobs in own if len(jobs.names) == 1}
+    own = [(key, jobs) for key, jobs in own_fields(keys) if jobs.implied is not None]
+    only = {jobs.implied: key for key, jobs in own if len(jobs.names) == 1}
     if len(only) > 1:
         (one, key), (other, further) = list(only.items())[:2]
         raise ConfigError(f"{key} is a field of job={one}, {further} of job={other}: a run does one job, leave one out")
-    return next(iter(only), own[0][1].asked if own else None)
+    return next(iter(only), own[0][1].implied if own else None)
 
 
 def own_fields(keys: Iterable[str]) -> list[tuple[str, Jobs]]:
@@ -91,4 +91,4 @@ def own_fields(keys: Iterable[str]) -> list[tuple[str, Jobs]]:
 
 def keys_of(overrides: Iterable[str]) -> list[str]:
     """The keys of overrides."""
-    return [found[1] for text in overrides if (found := re.match(r"\+*([^~+=@][^=@]*)=", text))]
+    return [match[1] for text in overrides if (match := re.match(r"\+*([^~+=@][^=@]*)=", text))]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from atom.config import Config
-from atom.config.hydra import SEARCHPATH, one_line_errors, plain_fields, register, search_path, searched
+from atom.config.hydra import SEARCHPATH, make_search_path, one_line_errors, plain_fields, register, search_path_of
 from atom.config.overrides import hide_secret, one_line, override, parse, plain, rewrite
 from atom.errors import AtomError, ConfigError
 from atom.jobs.start import check_objective, choose_job, has_objectives, keys_of, load_job
@@ -56,10 +56,10 @@ def sweep(overrides: Sequence[str], dirs: Sequence[str], run: Run) -> int:
     sweeper, launcher = (chosen(texts, f"hydra/{kind}") for kind in ("sweeper", "launcher"))
     is_plain = sweeper == launcher == "basic"
     dirs = [str(Path(folder).absolute()) for folder in dirs]
-    with one_line_errors(Config), open_hydra(searched(texts, dirs)) as hydra, contextlib.ExitStack() as stack:
+    with one_line_errors(Config), open_hydra(search_path_of(texts, dirs)) as hydra, contextlib.ExitStack() as stack:
         if sweeper == "basic":
             for job in choices(texts, hydra):
-                load_job(choose_job([*job, *search_paths(texts)], dirs), dirs, is_sweep=True)
+                load_job(choose_job([*job, *search_path_overrides(texts)], dirs), dirs, is_sweep=True)
         else:
             check_fixed(texts, dirs, sweeper)
         folder = stack.enter_context(open_folder(texts, is_plain))
@@ -86,14 +86,14 @@ def chosen(texts: Sequence[str], group: str) -> str:
     return next((text.partition("=")[2] for text in reversed(texts) if text.startswith(f"{group}=")), "basic")
 
 
-def search_paths(texts: Any) -> list[str]:
-    """Hydra's overrides that each job is loaded with too."""
+def search_path_overrides(texts: Any) -> list[str]:
+    """The overrides of hydra.searchpath, with which each job is loaded too."""
     return [text for text in texts if text.startswith(SEARCHPATH)]
 
 
 @contextlib.contextmanager
-def open_hydra(places: Sequence[str]) -> Iterator[Hydra]:
-    """Hydra over conf/ and these places."""
+def open_hydra(paths: Sequence[str]) -> Iterator[Hydra]:
+    """Open Hydra with conf/ and these paths as its search path."""
     from hydra import version
     from hydra._internal.hydra import Hydra
     from hydra.core.global_hydra import GlobalHydra
@@ -102,7 +102,7 @@ def open_hydra(places: Sequence[str]) -> Iterator[Hydra]:
     version.setbase("1.3")
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
-        yield Hydra.create_main_hydra2("atom-run", search_path(places))
+        yield Hydra.create_main_hydra2("atom-run", make_search_path(paths))
     finally:
         GlobalHydra.instance().hydra = outer
 
@@ -110,11 +110,11 @@ def open_hydra(places: Sequence[str]) -> Iterator[Hydra]:
 @contextlib.contextmanager
 def open_folder(texts: Sequence[str], is_plain: bool) -> Iterator[Path]:
     """Open the sweep's folder: hydra.sweep.dir, else a temporary one, which is kept where plugins may write to it."""
-    said = [text for text in texts if text.startswith("hydra.sweep.dir=")]
-    folder = Path(plain(parse(said[-1])) if said else datetime.now().strftime("multirun/%Y-%m-%d/%H-%M-%S")).absolute()
-    if is_plain and not said:
-        with tempfile.TemporaryDirectory(prefix="atom-run-") as passing:  # for Hydra's multirun.yaml
-            yield Path(passing)
+    dirs = [text for text in texts if text.startswith("hydra.sweep.dir=")]
+    folder = Path(plain(parse(dirs[-1])) if dirs else datetime.now().strftime("multirun/%Y-%m-%d/%H-%M-%S")).absolute()
+    if is_plain and not dirs:
+        with tempfile.TemporaryDirectory(prefix="atom-run-") as temporary:  # for Hydra's multirun.yaml
+            yield Path(temporary)
         return
     folder.mkdir(parents=True, exist_ok=True)
     print(f"atom-run: what the sweep writes is in {folder}", file=sys.stderr, flush=True)
@@ -153,8 +153,8 @@ def check_fixed(texts: Sequence[str], dirs: Sequence[str], sweeper: str) -> None
     if objective is not None:
         check_objective(str(objective), job)
     elif has_objectives(job) and "job.objective" not in keys_of(texts):
-        asked = f"give job.objective=NAME, an entry of what job={job} tells; job.objective=? lists them"
-        raise ConfigError(f"hydra/sweeper={sweeper} compares jobs by a number: {asked}")
+        hint = f"give job.objective=NAME, an entry of what job={job} tells; job.objective=? lists them"
+        raise ConfigError(f"hydra/sweeper={sweeper} compares jobs by a number: {hint}")
 
 
 def run_job(
@@ -170,7 +170,7 @@ def run_job(
     register(Config)
     hydra = HydraConfig.get()
     overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-    overrides += search_paths(OmegaConf.to_container(hydra.overrides.hydra, resolve=False))
+    overrides += search_path_overrides(OmegaConf.to_container(hydra.overrides.hydra, resolve=False))
     with contextlib.ExitStack() as stack:
         if identity(sys.stdout) != seen:
             stack.enter_context(copied(redirect_stdout, sys.stdout, folder / f"{hydra.job.num}.out"))

@@ -1,4 +1,4 @@
-"""Tables on a terminal, of what a job has counted."""
+"""Make tables of a job's numbers for a terminal."""
 
 from __future__ import annotations
 

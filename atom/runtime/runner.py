@@ -5,7 +5,7 @@
     pending = runner.execute(step)          # a StepInput
     sampled = pending.wait()
 
-The host runs ahead of a GPU. On a CPU the step has taken place when `execute` returns.
+The host runs ahead of a GPU. On a CPU the step is complete when `execute` returns.
 """
 
 from __future__ import annotations
@@ -94,14 +94,14 @@ class Runner:
         hidden, logits = self.model.mix(step.shape, packed)
         return Started(step.shape.split(packed)[3], logits, hidden)
 
-    def _score_prompt(self, hidden: Hidden, asked: Scored) -> list[_Report]:
+    def _score_prompt(self, hidden: Hidden, prompt: Scored) -> list[_Report]:
         """Compute log probabilities of a prompt's tokens. hidden: of all tokens of the step"""
         reports = []
-        for start in range(0, len(asked.targets), HEAD_ROWS):
-            targets = self.model.send(np.array(asked.targets[start : start + HEAD_ROWS]), torch.int64)
-            first = asked.first + start
+        for start in range(0, len(prompt.targets), HEAD_ROWS):
+            targets = self.model.send(np.array(prompt.targets[start : start + HEAD_ROWS]), torch.int64)
+            first = prompt.first + start
             logits = score(self.model.head, rows_of(hidden, slice(first, first + len(targets))))
-            report = self._report(logits, list(range(len(targets))), asked.num_top)
+            report = self._report(logits, list(range(len(targets))), prompt.num_top)
             chosen = torch.empty_like(report.totals)
             ranks = torch.empty_like(chosen, dtype=torch.int32)
             self.model.score_drawn(logits, report.rows, targets, report.totals, chosen, ranks)
@@ -177,15 +177,15 @@ class Pending:
         logprobs: list[Logprobs | None] = [None] * len(tokens)
         if self.report is not None:
             rows, nums = zip(*self.step.logprobs, strict=True)
-            for row, found in zip(rows, self.report.read([tokens[row] for row in rows], nums), strict=True):
-                logprobs[row] = found
+            for row, logprob in zip(rows, self.report.read([tokens[row] for row in rows], nums), strict=True):
+                logprobs[row] = logprob
         prompts = {
-            asked.row: [
-                found
-                for start, report in zip(range(0, len(asked.targets), HEAD_ROWS), reports, strict=True)
-                for found in report.read(asked.targets[start : start + HEAD_ROWS], [asked.num_top] * HEAD_ROWS)
+            prompt.row: [
+                logprob
+                for start, report in zip(range(0, len(prompt.targets), HEAD_ROWS), reports, strict=True)
+                for logprob in report.read(prompt.targets[start : start + HEAD_ROWS], [prompt.num_top] * HEAD_ROWS)
             ]
-            for asked, reports in self.scored
+            for prompt, reports in self.scored
         }
         return Sampled(tokens, logprobs, prompts)
 

@@ -7,7 +7,7 @@ Only here are weights read, joined and made.
     weights = load(graph.recipes(), checkpoint, progress, "cuda")     # the same on a GPU, num_bytes(graph) in all
 
 Tensors are streamed: the bytes that a recipe needs are read from the mapped file, or for a GPU from the file itself
-(`stream.py`), converted to the dtype that the graph computes in, and put in their place.
+(`stream.py`), converted to the dtype that the graph computes in, and copied to their target.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from atom.graph.parts import stored_tensors
 from atom.graph.recipes import held_bytes, leaves, narrow
 from atom.kernels import shuffle
 from atom.weights import stream
-from atom.weights.evaluate import copy, find_places, view
+from atom.weights.evaluate import copy, split_recipe, view
 from atom.weights.rope import rope_freqs
 
 Loaded = Tensor | list[Tensor]  # a list: one tensor per expert, each in a kernel's own layout
@@ -67,16 +67,16 @@ def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None
     names = [name for name in model.weights.values() if "{layer}" in name or "{expert}" in name]
     experts = max((mlp.experts or 0 for mlp in model.mlp if mlp.kind == "moe"), default=0)
     for placeholder, num_stated in (("layer", model.layers), ("expert", experts)):
-        found = _find_numbers(stored, names, placeholder)
-        if found is not None and len(found) < num_stated:
-            counted = f"{len(found)} {placeholder}s, its configuration says {num_stated}"
+        numbers = _find_numbers(stored, names, placeholder)
+        if numbers is not None and len(numbers) < num_stated:
+            counted = f"{len(numbers)} {placeholder}s, its configuration says {num_stated}"
             raise CheckpointError(f"the checkpoint has {counted}; is it whole, and is model= the right one?")
 
 
 def _find_numbers(stored: Iterable[str], names: Iterable[str], placeholder: str) -> set[str] | None:
-    """The numbers in the place of a placeholder in stored names; None where no name has it."""
+    """The numbers that stored names have for a placeholder; None where no name has it."""
     marked = (re.escape(name).partition(re.escape(f"{{{placeholder}}}")) for name in names)
-    fronts = {front.replace(re.escape("{layer}"), "[0-9]+") for front, found, _ in marked if found}
+    fronts = {front.replace(re.escape("{layer}"), "[0-9]+") for front, mark, _ in marked if mark}
     if not fronts:
         return None
     find = re.compile(f"(?:{'|'.join(sorted(fronts))})([0-9]+)").match
@@ -111,9 +111,9 @@ def load(
             with _within_memory(ordered, device):
                 return _load_staged(ordered, checkpoint, device, task.advance)
 
-        def fill(part: Recipe, place: Tensor) -> None:
-            copy(part, place, lambda plain: view(plain, checkpoint))
-            task.advance(place.nbytes)
+        def fill(part: Recipe, target: Tensor) -> None:
+            copy(part, target, lambda plain: view(plain, checkpoint))
+            task.advance(target.nbytes)
 
         with ThreadPoolExecutor(NUM_READERS) as readers:
             return dict(zip(ordered, readers.map(lambda recipe: _make(recipe, fill), ordered), strict=True))
@@ -124,8 +124,8 @@ def load_dummy(recipes: Iterable[Recipe], seed: int, device: str = "cpu") -> dic
     ordered = list(recipes)
     generator = torch.Generator(device).manual_seed(seed)
 
-    def fill(_: Recipe, place: Tensor) -> None:
-        place.normal_(0.0, 0.02, generator=generator)
+    def fill(_: Recipe, target: Tensor) -> None:
+        target.normal_(0.0, 0.02, generator=generator)
 
     with _within_memory(ordered, device):
         return {recipe: _make(recipe, fill, device) for recipe in ordered}
@@ -144,7 +144,7 @@ def _load_staged(
                 loaded[recipe] = rope_freqs(recipe).to(device)
             else:
                 tensor = loaded[recipe] = _empty(recipe, device)
-                yield from find_places(recipe, tensor)
+                yield from split_recipe(recipe, tensor)
 
     stream.fill(parts(), checkpoint, torch.device(device), advance)
     return loaded
@@ -168,14 +168,14 @@ def _some(names: list[str]) -> str:
 
 @torch.inference_mode()
 def _make(recipe: Recipe, fill: Callable[[Recipe, Tensor], Any], device: str = "cpu") -> Loaded:
-    """Make a recipe's tensor; `fill` writes each part into its place."""
+    """Make a recipe's tensor; `fill` writes each part to its target."""
     if isinstance(recipe, RopeFreqs):
         return rope_freqs(recipe).to(device)
     if isinstance(recipe, Shuffle):
         return _shuffled(recipe, fill)
     tensor = _empty(recipe, device)
-    for part, place in find_places(recipe, tensor):
-        fill(part, place)
+    for part, target in split_recipe(recipe, tensor):
+        fill(part, target)
     return tensor
 
 
@@ -193,7 +193,7 @@ def _shuffled(recipe: Shuffle, fill: Callable[[Recipe, Tensor], Any]) -> Loaded:
     plain = torch.empty([1, *shape], dtype=TORCH_DTYPES[part.type.dtype])  # one buffer for all, to avoid fragmentation
     experts: list[Tensor] = []
     for expert in range(num_experts):
-        for each, place in find_places(narrow(part, expert, expert + 1), plain):
-            fill(each, place)
+        for each, target in split_recipe(narrow(part, expert, expert + 1), plain):
+            fill(each, target)
         experts.append(shuffle(plain[0], recipe.layout))
     return experts

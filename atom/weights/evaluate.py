@@ -1,9 +1,9 @@
-"""Evaluate recipes: find the parts of one, and view them in stored tensors.
+"""Evaluate recipes: split one into parts, and view each part in the stored tensors.
 
-A part fills one place of the recipe's tensor.
+A part fills its target, a view of the recipe's tensor.
 
-for part, place in find_places(recipe, tensor):
-    copy(part, place, lambda plain: view(plain, checkpoint))
+for part, target in split_recipe(recipe, tensor):
+    copy(part, target, lambda plain: view(plain, checkpoint))
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from atom.graph.recipes import narrow
 from atom.weights.dequantize import unpack
 
 
-def find_places(recipe: Recipe, target: Tensor) -> Iterator[tuple[Recipe, Tensor]]:
-    """The parts of a recipe that are not joined of others, each with the view of the target that it fills."""
+def split_recipe(recipe: Recipe, tensor: Tensor) -> Iterator[tuple[Recipe, Tensor]]:
+    """Split a recipe at its joins: each part, with its target, the view of the tensor that it fills."""
     if isinstance(recipe, Dequantize):
-        for packed, filled in find_places(recipe.part, target):
-            yield Dequantize(packed), filled
+        for packed, target in split_recipe(recipe.part, tensor):
+            yield Dequantize(packed), target
     elif isinstance(recipe, Cat):
         start = 0
         for part in recipe.parts:
             size = int(part.type.shape[recipe.dim])
-            yield from find_places(part, target.narrow(recipe.dim, start, size))
+            yield from split_recipe(part, tensor.narrow(recipe.dim, start, size))
             start += size
     elif isinstance(recipe, Stack):
-        for place, expert in enumerate(range(recipe.start, recipe.stop)):
-            yield from find_places(recipe.of(expert), target[place])
+        for index, expert in enumerate(range(recipe.start, recipe.stop)):
+            yield from split_recipe(recipe.of(expert), tensor[index])
     elif len(recipe.type.shape) == 3:  # one expert at a time, so that little is dequantized at once
-        for place in range(int(recipe.type.shape[0])):
-            yield narrow(recipe, place, place + 1), target[place : place + 1]
+        for expert in range(int(recipe.type.shape[0])):
+            yield narrow(recipe, expert, expert + 1), tensor[expert : expert + 1]
     else:
-        yield recipe, target
+        yield recipe, tensor
 
 
-def copy(recipe: Recipe, target: Tensor, see: Callable[[Recipe], Tensor]) -> None:
-    """Fill a target with a recipe of one stored tensor; `see` gives that tensor's view, without a Shift."""
+def copy(recipe: Recipe, target: Tensor, view_of: Callable[[Recipe], Tensor]) -> None:
+    """Fill a target with a recipe of one stored tensor; `view_of` gives that tensor's view, without a Shift."""
     if isinstance(recipe, Shift):
-        copy(recipe.part, target, see)
+        copy(recipe.part, target, view_of)
         target.add_(recipe.by)
     else:
-        target.copy_(see(recipe))
+        target.copy_(view_of(recipe))
 
 
 def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:

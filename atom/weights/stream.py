@@ -1,14 +1,14 @@
 """Stream weights from files to a device, through pinned buffers.
 
-Several readers read past the map of the files, and reuse the buffers.
+Several readers read the files, not their maps, and reuse the buffers.
 
-    fill(find_places(recipe, tensor), checkpoint, torch.device("cuda"), task.advance)
+    fill(split_recipe(recipe, tensor), checkpoint, torch.device("cuda"), task.advance)
 
-A reader fills a pinned buffer with a piece and hands it to the caller. The caller copies it to the device, straight to
-its place where the file has just the bytes that are wanted, else to a temporary where it is cut, transposed and
-converted. The buffer goes back to the readers with the next piece, and is reused once it is copied. The readers only
-read, since the interpreter runs one thread at a time; but packed tensors (GGUF's blocks, MXFP4) are dequantized by the
-readers on the CPU, one part at a time for each.
+A reader reads the bytes of a transfer into a pinned buffer and hands it to the caller. The caller copies it to the
+device: straight to its target where the file has just the bytes that are wanted, else to a temporary, where it is cut,
+transposed and converted. The buffer goes back to the readers with the next transfer, and is reused once it is copied.
+The readers only read, since the interpreter runs one thread at a time; but packed tensors (GGUF's blocks, MXFP4) are
+dequantized by the readers on the CPU, one part at a time for each.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ READER_BUFFERS = 2  # for each reader: one is read into while the other is copie
 BUFFER = 4 << 20  # bytes, a multiple of 8; together the buffers stay in a CPU's cache
 
 
-class Piece(NamedTuple):
-    """A part of a recipe, or a portion of one, that is read at once."""
+class Transfer(NamedTuple):
+    """One read from a file and its copy to the device: of a part of a recipe, or of a portion of one."""
 
     part: Recipe
-    place: Tensor  # what it fills; u8[num_bytes] where the file's bytes are used as they are
+    target: Tensor  # the view that it fills; u8[num_bytes] where the file's bytes are used as they are
     file: FileIO | None = None  # None: the tensor must be dequantized
     start: int = 0  # byte of the file
     num_bytes: int = 0
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """A staging buffer for pieces, pinned for a GPU."""
+    """A staging buffer for transfers, pinned for a GPU."""
 
     content: Tensor  # u8[BUFFER]
     memory: memoryview  # the same
@@ -69,7 +69,7 @@ def fill(
     device: torch.device,
     advance: Callable[[int], None],
 ) -> None:
-    """Fill the places of parts, see `find_places`, from the files; `advance` gets the number of bytes done.
+    """Fill the targets of parts, see `split_recipe`, from the files; `advance` gets the number of bytes done.
 
     The iterator of parts is advanced while other parts are read, so that making them may take its time.
     CheckpointError for a file that cannot be read or ends too early.
@@ -77,43 +77,43 @@ def fill(
     num_readers = min(MAX_READERS, len(os.sched_getaffinity(0)))
     stream = None if device.type == "cpu" else torch.cuda.current_stream(device)
     buffers = _make_buffers(num_readers * READER_BUFFERS, device)
-    todo: SimpleQueue[tuple[Piece, Buffer] | None] = SimpleQueue()  # None: ends a reader
-    done: SimpleQueue[tuple[Piece | None, Buffer] | None] = SimpleQueue()  # None: a reader has ended
+    todo: SimpleQueue[tuple[Transfer, Buffer] | None] = SimpleQueue()  # None: ends a reader
+    done: SimpleQueue[tuple[Transfer | None, Buffer] | None] = SimpleQueue()  # None: a reader has ended
     for buffer in buffers:
         done.put((None, buffer))
 
     @torch.inference_mode()
     def read() -> None:
         try:
-            for piece, buffer in iter(todo.get, None):
-                if piece.file is None:
+            for transfer, buffer in iter(todo.get, None):
+                if transfer.file is None:
                     with torch.cuda.stream(stream):
-                        copy(piece.part, piece.place, lambda plain: view(plain, checkpoint))
+                        copy(transfer.part, transfer.target, lambda plain: view(plain, checkpoint))
                 else:
                     buffer.wait()
-                    read_exactly(piece.file, piece.start, buffer.memory[: piece.num_bytes])
-                done.put((piece, buffer))
+                    read_exactly(transfer.file, transfer.start, buffer.memory[: transfer.num_bytes])
+                done.put((transfer, buffer))
         finally:
             done.put(None)
 
     with ExitStack() as files, ThreadPoolExecutor(num_readers) as pool:
         try:
             readers = [pool.submit(read) for _ in range(num_readers)]
-            for piece in chain(_find_pieces(parts, checkpoint, files), [None for _ in buffers]):
+            for transfer in chain(_cut_transfers(parts, checkpoint, files), [None for _ in buffers]):
                 returned = done.get()
                 if returned is None:
                     break
-                filled, buffer = returned
-                if filled:
-                    _move(filled, buffer, stream)
-                    advance(filled.place.nbytes)
-                if piece:
-                    todo.put((piece, buffer))
+                finished, buffer = returned
+                if finished:
+                    _copy_to_device(finished, buffer, stream)
+                    advance(finished.target.nbytes)
+                if transfer:
+                    todo.put((transfer, buffer))
         finally:
             try:
                 with suppress(Empty):
                     while True:
-                        todo.get_nowait()  # pieces under way are finished, no more are taken
+                        todo.get_nowait()  # transfers under way are finished, no more are taken
             finally:
                 for _ in range(num_readers):
                     todo.put(None)
@@ -136,69 +136,71 @@ def _make_buffers(count: int, device: torch.device) -> list[Buffer]:
     ]
 
 
-def _move(piece: Piece, buffer: Buffer, stream: torch.cuda.Stream | None) -> None:
-    """Start the copy of a piece from the buffer to its place."""
-    if piece.file is None:
+def _copy_to_device(transfer: Transfer, buffer: Buffer, stream: torch.cuda.Stream | None) -> None:
+    """Start the copy of a transfer from the buffer to its target."""
+    if transfer.file is None:
         return
-    content, mapped = buffer.content[: piece.num_bytes], piece.mapped
+    content, mapped = buffer.content[: transfer.num_bytes], transfer.mapped
     if mapped is None:
-        piece.place.copy_(content, non_blocking=True)
+        transfer.target.copy_(content, non_blocking=True)
     else:
-        stored = content.view(mapped.dtype).to(piece.place.device, non_blocking=True)
-        copy(piece.part, piece.place, lambda _: stored.as_strided(mapped.shape, mapped.stride()))
+        stored = content.view(mapped.dtype).to(transfer.target.device, non_blocking=True)
+        copy(transfer.part, transfer.target, lambda _: stored.as_strided(mapped.shape, mapped.stride()))
     if buffer.copied:
         buffer.copied.record(stream)
 
 
-def read_exactly(file: FileIO, start: int, left: memoryview) -> None:
-    """Fill `left` from a byte of a file on; other threads may read the same file."""
-    while left:
+def read_exactly(file: FileIO, start: int, target: memoryview) -> None:
+    """Fill the target with the bytes from `start` on; other threads may read the same file."""
+    while target:
         try:
-            count = os.preadv(file.fileno(), [left], start)
+            count = os.preadv(file.fileno(), [target], start)
         except OSError as error:
             raise CheckpointError(f"cannot read {file.name}: {error.strerror}") from None
         if not count:
             raise CheckpointError(f"{file.name} is cut short: it ends at byte {start}; download it again")
-        left, start = left[count:], start + count
+        target, start = target[count:], start + count
 
 
-def _find_pieces(parts: Iterable[tuple[Recipe, Tensor]], checkpoint: Checkpoint, files: ExitStack) -> Iterator[Piece]:
-    """Cut parts into pieces that fit a buffer; files are left open."""
+def _cut_transfers(
+    parts: Iterable[tuple[Recipe, Tensor]], checkpoint: Checkpoint, files: ExitStack
+) -> Iterator[Transfer]:
+    """Cut parts into transfers that fit a buffer; files are left open."""
     opened: dict[Path, FileIO] = {}
-    for part, place in parts:
+    for part, target in parts:
         leaf = next(leaves(part))
-        where = None if leaf.type.fmt else checkpoint.locate(leaf.name)
-        if where is None:
-            yield Piece(part, place)
+        file_range = None if leaf.type.fmt else checkpoint.locate(leaf.name)
+        if file_range is None:
+            yield Transfer(part, target)
             continue
-        if where.path not in opened:
-            opened[where.path] = files.enter_context(open_file(where.path))
+        if file_range.path not in opened:
+            opened[file_range.path] = files.enter_context(open_file(file_range.path))
         plain = part
         while isinstance(plain, Shift):
             plain = plain.part
-        mapped, file = view(plain, checkpoint), opened[where.path]
-        if plain is part and _are_same_bytes(mapped, place):
-            start = where.start + int(mapped.storage_offset()) * mapped.itemsize
-            for target in torch.split(place.view(-1).view(torch.uint8), BUFFER):
-                yield Piece(part, target, file, start, target.nbytes)
-                start += target.nbytes
+        mapped, file = view(plain, checkpoint), opened[file_range.path]
+        if plain is part and _are_same_bytes(mapped, target):
+            start = file_range.start + int(mapped.storage_offset()) * mapped.itemsize
+            for portion in torch.split(target.view(-1).view(torch.uint8), BUFFER):
+                yield Transfer(part, portion, file, start, portion.nbytes)
+                start += portion.nbytes
         else:
-            for each, target in _split(mapped, place):
-                start = where.start + int(each.storage_offset()) * each.itemsize
-                yield Piece(part, target, file, start, _extent(each) * each.itemsize, each)
+            for stored, portion in _split(mapped, target):
+                start = file_range.start + int(stored.storage_offset()) * stored.itemsize
+                yield Transfer(part, portion, file, start, _extent(stored) * stored.itemsize, stored)
 
 
-def _are_same_bytes(mapped: Tensor, place: Tensor) -> bool:
-    return mapped.dtype == place.dtype and mapped.is_contiguous() and place.is_contiguous()
+def _are_same_bytes(mapped: Tensor, target: Tensor) -> bool:
+    return mapped.dtype == target.dtype and mapped.is_contiguous() and target.is_contiguous()
 
 
-def _split(mapped: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _split(mapped: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Cut both along the dim of the largest stride until the range from first to last byte fits a buffer."""
     if not mapped.numel():
         return
     limit, extent = BUFFER // mapped.itemsize, _extent(mapped)
     if extent <= limit:
-        yield mapped, place
+        yield mapped, target
         return
     dim = max((dim for dim in range(mapped.dim()) if mapped.shape[dim] > 1), key=mapped.stride)
     size, step = mapped.shape[dim], mapped.stride(dim)
@@ -206,7 +208,7 @@ def _split(mapped: Tensor, place: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     count = max((limit - row) // step + 1, 1)
     for start in range(0, size, count):
         length = min(count, size - start)
-        yield from _split(mapped.narrow(dim, start, length), place.narrow(dim, start, length))
+        yield from _split(mapped.narrow(dim, start, length), target.narrow(dim, start, length))
 
 
 def _extent(tensor: Tensor) -> int:

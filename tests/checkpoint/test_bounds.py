@@ -175,7 +175,7 @@ def test_a_text_that_a_tokenizer_would_never_be_done_with_ends_one_request(
 def test_the_process_ends_with_its_tokenizer(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(doubling(), tmp_path)
     assert tokenizer.encode("bb") == [1, 1]
-    process = tokenizer._elsewhere._process
+    process = tokenizer._encoder_process._process
     assert process is not None and os.path.exists(f"/proc/{process.pid}")
     del tokenizer
     assert process.returncode is not None
@@ -195,7 +195,7 @@ def test_an_ordinary_tokenizer_needs_no_process_for_ordinary_texts(tmp_path: Pat
     tokenizer = tokenizer_of(backend, tmp_path)
     assert tokenizer.encodes_here(2 << 20) and not tokenizer.encodes_here(4 << 20)
     assert tokenizer.encode("ab" * 100_000) == [0, 1] * 100_000
-    assert tokenizer._elsewhere._process is None
+    assert tokenizer._encoder_process._process is None
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 @pytest.fixture
 def measured(run: Any) -> Callable[..., dict[str, Any]]:
-    """What `job=bench` tells as JSON."""
+    """The JSON object of `job=bench`."""
 
     def measured(*argv: str) -> dict[str, Any]:
         code, out, err = run(*argv, "job.output=json")
@@ -60,32 +60,32 @@ def test_the_level_is_the_one_that_ran(
 
 
 def test_counts_and_rates_of_requests_of_equal_lengths(measured: Any, checkpoints: Any):
-    told = measured(f"checkpoint={checkpoints('qwen3')}", "job.num_prompts=3", "job.input_len=17", "job.output_len=5")
-    assert (told["num_prompts"], told["completed"], told["failed"]) == (3, 3, 0)
-    assert (told["total_input_tokens"], told["total_output_tokens"]) == (51, 15)
-    assert told["output_throughput"] == pytest.approx(15 / told["duration"])
-    assert told["total_token_throughput"] == pytest.approx(66 / told["duration"])
-    assert told["output_throughputs"] == [pytest.approx(told["output_throughput"])]
-    prefill, decode, both = (told["phases"][name] for name in ("prefill", "decode", "all"))
+    result = measured(f"checkpoint={checkpoints('qwen3')}", "job.num_prompts=3", "job.input_len=17", "job.output_len=5")
+    assert (result["num_prompts"], result["completed"], result["failed"]) == (3, 3, 0)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (51, 15)
+    assert result["output_throughput"] == pytest.approx(15 / result["duration"])
+    assert result["total_token_throughput"] == pytest.approx(66 / result["duration"])
+    assert result["output_throughputs"] == [pytest.approx(result["output_throughput"])]
+    prefill, decode, both = (result["phases"][name] for name in ("prefill", "decode", "all"))
     assert (prefill["steps"], prefill["tokens"]) == (1, 51)
     assert (decode["steps"], decode["tokens"]) == (4, 12), "the last token of each is never computed"
     assert (both["steps"], both["tokens"]) == (5, 63)
     for key in ("seconds", "limit_seconds"):
         assert prefill[key] + decode[key] == pytest.approx(both[key])
-    assert both["seconds"] == pytest.approx(told["duration"]), "no time is left out"
+    assert both["seconds"] == pytest.approx(result["duration"]), "no time is left out"
     assert both["share_of_limit"] == pytest.approx(both["limit_seconds"] / both["seconds"])
-    assert told["output_throughput_limit"] == pytest.approx(15 / both["limit_seconds"])
-    assert 0 < told["mean_ttft_ms"] < told["mean_e2el_ms"] <= told["duration"] * 1000
-    assert told["limits"]["bandwidth"] > 0 and told["limits"]["flops"] > 0
-    assert (told["model"], told["dtype"], told["device"], told["level"]) == ("qwen3", "fp32", "cpu", 1)
-    assert set(told["versions"]) == {"atom", "torch", "python"} and told["hardware"] and told["date"]
-    assert "job.output_len=5" in told["overrides"]
+    assert result["output_throughput_limit"] == pytest.approx(15 / both["limit_seconds"])
+    assert 0 < result["mean_ttft_ms"] < result["mean_e2el_ms"] <= result["duration"] * 1000
+    assert result["limits"]["bandwidth"] > 0 and result["limits"]["flops"] > 0
+    assert (result["model"], result["dtype"], result["device"], result["level"]) == ("qwen3", "fp32", "cpu", 1)
+    assert set(result["versions"]) == {"atom", "torch", "python"} and result["hardware"] and result["date"]
+    assert "job.output_len=5" in result["overrides"]
 
 
 def test_ranges_are_uniform_and_the_same_for_the_same_seed(measured: Any, checkpoints: Any):
     given = [f"checkpoint={checkpoints('llama')}", "job.num_prompts=12", "job.input_len=3-30", "job.output_len=2-6"]
     first, same, other = (measured(*given, f"seed={seed}") for seed in (0, 0, 1))
-    sizes = [(told["total_input_tokens"], told["total_output_tokens"]) for told in (first, same, other)]
+    sizes = [(result["total_input_tokens"], result["total_output_tokens"]) for result in (first, same, other)]
     assert sizes[0] == sizes[1] != sizes[2]
     assert 12 * 3 < sizes[0][0] < 12 * 30 and 12 * 2 < sizes[0][1] < 12 * 6
     assert first["phases"]["all"]["tokens"] == sum(sizes[0]) - 12
@@ -104,31 +104,31 @@ def test_lengths_reach_both_ends_of_a_range_and_prompts_are_of_the_vocabulary(ch
 
 
 def test_every_answer_has_its_full_length_and_runs_add_up(measured: Any, checkpoints: Any):
-    told = measured(
+    result = measured(
         f"checkpoint={checkpoints('llama')}", "job.num_prompts=2", "job.input_len=4", "sampling.max_tokens=7",
         "job.num_iters=3", "job.num_warmups=0", "sampling.stop_token_ids=[]",
     )  # fmt: skip
-    assert (told["completed"], told["total_output_tokens"]) == (6, 3 * 2 * 7)
-    assert len(told["output_throughputs"]) == 3
-    assert told["phases"]["prefill"]["steps"] == 3
-    slowest, fastest = min(told["output_throughputs"]), max(told["output_throughputs"])
-    assert slowest <= told["output_throughput"] <= fastest
+    assert (result["completed"], result["total_output_tokens"]) == (6, 3 * 2 * 7)
+    assert len(result["output_throughputs"]) == 3
+    assert result["phases"]["prefill"]["steps"] == 3
+    slowest, fastest = min(result["output_throughputs"]), max(result["output_throughputs"])
+    assert slowest <= result["output_throughput"] <= fastest
 
 
 def test_one_output_token_is_a_prefill_alone(measured: Any, checkpoints: Any):
-    told = measured(f"checkpoint={checkpoints('llama')}", "job.num_prompts=2", "job.input_len=9", "job.output_len=1")
-    assert set(told["phases"]) == {"prefill", "all"}
-    assert told["mean_itl_ms"] is told["mean_tpot_ms"] is None
+    result = measured(f"checkpoint={checkpoints('llama')}", "job.num_prompts=2", "job.input_len=9", "job.output_len=1")
+    assert set(result["phases"]) == {"prefill", "all"}
+    assert result["mean_itl_ms"] is result["mean_tpot_ms"] is None
 
 
 def test_prompts_in_chunks_and_several_answers_are_counted_as_what_they_are(measured: Any, checkpoints: Any):
-    told = measured(
+    result = measured(
         f"checkpoint={checkpoints('llama')}", "job.num_prompts=2", "job.input_len=20", "job.output_len=4",
         "serve.max_num_batched_tokens=8", "sampling.n=2", "sampling.temperature=0.8",
     )  # fmt: skip
-    assert (told["total_input_tokens"], told["total_output_tokens"]) == (40, 16)
-    assert told["phases"]["prefill"]["steps"] >= 5
-    assert told["phases"]["prefill"]["tokens"] >= 40
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (40, 16)
+    assert result["phases"]["prefill"]["steps"] >= 5
+    assert result["phases"]["prefill"]["tokens"] >= 40
 
 
 class Clock:
@@ -157,8 +157,8 @@ def test_times_are_those_of_commits_counted_from_the_start(checkpoints: Any, mon
         ([6], [(3, 3)], 2),
         ([7, 7], [], 2),
     ]
-    told = bench.measure([ran])
-    assert (told["duration"], told["output_throughput"], told["median_ttft_ms"]) == (3.0, 5 / 3, 1500.0)
+    result = bench.measure([ran])
+    assert (result["duration"], result["output_throughput"], result["median_ttft_ms"]) == (3.0, 5 / 3, 1500.0)
     assert [seconds for _, seconds in bench.step_seconds(ran)] == [1.0, 1.0, 1.0]
 
 
@@ -172,16 +172,18 @@ def test_recording_leaves_the_engine_as_it_was(checkpoints: Any):
 def test_a_sweep_is_an_object_a_run(run: Any, checkpoints: Any):
     given = ["job.num_prompts=1,3", "job.input_len=5", "job.output_len=2", "job.output=json"]
     code, out, _ = run("-m", f"checkpoint={checkpoints('llama')}", *given)
-    told = [json.loads(line) for line in out.splitlines()]
+    result = [json.loads(line) for line in out.splitlines()]
     assert code == 0
-    assert [each["num_prompts"] for each in told] == [1, 3]
-    assert [(each["total_input_tokens"], each["total_output_tokens"]) for each in told] == [(5, 2), (15, 6)]
+    assert [each["num_prompts"] for each in result] == [1, 3]
+    assert [(each["total_input_tokens"], each["total_output_tokens"]) for each in result] == [(5, 2), (15, 6)]
 
 
 def test_a_config_alone_is_enough_with_dummy_weights(measured: Any, checkpoints: Any, tmp_path: Path):
     (tmp_path / "config.json").write_bytes((checkpoints("mixtral") / "config.json").read_bytes())
-    told = measured(f"checkpoint={tmp_path}", "load_dummy=true", "dtype=bf16", "job.num_prompts=1", "job.output_len=3")
-    assert (told["completed"], told["dtype"]) == (1, "bf16")
+    result = measured(
+        f"checkpoint={tmp_path}", "load_dummy=true", "dtype=bf16", "job.num_prompts=1", "job.output_len=3"
+    )
+    assert (result["completed"], result["dtype"]) == (1, "bf16")
 
 
 def test_the_table_says_what_the_object_says(run: Any, checkpoints: Any):
@@ -214,12 +216,12 @@ def test_a_request_that_fails_is_counted_told_and_an_exit_code(
     monkeypatch.setattr(StepBuilder, "build", fail)
     given = ["job.input_len=4-5", "job.num_prompts=8", "job.output_len=2", "job.num_warmups=0", "job.output=json"]
     code, out, err = run(f"checkpoint={checkpoints('llama')}", *given)
-    told = json.loads(out)
+    result = json.loads(out)
     assert code == 1
-    assert 0 < told["failed"] < 8 and told["completed"] + told["failed"] == 8
-    assert told["total_output_tokens"] == 2 * told["completed"]
+    assert 0 < result["failed"] < 8 and result["completed"] + result["failed"] == 8
+    assert result["total_output_tokens"] == 2 * result["completed"]
     assert re.search(
-        rf"^atom-run: {told['failed']} requests failed, the first one with .*four is too few", err, re.MULTILINE
+        rf"^atom-run: {result['failed']} requests failed, the first one with .*four is too few", err, re.MULTILINE
     )
 
 
@@ -340,13 +342,13 @@ def test_conversations_run(run: Any, embedded_gguf: Path, tmp_path: Path):
         "serve.max_model_len=128", "serve.kv_cache_memory=8388608",
     )  # fmt: skip
     assert code == 0, err
-    told = json.loads(out)
-    assert (told["total_input_tokens"], told["total_output_tokens"]) == (7, 5)
+    result = json.loads(out)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (7, 5)
 
 
 def test_prefix_hits_are_told(measured: Any, checkpoints: Any):
     given = [f"checkpoint={checkpoints('llama')}", "serve.enable_prefix_caching=true", "serve.block_size=4"]
-    told = measured(*given, "job.num_prompts=1", "job.input_len=40", "job.output_len=2", "sampling.n=3",
+    result = measured(*given, "job.num_prompts=1", "job.input_len=40", "job.output_len=2", "sampling.n=3",
                     "sampling.temperature=1")  # fmt: skip
-    assert told["num_prefix_hit_tokens"] == 2 * 36, "of each sibling, all blocks but that of the last token"
-    assert told["phases"]["all"]["tokens"] == 40 + 2 * 4 + 3
+    assert result["num_prefix_hit_tokens"] == 2 * 36, "of each sibling, all blocks but that of the last token"
+    assert result["phases"]["all"]["tokens"] == 40 + 2 * 4 + 3

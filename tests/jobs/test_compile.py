@@ -61,8 +61,8 @@ def test_a_miss_and_a_hit_as_lines(run: Any, cache: Cache):
     assert lines[1:3] == [f"          miss: {FIRST}", "pieces    4, 3 of them distinct, 3 compiled"]
     seconds = r"seconds   key \d+\.\d\d, graph \d+\.\d\d, pieces \d+\.\d\d, publish \d+\.\d\d"
     assert len(lines) == 4 and re.fullmatch(seconds, lines[3])
-    begun, done = err.splitlines()
-    assert begun == "atom-run: compiling 3 pieces" and re.fullmatch(rf"{begun}: done in \d+\.\d s", done)
+    started, done = err.splitlines()
+    assert started == "atom-run: compiling 3 pieces" and re.fullmatch(rf"{started}: done in \d+\.\d s", done)
     code, out, err = run()
     assert (code, err) == (0, "")
     assert out.splitlines()[1:3] == ["          hit", "pieces    4, 3 of them distinct, 0 compiled"]
@@ -70,11 +70,11 @@ def test_a_miss_and_a_hit_as_lines(run: Any, cache: Cache):
 
 def test_json_has_the_fields_of_the_report(run: Any, cache: Cache):
     code, out, _ = run("job.output=json")
-    told = json.loads(out)
-    assert code == 0 and list(told) == ["key", "hit", "reason", "pieces", "compiled", "seconds"]
-    assert (told["hit"], told["reason"], told["pieces"], told["compiled"]) == (False, FIRST, 4, 3)
-    assert list(told["seconds"]) == ["key", "graph", "pieces", "publish"]
-    assert told["key"] == cache.entries("artifacts")[0].key
+    fields = json.loads(out)
+    assert code == 0 and list(fields) == ["key", "hit", "reason", "pieces", "compiled", "seconds"]
+    assert (fields["hit"], fields["reason"], fields["pieces"], fields["compiled"]) == (False, FIRST, 4, 3)
+    assert list(fields["seconds"]) == ["key", "graph", "pieces", "publish"]
+    assert fields["key"] == cache.entries("artifacts")[0].key
 
 
 def test_what_is_wrong_with_the_cache_folder_is_told(run: Any, cache: Cache):
@@ -149,10 +149,10 @@ def test_for_a_gpu_the_model_is_compiled_once_and_its_kernels_for_random_weights
     monkeypatch.setattr(job, "load_dummy", lambda recipes, seed, device: load_dummy(recipes, seed, "cpu"))
     monkeypatch.setattr(TritonCompiler, "load", lambda self, folder: lambda *tensors: [])
     code, out, _ = run("device=cuda", "job.output=json")
-    told = json.loads(out)
-    assert code == 0 and read == [told["key"]]
+    fields = json.loads(out)
+    assert code == 0 and read == [fields["key"]]
     ((compiled, tensors),) = opened
-    assert (told["hit"], told["compiled"]) == (False, len(compiled.code))
+    assert (fields["hit"], fields["compiled"]) == (False, len(compiled.code))
     assert tensors.keys() == set(compiled.graph.recipes())
 
 

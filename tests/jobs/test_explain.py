@@ -43,7 +43,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
 
 @pytest.fixture
 def explain(run: Any) -> Callable[..., dict[str, Any]]:
-    """What `job=explain` tells as JSON."""
+    """The JSON object of `job=explain`."""
 
     def explain(*argv: str) -> dict[str, Any]:
         code, out, err = run(*argv, "job.output=json")
@@ -68,16 +68,16 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 @pytest.fixture(scope="module")
 def sizes(published: Any) -> Callable[[str], dict[str, Any]]:
-    """What `job=explain` tells of a published config with sequences of 4,096 tokens, asked once."""
+    """The JSON object of `job=explain` for a published config with sequences of 4,096 tokens, made once."""
 
     @functools.cache
-    def tell(name: str) -> dict[str, Any]:
+    def make(name: str) -> dict[str, Any]:
         out = io.StringIO()
         with redirect_stdout(out):
             assert main(["job=explain", published(name), "serve.max_model_len=4096", "job.output=json"]) == 0
         return json.loads(out.getvalue())
 
-    return tell
+    return make
 
 
 # the passes
@@ -129,8 +129,8 @@ def test_pieces_are_told_as_cached_only_where_they_are_trusted(
         os.utime(folder / "manifest.json", (long_ago, long_ago))
     (folders[1] / "piece.so").write_bytes(b"evil")
     fault = "the checksum of piece.so is wrong"
-    told = explain(*overrides)
-    states = [(piece["times"], piece["cached"], piece["fault"]) for piece in told["distinct_pieces"]]
+    result = explain(*overrides)
+    states = [(piece["times"], piece["cached"], piece["fault"]) for piece in result["distinct_pieces"]]
     assert states == [(1, True, None), (2, False, fault), (1, False, None)]
     code, out, err = run(*overrides)
     assert (code, err) == (0, "")
@@ -149,8 +149,8 @@ def test_a_piece_that_was_found_wrong_is_told(run: Any, explain: Any, checkpoint
     overrides = (f"checkpoint={checkpoints('llama')}", f"cache={tmp_path}")
     keys = [piece["key"] for piece in explain(*overrides)["distinct_pieces"]]
     Cache(tmp_path).publish("failures", keys[1], {}, {"reason": "it is nan off"})
-    told = explain(*overrides)["distinct_pieces"]
-    assert [(piece["cached"], piece["fault"]) for piece in told] == [
+    result = explain(*overrides)["distinct_pieces"]
+    assert [(piece["cached"], piece["fault"]) for piece in result] == [
         (False, None),
         (False, "it is nan off"),
         (False, None),
@@ -269,13 +269,13 @@ def parts_of(name: str) -> tuple[dict[str, Any], list[Part]]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameters_are_the_published_ones(name: str, sizes: Any):
     c, parts = parts_of(name)
-    told = sizes(name)
-    assert told["parameters"] == sum(part.rows * part.columns * part.count for part in parts)
-    assert told["active_parameters"] == sum(part.rows * part.columns * part.num_active for part in parts)
+    result = sizes(name)
+    assert result["parameters"] == sum(part.rows * part.columns * part.count for part in parts)
+    assert result["active_parameters"] == sum(part.rows * part.columns * part.num_active for part in parts)
     stated = PUBLISHED[name]
     embedding = c["vocab_size"] * c["hidden_size"] if stated.counts_embedding else 0
-    assert told["parameters"] == pytest.approx(stated.parameters, rel=0.03)
-    assert told["active_parameters"] + embedding == pytest.approx(stated.active, rel=0.03)
+    assert result["parameters"] == pytest.approx(stated.parameters, rel=0.03)
+    assert result["active_parameters"] + embedding == pytest.approx(stated.active, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -291,20 +291,20 @@ def test_bytes_are_those_of_the_stored_formats(
     name: str, fmt: str | None, packed_bytes: Any, held_bytes: Any, sizes: Any
 ):
     c, parts = parts_of(name)
-    told = sizes(name)
+    result = sizes(name)
     freqs = 4 * c.get("qk_rope_head_dim", c.get("head_dim")) // 2
     packed = [part for part in parts if part.is_packed and fmt]
     plain = [part for part in parts if not (part.is_packed and fmt)]
     held = [(part, (held_bytes if part in packed else plain_bytes)(part)) for part in parts]
-    assert told["weights_bytes"] == sum(size * part.count for part, size in held) + freqs
-    assert told["active_weights_bytes"] == sum(size * part.num_active for part, size in held) + freqs
+    assert result["weights_bytes"] == sum(size * part.count for part, size in held) + freqs
+    assert result["active_weights_bytes"] == sum(size * part.num_active for part, size in held) + freqs
     expected = {fmt: sum(packed_bytes(part) * part.count for part in packed)} if fmt else {}
     for dtype, size in (("bf16", 2), ("fp32", 4)):
         if total := sum(plain_bytes(part) * part.count for part in plain if part.num_bytes == size):
             expected[dtype] = total
-    assert {name: size["stored_bytes"] for name, size in told["formats"].items()} == expected
+    assert {name: size["stored_bytes"] for name, size in result["formats"].items()} == expected
     if fmt:
-        assert told["formats"][fmt]["held_bytes"] == sum(held_bytes(part) * part.count for part in packed)
+        assert result["formats"][fmt]["held_bytes"] == sum(held_bytes(part) * part.count for part in packed)
 
 
 SUMMARY = """\
@@ -348,14 +348,14 @@ def test_a_large_model_is_explained_within_20_seconds_from_its_config_alone(publ
 )
 @pytest.mark.parametrize("level", [0, 1])
 def test_every_parameter_is_counted_once(name: str, level: int, explain: Any, checkpoints: Any, references: Any):
-    told = explain(f"checkpoint={checkpoints(name)}", f"level={level}")
+    result = explain(f"checkpoint={checkpoints(name)}", f"level={level}")
     model = references(name)
-    assert told["parameters"] == sum(p.numel() for p in model.parameters())
+    assert result["parameters"] == sum(p.numel() for p in model.parameters())
     embedding = 0 if model.config.tie_word_embeddings else model.model.embed_tokens.weight.numel()
     of_experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
     num_experts = getattr(model.config, "n_routed_experts", None) or getattr(model.config, "num_local_experts", 1)
     chosen = of_experts * getattr(model.config, "num_experts_per_tok", 1) // num_experts
-    assert told["active_parameters"] == told["parameters"] - embedding - of_experts + chosen
+    assert result["active_parameters"] == result["parameters"] - embedding - of_experts + chosen
 
 
 def test_a_token_is_multiplied_with_the_experts_that_the_text_says(
@@ -365,12 +365,14 @@ def test_a_token_is_multiplied_with_the_experts_that_the_text_says(
     name = published("qwen3_30b_a3b")
     (tmp_path / "half.py").write_text(run(name, "job.stage=semantic")[1].replace("top_k=8", "top_k=4"))
     c, parts = parts_of("qwen3_30b_a3b")
-    told = [explain(name, *given) for given in ((), (f"job.graph={tmp_path}/half.py",))]
+    result = [explain(name, *given) for given in ((), (f"job.graph={tmp_path}/half.py",))]
     one_expert = 3 * c["moe_intermediate_size"] * c["hidden_size"] * c["num_hidden_layers"]
-    assert told[0]["active_parameters"] - told[1]["active_parameters"] == 4 * one_expert
-    assert told[0]["active_weights_bytes"] - told[1]["active_weights_bytes"] == 2 * 4 * one_expert
+    assert result[0]["active_parameters"] - result[1]["active_parameters"] == 4 * one_expert
+    assert result[0]["active_weights_bytes"] - result[1]["active_weights_bytes"] == 2 * 4 * one_expert
     assert (
-        told[0]["parameters"] == told[1]["parameters"] == sum(part.rows * part.columns * part.count for part in parts)
+        result[0]["parameters"]
+        == result[1]["parameters"]
+        == sum(part.rows * part.columns * part.count for part in parts)
     )
 
 
@@ -387,8 +389,8 @@ KV_BYTES = {
 
 @pytest.mark.parametrize("name", KV_BYTES)
 def test_kv_bytes_a_token_are_those_that_the_pool_allocates(name: str, sizes: Any, published: Any):
-    told = sizes(name)
-    assert told["kv_bytes_per_token"] == KV_BYTES[name]
+    result = sizes(name)
+    assert result["kv_bytes_per_token"] == KV_BYTES[name]
     config = load([published(name), "serve.max_model_len=4096"])
     graph, block_size = compile_graph(config), config.serve.block_size
     num_blocks = plan_kv(cache_kinds(graph), config)
@@ -397,15 +399,15 @@ def test_kv_bytes_a_token_are_those_that_the_pool_allocates(name: str, sizes: An
     allocated = dict.fromkeys(num_blocks, 0)
     for cache, tensor in model.caches.items():
         allocated[cache.kind] += tensor.nbytes
-    assert sum(allocated.values()) == told["kv_pool_bytes"] <= config.serve.kv_cache_memory
+    assert sum(allocated.values()) == result["kv_pool_bytes"] <= config.serve.kv_cache_memory
     for kind, num in num_blocks.items():
         assert allocated[kind] == num * block_size * KV_BYTES[name][kind]
-        assert told["kv_tokens"][kind] == (num - 1) * block_size, "block 0 is nobody's"
+        assert result["kv_tokens"][kind] == (num - 1) * block_size, "block 0 is nobody's"
 
 
 def test_kv_bytes_by_kind_of_a_model_with_a_window(explain: Any, checkpoints: Any):
-    told = explain(f"checkpoint={checkpoints('qwen3_window')}", "dtype=bf16")
-    assert told["kv_bytes_per_token"] == {"full": 2 * 2 * 24 * 2, "window_7": 2 * 24 * 2}, (
+    result = explain(f"checkpoint={checkpoints('qwen3_window')}", "dtype=bf16")
+    assert result["kv_bytes_per_token"] == {"full": 2 * 2 * 24 * 2, "window_7": 2 * 24 * 2}, (
         "layers x (k and v) x dim x bytes"
     )
     assert explain(f"checkpoint={checkpoints('qwen3_window')}", "serve.kv_cache_dtype=fp32")["kv_bytes_per_token"] == {
@@ -417,12 +419,12 @@ def test_kv_bytes_by_kind_of_a_model_with_a_window(explain: Any, checkpoints: An
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss_20b"])
 def test_a_pool_that_is_too_small_says_how_long_a_sequence_it_holds(name: str, explain: Any, run: Any, published: Any):
     overrides = [published(name), "model.layers=6", f"serve.kv_cache_memory={1 << 26}"]
-    told = explain(*overrides)
-    longest = told["kv_longest_sequence"]
-    assert told["kv_pool_bytes"] <= 1 << 26 and min(told["kv_tokens"].values()) > 0
+    result = explain(*overrides)
+    longest = result["kv_longest_sequence"]
+    assert result["kv_pool_bytes"] <= 1 << 26 and min(result["kv_tokens"].values()) > 0
     config = load([*overrides, f"serve.max_model_len={longest}"])
     kinds = cache_kinds(compile_graph(config))
-    assert max(told["kv_tokens"].values()) >= longest
+    assert max(result["kv_tokens"].values()) >= longest
     plan_kv(kinds, config)
     with pytest.raises(CapacityError, match=f"lower serve.max_model_len to {longest}"):
         plan_kv(kinds, load([*overrides, f"serve.max_model_len={longest + 1}"]))
@@ -432,12 +434,12 @@ def test_a_pool_that_is_too_small_says_how_long_a_sequence_it_holds(name: str, e
 
 def test_a_pool_may_hold_nothing_or_be_counted_in_blocks(explain: Any, published: Any):
     model = (published("qwen3_30b_a3b"), "model.layers=4")
-    told = explain(*model, "serve.kv_cache_memory=1")
-    assert (told["kv_longest_sequence"], told["kv_tokens"], told["kv_pool_bytes"]) == (0, {"full": 0}, 0)
-    told = explain(*model, "serve.num_kvcache_blocks=10")
-    assert (told["kv_longest_sequence"], told["kv_tokens"]) == (160, {"full": 160})
-    told = explain(*model, "serve.max_model_len=100")
-    assert told["kv_longest_sequence"] == 100
+    result = explain(*model, "serve.kv_cache_memory=1")
+    assert (result["kv_longest_sequence"], result["kv_tokens"], result["kv_pool_bytes"]) == (0, {"full": 0}, 0)
+    result = explain(*model, "serve.num_kvcache_blocks=10")
+    assert (result["kv_longest_sequence"], result["kv_tokens"]) == (160, {"full": 160})
+    result = explain(*model, "serve.max_model_len=100")
+    assert result["kv_longest_sequence"] == 100
 
 
 # GPUs
@@ -445,16 +447,16 @@ def test_a_pool_may_hold_nothing_or_be_counted_in_blocks(explain: Any, published
 
 def test_a_gpu_that_holds_the_model(explain: Any, run: Any, published: Any):
     name, gpu = published("qwen3_30b_a3b"), load_gpu("h200")
-    told = explain(name, "job.gpu=h200")
-    fit, behind = told["gpu"], gpu.memory - told["weights_bytes"]
+    result = explain(name, "job.gpu=h200")
+    fit, behind = result["gpu"], gpu.memory - result["weights_bytes"]
     assert (fit["name"], fit["memory_bytes"], fit["weights_fit"], fit["fits"]) == ("h200", gpu.memory, True, True)
     assert (fit["gpus_for_weights"], fit["kv_longest_sequence"]) == (1, 40960)
     blocks = behind // (16 * KV_BYTES["qwen3_30b_a3b"]["full"])
     assert fit["kv_tokens"] == {"full": (blocks - 1) * 16}
-    assert fit["decode_tokens_per_second"] == gpu.bandwidth / told["active_weights_bytes"]
-    assert fit["prefill_tokens_per_second"] == pytest.approx(804e12 / 2 / told["active_parameters"], rel=1e-6)
+    assert fit["decode_tokens_per_second"] == gpu.bandwidth / result["active_weights_bytes"]
+    assert fit["prefill_tokens_per_second"] == pytest.approx(804e12 / 2 / result["active_parameters"], rel=1e-6)
     _, out, _ = run(name, "job.gpu=h200")
-    share, rate = told["weights_bytes"] / gpu.memory, gpu.bandwidth / told["active_weights_bytes"]
+    share, rate = result["weights_bytes"] / gpu.memory, gpu.bandwidth / result["active_weights_bytes"]
     assert f"\n  weights   fit: {share:.1%} of its memory\n" in out
     assert (
         f"\n  KV        one sequence of max_model_len=40,960 fits: behind the weights is room for {(blocks - 1) * 16:,} tokens (full)\n"
@@ -464,15 +466,15 @@ def test_a_gpu_that_holds_the_model(explain: Any, run: Any, published: Any):
 
 
 def test_a_gpu_that_does_not(explain: Any, published: Any):
-    told = explain(published("deepseek_v3"), "job.gpu=mi355x")
-    fit = told["gpu"]
+    result = explain(published("deepseek_v3"), "job.gpu=mi355x")
+    fit = result["gpu"]
     assert (fit["weights_fit"], fit["fits"], fit["kv_tokens"], fit["kv_longest_sequence"]) == (
         False,
         False,
         {"latent": 0},
         0,
     )
-    assert (fit["gpus_for_weights"] - 1) * 288e9 < told["weights_bytes"] <= fit["gpus_for_weights"] * 288e9
+    assert (fit["gpus_for_weights"] - 1) * 288e9 < result["weights_bytes"] <= fit["gpus_for_weights"] * 288e9
 
 
 def test_a_gpu_fits_to_the_byte(explain: Any, run: Any, published: Any, tmp_path: Path):
@@ -509,9 +511,9 @@ def test_the_text_for_a_gpu_that_is_not_here(run: Any, explain: Any, published: 
     )
     code, out, _ = run(name, "device=cuda", "job.gpu=h200", "job.stage=split_pieces")
     assert code == 0 and "= triton.linear(" in out and "torch.linear(" not in out
-    told, here = (explain(name, "job.gpu=h200", f"device={device}") for device in ("cuda", "cpu"))
-    assert "pieces" in here and "pieces" not in told
-    assert all(told[size] == here[size] for size in ("gpu", "parameters", "weights_bytes", "kv_tokens"))
+    result, here = (explain(name, "job.gpu=h200", f"device={device}") for device in ("cuda", "cpu"))
+    assert "pieces" in here and "pieces" not in result
+    assert all(result[size] == here[size] for size in ("gpu", "parameters", "weights_bytes", "kv_tokens"))
     assert "\nGPU  " in run(name, "device=cuda", "job.gpu=h200")[1]
 
 

@@ -51,21 +51,21 @@ def test_products_in_order_are_held_each_against_its_limit():
 
 
 def test_a_step_that_samples_nothing_has_no_head():
-    told = match_products([1.0, 1.0, 1.0], COSTS, [step(1, num_sampled=0)], LIMITS)
-    assert [(name, calls) for name, calls, *_ in told] == [("weight [8, 4]", 2), ("weight [4, 8]", 1)]
+    result = match_products([1.0, 1.0, 1.0], COSTS, [step(1, num_sampled=0)], LIMITS)
+    assert [(name, calls) for name, calls, *_ in result] == [("weight [8, 4]", 2), ("weight [4, 8]", 1)]
 
 
 def test_kinds_are_held_against_what_they_had_to_do():
     rows = [Row("linear", "matrix", 4, 3.0), Row("mm", "matrix", 1, 1.0), Row("split", None, 2, 0.5)]
-    told = describe(Summary("device", 5.0, rows, 7, 0.5, []), [step(1)], COSTS, LIMITS)
-    attention, matrix, other, gap = told["kinds"]
+    result = describe(Summary("device", 5.0, rows, 7, 0.5, []), [step(1)], COSTS, LIMITS)
+    attention, matrix, other, gap = result["kinds"]
     assert (matrix["calls"], matrix["seconds"], matrix["share"], matrix["us_per_call"]) == (5, 4.0, 0.8, 8e5)
     assert (matrix["limit_seconds"], matrix["share_of_limit"]) == (5.5, 5.5 / 4), "550 bytes"
     assert attention == {"name": "attention", "calls": 0, "seconds": 0, "share": 0, "us_per_call": None}
     assert (other["calls"], other["share"]) == (2, 0.1) and "limit_seconds" not in other
     assert (gap["name"], gap["calls"], gap["share"]) == ("gap", 7, 0.1)
-    assert [row["name"] for row in told["rows"]] == ["linear", "mm", "split"]
-    assert (told["steps"], told["tokens"], told["products"]) == (1, 1, [])
+    assert [row["name"] for row in result["rows"]] == ["linear", "mm", "split"]
+    assert (result["steps"], result["tokens"], result["products"]) == (1, 1, [])
 
 
 def test_kernels_of_pieces_say_which_and_are_held_against_what_these_read():
@@ -109,11 +109,11 @@ def test_each_phase_has_a_trace_and_its_time_is_all_accounted_for(run: Any, chec
         f"serve.torch_profiler_dir={tmp_path}/my traces", "job.output=json",
     )  # fmt: skip
     assert code == 0, err
-    told = json.loads(out)
-    assert set(told["phases"]) == {"prefill", "decode"}
-    assert [(phase["steps"], phase["tokens"]) for phase in told["phases"].values()] == [(1, 51), (5, 15)]
-    assert sorted(tmp_path.glob("my traces/rank_0/*.gz")) == [Path(each["trace"]) for each in told["phases"].values()]
-    for phase in told["phases"].values():
+    result = json.loads(out)
+    assert set(result["phases"]) == {"prefill", "decode"}
+    assert [(phase["steps"], phase["tokens"]) for phase in result["phases"].values()] == [(1, 51), (5, 15)]
+    assert sorted(tmp_path.glob("my traces/rank_0/*.gz")) == [Path(each["trace"]) for each in result["phases"].values()]
+    for phase in result["phases"].values():
         assert phase["timeline"] == "host"
         gap = phase["kinds"][-1]["seconds"]
         assert sum(row["seconds"] for row in phase["rows"]) + gap == pytest.approx(phase["timeline_seconds"])

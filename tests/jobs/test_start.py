@@ -40,7 +40,7 @@ def test_a_field_of_one_job_asks_for_it(typed: list[str], job: str):
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "message"),
     [
         (["job=cache", "job.gpu=h200", "prompts=hi"], "job.gpu is a field of job=explain, and this is job=cache: leave"),
         (["job=cache", "prompts=hi"], "prompts is a field of job=generate, and this is job=cache: leave it out, or write job=generate"),
@@ -56,10 +56,10 @@ def test_a_field_of_one_job_asks_for_it(typed: list[str], job: str):
         (["prompts=hi", "job.objective=tokens"], "job.objective=tokens is what the sweeper of -m is told: add -m"),
     ],
 )  # fmt: skip
-def test_a_field_of_another_job_is_refused_by_name(typed: list[str], told: str):
+def test_a_field_of_another_job_is_refused_by_name(typed: list[str], message: str):
     with pytest.raises(ConfigError) as error:
         load_job(choose_job(typed))
-    assert str(error.value).startswith(told)
+    assert str(error.value).startswith(message)
 
 
 def test_a_job_of_the_users_own_has_the_fields_of_its_kind(tmp_path: Path):
@@ -110,9 +110,9 @@ def test_an_objective_that_has_no_value_is_an_error(checkpoints: Any, quick_limi
 def test_every_objective_is_a_number_that_the_job_tells(job: Any, checkpoints: Any, quick_limits: None, capsys: Any):
     argv = [f"checkpoint={checkpoints('qwen3')}", "level=0", *QUICK]
     workload = ["job.num_prompts=1", "job.input_len=4", "job.num_warmups=0"] if job is bench else ["prompts=[[1,2,3]]"]
-    told: dict[str, Any] = {}
-    assert job.run(load([f"job={job.__name__.rpartition('.')[2]}", *argv, *workload]), told.update) == 0
-    assert {name: told.get(name) for name in job.OBJECTIVES if not isinstance(told.get(name), int | float)} == {}
+    numbers: dict[str, Any] = {}
+    assert job.run(load([f"job={job.__name__.rpartition('.')[2]}", *argv, *workload]), numbers.update) == 0
+    assert {name: numbers.get(name) for name in job.OBJECTIVES if not isinstance(numbers.get(name), int | float)} == {}
 
 
 def test_a_job_without_numbers_has_no_objective():

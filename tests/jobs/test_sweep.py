@@ -115,7 +115,7 @@ def test_a_sweeper_is_told_the_objective_and_what_it_finds_is_shown_and_kept(
 
 
 @pytest.mark.parametrize(
-    ("typed", "told"),
+    ("typed", "message"),
     [
         ([], "hydra/sweeper=better compares jobs by a number: give job.objective=NAME, an entry of what job=generate tells"),
         (["job.objective=tokns"], "job.objective=tokns: job=generate tells no such number, did you mean tokens?; there are: load_s"),
@@ -123,11 +123,11 @@ def test_a_sweeper_is_told_the_objective_and_what_it_finds_is_shown_and_kept(
     ],
 )  # fmt: skip
 def test_a_sweeper_that_would_be_told_nothing_is_refused_before_any_job(
-    typed: list[str], told: str, run: Any, tmp_path: Path
+    typed: list[str], message: str, run: Any, tmp_path: Path
 ):
     ended = run("-m", "hydra/sweeper=better", "level=0,1", "prompts=hi", *typed)
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith(f"atom-run: ConfigError: {told}") and ended.stderr.count("\n") == 1
+    assert ended.stderr.startswith(f"atom-run: ConfigError: {message}") and ended.stderr.count("\n") == 1
     assert os.listdir(tmp_path / "here") == []
 
 
@@ -166,7 +166,7 @@ def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "message"),
     [
         (["level=glob(*)", "prompts=hi"], "level=glob(*) is no choice: glob finds files of a group, and level is none"),
         (["model=glob(nope*)", "prompts=hi"], "model=glob(nope*) is no choice: none of arcee, auto, decoder,"),
@@ -180,10 +180,10 @@ def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):
         (["prompts=hi", "job.objective=tokns"], "job.objective=tokns: job=generate tells no such number, did you mean tokens?"),
     ],
 )  # fmt: skip
-def test_a_sweep_that_would_do_nothing_or_never_end_is_refused(argv: list[str], told: str, capsys: Any):
+def test_a_sweep_that_would_do_nothing_or_never_end_is_refused(argv: list[str], message: str, capsys: Any):
     assert main(["-m", *argv]) == 2
     out, err = capsys.readouterr()
-    assert err.startswith(f"atom-run: ConfigError: {told}"), err
+    assert err.startswith(f"atom-run: ConfigError: {message}"), err
     assert (err.count("\n"), out) == (1, "")
 
 

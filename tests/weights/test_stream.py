@@ -1,4 +1,4 @@
-"""Weights that go from a file to a device in pieces, without a GPU too: what a pinned buffer is there, is a plain one."""
+"""Weights are streamed from a file to a device; without a GPU the buffers are not pinned."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_what_a_file_holds_as_it_is_wanted_is_read_in_whole_buffers_and_a_rest(
 
 
 @pytest.mark.parametrize("num_readers", [1, 3, 8])
-def test_many_parts_go_to_their_places(tmp_path: Path, device: str, num_readers: int, monkeypatch: pytest.MonkeyPatch):
+def test_many_parts_go_to_their_targets(tmp_path: Path, device: str, num_readers: int, monkeypatch: pytest.MonkeyPatch):
     set_readers(monkeypatch, num_readers, 64)
     tensors = {f"e.{size}": torch.randn(size, 3) for size in range(1, 150)}
     checkpoint = open_checkpoint(str(save(tmp_path, tensors)))
@@ -276,7 +276,7 @@ def test_all_readers_read_at_once_into_buffers_in_turn(large: Checkpoint, monkey
     assert len(used) == 3 * stream.READER_BUFFERS
 
 
-def test_no_more_than_one_place_is_made_before_there_is_a_buffer_for_it(
+def test_no_more_than_one_target_is_made_before_there_is_a_buffer_for_it(
     large: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ):
     set_readers(monkeypatch, 2, 1000)
@@ -312,7 +312,7 @@ def test_a_file_that_is_gone_since_it_was_opened_is_named(tmp_path: Path):
         load_staged([stored("a", 5, 7)], checkpoint)
 
 
-def test_a_disk_that_fails_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failing_disk_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch):
     def fail(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
@@ -333,7 +333,7 @@ def set_readers(monkeypatch: pytest.MonkeyPatch, num_readers: int, buffer: int) 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(num_readers))
 
 
-def slow_pieces(monkeypatch: pytest.MonkeyPatch, num_readers: int, num_reads: int | None = None) -> list[int]:
+def slow_transfers(monkeypatch: pytest.MonkeyPatch, num_readers: int, num_reads: int | None = None) -> list[int]:
     """The sizes of all reads from here on: 41 kB in reads of 4 bytes, each of which takes 2 ms.
 
     After as many as `num_reads` the first of the readers fails, alone.
@@ -359,13 +359,13 @@ def large(tmp_path: Path) -> Checkpoint:
 
 
 def test_an_error_in_one_reader_stops_the_others(large: Checkpoint, monkeypatch: pytest.MonkeyPatch):
-    sizes = slow_pieces(monkeypatch, 3, num_reads=20)
+    sizes = slow_transfers(monkeypatch, 3, num_reads=20)
     with pytest.raises(CheckpointError, match="Input/output error"):
         load_staged([stored("large", 101, 101)], large)
     assert 20 <= len(sizes) < 40
 
 
-def test_an_error_in_what_is_unpacked_is_told(large: Checkpoint, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_while_unpacking_is_reported(large: Checkpoint, monkeypatch: pytest.MonkeyPatch):
     set_readers(monkeypatch, 3, 4)
 
     def fail(*_: object) -> Tensor:
@@ -377,9 +377,9 @@ def test_an_error_in_what_is_unpacked_is_told(large: Checkpoint, monkeypatch: py
         load_staged([Slice(stored("large", 101, 101), row, row + 1) for row in range(101)], large)
 
 
-@pytest.mark.parametrize("step", ["move", "advance", "make a place"])
+@pytest.mark.parametrize("step", ["copy to the device", "advance", "make a target"])
 def test_an_error_of_the_caller_stops_the_readers(large: Checkpoint, step: str, monkeypatch: pytest.MonkeyPatch):
-    sizes = slow_pieces(monkeypatch, 3)
+    sizes = slow_transfers(monkeypatch, 3)
 
     def fail(*_: object) -> None:
         if len(sizes) >= 20:
@@ -389,11 +389,11 @@ def test_an_error_of_the_caller_stops_the_readers(large: Checkpoint, step: str, 
         for row in range(101):
             for column in range(101):
                 yield Slice(Slice(stored("large", 101, 101), row, row + 1), column, column + 1, 1), torch.empty(1, 1)
-                if step == "make a place":
+                if step == "make a target":
                     fail()
 
-    if step == "move":
-        monkeypatch.setattr(stream, "_move", fail)
+    if step == "copy to the device":
+        monkeypatch.setattr(stream, "_copy_to_device", fail)
     with pytest.raises(RuntimeError, match="no more"):
         stream.fill(parts(), large, torch.device("cpu"), fail if step == "advance" else id)
     num_reads = len(sizes)
@@ -403,7 +403,7 @@ def test_an_error_of_the_caller_stops_the_readers(large: Checkpoint, step: str, 
 
 
 def test_ctrl_c_stops_the_readers_at_once(large: Checkpoint, monkeypatch: pytest.MonkeyPatch):
-    sizes = slow_pieces(monkeypatch, 2)
+    sizes = slow_transfers(monkeypatch, 2)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     num_before: list[int] = []
 
@@ -493,7 +493,7 @@ def test_weights_that_a_gpu_has_no_room_for_are_told_with_the_sizes(tmp_path: Pa
 @pytest.mark.gpu
 @needs_gpu
 def test_readers_leave_no_memory_behind_on_a_gpu(tmp_path: Path):
-    recipe = W("a", Type("bf16", (2048, 4096)))  # 32 MiB stored, converted in more pieces than there are readers
+    recipe = W("a", Type("bf16", (2048, 4096)))  # 32 MiB stored, converted in more transfers than there are readers
     checkpoint = open_checkpoint(str(save(tmp_path, {"a": torch.randn(2048, 4096)})))
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()

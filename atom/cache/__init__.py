@@ -14,5 +14,6 @@ writes nothing.
 
 from atom.cache.bundle import export, is_for_gpu, open_bundle
 from atom.cache.cache import Cache, Entry
+from atom.cache.keys import digest, key_of
 
-__all__ = ["Cache", "Entry", "export", "is_for_gpu", "open_bundle"]
+__all__ = ["Cache", "Entry", "digest", "export", "is_for_gpu", "key_of", "open_bundle"]

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from atom.cache import Cache, Entry
+from atom.cache import Cache, Entry, digest, key_of
 from atom.cache.files import BINARIES
 from atom.config import Config, override
 from atom.config.overrides import format_recipe
@@ -23,7 +23,7 @@ from atom.frontend import build
 from atom.graph import Graph, parse, show
 from atom.graph.types import BITS
 from atom.kernels import Target, find_target, find_versions, highest_level
-from atom.pieces import digest, find_pieces, identity, key_of, sources_of
+from atom.pieces import find_pieces, identity, sources_of
 
 # the overrides that a graph depends on, beside the final values below
 IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|model([.@].*)?)(=|$)")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atom.cache import Cache
+from atom.cache import Cache, key_of
 from atom.checkpoint import SILENT, Progress
 from atom.compiler.artifact import (
     explain_miss,
@@ -31,7 +31,7 @@ from atom.errors import ArtifactError, PassError, UnsupportedError
 from atom.graph import Graph
 from atom.kernels import Target, find_piece_compiler, find_target, keep_binaries
 from atom.passes import PassReport, lower
-from atom.pieces import Piece, PieceCode, PieceError, compile_pieces, find_pieces, identity, key_of
+from atom.pieces import Piece, PieceCode, PieceError, compile_pieces, find_pieces, identity
 
 
 def compile_graph(

@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
-from atom.cache import Cache, Entry, export, is_for_gpu, open_bundle
+from atom.cache import Cache, Entry, digest, export, is_for_gpu, key_of, open_bundle
 from atom.cache.files import Unfit, reason_of
 from atom.config import Config, JobConfig
 from atom.errors import ArtifactError, ConfigError
@@ -210,7 +210,6 @@ def _warn(line: str) -> None:
 def _check_bundle(job: JobConfig, entries: Sequence[Entry]) -> None:
     """Raise ArtifactError where entries do not match their keys, ConfigError where no launch here would use them."""
     from atom.compiler.artifact import differences_here, ingredients_of
-    from atom.pieces import digest, key_of
 
     for entry in entries:
         ingredients, text = ingredients_of(entry), str(entry.about.get("text"))

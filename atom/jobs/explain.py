@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atom.build import cache_kinds, mtp_patterns, plan_kv
-from atom.cache import Cache
+from atom.cache import Cache, key_of
 from atom.compiler import compile_graph, describe_piece, find_failure, pieces_of
 from atom.compiler.artifact import semantic_graph
 from atom.compiler.saved_graph import WRITTEN, show_saved
@@ -38,7 +38,7 @@ from atom.graph.shares import token_shares
 from atom.graph.types import BITS
 from atom.kernels import Target, find_target
 from atom.passes import PassReport
-from atom.pieces import identity, key_of
+from atom.pieces import identity
 from atom.runtime.kv_cache import num_blocks_needed
 from atom.runtime.types import CacheKind
 

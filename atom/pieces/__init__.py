@@ -12,10 +12,9 @@ depth are one piece. The device's backends compile it (`Backend.piece_compiler`)
 
 from atom.kernels import PieceCode
 from atom.pieces.compile_workers import PieceError, compile_pieces
-from atom.pieces.key import digest, identity, key_of, sources_of
+from atom.pieces.key import identity, sources_of
 from atom.pieces.piece import NAME, Piece, find_pieces
 
 __all__ = [
-    "NAME", "Piece", "PieceCode", "PieceError", "compile_pieces", "digest", "find_pieces", "identity", "key_of",
-    "sources_of",
+    "NAME", "Piece", "PieceCode", "PieceError", "compile_pieces", "find_pieces", "identity", "sources_of",
 ]  # fmt: skip

@@ -5,11 +5,10 @@ key_of(identity(piece.text, find_target("cuda")))     # 32 hex digits
 
 from __future__ import annotations
 
-import hashlib
-import json
 from functools import cache
 from pathlib import Path
 
+from atom.cache import digest
 from atom.kernels import Target, find_piece_compiler, find_versions
 
 CPU = Target("cpu")
@@ -24,15 +23,6 @@ def identity(text: str, target: Target = CPU) -> dict[str, str]:
         **find_piece_compiler(target.device).ingredients(target),
         "sources": sources_of("dtypes.py", "graph/ops", "kernels", "pieces"),
     }
-
-
-def key_of(ingredients: dict[str, str]) -> str:
-    return digest(json.dumps(ingredients, sort_keys=True))
-
-
-def digest(text: str) -> str:
-    """32 hex digits."""
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @cache

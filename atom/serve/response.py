@@ -29,7 +29,6 @@ from atom.serve.engine.stream import Stream
 from atom.serve.errors import MAX_MESSAGE, FieldError, body_at, json_response, shown, status_of
 from atom.serve.sse import EventStream, event, until_gone
 
-FINISH_REASONS = {"eos": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # the engine's reason -> OpenAI's
 SHORT = 1024  # log probabilities: to write so many is faster than to wake a thread
 REFUSED = f"{RequestError.__name__}: "  # prefix of the engine's message for an error of the request
 
@@ -66,16 +65,8 @@ class Choice:
         return "".join(self.texts)
 
     @property
-    def finish_reason(self) -> str | None:
-        return None if self.finish is None else finish_reason(self.finish.reason)
-
-    @property
     def mean_logprob(self) -> float:
         return sum(each.logprob for each in self.logprobs) / max(len(self.logprobs), 1)
-
-
-def finish_reason(reason: str) -> str:
-    return "stop" if reason.startswith("stop_") else FINISH_REASONS.get(reason, reason)
 
 
 class Answering:

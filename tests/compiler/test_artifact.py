@@ -17,7 +17,7 @@ import torch
 import yaml
 
 import atom
-from atom.cache import Cache
+from atom.cache import Cache, key_of
 from atom.compiler import Report, compile_model
 from atom.compiler import compile as compiler
 from atom.compiler.artifact import publish_artifact, read_artifact, semantic_graph
@@ -27,7 +27,7 @@ from atom.graph import parse, show
 from atom.kernels import Target
 from atom.kernels.inductor import piece_compiler as inductor
 from atom.passes import lower
-from atom.pieces import find_pieces, key_of
+from atom.pieces import find_pieces
 
 identity_module = importlib.import_module("atom.pieces.key")  # a function has its name too
 PACKAGE = Path(atom.__file__).parent

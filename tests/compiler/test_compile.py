@@ -23,7 +23,7 @@ from law import assert_same_logits
 from probe import logits_of
 
 from atom import LLMEngine, SamplingParams
-from atom.cache import Cache
+from atom.cache import Cache, key_of
 from atom.checkpoint import SilentProgress
 from atom.cli import main
 from atom.compiler import compile as compiler
@@ -36,7 +36,7 @@ from atom.kernels import Target, find_target
 from atom.kernels.inductor.piece_compiler import InductorCompiler
 from atom.kernels.triton.binary_cache import BinaryCache
 from atom.kernels.triton.piece_compiler import TritonCompiler
-from atom.pieces import PieceError, identity, key_of
+from atom.pieces import PieceError, identity
 
 pytestmark = [pytest.mark.early, pytest.mark.usefixtures("one_compiler")]
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from atom.cache import Cache
+from atom.cache import Cache, key_of
 from atom.cli import main
 from atom.compiler.artifact import machine_ingredients, recipe_of
 from atom.config import load
 from atom.kernels import find_target, tuned
-from atom.pieces import identity, key_of
+from atom.pieces import identity
 
 ONE, TWO, MODEL = "ab" * 32, "cd" * 32, "012345" + "ab" * 29  # a key that is all digits at first stays a text
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 import triton
 
+from atom.cache import key_of
 from atom.kernels import Target
 from atom.kernels.inductor import piece_compiler as inductor
 from atom.kernels.inductor.piece_compiler import instruction_set, libraries
 from atom.pieces import identity as of
-from atom.pieces import key_of
 from atom.pieces.key import PACKAGE, sources_of
 
 TEXT = "def piece(x0: fp32[A, 8]):\n    y = inductor.add(x0, x0)\n    return y\n"

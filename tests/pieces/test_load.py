@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from atom.cache import Cache
+from atom.cache import Cache, key_of
 from atom.compiler import compile as compiler
 from atom.compiler import compile_model
 from atom.config import Config, load
 from atom.errors import ArtifactError, UnsupportedError
 from atom.kernels.inductor.piece_compiler import InductorCompiler
-from atom.pieces import identity, key_of
+from atom.pieces import identity
 
 
 @pytest.mark.parametrize("content", [b"", b"this is no library", b"\x7fELF" + bytes(1000)])

@@ -14,7 +14,8 @@ from scripted import Said
 from atom.config import Config, load
 from atom.runtime.types import Logprobs
 from atom.serve.engine.protocol import Finish, Message, Output, Outputs, Refused, Submit
-from atom.serve.response import Choice, best, finish_reason
+from atom.serve.openai.response import finish_reason
+from atom.serve.response import Choice, best
 
 ASKED: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "Hello"},
@@ -84,7 +85,8 @@ def test_a_comment_breaks_the_silence_before_each_token(config: Config, path: st
 
 def test_the_reasons_of_the_engine_are_told_in_openais_words():
     reasons = ["eos", "stop_sequence", "stop_7", "max_tokens", "abort"]
-    assert [finish_reason(reason) for reason in reasons] == ["stop", "stop", "stop", "length", "abort"]
+    choices = [Choice(0, 0, finish=Finish(reason, 1, 0, 0.0)) for reason in reasons]
+    assert [*map(finish_reason, choices)] == ["stop", "stop", "stop", "length", "abort"]
 
 
 def test_the_best_are_chosen_for_each_prompt_by_their_mean_log_probability():

@@ -15,8 +15,6 @@ in Triton's own folder, and so does what is compiled while Triton's compiler is 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import platform
 import sys
 import tempfile
@@ -34,7 +32,7 @@ from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler import CompiledKernel, make_backend
 from triton.runtime.cache import CacheManager, FileCacheManager, triton_key
 
-from atom.cache import Cache
+from atom.cache import Cache, digest, key_of
 from atom.cache.files import BINARIES
 
 KEPT = {".json", ".cubin", ".hsaco"}  # the files that a launch reads; intermediate representations are not kept
@@ -74,10 +72,6 @@ def _is_debugged() -> bool:
     return bool(is_changed or knob.listener or knobs.runtime.add_stages_inspection_hook)
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 class BinaryCache:
     """The entries of our kernels, one object for all engines, since Triton compiles each kernel once in a process."""
 
@@ -111,11 +105,11 @@ class BinaryCache:
             "source": src.hash(),
             "backend": backend.hash(),
             "options": backend.parse_options(options).hash(),
-            "environment": _digest(str(sorted(get_cache_invalidating_env_vars().items()))),
+            "environment": digest(str(sorted(get_cache_invalidating_env_vars().items()))),
             "file": f"{src.name[:100]}.json",
         }
         if files := self.find(ingredients):
-            return CompiledKernel(src, files, _key_of(ingredients))
+            return CompiledKernel(src, files, key_of(ingredients))
         with self._hashing:
             triton_key()  # cached by Triton, which otherwise reads all its files when it first asks for it
         kernel = compile(src, target=target, options=options, **rest)
@@ -130,7 +124,7 @@ class BinaryCache:
 
     def find(self, ingredients: dict[str, str]) -> dict[str, str]:
         """The files of a trusted entry, path by name; none if there is no such entry."""
-        key = _key_of(ingredients)
+        key = key_of(ingredients)
         folder = self.cache.find(BINARIES, key)
         self._print_new()
         if folder is None:
@@ -140,7 +134,7 @@ class BinaryCache:
 
     def publish(self, ingredients: dict[str, str], files: dict[str, bytes | Path]) -> dict[str, str]:
         """Store a new entry; its files, path by name."""
-        key = _key_of(ingredients)
+        key = key_of(ingredients)
         folder = self.cache.publish(BINARIES, key, files, {"name": ingredients["file"], "ingredients": ingredients})
         self._print_new()
         self._used[key] = None
@@ -155,7 +149,7 @@ class BinaryCache:
         records = Path(triton.__file__).parents[1].glob("*triton*.dist-info/RECORD")
         lines = [line for record in records for line in record.read_text().splitlines()]
         files = sorted(line for line in lines if line.startswith("triton/") and ",sha256=" in line)
-        return _digest("\n".join(files) if any("libtriton" in line for line in files) else triton_key())
+        return digest("\n".join(files) if any("libtriton" in line for line in files) else triton_key())
 
     def private_folder(self) -> Path:
         """A new folder that lives as long as this process."""
@@ -167,10 +161,6 @@ class BinaryCache:
             self._num_printed += len(new)
         for line in new:
             print(f"atom-run: {line}", file=sys.stderr)
-
-
-def _key_of(ingredients: dict[str, str]) -> str:
-    return _digest(json.dumps(ingredients, sort_keys=True))
 
 
 def _files_in(folder: Path) -> dict[str, str]:

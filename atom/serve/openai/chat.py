@@ -20,7 +20,7 @@ from atom.serve.engine.protocol import Output
 from atom.serve.errors import FieldError
 from atom.serve.openai.logprobs import chat_logprobs, prompt_logprobs, raw
 from atom.serve.openai.params import sampling_params
-from atom.serve.openai.response import OpenAIResponder
+from atom.serve.openai.response import OpenAIResponder, finish_reason
 from atom.serve.openai.schema import ChatRequest
 from atom.serve.output.parsers import Talk
 from atom.serve.response import Answering, Choice, EngineRequest
@@ -87,7 +87,7 @@ class Chat(OpenAIResponder[ChatRequest]):
             fields["logprobs"] = logprobs | {"content": raw(logprobs["content"])}
         if self.body.prompt_logprobs is not None:
             fields["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, choice.prompt_logprobs))
-        return fields | {"finish_reason": "tool_calls" if answer.calls else choice.finish_reason}
+        return fields | {"finish_reason": "tool_calls" if answer.calls else finish_reason(choice)}
 
     def open(self, answering: Answering) -> Iterable[bytes]:
         role = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
@@ -107,7 +107,7 @@ class Chat(OpenAIResponder[ChatRequest]):
         if self.body.logprobs:
             self._held[index] += output.logprobs or []
         if output.finish is not None:
-            reason = json.encode("tool_calls" if has_calls else choice.finish_reason)
+            reason = json.encode("tool_calls" if has_calls else finish_reason(choice))
         elif delta == b"{}":
             return b""
         if self.body.logprobs:

@@ -19,7 +19,7 @@ from atom.serve.engine.protocol import Output
 from atom.serve.errors import FieldError
 from atom.serve.openai.logprobs import completion_logprobs, prompt_logprobs, raw
 from atom.serve.openai.params import check_tokens, sampling_params
-from atom.serve.openai.response import OpenAIResponder
+from atom.serve.openai.response import OpenAIResponder, finish_reason
 from atom.serve.openai.schema import CompletionRequest
 from atom.serve.response import Answering, Choice, EngineRequest
 
@@ -99,7 +99,7 @@ class Completion(OpenAIResponder[CompletionRequest]):
             fields["logprobs"]["top_logprobs"] = raw(fields["logprobs"]["top_logprobs"])
         if body.prompt_logprobs is not None:
             fields["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, scored))
-        return fields | {"finish_reason": "length" if body.max_tokens == 0 else choice.finish_reason}
+        return fields | {"finish_reason": "length" if body.max_tokens == 0 else finish_reason(choice)}
 
     def usage(self, answering: Answering) -> dict[str, Any]:
         usage = answering.usage()
@@ -120,7 +120,7 @@ class Completion(OpenAIResponder[CompletionRequest]):
             logprobs = json.encode(found)
         self._offsets[index] += len(text)
         if output.finish is not None:
-            reason = json.encode("length" if is_empty else choice.finish_reason)
+            reason = json.encode("length" if is_empty else finish_reason(choice))
         return self._event(index, "" if is_empty else text, logprobs, reason)
 
     def _event(self, index: int, text: str, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:

@@ -17,6 +17,7 @@ from atom.serve.openai.schema import Generation
 from atom.serve.response import Choice, EngineRequest, Responder
 from atom.serve.sse import DONE, event
 
+FINISH_REASONS = {"eos": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # the engine's reason -> OpenAI's
 Body = TypeVar("Body", bound=Generation)
 
 
@@ -57,3 +58,11 @@ class OpenAIResponder(Responder, Generic[Body]):
 
     def _object(self, kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self.model}
+
+
+def finish_reason(choice: Choice) -> str | None:
+    """Why an answer ended, in OpenAI's words; None while it goes on."""
+    if choice.finish is None:
+        return None
+    reason = choice.finish.reason
+    return "stop" if reason.startswith("stop_") else FINISH_REASONS.get(reason, reason)

@@ -75,6 +75,11 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._pending) or bool(self._ended) or bool(self._moved)
 
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that are not admitted."""
+        return self.scheduler.num_waiting
+
     def tokenize(self, prompt: str | list[int]) -> list[int]:
         """A prompt's token ids. RequestError where it is empty or has a token that the model does not have."""
         if isinstance(prompt, str):

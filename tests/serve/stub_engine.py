@@ -144,9 +144,13 @@ class StubEngine:
 
     stop_profile = start_profile
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
     def stats(self) -> EngineStats:
         used = sum(-(-each.num_tokens // BLOCK) for each in list(self.running.values()))
-        counts = {"num_running": len(self.running), "num_waiting": len(self.waiting)}
+        counts = {"num_running": len(self.running), "num_waiting": self.num_waiting}
         counts |= {"num_blocks": NUM_BLOCKS, "num_blocks_used": used}
         return EngineStats(SchedulerStats(self.num_steps), **counts)
 

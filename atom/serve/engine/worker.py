@@ -133,7 +133,7 @@ class Worker:
 
     def _send_outputs(self) -> None:
         """Send outputs and state if they changed. Before a step too: else its admissions would count as waiting."""
-        state = (self._num_seen, self.engine.stats().num_waiting)  # an abort changes it without any output
+        state = (self._num_seen, self.engine.num_waiting)  # an abort changes it without any output
         if self._outputs or state != self._sent_state:
             self._sent_state, outputs, self._outputs = state, self._outputs, []
             self._link.send(Outputs(outputs, *state))

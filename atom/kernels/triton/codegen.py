@@ -31,21 +31,10 @@ PER_THREAD = 8  # columns per thread of a whole row
 MAX_WARPS = 16  # the most that every GPU takes
 FLOATS = {dtype: DTYPES[dtype].name for dtype in MODEL_DTYPES}
 NORMS = (ops.rms_norm, ops.layer_norm, ops.add_rms_norm)
-
-HELPERS = {  # functions of x in float32
-    "silu": ["return x * tl.sigmoid(x)"],
-    "sigmoid": ["return tl.sigmoid(x)"],
-    "gelu": ["return 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))"],
-    "gelu_tanh": ["return x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))"],
-    "relu": ["return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)"],
-    "relu2": ["positive = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)", "return positive * positive"],
-    "tanh": [
-        "square = x * x",
-        "series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * 62 / 2835))))",
-        "power = tl.exp(-2 * tl.abs(x))",
-        "far = (1 - power) / (1 + power)",
-        "return tl.where(square < 0.09, series, tl.where(x < 0, -far, far))",
-    ],
+IMPORTS = {  # what a module takes from those beside this one
+    "activations": ("activation", "gated", "tanh"),
+    "attention.rope": ("find_angle", "find_partner", "rotate"),
+    "jit": ("jit",),
 }
 
 Index = str | int  # of one dim, as Triton's expression
@@ -73,12 +62,10 @@ def write_source(text: str) -> str:
     returned = ", ".join(views.get(node) or computed[node] for node in program.results)
     used = {_rows_of(node) for node in (*computed, *views)}
     rows = [f"{rows} = {_input_of(program, rows).name}.shape[0]" for rows in sorted(used)]
-    helpers = dict.fromkeys(name for kernel in kernels for name in kernel.helpers)
     parts = [
         f'"""Each row of a piece by itself.\n\n{text.strip()}\n"""',
         "import torch\nimport triton.language as tl",
-        "from atom.kernels.triton.jit import jit",
-        *(_function(name, ["x"], HELPERS[name], "@jit\n") for name in helpers),
+        "\n".join(f"from atom.kernels.triton.{name} import {', '.join(IMPORTS[name])}" for name in IMPORTS),
         *(kernel.source() for kernel in kernels),
         _function("run", inputs, [*rows, *allocations, *(k.launch() for k in kernels), f"return [{returned}]"]),
     ]
@@ -114,8 +101,8 @@ class _Kernel:
         self._loaded: set[Node] = set()
         self._values: dict[Any, str] = {}
         self._lines = ["row = tl.program_id(0).to(tl.int64)"]
-        self._names = {"row", "c", "tl", "jit", *HELPERS, *results.values(), *(node.name for node in program.inputs)}
-        self.helpers: dict[str, None] = {}
+        imported = [name for names in IMPORTS.values() for name in names]
+        self._names = {"row", "c", "tl", *imported, *results.values(), *(node.name for node in program.inputs)}
         self._is_whole = any(call.target in NORMS for call in self._calls)
         widths = [_width(node) for node in results]
         self._size = 1 if self._is_whole else min(BLOCK, _power(max(widths)))  # of the largest tile
@@ -223,30 +210,17 @@ class _Kernel:
     def _softcap(self, node: Node, at: At, tile: _Tile) -> str:
         cap = float(node.kwargs["cap"])
         share = self._rounded(node, f"{self._value(node.args[0], at, tile)} / {cap}", "share")
-        return self._rounded(node, f"{self._rounded(node, self._help('tanh', share), 'bent')} * {cap}")
+        return self._rounded(node, f"{self._rounded(node, f'tanh({share})', 'bent')} * {cap}")
 
     def _activate(self, node: Node, at: At, tile: _Tile) -> str:
-        return self._rounded(node, self._help(node.kwargs["kind"], self._value(node.args[0], at, tile)))
+        return self._rounded(node, f'activation({self._value(node.args[0], at, tile)}, "{node.kwargs["kind"]}")')
 
     def _gated_activate(self, node: Node, at: At, tile: _Tile) -> str:
         x, width = node.args[0], int(_type(node).shape[-1])
         gate, up = self._value(x, at, tile), self._value(x, (*at[:-1], _plus(at[-1], width)), tile)
-        kind = node.kwargs["kind"]
-        if kind == "swigluoai":
-            limit, alpha = float(node.kwargs["limit"]), float(node.kwargs["alpha"])
-            keep_nan = "propagate_nan=tl.PropagateNan.ALL"
-            gate = self._assign("gate", f"tl.minimum({gate}, {limit}, {keep_nan})")
-            up = self._assign("up", f"tl.maximum(tl.minimum({up}, {limit}, {keep_nan}), -{limit}, {keep_nan})")
-            share = self._rounded(node, f"{alpha} * {gate}", "share")
-            share = self._rounded(node, self._help("sigmoid", share), "share")
-            gate, up = self._rounded(node, f"{gate} * {share}", "gate"), self._rounded(node, f"{up} + 1", "up")
-        else:
-            gate = self._rounded(node, self._help(kind, gate), "gate")
-        return self._rounded(node, f"{gate} * {up}")
-
-    def _help(self, name: str, x: str) -> str:
-        self.helpers[name] = None
-        return f"{name}({x})"
+        limits = [str(float(node.kwargs[name])) for name in ("limit", "alpha") if name in node.kwargs]
+        dtype, kind = FLOATS[_type(node).dtype], node.kwargs["kind"]
+        return self._rounded(node, _call("gated", [gate, up, f"tl.{dtype}", f'"{kind}"', *limits]))
 
     def _split(self, node: Node, at: At, tile: _Tile) -> str:
         call = call_of(node)
@@ -329,19 +303,10 @@ class _Kernel:
         x, cos, sin = node.args
         *head, column = at
         half = int(_type(cos).shape[-1])
-        if node.kwargs.get("interleaved", False):
-            angle, is_first, partner = (
-                f"({column} // 2 % {half})",
-                f"{column} % 2 == 0",
-                f"(({column} ^ 1) % {2 * half})",
-            )
-        else:
-            angle, is_first = f"({column} % {half})", f"{column} < {half}"
-            partner = f"(({column} + {half}) % {2 * half})"
-        value, other = self._value(x, at, tile), self._value(x, (*head, partner), tile)
-        cosine, sine = (self._value(each, (angle,), tile) for each in (cos, sin))
-        signed = self._assign("signed", f"tl.where({is_first}, -{sine}, {sine})")
-        rotated = f"{value} * {cosine} + {other} * {signed}"
+        turn = f"{column}, {half}, {node.kwargs.get('interleaved', False)}"
+        value, other = self._value(x, at, tile), self._value(x, (*head, f"find_partner({turn})"), tile)
+        cosine, sine = (self._value(each, (f"find_angle({turn})",), tile) for each in (cos, sin))
+        rotated = f"rotate({value}, {other}, {cosine}, {sine}, {turn})"
         return self._rounded(node, f"tl.where({column} < {2 * half}, {rotated}, {value})")
 
 

@@ -289,6 +289,8 @@ def piece(x0: bf16[A, 48], x1: bf16[A, 48], w0: bf16[48]):
 import torch
 import triton.language as tl
 
+from atom.kernels.triton.activations import activation, gated, tanh
+from atom.kernels.triton.attention.rope import find_angle, find_partner, rotate
 from atom.kernels.triton.jit import jit
 
 

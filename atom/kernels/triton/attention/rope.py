@@ -24,14 +24,33 @@ ROWS = 8  # per program
 
 
 @jit
+def find_partner(columns, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The dim that each of the first 2 HALF is rotated with (Su et al. 2021)."""
+    return (columns ^ 1 if INTERLEAVED else columns + HALF) % (2 * HALF)
+
+
+@jit
+def find_angle(columns, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The number, of HALF, of the angle that turns each of the first 2 HALF dims."""
+    return (columns // 2 if INTERLEAVED else columns) % HALF
+
+
+@jit
+def rotate(own, other, c, s, columns, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Dims and their partners, and cos and sin of their angles, all fp32 -> the first 2 HALF dims rotated."""
+    is_first = columns % 2 == 0 if INTERLEAVED else columns < HALF
+    return own * c + other * tl.where(is_first, -s, s)
+
+
+@jit
 def _load_pairs(heads, is_row, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr):
     """Heads at the pointers [R] -> fp32[R, BLOCK_D] twice: each dim, and the dim that it is rotated with."""
     columns, heads, is_row = tl.arange(0, BLOCK_D)[None, :], heads[:, None], is_row[:, None]
     own = tl.load(heads + columns, mask=is_row & (columns < DIM), other=0.0).to(tl.float32)
     other = own
     if HALF > 0:
-        others = columns ^ 1 if INTERLEAVED else (columns + HALF) % (2 * HALF)
-        other = tl.load(heads + others, mask=is_row & (columns < 2 * HALF), other=0.0).to(tl.float32)
+        others = heads + find_partner(columns, HALF, INTERLEAVED)
+        other = tl.load(others, mask=is_row & (columns < 2 * HALF), other=0.0).to(tl.float32)
     return own, other
 
 
@@ -43,8 +62,7 @@ def rotate_heads(heads, tokens, is_row, cos, sin, norms, EPS: tl.constexpr, INTE
     columns = tl.arange(0, BLOCK_D)[None, :]
     own, other = _load_pairs(heads, is_row, DIM, HALF, INTERLEAVED, BLOCK_D)
     if HALF > 0:
-        is_first = columns % 2 == 0 if INTERLEAVED else columns < HALF
-        angles = tokens[:, None] * HALF + (columns // 2 if INTERLEAVED else columns % HALF)
+        angles = tokens[:, None] * HALF + find_angle(columns, HALF, INTERLEAVED)
         is_turning = is_row[:, None] & (columns < 2 * HALF)
         c = tl.load(cos + angles, mask=is_turning, other=1.0)
         s = tl.load(sin + angles, mask=is_turning, other=0.0)
@@ -54,7 +72,7 @@ def rotate_heads(heads, tokens, is_row, cos, sin, norms, EPS: tl.constexpr, INTE
         own *= factor * weight
         other *= factor * other_weight
     if HALF > 0:
-        own = own * c + other * tl.where(is_first, -s, s)
+        own = rotate(own, other, c, s, columns, HALF, INTERLEAVED)
     return own
 
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.kernels import tuned
+from atom.kernels.triton.activations import gated
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 from atom.kernels.tuned import BUCKETS
@@ -301,29 +302,8 @@ def activate_gates(x: Tensor, kind: str) -> Tensor:
 
 
 @jit
-def _activate(x, KIND: tl.constexpr):
-    """x fp32 -> fp32"""
-    if KIND == "silu":
-        y = x * tl.sigmoid(x)
-    elif KIND == "sigmoid":
-        y = tl.sigmoid(x)
-    elif KIND == "gelu":
-        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    elif KIND == "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    else:
-        tl.static_assert(KIND == "relu" or KIND == "relu2")
-        y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
-        if KIND == "relu2":
-            y *= y
-    return y
-
-
-@jit
-def _gate(gate, up, KIND: tl.constexpr):
-    """Rounded after the activation and after the product, as in the op."""
-    active = _activate(gate.to(tl.float32), KIND).to(gate.dtype)
-    return (active.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)
+def _gate(gates, ups, KIND: tl.constexpr):
+    return gated(gates.to(tl.float32), ups.to(tl.float32), gates.dtype, KIND).to(gates.dtype)
 
 
 @jit
@@ -391,8 +371,8 @@ def _vector_kernel(
             acc += tl.load(bias_ptr + weight_row).to(tl.float32)
         y = acc.to(y_ptr.dtype.element_ty)
         if KIND is not None:
-            gate, up = tl.split(y.reshape([NUM, 2]))
-            y = _gate(gate, up, KIND)
+            gates, ups = tl.split(y.reshape([NUM, 2]))
+            y = _gate(gates, ups, KIND)
         index = first + tl.arange(0, NUM)
         tl.store(y_ptr + index, y, mask=index < out)
 
@@ -449,8 +429,8 @@ def _matrix_kernel(
         acc += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     y = acc.to(y_ptr.dtype.element_ty)
     if KIND is not None:
-        gate, up = tl.split(tl.permute(y.reshape([NUM, 2, BLOCK_T]), (0, 2, 1)))
-        y = _gate(gate, up, KIND)
+        gates, ups = tl.split(tl.permute(y.reshape([NUM, 2, BLOCK_T]), (0, 2, 1)))
+        y = _gate(gates, ups, KIND)
     index = (first + tl.arange(0, NUM))[:, None]
     tl.store(y_ptr + row[None, :] * out + index, y, mask=(index < out) & is_row[None, :])
 
@@ -484,7 +464,7 @@ def _gate_kernel(x_ptr, y_ptr, width, BLOCK: tl.constexpr, KIND: tl.constexpr, P
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    gates = x_ptr + row * 2 * width + index
-    gate = tl.load(gates, mask=index < width, other=0.0)
-    up = tl.load(gates + width, mask=index < width, other=0.0)
-    tl.store(y_ptr + row * width + index, _gate(gate, up, KIND), mask=index < width)
+    pointers = x_ptr + row * 2 * width + index
+    gates = tl.load(pointers, mask=index < width, other=0.0)
+    ups = tl.load(pointers + width, mask=index < width, other=0.0)
+    tl.store(y_ptr + row * width + index, _gate(gates, ups, KIND), mask=index < width)

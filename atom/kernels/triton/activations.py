@@ -1,0 +1,62 @@
+"""The activations of Triton kernels, generated ones included.
+
+y = activation(x, "silu")                            # of fp32, in fp32
+m = gated(gates, ups, tl.bfloat16, "silu")           # as the op `gated_activate`, but for the last rounding
+
+`atom.graph.ops.ACTIVATIONS` has the references.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from atom.kernels.triton.jit import jit
+
+
+@jit
+def activation(x, KIND: tl.constexpr):
+    """x fp32 -> fp32"""
+    if KIND == "silu":
+        y = x * tl.sigmoid(x)
+    elif KIND == "sigmoid":
+        y = tl.sigmoid(x)
+    elif KIND == "gelu":
+        y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":  # (1 + tanh(u)) / 2 is sigmoid(2 u)
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        tl.static_assert(KIND == "relu" or KIND == "relu2")
+        y = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if KIND == "relu2":
+            y *= y
+    return y
+
+
+@jit
+def gated(gates, ups, DTYPE: tl.constexpr, KIND: tl.constexpr, LIMIT: tl.constexpr = None,
+          ALPHA: tl.constexpr = None):  # fmt: skip
+    """Gates and ups fp32 -> their gated activation fp32, rounded to DTYPE at each step but the last, as in the op."""
+    if KIND == "swigluoai":
+        gates = tl.minimum(gates, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        ups = tl.minimum(ups, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        ups = tl.maximum(ups, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        shares = _round(tl.sigmoid(_round(ALPHA * gates, DTYPE)), DTYPE)
+        gates, ups = gates * shares, _round(ups + 1, DTYPE)
+    else:
+        gates = activation(gates, KIND)
+    return _round(gates, DTYPE) * ups
+
+
+@jit
+def _round(x, DTYPE: tl.constexpr):
+    return x.to(DTYPE).to(tl.float32)
+
+
+@jit
+def tanh(x):
+    """x fp32 -> fp32"""
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * 62 / 2835))))
+    power = tl.exp(-2 * tl.abs(x))
+    far = (1 - power) / (1 + power)
+    return tl.where(square < 0.09, series, tl.where(x < 0, -far, far))

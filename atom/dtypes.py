@@ -59,6 +59,7 @@ class Format(NamedTuple):
     scale_bits: int  # a block's scale, and its zero point if it has one
     block: tuple[int | None, int | None]  # rows and columns; None: all
     parts: Mapping[str, Part] = MappingProxyType({})  # values, scales, zeros; none: their names are not known yet
+    is_whole: bool = False  # a row is a whole number of blocks
 
 
 # name -> bits of an element, bits of a scale, block where none is stated
@@ -68,5 +69,5 @@ FORMATS: dict[str, Format] = {
     "int4": Format(4, 16, (1, 128)),
     "int4z": Format(4, 20, (1, 128)),  # with a zero point a block
     "int8z": Format(8, 24, (1, 128)),
-    "mxfp4": Format(4, 8, (1, 32), {"values": Part("_blocks", "u8", (16,)), "scales": Part("_scales", "u8")}),
+    "mxfp4": Format(4, 8, (1, 32), {"values": Part("_blocks", "u8", (16,)), "scales": Part("_scales", "u8")}, True),
 }

@@ -60,8 +60,10 @@ def transpose(fmt: str) -> str:
 
 
 def check_columns(type: Type) -> None:
-    """Raise FormatError where a weight must be, but is not, a whole number of blocks."""
-    if type.fmt == "mxfp4" and (len(type.shape) < 2 or int(type.shape[-1]) % 32):
+    """Raise FormatError where a row must be, but is not, a whole number of blocks."""
+    known = FORMATS.get(str(type.fmt))
+    size = known.block[1] if known is not None and known.is_whole else None
+    if size is not None and (len(type.shape) < 2 or int(type.shape[-1]) % size):
         columns = f"{type.shape[-1]} columns" if len(type.shape) > 1 else "no columns"
-        rule = "mxfp4 stores multiples of 32; set another model.fmt, or model.plain"
+        rule = f"{type.fmt} stores multiples of {size}; set another model.fmt, or model.plain"
         raise FormatError(f"{type.plain} has {columns}, {rule}")

@@ -24,7 +24,7 @@ from typing import Any
 
 from atom.graph import formats
 from atom.graph.formats import FormatError
-from atom.graph.types import Type
+from atom.graph.types import Type, need
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class W:
     type: Type  # shape and format as stored, dtype as computed
 
     def __post_init__(self) -> None:
-        _need(isinstance(self.name, str), f"a tensor's name is a string, not {self.name!r}")
+        need(isinstance(self.name, str), f"a tensor's name is a string, not {self.name!r}")
         _need_type(self.type, self.name)
         if self.type.fmt is None:
             return
-        _need(isinstance(self.type.fmt, str), f"{self.name}: a format is a string, not {self.type.fmt!r}")
+        need(isinstance(self.type.fmt, str), f"{self.name}: a format is a string, not {self.type.fmt!r}")
         try:
             formats.check_columns(self.type)
         except FormatError as error:
@@ -54,7 +54,7 @@ class Cat:
     dim: int = 0
 
     def __post_init__(self) -> None:
-        _need(isinstance(self.parts, tuple) and len(self.parts) > 0, "cat takes a list of at least one tensor")
+        need(isinstance(self.parts, tuple) and len(self.parts) > 0, "cat takes a list of at least one tensor")
         for part in self.parts:
             _need_part("cat", part)
         first = self.parts[0].type
@@ -62,7 +62,7 @@ class Cat:
         for part in self.parts[1:]:
             others = [(*each.shape[: self.dim], *each.shape[self.dim + 1 :]) for each in (first, part.type)]
             fits = first.dtype == part.type.dtype and others[0] == others[1]
-            _need(fits, f"cat: {first} and {part.type} cannot be joined along dim {self.dim}")
+            need(fits, f"cat: {first} and {part.type} cannot be joined along dim {self.dim}")
             if first.fmt != part.type.fmt:
                 names = " and ".join(leaf.name for each in (self.parts[0], part) for leaf in islice(leaves(each), 1))
                 raise FormatError(f"cat: {names} are stored in different formats, {first} and {part.type}")
@@ -86,7 +86,7 @@ class Stack:
     def __post_init__(self) -> None:
         _need_part("stack", self.part)
         is_range = _is_whole(self.start) and _is_whole(self.stop) and 0 <= self.start < self.stop
-        _need(is_range, f"stack: {self.start!r} to {self.stop!r} is no range of experts")
+        need(is_range, f"stack: {self.start!r} to {self.stop!r} is no range of experts")
 
     @property
     def type(self) -> Type:
@@ -112,8 +112,8 @@ class Slice:
         _need_dim("slice", self.dim, self.part.type)
         size = int(self.part.type.shape[self.dim])
         is_range = _is_whole(self.start) and _is_whole(self.stop) and 0 <= self.start < self.stop <= size
-        _need(is_range, f"slice: {self.start!r} to {self.stop!r} is no range of the {size} in dim {self.dim}")
-        _need(_is_whole(self.step) and self.step > 0, f"slice: step={self.step!r} is no whole number from 1")
+        need(is_range, f"slice: {self.start!r} to {self.stop!r} is no range of the {size} in dim {self.dim}")
+        need(_is_whole(self.step) and self.step > 0, f"slice: step={self.step!r} is no whole number from 1")
 
     @property
     def type(self) -> Type:
@@ -131,9 +131,9 @@ class Transpose:
 
     def __post_init__(self) -> None:
         _need_part("transpose", self.part)
-        _need(_is_whole(self.dim) and self.dim < -1, f"transpose: dim={self.dim!r} is no whole number up to -2")
-        _need(len(self.part.type.shape) >= -self.dim, f"transpose: {self.part.type} has no two dims to swap")
-        _need(self.dim == -2 or self.part.type.fmt is None, f"transpose: {self.part.type} has blocks in its last dims")
+        need(_is_whole(self.dim) and self.dim < -1, f"transpose: dim={self.dim!r} is no whole number up to -2")
+        need(len(self.part.type.shape) >= -self.dim, f"transpose: {self.part.type} has no two dims to swap")
+        need(self.dim == -2 or self.part.type.fmt is None, f"transpose: {self.part.type} has blocks in its last dims")
 
     @property
     def type(self) -> Type:
@@ -151,7 +151,7 @@ class Shift:
 
     def __post_init__(self) -> None:
         _need_part("shift", self.part)
-        _need(_is_number(self.by), f"shift: {self.by!r} is no number")
+        need(_is_number(self.by), f"shift: {self.by!r} is no number")
 
     @property
     def type(self) -> Type:
@@ -166,7 +166,7 @@ class Dequantize:
 
     def __post_init__(self) -> None:
         is_packed = isinstance(self.part, Recipe) and self.part.type.fmt is not None
-        _need(is_packed, 'dequantize takes a stored tensor with a format, W("…", …, fmt="…")')
+        need(is_packed, 'dequantize takes a stored tensor with a format, W("…", …, fmt="…")')
 
     @property
     def type(self) -> Type:
@@ -182,7 +182,7 @@ class Shuffle:
 
     def __post_init__(self) -> None:
         _need_part("shuffle", self.part)
-        _need(isinstance(self.layout, str), f"shuffle: a layout is a string, not {self.layout!r}")
+        need(isinstance(self.layout, str), f"shuffle: a layout is a string, not {self.layout!r}")
 
     @property
     def type(self) -> Type:
@@ -207,21 +207,21 @@ class RopeFreqs:
 
     def __post_init__(self) -> None:
         dim, kind = self.dim, self.kind
-        _need(_is_whole(dim) and dim > 0 and dim % 2 == 0, f"rope_freqs: dim={dim!r} is no even number from 2")
-        _need(kind in ROPE_KINDS, f"rope_freqs: there is no kind {kind!r}; kinds: {', '.join(ROPE_KINDS)}")
+        need(_is_whole(dim) and dim > 0 and dim % 2 == 0, f"rope_freqs: dim={dim!r} is no even number from 2")
+        need(kind in ROPE_KINDS, f"rope_freqs: there is no kind {kind!r}; kinds: {', '.join(ROPE_KINDS)}")
         for name in ("theta", "factor", "beta_fast", "beta_slow"):
             value = getattr(self, name)
-            _need(_is_number(value) and value > 0, f"rope_freqs: {name}={value!r} is no number above 0")
+            need(_is_number(value) and value > 0, f"rope_freqs: {name}={value!r} is no number above 0")
         for name in ("low_freq_factor", "high_freq_factor"):
-            _need(_is_number(getattr(self, name)), f"rope_freqs: {name}={getattr(self, name)!r} is no number")
+            need(_is_number(getattr(self, name)), f"rope_freqs: {name}={getattr(self, name)!r} is no number")
         if kind in ("llama3", "yarn"):
             original = self.original_max_position
             is_length = _is_whole(original) and original is not None and original > 0
-            _need(is_length, f"rope_freqs: kind {kind} needs an original_max_position from 1, not {original!r}")
+            need(is_length, f"rope_freqs: kind {kind} needs an original_max_position from 1, not {original!r}")
         if kind == "factors":
             is_list = isinstance(self.factors, tuple) and all(map(_is_number, self.factors))
             is_whole = is_list and len(self.factors or ()) == dim // 2
-            _need(is_whole, f"rope_freqs: kind factors needs a list of {dim // 2} numbers")
+            need(is_whole, f"rope_freqs: kind factors needs a list of {dim // 2} numbers")
 
     @property
     def type(self) -> Type:
@@ -237,11 +237,11 @@ class KV:
     window: int | None = None  # tokens that a query sees, itself included; None: all
 
     def __post_init__(self) -> None:
-        _need(isinstance(self.name, str), f"a cache's name is a string, not {self.name!r}")
+        need(isinstance(self.name, str), f"a cache's name is a string, not {self.name!r}")
         _need_type(self.type, self.name)
-        _need(self.type.fmt is None, f"{self.name}: a cache is stored plain, not as {self.type.fmt}")
+        need(self.type.fmt is None, f"{self.name}: a cache is stored plain, not as {self.type.fmt}")
         is_window = self.window is None or (_is_whole(self.window) and self.window > 0)
-        _need(is_window, f"{self.name}: window={self.window!r} is no whole number from 1")
+        need(is_window, f"{self.name}: window={self.window!r} is no whole number from 1")
 
     @property
     def kind(self) -> str:
@@ -355,22 +355,17 @@ def is_of_blocks(type: Type, start: int, stop: int, dim: int) -> bool:
     return start % size == 0 and (stop % size == 0 or stop == type.shape[dim])
 
 
-def _need(condition: bool, reason: str) -> None:
-    if not condition:
-        raise ValueError(reason)
-
-
 def _need_part(name: str, part: Any) -> None:
-    _need(isinstance(part, Recipe), f"{name} takes a tensor, not {part!r}")
+    need(isinstance(part, Recipe), f"{name} takes a tensor, not {part!r}")
 
 
 def _need_type(type: Any, name: str) -> None:
     is_type = isinstance(type, Type) and all(_is_whole(dim) and dim >= 0 for dim in type.shape)  # type: ignore[operator]
-    _need(is_type, f"{name}: {type} is no type of a tensor whose dims are numbers")
+    need(is_type, f"{name}: {type} is no type of a tensor whose dims are numbers")
 
 
 def _need_dim(name: str, dim: Any, type: Type) -> None:
-    _need(_is_whole(dim) and 0 <= dim < len(type.shape), f"{name}: {type} has no dim {dim!r}")
+    need(_is_whole(dim) and 0 <= dim < len(type.shape), f"{name}: {type} has no dim {dim!r}")
 
 
 def _is_whole(value: Any) -> bool:

@@ -66,3 +66,9 @@ class BatchType:
 
 
 BATCH = BatchType()
+
+
+def need(condition: bool, reason: str) -> None:
+    """Raise ValueError unless the condition of a type or a recipe holds."""
+    if not condition:
+        raise ValueError(reason)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from atom.graph.batch import Batch, PagedCache
-from atom.graph.ops.base import LOWERED, SEMANTIC, divide, need, op
+from atom.graph.ops.base import LOWERED, SEMANTIC, divide, op
 from atom.graph.ops.dense import rms_norm
 from atom.graph.recipes import KV
-from atom.graph.types import BatchType, Type
+from atom.graph.types import BatchType, Type, need
 
 
 @op(lambda x, *, heads: x.with_last(heads, divide(x.shape[-1], heads)))

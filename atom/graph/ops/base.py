@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from atom.graph.types import Dim, Type
+from atom.graph.types import Dim, Type, need
 
 SEMANTIC, LOWERED = "semantic", "lowered"
 
@@ -63,11 +63,6 @@ def op(
         return made
 
     return register
-
-
-def need(condition: bool, reason: str) -> None:
-    if not condition:
-        raise ValueError(reason)
 
 
 def divide(dim: Dim, parts: int) -> int:

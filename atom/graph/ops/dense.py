@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atom.graph.ops.base import divide, need, op
-from atom.graph.types import Type
+from atom.graph.ops.base import divide, op
+from atom.graph.types import Type, need
 
 
 @op(lambda tokens, weight: Type(weight.dtype, (*tokens.shape, weight.shape[1])), weight=1)

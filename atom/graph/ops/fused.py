@@ -9,10 +9,10 @@ from torch import Tensor
 
 from atom.graph.batch import Batch, PagedCache
 from atom.graph.ops.attention import norm_rope_write, paged_attention
-from atom.graph.ops.base import LOWERED, need, op
+from atom.graph.ops.base import LOWERED, op
 from atom.graph.ops.dense import add_rms_norm, gated_activate, gated_activate_type, linear, linear_type, rms_norm
 from atom.graph.recipes import KV
-from atom.graph.types import BatchType, Type
+from atom.graph.types import BatchType, Type, need
 
 ONLY_LOWERED = frozenset({LOWERED})
 

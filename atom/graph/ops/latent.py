@@ -13,10 +13,10 @@ from torch import Tensor
 
 from atom.graph.batch import Batch, PagedCache
 from atom.graph.ops.attention import attend, cached_entries, need_batch, rope
-from atom.graph.ops.base import LOWERED, SEMANTIC, divide, need, op
+from atom.graph.ops.base import LOWERED, SEMANTIC, divide, op
 from atom.graph.ops.dense import rms_norm
 from atom.graph.recipes import KV
-from atom.graph.types import BatchType, Type
+from atom.graph.types import BatchType, Type, need
 
 
 def attend_latent(q_nope: Tensor, q_rope: Tensor, entries: Tensor, kv_b: Tensor, scale: float) -> Tensor:

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atom.graph.ops.base import SEMANTIC, divide, need, op
+from atom.graph.ops.base import SEMANTIC, divide, op
 from atom.graph.ops.dense import gated_activate, gated_activate_type
-from atom.graph.types import Dim, Type
+from atom.graph.types import Dim, Type, need
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 

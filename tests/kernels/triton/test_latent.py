@@ -136,10 +136,10 @@ def test_a_sequence_without_positions_and_a_token_without_sequence_give_zeros(sp
 
 def test_prompts_whose_absorbed_queries_are_many_go_by_some_heads_at_a_time(monkeypatch, triton_device):
     monkeypatch.setattr(latent, "ABSORBED_BYTES", 2 * 26 * 12 * 4)  # of two heads
-    original, heads = latent._attend_prefills, []
-    monkeypatch.setattr(latent, "_attend_prefills", lambda q, *args: (heads.append(len(q)), original(q, *args))[1])
+    original, heads = latent._attend, []
+    monkeypatch.setattr(latent, "_attend", lambda q, *args: (heads.append(len(q)), original(q, *args))[1])
     check(make_latent_case([9], [(20, 20), (6, 11)], heads=5), triton_device)
-    assert heads == [2, 2, 1]
+    assert heads == [5, 2, 2, 1], "of the decode, then of the prompts"
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype"), [

@@ -83,7 +83,7 @@ def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Pag
     if num_decodes:
         some = slice(0, num_decodes)
         q = _absorb(q_nope[some], weight)
-        sums = _attend_decodes(q, q_rope[some], blocks, table[some], batch.lengths[some], scale)
+        sums = _attend(q, q_rope[some], blocks, table[some], None, batch.lengths[some], scale)
         _sum_values(sums, weight, out[some])
     if tokens > num_decodes:
         others = slice(num_decodes, tokens)
@@ -92,7 +92,7 @@ def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Pag
         for first in range(0, heads, at_once):
             some = slice(first, first + at_once)
             q = _absorb(q_nope[others, some], weight[some])
-            sums = _attend_prefills(q, q_rope[others, some], blocks, table, starts, lengths, scale)
+            sums = _attend(q, q_rope[others, some], blocks, table, starts, lengths, scale)
             _sum_values(sums, weight[some], out[others, some])
     return out
 
@@ -107,50 +107,40 @@ def _sum_values(sums: Tensor, weight: Tensor, out: Tensor) -> None:
     torch.bmm(sums, weight[:, -out.shape[2] :].mT, out=out.transpose(0, 1))
 
 
-def _attend_decodes(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Absorbed queries q [N, S, L] and q_rope [S, N, R], one a sequence -> sums of entries [N, S, L]"""
-    (heads, sequences, rank), rope_dim = q.shape, q_rope.shape[2]
+def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Tensor | None, lengths: Tensor,
+            scale: float) -> Tensor:  # fmt: skip
+    """Absorbed queries q [N, T, L] and q_rope [T, N, R] of sequences one behind another -> sums of entries [N, T, L].
+
+    Starts count from an earlier token, the first of them is q's; without, each sequence has one token.
+    """
+    (heads, tokens, rank), rope_dim, sequences = q.shape, q_rope.shape[2], len(lengths)
     (block_l, block_r), gpu = _blocks(rank, rope_dim), find_gpu(q.device)
-    tiles = choose_tiles(heads, block_l + block_r, _element_size(q, cache), gpu.shared_memory)
-    num_tiles = sequences * -(-heads // tiles.rows)
-    most = -(-table.shape[1] * cache.shape[1] // (PART_TILES * tiles.positions))
-    num_splits = max(1, min(2 * gpu.units // num_tiles, MAX_SPLITS, most))
-    is_split = num_splits > 1
-    sums = torch.empty_like(q)
-    parts = q.new_empty(num_splits, heads, sequences, rank, dtype=torch.float32) if is_split else sums
-    weights = q.new_empty(num_splits, heads, sequences, dtype=torch.float32) if is_split else None
+    tiles = choose_tiles(heads * tokens // sequences, block_l + block_r, _element_size(q, cache), gpu.shared_memory)
+    num_splits = 1
+    if starts is None:
+        num_tiles = sequences * -(-heads // tiles.rows)
+        most = -(-table.shape[1] * cache.shape[1] // (PART_TILES * tiles.positions))
+        num_splits = max(1, min(2 * gpu.units // num_tiles, MAX_SPLITS, most))
+    else:
+        num_tiles = heads * tokens // tiles.rows + sequences  # one tile of each sequence may be partial
+    sums = torch.empty_like(q) if starts is None else torch.zeros_like(q)  # tokens of no sequence give zeros
+    parts = weights = None
+    if num_splits > 1:
+        parts = q.new_empty(num_splits, heads, tokens, rank, dtype=torch.float32)
+        weights = q.new_empty(num_splits, heads, tokens, dtype=torch.float32)
     _attend_kernel[(num_tiles, num_splits)](
-        q, q_rope, cache, table, None, lengths, parts, weights, sequences, sequences, num_splits,
-        scale * math.log2(math.e), table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads, RANK=rank,
-        ROTATED=rope_dim, BLOCK_SIZE=cache.shape[1], BLOCK_S=1, BLOCK_M=tiles.rows, BLOCK_N=tiles.positions,
+        q, q_rope, cache, table, starts, lengths, sums if parts is None else parts, weights, sequences, tokens,
+        num_splits, scale * math.log2(math.e), table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads,
+        RANK=rank, ROTATED=rope_dim, BLOCK_SIZE=cache.shape[1],
+        BLOCK_S=1 if starts is None else sequence_bucket(sequences), BLOCK_M=tiles.rows, BLOCK_N=tiles.positions,
         BLOCK_L=block_l, BLOCK_R=block_r, PDL=gpu.has_dependent_launch, num_warps=tiles.num_warps,
         num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
-    if is_split:
-        _merge_kernel[(heads * sequences, -(-rank // 128))](
-            parts, weights, sums, heads * sequences, num_splits, RANK=rank, BLOCK_L=128, BLOCK_S=16,
+    if num_splits > 1:
+        _merge_kernel[(heads * tokens, -(-rank // 128))](
+            parts, weights, sums, heads * tokens, num_splits, RANK=rank, BLOCK_L=128, BLOCK_S=16,
             PDL=gpu.has_dependent_launch, **gpu.options,
         )  # fmt: skip
-    return sums
-
-
-def _attend_prefills(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor,
-                     scale: float) -> Tensor:  # fmt: skip
-    """Absorbed queries q [N, T, L] and q_rope [T, N, R] of sequences one behind another -> sums of entries [N, T, L];
-    starts count from an earlier token, the first of them is q's"""
-    (heads, tokens, rank), rope_dim, sequences = q.shape, q_rope.shape[2], len(lengths)
-    (block_l, block_r), gpu = _blocks(rank, rope_dim), find_gpu(q.device)
-    rows = heads * tokens // sequences
-    tiles = choose_tiles(rows, block_l + block_r, _element_size(q, cache), gpu.shared_memory)
-    num_tiles = heads * tokens // tiles.rows + sequences  # one tile of each sequence may be partial
-    sums = torch.zeros_like(q)
-    _attend_kernel[(num_tiles, 1)](
-        q, q_rope, cache, table, starts, lengths, sums, None, sequences, tokens, 1, scale * math.log2(math.e),
-        table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads, RANK=rank, ROTATED=rope_dim,
-        BLOCK_SIZE=cache.shape[1], BLOCK_S=sequence_bucket(sequences), BLOCK_M=tiles.rows,
-        BLOCK_N=tiles.positions, BLOCK_L=block_l, BLOCK_R=block_r, PDL=gpu.has_dependent_launch,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
-    )  # fmt: skip
     return sums
 
 

@@ -19,27 +19,10 @@ from atom.kernels.registry import (
     highest_level,
     keep_binaries,
     shuffle,
-)
+)  # fmt: skip
 
 __all__ = [
-    "Backend",
-    "Kernel",
-    "LoadContext",
-    "PieceCode",
-    "PieceCompiler",
-    "Target",
-    "Tuner",
-    "backends_of",
-    "candidates",
-    "compile_launches",
-    "find_backend",
-    "find_kernel",
-    "find_piece_compiler",
-    "find_step_kernels",
-    "find_target",
-    "find_tuner",
-    "find_versions",
-    "highest_level",
-    "keep_binaries",
-    "shuffle",
+    "Backend", "Kernel", "LoadContext", "PieceCode", "PieceCompiler", "Target", "Tuner", "backends_of", "candidates",
+    "compile_launches", "find_backend", "find_kernel", "find_piece_compiler", "find_step_kernels", "find_target",
+    "find_tuner", "find_versions", "highest_level", "keep_binaries", "shuffle",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from atom.graph.ops.attention import (
     rope,
     rotary,
     split_heads,
-)
+)  # fmt: skip
 from atom.graph.ops.base import LOWERED, OPS, SEMANTIC, Op
 from atom.graph.ops.dense import (
     ACTIVATIONS,
@@ -37,57 +37,22 @@ from atom.graph.ops.dense import (
     scale,
     softcap,
     split,
-)
+)  # fmt: skip
 from atom.graph.ops.fused import add_norm_linear, gated_linear, norm_linear, norm_rope_attention
 from atom.graph.ops.latent import (
     attend_latent,
     mla_attention,
     norm_rope_write_latent,
     paged_mla_attention,
-)
+)  # fmt: skip
 from atom.graph.ops.moe import combine, experts, group, grouped_linear, router
 
 VIEWS = (split, split_heads, merge_heads)  # ops that move no data
 
 __all__ = [
-    "ACTIVATIONS",
-    "LOWERED",
-    "OPS",
-    "SEMANTIC",
-    "VIEWS",
-    "Op",
-    "activate",
-    "add",
-    "add_norm_linear",
-    "add_rms_norm",
-    "attend",
-    "attend_latent",
-    "attention",
-    "causal_mask",
-    "combine",
-    "embedding",
-    "experts",
-    "gated_activate",
-    "gated_linear",
-    "group",
-    "grouped_linear",
-    "layer_norm",
-    "linear",
-    "merge_heads",
-    "mla_attention",
-    "mul",
-    "norm_linear",
-    "norm_rope_attention",
-    "norm_rope_write",
-    "norm_rope_write_latent",
-    "paged_attention",
-    "paged_mla_attention",
-    "rms_norm",
-    "rope",
-    "rotary",
-    "router",
-    "scale",
-    "softcap",
-    "split",
-    "split_heads",
-]
+    "ACTIVATIONS", "LOWERED", "OPS", "SEMANTIC", "VIEWS", "Op", "activate", "add", "add_norm_linear", "add_rms_norm",
+    "attend", "attend_latent", "attention", "causal_mask", "combine", "embedding", "experts", "gated_activate",
+    "gated_linear", "group", "grouped_linear", "layer_norm", "linear", "merge_heads", "mla_attention", "mul",
+    "norm_linear", "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent", "paged_attention",
+    "paged_mla_attention", "rms_norm", "rope", "rotary", "router", "scale", "softcap", "split", "split_heads",
+]  # fmt: skip

@@ -63,12 +63,16 @@ class Kernel:
     trace: Callable[..., Any] | None = None  # its function in a compiled piece; None: it runs between pieces
 
 
-def plain(accepts: Accepts) -> Accepts:
-    """What a kernel accepts that computes with plain weights alone."""
+def on_device(device: str, accepts: Accepts = lambda *_types, **_attributes: None) -> Accepts:
+    """What a kernel accepts that runs on one kind of device, and computes with plain weights alone."""
 
     def accepts_plain(target: Target, *types: Any, **attributes: Any) -> str | None:
-        fmt = next((type.fmt for type in types if isinstance(type, Type) and type.fmt is not None), None)
-        return accepts(target, *types, **attributes) if fmt is None else f"its weight is stored as {fmt}"
+        for type in types:
+            if isinstance(type, Type) and type.fmt is not None:
+                return f"its weight is stored as {type.fmt}"
+        if target.device != device:
+            return f"runs on {device}, not on {target.device}"
+        return accepts(target, *types, **attributes)
 
     return accepts_plain
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from atom.graph import ops
 from atom.graph.types import Type
-from atom.kernels.backend import Backend, Kernel, Target, plain
-from atom.kernels.reference import COMPILED
+from atom.kernels.backend import Backend, Target, on_device
+from atom.kernels.reference import COMPILED, body_kernel
 from atom.kernels.triton.codegen import NORMS
 from atom.kernels.triton.piece_compiler import TritonCompiler
 
@@ -21,8 +21,6 @@ MAX_WIDTH = 1 << 16  # elements of a row that a norm holds at a time
 
 
 def accepts(target: Target, first: Type, *_types: Any, **_attributes: Any) -> str | None:
-    if target.device == "cpu":
-        return "writes kernels for a gpu, not for a cpu"
     rows, *dims = first.shape or (1,)
     if not isinstance(rows, str) or any(isinstance(dim, str) for dim in dims):
         return f"{first} is not of rows of a fixed size"
@@ -36,10 +34,9 @@ def accepts_norm(target: Target, first: Type, *types: Any, **attributes: Any) ->
     return reason
 
 
-KERNELS: tuple[Kernel, ...] = tuple(
-    Kernel(op, "generated", plain(accepts_norm if op in NORMS else accepts), lambda _, op=op: op.body, trace=op.body)  # type: ignore[misc]
-    for op in ops.OPS.values()
-    if op in COMPILED and op is not ops.linear
+KERNELS = tuple(
+    body_kernel(op, "generated", on_device("cuda", accepts_norm if op in NORMS else accepts))
+    for op in COMPILED - {ops.linear}
 )
 
 BACKEND = Backend("generated", KERNELS, piece_compiler=TritonCompiler())

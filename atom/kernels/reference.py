@@ -6,7 +6,7 @@ It is the last in every order.
 from __future__ import annotations
 
 from atom.graph import ops
-from atom.kernels.backend import Backend, Kernel
+from atom.kernels.backend import Accepts, Backend, Kernel
 
 # ops whose bodies a compiler can trace: no state, no shape that depends on data
 COMPILED = frozenset({
@@ -15,9 +15,11 @@ COMPILED = frozenset({
 })  # fmt: skip
 
 
-def _kernel(op: ops.Op) -> Kernel:
-    trace = op.body if op in COMPILED else None
-    return Kernel(op, "reference", lambda *_args, **_attributes: None, lambda _: op.body, trace=trace)
+def body_kernel(
+    op: ops.Op, backend: str = "reference", accepts: Accepts = lambda *_types, **_attributes: None
+) -> Kernel:
+    """The kernel that is an op's body, which a piece has compiled where that can be traced."""
+    return Kernel(op, backend, accepts, lambda _: op.body, trace=op.body if op in COMPILED else None)
 
 
-BACKEND = Backend("reference", tuple(map(_kernel, ops.OPS.values())))
+BACKEND = Backend("reference", tuple(map(body_kernel, ops.OPS.values())))

@@ -53,7 +53,7 @@ def test_an_op_has_one_kernel_in_triton_which_gpus_of_any_vendor_take_and_a_cpu_
     kernel = find_kernel(op, "triton")
     types = [Type("bf16", ("T", 64) if op in LINEARS else ("T", 8, 64))] * 8
     assert [kernel.accepts(target, *types) for target in GPUS] == [None, None]
-    assert kernel.accepts(Target("cpu"), *types) == "runs on a GPU, not on a cpu"
+    assert kernel.accepts(Target("cpu"), *types) == "runs on cuda, not on cpu"
     assert kernel.trace is None, "it runs between pieces"
 
 
@@ -101,7 +101,7 @@ def test_generated_kernels_are_of_rows_of_a_fixed_size_and_of_no_linear():
     assert set(accepts) == COMPILED - {ops.linear}
     gpu, row = GPUS[0], Type("bf16", ("T", 64))
     assert accepts[ops.add](gpu, row, row) is None
-    assert accepts[ops.add](Target("cpu"), row, row) == "writes kernels for a gpu, not for a cpu"
+    assert accepts[ops.add](Target("cpu"), row, row) == "runs on cuda, not on cpu"
     assert accepts[ops.add](gpu, Type("bf16", ("T", "N"))) == "bf16[T, N] is not of rows of a fixed size"
     assert accepts[ops.rms_norm](gpu, Type("bf16", ("T", 1 << 16)), Type("bf16", (1 << 16,)), eps=0.1) is None
     wide = Type("bf16", ("T", (1 << 16) + 1))

@@ -8,22 +8,11 @@ outside of a piece, such a kernel is the op's own body.
 
 from __future__ import annotations
 
-from typing import Any
-
 from atom.graph import ops
-from atom.kernels.backend import Backend, Kernel, Target, plain
+from atom.kernels.backend import Backend, on_device
 from atom.kernels.inductor.piece_compiler import InductorCompiler, find_versions
-from atom.kernels.reference import COMPILED
+from atom.kernels.reference import COMPILED, body_kernel
 
-
-def accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
-    return None if target.device == "cpu" else f"compiles for a cpu, not for {target.device}"
-
-
-KERNELS: tuple[Kernel, ...] = tuple(
-    Kernel(op, "inductor", plain(accepts), lambda _, op=op: op.body, trace=op.body)  # type: ignore[misc]
-    for op in ops.OPS.values()
-    if op in COMPILED and op is not ops.linear
-)
+KERNELS = tuple(body_kernel(op, "inductor", on_device("cpu")) for op in COMPILED - {ops.linear})
 
 BACKEND = Backend("inductor", KERNELS, find_versions=find_versions, piece_compiler=InductorCompiler())

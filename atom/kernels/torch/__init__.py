@@ -20,7 +20,7 @@ import torch
 
 from atom.graph import ops
 from atom.graph.ops import Op
-from atom.kernels.backend import Backend, Kernel, Target, plain
+from atom.kernels.backend import Accepts, Backend, Kernel, on_device
 from atom.kernels.step import import_step_kernels
 from atom.kernels.torch.attention import PagedAttention
 from atom.kernels.torch.latent import PagedLatentAttention
@@ -30,21 +30,17 @@ from atom.kernels.torch.norm import add_rms_norm, rms_norm
 from atom.kernels.torch.rope import norm_rope_write, norm_rope_write_latent
 
 
-def _accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
-    return None if target.device == "cpu" else f"runs on a cpu, not on {target.device}"
-
-
-def _kernel(op: Op, run: Callable[..., Any]) -> Kernel:
+def _kernel(op: Op, run: Callable[..., Any], *accepts: Accepts, **options: Any) -> Kernel:
     """The kernel of a function, or of a class, which each program has one object of."""
     load = (lambda context: context.share(run)) if isinstance(run, type) else lambda _: run
-    return Kernel(op, "torch", plain(_accepts), load)
+    return Kernel(op, "torch", on_device("cpu", *accepts), load, **options)
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel(ops.linear, "torch", plain(accepts), lambda _: packed_linear, layout="onednn", trace=trace_packed_linear),
+    _kernel(ops.linear, packed_linear, accepts, layout="onednn", trace=trace_packed_linear),
     _kernel(ops.rms_norm, rms_norm),
     _kernel(ops.add_rms_norm, add_rms_norm),
-    Kernel(ops.grouped_linear, "torch", plain(accepts), lambda _: packed_grouped_linear, layout="onednn"),
+    _kernel(ops.grouped_linear, packed_grouped_linear, accepts, layout="onednn"),
     _kernel(ops.combine, combine),
     _kernel(ops.norm_rope_write, norm_rope_write),
     _kernel(ops.norm_rope_write_latent, norm_rope_write_latent),

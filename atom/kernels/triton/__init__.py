@@ -21,7 +21,7 @@ from atom.errors import UnsupportedError
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.graph.types import Type
-from atom.kernels.backend import Backend, Kernel, LoadContext, Target, Tuner, plain
+from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, Tuner, on_device
 from atom.kernels.step import import_step_kernels
 
 if TYPE_CHECKING:
@@ -78,30 +78,26 @@ def find_tuner(device: torch.device) -> Tuner:
     return LinearTuner(device)
 
 
-def accepts(target: Target, *_types: Any, **_attributes: Any) -> str | None:
-    return None if target.device == "cuda" else f"runs on a GPU, not on a {target.device}"
-
-
-def accepts_attention(target: Target, q: Type, *types: Any, **attributes: Any) -> str | None:
+def accepts_attention(_target: Target, q: Type, *_types: Any, **_attributes: Any) -> str | None:
     dim = int(q.shape[-1])
-    return f"heads have {dim} dims, more than {MAX_HEAD_DIM}" if dim > MAX_HEAD_DIM else accepts(target)
+    return f"heads have {dim} dims, more than {MAX_HEAD_DIM}" if dim > MAX_HEAD_DIM else None
 
 
-def accepts_linear(target: Target, x: Type, *_types: Any, kind: str | None = None, **_attributes: Any) -> str | None:
+def accepts_linear(_target: Target, x: Type, *_types: Any, kind: str | None = None, **_attributes: Any) -> str | None:
     if kind == "swigluoai":
         return "has no swigluoai gate"
-    return "takes rows in two dims" if len(x.shape) != 2 else accepts(target)
+    return "takes rows in two dims" if len(x.shape) != 2 else None
 
 
-def accepts_latent(target: Target, q_nope: Type, q_rope: Type, kv_b: Type, *_types: Any,
+def accepts_latent(_target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *_types: Any,
                    **_attributes: Any) -> str | None:  # fmt: skip
     rank, rotated = int(kv_b.shape[1]), int(q_rope.shape[2])
-    if rank > MAX_RANK or rotated > MAX_ROTATED:
-        return f"entries have {rank} + {rotated} dims, more than {MAX_RANK} + {MAX_ROTATED}"
-    return accepts(target)
+    if rank <= MAX_RANK and rotated <= MAX_ROTATED:
+        return None
+    return f"entries have {rank} + {rotated} dims, more than {MAX_RANK} + {MAX_ROTATED}"
 
 
-def _kernel(op: Op, module: str, name: str = "", accepts: Callable[..., str | None] = accepts) -> Kernel:
+def _kernel(op: Op, module: str, name: str = "", *accepts: Accepts) -> Kernel:
     """The kernel of an op in a module below: a function, a program's object of a class, or a method of it."""
 
     def load(context: LoadContext) -> Callable[..., Any]:
@@ -110,7 +106,7 @@ def _kernel(op: Op, module: str, name: str = "", accepts: Callable[..., str | No
         shared = context.share(found) if isinstance(found, type) else found
         return getattr(shared, method) if method else shared  # type: ignore[no-any-return]
 
-    return Kernel(op, "triton", plain(accepts), load)
+    return Kernel(op, "triton", on_device("cuda", *accepts), load)
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -118,11 +114,11 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.gated_linear, "linear.linear", "Products.gated_linear", accepts_linear),
     _kernel(ops.norm_linear, "linear.linear", "Products.norm_linear", accepts_linear),
     _kernel(ops.add_norm_linear, "linear.linear", "Products.add_norm_linear", accepts_linear),
-    _kernel(ops.norm_rope_write, "attention.rope", accepts=accepts_attention),
+    _kernel(ops.norm_rope_write, "attention.rope", "", accepts_attention),
     _kernel(ops.paged_attention, "attention.paged", "PagedAttention", accepts_attention),
     _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_attention),
     _kernel(ops.norm_rope_write_latent, "attention.latent"),
-    _kernel(ops.paged_mla_attention, "attention.latent", accepts=accepts_latent),
+    _kernel(ops.paged_mla_attention, "attention.latent", "", accepts_latent),
     _kernel(ops.router, "moe"),
     _kernel(ops.group, "moe"),
     _kernel(ops.grouped_linear, "moe"),

@@ -250,4 +250,4 @@ def test_a_decode_step_allocates_less_than_a_hundredth_of_the_weights():
 def test_kernels_refuse_other_devices(op):
     kernel = find_kernel(op, "torch")
     assert kernel.accepts(Target("cpu")) is None
-    assert kernel.accepts(Target("cuda")) == "runs on a cpu, not on cuda"
+    assert kernel.accepts(Target("cuda")) == "runs on cpu, not on cuda"

@@ -61,7 +61,7 @@ def test_packed_experts_are_refused_where_onednn_lacks_their_dtype():
     types = Type("bf16", ("P", 8)), Type("bf16", (4, 6, 8)), Type("i64", (4,))
     assert kernel.accepts(Target("cpu", frozenset({"onednn_bf16"})), *types) is None
     assert kernel.accepts(Target("cpu"), *types) == "oneDNN has no bf16 on this CPU"
-    assert kernel.accepts(Target("cuda"), *types) == "runs on a cpu, not on cuda"
+    assert kernel.accepts(Target("cuda"), *types) == "runs on cpu, not on cuda"
 
 
 @settings(max_examples=40, deadline=None)

@@ -359,7 +359,7 @@ def test_a_gpu_takes_rows_of_fixed_sizes():
         type = parse(f"def f(x: {shown}):\n    return x\n").programs["f"].inputs[0].meta["type"]
         assert norm.accepts(gpu, type, type, eps=1e-6) == reason
         assert scale.accepts(gpu, type, by=2.0) == (None if "up to" in str(reason) else reason)
-        assert norm.accepts(Target("cpu"), type, type, eps=1e-6) == "writes kernels for a gpu, not for a cpu"
+        assert norm.accepts(Target("cpu"), type, type, eps=1e-6) == "runs on cuda, not on cpu"
 
 
 COMPILE = """

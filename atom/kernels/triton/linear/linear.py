@@ -38,6 +38,7 @@ from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 from atom.kernels.tuned import BUCKETS
 
+PRODUCTS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
 MAX_ROWS = BUCKETS[-1]
 MANY_ROWS = 1024  # of a product with gates, from which gate_hopper.py is faster on an H200
 MAX_STAGES = 9  # of a product of one row
@@ -134,13 +135,7 @@ class Products:
 
     def kernels(self) -> dict[tuple[Op, str], Callable[..., Any]]:
         """The methods above by op and backend, as a text names them."""
-        methods: dict[Op, Callable[..., Any]] = {
-            ops.linear: self.linear,
-            ops.gated_linear: self.gated_linear,
-            ops.norm_linear: self.norm_linear,
-            ops.add_norm_linear: self.add_norm_linear,
-        }
-        return {(op, "triton"): run for op, run in methods.items()}
+        return {(op, "triton"): getattr(self, op.name) for op in PRODUCTS}
 
     def multiply(
         self, a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 0.0,

@@ -21,15 +21,24 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from atom.errors import is_out_of_memory
-from atom.graph import Graph, ops
+from atom.graph import Graph
 from atom.graph.graph import type_of
 from atom.graph.ops import Op
 from atom.graph.types import BITS
 from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.linear import linear
-from atom.kernels.triton.linear.linear import MAX_STAGES, MAX_TILES, Find, Matrix, Parameters, TileError, Vector, key_of
+from atom.kernels.triton.linear.linear import (
+    MAX_STAGES,
+    MAX_TILES,
+    PRODUCTS,
+    Find,
+    Matrix,
+    Parameters,
+    TileError,
+    Vector,
+    key_of,
+)  # fmt: skip
 
-PRODUCTS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
 # Of the step's time: a step is timed to about 0.2% in turns, and the best of some 50 is the luckiest of them too.
 MARGIN = 0.005
 ROUNDS = 3  # rounds in which two steps take turns; the best of each counts

@@ -6,27 +6,26 @@ freqs = rope_freqs(RopeConfig(kind="linear", factor=4.0, dims=64))     # fp32[32
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from atom.config import RopeConfig
 from atom.graph import RopeFreqs
 
+FIELDS = {  # of the recipe, by kind
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position", "beta_fast", "beta_slow", "truncate"),
+    "factors": ("factors",),
+}
+
 
 def rope_freqs(rope: RopeConfig) -> RopeFreqs:
     assert rope.dims is not None, "config.load sets it"
-    dim = rope.dims
-    match rope.kind:
-        case "linear":
-            return RopeFreqs(dim, rope.theta, "linear", rope.factor)
-        case "llama3":
-            return RopeFreqs(dim, rope.theta, "llama3", rope.factor, rope.original_max_position,
-                             low_freq_factor=rope.low_freq_factor, high_freq_factor=rope.high_freq_factor)  # fmt: skip
-        case "yarn":
-            return RopeFreqs(dim, rope.theta, "yarn", rope.factor, rope.original_max_position,
-                             beta_fast=rope.beta_fast, beta_slow=rope.beta_slow, truncate=rope.truncate)  # fmt: skip
-        case "factors":
-            return RopeFreqs(dim, rope.theta, "factors", factors=tuple(rope.factors or ()))
-    assert rope.kind == "default", f"config.load leaves no rope of kind {rope.kind}"
-    return RopeFreqs(dim, rope.theta)
+    fields: dict[str, Any] = {name: getattr(rope, name) for name in FIELDS[rope.kind]}
+    if "factors" in fields:
+        fields["factors"] = tuple(rope.factors or ())
+    return RopeFreqs(rope.dims, rope.theta, rope.kind, **fields)
 
 
 def rotary_scale(rope: RopeConfig) -> float:

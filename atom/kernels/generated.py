@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from atom.graph import ops
 from atom.graph.types import Type
 from atom.kernels.backend import Backend, Target, on_device
-from atom.kernels.reference import COMPILED, body_kernel
-from atom.kernels.triton.codegen import NORMS
+from atom.kernels.reference import body_kernel
+from atom.kernels.triton.codegen import NORMS, RULES
 from atom.kernels.triton.piece_compiler import TritonCompiler
 
 MAX_WIDTH = 1 << 16  # elements of a row that a norm holds at a time
@@ -35,8 +34,7 @@ def accepts_norm(target: Target, first: Type, *types: Any, **attributes: Any) ->
 
 
 KERNELS = tuple(
-    body_kernel(op, "generated", on_device("cuda", accepts_norm if op in NORMS else accepts))
-    for op in COMPILED - {ops.linear}
+    body_kernel(op, "generated", on_device("cuda", accepts_norm if op in NORMS else accepts)) for op in RULES
 )
 
 BACKEND = Backend("generated", KERNELS, piece_compiler=TritonCompiler())

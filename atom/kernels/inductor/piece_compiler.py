@@ -111,13 +111,8 @@ def find_versions() -> dict[str, str]:
 def instruction_set() -> str:
     """The instruction set that compiled code may use on this CPU."""
     kinds = ("sse", "ssse", "avx", "fma", "f16c", "bmi", "amx", "neon", "asimd", "sve", "bf16", "popcnt", "movbe")
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    stated = next(
-        (line.partition(":")[2].split() for line in lines if line.lower().startswith(("flags", "features"))), []
-    )
+    lines = (line for line in _lines_of("/proc/cpuinfo") if line.lower().startswith(("flags", "features")))
+    stated = next(lines, "").partition(":")[2].split()
     return " ".join(
         [torch.backends.cpu.get_cpu_capability(), *sorted({flag for flag in stated if flag.startswith(kinds)})]
     )
@@ -126,9 +121,13 @@ def instruction_set() -> str:
 @cache
 def libraries() -> str:
     """The libc and the libstdc++ that compiled code is loaded with: those of another machine may lack a symbol."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        lines = []
-    loaded = {Path(line.split()[-1]).resolve().name for line in lines if "libstdc++" in line}
+    loaded = {Path(line.split()[-1]).resolve().name for line in _lines_of("/proc/self/maps") if "libstdc++" in line}
     return " ".join([*platform.libc_ver(), *sorted(loaded)])
+
+
+def _lines_of(path: str) -> list[str]:
+    """The lines of a file that only Linux has, none elsewhere."""
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

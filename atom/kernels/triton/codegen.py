@@ -104,7 +104,7 @@ class _Kernel:
         imported = [name for names in IMPORTS.values() for name in names]
         self._names = {"row", "c", "tl", *imported, *results.values(), *(node.name for node in program.inputs)}
         self._is_whole = any(call.target in NORMS for call in self._calls)
-        widths = [_width(node) for node in results]
+        widths = [math.prod(_dims(node)) for node in results]
         self._size = 1 if self._is_whole else min(BLOCK, _power(max(widths)))  # of the largest tile
         self._num_blocks = 1 if self._is_whole else math.ceil(max(widths) / self._size)
         for node, place in results.items():
@@ -344,10 +344,6 @@ def _rows_of(node: Node) -> str:
 def _dims(node: Node) -> list[int]:
     """The dims behind the rows."""
     return [int(dim) for dim in _type(node).shape[1:]]
-
-
-def _width(node: Node) -> int:
-    return math.prod(_dims(node))
 
 
 def _power(number: int) -> int:

@@ -114,8 +114,9 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
     Starts count from an earlier token, the first of them is q's; without, each sequence has one token.
     """
     (heads, tokens, rank), rope_dim, sequences = q.shape, q_rope.shape[2], len(lengths)
-    (block_l, block_r), gpu = _blocks(rank, rope_dim), find_gpu(q.device)
-    tiles = choose_tiles(heads * tokens // sequences, block_l + block_r, _element_size(q, cache), gpu.shared_memory)
+    block_l, block_r = (max(16, next_power_of_2(dim)) for dim in (rank, rope_dim))  # a product's tiles have 16 at least
+    gpu, element_size = find_gpu(q.device), max(q.element_size(), cache.element_size())
+    tiles = choose_tiles(heads * tokens // sequences, block_l + block_r, element_size, gpu.shared_memory)
     num_splits = 1
     if starts is None:
         num_tiles = sequences * -(-heads // tiles.rows)
@@ -142,16 +143,6 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
             PDL=gpu.has_dependent_launch, **gpu.options,
         )  # fmt: skip
     return sums
-
-
-def _element_size(q: Tensor, cache: Tensor) -> int:
-    """Bytes of an element of the wider dtype."""
-    return max(q.element_size(), cache.element_size())
-
-
-def _blocks(rank: int, rope_dim: int) -> tuple[int, int]:
-    """Both dims of an entry in tiles: padded to powers of two, and to the least that a product of tiles takes."""
-    return max(16, next_power_of_2(rank)), max(16, next_power_of_2(rope_dim))
 
 
 @jit(do_not_specialize_on_alignment=["slots"])

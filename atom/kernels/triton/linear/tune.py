@@ -27,17 +27,7 @@ from atom.graph.ops import Op
 from atom.graph.types import BITS
 from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.linear import linear
-from atom.kernels.triton.linear.linear import (
-    MAX_STAGES,
-    MAX_TILES,
-    PRODUCTS,
-    Find,
-    Matrix,
-    Parameters,
-    TileError,
-    Vector,
-    key_of,
-)  # fmt: skip
+from atom.kernels.triton.linear.linear import MAX_STAGES, MAX_TILES, Find, Matrix, Parameters, TileError, Vector, key_of
 
 # Of the step's time: a step is timed to about 0.2% in turns, and the best of some 50 is the luckiest of them too.
 MARGIN = 0.005
@@ -79,7 +69,7 @@ def products_of(graph: Graph) -> list[Product]:
     counts: dict[tuple[int, int, int], int] = {}
     for program in graph.programs.values():
         for node in program.nodes:
-            if node.target in PRODUCTS and node.meta.get("kernel") == "triton":
+            if node.target in linear.PRODUCTS and node.meta.get("kernel") == "triton":
                 type = type_of(node.args[node.target.weight])
                 if BITS[type.dtype] == 16:
                     out, inner = map(int, type.shape)

@@ -62,7 +62,7 @@ def _stage(text: str, path: str) -> str | None:
 
 def _stage_of(graph: Graph) -> str:
     """The last stage that a text has certainly passed, by the ops in it."""
-    if any(ops.LOWERED not in node.target.levels for node in _nodes(graph)):
+    if any(node.target.level == ops.SEMANTIC for node in _nodes(graph)):
         return WRITTEN
     return "select_kernels" if any("kernel" in node.meta for node in _nodes(graph)) else "lower_attention"
 

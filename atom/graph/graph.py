@@ -120,13 +120,15 @@ class Graph:
 
     def recipes(self) -> list[Recipe]:
         """The recipes of all programs, each once, in order."""
-        found = (leaf for program in self.programs.values() for node in program.nodes for leaf in node_leaves(node))
-        return list(dict.fromkeys(leaf for leaf in found if not isinstance(leaf, KV)))
+        return [leaf for leaf in self._leaves() if not isinstance(leaf, KV)]
 
     def caches(self) -> list[KV]:
         """The caches of all programs, each once, in order."""
-        found = (leaf for program in self.programs.values() for node in program.nodes for leaf in node_leaves(node))
-        return list(dict.fromkeys(leaf for leaf in found if isinstance(leaf, KV)))
+        return [leaf for leaf in self._leaves() if isinstance(leaf, KV)]
+
+    def _leaves(self) -> Iterable[Recipe | KV]:
+        every = (leaf for program in self.programs.values() for node in program.nodes for leaf in node_leaves(node))
+        return dict.fromkeys(every)
 
     def stored(self) -> dict[str, W]:
         """The checkpoint's tensors that the recipes read, by name."""

@@ -32,7 +32,7 @@ def verify(graph: Graph, level: str) -> None:
 
 
 def _verify_call(program: Program, node: Node, op: Op, level: str) -> None:
-    if level not in op.levels:
+    if op.level not in (None, level):
         raise _wrong(program, node, f"{op.name} is not legal in a {level} graph")
     inferred = infer_call(op, node.args, node.kwargs)
     if inferred != node.meta["type"]:

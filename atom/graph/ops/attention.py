@@ -103,7 +103,7 @@ def _attention(q: Type, k: Type, v: Type, cache: KV, sinks: Type | None = None, 
     return q
 
 
-@op(_attention, levels=frozenset({SEMANTIC}))
+@op(_attention, level=SEMANTIC)
 def attention(q: Tensor, k: Tensor, v: Tensor, cache: PagedCache | None, sinks: Tensor | None = None, *, scale: float,
               window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
     """q [T, N, D], k and v [T, K, D], sinks [N] -> [T, N, D], causal: the T tokens are one whole sequence.
@@ -125,7 +125,7 @@ def _norm_rope_write(q: Type, k: Type, v: Type, cos: Type | None, sin: Type | No
     return q
 
 
-@op(_norm_rope_write, levels=frozenset({LOWERED}), state=True)
+@op(_norm_rope_write, level=LOWERED, state=True)
 def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
                     k_norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
                     interleaved: bool = False) -> Tensor:  # fmt: skip
@@ -152,7 +152,7 @@ def _paged_attention(q: Type, cache: KV, batch: BatchType, sinks: Type | None = 
     return q
 
 
-@op(_paged_attention, levels=frozenset({LOWERED}))
+@op(_paged_attention, level=LOWERED)
 def paged_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None, *, scale: float,
                     window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
     """Attention of a batch's sequences over the blocks that their rows of the table list.

@@ -20,15 +20,12 @@ from atom.graph.types import Dim, Type, need
 SEMANTIC, LOWERED = "semantic", "lowered"
 
 
-BOTH = frozenset({SEMANTIC, LOWERED})
-
-
 @dataclass(frozen=True, eq=False)
 class Op:
     name: str
     body: Callable[..., Any]
     infer: Callable[..., Type | tuple[Type, ...]]  # of the arguments' types; ValueError where they do not fit
-    levels: frozenset[str]  # where it is legal
+    level: str | None  # the one at which it is legal; None: both are
     is_state: bool
     weights: tuple[int, ...]  # the arguments that may be packed, and laid out as a kernel wants: matrices, not norms
     signature: inspect.Signature
@@ -51,14 +48,14 @@ OPS: dict[str, Op] = {}
 
 
 def op(
-    infer: Callable[..., Type | tuple[Type, ...]], *, levels: frozenset[str] = BOTH, state: bool = False,
+    infer: Callable[..., Type | tuple[Type, ...]], *, level: str | None = None, state: bool = False,
     weight: int | tuple[int, ...] = (),
 ) -> Callable[[Callable[..., Any]], Op]:  # fmt: skip
     """Make an op from a reference body and a shape rule. weight: which argument is one, see `Op.weights`."""
 
     def register(body: Callable[..., Any]) -> Op:
         weights = weight if isinstance(weight, tuple) else (weight,)
-        made = Op(body.__name__, body, infer, levels, state, weights, inspect.signature(body))
+        made = Op(body.__name__, body, infer, level, state, weights, inspect.signature(body))
         OPS[made.name] = made
         return made
 

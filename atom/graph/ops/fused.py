@@ -14,14 +14,12 @@ from atom.graph.ops.dense import add_rms_norm, gated_activate, gated_activate_ty
 from atom.graph.recipes import KV
 from atom.graph.types import BatchType, Type, need
 
-ONLY_LOWERED = frozenset({LOWERED})
-
 
 def _gated_linear(x: Type, weight: Type, *, kind: str) -> Type:
     return gated_activate_type(linear_type(x, weight), kind=kind)
 
 
-@op(_gated_linear, levels=ONLY_LOWERED, weight=1)
+@op(_gated_linear, level=LOWERED, weight=1)
 def gated_linear(x: Tensor, weight: Tensor, *, kind: str) -> Tensor:
     """x [T, I], weight [2 W, I] with gate before up -> gated_activate(linear(x)), [T, W]"""
     return gated_activate(linear(x, weight), kind=kind)  # type: ignore[no-any-return]
@@ -34,7 +32,7 @@ def _norm_linear(x: Type, norm: Type, weight: Type, bias: Type | None = None, *,
     return y if kind is None else gated_activate_type(y, kind=kind)
 
 
-@op(_norm_linear, levels=ONLY_LOWERED, weight=2)
+@op(_norm_linear, level=LOWERED, weight=2)
 def norm_linear(x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
                 kind: str | None = None) -> Tensor:  # fmt: skip
     """x [T, I], norm [I], weight [O, I], bias [O] -> linear(rms_norm(x)), [T, O]; with a kind, O is 2 W, and behind it
@@ -49,7 +47,7 @@ def _add_norm_linear(a: Type, b: Type, norm: Type, weight: Type, bias: Type | No
     return _norm_linear(a, norm, weight, bias, eps=eps, kind=kind), a
 
 
-@op(_add_norm_linear, levels=ONLY_LOWERED, weight=3)
+@op(_add_norm_linear, level=LOWERED, weight=3)
 def add_norm_linear(a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
                     kind: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """a and b [T, I], the others as in norm_linear -> norm_linear(a + b), a + b"""
@@ -66,7 +64,7 @@ def _norm_rope_attention(q: Type, k: Type, v: Type, cos: Type | None, sin: Type 
     return paged_attention.infer(q_type, cache, batch, sinks, scale=scale, window=window, softcap=softcap)
 
 
-@op(_norm_rope_attention, levels=ONLY_LOWERED, state=True)
+@op(_norm_rope_attention, level=LOWERED, state=True)
 def norm_rope_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
                         k_norm: Tensor | None, cache: PagedCache, batch: Batch, sinks: Tensor | None = None, *,
                         eps: float = 0.0, interleaved: bool = False, scale: float, window: int | None = None,

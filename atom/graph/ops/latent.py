@@ -50,7 +50,7 @@ def _mla_attention(q_nope: Type, q_rope: Type, latent: Type, k_rope: Type, kv_b:
     return _latent(q_nope, q_rope, kv_b, cache)
 
 
-@op(_mla_attention, levels=frozenset({SEMANTIC}), weight=4)
+@op(_mla_attention, level=SEMANTIC, weight=4)
 def mla_attention(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor,
                   cache: PagedCache | None, *, scale: float) -> Tensor:  # fmt: skip
     """Multi-head latent attention (DeepSeek-AI 2024), causal: the T tokens are one whole sequence.
@@ -70,7 +70,7 @@ def _norm_rope_write_latent(q_rope: Type, latent: Type, k_rope: Type, cos: Type 
     return q_rope
 
 
-@op(_norm_rope_write_latent, levels=frozenset({LOWERED}), state=True)
+@op(_norm_rope_write_latent, level=LOWERED, state=True)
 def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tensor | None,
                            norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
                            interleaved: bool = False) -> Tensor:  # fmt: skip
@@ -94,7 +94,7 @@ def _paged_mla_attention(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, batc
     return _latent(q_nope, q_rope, kv_b, cache)
 
 
-@op(_paged_mla_attention, levels=frozenset({LOWERED}), weight=2)
+@op(_paged_mla_attention, level=LOWERED, weight=2)
 def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch, *,
                         scale: float) -> Tensor:  # fmt: skip
     """Latent attention of a batch's sequences over the blocks that their rows of the table list.

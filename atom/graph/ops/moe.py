@@ -132,7 +132,7 @@ def _experts(x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, gate_
     return _combine(_grouped_linear(m, down, ends, down_bias), weights, ids)
 
 
-@op(_experts, levels=frozenset({SEMANTIC}), weight=(3, 4))
+@op(_experts, level=SEMANTIC, weight=(3, 4))
 def experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
             down_bias: Tensor | None = None, *, kind: str, limit: float | None = None,
             alpha: float | None = None) -> Tensor:  # fmt: skip

@@ -40,8 +40,8 @@ class Gpu(NamedTuple):
 
     @property
     def options(self) -> dict[str, bool]:
-        """Launch options of a kernel that begins with wait_for_inputs."""
-        return {"launch_pdl": True} if self.has_dependent_launch else {}
+        """Arguments of a kernel that waits for its inputs where it has PDL."""
+        return {"PDL": True, "launch_pdl": True} if self.has_dependent_launch else {"PDL": False}
 
 
 @functools.cache

@@ -69,8 +69,7 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
     logits = x.new_empty(num_parts, tokens, experts, dtype=torch.float32)
     _logits_kernel[(*tiles, num_parts)](
         x, weight, logits, tokens, x.stride(0), EXPERTS=experts, INNER=inner,
-        PART=64 * -(-inner // (64 * num_parts)), BLOCK_T=block_t, BLOCK_E=32, BLOCK_I=64,
-        PDL=gpu.has_dependent_launch, **gpu.options,
+        PART=64 * -(-inner // (64 * num_parts)), BLOCK_T=block_t, BLOCK_E=32, BLOCK_I=64, **gpu.options,
     )  # fmt: skip
     weights = x.new_empty(tokens, top_k, dtype=torch.float32)
     ids = x.new_empty(tokens, top_k, dtype=torch.int64)
@@ -79,8 +78,7 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
         logits, bias, correction, weights, ids, tokens, scale, NUM_PARTS=num_parts, EXPERTS=experts, TOP_K=top_k,
         HAS_SOFTMAX=score == "softmax", HAS_PAIRS=method == "noaux_tc", GROUPS=groups, TOP_GROUPS=top_groups,
         RENORMALIZE=renormalize, BLOCK_G=next_power_of_2(groups),
-        BLOCK_M=next_power_of_2(experts // groups), BLOCK_K=next_power_of_2(top_k),
-        PDL=gpu.has_dependent_launch, num_warps=1, **gpu.options,
+        BLOCK_M=next_power_of_2(experts // groups), BLOCK_K=next_power_of_2(top_k), num_warps=1, **gpu.options,
     )  # fmt: skip
     return weights, ids
 
@@ -98,7 +96,7 @@ def group(x: Tensor, ids: Tensor, *, experts: int) -> tuple[Tensor, Tensor, Tens
     rows, order, ends = x.new_empty(pairs, x.shape[1]), ids.new_empty(pairs), ids.new_empty(experts)
     _group_kernel[(pairs + experts,)](
         x, ids, rows, order, ends, pairs, x.stride(0), TOP_K=top_k, WIDTH=x.shape[1], BLOCK_P=256, BLOCK_W=1024,
-        PDL=gpu.has_dependent_launch, **gpu.options,
+        **gpu.options,
     )  # fmt: skip
     return rows, order, ends
 
@@ -118,7 +116,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None 
     _grouped_linear_kernel[(most * -(-out // tiles.out),)](
         x, weight, ends, bias, y, x.stride(0), EXPERTS=experts, OUT=out, INNER=inner,
         BLOCK_E=next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out, BLOCK_I=tiles.inner,
-        PDL=gpu.has_dependent_launch, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
     return y
 
@@ -136,7 +134,7 @@ def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     block_w = max(64, 4096 // block_k)
     _combine_kernel[(tokens, -(-width // block_w))](
         x, weights, order, out, len(order), x.stride(0), IS_SEARCHED=is_searched, TOP_K=top_k, WIDTH=width,
-        BLOCK_P=256, BLOCK_K=block_k, BLOCK_W=block_w, PDL=gpu.has_dependent_launch, **gpu.options,
+        BLOCK_P=256, BLOCK_K=block_k, BLOCK_W=block_w, **gpu.options,
     )  # fmt: skip
     return out
 

@@ -27,22 +27,21 @@ def extend_tables(tables: Tensor, entries: Tensor) -> None:
 
 
 def decode_inputs(slots: Tensor, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
-    num_kinds, num_rows = tables.shape[0], slots.shape[0]
-    _prepare[(num_rows, num_kinds)](
-        slots, None, None, None, None, state.tokens, state.lengths, tables, inputs.tokens, inputs.positions,
-        inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0), inputs.tables.stride(0), num_rows, 0,
-        state.num_slots, tables.shape[2], BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
-    )  # fmt: skip
+    _launch(slots, None, None, None, None, state, tables, block_size, inputs)
 
 
 def mixed_inputs(slots: Tensor, given: Tensor, row_of: Tensor, ends: Tensor, state: State, tables: Tensor,
                  block_size: int, inputs: Inputs) -> None:  # fmt: skip
-    num_kinds, num_rows, num_tokens = tables.shape[0], slots.shape[0], given.shape[0]
+    _launch(slots, given, row_of, inputs.batch.starts, ends, state, tables, block_size, inputs)
+
+
+def _launch(slots: Tensor, given: Tensor | None, row_of: Tensor | None, starts: Tensor | None, ends: Tensor | None,
+            state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:  # fmt: skip
+    (num_kinds, _, width), num_rows, num_tokens = tables.shape, slots.shape[0], 0 if given is None else given.shape[0]
     _prepare[(num_rows + -(-num_tokens // TOKENS), num_kinds)](
-        slots, given, row_of, inputs.batch.starts, ends, state.tokens, state.lengths, tables, inputs.tokens,
-        inputs.positions, inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0),
-        inputs.tables.stride(0), num_rows, num_tokens, state.num_slots, tables.shape[2],
-        BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
+        slots, given, row_of, starts, ends, state.tokens, state.lengths, tables, inputs.tokens, inputs.positions,
+        inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0), inputs.tables.stride(0), num_rows,
+        num_tokens, state.num_slots, width, BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
     )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def test_what_does_not_fit_is_refused():
 
 @pytest.mark.parametrize("op", [ops.gated_linear, ops.norm_linear, ops.add_norm_linear, ops.norm_rope_attention])
 def test_they_are_ops_of_a_lowered_text_alone(op: ops.Op):
-    assert op.levels == {ops.LOWERED}
+    assert op.level == ops.LOWERED
 
 
 def test_attention_with_the_norm_rotation_and_write_before_it_is_attention_of_normed_and_turned_heads():

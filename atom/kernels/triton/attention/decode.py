@@ -234,7 +234,6 @@ def _cut_up(num_decodes: int, kv_heads: int, group: int, dim: int, has_newest: b
         max(1, 4096 // (block_g * block_d)),
         block_g,
         block_d,
-        gpu.has_dependent_launch,
     )
     return sizes, {"num_warps": num_warps, "num_stages": num_stages, **gpu.options}
 

@@ -67,7 +67,7 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
     _write_kernel[(tokens, 1 + -(-heads // 32) if half else 1)](
         q_rope, latent, k_rope, cos, sin, norm, blocks, batch.slot_mappings[cache.kind], rotated, q_rope.stride(0),
         q_rope.stride(1), latent.stride(0), k_rope.stride(0), EPS=eps, INTERLEAVED=interleaved, HEADS=heads, RANK=rank,
-        ROTATED=rope_dim, HALF=half, BLOCK_N=32, PDL=gpu.has_dependent_launch, **gpu.options,
+        ROTATED=rope_dim, HALF=half, BLOCK_N=32, **gpu.options,
     )  # fmt: skip
     return rotated
 
@@ -134,13 +134,11 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
         num_splits, scale * math.log2(math.e), table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads,
         RANK=rank, ROTATED=rope_dim, BLOCK_SIZE=cache.shape[1],
         BLOCK_S=1 if starts is None else sequence_bucket(sequences), BLOCK_M=tiles.rows, BLOCK_N=tiles.positions,
-        BLOCK_L=block_l, BLOCK_R=block_r, PDL=gpu.has_dependent_launch, num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages, **gpu.options,
+        BLOCK_L=block_l, BLOCK_R=block_r, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(heads * tokens, -(-rank // 128))](
-            parts, weights, sums, heads * tokens, num_splits, RANK=rank, BLOCK_L=128, BLOCK_S=16,
-            PDL=gpu.has_dependent_launch, **gpu.options,
+            parts, weights, sums, heads * tokens, num_splits, RANK=rank, BLOCK_L=128, BLOCK_S=16, **gpu.options,
         )  # fmt: skip
     return sums
 

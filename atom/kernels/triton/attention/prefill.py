@@ -162,6 +162,6 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     _prefill[(num_tiles, kv_heads)](
         q, cache, table, starts, lengths, sinks, out, num_tokens, num_sequences, num_decodes, table.stride(0),
         q.stride(0), scale, softcap, window, block_size, kv_heads, group, dim, sequence_bucket(num_prefills + 1), rows,
-        positions, max(16, next_power_of_2(dim)), gpu.has_dependent_launch, num_warps=num_warps, num_stages=num_stages,
+        positions, max(16, next_power_of_2(dim)), num_warps=num_warps, num_stages=num_stages,
         **options,
     )  # fmt: skip

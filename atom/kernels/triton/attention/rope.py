@@ -133,7 +133,6 @@ def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Te
     gpu = find_gpu(q.device)
     _norm_rope_write[(-(-num_tokens * q_heads // ROWS) + -(-num_tokens * kv_heads // ROWS),)](
         q, k, v, cos, sin, q_norm, k_norm, cache.blocks, batch.slot_mappings[cache.kind], out, num_tokens, q.stride(0),
-        k.stride(0), v.stride(0), eps, interleaved, q_heads, kv_heads, dim, half, ROWS, gpu.has_dependent_launch,
-        num_warps=4, **gpu.options,
+        k.stride(0), v.stride(0), eps, interleaved, q_heads, kv_heads, dim, half, ROWS, num_warps=4, **gpu.options,
     )  # fmt: skip
     return out

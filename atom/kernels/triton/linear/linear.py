@@ -243,8 +243,7 @@ def multiply_vector(
     programs = min(programs * gpu.units, tiles)
     _vector_kernel[(programs,)](
         a, b, norm, total, weight, bias, y, eps, rows // gates,
-        inner, block_out, -(-tiles // programs), stages, kind, gpu.has_dependent_launch, num_warps=warps,
-        **gpu.options,
+        inner, block_out, -(-tiles // programs), stages, kind, num_warps=warps, **gpu.options,
     )  # fmt: skip
     return y, total
 
@@ -265,7 +264,7 @@ def multiply_matrix(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | 
         arrived = counters
     _matrix_kernel[(row_tiles, tiles, splits)](
         x, weight, bias, y, partial, arrived, num_rows, rows // gates, x.stride(0),
-        inner, block_rows, block_out, block_inner, stages, groups, splits, prefetch, kind, gpu.has_dependent_launch,
+        inner, block_rows, block_out, block_inner, stages, groups, splits, prefetch, kind,
         num_warps=warps, **gpu.options,
     )  # fmt: skip
     return y
@@ -279,8 +278,7 @@ def normalize(a: Tensor, b: Tensor | None, norm: Tensor, eps: float) -> tuple[Te
     gpu = find_gpu(a.device)
     warps = min(max(next_power_of_2(inner) // 512, 1), 16)
     _norm_kernel[(rows,)](
-        a, b, norm, total, y, eps, a.stride(0), 0 if b is None else b.stride(0), inner, gpu.has_dependent_launch,
-        num_warps=warps, **gpu.options,
+        a, b, norm, total, y, eps, a.stride(0), 0 if b is None else b.stride(0), inner, num_warps=warps, **gpu.options,
     )  # fmt: skip
     return y, total
 
@@ -290,9 +288,7 @@ def activate_gates(x: Tensor, kind: str) -> Tensor:
     rows, width = x.shape[0], x.shape[1] // 2
     y = x.new_empty(rows, width)
     gpu = find_gpu(x.device)
-    _gate_kernel[(-(-width // 1024), rows)](
-        x, y, width, 1024, kind, gpu.has_dependent_launch, num_warps=4, **gpu.options
-    )
+    _gate_kernel[(-(-width // 1024), rows)](x, y, width, 1024, kind, num_warps=4, **gpu.options)
     return y
 
 

@@ -26,13 +26,13 @@ ROWS = 8  # per program
 @jit
 def find_partner(columns, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The dim that each of the first 2 HALF is rotated with (Su et al. 2021)."""
-    return (columns ^ 1 if INTERLEAVED else columns + HALF) % (2 * HALF)
+    return columns ^ 1 if INTERLEAVED else (columns + HALF) % (2 * HALF)
 
 
 @jit
 def find_angle(columns, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The number, of HALF, of the angle that turns each of the first 2 HALF dims."""
-    return (columns // 2 if INTERLEAVED else columns) % HALF
+    return columns // 2 if INTERLEAVED else columns % HALF
 
 
 @jit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from atom.kernels import find_step_kernels
-from atom.kernels.step import top_logprobs
+from atom.kernels.logprobs import top_logprobs
 from atom.runtime.logit_processors import find_shaping
 from atom.runtime.request_state import RequestState, send
 from atom.runtime.runner import shape_logits

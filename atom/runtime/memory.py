@@ -16,7 +16,7 @@ from atom import weights
 from atom.config import Config, ServeConfig
 from atom.errors import CapacityError, naming_a_lack_of_memory
 from atom.graph import Graph
-from atom.kernels.step import top_logprobs
+from atom.kernels.logprobs import top_logprobs
 from atom.runtime.model import Model, logits_type
 from atom.runtime.program import rows_of, score
 from atom.runtime.request_state import counts_bytes

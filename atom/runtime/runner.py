@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from atom.errors import CapacityError, EngineDeadError, is_out_of_memory
-from atom.kernels.step import top_logprobs
+from atom.kernels.logprobs import top_logprobs
 from atom.runtime.cuda_graphs import Graphs, Started
 from atom.runtime.model import Model
 from atom.runtime.program import Hidden, rows_of, score

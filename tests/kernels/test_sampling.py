@@ -9,8 +9,8 @@ import torch
 from conftest import Place
 from torch import Tensor
 
-from atom.kernels import find_step_kernels, step
-from atom.kernels.step import top_logprobs
+from atom.kernels import find_step_kernels, logprobs
+from atom.kernels.logprobs import top_logprobs
 from atom.kernels.triton import sampling
 from atom.runtime.request_state import RequestState
 from atom.runtime.step_input import pack_admission
@@ -212,7 +212,7 @@ def test_an_empty_batch_gives_nothing(place: Place):
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, 100])
 def test_log_probabilities_are_those_of_the_cpu(place: Place, num_top: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(step, "CHUNK_ELEMENTS", 200)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 200)
     logits = randn(6, 9, 60, dtype=torch.float16)
     logits[1] = logits[1].round()
     logits[2, 5], logits[3] = math.nan, 1.0

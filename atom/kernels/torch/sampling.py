@@ -3,7 +3,7 @@
 A row is one slot; the batch that it is in never changes what it draws.
 
     sample(logits, slots, state, "filtered", out)              # logits [R, V], slots i32[R]
-    score_drawn(logits, asked, out, totals, chosen, ranks)     # of the tokens drawn; `atom.kernels.step` has the others
+    score_drawn(logits, asked, out, totals, chosen, ranks)     # of drawn tokens; `atom.kernels.logprobs` has the others
 
 The order is that of vLLM's sampler (docs.vllm.ai, vllm.v1.sample.sampler): log probabilities for the report from the
 logits as they came, logit bias, min_tokens, grammar (these three before `sample`), repetition, frequency and presence
@@ -22,7 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from atom.kernels.step import CHUNK_ELEMENTS, State, most_likely
+from atom.kernels.logprobs import CHUNK_ELEMENTS, most_likely
+from atom.kernels.step import State
 from atom.sampling_params import MIN_TEMPERATURE, SAMPLING_KINDS
 
 LARGEST = torch.finfo(torch.float32).max
@@ -66,7 +67,7 @@ def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, 
 def score_drawn(logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, chosen: Tensor, ranks: Tensor) -> None:
     """Score the drawn tokens of these rows: log probabilities to chosen fp32[A], ranks to ranks i32[A], from 1.
 
-    logits, rows, totals: of `atom.kernels.step.top_logprobs`; drawn: i64[R].
+    logits, rows, totals: of `atom.kernels.logprobs.top_logprobs`; drawn: i64[R].
     """
     size = max(1, CHUNK_ELEMENTS // logits.shape[-1])
     for at, part in zip(range(0, len(rows), size), torch.split(rows, size), strict=True):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sampled import sample, score
 from torch import Tensor
 
-from atom.kernels import step
+from atom.kernels import logprobs
 from atom.kernels.torch import sampling
 from atom.kernels.torch.sampling import uniform
 from atom.runtime.types import Logprobs, Sequence
@@ -217,7 +217,7 @@ def test_chunks_of_a_large_batch_change_nothing(monkeypatch):
     rows = [sequence(seed, top_p=0.9, logprobs=3) for seed in range(20)]
     logits = torch.randn(20, 100, generator=torch.Generator().manual_seed(5))
     whole = sample(logits, rows)
-    for module in (sampling, step):
+    for module in (sampling, logprobs):
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", 300)
     assert sample(logits, rows) == whole
 
@@ -267,7 +267,7 @@ def test_equal_logits_share_a_rank_and_list_the_lower_id_first():
 def test_prompt_log_probabilities_follow_log_softmax(monkeypatch):
     logits = torch.randn(40, 30, generator=torch.Generator().manual_seed(7))
     targets = torch.arange(40).remainder(30).tolist()
-    for module in (sampling, step):
+    for module in (sampling, logprobs):
         monkeypatch.setattr(module, "CHUNK_ELEMENTS", 200)
     reports = prompt_logprobs(logits, targets, num_top=100)
     expected = logits.log_softmax(-1)

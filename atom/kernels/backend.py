@@ -63,7 +63,11 @@ class Kernel:
     trace: Callable[..., Any] | None = None  # its function in a compiled piece; None: it runs between pieces
 
 
-def on_device(device: str, accepts: Accepts = lambda *_types, **_attributes: None) -> Accepts:
+def accepts_all(_target: Target, *_types: Any, **_attributes: Any) -> None:
+    """What a kernel accepts that takes every call."""
+
+
+def on_device(device: str, accepts: Accepts = accepts_all) -> Accepts:
     """What a kernel accepts that runs on one kind of device, and computes with plain weights alone."""
 
     def accepts_plain(target: Target, *types: Any, **attributes: Any) -> str | None:

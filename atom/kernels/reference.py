@@ -6,7 +6,7 @@ It is the last in every order.
 from __future__ import annotations
 
 from atom.graph import ops
-from atom.kernels.backend import Accepts, Backend, Kernel
+from atom.kernels.backend import Accepts, Backend, Kernel, accepts_all
 
 # ops whose bodies a compiler can trace: no state, no shape that depends on data
 COMPILED = frozenset({
@@ -15,9 +15,7 @@ COMPILED = frozenset({
 })  # fmt: skip
 
 
-def body_kernel(
-    op: ops.Op, backend: str = "reference", accepts: Accepts = lambda *_types, **_attributes: None
-) -> Kernel:
+def body_kernel(op: ops.Op, backend: str = "reference", accepts: Accepts = accepts_all) -> Kernel:
     """The kernel that is an op's body, which a piece has compiled where that can be traced."""
     return Kernel(op, backend, accepts, lambda _: op.body, trace=op.body if op in COMPILED else None)
 

@@ -20,7 +20,7 @@ import torch
 
 from atom.graph import ops
 from atom.graph.ops import Op
-from atom.kernels.backend import Accepts, Backend, Kernel, on_device
+from atom.kernels.backend import Accepts, Backend, Kernel, accepts_all, on_device
 from atom.kernels.step import import_step_kernels
 from atom.kernels.torch.attention import PagedAttention
 from atom.kernels.torch.latent import PagedLatentAttention
@@ -30,10 +30,10 @@ from atom.kernels.torch.norm import add_rms_norm, rms_norm
 from atom.kernels.torch.rope import norm_rope_write, norm_rope_write_latent
 
 
-def _kernel(op: Op, run: Callable[..., Any], *accepts: Accepts, **options: Any) -> Kernel:
+def _kernel(op: Op, run: Callable[..., Any], accepts: Accepts = accepts_all, **options: Any) -> Kernel:
     """The kernel of a function, or of a class, which each program has one object of."""
     load = (lambda context: context.share(run)) if isinstance(run, type) else lambda _: run
-    return Kernel(op, "torch", on_device("cpu", *accepts), load, **options)
+    return Kernel(op, "torch", on_device("cpu", accepts), load, **options)
 
 
 KERNELS: tuple[Kernel, ...] = (

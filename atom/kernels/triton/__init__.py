@@ -21,7 +21,7 @@ from atom.errors import UnsupportedError
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.graph.types import Type
-from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, Tuner, on_device
+from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, Tuner, accepts_all, on_device
 from atom.kernels.step import import_step_kernels
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def accepts_latent(_target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *_t
     return f"entries have {rank} + {rotated} dims, more than {MAX_RANK} + {MAX_ROTATED}"
 
 
-def _kernel(op: Op, module: str, name: str = "", *accepts: Accepts) -> Kernel:
+def _kernel(op: Op, module: str, name: str = "", accepts: Accepts = accepts_all) -> Kernel:
     """The kernel of an op in a module below: a function, a program's object of a class, or a method of it."""
 
     def load(context: LoadContext) -> Callable[..., Any]:
@@ -106,7 +106,7 @@ def _kernel(op: Op, module: str, name: str = "", *accepts: Accepts) -> Kernel:
         shared = context.share(found) if isinstance(found, type) else found
         return getattr(shared, method) if method else shared  # type: ignore[no-any-return]
 
-    return Kernel(op, "triton", on_device("cuda", *accepts), load)
+    return Kernel(op, "triton", on_device("cuda", accepts), load)
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -114,11 +114,11 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.gated_linear, "linear.linear", "Products.gated_linear", accepts_linear),
     _kernel(ops.norm_linear, "linear.linear", "Products.norm_linear", accepts_linear),
     _kernel(ops.add_norm_linear, "linear.linear", "Products.add_norm_linear", accepts_linear),
-    _kernel(ops.norm_rope_write, "attention.rope", "", accepts_attention),
+    _kernel(ops.norm_rope_write, "attention.rope", accepts=accepts_attention),
     _kernel(ops.paged_attention, "attention.paged", "PagedAttention", accepts_attention),
     _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_attention),
     _kernel(ops.norm_rope_write_latent, "attention.latent"),
-    _kernel(ops.paged_mla_attention, "attention.latent", "", accepts_latent),
+    _kernel(ops.paged_mla_attention, "attention.latent", accepts=accepts_latent),
     _kernel(ops.router, "moe"),
     _kernel(ops.group, "moe"),
     _kernel(ops.grouped_linear, "moe"),

@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import atom
 from atom.serve.context import Context
-from atom.serve.engine.client import State
+from atom.serve.engine.client import EngineState
 from atom.serve.errors import json_response
 
 
@@ -30,9 +30,11 @@ def routes(context: Context) -> APIRouter:
         While it loads, `doing` says what the start is at.
         """
         state = context.state
-        status = "ok" if state is State.READY else str(state)
-        body = {"status": status, "state": str(state)} | ({"doing": context.doing} if state is State.LOADING else {})
-        return json_response(body, 200 if state is State.READY else 503)
+        status = "ok" if state is EngineState.READY else str(state)
+        body = {"status": status, "state": str(state)} | (
+            {"doing": context.doing} if state is EngineState.LOADING else {}
+        )
+        return json_response(body, 200 if state is EngineState.READY else 503)
 
     @router.get("/ready")
     async def ready() -> Response:

@@ -23,7 +23,7 @@ from atom.checkpoint.base import read_json
 from atom.checkpoint.bounds import MAX_TOKEN, Bounds, check_decoder, measure
 from atom.checkpoint.encoder import EncoderProcess
 from atom.checkpoint.files import MAX_DESCRIPTION, MAX_TOKENIZER, open_file, read_file
-from atom.errors import CheckpointError, RequestError
+from atom.errors import CheckpointError, RequestError, first_line
 
 if TYPE_CHECKING:
     import jinja2
@@ -421,7 +421,3 @@ def content(token: Any) -> str | None:
 def is_panic(error: BaseException) -> bool:
     """Whether the error is a panic of the Rust library, which is no Exception."""
     return type(error).__name__ == "PanicException"
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

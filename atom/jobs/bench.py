@@ -30,7 +30,7 @@ from atom.config.overrides import hide_secret
 from atom.gc_utils import settle
 from atom.jobs.roofline import Costs, Limits, measure_limits, read_costs, step_work, total
 from atom.jobs.tables import make_table
-from atom.jobs.workload import SampleRequest, Step, open_workload, recording, submit
+from atom.jobs.workload import Step, WorkloadRequest, open_workload, recording, submit
 from atom.measurement.hardware import describe_cpus
 from atom.measurement.metrics import METRICS, RequestFuncOutput, calculate_metrics, finish_outputs, flatten_metrics
 from atom.runtime.engine import Engine
@@ -103,7 +103,7 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
     return 1 if result["failed"] else 0
 
 
-def answer(engine: Engine, requests: list[SampleRequest], config: Config) -> Run:
+def answer(engine: Engine, requests: list[WorkloadRequest], config: Config) -> Run:
     """Answer all requests; times count from the submission of the first."""
     with recording(engine) as record:
         started = time.perf_counter()

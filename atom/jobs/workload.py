@@ -39,12 +39,12 @@ from atom.runtime.types import Plan, Sampled, Sequence
 from atom.sampling_params import SamplingParams
 
 
-class SampleRequest(NamedTuple):
+class WorkloadRequest(NamedTuple):
     prompt: list[int]  # token ids
     output_len: int  # tokens
 
 
-Draw = Callable[[Engine], list[SampleRequest]]
+Draw = Callable[[Engine], list[WorkloadRequest]]
 
 
 class Step(NamedTuple):
@@ -104,7 +104,7 @@ def recording(engine: Engine) -> Iterator[Record]:
         del scheduler.commit  # restores the class's method
 
 
-def submit(engine: Engine, requests: list[SampleRequest], config: Config) -> list[str]:
+def submit(engine: Engine, requests: list[WorkloadRequest], config: Config) -> list[str]:
     """Submit the requests; their ids. RequestError where one cannot be served."""
     values = config.sampling.values()
     every = [SamplingParams(**{**values, "max_tokens": request.output_len}) for request in requests]
@@ -119,7 +119,7 @@ def open_workload(config: Config) -> Draw:
         return lambda engine: choose_conversations(conversations, config, engine)
     rng = random.Random(config.seed)
     lengths, vocab = draw_lengths(config, rng), range(config.model.vocab)
-    return lambda engine: [SampleRequest(rng.choices(vocab, k=num_in), num_out) for num_in, num_out in lengths]
+    return lambda engine: [WorkloadRequest(rng.choices(vocab, k=num_in), num_out) for num_in, num_out in lengths]
 
 
 def draw_lengths(config: Config, rng: random.Random) -> list[tuple[int, int]]:
@@ -154,7 +154,7 @@ def read_conversations(path: str) -> list[Conversation]:
         raise ConfigError(f"job.dataset_path: {error}") from None
 
 
-def choose_conversations(conversations: list[Conversation], config: Config, engine: Engine) -> list[SampleRequest]:
+def choose_conversations(conversations: list[Conversation], config: Config, engine: Engine) -> list[WorkloadRequest]:
     """Choose prompts and answer lengths at random, without very short and very long ones; the same each time."""
     job, tokenizer, limit = config.job, engine.tokenizer, config.serve.max_model_len
     assert limit is not None, "config.load resolves it"
@@ -162,7 +162,7 @@ def choose_conversations(conversations: list[Conversation], config: Config, engi
         raise ConfigError("job.dataset_path needs a tokenizer, which the checkpoint has not; leave it out")
     rng = random.Random(config.seed)
     lengths = None if job.output_len is None else parse_range("job.output_len", job.output_len)
-    requests: list[SampleRequest] = []
+    requests: list[WorkloadRequest] = []
     for prompt, answer in rng.sample(conversations, len(conversations)):
         messages = [{"role": "user", "content": prompt}]
         tokens = engine.encode_chat(messages) if job.chat else tokenizer.encode(prompt)
@@ -171,7 +171,7 @@ def choose_conversations(conversations: list[Conversation], config: Config, engi
         is_short = len(tokens) < MIN_TOKENS or (lengths is None and own < MIN_TOKENS)
         if is_short or len(tokens) > MAX_PROMPT or len(tokens) + output_len > min(MAX_TOTAL, limit):
             continue
-        requests.append(SampleRequest(tokens, output_len))
+        requests.append(WorkloadRequest(tokens, output_len))
         if len(requests) == job.num_prompts:
             return requests
     raise ConfigError(

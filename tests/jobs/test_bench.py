@@ -18,7 +18,7 @@ from atom.cli import main
 from atom.config import load
 from atom.errors import ConfigError
 from atom.jobs import bench, workload
-from atom.jobs.workload import SampleRequest, open_workload, parse_range
+from atom.jobs.workload import WorkloadRequest, open_workload, parse_range
 from atom.kernels.inductor.piece_compiler import InductorCompiler
 from atom.runtime.step_builder import StepBuilder
 
@@ -146,7 +146,7 @@ def test_times_are_those_of_commits_counted_from_the_start(checkpoints: Any, mon
     engine, clock = open_engine(config, SilentProgress()), Clock()
     for module in (bench, workload):
         monkeypatch.setattr(module, "time", clock)
-    ran = bench.answer(engine, [SampleRequest([1] * 5, 3), SampleRequest([2] * 6, 2)], config)
+    ran = bench.answer(engine, [WorkloadRequest([1] * 5, 3), WorkloadRequest([2] * 6, 2)], config)
     # commits at 1: prompt 0 and half of prompt 1; at 2: a decode and the rest; at 3: a decode of each
     first, second = sorted(ran.outputs, key=lambda output: output.prompt_len)
     assert (ran.started, ran.seconds) == (0.0, 3.0)
@@ -165,7 +165,7 @@ def test_times_are_those_of_commits_counted_from_the_start(checkpoints: Any, mon
 def test_recording_leaves_the_engine_as_it_was(checkpoints: Any):
     config = load(["job=bench", f"checkpoint={checkpoints('llama')}", *SMALL])
     engine = open_engine(config, SilentProgress())
-    bench.answer(engine, [SampleRequest([1, 2], 2)], config)
+    bench.answer(engine, [WorkloadRequest([1, 2], 2)], config)
     assert "commit" not in vars(engine.scheduler)
 
 
@@ -290,10 +290,10 @@ LETTERS = SimpleNamespace(
 
 
 @pytest.fixture
-def converse(checkpoints: Any, tmp_path: Path) -> Callable[..., list[SampleRequest]]:
+def converse(checkpoints: Any, tmp_path: Path) -> Callable[..., list[WorkloadRequest]]:
     """The requests of a file with these conversations."""
 
-    def converse(entries: Any, *overrides: str) -> list[SampleRequest]:
+    def converse(entries: Any, *overrides: str) -> list[WorkloadRequest]:
         path = tmp_path / "conversations.json"
         path.write_text(json.dumps(entries))
         given = ["job=bench", f"checkpoint={checkpoints('llama')}", f"job.dataset_path={path}", *overrides]

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -147,7 +146,7 @@ def describe_run(config: Config, level: int) -> dict[str, Any]:
 
 
 def describe_device(device: str) -> str:
-    return describe_cpus(Path("/")) if device == "cpu" else str(torch.get_device_module(device).get_device_name())
+    return describe_cpus() if device == "cpu" else str(torch.get_device_module(device).get_device_name())
 
 
 def measure(runs: Sequence[Run]) -> dict[str, Any]:

@@ -26,14 +26,7 @@ from typing import NamedTuple
 from atom.config import Config
 from atom.errors import ConfigError
 from atom.graph import BODY, HEAD
-from atom.measurement.conversations import (
-    MAX_PROMPT,
-    MAX_TOTAL,
-    MIN_TOKENS,
-    NO_ANSWER_LEN,
-    Conversation,
-    read_sharegpt,
-)
+from atom.measurement.conversations import NO_ANSWER_LEN, Conversation, is_usable, read_sharegpt
 from atom.runtime.engine import Engine
 from atom.runtime.types import Plan, Sampled, Sequence
 from atom.sampling_params import SamplingParams
@@ -168,10 +161,8 @@ def choose_conversations(conversations: list[Conversation], config: Config, engi
         tokens = engine.encode_chat(messages) if job.chat else tokenizer.encode(prompt)
         own = len(tokenizer.encode(answer, add_special_tokens=False)) if answer else NO_ANSWER_LEN
         output_len = own if lengths is None else rng.randint(*lengths)
-        is_short = len(tokens) < MIN_TOKENS or (lengths is None and own < MIN_TOKENS)
-        if is_short or len(tokens) > MAX_PROMPT or len(tokens) + output_len > min(MAX_TOTAL, limit):
-            continue
-        requests.append(WorkloadRequest(tokens, output_len))
+        if len(tokens) + output_len <= limit and is_usable(len(tokens), output_len, is_own=lengths is None):
+            requests.append(WorkloadRequest(tokens, output_len))
         if len(requests) == job.num_prompts:
             return requests
     raise ConfigError(

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import atom
+from atom.measurement.hardware import describe_cpus
 from atom.serve.context import Context
 from atom.serve.engine.client import EngineState
 from atom.serve.errors import json_response
@@ -57,7 +58,7 @@ def routes(context: Context) -> APIRouter:
                 "model": config.model.name,
                 "dtype": config.dtype,
                 "device": config.device,
-                "hardware": processor() if config.device == "cpu" else context.client.gpus,
+                "hardware": describe_cpus() if config.device == "cpu" else context.client.gpus,
                 "python": platform.python_version(),
             }
         )
@@ -95,13 +96,3 @@ def routes(context: Context) -> APIRouter:
         return json_response({"status": "stopped", "trace": await context.client.profile(starts=False)})
 
     return router
-
-
-def processor() -> str:
-    """The CPU's name."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return f"{len(names)} x {names[0]}" if names else platform.machine()

@@ -1,7 +1,7 @@
 """Start child processes in groups of their own, and end them whole.
 
 process = start_python("from atom.x import work; work()", "argument", TMPDIR="/tmp/x")
-process.stdin                # the end of which tells the child that this process is gone, in whatever way
+process.stdin                # ends when this process does, in whatever way
 end(process)
 """
 

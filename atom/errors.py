@@ -58,6 +58,11 @@ class EngineDeadError(AtomError):
     pass
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type's name where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means out of memory: of Python, torch, or a GPU's driver.
 

@@ -9,8 +9,8 @@ some stretches of that.
 
 A step's first kernel is the one that makes its inputs, its last the one that draws its tokens. What counts is the time
 between the last of one step and the first of the next in which nothing ran, where that next step has decodes alone:
-copies and what tells the GPU of new requests lie between the two and are taken off. `before others` is the part of it
-up to the first of these. The profiler adds to the host's work, so the time of a step is told without it too.
+copies and what brings new requests to the GPU lie between the two and are taken off. `before others` is the part of it
+up to the first of these. The profiler adds to the host's work, so the time of a step is given without it too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from atom.config import Config, load
 from atom.devices import find_device
 from atom.jobs.trace import ON_DEVICE, Event, read_event
 from atom.sampling_params import SamplingParams
-from atom.serve.engine.client import EngineClient, State
+from atom.serve.engine.client import EngineClient, EngineState
 from atom.serve.engine.process import WORKER, EngineProcess
 
 CONFIG = Path(__file__).parents[1] / "tests" / "configs" / "qwen3_0.6b.json"
@@ -118,7 +118,7 @@ async def trace_traffic(config: Config, num_traces: int, seconds: float) -> tupl
     try:
         await client.connect(engine.connection)
         while not client.ready.is_set():
-            if client.state is State.DEAD:
+            if client.state is EngineState.DEAD:
                 raise SystemExit(f"gap-gpu: {client.reason}")
             await asyncio.sleep(0.1)
         async with asyncio.TaskGroup() as group:

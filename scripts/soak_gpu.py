@@ -147,7 +147,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     chance = random.Random(asked.seed)
-    folder = tiny.save(asked.variant, Path(tempfile.mkdtemp()))
+    temporary = tempfile.TemporaryDirectory()  # removed at the end
+    folder = tiny.save(asked.variant, Path(temporary.name))
     fields = {"device": asked.device, "level": None if asked.device == "cuda" else 1}
     engine = LLMEngine(str(folder), **{**FIELDS, **fields, "enable_prefix_caching": True})
     faults: list[str] = []

@@ -242,7 +242,7 @@ def test_a_recipe_is_saved_and_runs_again(tmp_path: Path, job: Any):
 
 
 @pytest.mark.parametrize("said", ["serve.http.api_keys=open,sesame", "serve.http={api_keys: sesame}"])
-def test_a_recipe_is_saved_without_keys_and_says_so(said: str, job: Any, capsys: Any):
+def test_a_recipe_is_saved_without_keys_with_a_note_on_stderr(said: str, job: Any, capsys: Any):
     seen = job()
     assert main([said, "seed=1", "job.save_recipe=shared.yaml"]) == 0
     assert str(seen[0].serve.http.api_keys).endswith("sesame"), "the run itself has them"

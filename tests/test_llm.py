@@ -429,7 +429,7 @@ def test_a_pool_of_too_few_blocks_for_the_longest_sequence_is_refused_with_what_
     assert answer["num_tokens_output"] == 20, "which is what they hold"
 
 
-def test_bad_arguments_say_what_to_give(open_engine: Open):
+def test_bad_arguments_are_refused_with_what_to_give(open_engine: Open):
     engine = open_engine("llama")
     with pytest.raises(RequestError, match="give a list"):
         engine.generate("one string")
@@ -460,7 +460,7 @@ def test_dummy_weights_need_only_a_config(checkpoints: Any, tmp_path: Path):
     )
 
 
-def test_the_sampling_that_a_checkpoint_recommends_is_the_default_and_told(
+def test_the_sampling_that_a_checkpoint_recommends_is_the_default_and_printed(
     checkpoints: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     folder = shutil.copytree(checkpoints("llama"), tmp_path / "llama")
@@ -486,7 +486,7 @@ def test_the_sampling_that_a_checkpoint_recommends_is_the_default_and_told(
     assert "sampling as" not in capsys.readouterr().err
 
 
-def test_the_pool_is_told_at_the_start(open_engine: Open, capsys: pytest.CaptureFixture[str]):
+def test_the_pool_is_printed_at_the_start(open_engine: Open, capsys: pytest.CaptureFixture[str]):
     open_engine("llama", num_kvcache_blocks=40, block_size=4, max_model_len=50)
     assert "KV: 160 tokens, 3 requests at max_model_len\n" in capsys.readouterr().err
 

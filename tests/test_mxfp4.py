@@ -74,7 +74,7 @@ def test_logits_and_greedy_tokens(engine: LLMEngine, reference: Any):
     tiny.assert_greedy(answer, tokens[:20], reference)
 
 
-def test_a_saved_text_is_unpacked_too_and_one_that_says_dequantize_itself(checkpoint: Path, tmp_path: Path):
+def test_a_saved_text_is_unpacked_too_and_one_that_calls_dequantize_itself(checkpoint: Path, tmp_path: Path):
     given = [f"checkpoint={checkpoint}", "dtype=fp32", "level=0"]
     config = load(given)
     text = show(semantic_graph(config))
@@ -102,7 +102,7 @@ def test_scales_that_are_missing_are_named(checkpoint: Path):
     opened.close()
 
 
-def test_the_text_says_what_is_stored_packed_and_the_lowered_one_what_is_unpacked(checkpoint: Path):
+def test_the_text_marks_what_is_stored_packed_and_the_lowered_one_what_is_unpacked(checkpoint: Path):
     config = load([f"checkpoint={checkpoint}"])
     text, lowered = show(semantic_graph(config)), show(compile_graph(config))
     stored = f'W("model.layers.0.mlp.experts.gate_up_proj", bf16[{EXPERTS}, 192, 64], fmt="mxfp4")'

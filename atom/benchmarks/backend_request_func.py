@@ -40,7 +40,7 @@ class RequestFuncInput:
 
 
 RequestFunc = Callable[[RequestFuncInput, "aiohttp.ClientSession"], Awaitable[RequestFuncOutput]]
-Read = Callable[[bytes, protocols.Progress], str | None]
+Read = Callable[[bytes, protocols.StreamState], str | None]
 
 
 async def async_request_openai_completions(
@@ -82,9 +82,9 @@ async def async_request_deepspeed_mii(request: RequestFuncInput, session: aiohtt
     async def read(response: aiohttp.ClientResponse, started: float) -> None:
         body = await response.read()
         output.latency = time.perf_counter() - started
-        progress = protocols.Progress()
-        output.generated_text = protocols.read_mii(body, progress)
-        take_counts(output, progress)
+        state = protocols.StreamState()
+        output.generated_text = protocols.read_mii(body, state)
+        take_counts(output, state)
 
     return await post(request, session, payload, output, read)
 
@@ -115,13 +115,13 @@ async def stream(
     output = RequestFuncOutput(prompt_len=request.prompt_len)
 
     async def read(response: aiohttp.ClientResponse, started: float) -> None:
-        events, progress = EventReader(), protocols.Progress()
+        events, state = EventReader(), protocols.StreamState()
         texts: list[str] = []
         last = started
         async for chunk in response.content.iter_any():
             now = time.perf_counter()
             for data in events.feed(chunk):
-                text = read_event(data, progress)
+                text = read_event(data, state)
                 if text is None:
                     continue
                 if output.ttft is None:
@@ -132,8 +132,8 @@ async def stream(
                 texts.append(text)
         output.latency = time.perf_counter() - started
         output.generated_text = "".join(texts)
-        take_counts(output, progress)
-        if not progress.is_ended:
+        take_counts(output, state)
+        if not state.is_ended:
             raise protocols.ProtocolError(f"the stream ended early, after {len(texts)} tokens")
         if output.ttft is None:
             raise protocols.ProtocolError("the answer brought no token, so that there is nothing to time")
@@ -169,6 +169,6 @@ async def post(
     return output
 
 
-def take_counts(output: RequestFuncOutput, progress: protocols.Progress) -> None:
-    output.output_tokens = progress.output_tokens
-    output.prompt_len = progress.prompt_tokens or output.prompt_len
+def take_counts(output: RequestFuncOutput, state: protocols.StreamState) -> None:
+    output.output_tokens = state.output_tokens
+    output.prompt_len = state.prompt_tokens or output.prompt_len

@@ -23,14 +23,7 @@ import numpy
 from atom.benchmarks.benchmark_utils import BenchmarkError, UsageError, say
 from atom.benchmarks.prompts import PromptForm, SampleRequest
 from atom.benchmarks.random_dataset import sample_random
-from atom.measurement.conversations import (
-    MAX_PROMPT,
-    MAX_TOTAL,
-    MIN_TOKENS,
-    NO_ANSWER_LEN,
-    Conversation,
-    read_entry,
-)
+from atom.measurement.conversations import NO_ANSWER_LEN, Conversation, is_usable, read_entry
 
 NUM_READ = 5  # entries read for each request, so that enough are usable
 SONNET_TASK = "Pick as many lines as you can from these poem lines:\n"
@@ -51,11 +44,8 @@ def sample_sharegpt(
         wanted = output_len or (len(form.tokenizer.encode(answer, add_special_tokens=False)) if answer else None)
         wanted = NO_ANSWER_LEN if wanted is None else wanted
         prompt_len = form.count(prompt)
-        if prompt_len < MIN_TOKENS or (output_len is None and wanted < MIN_TOKENS):
-            continue
-        if prompt_len > MAX_PROMPT or prompt_len + wanted > MAX_TOTAL:
-            continue
-        requests.append(SampleRequest(form.word(prompt), prompt_len, wanted))
+        if is_usable(prompt_len, wanted, is_own=output_len is None):
+            requests.append(SampleRequest(form.word(prompt), prompt_len, wanted))
         if len(requests) == num:
             return requests
     return enough(requests, num)

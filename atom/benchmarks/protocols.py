@@ -1,11 +1,11 @@
 """Decode the events of OpenAI's, TGI's, TensorRT-LLM's and DeepSpeed-MII's protocols.
 
-    progress = Progress()
-    read_completion(b'{"choices": [{"text": " time", "finish_reason": null}]}', progress)     # " time"
-    read_completion(b'{"choices": [], "usage": {"completion_tokens": 7}}', progress)          # None
-    progress.output_tokens                                                                    # 7
+    state = StreamState()
+    read_completion(b'{"choices": [{"text": " time", "finish_reason": null}]}', state)     # " time"
+    read_completion(b'{"choices": [], "usage": {"completion_tokens": 7}}', state)          # None
+    state.output_tokens                                                                    # 7
 
-A reader decodes only the fields that it needs, and counts tokens and notes the end in `Progress`. It raises
+A reader decodes only the fields that it needs, and counts tokens and notes the end in a `StreamState`. It raises
 ProtocolError where the server reports an error, and msgspec.MsgspecError or UnicodeDecodeError where an event is no
 JSON or has another form.
 """
@@ -23,7 +23,7 @@ class ProtocolError(Exception):
 
 
 @dataclass(slots=True)
-class Progress:
+class StreamState:
     prompt_tokens: int | None = None  # as the server counts them
     output_tokens: int | None = None
     is_ended: bool = False  # whether the server has said so
@@ -86,65 +86,65 @@ decode_trt = msgspec.json.Decoder(TRTEvent).decode
 decode_mii = msgspec.json.Decoder(MIIAnswer).decode
 
 
-def read_openai(data: bytes, progress: Progress) -> Choice | None:
+def read_openai(data: bytes, state: StreamState) -> Choice | None:
     """The first choice of an event, if it has one."""
     if data == b"[DONE]":
-        progress.is_ended = True
+        state.is_ended = True
         return None
     event = decode_openai(data)
     check_error(event.error)
     if event.usage is not None:
-        take_usage(event.usage, progress)
+        take_usage(event.usage, state)
     if not event.choices:
         return None
     choice = event.choices[0]
     if choice.finish_reason is not None:
-        progress.is_ended = True
+        state.is_ended = True
     return choice
 
 
-def read_completion(data: bytes, progress: Progress) -> str | None:
+def read_completion(data: bytes, state: StreamState) -> str | None:
     """The text of a token; "" for an event without text that does not end the answer: a token of incomplete text."""
-    choice = read_openai(data, progress)
+    choice = read_openai(data, state)
     if choice is None or (not choice.text and choice.finish_reason is not None):
         return None
     return choice.text or ""
 
 
-def read_chat(data: bytes, progress: Progress) -> str | None:
+def read_chat(data: bytes, state: StreamState) -> str | None:
     """The text of a token; an event without text has the role or the end, and is no token."""
-    choice = read_openai(data, progress)
+    choice = read_openai(data, state)
     if choice is None or choice.delta is None:
         return None
     return choice.delta.content or choice.delta.reasoning_content or choice.delta.reasoning or None
 
 
-def read_tgi(data: bytes, progress: Progress) -> str | None:
+def read_tgi(data: bytes, state: StreamState) -> str | None:
     event = decode_tgi(data)
     check_error(event.error)
     if event.details is not None:
-        progress.output_tokens = event.details.generated_tokens
-        progress.prompt_tokens = event.details.input_length
+        state.output_tokens = event.details.generated_tokens
+        state.prompt_tokens = event.details.input_length
     if event.generated_text is not None:
-        progress.is_ended = True
+        state.is_ended = True
     if event.token is None:
         return None
     return "" if event.token.special else event.token.text
 
 
-def read_trt_llm(data: bytes, progress: Progress) -> str | None:
+def read_trt_llm(data: bytes, state: StreamState) -> str | None:
     """The text of a token. The stream has no end mark: the client library reports an incomplete response."""
     event = decode_trt(data)
     check_error(event.error)
-    progress.is_ended = event.text_output is not None
+    state.is_ended = event.text_output is not None
     return event.text_output
 
 
-def read_mii(body: bytes, progress: Progress) -> str:
+def read_mii(body: bytes, state: StreamState) -> str:
     """The text of a whole answer, from MII's OpenAI server or its own."""
     answer = decode_mii(body)
     if answer.usage is not None:
-        take_usage(answer.usage, progress)
+        take_usage(answer.usage, state)
     if answer.choices and answer.choices[0].text is not None:
         return answer.choices[0].text
     texts = [answer.text] if isinstance(answer.text, str) else answer.text
@@ -153,8 +153,8 @@ def read_mii(body: bytes, progress: Progress) -> str:
     return texts[0]
 
 
-def take_usage(usage: Usage, progress: Progress) -> None:
-    progress.prompt_tokens, progress.output_tokens = usage.prompt_tokens, usage.completion_tokens
+def take_usage(usage: Usage, state: StreamState) -> None:
+    state.prompt_tokens, state.output_tokens = usage.prompt_tokens, usage.completion_tokens
 
 
 def check_error(error: Any) -> None:

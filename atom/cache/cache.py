@@ -12,13 +12,12 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
 
 from atom.cache.files import (
     KEY,
@@ -31,7 +30,9 @@ from atom.cache.files import (
     check_owner,
     discard,
     fill_folder,
+    locked,
     open_file,
+    prepare_folder,
     read_manifest,
     reason_of,
     sizes_of,
@@ -109,26 +110,10 @@ class Cache:
             result += [self._entry(kind, key) for key in keys]
         return [entry for entry in result if entry is not None]
 
-    @contextlib.contextmanager
-    def lock(self, kind: str, key: str, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
-        """Hold a lock, as the only process and thread; no lock is held where the folder cannot be written.
-
-        `on_wait` is called before waiting for another holder. A thread must not take it twice: it would wait for
-        itself. It is released when the process dies.
-        """
+    def lock(self, kind: str, key: str, on_wait: Callable[[], object] = lambda: None) -> AbstractContextManager[None]:
+        """Hold the lock of an entry, as `files.locked` says."""
         location = self._locate(kind, key)
-        lock = FileLock(self.folder / "locks" / f"{location.parent.name}-{location.name}.lock", mode=0o600)
-        with contextlib.suppress(Unfit, OSError, NotImplementedError):
-            self._prepare("locks")
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
-                on_wait()
-                lock.acquire()
-        try:
-            yield
-        finally:
-            lock.release()
+        return locked(self.folder, f"{location.parent.name}-{location.name}", on_wait)
 
     def publish(self, kind: str, key: str, files: Mapping[str, bytes | Path], about: Mapping[str, Any]) -> Path:
         """Store files under a key; the entry's folder, or another process's if that was first.
@@ -227,18 +212,9 @@ class Cache:
             return Entry(kind, key, {}, sizes, size, made, used, "", reason_of(error))
         return Entry(kind, key, manifest.about, sizes, size, manifest.created, used, manifest.built_by)
 
-    def _prepare(self, name: str) -> Path:
-        """Make a folder of the cache if it is missing."""
-        folder = self.folder / name
-        self.folder.mkdir(0o700, parents=True, exist_ok=True)
-        folder.mkdir(0o700, exist_ok=True)
-        for each in (self.folder, folder):
-            check_owner(each, is_folder=True)
-        return folder
-
     def _store(self, manifest: Manifest, files: Mapping[str, bytes | Path]) -> Path:
         location = self._locate(manifest.kind, manifest.key)
-        sweep_unfinished(self._prepare(manifest.kind))
+        sweep_unfinished(prepare_folder(location.parent))
         new = unfinished_name(location.parent)
         try:
             new.mkdir(0o700)

@@ -21,10 +21,12 @@ import secrets
 import shutil
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+from filelock import FileLock, Timeout
 
 BINARIES = "triton"  # the kind of a GPU kernel's binaries
 KINDS = (BINARIES, "pieces", "failures", "artifacts")
@@ -67,18 +69,29 @@ def fill_folder(folder: Path, manifest: Manifest, files: Mapping[str, bytes | Pa
     written: dict[str, tuple[int, str]] = {}
     for name, content in files.items():
         assert NAME.fullmatch(name) and name != MANIFEST, f"{name!r} is no name for a file of the cache"
-        with create_file(folder / name) as file:
-            if isinstance(content, bytes):
-                written[name] = copy_bytes(io.BytesIO(content), file)
-            else:
-                with open(content, "rb") as source:
-                    written[name] = copy_bytes(source, file)
-            os.fsync(file.fileno())
-    with create_file(folder / MANIFEST) as file:
-        file.write(manifest._replace(files=written).as_json())
-        file.flush()
-        os.fsync(file.fileno())
+        with io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb") as source:
+            written[name] = write_file(folder / name, source)
+    write_file(folder / MANIFEST, io.BytesIO(manifest._replace(files=written).as_json()))
     sync_folder(folder)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file atomically, and sync it to disk."""
+    new = unfinished_name(path.parent)
+    try:
+        write_file(new, io.BytesIO(content))
+        os.replace(new, path)
+    finally:
+        new.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def write_file(path: Path, source: BinaryIO) -> tuple[int, str]:
+    """Write all bytes to a new file, and sync it to disk; their number and sha256."""
+    with create_file(path) as file:
+        written = copy_bytes(source, file)
+        os.fsync(file.fileno())
+    return written
 
 
 def create_file(path: Path) -> BinaryIO:
@@ -137,6 +150,35 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         pass  # somebody else's
     return True
+
+
+@contextlib.contextmanager
+def locked(cache: Path, name: str, on_wait: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Hold a lock, as the only process and thread; no lock is held where the folder cannot be written.
+
+    `on_wait` is called before waiting for another holder. A thread must not take it twice: it would wait for
+    itself. It is released when the process dies.
+    """
+    lock = FileLock(cache / "locks" / f"{name}.lock", mode=0o600)
+    with contextlib.suppress(Unfit, OSError, NotImplementedError):
+        prepare_folder(cache / "locks")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            on_wait()
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def prepare_folder(folder: Path) -> Path:
+    """Make a folder and the one it is in if they are missing. Unfit where others can write to them."""
+    for each in (folder.parent, folder):
+        each.mkdir(0o700, parents=True, exist_ok=True)
+        check_owner(each, is_folder=True)
+    return folder
 
 
 def check_owner(path: Path, *, is_folder: bool = False) -> None:

@@ -19,8 +19,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from atom.checkpoint.bounds import MAX_TOKEN
-from atom.checkpoint.tokenizer import Tokenizer, first_line
-from atom.errors import CheckpointError, UnsupportedError
+from atom.checkpoint.tokenizer import Tokenizer
+from atom.errors import CheckpointError, UnsupportedError, first_line
 
 CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

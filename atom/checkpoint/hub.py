@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from atom.checkpoint.progress import SILENT, Progress
-from atom.errors import AtomError, CheckpointError
+from atom.errors import AtomError, CheckpointError, first_line
 
 DESCRIPTION = ["*.json", "*.jinja", "*.py", "*.txt", "*.model"]
 SKIP = ["*/*", "consolidated*"]  # other formats' copies of the same weights
@@ -58,5 +58,4 @@ def download(name: str, *, revision: str | None = None, weights: bool = True, pr
             raise AtomError(
                 f"the disk is full: no room for {at} in the hub's cache; free some or set HF_HOME"
             ) from error
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"cannot download {at}: {reason}") from error
+        raise CheckpointError(f"cannot download {at}: {first_line(error)}") from error

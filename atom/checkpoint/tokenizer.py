@@ -23,7 +23,7 @@ from atom.checkpoint.base import read_json
 from atom.checkpoint.bounds import MAX_TOKEN, Bounds, check_decoder, measure
 from atom.checkpoint.encoder import EncoderProcess
 from atom.checkpoint.files import MAX_DESCRIPTION, MAX_TOKENIZER, open_file, read_file
-from atom.errors import CheckpointError, RequestError
+from atom.errors import CheckpointError, RequestError, first_line
 
 if TYPE_CHECKING:
     import jinja2
@@ -36,7 +36,7 @@ LONG = 4096  # characters or tokens that take longer than other threads should w
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # read by transformers alone
 
 
-class Backend(Protocol):
+class TokenizerBackend(Protocol):
     """The methods of `tokenizers.Tokenizer` that are used."""
 
     def encode(self, sequence: str, *, add_special_tokens: bool = True) -> Any: ...
@@ -58,7 +58,7 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: TokenizerBackend,
         *,
         special_tokens: Mapping[str, str] = {},
         templates: Mapping[str, str] = {},
@@ -194,7 +194,7 @@ class Tokenizer:
         return compile_template(source)
 
 
-def control_texts(backend: Backend) -> re.Pattern[str] | None:
+def control_texts(backend: TokenizerBackend) -> re.Pattern[str] | None:
     """A pattern of the backend's special tokens, the longest first; None where it has none."""
     added = backend.get_added_tokens_decoder().values()
     texts = sorted(
@@ -210,7 +210,7 @@ def compile_template(source: str) -> jinja2.Template:
     from jinja2 import ext, nodes, sandbox
     from jinja2.parser import Parser
 
-    class Generation(ext.Extension):  # marks an answer's text for training; here it is just its text
+    class GenerationTag(ext.Extension):  # marks an answer's text for training; here it is just its text
         tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an instance variable)
 
         def parse(self, parser: Parser) -> nodes.Node:
@@ -224,7 +224,7 @@ def compile_template(source: str) -> jinja2.Template:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, ext.loopcontrols]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
@@ -352,7 +352,9 @@ def load_with_transformers(folder: Path, code: str | None) -> Tokenizer:
 
             own = get_class_from_dynamic_module(code, str(folder), local_files_only=True)
             theirs = own.from_pretrained(folder, trust_remote_code=True, local_files_only=True)
-        backend: Backend = theirs.backend_tokenizer if theirs.is_fast and not code else TransformersBackend(theirs)
+        backend: TokenizerBackend = (
+            theirs.backend_tokenizer if theirs.is_fast and not code else TransformersBackend(theirs)
+        )
         templates = named_templates(theirs.chat_template)
         render = find_render(theirs) if code else None
         bounds = None if isinstance(backend, TransformersBackend) else find_bounds(backend, folder)
@@ -419,7 +421,3 @@ def content(token: Any) -> str | None:
 def is_panic(error: BaseException) -> bool:
     """Whether the error is a panic of the Rust library, which is no Exception."""
     return type(error).__name__ == "PanicException"
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

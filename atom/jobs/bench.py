@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +24,13 @@ from rich.console import Console
 import atom
 from atom.build import compile_with, open_engine
 from atom.checkpoint import RichProgress
+from atom.compiler import Compiled
 from atom.config import Config
 from atom.config.overrides import hide_secret
 from atom.gc_utils import settle
 from atom.jobs.roofline import Costs, Limits, measure_limits, read_costs, step_work, total
 from atom.jobs.tables import make_table
-from atom.jobs.workload import Request, Step, open_workload, recording, submit
+from atom.jobs.workload import Draw, Step, WorkloadRequest, open_workload, recording, submit
 from atom.measurement.hardware import describe_cpus
 from atom.measurement.metrics import METRICS, RequestFuncOutput, calculate_metrics, finish_outputs, flatten_metrics
 from atom.runtime.engine import Engine
@@ -72,13 +72,7 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
 
     report: is called with the numbers of OBJECTIVES.
     """
-    draw, progress = open_workload(config), RichProgress()
-    compiled = compile_with(config, progress)
-    costs = read_costs(compiled.graph)
-    limits = measure_limits(config.device, config.dtype)  # before an engine takes the memory
-    engine = open_engine(config, progress, compiled)
-    for _ in range(config.job.num_warmups):
-        answer(engine, draw(engine), config)
+    draw, compiled, costs, limits, engine = open_warm(config)
     settle()
     before = engine.stats().scheduler
     runs = [answer(engine, draw(engine), config) for _ in range(config.job.num_iters)]
@@ -103,7 +97,18 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
     return 1 if result["failed"] else 0
 
 
-def answer(engine: Engine, requests: list[Request], config: Config) -> Run:
+def open_warm(config: Config) -> tuple[Draw, Compiled, dict[str, Costs], Limits, Engine]:
+    """The workload, the model, its costs, the machine's limits, and an engine that is warmed up."""
+    draw, progress = open_workload(config), RichProgress()
+    compiled = compile_with(config, progress)
+    limits = measure_limits(config.device, config.dtype)  # before an engine takes the memory
+    engine = open_engine(config, progress, compiled)
+    for _ in range(config.job.num_warmups):
+        answer(engine, draw(engine), config)
+    return draw, compiled, read_costs(compiled.graph), limits, engine
+
+
+def answer(engine: Engine, requests: list[WorkloadRequest], config: Config) -> Run:
     """Answer all requests; times count from the submission of the first."""
     with recording(engine) as record:
         started = time.perf_counter()
@@ -147,7 +152,7 @@ def describe_run(config: Config, level: int) -> dict[str, Any]:
 
 
 def describe_device(device: str) -> str:
-    return describe_cpus(Path("/")) if device == "cpu" else str(torch.get_device_module(device).get_device_name())
+    return describe_cpus() if device == "cpu" else str(torch.get_device_module(device).get_device_name())
 
 
 def measure(runs: Sequence[Run]) -> dict[str, Any]:

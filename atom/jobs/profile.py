@@ -21,15 +21,13 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from torch.profiler import record_function
 
-from atom.build import compile_with, open_engine
-from atom.checkpoint import RichProgress
 from atom.config import Config
 from atom.graph import Graph, Program, Type, ops
-from atom.jobs.bench import answer, describe_run
-from atom.jobs.roofline import Costs, Limits, Work, measure_limits, read_costs, step_work, total, wait_for
+from atom.jobs.bench import describe_run, open_warm
+from atom.jobs.roofline import Costs, Limits, Work, step_work, total, wait_for
 from atom.jobs.tables import make_table
 from atom.jobs.trace import KINDS, Summary, summarize
-from atom.jobs.workload import Record, Step, open_workload, recording, submit
+from atom.jobs.workload import Record, Step, recording, submit
 from atom.kernels import find_piece_compiler
 from atom.pieces import find_pieces
 from atom.runtime.engine import Engine
@@ -42,14 +40,8 @@ NUM_SHOWN = 24  # rows of a table
 
 def run(config: Config) -> int:
     """Print a table for each phase or, with job.output=json, an object with all rows."""
-    draw, progress = open_workload(config), RichProgress()
-    compiled = compile_with(config, progress)
+    draw, compiled, costs, limits, engine = open_warm(config)
     graph = compiled.graph
-    costs = read_costs(graph)
-    limits = measure_limits(config.device, config.dtype)  # before an engine takes the memory
-    engine = open_engine(config, progress, compiled)
-    for _ in range(config.job.num_warmups):
-        answer(engine, draw(engine), config)
     pieces: list[PieceKernel] = []
     numbers: dict[str, int] = {}
     if config.device != "cpu":  # a GPU's kernels have names of their own

@@ -55,7 +55,7 @@ def load_job(overrides: Sequence[str], dirs: Sequence[str] = (), *, is_sweep: bo
     if is_sweep and kind == "serve":
         raise ConfigError("job=serve runs until it is stopped, so -m would never come to the next one; leave out -m")
     if config.job.objective is not None and not is_sweep:
-        raise ConfigError(f"job.objective={config.job.objective} is what the sweeper of -m is told: add -m")
+        raise ConfigError(f"job.objective={config.job.objective} is the number that a sweeper of -m compares: add -m")
     if config.job.objective is not None:
         check_objective(config.job.objective, kind)
     return config
@@ -70,7 +70,7 @@ def has_objectives(job: str) -> bool:
 def check_objective(name: str, job: str) -> None:
     """Raise ConfigError where a job has no number of this name."""
     if has_objectives(job) and name not in (names := importlib.import_module(JOBS[job]).OBJECTIVES):
-        which = f"job={job} tells no such number{did_you_mean(name, names)}; there are: {', '.join(names)}"
+        which = f"job={job} reports no such number{did_you_mean(name, names)}; there are: {', '.join(names)}"
         raise ConfigError(f"job.objective={name}: {which}")
 
 

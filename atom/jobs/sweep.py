@@ -153,7 +153,7 @@ def check_fixed(texts: Sequence[str], dirs: Sequence[str], sweeper: str) -> None
     if objective is not None:
         check_objective(str(objective), job)
     elif has_objectives(job) and "job.objective" not in keys_of(texts):
-        hint = f"give job.objective=NAME, an entry of what job={job} tells; job.objective=? lists them"
+        hint = f"give job.objective=NAME, a number that job={job} reports; job.objective=? lists them"
         raise ConfigError(f"hydra/sweeper={sweeper} compares jobs by a number: {hint}")
 
 

@@ -26,25 +26,18 @@ from typing import NamedTuple
 from atom.config import Config
 from atom.errors import ConfigError
 from atom.graph import BODY, HEAD
-from atom.measurement.conversations import (
-    MAX_PROMPT,
-    MAX_TOTAL,
-    MIN_TOKENS,
-    NO_ANSWER_LEN,
-    Conversation,
-    read_sharegpt,
-)
+from atom.measurement.conversations import NO_ANSWER_LEN, Conversation, is_usable, read_sharegpt
 from atom.runtime.engine import Engine
 from atom.runtime.types import Plan, Sampled, Sequence
 from atom.sampling_params import SamplingParams
 
 
-class Request(NamedTuple):
+class WorkloadRequest(NamedTuple):
     prompt: list[int]  # token ids
     output_len: int  # tokens
 
 
-Draw = Callable[[Engine], list[Request]]
+Draw = Callable[[Engine], list[WorkloadRequest]]
 
 
 class Step(NamedTuple):
@@ -104,7 +97,7 @@ def recording(engine: Engine) -> Iterator[Record]:
         del scheduler.commit  # restores the class's method
 
 
-def submit(engine: Engine, requests: list[Request], config: Config) -> list[str]:
+def submit(engine: Engine, requests: list[WorkloadRequest], config: Config) -> list[str]:
     """Submit the requests; their ids. RequestError where one cannot be served."""
     values = config.sampling.values()
     every = [SamplingParams(**{**values, "max_tokens": request.output_len}) for request in requests]
@@ -119,7 +112,7 @@ def open_workload(config: Config) -> Draw:
         return lambda engine: choose_conversations(conversations, config, engine)
     rng = random.Random(config.seed)
     lengths, vocab = draw_lengths(config, rng), range(config.model.vocab)
-    return lambda engine: [Request(rng.choices(vocab, k=num_in), num_out) for num_in, num_out in lengths]
+    return lambda engine: [WorkloadRequest(rng.choices(vocab, k=num_in), num_out) for num_in, num_out in lengths]
 
 
 def draw_lengths(config: Config, rng: random.Random) -> list[tuple[int, int]]:
@@ -154,7 +147,7 @@ def read_conversations(path: str) -> list[Conversation]:
         raise ConfigError(f"job.dataset_path: {error}") from None
 
 
-def choose_conversations(conversations: list[Conversation], config: Config, engine: Engine) -> list[Request]:
+def choose_conversations(conversations: list[Conversation], config: Config, engine: Engine) -> list[WorkloadRequest]:
     """Choose prompts and answer lengths at random, without very short and very long ones; the same each time."""
     job, tokenizer, limit = config.job, engine.tokenizer, config.serve.max_model_len
     assert limit is not None, "config.load resolves it"
@@ -162,16 +155,14 @@ def choose_conversations(conversations: list[Conversation], config: Config, engi
         raise ConfigError("job.dataset_path needs a tokenizer, which the checkpoint has not; leave it out")
     rng = random.Random(config.seed)
     lengths = None if job.output_len is None else parse_range("job.output_len", job.output_len)
-    requests: list[Request] = []
+    requests: list[WorkloadRequest] = []
     for prompt, answer in rng.sample(conversations, len(conversations)):
         messages = [{"role": "user", "content": prompt}]
         tokens = engine.encode_chat(messages) if job.chat else tokenizer.encode(prompt)
         own = len(tokenizer.encode(answer, add_special_tokens=False)) if answer else NO_ANSWER_LEN
         output_len = own if lengths is None else rng.randint(*lengths)
-        is_short = len(tokens) < MIN_TOKENS or (lengths is None and own < MIN_TOKENS)
-        if is_short or len(tokens) > MAX_PROMPT or len(tokens) + output_len > min(MAX_TOTAL, limit):
-            continue
-        requests.append(Request(tokens, output_len))
+        if len(tokens) + output_len <= limit and is_usable(len(tokens), output_len, is_own=lengths is None):
+            requests.append(WorkloadRequest(tokens, output_len))
         if len(requests) == job.num_prompts:
             return requests
     raise ConfigError(

@@ -28,6 +28,12 @@ def read_sharegpt(path: Path) -> list[Conversation]:
     return [turns for entry in entries if (turns := read_entry(entry)) is not None]
 
 
+def is_usable(prompt_len: int, output_len: int, *, is_own: bool) -> bool:
+    """Whether lengths in tokens are within the bounds. is_own: the answer's own length, not one that was asked for."""
+    is_short = prompt_len < MIN_TOKENS or (is_own and output_len < MIN_TOKENS)
+    return not is_short and prompt_len <= MAX_PROMPT and prompt_len + output_len <= MAX_TOTAL
+
+
 def read_entry(entry: Any) -> Conversation | None:
     """A prompt and its answer, from any of the forms that data sets have them in; None where there are none."""
     if not isinstance(entry, dict):

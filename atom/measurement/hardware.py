@@ -29,7 +29,7 @@ def describe_gpus(root: Path) -> str:
     return " + ".join(f"{count} x {name}" for name, count in Counter(filter(None, names)).items())
 
 
-def describe_cpus(root: Path) -> str:
+def describe_cpus(root: Path = Path("/")) -> str:
     path = root / "proc/cpuinfo"
     lines = path.read_text().splitlines() if path.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -14,8 +14,9 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import atom
+from atom.measurement.hardware import describe_cpus
 from atom.serve.context import Context
-from atom.serve.engine.client import State
+from atom.serve.engine.client import EngineState
 from atom.serve.errors import json_response
 
 
@@ -30,9 +31,11 @@ def routes(context: Context) -> APIRouter:
         While it loads, `doing` says what the start is at.
         """
         state = context.state
-        status = "ok" if state is State.READY else str(state)
-        body = {"status": status, "state": str(state)} | ({"doing": context.doing} if state is State.LOADING else {})
-        return json_response(body, 200 if state is State.READY else 503)
+        status = "ok" if state is EngineState.READY else str(state)
+        body = {"status": status, "state": str(state)} | (
+            {"doing": context.doing} if state is EngineState.LOADING else {}
+        )
+        return json_response(body, 200 if state is EngineState.READY else 503)
 
     @router.get("/ready")
     async def ready() -> Response:
@@ -55,7 +58,7 @@ def routes(context: Context) -> APIRouter:
                 "model": config.model.name,
                 "dtype": config.dtype,
                 "device": config.device,
-                "hardware": processor() if config.device == "cpu" else context.client.gpus,
+                "hardware": describe_cpus() if config.device == "cpu" else context.client.gpus,
                 "python": platform.python_version(),
             }
         )
@@ -93,13 +96,3 @@ def routes(context: Context) -> APIRouter:
         return json_response({"status": "stopped", "trace": await context.client.profile(starts=False)})
 
     return router
-
-
-def processor() -> str:
-    """The CPU's name."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    except OSError:
-        names = []
-    return f"{len(names)} x {names[0]}" if names else platform.machine()

@@ -20,7 +20,7 @@ from atom.checkpoint import SILENT, RichProgress, Tokenizer, WatchedProgress
 from atom.config import Config
 from atom.errors import ConfigError, EngineDeadError, RequestError
 from atom.sampling_params import SamplingParams
-from atom.serve.engine.client import EngineClient, State
+from atom.serve.engine.client import EngineClient, EngineState
 from atom.serve.errors import FieldError, ModelNotFoundError, body_of, shown, status_of
 from atom.serve.metrics import Metrics
 
@@ -46,9 +46,9 @@ class Context:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "text")
 
     @property
-    def state(self) -> State:
-        is_waiting = self.client.state is State.READY and not self.has_tokenizer.is_set()
-        return State.LOADING if is_waiting else self.client.state
+    def state(self) -> EngineState:
+        is_waiting = self.client.state is EngineState.READY and not self.has_tokenizer.is_set()
+        return EngineState.LOADING if is_waiting else self.client.state
 
     @property
     def doing(self) -> str:
@@ -74,7 +74,7 @@ class Context:
 
         EngineDeadError unless the engine is ready, ModelNotFoundError for a name that is not served.
         """
-        if self.state is not State.READY:
+        if self.state is not EngineState.READY:
             raise EngineDeadError(f"the server is {self.state}")
         return self.names[0] if model is None else self.served(model)
 

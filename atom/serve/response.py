@@ -25,7 +25,7 @@ from atom.runtime.types import Logprobs
 from atom.sampling_params import SamplingParams
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
-from atom.serve.engine.stream import Stream
+from atom.serve.engine.stream import RequestStream
 from atom.serve.errors import MAX_MESSAGE, FieldError, body_at, json_response, shown, status_of
 from atom.serve.sse import EventStream, event, until_gone
 
@@ -70,7 +70,7 @@ class Choice:
 
 
 class Answering:
-    def __init__(self, context: Context, stream: Stream, request: EngineRequest, started: float) -> None:
+    def __init__(self, context: Context, stream: RequestStream, request: EngineRequest, started: float) -> None:
         """started: perf_counter when the request arrived."""
         self._context, self._stream, self._started = context, stream, started
         self._constraint_field = request.constraint_field

@@ -41,7 +41,7 @@ from atom.gc_utils import settle
 from atom.serve import log
 from atom.serve.app import create_app
 from atom.serve.context import Context, read_template
-from atom.serve.engine.client import EngineClient, State
+from atom.serve.engine.client import EngineClient, EngineState
 from atom.serve.engine.process import WORKER, EngineProcess
 from atom.serve.http import limited_protocol
 from atom.serve.metrics import Metrics
@@ -175,10 +175,10 @@ class Server:
 
     async def _watch(self) -> None:
         """Watch the engine and signals; return when the server must end."""
-        while not self._end_requested.is_set() and self._client.state is not State.DEAD:
+        while not self._end_requested.is_set() and self._client.state is not EngineState.DEAD:
             await wait_for_any(TICK_SECONDS, self._end_requested, self._client.dead)
             self._client.check()
-        if self._client.state is State.DEAD:
+        if self._client.state is EngineState.DEAD:
             return await self._report_death()
         self._end_requested.clear()  # so that the next signal forces the end
         self._code = 130 if self._signals[0] == signal.SIGINT else 0
@@ -196,7 +196,7 @@ class Server:
         while loop.time() < end and not client.idle.is_set() and not self._end_requested.is_set():
             await wait_for_any(min(TICK_SECONDS, end - loop.time()), client.idle, self._end_requested, client.dead)
             client.check()
-            if client.state is State.DEAD:
+            if client.state is EngineState.DEAD:
                 return await self._report_death()
 
     async def _report_death(self) -> None:

@@ -132,7 +132,7 @@ def test_tokens_are_counted_by_the_tokenizer_where_the_server_does_not(
     assert saved(tmp_path)["output_lens"] == [count] * 6
 
 
-def test_lengths_that_are_not_those_asked_for_are_told(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_lengths_that_are_not_those_asked_for_are_reported(tokenizer_folder: Path, capsys: pytest.CaptureFixture[str]):
     with serving(answering(completion_events([" a"] * 4, prompt_tokens=13))) as stub:
         assert main(flags(stub, tokenizer_folder, "--ignore-eos")) == 0
     told = capsys.readouterr().err

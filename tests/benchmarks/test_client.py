@@ -97,7 +97,7 @@ def test_a_profiler_that_cannot_be_started_ends_it():
         assert len(stub.of("POST", "completions")) == 1
 
 
-def test_a_profiler_that_cannot_be_stopped_is_told_beside_the_results():
+def test_a_profiler_that_cannot_be_stopped_is_reported_beside_the_results():
     with serving(refusing("/stop_profile")) as stub:
         measured = run_loop(measure(arguments(stub.url, "--profile"), inputs(stub.url, 2)))
     assert [each.success for each in measured.outputs] == [True, True]
@@ -113,7 +113,7 @@ def test_a_profiler_that_cannot_be_stopped_is_told_beside_the_results():
         (b"1.0.0 (build 5)", (describe_machine(), "client")),
     ],
 )
-def test_hardware_is_what_the_server_tells_or_this_machine(version: bytes, hardware: tuple[str, str]):
+def test_hardware_is_what_the_server_reports_or_this_machine(version: bytes, hardware: tuple[str, str]):
     with serving(obeying(), version=version) as stub:
         measured = run_loop(measure(arguments(stub.url), inputs(stub.url, 1)))
     assert (measured.hardware, measured.hardware_of) == hardware

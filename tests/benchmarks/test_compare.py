@@ -101,7 +101,7 @@ def test_throughput_is_drawn_by_gpu_against_interactivity(folders: Path, monkeyp
         (None, "The results do not all say what hardware they ran on: the ratios may compare machines."),
     ],
 )
-def test_other_hardware_is_told(hardware: str | None, note: str, folders: Path, capsys: pytest.CaptureFixture[str]):
+def test_other_hardware_is_reported(hardware: str | None, note: str, folders: Path, capsys: pytest.CaptureFixture[str]):
     path = folders / "after" / "new_er_tp8_isl1024_osl1024_conc16.json"
     main(["before", "after"])
     assert "hardware" not in capsys.readouterr().out
@@ -112,7 +112,7 @@ def test_other_hardware_is_told(hardware: str | None, note: str, folders: Path, 
     assert note in Page((folders / "compare.html").read_text()).texts
 
 
-def test_failed_requests_are_told(folders: Path, capsys: pytest.CaptureFixture[str]):
+def test_failed_requests_are_reported(folders: Path, capsys: pytest.CaptureFixture[str]):
     for folder, prefix, failed in (("before", "old", 3), ("after", "new_er", 0)):
         path = folders / folder / f"{prefix}_tp8_isl1024_osl1024_conc16.json"
         path.write_text(result(2500.0, 60.0, 8.0, failed=failed))
@@ -122,7 +122,7 @@ def test_failed_requests_are_told(folders: Path, capsys: pytest.CaptureFixture[s
     assert note in Page((folders / "compare.html").read_text()).texts
 
 
-def test_what_is_not_drawn_is_told(folders: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_not_drawn_is_reported(folders: Path, capsys: pytest.CaptureFixture[str]):
     path = folders / "after" / "new_er_tp8_isl1024_osl1024_conc4.json"
     path.write_text(result(800.0, 50.0, None, "GPU Y"))
     main(["before", "after"])
@@ -141,7 +141,7 @@ def test_two_files_are_compared_whatever_their_names(folders: Path, capsys: pyte
     assert row == ["a", "100.0", "50.0", "0.500", "10.0", "10.0", "1.000", "-", "4.0", "-"]
 
 
-def test_prefixes_in_one_folder_are_told_apart(folders: Path, capsys: pytest.CaptureFixture[str]):
+def test_prefixes_in_one_folder_are_kept_apart(folders: Path, capsys: pytest.CaptureFixture[str]):
     for prefix, output in (("x", 100.0), ("y", 300.0)):
         (folders / f"{prefix}_tp1_isl8_osl8_conc2.json").write_text(result(output, 1.0, 1.0))
     assert main(["x", "y"]) == 0
@@ -153,7 +153,7 @@ def test_prefixes_in_one_folder_are_told_apart(folders: Path, capsys: pytest.Cap
     )
 
 
-def test_folders_of_the_same_name_are_told_apart(folders: Path, capsys: pytest.CaptureFixture[str]):
+def test_folders_of_the_same_name_are_kept_apart(folders: Path, capsys: pytest.CaptureFixture[str]):
     (folders / "other").mkdir()
     (folders / "other" / "before").mkdir()
     (folders / "other" / "before" / "z_tp8_isl1024_osl1024_conc4.json").write_text(result(1.0, 1.0, 1.0))

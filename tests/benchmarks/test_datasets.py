@@ -49,7 +49,7 @@ def test_sharegpt_takes_the_first_two_turns(form: PromptForm, reference_tokenize
     assert sorted((each.prompt, each.prompt_len, each.expected_output_len) for each in requests) == sorted(expected)
 
 
-def test_too_few_usable_entries_are_told(form: PromptForm, capsys: pytest.CaptureFixture[str]):
+def test_too_few_usable_entries_are_reported(form: PromptForm, capsys: pytest.CaptureFixture[str]):
     conversations = [("was it the age of light", "it was the age of wisdom")]
     assert len(sample_sharegpt(rng(), form, 5, conversations, output_len=None)) == 1
     assert "the data set has only 1 usable entries: so many requests are sent, not 5" in capsys.readouterr().err

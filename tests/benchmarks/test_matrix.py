@@ -72,7 +72,7 @@ def test_a_server_for_each_size_and_a_result_for_each_case(
     assert "starting " not in capfd.readouterr().err
 
 
-def test_a_server_that_dies_leaves_what_is_done_and_is_told(
+def test_a_server_that_dies_is_reported_and_leaves_what_is_done(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     argv = [*flags, "--concurrency", "1", "2", "4", "--server-args", "--mode dies"]  # at the second measurement
@@ -92,7 +92,7 @@ def test_a_measurement_that_fails_does_not_end_the_others(
     assert list((tmp_path / "results").glob("*.json")) == []
 
 
-def test_a_result_with_failed_requests_is_told_and_measured_again(
+def test_a_result_with_failed_requests_is_reported_and_measured_again(
     flags: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     put(tmp_path / "results", "tiny_tp1_isl16_osl4_conc1.json", json.dumps(DONE))
@@ -115,7 +115,7 @@ def test_a_measurement_that_hangs_is_given_up(flags: list[str], capfd: pytest.Ca
     assert "tiny_tp1_isl16_osl4_conc1.json: it took longer than 2 s (--run-timeout)" in capfd.readouterr().err
 
 
-def test_a_server_that_does_not_start_is_told_for_its_size(flags: list[str], capfd: pytest.CaptureFixture[str]):
+def test_a_server_that_does_not_start_is_reported_with_its_size(flags: list[str], capfd: pytest.CaptureFixture[str]):
     assert main([*flags, "--concurrency", "1", "--tp", "1", "2", "--server-args", "--mode 'dies at once'"]) == 1
     told = capfd.readouterr().err
     assert told.count("the server ended with 1 before it was ready: serving") == 2

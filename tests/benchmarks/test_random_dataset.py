@@ -96,7 +96,7 @@ class Pairs(Tokenizer):
         return " ".join(str(each) for each in ids)
 
 
-def test_the_nearest_length_is_taken_and_told_where_none_is_exact(capsys: pytest.CaptureFixture[str]):
+def test_the_nearest_length_is_taken_and_reported_where_none_is_exact(capsys: pytest.CaptureFixture[str]):
     first, second = sample_random(rng(), PromptForm(Pairs()), [7, 8], [1, 1])
     assert (first.prompt_len, second.prompt_len) in [(6, 8), (8, 8)]
     assert len(first.prompt.split()) * 2 == first.prompt_len

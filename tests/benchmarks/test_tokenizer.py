@@ -73,7 +73,9 @@ def test_a_hub_id_fetches_no_weights(tokenizer_folder: Path, monkeypatch: pytest
         (OSError("disk\nbroken"), r"cannot fetch the tokenizer org/m \(disk\)"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_had_says_what_to_do(error: Exception, line: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_tokenizer_that_cannot_be_had_is_an_error_with_what_to_do(
+    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch
+):
     def snapshot_download(name: str, **options: Any) -> str:
         raise error
 

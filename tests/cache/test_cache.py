@@ -76,7 +76,7 @@ def test_a_file_may_be_given_as_a_path(cache: Cache, tmp_path: Path):
     assert cache.find("pieces", KEY) == folder
 
 
-def test_an_entry_says_what_it_is(cache: Cache, entry: Path):
+def test_an_entry_has_its_ingredients_files_and_builder(cache: Cache, entry: Path):
     told = cache.describe("pieces", KEY)
     assert told is not None
     assert (told.kind, told.key, told.about, told.fault) == ("pieces", KEY, ABOUT, None)
@@ -257,7 +257,7 @@ def test_a_damaged_entry_is_not_found_and_is_built_anew(damage: Callable[[Path],
     assert {path.name for path in entry.parent.iterdir()} <= {KEY, OTHER}, "the damaged one is gone"
 
 
-def test_what_only_listing_can_see_is_told_by_entries(cache: Cache, entry: Path):
+def test_what_only_listing_can_see_is_a_fault_of_entries(cache: Cache, entry: Path):
     damage_truncated(entry)
     (told,) = cache.entries()
     assert cache.holds("pieces", KEY), "whether it is trusted or not"
@@ -607,7 +607,7 @@ def test_a_bundle_holds_an_artifact_and_its_pieces(cache: Cache, tmp_path: Path)
         ).read_bytes()
 
 
-def test_a_bundle_says_nothing_of_the_machine_that_wrote_it(cache: Cache, tmp_path: Path):
+def test_a_bundle_holds_nothing_of_the_machine_that_wrote_it(cache: Cache, tmp_path: Path):
     export(cache, make_artifact(cache), tmp_path / "bundle.tar", {})
     with tarfile.open(tmp_path / "bundle.tar") as bundle:
         members = bundle.getmembers()

@@ -117,7 +117,7 @@ def test_a_failing_pip_is_one_line_with_its_own_reason(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value) and files(tmp_path / "cache") <= {"lock"}
 
 
-def test_an_interpreter_without_pip_says_how_to_get_it(
+def test_an_interpreter_without_pip_is_an_error_with_how_to_get_it(
     tmp_path: Path, wheel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)

@@ -175,7 +175,7 @@ def test_an_index_without_a_weight_map_is_refused(tmp_path: Path, weight_map: An
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt", "weights.pth"])
-def test_pickle_is_refused_and_says_how_to_convert(tmp_path: Path, name: str) -> None:
+def test_pickle_is_refused_with_how_to_convert(tmp_path: Path, name: str) -> None:
     (make_folder(tmp_path) / name).write_bytes(b"\x80\x04.")
     with pytest.raises(CheckpointError, match=rf"only as pickle \({re.escape(name)}\).*save_pretrained"):
         open_checkpoint(str(tmp_path))

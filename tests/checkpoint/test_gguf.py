@@ -175,7 +175,7 @@ def test_interleaved_rows_come_back_in_the_order_of_the_hub(tmp_path: Path, kind
 
 
 @pytest.mark.parametrize("stated", [["llama", "qwen2"], 7, [1, 2]], ids=str)
-def test_an_architecture_that_is_no_name_is_told(tmp_path: Path, stated: Any) -> None:
+def test_an_architecture_that_is_no_name_is_refused(tmp_path: Path, stated: Any) -> None:
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "tiny")
     del writer.kv_data[0]["general.architecture"]
     add(writer, "general.architecture", stated)
@@ -187,7 +187,7 @@ def test_an_architecture_that_is_no_name_is_told(tmp_path: Path, stated: Any) ->
 
 
 @pytest.mark.parametrize("stated", [["a", "b"], "two", [1.5]], ids=str)
-def test_a_size_that_is_no_number_is_told(tmp_path: Path, stated: Any) -> None:
+def test_a_size_that_is_no_number_is_refused(tmp_path: Path, stated: Any) -> None:
     path = write(tmp_path / "tiny.gguf", {}, sizes={"block_count": stated})
     with pytest.raises(CheckpointError, match=r"block_count is .* not a whole number"):
         open_checkpoint(str(path))
@@ -211,7 +211,7 @@ def test_usual_names_are_among_those_that_the_gguf_package_maps_there() -> None:
     assert {known.get_name(ours): ours for ours in HUB_NAMES.values()} == HUB_NAMES
 
 
-def test_the_config_says_what_the_metadata_says(tmp_path: Path) -> None:
+def test_the_config_has_the_values_of_the_metadata(tmp_path: Path) -> None:
     tokens = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 7}
     sizes = {**SIZES, "attention.key_length": 32, "attention.sliding_window": 16}
     checkpoint = open_checkpoint(str(write(tmp_path / "tiny.gguf", layer_tensors(), sizes=sizes, metadata=tokens)))
@@ -283,7 +283,9 @@ def test_a_table_of_rope_factors_is_config_and_no_tensor(tmp_path: Path) -> None
         ({"attention.head_count": [4, 2]}, "attention.head_count differs from layer to layer"),
     ],
 )
-def test_what_the_config_cannot_say_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
+def test_metadata_that_the_config_has_no_field_for_is_refused(
+    tmp_path: Path, keys: dict[str, Any], message: str
+) -> None:
     path = write(tmp_path / "tiny.gguf", layer_tensors(), sizes={**SIZES, **keys})
     with pytest.raises(UnsupportedError, match=message):
         open_checkpoint(str(path))
@@ -396,7 +398,7 @@ def test_a_damaged_or_malicious_file_is_one_line(tmp_path: Path, content: bytes,
         (header(metadata={"split.count": 3}), "is one of 3 parts; merge them"),
     ],
 )
-def test_what_is_not_read_here_says_so(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_not_read_here_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "odd.gguf"
     path.write_bytes(content)
     with pytest.raises(UnsupportedError, match=message):

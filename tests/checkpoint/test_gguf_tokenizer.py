@@ -103,7 +103,7 @@ def test_control_tokens_are_special_and_user_defined_ones_only_whole() -> None:
         ({"add_bos_token": True, "add_eos_token": True}, (), [1], [2]),
     ],
 )
-def test_bos_and_eos_are_added_where_the_file_says_so(
+def test_bos_and_eos_are_added_where_the_file_asks_for_them(
     flags: dict[str, Any], ignore_merges: tuple[str, ...], first: list[int], last: list[int]
 ) -> None:
     tokenizer = build(byte_level_metadata(**flags), ignore_merges=ignore_merges)
@@ -186,7 +186,7 @@ def test_sentencepiece_merges_the_best_pair_first_and_falls_back_to_bytes(text: 
     assert tokenizer.decode(expected) == text
 
 
-def test_the_space_in_front_is_left_out_where_the_file_says_so() -> None:
+def test_the_space_in_front_is_left_out_where_the_file_asks_for_it() -> None:
     tokenizer = build(sentencepiece_metadata(add_space_prefix=False, add_bos_token=False))
     tokens = sentencepiece_metadata()["tokenizer.ggml.tokens"]
     assert tokenizer.encode("the") == [tokens.index("the")]

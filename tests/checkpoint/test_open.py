@@ -31,7 +31,7 @@ from atom.errors import AtomError, CheckpointError
         (__file__, "is no .gguf file; name the folder"),
     ],
 )
-def test_a_location_that_is_nothing_says_what_was_looked_for(location: str, message: str) -> None:
+def test_a_location_that_is_nothing_is_refused_with_what_was_looked_for(location: str, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         open_checkpoint(location)
 
@@ -91,7 +91,7 @@ def test_trouble_with_the_hub_is_one_line(monkeypatch: pytest.MonkeyPatch, error
     assert "\n" not in str(caught.value)
 
 
-def test_a_full_disk_while_fetching_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_while_fetching_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -31,7 +31,7 @@ def test_elsewhere_than_on_a_terminal_a_task_has_a_line_at_its_begin_now_and_the
     assert capsys.readouterr().err == "", "it is over"
 
 
-def test_a_task_that_fails_is_not_told_to_be_done(capsys: pytest.CaptureFixture[str]):
+def test_a_task_that_fails_is_not_shown_as_done(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(ArithmeticError), RichProgress().task("loading weights", 100):
         raise ArithmeticError
     assert capsys.readouterr().err == "atom-run: loading weights\n"
@@ -45,7 +45,7 @@ def test_a_terminal_has_a_bar(monkeypatch: pytest.MonkeyPatch):
     assert "loading weights" in terminal.getvalue() and "atom-run" not in terminal.getvalue()
 
 
-def test_what_is_watched_says_how_far_it_is():
+def test_a_terminal_shows_how_far_a_task_is():
     watched = WatchedProgress(SilentProgress())
     assert watched.doing == ""
     with watched.task("loading weights", 1000) as weights:

@@ -51,7 +51,7 @@ def test_a_partial_rotary_factor_at_the_top_moves_in() -> None:
     assert normalize_rope(config).keys() == {"max_position_embeddings", "rope_parameters"}
 
 
-def test_the_kind_is_there_even_where_a_config_says_nothing_of_rope() -> None:
+def test_the_kind_is_there_even_where_a_config_has_nothing_of_rope() -> None:
     assert normalize_rope({"hidden_size": 8}) == {"hidden_size": 8, "rope_parameters": {"rope_type": "default"}}
 
 

@@ -150,7 +150,7 @@ def test_a_folder_encodes_and_decodes_as_in_transformers(tmp_path: Path, kind: s
 @pytest.mark.parametrize(
     "config", [{}, {"add_bos_token": False}, {"add_bos_token": True, "add_eos_token": False}], ids=str
 )
-def test_what_the_file_puts_around_a_text_holds_whatever_the_config_says(
+def test_tokens_that_the_file_puts_around_a_text_hold_whatever_the_config_has(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
     backend = tokenizers.Tokenizer.from_str(BACKENDS["byte_level"].to_str())

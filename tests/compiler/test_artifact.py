@@ -123,7 +123,7 @@ def restore(file: Path, before: str | None) -> None:
         file.write_text(before)
 
 
-def test_200_random_changes_miss_exactly_where_they_matter_and_say_which(
+def test_200_random_changes_miss_exactly_where_they_matter_and_are_named(
     configure: Any, cache: Cache, package: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A letter of a source, an override, another torch, another CPU: each by itself, against one artifact."""

@@ -131,7 +131,7 @@ def test_another_family_shares_equal_pieces(configure: Configure):
     assert texts_of(configure("mistral", "model.norm.eps=1e-6")) == texts_of(configure())
 
 
-def test_a_text_says_nothing_of_names_and_steps(configure: Configure):
+def test_a_text_has_no_names_and_steps(configure: Configure):
     (text, *_) = sorted(texts_of(configure()))
     assert text.startswith("def piece(x0: ") and "model." not in text and "[T" not in text
 
@@ -222,7 +222,7 @@ def test_a_warm_launch_needs_no_compiler_no_pass_and_no_inductor(
 # faults
 
 
-def test_what_is_wrong_with_triton_s_entries_is_told_by_the_caller_and_later_on_stderr(
+def test_warnings_about_triton_s_entries_are_the_caller_s_and_later_on_stderr(
     configure: Configure, tmp_path: Path, no_code: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
     """The first entry is asked for while a piece is compiled, the second by a step."""
@@ -266,7 +266,7 @@ def test_a_damaged_piece_is_built_anew(configure: Configure, tmp_path: Path, no_
     assert compile_model(config).report.hit
 
 
-def test_a_cache_that_cannot_be_written_is_said_and_does_not_stop(
+def test_a_cache_that_cannot_be_written_is_a_warning_and_does_not_stop(
     configure: Configure, tmp_path: Path, no_code: dict[str, bytes]
 ):
     (tmp_path / "file").write_text("")
@@ -312,7 +312,7 @@ class Recorder(SilentProgress):
 
 
 @pytest.mark.parametrize("num_held", [0, 1, 2])
-def test_who_waits_for_another_process_is_told_once(num_held: int, configure: Configure, tmp_path: Path, no_code: Any):
+def test_waiting_for_another_process_is_shown_once(num_held: int, configure: Configure, tmp_path: Path, no_code: Any):
     config = configure(cache=tmp_path)
     keys = sorted(key_of(identity(text)) for text in texts_of(config))
     for key in keys:  # makes the files
@@ -331,7 +331,7 @@ def test_who_waits_for_another_process_is_told_once(num_held: int, configure: Co
     assert progress.told[-1] == "end of compiling 1 piece"
 
 
-def test_without_a_compiler_an_open_level_is_1_and_says_so(
+def test_without_a_compiler_an_open_level_is_1_with_a_warning(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(InductorCompiler, "find_missing", lambda self: "a C++ compiler: install g++")
@@ -412,7 +412,7 @@ def test_job_compile_tries_a_wrong_piece_again(
     assert compile_model(replace(configure(cache=tmp_path), level=None)).report.hit
 
 
-def test_a_wrong_piece_is_said_where_nothing_can_be_kept(configure: Configure, tmp_path: Path, failing: list[int]):
+def test_a_wrong_piece_is_a_warning_where_nothing_can_be_kept(configure: Configure, tmp_path: Path, failing: list[int]):
     (tmp_path / "file").write_text("")
     config = replace(configure(cache=tmp_path / "file" / "below"), level=None)
     cache = Cache(tmp_path / "file" / "below")

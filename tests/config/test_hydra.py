@@ -119,7 +119,7 @@ def test_a_model_at_another_package_is_not_the_model():
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "/models/qwen3", "./qwen3", "qwen3.gguf"])
-def test_a_model_that_reads_as_a_checkpoint_is_told_checkpoint(name: str):
+def test_a_model_that_reads_as_a_checkpoint_is_refused_with_checkpoint_as_hint(name: str):
     with pytest.raises(ConfigError) as told:
         load([f"model={name}"])
     assert str(told.value) == f"model={name}: model is the name of a file in conf/model; write checkpoint={name}"

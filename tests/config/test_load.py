@@ -100,14 +100,14 @@ def test_auto_is_the_file_that_lists_the_architecture(write: Write):
     assert config.hf["model_type"] == "qwen3"
 
 
-def test_a_model_file_can_be_named_whatever_the_checkpoint_says(write: Write):
+def test_a_model_file_can_be_named_whatever_the_checkpoint_is(write: Write):
     assert load(["model=llama", f"checkpoint={write(**QWEN3)}"]).model.attention.qk_norm == "none"
 
 
 @pytest.mark.parametrize(
     "stated", [[{}], [["LlamaForCausalLM"]], [None, "LlamaForCausalLM"], "LlamaForCausalLM", {"a": 1}]
 )
-def test_architectures_that_are_no_list_of_names_are_told(write: Write, stated: Any):
+def test_architectures_that_are_no_list_of_names_are_refused(write: Write, stated: Any):
     message = re.escape(f"architectures={json.dumps(stated)} in its config.json is no list of names")
     with pytest.raises(CheckpointError, match=message):
         load([f"checkpoint={write(architectures=stated)}"])
@@ -124,7 +124,7 @@ def test_architectures_that_are_no_list_of_names_are_told(write: Write, stated: 
     ],
     ids=str,
 )
-def test_a_list_that_is_none_or_holds_something_else_is_told(write: Write, changes: dict[str, Any], message: str):
+def test_a_list_that_is_none_or_holds_something_else_is_refused(write: Write, changes: dict[str, Any], message: str):
     moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "layer_types": None}
     with pytest.raises(ConfigError, match=message):
         load([f"checkpoint={write(architectures=['Qwen3MoeForCausalLM'], **{**moe, **changes})}"])
@@ -583,7 +583,7 @@ WRITTEN = {  # model file -> how its models call tools, and where their reasonin
 
 
 @pytest.mark.parametrize("name", sorted(file.name for file in model_files()))
-def test_a_model_file_says_how_tools_are_called_and_where_reasoning_stands(name: str):
+def test_a_model_file_has_the_formats_of_tool_calls_and_reasoning(name: str):
     model = compose(Config, [f"model={name}"])["model"]
     tool_calls, tag = WRITTEN.get(name, (None, None))
     assert model["tool_calls"] == tool_calls
@@ -697,7 +697,7 @@ def test_the_cache_folder_is_atom_caches_or_in_the_home(monkeypatch: pytest.Monk
         ("sampling.defaults=yes", "sampling.defaults=.*: there is no such choice"),
     ],
 )
-def test_a_wrong_override_is_one_line_that_says_what_and_where(text: str, message: str):
+def test_a_wrong_override_is_an_error_of_one_line_with_what_and_where(text: str, message: str):
     with pytest.raises(ConfigError, match=message) as error:
         load([text])
     assert "\n" not in str(error.value)
@@ -716,7 +716,7 @@ def test_a_wrong_override_is_one_line_that_says_what_and_where(text: str, messag
         "serve.num_speculative_tokens=2",
     ],
 )
-def test_a_value_that_is_not_built_yet_says_so(text: str):
+def test_a_value_that_is_not_built_yet_is_refused(text: str):
     with pytest.raises(UnsupportedError, match="not built yet; there is: "):
         load([text])
 
@@ -787,7 +787,7 @@ def test_keyword_arguments_of_the_engine_are_overrides():
         load(engine_overrides(None, {"max_num_seq": 2}))
 
 
-def test_the_generation_config_says_what_nobody_else_does(write: Write):
+def test_the_generation_config_sets_what_nobody_else_does(write: Write):
     stated = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "max_new_tokens": 7, "eos_token_id": 3, "min_p": None}
     path = write(generation=stated)
     for job in ("serve", "generate"):
@@ -850,7 +850,7 @@ def test_an_odd_value_of_the_generation_config_is_refused_by_name(write: Write, 
     assert load([f"checkpoint={path}", "sampling.defaults=none"]).generation == {}
 
 
-def test_null_in_the_generation_config_says_nothing(write: Write):
+def test_null_in_the_generation_config_sets_nothing(write: Write):
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "do_sample")
     config = load([f"checkpoint={write(generation=dict.fromkeys(names))}"])
     assert (config.generation, config.sampling.temperature, config.sampling.top_k) == ({}, 1.0, 0)
@@ -933,7 +933,7 @@ def test_an_unknown_gpu_lists_the_known_ones():
         load_gpu("/nowhere")
 
 
-def test_the_profiler_is_set_by_the_environment_where_nobody_says_otherwise(monkeypatch: pytest.MonkeyPatch):
+def test_the_profiler_is_set_by_the_environment_where_no_override_does(monkeypatch: pytest.MonkeyPatch):
     names = ("ATOM_TORCH_PROFILER_DIR", "ATOM_PROFILER_MORE")
     for name in names:
         monkeypatch.delenv(name, raising=False)

@@ -97,7 +97,7 @@ def test_the_other_name_of_block_size():
         "serve.port=8007",
     ],
 )
-def test_what_is_not_built_yet_says_so(text: str):
+def test_what_is_not_built_yet_is_refused(text: str):
     with pytest.raises(UnsupportedError, match="not built yet"):
         rewrite([text])
 
@@ -122,7 +122,7 @@ def test_what_is_no_override_is_refused(text: str):
         (["model=~/qwen3"], "model=~/qwen3: model is the name of a file in conf/model; write checkpoint=~/qwen3"),
     ],
 )
-def test_a_word_that_may_be_a_job_or_a_checkpoint_is_told_how_to_be_written(words: list[str], hint: str):
+def test_a_word_that_may_be_a_job_or_a_checkpoint_is_refused_with_both_spellings(words: list[str], hint: str):
     with pytest.raises(ConfigError) as told:
         rewrite(words)
     assert str(told.value) == hint
@@ -201,7 +201,7 @@ def test_a_recipe_names_no_other_recipe(tmp_path: Path):
         read_recipe(str(tmp_path / "r.yaml"))
 
 
-def test_every_shipped_recipe_reads_and_says_what_it_is_about():
+def test_every_shipped_recipe_loads_and_begins_with_what_it_is_about():
     for path in project_folder("recipes").glob("*.yaml"):
         assert rewrite([f"recipe={path.stem}"])
         assert yaml.safe_load(path.read_text())["about"]["what"]

@@ -222,7 +222,7 @@ def test_the_help_shows_the_default_that_applies(name: str):
     assert "_" not in "".join(re.findall(r"--[\w-]+", text)), "only the spelling with - is listed"
 
 
-def test_the_help_says_what_is_not_built():
+def test_the_help_marks_what_is_not_built():
     parser = Parser("prog", "A test.")
     EngineArgs.add_cli_args(parser)
     entries = [" ".join(each.split()) for each in parser.format_help().split("\n  --")]

@@ -60,7 +60,7 @@ def test_the_guides_command_is_job_serve(serve: Any):
     assert (config.serve.kv_cache_dtype, config.serve.max_num_seqs) == ("bf16", 4)
 
 
-def test_without_flags_it_listens_where_the_guide_says(serve: Any):
+def test_without_flags_it_listens_on_the_port_of_the_guide(serve: Any):
     seen = serve()
     assert main([]) == 0
     assert (seen[0].serve.http.host, seen[0].serve.http.port) == ("0.0.0.0", 8000)
@@ -147,7 +147,7 @@ def test_other_ends_are_those_of_atom_run(
     assert capsys.readouterr().err == line
 
 
-def test_a_port_that_is_taken_is_told_by_its_flag(serve: Any, capsys: pytest.CaptureFixture[str]):
+def test_a_port_that_is_taken_is_reported_by_its_flag(serve: Any, capsys: pytest.CaptureFixture[str]):
     def job(config: Config) -> int:
         listen(config.serve.http.host, config.serve.http.port)
         return 0

@@ -27,7 +27,7 @@ def traces(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.pt.trace.json.gz"))
 
 
-def test_a_trace_of_the_batch_is_where_the_guide_says(
+def test_a_trace_of_the_batch_is_in_the_folder_of_the_guide(
     folder: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
 ):
     assert main([*flags, "--input-length", "20", "--output_length=3", "--bs", "2"]) == 0

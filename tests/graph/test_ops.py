@@ -59,7 +59,7 @@ def symbolic(tensor: torch.Tensor) -> Type:
 
 
 @pytest.mark.parametrize(("op", "texts", "attributes"), CALLS, ids=lambda value: getattr(value, "name", None))
-def test_the_shape_rule_says_what_the_body_gives(op: ops.Op, texts: tuple[str, ...], attributes: dict[str, object]):
+def test_the_shape_rule_gives_the_shapes_of_the_body(op: ops.Op, texts: tuple[str, ...], attributes: dict[str, object]):
     types = [type_of(text) for text in texts]
     result = op(*map(make, types), **attributes)
     inferred = op.infer(*types, **attributes)
@@ -69,7 +69,7 @@ def test_the_shape_rule_says_what_the_body_gives(op: ops.Op, texts: tuple[str, .
         assert symbolic(result) == inferred
 
 
-def test_every_op_says_its_shapes():
+def test_every_op_documents_its_shapes():
     # their rules are held in graph/ops
     in_steps = {ops.attention, ops.norm_rope_write, ops.paged_attention, ops.norm_rope_attention}
     latent = {ops.mla_attention, ops.norm_rope_write_latent, ops.paged_mla_attention}

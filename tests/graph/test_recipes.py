@@ -288,7 +288,7 @@ def test_bytes_in_memory_by_format(recipe: Recipe, expected: dict[str, int]):
     ],
     ids=str,
 )
-def test_the_type_of_a_recipe_says_its_format(recipe: Recipe, expected: str):
+def test_the_type_of_a_recipe_has_its_format(recipe: Recipe, expected: str):
     assert str(recipe.type) == expected
 
 

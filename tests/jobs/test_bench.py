@@ -18,7 +18,7 @@ from atom.cli import main
 from atom.config import load
 from atom.errors import ConfigError
 from atom.jobs import bench, workload
-from atom.jobs.workload import Request, open_workload, parse_range
+from atom.jobs.workload import WorkloadRequest, open_workload, parse_range
 from atom.kernels.inductor.piece_compiler import InductorCompiler
 from atom.runtime.step_builder import StepBuilder
 
@@ -146,7 +146,7 @@ def test_times_are_those_of_commits_counted_from_the_start(checkpoints: Any, mon
     engine, clock = open_engine(config, SilentProgress()), Clock()
     for module in (bench, workload):
         monkeypatch.setattr(module, "time", clock)
-    ran = bench.answer(engine, [Request([1] * 5, 3), Request([2] * 6, 2)], config)
+    ran = bench.answer(engine, [WorkloadRequest([1] * 5, 3), WorkloadRequest([2] * 6, 2)], config)
     # commits at 1: prompt 0 and half of prompt 1; at 2: a decode and the rest; at 3: a decode of each
     first, second = sorted(ran.outputs, key=lambda output: output.prompt_len)
     assert (ran.started, ran.seconds) == (0.0, 3.0)
@@ -165,7 +165,7 @@ def test_times_are_those_of_commits_counted_from_the_start(checkpoints: Any, mon
 def test_recording_leaves_the_engine_as_it_was(checkpoints: Any):
     config = load(["job=bench", f"checkpoint={checkpoints('llama')}", *SMALL])
     engine = open_engine(config, SilentProgress())
-    bench.answer(engine, [Request([1, 2], 2)], config)
+    bench.answer(engine, [WorkloadRequest([1, 2], 2)], config)
     assert "commit" not in vars(engine.scheduler)
 
 
@@ -186,7 +186,7 @@ def test_a_config_alone_is_enough_with_dummy_weights(measured: Any, checkpoints:
     assert (result["completed"], result["dtype"]) == (1, "bf16")
 
 
-def test_the_table_says_what_the_object_says(run: Any, checkpoints: Any):
+def test_the_table_has_the_numbers_of_the_object(run: Any, checkpoints: Any):
     code, out, err = run(
         f"checkpoint={checkpoints('llama')}", "job.num_prompts=2", "job.input_len=4", "job.output_len=3"
     )
@@ -203,7 +203,7 @@ def test_the_table_says_what_the_object_says(run: Any, checkpoints: Any):
     assert re.search(r"^limits measured in this run: [\d.,]+ GB/s read, [\d.,]+ TFLOP/s", out, re.MULTILINE)
 
 
-def test_a_request_that_fails_is_counted_told_and_an_exit_code(
+def test_a_request_that_fails_is_counted_reported_and_an_exit_code(
     run: Any, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ):
     build = StepBuilder.build
@@ -290,10 +290,10 @@ LETTERS = SimpleNamespace(
 
 
 @pytest.fixture
-def converse(checkpoints: Any, tmp_path: Path) -> Callable[..., list[Request]]:
+def converse(checkpoints: Any, tmp_path: Path) -> Callable[..., list[WorkloadRequest]]:
     """The requests of a file with these conversations."""
 
-    def converse(entries: Any, *overrides: str) -> list[Request]:
+    def converse(entries: Any, *overrides: str) -> list[WorkloadRequest]:
         path = tmp_path / "conversations.json"
         path.write_text(json.dumps(entries))
         given = ["job=bench", f"checkpoint={checkpoints('llama')}", f"job.dataset_path={path}", *overrides]
@@ -330,7 +330,7 @@ def test_another_seed_is_another_choice(converse: Any):
         ([turns("a question", "an answer")], r"has only 1 conversations of a usable length; lower job\.num_prompts=2"),
     ],
 )
-def test_a_file_that_has_too_little_says_so(converse: Any, entries: Any, reason: str):
+def test_a_file_that_has_too_little_is_refused(converse: Any, entries: Any, reason: str):
     with pytest.raises(ConfigError, match=reason):
         converse(entries, "job.num_prompts=2")
 
@@ -346,7 +346,7 @@ def test_conversations_run(run: Any, embedded_gguf: Path, tmp_path: Path):
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (7, 5)
 
 
-def test_prefix_hits_are_told(measured: Any, checkpoints: Any):
+def test_prefix_hits_are_reported(measured: Any, checkpoints: Any):
     given = [f"checkpoint={checkpoints('llama')}", "serve.enable_prefix_caching=true", "serve.block_size=4"]
     result = measured(*given, "job.num_prompts=1", "job.input_len=40", "job.output_len=2", "sampling.n=3",
                     "sampling.temperature=1")  # fmt: skip

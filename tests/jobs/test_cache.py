@@ -339,7 +339,7 @@ def test_a_bundle_that_can_never_be_used_here_is_refused_by_name(
     assert not (tmp_path / "target").exists()
 
 
-def test_a_bundle_whose_keys_are_not_of_what_it_says_is_refused(run: Any, cache: Cache, carry: Any, tmp_path: Path):
+def test_a_bundle_whose_keys_are_not_of_its_ingredients_is_refused(run: Any, cache: Cache, carry: Any, tmp_path: Path):
     carry()
     theirs = Cache(tmp_path / "theirs")
     first, second, artifact = theirs.entries()
@@ -361,7 +361,7 @@ def test_a_bundle_whose_keys_are_not_of_what_it_says_is_refused(run: Any, cache:
         assert not (tmp_path / "target").exists()
 
 
-def test_a_recipe_keeps_what_was_said_of_the_model_and_no_secret(checkpoints: Any):
+def test_a_recipe_keeps_the_overrides_of_the_model_and_no_secret(checkpoints: Any):
     checkpoint = checkpoints("llama")
     said = ["model.layers=2", "+model.weights.more=x", "serve.http.api_keys=secret", "seed=3", "prompts=hello"]
     config = load([f"checkpoint={checkpoint}", *said, "cache=/elsewhere", "serve.max_model_len=64"])

@@ -77,7 +77,7 @@ def test_json_has_the_fields_of_the_report(run: Any, cache: Cache):
     assert fields["key"] == cache.entries("artifacts")[0].key
 
 
-def test_what_is_wrong_with_the_cache_folder_is_told(run: Any, cache: Cache):
+def test_what_is_wrong_with_the_cache_folder_is_reported(run: Any, cache: Cache):
     run()
     damaged = cache.folder / "pieces" / cache.entries("pieces")[0].key
     os.truncate(damaged / "piece.so", 3)
@@ -88,7 +88,7 @@ def test_what_is_wrong_with_the_cache_folder_is_told(run: Any, cache: Cache):
     assert "          miss: 1 of its pieces was damaged or not to be trusted" in out.splitlines()
 
 
-def test_a_folder_that_takes_nothing_is_told_too(run: Any, tmp_path: Path):
+def test_a_folder_that_takes_nothing_is_reported_too(run: Any, tmp_path: Path):
     (tmp_path / "file").write_text("")
     code, out, err = run(f"cache={tmp_path}/file/below")
     assert code == 0 and "3 compiled" in out
@@ -118,7 +118,7 @@ def test_a_level_without_pieces_is_refused(level: int, run: Any, cache: Cache):
 
 
 @pytest.mark.parametrize("overrides", [[], ["level=2"]])
-def test_without_a_compiler_it_says_what_to_install_and_what_is_cached_needs_none(
+def test_without_a_compiler_the_error_names_what_to_install_and_what_is_cached_needs_none(
     overrides: list[str], run: Any, cache: Cache, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as without:

@@ -118,7 +118,7 @@ def test_no_weights_are_needed_and_an_unknown_stage_names_the_known(run: Any, ch
 # pieces
 
 
-def test_pieces_are_told_as_cached_only_where_they_are_trusted(
+def test_pieces_are_listed_as_cached_only_where_they_are_trusted(
     run: Any, explain: Any, checkpoints: Any, tmp_path: Path
 ):
     overrides = (f"checkpoint={checkpoints('llama')}", f"cache={tmp_path}")
@@ -145,7 +145,7 @@ def test_pieces_are_told_as_cached_only_where_they_are_trusted(
     assert not any(piece["cached"] for piece in explain(*overrides)["distinct_pieces"])
 
 
-def test_a_piece_that_was_found_wrong_is_told(run: Any, explain: Any, checkpoints: Any, tmp_path: Path):
+def test_a_piece_that_was_found_wrong_is_listed_as_not_used(run: Any, explain: Any, checkpoints: Any, tmp_path: Path):
     overrides = (f"checkpoint={checkpoints('llama')}", f"cache={tmp_path}")
     keys = [piece["key"] for piece in explain(*overrides)["distinct_pieces"]]
     Cache(tmp_path).publish("failures", keys[1], {}, {"reason": "it is nan off"})
@@ -358,9 +358,7 @@ def test_every_parameter_is_counted_once(name: str, level: int, explain: Any, ch
     assert result["active_parameters"] == result["parameters"] - embedding - of_experts + chosen
 
 
-def test_a_token_is_multiplied_with_the_experts_that_the_text_says(
-    explain: Any, run: Any, published: Any, tmp_path: Path
-):
+def test_a_token_is_multiplied_with_the_experts_of_the_text(explain: Any, run: Any, published: Any, tmp_path: Path):
     """Of a text in which the router chooses half as many."""
     name = published("qwen3_30b_a3b")
     (tmp_path / "half.py").write_text(run(name, "job.stage=semantic")[1].replace("top_k=8", "top_k=4"))
@@ -417,7 +415,9 @@ def test_kv_bytes_by_kind_of_a_model_with_a_window(explain: Any, checkpoints: An
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss_20b"])
-def test_a_pool_that_is_too_small_says_how_long_a_sequence_it_holds(name: str, explain: Any, run: Any, published: Any):
+def test_a_pool_that_is_too_small_is_shown_with_the_longest_sequence_it_holds(
+    name: str, explain: Any, run: Any, published: Any
+):
     overrides = [published(name), "model.layers=6", f"serve.kv_cache_memory={1 << 26}"]
     result = explain(*overrides)
     longest = result["kv_longest_sequence"]

@@ -64,7 +64,7 @@ def test_json_has_one_object_a_prompt(run: Any, checkpoints: Any, references: An
     assert "KV: " in err
 
 
-def test_what_the_checkpoint_says_of_sampling_counts_where_nobody_else_does(run: Any, checkpoints: Any, tmp_path: Path):
+def test_the_checkpoint_s_sampling_counts_where_nobody_else_sets_it(run: Any, checkpoints: Any, tmp_path: Path):
     folder = shutil.copytree(checkpoints("llama"), tmp_path / "llama")
     (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 1, "max_new_tokens": 4}')
     given = [f"checkpoint={folder}", "prompts=[[1,2]]", "job.output=json", "level=1", "sampling.ignore_eos=true"]

@@ -68,7 +68,7 @@ def test_kinds_are_held_against_what_they_had_to_do():
     assert (result["steps"], result["tokens"], result["products"]) == (1, 1, [])
 
 
-def test_kernels_of_pieces_say_which_and_are_held_against_what_these_read():
+def test_kernels_of_pieces_name_their_piece_and_are_compared_with_what_it_reads():
     text = (Path(__file__).parents[1] / "golden" / "gemma2.semantic.py").read_text()
     pieces = find_piece_kernels(lower(parse(text), 2, Target("cuda", frozenset({"nvidia", "sm_90"}))))
     titles = ["piece 0: rotary_embedding_scale_rows_a", "piece 1: rms_norm_rows_a", "piece 2: softcap_rows_a"]
@@ -134,7 +134,9 @@ def test_each_phase_has_a_trace_and_its_time_is_all_accounted_for(run: Any, chec
             assert any(each.get("name") == "torch.paged_attention" for each in json.load(file)["traceEvents"])
 
 
-def test_the_table_says_where_the_trace_is(run: Any, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_table_names_the_file_of_the_trace(
+    run: Any, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ATOM_TORCH_PROFILER_DIR", raising=False)
     code, out, err = run(f"checkpoint={checkpoints('llama')}", "job.num_prompts=2", "job.num_steps=2")

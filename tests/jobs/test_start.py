@@ -53,7 +53,7 @@ def test_a_field_of_one_job_asks_for_it(typed: list[str], job: str):
         (["job=explain", "job.import=x"], "job.import is a field of job=cache, and this is job=explain"),
         (["recipe=smollm2_greedy", "job=explain", "prompts=hi"], "prompts is a field of job=generate, and this is"),
         (["job.gpu=h200", "prompts=hi"], "job.gpu is a field of job=explain, prompts of job=generate: a run does one job"),
-        (["prompts=hi", "job.objective=tokens"], "job.objective=tokens is what the sweeper of -m is told: add -m"),
+        (["prompts=hi", "job.objective=tokens"], "job.objective=tokens is the number that a sweeper of -m compares: add -m"),
     ],
 )  # fmt: skip
 def test_a_field_of_another_job_is_refused_by_name(typed: list[str], message: str):
@@ -72,7 +72,7 @@ def test_a_job_of_the_users_own_has_the_fields_of_its_kind(tmp_path: Path):
         load_job([*typed, "job.stage=semantic"], [str(tmp_path)])
 
 
-def test_what_a_recipe_says_of_other_jobs_is_kept_for_these():
+def test_a_recipe_s_fields_of_other_jobs_are_kept_for_these():
     for job in JOBS:
         assert load_job(choose_job(["recipe=smollm2_greedy", f"job={job}"])).job.kind == job
 
@@ -107,7 +107,7 @@ def test_an_objective_that_has_no_value_is_an_error(checkpoints: Any, quick_limi
 
 
 @pytest.mark.parametrize("job", [bench, generate], ids=lambda job: job.__name__)
-def test_every_objective_is_a_number_that_the_job_tells(job: Any, checkpoints: Any, quick_limits: None, capsys: Any):
+def test_every_objective_is_a_number_that_the_job_reports(job: Any, checkpoints: Any, quick_limits: None, capsys: Any):
     argv = [f"checkpoint={checkpoints('qwen3')}", "level=0", *QUICK]
     workload = ["job.num_prompts=1", "job.input_len=4", "job.num_warmups=0"] if job is bench else ["prompts=[[1,2,3]]"]
     numbers: dict[str, Any] = {}

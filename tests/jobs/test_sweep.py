@@ -101,9 +101,7 @@ def run(tmp_path: Path) -> Any:
     return run
 
 
-def test_a_sweeper_is_told_the_objective_and_what_it_finds_is_shown_and_kept(
-    run: Any, checkpoints: Any, tmp_path: Path
-):
+def test_a_sweeper_gets_the_objective_and_what_it_finds_is_shown_and_kept(run: Any, checkpoints: Any, tmp_path: Path):
     ended = run(
         "-m", "hydra/sweeper=better", f"checkpoint={checkpoints('qwen3')}", "level=0,1", "job.objective=tokens", *QUICK
     )
@@ -117,12 +115,12 @@ def test_a_sweeper_is_told_the_objective_and_what_it_finds_is_shown_and_kept(
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ([], "hydra/sweeper=better compares jobs by a number: give job.objective=NAME, an entry of what job=generate tells"),
-        (["job.objective=tokns"], "job.objective=tokns: job=generate tells no such number, did you mean tokens?; there are: load_s"),
-        (["job.objective=?"], "job.objective=?: job=generate tells no such number; there are: load_seconds, first_token_seconds,"),
+        ([], "hydra/sweeper=better compares jobs by a number: give job.objective=NAME, a number that job=generate reports"),
+        (["job.objective=tokns"], "job.objective=tokns: job=generate reports no such number, did you mean tokens?; there are: load_s"),
+        (["job.objective=?"], "job.objective=?: job=generate reports no such number; there are: load_seconds, first_token_seconds,"),
     ],
 )  # fmt: skip
-def test_a_sweeper_that_would_be_told_nothing_is_refused_before_any_job(
+def test_a_sweeper_without_an_objective_is_refused_before_any_job(
     typed: list[str], message: str, run: Any, tmp_path: Path
 ):
     ended = run("-m", "hydra/sweeper=better", "level=0,1", "prompts=hi", *typed)
@@ -177,7 +175,7 @@ def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):
         (["job=glob(s*)"], "job=serve runs until it is stopped"),
         (["job=explain", "level=0,1", "prompts=hi"], "prompts is a field of job=generate, and this is job=explain"),
         (["job=explain", "job.objective=tokens"], "job.objective is a field of job=generate, bench, and this is job=exp"),
-        (["prompts=hi", "job.objective=tokns"], "job.objective=tokns: job=generate tells no such number, did you mean tokens?"),
+        (["prompts=hi", "job.objective=tokns"], "job.objective=tokns: job=generate reports no such number, did you mean tokens?"),
     ],
 )  # fmt: skip
 def test_a_sweep_that_would_do_nothing_or_never_end_is_refused(argv: list[str], message: str, capsys: Any):

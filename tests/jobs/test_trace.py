@@ -73,7 +73,7 @@ def test_events_that_touch_are_not_inside_each_other():
     assert (summary.num_gaps, summary.gap_seconds) == (0, 0.0)
 
 
-def test_a_trace_without_events_says_so():
+def test_a_trace_without_events_is_an_error():
     with pytest.raises(ConfigError, match="the trace has no events"):
         summarize({"traceEvents": [{"ph": "M", "name": "process_name"}]})
 
@@ -97,5 +97,5 @@ def test_a_trace_without_events_says_so():
         ("void cutlass::device_kernel<flash::enable_sm90<...>>", "attention"),
     ],
 )
-def test_names_that_say_what_a_kernel_works_at(name: str, kind: str | None):
+def test_names_of_kernels_by_kind_of_work(name: str, kind: str | None):
     assert kind_of(name) == kind

@@ -201,7 +201,7 @@ def test_a_step_of_padding_alone(place: Place):
 
 
 @pytest.mark.parametrize("num_entries", [1, ENTRIES, ENTRIES + 1])
-def test_tables_are_extended_where_it_is_said_and_nowhere_else(place: Place, num_entries: int):
+def test_tables_are_extended_where_the_update_is_and_nowhere_else(place: Place, num_entries: int):
     tables = torch.full((2, NUM_SLOTS + 1, 40), UNWRITTEN, dtype=torch.int32, device=place.device)
     chance = random.Random(num_entries)
     places = chance.sample(range(tables.numel()), num_entries)

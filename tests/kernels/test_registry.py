@@ -115,7 +115,7 @@ def test_no_backend_imports_triton_before_a_kernel_is_loaded():
     assert told.stdout.strip() == "False"
 
 
-def test_without_a_gpu_the_target_of_one_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_gpu_the_target_of_one_is_an_error_with_what_to_do(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(
         UnsupportedError, match=r"device=cuda: torch finds no GPU here; take device=cpu, or job=explain job\.gpu="

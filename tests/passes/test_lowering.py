@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 from passes.cases import context_of, text_of
 
@@ -178,14 +181,16 @@ def test_a_program_beside_body_and_head_is_lowered_as_they_are(level: int):
     assert not any("Batch" in piece.text for found in pieces for piece in found)
 
 
-def test_a_pass_that_breaks_the_graph_is_named_with_those_before_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_pass_that_breaks_the_graph_is_named_with_those_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def break_it(graph: Graph) -> Graph:
         (attention,) = graph.find(ops.attention)
         attention.meta["type"] = None
         return graph
 
     monkeypatch.setattr(pipeline, "PIPELINE", (pipeline.PIPELINE[0], (break_it, 0, ops.SEMANTIC)))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(
-        PassError, match=r"^break_it \(after sink_into_head\): body: a is .*; its text: /.*atom-break_it-.*\.py$"
+        PassError,
+        match=rf"^break_it \(after sink_into_head\): body: a is .*; its text: {tmp_path}/atom-break_it-.*\.py$",
     ):
         lower(parse(BEFORE), 1, Target("cpu"))

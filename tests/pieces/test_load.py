@@ -75,7 +75,7 @@ def test_without_a_compiler_it_is_as_if_it_were_not_there(config: Config, unfit:
         compile_model(config)
 
 
-def test_a_piece_that_cannot_be_removed_either_is_the_fault_that_is_told(
+def test_a_piece_that_cannot_be_loaded_or_removed_raises_the_first_fault(
     config: Config, unfit: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def remove(*_: object) -> None:

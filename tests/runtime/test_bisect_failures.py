@@ -53,7 +53,7 @@ def plan_of(ids: str) -> Plan:
     ],
     ids=["whole", "one wrong", "short behind a part that runs", "short even alone"],
 )
-def test_what_runs_is_told_and_runs_once(errors: dict[str, Exception], outcomes: list[Any], drawn: str):
+def test_parts_that_run_are_returned_and_run_once(errors: dict[str, Exception], outcomes: list[Any], drawn: str):
     runner = Runner(errors)
     parts = bisect_failures.execute(runner, BUILDER, plan_of("abcd"))
     assert [(ids_of(part), outcome) for part, outcome in parts] == outcomes

@@ -159,7 +159,7 @@ def test_a_stop_string_or_a_stop_token_is_shown_only_on_demand():
         }
 
 
-def test_a_sequence_says_which_stop_string_ended_it():
+def test_a_sequence_has_the_stop_string_that_ended_it():
     engine = make_engine(Script({"a": "abSTOPcd", "b": "xy"}))
     for name in ("a", "b"):
         submit(engine, name, stop_strings=["nope", "TO", "STOP"])
@@ -245,7 +245,7 @@ def test_a_request_of_a_lower_priority_number_is_admitted_first():
 # stats
 
 
-def test_stats_say_how_full_the_engine_is_and_what_it_has_done():
+def test_stats_count_the_load_and_the_work_done():
     engine = make_engine(Script({id: "xyz" for id in "abc"}), max_num_seqs=2, num_blocks=10)
     assert engine.stats() == EngineStats(num_blocks=10)
     for id in "abc":
@@ -416,6 +416,6 @@ def test_structured_outputs_need_a_tokenizer_that_can_be_read():
         make_engine(Script({})).prepare("x", SamplingParams(structured_outputs={"regex": "a"}))
 
 
-def test_a_profile_without_a_folder_says_what_to_set():
+def test_a_profile_without_a_folder_is_refused_with_what_to_set():
     with pytest.raises(ConfigError, match=r"serve\.torch_profiler_dir or ATOM_TORCH_PROFILER_DIR"):
         make_engine(Script({})).start_profile()

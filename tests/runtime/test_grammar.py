@@ -236,7 +236,7 @@ def test_what_turns_out_too_complex_ends_alone(engine: LLMEngine):
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_wrong_is_said_in_one_line(compiler: GrammarCompiler, wanted: dict[str, Any], message: str):
+def test_what_is_wrong_is_an_error_of_one_line(compiler: GrammarCompiler, wanted: dict[str, Any], message: str):
     with pytest.raises(RequestError) as error:
         compiler.compile(wanted)
     assert str(error.value).startswith("structured_outputs: ")

@@ -35,7 +35,7 @@ def row(num_output: int = 0, matcher: Any = None, stop_ids: frozenset[int] = fro
     return 1, Sequence("a", [1, 2, 3], SamplingParams(**params), matcher=matcher, stop_ids=stop_ids), num_output
 
 
-def test_rows_of_which_the_host_says_nothing_have_no_find_shaping() -> None:
+def test_rows_without_biases_bans_and_grammars_have_no_shaping() -> None:
     assert find_shaping([row(), row(num_output=5, min_tokens=5, stop_token_ids=[1])], VOCAB) is None
     assert find_shaping([], VOCAB) is None
 

@@ -56,7 +56,7 @@ def test_starts_and_stops_come_in_turns(tmp_path: Path):
 
 
 @pytest.mark.parametrize("folder", [None, ""])
-def test_without_a_folder_it_says_what_to_set(folder: str | None):
+def test_without_a_folder_the_error_names_what_to_set(folder: str | None):
     with pytest.raises(ConfigError, match=r"set serve\.torch_profiler_dir or ATOM_TORCH_PROFILER_DIR"):
         Profiler(folder).start()
 

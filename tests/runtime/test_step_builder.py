@@ -153,7 +153,7 @@ def test_decodes_are_their_slots_in_the_smallest_size_that_holds_them(sizes: tup
     assert step.reported == [4 * 8 + 6]
 
 
-def test_a_slot_is_told_its_sequence_once_and_blocks_that_are_new() -> None:
+def test_a_slot_gets_its_sequence_once_and_blocks_that_are_new() -> None:
     builder, each = (
         StepBuilder(CAPACITY),
         sequence(2, 5, seed=-1, temperature=0.5, top_k=(1 << 31) - 1, repetition_penalty=1.5),
@@ -175,7 +175,7 @@ def test_a_slot_is_told_its_sequence_once_and_blocks_that_are_new() -> None:
     assert told.counted == [Counted(2, each.prompt, [1])]
 
 
-def test_a_step_that_did_not_take_place_is_told_again_but_for_what_the_runner_alone_knows() -> None:
+def test_a_step_that_did_not_take_place_is_sent_again_but_for_what_the_runner_alone_knows() -> None:
     builder, known, ahead = StepBuilder(CAPACITY), sequence(0, 3), sequence(1, 3)
     for each in (known, ahead):
         admit(builder, each)
@@ -194,7 +194,7 @@ class Only:
         return np.arange(vocab) == 5
 
 
-def test_a_step_says_what_is_asked_of_its_rows_by_their_number_and_can_be_sent() -> None:
+def test_a_step_refers_to_rows_by_number_and_can_be_sent() -> None:
     shape = BatchShape(num_tokens=16, num_rows=8, num_samples=8, num_decodes=3)
     builder = StepBuilder(msgspec.structs.replace(CAPACITY, mixed_shapes=(shape,)))
     plain, biased, bound, scored = sequence(0, 1), sequence(1, 2, logit_bias={3: 2.5}), sequence(2, 2), sequence(3, 4)

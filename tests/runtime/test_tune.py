@@ -194,7 +194,7 @@ def test_an_option_that_memory_does_not_suffice_for_is_skipped(opened: Any, tmp_
     assert len(entries) == 5 and linear.to_entry(FAST) not in entries
 
 
-def test_steps_that_memory_does_not_suffice_for_are_told_with_what_governs_them(
+def test_steps_that_run_out_of_memory_are_logged_with_the_field_that_sets_their_size(
     opened: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     model, graph = opened
@@ -238,7 +238,7 @@ def test_what_was_found_before_an_interruption_is_kept(opened: Any, tmp_path: Pa
     assert len(shown.tasks) == 5 - known < 5, "only those that are left"
 
 
-def test_a_folder_that_takes_nothing_is_told_once_and_what_was_found_is_used(opened: Any, tmp_path: Path):
+def test_a_folder_that_takes_nothing_is_logged_once_and_what_was_found_is_used(opened: Any, tmp_path: Path):
     model, graph = opened
     (tmp_path / "tuned").write_text("a file in the way")
     lines: list[str] = []
@@ -264,7 +264,7 @@ def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(ope
     assert launched.count(SLOW) == 1, "the product that was measured"
 
 
-def test_a_model_without_such_products_is_told_so(opened: Any, tmp_path: Path):
+def test_a_model_without_such_products_is_logged(opened: Any, tmp_path: Path):
     model, _ = opened
     lines: list[str] = []
     tune(model, Graph(), tmp_path, 2, SilentProgress(), lines.append, Steps(model).capture)

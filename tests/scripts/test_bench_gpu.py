@@ -38,7 +38,7 @@ def test_a_rate_is_reached_from_the_target_upwards_and_a_time_downwards():
     assert (figure("s", 8, [9, 30, 7]).best, figure("output tok/s", 8, [9, 30, 7]).best) == (7, 30)
 
 
-def test_the_table_says_what_was_reached_and_what_not():
+def test_the_table_shows_what_was_reached_and_what_not():
     table = write_section(ABOUT, [
         figure("output tok/s", 265, [264, 270.4, 269.6], 295.2),
         figure("output tok/s", 6750, [5400, 5500], 7500),
@@ -112,7 +112,7 @@ def test_rows_are_measured_in_one_engine_until_one_fails(tiny_rows: dict[str, Ro
     assert "job.input_len" in shown and "bench-gpu: tiny failed" in shown
 
 
-def test_a_start_that_fails_says_why(tmp_path: Path):
+def test_a_start_that_fails_is_reported_with_its_reason(tmp_path: Path):
     with pytest.raises(RuntimeError, match="CheckpointError"):
         bench_gpu.time_start(tmp_path / "nothing", tmp_path)
 
@@ -121,7 +121,7 @@ def test_work_alone_is_in_a_process_of_its_own():
     assert bench_gpu.alone(os.getpid) != os.getpid()
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     monkeypatch.setattr(bench_gpu, "find_device", lambda: "cpu")
     monkeypatch.setattr(sys, "argv", ["bench_gpu.py", "--only", "8b-1"])
     assert bench_gpu.main() == 2

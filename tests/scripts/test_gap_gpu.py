@@ -80,7 +80,7 @@ def test_percentiles_are_those_of_steps_of_decodes_alone():
         ([], 0, ["1000 steps", "median", "p99"]),
     ],
 )
-def test_what_is_missed_is_said(idle: list[float], num_steps: int, missed: list[str]):
+def test_limits_that_are_missed_are_reported(idle: list[float], num_steps: int, missed: list[str]):
     told = measure([[Step(i, 1, each, each, False) for i, each in enumerate(idle)]])
     assert told["num_decode_steps"] == num_steps
     found = find_missed(told)
@@ -126,7 +126,7 @@ def test_a_trace_that_is_there_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     assert (told["num_decode_steps"], told["gaps_us"]["idle"]["median"]) == (1000, 10)
 
 
-def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: Any):
     monkeypatch.setattr(gap_gpu, "find_device", lambda: "cpu")
     monkeypatch.setattr(sys, "argv", ["gap_gpu.py"])
     assert gap_gpu.main() == 2

@@ -39,6 +39,6 @@ def test_the_version_names_the_gpus_once_the_engine_has(gpus: str):
 
 
 def test_the_version_names_the_processor_where_the_engine_runs_on_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("atom.serve.admin.processor", lambda: "8 x A CPU")
+    monkeypatch.setattr("atom.serve.admin.describe_cpus", lambda: "8 x A CPU")
     told = version("cpu")
     assert (told["device"], told["hardware"]) == ("cpu", "8 x A CPU")

@@ -115,7 +115,7 @@ def is_same(path: str, one: dict[str, Any], other: dict[str, Any]) -> Row:
     return check
 
 
-def tells_template(more: dict[str, Any], num_tokens: int) -> Row:
+def reaches_template(more: dict[str, Any], num_tokens: int) -> Row:
     """The prompt of a chat is so many tokens longer for it."""
 
     def check(server: Server) -> None:
@@ -188,7 +188,7 @@ def has_usage(answer: Answer) -> bool:
     return bool(events_of(answer)[-1].get("usage"))
 
 
-def tells_user(path: str, base: dict[str, Any]) -> Row:
+def reaches_log(path: str, base: dict[str, Any]) -> Row:
     """The server's log names the user of the one request."""
 
     def check(server: Server) -> None:
@@ -352,7 +352,7 @@ def generation(path: str, base: dict[str, Any]) -> dict[str, Row]:
         ),
         "cache_salt": salts(path, base | long_prompt(path)),
         "priority": goes_first(path, base),
-        "user": tells_user(path, base),
+        "user": reaches_log(path, base),
         "response_format": makes(
             path,
             base | {"response_format": {"type": "text"}},
@@ -519,8 +519,8 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             refuses(CHAT, TALK | {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
         ),
         "reasoning_effort": both(
-            tells_template(EFFORT, len("low")),
-            tells_template(EFFORT | {"chat_template_kwargs": {"reasoning_effort": "fully"}}, len("fully")),
+            reaches_template(EFFORT, len("low")),
+            reaches_template(EFFORT | {"chat_template_kwargs": {"reasoning_effort": "fully"}}, len("fully")),
             refuses(CHAT, TALK | {"reasoning_effort": "huge"}, "reasoning_effort"),
         ),
         "modalities": both(
@@ -742,14 +742,14 @@ NAMES = [f"{model.__name__}.{name}" for model, rows in ROWS.items() for name in 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_field_does_what_it_says(name: str, request: pytest.FixtureRequest):
+def test_a_field_has_its_effect(name: str, request: pytest.FixtureRequest):
     model, field = name.split(".")
     is_odd = bool({name, field} & AT_ODD)
     server: Server = request.getfixturevalue("odd" if is_odd else "server")
     ROWS[getattr(schema, model)][field](server)
 
 
-def test_a_template_that_knows_no_effort_is_not_told_of_it(server: Server):
+def test_a_template_without_reasoning_effort_does_not_get_it(server: Server):
     is_same(CHAT, TALK, TALK | EFFORT)(server)
 
 

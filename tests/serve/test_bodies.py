@@ -67,7 +67,7 @@ def test_more_than_the_limits_is_refused_by_their_names(value: Any, name: str):
         ("", False),
     ],
 )
-def test_a_body_is_json_where_its_type_says_so(kind: str, expected: bool):
+def test_a_body_is_json_where_its_content_type_is(kind: str, expected: bool):
     assert is_json(kind) is expected
 
 

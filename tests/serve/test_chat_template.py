@@ -76,7 +76,7 @@ def test_a_developer_is_the_system_where_the_template_knows_none(tokenizer: Toke
     assert plain(knows, role="developer", content="a")["role"] == "developer"
 
 
-def test_calls_are_told_in_their_order_with_their_arguments_as_objects(tokenizer: Tokenizer):
+def test_calls_are_rendered_in_their_order_with_their_arguments_as_objects(tokenizer: Tokenizer):
     calls = [
         {"id": "b", "function": {"name": "g", "arguments": ""}, "index": 1},
         {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}, "index": 0},

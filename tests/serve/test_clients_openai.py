@@ -41,7 +41,7 @@ def test_the_models_are_listed(client: openai.OpenAI):
         client.models.retrieve("org/other")
 
 
-def test_a_chat_says_what_the_completion_of_its_prompt_says(client: openai.OpenAI, server: Server):
+def test_a_chat_answers_as_the_completion_of_its_prompt(client: openai.OpenAI, server: Server):
     answer = client.chat.completions.create(**TALK)
     prompt = asking.post(server, "/tokenize", {"messages": MESSAGES}).body["tokens"]
     completion = client.completions.create(**PROMPT | {"prompt": prompt})

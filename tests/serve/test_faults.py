@@ -130,7 +130,7 @@ def test_an_engine_that_is_stopped_is_taken_for_dead(running: Running):
     assert not is_alive(engine)
 
 
-def test_an_engine_without_memory_ends_and_says_so(running: Running):
+def test_an_engine_without_memory_ends_with_that_error(running: Running):
     server, streams, answers = running
     answers.append(wire.Stream(server.url, {"prompt": [NO_MEMORY], "max_tokens": 5}))
     assert_dies(server, streams, answers, time.monotonic())

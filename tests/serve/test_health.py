@@ -9,7 +9,7 @@ import serving
 import wire
 
 
-def test_health_tells_loading_then_ready_then_draining_then_dead(talker: Path, tmp_path: Path):
+def test_health_is_loading_then_ready_then_draining_then_dead(talker: Path, tmp_path: Path):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

@@ -49,7 +49,7 @@ def assert_refused(answer: wire.Answer, status: int, message: str) -> None:
     assert re.fullmatch(r"req-[0-9a-f]{32}", answer.headers["x-request-id"])
 
 
-def test_a_body_that_says_it_is_too_large_is_refused_before_it_is_sent(strict: Server):
+def test_a_body_whose_content_length_is_too_large_is_refused_before_it_is_sent(strict: Server):
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10001\r\n\r\n"
     assert_refused(answer_to(strict, head), 413, "the body is larger than this server takes")
 

@@ -101,7 +101,7 @@ def test_an_open_door_is_one_warning(talker: Path, tmp_path: Path, monkeypatch: 
     assert warnings_of(talker, tmp_path, "serve.http.host=0.0.0.0") == []
 
 
-def test_lines_that_a_process_printed_are_told_apart(
+def test_lines_that_a_process_printed_are_logged_by_their_origin(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ):
     entry = '{"time":"2026-01-01T00:00:00","level":"info","message":"mine"}'

@@ -95,7 +95,7 @@ def test_health_is_open_however_it_is_spelt(locked: Server, line: str):
     assert (answer.status, answer.json["status"]) == (200, "ok")
 
 
-def test_a_missing_key_is_told_in_openais_words(locked: Server):
+def test_a_missing_key_is_an_error_in_openais_words(locked: Server):
     answer = wire.ask(locked.url, "GET", "/v1/models")
     assert answer.json == {
         "error": {

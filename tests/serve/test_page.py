@@ -170,7 +170,7 @@ def test_an_answer_that_is_stopped_frees_the_engine(server: Server, visit: Open)
     assert opened.errors == []
 
 
-def test_settings_are_what_the_request_says(server: Server, visit: Open):
+def test_settings_are_the_fields_of_the_request(server: Server, visit: Open):
     opened = visit(server.url)
     page = opened.page
     answer_with(page, events({"content": "yes"}))
@@ -210,7 +210,7 @@ def test_fields_that_cannot_be_sent_are_not(more: str, server: Server, visit: Op
     assert "POST" not in {method for method, _ in opened.requests}
 
 
-def test_a_refusal_is_told_and_the_message_comes_back(server: Server, visit: Open):
+def test_a_refusal_is_shown_and_the_message_comes_back(server: Server, visit: Open):
     opened = visit(server.url)
     page = opened.page
     opened.set(Temperature=-1)
@@ -225,7 +225,7 @@ def test_a_refusal_is_told_and_the_message_comes_back(server: Server, visit: Ope
     expect(page.locator(".assistant .meta").last).to_contain_text("3 tokens · cut at the limit")
 
 
-def test_a_stream_that_breaks_off_says_so(server: Server, visit: Open):
+def test_a_stream_that_breaks_off_is_shown_as_such(server: Server, visit: Open):
     opened = visit(server.url)
     page = opened.page
     whole = events({"content": "as far as it "}, {"content": "came"})
@@ -353,7 +353,7 @@ def test_the_state_is_that_of_health(state: str, server: Server, visit: Open):
     expect(opened.page.get_by_role("status")).to_have_text(state)
 
 
-def test_a_key_that_fits_no_more_is_told_and_not_asked_for_each_second(server: Server, visit: Open):
+def test_a_key_that_is_no_longer_valid_is_reported_and_not_asked_for_each_second(server: Server, visit: Open):
     opened = visit(server.url)
     opened.page.route("**/metrics", lambda route: route.fulfill(status=401))
     expect(opened.page.get_by_role("status")).to_have_text("key refused: reload the page")

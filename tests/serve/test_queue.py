@@ -36,7 +36,7 @@ def narrow(start_server: Start) -> Server:
     return start_server(*(f"serve.http.{each}" for each in limits), "serve.http.best_of=2", stub={"max_running": 1})
 
 
-def test_a_full_queue_is_429_and_says_when_to_come_back(narrow: Server):
+def test_a_full_queue_is_429_with_the_time_to_come_back(narrow: Server):
     body = ENDLESS | {"max_tokens": 60}
     assert wire.ask(narrow.url, "POST", "/v1/completions", body).status == 200
     first = wire.Stream(narrow.url, body)

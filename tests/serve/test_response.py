@@ -83,7 +83,7 @@ def test_a_comment_breaks_the_silence_before_each_token(config: Config, path: st
     assert ": keep-alive" not in rest and rest.endswith("data: [DONE]\n\n")
 
 
-def test_the_reasons_of_the_engine_are_told_in_openais_words():
+def test_the_reasons_of_the_engine_become_openais_words():
     reasons = ["eos", "stop_sequence", "stop_7", "max_tokens", "abort"]
     choices = [Choice(0, 0, finish=Finish(reason, 1, 0, 0.0)) for reason in reasons]
     assert [*map(finish_reason, choices)] == ["stop", "stop", "stop", "length", "abort"]

@@ -53,7 +53,9 @@ def test_more_than_is_stored_is_refused_before_a_text_is_written(
         LLMEngine(vary(name, **changes), device="cpu")
 
 
-def test_a_gguf_that_says_more_layers_than_it_holds_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_gguf_that_states_more_layers_than_it_holds_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from gguf import GGUFWriter
 
     path = tmp_path / "tiny.gguf"

@@ -478,7 +478,7 @@ def test_random_weights_of_a_gpu_are_made_there():
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("is_stored", [False, True])
-def test_weights_that_a_gpu_has_no_room_for_are_told_with_the_sizes(tmp_path: Path, is_stored: bool):
+def test_weights_that_a_gpu_has_no_room_for_are_refused_with_the_sizes(tmp_path: Path, is_stored: bool):
     _, total = torch.cuda.mem_get_info()
     recipe = Stack(W("a", Type("fp32", (1024, 1024))), 0, total // (4 << 20) + 1)
     size = recipe.type.num_bytes

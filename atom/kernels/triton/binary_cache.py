@@ -33,7 +33,7 @@ from triton.compiler import CompiledKernel, make_backend
 from triton.runtime.cache import CacheManager, FileCacheManager, triton_key
 
 from atom.cache import Cache, digest, key_of
-from atom.cache.files import BINARIES
+from atom.cache.files import BINARIES, MANIFEST
 
 KEPT = {".json", ".cubin", ".hsaco"}  # the files that a launch reads; intermediate representations are not kept
 
@@ -164,7 +164,7 @@ class BinaryCache:
 
 
 def _files_in(folder: Path) -> dict[str, str]:
-    return {path.name: str(path) for path in folder.iterdir() if path.name != "manifest.json"}
+    return {path.name: str(path) for path in folder.iterdir() if path.name != MANIFEST}
 
 
 class _Manager(CacheManager):  # type: ignore[misc]

@@ -12,17 +12,14 @@ the kernel's own rule. A file in <cache>/tuned holds for the versions of atom an
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock
 
 import atom
 from atom.cache.files import (
@@ -30,11 +27,11 @@ from atom.cache.files import (
     Damaged,
     Unfit,
     check_owner,
-    create_file,
+    locked,
     open_file,
+    prepare_folder,
     reason_of,
-    sync_folder,
-    unfinished_name,
+    replace_file,
 )
 
 FOLDER = "tuned"  # of the cache folder
@@ -83,19 +80,11 @@ def read_own(gpu: str, cache: Path, warn: Callable[[str], object] = lambda line:
 def keep(gpu: str, cache: Path, kernel: str, found: Mapping[str, list[Any]]) -> Path:
     """Add parameters to this cache folder, atomically; the file. Unfit or OSError where that fails."""
     path = file_of(gpu, cache)
-    _prepare(path.parent)
-    with _locked(path):  # another search may add to it too
+    folder = prepare_folder(path.parent)
+    with locked(folder.parent, f"{FOLDER}-{path.stem}"):  # another search may add to it too
         written = _load(path)
-        new = unfinished_name(path.parent)
-        try:
-            with create_file(new) as file:
-                file.write(_show({"versions": _versions()} | written | {kernel: written.get(kernel, {}) | dict(found)}))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, path)
-        finally:
-            new.unlink(missing_ok=True)
-        sync_folder(path.parent)
+        content = {"versions": _versions()} | written | {kernel: written.get(kernel, {}) | dict(found)}
+        replace_file(path, _show(content))
     return path
 
 
@@ -138,27 +127,6 @@ def _packaged(gpu: str) -> Measured:
 
 def _name(gpu: str) -> str:
     return re.sub(r"\W+", "_", gpu.lower()) + ".json"
-
-
-def _prepare(folder: Path) -> None:
-    """Make a cache folder if it is missing. Unfit where others can write to it."""
-    for each in (folder.parent, folder):
-        each.mkdir(0o700, parents=True, exist_ok=True)
-        check_owner(each, is_folder=True)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock; none is held where the cache folder cannot have locks."""
-    folder = path.parent.parent / "locks"
-    lock = FileLock(folder / f"{FOLDER}-{path.stem}.lock", mode=0o600)
-    with contextlib.suppress(Unfit, OSError, NotImplementedError):
-        _prepare(folder)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _versions() -> dict[str, str]:

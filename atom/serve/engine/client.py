@@ -44,14 +44,14 @@ from atom.serve.engine.protocol import (
     encode,
     from_engine,
 )
-from atom.serve.engine.stream import Stream
+from atom.serve.engine.stream import RequestStream
 
 START_SECONDS = 60.0  # of silence that an engine may have while it starts: imports hold the interpreter's lock
 MAX_GAP = 1.0  # seconds between two checks that count as silence: a process that was stopped could not listen
 SMOOTHING = 0.1  # weight of the newest interval between two finished sequences in their mean
 
 
-class State(StrEnum):
+class EngineState(StrEnum):
     LOADING = "loading"
     READY = "ready"
     DRAINING = "draining"
@@ -70,7 +70,7 @@ class EngineClient(asyncio.Protocol):
     """The client of one engine. /health reports `state`; the last heartbeat brought `stats`."""
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
-        self.state = State.LOADING
+        self.state = EngineState.LOADING
         self.stats = EngineStats()
         self.doing = "starting the engine"  # while it loads
         self.gpus = ""  # from `Ready`
@@ -83,7 +83,7 @@ class EngineClient(asyncio.Protocol):
         self.idle.set()
         self._config = config
         self._clock = clock
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._numbers = itertools.count()
         self._profiling: dict[str, asyncio.Future[str]] = {}  # pending starts and stops of the profiler, by id
         self._frames: Frames[FromEngine] = from_engine()
@@ -115,13 +115,13 @@ class EngineClient(asyncio.Protocol):
         id: str,
         salt: bytes = b"",
         priority: int = 0,
-    ) -> Stream:
+    ) -> RequestStream:
         """Send a request, params for each of its prompts.
 
         QueueFullError beyond max_queue, RequestError for a request that alone exceeds it, EngineDeadError where the
         engine is dead.
         """
-        if self.state is not State.READY:
+        if self.state is not EngineState.READY:
             raise EngineDeadError(f"the engine is {self.state}")
         num_sequences, limit = sum(one.n for one in params), self._config.serve.http.max_queue
         if num_sequences > limit:
@@ -129,7 +129,7 @@ class EngineClient(asyncio.Protocol):
         if self.num_waiting + num_sequences > limit:
             raise QueueFullError(self.num_waiting, self.retry_after())
         ids = [id if len(prompts) == 1 else f"{id}-{index}" for index in range(len(prompts))]
-        stream = Stream(ids, num_sequences)
+        stream = RequestStream(ids, num_sequences)
         self.idle.clear()
         for each, prompt, one in zip(ids, prompts, params, strict=True):
             assert each not in self._streams, f"{each} is taken"
@@ -144,7 +144,7 @@ class EngineClient(asyncio.Protocol):
         """Whole seconds until the queue should have room, at the recent rate of finished sequences."""
         return min(max(math.ceil(self._interval), 1), 60)
 
-    def abort(self, stream: Stream) -> None:
+    def abort(self, stream: RequestStream) -> None:
         """Abort a request; its blocks are freed within a step."""
         stream.stop_timer()
         for id in stream.prompt_index:
@@ -154,7 +154,7 @@ class EngineClient(asyncio.Protocol):
 
     async def profile(self, *, starts: bool) -> str:
         """Start or stop the profiler; return the path of the trace. RequestError where that fails."""
-        if self.state is not State.READY:
+        if self.state is not EngineState.READY:
             raise EngineDeadError(f"the engine is {self.state}")
         answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         id = f"profile-{next(self._numbers)}"
@@ -164,8 +164,8 @@ class EngineClient(asyncio.Protocol):
 
     def drain(self) -> None:
         """Accept no more requests."""
-        if self.state in (State.READY, State.LOADING):
-            self.state = State.DRAINING
+        if self.state in (EngineState.READY, EngineState.LOADING):
+            self.state = EngineState.DRAINING
 
     def close(self, reason: str) -> None:
         """Close the connection, which ends the engine and all running requests."""
@@ -193,7 +193,7 @@ class EngineClient(asyncio.Protocol):
             self._handle(message)
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.has_left = self.has_left or self.state is not State.DEAD
+        self.has_left = self.has_left or self.state is not EngineState.DEAD
         self._die("the engine's process has ended")
 
     def _handle(self, message: FromEngine) -> None:
@@ -214,8 +214,8 @@ class EngineClient(asyncio.Protocol):
             case Ready(gpus=gpus):
                 self.gpus = gpus
                 self.ready.set()
-                if self.state is State.LOADING:
-                    self.state = State.READY
+                if self.state is EngineState.LOADING:
+                    self.state = EngineState.READY
             case Failed():
                 self.error = message
                 self._die(message.error)
@@ -251,9 +251,9 @@ class EngineClient(asyncio.Protocol):
             stream.fail(error)
 
     def _die(self, reason: str) -> None:
-        if self.state is State.DEAD:
+        if self.state is EngineState.DEAD:
             return
-        self.state, self.reason = State.DEAD, reason
+        self.state, self.reason = EngineState.DEAD, reason
         for stream in set(self._streams.values()):
             stream.fail(EngineDeadError(reason))
         self._streams.clear()

@@ -18,7 +18,7 @@ from atom.errors import AtomError
 from atom.serve.engine.protocol import Output
 
 
-class Stream:
+class RequestStream:
     """The outputs of one request, which may have several prompts. One task reads it."""
 
     def __init__(self, ids: list[str], num_sequences: int) -> None:

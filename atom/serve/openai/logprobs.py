@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from atom.checkpoint import Tokenizer
+from atom.runtime.detokenizer import BROKEN
 from atom.runtime.types import Logprobs
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"
 BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte in SentencePiece vocabularies
 LOWEST = -9999.0  # JSON has no infinity
 

@@ -240,7 +240,7 @@ class ChatRequest(Generation):
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     chat_template_kwargs: TemplateKwargs | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="is told to a chat template that knows it, a hint to others"
+        None, description="goes to a chat template that reads it, a hint to others"
     )
     modalities: List[Literal["text"]] | None = Field(None, min_length=1, max_length=1)
     verbosity: Literal["low", "medium", "high"] | None = Field(None, description=HINT)

@@ -90,7 +90,7 @@ def test_attention_with_the_norm_rotation_and_write_before_it_is_attention_of_no
     torch.testing.assert_close(cache.flatten(0, 1)[slots], torch.stack((turned[1], v), dim=1))
 
 
-def test_attention_with_the_write_before_it_says_what_does_not_fit():
+def test_attention_with_the_write_before_it_is_refused_with_what_does_not_fit():
     q, k, cache = Type("fp32", ("T", 4, 6)), Type("fp32", ("T", 2, 6)), KV("0", Type("fp32", (2, 2, 6)), window=3)
     rest = [None] * 4 + [cache, BATCH]
     with pytest.raises(ValueError, match="a query sees all tokens, the cache keeps 3"):

@@ -216,9 +216,7 @@ def test_a_folder_that_takes_nothing_stops_no_run(built: Any, process: Build, tm
     assert (tmp_path / "cache").read_text() == "this is no folder"
 
 
-def test_what_is_wrong_is_printed_once_from_when_nobody_else_tells_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_warnings_are_printed_once_after_those_of_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     cache = Cache(tmp_path)
     binaries = BinaryCache(cache)
     for name in ("one", "two"):

@@ -223,7 +223,7 @@ def test_what_cannot_be_run_is_skipped_and_counted(error: type[Exception]):
 
 
 @pytest.mark.parametrize("error", [AssertionError, RuntimeError, MemoryError])
-def test_what_says_nothing_of_an_option_ends_the_search(error: type[Exception]):
+def test_an_error_that_is_not_an_option_s_own_ends_the_search(error: type[Exception]):
     with pytest.raises(error):
         search(START, [OTHER], Clock({START: 1.0}, error=error).prepare)
 

@@ -50,7 +50,7 @@ def test_max_tokens_that_no_engine_holds_are_refused(client: anthropic.Anthropic
         client.messages.create(**ASK | {"max_tokens": 10**50}, timeout=60)
 
 
-def test_an_answer_says_what_the_chat_route_says(client: anthropic.Anthropic, server: Server):
+def test_an_answer_is_that_of_the_chat_route(client: anthropic.Anthropic, server: Server):
     message = client.messages.create(**ASK, **QUIET, **GREEDY, system="Be brief.")
     messages = [{"role": "system", "content": "Be brief."}, *ASK["messages"]]
     same = {
@@ -177,7 +177,7 @@ def test_the_sdk_knows_what_went_wrong(
     assert str(error.request_id).startswith("req-")
 
 
-def test_a_prompt_too_long_is_told_as_anthropic_tells_it(client: anthropic.Anthropic):
+def test_a_prompt_too_long_is_refused_in_anthropics_words(client: anthropic.Anthropic):
     messages: Any = [{"role": "user", "content": "a" * 9000}]
     counted = client.messages.count_tokens(model="talker", messages=messages).input_tokens
     assert counted > 9000

@@ -139,7 +139,7 @@ def test_a_stream_has_anthropics_events_in_their_order(ask: Asker):
         (Said([CALL[:55]]), "end_turn", None),
     ],
 )
-def test_the_reason_of_the_end_is_told_in_anthropics_words(
+def test_the_reason_of_the_end_is_in_anthropics_words(
     said: Said, reason: str, stop: str | None, streams: bool, ask: Asker
 ):
     response, _ = ask(said, {**ASK, "tools": [TOOL], "stream": streams, "stop_sequences": ["."]})
@@ -147,7 +147,7 @@ def test_the_reason_of_the_end_is_told_in_anthropics_words(
     assert (told["stop_reason"], told["stop_sequence"]) == (reason, stop)
 
 
-def test_of_several_calls_the_first_is_told_where_one_is_asked_for(ask: Asker):
+def test_of_several_calls_the_first_is_returned_where_one_is_asked_for(ask: Asker):
     for choice, num_calls in (({"type": "auto", "disable_parallel_tool_use": True}, 1), ({"type": "auto"}, 2)):
         body = {**ASK, "tools": [TOOL], "tool_choice": choice}
         assert len(ask(Said([CALL, CALL]), body)[0].json()["content"]) == num_calls
@@ -155,7 +155,7 @@ def test_of_several_calls_the_first_is_told_where_one_is_asked_for(ask: Asker):
         assert [name for name, _ in events].count("content_block_start") == num_calls
 
 
-def test_cached_tokens_of_the_prompt_are_told_apart(ask: Asker):
+def test_cached_tokens_of_the_prompt_are_counted_apart(ask: Asker):
     """They are there with and without cache_control: what can be cached is."""
     block = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
     marked = {**ASK, "messages": [{"role": "user", "content": [block]}], "cache_control": {"type": "ephemeral"}}
@@ -303,7 +303,7 @@ def test_either_of_the_sdks_headers_opens_the_door(ask: Asker):
         assert ask(HI, ASK, keys=["right"], headers=headers)[0].status_code == 200
 
 
-def test_a_full_queue_and_a_server_that_ends_say_so(ask: Asker):
+def test_a_full_queue_and_a_server_that_ends_are_errors(ask: Asker):
     def fill(context: Context) -> None:
         context.client._num_waiting = 1
 

@@ -123,7 +123,7 @@ def marked(wrap: Callable[[dict[str, Any]], dict[str, Any]]) -> Row:
     return both(
         lambda server: essence(server, wrap({"cache_control": {"type": "ephemeral", "ttl": "5m"}})) and None,
         refuses(wrap({"cache_control": {"type": "persistent"}}), "cache_control.type"),
-        has_test("test_cached_tokens_of_the_prompt_are_told_apart", "test_messages_app.py"),
+        has_test("test_cached_tokens_of_the_prompt_are_counted_apart", "test_messages_app.py"),
     )
 
 
@@ -208,7 +208,7 @@ ROWS: dict[type[Body], dict[str, Row]] = {
             tools(TOOL) | {"tool_choice": {"type": "auto"}}, tools(TOOL) | {"tool_choice": {"type": "any"}}
         ),
         "disable_parallel_tool_use": has_test(
-            "test_of_several_calls_the_first_is_told_where_one_is_asked_for", "test_messages_app.py"
+            "test_of_several_calls_the_first_is_returned_where_one_is_asked_for", "test_messages_app.py"
         ),
     },
     schema.OneTool: {
@@ -237,7 +237,7 @@ ROWS: dict[type[Body], dict[str, Row]] = {
 
 
 @pytest.mark.parametrize("name", [f"{model.__name__}.{field}" for model, rows in ROWS.items() for field in rows])
-def test_a_field_does_what_it_says(name: str, server: Server):
+def test_a_field_has_its_effect(name: str, server: Server):
     model, field = name.split(".")
     ROWS[getattr(schema, model)][field](server)
 

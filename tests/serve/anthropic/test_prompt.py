@@ -63,7 +63,7 @@ def test_calls_thinking_and_results_stand_where_templates_look_for_them():
         ({"is_error": False}, "rain"),
     ],
 )
-def test_a_result_is_its_text_and_says_that_it_is_an_error(change: dict[str, Any], content: str):
+def test_a_result_is_its_text_with_a_mark_where_it_is_an_error(change: dict[str, Any], content: str):
     found, _ = convert(("assistant", [CALL]), ("user", [RESULT | change]))
     assert found[1]["content"] == content
 

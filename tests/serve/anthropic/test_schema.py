@@ -23,7 +23,7 @@ def user(*blocks: Any) -> dict[str, Any]:
     return LEAST | {"messages": [{"role": "user", "content": list(blocks)}]}
 
 
-def test_a_block_of_another_type_is_refused_by_name_and_nothing_else_is_said():
+def test_a_block_of_another_type_is_refused_by_name_in_one_error():
     image = {"type": "image", "source": {"type": "url", "url": "http://x"}}
     there_is = "there is: text, thinking, tool_use, tool_result"
     assert faults(user({"type": "text", "text": "a"}, image)) == [
@@ -75,7 +75,7 @@ def test_max_tokens_is_for_an_answer_and_not_for_counting():
     assert faults(LEAST, CountRequest) == [("max_tokens", "Extra inputs are not permitted")]
 
 
-def test_what_the_sdks_own_blocks_say_beside_their_content_is_taken():
+def test_what_the_sdks_own_blocks_have_beside_their_content_is_taken():
     assistant = [
         {"type": "thinking", "thinking": "Hm.", "signature": "abc"},
         {"type": "text", "text": "a", "citations": None},

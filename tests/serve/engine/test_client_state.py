@@ -10,7 +10,7 @@ from atom.config import load
 from atom.errors import AtomError, EngineDeadError, RequestError
 from atom.runtime.metrics import EngineStats
 from atom.sampling_params import SamplingParams
-from atom.serve.engine.client import EngineClient, QueueFullError, State
+from atom.serve.engine.client import EngineClient, EngineState, QueueFullError
 from atom.serve.engine.protocol import (
     Beat,
     Failed,
@@ -26,7 +26,7 @@ from atom.serve.engine.protocol import (
     encode,
     to_engine,
 )
-from atom.serve.engine.stream import Stream
+from atom.serve.engine.stream import RequestStream
 
 ONE = SamplingParams(max_tokens=4)
 CONFIG = load(["serve.http.max_queue=3", "serve.http.heartbeat_seconds=4"])
@@ -59,9 +59,9 @@ def run(body: Callable[[EngineClient, Engine, list[float]], Awaitable[None]]) ->
             await client.connect(ours)
             await asyncio.sleep(0.02)
             assert [type(message) for message in engine.heard()] == [Start]
-            assert client.state is State.LOADING
+            assert client.state is EngineState.LOADING
             await engine.tell(Ready(100, "2 x A GPU"))
-            assert (client.state, client.gpus) == (State.READY, "2 x A GPU")
+            assert (client.state, client.gpus) == (EngineState.READY, "2 x A GPU")
             await body(client, engine, now)
             client.close("the test is over")
 
@@ -80,11 +80,11 @@ def test_silence_is_death_and_a_heartbeat_is_life():
             if not seconds % 3:
                 await engine.tell(Beat(EngineStats(num_running=seconds)))
                 assert client.stats.num_running == seconds
-        assert client.state is State.READY
+        assert client.state is EngineState.READY
         for _ in range(5):
             now[0] += 1.0
             client.check()
-        assert client.state is State.DEAD and client.reason == "the engine was silent for 4 s"
+        assert client.state is EngineState.DEAD and client.reason == "the engine was silent for 4 s"
 
     run(body)
 
@@ -93,7 +93,7 @@ def test_time_in_which_this_process_did_not_listen_is_no_silence():
     async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
         now[0] = 3600.0  # it was stopped, or its machine slept
         client.check()
-        assert client.state is State.READY
+        assert client.state is EngineState.READY
 
     run(body)
 
@@ -133,7 +133,7 @@ def test_a_refusal_ends_all_prompts_of_its_request(told: str, kind: type[AtomErr
         with pytest.raises(kind, match=told or "could not prepare") as refused:
             await stream.next()
         assert type(refused.value) is kind
-        assert stream.is_done and client.idle.is_set() and client.state is State.READY
+        assert stream.is_done and client.idle.is_set() and client.state is EngineState.READY
 
     run(body)
 
@@ -141,7 +141,7 @@ def test_a_refusal_ends_all_prompts_of_its_request(told: str, kind: type[AtomErr
 @pytest.mark.parametrize("way", ["failed", "closed", "garbage", "ended"])
 def test_death_ends_every_stream_however_it_comes(way: str):
     async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
-        streams: list[Stream] = [client.submit([[1]], [ONE], id=f"r{place}") for place in range(2)]
+        streams: list[RequestStream] = [client.submit([[1]], [ONE], id=f"r{place}") for place in range(2)]
         readers = [asyncio.create_task(stream.next()) for stream in streams]
         await asyncio.sleep(0)
         if way == "failed":
@@ -155,7 +155,7 @@ def test_death_ends_every_stream_however_it_comes(way: str):
         for reader in readers:
             with pytest.raises(EngineDeadError, match="no memory" if way in ("failed", "closed") else "has ended"):
                 await asyncio.wait_for(reader, 2)
-        assert client.state is State.DEAD and client.dead.is_set() and client.idle.is_set()
+        assert client.state is EngineState.DEAD and client.dead.is_set() and client.idle.is_set()
         with pytest.raises(EngineDeadError):
             client.submit([[1]], [ONE], id="late")
 

@@ -78,7 +78,7 @@ def test_nothing_predicts_the_first_token_of_a_prompt(tokenizer: Tokenizer):
     ]
 
 
-def test_what_json_cannot_say_is_very_low(tokenizer: Tokenizer):
+def test_an_infinite_logprob_is_a_very_low_one_in_json(tokenizer: Tokenizer):
     told = chat_logprobs(tokenizer, [Logprobs(A, -math.inf, 9, [(B, 0.0)])], 1)
     assert told["content"][0]["logprob"] == -9999.0
     assert told["content"][0]["top_logprobs"] == [{"token": "b", "logprob": 0.0, "bytes": [98]}]

@@ -86,7 +86,7 @@ MANY = 100_000
         (ChatRequest, {"tools": [1] * MANY}),
     ],
 )
-def test_a_million_faults_are_told_as_a_few(model: type[pydantic.BaseModel], body: dict[str, Any]):
+def test_of_a_million_faults_a_few_are_reported(model: type[pydantic.BaseModel], body: dict[str, Any]):
     with pytest.raises(pydantic.ValidationError) as refused:
         model.model_validate(body)
     assert refused.value.error_count() < 10

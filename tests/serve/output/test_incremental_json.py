@@ -81,7 +81,7 @@ def test_what_json_refuses_is_none(text: str):
 
 
 @given(st.text(alphabet='{}[]",:\\ntruefals0123456789.eE+- u', max_size=12))
-def test_any_text_is_json_where_the_json_package_says_so(text: str):
+def test_any_text_is_json_where_it_is_for_the_json_package(text: str):
     try:
         strict_json(text)
         is_json = text == text.strip(" \n")
@@ -91,7 +91,7 @@ def test_any_text_is_json_where_the_json_package_says_so(text: str):
 
 
 @given(st.text())
-def test_a_json_string_says_what_json_says(text: str):
+def test_a_json_string_is_read_as_by_json(text: str):
     assert read(read_json_string, list(json.dumps(text)))[0] == text
     assert read(read_json_string, [json.dumps(text, ensure_ascii=False)])[0] == text
 

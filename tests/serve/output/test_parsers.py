@@ -27,7 +27,7 @@ def tool(name: str) -> Tool:
     return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": parameters}})
 
 
-def test_thinking_and_calls_are_told_from_talking(config: Config):
+def test_reasoning_and_calls_are_separated_from_content(config: Config):
     talk = Talk(config, [tool("f")], None)
     params = talk.constrain(SamplingParams())
     assert (params.visible_tokens, params.structured_outputs) == (["<tool_call>", "</tool_call>", *THINK], None)
@@ -69,7 +69,7 @@ def test_one_call_is_kept_where_no_more_are_wanted(config: Config):
     assert len(talk.read(told, "prompt").calls) == 1
 
 
-def test_what_cannot_be_is_said_by_field(config: Config):
+def test_what_cannot_be_is_refused_by_field(config: Config):
     plain = replace(config, model=replace(config.model, tool_calls=None))
     with pytest.raises(FieldError, match="names no format of tool calls") as refused:
         Talk(plain, [tool("f")], None)

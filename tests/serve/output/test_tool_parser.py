@@ -91,7 +91,7 @@ def read(tool_format: str | None, pieces: list[str], **options: Any) -> tuple[st
         ),
     ],
 )  # fmt: skip
-def test_calls_are_told_from_content(tool_format: str, text: str, content: str, calls: list[tuple[str, str]]):
+def test_calls_are_separated_from_content(tool_format: str, text: str, content: str, calls: list[tuple[str, str]]):
     for pieces in ([text], list(text), *([text[:cut], text[cut:]] for cut in range(len(text)))):
         assert read(tool_format, pieces) == (content, calls, len(calls))
         assert read(tool_format, pieces, is_streamed=False) == (content, calls, len(calls))

@@ -30,7 +30,7 @@ from atom.graph.recipes import held_bytes, leaves, narrow
 from atom.kernels import shuffle
 from atom.weights.evaluate import Loaded, split_recipe
 from atom.weights.rope import rope_freqs
-from atom.weights.sources import Random, Source, open_source
+from atom.weights.sources import RandomSource, WeightSource, open_source
 
 
 def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str] = ()) -> None:
@@ -106,10 +106,10 @@ def load(
 
 def load_dummy(recipes: Iterable[Recipe], seed: int, device: str = "cpu") -> dict[Recipe, Loaded]:
     """Make random weights, normal(0, 0.02), on the device, in place of stored ones."""
-    return make_all(list(recipes), Random(seed, device), device)
+    return make_all(list(recipes), RandomSource(seed, device), device)
 
 
-def make_all(recipes: Sequence[Recipe], source: Source, device: str) -> dict[Recipe, Loaded]:
+def make_all(recipes: Sequence[Recipe], source: WeightSource, device: str) -> dict[Recipe, Loaded]:
     """Make the tensors of recipes from a source. CapacityError where they do not fit."""
     with _within_memory(recipes, device):
         return dict(zip(recipes, source.map(lambda recipe: _make(recipe, source, device), recipes), strict=True))
@@ -134,7 +134,7 @@ def _some(names: list[str]) -> str:
 
 
 @torch.inference_mode()
-def _make(recipe: Recipe, source: Source, device: str) -> Loaded:
+def _make(recipe: Recipe, source: WeightSource, device: str) -> Loaded:
     """Make a recipe's tensor; the source fills it, maybe after the return."""
     if isinstance(recipe, RopeFreqs):
         return rope_freqs(recipe).to(device)
@@ -143,7 +143,7 @@ def _make(recipe: Recipe, source: Source, device: str) -> Loaded:
     return _fill(recipe, _empty(recipe.type, device), source)
 
 
-def _shuffled(recipe: Shuffle, source: Source, device: str) -> Loaded:
+def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
     """Make a tensor in a kernel's layout; experts one by one, so that not all of them are in memory twice."""
     part, is_whole = recipe.part, len(recipe.part.type.shape) == 2
     parts = [part] if is_whole else [narrow(part, at, at + 1) for at in range(int(part.type.shape[0]))]
@@ -156,7 +156,7 @@ def _shuffled(recipe: Shuffle, source: Source, device: str) -> Loaded:
     return made[0] if is_whole else made
 
 
-def _fill(recipe: Recipe, tensor: Tensor, source: Source) -> Tensor:
+def _fill(recipe: Recipe, tensor: Tensor, source: WeightSource) -> Tensor:
     for part, target in split_recipe(recipe, tensor):
         source.fill(part, target)
     return tensor

@@ -18,12 +18,12 @@ from torch import Tensor
 from atom.checkpoint import Checkpoint
 from atom.graph import Recipe
 from atom.weights.evaluate import Loaded, copy, view
-from atom.weights.stream import Stream
+from atom.weights.stream import StreamedSource
 
 NUM_READERS = 2  # threads that read and convert, on a CPU
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     def map(self, make: Callable[[Recipe], Loaded], recipes: Iterable[Recipe]) -> list[Loaded]:
         """Make each recipe's tensor; what `make` handed to `fill` is filled when this returns."""
 
@@ -34,14 +34,14 @@ class Source(Protocol):
         """Return when all targets of this thread are filled, for what is launched from now on."""
 
 
-def open_source(checkpoint: Checkpoint, device: str, advance: Callable[[int], None]) -> Source:
+def open_source(checkpoint: Checkpoint, device: str, advance: Callable[[int], None]) -> WeightSource:
     """The source of a checkpoint's weights for a device; `advance` gets the number of bytes done."""
     if device == "cpu":
-        return Mapped(checkpoint, advance)
-    return Stream(checkpoint, torch.device(device), advance)
+        return MappedSource(checkpoint, advance)
+    return StreamedSource(checkpoint, torch.device(device), advance)
 
 
-class Mapped:
+class MappedSource:
     """Copies from the mapped files."""
 
     def __init__(self, checkpoint: Checkpoint, advance: Callable[[int], None]) -> None:
@@ -59,7 +59,7 @@ class Mapped:
         pass
 
 
-class Random:
+class RandomSource:
     """Draws from normal(0, 0.02) on the device, in the order of the recipes."""
 
     def __init__(self, seed: int, device: str) -> None:

@@ -2,8 +2,8 @@
 
 Several readers read the files, not their maps, and reuse the buffers.
 
-    stream = Stream(checkpoint, device, task.advance)
-    tensors = stream.map(make, recipes)             # `make` calls stream.fill(part, target)
+    source = StreamedSource(checkpoint, device, task.advance)
+    tensors = source.map(make, recipes)             # `make` calls source.fill(part, target)
 
 A reader reads the bytes of a transfer into a pinned buffer and hands it to the caller. The caller copies it to the
 device: straight to its target where the file has just the bytes that are wanted, else to a temporary, where it is cut,
@@ -62,7 +62,7 @@ class Buffer(NamedTuple):
             self.copied.synchronize()
 
 
-class Stream:
+class StreamedSource:
     """A source of weights: fills targets from files, of which threads read the next parts meanwhile."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, advance: Callable[[int], None]) -> None:

@@ -115,7 +115,7 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> Path:
 def load_staged(
     recipes: Sequence[Recipe], checkpoint: Checkpoint, device: str = "cpu", advance: Callable[[int], object] = id
 ) -> dict[Recipe, Tensor]:
-    source = stream.Stream(checkpoint, torch.device(device), advance)
+    source = stream.StreamedSource(checkpoint, torch.device(device), advance)
     tensors = weights.make_all(recipes, source, device)
     assert {tensor.device.type for tensor in tensors.values()} <= {device}
     return {recipe: tensor.cpu() for recipe, tensor in tensors.items()}
@@ -189,7 +189,7 @@ def test_mxfp4_is_unpacked_on_the_way(tmp_path: Path, device: str):
 def test_a_kernels_layout_is_made_of_what_has_arrived(folder: Path, monkeypatch: pytest.MonkeyPatch):
     set_readers(monkeypatch, 3, 20)
     experts, whole = Shuffle(stored("experts", 3, 4, 6), "onednn"), Shuffle(stored("tall", 33, 3), "onednn")
-    source = stream.Stream(open_checkpoint(str(folder)), torch.device("cpu"), id)
+    source = stream.StreamedSource(open_checkpoint(str(folder)), torch.device("cpu"), id)
     tensors = weights.make_all([experts, whole], source, "cpu")
     assert_same_bits(tensors[whole].to_dense(), TALL)
     assert_same_bits(torch.stack([each.to_dense() for each in tensors[experts]]), EXPERTS)
@@ -302,7 +302,7 @@ def test_no_more_than_one_target_is_made_before_there_is_a_buffer_for_it(
     def advance(_: int) -> None:
         filled[0] += 1
 
-    source = stream.Stream(large, torch.device("cpu"), advance)
+    source = stream.StreamedSource(large, torch.device("cpu"), advance)
     source.map(make, [Slice(stored("large", 101, 101), row, row + 1) for row in range(101)])
     assert (made, filled) == ([101], [101])
     assert max(ahead) == 2 * stream.READER_BUFFERS
@@ -406,7 +406,7 @@ def test_an_error_of_the_caller_stops_the_readers(large: Checkpoint, step: str, 
 
     if step == "copy to the device":
         monkeypatch.setattr(stream, "_copy_to_device", fail)
-    source = stream.Stream(large, torch.device("cpu"), fail if step == "advance" else id)
+    source = stream.StreamedSource(large, torch.device("cpu"), fail if step == "advance" else id)
     with pytest.raises(RuntimeError, match="no more"):
         source.map(make, [Slice(stored("large", 101, 101), row, row + 1) for row in range(101)])
     num_reads = len(sizes)
@@ -521,7 +521,7 @@ def test_a_buffer_is_read_into_once_it_was_copied(tmp_path: Path, dtype: str, mo
     set_readers(monkeypatch, 2, 1 << 20)
     values = torch.randn(4096, 1024)  # 16 buffers full, of which there are four
     recipe, checkpoint = W("a", Type(dtype, (4096, 1024))), open_checkpoint(str(save(tmp_path, {"a": values})))
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(torch.cuda.StreamedSource()):
         torch.cuda._sleep(500_000_000)  # cycles, some 0.3 s, that each copy waits for
         tensors = weights.load([recipe], checkpoint, SILENT, "cuda")
     assert_same_bits(tensors[recipe].cpu(), values.to(TORCH_DTYPES[dtype]))

@@ -30,7 +30,8 @@ from atom.graph.recipes import held_bytes, leaves, narrow
 from atom.kernels import shuffle
 from atom.weights.evaluate import Loaded, split_recipe
 from atom.weights.rope import rope_freqs
-from atom.weights.sources import RandomSource, WeightSource, open_source
+from atom.weights.sources import MappedSource, RandomSource, WeightSource
+from atom.weights.stream import StreamedSource
 
 
 def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str] = ()) -> None:
@@ -101,7 +102,9 @@ def load(
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
-        return make_all(ordered, open_source(checkpoint, device, task.advance), device)
+        is_cpu, place = device == "cpu", torch.device(device)
+        source = MappedSource(checkpoint, task.advance) if is_cpu else StreamedSource(checkpoint, place, task.advance)
+        return make_all(ordered, source, device)
 
 
 def load_dummy(recipes: Iterable[Recipe], seed: int, device: str = "cpu") -> dict[Recipe, Loaded]:

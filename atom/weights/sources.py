@@ -1,16 +1,13 @@
-"""Sources of weights' values: files for a CPU or a GPU, random numbers.
+"""Sources of weights' values: mapped files, random numbers; `stream.py` has that for a GPU.
 
-    source = open_source(checkpoint, device, advance)
-    tensors = source.map(make, recipes)       # `make` allocates a recipe's tensor and calls source.fill(part, target)
-
-A CPU's threads copy from the mapped files, each a recipe of its own. For a GPU see `stream.py`.
+tensors = source.map(make, recipes)       # `make` allocates a recipe's tensor and calls source.fill(part, target)
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,31 +15,25 @@ from torch import Tensor
 from atom.checkpoint import Checkpoint
 from atom.graph import Recipe
 from atom.weights.evaluate import Loaded, copy, view
-from atom.weights.stream import StreamedSource
 
 NUM_READERS = 2  # threads that read and convert, on a CPU
 
 
-class WeightSource(Protocol):
+class WeightSource(ABC):
     def map(self, make: Callable[[Recipe], Loaded], recipes: Iterable[Recipe]) -> list[Loaded]:
         """Make each recipe's tensor; what `make` handed to `fill` is filled when this returns."""
+        return list(map(make, recipes))
 
+    @abstractmethod
     def fill(self, part: Recipe, target: Tensor) -> None:
         """Fill a target with a part of a recipe, see `split_recipe`, now or by the next `flush`."""
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027
         """Return when all targets of this thread are filled, for what is launched from now on."""
 
 
-def open_source(checkpoint: Checkpoint, device: str, advance: Callable[[int], None]) -> WeightSource:
-    """The source of a checkpoint's weights for a device; `advance` gets the number of bytes done."""
-    if device == "cpu":
-        return MappedSource(checkpoint, advance)
-    return StreamedSource(checkpoint, torch.device(device), advance)
-
-
-class MappedSource:
-    """Copies from the mapped files."""
+class MappedSource(WeightSource):
+    """Copies from the mapped files, in threads with a recipe each. advance: gets the number of bytes done"""
 
     def __init__(self, checkpoint: Checkpoint, advance: Callable[[int], None]) -> None:
         self._checkpoint, self._advance = checkpoint, advance
@@ -55,21 +46,12 @@ class MappedSource:
         copy(part, target, lambda plain: view(plain, self._checkpoint))
         self._advance(target.nbytes)
 
-    def flush(self) -> None:
-        pass
 
-
-class RandomSource:
+class RandomSource(WeightSource):
     """Draws from normal(0, 0.02) on the device, in the order of the recipes."""
 
     def __init__(self, seed: int, device: str) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def map(self, make: Callable[[Recipe], Loaded], recipes: Iterable[Recipe]) -> list[Loaded]:
-        return list(map(make, recipes))
-
     def fill(self, part: Recipe, target: Tensor) -> None:
         target.normal_(0.0, 0.02, generator=self._generator)
-
-    def flush(self) -> None:
-        pass

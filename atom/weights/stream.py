@@ -32,6 +32,7 @@ from atom.errors import CheckpointError
 from atom.graph import Recipe, Shift
 from atom.graph.recipes import leaves
 from atom.weights.evaluate import Loaded, copy, view
+from atom.weights.sources import WeightSource
 
 MAX_READERS = 8  # threads
 READER_BUFFERS = 2  # for each reader: one is read into while the other is copied
@@ -62,7 +63,7 @@ class Buffer(NamedTuple):
             self.copied.synchronize()
 
 
-class StreamedSource:
+class StreamedSource(WeightSource):
     """A source of weights: fills targets from files, of which threads read the next parts meanwhile."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, advance: Callable[[int], None]) -> None:
@@ -77,11 +78,8 @@ class StreamedSource:
 
     @torch.inference_mode()
     def map(self, make: Callable[[Recipe], Loaded], recipes: Iterable[Recipe]) -> list[Loaded]:
-        """Make each recipe's tensor; what `make` handed to `fill` is filled when this returns.
-
-        Other parts are read meanwhile, so that `make` may take its time. CheckpointError for a file that cannot be read
-        or ends too early.
-        """
+        """Other parts are read meanwhile, so that `make` may take its time. CheckpointError for a file that cannot be
+        read or ends too early."""
         for buffer in self._buffers:
             self._done.put((None, buffer))
         with self._files, ThreadPoolExecutor(self._num_readers) as pool:
@@ -104,12 +102,11 @@ class StreamedSource:
         return made
 
     def fill(self, part: Recipe, target: Tensor) -> None:
-        """Have a part of a recipe, see `split_recipe`, read to its target; waits where no buffer is free."""
+        """Have it read; waits where no buffer is free."""
         for transfer in self._cut_transfers(part, target):
             self._todo.put((transfer, self._take_buffer()))
 
     def flush(self) -> None:
-        """Wait until all is read, and its copies to the device are launched."""
         for buffer in [self._take_buffer() for _ in self._buffers]:
             self._done.put((None, buffer))
 

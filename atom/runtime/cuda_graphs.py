@@ -192,7 +192,7 @@ class Graphs:
         self._rehearse_mixed(shape)
         packed = torch.frombuffer(shape.pad(model.padding), dtype=torch.int32).to(model.device)
         graph, (hidden, logits) = self._capture(lambda: model.mix(shape, packed))
-        return _Captured(graph, packed, self._started(shape.split(packed)[3], logits, tuple(map(unowned, hidden))))
+        return _Captured(graph, packed, self._started(shape.split(packed).sampled, logits, tuple(map(unowned, hidden))))
 
     def _started(self, slots: Tensor, logits: Tensor, hidden: Hidden | None = None) -> Started:
         """The `Started` of a graph that has just been captured."""

@@ -99,13 +99,13 @@ class Model:
 
     def mix(self, shape: BatchShape, packed: Tensor) -> tuple[Hidden, Tensor | None]:
         """A step of this shape -> what its head takes, of each token; logits [R, V] where rows sample"""
-        slots, starts, ends, _, places, given, row_of = shape.split(packed)
-        inputs = self._inputs(shape.num_tokens, shape.num_rows, starts, shape.num_decodes)
-        self._step.mixed_inputs(slots, given, row_of, ends, self.state, self.tables, self.block_size, inputs)
+        rows = shape.split(packed)
+        inputs = self._inputs(shape.num_tokens, shape.num_rows, rows.starts, shape.num_decodes)
+        self._step.mixed_inputs(rows, self.state, self.tables, self.block_size, inputs)
         hidden = self.body(inputs._asdict())
         if not shape.num_samples:
             return hidden, None
-        return hidden, score(self.head, rows_of(hidden, places.long()))
+        return hidden, score(self.head, rows_of(hidden, rows.places.long()))
 
     def sample(self, slots: Tensor, logits: Tensor, kind: str, penalties: bool = False) -> Tensor:
         """slots: i32[R], logits [R, V] -> tokens i64[R], the newest of their slots from now on, and reported"""

@@ -4,7 +4,7 @@ So a plan names no token.
 
     extend_tables(tables, entries)                                      # blocks that were allocated to slots
     decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token
-    mixed_inputs(slots, given, row_of, ends, state, tables, …)          # and prompts, whose tokens the host gave
+    mixed_inputs(rows, state, tables, block_size, inputs)               # and prompts, whose tokens the host gave
 
 Shapes by letter as in `atom.kernels.step`; `atom.kernels.torch.prepare_inputs` says what each argument is.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.step import Inputs, State
+from atom.kernels.step import Inputs, Rows, State
 from atom.kernels.triton.jit import jit
 
 TOKENS = 128  # that a program makes inputs of
@@ -35,11 +35,10 @@ def decode_inputs(slots: Tensor, state: State, tables: Tensor, block_size: int, 
     )  # fmt: skip
 
 
-def mixed_inputs(slots: Tensor, given: Tensor, row_of: Tensor, ends: Tensor, state: State, tables: Tensor,
-                 block_size: int, inputs: Inputs) -> None:  # fmt: skip
-    num_kinds, num_rows, num_tokens = tables.shape[0], slots.shape[0], given.shape[0]
+def mixed_inputs(rows: Rows, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
+    num_kinds, num_rows, num_tokens = tables.shape[0], rows.slots.shape[0], rows.given.shape[0]
     _prepare[(num_rows + -(-num_tokens // TOKENS), num_kinds)](
-        slots, given, row_of, inputs.batch.starts, ends, state.tokens, state.lengths, tables, inputs.tokens,
+        rows.slots, rows.given, rows.row_of, rows.starts, rows.ends, state.tokens, state.lengths, tables, inputs.tokens,
         inputs.positions, inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0),
         inputs.tables.stride(0), num_rows, num_tokens, state.num_slots, tables.shape[2],
         BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,

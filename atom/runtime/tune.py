@@ -181,7 +181,7 @@ def compile_options(
 def _pool(model: Model, num_rows: int) -> dict[str, int]:
     """Blocks by cache kind that hold the context of so many rows, or take half of the free memory."""
     num_blocks = 1 + num_rows * -(-_length(model) // model.block_size)
-    if model.device.type == "cuda":
+    if not model.is_cpu:
         size = sum(cache[0].nbytes for cache in model.caches.values())
         num_blocks = max(2, min(num_blocks, torch.cuda.mem_get_info()[0] // 2 // size))
     return dict.fromkeys(model.kinds, num_blocks)

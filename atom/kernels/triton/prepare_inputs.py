@@ -27,21 +27,21 @@ def extend_tables(tables: Tensor, entries: Tensor) -> None:
 
 
 def decode_inputs(slots: Tensor, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
-    num_kinds, num_rows = tables.shape[0], slots.shape[0]
-    _prepare[(num_rows, num_kinds)](
-        slots, None, None, None, None, state.tokens, state.lengths, tables, inputs.tokens, inputs.positions,
-        inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0), inputs.tables.stride(0), num_rows, 0,
-        state.num_slots, tables.shape[2], BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
-    )  # fmt: skip
+    _launch(slots, None, state, tables, block_size, inputs)
 
 
 def mixed_inputs(rows: Rows, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
-    num_kinds, num_rows, num_tokens = tables.shape[0], rows.slots.shape[0], rows.given.shape[0]
+    _launch(rows.slots, rows, state, tables, block_size, inputs)
+
+
+def _launch(slots: Tensor, rows: Rows | None, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
+    """rows: None where all are decodes"""
+    given, row_of, starts, ends = (rows.given, rows.row_of, rows.starts, rows.ends) if rows else (None,) * 4
+    (num_kinds, _, width), num_rows, num_tokens = tables.shape, slots.shape[0], 0 if given is None else given.shape[0]
     _prepare[(num_rows + -(-num_tokens // TOKENS), num_kinds)](
-        rows.slots, rows.given, rows.row_of, rows.starts, rows.ends, state.tokens, state.lengths, tables, inputs.tokens,
-        inputs.positions, inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0),
-        inputs.tables.stride(0), num_rows, num_tokens, state.num_slots, tables.shape[2],
-        BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
+        slots, given, row_of, starts, ends, state.tokens, state.lengths, tables, inputs.tokens, inputs.positions,
+        inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0), inputs.tables.stride(0), num_rows,
+        num_tokens, state.num_slots, width, BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
     )  # fmt: skip
 
 

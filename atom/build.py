@@ -24,11 +24,14 @@ from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
 from atom.runtime.model import Model
 from atom.runtime.profiler import Profiler
+from atom.runtime.program import Bindings
 from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.tune import tune, use_measured
-from atom.runtime.types import CacheKind
+from atom.runtime.types import CacheKind, StepLimits
+from atom.runtime.vocabulary import Vocabulary
+from atom.weights.evaluate import Loaded
 
 
 @no_collection()
@@ -43,11 +46,11 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             check_weights(graph, checkpoint, config)
         tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
         tensors = load_weights(graph, checkpoint, config, progress)
-        stops = stop_ids(checkpoint, tokenizer)
+        vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
     serve = config.serve
     runner, num_blocks = open_runner(compiled, tensors, config, progress)
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
-    scheduler = Scheduler(cache, run_ahead=runner.run_ahead, **_limits(config))
+    scheduler = Scheduler(cache, limits_of(config), runner.run_ahead)
     print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
     if text := _describe_sampling(config):
         print(f"atom-run: {text}", file=sys.stderr)
@@ -55,9 +58,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
         runner,
         scheduler,
         StepBuilder(runner.capacity),
-        tokenizer=tokenizer,
-        stop_ids=stops,
-        vocab_size=config.model.vocab,
+        vocabulary,
         seed=config.seed,
         profiler=Profiler(serve.torch_profiler_dir, is_detailed=serve.profiler_more),
     )
@@ -104,9 +105,7 @@ def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:
         weights.check(graph, checkpoint.tensors, [*config.model.ignore, *mtp_patterns(config.model)])
 
 
-def load_weights(
-    graph: Graph, checkpoint: Checkpoint, config: Config, progress: Progress
-) -> dict[Recipe, weights.Loaded]:
+def load_weights(graph: Graph, checkpoint: Checkpoint, config: Config, progress: Progress) -> dict[Recipe, Loaded]:
     """Load the tensors of the graph's recipes, stored or random."""
     if config.load_dummy:
         return weights.load_dummy(graph.recipes(), config.seed, config.device)
@@ -124,44 +123,33 @@ def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None)
 
     left: bytes that a GPU has for them; None: serve.kv_cache_memory
     """
-    serve, limits = config.serve, _limits(config)
+    serve = config.serve
     room = "serve.kv_cache_memory has {has}: raise serve.kv_cache_memory to {needs}"
     if left is not None:
         room = f"serve.gpu_memory_utilization={serve.gpu_memory_utilization:g} leaves it {{has}}: raise that"
     return plan_memory(
         kinds,
         serve.block_size,
+        limits_of(config),
         memory_bytes=serve.kv_cache_memory if left is None else left,
         num_blocks=serve.num_kvcache_blocks,
-        max_model_len=limits["max_model_len"],
-        max_num_seqs=limits["max_num_seqs"],
-        max_num_batched_tokens=limits["max_num_batched_tokens"],
         room=room,
     )
 
 
 def open_runner(
-    compiled: Compiled, tensors: Mapping[Recipe, weights.Loaded], config: Config, progress: Progress
+    compiled: Compiled, tensors: Mapping[Recipe, Loaded], config: Config, progress: Progress
 ) -> tuple[Runner, dict[str, int]]:
     """Open the runner; with it the KV blocks. On a GPU its graphs are captured, and the pool takes the free memory."""
     serve, kinds, is_cpu = config.serve, cache_kinds(compiled.graph), config.device == "cpu"
-    limits = _limits(config)
     with nullcontext() if is_cpu else memory.no_memory_at_start(serve):
+        bindings = Bindings(tensors, compiled.code)
+        runner = Runner(Model(compiled.graph, bindings, serve.block_size, limits_of(config), device=config.device))
         num_blocks = plan_kv(kinds, config) if is_cpu else {kind.name: 2 for kind in kinds}  # to walk through steps
-        model = Model(
-            compiled.graph,
-            tensors,
-            num_blocks,
-            serve.block_size,
-            compiled.code,
-            device=config.device,
-            max_num_seqs=limits["max_num_seqs"],
-            max_model_len=limits["max_model_len"],
-        )
-        runner = Runner(model)
+        runner.bind(num_blocks)
         if is_cpu:
             return runner, num_blocks
-        use_parameters(runner, compiled.graph, config, progress)
+        use_parameters(runner.model, config, progress)
         sizes = memory.capture_sizes(serve) if compiled.level == 3 else []
         with progress.task("compiling kernels"):
             runner.graphs.compile(sizes, serve.max_num_batched_tokens)
@@ -173,25 +161,23 @@ def open_runner(
     return runner, num_blocks
 
 
-def use_parameters(runner: Runner, graph: Graph, config: Config, progress: Progress) -> None:
+def use_parameters(model: Model, config: Config, progress: Progress) -> None:
     """Use the parameters measured for linears on this GPU; tune=true first measures the missing ones."""
     assert config.cache is not None, "config.load resolves it"
-    cache, limits = Path(config.cache), _limits(config)
+    cache, tuner = Path(config.cache), find_tuner(config.device, model.device)
 
     def log(line: str) -> None:
         print(f"atom-run: {line}", file=sys.stderr)
 
-    tuner = find_tuner(config.device, runner.model.device)
     if tuner is not None:
-        use_measured(runner.model, tuner, cache, log)
+        use_measured(model, tuner, cache, log)
     if tuner is not None and config.tune:
-        max_rows = min(limits["max_num_seqs"], limits["max_num_batched_tokens"])
-        tune(runner.model, tuner, graph, cache, max_rows, progress, log)
+        tune(model, tuner, cache, progress, log)
 
 
 def _describe_pool(kinds: Sequence[CacheKind], num_blocks: dict[str, int], config: Config) -> str:
-    serve, limits = config.serve, _limits(config)
-    length, step = limits["max_model_len"], limits["max_num_batched_tokens"]
+    serve, limits = config.serve, limits_of(config)
+    length, step = limits.max_model_len, limits.max_num_batched_tokens
     num_tokens = (max(num_blocks.values()) - 1) * serve.block_size
     num_requests = min(
         (num_blocks[kind.name] - 1) // num_blocks_needed(kind, serve.block_size, length, min(step, length))
@@ -207,14 +193,10 @@ def _describe_sampling(config: Config) -> str:
     return f"sampling as the checkpoint says: {text}; sampling.defaults=none leaves it out" if text else ""
 
 
-def _limits(config: Config) -> dict[str, int]:
+def limits_of(config: Config) -> StepLimits:
     serve = config.serve
     assert serve.max_model_len is not None, "config.load resolves it"
-    return {
-        "max_model_len": serve.max_model_len,
-        "max_num_seqs": serve.max_num_seqs,
-        "max_num_batched_tokens": serve.max_num_batched_tokens,
-    }
+    return StepLimits(serve.max_num_seqs, serve.max_num_batched_tokens, serve.max_model_len)
 
 
 def cache_kinds(graph: Graph) -> list[CacheKind]:

@@ -57,7 +57,7 @@ class LLMEngine:
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The checkpoint's tokenizer, None without one: encode, decode, encode_chat with any value for its template."""
-        return self._engine.tokenizer
+        return self._engine.vocabulary.tokenizer
 
     def generate(
         self, prompts: List[Prompt], sampling_params: SamplingParams | List[SamplingParams] | None = None
@@ -121,7 +121,7 @@ class LLMEngine:
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """The token ids of a conversation in the checkpoint's chat template, up to where the answer begins."""
-        return self._engine.encode_chat(messages)
+        return self._engine.vocabulary.encode_chat(messages)
 
     def step(self) -> list[Sequence]:
         """Run one step; the sequences that ended. An error of all sequences is raised; the step can be run again."""

@@ -75,7 +75,7 @@ def all_threads() -> Iterator[None]:
 
 def test_logits_at_every_position(engine: LLMEngine, reference: Any):
     for prompt in PROMPTS:
-        tokens = engine._engine.tokenize(prompt)
+        tokens = engine._engine.vocabulary.tokenize(prompt)
         assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
 
 
@@ -96,7 +96,7 @@ def test_it_answers_a_question(engine: LLMEngine):
 @pytest.mark.parametrize("level", [1, 2])
 def test_bf16_is_as_near_to_float32_as_that_of_transformers(reference: Any, level: int):
     engine = LLMEngine(dtype="bf16", level=level, kv_cache_memory=1 << 28)
-    prompts = [engine._engine.tokenize(text) for text in PROMPTS + MORE_PROMPTS]
+    prompts = [engine._engine.vocabulary.tokenize(text) for text in PROMPTS + MORE_PROMPTS]
     exact = [tiny.logits(reference, tokens) for tokens in prompts]
     ours = [relative_error(logits_of(engine, tokens), logits) for tokens, logits in zip(prompts, exact, strict=True)]
     half = copy.deepcopy(reference).to(torch.bfloat16)
@@ -178,7 +178,7 @@ def moe_checkpoint(shallow: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def test_experts_that_are_all_its_mlp_give_the_same_tokens(moe_checkpoint: Path, shallow: Any, engine: LLMEngine):
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    prompts = [engine._engine.tokenize(text) for text in PROMPTS[:4]]
+    prompts = [engine._engine.vocabulary.tokenize(text) for text in PROMPTS[:4]]
     mixture = LLMEngine(model=str(moe_checkpoint), dtype="fp32", level=1, kv_cache_memory=1 << 28, max_model_len=1024)
     for prompt, answer in zip(prompts, mixture.generate(prompts, params), strict=True):
         tiny.assert_greedy(answer, prompt, shallow)

@@ -106,8 +106,8 @@ def sample_requests(args: argparse.Namespace, tokenizer: Tokenizer | None) -> li
     if args.dataset_name == "burstgpt":
         return datasets.sample_burstgpt(rng, form, args.num_prompts, path)
     if args.dataset_name == "sonnet":
-        lengths = {name: getattr(args, f"sonnet_{name}") for name in ("input_len", "output_len", "prefix_len")}
-        return datasets.sample_sonnet(rng, form, args.num_prompts, path, **lengths)
+        outputs, prefix_len = [args.sonnet_output_len] * args.num_prompts, args.sonnet_prefix_len
+        return datasets.sample_sonnet(rng, form, path, outputs, input_len=args.sonnet_input_len, prefix_len=prefix_len)
     try:
         conversations = read_sharegpt(path)
     except ValueError as error:

@@ -2,7 +2,7 @@
 
     rng = numpy.random.default_rng(0)
     sample_sharegpt(rng, form, 100, read_sharegpt(Path("ShareGPT.json")), output_len=None)
-    sample_sonnet(rng, form, 100, Path("sonnet.txt"), input_len=550, output_len=150, prefix_len=200)
+    sample_sonnet(rng, form, Path("sonnet.txt"), [150] * 100, input_len=550, prefix_len=200)
     sample_burstgpt(rng, form, 100, Path("BurstGPT.csv"))
     sample_sharegpt(rng, form, 100, read_hf("org/conversations", subset=None, split=None), output_len=None)
 
@@ -54,14 +54,13 @@ def sample_sharegpt(
 def sample_sonnet(
     rng: numpy.random.Generator,
     form: PromptForm,
-    num: int,
     path: Path,
+    outputs: Sequence[int],
     *,
     input_len: int,
-    output_len: int,
     prefix_len: int,
 ) -> list[SampleRequest]:
-    """Make prompts of a poem's lines, about input_len tokens; the first prefix_len are the same in all prompts."""
+    """Make a prompt of a poem's lines for each answer length, about input_len tokens of which prefix_len are shared."""
     lines = [line + "\n" for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not lines:
         raise UsageError(f"{path} has no lines")
@@ -76,7 +75,7 @@ def sample_sonnet(
     if num_shared > len(lines):
         raise UsageError(f"--sonnet-prefix-len {prefix_len}: {path} has only {sum(lengths)} tokens")
     requests = []
-    for _ in range(num):
+    for output_len in outputs:
         chosen = lines[:num_shared] + [lines[at] for at in rng.integers(0, len(lines), num_lines - num_shared)]
         text = SONNET_TASK + "".join(chosen)
         requests.append(SampleRequest(form.word(text), form.count(text), output_len))

@@ -14,10 +14,10 @@ It imports no torch, and transformers only for a tokenizer that nothing else can
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from atom.checkpoint.base import Checkpoint, StoredTensor
+from atom.checkpoint.base import NOTHING_STATED, Checkpoint, GGUFConfig, StoredTensor
 from atom.checkpoint.folder import FolderCheckpoint
 from atom.checkpoint.progress import SILENT, Progress, RichProgress, SilentProgress, WatchedProgress
 from atom.checkpoint.stacked import unstack
@@ -27,6 +27,7 @@ from atom.errors import CheckpointError
 __all__ = [
     "SILENT",
     "Checkpoint",
+    "GGUFConfig",
     "Progress",
     "RichProgress",
     "SilentProgress",
@@ -42,18 +43,16 @@ def open_checkpoint(
     location: str,
     *,
     revision: str | None = None,
-    interleaved: Mapping[str, int] = {},
-    split: Mapping[str, str] = {},
-    ignore_merges: Collection[str] = (),
+    gguf: GGUFConfig = NOTHING_STATED,
     stacked: Mapping[str, Sequence[str]] = {},
     weights: bool = True,
     progress: Progress = SILENT,
 ) -> Checkpoint:
     """Open a folder, a .gguf file or, where no such path exists, a hub id.
 
-    revision: of a hub id. interleaved, split, ignore_merges: facts that a GGUF file leaves out, see GGUFCheckpoint.
-    stacked: the parts of tensors that may be stored as one, see `unstack`. weights: False reads and downloads only the
-    description of the model. Raises CheckpointError, UnsupportedError.
+    revision: of a hub id. gguf: facts that a GGUF file leaves out. stacked: the parts of tensors that may be stored as
+    one, see `unstack`. weights: False reads and downloads only the description of the model. Raises CheckpointError,
+    UnsupportedError.
     """
     path = Path.home() / location[2:] if location.startswith("~/") else Path(location)
     try:
@@ -70,7 +69,7 @@ def open_checkpoint(
             raise CheckpointError(f"{location} is no .gguf file; name the folder of a safetensors checkpoint instead")
         from atom.checkpoint.gguf import GGUFCheckpoint
 
-        checkpoint = GGUFCheckpoint(path, interleaved=interleaved, split=split, ignore_merges=ignore_merges)
+        checkpoint = GGUFCheckpoint(path, gguf)
     else:
         from atom.checkpoint import hub
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +34,19 @@ ROPE_KEYS = (  # keys of config.json that move into rope_parameters
 class StoredTensor:
     dtype: str  # of the bytes that read() yields: bf16, fp16, fp32, i64, fp8_e4m3, ...
     shape: tuple[int, ...]
+
+
+@dataclass
+class GGUFConfig:
+    """Facts that GGUF files leave out; a field of a model file."""
+
+    architecture: str | None = None  # general.architecture of the files that this model reads
+    interleaved: dict[str, int] = field(default_factory=dict)  # projection -> heads stored with rotary rows in pairs
+    split: dict[str, str] = field(default_factory=dict)  # tokenizer.ggml.pre -> regular expression of its pre-tokenizer
+    ignore_merges: list[str] = field(default_factory=list)  # those that look words up whole, and begin texts with BOS
+
+
+NOTHING_STATED = GGUFConfig()
 
 
 class FileRange(NamedTuple):

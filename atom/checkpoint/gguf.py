@@ -2,7 +2,7 @@
 
 Its metadata become a config, its tensors have their hub names, and quantized ones are read as fp32.
 
-checkpoint = GGUFCheckpoint(Path("tiny.gguf"), interleaved={"q_proj": 9, "k_proj": 3}, split={"gpt-2": r"..."})
+checkpoint = GGUFCheckpoint(Path("tiny.gguf"), GGUFConfig(interleaved={"q_proj": 9, "k_proj": 3}))
 checkpoint.config["gguf_architecture"], checkpoint.config["hidden_size"]
 checkpoint.read("model.layers.0.mlp.up_proj.weight")
 """
@@ -10,14 +10,14 @@ checkpoint.read("model.layers.0.mlp.up_proj.weight")
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 
-from atom.checkpoint.base import Checkpoint, StoredTensor
+from atom.checkpoint.base import Checkpoint, GGUFConfig, StoredTensor
 from atom.checkpoint.gguf_reader import PLAIN, GGUFTensor, Type, dequantize, read_gguf
 from atom.checkpoint.gguf_tokenizer import build_tokenizer
 from atom.checkpoint.tokenizer import Tokenizer
@@ -63,21 +63,10 @@ FACTORS = "rope_freqs.weight"  # a divisor for each rotary frequency
 
 
 class GGUFCheckpoint(Checkpoint):
-    """interleaved: projection -> heads, where the file stores a head's rotary rows in pairs (0, D/2, 1, D/2+1, ...).
-
-    split, ignore_merges: facts of the tokenizer that the file leaves out, see gguf_tokenizer.py.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        interleaved: Mapping[str, int] = {},
-        split: Mapping[str, str] = {},
-        ignore_merges: Collection[str] = (),
-    ) -> None:
+    def __init__(self, path: Path, facts: GGUFConfig) -> None:
+        """facts: what the file leaves out; of its tokenizer, see gguf_tokenizer.py"""
         self.location = str(path)
-        self._split, self._ignore_merges = split, ignore_merges
+        self._facts = facts
         self._metadata, tensors = read_gguf(path)
         parts = whole_number(path, "split.count", self._metadata.get("split.count", 0))
         if parts > 1:
@@ -87,7 +76,7 @@ class GGUFCheckpoint(Checkpoint):
         self._stored = {hub_name(name): tensor for name, tensor in tensors.items()}
         if len(self._stored) != len(tensors):
             raise CheckpointError(f"{path} has two tensors of one name on the hub")
-        self._heads = {name: heads for name in self._stored if (heads := self._find_heads(name, interleaved))}
+        self._heads = {name: heads for name in self._stored if (heads := self._find_heads(name, facts.interleaved))}
         self.tensors = {
             name: StoredTensor(PLAIN.get(tensor.type, "fp32"), tensor.shape) for name, tensor in self._stored.items()
         }
@@ -124,7 +113,8 @@ class GGUFCheckpoint(Checkpoint):
         return dequantize(tensor._replace(data=blocks)).data.cast("B")
 
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
-        return build_tokenizer(self._metadata, self.location, split=self._split, ignore_merges=self._ignore_merges)
+        facts = self._facts
+        return build_tokenizer(self._metadata, self.location, split=facts.split, ignore_merges=facts.ignore_merges)
 
     def close(self) -> None:
         self._stored = {}  # the file stays mapped until the last view of it is gone

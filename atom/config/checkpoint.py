@@ -22,7 +22,7 @@ def open_for(config: Config, progress: Progress, *, weights: bool = True) -> Che
 
     weights: False reads only what describes the model.
     """
-    location, gguf, names = config.checkpoint, config.model.gguf, config.model.weights
+    location, names = config.checkpoint, config.model.weights
     stacked = {
         name: [names[role] + dot + part for role, dot, part in (each.partition(".") for each in parts)]
         for name, parts in config.model.stacked.items()
@@ -34,9 +34,7 @@ def open_for(config: Config, progress: Progress, *, weights: bool = True) -> Che
     return open_checkpoint(
         location,
         revision=config.revision,
-        interleaved=gguf.interleaved,
-        split=gguf.split,
-        ignore_merges=gguf.ignore_merges,
+        gguf=config.model.gguf,
         stacked=stacked,
         weights=weights and not config.load_dummy,
         progress=progress,

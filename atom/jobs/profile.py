@@ -45,7 +45,7 @@ def run(config: Config) -> int:
     pieces: list[PieceKernel] = []
     numbers: dict[str, int] = {}
     if config.device != "cpu":  # a GPU's kernels have names of their own
-        pieces = find_piece_kernels(graph)
+        pieces = find_piece_kernels(graph, config.device)
     elif isinstance(engine.runner, Runner):
         model = engine.runner.model
         for name, executable in model.executables.items():
@@ -146,8 +146,9 @@ class PieceKernel(NamedTuple):
         )
 
 
-def find_piece_kernels(graph: Graph) -> list[PieceKernel]:
+def find_piece_kernels(graph: Graph, device: str) -> list[PieceKernel]:
     """Find the kernels of a GPU text's pieces, nearly all of which are one kernel."""
+    compiler = find_piece_compiler(device)
     numbers: dict[str, int] = {}
     names: dict[str, list[str]] = {}
     kernels: dict[str, PieceKernel] = {}
@@ -155,7 +156,7 @@ def find_piece_kernels(graph: Graph) -> list[PieceKernel]:
         for piece in find_pieces(program):
             number = numbers.setdefault(piece.text, len(numbers))
             if piece.text not in names:
-                names[piece.text] = find_piece_compiler("cuda").kernel_names(piece.text)
+                names[piece.text] = compiler.kernel_names(piece.text)
             embeddings = [call for call in piece.calls if call.target is ops.embedding]
             tables = [call.args[call.target.weight].type for call in embeddings]  # a token reads one row
             weights = [weight.type for weight in piece.weights if weight.type not in tables]

@@ -149,7 +149,7 @@ def read_conversations(path: str) -> list[Conversation]:
 
 def choose_conversations(conversations: list[Conversation], config: Config, engine: Engine) -> list[WorkloadRequest]:
     """Choose prompts and answer lengths at random, without very short and very long ones; the same each time."""
-    job, tokenizer, limit = config.job, engine.tokenizer, config.serve.max_model_len
+    job, tokenizer, limit = config.job, engine.vocabulary.tokenizer, config.serve.max_model_len
     assert limit is not None, "config.load resolves it"
     if tokenizer is None:
         raise ConfigError("job.dataset_path needs a tokenizer, which the checkpoint has not; leave it out")
@@ -158,7 +158,7 @@ def choose_conversations(conversations: list[Conversation], config: Config, engi
     requests: list[WorkloadRequest] = []
     for prompt, answer in rng.sample(conversations, len(conversations)):
         messages = [{"role": "user", "content": prompt}]
-        tokens = engine.encode_chat(messages) if job.chat else tokenizer.encode(prompt)
+        tokens = engine.vocabulary.encode_chat(messages) if job.chat else tokenizer.encode(prompt)
         own = len(tokenizer.encode(answer, add_special_tokens=False)) if answer else NO_ANSWER_LEN
         output_len = own if lengths is None else rng.randint(*lengths)
         if len(tokens) + output_len <= limit and is_usable(len(tokens), output_len, is_own=lengths is None):

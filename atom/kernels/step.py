@@ -50,12 +50,27 @@ class State(Protocol):
     counts: Tensor
 
 
+class Rows(Protocol):
+    """The fields of `runtime.step_input.PackedRows` that inputs are made of, i32."""
+
+    @property
+    def slots(self) -> Tensor: ...
+    @property
+    def starts(self) -> Tensor: ...
+    @property
+    def ends(self) -> Tensor: ...
+    @property
+    def given(self) -> Tensor: ...
+    @property
+    def row_of(self) -> Tensor: ...
+
+
 class StepKernels(NamedTuple):
     """The step functions of one backend, from its modules `prepare_inputs` and `sampling`; see there."""
 
     extend_tables: Callable[[Tensor, Tensor], None]
     decode_inputs: Callable[[Tensor, State, Tensor, int, Inputs], None]
-    mixed_inputs: Callable[[Tensor, Tensor, Tensor, Tensor, State, Tensor, int, Inputs], None]
+    mixed_inputs: Callable[[Rows, State, Tensor, int, Inputs], None]
     sample: Callable[[Tensor, Tensor, State, str, Tensor, bool], None]
     score_drawn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 

@@ -22,7 +22,7 @@ def describe_machine(root: Path = Path("/")) -> str:
 
 def describe_gpus(root: Path) -> str:
     names = []
-    for path in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")):
+    for path in sorted((root / "proc/driver").glob("*/gpus/*/information")):
         names += [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("Model:")]
     for path in sorted((root / "sys/class/drm").glob("card[0-9]*/device/product_name")):
         names += [path.read_text().strip()]

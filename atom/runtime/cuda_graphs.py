@@ -112,7 +112,7 @@ class Graphs:
         largest = max([*sizes, min(model.state.num_slots, max_tokens)])
         # kernels of decodes differ by the power of two that holds the rows
         powers = {1 << power for power in range(largest.bit_length())}
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, compile_launches("cuda", pool):
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, compile_launches(model.device.type, pool):
             self._rehearse_mixed(BatchShape(min(max_tokens, LONG), 1, 1))  # the slowest to compile first: long prompts,
             self._sample_in_every_way()  # and sampling
             for shape in self._find_shapes():
@@ -192,7 +192,7 @@ class Graphs:
         self._rehearse_mixed(shape)
         packed = torch.frombuffer(shape.pad(model.padding), dtype=torch.int32).to(model.device)
         graph, (hidden, logits) = self._capture(lambda: model.mix(shape, packed))
-        return _Captured(graph, packed, self._started(shape.split(packed)[3], logits, tuple(map(unowned, hidden))))
+        return _Captured(graph, packed, self._started(shape.split(packed).sampled, logits, tuple(map(unowned, hidden))))
 
     def _started(self, slots: Tensor, logits: Tensor, hidden: Hidden | None = None) -> Started:
         """The `Started` of a graph that has just been captured."""

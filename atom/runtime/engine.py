@@ -1,6 +1,6 @@
 """The engine: schedule, execute, commit; requests in, text out.
 
-engine = Engine(runner, scheduler, builder, tokenizer=tokenizer, stop_ids=frozenset({2}), seed=0, vocab_size=49152)
+engine = Engine(runner, scheduler, builder, Vocabulary(49152, frozenset({2}), tokenizer), seed=0)
 request_id = engine.submit(engine.prepare([1, 2, 3], SamplingParams(max_tokens=8)))
 while engine.has_work:
     for sequence in engine.step():
@@ -16,13 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from copy import copy
-from numbers import Integral
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
-from atom.checkpoint import Tokenizer
 from atom.errors import RequestError
 from atom.runtime.bisect_failures import Part, describe, execute
 from atom.runtime.detokenizer import Detokenizer
@@ -34,30 +31,27 @@ from atom.runtime.scheduler import Scheduler, finish_reason
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import Runner
 from atom.runtime.types import Matcher, Plan, Sequence, StreamCallback
+from atom.runtime.vocabulary import Vocabulary
 from atom.sampling_params import SamplingParams
 
 
 class Engine:
-    """One thread steps, submits and aborts; `prepare`, `tokenize` and `stats` may be called from any."""
+    """One thread steps, submits and aborts; `prepare` and `stats` may be called from any."""
 
     def __init__(
         self,
         runner: Runner,
         scheduler: Scheduler,
         builder: StepBuilder,
+        vocabulary: Vocabulary,
         *,
-        tokenizer: Tokenizer | None,
-        stop_ids: frozenset[int],
-        vocab_size: int,
         seed: int,
         profiler: Profiler | None = None,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.builder = builder
-        self.tokenizer = tokenizer
-        self.stop_ids = stop_ids
-        self.vocab_size = vocab_size
+        self.vocabulary = vocabulary
         self.profiler = profiler or Profiler(None)
         self.metrics = EngineStats(scheduler.stats)
         self._streams: dict[str, Stream] = {}  # by sequence id
@@ -80,29 +74,6 @@ class Engine:
         """Sequences that are not admitted."""
         return self.scheduler.num_waiting
 
-    def tokenize(self, prompt: str | list[int]) -> list[int]:
-        """A prompt's token ids. RequestError where it is empty or has a token that the model does not have."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("the checkpoint has no tokenizer; give the prompt as a list of token ids")
-            prompt = self.tokenizer.encode(prompt)
-        if not isinstance(prompt, list | tuple):
-            raise RequestError(f"{prompt!r} is no prompt; a prompt is a string or a list of token ids")
-        if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < self.vocab_size:
-                raise RequestError(
-                    f"{token!r} in the prompt is no token id; they are numbers from 0 to {self.vocab_size - 1}"
-                )
-        return [int(token) for token in prompt]
-
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The token ids of a conversation in the chat template. RequestError where the checkpoint has none."""
-        if self.tokenizer is None:
-            raise RequestError("the checkpoint has no tokenizer; give prompts as lists of token ids, without job.chat")
-        return self.tokenizer.encode_chat(messages)
-
     def prepare(
         self,
         prompt: str | list[int],
@@ -116,12 +87,8 @@ class Engine:
 
         salt: requests of another salt share no cached prefix with this one. priority: lower is served earlier.
         """
-        tokens = self.tokenize(prompt)
-        if params.stop_strings and self.tokenizer is None:
-            raise RequestError("stop_strings needs a tokenizer, which the checkpoint has not; use stop_token_ids")
-        for token in (*(params.stop_token_ids or ()), *(params.logit_bias or ())):
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(f"{token} is no token id; they are numbers from 0 to {self.vocab_size - 1}")
+        tokens = self.vocabulary.tokenize(prompt)
+        self.vocabulary.check(params)
         matchers = self._compile_grammar(params)
         with self._lock:
             request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
@@ -137,7 +104,7 @@ class Engine:
                 request_id=request_id,
                 index=index,
                 parent=sequences[0] if sequences else None,
-                stop_ids=self.stop_ids,
+                stop_ids=self.vocabulary.stop_ids,
                 priority=priority,
                 matcher=matchers[index] if matchers else None,
             )
@@ -259,7 +226,8 @@ class Engine:
             self._moved.popleft().emit()
 
     def _detokenizer(self, sequence: Sequence) -> Detokenizer | None:
-        return None if self.tokenizer is None else Detokenizer(self.tokenizer, sequence.prompt, sequence.params)
+        tokenizer = self.vocabulary.tokenizer
+        return None if tokenizer is None else Detokenizer(tokenizer, sequence.prompt, sequence.params)
 
     def _compile_grammar(self, params: SamplingParams) -> list[Matcher]:
         """A matcher for each of the n sequences; none where the answer is not constrained."""
@@ -267,7 +235,7 @@ class Engine:
             return []
         with self._lock:
             if self._grammars is None:
-                self._grammars = GrammarCompiler(self.tokenizer, self.vocab_size, self.stop_ids)
+                self._grammars = GrammarCompiler(self.vocabulary)
         return [self._grammars.compile(params.structured_outputs) for _ in range(params.n)]
 
     def _take_token(self, sequence: Sequence) -> str | None:
@@ -278,7 +246,7 @@ class Engine:
             sequence.first_token_at = time.perf_counter()
         self.metrics.num_output_tokens += 1
         try:
-            reason = finish_reason(sequence, self.scheduler.max_model_len)
+            reason = finish_reason(sequence, self.scheduler.limits.max_model_len)
             if sequence.matcher is not None and sequence.matcher.push(sequence.output[-1]):
                 reason = "eos"
             return stream.push(reason)

@@ -1,6 +1,6 @@
 """Constrain answers to a grammar, regular expression or JSON schema, through `llguidance`.
 
-    compiler = GrammarCompiler(tokenizer, vocab_size=49152, stop_ids=frozenset({2}))
+    compiler = GrammarCompiler(Vocabulary(49152, frozenset({2}), tokenizer))
     matcher = compiler.compile({"regex": "[0-9]{3}"})     # of one sequence
     matcher.allowed(49152)                                # bool[V]: the tokens that may come next, never none
     matcher.push(token)                                   # True once the answer is complete
@@ -23,6 +23,7 @@ import numpy.typing as npt
 from atom.checkpoint import Tokenizer
 from atom.errors import RequestError, UnsupportedError
 from atom.runtime.detokenizer import BROKEN
+from atom.runtime.vocabulary import Vocabulary
 
 MAX_SCHEMA = 1 << 20  # bytes of a JSON schema, a grammar, or all choices
 MAX_REGEX = 1 << 16  # bytes
@@ -69,20 +70,21 @@ class GrammarMatcher:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer. UnsupportedError without llguidance, RequestError where it does not fit."""
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: frozenset[int]) -> None:
+    def __init__(self, vocabulary: Vocabulary) -> None:
         try:
             import llguidance
         except ImportError:
             raise UnsupportedError("structured_outputs needs llguidance: pip install 'atom-run[structured]'") from None
+        tokenizer = vocabulary.tokenizer
         text = None if tokenizer is None else tokenizer.to_json()
         if tokenizer is None or text is None:
             lack = "the checkpoint has none" if tokenizer is None else "this one is code of the checkpoint's own"
             raise RequestError(f"structured_outputs needs a tokenizer that can be read: {lack}")
-        if not stop_ids:
+        if not vocabulary.stop_ids:
             raise RequestError("structured_outputs needs a token that ends the answer, which the checkpoint has not")
-        size = max(vocab_size, tokenizer.vocab_size)
+        size = max(vocabulary.size, tokenizer.vocab_size)
         try:
-            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=size, eos_token=sorted(stop_ids))
+            self._tokenizer = llguidance.LLTokenizer(text, n_vocab=size, eos_token=sorted(vocabulary.stop_ids))
         except Exception as error:  # the Rust library raises ValueError, or what a panic of it becomes
             reason = _summarize(str(error))
             raise RequestError(

@@ -21,7 +21,7 @@ from collections.abc import Sequence as SequenceOf
 
 from atom.errors import CapacityError, ConfigError
 from atom.runtime.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache, pack
-from atom.runtime.types import CacheKind, Sequence
+from atom.runtime.types import CacheKind, Sequence, StepLimits
 
 
 def num_blocks_needed(kind: CacheKind, block_size: int, num_tokens: int, step: int = 1) -> int:
@@ -36,12 +36,10 @@ def num_blocks_needed(kind: CacheKind, block_size: int, num_tokens: int, step: i
 def plan_memory(
     kinds: SequenceOf[CacheKind],
     block_size: int,
+    limits: StepLimits,
     *,
     memory_bytes: int | None = None,
     num_blocks: int | None = None,
-    max_model_len: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
     room: str = "there are {has}",
 ) -> dict[str, int]:
     """Blocks of each pool by cache kind, block 0 included: of `memory_bytes` together, or `num_blocks` without it.
@@ -50,9 +48,10 @@ def plan_memory(
     Where they do not hold one sequence of `max_model_len`: CapacityError for `memory_bytes`, ConfigError for
     `num_blocks`; room: what to say of the memory.
     """
-    step_blocks = -(-max_num_batched_tokens // block_size)
+    max_model_len, max_step = limits.max_model_len, limits.max_num_batched_tokens
+    step_blocks = -(-max_step // block_size)
     useful = {
-        kind.name: max_num_seqs * num_blocks_needed(kind, block_size, max_model_len) + step_blocks
+        kind.name: limits.max_num_seqs * num_blocks_needed(kind, block_size, max_model_len) + step_blocks
         for kind in kinds
         if kind.window is not None
     }
@@ -61,7 +60,7 @@ def plan_memory(
         return {kind.name: 1 + min(count, useful.get(kind.name, count)) for kind in kinds}
 
     def alone(length: int) -> dict[str, int]:
-        step = min(length, max_num_batched_tokens)
+        step = min(length, max_step)
         return {kind.name: 1 + num_blocks_needed(kind, block_size, length, step) for kind in kinds}
 
     def size(blocks: Mapping[str, int]) -> int:

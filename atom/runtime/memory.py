@@ -101,5 +101,5 @@ def take_largest_step(model: Model, num_tokens: int, num_rows: int) -> None:
     top_logprobs(scored, torch.arange(len(scored), device=model.device), NUM_TOP)
     reports = top_logprobs(logits, torch.arange(num_rows, device=model.device), NUM_TOP)
     shaped = logits.to(torch.float32, copy=True)
-    model.sample(shape.split(packed)[3], shaped, SAMPLING_KINDS[-1], penalties=True)
+    model.sample(shape.split(packed).sampled, shaped, SAMPLING_KINDS[-1], penalties=True)
     del reports  # they are held while tokens are drawn

@@ -2,16 +2,16 @@
 
 It starts what a step needs there, and waits for nothing.
 
-model = Model(graph, weights, {"full": 1024}, 16, device="cuda", max_num_seqs=256, max_model_len=4096)
+model = Model(graph, Bindings(weights, code), 16, StepLimits(256, 8192, 4096), device="cuda")
+model.bind({"full": 1024})
 logits = model.decode(slots)                        # each row computes the newest token of its slot
 tokens = model.sample(slots, logits, "greedy")      # which are the newest ones from now on
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import numpy.typing as npt
@@ -19,47 +19,40 @@ import torch
 from torch import Tensor
 
 from atom.errors import naming_a_lack_of_memory
-from atom.graph import BODY, HEAD, KV, TORCH_DTYPES, Batch, Graph, Recipe, Type
-from atom.graph.ops import Op
+from atom.graph import BODY, HEAD, KV, TORCH_DTYPES, Batch, Graph, Type
 from atom.graph.shares import token_shares
 from atom.kernels import find_step_kernels
 from atom.kernels.step import Inputs
-from atom.pieces import PieceCode
-from atom.runtime.program import Executable, Hidden, rows_of, score
+from atom.runtime.program import Bindings, Executable, Hidden, Kernels, rows_of, score
 from atom.runtime.request_state import RequestState, send, zeros
 from atom.runtime.step_input import BatchShape
-
-Kernels = Mapping[tuple[Op, str], Callable[..., Any]]  # by op and backend
+from atom.runtime.types import StepLimits
 
 
 class Model:
     def __init__(
         self,
         graph: Graph,
-        weights: Mapping[Recipe, Any],
-        num_blocks: Mapping[str, int],
+        bindings: Bindings,
         block_size: int,
-        code: Mapping[str, PieceCode] = MappingProxyType({}),
+        limits: StepLimits,
         *,
         device: str,
-        max_num_seqs: int,
-        max_model_len: int,
         backend: str | None = None,
     ) -> None:
-        """num_blocks by cache kind; code by the text of a piece; backend: that prepares and samples a step"""
-        self.device, self.block_size = torch.device(device), block_size
+        """bindings: without caches, for which `bind` comes first. backend: that prepares and samples a step"""
+        self.graph, self.block_size, self.limits = graph, block_size, limits
+        self.device = torch.device(device)
         self.is_cpu = self.device.type == "cpu"
         self._step = find_step_kernels(self.device.type, backend)
-        self._graph, self._weights, self._code = graph, weights, code
-        self._kernels: Kernels = {}
+        self._bindings = bindings
         self.kinds = list(dict.fromkeys(cache.kind for cache in graph.caches()))
         logits = logits_type(graph)
         self.logits_dtype = TORCH_DTYPES[logits.dtype]
-        self.state = RequestState(max_num_seqs, int(logits.shape[-1]), device)
-        self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)  # of decodes
-        width = -(-max_model_len // block_size)
-        self.tables = torch.zeros(len(self.kinds), max_num_seqs + 1, width, dtype=torch.int32, device=device)
-        self.bind(num_blocks)
+        num_slots, width = limits.max_num_seqs, -(-limits.max_model_len // block_size)
+        self.state = RequestState(num_slots, int(logits.shape[-1]), device)
+        self._starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)  # of decodes
+        self.tables = torch.zeros(len(self.kinds), num_slots + 1, width, dtype=torch.int32, device=device)
 
     @property
     def padding(self) -> int:
@@ -68,22 +61,25 @@ class Model:
 
     @cached_property
     def flops_a_token(self) -> float:
-        shares = token_shares([self._graph.programs[BODY]])
+        shares = token_shares([self.graph.programs[BODY]])
         return 2 * float(sum(recipe.type.num_elements * share for recipe, share in shares.items()))
 
+    @property
+    def caches(self) -> Mapping[KV, Tensor]:
+        return self._bindings.caches
+
     def bind(self, num_blocks: Mapping[str, int]) -> None:
-        """Allocate another KV pool, empty."""
-        self.caches: dict[KV, Tensor] = {}
-        self.caches = {cache: self._allocate(cache, num_blocks[cache.kind]) for cache in self._graph.caches()}
-        self.use(self._kernels)
+        """Allocate another KV pool, empty, of so many blocks by cache kind."""
+        caches = {cache: self._allocate(cache, num_blocks[cache.kind]) for cache in self.graph.caches()}
+        self._bind(self._bindings._replace(caches=caches))
 
     def use(self, kernels: Kernels) -> None:
         """Run these in place of the kernels that the text names; captured graphs keep the old ones."""
-        self._kernels = kernels
-        self.executables = {
-            name: Executable(program, self._weights, self.caches, self._code, kernels)
-            for name, program in self._graph.programs.items()
-        }
+        self._bind(self._bindings._replace(kernels=kernels))
+
+    def _bind(self, bindings: Bindings) -> None:
+        self._bindings = bindings
+        self.executables = {name: Executable(program, bindings) for name, program in self.graph.programs.items()}
         self.body, self.head = self.executables[BODY], self.executables[HEAD]
 
     def send(self, array: bytearray | npt.NDArray[Any], dtype: torch.dtype = torch.int32) -> Tensor:
@@ -103,13 +99,13 @@ class Model:
 
     def mix(self, shape: BatchShape, packed: Tensor) -> tuple[Hidden, Tensor | None]:
         """A step of this shape -> what its head takes, of each token; logits [R, V] where rows sample"""
-        slots, starts, ends, _, places, given, row_of = shape.split(packed)
-        inputs = self._inputs(shape.num_tokens, shape.num_rows, starts, shape.num_decodes)
-        self._step.mixed_inputs(slots, given, row_of, ends, self.state, self.tables, self.block_size, inputs)
+        rows = shape.split(packed)
+        inputs = self._inputs(shape.num_tokens, shape.num_rows, rows.starts, shape.num_decodes)
+        self._step.mixed_inputs(rows, self.state, self.tables, self.block_size, inputs)
         hidden = self.body(inputs._asdict())
         if not shape.num_samples:
             return hidden, None
-        return hidden, score(self.head, rows_of(hidden, places.long()))
+        return hidden, score(self.head, rows_of(hidden, rows.places.long()))
 
     def sample(self, slots: Tensor, logits: Tensor, kind: str, penalties: bool = False) -> Tensor:
         """slots: i32[R], logits [R, V] -> tokens i64[R], the newest of their slots from now on, and reported"""

@@ -1,7 +1,7 @@
 """Execute a lowered program: kernels and compiled pieces, with weights and caches bound.
 
-body = Executable(graph.programs["body"], weights, caches, code)
-head = Executable(graph.programs["head"], weights, caches, code)
+bindings = Bindings(weights, code, caches)
+body, head = (Executable(graph.programs[name], bindings) for name in ("body", "head"))
 hidden = body({"tokens": …, "positions": …, "batch": …})
 logits = score(head, rows_of(hidden, slice(3)))
 """
@@ -22,6 +22,7 @@ from atom.graph.ops import Op
 from atom.kernels import LoadContext, find_kernel
 from atom.pieces import PieceCode, find_pieces
 
+Kernels = Mapping[tuple[Op, str], Callable[..., Any]]  # by op and backend
 Hidden = tuple[Tensor, ...]  # [T, …] each: the results of a body by token, and, of some tokens, the inputs of its head
 
 
@@ -36,6 +37,15 @@ def score(head: Executable, hidden: Hidden) -> Tensor:
     return logits  # type: ignore[no-any-return]
 
 
+class Bindings(NamedTuple):
+    """What the names in a program's text stand for."""
+
+    weights: Mapping[Recipe, Any]
+    code: Mapping[str, PieceCode] = MappingProxyType({})  # by the text of a piece; one without it runs call by call
+    caches: Mapping[KV, Tensor] = MappingProxyType({})
+    kernels: Kernels = MappingProxyType({})  # in place of those that the text names
+
+
 class _Step(NamedTuple):
     call: Callable[..., Any]
     args: tuple[int, ...]  # indices of the arguments
@@ -47,28 +57,18 @@ class _Step(NamedTuple):
 class Executable:
     """Runs a program's calls in order over a list of values: one for each input, constant and result."""
 
-    def __init__(
-        self,
-        program: Program,
-        weights: Mapping[Recipe, Any],
-        caches: Mapping[KV, Tensor],
-        code: Mapping[str, PieceCode] = MappingProxyType({}),
-        kernels: Mapping[tuple[Op, str], Callable[..., Any]] = MappingProxyType({}),
-    ) -> None:
-        """code: of the program's pieces, by their text; a piece without one runs call by call.
-        kernels: callables in place of those that the text names, by op and backend
-        """
+    def __init__(self, program: Program, bindings: Bindings) -> None:
         self.inputs = {node.name: at for at, node in enumerate(program.inputs)}
         self._start: list[Any] = [None] * len(self.inputs)
         indices: dict[Node, int] = {node: self.inputs[node.name] for node in program.inputs}
-        loaded, context = dict(kernels), LoadContext()  # one for all calls
+        loaded, context = dict(bindings.kernels), LoadContext()  # one for all calls
 
         def index_of(arg: Any) -> int:
             if isinstance(arg, Node):
                 return indices[arg]
             if isinstance(arg, KV):
-                arg = PagedCache(caches[arg], arg.kind)
-            self._start.append(weights[arg] if isinstance(arg, Recipe) else arg)
+                arg = PagedCache(bindings.caches[arg], arg.kind)
+            self._start.append(bindings.weights[arg] if isinstance(arg, Recipe) else arg)
             return len(self._start) - 1
 
         def result_indices(results: Sequence[Node]) -> tuple[int, ...]:
@@ -77,14 +77,14 @@ class Executable:
                 self._start.append(None)
             return tuple(indices[result] for result in results)
 
-        pieces = {piece.calls[0]: piece for piece in find_pieces(program) if piece.text in code}
+        pieces = {piece.calls[0]: piece for piece in find_pieces(program) if piece.text in bindings.code}
         inside = {call for piece in pieces.values() for call in piece.calls}
         steps: list[_Step] = []
         for node in program.nodes:
             if node in pieces:
                 piece = pieces[node]
                 args = tuple(index_of(arg) for arg in (*piece.inputs, *piece.weights))
-                steps.append(_Step(code[piece.text], args, result_indices(piece.results), False))
+                steps.append(_Step(bindings.code[piece.text], args, result_indices(piece.results), False))
             elif node not in inside:
                 assert isinstance(node.target, Op)
                 key = node.target, node.meta.get("kernel", "reference")

@@ -92,7 +92,7 @@ class Runner:
         if step.is_decode:
             return Started(packed, self.model.decode(packed))
         hidden, logits = self.model.mix(step.shape, packed)
-        return Started(step.shape.split(packed)[3], logits, hidden)
+        return Started(step.shape.split(packed).sampled, logits, hidden)
 
     def _score_prompt(self, hidden: Hidden, prompt: Scored) -> list[_Report]:
         """Compute log probabilities of a prompt's tokens. hidden: of all tokens of the step"""

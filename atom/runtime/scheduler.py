@@ -2,7 +2,7 @@
 
 It is policy alone, without a device and without tensors.
 
-    scheduler = Scheduler(cache, max_num_seqs=64, max_num_batched_tokens=8192, max_model_len=4096)
+    scheduler = Scheduler(cache, StepLimits(64, 8192, 4096))
     scheduler.add(sequence)
     while scheduler.has_work:
         plan = scheduler.schedule()
@@ -25,7 +25,7 @@ from operator import attrgetter
 from atom.errors import RequestError
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.metrics import SchedulerStats
-from atom.runtime.types import Plan, Sampled, ScheduledRequest, Sequence
+from atom.runtime.types import Plan, Sampled, ScheduledRequest, Sequence, StepLimits
 
 
 def finish_reason(sequence: Sequence, max_model_len: int) -> str | None:
@@ -52,20 +52,10 @@ class Scheduler:
     does not fit alone: so every sequence ends.
     """
 
-    def __init__(
-        self,
-        cache: KVCache,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_model_len: int,
-        run_ahead: int = 0,
-    ) -> None:
-        assert max_num_seqs > 0 and max_num_batched_tokens > 0, "a step needs room for a sequence and a token"
-        self.cache = cache
-        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)  # each decode gets its token in each step
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_model_len = max_model_len
+    def __init__(self, cache: KVCache, limits: StepLimits, run_ahead: int = 0) -> None:
+        assert limits.max_decodes > 0, "a step needs room for a sequence and a token"
+        self.cache, self.limits = cache, limits
+        self.max_num_seqs = limits.max_decodes
         self.stats = SchedulerStats()
         self.sequences: dict[str, Sequence] = {}  # all that wait or run, by id
         self.waiting: list[Sequence] = []  # by priority
@@ -95,12 +85,12 @@ class Scheduler:
             raise RequestError(f"the id {sequence.id} is in use, choose another")
         if not num_prompt:
             raise RequestError("the prompt is empty, give at least one token")
-        if num_prompt >= self.max_model_len:
+        if num_prompt >= self.limits.max_model_len:
             raise RequestError(
                 f"a prompt of {num_prompt} tokens leaves no room for an answer in max_model_len="
-                f"{self.max_model_len}, shorten it or raise max_model_len"
+                f"{self.limits.max_model_len}, shorten it or raise max_model_len"
             )
-        num_tokens = min(num_prompt + sequence.params.max_tokens, self.max_model_len)
+        num_tokens = min(num_prompt + sequence.params.max_tokens, self.limits.max_model_len)
         if not self.cache.can_ever_fit(num_tokens - 1):  # the KV of the last token is never computed
             raise RequestError(
                 f"prompt and max_tokens are {num_tokens} tokens, more than the whole KV cache holds, "
@@ -133,7 +123,7 @@ class Scheduler:
         decodes.sort(key=_priority)
         prompts.sort(key=_priority)
         planned: dict[Sequence, int] = {}
-        budget = self.max_num_batched_tokens
+        budget = self.limits.max_num_batched_tokens
         for sequence in decodes + prompts:
             if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
                 continue
@@ -263,7 +253,8 @@ class Scheduler:
         if sequence in self._in_flight:
             num_output = len(sequence.output) + sequence.num_pending
             is_last = (
-                num_output >= sequence.params.max_tokens or len(sequence.prompt) + num_output >= self.max_model_len
+                num_output >= sequence.params.max_tokens
+                or len(sequence.prompt) + num_output >= self.limits.max_model_len
             )
             if not self._run_ahead or sequence.needs_host or is_last:
                 return 0

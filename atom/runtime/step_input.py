@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -23,6 +23,18 @@ from atom.sampling_params import SamplingParams
 
 NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than the steps that may be in flight
 ADMISSION = struct.Struct("=qqQq6d")  # slot, tokens known, seed, top_k and the other numbers of `pack_admission`
+
+
+class PackedRows(NamedTuple):
+    """The rows and tokens of a step with prompts: arrays or tensors i32."""
+
+    slots: Any  # [S]
+    starts: Any  # [S + 1], of its rows among the tokens
+    ends: Any  # [S]: positions known after the step, or 0 where the slot has the length
+    sampled: Any  # [R]: slots of the rows that sample
+    places: Any  # [R]: theirs among the tokens
+    given: Any  # [T]: tokens, or -1 where the slot has it
+    row_of: Any  # [T]
 
 
 class BatchShape(msgspec.Struct, frozen=True):
@@ -44,19 +56,18 @@ class BatchShape(msgspec.Struct, frozen=True):
             and other.num_samples <= self.num_samples
         )
 
-    def split(self, packed: Any) -> tuple[Any, ...]:
-        """An array or a tensor i32 -> slots [S], starts [S + 1], ends [S] (0 where the device knows it), slots of the
-        rows that sample [R], their places among the tokens [R], tokens given [T] (-1 as ends), row of each token [T]"""
+    def split(self, packed: Any) -> PackedRows:
+        """The parts of an array or a tensor i32, in their order."""
         rows, samples, tokens = self.num_rows, self.num_samples, self.num_tokens
         bounds = accumulate((rows, rows + 1, rows, samples, samples, tokens, tokens), initial=0)
-        return tuple(packed[start:stop] for start, stop in pairwise(bounds))
+        return PackedRows(*(packed[start:stop] for start, stop in pairwise(bounds)))
 
     def pad(self, slot: int) -> bytearray:
         """A batch of padding alone, i32 as in `split`. slot: that of padding."""
         packed = bytearray(4 * (3 * self.num_rows + 1 + 2 * self.num_samples + 2 * self.num_tokens))
-        slots, starts, _, sampled, _, _, row_of = self.split(np.frombuffer(packed, np.int32))
-        slots[:] = sampled[:] = slot
-        for each in (starts, row_of):
+        rows = self.split(np.frombuffer(packed, np.int32))
+        rows.slots[:] = rows.sampled[:] = slot
+        for each in (rows.starts, rows.row_of):
             each[:] = np.minimum(np.arange(len(each)), self.num_decodes)
         return packed
 

@@ -3,8 +3,8 @@
 The fastest parameters of each are kept.
 
     tuner = find_tuner("cuda", model.device)
-    use_measured(model, tuner, Path(cache), log)                   # what was found on this machine before
-    tune(model, tuner, graph, Path(cache), 256, progress, log)     # what nobody has measured
+    use_measured(model, tuner, Path(cache), log)       # what was found on this machine before
+    tune(model, tuner, Path(cache), progress, log)     # what nobody has measured
 
 For each number of rows that has parameters of its own, as many slots are filled with CONTEXT tokens, and the captured
 step is timed with one product's candidates after the other, while the other products keep the best known so far. What
@@ -28,7 +28,6 @@ from torch import Tensor
 from atom.cache.files import Unfit, reason_of
 from atom.checkpoint import Progress
 from atom.errors import CapacityError, is_out_of_memory
-from atom.graph import Graph
 from atom.kernels import Tuner, tuned
 from atom.runtime.model import Model
 from atom.runtime.step_input import pack_admission
@@ -47,16 +46,13 @@ def use_measured(model: Model, tuner: Tuner, cache: Path, log: Log) -> None:
 
 
 @torch.inference_mode()
-def tune(
-    model: Model, tuner: Tuner, graph: Graph, cache: Path, max_rows: int, progress: Progress, log: Log,
-    capture: Capture | None = None,
-) -> None:  # fmt: skip
+def tune(model: Model, tuner: Tuner, cache: Path, progress: Progress, log: Log, capture: Capture | None = None) -> None:
     """Measure parameters that are not known for this GPU, keep and use them.
 
-    max_rows: decodes in a step. What is found for a product is kept before the next one is tried. The model's slots,
-    tables and KV are used, and are empty again afterwards. CapacityError where memory does not suffice for the steps.
+    What is found for a product is kept before the next one is tried. The model's slots, tables and KV are used, and are
+    empty again afterwards. CapacityError where memory does not suffice for the steps.
     """
-    products = tuner.products(graph)
+    products, max_rows = tuner.products(model.graph), model.limits.max_decodes
     known = tuned.read(tuner.gpu, cache)[tuner.table]
     buckets = [size for before, size in zip((0, *tuned.BUCKETS), tuned.BUCKETS, strict=False) if before < max_rows]
     unknown = {size: [each for each in products if tuner.key(size, each) not in known] for size in buckets}
@@ -185,7 +181,7 @@ def compile_options(
 def _pool(model: Model, num_rows: int) -> dict[str, int]:
     """Blocks by cache kind that hold the context of so many rows, or take half of the free memory."""
     num_blocks = 1 + num_rows * -(-_length(model) // model.block_size)
-    if model.device.type == "cuda":
+    if not model.is_cpu:
         size = sum(cache[0].nbytes for cache in model.caches.values())
         num_blocks = max(2, min(num_blocks, torch.cuda.mem_get_info()[0] // 2 // size))
     return dict.fromkeys(model.kinds, num_blocks)

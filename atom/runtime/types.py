@@ -31,6 +31,20 @@ class CacheKind:
 
 
 @dataclass(frozen=True)
+class StepLimits:
+    """The most that a step and a sequence may hold."""
+
+    max_num_seqs: int  # of a step
+    max_num_batched_tokens: int  # of a step
+    max_model_len: int  # tokens of a sequence
+
+    @property
+    def max_decodes(self) -> int:
+        """Of a step, since each decode gets its token in each step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+@dataclass(frozen=True)
 class Logprobs:
     """One position: the chosen token's log probability and those of the most likely tokens, best first."""
 

@@ -21,7 +21,7 @@ from atom.serve.context import Context
 from atom.serve.errors import FieldError, shown
 from atom.serve.openai.schema import ChatMessage, Tool, find_fault
 
-OWN_ID = re.compile(r"(call|toolu)_[0-9a-f]{16,}")  # `ids.new_id` and `output_parser.new_call_id`
+OWN_ID = re.compile(r"(call|toolu)_[0-9a-f]{16,}")  # `ids.new_id` and `tool_parser.new_call_id`
 # template variables that a client may set: none that names files, other templates or the prompt itself
 TEMPLATE_KWARGS = (
     "enable_thinking",

@@ -6,19 +6,17 @@ Only here are weights read, joined and made.
     weights = load(graph.recipes(), checkpoint, progress)             # {recipe: tensor}; equal recipes are one tensor
     weights = load(graph.recipes(), checkpoint, progress, "cuda")     # the same on a GPU, num_bytes(graph) in all
 
-Tensors are streamed: the bytes that a recipe needs are read from the mapped file, or for a GPU from the file itself
-(`stream.py`), converted to the dtype that the graph computes in, and copied to their target.
+Tensors are streamed: a source (`sources.py`) reads the bytes that a recipe needs, converts them to the dtype that the
+graph computes in, and copies them to their target. Every device takes this one way, and random weights do too.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,17 +24,14 @@ from torch import Tensor
 from atom.checkpoint import Checkpoint, Progress, StoredTensor
 from atom.config import ModelConfig
 from atom.errors import CheckpointError, UnsupportedError, naming_a_lack_of_memory
-from atom.graph import TORCH_DTYPES, Graph, Recipe, RopeFreqs, Shuffle
+from atom.graph import TORCH_DTYPES, Graph, Recipe, RopeFreqs, Shuffle, Type
 from atom.graph.parts import stored_tensors
 from atom.graph.recipes import held_bytes, leaves, narrow
 from atom.kernels import shuffle
-from atom.weights import stream
-from atom.weights.evaluate import copy, split_recipe, view
+from atom.weights.evaluate import Loaded, split_recipe
 from atom.weights.rope import rope_freqs
-
-Loaded = Tensor | list[Tensor]  # a list: one tensor per expert, each in a kernel's own layout
-
-NUM_READERS = 2  # threads that read and convert, on a CPU
+from atom.weights.sources import MappedSource, RandomSource, WeightSource
+from atom.weights.stream import StreamedSource
 
 
 def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str] = ()) -> None:
@@ -107,57 +102,32 @@ def load(
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
-        if device != "cpu":
-            with _within_memory(ordered, device):
-                return _load_staged(ordered, checkpoint, device, task.advance)
-
-        def fill(part: Recipe, target: Tensor) -> None:
-            copy(part, target, lambda plain: view(plain, checkpoint))
-            task.advance(target.nbytes)
-
-        with ThreadPoolExecutor(NUM_READERS) as readers:
-            return dict(zip(ordered, readers.map(lambda recipe: _make(recipe, fill), ordered), strict=True))
+        is_cpu, place = device == "cpu", torch.device(device)
+        source = MappedSource(checkpoint, task.advance) if is_cpu else StreamedSource(checkpoint, place, task.advance)
+        return make_all(ordered, source, device)
 
 
 def load_dummy(recipes: Iterable[Recipe], seed: int, device: str = "cpu") -> dict[Recipe, Loaded]:
     """Make random weights, normal(0, 0.02), on the device, in place of stored ones."""
-    ordered = list(recipes)
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def fill(_: Recipe, target: Tensor) -> None:
-        target.normal_(0.0, 0.02, generator=generator)
-
-    with _within_memory(ordered, device):
-        return {recipe: _make(recipe, fill, device) for recipe in ordered}
+    return make_all(list(recipes), RandomSource(seed, device), device)
 
 
-def _load_staged(
-    recipes: Iterable[Recipe], checkpoint: Checkpoint, device: str, advance: Callable[[int], None]
-) -> dict[Recipe, Loaded]:
-    """`load` through staging buffers; each tensor is allocated when the readers come to it."""
-    loaded: dict[Recipe, Loaded] = {}
-
-    def parts() -> Iterator[tuple[Recipe, Tensor]]:
-        for recipe in recipes:
-            assert not isinstance(recipe, Shuffle), f"{recipe.layout} is a layout of a CPU's kernel"
-            if isinstance(recipe, RopeFreqs):
-                loaded[recipe] = rope_freqs(recipe).to(device)
-            else:
-                tensor = loaded[recipe] = _empty(recipe, device)
-                yield from split_recipe(recipe, tensor)
-
-    stream.fill(parts(), checkpoint, torch.device(device), advance)
-    return loaded
+def make_all(recipes: Sequence[Recipe], source: WeightSource, device: str) -> dict[Recipe, Loaded]:
+    """Make the tensors of recipes from a source. CapacityError where they do not fit."""
+    with _within_memory(recipes, device):
+        return dict(zip(recipes, source.map(lambda recipe: _make(recipe, source, device), recipes), strict=True))
 
 
 @contextmanager
 def _within_memory(recipes: Iterable[Recipe], device: str) -> Iterator[None]:
     """Raise a CapacityError with the sizes where the device runs out of memory."""
-    free, total = (0, 0) if device == "cpu" else torch.cuda.mem_get_info(device)
+    has = "the system has less"
+    if device != "cpu":
+        free, total = torch.cuda.mem_get_info(device)
+        has = f"device={device} had {free} free of {total}"
     size = sum(map(held_bytes, recipes))
     with naming_a_lack_of_memory(
-        f"the weights take {size} bytes, device={device} had {free} free of {total}: end what else uses it, or set "
-        "checkpoint= to a smaller model"
+        f"the weights take {size} bytes, {has}: end what else uses it, or set checkpoint= to a smaller model"
     ):
         yield
 
@@ -167,33 +137,33 @@ def _some(names: list[str]) -> str:
 
 
 @torch.inference_mode()
-def _make(recipe: Recipe, fill: Callable[[Recipe, Tensor], Any], device: str = "cpu") -> Loaded:
-    """Make a recipe's tensor; `fill` writes each part to its target."""
+def _make(recipe: Recipe, source: WeightSource, device: str) -> Loaded:
+    """Make a recipe's tensor; the source fills it, maybe after the return."""
     if isinstance(recipe, RopeFreqs):
         return rope_freqs(recipe).to(device)
     if isinstance(recipe, Shuffle):
-        return _shuffled(recipe, fill)
-    tensor = _empty(recipe, device)
+        return _shuffled(recipe, source, device)
+    return _fill(recipe, _empty(recipe.type, device), source)
+
+
+def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
+    """Make a tensor in a kernel's layout; experts one by one, so that not all of them are in memory twice."""
+    part, is_whole = recipe.part, len(recipe.part.type.shape) == 2
+    parts = [part] if is_whole else [narrow(part, at, at + 1) for at in range(int(part.type.shape[0]))]
+    plain = _empty(parts[0].type, device)  # one buffer for all, to avoid fragmentation
+    made: list[Tensor] = []
+    for each in parts:
+        _fill(each, plain, source)
+        source.flush()
+        made.append(shuffle(plain.view(plain.shape[-2:]), recipe.layout))
+    return made[0] if is_whole else made
+
+
+def _fill(recipe: Recipe, tensor: Tensor, source: WeightSource) -> Tensor:
     for part, target in split_recipe(recipe, tensor):
-        fill(part, target)
+        source.fill(part, target)
     return tensor
 
 
-def _empty(recipe: Recipe, device: str) -> Tensor:
-    shape = [int(dim) for dim in recipe.type.shape]
-    return torch.empty(shape, dtype=TORCH_DTYPES[recipe.type.dtype], device=device)
-
-
-def _shuffled(recipe: Shuffle, fill: Callable[[Recipe, Tensor], Any]) -> Loaded:
-    """Make a tensor in a kernel's layout; experts one by one, so that not all of them are in memory twice."""
-    part = recipe.part
-    if len(part.type.shape) == 2:
-        return shuffle(cast(Tensor, _make(part, fill)), recipe.layout)
-    num_experts, *shape = (int(dim) for dim in part.type.shape)
-    plain = torch.empty([1, *shape], dtype=TORCH_DTYPES[part.type.dtype])  # one buffer for all, to avoid fragmentation
-    experts: list[Tensor] = []
-    for expert in range(num_experts):
-        for each, target in split_recipe(narrow(part, expert, expert + 1), plain):
-            fill(each, target)
-        experts.append(shuffle(plain[0], recipe.layout))
-    return experts
+def _empty(type: Type, device: str) -> Tensor:
+    return torch.empty([int(dim) for dim in type.shape], dtype=TORCH_DTYPES[type.dtype], device=device)

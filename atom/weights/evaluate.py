@@ -20,6 +20,8 @@ from atom.graph.parts import parts_of
 from atom.graph.recipes import narrow
 from atom.weights.dequantize import unpack
 
+Loaded = Tensor | list[Tensor]  # of a recipe; a list: one tensor per expert, each in a kernel's own layout
+
 
 def split_recipe(recipe: Recipe, tensor: Tensor) -> Iterator[tuple[Recipe, Tensor]]:
     """Split a recipe at its joins: each part, with its target, the view of the tensor that it fills."""

@@ -2,7 +2,8 @@
 
 Several readers read the files, not their maps, and reuse the buffers.
 
-    fill(split_recipe(recipe, tensor), checkpoint, torch.device("cuda"), task.advance)
+    source = StreamedSource(checkpoint, device, task.advance)
+    tensors = source.map(make, recipes)             # `make` calls source.fill(part, target)
 
 A reader reads the bytes of a transfer into a pinned buffer and hands it to the caller. The caller copies it to the
 device: straight to its target where the file has just the bytes that are wanted, else to a temporary, where it is cut,
@@ -18,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from io import FileIO
-from itertools import chain
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
@@ -31,7 +31,8 @@ from atom.checkpoint.files import open_file
 from atom.errors import CheckpointError
 from atom.graph import Recipe, Shift
 from atom.graph.recipes import leaves
-from atom.weights.evaluate import copy, view
+from atom.weights.evaluate import Loaded, copy, view
+from atom.weights.sources import WeightSource
 
 MAX_READERS = 8  # threads
 READER_BUFFERS = 2  # for each reader: one is read into while the other is copied
@@ -62,66 +63,101 @@ class Buffer(NamedTuple):
             self.copied.synchronize()
 
 
-@torch.inference_mode()
-def fill(
-    parts: Iterable[tuple[Recipe, Tensor]],
-    checkpoint: Checkpoint,
-    device: torch.device,
-    advance: Callable[[int], None],
-) -> None:
-    """Fill the targets of parts, see `split_recipe`, from the files; `advance` gets the number of bytes done.
+class StreamedSource(WeightSource):
+    """A source of weights: fills targets from files, of which threads read the next parts meanwhile."""
 
-    The iterator of parts is advanced while other parts are read, so that making them may take its time.
-    CheckpointError for a file that cannot be read or ends too early.
-    """
-    num_readers = min(MAX_READERS, len(os.sched_getaffinity(0)))
-    stream = None if device.type == "cpu" else torch.cuda.current_stream(device)
-    buffers = _make_buffers(num_readers * READER_BUFFERS, device)
-    todo: SimpleQueue[tuple[Transfer, Buffer] | None] = SimpleQueue()  # None: ends a reader
-    done: SimpleQueue[tuple[Transfer | None, Buffer] | None] = SimpleQueue()  # None: a reader has ended
-    for buffer in buffers:
-        done.put((None, buffer))
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, advance: Callable[[int], None]) -> None:
+        """advance: gets the number of bytes done"""
+        self._checkpoint, self._advance = checkpoint, advance
+        self._num_readers = min(MAX_READERS, len(os.sched_getaffinity(0)))
+        self._stream = None if device.type == "cpu" else torch.cuda.current_stream(device)
+        self._buffers = _make_buffers(self._num_readers * READER_BUFFERS, device)
+        self._files, self._opened = ExitStack(), dict[Path, FileIO]()
+        self._todo: SimpleQueue[tuple[Transfer, Buffer] | None] = SimpleQueue()  # None: ends a reader
+        self._done: SimpleQueue[tuple[Transfer | None, Buffer] | BaseException] = SimpleQueue()  # what ended a reader
 
     @torch.inference_mode()
-    def read() -> None:
+    def map(self, make: Callable[[Recipe], Loaded], recipes: Iterable[Recipe]) -> list[Loaded]:
+        """Other parts are read meanwhile, so that `make` may take its time. CheckpointError for a file that cannot be
+        read or ends too early."""
+        for buffer in self._buffers:
+            self._done.put((None, buffer))
+        with self._files, ThreadPoolExecutor(self._num_readers) as pool:
+            try:
+                for _ in range(self._num_readers):
+                    pool.submit(self._read)
+                made = [make(recipe) for recipe in recipes]
+                self.flush()
+            finally:
+                try:
+                    with suppress(Empty):
+                        while True:
+                            self._todo.get_nowait()  # transfers under way are finished, no more are taken
+                finally:
+                    for _ in range(self._num_readers):
+                        self._todo.put(None)
+        if self._stream:
+            self._stream.synchronize()
+            torch.cuda.empty_cache()  # the temporaries of conversions
+        return made
+
+    def fill(self, part: Recipe, target: Tensor) -> None:
+        """Have it read; waits where no buffer is free."""
+        for transfer in self._cut_transfers(part, target):
+            self._todo.put((transfer, self._take_buffer()))
+
+    def flush(self) -> None:
+        for buffer in [self._take_buffer() for _ in self._buffers]:
+            self._done.put((None, buffer))
+
+    def _take_buffer(self) -> Buffer:
+        """Take a buffer from the readers; what it holds is copied to the device first."""
+        returned = self._done.get()
+        if isinstance(returned, BaseException):
+            raise returned
+        transfer, buffer = returned
+        if transfer:
+            _copy_to_device(transfer, buffer, self._stream)
+            self._advance(transfer.target.nbytes)
+        return buffer
+
+    @torch.inference_mode()
+    def _read(self) -> None:
+        """Be one of the readers."""
         try:
-            for transfer, buffer in iter(todo.get, None):
+            for transfer, buffer in iter(self._todo.get, None):
                 if transfer.file is None:
-                    with torch.cuda.stream(stream):
-                        copy(transfer.part, transfer.target, lambda plain: view(plain, checkpoint))
+                    with torch.cuda.stream(self._stream):
+                        copy(transfer.part, transfer.target, lambda plain: view(plain, self._checkpoint))
                 else:
                     buffer.wait()
                     read_exactly(transfer.file, transfer.start, buffer.memory[: transfer.num_bytes])
-                done.put((transfer, buffer))
-        finally:
-            done.put(None)
+                self._done.put((transfer, buffer))
+        except BaseException as error:  # the caller raises it
+            self._done.put(error)
 
-    with ExitStack() as files, ThreadPoolExecutor(num_readers) as pool:
-        try:
-            readers = [pool.submit(read) for _ in range(num_readers)]
-            for transfer in chain(_cut_transfers(parts, checkpoint, files), [None for _ in buffers]):
-                returned = done.get()
-                if returned is None:
-                    break
-                finished, buffer = returned
-                if finished:
-                    _copy_to_device(finished, buffer, stream)
-                    advance(finished.target.nbytes)
-                if transfer:
-                    todo.put((transfer, buffer))
-        finally:
-            try:
-                with suppress(Empty):
-                    while True:
-                        todo.get_nowait()  # transfers under way are finished, no more are taken
-            finally:
-                for _ in range(num_readers):
-                    todo.put(None)
-        for reader in readers:
-            reader.result()
-    if stream:
-        stream.synchronize()
-        torch.cuda.empty_cache()  # the temporaries of conversions
+    def _cut_transfers(self, part: Recipe, target: Tensor) -> Iterator[Transfer]:
+        """Cut a part into transfers that fit a buffer; files are left open."""
+        leaf = next(leaves(part))
+        file_range = None if leaf.type.fmt else self._checkpoint.locate(leaf.name)
+        if file_range is None:
+            yield Transfer(part, target)
+            return
+        if file_range.path not in self._opened:
+            self._opened[file_range.path] = self._files.enter_context(open_file(file_range.path))
+        plain = part
+        while isinstance(plain, Shift):
+            plain = plain.part
+        mapped, file = view(plain, self._checkpoint), self._opened[file_range.path]
+        if plain is part and _are_same_bytes(mapped, target):
+            start = file_range.start + int(mapped.storage_offset()) * mapped.itemsize
+            for portion in torch.split(target.view(-1).view(torch.uint8), BUFFER):
+                yield Transfer(part, portion, file, start, portion.nbytes)
+                start += portion.nbytes
+        else:
+            for stored, portion in _split(mapped, target):
+                start = file_range.start + int(stored.storage_offset()) * stored.itemsize
+                yield Transfer(part, portion, file, start, _extent(stored) * stored.itemsize, stored)
 
 
 def _make_buffers(count: int, device: torch.device) -> list[Buffer]:
@@ -160,34 +196,6 @@ def read_exactly(file: FileIO, start: int, target: memoryview) -> None:
         if not count:
             raise CheckpointError(f"{file.name} is cut short: it ends at byte {start}; download it again")
         target, start = target[count:], start + count
-
-
-def _cut_transfers(
-    parts: Iterable[tuple[Recipe, Tensor]], checkpoint: Checkpoint, files: ExitStack
-) -> Iterator[Transfer]:
-    """Cut parts into transfers that fit a buffer; files are left open."""
-    opened: dict[Path, FileIO] = {}
-    for part, target in parts:
-        leaf = next(leaves(part))
-        file_range = None if leaf.type.fmt else checkpoint.locate(leaf.name)
-        if file_range is None:
-            yield Transfer(part, target)
-            continue
-        if file_range.path not in opened:
-            opened[file_range.path] = files.enter_context(open_file(file_range.path))
-        plain = part
-        while isinstance(plain, Shift):
-            plain = plain.part
-        mapped, file = view(plain, checkpoint), opened[file_range.path]
-        if plain is part and _are_same_bytes(mapped, target):
-            start = file_range.start + int(mapped.storage_offset()) * mapped.itemsize
-            for portion in torch.split(target.view(-1).view(torch.uint8), BUFFER):
-                yield Transfer(part, portion, file, start, portion.nbytes)
-                start += portion.nbytes
-        else:
-            for stored, portion in _split(mapped, target):
-                start = file_range.start + int(stored.storage_offset()) * stored.itemsize
-                yield Transfer(part, portion, file, start, _extent(stored) * stored.itemsize, stored)
 
 
 def _are_same_bytes(mapped: Tensor, target: Tensor) -> bool:

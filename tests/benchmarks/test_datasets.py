@@ -67,8 +67,7 @@ def test_an_output_length_replaces_the_answers_own(form: PromptForm):
 def test_sonnet_shares_a_prefix_and_meets_the_lengths(form: PromptForm, reference_tokenizer: Reference, tmp_path: Path):
     path = tmp_path / "sonnet.txt"
     path.write_text("\n".join(f"it was the age of wisdom {at}" for at in range(60)))
-    lengths = {"input_len": 400, "output_len": 50, "prefix_len": 200}
-    requests = sample_sonnet(rng(), form, 5, path, **lengths)
+    requests = sample_sonnet(rng(), form, path, [50] * 5, input_len=400, prefix_len=200)
     assert [each.expected_output_len for each in requests] == [50] * 5
     assert [each.prompt_len for each in requests] == [
         len(reference_tokenizer.encode(each.prompt).ids) for each in requests
@@ -87,12 +86,12 @@ def test_sonnet_refuses_lengths_that_cannot_be(form: PromptForm, tmp_path: Path)
     path.write_text("it was the age of wisdom\n")
     for lengths in ({"input_len": 10, "prefix_len": 5}, {"input_len": 300, "prefix_len": 310}):
         with pytest.raises(UsageError, match="the task alone takes"):
-            sample_sonnet(rng(), form, 1, path, output_len=5, **lengths)
+            sample_sonnet(rng(), form, path, [5], **lengths)
     with pytest.raises(UsageError, match="has only"):
-        sample_sonnet(rng(), form, 1, path, output_len=5, input_len=900, prefix_len=800)
+        sample_sonnet(rng(), form, path, [5], input_len=900, prefix_len=800)
     path.write_text("\n")
     with pytest.raises(UsageError, match="has no lines"):
-        sample_sonnet(rng(), form, 1, path, output_len=5, input_len=300, prefix_len=200)
+        sample_sonnet(rng(), form, path, [5], input_len=300, prefix_len=200)
 
 
 TRACE = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type

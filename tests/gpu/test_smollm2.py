@@ -56,7 +56,7 @@ def engine(embedded_gguf: Path, request: pytest.FixtureRequest) -> Iterator[LLME
 
 def test_logits_at_every_position(engine: LLMEngine, reference: torch.nn.Module):
     for prompt in on_cpu.PROMPTS:
-        tokens = engine._engine.tokenize(prompt)
+        tokens = engine._engine.vocabulary.tokenize(prompt)
         assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
 
 
@@ -75,7 +75,7 @@ def test_it_answers_a_question_and_stops(engine: LLMEngine):
 
 def test_bf16_is_as_near_to_float32_as_that_of_transformers(reference: torch.nn.Module):
     engine = LLMEngine(**{**FIELDS, "dtype": "bf16", "level": 3, "max_model_len": 1024})
-    prompts = [engine._engine.tokenize(text) for text in on_cpu.PROMPTS + on_cpu.MORE_PROMPTS]
+    prompts = [engine._engine.vocabulary.tokenize(text) for text in on_cpu.PROMPTS + on_cpu.MORE_PROMPTS]
     exact = [tiny.logits(reference, tokens) for tokens in prompts]
     ours = [relative_error(logits_of(engine, each), logits) for each, logits in zip(prompts, exact, strict=True)]
     engine.close()

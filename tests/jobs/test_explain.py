@@ -26,6 +26,8 @@ from atom.compiler import compile_graph
 from atom.config import load, load_gpu
 from atom.errors import CapacityError
 from atom.runtime.model import Model
+from atom.runtime.program import Bindings
+from atom.runtime.types import StepLimits
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -392,8 +394,8 @@ def test_kv_bytes_a_token_are_those_that_the_pool_allocates(name: str, sizes: An
     config = load([published(name), "serve.max_model_len=4096"])
     graph, block_size = compile_graph(config), config.serve.block_size
     num_blocks = plan_kv(cache_kinds(graph), config)
-    limits: dict[str, Any] = {"device": "cpu", "max_num_seqs": 1, "max_model_len": 4096}
-    model = Model(graph, defaultdict(lambda: None), num_blocks, block_size, **limits)  # type: ignore[arg-type]
+    model = Model(graph, Bindings(defaultdict(lambda: None)), block_size, StepLimits(1, 4096, 4096), device="cpu")
+    model.bind(num_blocks)
     allocated = dict.fromkeys(num_blocks, 0)
     for cache, tensor in model.caches.items():
         allocated[cache.kind] += tensor.nbytes

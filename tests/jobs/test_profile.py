@@ -70,7 +70,7 @@ def test_kinds_are_held_against_what_they_had_to_do():
 
 def test_kernels_of_pieces_name_their_piece_and_are_compared_with_what_it_reads():
     text = (Path(__file__).parents[1] / "golden" / "gemma2.semantic.py").read_text()
-    pieces = find_piece_kernels(lower(parse(text), 2, Target("cuda", frozenset({"nvidia", "sm_90"}))))
+    pieces = find_piece_kernels(lower(parse(text), 2, Target("cuda", frozenset({"nvidia", "sm_90"}))), "cuda")
     titles = ["piece 0: rotary_embedding_scale_rows_a", "piece 1: rms_norm_rows_a", "piece 2: softcap_rows_a"]
     assert [piece.title for piece in pieces] == titles
     rows = [

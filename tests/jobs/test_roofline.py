@@ -34,7 +34,7 @@ from atom.jobs.workload import Step, recording
 from atom.kernels import Target
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.scheduler import Scheduler, finish_reason
-from atom.runtime.types import CacheKind, Sampled, Sequence
+from atom.runtime.types import CacheKind, Sampled, Sequence, StepLimits
 from atom.sampling_params import SamplingParams
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -91,9 +91,7 @@ def steps_of(lengths: list[tuple[int, int]]) -> list[Step]:
     """The steps in which the engine's own scheduler answers all requests, without a model."""
     scheduler = Scheduler(
         KVCache([CacheKind("full", 1)], {"full": 1 << 15}, 16, enable_prefix_caching=False),
-        max_num_seqs=512,
-        max_num_batched_tokens=16384,
-        max_model_len=40960,
+        StepLimits(512, 16384, 40960),
     )
     for index, (num_in, num_out) in enumerate(lengths):
         scheduler.add(Sequence(str(index), [0] * num_in, SamplingParams(max_tokens=num_out, ignore_eos=True)))
@@ -134,7 +132,7 @@ def test_the_limits_of_one_h200(
 
 def test_rows_behind_the_end_of_their_sequence_are_no_work():
     cache = KVCache([CacheKind("full", 1)], {"full": 64}, 16, enable_prefix_caching=False)
-    scheduler = Scheduler(cache, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
+    scheduler = Scheduler(cache, StepLimits(4, 64, 64))
     sequences = [Sequence(id, [0] * 5, SamplingParams(max_tokens=9, ignore_eos=True)) for id in "ab"]
     for sequence in sequences:
         scheduler.add(sequence)

@@ -171,12 +171,10 @@ def test_steps_with_prompts(place: Place, block_size: int, num_kinds: int, more:
     own = (num_tokens, len(rows), len(rows), num_decodes)
     shape = BatchShape(*(count + extra for count, extra in zip(own, more, strict=True)))
     packed = pack(shape, rows, num_decodes).to(place.device)
-    slots, starts, ends, _, _, given, row_of = shape.split(packed)
-    inputs, state = world.inputs(shape.num_tokens, shape.num_rows, starts), world.on_device()
+    split = shape.split(packed)
+    inputs, state = world.inputs(shape.num_tokens, shape.num_rows, split.starts), world.on_device()
     tables = world.tables.to(place.device)
-    find_step_kernels(place.device, place.backend).mixed_inputs(
-        slots, given, row_of, ends, state, tables, block_size, inputs
-    )
+    find_step_kernels(place.device, place.backend).mixed_inputs(split, state, tables, block_size, inputs)
     world.assert_as_the_host_has_it(inputs, rows, num_decodes, num_left)
     lengths = world.state.lengths.clone()
     for row in rows:
@@ -193,9 +191,9 @@ def test_steps_with_prompts(place: Place, block_size: int, num_kinds: int, more:
 def test_a_step_of_padding_alone(place: Place):
     world, shape = World(place.device, 4, 2, width=5), BatchShape(3, 2, 1)
     packed = torch.frombuffer(shape.pad(NUM_SLOTS), dtype=torch.int32).to(place.device)
-    slots, starts, ends, _, _, given, row_of = shape.split(packed)
-    inputs, state, tables = world.inputs(3, 2, starts), world.on_device(), world.tables.to(place.device)
-    find_step_kernels(place.device, place.backend).mixed_inputs(slots, given, row_of, ends, state, tables, 4, inputs)
+    rows = shape.split(packed)
+    inputs, state, tables = world.inputs(3, 2, rows.starts), world.on_device(), world.tables.to(place.device)
+    find_step_kernels(place.device, place.backend).mixed_inputs(rows, state, tables, 4, inputs)
     assert inputs.slots.eq(0).all() and inputs.positions.eq(0).all() and inputs.batch.lengths.eq(0).all()
     assert state.lengths.tolist() == world.state.lengths.tolist()
 

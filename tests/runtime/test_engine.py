@@ -14,8 +14,9 @@ from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.metrics import EngineStats
 from atom.runtime.scheduler import Scheduler
-from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOutput, Sampled
+from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOutput, Sampled, StepLimits
 from atom.runtime.types import Sequence as Running
+from atom.runtime.vocabulary import Vocabulary
 from atom.sampling_params import SamplingParams
 
 EOS = 0
@@ -95,11 +96,9 @@ def make_engine(runner: Script, **limits: Any) -> Engine:
     tokenizer: Any = Letters()
     return Engine(
         runner,  # type: ignore[arg-type]
-        Scheduler(cache, **sizes),
+        Scheduler(cache, StepLimits(**sizes)),
         AsPlanned(),  # type: ignore[arg-type]
-        tokenizer=tokenizer,
-        stop_ids=frozenset({EOS}),
-        vocab_size=400,
+        Vocabulary(400, frozenset({EOS}), tokenizer),
         seed=0,
     )
 

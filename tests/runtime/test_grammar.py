@@ -23,6 +23,7 @@ from atom.config.checkpoint import open_for
 from atom.errors import RequestError, UnsupportedError
 from atom.runtime import grammar as module
 from atom.runtime.grammar import GrammarCompiler
+from atom.runtime.vocabulary import Vocabulary
 
 pytest.importorskip("llguidance")
 
@@ -67,7 +68,7 @@ def engine(open_engine: Open) -> LLMEngine:
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, 49152, frozenset({EOS}))
+    return GrammarCompiler(Vocabulary(49152, frozenset({EOS}), tokenizer))
 
 
 def params(seed: int = 0, **wanted: Any) -> SamplingParams:
@@ -270,7 +271,7 @@ def test_a_grammar_is_compiled_once_and_its_matchers_know_nothing_of_each_other(
 
 
 def test_only_the_latest_grammars_are_kept(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
-    compiler = GrammarCompiler(tokenizer, 49152, frozenset({EOS}))
+    compiler = GrammarCompiler(Vocabulary(49152, frozenset({EOS}), tokenizer))
     monkeypatch.setattr(module, "NUM_KEPT", 3)
     for text in ["a", "b", "c", "a", "d"]:
         compiler.compile({"regex": text})
@@ -285,7 +286,7 @@ def test_large_grammars_displace_others_and_the_latest_always_stays(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(module, "MAX_KEPT", 1000)
-    compiler = GrammarCompiler(tokenizer, 49152, frozenset({EOS}))
+    compiler = GrammarCompiler(Vocabulary(49152, frozenset({EOS}), tokenizer))
 
     def num_kept(word: str, size: int) -> int:
         compiler.compile({"grammar": f'start: "{word * size}"'})
@@ -302,7 +303,7 @@ def test_a_token_that_the_grammar_does_not_allow_is_refused(compiler: GrammarCom
 
 
 def test_tokens_beyond_the_tokenizer_are_never_allowed(tokenizer: Tokenizer):
-    compiler = GrammarCompiler(tokenizer, 49152 + 100, frozenset({EOS}))
+    compiler = GrammarCompiler(Vocabulary(49152 + 100, frozenset({EOS}), tokenizer))
     allowed = compiler.compile({"regex": r"(.|\n)*"}).allowed(49152 + 100)
     assert allowed.sum() > 40_000 and not allowed[49152:].any()
     fewer = compiler.compile({"regex": r"(.|\n)*"}).allowed(1000)
@@ -318,14 +319,14 @@ def test_special_tokens_are_no_text(compiler: GrammarCompiler, tokenizer: Tokeni
 def test_without_llguidance_the_extra_is_named(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(UnsupportedError, match=r"needs llguidance: pip install 'atom-run\[structured\]'"):
-        GrammarCompiler(tokenizer, 49152, frozenset({EOS}))
+        GrammarCompiler(Vocabulary(49152, frozenset({EOS}), tokenizer))
 
 
 def test_a_checkpoint_without_tokenizer_or_end_is_refused(tokenizer: Tokenizer):
     with pytest.raises(RequestError, match="needs a tokenizer that can be read: the checkpoint has none"):
-        GrammarCompiler(None, 100, frozenset({EOS}))
+        GrammarCompiler(Vocabulary(100, frozenset({EOS}), None))
     with pytest.raises(RequestError, match="needs a token that ends the answer"):
-        GrammarCompiler(tokenizer, 49152, frozenset())
+        GrammarCompiler(Vocabulary(49152, frozenset(), tokenizer))
 
 
 PIECES = ["▁", *"acdehlnorstw.,!", "he", "th", "▁th", "▁the", "ll", "hell", "▁c", "at", "▁cat", "你", "é"]
@@ -346,7 +347,7 @@ def sentencepiece() -> Backend:
 def test_a_sentencepiece_tokenizer_is_understood():
     backend = sentencepiece()
     size, id_of = backend.get_vocab_size(), backend.token_to_id
-    compiler = GrammarCompiler(Tokenizer(backend), size, frozenset({1}))
+    compiler = GrammarCompiler(Vocabulary(size, frozenset({1}), Tokenizer(backend)))
     for pieces in (["th", "e", "▁cat", "!"], ["t", "he", "▁", "c", "at", "<0x21>"]):
         matcher = compiler.compile({"regex": "[a-z ]{7}[!?]"})
         for place, piece in enumerate(pieces, 1):
@@ -364,11 +365,11 @@ def test_a_tokenizer_that_llguidance_does_not_know_is_refused(decoder: Any):
     backend = sentencepiece()
     backend.decoder = decoder
     with pytest.raises(RequestError, match=r"cannot be used with the checkpoint's tokenizer .*can't"):
-        GrammarCompiler(Tokenizer(backend), backend.get_vocab_size(), frozenset({1}))
+        GrammarCompiler(Vocabulary(backend.get_vocab_size(), frozenset({1}), Tokenizer(backend)))
 
 
 def test_a_tokenizer_that_llguidance_takes_for_another_is_refused():
     backend = sentencepiece()
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     with pytest.raises(RequestError, match=r"tokenizer \(' ' is read as '▁'\)"):
-        GrammarCompiler(Tokenizer(backend), backend.get_vocab_size(), frozenset({1}))
+        GrammarCompiler(Vocabulary(backend.get_vocab_size(), frozenset({1}), Tokenizer(backend)))

@@ -9,7 +9,7 @@ import pytest
 from atom.errors import CapacityError
 from atom.runtime import prefix_cache
 from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
-from atom.runtime.types import CacheKind, Sequence
+from atom.runtime.types import CacheKind, Sequence, StepLimits
 from atom.sampling_params import SamplingParams
 
 FULL = CacheKind("full", bytes_per_token=10)
@@ -354,7 +354,7 @@ def test_what_fits_alone_is_known_before() -> None:
 
 
 def plan(kinds: SequenceOf[CacheKind], *, max_num_seqs: int = 8, **limits: int) -> dict[str, int]:
-    return plan_memory(kinds, 4, max_model_len=100, max_num_seqs=max_num_seqs, max_num_batched_tokens=40, **limits)
+    return plan_memory(kinds, 4, StepLimits(max_num_seqs, 40, 100), **limits)
 
 
 def test_full_kinds_share_the_memory() -> None:

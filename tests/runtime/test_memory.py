@@ -19,7 +19,9 @@ from atom.errors import CapacityError
 from atom.kernels import Target
 from atom.runtime import memory
 from atom.runtime.model import Model
+from atom.runtime.program import Bindings
 from atom.runtime.step_input import BatchShape
+from atom.runtime.types import StepLimits
 
 GIB = 1 << 30
 
@@ -165,8 +167,8 @@ def test_what_the_measured_step_does_can_be_done_again_and_changes_nothing(
     config = config_of(checkpoints("qwen3"), level=0)
     graph = compile_graph(config, target=Target("cuda"))
     tensors = weights.load_dummy(graph.recipes(), 0, triton_device)
-    limits = {"max_num_seqs": 3, "max_model_len": 64}
-    model = Model(graph, tensors, {"full": 2}, 16, {}, device=triton_device, backend="triton", **limits)
+    model = Model(graph, Bindings(tensors), 16, StepLimits(3, 64, 64), device=triton_device, backend="triton")
+    model.bind({"full": 2})
     state = model.state
     kept = [state.tokens, state.lengths, state.counts, state.reported]
     before = [each.clone() for each in kept]

@@ -26,7 +26,8 @@ from atom.runtime.kv_cache import KVCache
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import ADMISSION, NUM_REPORTED, Capacity, StepInput
-from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOutput, Sampled, ScheduledRequest, Sequence
+from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOutput, Sampled, ScheduledRequest, Sequence, StepLimits
+from atom.runtime.vocabulary import Vocabulary
 from atom.sampling_params import SamplingParams
 
 FULL = CacheKind("full", 1)
@@ -199,20 +200,12 @@ class World:
                  prefix: bool = False, max_num_seqs: int = 8, budget: int = 64, max_model_len: int = 100) -> None:  # fmt: skip
         cache = KVCache(kinds, {kind.name: num_blocks for kind in kinds}, block_size, enable_prefix_caching=prefix)
         self.device = Device(run_ahead, cache, self.fail)
-        self.scheduler = Scheduler(
-            cache,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_model_len=max_model_len,
-            run_ahead=run_ahead,
-        )
+        self.scheduler = Scheduler(cache, StepLimits(max_num_seqs, budget, max_model_len), run_ahead)
         self.engine = Engine(
             self.device,  # type: ignore[arg-type]
             self.scheduler,
             Builder(Capacity(tuple(kind.name for kind in kinds), NUM_SLOTS, WIDTH, vocab=400)),
-            tokenizer=Letters(),  # type: ignore[arg-type]
-            stop_ids=frozenset({EOS}),
-            vocab_size=400,
+            Vocabulary(400, frozenset({EOS}), Letters()),  # type: ignore[arg-type]
             seed=0,
         )
         self.sequences: list[Sequence] = []
@@ -267,7 +260,7 @@ class World:
         assert all(pool.num_free == pool.num_blocks - 1 for pool in self.scheduler.cache.pools)
         assert Counter(self.ended) == Counter(self.sequences), "each ends once"
         for each in self.sequences:
-            expected = alone(each, self.scheduler.max_model_len)
+            expected = alone(each, self.scheduler.limits.max_model_len)
             if each.finish_reason in ("abort", "error"):
                 expected = expected[: len(each.output)]
             assert each.output == expected

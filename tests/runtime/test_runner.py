@@ -33,11 +33,13 @@ from atom.runtime import model
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.model import Model
+from atom.runtime.program import Bindings
 from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import StepInput
 from atom.runtime.types import Sequence
+from atom.runtime.vocabulary import Vocabulary
 
 FIELDS = {"dtype": "fp32", "level": 0, "block_size": 4, "num_kvcache_blocks": 60, "max_num_batched_tokens": 16,
           "max_num_seqs": 6, "max_model_len": 64}  # fmt: skip
@@ -57,30 +59,21 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def open_runner(folder: Path, place: Place, run_ahead: int, target: Target | None = None, **fields: Any) -> Engine:
     """The engine of a runner. target: of the text's kernels, where it is not the machine at hand."""
     config = load(engine_overrides(str(folder), {**FIELDS, "device": place.device, **fields}))
-    graph, serve, limits = compile_graph(config, target=target), config.serve, build._limits(config)
+    graph, serve, limits = compile_graph(config, target=target), config.serve, build.limits_of(config)
     kinds = build.cache_kinds(graph)
     num_blocks = build.plan_kv(kinds, config)
     checkpoint = open_for(config, SilentProgress())
     tokenizer = checkpoint.tokenizer(trust_remote_code=False)
-    model = Model(
-        graph,
-        build.load_weights(graph, checkpoint, config, SilentProgress()),
-        num_blocks,
-        serve.block_size,
-        device=place.device,
-        backend=place.backend,
-        max_num_seqs=serve.max_num_seqs,
-        max_model_len=limits["max_model_len"],
-    )
+    bindings = Bindings(build.load_weights(graph, checkpoint, config, SilentProgress()))
+    model = Model(graph, bindings, serve.block_size, limits, device=place.device, backend=place.backend)
     runner = Runner(model, run_ahead)
+    runner.bind(num_blocks)
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
     return Engine(
         runner,
-        Scheduler(cache, run_ahead=run_ahead, **limits),
+        Scheduler(cache, limits, run_ahead),
         StepBuilder(runner.capacity),
-        tokenizer=tokenizer,
-        stop_ids=stop_ids(checkpoint, tokenizer),
-        vocab_size=config.model.vocab,
+        Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer),
         seed=0,
     )
 

@@ -15,7 +15,7 @@ from atom.runtime import prefix_cache
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.prefix_cache import Prefix, pack
 from atom.runtime.scheduler import Scheduler, finish_reason
-from atom.runtime.types import CacheKind, Logprobs, Plan, Sampled, Sequence
+from atom.runtime.types import CacheKind, Logprobs, Plan, Sampled, Sequence, StepLimits
 from atom.sampling_params import SamplingParams
 
 FULL = CacheKind("full", bytes_per_token=1)
@@ -33,9 +33,7 @@ def make_scheduler(
     sizes = {kind.name: num_blocks for kind in kinds or (FULL,)}
     return Scheduler(
         KVCache(kinds or (FULL,), sizes, 4, enable_prefix_caching=prefix),
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
+        StepLimits(max_num_seqs, max_num_batched_tokens, max_model_len),
     )
 
 
@@ -65,7 +63,7 @@ def sample(plan: Plan, token: int = 7) -> Sampled:
 
 def commit(scheduler: Scheduler, plan: Plan, token: int = 7) -> list[str]:
     ended = scheduler.commit(
-        plan, sample(plan, token), lambda sequence: finish_reason(sequence, scheduler.max_model_len)
+        plan, sample(plan, token), lambda sequence: finish_reason(sequence, scheduler.limits.max_model_len)
     )
     return [sequence.id for sequence in ended]
 
@@ -239,7 +237,7 @@ def test_one_that_was_refused_is_not_looked_up_again_while_nothing_changes(monke
 
 def test_a_prompt_takes_the_blocks_of_a_decode_that_came_after_it() -> None:
     cache = KVCache([FULL, WINDOW], {"full": 50, "window": 1 + 3}, 4, enable_prefix_caching=False)
-    scheduler = Scheduler(cache, max_num_seqs=8, max_num_batched_tokens=4, max_model_len=100)
+    scheduler = Scheduler(cache, StepLimits(8, 4, 100))
     add(scheduler, make("a", 20), make("b", 4))
     plans = [scheduler.schedule(), scheduler.schedule()]  # a's next chunk has to wait for its commit, b not
     assert [rows(plan) for plan in plans] == [[("a", 0, 4, False)], [("b", 0, 4, True)]]
@@ -369,9 +367,9 @@ def test_prompts_share_the_budget_by_priority() -> None:
     add(scheduler, with_priority(make("a", 20), 1))
     step(scheduler)
     add(scheduler, make("b", 20))
-    scheduler.max_num_batched_tokens = 16
+    scheduler.limits = StepLimits(8, 16, 100)
     assert step(scheduler) == [("a", 8, 12, True), ("b", 0, 4, False)]
-    scheduler.max_num_batched_tokens = 8
+    scheduler.limits = StepLimits(8, 8, 100)
     add(scheduler, with_priority(make("c", 20), -1))
     assert step(scheduler) == [("a", 20, 1, True), ("b", 4, 7, False)]  # c came too late
 
@@ -532,7 +530,7 @@ class World:
         plan = self.scheduler.schedule()
         if not self.pending:
             assert bool(plan.rows) == bool(self.alive), "work and no rows, or rows and no work"
-        assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
+        assert plan.num_tokens <= self.scheduler.limits.max_num_batched_tokens
         in_flight = {row.sequence for pending, _ in self.pending for row in pending.rows}
         for index, row in enumerate(plan.rows):
             sequence = row.sequence
@@ -560,7 +558,7 @@ class World:
                 expected.append((row.sequence, list(row.sequence.output) + sampled[-1:] * row.samples))
 
         def finish(sequence: Sequence) -> str | None:
-            return finish_reason(sequence, self.scheduler.max_model_len)
+            return finish_reason(sequence, self.scheduler.limits.max_model_len)
 
         prompt_logprobs = {
             place: [
@@ -675,9 +673,7 @@ def make_world(
     max_model_len: int,
 ) -> World:
     cache = KVCache(kinds, {k.name: num_blocks for k in kinds}, block_size, enable_prefix_caching=prefix)
-    return World(
-        Scheduler(cache, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_model_len=max_model_len)
-    )
+    return World(Scheduler(cache, StepLimits(max_num_seqs, budget, max_model_len)))
 
 
 class Serving(RuleBasedStateMachine):

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +24,8 @@ from atom.kernels.triton.linear import tune as kernels
 from atom.kernels.triton.linear.linear import Matrix, Parameters
 from atom.runtime import tune as tuning
 from atom.runtime.model import Model
+from atom.runtime.program import Bindings
+from atom.runtime.types import StepLimits
 
 GPU = Gpu(2, 227 << 10, (0, 0), "Test GPU")
 SLOW, FAST, WRONG, UNFIT = (Matrix(64, 128, 1, stages) for stages in (2, 3, 4, 5))
@@ -57,11 +58,14 @@ def opened(checkpoints: Callable[[str], Path]) -> tuple[Model, Graph]:
     graph = compile_graph(config, target=Target("cuda", frozenset({"nvidia", "sm_90"})))
     tensors = weights.load_dummy(graph.recipes(), seed=0)
     blocks = {kind.name: 2 for kind in build.cache_kinds(graph)}
-    return Model(graph, tensors, blocks, 4, {}, device="cpu", backend="triton", max_num_seqs=8, max_model_len=32), graph
+    model = Model(graph, Bindings(tensors), 4, StepLimits(8, 64, 32), device="cpu", backend="triton")
+    model.bind(blocks)
+    return model, graph
 
 
-def tune(model: Model, *args: Any) -> None:
-    tuning.tune(model, kernels.LinearTuner(model.device), *args)
+def tune(model: Model, graph: Graph, cache: Path, max_rows: int, *args: Any) -> None:
+    model.graph, model.limits = graph, StepLimits(8, max_rows, 32)
+    tuning.tune(model, kernels.LinearTuner(model.device), cache, *args)
 
 
 def use_measured(model: Model, *args: Any) -> None:
@@ -79,7 +83,7 @@ class Steps:
         if not self.num_captured:  # the interpreter is slow
             run()
         self.num_captured += 1
-        trial = self.model._kernels[ops.linear, "triton"].__self__._parameters  # type: ignore[attr-defined]
+        trial = self.model._bindings.kernels[ops.linear, "triton"].__self__._parameters  # type: ignore[attr-defined]
         chosen: list[Parameters] = [*trial.chosen.values()]
         seconds = 1e-3 * 0.9 ** chosen.count(FAST) * 1.1 ** chosen.count(SLOW)
         return lambda: seconds
@@ -142,7 +146,7 @@ def test_the_model_is_as_it_was_and_gives_what_it_gave(opened: Any, tmp_path: Pa
     tune(model, graph, tmp_path, 2, SilentProgress(), lambda line: None, Steps(model).capture)
     assert model.state.lengths.tolist() == [1] * 9 and not model.state.tokens.any() and not model.tables.any()
     assert all(len(cache) == 2 and not cache.any() for cache in model.caches.values())
-    used = model._kernels[ops.linear, "triton"].__self__._parameters
+    used = model._bindings.kernels[ops.linear, "triton"].__self__._parameters
     out, inner, gates, _ = kernels.products_of(graph)[0]
     assert used(2, out, inner, 2, gates, GPU) == FAST
     with torch.inference_mode():
@@ -156,7 +160,7 @@ def test_what_fewer_rows_than_parameters_hold_for_found_is_used_and_not_kept(ope
     tune(model, graph, tmp_path, 2, SilentProgress(), lines.append, Steps(model).capture)
     assert {key.split()[0] for key in tuned.read("Test GPU", tmp_path)["linear"]} == {"1"}
     out, inner, gates, _ = kernels.products_of(graph)[0]
-    assert model._kernels[ops.linear, "triton"].__self__._parameters(2, out, inner, 2, gates, GPU) == FAST
+    assert model._bindings.kernels[ops.linear, "triton"].__self__._parameters(2, out, inner, 2, gates, GPU) == FAST
     assert "0.349 ms in place of 0.590, 41.0% less; not kept, as it would be for up to 8" in lines[-1]
     shown = Shown()
     tune(model, graph, tmp_path, 8, shown, lines.append, Steps(model).capture)
@@ -184,7 +188,7 @@ def test_an_option_that_memory_does_not_suffice_for_is_skipped(opened: Any, tmp_
     steps = Steps(model)
 
     def capture(run: Callable[[], object]) -> Callable[[], float]:
-        trial = model._kernels[ops.linear, "triton"].__self__._parameters
+        trial = model._bindings.kernels[ops.linear, "triton"].__self__._parameters
         if FAST in trial.chosen.values():
             raise torch.OutOfMemoryError
         return steps.capture(run)
@@ -245,17 +249,17 @@ def test_a_folder_that_takes_nothing_is_logged_once_and_what_was_found_is_used(o
     tune(model, graph, tmp_path, 1, SilentProgress(), lines.append, Steps(model).capture)
     assert sum("takes no file" in line for line in lines) == 1
     out, inner, gates, _ = kernels.products_of(graph)[0]
-    assert model._kernels[ops.linear, "triton"].__self__._parameters(1, out, inner, 2, gates, GPU) == FAST
+    assert model._bindings.kernels[ops.linear, "triton"].__self__._parameters(1, out, inner, 2, gates, GPU) == FAST
 
 
 def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(opened: Any, tmp_path: Path):
     model, graph = opened
     out, inner, gates, _ = kernels.products_of(graph)[0]
     use_measured(model, tmp_path, pytest.fail)
-    assert model._kernels == {}
+    assert model._bindings.kernels == {}
     tuned.keep("Test GPU", tmp_path, "linear", {f"8 {out} {inner} {gates}": ["matrix", 64, 128, 1, 2]})
     use_measured(model, tmp_path, pytest.fail)
-    assert model._kernels[ops.linear, "triton"].__self__._parameters(2, out, inner, 2, gates, GPU) == SLOW
+    assert model._bindings.kernels[ops.linear, "triton"].__self__._parameters(2, out, inner, 2, gates, GPU) == SLOW
     launched: list[Matrix] = []
     multiply = linear.multiply_matrix
     with pytest.MonkeyPatch.context() as patch, torch.inference_mode():
@@ -274,26 +278,18 @@ def test_a_model_without_such_products_is_logged(opened: Any, tmp_path: Path):
 def test_a_start_reads_the_cache_folder_and_measures_where_it_is_asked_to(
     opened: Any, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    model, graph = opened
-    runner: Any = SimpleNamespace(model=model)
-    asked: list[tuple[int, bool]] = []
-
-    def measure(model: Any, tuner: Any, graph: Graph, cache: Path, max_rows: int, *_: Any) -> bool:
-        asked.append((max_rows, cache == tmp_path))
-        return True
-
-    monkeypatch.setattr(build, "tune", measure)
+    model, _ = opened
+    asked: list[Path] = []
+    monkeypatch.setattr(build, "tune", lambda model, tuner, cache, *_: asked.append(cache))
 
     def start(**fields: Any) -> str:
         given = {**FIELDS, "level": 2, "cache": str(tmp_path), **fields}
-        build.use_parameters(runner, graph, load(engine_overrides(str(checkpoints("qwen3")), given)), SilentProgress())
+        build.use_parameters(model, load(engine_overrides(str(checkpoints("qwen3")), given)), SilentProgress())
         return capsys.readouterr().err
 
-    assert start() == "" and model._kernels == {} and asked == []
-    assert start(tune=True) == "" and asked == [(8, True)]
-    start(tune=True, max_num_batched_tokens=1)
-    assert asked[1:] == [(1, True)]
+    assert start() == "" and model._bindings.kernels == {} and asked == []
+    assert start(tune=True) == "" and asked == [tmp_path]
     file = tuned.keep("Test GPU", tmp_path, "linear", {"1 2 3 1": ["library"]})
-    assert start() == "" and model._kernels
+    assert start() == "" and model._bindings.kernels
     file.write_text("{")
     assert start() == f"atom-run: {file}: it is damaged, ignored\n"

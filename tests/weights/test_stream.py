@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from atom.graph import (
     Recipe,
     RopeFreqs,
     Shift,
+    Shuffle,
     Slice,
     Stack,
     Transpose,
@@ -114,7 +115,8 @@ def save(folder: Path, tensors: dict[str, Tensor]) -> Path:
 def load_staged(
     recipes: Sequence[Recipe], checkpoint: Checkpoint, device: str = "cpu", advance: Callable[[int], object] = id
 ) -> dict[Recipe, Tensor]:
-    tensors = weights._load_staged(recipes, checkpoint, device, advance)
+    source = stream.StreamedSource(checkpoint, torch.device(device), advance)
+    tensors = weights.make_all(recipes, source, device)
     assert {tensor.device.type for tensor in tensors.values()} <= {device}
     return {recipe: tensor.cpu() for recipe, tensor in tensors.items()}
 
@@ -182,6 +184,15 @@ def test_mxfp4_is_unpacked_on_the_way(tmp_path: Path, device: str):
     for recipe in (Dequantize(in_turns(packed)), in_turns(Dequantize(packed))):
         (tensor,) = load_staged([recipe], checkpoint, device).values()
         assert_same_bits(tensor, torch.cat([expected[:, 0::2], expected[:, 1::2]], 1))
+
+
+def test_a_kernels_layout_is_made_of_what_has_arrived(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    set_readers(monkeypatch, 3, 20)
+    experts, whole = Shuffle(stored("experts", 3, 4, 6), "onednn"), Shuffle(stored("tall", 33, 3), "onednn")
+    source = stream.StreamedSource(open_checkpoint(str(folder)), torch.device("cpu"), id)
+    tensors = weights.make_all([experts, whole], source, "cpu")
+    assert_same_bits(tensors[whole].to_dense(), TALL)
+    assert_same_bits(torch.stack([each.to_dense() for each in tensors[experts]]), EXPERTS)
 
 
 def test_what_no_file_holds_plain_is_read_from_the_checkpoint(
@@ -282,16 +293,17 @@ def test_no_more_than_one_target_is_made_before_there_is_a_buffer_for_it(
     set_readers(monkeypatch, 2, 1000)
     made, filled, ahead = [0], [0], [0]
 
-    def parts() -> Iterator[tuple[Recipe, Tensor]]:
-        for row in range(101):
-            ahead.append(made[0] - filled[0])
-            made[0] += 1
-            yield Slice(stored("large", 101, 101), row, row + 1), torch.empty(1, 101)
+    def make(row: Recipe) -> Tensor:
+        ahead.append(made[0] - filled[0])
+        made[0] += 1
+        source.fill(row, target := torch.empty(1, 101))
+        return target
 
     def advance(_: int) -> None:
         filled[0] += 1
 
-    stream.fill(parts(), large, torch.device("cpu"), advance)
+    source = stream.StreamedSource(large, torch.device("cpu"), advance)
+    source.map(make, [Slice(stored("large", 101, 101), row, row + 1) for row in range(101)])
     assert (made, filled) == ([101], [101])
     assert max(ahead) == 2 * stream.READER_BUFFERS
 
@@ -385,17 +397,18 @@ def test_an_error_of_the_caller_stops_the_readers(large: Checkpoint, step: str, 
         if len(sizes) >= 20:
             raise RuntimeError("no more")
 
-    def parts() -> Iterator[tuple[Recipe, Tensor]]:
-        for row in range(101):
-            for column in range(101):
-                yield Slice(Slice(stored("large", 101, 101), row, row + 1), column, column + 1, 1), torch.empty(1, 1)
-                if step == "make a target":
-                    fail()
+    def make(row: Recipe) -> Tensor:
+        for column in range(101):
+            source.fill(Slice(row, column, column + 1, 1), torch.empty(1, 1))
+            if step == "make a target":
+                fail()
+        return torch.empty(0)
 
     if step == "copy to the device":
         monkeypatch.setattr(stream, "_copy_to_device", fail)
+    source = stream.StreamedSource(large, torch.device("cpu"), fail if step == "advance" else id)
     with pytest.raises(RuntimeError, match="no more"):
-        stream.fill(parts(), large, torch.device("cpu"), fail if step == "advance" else id)
+        source.map(make, [Slice(stored("large", 101, 101), row, row + 1) for row in range(101)])
     num_reads = len(sizes)
     assert 20 <= num_reads < 40
     time.sleep(0.05)
@@ -508,7 +521,7 @@ def test_a_buffer_is_read_into_once_it_was_copied(tmp_path: Path, dtype: str, mo
     set_readers(monkeypatch, 2, 1 << 20)
     values = torch.randn(4096, 1024)  # 16 buffers full, of which there are four
     recipe, checkpoint = W("a", Type(dtype, (4096, 1024))), open_checkpoint(str(save(tmp_path, {"a": values})))
-    with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(torch.cuda.StreamedSource()):
         torch.cuda._sleep(500_000_000)  # cycles, some 0.3 s, that each copy waits for
         tensors = weights.load([recipe], checkpoint, SILENT, "cuda")
     assert_same_bits(tensors[recipe].cpu(), values.to(TORCH_DTYPES[dtype]))

@@ -2,7 +2,7 @@
 
     extend_tables(tables, entries)                                      # blocks that were allocated to slots
     decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token
-    mixed_inputs(slots, given, row_of, ends, state, tables, …)          # and prompts, whose tokens the host gave
+    mixed_inputs(rows, state, tables, block_size, inputs)               # and prompts, whose tokens the host gave
 
 Shapes by letter as in `atom.kernels.step`.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from atom.kernels.step import Inputs, State
+from atom.kernels.step import Inputs, Rows, State
 
 
 def extend_tables(tables: Tensor, entries: Tensor) -> None:
@@ -30,23 +30,21 @@ def decode_inputs(slots: Tensor, state: State, tables: Tensor, block_size: int, 
     _find_slots(tables, index, inputs.positions, block_size, inputs)
 
 
-def mixed_inputs(slots: Tensor, given: Tensor, row_of: Tensor, ends: Tensor, state: State, tables: Tensor,
-                 block_size: int, inputs: Inputs) -> None:  # fmt: skip
-    """Inputs of S rows of T tokens, whose starts are in the batch.
+def mixed_inputs(rows: Rows, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
+    """Inputs of S rows of T tokens.
 
-    slots: i32[S]; given: i32[T], tokens, or -1 where the slot has it; row_of: i32[T]; ends: i32[S], positions known
-    after this step, or 0 where the slot has the length. A slot whose rows were given gets its length. Tokens of a
-    padding row write to block 0, and attend to nothing where it has none.
+    A slot whose rows were given gets its length. Tokens of a padding row write to block 0, and attend to nothing where
+    it has none.
     """
-    starts, lengths = inputs.batch.starts, inputs.batch.lengths
-    index, row = slots.long(), row_of.long()
+    lengths, ends, given = inputs.batch.lengths, rows.ends, rows.given
+    index, row = rows.slots.long(), rows.row_of.long()
     is_stated, is_padding = ends > 0, index == state.num_slots
     known = state.lengths[index]
     torch.where(is_stated | is_padding, ends, known, out=lengths)
     state.lengths[index[is_stated]] = ends[is_stated]
     _copy_tables(tables, index, block_size, inputs)
     owner, last = index[row], torch.where(is_stated, ends, known)[row]
-    positions = last - (starts[1:][row] - torch.arange(len(given)))
+    positions = last - (rows.starts[1:][row] - torch.arange(len(given)))
     torch.mul(positions, ~is_padding[row], out=inputs.positions)
     torch.where(given < 0, state.tokens[owner], given.long(), out=inputs.tokens)
     _find_slots(tables, owner, inputs.positions, block_size, inputs)

@@ -4,7 +4,7 @@ So a plan names no token.
 
     extend_tables(tables, entries)                                      # blocks that were allocated to slots
     decode_inputs(slots, state, tables, block_size, inputs)             # each row computes its slot's newest token
-    mixed_inputs(slots, given, row_of, ends, state, tables, …)          # and prompts, whose tokens the host gave
+    mixed_inputs(rows, state, tables, block_size, inputs)               # and prompts, whose tokens the host gave
 
 Shapes by letter as in `atom.kernels.step`; `atom.kernels.torch.prepare_inputs` says what each argument is.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton.language as tl
 from torch import Tensor
 
-from atom.kernels.step import Inputs, State
+from atom.kernels.step import Inputs, Rows, State
 from atom.kernels.triton.jit import jit
 
 TOKENS = 128  # that a program makes inputs of
@@ -27,16 +27,16 @@ def extend_tables(tables: Tensor, entries: Tensor) -> None:
 
 
 def decode_inputs(slots: Tensor, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
-    _launch(slots, None, None, None, None, state, tables, block_size, inputs)
+    _launch(slots, None, state, tables, block_size, inputs)
 
 
-def mixed_inputs(slots: Tensor, given: Tensor, row_of: Tensor, ends: Tensor, state: State, tables: Tensor,
-                 block_size: int, inputs: Inputs) -> None:  # fmt: skip
-    _launch(slots, given, row_of, inputs.batch.starts, ends, state, tables, block_size, inputs)
+def mixed_inputs(rows: Rows, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
+    _launch(rows.slots, rows, state, tables, block_size, inputs)
 
 
-def _launch(slots: Tensor, given: Tensor | None, row_of: Tensor | None, starts: Tensor | None, ends: Tensor | None,
-            state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:  # fmt: skip
+def _launch(slots: Tensor, rows: Rows | None, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
+    """rows: None where all are decodes"""
+    given, row_of, starts, ends = (rows.given, rows.row_of, rows.starts, rows.ends) if rows else (None,) * 4
     (num_kinds, _, width), num_rows, num_tokens = tables.shape, slots.shape[0], 0 if given is None else given.shape[0]
     _prepare[(num_rows + -(-num_tokens // TOKENS), num_kinds)](
         slots, given, row_of, starts, ends, state.tokens, state.lengths, tables, inputs.tokens, inputs.positions,

@@ -1,7 +1,8 @@
 """Split an answer into reasoning, content and tool calls while it streams.
 
     tags = ("<think>", "</think>")
-    parser = OutputParser("tagged_json", tags, is_in_reasoning=is_opened(prompt, tags), tools=names)
+    splitter = ReasoningSplitter(tags, is_inside=is_opened(prompt, tags))
+    parser = OutputParser(splitter, CallReader(FORMATS["tagged_json"], names))
     for text in answer:
         delta = parser.push(text)          # Delta(content="", reasoning="Let me", tools=[])
     delta = parser.finish()                # what was held back
@@ -16,8 +17,7 @@ forces calls constrains the answer to `tool_schema(tools, choice, tool_format)`;
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from atom.serve.output.reasoning_parser import ReasoningSplitter, is_opened
@@ -33,7 +33,6 @@ __all__ = [
     "gather",
     "is_opened",
     "markers",
-    "new_call_id",
     "tool_names",
     "tool_schema",
 ]
@@ -61,11 +60,6 @@ class Answer(NamedTuple):
     calls: list[ToolCall]
 
 
-def new_call_id() -> str:
-    """call_ and 24 hexadecimal digits that nobody can guess."""
-    return f"call_{secrets.token_hex(12)}"
-
-
 def markers(tool_format: str | None, reasoning: tuple[str, str] | None) -> list[str]:
     """The markers that the parser needs in the text, though they may be special tokens."""
     tags = FORMATS[tool_format][:2] if tool_format else ()
@@ -75,31 +69,9 @@ def markers(tool_format: str | None, reasoning: tuple[str, str] | None) -> list[
 class OutputParser:
     """Parses one answer. It holds back only text that may begin a marker or a call."""
 
-    def __init__(
-        self,
-        tool_format: str | None,
-        reasoning: tuple[str, str] | None,
-        *,
-        is_in_reasoning: bool = False,
-        tools: Collection[str] | None = None,
-        named: str | None = None,
-        is_streamed: bool = True,
-        new_id: Callable[[], str] = new_call_id,
-    ) -> None:
-        """
-        tool_format: json, tagged_json or python_tag; None: calls are not parsed
-        reasoning: the two markers; None: reasoning is not parsed
-        is_in_reasoning: the prompt ends with the opening marker (`is_opened`)
-        tools: the functions that can be called; a call of any other is content. None: any function
-        named: the whole answer is the arguments of this function; the format is ignored
-        is_streamed: arguments are returned while they arrive; else only complete calls are, and one that breaks off is
-            content
-        """
-        self._splitter = ReasoningSplitter(reasoning, is_inside=is_in_reasoning) if reasoning else None
-        self._reader: CallReader | None = None
-        if tool_format is not None or named is not None:
-            call_format = FORMATS[tool_format] if tool_format is not None and named is None else None
-            self._reader = CallReader(call_format, tools, new_id, named=named, is_streamed=is_streamed)
+    def __init__(self, splitter: ReasoningSplitter | None, reader: CallReader | None) -> None:
+        """splitter: None where reasoning is not parsed; reader: None where calls are not"""
+        self._splitter, self._reader = splitter, reader
 
     @property
     def num_tool_calls(self) -> int:

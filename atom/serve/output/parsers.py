@@ -24,10 +24,11 @@ from atom.serve.output.output_parser import (
     gather,
     is_opened,
     markers,
-    new_call_id,
     tool_names,
     tool_schema,
 )
+from atom.serve.output.reasoning_parser import ReasoningSplitter
+from atom.serve.output.tool_parser import FORMATS, CallReader, new_call_id
 
 
 class Talk:
@@ -83,17 +84,13 @@ class Talk:
 
     def parser(self, prompt: str, *, is_streamed: bool = True) -> OutputParser | None:
         """The parser of an answer to a rendered prompt; None where all of it is content."""
-        if self.tools is None and self._reasoning_markers is None:
-            return None
-        return OutputParser(
-            self._format if self.tools else None,
-            self._reasoning_markers,
-            is_in_reasoning=self._reasoning_markers is not None and is_opened(prompt, self._reasoning_markers),
-            tools=self._names,
-            named=self._named,
-            is_streamed=is_streamed,
-            new_id=self._new_id,
-        )
+        splitter = reader = None
+        if tags := self._reasoning_markers:
+            splitter = ReasoningSplitter(tags, is_inside=is_opened(prompt, tags))
+        if self.tools:
+            call_format = FORMATS[self._format] if self._format and not self._named else None
+            reader = CallReader(call_format, self._names, self._new_id, named=self._named, is_streamed=is_streamed)
+        return OutputParser(splitter, reader) if splitter or reader else None
 
     def read(self, text: str, prompt: str) -> Answer:
         """Parse a whole answer."""

@@ -1,6 +1,6 @@
 """Parse the tool calls of an answer while it is generated.
 
-    reader = CallReader(FORMATS["tagged_json"], {"f"}, new_id)
+    reader = CallReader(FORMATS["tagged_json"], {"f"})
     content, deltas = reader.push('Sure.\\n<tool_call>{"name": "f", "arguments": {"a": ')
     content, deltas         # "Sure.", [ToolDelta(index=0, id="call_1", name="f", arguments='{"a": ')]
     content, deltas = reader.push("1}}</tool_call>")
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -61,6 +62,11 @@ class Call:
     sent: int | None = None  # arguments are sent up to this index of the text; None: they are not streamed
 
 
+def new_call_id() -> str:
+    """call_ and 24 hexadecimal digits that nobody can guess."""
+    return f"call_{secrets.token_hex(12)}"
+
+
 class CallReader:
     """Splits a text into content and calls."""
 
@@ -68,12 +74,17 @@ class CallReader:
         self,
         tool_format: ToolFormat | None,
         tools: Collection[str] | None,
-        new_id: Callable[[], str],
+        new_id: Callable[[], str] = new_call_id,
         *,
         named: str | None = None,
         is_streamed: bool = True,
     ) -> None:
-        """tools: names of functions, None: any. named: the whole text is the arguments of this function."""
+        """
+        tools: the functions that can be called; a call of any other is content. None: any function
+        named: the whole text is the arguments of this function; it has no format
+        is_streamed: arguments are returned while they arrive; else only complete calls are, and one that breaks off is
+            content
+        """
         assert (tool_format is None) != (named is None), "a text has a format or is the arguments of one function"
         self.num_calls = 0  # complete ones
         self._format = tool_format

@@ -23,6 +23,7 @@ from atom.graph import Batch, PagedCache
 from atom.kernels.step import Inputs
 from atom.kernels.triton.gpu import Gpu
 from atom.runtime.request_state import RequestState
+from atom.runtime.step_input import PackedRows
 
 TARGETS = {
     "sm_80": (GPUTarget("cuda", 80, 32), Gpu(108, 163 << 10, (8, 0))),
@@ -82,7 +83,8 @@ rows, tables = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 4, 4, dtype=tor
 state = RequestState(3, 500, "cpu")
 inputs = Inputs(slots, slots, batch._replace(lengths=rows), slots[None], torch.zeros(1, 3, 4, dtype=torch.int32))
 prepare_inputs.decode_inputs(rows, state, tables, 16, inputs)
-prepare_inputs.mixed_inputs(rows, slots.int(), slots.int(), rows, state, tables, 16, inputs)
+split = PackedRows(rows, starts, rows, rows, rows, slots.int(), slots.int())
+prepare_inputs.mixed_inputs(split, state, tables, 16, inputs)
 prepare_inputs.extend_tables(tables, torch.zeros(2, 3, dtype=torch.int32))
 for kind in ("greedy", "random", "filtered"):
     sampling.sample(bf16(3, 500), rows, state, kind, torch.zeros(3, dtype=torch.int64))

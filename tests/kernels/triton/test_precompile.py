@@ -68,9 +68,10 @@ from atom.pieces import find_pieces
 from atom.kernels.triton.codegen import write_source
 from atom.kernels.triton.piece_compiler import TritonCompiler
 from atom.runtime.model import Model
+from atom.runtime.program import Bindings
 from atom.runtime.runner import Runner
 from atom.runtime.step_builder import StepBuilder
-from atom.runtime.types import Plan, ScheduledRequest, Sequence
+from atom.runtime.types import Plan, ScheduledRequest, Sequence, StepLimits
 
 for module in (decode, latent, linear, moe, prefill, rope):
     module.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
@@ -85,8 +86,8 @@ for piece in (piece for program in graph.programs.values() for piece in find_pie
 weights = {each: torch.zeros([int(dim) for dim in each.type.shape], dtype=TORCH_DTYPES[each.type.dtype])
            for each in graph.recipes()}
 kinds = [kind.name for kind in build.cache_kinds(graph)]
-runner = Runner(Model(graph, weights, dict.fromkeys(kinds, 2), 16, code, device="cpu", backend="triton", max_num_seqs=40,
-                      max_model_len=2048))
+runner = Runner(Model(graph, Bindings(weights, code), 16, StepLimits(40, 3000, 2048), device="cpu", backend="triton"))
+runner.bind(dict.fromkeys(kinds, 2))
 sizes, max_tokens = json.loads(sys.argv[2]), 3000
 runner.graphs.compile(sizes, max_tokens)
 ahead_of, num_loaded = list(compiled), len(loaded)

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from atom.serve.anthropic.blocks import BlockStream, content_blocks
 from atom.serve.output.output_parser import Answer, Delta, OutputParser, ToolCall, ToolDelta, gather
+from atom.serve.output.reasoning_parser import ReasoningSplitter
+from atom.serve.output.tool_parser import FORMATS, CallReader
 
 TAGS = ("<think>", "</think>")
 ANSWER = (
@@ -110,20 +112,23 @@ def test_what_ends_a_call_comes_before_the_text_and_the_call_behind_it():
     assert told(read_events(data)) == ["}", 0, ("text", 1), "Then", 1, ("tool_use", 2), "{}"]
 
 
+def open_parser(is_streamed: bool = True) -> OutputParser:
+    numbers = itertools.count(1)
+    reader = CallReader(FORMATS["tagged_json"], ["f", "g"], lambda: f"toolu_{next(numbers)}", is_streamed=is_streamed)
+    return OutputParser(ReasoningSplitter(TAGS), reader)
+
+
 @settings(max_examples=60, deadline=None)
 @given(cuts=st.lists(st.integers(0, len(ANSWER)), max_size=20))
 def test_however_it_is_cut_a_stream_adds_up_to_the_whole_answer(cuts: list[int]):
-    numbers = itertools.count(1)
-    parser = OutputParser("tagged_json", TAGS, tools=["f", "g"], new_id=lambda: f"toolu_{next(numbers)}")
+    parser = open_parser()
     blocks, ends = BlockStream(), [0, *sorted(cuts), len(ANSWER)]
     data = b"".join(blocks.push(parser.push(ANSWER[start:end])) for start, end in itertools.pairwise(ends))
     assert build(read_events(data + blocks.push(parser.finish()) + blocks.close())) == BLOCKS
 
 
 def test_the_same_answer_at_once_has_the_same_blocks():
-    numbers = itertools.count(1)
-    options: dict[str, Any] = {"tools": ["f", "g"], "new_id": lambda: f"toolu_{next(numbers)}", "is_streamed": False}
-    parser = OutputParser("tagged_json", TAGS, **options)
+    parser = open_parser(is_streamed=False)
     found = content_blocks(gather([parser.push(ANSWER), parser.finish()]))
     for block in found[2:]:
         block["input"] = json.loads(bytes(block["input"]))

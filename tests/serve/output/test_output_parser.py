@@ -18,19 +18,31 @@ from atom.serve.output.output_parser import (
     ToolDelta,
     gather,
     markers,
-    new_call_id,
 )
-from atom.serve.output.tool_parser import FORMATS
+from atom.serve.output.reasoning_parser import ReasoningSplitter
+from atom.serve.output.tool_parser import FORMATS, CallReader, new_call_id
 
 TAGS = ("<think>", "</think>")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
+def make(
+    tool_format: str | None,
+    reasoning: tuple[str, str] | None = TAGS,
+    is_in_reasoning: bool = False,
+    tools: list[str] | None = None,
+    **options: Any,
+) -> OutputParser:
+    splitter = ReasoningSplitter(reasoning, is_inside=is_in_reasoning) if reasoning else None
+    has_calls = tool_format or "named" in options
+    reader = CallReader(FORMATS[tool_format] if tool_format else None, tools, **options) if has_calls else None
+    return OutputParser(splitter, reader)
+
+
 def parse(pieces: list[str], tool_format: str | None = "tagged_json", **options: Any) -> tuple[Answer, int]:
     """The answer, and how many calls count. Ids are call_1, call_2 …"""
     numbers = itertools.count(1)
-    options = {"reasoning": TAGS, "tools": ["f"], "new_id": lambda: f"call_{next(numbers)}", **options}
-    parser = OutputParser(tool_format, **options)
+    parser = make(tool_format, **{"tools": ["f"], "new_id": lambda: f"call_{next(numbers)}", **options})
     return gather([*map(parser.push, pieces), parser.finish()]), parser.num_tool_calls
 
 
@@ -64,7 +76,7 @@ def test_nothing_is_looked_for_where_nothing_is_asked():
 
 
 def test_deltas_of_a_stream_carry_what_is_new():
-    parser = OutputParser("tagged_json", TAGS, is_in_reasoning=True, new_id=lambda: "call_x")
+    parser = make("tagged_json", is_in_reasoning=True, new_id=lambda: "call_x")
     assert parser.push("Hm") == Delta("", "Hm", [])
     assert parser.push(".</think>\n\nSo") == Delta("So", ".", [])
     assert parser.push(CALL[:-14]) == Delta("", "", [ToolDelta(0, "call_x", "f", '{"a": 1}')])
@@ -75,18 +87,17 @@ def test_deltas_of_a_stream_carry_what_is_new():
 
 
 def test_what_was_held_back_comes_at_the_end():
-    parser = OutputParser("tagged_json", TAGS)
+    parser = make("tagged_json")
     assert parser.push("\n<thi") == Delta("", "", [])
     assert parser.finish() == Delta("\n<thi", "", [])
-    parser = OutputParser("json", TAGS)
+    parser = make("json")
     assert parser.push('{"name": "f", ') == Delta("", "", [])
     assert parser.finish() == Delta('{"name": "f", ', "", [])
 
 
 def test_an_answer_may_be_one_functions_arguments():
     expected = Answer("", "", [ToolCall("g", '{"a": 1}', "call_1")])
-    for tool_format in (None, "tagged_json"):
-        assert parse(list('{"a": 1}'), tool_format, reasoning=None, named="g") == (expected, 1)
+    assert parse(list('{"a": 1}'), None, reasoning=None, named="g") == (expected, 1)
 
 
 def test_a_call_that_is_cut_short_is_content_where_answers_are_not_streamed():
@@ -105,7 +116,7 @@ def test_an_id_is_a_random_one():
     ids = {new_call_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(re.fullmatch("call_[0-9a-f]{24}", id) for id in ids)
-    assert re.fullmatch("call_[0-9a-f]{24}", gather([OutputParser("tagged_json", None).push(CALL)]).calls[0].id)
+    assert re.fullmatch("call_[0-9a-f]{24}", gather([make("tagged_json", None).push(CALL)]).calls[0].id)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""The tokens of a model: check them, and encode text as them.
+
+vocabulary = Vocabulary(49152, frozenset({2}), tokenizer)
+vocabulary.tokenize("Hello")        # [19556]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from atom.checkpoint import Tokenizer
+from atom.errors import RequestError
+from atom.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens that a model computes with; any thread may use it."""
+
+    size: int
+    stop_ids: frozenset[int]  # tokens that end an answer
+    tokenizer: Tokenizer | None  # None: the checkpoint has none
+
+    def tokenize(self, prompt: str | list[int]) -> list[int]:
+        """A prompt's token ids. RequestError where it is empty or has a token that the model does not have."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("the checkpoint has no tokenizer; give the prompt as a list of token ids")
+            prompt = self.tokenizer.encode(prompt)
+        if not isinstance(prompt, list | tuple):
+            raise RequestError(f"{prompt!r} is no prompt; a prompt is a string or a list of token ids")
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, Integral) or not 0 <= token < self.size:
+                raise RequestError(
+                    f"{token!r} in the prompt is no token id; they are numbers from 0 to {self.size - 1}"
+                )
+        return [int(token) for token in prompt]
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """The token ids of a conversation in the chat template. RequestError where the checkpoint has none."""
+        if self.tokenizer is None:
+            raise RequestError("the checkpoint has no tokenizer; give prompts as lists of token ids, without job.chat")
+        return self.tokenizer.encode_chat(messages)
+
+    def check(self, params: SamplingParams) -> None:
+        """RequestError where the parameters name a token that the model does not have, or need a tokenizer."""
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestError("stop_strings needs a tokenizer, which the checkpoint has not; use stop_token_ids")
+        for token in (*(params.stop_token_ids or ()), *(params.logit_bias or ())):
+            if not 0 <= token < self.size:
+                raise RequestError(f"{token} is no token id; they are numbers from 0 to {self.size - 1}")

@@ -1,0 +1,57 @@
+"""Sources of weights' values: mapped files, random numbers; `stream.py` has that for a GPU.
+
+tensors = source.map(make, recipes)       # `make` allocates a recipe's tensor and calls source.fill(part, target)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from atom.checkpoint import Checkpoint
+from atom.graph import Recipe
+from atom.weights.evaluate import Loaded, copy, view
+
+NUM_READERS = 2  # threads that read and convert, on a CPU
+
+
+class WeightSource(ABC):
+    def map(self, make: Callable[[Recipe], Loaded], recipes: Iterable[Recipe]) -> list[Loaded]:
+        """Make each recipe's tensor; what `make` handed to `fill` is filled when this returns."""
+        return list(map(make, recipes))
+
+    @abstractmethod
+    def fill(self, part: Recipe, target: Tensor) -> None:
+        """Fill a target with a part of a recipe, see `split_recipe`, now or by the next `flush`."""
+
+    def flush(self) -> None:  # noqa: B027
+        """Return when all targets of this thread are filled, for what is launched from now on."""
+
+
+class MappedSource(WeightSource):
+    """Copies from the mapped files, in threads with a recipe each. advance: gets the number of bytes done"""
+
+    def __init__(self, checkpoint: Checkpoint, advance: Callable[[int], None]) -> None:
+        self._checkpoint, self._advance = checkpoint, advance
+
+    def map(self, make: Callable[[Recipe], Loaded], recipes: Iterable[Recipe]) -> list[Loaded]:
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            return list(readers.map(make, recipes))
+
+    def fill(self, part: Recipe, target: Tensor) -> None:
+        copy(part, target, lambda plain: view(plain, self._checkpoint))
+        self._advance(target.nbytes)
+
+
+class RandomSource(WeightSource):
+    """Draws from normal(0, 0.02) on the device, in the order of the recipes."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def fill(self, part: Recipe, target: Tensor) -> None:
+        target.normal_(0.0, 0.02, generator=self._generator)

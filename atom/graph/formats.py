@@ -12,7 +12,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from atom.dtypes import FORMATS, Format
+from atom.dtypes import FORMATS, Format, Part
 from atom.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -40,6 +40,21 @@ def block_of(type: Type) -> tuple[int, ...]:
     *others, rows, columns = (int(dim) for dim in type.shape)
     block = parse_format(str(type.fmt)).block
     return (*(1 for _ in others), *(size or dim for dim, size in zip((rows, columns), block, strict=True)))
+
+
+def block_size(type: Type, dim: int) -> int | None:
+    """How many elements of a packed weight share a scale along a dim; None: all of them, however many."""
+    before = len(type.shape) - 2
+    return 1 if dim < before else parse_format(str(type.fmt)).block[dim - before]
+
+
+def part_shape(type: Type, part: Part) -> tuple[int, ...]:
+    """The shape of a part of a packed weight."""
+    if part.holds == "elements":
+        return tuple(map(int, type.shape))
+    block = block_of(type)
+    shape = tuple(-(-int(dim) // size) for dim, size in zip(type.shape, block, strict=True))
+    return (*shape, math.prod(block) * parse_format(str(type.fmt)).bits // 8) if part.holds == "bytes" else shape
 
 
 def num_bytes(type: Type) -> int:

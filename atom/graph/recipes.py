@@ -338,7 +338,7 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
         return replace(recipe, part=narrow(recipe.part, start, stop, dim + {first: 1, first + 1: -1}.get(dim, 0)))
     if isinstance(recipe, Dequantize):
         packed = recipe.part
-        if is_of_blocks(packed.type, start, stop, dim):
+        if is_of_blocks(packed, start, stop, dim):
             return Dequantize(narrow(packed, start, stop, dim))
         if isinstance(packed, Cat):
             return narrow(Cat(tuple(map(Dequantize, packed.parts)), packed.dim), start, stop, dim)
@@ -349,10 +349,23 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
     return Slice(recipe, start, stop, dim)
 
 
-def is_of_blocks(type: Type, start: int, stop: int, dim: int) -> bool:
+def is_of_blocks(recipe: Recipe, start: int, stop: int, dim: int) -> bool:
     """Whether a range of a packed tensor begins and ends where blocks do."""
-    size = formats.block_of(type)[dim]
-    return start % size == 0 and (stop % size == 0 or stop == type.shape[dim])
+    if isinstance(recipe, Cat) and dim != recipe.dim:
+        return all(is_of_blocks(part, start, stop, dim) for part in recipe.parts)
+    if isinstance(recipe, Cat):
+        begins = 0
+        for part in recipe.parts:
+            size = int(part.type.shape[dim])
+            first, last = max(start - begins, 0), min(stop - begins, size)
+            if first < last and not is_of_blocks(part, first, last, dim):
+                return False
+            begins += size
+        return True
+    if isinstance(recipe, Stack):
+        return dim == 0 or is_of_blocks(recipe.part, start, stop, dim - 1)
+    size = formats.block_of(recipe.type)[dim]
+    return start % size == 0 and (stop % size == 0 or stop == recipe.type.shape[dim])
 
 
 def _need(condition: bool, reason: str) -> None:

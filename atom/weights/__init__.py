@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -48,8 +48,8 @@ def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str
             f"the checkpoint has no tensor {_some(missing)}; is it whole, and is model= the right one?"
         )
     for name, type in needed.items():
-        shape = tuple(stored[name].shape)
-        if shape != type.shape:
+        shape = stored[name].shape
+        if not _is_same_shape(shape, type.shape):
             raise CheckpointError(f"tensor {name} is {list(shape)}, the model expects {list(type.shape)}")
     patterns = tuple(ignore)
     surplus = [
@@ -59,6 +59,11 @@ def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str
         raise CheckpointError(
             f"the model does not use tensor {_some(surplus)}; name it in model.ignore if it may be left out"
         )
+
+
+def _is_same_shape(stored: Sequence[int], expected: Sequence[int | str]) -> bool:
+    """Whether both are the same but for dims of 1: a scale may be stored as [], [1] or [1, 1]."""
+    return [dim for dim in stored if dim != 1] == [dim for dim in expected if dim != 1]
 
 
 def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:

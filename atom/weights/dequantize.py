@@ -10,21 +10,31 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from atom.dtypes import FORMATS
-from atom.graph import formats
+from atom.graph.formats import parse_format
 
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # e2m1, by its 4 bits
 
 
 def unpack(fmt: str, parts: Mapping[str, Tensor]) -> Tensor:
     """Dequantize a weight's parts to fp32[..., O, I], see `graph.parts`; of one that was transposed too."""
-    if fmt in UNPACK:
-        return UNPACK[fmt](**parts)
-    stored = formats.transpose(fmt)
-    assert stored in UNPACK, f"a weight is stored as {fmt}: refuse_packed comes first"
-    blocks = {name: len(part.block) for name, part in FORMATS[stored].parts.items()}
-    swapped = {name: part.transpose(-2 - blocks[name], -1 - blocks[name]) for name, part in parts.items()}
-    return UNPACK[stored](**swapped).mT
+    known = parse_format(fmt)
+    unpack_kind = UNPACK[known.kind]
+    held = {name: part.holds for name, part in known.parts.items()}
+    if "bytes" not in held.values():
+        return unpack_kind(**parts, block=known.block)
+    if known.block[0] == 1:
+        return unpack_kind(**parts)
+    swapped = {name: part.transpose(-3, -2) if held[name] == "bytes" else part.mT for name, part in parts.items()}
+    return unpack_kind(**swapped).mT
+
+
+def unpack_scaled(values: Tensor, scales: Tensor, block: tuple[int | None, int | None]) -> Tensor:
+    """values fp8 or i8[..., O, I], scales fp32[..., ⌈O / rows⌉, ⌈I / columns⌉] -> fp32[..., O, I]"""
+    unpacked = values.float()
+    for dim, size in zip((-2, -1), block, strict=True):
+        if size is not None and size > 1:
+            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, values.shape[dim])
+    return unpacked.mul_(scales)
 
 
 def unpack_mxfp4(values: Tensor, scales: Tensor) -> Tensor:
@@ -38,4 +48,4 @@ def unpack_mxfp4(values: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(elements, scales.int().unsqueeze(-1) - 127).flatten(-2)
 
 
-UNPACK: dict[str, Callable[..., Tensor]] = {"mxfp4": unpack_mxfp4}  # formats whose parts are known
+UNPACK: dict[str, Callable[..., Tensor]] = {"fp8": unpack_scaled, "int8": unpack_scaled, "mxfp4": unpack_mxfp4}

@@ -56,7 +56,7 @@ def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:
     match recipe:
         case W():
             assert recipe.type.fmt is None, f"{recipe.name} is stored as {recipe.type.fmt}: refuse_packed comes first"
-            return _stored(recipe.name, checkpoint)
+            return _stored(recipe.name, checkpoint).view([int(dim) for dim in recipe.type.shape])
         case Transpose(part, dim):
             return view(part, checkpoint).transpose(dim, dim + 1)
         case Slice(part, start, stop, dim, step):

@@ -192,8 +192,12 @@ def test_a_checkpoint_that_is_not_there_is_named():
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 
 
-def compressed(**changes: Any) -> dict[str, Any]:
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {**WEIGHTS, **changes}}}}
+def compressed(format: str | None = None, **changes: Any) -> dict[str, Any]:
+    groups = {"group_0": {"weights": {**WEIGHTS, **changes}}}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
+
+
+QUARK = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}
 
 
 @pytest.mark.parametrize(
@@ -202,16 +206,22 @@ def compressed(**changes: Any) -> dict[str, Any]:
         (None, None),
         ({}, None),
         ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 64]}, "fp8[128, 64]"),
-        ({"quant_method": "fp8", "weight_block_size": None}, "fp8"),
+        ({"quant_method": "fp8", "weight_block_size": None}, "ct_fp8[*, *]"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "ct_fp8[1, *]"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "ct_fp8[*, *]"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "ct_fp8[1, *]"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "ct_fp8[128, 128]"),
+        ({"quant_method": "quark", "global_quant_config": QUARK}, "ct_fp8[1, *]"),
         ({"quant_method": "mxfp4"}, "mxfp4"),
         ({"quant_method": "gptq", "bits": 8, "group_size": 64}, "int8z[1, 64]"),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "int4z[1, *]"),
         ({"quant_method": "awq", "group_size": 128}, "int4z[1, 128]"),
         (compressed(), "int4[1, 32]"),
         (compressed(symmetric=False), "int4z[1, 32]"),
-        (compressed(num_bits=8, strategy="channel"), "int8[1, *]"),
-        (compressed(num_bits=8, type="float", strategy="tensor"), "fp8[*, *]"),
-        (compressed(num_bits=8, type="float", strategy="block", block_structure=[128, 128]), "fp8[128, 128]"),
+        (compressed(num_bits=8, strategy="channel"), "ct_int8[1, *]"),
+        (compressed("pack-quantized", num_bits=8, strategy="channel"), "int8[1, *]"),
+        (compressed(num_bits=8, type="float", strategy="tensor"), "ct_fp8[*, *]"),
+        (compressed(num_bits=8, type="float", strategy="block", block_structure=[128, 128]), "ct_fp8[128, 128]"),
     ],
 )  # fmt: skip
 def test_the_stored_format_is_read_from_the_checkpoint(write: Write, stated: dict[str, Any] | None, fmt: str | None):
@@ -231,9 +241,16 @@ def test_the_weights_that_are_stored_plain_are_read_too(write: Write, key: str):
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "a checkpoint quantized by bitsandbytes is not known yet"),
-        ({"quant_method": "compressed-tensors", "config_groups": {}}, "quantized by compressed-tensors is not known yet"),
-        ({**compressed(), "config_groups": {"a": {"weights": WEIGHTS}, "b": {"weights": WEIGHTS}}}, "quantized by compressed-tensors"),
+        ({"quant_method": "bitsandbytes"}, "a checkpoint quantized by bitsandbytes is not known yet; take the checkpoint that it"),
+        ({"quant_method": "fp7"}, "a checkpoint quantized by fp7 is not known yet; known are fp8, fbgemm_fp8, compressed-tensors"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, 'quantization_config.fmt="e5m2" is not known yet'),
+        ({"quant_method": "fp8", "activation_scheme": "none"}, 'activation_scheme="none" is not known yet'),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 'quantization_config.quant_algo="NVFP4" is not known yet'),
+        ({"quant_method": "modelopt"}, "quantization_config.quant_algo=null is not known yet"),
+        ({"quant_method": "quark"}, "global_quant_config quantizes no weights"),
+        ({"quant_method": "quark", "layer_quant_config": {"*": {}}}, "layer_quant_config=.* is not known yet"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "config_groups of compressed-tensors are not known yet"),
+        ({**compressed(), "config_groups": {"a": {"weights": WEIGHTS}, "b": {"weights": WEIGHTS}}}, "2 config_groups of"),
         (compressed(strategy="token"), "quantization_config: weights by token are not known yet"),
     ],
 )  # fmt: skip
@@ -469,7 +486,7 @@ def test_a_wrong_key_in_a_model_file_is_named(write: Write, conf: Callable[[str,
         ("model.mlp.0={kind: moe, experts: 8, top_k: 2, router: {method: noaux_tc, groups: 4, top_groups: 5}}", "top_groups=5 is more than its groups=4"),
         ("model.attention.rope={kind: yarn, beta_slow: 0}", "beta_fast=32.0 and beta_slow=0.0 must both be above 0"),
         ("model.attention.rope.dims=14", "model.attention.rope.dims=14 is more than the 12 dims of a head"),
-        ("model.fmt=fp9", r"model.fmt=fp9: there is no such format; choices: auto, none, fp8, int8,"),
+        ("model.fmt=fp9", r"model.fmt=fp9: there is no such format; choices: auto, none, fp8, ct_fp8,"),
         ("model.fmt='fp8[0, 0]'", r"model.fmt=fp8\[0, 0\]: there is no such format"),
         ("model.plain=['re:((']", r"model.plain: re:\(\( is no regular expression .*; mend it"),
         ("model.attention.window_rope.thet=5", r"model.attention.window_rope.thet: there is no such field, did you mean theta\?"),

@@ -1,0 +1,144 @@
+"""Checkpoints that are stored quantized, against transformers with the same weights unpacked, in float32.
+
+The tensors are written here straight from the published layouts: DeepSeek-V3's README_WEIGHTS.md, compressed-tensors'
+quant_scheme.py, fbgemm_fp8 and fp8 of transformers, modelopt's and Quark's exports.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import tiny
+import torch
+from law import assert_same_logits
+from probe import logits_of
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from atom import LLMEngine, SamplingParams
+from atom.errors import CheckpointError
+
+Stored = dict[str, Tensor]  # by suffix behind the weight's name
+
+NAMES = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # of linears
+FP8_MAX, INT8_MAX = 448.0, 127.0
+
+
+def store(weight: Tensor, block: tuple[int, int], suffix: str, dtype: torch.dtype, shape: str) -> tuple[Stored, Tensor]:
+    """A weight [O, I] with a scale for each block, its scales in the named shape, and the same unpacked."""
+    rows, columns = (-(-size // each) for size, each in zip(weight.shape, block, strict=True))
+    scales, plain = torch.empty(rows, columns), torch.empty_like(weight)
+    values = torch.empty_like(weight, dtype=dtype)
+    for row in range(rows):
+        for column in range(columns):
+            at = (slice(row * block[0], (row + 1) * block[0]), slice(column * block[1], (column + 1) * block[1]))
+            scale = weight[at].abs().max() / (FP8_MAX if dtype.is_floating_point else INT8_MAX)
+            scales[row, column] = scale
+            scaled = weight[at] / scale
+            values[at] = (scaled if dtype.is_floating_point else scaled.round()).to(dtype)
+            plain[at] = values[at].float() * scale
+    shapes = {"grid": [rows, columns], "rows": [rows], "one": [1], "none": [], "nested": [rows, 1, columns, 1]}
+    return {"": values, suffix: scales.reshape(shapes[shape])}, plain
+
+
+class Layout(NamedTuple):
+    stated: dict[str, Any]  # quantization_config
+    store: Callable[[Tensor], tuple[Stored, Tensor]]
+    beside: tuple[str, ...] = ()  # suffixes of tensors that are not needed
+
+
+def fp8(block: tuple[int, int], suffix: str = "_scale", shape: str = "grid") -> Callable[[Tensor], Any]:
+    return lambda weight: store(weight, block, suffix, torch.float8_e4m3fn, shape)
+
+
+def compressed(format: str, **weights: Any) -> dict[str, Any]:
+    scheme = {"targets": ["Linear"], "weights": {"num_bits": 8, "symmetric": True, **weights}}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}  # fmt: skip
+
+
+def quark(**weight: str) -> dict[str, Any]:
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight}, "exclude": ["lm_head"]}
+
+
+ALL = 1 << 20
+LAYOUTS = {
+    "deepseek": Layout({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}, fp8((16, 32), "_scale_inv")),
+    "fp8 static": Layout({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, fp8((ALL, ALL), shape="none"), (".input_scale",)),
+    "fbgemm": Layout({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}, fp8((1, ALL)), (".input_scale_ub",)),
+    "FP8": Layout(compressed("float-quantized", type="float", strategy="tensor"), fp8((ALL, ALL), shape="one"), (".input_scale",)),
+    "FP8_DYNAMIC": Layout(compressed("float-quantized", type="float", strategy="channel"), fp8((1, ALL))),
+    "FP8_BLOCK": Layout(compressed("float-quantized", type="float", strategy="block", block_structure=[16, 16]), fp8((16, 16))),
+    "W8A8": Layout(compressed("int-quantized", type="int", strategy="channel"), lambda weight: store(weight, (1, ALL), "_scale", torch.int8, "grid")),
+    "modelopt": Layout({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head*"]}, fp8((ALL, ALL), shape="none"), (".input_scale",)),
+    "modelopt blocks": Layout({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "exclude_modules": ["lm_head"]}, fp8((128, 128), shape="nested")),
+    "quark": Layout(quark(dtype="fp8_e4m3", qscheme="per_channel"), fp8((1, ALL), shape="rows")),
+    "quark tensor": Layout(quark(dtype="fp8_e4m3", qscheme="per_tensor"), fp8((ALL, ALL), shape="none"), (".input_scale", ".output_scale")),
+}  # fmt: skip
+
+
+def write(variant: str, layout: Layout, folder: Path) -> tuple[Path, Path]:
+    """Two checkpoints of random weights: one stored in the layout, one of the same weights unpacked."""
+    plain = tiny.save(variant, folder / "plain")
+    tensors, stored, unpacked = load_file(plain / "model.safetensors"), {}, {}
+    for name, tensor in tensors.items():
+        unpacked[name] = stored[name] = tensor
+        if name.endswith(NAMES):
+            parts, unpacked[name] = layout.store(tensor)
+            stored |= {f"{name}{suffix}": part for suffix, part in parts.items()}
+            stored |= {name.removesuffix(".weight") + suffix: torch.ones(1) for suffix in layout.beside}
+    save_file(unpacked, plain / "model.safetensors", {"format": "pt"})
+    packed = folder / "packed"
+    packed.mkdir()
+    save_file(stored, packed / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": layout.stated}))
+    return packed, plain
+
+
+def open_engine(folder: Path, level: int) -> LLMEngine:
+    return LLMEngine(model=str(folder), dtype="fp32", level=level, kv_cache_memory=1 << 22)
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout", "level"),
+    [
+        *(("qwen3", layout, 0) for layout in LAYOUTS),
+        *(("llama_biases", layout, 1) for layout in ("deepseek", "FP8_DYNAMIC", "W8A8")),
+        *((variant, "deepseek", level) for variant in ("qwen3_moe", "deepseek_v3") for level in (0, 1)),
+        ("phi3", "FP8", 1),
+        ("mixtral_odd", "quark", 0),
+    ],
+)
+def test_tokens_and_logits_are_those_of_the_weights_unpacked(variant: str, layout: str, level: int, tmp_path: Path):
+    packed, plain = write(variant, LAYOUTS[layout], tmp_path)
+    reference, tokens = tiny.reference(plain), tiny.prompt(40)
+    engine = open_engine(packed, level)
+    try:
+        assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
+        (answer,) = engine.generate([tokens[:20]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+        tiny.assert_greedy(answer, tokens[:20], reference)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda scale: None, "has no tensor {name}; is it whole"),
+        (lambda scale: scale[:-1], r"tensor {name} is \[3, 2\], the model expects \[4, 2\]"),
+    ],
+)
+def test_a_scale_that_is_missing_or_of_another_shape_is_one_line(
+    change: Callable[[Tensor], Tensor | None], message: str, tmp_path: Path
+):
+    packed, _ = write("qwen3", LAYOUTS["deepseek"], tmp_path)
+    tensors, name = load_file(packed / "model.safetensors"), "model.layers.1.self_attn.q_proj.weight_scale_inv"
+    changed = change(tensors.pop(name))
+    save_file(tensors | ({} if changed is None else {name: changed}), packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message.format(name=name)) as error:
+        open_engine(packed, 0)
+    assert "\n" not in str(error.value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Dtype(NamedTuple):
@@ -45,11 +45,13 @@ BY_NAME = {DTYPES[ours].name: ours for ours in MODEL_DTYPES} | {"half": "fp16", 
 
 
 class Part(NamedTuple):
-    """A tensor [..., O, I] that a packed weight is stored in, beside others: of a number a block, unless stated."""
+    """A tensor [..., O, I] that a packed weight is stored in, beside others."""
 
-    suffix: str  # put behind the weight's name
+    suffix: str  # put behind the weight's name; one that begins with a dot is put in place of .weight
     dtype: str
-    holds: str = "blocks"  # blocks: one number of each; elements: each by itself; bytes: a block's, in a last dim
+    holds: str = "blocks"  # blocks: a number for each; elements: of each; bytes: the bytes of each block, in a last dim
+    words: str = ""  # how the file packs them into int32 words, see `atom.graph.recipes.Repack`; "": as they are
+    is_transposed: bool = False  # the file has [..., I, O]
 
 
 class Format(NamedTuple):
@@ -62,22 +64,40 @@ class Format(NamedTuple):
     parts: Mapping[str, Part] = MappingProxyType({})  # values, scales, zeros; none: their names are not known yet
 
 
-def _scaled(kind: str, values: Part, scales: Part) -> Mapping[str, Any]:
-    return {"kind": kind, "parts": MappingProxyType({"values": values, "scales": scales})}
+def _format(bits: int, scale_bits: int, block: tuple[int | None, int | None], kind: str, **parts: Part) -> Format:
+    return Format(bits, scale_bits, block, kind, MappingProxyType(parts))
 
 
 FP8, INT8 = Part("", "fp8_e4m3", "elements"), Part("", "i8", "elements")
 SCALE = Part("_scale", "fp32")
+CT_VALUES, CT_ZEROS = Part("_packed", "u8", "bytes", "columns"), Part("_zero_point", "u8", words="rows")
+AWQ = {"values": Part(".qweight", "u8", "bytes", "awq"), "zeros": Part(".qzeros", "u8", words="awq"),
+       "scales": Part(".scales", "fp32", is_transposed=True)}  # fmt: skip
+GPTQ_V2 = {"values": Part(".qweight", "u8", "bytes", "gptq"), "zeros": Part(".qzeros", "u8", words="gptq"),
+           "scales": AWQ["scales"]}  # fmt: skip
+GPTQ = {**GPTQ_V2, "zeros": Part(".qzeros", "u8", words="gptq_minus_1")}
 
-# name -> bits of an element, bits of a scale, block where none is stated; the names of parts are those of
-# fp8: DeepSeek-V3 and transformers; ct_…: compressed-tensors, and others of these names; mxfp4: gpt-oss
+# name -> bits of an element, bits of a scale, block where none is stated, kind, parts. Those of a name alone cannot be
+# run yet; the names of parts are those of DeepSeek-V3 (fp8), compressed-tensors and others of its names (ct_…), gpt-oss
+# (mxfp4), AWQ's gemm and GPTQ
 FORMATS: dict[str, Format] = {
-    "fp8": Format(8, 32, (None, None), **_scaled("fp8", FP8, Part("_scale_inv", "fp32"))),
-    "ct_fp8": Format(8, 32, (None, None), **_scaled("fp8", FP8, SCALE)),
+    "fp8": _format(8, 32, (None, None), "scaled", values=FP8, scales=Part("_scale_inv", "fp32")),
+    "ct_fp8": _format(8, 32, (None, None), "scaled", values=FP8, scales=SCALE),
     "int8": Format(8, 16, (1, None)),
-    "ct_int8": Format(8, 32, (1, None), **_scaled("int8", INT8, SCALE)),
+    "int8z": Format(8, 24, (1, 128)),  # with a zero point a block
+    "ct_int8": _format(8, 32, (1, None), "scaled", values=INT8, scales=SCALE),
+    "ct_packed_int8": _format(8, 32, (1, None), "int8", values=CT_VALUES, scales=SCALE),
+    "ct_packed_int8z": _format(8, 40, (1, None), "int8", values=CT_VALUES, scales=SCALE, zeros=CT_ZEROS),
+    "gptq_int8": _format(8, 40, (1, 128), "int8", **GPTQ),
+    "gptq_v2_int8": _format(8, 40, (1, 128), "int8", **GPTQ_V2),
     "int4": Format(4, 16, (1, 128)),
-    "int4z": Format(4, 20, (1, 128)),  # with a zero point a block
-    "int8z": Format(8, 24, (1, 128)),
-    "mxfp4": Format(4, 8, (1, 32), **_scaled("mxfp4", Part("_blocks", "u8", "bytes"), Part("_scales", "u8"))),
+    "int4z": Format(4, 20, (1, 128)),
+    "ct_packed_int4": _format(4, 32, (1, 128), "int4", values=CT_VALUES, scales=SCALE),
+    "ct_packed_int4z": _format(4, 36, (1, 128), "int4", values=CT_VALUES, scales=SCALE, zeros=CT_ZEROS),
+    "awq_int4": _format(4, 36, (1, 128), "int4", **AWQ),
+    "gptq_int4": _format(4, 36, (1, 128), "int4", **GPTQ),
+    "gptq_v2_int4": _format(4, 36, (1, 128), "int4", **GPTQ_V2),
+    "mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_blocks", "u8", "bytes"), scales=Part("_scales", "u8")),
+    "ct_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_packed", "u8", "bytes"), scales=Part("_scale", "u8")),
+    "quark_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("", "u8", "bytes"), scales=Part("_scale", "u8")),
 }

@@ -14,10 +14,14 @@ from typing import Any, NamedTuple
 import pytest
 import tiny
 import torch
+from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
 from law import assert_same_logits
 from probe import logits_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from atom import LLMEngine, SamplingParams
 from atom.errors import CheckpointError
@@ -64,6 +68,79 @@ def quark(**weight: str) -> dict[str, Any]:
     return {"quant_method": "quark", "global_quant_config": {"weight": weight}, "exclude": ["lm_head"]}
 
 
+def packed(bits: int, *, group: int | None = None, symmetric: bool = True) -> Layout:
+    """compressed-tensors' own pack-quantized."""
+    stated = compressed("pack-quantized", type="int", strategy="group" if group else "channel", group_size=group,
+                        num_bits=bits, symmetric=symmetric)  # fmt: skip
+    scheme = QuantizationScheme(targets=["Linear"], weights=stated["config_groups"]["group_0"]["weights"])
+    assert scheme.weights is not None
+    args = scheme.weights
+
+    def store(weight: Tensor) -> tuple[Stored, Tensor]:
+        groups = weight.unflatten(1, (-1, group or weight.shape[1]))
+        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+        given = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+        parts = PackedQuantizationCompressor.compress(given, scheme)
+        unpacked = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+        return {name.removeprefix("weight"): part.contiguous() for name, part in parts.items()}, unpacked
+
+    return Layout(stated, store)
+
+
+def grouped(weight: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numbers of a weight [O, I] with a zero point for each group of a row: numbers [O, I], zeros and scales [O, G], and
+    the weight that they are."""
+    groups = weight.unflatten(1, (-1, group))
+    lowest, highest = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    scales = ((highest - lowest) / ((1 << bits) - 1)).half().float()
+    zeros = (-lowest / scales).round().clamp(0, (1 << bits) - 1)
+    numbers = (groups / scales + zeros).round().clamp(0, (1 << bits) - 1)
+    plain = ((numbers - zeros) * scales).flatten(1)
+    return numbers.flatten(1).long(), zeros.squeeze(-1).long(), scales.squeeze(-1), plain
+
+
+def words(numbers: Tensor, bits: int, order: tuple[int, ...]) -> Tensor:
+    """[R, C] -> int32[R, C / numbers of a word]: place i of a word has column order[i] of its run."""
+    packed = torch.zeros(len(numbers), numbers.shape[1] // len(order), dtype=torch.int64)
+    for place, column in enumerate(order):
+        packed |= numbers[:, column :: len(order)] << (bits * place)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def awq(weight: Tensor) -> tuple[Stored, Tensor]:
+    numbers, zeros, scales, plain = grouped(weight, 8, 4)
+    parts = {"qweight": words(numbers.T, 4, AWQ_ORDER), "qzeros": words(zeros.T, 4, AWQ_ORDER), "scales": scales.T.half()}  # fmt: skip
+    return {f".{name}": part.contiguous() for name, part in parts.items()}, plain
+
+
+def gptq(bits: int, group: int | None, *, version: int) -> Callable[[Tensor], tuple[Stored, Tensor]]:
+    def store(weight: Tensor) -> tuple[Stored, Tensor]:
+        size = group or weight.shape[1]
+        numbers, zeros, scales, plain = grouped(weight, size, bits)
+        order, stored_zeros = tuple(range(32 // bits)), (zeros - int(version == 1)) % (1 << bits)
+        parts = {"qweight": words(numbers, bits, order).T, "qzeros": words(stored_zeros.T, bits, order), "scales": scales.T.half(),
+                 "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // size}  # fmt: skip
+        return {f".{name}": part.contiguous() for name, part in parts.items()}, plain
+
+    return store
+
+
+def mxfp4(suffix: str) -> Callable[[Tensor], tuple[Stored, Tensor]]:
+    """u8[O, I / 2] and exponents u8[O, I / 32], read by transformers' own unpacking."""
+
+    def store(weight: Tensor) -> tuple[Stored, Tensor]:
+        rows, columns = weight.shape
+        values = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+        scales = torch.randint(120, 125, (rows, columns // 32), dtype=torch.uint8)
+        plain = convert_moe_packed_tensors(values.view(1, rows, -1, 16), scales.unsqueeze(0), dtype=torch.float32)
+        return {suffix: values, "_scale": scales}, plain[0].T.contiguous()
+
+    return store
+
+
 ALL = 1 << 20
 LAYOUTS = {
     "deepseek": Layout({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}, fp8((16, 32), "_scale_inv")),
@@ -77,7 +154,21 @@ LAYOUTS = {
     "modelopt blocks": Layout({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "exclude_modules": ["lm_head"]}, fp8((128, 128), shape="nested")),
     "quark": Layout(quark(dtype="fp8_e4m3", qscheme="per_channel"), fp8((1, ALL), shape="rows")),
     "quark tensor": Layout(quark(dtype="fp8_e4m3", qscheme="per_tensor"), fp8((ALL, ALL), shape="none"), (".input_scale", ".output_scale")),
+    "W4A16": packed(4, group=8),
+    "W4A16 asymmetric": packed(4, group=8, symmetric=False),
+    "W4A16 channel": packed(4),
+    "W8A16": packed(8),
+    "W8A16 asymmetric": packed(8, group=8, symmetric=False),
+    "MXFP4": Layout(compressed("mxfp4-pack-quantized", type="float", strategy="group", group_size=32, num_bits=4), mxfp4("_packed")),
+    "quark MXFP4": Layout(quark(dtype="fp4", qscheme="per_group"), mxfp4("")),
+    "awq": Layout({"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}, awq),
+    "gptq": Layout({"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False, "sym": True}, gptq(4, 8, version=1)),
+    "gptq v2": Layout({"quant_method": "gptq", "bits": 4, "group_size": 8, "checkpoint_format": "gptq_v2"}, gptq(4, 8, version=2)),
+    "gptq rows": Layout({"quant_method": "gptq", "bits": 4, "group_size": -1, "dynamic": {}}, gptq(4, None, version=1)),
+    "gptq 8 bits": Layout({"quant_method": "gptq", "bits": 8, "group_size": 8}, gptq(8, 8, version=1)),
 }  # fmt: skip
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+MX = ("MXFP4", "quark MXFP4")  # whose columns are multiples of 32
 
 
 def write(variant: str, layout: Layout, folder: Path) -> tuple[Path, Path]:
@@ -88,7 +179,9 @@ def write(variant: str, layout: Layout, folder: Path) -> tuple[Path, Path]:
         unpacked[name] = stored[name] = tensor
         if name.endswith(NAMES):
             parts, unpacked[name] = layout.store(tensor)
-            stored |= {f"{name}{suffix}": part for suffix, part in parts.items()}
+            del stored[name]
+            module = name.removesuffix(".weight")
+            stored |= {(module if suffix.startswith(".") else name) + suffix: part for suffix, part in parts.items()}
             stored |= {name.removesuffix(".weight") + suffix: torch.ones(1) for suffix in layout.beside}
     save_file(unpacked, plain / "model.safetensors", {"format": "pt"})
     packed = folder / "packed"
@@ -106,14 +199,19 @@ def open_engine(folder: Path, level: int) -> LLMEngine:
 @pytest.mark.parametrize(
     ("variant", "layout", "level"),
     [
-        *(("qwen3", layout, 0) for layout in LAYOUTS),
-        *(("llama_biases", layout, 1) for layout in ("deepseek", "FP8_DYNAMIC", "W8A8")),
+        *(("qwen3", layout, 0) for layout in LAYOUTS if layout not in MX),
+        *(("wide", layout, level) for layout in MX for level in (0, 1)),
+        *(("qwen2", layout, 1) for layout in ("deepseek", "FP8_DYNAMIC", "W8A8", "W4A16 asymmetric", "awq", "gptq")),
+        *(("qwen3_moe", layout, 1) for layout in ("W4A16", "awq", "gptq v2")),
         *((variant, "deepseek", level) for variant in ("qwen3_moe", "deepseek_v3") for level in (0, 1)),
         ("phi3", "FP8", 1),
         ("mixtral_odd", "quark", 0),
     ],
 )
-def test_tokens_and_logits_are_those_of_the_weights_unpacked(variant: str, layout: str, level: int, tmp_path: Path):
+def test_tokens_and_logits_are_those_of_the_weights_unpacked(
+    variant: str, layout: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(tiny.VARIANTS, "wide", ("Qwen3Config", WIDE))
     packed, plain = write(variant, LAYOUTS[layout], tmp_path)
     reference, tokens = tiny.reference(plain), tiny.prompt(40)
     engine = open_engine(packed, level)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from atom.dtypes import FORMATS
 from atom.errors import CheckpointError, UnsupportedError
 
 KEY = "quantization_config"
@@ -134,10 +135,31 @@ def read_mxfp4(stated: Stated) -> Quantization:
     return Quantization("mxfp4", stated.patterns(*EXCEPTIONS))
 
 
-def read_integers(stated: Stated) -> Quantization:
-    """AWQ and GPTQ."""
-    bits, group = stated.whole("bits", 4), stated.whole("group_size", 128, or_all=True)
-    return Quantization(f"int{bits}z[1, {'*' if group == -1 else group}]", stated.patterns(*EXCEPTIONS))
+def read_awq(stated: Stated) -> Quantization:
+    """AutoAWQ's gemm; the other versions pack in orders of their own."""
+    version = stated.text("version") or "gemm"
+    if version.lower() != "gemm" or stated.whole("bits", 4) != 4:
+        raise stated.unknown("version" if version.lower() != "gemm" else "bits")
+    if stated.values.get("zero_point") is False:
+        raise stated.unknown("zero_point")
+    return Quantization(f"awq_int4{group_block(stated)}", stated.patterns(*EXCEPTIONS))
+
+
+def read_gptq(stated: Stated) -> Quantization:
+    """GPTQModel's and AutoGPTQ's, v1 (the default, zero points less 1) and v2."""
+    for key in ("desc_act", "dynamic"):  # groups that are no neighbours; formats of their own for some modules
+        if stated.values.get(key):
+            raise stated.unknown(key)
+    bits = stated.whole("bits", 4)
+    if bits not in (4, 8):
+        raise stated.unknown("bits")
+    version = stated.one_of("checkpoint_format", "gptq", "gptq_v2", None) or "gptq"
+    return Quantization(f"{version}_int{bits}{group_block(stated)}", stated.patterns(*EXCEPTIONS), ["*.g_idx"])
+
+
+def group_block(stated: Stated) -> str:
+    group = stated.whole("group_size", 128, or_all=True)
+    return f"[1, {'*' if group == -1 else group}]"
 
 
 def read_compressed_tensors(stated: Stated) -> Quantization:
@@ -150,15 +172,17 @@ def read_compressed_tensors(stated: Stated) -> Quantization:
     weights = group.object("weights") if group else None
     if weights is None:
         raise UnsupportedError(f"{stated.at}.config_groups.{name} quantizes no weights, which is not known yet")
-    fmt = compressed_format(weights, stated.text("format") == "pack-quantized")
+    fmt = compressed_format(weights, stated.text("format"))
     unread = [*INPUT_SCALES, *CACHE_SCALES, "*.weight_shape"]
     return Quantization(fmt, stated.patterns(*EXCEPTIONS), unread)
 
 
-def compressed_format(weights: Stated, is_packed: bool) -> str:
+def compressed_format(weights: Stated, packing: str | None) -> str:
     """The format of a group's weights, see `compressed_tensors.quantization.QuantizationArgs`."""
     bits = weights.whole("num_bits")
     kind = "fp" if weights.one_of("type", "float", "int", None) == "float" else "int"
+    if packing == "mxfp4-pack-quantized":
+        return "ct_mxfp4"
     is_symmetric = weights.values.get("symmetric") is not False
     strategy = weights.text("strategy")
     match strategy:
@@ -172,9 +196,12 @@ def compressed_format(weights: Stated, is_packed: bool) -> str:
             block = weights.block("block_structure")
         case _:
             raise UnsupportedError(f"{KEY}: weights by {strategy} are not known yet")
-    if bits == 8 and is_symmetric and not is_packed:
-        return f"ct_{kind}8{block}"
-    return f"{kind}{bits}{'' if is_symmetric else 'z'}{block}"
+    if weights.values.get("actorder") not in (None, "weight", "static"):  # columns are quantized in another order, only
+        raise weights.unknown("actorder")
+    name = f"ct_{'packed_' if packing == 'pack-quantized' else ''}{kind}{bits}{'' if is_symmetric else 'z'}"
+    if name not in FORMATS:
+        raise UnsupportedError(f"{weights.at}: {name.removeprefix('ct_')} is not known yet")
+    return name + block
 
 
 def read_modelopt(stated: Stated) -> Quantization:
@@ -194,13 +221,20 @@ def read_quark(stated: Stated) -> Quantization:
     weight = whole.object("weight") if whole else None
     if weight is None:
         raise UnsupportedError(f"{stated.at}.global_quant_config quantizes no weights, which is not known yet")
-    kind = {"fp8_e4m3": "ct_fp8", "int8": "ct_int8"}
-    block = {"per_tensor": "[*, *]", "per_channel": "[1, *]"}
-    dtype, scheme = weight.one_of("dtype", *kind), weight.one_of("qscheme", *block)
-    assert dtype is not None and scheme is not None, "one_of refuses null"
-    return Quantization(kind[dtype] + block[scheme], stated.patterns("exclude"), INPUT_SCALES + CACHE_SCALES)
+    dtype, scheme = weight.text("dtype"), weight.text("qscheme")
+    if (dtype, scheme) not in QUARK:
+        raise weight.unknown("dtype" if dtype not in [known for known, _ in QUARK] else "qscheme")
+    if dtype == "fp4" and (weight.whole("group_size", 32) != 32 or weight.text("scale_format") not in ("e8m0", None)):
+        raise weight.unknown("group_size" if weight.values.get("group_size", 32) != 32 else "scale_format")
+    return Quantization(QUARK[dtype, scheme], stated.patterns("exclude"), INPUT_SCALES + CACHE_SCALES)
 
 
+QUARK = {
+    ("fp8_e4m3", "per_tensor"): "ct_fp8[*, *]",
+    ("fp8_e4m3", "per_channel"): "ct_fp8[1, *]",
+    ("int8", "per_channel"): "ct_int8[1, *]",
+    ("fp4", "per_group"): "quark_mxfp4",
+}
 EXCEPTIONS = ("modules_to_not_convert", "ignored_layers", "ignore")
 READERS: dict[str, Callable[[Stated], Quantization]] = {
     "fp8": read_fp8,
@@ -209,8 +243,8 @@ READERS: dict[str, Callable[[Stated], Quantization]] = {
     "modelopt": read_modelopt,
     "quark": read_quark,
     "mxfp4": read_mxfp4,
-    "awq": read_integers,
-    "gptq": read_integers,
+    "awq": read_awq,
+    "gptq": read_gptq,
 }
 UNPACKED = "take the checkpoint that it was made of"
 HINTS = {"bitsandbytes": UNPACKED, "hqq": UNPACKED, "aqlm": UNPACKED, "quip": UNPACKED, "eetq": UNPACKED}

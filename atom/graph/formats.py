@@ -57,6 +57,24 @@ def part_shape(type: Type, part: Part) -> tuple[int, ...]:
     return (*shape, math.prod(block) * parse_format(str(type.fmt)).bits // 8) if part.holds == "bytes" else shape
 
 
+def words_shape(type: Type, part: Part) -> tuple[int, ...]:
+    """The shape [..., R, C] of a part that is packed into int32 words, see `recipes.Repack`."""
+    *others, rows, columns = map(int, type.shape)
+    holds_values, per_word = part.holds == "bytes", 32 // parse_format(str(type.fmt)).bits
+    if not holds_values:
+        rows, columns = (-(-dim // size) for dim, size in zip((rows, columns), block_of(type)[-2:], strict=True))
+    match part.words:
+        case "columns":
+            packed = (rows, -(-columns // per_word))
+        case "rows":
+            packed = (-(-rows // per_word), columns)
+        case "awq":
+            packed = (columns, -(-rows // per_word))
+        case _:
+            packed = (-(-columns // per_word), rows) if holds_values else (columns, -(-rows // per_word))
+    return (*others, *packed)
+
+
 def num_bytes(type: Type) -> int:
     """Bytes of a packed weight [..., O, I], its scales included."""
     known = parse_format(str(type.fmt))

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from atom.dtypes import Part
 from atom.errors import UnsupportedError
 from atom.graph import formats
 from atom.graph.formats import FormatError, block_of, parse_format
-from atom.graph.recipes import Cat, Recipe, Slice, Stack, Transpose, W, is_of_blocks, leaves
+from atom.graph.recipes import Cat, Recipe, Repack, Slice, Stack, Transpose, W, is_of_blocks, leaves
 from atom.graph.types import Type
 
 
@@ -74,7 +75,15 @@ def parts_of(recipe: Recipe) -> dict[str, Recipe]:
 def _stored_parts(leaf: W, fmt: str) -> dict[str, Recipe]:
     if not has_parts(leaf):
         raise UnsupportedError(f"the tensors of a weight stored as {fmt} are not known yet")
-    return {
-        name: W(leaf.name + part.suffix, Type(part.dtype, formats.part_shape(leaf.type, part)))
-        for name, part in parse_format(fmt).parts.items()
-    }
+    return {name: _stored_part(leaf, part, parse_format(fmt).bits) for name, part in parse_format(fmt).parts.items()}
+
+
+def _stored_part(leaf: W, part: Part, bits: int) -> Recipe:
+    name = leaf.name.removesuffix(".weight") if part.suffix.startswith(".") else leaf.name
+    type = Type(part.dtype, formats.part_shape(leaf.type, part))
+    if part.words:
+        stored = Type("i32", formats.words_shape(leaf.type, part))
+        return Repack(W(name + part.suffix, stored), part.words, bits, type)
+    if part.is_transposed:
+        return Transpose(W(name + part.suffix, replace(type, shape=(*type.shape[:-2], *type.shape[:-3:-1]))))
+    return W(name + part.suffix, type)

@@ -12,6 +12,7 @@ Tensors are streamed: the bytes that a recipe needs are read from the mapped fil
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,7 @@ from torch import Tensor
 from atom.checkpoint import Checkpoint, Progress, StoredTensor
 from atom.config import ModelConfig
 from atom.errors import CheckpointError, UnsupportedError, naming_a_lack_of_memory
-from atom.graph import TORCH_DTYPES, Graph, Recipe, RopeFreqs, Shuffle
+from atom.graph import TORCH_DTYPES, Graph, Recipe, RopeFreqs, Shuffle, Type
 from atom.graph.parts import stored_tensors
 from atom.graph.recipes import held_bytes, leaves, narrow
 from atom.kernels import shuffle
@@ -49,7 +50,7 @@ def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str
         )
     for name, type in needed.items():
         shape = stored[name].shape
-        if not _is_same_shape(shape, type.shape):
+        if not _is_same_shape(shape, type):
             raise CheckpointError(f"tensor {name} is {list(shape)}, the model expects {list(type.shape)}")
     patterns = tuple(ignore)
     surplus = [
@@ -61,9 +62,15 @@ def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str
         )
 
 
-def _is_same_shape(stored: Sequence[int], expected: Sequence[int | str]) -> bool:
-    """Whether both are the same but for dims of 1: a scale may be stored as [], [1] or [1, 1]."""
-    return [dim for dim in stored if dim != 1] == [dim for dim in expected if dim != 1]
+def _is_same_shape(stored: Sequence[int], type: Type) -> bool:
+    """Whether a tensor has a type's shape, but for dims of 1: a scale may be stored as [], [1] or [1, 1].
+
+    Blocks of bytes may be stored one behind the other, as rows.
+    """
+    shapes = (
+        [type.shape, (*type.shape[:-2], math.prod(map(int, type.shape[-2:])))] if type.dtype == "u8" else [type.shape]
+    )
+    return [dim for dim in stored if dim != 1] in ([dim for dim in shape if dim != 1] for shape in shapes)
 
 
 def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:

@@ -5,7 +5,8 @@ dense = unpack("mxfp4", {"values": blocks, "scales": scales})
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,4 +49,41 @@ def unpack_mxfp4(values: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(elements, scales.int().unsqueeze(-1) - 127).flatten(-2)
 
 
-UNPACK: dict[str, Callable[..., Tensor]] = {"fp8": unpack_scaled, "int8": unpack_scaled, "mxfp4": unpack_mxfp4}
+def unpack_integers(values: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int) -> Tensor:
+    """values u8[..., B, block bytes], scales fp32[..., B], zeros u8[..., B] -> fp32[..., I]: (value - zero) · scale
+
+    Without zeros, zero is the middle: 8 of 4 bits, 128 of 8.
+    """
+    numbers = torch.stack((values & 15, values >> 4), -1).flatten(-2) if bits == 4 else values
+    zero = 1 << (bits - 1) if zeros is None else zeros.unsqueeze(-1)
+    return ((numbers.float() - zero) * scales.unsqueeze(-1)).flatten(-2)
+
+
+def repack(words: Tensor, how: str, bits: int, shape: Sequence[int]) -> Tensor:
+    """The numbers in int32 words as u8 of this shape, see `graph.recipes.Repack`."""
+    holds_values = len(shape) > words.dim()
+    numbers = words.unsqueeze(-1) >> torch.arange(0, 32, bits, dtype=torch.int32)  # [..., R, C, numbers a word]
+    if how == "awq" and bits == 4:
+        numbers = numbers[..., torch.tensor((0, 4, 1, 5, 2, 6, 3, 7))]
+    along_rows = how == "rows" or (how.startswith("gptq") and holds_values)
+    numbers = numbers.movedim(-1, -2).flatten(-3, -2) if along_rows else numbers.flatten(-2)
+    if how == "gptq_minus_1":
+        numbers = numbers + 1
+    numbers = (numbers & ((1 << bits) - 1)).to(torch.uint8)
+    if how not in ("columns", "rows"):
+        numbers = numbers.mT
+    if not holds_values:
+        return numbers[..., : shape[-2], : shape[-1]]
+    columns = shape[-2] * shape[-1] * 8 // bits
+    numbers = numbers[..., : shape[-3], :columns]
+    if bits == 4:
+        numbers = numbers[..., ::2] | numbers[..., 1::2] << 4
+    return numbers.reshape(*shape)
+
+
+UNPACK: dict[str, Callable[..., Tensor]] = {
+    "scaled": unpack_scaled,
+    "int4": partial(unpack_integers, bits=4),
+    "int8": partial(unpack_integers, bits=8),
+    "mxfp4": unpack_mxfp4,
+}

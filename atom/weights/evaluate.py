@@ -15,10 +15,10 @@ from torch import Tensor
 
 from atom.checkpoint import Checkpoint
 from atom.errors import UnsupportedError
-from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Shift, Slice, Stack, Transpose, W
+from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Repack, Shift, Slice, Stack, Transpose, W
 from atom.graph.parts import parts_of
 from atom.graph.recipes import narrow
-from atom.weights.dequantize import unpack
+from atom.weights.dequantize import repack, unpack
 
 
 def split_recipe(recipe: Recipe, tensor: Tensor) -> Iterator[tuple[Recipe, Tensor]]:
@@ -61,6 +61,8 @@ def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:
             return view(part, checkpoint).transpose(dim, dim + 1)
         case Slice(part, start, stop, dim, step):
             return view(part, checkpoint)[(slice(None),) * dim + (slice(start, stop, step),)]
+        case Repack(part, words, bits, type):
+            return repack(view(part, checkpoint), words, bits, [int(dim) for dim in type.shape])
         case Dequantize(part):
             return unpack(str(part.type.fmt), {name: view(each, checkpoint) for name, each in parts_of(part).items()})
     raise UnsupportedError(f"a weight cannot be read as {type(recipe).__name__.lower()}(…) of several tensors")

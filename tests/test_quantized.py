@@ -204,7 +204,7 @@ def open_engine(folder: Path, level: int) -> LLMEngine:
         *(("qwen2", layout, 1) for layout in ("deepseek", "FP8_DYNAMIC", "W8A8", "W4A16 asymmetric", "awq", "gptq")),
         *(("qwen3_moe", layout, 1) for layout in ("W4A16", "awq", "gptq v2")),
         *((variant, "deepseek", level) for variant in ("qwen3_moe", "deepseek_v3") for level in (0, 1)),
-        ("phi3", "FP8", 1),
+        *(("phi3", layout, level) for layout in ("FP8", "deepseek", "gptq") for level in (0, 1)),
         ("mixtral_odd", "quark", 0),
     ],
 )

@@ -61,7 +61,7 @@ def parts_of(recipe: Recipe) -> dict[str, Recipe]:
     if isinstance(recipe, Slice):
         whole, dim = recipe.part.type, recipe.dim
         size = block_of(whole)[dim]
-        if not is_of_blocks(recipe.part, recipe.start, recipe.stop, dim) or (size > 1 and recipe.step > 1):
+        if cuts_blocks(recipe):
             raise FormatError(f"slice: {recipe.start} to {recipe.stop} of dim {dim} cuts the blocks of {whole}")
         kinds = parse_format(str(whole.fmt)).parts
         return {
@@ -70,6 +70,12 @@ def parts_of(recipe: Recipe) -> dict[str, Recipe]:
             for name, part in parts_of(recipe.part).items()
         }  # fmt: skip
     raise UnsupportedError(f"a weight stored as {recipe.type.fmt} cannot be read as {type(recipe).__name__.lower()}(…)")
+
+
+def cuts_blocks(recipe: Slice) -> bool:
+    """Whether a slice of a packed weight is no slice of its parts."""
+    has_gaps = recipe.step > 1 and block_of(recipe.part.type)[recipe.dim] > 1
+    return has_gaps or not is_of_blocks(recipe.part, recipe.start, recipe.stop, recipe.dim)
 
 
 def _stored_parts(leaf: W, fmt: str) -> dict[str, Recipe]:

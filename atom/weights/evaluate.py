@@ -9,6 +9,7 @@ for part, target in split_recipe(recipe, tensor):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from atom.checkpoint import Checkpoint
 from atom.errors import UnsupportedError
 from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Repack, Shift, Slice, Stack, Transpose, W
-from atom.graph.parts import parts_of
+from atom.graph.parts import cuts_blocks, parts_of
 from atom.graph.recipes import narrow
 from atom.weights.dequantize import repack, unpack
 
@@ -63,6 +64,8 @@ def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:
             return view(part, checkpoint)[(slice(None),) * dim + (slice(start, stop, step),)]
         case Repack(part, words, bits, type):
             return repack(view(part, checkpoint), words, bits, [int(dim) for dim in type.shape])
+        case Dequantize(Slice() as part) if cuts_blocks(part):
+            return view(replace(part, part=Dequantize(part.part)), checkpoint)
         case Dequantize(part):
             return unpack(str(part.type.fmt), {name: view(each, checkpoint) for name, each in parts_of(part).items()})
     raise UnsupportedError(f"a weight cannot be read as {type(recipe).__name__.lower()}(…) of several tensors")

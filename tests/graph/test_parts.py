@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from atom.errors import UnsupportedError
-from atom.graph import Cat, Dequantize, Recipe, Shift, Slice, Stack, Transpose, Type, W
+from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Shift, Slice, Stack, Transpose, Type, W
 from atom.graph.parts import has_parts, parts_of, stored_tensors
 from atom.graph.recipes import leaves, narrow
 
@@ -117,6 +118,52 @@ def test_slices_at_all_offsets_are_those_of_what_is_unpacked(recipe: Recipe):
                 narrowed = {name: narrow(each, *edges, dim) for name, each in parts_of(recipe).items()}
                 assert parts_of(narrow(recipe, start, stop, dim)) == narrowed
             assert torch.equal(evaluate(part, checkpoint), expected.narrow(dim, start, stop - start))
+
+
+OTHERS = ("fp8[16, 32]", "fp8[1, *]", "ct_fp8[*, *]", "ct_int8[1, *]", "ct_packed_int8[1, *]", "ct_packed_int4[1, 8]", "ct_packed_int4z[1, 8]",
+          "awq_int4[1, 32]", "gptq_int4[1, 8]", "gptq_v2_int8[1, *]", "ct_mxfp4", "quark_mxfp4")  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", OTHERS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w: w("up"),
+        lambda w: Cat((w("gate"), w("up"))),
+        lambda w: Cat((w("gate"), Slice(w("up"), 16, 40))),
+        lambda w: Slice(w("up"), 0, 40, 0, 2),
+        lambda w: Transpose(w("up")),
+        lambda w: Stack(Cat((w("{expert}.gate"), w("{expert}.up"))), 1, 3),
+    ],
+    ids=["a tensor", "two", "rows of another", "every second row", "transposed", "experts"],
+)
+def test_slices_of_every_format_are_those_of_what_is_unpacked(fmt: str, make: Callable[[Any], Recipe]):
+    recipe, generator = make(weight_of(fmt)), torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    for leaf in stored_tensors(recipe):
+        shape, dtype = [int(dim) for dim in leaf.type.shape], TORCH_DTYPES[leaf.type.dtype]
+        if dtype.is_floating_point:
+            tensors[leaf.name] = torch.randn(shape, generator=generator).to(dtype)
+        else:
+            least, most = (100, 140) if leaf.type.dtype == "u8" else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+            tensors[leaf.name] = torch.randint(least, most, shape, generator=generator, dtype=dtype)
+    checkpoint = Memory(tensors)
+    plain = {leaf: evaluate(Dequantize(leaf), checkpoint) for leaf in leaves(recipe)}
+    expected = compute(recipe, plain.__getitem__)
+    assert expected.isfinite().all()
+    assert torch.equal(evaluate(Dequantize(recipe), checkpoint), expected)
+    for dim, size in enumerate(expected.shape):
+        for start, stop in itertools.islice(itertools.combinations(range(0, size + 1, 2), 2), 0, None, 7):
+            part = narrow(Dequantize(recipe), start, stop, dim)
+            assert torch.equal(evaluate(part, checkpoint), expected.narrow(dim, start, stop - start)), (
+                dim,
+                start,
+                stop,
+            )
+
+
+def weight_of(fmt: str) -> Callable[[str], W]:
+    return lambda name: W(f"{name}.weight", Type("fp32", (40, 64), fmt))
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
     suffix: str  # put behind the weight's name; one that begins with a dot is put in place of .weight
     dtype: str
-    holds: str = "blocks"  # blocks: a number for each; elements: of each; bytes: the bytes of each block, in a last dim
+    holds: str = "blocks"  # what it has a number of: blocks, elements, bytes of a block, columns, tensor
     words: str = ""  # how the file packs them into int32 words, see `atom.graph.recipes.Repack`; "": as they are
     is_transposed: bool = False  # the file has [..., I, O]
 
@@ -62,6 +62,11 @@ class Format(NamedTuple):
     block: tuple[int | None, int | None]  # rows and columns; None: all
     kind: str = ""  # how its parts become numbers, see `atom.weights.dequantize`; "": it cannot be run yet
     parts: Mapping[str, Part] = MappingProxyType({})  # values, scales, zeros; none: their names are not known yet
+
+    @property
+    def has_order(self) -> bool:
+        """Whether the columns of a block are not neighbours: `groups` says which block a column is of."""
+        return "groups" in self.parts
 
 
 def _format(bits: int, scale_bits: int, block: tuple[int | None, int | None], kind: str, **parts: Part) -> Format:
@@ -76,6 +81,8 @@ AWQ = {"values": Part(".qweight", "u8", "bytes", "awq"), "zeros": Part(".qzeros"
 GPTQ_V2 = {"values": Part(".qweight", "u8", "bytes", "gptq"), "zeros": Part(".qzeros", "u8", words="gptq"),
            "scales": AWQ["scales"]}  # fmt: skip
 GPTQ = {**GPTQ_V2, "zeros": Part(".qzeros", "u8", words="gptq_minus_1")}
+GPTQ_ORDER, CT_ORDER = {"groups": Part(".g_idx", "i32", "columns")}, {"groups": Part("_g_idx", "i32", "columns")}
+FP4_VALUES, FP4_SCALE = Part("", "u8", "bytes"), Part("_scale", "fp8_e4m3")
 
 # name -> bits of an element, bits of a scale, block where none is stated, kind, parts. Those of a name alone cannot be
 # run yet; the names of parts are those of DeepSeek-V3 (fp8), compressed-tensors and others of its names (ct_…), gpt-oss
@@ -97,7 +104,16 @@ FORMATS: dict[str, Format] = {
     "awq_int4": _format(4, 36, (1, 128), "int4", **AWQ),
     "gptq_int4": _format(4, 36, (1, 128), "int4", **GPTQ),
     "gptq_v2_int4": _format(4, 36, (1, 128), "int4", **GPTQ_V2),
+    "ct_packed_int4_ordered": _format(4, 32, (1, 128), "int4", values=CT_VALUES, scales=SCALE, **CT_ORDER),
+    "gptq_int4_ordered": _format(4, 36, (1, 128), "int4", **GPTQ, **GPTQ_ORDER),
+    "gptq_v2_int4_ordered": _format(4, 36, (1, 128), "int4", **GPTQ_V2, **GPTQ_ORDER),
+    "gptq_int8_ordered": _format(8, 40, (1, 128), "int8", **GPTQ, **GPTQ_ORDER),
+    "gptq_v2_int8_ordered": _format(8, 40, (1, 128), "int8", **GPTQ_V2, **GPTQ_ORDER),
     "mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_blocks", "u8", "bytes"), scales=Part("_scales", "u8")),
     "ct_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_packed", "u8", "bytes"), scales=Part("_scale", "u8")),
-    "quark_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("", "u8", "bytes"), scales=Part("_scale", "u8")),
-}
+    "quark_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=FP4_VALUES, scales=Part("_scale", "u8")),
+    "ct_nvfp4": _format(4, 8, (1, 16), "nvfp4", values=Part("_packed", "u8", "bytes"), scales=FP4_SCALE,
+                        divisor=Part("_global_scale", "fp32", "tensor")),
+    "modelopt_nvfp4": _format(4, 8, (1, 16), "nvfp4", values=FP4_VALUES, scales=FP4_SCALE,
+                              factor=Part("_scale_2", "fp32", "tensor")),
+}  # fmt: skip

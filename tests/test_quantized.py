@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 import tiny
 import torch
-from compressed_tensors.compressors import PackedQuantizationCompressor
+from compressed_tensors.compressors import NVFP4PackedCompressor, PackedQuantizationCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from law import assert_same_logits
 from probe import logits_of
 from safetensors.torch import load_file, save_file
@@ -116,16 +117,44 @@ def awq(weight: Tensor) -> tuple[Stored, Tensor]:
     return {f".{name}": part.contiguous() for name, part in parts.items()}, plain
 
 
-def gptq(bits: int, group: int | None, *, version: int) -> Callable[[Tensor], tuple[Stored, Tensor]]:
+def gptq(
+    bits: int, group: int | None, *, version: int, is_ordered: bool = False
+) -> Callable[[Tensor], tuple[Stored, Tensor]]:
     def store(weight: Tensor) -> tuple[Stored, Tensor]:
         size = group or weight.shape[1]
-        numbers, zeros, scales, plain = grouped(weight, size, bits)
+        order_of_columns = torch.randperm(weight.shape[1]) if is_ordered else torch.arange(weight.shape[1])
+        numbers, zeros, scales, plain = grouped(weight[:, order_of_columns], size, bits)
+        back = order_of_columns.argsort()  # groups are of columns in that order, and are stored in the model's
+        numbers, plain = numbers[:, back], plain[:, back]
         order, stored_zeros = tuple(range(32 // bits)), (zeros - int(version == 1)) % (1 << bits)
         parts = {"qweight": words(numbers, bits, order).T, "qzeros": words(stored_zeros.T, bits, order), "scales": scales.T.half(),
-                 "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // size}  # fmt: skip
+                 "g_idx": back.int() // size}  # fmt: skip
         return {f".{name}": part.contiguous() for name, part in parts.items()}, plain
 
     return store
+
+
+def nvfp4(names: tuple[str, str, str], *, is_divisor: bool) -> Callable[[Tensor], tuple[Stored, Tensor]]:
+    """compressed-tensors' own, or as modelopt names the same: a factor in place of a divisor."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=NVFP4)
+    args = scheme.weights
+    assert args is not None
+
+    def store(weight: Tensor) -> tuple[Stored, Tensor]:
+        divisor = generate_gparam(weight.min().reshape(1), weight.max().reshape(1))
+        groups = weight.unflatten(1, (-1, 16))
+        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args, global_scale=divisor)
+        given = {"weight": weight, "weight_scale": scale, "weight_global_scale": divisor, "weight_zero_point": zero}
+        parts = NVFP4PackedCompressor.compress(given, scheme)
+        values, scales, factor = parts["weight_packed"], parts["weight_scale"], divisor if is_divisor else 1 / divisor
+        numbers = unpack_fp4_from_uint8(values, *weight.shape, dtype=torch.float32).unflatten(1, (-1, 16))
+        plain = (numbers * (scales.float() / divisor).unsqueeze(-1)).flatten(1)  # their decompress gives bf16
+        return dict(zip(names, (values, scales, factor), strict=True)), plain
+
+    return store
+
+
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
 
 
 def mxfp4(suffix: str) -> Callable[[Tensor], tuple[Stored, Tensor]]:
@@ -165,10 +194,14 @@ LAYOUTS = {
     "gptq": Layout({"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False, "sym": True}, gptq(4, 8, version=1)),
     "gptq v2": Layout({"quant_method": "gptq", "bits": 4, "group_size": 8, "checkpoint_format": "gptq_v2"}, gptq(4, 8, version=2)),
     "gptq rows": Layout({"quant_method": "gptq", "bits": 4, "group_size": -1, "dynamic": {}}, gptq(4, None, version=1)),
+    "gptq ordered": Layout({"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": True}, gptq(4, 8, version=1, is_ordered=True)),
+    "gptq v2 8 bits ordered": Layout({"quant_method": "gptq", "bits": 8, "group_size": 8, "desc_act": True, "checkpoint_format": "gptq_v2"}, gptq(8, 8, version=2, is_ordered=True)),
+    "NVFP4": Layout(compressed("nvfp4-pack-quantized", **NVFP4), nvfp4(("_packed", "_scale", "_global_scale"), is_divisor=True), (".input_global_scale",)),
+    "modelopt NVFP4": Layout({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4(("", "_scale", "_scale_2"), is_divisor=False), (".input_scale",)),
     "gptq 8 bits": Layout({"quant_method": "gptq", "bits": 8, "group_size": 8}, gptq(8, 8, version=1)),
 }  # fmt: skip
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
-MX = ("MXFP4", "quark MXFP4")  # whose columns are multiples of 32
+MX = ("MXFP4", "quark MXFP4", "NVFP4", "modelopt NVFP4")  # whose columns are multiples of 32
 
 
 def write(variant: str, layout: Layout, folder: Path) -> tuple[Path, Path]:

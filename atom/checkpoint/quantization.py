@@ -20,7 +20,10 @@ from atom.dtypes import FORMATS
 from atom.errors import CheckpointError, UnsupportedError
 
 KEY = "quantization_config"
-INPUT_SCALES = ["*.input_scale"]  # of activations; ours stay in the dtype of the model, which is more exact
+INPUT_SCALES = [
+    "*.input_scale",
+    "*.input_global_scale",
+]  # of activations; ours stay in the dtype of the model, which is more exact
 CACHE_SCALES = ["*.k_scale", "*.v_scale", "*.kv_scale", "*.q_scale", "*.output_scale"]  # of fp8 entries
 
 
@@ -29,6 +32,7 @@ class Quantization:
     fmt: str | None = None  # of the layers' weights, see `atom.dtypes.FORMATS`; None: plain
     plain: list[str] = field(default_factory=list)  # patterns of modules that are stored plain
     unread: list[str] = field(default_factory=list)  # patterns of tensors that are not needed
+    formats: dict[str, str] = field(default_factory=dict)  # pattern of modules -> another format; plain goes first
 
 
 class Stated:
@@ -147,14 +151,23 @@ def read_awq(stated: Stated) -> Quantization:
 
 def read_gptq(stated: Stated) -> Quantization:
     """GPTQModel's and AutoGPTQ's, v1 (the default, zero points less 1) and v2."""
-    for key in ("desc_act", "dynamic"):  # groups that are no neighbours; formats of their own for some modules
-        if stated.values.get(key):
-            raise stated.unknown(key)
-    bits = stated.whole("bits", 4)
+    version = stated.one_of("checkpoint_format", "gptq", "gptq_v2", None) or "gptq"
+    plain, formats = stated.patterns(*EXCEPTIONS), {}
+    for pattern, changes in (stated.get("dynamic", dict, "an object") or {}).items():  # GPTQModel's, first match
+        sign, expression = ("+:", pattern) if pattern[:2] not in ("+:", "-:") else (pattern[:2], pattern[2:])
+        check_pattern(f"re:{expression}", f"{stated.at}.dynamic", CheckpointError)
+        if sign == "-:":
+            plain = [*plain, f"re:{expression}"]
+        else:
+            formats[f"re:{expression}"] = gptq_format(Stated({**stated.values, **(changes or {})}, stated.at), version)
+    return Quantization(gptq_format(stated, version), plain, ["*.g_idx"], formats)
+
+
+def gptq_format(stated: Stated, version: str) -> str:
+    bits, order = stated.whole("bits", 4), "_ordered" if stated.values.get("desc_act") else ""
     if bits not in (4, 8):
         raise stated.unknown("bits")
-    version = stated.one_of("checkpoint_format", "gptq", "gptq_v2", None) or "gptq"
-    return Quantization(f"{version}_int{bits}{group_block(stated)}", stated.patterns(*EXCEPTIONS), ["*.g_idx"])
+    return f"{version}_int{bits}{order}{group_block(stated)}"
 
 
 def group_block(stated: Stated) -> str:
@@ -163,22 +176,34 @@ def group_block(stated: Stated) -> str:
 
 
 def read_compressed_tensors(stated: Stated) -> Quantization:
-    groups = stated.object("config_groups")
-    if groups is None or len(groups.values) != 1:
-        count = "no" if groups is None else len(groups.values)
-        raise UnsupportedError(f"{stated.at}: {count} config_groups of compressed-tensors are not known yet, one is")
-    (name,) = groups.values
-    group = groups.object(name)
-    weights = group.object("weights") if group else None
-    if weights is None:
-        raise UnsupportedError(f"{stated.at}.config_groups.{name} quantizes no weights, which is not known yet")
-    fmt = compressed_format(weights, stated.text("format"))
+    """Groups of modules, each with a format: all linears, or modules by name."""
+    groups, fmt, formats = stated.object("config_groups"), None, {}
+    for name in groups.values if groups else ():
+        group = groups.object(name) if groups else None
+        weights = group.object("weights") if group else None
+        if group is None or weights is None:
+            raise UnsupportedError(f"{stated.at}.config_groups.{name} quantizes no weights, which is not known yet")
+        one = compressed_format(weights, group.text("format") or stated.text("format"))
+        for target in group.patterns("targets") or ["Linear"]:
+            if target == "Linear":
+                fmt = one
+            elif target[0].isupper():
+                raise UnsupportedError(f"{group.at}.targets: modules of class {target} are not known yet, Linear is")
+            else:
+                formats[target] = one
+    if fmt is None and not formats:
+        raise UnsupportedError(f"{stated.at} of compressed-tensors has no config_groups")
     unread = [*INPUT_SCALES, *CACHE_SCALES, "*.weight_shape"]
-    return Quantization(fmt, stated.patterns(*EXCEPTIONS), unread)
+    return Quantization(fmt, stated.patterns(*EXCEPTIONS), unread, formats)
+
+
+FP4_PACKINGS = {"mxfp4-pack-quantized": "ct_mxfp4", "nvfp4-pack-quantized": "ct_nvfp4"}
 
 
 def compressed_format(weights: Stated, packing: str | None) -> str:
     """The format of a group's weights, see `compressed_tensors.quantization.QuantizationArgs`."""
+    if packing in FP4_PACKINGS:
+        return FP4_PACKINGS[packing]
     bits = weights.whole("num_bits")
     kind = "fp" if weights.one_of("type", "float", "int", None) == "float" else "int"
     if packing == "mxfp4-pack-quantized":
@@ -196,9 +221,13 @@ def compressed_format(weights: Stated, packing: str | None) -> str:
             block = weights.block("block_structure")
         case _:
             raise UnsupportedError(f"{KEY}: weights by {strategy} are not known yet")
-    if weights.values.get("actorder") not in (None, "weight", "static"):  # columns are quantized in another order, only
+    if packing == "nvfp4-pack-quantized":
+        return "ct_nvfp4"
+    order = weights.values.get("actorder")  # weight, static: the order in which columns were rounded, no more
+    if order not in (None, False, True, "group", "dynamic", "weight", "static"):
         raise weights.unknown("actorder")
-    name = f"ct_{'packed_' if packing == 'pack-quantized' else ''}{kind}{bits}{'' if is_symmetric else 'z'}"
+    ordered = "_ordered" if order in (True, "group", "dynamic") else ""
+    name = f"ct_{'packed_' if packing == 'pack-quantized' else ''}{kind}{bits}{'' if is_symmetric else 'z'}{ordered}"
     if name not in FORMATS:
         raise UnsupportedError(f"{weights.at}: {name.removeprefix('ct_')} is not known yet")
     return name + block
@@ -206,30 +235,40 @@ def compressed_format(weights: Stated, packing: str | None) -> str:
 
 def read_modelopt(stated: Stated) -> Quantization:
     """NVIDIA's, whose exceptions are globs."""
-    block = {"FP8": "[*, *]", "FP8_PER_CHANNEL_PER_TOKEN": "[1, *]", "FP8_PB_WO": "[128, 128]"}
-    algorithm = stated.one_of("quant_algo", *block)
+    fmt = {"FP8": "ct_fp8[*, *]", "FP8_PER_CHANNEL_PER_TOKEN": "ct_fp8[1, *]", "FP8_PB_WO": "ct_fp8[128, 128]",
+           "NVFP4": "modelopt_nvfp4", "W4A16_NVFP4": "modelopt_nvfp4"}  # fmt: skip
+    algorithm = stated.one_of("quant_algo", *fmt)
     assert algorithm is not None, "one_of refuses null"
     plain = stated.patterns("ignore", "exclude_modules", *EXCEPTIONS)
-    return Quantization(f"ct_fp8{block[algorithm]}", plain, INPUT_SCALES + CACHE_SCALES)
+    return Quantization(fmt[algorithm], plain, INPUT_SCALES + CACHE_SCALES)
 
 
 def read_quark(stated: Stated) -> Quantization:
-    """AMD's."""
-    if stated.values.get("layer_quant_config"):
-        raise stated.unknown("layer_quant_config")
-    whole = stated.object("global_quant_config")
-    weight = whole.object("weight") if whole else None
+    """AMD's; layers may have formats of their own, by globs."""
+    plain, formats = stated.patterns("exclude"), dict[str, str]()
+    layers = stated.object("layer_quant_config")
+    for pattern in layers.values if layers else ():
+        check_pattern(pattern, f"{stated.at}.layer_quant_config", CheckpointError)
+        one = quark_format(layers.object(pattern)) if layers else None
+        plain, formats = ([*plain, pattern], formats) if one is None else (plain, {**formats, pattern: one})
+    unread = INPUT_SCALES + CACHE_SCALES
+    return Quantization(quark_format(stated.object("global_quant_config")), plain, unread, formats)
+
+
+def quark_format(config: Stated | None) -> str | None:
+    """The format of a config's weights, None for plain ones."""
+    weight = config.object("weight") if config else None
     if weight is None:
-        raise UnsupportedError(f"{stated.at}.global_quant_config quantizes no weights, which is not known yet")
+        return None
     dtype, scheme = weight.text("dtype"), weight.text("qscheme")
     if (dtype, scheme) not in QUARK:
         raise weight.unknown("dtype" if dtype not in [known for known, _ in QUARK] else "qscheme")
     if dtype == "fp4" and (weight.whole("group_size", 32) != 32 or weight.text("scale_format") not in ("e8m0", None)):
         raise weight.unknown("group_size" if weight.values.get("group_size", 32) != 32 else "scale_format")
-    return Quantization(QUARK[dtype, scheme], stated.patterns("exclude"), INPUT_SCALES + CACHE_SCALES)
+    return QUARK[dtype, scheme]
 
 
-QUARK = {
+QUARK: dict[tuple[str | None, str | None], str] = {
     ("fp8_e4m3", "per_tensor"): "ct_fp8[*, *]",
     ("fp8_e4m3", "per_channel"): "ct_fp8[1, *]",
     ("int8", "per_channel"): "ct_int8[1, *]",

@@ -130,6 +130,7 @@ def derive_model(config: Config, max_model_len: int) -> ModelConfig:
         mlp=[derive_mlp(mlp, f"model.mlp.{index}") for index, mlp in enumerate(model.mlp)],
         fmt=stored.fmt,
         plain=stored.plain,
+        formats=stored.formats,
         ignore=[*model.ignore, *stored.unread],
     )
 
@@ -288,6 +289,10 @@ def derive_format(config: Config) -> Quantization:
     fmt, plain = config.model.fmt, config.model.plain
     for pattern in plain:
         check_pattern(pattern, "model.plain", ConfigError)
+    for pattern, each in config.model.formats.items():
+        check_pattern(pattern, "model.formats", ConfigError)
+        if not is_format(each):
+            raise unknown_format(f"model.formats.{pattern}", each)
     if fmt in (None, "none"):
         return Quantization(plain=plain)
     try:
@@ -300,13 +305,17 @@ def derive_format(config: Config) -> Quantization:
         raise CheckpointError(
             f"{config.checkpoint or 'the embedded checkpoint'}: {error}, or set model.fmt=none"
         ) from None
-    stated = read.fmt if fmt == "auto" else fmt
-    if stated is None or is_format(stated):
-        return replace(read, fmt=stated, plain=list(dict.fromkeys([*read.plain, *plain])))
+    plain = list(dict.fromkeys([*read.plain, *plain]))
     if fmt == "auto":
-        raise UnsupportedError(f"weights stored as {stated} are not known yet; formats: {', '.join(FORMATS)}")
+        return replace(read, plain=plain, formats=read.formats | config.model.formats)
+    if not is_format(fmt):
+        raise unknown_format("model.fmt", fmt)
+    return replace(read, fmt=fmt, plain=plain, formats=config.model.formats)
+
+
+def unknown_format(key: str, fmt: str) -> ConfigError:
     choices = f"auto, none, {', '.join(FORMATS)}, also with a block, as in fp8[128, 128] or int4[1, *]"
-    raise ConfigError(f"model.fmt={stated}: there is no such format{did_you_mean(stated, FORMATS)}; choices: {choices}")
+    return ConfigError(f"{key}={fmt}: there is no such format{did_you_mean(fmt, FORMATS)}; choices: {choices}")
 
 
 def is_format(fmt: str) -> bool:

@@ -36,6 +36,15 @@ def parse_format(fmt: str) -> Format:
 
 
 def block_of(type: Type) -> tuple[int, ...]:
+    """How many elements of a packed weight go together along each of its dims: a slice cuts between them.
+
+    Those that share a scale, or all columns where these are not neighbours.
+    """
+    block = _scaled_block(type)
+    return (*block[:-1], int(type.shape[-1])) if parse_format(str(type.fmt)).has_order else block
+
+
+def _scaled_block(type: Type) -> tuple[int, ...]:
     """How many elements of a packed weight share a scale, along each of its dims."""
     *others, rows, columns = (int(dim) for dim in type.shape)
     block = parse_format(str(type.fmt)).block
@@ -50,11 +59,16 @@ def block_size(type: Type, dim: int) -> int | None:
 
 def part_shape(type: Type, part: Part) -> tuple[int, ...]:
     """The shape of a part of a packed weight."""
-    if part.holds == "elements":
-        return tuple(map(int, type.shape))
-    block = block_of(type)
-    shape = tuple(-(-int(dim) // size) for dim, size in zip(type.shape, block, strict=True))
-    return (*shape, math.prod(block) * parse_format(str(type.fmt)).bits // 8) if part.holds == "bytes" else shape
+    block, dims = _scaled_block(type), tuple(map(int, type.shape))
+    shape = tuple(-(-dim // size) for dim, size in zip(dims, block, strict=True))
+    shapes = {
+        "elements": dims,
+        "blocks": shape,
+        "bytes": (*shape, math.prod(block) * parse_format(str(type.fmt)).bits // 8),
+        "columns": dims[-1:],
+        "tensor": (1,),
+    }
+    return shapes[part.holds]
 
 
 def words_shape(type: Type, part: Part) -> tuple[int, ...]:
@@ -62,7 +76,7 @@ def words_shape(type: Type, part: Part) -> tuple[int, ...]:
     *others, rows, columns = map(int, type.shape)
     holds_values, per_word = part.holds == "bytes", 32 // parse_format(str(type.fmt)).bits
     if not holds_values:
-        rows, columns = (-(-dim // size) for dim, size in zip((rows, columns), block_of(type)[-2:], strict=True))
+        rows, columns = (-(-dim // size) for dim, size in zip((rows, columns), _scaled_block(type)[-2:], strict=True))
     match part.words:
         case "columns":
             packed = (rows, -(-columns // per_word))
@@ -79,7 +93,7 @@ def num_bytes(type: Type) -> int:
     """Bytes of a packed weight [..., O, I], its scales included."""
     known = parse_format(str(type.fmt))
     *others, rows, columns = (int(dim) for dim in type.shape)
-    num_blocks = math.prod(-(-dim // size) for dim, size in zip((rows, columns), block_of(type)[-2:], strict=True))
+    num_blocks = math.prod(-(-dim // size) for dim, size in zip((rows, columns), _scaled_block(type)[-2:], strict=True))
     num_bits = (rows * columns * known.bits, num_blocks * known.scale_bits)
     return math.prod(others) * sum(-(-bits // 8) for bits in num_bits)
 

@@ -45,6 +45,9 @@ def parts_of(recipe: Recipe) -> dict[str, Recipe]:
     if isinstance(recipe, W):
         return _stored_parts(recipe, recipe.type.fmt)
     if isinstance(recipe, Cat):
+        known = parse_format(recipe.type.fmt).parts
+        if own := [name for name, part in known.items() if part.holds in ("columns", "tensor")]:
+            raise FormatError(f"cat: each tensor of {recipe.type} has {own[0]} of its own")
         for part in recipe.parts[:-1]:
             size = formats.block_size(recipe.type, recipe.dim)
             if size is None or int(part.type.shape[recipe.dim]) % size:
@@ -54,9 +57,12 @@ def parts_of(recipe: Recipe) -> dict[str, Recipe]:
     if isinstance(recipe, Stack):
         return {name: replace(recipe, part=part) for name, part in parts_of(recipe.part).items()}
     if isinstance(recipe, Transpose):
-        num_dims = len(recipe.type.shape)
+        known, num_dims = parse_format(recipe.part.type.fmt or "").parts, len(recipe.type.shape)
+        if "groups" in known:
+            raise FormatError(f"transpose: the columns of a block of {recipe.part.type} are not neighbours")
         return {
-            name: Transpose(part, num_dims - 2 - len(part.type.shape)) for name, part in parts_of(recipe.part).items()
+            name: part if known[name].holds == "tensor" else Transpose(part, num_dims - 2 - len(part.type.shape))
+            for name, part in parts_of(recipe.part).items()
         }
     if isinstance(recipe, Slice):
         whole, dim = recipe.part.type, recipe.dim
@@ -64,12 +70,16 @@ def parts_of(recipe: Recipe) -> dict[str, Recipe]:
         if cuts_blocks(recipe):
             raise FormatError(f"slice: {recipe.start} to {recipe.stop} of dim {dim} cuts the blocks of {whole}")
         kinds = parse_format(str(whole.fmt)).parts
-        return {
-            name: replace(recipe, part=part) if kinds[name].holds == "elements"
-            else Slice(part, recipe.start // size, -(-recipe.stop // size), dim, recipe.step)
-            for name, part in parts_of(recipe.part).items()
-        }  # fmt: skip
+        return {name: _sliced(part, recipe, kinds[name], size) for name, part in parts_of(recipe.part).items()}
     raise UnsupportedError(f"a weight stored as {recipe.type.fmt} cannot be read as {type(recipe).__name__.lower()}(…)")
+
+
+def _sliced(part: Recipe, of: Slice, kind: Part, size: int) -> Recipe:
+    if kind.holds in ("columns", "tensor"):  # rows are cut, or whole blocks
+        return part
+    if kind.holds == "elements":
+        return replace(of, part=part)
+    return Slice(part, of.start // size, -(-of.stop // size), of.dim, of.step)
 
 
 def cuts_blocks(recipe: Slice) -> bool:

@@ -67,10 +67,9 @@ def _is_same_shape(stored: Sequence[int], type: Type) -> bool:
 
     Blocks of bytes may be stored one behind the other, as rows.
     """
-    shapes = (
-        [type.shape, (*type.shape[:-2], math.prod(map(int, type.shape[-2:])))] if type.dtype == "u8" else [type.shape]
-    )
-    return [dim for dim in stored if dim != 1] in ([dim for dim in shape if dim != 1] for shape in shapes)
+    dims = [int(dim) for dim in type.shape]
+    shapes = [dims, [*dims[:-2], math.prod(dims[-2:])]] if type.dtype == "u8" else [dims]
+    return [dim for dim in stored if dim != 1] in [[dim for dim in shape if dim != 1] for shape in shapes]
 
 
 def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:

@@ -25,8 +25,8 @@ def unpack(fmt: str, parts: Mapping[str, Tensor]) -> Tensor:
         return unpack_kind(**parts, block=known.block)
     if known.block[0] == 1:
         return unpack_kind(**parts)
-    swapped = {name: part.transpose(-3, -2) if held[name] == "bytes" else part.mT for name, part in parts.items()}
-    return unpack_kind(**swapped).mT
+    dims = {"bytes": (-3, -2), "blocks": (-2, -1), "tensor": (0, 0)}
+    return unpack_kind(**{name: part.transpose(*dims[held[name]]) for name, part in parts.items()}).mT
 
 
 def unpack_scaled(values: Tensor, scales: Tensor, block: tuple[int | None, int | None]) -> Tensor:
@@ -41,22 +41,38 @@ def unpack_scaled(values: Tensor, scales: Tensor, block: tuple[int | None, int |
 def unpack_mxfp4(values: Tensor, scales: Tensor) -> Tensor:
     """values u8[..., B, 16], scales u8[..., B] -> fp32[..., 32 B] (OCP Microscaling Formats 1.0)
 
-    A byte holds two elements, the first in its lower half; a scale is an exponent of 2, plus 127.
+    A scale is an exponent of 2, plus 127.
     """
+    return torch.ldexp(unpack_fp4(values), scales.int().unsqueeze(-1) - 127).flatten(-2)
+
+
+def unpack_nvfp4(values: Tensor, scales: Tensor, factor: Tensor | None = None, divisor: Tensor | None = None) -> Tensor:
+    """values u8[..., B, 8], scales fp8[..., B] -> fp32[..., 16 B], times the tensor's factor or by its divisor"""
+    factor = factor if divisor is None else divisor.reciprocal()
+    assert factor is not None, "a format has one of them"
+    return (unpack_fp4(values) * (scales.float() * factor).unsqueeze(-1)).flatten(-2)
+
+
+def unpack_fp4(values: Tensor) -> Tensor:
+    """u8[..., N] -> fp32[..., 2 N]: a byte holds two e2m1, the first in its lower half"""
     fp4 = torch.tensor(FP4)
     pairs = torch.stack((fp4.repeat(16), fp4.repeat_interleave(16)), dim=1)  # by byte
-    elements = torch.nn.functional.embedding(values.int(), pairs).flatten(-2)
-    return torch.ldexp(elements, scales.int().unsqueeze(-1) - 127).flatten(-2)
+    return torch.nn.functional.embedding(values.int(), pairs).flatten(-2)
 
 
-def unpack_integers(values: Tensor, scales: Tensor, zeros: Tensor | None = None, *, bits: int) -> Tensor:
+def unpack_integers(
+    values: Tensor, scales: Tensor, zeros: Tensor | None = None, groups: Tensor | None = None, *, bits: int
+) -> Tensor:
     """values u8[..., B, block bytes], scales fp32[..., B], zeros u8[..., B] -> fp32[..., I]: (value - zero) · scale
 
-    Without zeros, zero is the middle: 8 of 4 bits, 128 of 8.
+    Without zeros, zero is the middle: 8 of 4 bits, 128 of 8. groups i32[I]: the block of each column, where blocks are
+    not of neighbours.
     """
-    numbers = torch.stack((values & 15, values >> 4), -1).flatten(-2) if bits == 4 else values
-    zero = 1 << (bits - 1) if zeros is None else zeros.unsqueeze(-1)
-    return ((numbers.float() - zero) * scales.unsqueeze(-1)).flatten(-2)
+    numbers = (torch.stack((values & 15, values >> 4), -1).flatten(-2) if bits == 4 else values).float()
+    zeros = scales.new_full(scales.shape, 1 << (bits - 1)) if zeros is None else zeros.float()
+    if groups is not None:
+        return (numbers.flatten(-2) - zeros[..., groups]) * scales[..., groups]
+    return ((numbers - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)).flatten(-2)
 
 
 def repack(words: Tensor, how: str, bits: int, shape: Sequence[int]) -> Tensor:
@@ -86,4 +102,5 @@ UNPACK: dict[str, Callable[..., Tensor]] = {
     "int4": partial(unpack_integers, bits=4),
     "int8": partial(unpack_integers, bits=8),
     "mxfp4": unpack_mxfp4,
+    "nvfp4": unpack_nvfp4,
 }

@@ -62,8 +62,8 @@ def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:
             return view(part, checkpoint).transpose(dim, dim + 1)
         case Slice(part, start, stop, dim, step):
             return view(part, checkpoint)[(slice(None),) * dim + (slice(start, stop, step),)]
-        case Repack(part, words, bits, type):
-            return repack(view(part, checkpoint), words, bits, [int(dim) for dim in type.shape])
+        case Repack(part, words, bits):
+            return repack(view(part, checkpoint), words, bits, [int(dim) for dim in recipe.type.shape])
         case Dequantize(Slice() as part) if cuts_blocks(part):
             return view(replace(part, part=Dequantize(part.part)), checkpoint)
         case Dequantize(part):

@@ -39,17 +39,19 @@ DTYPES = {
     "bool": Dtype(8, "bool", "BOOL"),
 }
 MODEL_DTYPES = ("bf16", "fp16", "fp32")  # that a model computes in
-GRAPH_DTYPES = ("fp32", "fp16", "bf16", "i64", "i32", "u8", "bool")  # that a text may name
+GRAPH_DTYPES = ("fp32", "fp16", "bf16", "fp8_e4m3", "i64", "i32", "i8", "u8", "bool")  # that a text may name
 BY_SAFETENSORS = {dtype.safetensors: ours for ours, dtype in DTYPES.items()}
 BY_NAME = {DTYPES[ours].name: ours for ours in MODEL_DTYPES} | {"half": "fp16", "float": "fp32"}
 
 
 class Part(NamedTuple):
-    """A tensor [..., O, I] of blocks that a weight is stored in, beside others."""
+    """A tensor [..., O, I] that a packed weight is stored in, beside others."""
 
-    suffix: str  # put behind the weight's name
+    suffix: str  # put behind the weight's name; one that begins with a dot is put in place of .weight
     dtype: str
-    block: tuple[int, ...] = ()  # the shape of what it has of a block
+    holds: str = "blocks"  # what it has a number of: blocks, elements, bytes of a block, columns, tensor
+    words: str = ""  # how the file packs them into int32 words, see `atom.graph.recipes.Repack`; "": as they are
+    is_transposed: bool = False  # the file has [..., I, O]
 
 
 class Format(NamedTuple):
@@ -58,16 +60,65 @@ class Format(NamedTuple):
     bits: int  # an element
     scale_bits: int  # a block's scale, and its zero point if it has one
     block: tuple[int | None, int | None]  # rows and columns; None: all
+    kind: str = ""  # how its parts become numbers, see `atom.weights.dequantize`; "": it cannot be run yet
     parts: Mapping[str, Part] = MappingProxyType({})  # values, scales, zeros; none: their names are not known yet
-    is_whole: bool = False  # a row is a whole number of blocks
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a row is a whole number of blocks."""
+        return any(part.holds == "bytes" for part in self.parts.values())
+
+    @property
+    def has_order(self) -> bool:
+        """Whether the columns of a block are not neighbours: `groups` says which block a column is of."""
+        return "groups" in self.parts
 
 
-# name -> bits of an element, bits of a scale, block where none is stated
+def _format(bits: int, scale_bits: int, block: tuple[int | None, int | None], kind: str, **parts: Part) -> Format:
+    return Format(bits, scale_bits, block, kind, MappingProxyType(parts))
+
+
+FP8, INT8 = Part("", "fp8_e4m3", "elements"), Part("", "i8", "elements")
+SCALE = Part("_scale", "fp32")
+CT_VALUES, CT_ZEROS = Part("_packed", "u8", "bytes", "columns"), Part("_zero_point", "u8", words="rows")
+AWQ = {"values": Part(".qweight", "u8", "bytes", "awq"), "zeros": Part(".qzeros", "u8", words="awq"),
+       "scales": Part(".scales", "fp32", is_transposed=True)}  # fmt: skip
+GPTQ_V2 = {"values": Part(".qweight", "u8", "bytes", "gptq"), "zeros": Part(".qzeros", "u8", words="gptq"),
+           "scales": AWQ["scales"]}  # fmt: skip
+GPTQ = {**GPTQ_V2, "zeros": Part(".qzeros", "u8", words="gptq_minus_1")}
+GPTQ_ORDER, CT_ORDER = {"groups": Part(".g_idx", "i32", "columns")}, {"groups": Part("_g_idx", "i32", "columns")}
+FP4_VALUES, FP4_SCALE = Part("", "u8", "bytes"), Part("_scale", "fp8_e4m3")
+
+# name -> bits of an element, bits of a scale, block where none is stated, kind, parts. Those of a name alone cannot be
+# run yet; the names of parts are those of DeepSeek-V3 (fp8), compressed-tensors and others of its names (ct_…), gpt-oss
+# (mxfp4), AWQ's gemm and GPTQ
 FORMATS: dict[str, Format] = {
-    "fp8": Format(8, 32, (None, None)),
+    "fp8": _format(8, 32, (None, None), "scaled", values=FP8, scales=Part("_scale_inv", "fp32")),
+    "ct_fp8": _format(8, 32, (None, None), "scaled", values=FP8, scales=SCALE),
     "int8": Format(8, 16, (1, None)),
+    "int8z": Format(8, 24, (1, 128)),  # with a zero point a block
+    "ct_int8": _format(8, 32, (1, None), "scaled", values=INT8, scales=SCALE),
+    "ct_packed_int8": _format(8, 32, (1, None), "int8", values=CT_VALUES, scales=SCALE),
+    "ct_packed_int8z": _format(8, 40, (1, None), "int8", values=CT_VALUES, scales=SCALE, zeros=CT_ZEROS),
+    "gptq_int8": _format(8, 40, (1, 128), "int8", **GPTQ),
+    "gptq_v2_int8": _format(8, 40, (1, 128), "int8", **GPTQ_V2),
     "int4": Format(4, 16, (1, 128)),
-    "int4z": Format(4, 20, (1, 128)),  # with a zero point a block
-    "int8z": Format(8, 24, (1, 128)),
-    "mxfp4": Format(4, 8, (1, 32), {"values": Part("_blocks", "u8", (16,)), "scales": Part("_scales", "u8")}, True),
-}
+    "int4z": Format(4, 20, (1, 128)),
+    "ct_packed_int4": _format(4, 32, (1, 128), "int4", values=CT_VALUES, scales=SCALE),
+    "ct_packed_int4z": _format(4, 36, (1, 128), "int4", values=CT_VALUES, scales=SCALE, zeros=CT_ZEROS),
+    "awq_int4": _format(4, 36, (1, 128), "int4", **AWQ),
+    "gptq_int4": _format(4, 36, (1, 128), "int4", **GPTQ),
+    "gptq_v2_int4": _format(4, 36, (1, 128), "int4", **GPTQ_V2),
+    "ct_packed_int4_ordered": _format(4, 32, (1, 128), "int4", values=CT_VALUES, scales=SCALE, **CT_ORDER),
+    "gptq_int4_ordered": _format(4, 36, (1, 128), "int4", **GPTQ, **GPTQ_ORDER),
+    "gptq_v2_int4_ordered": _format(4, 36, (1, 128), "int4", **GPTQ_V2, **GPTQ_ORDER),
+    "gptq_int8_ordered": _format(8, 40, (1, 128), "int8", **GPTQ, **GPTQ_ORDER),
+    "gptq_v2_int8_ordered": _format(8, 40, (1, 128), "int8", **GPTQ_V2, **GPTQ_ORDER),
+    "mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_blocks", "u8", "bytes"), scales=Part("_scales", "u8")),
+    "ct_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_packed", "u8", "bytes"), scales=Part("_scale", "u8")),
+    "quark_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=FP4_VALUES, scales=Part("_scale", "u8")),
+    "ct_nvfp4": _format(4, 8, (1, 16), "nvfp4", values=Part("_packed", "u8", "bytes"), scales=FP4_SCALE,
+                        divisor=Part("_global_scale", "fp32", "tensor")),
+    "modelopt_nvfp4": _format(4, 8, (1, 16), "nvfp4", values=FP4_VALUES, scales=FP4_SCALE,
+                              factor=Part("_scale_2", "fp32", "tensor")),
+}  # fmt: skip

@@ -14,6 +14,8 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from atom.checkpoint import quantization
+from atom.checkpoint.quantization import Quantization, check_pattern
 from atom.config.overrides import did_you_mean
 from atom.config.schema import MAX_EXPERTS, AttentionConfig, Config, MLPConfig, ModelConfig, RopeConfig
 from atom.devices import find_device
@@ -23,7 +25,6 @@ from atom.sampling_params import out_of_range
 
 ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
-PLAIN_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore")  # of quantization_config
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(r"sinks|router_correction|experts_(gate|up|down)(_bias)?")
 
@@ -121,14 +122,16 @@ def derive_model(config: Config, max_model_len: int) -> ModelConfig:
         raise ConfigError(f"model.layers={model.layers} of model.mlp.*.experts are more than {MAX_EXPERTS} in all")
     check_stacked(model)
     check_reasoning(model)
-    fmt, plain = derive_format(config)
+    stored = derive_format(config)
     return replace(
         model,
         embedding_scale=model.hidden**0.5 if model.embedding_scale_root else model.embedding_scale,
         attention=derive_attention(config, max_model_len),
         mlp=[derive_mlp(mlp, f"model.mlp.{index}") for index, mlp in enumerate(model.mlp)],
-        fmt=fmt,
-        plain=plain,
+        fmt=stored.fmt,
+        plain=stored.plain,
+        formats=stored.formats,
+        ignore=[*model.ignore, *stored.unread],
     )
 
 
@@ -281,129 +284,44 @@ def check_reasoning(model: ModelConfig) -> None:
         raise ConfigError(f"{stated} must be two different markers, as in ['<think>','</think>'], or null")
 
 
-def derive_format(config: Config) -> tuple[str | None, list[str]]:
-    """The stored format of the layers' weights (None: plain) and the patterns of plain ones: as set, or as stated."""
+def derive_format(config: Config) -> Quantization:
+    """How the layers' weights are stored: as set, or as quantization_config says."""
     fmt, plain = config.model.fmt, config.model.plain
     for pattern in plain:
         check_pattern(pattern, "model.plain", ConfigError)
+    for pattern, each in config.model.formats.items():
+        check_pattern(pattern, "model.formats", ConfigError)
+        if not is_format(each):
+            raise unknown_format(f"model.formats.{pattern}", each)
     if fmt in (None, "none"):
-        return None, plain
+        return Quantization(plain=plain)
     try:
-        stated = stored_format(config.hf) if fmt == "auto" else fmt
-        plain = list(dict.fromkeys([*plain_patterns(quantization(config.hf)), *plain]))
+        read = quantization.read(config.hf)
+    except UnsupportedError:
+        if fmt == "auto":
+            raise
+        read = Quantization()
     except CheckpointError as error:
         raise CheckpointError(
             f"{config.checkpoint or 'the embedded checkpoint'}: {error}, or set model.fmt=none"
         ) from None
-    if stated is None or is_format(stated):
-        return stated, plain
+    plain = list(dict.fromkeys([*read.plain, *plain]))
     if fmt == "auto":
-        raise UnsupportedError(f"weights stored as {stated} are not known yet; formats: {', '.join(FORMATS)}")
+        return replace(read, plain=plain, formats=read.formats | config.model.formats)
+    if not is_format(fmt):
+        raise unknown_format("model.fmt", fmt)
+    return replace(read, fmt=fmt, plain=plain, formats=config.model.formats)
+
+
+def unknown_format(key: str, fmt: str) -> ConfigError:
     choices = f"auto, none, {', '.join(FORMATS)}, also with a block, as in fp8[128, 128] or int4[1, *]"
-    raise ConfigError(f"model.fmt={stated}: there is no such format{did_you_mean(stated, FORMATS)}; choices: {choices}")
+    return ConfigError(f"{key}={fmt}: there is no such format{did_you_mean(fmt, FORMATS)}; choices: {choices}")
 
 
 def is_format(fmt: str) -> bool:
     """Whether `atom.graph.formats.parse_format` takes it."""
     match = re.fullmatch(r"(\w+)(?:\[(?:[1-9]\d*|\*), (?:[1-9]\d*|\*)\])?", fmt, re.ASCII)
     return match is not None and match[1] in FORMATS
-
-
-def quantization(hf: Mapping[str, Any]) -> dict[str, Any]:
-    return stated_as(hf, "quantization_config", dict, "an object", at="") or {}
-
-
-def stored_format(hf: Mapping[str, Any]) -> str | None:
-    """quantization_config: the format of the layers' weights (see `atom.graph.formats`), None without one."""
-    stated = quantization(hf)
-    if not stated:
-        return None
-    method = stated.get("quant_method")
-    match method:
-        case "fp8":
-            block = stated_block(stated, "weight_block_size")
-            return f"fp8{block}" if block else "fp8"
-        case "mxfp4":
-            return "mxfp4"
-        case "gptq" | "awq":
-            bits, group = stated_number(stated, "bits", 4), stated_number(stated, "group_size", 128, is_size=True)
-            return f"int{bits}z[1, {'*' if group == -1 else group}]"
-        case "compressed-tensors":
-            schemes = list((stated_as(stated, "config_groups", dict, "an object") or {}).values())
-            if len(schemes) == 1:
-                group_at = f"quantization_config.config_groups.{next(iter(stated['config_groups']))}"
-                scheme = stated_as({group_at: schemes[0]}, group_at, dict, "an object", at="") or {}
-                if weights := stated_as(scheme, "weights", dict, "an object", at=f"{group_at}."):
-                    return compressed_format(weights, f"{group_at}.weights.")
-    raise UnsupportedError(f"quantization_config: a checkpoint quantized by {method} is not known yet")
-
-
-def compressed_format(weights: Mapping[str, Any], at: str) -> str:
-    kind = "fp" if weights.get("type") == "float" else "int"
-    bits, strategy = stated_number(weights, "num_bits", None, at), stated_as(weights, "strategy", str, "a string", at)
-    sign = "z" if kind == "int" and weights.get("symmetric") is False else ""
-    match strategy:
-        case "group":
-            block = f"[1, {stated_number(weights, 'group_size', None, at)}]"
-        case "channel":
-            block = "[1, *]"
-        case "tensor":
-            block = "[*, *]"
-        case "block":
-            block = stated_block(weights, "block_structure", at)
-        case _:
-            raise UnsupportedError(f"quantization_config: weights by {strategy} are not known yet")
-    return f"{kind}{bits}{sign}{block}"
-
-
-def plain_patterns(stated: Mapping[str, Any]) -> list[str]:
-    """The patterns of weights that quantization_config leaves plain."""
-    for key in PLAIN_KEYS:
-        patterns: list[Any] = stated_as(stated, key, list, "a list of strings") or []
-        for pattern in patterns:
-            check_pattern(pattern, f"quantization_config.{key}", CheckpointError)
-        if patterns:
-            return patterns
-    return []
-
-
-def check_pattern(pattern: Any, at: str, error: type[CheckpointError | ConfigError]) -> None:
-    if not isinstance(pattern, str):
-        raise error(f"{at}: {json.dumps(pattern)} is not a string; mend it")
-    try:
-        re.compile(pattern[3:] if pattern.startswith("re:") else "")
-    except (re.error, RecursionError, OverflowError) as fault:
-        raise error(f"{at}: {pattern} is no regular expression ({fault}); mend it") from None
-
-
-def stated_as(stated: Mapping[str, Any], key: str, kind: type, name: str, at: str = "quantization_config.") -> Any:
-    """A value of config.json of this type, or null."""
-    value = stated.get(key)
-    if value is not None and not isinstance(value, kind):
-        raise CheckpointError(f"{at}{key}={json.dumps(value)} in its config.json is not {name}; mend it")
-    return value
-
-
-def stated_number(stated: Mapping[str, Any], key: str, default: int | None, at: str = "quantization_config.", *,
-                  is_size: bool = False) -> int:  # fmt: skip
-    """A whole number from 1 of config.json, or -1 where it is a group size that may be a whole row."""
-    value = stated.get(key, default)
-    if type(value) is not int or (value < 1 and not (is_size and value == -1)):
-        choices = "from 1" + (", or -1" if is_size else "")
-        raise CheckpointError(f"{at}{key}={json.dumps(value)} in its config.json is no whole number {choices}; mend it")
-    return value
-
-
-def stated_block(stated: Mapping[str, Any], key: str, at: str = "quantization_config.") -> str:
-    """The rows and columns of a block, as a format's name has them; nothing for null."""
-    value = stated.get(key)
-    if value is None and key == "weight_block_size":
-        return ""
-    if not (isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)):
-        raise CheckpointError(
-            f"{at}{key}={json.dumps(value)} in its config.json is not two whole numbers from 1; mend it"
-        )
-    return str(value)
 
 
 def spelled(value: Any) -> str:

@@ -180,6 +180,7 @@ class ModelConfig:
     assumes: dict[str, Any] = field(default_factory=dict)  # key of config.json -> its only known value, beside null
     fmt: str | None = "auto"  # stored format of linears and experts; auto: quantization_config's; none: plain
     plain: list[str] = field(default_factory=list)  # patterns of those that are plain, beside quantization_config's
+    formats: dict[str, str] = field(default_factory=dict)  # pattern of modules -> their own stored format
     tool_calls: str | None = one_of(None, "json", "tagged_json", "python_tag")  # how calls are written; null: not so
     reasoning: list[str] | None = None  # the markers before and behind what is thought before an answer; null: none
     gguf: GGUFConfig = field(default_factory=GGUFConfig)

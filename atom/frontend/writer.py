@@ -84,7 +84,7 @@ class Writer:
 
     def stored(self, name: str, shape: tuple[int, ...]) -> W:
         """A tensor, in the checkpoint's stored format unless that leaves it plain."""
-        return W(name, Type(self.dtype, shape, None if is_plain(name, self.model.plain) else self.model.fmt))
+        return W(name, Type(self.dtype, shape, stored_format(name, self.model)))
 
     def weight_name(self, role: str, layer: int | None) -> str:
         return f"{self.name(role, layer)}.weight"
@@ -102,16 +102,19 @@ def required(value: Any) -> Any:
     return value
 
 
-def is_plain(name: str, patterns: list[str]) -> bool:
-    """Whether quantization_config leaves a tensor plain.
-
-    A pattern is the name of its module or of an outer one, with wildcards, or `re:` and a regular expression.
-    """
+def stored_format(name: str, model: ModelConfig) -> str | None:
+    """The stored format of a tensor, None for a plain one."""
     module = name.removesuffix(".weight")
-    for pattern in patterns:
-        if pattern.startswith("re:"):
-            if re.match(pattern[3:], module):
-                return True
-        elif f".{pattern}." in f".{module}." or fnmatch(module, pattern) or fnmatch(module, f"{pattern}.*"):
-            return True
-    return False
+    if any(matches(module, pattern) for pattern in model.plain):
+        return None
+    return next((fmt for pattern, fmt in model.formats.items() if matches(module, pattern)), model.fmt)
+
+
+def matches(module: str, pattern: str) -> bool:
+    """Whether a pattern of quantization_config is of a module.
+
+    It is the name of the module or of an outer one, with wildcards, or `re:` and a regular expression.
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return f".{pattern}." in f".{module}." or fnmatch(module, pattern) or fnmatch(module, f"{pattern}.*")

@@ -9,13 +9,26 @@ from atom.graph import ops
 from atom.graph.batch import Batch, PagedCache
 from atom.graph.graph import BODY, HEAD, Graph, Program
 from atom.graph.interpret import TORCH_DTYPES, interpret
-from atom.graph.recipes import KV, Cat, Dequantize, Recipe, RopeFreqs, Shift, Shuffle, Slice, Stack, Transpose, W
+from atom.graph.recipes import (
+    KV,
+    Cat,
+    Dequantize,
+    Recipe,
+    Repack,
+    RopeFreqs,
+    Shift,
+    Shuffle,
+    Slice,
+    Stack,
+    Transpose,
+    W,
+)
 from atom.graph.text import parse, show
 from atom.graph.types import BATCH, Type
 from atom.graph.verify import verify
 
 __all__ = [
     "BATCH", "BODY", "HEAD", "KV", "TORCH_DTYPES", "Batch", "Cat", "Dequantize", "Graph", "PagedCache", "Program",
-    "Recipe", "RopeFreqs", "Shift", "Shuffle", "Slice", "Stack", "Transpose", "Type", "W",
+    "Recipe", "Repack", "RopeFreqs", "Shift", "Shuffle", "Slice", "Stack", "Transpose", "Type", "W",
     "interpret", "ops", "parse", "show", "verify",
 ]  # fmt: skip

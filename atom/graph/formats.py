@@ -12,7 +12,7 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from atom.dtypes import FORMATS, Format
+from atom.dtypes import FORMATS, Format, Part
 from atom.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -36,17 +36,64 @@ def parse_format(fmt: str) -> Format:
 
 
 def block_of(type: Type) -> tuple[int, ...]:
+    """How many elements of a packed weight go together along each of its dims: a slice cuts between them.
+
+    Those that share a scale, or all columns where these are not neighbours.
+    """
+    block = _scaled_block(type)
+    return (*block[:-1], int(type.shape[-1])) if parse_format(str(type.fmt)).has_order else block
+
+
+def _scaled_block(type: Type) -> tuple[int, ...]:
     """How many elements of a packed weight share a scale, along each of its dims."""
     *others, rows, columns = (int(dim) for dim in type.shape)
     block = parse_format(str(type.fmt)).block
     return (*(1 for _ in others), *(size or dim for dim, size in zip((rows, columns), block, strict=True)))
 
 
+def block_size(type: Type, dim: int) -> int | None:
+    """How many elements of a packed weight share a scale along a dim; None: all of them, however many."""
+    before = len(type.shape) - 2
+    return 1 if dim < before else parse_format(str(type.fmt)).block[dim - before]
+
+
+def part_shape(type: Type, part: Part) -> tuple[int, ...]:
+    """The shape of a part of a packed weight."""
+    block, dims = _scaled_block(type), tuple(map(int, type.shape))
+    shape = tuple(-(-dim // size) for dim, size in zip(dims, block, strict=True))
+    shapes = {
+        "elements": dims,
+        "blocks": shape,
+        "bytes": (*shape, math.prod(block) * parse_format(str(type.fmt)).bits // 8),
+        "columns": dims[-1:],
+        "tensor": (1,),
+    }
+    return shapes[part.holds]
+
+
+def words_shape(type: Type, part: Part) -> tuple[int, ...]:
+    """The shape [..., R, C] of a part that is packed into int32 words, see `recipes.Repack`."""
+    *others, rows, columns = map(int, type.shape)
+    holds_values, per_word = part.holds == "bytes", 32 // parse_format(str(type.fmt)).bits
+    if not holds_values:
+        rows, columns = (-(-dim // size) for dim, size in zip((rows, columns), _scaled_block(type)[-2:], strict=True))
+    match part.words:
+        case "columns":
+            packed = (rows, -(-columns // per_word))
+        case "rows":
+            packed = (-(-rows // per_word), columns)
+        case "awq":
+            packed = (columns, -(-rows // per_word))
+        case _:
+            packed = (-(-columns // per_word), rows) if holds_values else (columns, -(-rows // per_word))
+    return (*others, *packed)
+
+
 def num_bytes(type: Type) -> int:
     """Bytes of a packed weight [..., O, I], its scales included."""
     known = parse_format(str(type.fmt))
     *others, rows, columns = (int(dim) for dim in type.shape)
-    num_blocks = math.prod(-(-dim // size) for dim, size in zip((rows, columns), block_of(type)[-2:], strict=True))
+    num_blocks = math.prod(-(-dim // size) for dim, size in zip((rows, columns), _scaled_block(type)[-2:], strict=True))
     num_bits = (rows * columns * known.bits, num_blocks * known.scale_bits)
     return math.prod(others) * sum(-(-bits // 8) for bits in num_bits)
 
@@ -61,8 +108,8 @@ def transpose(fmt: str) -> str:
 
 def check_columns(type: Type) -> None:
     """Raise FormatError where a row must be, but is not, a whole number of blocks."""
-    known = FORMATS.get(str(type.fmt))
-    size = known.block[1] if known is not None and known.is_whole else None
+    fmt = str(type.fmt)
+    size = parse_format(fmt).block[1] if fmt.partition("[")[0] in FORMATS and parse_format(fmt).is_whole else None
     if size is not None and (len(type.shape) < 2 or int(type.shape[-1]) % size):
         columns = f"{type.shape[-1]} columns" if len(type.shape) > 1 else "no columns"
         rule = f"{type.fmt} stores multiples of {size}; set another model.fmt, or model.plain"

@@ -2,9 +2,12 @@
 
     parts_of(W("up", Type("bf16", (64, 96), "mxfp4")))
     # {"values": W("up_blocks", u8[64, 3, 16]), "scales": W("up_scales", u8[64, 3])}
+    parts_of(W("up", Type("bf16", (256, 384), "fp8[128, 128]")))
+    # {"values": W("up", fp8_e4m3[256, 384]), "scales": W("up_scale_inv", fp32[2, 3])}
 
-A part has the dims of its weight, in blocks, and behind them what it has of a block. So a slice on the edges of blocks
-is a slice of each part: parts_of(narrow(recipe, …)) has narrow(part, …) for each part of the recipe.
+A part has the dims of its weight, in elements or in blocks, and where it has the bytes of a block, these in a last dim.
+So a slice on the edges of blocks is a slice of each part: parts_of(narrow(recipe, …)) has narrow(part, …) for each part
+of the recipe.
 """
 
 from __future__ import annotations
@@ -12,25 +15,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from atom.dtypes import FORMATS
+from atom.dtypes import Part
 from atom.errors import UnsupportedError
-from atom.graph.formats import FormatError, block_of
-from atom.graph.recipes import Cat, Dequantize, Recipe, Slice, Stack, Transpose, W, is_of_blocks, leaves
+from atom.graph import formats
+from atom.graph.formats import FormatError, block_of, parse_format
+from atom.graph.recipes import Cat, Recipe, Repack, Slice, Stack, Transpose, W, is_of_blocks, leaves
 from atom.graph.types import Type
-
-WITH_PARTS = frozenset(fmt for fmt, known in FORMATS.items() if known.parts)
 
 
 def has_parts(recipe: Recipe) -> bool:
     """Whether a recipe is of a packed weight whose parts are known."""
-    return recipe.type.fmt is not None and next(leaves(recipe)).type.fmt in WITH_PARTS
+    return recipe.type.fmt is not None and bool(parse_format(recipe.type.fmt).parts)
 
 
 def stored_tensors(recipe: Recipe) -> Iterator[W]:
     """What a checkpoint has to have of a recipe: plain leaves, and the parts of packed ones."""
-    for part in parts_of(recipe.part if isinstance(recipe, Dequantize) else recipe).values():
-        for leaf in leaves(part):
-            yield from [leaf] if leaf.type.fmt is None else stored_tensors(leaf)
+    for leaf in leaves(recipe):
+        for part in parts_of(leaf).values():
+            yield from leaves(part)
 
 
 def parts_of(recipe: Recipe) -> dict[str, Recipe]:
@@ -43,30 +45,61 @@ def parts_of(recipe: Recipe) -> dict[str, Recipe]:
     if isinstance(recipe, W):
         return _stored_parts(recipe, recipe.type.fmt)
     if isinstance(recipe, Cat):
+        known = parse_format(recipe.type.fmt).parts
+        if own := [name for name, part in known.items() if part.holds in ("columns", "tensor")]:
+            raise FormatError(f"cat: each tensor of {recipe.type} has {own[0]} of its own")
+        for part in recipe.parts[:-1]:
+            size = formats.block_size(recipe.type, recipe.dim)
+            if size is None or int(part.type.shape[recipe.dim]) % size:
+                raise FormatError(f"cat: {part.type} ends within a block along dim {recipe.dim}")
         each = [parts_of(part) for part in recipe.parts]
         return {name: Cat(tuple(parts[name] for parts in each), recipe.dim) for name in each[0]}
     if isinstance(recipe, Stack):
         return {name: replace(recipe, part=part) for name, part in parts_of(recipe.part).items()}
     if isinstance(recipe, Transpose):
-        num_dims = len(recipe.type.shape)
+        known, num_dims = parse_format(recipe.part.type.fmt or "").parts, len(recipe.type.shape)
+        if "groups" in known:
+            raise FormatError(f"transpose: the columns of a block of {recipe.part.type} are not neighbours")
         return {
-            name: Transpose(part, num_dims - 2 - len(part.type.shape)) for name, part in parts_of(recipe.part).items()
+            name: part if known[name].holds == "tensor" else Transpose(part, num_dims - 2 - len(part.type.shape))
+            for name, part in parts_of(recipe.part).items()
         }
     if isinstance(recipe, Slice):
         whole, dim = recipe.part.type, recipe.dim
         size = block_of(whole)[dim]
-        if not is_of_blocks(whole, recipe.start, recipe.stop, dim) or (size > 1 and recipe.step > 1):
+        if cuts_blocks(recipe):
             raise FormatError(f"slice: {recipe.start} to {recipe.stop} of dim {dim} cuts the blocks of {whole}")
-        start, stop = recipe.start // size, -(-recipe.stop // size)
-        return {name: Slice(part, start, stop, dim, recipe.step) for name, part in parts_of(recipe.part).items()}
+        kinds = parse_format(str(whole.fmt)).parts
+        return {name: _sliced(part, recipe, kinds[name], size) for name, part in parts_of(recipe.part).items()}
     raise UnsupportedError(f"a weight stored as {recipe.type.fmt} cannot be read as {type(recipe).__name__.lower()}(…)")
 
 
+def _sliced(part: Recipe, of: Slice, kind: Part, size: int) -> Recipe:
+    if kind.holds in ("columns", "tensor"):  # rows are cut, or whole blocks
+        return part
+    if kind.holds == "elements":
+        return replace(of, part=part)
+    return Slice(part, of.start // size, -(-of.stop // size), of.dim, of.step)
+
+
+def cuts_blocks(recipe: Slice) -> bool:
+    """Whether a slice of a packed weight is no slice of its parts."""
+    has_gaps = recipe.step > 1 and block_of(recipe.part.type)[recipe.dim] > 1
+    return has_gaps or not is_of_blocks(recipe.part, recipe.start, recipe.stop, recipe.dim)
+
+
 def _stored_parts(leaf: W, fmt: str) -> dict[str, Recipe]:
-    if fmt not in WITH_PARTS:
+    if not has_parts(leaf):
         raise UnsupportedError(f"the tensors of a weight stored as {fmt} are not known yet")
-    shape = tuple(-(-int(dim) // size) for dim, size in zip(leaf.type.shape, block_of(leaf.type), strict=True))
-    return {
-        name: W(leaf.name + part.suffix, Type(part.dtype, (*shape, *part.block)))
-        for name, part in FORMATS[fmt].parts.items()
-    }
+    return {name: _stored_part(leaf, part, parse_format(fmt).bits) for name, part in parse_format(fmt).parts.items()}
+
+
+def _stored_part(leaf: W, part: Part, bits: int) -> Recipe:
+    name = leaf.name.removesuffix(".weight") if part.suffix.startswith(".") else leaf.name
+    type = Type(part.dtype, formats.part_shape(leaf.type, part))
+    if part.words:
+        stored = Type("i32", formats.words_shape(leaf.type, part))
+        return Repack(W(name + part.suffix, stored), part.words, bits, type)
+    if part.is_transposed:
+        return Transpose(W(name + part.suffix, replace(type, shape=(*type.shape[:-2], *type.shape[:-3:-1]))))
+    return W(name + part.suffix, type)

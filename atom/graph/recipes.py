@@ -2,6 +2,7 @@
 
     W("model.layers.0.mlp.up_proj.weight", bf16[1536, 576])     a stored tensor, in the dtype that the graph computes in
     W("model.layers.0.mlp.up_proj.weight", bf16[…], fmt="…")    one stored in a format, which is part of its type
+    repack(W(…), "awq", 4, u8[…])                               words of a file as the bytes that kernels read
     dequantize(W(…, fmt="…"))                                   the same as a plain tensor
     cat([W(…), W(…)])                                           tensors joined
     stack(W("…experts.{expert}.up_proj.weight", …), 0, 8)       the tensors of experts 0 to 7, in a new first dim
@@ -174,6 +175,31 @@ class Dequantize:
 
 
 @dataclass(frozen=True)
+class Repack:
+    """Numbers of 4 or 8 bits that a file has in int32 words [R, C], as bytes: two of 4 bits a byte, the first low, in
+    the type's shape; or a number a byte where they are zero points.
+
+    columns: a word has numbers of one row, the first in its lowest bits; rows: of one column (compressed-tensors).
+    gptq: as rows for values [I, O], as columns for zeros [G, O], both transposed; gptq_minus_1: less 1, as v1 has zeros
+    awq: as columns, both transposed, and in the order 0, 2, 4, 6, 1, 3, 5, 7 (AutoAWQ, awq/utils/packing_utils.py).
+    """
+
+    part: Recipe
+    words: str
+    bits: int
+    type: Type
+
+    def __post_init__(self) -> None:
+        _need_part("repack", self.part)
+        need(self.words in WORDS, f"repack: there are no words {self.words!r}; words: {', '.join(WORDS)}")
+        need(self.bits in (4, 8), f"repack: bits={self.bits!r} is neither 4 nor 8")
+        _need_type(self.type, "repack")
+
+
+WORDS = ("columns", "rows", "awq", "gptq", "gptq_minus_1")
+
+
+@dataclass(frozen=True)
 class Shuffle:
     """A tensor in the layout that a kernel wants."""
 
@@ -252,7 +278,7 @@ class KV:
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
 
-Recipe = W | Cat | Stack | Slice | Transpose | Shift | Dequantize | Shuffle | RopeFreqs
+Recipe = W | Cat | Stack | Slice | Transpose | Shift | Repack | Dequantize | Shuffle | RopeFreqs
 
 # the names that recipes have in the text
 TEXT_NAMES: dict[str, type[Recipe | KV]] = {
@@ -262,6 +288,7 @@ TEXT_NAMES: dict[str, type[Recipe | KV]] = {
     "slice": Slice,
     "transpose": Transpose,
     "shift": Shift,
+    "repack": Repack,
     "dequantize": Dequantize,
     "shuffle": Shuffle,
     "rope_freqs": RopeFreqs,
@@ -338,7 +365,7 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
         return replace(recipe, part=narrow(recipe.part, start, stop, dim + {first: 1, first + 1: -1}.get(dim, 0)))
     if isinstance(recipe, Dequantize):
         packed = recipe.part
-        if is_of_blocks(packed.type, start, stop, dim):
+        if is_of_blocks(packed, start, stop, dim):
             return Dequantize(narrow(packed, start, stop, dim))
         if isinstance(packed, Cat):
             return narrow(Cat(tuple(map(Dequantize, packed.parts)), packed.dim), start, stop, dim)
@@ -349,10 +376,23 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
     return Slice(recipe, start, stop, dim)
 
 
-def is_of_blocks(type: Type, start: int, stop: int, dim: int) -> bool:
+def is_of_blocks(recipe: Recipe, start: int, stop: int, dim: int) -> bool:
     """Whether a range of a packed tensor begins and ends where blocks do."""
-    size = formats.block_of(type)[dim]
-    return start % size == 0 and (stop % size == 0 or stop == type.shape[dim])
+    if isinstance(recipe, Cat) and dim != recipe.dim:
+        return all(is_of_blocks(part, start, stop, dim) for part in recipe.parts)
+    if isinstance(recipe, Cat):
+        begins = 0
+        for part in recipe.parts:
+            size = int(part.type.shape[dim])
+            first, last = max(start - begins, 0), min(stop - begins, size)
+            if first < last and not is_of_blocks(part, first, last, dim):
+                return False
+            begins += size
+        return True
+    if isinstance(recipe, Stack):
+        return dim == 0 or is_of_blocks(recipe.part, start, stop, dim - 1)
+    size = formats.block_of(recipe.type)[dim]
+    return start % size == 0 and (stop % size == 0 or stop == recipe.type.shape[dim])
 
 
 def _need_part(name: str, part: Any) -> None:
@@ -376,7 +416,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _parts(recipe: Cat | Slice | Transpose | Shift | Dequantize | Shuffle) -> tuple[Recipe, ...]:
+def _parts(recipe: Cat | Slice | Transpose | Shift | Repack | Dequantize | Shuffle) -> tuple[Recipe, ...]:
     return recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
 
 

@@ -12,6 +12,7 @@ graph computes in, and copies them to their target. Every device takes this one 
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,8 +44,8 @@ def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str
             f"the checkpoint has no tensor {_some(missing)}; is it whole, and is model= the right one?"
         )
     for name, type in needed.items():
-        shape = tuple(stored[name].shape)
-        if shape != type.shape:
+        shape = stored[name].shape
+        if not _is_same_shape(shape, type):
             raise CheckpointError(f"tensor {name} is {list(shape)}, the model expects {list(type.shape)}")
     patterns = tuple(ignore)
     surplus = [
@@ -54,6 +55,16 @@ def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str
         raise CheckpointError(
             f"the model does not use tensor {_some(surplus)}; name it in model.ignore if it may be left out"
         )
+
+
+def _is_same_shape(stored: Sequence[int], type: Type) -> bool:
+    """Whether a tensor has a type's shape, but for dims of 1: a scale may be stored as [], [1] or [1, 1].
+
+    Blocks of bytes may be stored one behind the other, as rows.
+    """
+    dims = [int(dim) for dim in type.shape]
+    shapes = [dims, [*dims[:-2], math.prod(dims[-2:])]] if type.dtype == "u8" else [dims]
+    return [dim for dim in stored if dim != 1] in [[dim for dim in shape if dim != 1] for shape in shapes]
 
 
 def check_counts(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> None:
@@ -84,7 +95,7 @@ def refuse_packed(graph: Graph) -> None:
         if recipe.type.fmt is not None:
             leaf = next(leaves(recipe))
             stored = f"{leaf.name} is stored as {leaf.type.fmt}"
-            raise UnsupportedError(f"{stored}: running quantized weights is not built yet, job=explain reads them")
+            raise UnsupportedError(f"{stored}: a format of this name alone cannot be run, job=explain counts its bytes")
 
 
 def num_bytes(graph: Graph) -> int:

@@ -9,16 +9,17 @@ for part, target in split_recipe(recipe, tensor):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from atom.checkpoint import Checkpoint
 from atom.errors import UnsupportedError
-from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Shift, Slice, Stack, Transpose, W
-from atom.graph.parts import parts_of
+from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Repack, Shift, Slice, Stack, Transpose, W
+from atom.graph.parts import cuts_blocks, parts_of
 from atom.graph.recipes import narrow
-from atom.weights.dequantize import unpack
+from atom.weights.dequantize import repack, unpack
 
 Loaded = Tensor | list[Tensor]  # of a recipe; a list: one tensor per expert, each in a kernel's own layout
 
@@ -58,11 +59,15 @@ def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:
     match recipe:
         case W():
             assert recipe.type.fmt is None, f"{recipe.name} is stored as {recipe.type.fmt}: refuse_packed comes first"
-            return _stored(recipe.name, checkpoint)
+            return _stored(recipe.name, checkpoint).view([int(dim) for dim in recipe.type.shape])
         case Transpose(part, dim):
             return view(part, checkpoint).transpose(dim, dim + 1)
         case Slice(part, start, stop, dim, step):
             return view(part, checkpoint)[(slice(None),) * dim + (slice(start, stop, step),)]
+        case Repack(part, words, bits):
+            return repack(view(part, checkpoint), words, bits, [int(dim) for dim in recipe.type.shape])
+        case Dequantize(Slice() as part) if cuts_blocks(part):
+            return view(replace(part, part=Dequantize(part.part)), checkpoint)
         case Dequantize(part):
             return unpack(str(part.type.fmt), {name: view(each, checkpoint) for name, each in parts_of(part).items()})
     raise UnsupportedError(f"a weight cannot be read as {type(recipe).__name__.lower()}(…) of several tensors")

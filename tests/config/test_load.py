@@ -192,8 +192,12 @@ def test_a_checkpoint_that_is_not_there_is_named():
 WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 
 
-def compressed(**changes: Any) -> dict[str, Any]:
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {**WEIGHTS, **changes}}}}
+def compressed(format: str | None = None, **changes: Any) -> dict[str, Any]:
+    groups = {"group_0": {"weights": {**WEIGHTS, **changes}}}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
+
+
+QUARK = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}
 
 
 @pytest.mark.parametrize(
@@ -202,22 +206,57 @@ def compressed(**changes: Any) -> dict[str, Any]:
         (None, None),
         ({}, None),
         ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 64]}, "fp8[128, 64]"),
-        ({"quant_method": "fp8", "weight_block_size": None}, "fp8"),
+        ({"quant_method": "fp8", "weight_block_size": None}, "ct_fp8[*, *]"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "ct_fp8[1, *]"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "ct_fp8[*, *]"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "ct_fp8[1, *]"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "ct_fp8[128, 128]"),
+        ({"quant_method": "quark", "global_quant_config": QUARK}, "ct_fp8[1, *]"),
         ({"quant_method": "mxfp4"}, "mxfp4"),
-        ({"quant_method": "gptq", "bits": 8, "group_size": 64}, "int8z[1, 64]"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "int4z[1, *]"),
-        ({"quant_method": "awq", "group_size": 128}, "int4z[1, 128]"),
-        (compressed(), "int4[1, 32]"),
-        (compressed(symmetric=False), "int4z[1, 32]"),
-        (compressed(num_bits=8, strategy="channel"), "int8[1, *]"),
-        (compressed(num_bits=8, type="float", strategy="tensor"), "fp8[*, *]"),
-        (compressed(num_bits=8, type="float", strategy="block", block_structure=[128, 128]), "fp8[128, 128]"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": 64}, "gptq_int8[1, 64]"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "gptq_int4[1, *]"),
+        ({"quant_method": "awq", "group_size": 128}, "awq_int4[1, 128]"),
+        (compressed("pack-quantized"), "ct_packed_int4[1, 32]"),
+        (compressed("pack-quantized", symmetric=False), "ct_packed_int4z[1, 32]"),
+        (compressed("pack-quantized", actorder="group"), "ct_packed_int4_ordered[1, 32]"),
+        (compressed("pack-quantized", actorder="weight"), "ct_packed_int4[1, 32]"),
+        (compressed("nvfp4-pack-quantized", type="float", strategy="tensor_group"), "ct_nvfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt_nvfp4"),
+        ({"quant_method": "gptq", "desc_act": True, "checkpoint_format": "gptq_v2"}, "gptq_v2_int4_ordered[1, 128]"),
+        (compressed(num_bits=8, strategy="channel"), "ct_int8[1, *]"),
+        (compressed("pack-quantized", num_bits=8, strategy="channel"), "ct_packed_int8[1, *]"),
+        (compressed(num_bits=8, type="float", strategy="tensor"), "ct_fp8[*, *]"),
+        (compressed(num_bits=8, type="float", strategy="block", block_structure=[128, 128]), "ct_fp8[128, 128]"),
     ],
 )  # fmt: skip
 def test_the_stored_format_is_read_from_the_checkpoint(write: Write, stated: dict[str, Any] | None, fmt: str | None):
     model = load([f"checkpoint={write(quantization_config=stated)}"]).model
     assert (model.fmt, model.plain) == (fmt, [])
     assert Type("bf16", (256, 256), model.fmt).num_bytes > 0, "the graph knows it too"
+
+
+def test_modules_may_have_formats_of_their_own(write: Write):
+    def read(**stated: Any) -> tuple[str | None, list[str], dict[str, str]]:
+        model = load([f"checkpoint={write(quantization_config=stated)}"]).model
+        return model.fmt, model.plain, model.formats
+
+    rules = {r"-:.*\.gate": {}, r"+:.*\.v_proj": {"bits": 8}, r".*\.0\..*": {"group_size": 64, "desc_act": True}}
+    assert read(quant_method="gptq", dynamic=rules) == (
+        "gptq_int4[1, 128]", [r"re:.*\.gate"], {r"re:.*\.v_proj": "gptq_int8[1, 128]", r"re:.*\.0\..*": "gptq_int4_ordered[1, 64]"},
+    )  # fmt: skip
+    fp8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    groups = {
+        "a": {"targets": ["re:.*self_attn.*", "lm_head"], "weights": fp8},
+        "b": {"targets": ["Linear"], "weights": WEIGHTS, "format": "pack-quantized"},
+    }
+    assert read(quant_method="compressed-tensors", format="mixed-precision", config_groups=groups) == (
+        "ct_packed_int4[1, 32]", [], {"re:.*self_attn.*": "ct_fp8[1, *]", "lm_head": "ct_fp8[1, *]"},
+    )  # fmt: skip
+    layers = {"*self_attn*": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}, "*gate": {"weight": None}}
+    whole = {"weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}}
+    assert read(quant_method="quark", global_quant_config=whole, layer_quant_config=layers, exclude=["lm_head"]) == (
+        "quark_mxfp4", ["lm_head", "*gate"], {"*self_attn*": "ct_fp8[*, *]"},
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("key", ["modules_to_not_convert", "ignored_layers", "ignore"])
@@ -231,9 +270,23 @@ def test_the_weights_that_are_stored_plain_are_read_too(write: Write, key: str):
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "a checkpoint quantized by bitsandbytes is not known yet"),
-        ({"quant_method": "compressed-tensors", "config_groups": {}}, "quantized by compressed-tensors is not known yet"),
-        ({**compressed(), "config_groups": {"a": {"weights": WEIGHTS}, "b": {"weights": WEIGHTS}}}, "quantized by compressed-tensors"),
+        ({"quant_method": "bitsandbytes"}, "a checkpoint quantized by bitsandbytes is not known yet; take the checkpoint that it"),
+        ({"quant_method": "fp7"}, "a checkpoint quantized by fp7 is not known yet; known are fp8, fbgemm_fp8, compressed-tensors"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, 'quantization_config.fmt="e5m2" is not known yet'),
+        ({"quant_method": "fp8", "activation_scheme": "none"}, 'activation_scheme="none" is not known yet'),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, 'quantization_config.quant_algo="MXFP8" is not known yet'),
+        ({"quant_method": "modelopt"}, "quantization_config.quant_algo=null is not known yet"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}}, 'global_quant_config.weight.dtype="int4" is not known yet'),
+        ({"quant_method": "quark", "layer_quant_config": {"*.v": {"weight": {"dtype": "int8", "qscheme": "per_group"}}}}, r'layer_quant_config.\*.v.weight.qscheme="per_group" is not'),
+        ({"quant_method": "awq", "version": "gemv"}, 'quantization_config.version="gemv" is not known yet'),
+        ({"quant_method": "awq", "zero_point": False}, "quantization_config.zero_point=false is not known yet"),
+        ({"quant_method": "gptq", "bits": 3}, "quantization_config.bits=3 is not known yet"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, 'quantization_config.checkpoint_format="marlin" is not known yet'),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "quantization_config of compressed-tensors has no config_groups"),
+        ({**compressed(), "config_groups": {"a": {"input_activations": {}}}}, "config_groups.a quantizes no weights"),
+        ({**compressed(), "config_groups": {"a": {"targets": ["Attention"], "weights": {**WEIGHTS, "num_bits": 8}}}}, "modules of class Attention are not known yet"),
+        (compressed(), "config_groups.group_0.weights: int4 is not known yet"),
+        (compressed("pack-quantized", actorder="rows"), 'weights.actorder="rows" is not known yet'),
         (compressed(strategy="token"), "quantization_config: weights by token are not known yet"),
     ],
 )  # fmt: skip
@@ -469,7 +522,7 @@ def test_a_wrong_key_in_a_model_file_is_named(write: Write, conf: Callable[[str,
         ("model.mlp.0={kind: moe, experts: 8, top_k: 2, router: {method: noaux_tc, groups: 4, top_groups: 5}}", "top_groups=5 is more than its groups=4"),
         ("model.attention.rope={kind: yarn, beta_slow: 0}", "beta_fast=32.0 and beta_slow=0.0 must both be above 0"),
         ("model.attention.rope.dims=14", "model.attention.rope.dims=14 is more than the 12 dims of a head"),
-        ("model.fmt=fp9", r"model.fmt=fp9: there is no such format; choices: auto, none, fp8, int8,"),
+        ("model.fmt=fp9", r"model.fmt=fp9: there is no such format; choices: auto, none, fp8, ct_fp8,"),
         ("model.fmt='fp8[0, 0]'", r"model.fmt=fp8\[0, 0\]: there is no such format"),
         ("model.plain=['re:((']", r"model.plain: re:\(\( is no regular expression .*; mend it"),
         ("model.attention.window_rope.thet=5", r"model.attention.window_rope.thet: there is no such field, did you mean theta\?"),

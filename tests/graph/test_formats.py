@@ -20,6 +20,8 @@ from atom.graph.formats import parse_format, transpose
         ((64, 96), "fp8", 64 * 96 + 4),
         ((64, 96), "fp8[*, *]", 64 * 96 + 4),
         ((64, 96), "fp8[1, *]", 64 * 96 + 64 * 4),
+        ((576, 7168), "ct_fp8[1, *]", 576 * 7168 + 576 * 4),
+        ((64, 96), "ct_int8", 64 * 96 + 64 * 4),
         ((64, 96), "int8", 64 * 96 + 64 * 2),
         ((64, 256), "int8[1, 128]", 64 * 256 + 64 * 2 * 2),
         ((64, 256), "int8z", 64 * 256 + 64 * 2 * 3),
@@ -46,13 +48,16 @@ def test_a_block_may_be_stated():
     "fmt", ["fp9", "int3z[1, 128]", "fp8[128]", "fp8[128,128]", "fp8[a, 1]", "fp8[0, 0]", "nvfp4", ""]
 )
 def test_an_unknown_format_lists_the_known(fmt: str):
-    with pytest.raises(UnsupportedError, match=r"not known yet; formats: fp8, int8, int4, int4z, int8z, mxfp4$"):
+    with pytest.raises(UnsupportedError, match=f"not known yet; formats: {', '.join(FORMATS)}$"):
         parse_format(fmt)
 
 
-def test_mxfp4_stores_whole_blocks():
+def test_packed_rows_are_of_whole_blocks():
     with pytest.raises(ValueError, match=r"^w: bf16\[64, 33\] has 33 columns, mxfp4 stores multiples of 32;"):
         W("w", Type("bf16", (64, 33), "mxfp4"))
+    with pytest.raises(ValueError, match=r"^w: bf16\[64, 96\] has 96 columns, awq_int4\[1, 64\] stores multiples of 64;"):
+        W("w", Type("bf16", (64, 96), "awq_int4[1, 64]"))
+    assert W("w", Type("bf16", (64, 96), "fp8[128, 128]")).type.num_bytes == 64 * 96 + 4
     with pytest.raises(UnsupportedError, match=r"^w: bf16\[64\] has no columns, "):
         W("w", Type("bf16", (64,), "mxfp4"))
 

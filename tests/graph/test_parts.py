@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from atom.errors import UnsupportedError
-from atom.graph import Cat, Dequantize, Recipe, Shift, Slice, Stack, Transpose, Type, W
+from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Shift, Slice, Stack, Transpose, Type, W
 from atom.graph.parts import has_parts, parts_of, stored_tensors
 from atom.graph.recipes import leaves, narrow
 
@@ -119,6 +120,57 @@ def test_slices_at_all_offsets_are_those_of_what_is_unpacked(recipe: Recipe):
             assert torch.equal(evaluate(part, checkpoint), expected.narrow(dim, start, stop - start))
 
 
+OTHERS = ("fp8[16, 32]", "fp8[1, *]", "ct_fp8[*, *]", "ct_int8[1, *]", "ct_packed_int8[1, *]", "ct_packed_int4[1, 8]", "ct_packed_int4z[1, 8]",
+          "awq_int4[1, 32]", "gptq_int4[1, 8]", "gptq_v2_int8[1, *]", "gptq_int4_ordered[1, 8]",
+          "ct_mxfp4", "quark_mxfp4", "ct_nvfp4", "modelopt_nvfp4")  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", OTHERS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda w: w("up"),
+        lambda w: Cat((w("gate"), w("up"))),
+        lambda w: Cat((w("gate"), Slice(w("up"), 16, 40))),
+        lambda w: Slice(w("up"), 0, 40, 0, 2),
+        lambda w: Transpose(w("up")),
+        lambda w: Stack(Cat((w("{expert}.gate"), w("{expert}.up"))), 1, 3),
+    ],
+    ids=["a tensor", "two", "rows of another", "every second row", "transposed", "experts"],
+)
+def test_slices_of_every_format_are_those_of_what_is_unpacked(fmt: str, make: Callable[[Any], Recipe]):
+    recipe, generator = make(weight_of(fmt)), torch.Generator().manual_seed(0)
+    if isinstance(recipe, Transpose) and "ordered" in fmt:
+        return  # refused by name, below
+    tensors: dict[str, Tensor] = {}
+    for leaf in stored_tensors(recipe):
+        shape, dtype = [int(dim) for dim in leaf.type.shape], TORCH_DTYPES[leaf.type.dtype]
+        if dtype.is_floating_point:
+            tensors[leaf.name] = torch.randn(shape, generator=generator).to(dtype)
+        elif leaf.name.endswith("g_idx"):
+            tensors[leaf.name] = torch.randint(0, 8, shape, generator=generator, dtype=dtype)
+        else:
+            least, most = (100, 140) if leaf.type.dtype == "u8" else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+            tensors[leaf.name] = torch.randint(least, most, shape, generator=generator, dtype=dtype)
+    checkpoint = Memory(tensors)
+    plain = {leaf: evaluate(Dequantize(leaf), checkpoint) for leaf in leaves(recipe)}
+    expected = compute(recipe, plain.__getitem__)
+    assert expected.isfinite().all()
+    assert torch.equal(evaluate(Dequantize(recipe), checkpoint), expected)
+    for dim, size in enumerate(expected.shape):
+        for start, stop in itertools.islice(itertools.combinations(range(0, size + 1, 2), 2), 0, None, 7):
+            part = narrow(Dequantize(recipe), start, stop, dim)
+            assert torch.equal(evaluate(part, checkpoint), expected.narrow(dim, start, stop - start)), (
+                dim,
+                start,
+                stop,
+            )
+
+
+def weight_of(fmt: str) -> Callable[[str], W]:
+    return lambda name: W(f"{name}.weight", Type("fp32", (40, 64), fmt))
+
+
 @pytest.mark.parametrize(
     ("recipe", "reason"),
     [
@@ -126,6 +178,9 @@ def test_slices_at_all_offsets_are_those_of_what_is_unpacked(recipe: Recipe):
         (Slice(UP, 0, 33, 1), "slice: 0 to 33 of dim 1 cuts"),
         (Slice(UP, 0, 96, 1, 2), "slice: 0 to 96 of dim 1 cuts"),
         (Slice(Transpose(UP), 32, 60), r'slice: 32 to 60 of dim 0 cuts the blocks of fp32\[96, 3, "mxfp4\[32, 1\]"\]'),
+        (Transpose(W("w", Type("fp32", (8, 64), "gptq_int4_ordered[1, 8]"))), "transpose: the columns of a block of"),
+        (Cat((W("w", Type("fp32", (8, 64), "ct_nvfp4")),) * 2), "cat: each tensor of .* has divisor of its own"),
+        (Cat((W("w", Type("fp32", (8, 64), "ct_fp8[*, *]")),) * 2), "cat: .* ends within a block along dim 0"),
         (Shift(UP, 1.0), r"a weight stored as mxfp4 cannot be read as shift\(…\)"),
         (W("w", Type("fp32", (4, 8), "int4")), "the tensors of a weight stored as int4 are not known yet"),
     ],

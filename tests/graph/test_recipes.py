@@ -55,7 +55,7 @@ class Memory(Checkpoint):
 
     def read(self, name: str) -> memoryview:
         self.was_read.add(name)
-        return memoryview(self.values[name].numpy().tobytes())
+        return memoryview(self.values[name].view(torch.uint8).numpy().tobytes())
 
     def tokenizer(self, **_: Any) -> None:
         return None

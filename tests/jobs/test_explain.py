@@ -283,9 +283,9 @@ def test_parameters_are_the_published_ones(name: str, sizes: Any):
 @pytest.mark.parametrize(
     ("name", "fmt", "packed_bytes", "held_bytes"),
     [
-        ("deepseek_v3", "fp8[128, 128]", fp8_bytes, fp8_bytes),
-        ("kimi_k2", "fp8[128, 128]", fp8_bytes, fp8_bytes),
-        ("gpt_oss_20b", "mxfp4", mxfp4_bytes, plain_bytes),  # unpacked to run
+        ("deepseek_v3", "fp8[128, 128]", fp8_bytes, plain_bytes),  # unpacked to run
+        ("kimi_k2", "fp8[128, 128]", fp8_bytes, plain_bytes),
+        ("gpt_oss_20b", "mxfp4", mxfp4_bytes, plain_bytes),
         ("qwen3_30b_a3b", None, plain_bytes, plain_bytes),
     ],
 )
@@ -312,8 +312,8 @@ def test_bytes_are_those_of_the_stored_formats(
 SUMMARY = """\
 pieces           178, 6 distinct, 0 in the cache
 parameters       671,026,419,200 in all, 36,625,618,432 active
-weights          626.9 GiB in all, 35.1 GiB active
-  fp8[128, 128]  623.3 GiB
+weights          1,249.9 GiB in all, 68.2 GiB active
+  fp8[128, 128]  623.3 GiB, unpacked to 1,246.2 GiB
   bf16           3.7 GiB
   fp32           58.0 KiB
 left out         model.layers.61.*, stored behind the last layer to predict further tokens
@@ -321,8 +321,8 @@ KV a token       70,272 bytes (latent)
 KV pool          4.0 GiB for 61,088 tokens (latent): too few for one sequence of max_model_len=163,840
 
 GPU              h200: 139.8 GiB of memory, 4.47 TB/s
-  weights        do not fit: they alone take 5 such GPUs at least
-  decode         at most 119 tokens/s for one request: its bandwidth over the active weights
+  weights        do not fit: they alone take 9 such GPUs at least
+  decode         at most 61 tokens/s for one request: its bandwidth over the active weights
   prefill        at most 18,860 tokens/s: its rate over the active weights, without attention
 """
 
@@ -534,11 +534,12 @@ SMALL = ["model.layers=2", "model.mlp.0.first=1", "model.mlp.0.experts=16", "mod
 
 
 def test_running_weights_in_a_stored_format_is_refused(run: Any, published: Any):
-    code, out, err = run(published("deepseek_v3"), "job=generate", "load_dummy=true", "prompts=[1,2,3]", *SMALL)
+    given = [published("deepseek_v3"), "model.fmt=int4", *SMALL]
+    code, out, err = run(*given, "job=generate", "load_dummy=true", "prompts=[1,2,3]")
     assert (code, out) == (2, "")
     assert err == (
-        "atom-run: UnsupportedError: model.layers.0.self_attn.q_a_proj.weight is stored as fp8[128, 128]: "
-        "running quantized weights is not built yet, job=explain reads them\n"
+        "atom-run: UnsupportedError: model.layers.0.self_attn.q_a_proj.weight is stored as int4: "
+        "a format of this name alone cannot be run, job=explain counts its bytes\n"
     )
 
 
@@ -548,9 +549,7 @@ def test_a_format_that_nobody_knows_is_one_line(run: Any, published: Any, tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, _, err = run(f"checkpoint={tmp_path}")
     assert code == 2
-    assert err.startswith(
-        "atom-run: UnsupportedError: weights stored as int3z[1, 64] are not known yet; formats: fp8, "
-    )
+    assert err.startswith("atom-run: UnsupportedError: quantization_config.bits=3 is not known yet")
 
 
 def test_layers_that_predict_further_tokens_are_left_out(explain: Any, sizes: Any, published: Any):

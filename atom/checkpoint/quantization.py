@@ -1,0 +1,289 @@
+"""Read quantization_config: how a checkpoint's weights are stored.
+
+    read({"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]})
+    # Quantization(fmt="fp8[128, 128]", plain=["lm_head"], unread=["*.input_scale"])
+
+One reader a `quant_method`, in READERS; what a reader does not know of is refused by name. Sources: transformers
+(utils/quantization_config.py, integrations), compressed-tensors (quantization/quant_scheme.py), NVIDIA's modelopt and
+AMD's Quark as vLLM 0.26 reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from atom.dtypes import FORMATS
+from atom.errors import CheckpointError, UnsupportedError
+
+KEY = "quantization_config"
+INPUT_SCALES = [
+    "*.input_scale",
+    "*.input_global_scale",
+]  # of activations; ours stay in the dtype of the model, which is more exact
+CACHE_SCALES = ["*.k_scale", "*.v_scale", "*.kv_scale", "*.q_scale", "*.output_scale"]  # of fp8 entries
+
+
+@dataclass(frozen=True)
+class Quantization:
+    fmt: str | None = None  # of the layers' weights, see `atom.dtypes.FORMATS`; None: plain
+    plain: list[str] = field(default_factory=list)  # patterns of modules that are stored plain
+    unread: list[str] = field(default_factory=list)  # patterns of tensors that are not needed
+    formats: dict[str, str] = field(default_factory=dict)  # pattern of modules -> another format; plain goes first
+
+
+class Stated:
+    """An object of config.json, read with types; a CheckpointError names what is malformed, an UnsupportedError what
+    is not known."""
+
+    def __init__(self, values: Mapping[str, Any], at: str = KEY) -> None:
+        self.values, self.at = values, at
+
+    def get(self, key: str, kind: type, what: str) -> Any:
+        """A value of this type, None for null."""
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise CheckpointError(f"{self.at}.{key}={json.dumps(value)} in its config.json is not {what}; mend it")
+        return value
+
+    def object(self, key: str) -> Stated | None:
+        """The object at a key, None for null or an empty one."""
+        value = self.get(key, dict, "an object")
+        return Stated(value, f"{self.at}.{key}") if value else None
+
+    def text(self, key: str) -> str | None:
+        value: str | None = self.get(key, str, "a string")
+        return value
+
+    def whole(self, key: str, default: int | None = None, *, or_all: bool = False) -> int:
+        """A whole number from 1, or -1 where it is a group size that may be a whole row."""
+        value = self.values.get(key, default)
+        if type(value) is not int or (value < 1 and not (or_all and value == -1)):
+            choices = "from 1" + (", or -1" if or_all else "")
+            named = f"{self.at}.{key}={json.dumps(value)}"
+            raise CheckpointError(f"{named} in its config.json is no whole number {choices}; mend it")
+        return value
+
+    def block(self, key: str) -> str:
+        """The rows and columns of a block, as a format's name has them."""
+        value = self.values.get(key)
+        if not (isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)):
+            named = f"{self.at}.{key}={json.dumps(value)}"
+            raise CheckpointError(f"{named} in its config.json is not two whole numbers from 1; mend it")
+        return str(value)
+
+    def patterns(self, *keys: str) -> list[str]:
+        """The patterns of the first of these lists that has any."""
+        for key in keys:
+            patterns: list[Any] = self.get(key, list, "a list of strings") or []
+            for pattern in patterns:
+                check_pattern(pattern, f"{self.at}.{key}", CheckpointError)
+            if patterns:
+                return patterns
+        return []
+
+    def one_of(self, key: str, *choices: str | None) -> str | None:
+        """A string that is one of these, None for null. UnsupportedError for others."""
+        value = self.text(key)
+        if value not in choices:
+            raise self.unknown(key)
+        return value
+
+    def unknown(self, key: str) -> UnsupportedError:
+        return UnsupportedError(f"{self.at}.{key}={json.dumps(self.values.get(key))} is not known yet")
+
+
+def check_pattern(pattern: Any, at: str, error: type[Exception]) -> None:
+    """Raise the error where a pattern is no string, or what follows `re:` no regular expression."""
+    if not isinstance(pattern, str):
+        raise error(f"{at}: {json.dumps(pattern)} is not a string; mend it")
+    try:
+        re.compile(pattern[3:] if pattern.startswith("re:") else "")
+    except (re.error, RecursionError, OverflowError) as fault:
+        raise error(f"{at}: {pattern} is no regular expression ({fault}); mend it") from None
+
+
+def read(hf: Mapping[str, Any]) -> Quantization:
+    """Read how a checkpoint's weights are stored from its config.json. UnsupportedError for what is not known."""
+    stated = hf.get(KEY)
+    if stated is not None and not isinstance(stated, dict):
+        raise CheckpointError(f"{KEY}={json.dumps(stated)} in its config.json is not an object; mend it")
+    if not stated:
+        return Quantization()
+    method = stated.get("quant_method")
+    if not isinstance(method, str) or method not in READERS:
+        hint = HINTS.get(str(method), f"known are {', '.join(READERS)}")
+        raise UnsupportedError(f"{KEY}: a checkpoint quantized by {method} is not known yet; {hint}")
+    return READERS[method](Stated(stated))
+
+
+def read_fp8(stated: Stated) -> Quantization:
+    """DeepSeek-V3, Qwen3-…-FP8 (blocks, scales in weight_scale_inv), and one scale a tensor (weight_scale)."""
+    stated.one_of("fmt", "e4m3", None)
+    stated.one_of("activation_scheme", "dynamic", "static", None)
+    stated.one_of("scale_fmt", "ue8m0", "float", None)
+    has_blocks = stated.values.get("weight_block_size") is not None
+    fmt = f"fp8{stated.block('weight_block_size')}" if has_blocks else "ct_fp8[*, *]"
+    return Quantization(fmt, stated.patterns(*EXCEPTIONS), INPUT_SCALES + CACHE_SCALES)
+
+
+def read_fbgemm_fp8(stated: Stated) -> Quantization:
+    return Quantization("ct_fp8[1, *]", stated.patterns(*EXCEPTIONS), ["*.input_scale_ub"])
+
+
+def read_mxfp4(stated: Stated) -> Quantization:
+    """gpt-oss: experts alone."""
+    return Quantization("mxfp4", stated.patterns(*EXCEPTIONS))
+
+
+def read_awq(stated: Stated) -> Quantization:
+    """AutoAWQ's gemm; the other versions pack in orders of their own."""
+    version = stated.text("version") or "gemm"
+    if version.lower() != "gemm" or stated.whole("bits", 4) != 4:
+        raise stated.unknown("version" if version.lower() != "gemm" else "bits")
+    if stated.values.get("zero_point") is False:
+        raise stated.unknown("zero_point")
+    return Quantization(f"awq_int4{group_block(stated)}", stated.patterns(*EXCEPTIONS))
+
+
+def read_gptq(stated: Stated) -> Quantization:
+    """GPTQModel's and AutoGPTQ's, v1 (the default, zero points less 1) and v2."""
+    version = stated.one_of("checkpoint_format", "gptq", "gptq_v2", None) or "gptq"
+    plain, formats = stated.patterns(*EXCEPTIONS), {}
+    for pattern, changes in (stated.get("dynamic", dict, "an object") or {}).items():  # GPTQModel's, first match
+        sign, expression = ("+:", pattern) if pattern[:2] not in ("+:", "-:") else (pattern[:2], pattern[2:])
+        check_pattern(f"re:{expression}", f"{stated.at}.dynamic", CheckpointError)
+        if sign == "-:":
+            plain = [*plain, f"re:{expression}"]
+        else:
+            formats[f"re:{expression}"] = gptq_format(Stated({**stated.values, **(changes or {})}, stated.at), version)
+    return Quantization(gptq_format(stated, version), plain, ["*.g_idx"], formats)
+
+
+def gptq_format(stated: Stated, version: str) -> str:
+    bits, order = stated.whole("bits", 4), "_ordered" if stated.values.get("desc_act") else ""
+    if bits not in (4, 8):
+        raise stated.unknown("bits")
+    return f"{version}_int{bits}{order}{group_block(stated)}"
+
+
+def group_block(stated: Stated) -> str:
+    group = stated.whole("group_size", 128, or_all=True)
+    return f"[1, {'*' if group == -1 else group}]"
+
+
+def read_compressed_tensors(stated: Stated) -> Quantization:
+    """Groups of modules, each with a format: all linears, or modules by name."""
+    groups, fmt, formats = stated.object("config_groups"), None, {}
+    for name in groups.values if groups else ():
+        group = groups.object(name) if groups else None
+        weights = group.object("weights") if group else None
+        if group is None or weights is None:
+            raise UnsupportedError(f"{stated.at}.config_groups.{name} quantizes no weights, which is not known yet")
+        one = compressed_format(weights, group.text("format") or stated.text("format"))
+        for target in group.patterns("targets") or ["Linear"]:
+            if target == "Linear":
+                fmt = one
+            elif target[0].isupper():
+                raise UnsupportedError(f"{group.at}.targets: modules of class {target} are not known yet, Linear is")
+            else:
+                formats[target] = one
+    if fmt is None and not formats:
+        raise UnsupportedError(f"{stated.at} of compressed-tensors has no config_groups")
+    unread = [*INPUT_SCALES, *CACHE_SCALES, "*.weight_shape"]
+    return Quantization(fmt, stated.patterns(*EXCEPTIONS), unread, formats)
+
+
+FP4_PACKINGS = {"mxfp4-pack-quantized": "ct_mxfp4", "nvfp4-pack-quantized": "ct_nvfp4"}
+
+
+def compressed_format(weights: Stated, packing: str | None) -> str:
+    """The format of a group's weights, see `compressed_tensors.quantization.QuantizationArgs`."""
+    if packing in FP4_PACKINGS:
+        return FP4_PACKINGS[packing]
+    bits = weights.whole("num_bits")
+    kind = "fp" if weights.one_of("type", "float", "int", None) == "float" else "int"
+    if packing == "mxfp4-pack-quantized":
+        return "ct_mxfp4"
+    is_symmetric = weights.values.get("symmetric") is not False
+    strategy = weights.text("strategy")
+    match strategy:
+        case "group":
+            block = f"[1, {weights.whole('group_size')}]"
+        case "channel":
+            block = "[1, *]"
+        case "tensor":
+            block = "[*, *]"
+        case "block":
+            block = weights.block("block_structure")
+        case _:
+            raise UnsupportedError(f"{KEY}: weights by {strategy} are not known yet")
+    if packing == "nvfp4-pack-quantized":
+        return "ct_nvfp4"
+    order = weights.values.get("actorder")  # weight, static: the order in which columns were rounded, no more
+    if order not in (None, False, True, "group", "dynamic", "weight", "static"):
+        raise weights.unknown("actorder")
+    ordered = "_ordered" if order in (True, "group", "dynamic") else ""
+    name = f"ct_{'packed_' if packing == 'pack-quantized' else ''}{kind}{bits}{'' if is_symmetric else 'z'}{ordered}"
+    if name not in FORMATS:
+        raise UnsupportedError(f"{weights.at}: {name.removeprefix('ct_')} is not known yet")
+    return name + block
+
+
+def read_modelopt(stated: Stated) -> Quantization:
+    """NVIDIA's, whose exceptions are globs."""
+    fmt = {"FP8": "ct_fp8[*, *]", "FP8_PER_CHANNEL_PER_TOKEN": "ct_fp8[1, *]", "FP8_PB_WO": "ct_fp8[128, 128]",
+           "NVFP4": "modelopt_nvfp4", "W4A16_NVFP4": "modelopt_nvfp4"}  # fmt: skip
+    algorithm = stated.one_of("quant_algo", *fmt)
+    assert algorithm is not None, "one_of refuses null"
+    plain = stated.patterns("ignore", "exclude_modules", *EXCEPTIONS)
+    return Quantization(fmt[algorithm], plain, INPUT_SCALES + CACHE_SCALES)
+
+
+def read_quark(stated: Stated) -> Quantization:
+    """AMD's; layers may have formats of their own, by globs."""
+    plain, formats = stated.patterns("exclude"), dict[str, str]()
+    layers = stated.object("layer_quant_config")
+    for pattern in layers.values if layers else ():
+        check_pattern(pattern, f"{stated.at}.layer_quant_config", CheckpointError)
+        one = quark_format(layers.object(pattern)) if layers else None
+        plain, formats = ([*plain, pattern], formats) if one is None else (plain, {**formats, pattern: one})
+    unread = INPUT_SCALES + CACHE_SCALES
+    return Quantization(quark_format(stated.object("global_quant_config")), plain, unread, formats)
+
+
+def quark_format(config: Stated | None) -> str | None:
+    """The format of a config's weights, None for plain ones."""
+    weight = config.object("weight") if config else None
+    if weight is None:
+        return None
+    dtype, scheme = weight.text("dtype"), weight.text("qscheme")
+    if (dtype, scheme) not in QUARK:
+        raise weight.unknown("dtype" if dtype not in [known for known, _ in QUARK] else "qscheme")
+    if dtype == "fp4" and (weight.whole("group_size", 32) != 32 or weight.text("scale_format") not in ("e8m0", None)):
+        raise weight.unknown("group_size" if weight.values.get("group_size", 32) != 32 else "scale_format")
+    return QUARK[dtype, scheme]
+
+
+QUARK: dict[tuple[str | None, str | None], str] = {
+    ("fp8_e4m3", "per_tensor"): "ct_fp8[*, *]",
+    ("fp8_e4m3", "per_channel"): "ct_fp8[1, *]",
+    ("int8", "per_channel"): "ct_int8[1, *]",
+    ("fp4", "per_group"): "quark_mxfp4",
+}
+EXCEPTIONS = ("modules_to_not_convert", "ignored_layers", "ignore")
+READERS: dict[str, Callable[[Stated], Quantization]] = {
+    "fp8": read_fp8,
+    "fbgemm_fp8": read_fbgemm_fp8,
+    "compressed-tensors": read_compressed_tensors,
+    "modelopt": read_modelopt,
+    "quark": read_quark,
+    "mxfp4": read_mxfp4,
+    "awq": read_awq,
+    "gptq": read_gptq,
+}
+UNPACKED = "take the checkpoint that it was made of"
+HINTS = {"bitsandbytes": UNPACKED, "hqq": UNPACKED, "aqlm": UNPACKED, "quip": UNPACKED, "eetq": UNPACKED}

@@ -1,0 +1,275 @@
+"""Checkpoints that are stored quantized, against transformers with the same weights unpacked, in float32.
+
+The tensors are written here straight from the published layouts: DeepSeek-V3's README_WEIGHTS.md, compressed-tensors'
+quant_scheme.py, fbgemm_fp8 and fp8 of transformers, modelopt's and Quark's exports.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import tiny
+import torch
+from compressed_tensors.compressors import NVFP4PackedCompressor, PackedQuantizationCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from law import assert_same_logits
+from probe import logits_of
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from atom import LLMEngine, SamplingParams
+from atom.errors import CheckpointError
+
+Stored = dict[str, Tensor]  # by suffix behind the weight's name
+
+NAMES = ("_proj.weight", "_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")  # of linears
+FP8_MAX, INT8_MAX = 448.0, 127.0
+
+
+def store(weight: Tensor, block: tuple[int, int], suffix: str, dtype: torch.dtype, shape: str) -> tuple[Stored, Tensor]:
+    """A weight [O, I] with a scale for each block, its scales in the named shape, and the same unpacked."""
+    rows, columns = (-(-size // each) for size, each in zip(weight.shape, block, strict=True))
+    scales, plain = torch.empty(rows, columns), torch.empty_like(weight)
+    values = torch.empty_like(weight, dtype=dtype)
+    for row in range(rows):
+        for column in range(columns):
+            at = (slice(row * block[0], (row + 1) * block[0]), slice(column * block[1], (column + 1) * block[1]))
+            scale = weight[at].abs().max() / (FP8_MAX if dtype.is_floating_point else INT8_MAX)
+            scales[row, column] = scale
+            scaled = weight[at] / scale
+            values[at] = (scaled if dtype.is_floating_point else scaled.round()).to(dtype)
+            plain[at] = values[at].float() * scale
+    shapes = {"grid": [rows, columns], "rows": [rows], "one": [1], "none": [], "nested": [rows, 1, columns, 1]}
+    return {"": values, suffix: scales.reshape(shapes[shape])}, plain
+
+
+class Layout(NamedTuple):
+    stated: dict[str, Any]  # quantization_config
+    store: Callable[[Tensor], tuple[Stored, Tensor]]
+    beside: tuple[str, ...] = ()  # suffixes of tensors that are not needed
+
+
+def fp8(block: tuple[int, int], suffix: str = "_scale", shape: str = "grid") -> Callable[[Tensor], Any]:
+    return lambda weight: store(weight, block, suffix, torch.float8_e4m3fn, shape)
+
+
+def compressed(format: str, **weights: Any) -> dict[str, Any]:
+    scheme = {"targets": ["Linear"], "weights": {"num_bits": 8, "symmetric": True, **weights}}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}  # fmt: skip
+
+
+def quark(**weight: str) -> dict[str, Any]:
+    return {"quant_method": "quark", "global_quant_config": {"weight": weight}, "exclude": ["lm_head"]}
+
+
+def packed(bits: int, *, group: int | None = None, symmetric: bool = True) -> Layout:
+    """compressed-tensors' own pack-quantized."""
+    stated = compressed("pack-quantized", type="int", strategy="group" if group else "channel", group_size=group,
+                        num_bits=bits, symmetric=symmetric)  # fmt: skip
+    scheme = QuantizationScheme(targets=["Linear"], weights=stated["config_groups"]["group_0"]["weights"])
+    assert scheme.weights is not None
+    args = scheme.weights
+
+    def store(weight: Tensor) -> tuple[Stored, Tensor]:
+        groups = weight.unflatten(1, (-1, group or weight.shape[1]))
+        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+        given = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+        parts = PackedQuantizationCompressor.compress(given, scheme)
+        unpacked = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+        return {name.removeprefix("weight"): part.contiguous() for name, part in parts.items()}, unpacked
+
+    return Layout(stated, store)
+
+
+def grouped(weight: Tensor, group: int, bits: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Numbers of a weight [O, I] with a zero point for each group of a row: numbers [O, I], zeros and scales [O, G], and
+    the weight that they are."""
+    groups = weight.unflatten(1, (-1, group))
+    lowest, highest = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
+    scales = ((highest - lowest) / ((1 << bits) - 1)).half().float()
+    zeros = (-lowest / scales).round().clamp(0, (1 << bits) - 1)
+    numbers = (groups / scales + zeros).round().clamp(0, (1 << bits) - 1)
+    plain = ((numbers - zeros) * scales).flatten(1)
+    return numbers.flatten(1).long(), zeros.squeeze(-1).long(), scales.squeeze(-1), plain
+
+
+def words(numbers: Tensor, bits: int, order: tuple[int, ...]) -> Tensor:
+    """[R, C] -> int32[R, C / numbers of a word]: place i of a word has column order[i] of its run."""
+    packed = torch.zeros(len(numbers), numbers.shape[1] // len(order), dtype=torch.int64)
+    for place, column in enumerate(order):
+        packed |= numbers[:, column :: len(order)] << (bits * place)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def awq(weight: Tensor) -> tuple[Stored, Tensor]:
+    numbers, zeros, scales, plain = grouped(weight, 8, 4)
+    parts = {"qweight": words(numbers.T, 4, AWQ_ORDER), "qzeros": words(zeros.T, 4, AWQ_ORDER), "scales": scales.T.half()}  # fmt: skip
+    return {f".{name}": part.contiguous() for name, part in parts.items()}, plain
+
+
+def gptq(
+    bits: int, group: int | None, *, version: int, is_ordered: bool = False
+) -> Callable[[Tensor], tuple[Stored, Tensor]]:
+    def store(weight: Tensor) -> tuple[Stored, Tensor]:
+        size = group or weight.shape[1]
+        order_of_columns = torch.randperm(weight.shape[1]) if is_ordered else torch.arange(weight.shape[1])
+        numbers, zeros, scales, plain = grouped(weight[:, order_of_columns], size, bits)
+        back = order_of_columns.argsort()  # groups are of columns in that order, and are stored in the model's
+        numbers, plain = numbers[:, back], plain[:, back]
+        order, stored_zeros = tuple(range(32 // bits)), (zeros - int(version == 1)) % (1 << bits)
+        parts = {"qweight": words(numbers, bits, order).T, "qzeros": words(stored_zeros.T, bits, order), "scales": scales.T.half(),
+                 "g_idx": back.int() // size}  # fmt: skip
+        return {f".{name}": part.contiguous() for name, part in parts.items()}, plain
+
+    return store
+
+
+def nvfp4(names: tuple[str, str, str], *, is_divisor: bool) -> Callable[[Tensor], tuple[Stored, Tensor]]:
+    """compressed-tensors' own, or as modelopt names the same: a factor in place of a divisor."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=NVFP4)
+    args = scheme.weights
+    assert args is not None
+
+    def store(weight: Tensor) -> tuple[Stored, Tensor]:
+        divisor = generate_gparam(weight.min().reshape(1), weight.max().reshape(1))
+        groups = weight.unflatten(1, (-1, 16))
+        scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args, global_scale=divisor)
+        given = {"weight": weight, "weight_scale": scale, "weight_global_scale": divisor, "weight_zero_point": zero}
+        parts = NVFP4PackedCompressor.compress(given, scheme)
+        values, scales, factor = parts["weight_packed"], parts["weight_scale"], divisor if is_divisor else 1 / divisor
+        numbers = unpack_fp4_from_uint8(values, *weight.shape, dtype=torch.float32).unflatten(1, (-1, 16))
+        plain = (numbers * (scales.float() / divisor).unsqueeze(-1)).flatten(1)  # their decompress gives bf16
+        return dict(zip(names, (values, scales, factor), strict=True)), plain
+
+    return store
+
+
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+
+
+def mxfp4(suffix: str) -> Callable[[Tensor], tuple[Stored, Tensor]]:
+    """u8[O, I / 2] and exponents u8[O, I / 32], read by transformers' own unpacking."""
+
+    def store(weight: Tensor) -> tuple[Stored, Tensor]:
+        rows, columns = weight.shape
+        values = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+        scales = torch.randint(120, 125, (rows, columns // 32), dtype=torch.uint8)
+        plain = convert_moe_packed_tensors(values.view(1, rows, -1, 16), scales.unsqueeze(0), dtype=torch.float32)
+        return {suffix: values, "_scale": scales}, plain[0].T.contiguous()
+
+    return store
+
+
+ALL = 1 << 20
+LAYOUTS = {
+    "deepseek": Layout({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}, fp8((16, 32), "_scale_inv")),
+    "fp8 static": Layout({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, fp8((ALL, ALL), shape="none"), (".input_scale",)),
+    "fbgemm": Layout({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}, fp8((1, ALL)), (".input_scale_ub",)),
+    "FP8": Layout(compressed("float-quantized", type="float", strategy="tensor"), fp8((ALL, ALL), shape="one"), (".input_scale",)),
+    "FP8_DYNAMIC": Layout(compressed("float-quantized", type="float", strategy="channel"), fp8((1, ALL))),
+    "FP8_BLOCK": Layout(compressed("float-quantized", type="float", strategy="block", block_structure=[16, 16]), fp8((16, 16))),
+    "W8A8": Layout(compressed("int-quantized", type="int", strategy="channel"), lambda weight: store(weight, (1, ALL), "_scale", torch.int8, "grid")),
+    "modelopt": Layout({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head*"]}, fp8((ALL, ALL), shape="none"), (".input_scale",)),
+    "modelopt blocks": Layout({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "exclude_modules": ["lm_head"]}, fp8((128, 128), shape="nested")),
+    "quark": Layout(quark(dtype="fp8_e4m3", qscheme="per_channel"), fp8((1, ALL), shape="rows")),
+    "quark tensor": Layout(quark(dtype="fp8_e4m3", qscheme="per_tensor"), fp8((ALL, ALL), shape="none"), (".input_scale", ".output_scale")),
+    "W4A16": packed(4, group=8),
+    "W4A16 asymmetric": packed(4, group=8, symmetric=False),
+    "W4A16 channel": packed(4),
+    "W8A16": packed(8),
+    "W8A16 asymmetric": packed(8, group=8, symmetric=False),
+    "MXFP4": Layout(compressed("mxfp4-pack-quantized", type="float", strategy="group", group_size=32, num_bits=4), mxfp4("_packed")),
+    "quark MXFP4": Layout(quark(dtype="fp4", qscheme="per_group"), mxfp4("")),
+    "awq": Layout({"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}, awq),
+    "gptq": Layout({"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False, "sym": True}, gptq(4, 8, version=1)),
+    "gptq v2": Layout({"quant_method": "gptq", "bits": 4, "group_size": 8, "checkpoint_format": "gptq_v2"}, gptq(4, 8, version=2)),
+    "gptq rows": Layout({"quant_method": "gptq", "bits": 4, "group_size": -1, "dynamic": {}}, gptq(4, None, version=1)),
+    "gptq ordered": Layout({"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": True}, gptq(4, 8, version=1, is_ordered=True)),
+    "gptq v2 8 bits ordered": Layout({"quant_method": "gptq", "bits": 8, "group_size": 8, "desc_act": True, "checkpoint_format": "gptq_v2"}, gptq(8, 8, version=2, is_ordered=True)),
+    "NVFP4": Layout(compressed("nvfp4-pack-quantized", **NVFP4), nvfp4(("_packed", "_scale", "_global_scale"), is_divisor=True), (".input_global_scale",)),
+    "modelopt NVFP4": Layout({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4(("", "_scale", "_scale_2"), is_divisor=False), (".input_scale",)),
+    "gptq 8 bits": Layout({"quant_method": "gptq", "bits": 8, "group_size": 8}, gptq(8, 8, version=1)),
+}  # fmt: skip
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+MX = ("MXFP4", "quark MXFP4", "NVFP4", "modelopt NVFP4")  # whose columns are multiples of 32
+
+
+def write(variant: str, layout: Layout, folder: Path) -> tuple[Path, Path]:
+    """Two checkpoints of random weights: one stored in the layout, one of the same weights unpacked."""
+    plain = tiny.save(variant, folder / "plain")
+    tensors, stored, unpacked = load_file(plain / "model.safetensors"), {}, {}
+    for name, tensor in tensors.items():
+        unpacked[name] = stored[name] = tensor
+        if name.endswith(NAMES):
+            parts, unpacked[name] = layout.store(tensor)
+            del stored[name]
+            module = name.removesuffix(".weight")
+            stored |= {(module if suffix.startswith(".") else name) + suffix: part for suffix, part in parts.items()}
+            stored |= {name.removesuffix(".weight") + suffix: torch.ones(1) for suffix in layout.beside}
+    save_file(unpacked, plain / "model.safetensors", {"format": "pt"})
+    packed = folder / "packed"
+    packed.mkdir()
+    save_file(stored, packed / "model.safetensors", {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    (packed / "config.json").write_text(json.dumps({**config, "quantization_config": layout.stated}))
+    return packed, plain
+
+
+def open_engine(folder: Path, level: int) -> LLMEngine:
+    return LLMEngine(model=str(folder), dtype="fp32", level=level, kv_cache_memory=1 << 22)
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout", "level"),
+    [
+        *(("qwen3", layout, 0) for layout in LAYOUTS if layout not in MX),
+        *(("wide", layout, level) for layout in MX for level in (0, 1)),
+        *(("qwen2", layout, 1) for layout in ("deepseek", "FP8_DYNAMIC", "W8A8", "W4A16 asymmetric", "awq", "gptq")),
+        *(("qwen3_moe", layout, 1) for layout in ("W4A16", "awq", "gptq v2")),
+        *((variant, "deepseek", level) for variant in ("qwen3_moe", "deepseek_v3") for level in (0, 1)),
+        *(("phi3", layout, level) for layout in ("FP8", "deepseek", "gptq") for level in (0, 1)),
+        ("mixtral_odd", "quark", 0),
+    ],
+)
+def test_tokens_and_logits_are_those_of_the_weights_unpacked(
+    variant: str, layout: str, level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(tiny.VARIANTS, "wide", ("Qwen3Config", WIDE))
+    packed, plain = write(variant, LAYOUTS[layout], tmp_path)
+    reference, tokens = tiny.reference(plain), tiny.prompt(40)
+    engine = open_engine(packed, level)
+    try:
+        assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
+        (answer,) = engine.generate([tokens[:20]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+        tiny.assert_greedy(answer, tokens[:20], reference)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda scale: None, "has no tensor {name}; is it whole"),
+        (lambda scale: scale[:-1], r"tensor {name} is \[3, 2\], the model expects \[4, 2\]"),
+    ],
+)
+def test_a_scale_that_is_missing_or_of_another_shape_is_one_line(
+    change: Callable[[Tensor], Tensor | None], message: str, tmp_path: Path
+):
+    packed, _ = write("qwen3", LAYOUTS["deepseek"], tmp_path)
+    tensors, name = load_file(packed / "model.safetensors"), "model.layers.1.self_attn.q_proj.weight_scale_inv"
+    changed = change(tensors.pop(name))
+    save_file(tensors | ({} if changed is None else {name: changed}), packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=message.format(name=name)) as error:
+        open_engine(packed, 0)
+    assert "\n" not in str(error.value)

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import atom
-from atom.cli import JOBS
 from atom.config import Config
-from atom.config.hydra import keys
+from atom.config.schema import keys
+from atom.jobs.start import JOBS
 from atom.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
@@ -280,7 +280,7 @@ def test_no_state_is_global_and_no_data_is_code(path: Path):
         ),
         ("from atom.cli import main; main(['--help'])", "torch triton transformers hydra tokenizers huggingface_hub"),
         ("from atom.cli import main; main(['--cfg', 'job'])", "torch triton transformers huggingface_hub gguf"),
-        ("from atom.config import load; load()", "torch triton transformers huggingface_hub gguf"),
+        ("from atom.config.load import load; load()", "torch triton transformers huggingface_hub gguf"),
         ("import atom.checkpoint", "torch triton transformers"),
         ("import atom.jobs.serve, atom.serve.server, atom.serve.engine.worker", "torch triton transformers llguidance"),
         (

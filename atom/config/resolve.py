@@ -14,8 +14,8 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from atom.config.overrides import did_you_mean
 from atom.config.schema import MAX_EXPERTS, AttentionConfig, Config, MLPConfig, ModelConfig, RopeConfig
+from atom.config.spelling import did_you_mean, spelled
 from atom.devices import find_device
 from atom.dtypes import BY_NAME, FORMATS
 from atom.errors import CheckpointError, ConfigError, UnsupportedError
@@ -404,8 +404,3 @@ def stated_block(stated: Mapping[str, Any], key: str, at: str = "quantization_co
             f"{at}{key}={json.dumps(value)} in its config.json is not two whole numbers from 1; mend it"
         )
     return str(value)
-
-
-def spelled(value: Any) -> str:
-    """A value as users write it."""
-    return "null" if value is None else str(value).lower()

@@ -12,10 +12,13 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
-from atom.config import Config, load
-from atom.config.overrides import ALIASES, did_you_mean, rewrite
+from atom.config import Config
+from atom.config.load import load
+from atom.config.overrides import ALIASES, rewrite
 from atom.config.schema import Jobs, jobs_of
+from atom.config.spelling import did_you_mean
 from atom.errors import ConfigError
 
 # conf/job -> the module whose `run(config)` runs it
@@ -69,9 +72,14 @@ def has_objectives(job: str) -> bool:
 
 def check_objective(name: str, job: str) -> None:
     """Raise ConfigError where a job has no number of this name."""
-    if has_objectives(job) and name not in (names := importlib.import_module(JOBS[job]).OBJECTIVES):
+    if has_objectives(job) and name not in (names := module_of(job).OBJECTIVES):
         which = f"job={job} tells no such number{did_you_mean(name, names)}; there are: {', '.join(names)}"
         raise ConfigError(f"job.objective={name}: {which}")
+
+
+def module_of(job: str) -> Any:
+    """The module of a job, imported when the job is known: some load torch."""
+    return importlib.import_module(JOBS[job])
 
 
 def implied_job(keys: Iterable[str]) -> str | None:

@@ -11,13 +11,12 @@ A user's mistake is one line and exit code 2, any other foreseen error one line 
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import atom
 from atom.config.help import help_text
+from atom.jobs import module_of
 from atom.jobs.report import report
 
 
@@ -34,20 +33,15 @@ def dispatch(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         print(help_text())
         return 0
-    args = module("flags").parse_flags(argv)
-    code: int = module("command").run_flags(args)
+    args = module_of("flags").parse_flags(argv)
+    code: int = module_of("command").run_flags(args)
     return code
 
 
 def run(overrides: Sequence[str], dirs: Sequence[str] = ()) -> int:
     """Load the configuration and run its job."""
-    code: int = module("command").run(overrides, dirs)
+    code: int = module_of("command").run(overrides, dirs)
     return code
-
-
-def module(name: str) -> Any:
-    """A module of `atom.jobs`, imported when it is needed: Hydra takes longer than `--help` or a refused flag."""
-    return importlib.import_module(f"atom.jobs.{name}")
 
 
 if __name__ == "__main__":

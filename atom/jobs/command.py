@@ -21,8 +21,9 @@ from atom.config.spelling import override
 from atom.devices import open_early
 from atom.errors import ConfigError
 from atom.gc_utils import no_collection
+from atom.jobs import module_of
 from atom.jobs.report import report
-from atom.jobs.start import choose_job, load_job, module_of
+from atom.jobs.start import choose_job, load_job
 from atom.jobs.sweep import sweep
 
 IN_PROCESS = ("generate", "bench", "profile")  # jobs that run an engine in this process

@@ -9,10 +9,8 @@ conf/job may: its fields imply a job only where no typed field does, and are nev
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from atom.config import Config
 from atom.config.load import load
@@ -20,17 +18,9 @@ from atom.config.overrides import ALIASES, rewrite
 from atom.config.schema import Jobs, jobs_of
 from atom.config.spelling import did_you_mean
 from atom.errors import ConfigError
+from atom.jobs import module_of
 
-# conf/job -> the module whose `run(config)` runs it
-JOBS = {
-    "serve": "atom.jobs.serve",
-    "generate": "atom.jobs.generate",
-    "explain": "atom.jobs.explain",
-    "compile": "atom.jobs.compile",
-    "cache": "atom.jobs.cache",
-    "bench": "atom.jobs.bench",
-    "profile": "atom.jobs.profile",
-}
+JOBS = ("serve", "generate", "explain", "compile", "cache", "bench", "profile")  # modules with `run(config)`
 
 
 def choose_job(overrides: Sequence[str], dirs: Sequence[str] = ()) -> list[str]:
@@ -75,11 +65,6 @@ def check_objective(name: str, job: str) -> None:
     if has_objectives(job) and name not in (names := module_of(job).OBJECTIVES):
         which = f"job={job} tells no such number{did_you_mean(name, names)}; there are: {', '.join(names)}"
         raise ConfigError(f"job.objective={name}: {which}")
-
-
-def module_of(job: str) -> Any:
-    """The module of a job, imported when the job is known: some load torch."""
-    return importlib.import_module(JOBS[job])
 
 
 def implied_job(keys: Iterable[str]) -> str | None:

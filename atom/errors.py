@@ -18,6 +18,7 @@ ends with 2 for all but the last: the next start would fail alike.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -87,3 +88,8 @@ def naming_a_lack_of_memory(message: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise CapacityError(message) from error
+
+
+def one_line(error: BaseException | str) -> str:
+    """An error's message without line breaks."""
+    return re.sub(r"\s*\n\s*", "; ", str(error).strip())

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from atom.build import open_engine
-from atom.checkpoint import Progress, SilentProgress, Tokenizer
-from atom.config import Config, engine_overrides, load
+from atom.checkpoint import Progress, RichProgress, SilentProgress, Tokenizer
+from atom.config import Config
+from atom.config.load import engine_overrides, load
 from atom.errors import EngineDeadError, RequestError
 from atom.runtime.metrics import EngineStats
 from atom.runtime.types import Sequence, StreamCallback
@@ -38,10 +39,10 @@ class LLMEngine:
         self._open(load(engine_overrides(model, fields), config_dirs=config_dirs), SilentProgress())
 
     @classmethod
-    def from_config(cls, config: Config, progress: Progress | None = None) -> LLMEngine:
-        """The engine of a loaded configuration."""
+    def from_config(cls, config: Config) -> LLMEngine:
+        """The engine of a loaded configuration, its progress shown on stderr."""
         engine = cls.__new__(cls)
-        engine._open(config, progress or SilentProgress())
+        engine._open(config, RichProgress())
         return engine
 
     def _open(self, config: Config, progress: Progress) -> None:

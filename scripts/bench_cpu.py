@@ -24,8 +24,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, Stoppi
 import atom
 from atom import LLMEngine, SamplingParams
 from atom.checkpoint import SilentProgress
-from atom.config import load
 from atom.config.checkpoint import open_for
+from atom.config.load import load
 from atom.graph import TORCH_DTYPES
 
 NUM_IN, NUM_OUT = 64, 128

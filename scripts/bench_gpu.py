@@ -200,7 +200,7 @@ def measure_model(model: str, figures: dict[str, Figure], runs: int, limits: dic
     from atom.build import open_engine
     from atom.checkpoint import RichProgress
     from atom.compiler import compile_graph
-    from atom.config import load
+    from atom.config.load import load
     from atom.jobs.roofline import Limits, read_costs
 
     timed = timing(RichProgress)()
@@ -275,7 +275,7 @@ def measure_load(runs: int) -> Figure:
     from atom import weights
     from atom.checkpoint import SILENT, open_checkpoint
     from atom.compiler import compile_graph
-    from atom.config import load
+    from atom.config.load import load
     from atom.graph import TORCH_DTYPES
 
     with checkpoint(LARGE_MODEL) as folder:

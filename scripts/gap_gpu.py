@@ -31,7 +31,8 @@ from typing import Any, NamedTuple
 import numpy
 import uvloop
 
-from atom.config import Config, load
+from atom.config import Config
+from atom.config.load import load
 from atom.devices import find_device
 from atom.jobs.trace import ON_DEVICE, Event, read_event
 from atom.sampling_params import SamplingParams

@@ -107,7 +107,7 @@ def references(checkpoints: Callable[[str], Path]) -> Callable[[str], Any]:
 def embedded_gguf() -> Path:
     """The embedded default's GGUF, fetched to the cache folder that users have too."""
     from atom.checkpoint import SilentProgress, embedded
-    from atom.config import load
+    from atom.config.load import load
 
     config = load([])
     source = config.model.embedded

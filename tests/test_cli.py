@@ -16,8 +16,8 @@ import pytest
 import atom
 from atom.cli import main
 from atom.config import Config
-from atom.config.hydra import keys
-from atom.config.overrides import read_recipe
+from atom.config.recipes import read_recipe
+from atom.config.schema import keys
 from atom.errors import EngineDeadError
 
 ROOT = Path(__file__).parents[1]

@@ -32,9 +32,10 @@ from tokenizers import decoders, models, pre_tokenizers
 from atom import cli
 from atom.benchmarks import benchmark_serving
 from atom.compiler import compile_graph
-from atom.config import Config, load
-from atom.config.hydra import keys
+from atom.config import Config
+from atom.config.load import load
 from atom.config.overrides import ALIASES
+from atom.config.schema import keys
 from atom.entrypoints.args import EngineArgs
 from atom.jobs import bench, generate
 from atom.jobs.workload import open_workload

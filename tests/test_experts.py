@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from atom import LLMEngine, SamplingParams
 from atom.checkpoint import hub
-from atom.config import load
+from atom.config.load import load
 from atom.errors import AtomError, CheckpointError, ConfigError, UnsupportedError
 
 Checkpoints = Callable[[str], Path]

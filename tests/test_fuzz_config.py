@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from atom.checkpoint import open_checkpoint, stop_ids
-from atom.config import load
-from atom.config.hydra import CONF
+from atom.config.folders import CONF
+from atom.config.load import load
 from atom.errors import AtomError
 from atom.jobs import explain
 

@@ -14,7 +14,8 @@ import pytest
 import tiny
 
 from atom.compiler import compile_graph, semantic_graph
-from atom.config import Config, load
+from atom.config import Config
+from atom.config.load import load
 from atom.graph import show
 from atom.kernels import Target
 

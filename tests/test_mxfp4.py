@@ -19,8 +19,8 @@ from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 from atom import LLMEngine, SamplingParams, weights
 from atom.checkpoint.progress import SILENT
 from atom.compiler import compile_graph, semantic_graph
-from atom.config import load
 from atom.config.checkpoint import open_for
+from atom.config.load import load
 from atom.errors import CheckpointError
 from atom.graph import show
 

@@ -20,8 +20,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from atom import LLMEngine, SamplingParams
 from atom.checkpoint import SilentProgress
-from atom.config import load
 from atom.config.checkpoint import open_for
+from atom.config.load import load
 from atom.graph import TORCH_DTYPES
 from atom.runtime.types import RequestOutput
 

@@ -16,14 +16,15 @@ from pathlib import Path
 import pytest
 
 import atom
-from atom.cli import JOBS
 from atom.config import Config
-from atom.config.hydra import keys
+from atom.config.schema import keys
+from atom.jobs.start import JOBS
 from atom.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "atom").rglob("*.py"))
 SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 PUBLIC = """
 ArtifactError AtomError CapacityError CheckpointError ConfigError EngineDeadError LLMEngine PassError RequestError
@@ -124,6 +125,40 @@ jobs
 cli
 entrypoints | benchmarks
 examples
+"""
+
+# What a function may import, and why not its module. All else is imported at the top.
+LOCAL_IMPORTS = {
+    # packages of an extra, or of some platforms
+    "aiohttp": "the extra bench",
+    "datasets": "the extra bench",
+    "llguidance": "the extra structured",
+    "matplotlib": "the extra bench",
+    "resource": "a benchmark's client may run on Windows",
+    "triton": "the extra cuda",
+    "uvloop": "not for Windows",
+    # packages that take a launch, or --help, longer to import than all else that it does with them
+    "huggingface_hub": "a benchmark of a folder's tokenizer has no use for it, nor has --help",
+    "jinja2": "an engine process renders no chat template",
+    "rich": "a bar on a terminal, a table that is asked for",
+    "torch": "an engine process sends heartbeats while torch is imported",
+    "tqdm": "a benchmark's --help has no bar",
+    "transformers": "only some tokenizers need it, for half a second",
+    # modules that import such packages
+    "atom.build.open_engine": "torch, as above",
+    "atom.checkpoint.gguf.GGUFCheckpoint": "gguf",
+    "atom.checkpoint.hub.download": "huggingface_hub",
+    "atom.compiler.artifact": "torch: job=cache lists entries without it",
+    "atom.kernels.tuned": "torch, as above",
+    "atom.kernels.triton.gpu.load_driver": "triton",
+    "atom.kernels.triton.attention.prefill_hopper": "Gluon, which no other GPU needs",
+    "atom.kernels.triton.linear.gate_hopper": "Gluon, as above",
+}
+
+# Where a module is imported by a name that is found at run time.
+IMPORTERS = """
+__init__ entrypoints.args jobs.__init__ kernels.inductor.piece_compiler kernels.registry kernels.step
+kernels.triton.__init__
 """
 
 
@@ -245,6 +280,24 @@ def test_imports_go_down_only(path: Path):
         assert other == own or row[other] < row[own], f"{own} ({path}) imports {other}"
 
 
+def test_only_these_are_imported_in_functions():
+    found, importers = set(), set()
+    for path in SOURCES:
+        tree = ast.parse(path.read_text())
+        inner = [node for each in ast.walk(tree) if isinstance(each, FUNCTIONS) for node in ast.walk(each)]
+        for node in inner:
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Attribute) and node.attr == "import_module":
+                importers.add(".".join(path.relative_to(ROOT / "atom").with_suffix("").parts))
+    known = {name: next((each for each in LOCAL_IMPORTS if f"{name}.".startswith(f"{each}.")), None) for name in found}
+    assert [name for name, listed in known.items() if listed is None] == []
+    assert set(known.values()) == set(LOCAL_IMPORTS), "a reason without an import"
+    assert importers == set(IMPORTERS.split())
+
+
 def test_benchmarks_take_of_atom_only_what_is_measured():
     found = {module.split(".")[0] for path in (ROOT / "atom" / "benchmarks").glob("*.py") for module in imports(path)}
     assert found == {"benchmarks", "measurement"}
@@ -276,13 +329,19 @@ def test_no_state_is_global_and_no_data_is_code(path: Path):
         ("import atom; atom.SamplingParams; atom.ConfigError", "torch triton transformers hydra omegaconf tokenizers"),
         (
             "import atom.config, atom.cli, atom.runtime.types",
-            "torch triton transformers hydra tokenizers huggingface_hub",
+            "torch triton transformers hydra omegaconf yaml tokenizers huggingface_hub",
         ),
-        ("from atom.cli import main; main(['--help'])", "torch triton transformers hydra tokenizers huggingface_hub"),
+        (
+            "from atom.cli import main; main(['--help'])",
+            "torch triton transformers hydra omegaconf yaml tokenizers huggingface_hub",
+        ),
+        ("import atom.jobs.flags", "torch triton transformers tokenizers huggingface_hub"),
         ("from atom.cli import main; main(['--cfg', 'job'])", "torch triton transformers huggingface_hub gguf"),
-        ("from atom.config import load; load()", "torch triton transformers huggingface_hub gguf"),
+        ("from atom.config.load import load; load()", "torch triton transformers huggingface_hub gguf"),
         ("import atom.checkpoint", "torch triton transformers"),
         ("import atom.jobs.serve, atom.serve.server, atom.serve.engine.worker", "torch triton transformers llguidance"),
+        ("import atom.serve.engine.worker, atom.build", "triton transformers llguidance hydra omegaconf jinja2"),
+        ("import atom.pieces.compile_workers", "triton transformers hydra omegaconf yaml torch._inductor"),
         (
             "import atom.benchmarks.benchmark_serving, atom.benchmarks.matrix, atom.benchmarks.compare",
             "torch triton transformers tokenizers huggingface_hub aiohttp tqdm matplotlib datasets hydra",

@@ -14,6 +14,7 @@ It imports no torch, and transformers only for a tokenizer that nothing else can
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -71,12 +72,12 @@ def open_checkpoint(
 
         checkpoint = GGUFCheckpoint(path, gguf)
     else:
-        from atom.checkpoint import hub
-
-        if location.endswith(".gguf") or not hub.is_hub_id(location):
+        if location.endswith(".gguf") or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", location):
             message = "no such folder or .gguf file, and no hub id (owner/name)"
             raise CheckpointError(f"no checkpoint {location!r}: {message}")
-        folder = hub.download(location, revision=revision, weights=weights, progress=progress)
+        from atom.checkpoint.hub import download
+
+        folder = download(location, revision=revision, weights=weights, progress=progress)
         checkpoint = FolderCheckpoint(folder, location=location, weights=weights)
     return unstack(checkpoint, stacked)
 

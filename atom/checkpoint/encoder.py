@@ -19,6 +19,8 @@ from array import array
 from collections.abc import Callable
 from typing import IO, Any
 
+import tokenizers
+
 from atom.child_process import end, start_python
 from atom.errors import RequestError
 
@@ -86,8 +88,6 @@ def start(definition: str) -> subprocess.Popen[bytes]:
 
 def work() -> None:
     """The main function of the process: read a tokenizer, then answer texts until stdin ends."""
-    import tokenizers
-
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     signal.setitimer(signal.ITIMER_REAL, START_SECONDS)  # its signal ends the process in any state

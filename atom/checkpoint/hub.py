@@ -8,9 +8,12 @@ huggingface_hub does the work, with its cache and its settings: HF_TOKEN, HF_HOM
 from __future__ import annotations
 
 import errno
-import re
 from pathlib import Path
 from typing import Any
+
+import huggingface_hub
+from huggingface_hub import errors
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from atom.checkpoint.progress import SILENT, Progress
 from atom.errors import AtomError, CheckpointError, first_line
@@ -19,24 +22,18 @@ DESCRIPTION = ["*.json", "*.jinja", "*.py", "*.txt", "*.model"]
 SKIP = ["*/*", "consolidated*"]  # other formats' copies of the same weights
 
 
-def is_hub_id(text: str) -> bool:
-    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text) is not None
+class NoBar(tqdm):  # type: ignore[misc]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **(options | {"disable": True}))
 
 
 def download(name: str, *, revision: str | None = None, weights: bool = True, progress: Progress = SILENT) -> Path:
     """Download a checkpoint (without `weights`, only its description), or find it in the cache."""
-    from huggingface_hub import errors, snapshot_download
-    from tqdm import tqdm  # type: ignore[import-untyped]
-
-    class NoBar(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **(options | {"disable": True}))
-
     wanted = [*DESCRIPTION, "*.safetensors"] if weights else DESCRIPTION
     at = f"{name} (revision {revision})" if revision else name
     try:
         with progress.task(f"Fetching {at} from the hub"):
-            folder = snapshot_download(
+            folder = huggingface_hub.snapshot_download(
                 name, revision=revision, allow_patterns=wanted, ignore_patterns=SKIP, tqdm_class=NoBar
             )
             return Path(folder)

@@ -19,6 +19,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import tokenizers
+from tokenizers import AddedToken
+
 from atom.checkpoint.base import read_json
 from atom.checkpoint.bounds import MAX_TOKEN, Bounds, check_decoder, measure
 from atom.checkpoint.encoder import EncoderProcess
@@ -27,7 +30,6 @@ from atom.errors import CheckpointError, RequestError, first_line
 
 if TYPE_CHECKING:
     import jinja2
-    import tokenizers
 
 BREAK = "\ufdd0"  # occurs in no text: a noncharacter of Unicode
 MAX_GROWN = 16 << 20  # bytes that a text may become in this process: they take some 2 GB
@@ -291,8 +293,6 @@ def find_bounds(backend: Any, folder: Path) -> Bounds:
 
 def read_backend(path: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> tokenizers.Tokenizer:
     """Read a tokenizer.json, which alone decides the tokens around a text: the config's add_bos_token is ignored."""
-    import tokenizers
-
     backend = tokenizers.Tokenizer.from_buffer(read_file(path, MAX_TOKENIZER))
     backend.no_truncation()
     backend.no_padding()
@@ -312,8 +312,6 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 def add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
     """Add the tokens that only tokenizer_config.json has, and make the named ones special."""
-    from tokenizers import AddedToken
-
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
     for _, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):

@@ -17,8 +17,9 @@ from typing import Any
 
 from atom.cache import Cache, Entry, digest, key_of
 from atom.cache.files import BINARIES
-from atom.config import Config, override
-from atom.config.overrides import format_recipe
+from atom.config import Config
+from atom.config.recipes import format_recipe
+from atom.config.spelling import override
 from atom.frontend import build
 from atom.graph import Graph, parse, show
 from atom.graph.types import BITS

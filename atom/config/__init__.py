@@ -1,11 +1,11 @@
-"""Load the configuration once: conf/ and overrides become plain dataclasses.
+"""The configuration: plain dataclasses, which `atom.config.load` makes of conf/ and overrides.
 
 config = load(["checkpoint=/models/qwen3", "sampling.temperature=0"])
 config.model.attention.heads                     # nothing is assigned from here on
+
+Only what loads or writes a configuration imports Hydra: a process that is handed one need not.
 """
 
-from atom.config.load import SET_BY_LOAD, describe_fields, engine_overrides, load, load_gpu, show
-from atom.config.overrides import override
 from atom.config.schema import (
     AttentionConfig,
     Config,
@@ -23,7 +23,6 @@ from atom.config.schema import (
 )
 
 __all__ = [
-    "SET_BY_LOAD",
     "AttentionConfig",
     "Config",
     "EmbeddedConfig",
@@ -37,10 +36,4 @@ __all__ = [
     "RouterConfig",
     "SamplingConfig",
     "ServeConfig",
-    "describe_fields",
-    "engine_overrides",
-    "load",
-    "load_gpu",
-    "override",
-    "show",
 ]

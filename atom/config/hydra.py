@@ -17,30 +17,29 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from pathlib import Path
-from types import UnionType
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple
 
-from atom.config.overrides import (
-    did_you_mean,
-    may_be_checkpoint,
-    no_model,
-    one_line,
-    override,
-    parse,
-    plain,
-    project_folder,
-    rewrite,
-)
-from atom.errors import AtomError, CheckpointError, ConfigError, UnsupportedError
+import hydra
+import yaml
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigSource
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-if TYPE_CHECKING:
-    from hydra.core.config_search_path import ConfigSearchPath
-    from hydra.plugins.config_source import ConfigSource
-    from omegaconf import DictConfig
+from atom.checkpoint import open_checkpoint
+from atom.config.folders import CONF
+from atom.config.overrides import may_be_checkpoint, no_model, parse, plain, rewrite
+from atom.config.schema import inner_blocks, keys, plain_fields
+from atom.config.spelling import did_you_mean, override
+from atom.errors import AtomError, CheckpointError, ConfigError, UnsupportedError, one_line
 
-CONF = project_folder("conf")
 SEARCHPATH = "hydra.searchpath="
 COMPOSING = threading.Lock()  # Hydra composes through a singleton
 
@@ -91,8 +90,6 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
         hf, embedded = file.embedded_config(), file.spec["embedded"]
         generation = embedded.get("generation") or {}
     else:
-        from atom.checkpoint import open_checkpoint
-
         described = open_checkpoint(str(checkpoint), revision=value("revision"), weights=False)
         hf, generation = described.config, described.generation_config
         name = choose_model(hf, files, str(checkpoint)) if name == "auto" else name
@@ -121,9 +118,6 @@ def with_search_path(overrides: Sequence[str], config_dirs: Sequence[str] = ()) 
 
 def make_search_path(paths: Sequence[str] = ()) -> ConfigSearchPath:
     """Make Hydra's search path: conf/, the paths of plugins, these paths."""
-    from hydra._internal.utils import create_config_search_path
-    from hydra.core.config_search_path import SearchPathQuery
-
     search_path: ConfigSearchPath = create_config_search_path(str(CONF))
     for path in paths:
         search_path.prepend("command-line", path, SearchPathQuery("schema", None))
@@ -132,8 +126,6 @@ def make_search_path(paths: Sequence[str] = ()) -> ConfigSearchPath:
 
 def model_files(paths: Sequence[str] = ()) -> list[ModelFile]:
     """The files of the group `model` in Hydra's search path; of two with one name the first counts, as for Hydra."""
-    from hydra._internal.config_repository import ConfigRepository
-
     files: dict[str, ModelFile] = {}
     for source in ConfigRepository(make_search_path(paths)).get_sources():
         for file in read_files(source):
@@ -143,10 +135,6 @@ def model_files(paths: Sequence[str] = ()) -> list[ModelFile]:
 
 def read_files(source: ConfigSource) -> Iterator[ModelFile]:
     """Read the model files of one source: a folder, or another kind of Hydra or its plugins."""
-    import yaml
-    from hydra.core.object_type import ObjectType
-    from omegaconf import OmegaConf
-
     if source.scheme() != "file":
         for name in source.list("model", ObjectType.CONFIG) if source.is_group("model") else ():
             spec: Any = OmegaConf.to_container(source.load_config(f"model/{name}").config, resolve=False)
@@ -206,12 +194,6 @@ def compose(schema: Any, overrides: Sequence[str], config_dirs: Sequence[str] = 
     Plain fields are set afterwards: for Hydra, a folder in a config dir turns the field of its name into a group. So
     are values in blocks that may be null, which Hydra cannot fill.
     """
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     for folder in config_dirs:
         if not Path(folder).is_dir():
             raise ConfigError(f"config dir {folder}: there is no such folder")
@@ -249,9 +231,6 @@ def is_set_later(text: str, plain: Sequence[str], optional: Sequence[str]) -> bo
 
 def check_entries(schema: Any, overrides: Sequence[str], files: Sequence[ModelFile]) -> None:
     """Raise the error of a list's entry here, since Hydra's error does not name the list."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     parsed = [each for each in map(parse, overrides) if not each.is_delete()]
     stated = [(each.key_or_group, each.value()) for each in parsed]
     by_name, names = {file.name: file.spec for file in files}, [value for key, value in stated if key == "model"]
@@ -269,16 +248,9 @@ def check_entries(schema: Any, overrides: Sequence[str], files: Sequence[ModelFi
                 raise
 
 
-def plain_fields(schema: Any) -> list[str]:
-    """The fields of a schema that are no blocks."""
-    return [name for name, kind in get_type_hints(schema).items() if not is_dataclass(kind)]
-
-
 @functools.cache
 def register(schema: Any) -> None:
     """Make the schema and the resolvers known to Hydra."""
-    from hydra.core.config_store import ConfigStore
-    from omegaconf import OmegaConf
 
     def choose(condition: Any, yes: Any, no: Any) -> Any:
         return yes if condition else no
@@ -292,8 +264,6 @@ def register(schema: Any) -> None:
 
 def resolve(composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Resolve to dicts and lists, with the checkpoint's values in place of `${hf:…}` and `${generation:…}`."""
-    from omegaconf import OmegaConf
-
     attach(composed, hf, sampling)
     values: Any = OmegaConf.to_container(composed, resolve=True)
     return dict(values)
@@ -301,8 +271,6 @@ def resolve(composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, 
 
 def attach(composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, Any] | None = None) -> None:
     """Resolve `${hf:…}` in this configuration by this config.json, and `${generation:…}` by these sampling values."""
-    from omegaconf import OmegaConf
-
     OmegaConf.get_cache(composed)["hf"] = dict(hf)
     OmegaConf.get_cache(composed)["sampling"] = dict(sampling or {})
 
@@ -312,8 +280,6 @@ def look_up(key: str, *default: Any, _root_: DictConfig, _node_: Any) -> Any:
 
     OmegaConf also calls it while it merges files, before there is a config.json: then it gives the default, or null.
     """
-    from omegaconf import OmegaConf
-
     value: Any = OmegaConf.get_cache(_root_).get("hf")
     is_attached = value is not None
     for part in key.split("."):
@@ -326,15 +292,11 @@ def look_up(key: str, *default: Any, _root_: DictConfig, _node_: Any) -> Any:
 
 def look_up_null(key: str, default: Any, *, _root_: DictConfig) -> Any:
     """`${stated:key,default}`: the value that config.json states at its top, null included; the default without one."""
-    from omegaconf import OmegaConf
-
     return (OmegaConf.get_cache(_root_).get("hf") or {}).get(key, default)
 
 
 def look_up_sampling(name: str, *, _root_: DictConfig, _parent_: DictConfig) -> Any:
     """`${generation:name}`: the checkpoint's value of this field of sampling; without one, the schema's default."""
-    from omegaconf import OmegaConf
-
     stated = OmegaConf.get_cache(_root_).get("sampling") or {}
     return stated[name] if name in stated else getattr(OmegaConf.get_type(_parent_), name)
 
@@ -342,9 +304,6 @@ def look_up_sampling(name: str, *, _root_: DictConfig, _parent_: DictConfig) -> 
 @contextmanager
 def one_line_errors(schema: Any) -> Iterator[None]:
     """Turn errors of Hydra and OmegaConf into one-line ConfigErrors: what, where, and the known names."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
@@ -391,25 +350,3 @@ def unknown_key(key: str, schema: Any) -> ConfigError:
 def no_such(what: str, name: str, names: Sequence[str], heading: str) -> str:
     listed = f"; {heading}{', '.join(names)}" if names else ""
     return f"there is no such {what}{did_you_mean(name, names)}{listed}"
-
-
-def inner_blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any, bool]]:
-    """The blocks of a schema that may be null or are entries of a list: key, class, whether in a list."""
-    for name, each in get_type_hints(kind).items():
-        inner = get_args(each)[0] if get_origin(each) in (UnionType, list) else each
-        if is_dataclass(inner):
-            if inner is not each:
-                yield f"{at}{name}", inner, get_origin(each) is list
-            yield from inner_blocks(inner, f"{at}{name}.")
-
-
-def keys(kind: Any, at: str = "") -> list[str]:
-    """Every dotted key of a schema; an entry of a list has the number 0."""
-    result: list[str] = []
-    for name, each in get_type_hints(kind).items():
-        inner = get_args(each)[0] if get_origin(each) is UnionType else each
-        is_list = get_origin(inner) is list
-        inner = get_args(inner)[0] if is_list else inner
-        key = f"{at}{name}"
-        result += keys(inner, f"{key}.0." if is_list else f"{key}.") if is_dataclass(inner) else [key]
-    return result

@@ -9,35 +9,25 @@ others and checks all.
 
 from __future__ import annotations
 
-import inspect
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from atom.config.hydra import CONF, attach, compose, find_source, keys, no_such, one_line_errors, resolve, unknown_key
-from atom.config.overrides import ALIASES, HIDDEN, SECRET, is_secret, one_line, override
-from atom.config.resolve import check, derive, spelled
-from atom.config.schema import (
-    Config,
-    EmbeddedConfig,
-    GPUConfig,
-    HTTPConfig,
-    JobConfig,
-    SamplingConfig,
-    ServeConfig,
-    jobs_of,
-)
-from atom.errors import CheckpointError, ConfigError, RequestError
+from omegaconf import DictConfig, OmegaConf, open_dict
+from yaml import YAMLError
+
+from atom.checkpoint.base import normalize_rope
+from atom.config.folders import CONF
+from atom.config.hydra import attach, compose, find_source, no_such, one_line_errors, resolve, unknown_key
+from atom.config.overrides import ALIASES, HIDDEN, SECRET, is_secret
+from atom.config.resolve import check, derive
+from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ServeConfig, keys
+from atom.config.spelling import override, spelled
+from atom.errors import CheckpointError, ConfigError, RequestError, one_line
 from atom.sampling_params import SamplingParams, sampling_number
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
-SET_BY_LOAD = ("job.kind", "hf", "overrides")  # keys that users cannot set
 
 # field of generation_config.json -> field of sampling
 GENERATION = {
@@ -59,8 +49,6 @@ def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> C
     Of a hub id, only the description is downloaded. Raises ConfigError, CheckpointError, UnsupportedError, and
     RequestError for a sampling value.
     """
-    from atom.checkpoint.base import normalize_rope
-
     with one_line_errors(Config):
         source = find_source(overrides, config_dirs)
         hf, composed = normalize_rope(source.hf), compose(Config, source.overrides, config_dirs)
@@ -104,9 +92,6 @@ def sampling_defaults(generation: Mapping[str, Any], composed: DictConfig) -> di
 
 def load_gpu(name: str) -> GPUConfig:
     """Load the GPU of `job.gpu`: a YAML file, or a name in conf/gpu. ConfigError says what is wrong with it."""
-    from omegaconf import DictConfig, OmegaConf
-    from yaml import YAMLError
-
     candidates = [Path(name).expanduser(), CONF / "gpu" / f"{name}.yaml"]
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:
@@ -137,10 +122,6 @@ def show(
 
     API keys are hidden, unless they are in a file.
     """
-    from omegaconf import OmegaConf, open_dict
-
-    from atom.checkpoint.base import normalize_rope
-
     with one_line_errors(Config):
         source = find_source(overrides, config_dirs)
         composed = compose(Config, source.overrides, config_dirs)
@@ -186,31 +167,3 @@ def build(kind: Any, value: Any, at: str = "") -> Any:
             raise unknown_key(f"{prefix}{name}", Config)
     made: Any = kind
     return made(**{name: build(kinds[name], item, f"{prefix}{name}") for name, item in value.items()})
-
-
-def describe_fields() -> str:
-    """For `--help`: every field but the model's, with default, jobs, choices and comment."""
-    lines: list[str] = []
-    for at, kind in (
-        ("", Config),
-        ("serve.", ServeConfig),
-        ("serve.http.", HTTPConfig),
-        ("job.", JobConfig),
-        ("sampling.", SamplingConfig),
-    ):
-        source = "".join(inspect.getsource(each) for each in reversed(kind.__mro__[:-1]))
-        comments = dict(re.findall(r"^    (\w+): .*?  # (?!type: )(.*)$", source, re.MULTILINE))
-        if whole := jobs_of(at.rstrip(".")):
-            lines.append(f"  for job={', '.join(whole.names)}:")
-        for each in fields(kind):
-            key = f"{at}{each.name}"
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            if key in SET_BY_LOAD or is_dataclass(default):
-                continue
-            built = each.metadata.get("built", ())
-            jobs = ", ".join(each.metadata["jobs"].names) if "jobs" in each.metadata else ""
-            choices = " | ".join(map(spelled, built)) if len(built) > 1 else ""
-            words = ": ".join(filter(None, (jobs, "; ".join(filter(None, (choices, comments.get(each.name)))))))
-            lines.append(f"  {f'{key}={spelled(default)}':35} {words}".rstrip())
-        lines.append("")
-    return "\n".join(lines)

@@ -3,27 +3,28 @@
     rewrite(["prompts=What is 2+2?"])               # ["prompts='What is 2+2?'"]
     rewrite(["recipe=smollm2_greedy", "seed=1"])    # the recipe's overrides, then "seed=1"
     rewrite(["quant=fp8"])                          # UnsupportedError: not built yet
-    override("prompts", ["a, b", "c"])              # "prompts=['a, b','c']"
 
 One set of rules serves the command line, each job of a sweep, and keyword arguments. It knows keys, not types.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
-import numbers
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from atom.errors import ConfigError, UnsupportedError
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
+from atom.config.folders import CONF
+from atom.config.recipes import format_recipe, read_recipe
+from atom.config.spelling import override, spell
+from atom.errors import ConfigError, UnsupportedError, one_line
 
 LISTS_OF_TEXT = ("prompts", "sampling.stop_strings")
 JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.entry", "job.prune", "job.export", "job.import_from",
@@ -37,12 +38,6 @@ TO_COME = {  # the first part of a key, without "serve." -> the feature that it 
     "quant": "quantization",
     "port": "an engine on another machine (serve.http.port is the server's)",
 }
-
-
-def project_folder(name: str) -> Path:
-    """conf/ or recipes/: beside the package in a checkout, inside it in a wheel."""
-    package = Path(__file__).resolve().parents[1]
-    return package / name if (package / name).is_dir() else package.parent / name
 
 
 def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multirun: bool = False) -> list[str]:
@@ -79,7 +74,7 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
 
 def as_override(text: str) -> str:
     """A word without a key as an override, where it names a job or a checkpoint; else itself."""
-    if re.fullmatch(r"\w+", text) and (project_folder("conf") / "job" / f"{text}.yaml").is_file():
+    if re.fullmatch(r"\w+", text) and (CONF / "job" / f"{text}.yaml").is_file():
         return f"job={text}"
     return f"checkpoint={text}" if may_be_checkpoint(text) else text
 
@@ -132,9 +127,6 @@ def is_value(text: str, multirun: bool) -> bool:
 
 def parse(text: str) -> Override:
     """Parse an override as Hydra does."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -144,73 +136,8 @@ def parse(text: str) -> Override:
 
 def plain(parsed: Override) -> Any:
     """The value of an override, interpolations resolved."""
-    from omegaconf import OmegaConf
-
     values: Any = OmegaConf.to_container(OmegaConf.create({"value": parsed.value()}), resolve=True)
     return values["value"]
-
-
-def override(key: str, value: Any) -> str:
-    """The override that sets `key` to a Python value: text, path, number, bool, None, lists and dicts of them."""
-    try:
-        return f"{key}={spell(value)}"
-    except TypeError as error:
-        raise ConfigError(f"{key}: {error}") from None
-
-
-def spell(value: Any) -> str:
-    """A Python value in Hydra's grammar."""
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return str(value).lower()
-        case str() | os.PathLike():
-            from hydra.core.override_parser.types import Quote, QuotedString
-
-            # a backslash keeps OmegaConf from reading ${ as an interpolation; those before it are doubled
-            text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(os.fspath(value)))
-            return str(QuotedString(text, Quote.single).with_quotes())
-        case numbers.Integral():
-            return str(int(value))
-        case numbers.Real():
-            return repr(float(value))
-        case Mapping():
-            return "{" + ",".join(f"{spell_key(key)}:{spell(item)}" for key, item in value.items()) + "}"
-        case list() | tuple():
-            return "[" + ",".join(map(spell, value)) + "]"
-    raise TypeError(f"a value of type {type(value).__name__} cannot be written as an override")
-
-
-def spell_key(key: Any) -> str:
-    """A key of a dict, which Hydra's grammar cannot quote."""
-    if isinstance(key, int) or (isinstance(key, str) and re.fullmatch(r"[A-Za-z_][\w.-]*", key, re.ASCII)):
-        return str(key)
-    raise TypeError(f"the key {key!r} cannot be written as an override: only whole numbers and names can")
-
-
-def read_recipe(name: str, config_dirs: Sequence[str] = ()) -> list[str]:
-    """The overrides of a recipe: a file, or a name in recipes/ (of a config dir or of the project)."""
-    import yaml
-
-    folders = [*(Path(folder) / "recipes" for folder in config_dirs), project_folder("recipes")]
-    candidates = [Path(name).expanduser(), *(folder / f"{name}.yaml" for folder in folders)]
-    path = next((path for path in candidates if path.is_file()), None)
-    if path is None:
-        names = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
-        hint = f"{did_you_mean(name, names)}; recipes: {', '.join(names)}"
-        raise ConfigError(f"recipe={name}: there is no such file and no such recipe{hint}")
-    try:
-        recipe = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"recipe {path}: {one_line(error)}") from None
-    overrides = recipe.get("overrides") if isinstance(recipe, dict) else None
-    is_list = isinstance(overrides, list) and all(isinstance(text, str) for text in overrides)
-    if not overrides or not is_list or recipe.keys() - {"about", "overrides"}:
-        raise ConfigError(f"recipe {path}: it takes two blocks, about: and overrides:, the latter a list of key=value")
-    if any(re.match(r"\+*recipe=", text) for text in overrides):
-        raise ConfigError(f"recipe {path}: a recipe cannot name another one")
-    return list(overrides)
 
 
 def write_recipe(path: str, overrides: Iterable[str], about: Mapping[str, Any]) -> bool:
@@ -242,24 +169,3 @@ def is_secret(value: Any) -> bool:
 def hide_secret(text: str) -> str:
     """An override as it may be shown."""
     return override(SECRET, HIDDEN) if has_secret(text) else text
-
-
-def format_recipe(overrides: Iterable[str], about: Mapping[str, Any]) -> str:
-    """The YAML of a recipe."""
-    import yaml
-
-    recipe = {"about": dict(about), "overrides": list(overrides)}
-    text: str = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=1000)
-    if yaml.safe_load(text) != recipe:  # PyYAML writes some line breaks of Unicode that it reads as spaces
-        text = yaml.safe_dump(recipe, sort_keys=False, width=1000)
-    return text
-
-
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
-    return f", did you mean {near[0]}?" if near else ""
-
-
-def one_line(error: BaseException | str) -> str:
-    """An error's message without line breaks."""
-    return re.sub(r"\s*\n\s*", "; ", str(error).strip())

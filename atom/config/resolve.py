@@ -16,8 +16,8 @@ from typing import Any
 
 from atom.checkpoint import quantization
 from atom.checkpoint.quantization import Quantization, check_pattern
-from atom.config.overrides import did_you_mean
 from atom.config.schema import MAX_EXPERTS, AttentionConfig, Config, MLPConfig, ModelConfig, RopeConfig
+from atom.config.spelling import did_you_mean, spelled
 from atom.devices import find_device
 from atom.dtypes import BY_NAME, FORMATS
 from atom.errors import CheckpointError, ConfigError, UnsupportedError
@@ -322,8 +322,3 @@ def is_format(fmt: str) -> bool:
     """Whether `atom.graph.formats.parse_format` takes it."""
     match = re.fullmatch(r"(\w+)(?:\[(?:[1-9]\d*|\*), (?:[1-9]\d*|\*)\])?", fmt, re.ASCII)
     return match is not None and match[1] in FORMATS
-
-
-def spelled(value: Any) -> str:
-    """A value as users write it."""
-    return "null" if value is None else str(value).lower()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import Field, dataclass, field, fields, is_dataclass
-from types import MappingProxyType
-from typing import Any, NamedTuple, get_type_hints
+from types import MappingProxyType, UnionType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from atom.checkpoint.base import GGUFConfig
 from atom.dtypes import MODEL_DTYPES
 from atom.sampling_params import INT32, SamplingParams, number
+
+SET_BY_LOAD = ("job.kind", "hf", "overrides")  # keys that users cannot set
 
 
 def one_of(*built: Any, later: Any = ()) -> Any:
@@ -326,3 +328,30 @@ def fields_along(key: str) -> Iterator[Field[Any]]:
 def jobs_of(key: str) -> Jobs | None:
     """The jobs that a key is for; None where it is for all jobs, or does not exist."""
     return next((each.metadata["jobs"] for each in fields_along(key) if "jobs" in each.metadata), None)
+
+
+def keys(kind: Any, at: str = "") -> list[str]:
+    """Every dotted key of a schema; an entry of a list has the number 0."""
+    result: list[str] = []
+    for name, each in get_type_hints(kind).items():
+        inner = get_args(each)[0] if get_origin(each) is UnionType else each
+        is_list = get_origin(inner) is list
+        inner = get_args(inner)[0] if is_list else inner
+        key = f"{at}{name}"
+        result += keys(inner, f"{key}.0." if is_list else f"{key}.") if is_dataclass(inner) else [key]
+    return result
+
+
+def inner_blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any, bool]]:
+    """The blocks of a schema that may be null or are entries of a list: key, class, whether in a list."""
+    for name, each in get_type_hints(kind).items():
+        inner = get_args(each)[0] if get_origin(each) in (UnionType, list) else each
+        if is_dataclass(inner):
+            if inner is not each:
+                yield f"{at}{name}", inner, get_origin(each) is list
+            yield from inner_blocks(inner, f"{at}{name}.")
+
+
+def plain_fields(schema: Any) -> list[str]:
+    """The fields of a schema that are no blocks."""
+    return [name for name, kind in get_type_hints(schema).items() if not is_dataclass(kind)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import json
 import re
 import sys
@@ -22,16 +23,15 @@ from dataclasses import MISSING, dataclass, field, fields
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
 
-from atom.cli import report
-from atom.config import load, override
-from atom.config.resolve import spelled
+import atom
+from atom.config import Config
 from atom.config.schema import fields_along
+from atom.config.spelling import override, spelled
 from atom.errors import AtomError, ConfigError
+from atom.jobs.report import report
 
 if TYPE_CHECKING:
     from typing import Self
-
-    from atom import LLMEngine
 
 
 class Flag(NamedTuple):
@@ -125,12 +125,14 @@ class EngineArgs:
         texts = [override(flag.key, value) for flag, value in values if value not in (None, flag.accepted)]
         return [*texts, *(self.settings or ())]
 
-    def create_engine(self) -> LLMEngine:
-        """The engine, its progress shown on stderr. Raises the errors of `atom.errors`."""
-        from atom import LLMEngine
-        from atom.checkpoint import RichProgress
+    def load(self) -> Config:
+        """Load the configuration of these flags. Hydra is imported for it, which --help does not need."""
+        config: Config = importlib.import_module("atom.config.load").load(self.overrides())
+        return config
 
-        return LLMEngine.from_config(load(self.overrides()), RichProgress())
+    def create_engine(self) -> atom.LLMEngine:
+        """The engine, its progress shown on stderr. Raises the errors of `atom.errors`."""
+        return atom.LLMEngine.from_config(self.load())
 
 
 class Parser(argparse.ArgumentParser):

@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from atom import RequestError, SamplingParams
-from atom.config import load
 from atom.entrypoints.args import EngineArgs, Parser, add_flag, run_command
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def count(text: str) -> int:
 def profile(args: argparse.Namespace) -> int:
     """Run the batch once to warm up and once in the profiler."""
     engine_args = EngineArgs.from_cli_args(args)
-    if load(engine_args.overrides()).serve.torch_profiler_dir is None:  # neither flag nor environment set it
+    if engine_args.load().serve.torch_profiler_dir is None:  # neither flag nor environment set it
         engine_args = replace(engine_args, torch_profiler_dir=FOLDER)
     llm = engine_args.create_engine()
     prompts = make_prompts(llm, args)

@@ -2,3 +2,16 @@
 
 A job with numbers for sweeps has their names in OBJECTIVES, and `run(config, report)` calls `report` with them.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from atom.gc_utils import no_collection
+
+
+def module_of(name: str) -> Any:
+    """A module of this room, imported when it is needed: jobs load torch, and what composes a configuration Hydra."""
+    with no_collection():
+        return importlib.import_module(f"atom.jobs.{name}")

@@ -29,7 +29,8 @@ from atom.cache import Cache, key_of
 from atom.compiler import compile_graph, describe_piece, find_failure, pieces_of
 from atom.compiler.artifact import semantic_graph
 from atom.compiler.saved_graph import WRITTEN, show_saved
-from atom.config import Config, GPUConfig, load_gpu
+from atom.config import Config, GPUConfig
+from atom.config.load import load_gpu
 from atom.devices import find_device
 from atom.errors import CapacityError, ConfigError
 from atom.graph import Graph, W, show

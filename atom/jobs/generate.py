@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from atom.checkpoint import RichProgress
 from atom.config import Config
 from atom.errors import ConfigError, RequestError
 from atom.llm import LLMEngine, answer
@@ -35,7 +34,7 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
     prompts = read_prompts(config.prompts)
     params = SamplingParams(**config.sampling.values())
     started = time.perf_counter()
-    engine = LLMEngine.from_config(config, RichProgress())
+    engine = LLMEngine.from_config(config)
     loaded = time.perf_counter()
     is_json = config.job.output == "json"
     indices: dict[str, int] = {}  # request id -> index of the prompt

@@ -9,25 +9,18 @@ conf/job may: its fields imply a job only where no typed field does, and are nev
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable, Sequence
 
-from atom.config import Config, load
-from atom.config.overrides import ALIASES, did_you_mean, rewrite
+from atom.config import Config
+from atom.config.load import load
+from atom.config.overrides import ALIASES, rewrite
 from atom.config.schema import Jobs, jobs_of
+from atom.config.spelling import did_you_mean
 from atom.errors import ConfigError
+from atom.jobs import module_of
 
-# conf/job -> the module whose `run(config)` runs it
-JOBS = {
-    "serve": "atom.jobs.serve",
-    "generate": "atom.jobs.generate",
-    "explain": "atom.jobs.explain",
-    "compile": "atom.jobs.compile",
-    "cache": "atom.jobs.cache",
-    "bench": "atom.jobs.bench",
-    "profile": "atom.jobs.profile",
-}
+JOBS = ("serve", "generate", "explain", "compile", "cache", "bench", "profile")  # modules with `run(config)`
 
 
 def choose_job(overrides: Sequence[str], dirs: Sequence[str] = ()) -> list[str]:
@@ -69,7 +62,7 @@ def has_objectives(job: str) -> bool:
 
 def check_objective(name: str, job: str) -> None:
     """Raise ConfigError where a job has no number of this name."""
-    if has_objectives(job) and name not in (names := importlib.import_module(JOBS[job]).OBJECTIVES):
+    if has_objectives(job) and name not in (names := module_of(job).OBJECTIVES):
         which = f"job={job} reports no such number{did_you_mean(name, names)}; there are: {', '.join(names)}"
         raise ConfigError(f"job.objective={name}: {which}")
 

@@ -21,17 +21,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+from hydra import version
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ValueType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from atom.config import Config
-from atom.config.hydra import SEARCHPATH, make_search_path, one_line_errors, plain_fields, register, search_path_of
-from atom.config.overrides import hide_secret, one_line, override, parse, plain, rewrite
-from atom.errors import AtomError, ConfigError
+from atom.config.hydra import SEARCHPATH, make_search_path, one_line_errors, register, search_path_of
+from atom.config.overrides import hide_secret, parse, plain, rewrite
+from atom.config.schema import plain_fields
+from atom.config.spelling import override
+from atom.errors import AtomError, ConfigError, one_line
 from atom.jobs.start import check_objective, choose_job, has_objectives, keys_of, load_job
-
-if TYPE_CHECKING:
-    from hydra._internal.hydra import Hydra
-    from omegaconf import DictConfig
 
 # overrides and config dirs -> the exit code and the job's objective
 Run = Callable[[Sequence[str], Sequence[str]], tuple[int, float | None]]
@@ -44,9 +53,6 @@ class JobEndedError(AtomError):
 
 def sweep(overrides: Sequence[str], dirs: Sequence[str], run: Run) -> int:
     """Run the jobs of a sweep; its exit code."""
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
     texts = rewrite(overrides, config_dirs=dirs, multirun=True)
     if any(text.startswith("job.save_recipe=") for text in texts):
         raise ConfigError("job.save_recipe writes the recipe of one run: leave out -m")
@@ -94,10 +100,6 @@ def search_path_overrides(texts: Any) -> list[str]:
 @contextlib.contextmanager
 def open_hydra(paths: Sequence[str]) -> Iterator[Hydra]:
     """Open Hydra with conf/ and these paths as its search path."""
-    from hydra import version
-    from hydra._internal.hydra import Hydra
-    from hydra.core.global_hydra import GlobalHydra
-
     register(Config)
     version.setbase("1.3")
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
@@ -123,11 +125,6 @@ def open_folder(texts: Sequence[str], is_plain: bool) -> Iterator[Path]:
 
 def choices(texts: Sequence[str], hydra: Hydra) -> list[list[str]]:
     """The overrides of each job of Hydra's own sweeper. ConfigError where an override has no choices."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import ValueType
-    from hydra.errors import HydraException
-
     parsed = OverridesParser.create(config_loader=hydra.config_loader).parse_overrides(list(texts))
     own = [each for each in parsed if not each.is_hydra_override()]
     for each in own:
@@ -164,9 +161,6 @@ def run_job(
 
     seen: the identity of the visible stdout; other output is kept in the sweep's folder.
     """
-    from hydra.core.hydra_config import HydraConfig
-    from omegaconf import OmegaConf
-
     register(Config)
     hydra = HydraConfig.get()
     overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch.profiler import profile
 
 from atom.errors import ConfigError, RequestError
-
-if TYPE_CHECKING:
-    from torch.profiler import profile
 
 
 class Profiler:
@@ -30,8 +28,6 @@ class Profiler:
 
     def start(self) -> None:
         """Start a trace. RequestError where one runs."""
-        from torch.profiler import profile
-
         if self._folder is None:
             raise ConfigError(
                 "there is no folder for traces; set serve.torch_profiler_dir or ATOM_TORCH_PROFILER_DIR and restart"

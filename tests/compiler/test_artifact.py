@@ -21,7 +21,8 @@ from atom.cache import Cache, key_of
 from atom.compiler import Report, compile_model
 from atom.compiler import compile as compiler
 from atom.compiler.artifact import publish_artifact, read_artifact, semantic_graph
-from atom.config import Config, load
+from atom.config import Config
+from atom.config.load import load
 from atom.errors import ConfigError
 from atom.graph import parse, show
 from atom.kernels import Target

@@ -29,7 +29,8 @@ from atom.cli import main
 from atom.compiler import compile as compiler
 from atom.compiler import compile_graph, compile_model, pieces_of
 from atom.compiler.artifact import launch_ingredients
-from atom.config import Config, load
+from atom.config import Config
+from atom.config.load import load
 from atom.errors import PassError, UnsupportedError
 from atom.graph import show
 from atom.kernels import Target, find_target
@@ -170,7 +171,7 @@ print(answer["token_ids"])
 OTHER_USER = """
 import os, sys
 from atom.compiler import compile_model
-from atom.config import load
+from atom.config.load import load
 from atom import LLMEngine, SamplingParams
 def launch():
     engine = LLMEngine(model={model!r}, dtype="fp32", level=2, cache={cache!r}, kv_cache_memory=1 << 22)

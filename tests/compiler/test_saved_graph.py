@@ -13,7 +13,8 @@ from atom.cli import main
 from atom.compiler import compile_graph, pieces_of
 from atom.compiler.artifact import semantic_graph
 from atom.compiler.saved_graph import show_saved
-from atom.config import Config, load
+from atom.config import Config
+from atom.config.load import load
 from atom.errors import ConfigError
 from atom.graph import Graph, ops, show
 from atom.graph.graph import results_of

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from atom.config import Config, load
-from atom.config.hydra import choose_model, compose, find_source, keys, model_files, plain_fields, resolve, unknown_key
+from atom.config import Config
+from atom.config.hydra import choose_model, compose, find_source, model_files, resolve, unknown_key
+from atom.config.load import load
+from atom.config.schema import keys, plain_fields
 from atom.errors import ConfigError
 
 

@@ -13,9 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.config import Config, engine_overrides, load, load_gpu, override, show
-from atom.config.hydra import CONF, compose, model_files
+from atom.config import Config
+from atom.config.folders import CONF
+from atom.config.hydra import compose, model_files
+from atom.config.load import engine_overrides, load, load_gpu, show
 from atom.config.resolve import FORMATS, is_format
+from atom.config.spelling import override
 from atom.errors import CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.graph import Type
 from atom.graph import formats as graph_formats
@@ -161,7 +164,7 @@ def test_a_gguf_is_matched_by_its_own_name_for_the_architecture(monkeypatch: pyt
         described = SimpleNamespace(
             config={**config, "gguf_architecture": architecture}, generation_config={}, close=lambda: None
         )
-        monkeypatch.setattr("atom.checkpoint.open_checkpoint", lambda *_, **__: described)
+        monkeypatch.setattr("atom.config.hydra.open_checkpoint", lambda *_, **__: described)
 
     for name in ("llama", "qwen2", "qwen3"):
         opens(name)

@@ -7,7 +7,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.config.overrides import override, parse, plain, project_folder, read_recipe, rewrite, write_recipe
+from atom.config.folders import project_folder
+from atom.config.overrides import parse, plain, rewrite, write_recipe
+from atom.config.recipes import read_recipe
+from atom.config.spelling import override
 from atom.errors import ConfigError, UnsupportedError
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"])) | st.text(alphabet="$\\{}'\"\n =,[]:?ab").map(lambda s: s * 2)

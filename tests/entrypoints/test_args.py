@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from atom import LLMEngine
-from atom.config import load
+from atom.config.load import load
 from atom.entrypoints.args import EngineArgs, Parser, name_flags, run_command
 from atom.errors import ConfigError, UnsupportedError
 

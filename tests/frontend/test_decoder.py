@@ -14,8 +14,8 @@ from law import assert_same_logits
 from atom import weights
 from atom.checkpoint import SilentProgress
 from atom.compiler import semantic_graph
-from atom.config import load
 from atom.config.checkpoint import open_for
+from atom.config.load import load
 from atom.graph import interpret, ops, verify
 
 

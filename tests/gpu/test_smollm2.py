@@ -17,7 +17,7 @@ from probe import logits_of
 from atom import LLMEngine, SamplingParams
 from atom.checkpoint import SILENT
 from atom.checkpoint.embedded import fetch
-from atom.config import load
+from atom.config.load import load
 
 pytestmark = ON_GPU
 

@@ -55,7 +55,9 @@ def test_an_unknown_format_lists_the_known(fmt: str):
 def test_packed_rows_are_of_whole_blocks():
     with pytest.raises(ValueError, match=r"^w: bf16\[64, 33\] has 33 columns, mxfp4 stores multiples of 32;"):
         W("w", Type("bf16", (64, 33), "mxfp4"))
-    with pytest.raises(ValueError, match=r"^w: bf16\[64, 96\] has 96 columns, awq_int4\[1, 64\] stores multiples of 64;"):
+    with pytest.raises(
+        ValueError, match=r"^w: bf16\[64, 96\] has 96 columns, awq_int4\[1, 64\] stores multiples of 64;"
+    ):
         W("w", Type("bf16", (64, 96), "awq_int4[1, 64]"))
     assert W("w", Type("bf16", (64, 96), "fp8[128, 128]")).type.num_bytes == 64 * 96 + 4
     with pytest.raises(UnsupportedError, match=r"^w: bf16\[64\] has no columns, "):

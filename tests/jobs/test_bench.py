@@ -15,7 +15,7 @@ import pytest
 from atom.build import open_engine
 from atom.checkpoint import SilentProgress
 from atom.cli import main
-from atom.config import load
+from atom.config.load import load
 from atom.errors import ConfigError
 from atom.jobs import bench, workload
 from atom.jobs.workload import WorkloadRequest, open_workload, parse_range

@@ -14,7 +14,7 @@ import pytest
 from atom.cache import Cache, key_of
 from atom.cli import main
 from atom.compiler.artifact import machine_ingredients, recipe_of
-from atom.config import load
+from atom.config.load import load
 from atom.kernels import find_target, tuned
 from atom.pieces import identity
 

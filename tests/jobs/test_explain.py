@@ -23,7 +23,7 @@ from atom.build import cache_kinds, plan_kv
 from atom.cache import Cache
 from atom.cli import main
 from atom.compiler import compile_graph
-from atom.config import load, load_gpu
+from atom.config.load import load, load_gpu
 from atom.errors import CapacityError
 from atom.runtime.model import Model
 from atom.runtime.program import Bindings

@@ -25,7 +25,7 @@ from atom.checkpoint import SilentProgress, open_checkpoint
 from atom.cli import main
 from atom.compiler import compile_graph, semantic_graph
 from atom.compiler.saved_graph import show_saved
-from atom.config import load
+from atom.config.load import load
 from atom.graph import interpret, parse, show
 from atom.jobs.generate import read_prompts
 from atom.weights import load as load_tensors

@@ -14,7 +14,7 @@ import pytest
 
 from atom.cli import main
 from atom.compiler import compile_graph
-from atom.config import load
+from atom.config.load import load
 from atom.graph import Type, parse
 from atom.jobs.profile import bytes_of_row, describe, find_piece_kernels, match_products, name_calls
 from atom.jobs.roofline import Costs, Limits, Product

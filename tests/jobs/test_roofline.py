@@ -17,7 +17,7 @@ import pytest
 
 from atom.build import cache_kinds
 from atom.compiler import compile_graph
-from atom.config import load
+from atom.config.load import load
 from atom.jobs.roofline import (
     Attention,
     Costs,

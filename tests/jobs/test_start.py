@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from atom.cli import main
-from atom.config import Config, load
-from atom.config.hydra import keys
+from atom.config import Config
+from atom.config.load import load
 from atom.config.overrides import rewrite, write_recipe
-from atom.config.schema import jobs_of
+from atom.config.schema import jobs_of, keys
 from atom.errors import ConfigError
 from atom.jobs import bench, generate
 from atom.jobs.start import JOBS, check_objective, choose_job, load_job

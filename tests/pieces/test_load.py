@@ -12,7 +12,8 @@ import pytest
 from atom.cache import Cache, key_of
 from atom.compiler import compile as compiler
 from atom.compiler import compile_model
-from atom.config import Config, load
+from atom.config import Config
+from atom.config.load import load
 from atom.errors import ArtifactError, UnsupportedError
 from atom.kernels.inductor.piece_compiler import InductorCompiler
 from atom.pieces import identity

@@ -18,8 +18,8 @@ from tokenizers import decoders, models, normalizers
 
 from atom import LLMEngine, SamplingParams
 from atom.checkpoint import SilentProgress, Tokenizer
-from atom.config import load
 from atom.config.checkpoint import open_for
+from atom.config.load import load
 from atom.errors import RequestError, UnsupportedError
 from atom.runtime import grammar as module
 from atom.runtime.grammar import GrammarCompiler

@@ -14,7 +14,8 @@ import torch
 
 from atom import LLMEngine, weights
 from atom.compiler import compile_graph
-from atom.config import Config, engine_overrides, load
+from atom.config import Config
+from atom.config.load import engine_overrides, load
 from atom.errors import CapacityError
 from atom.kernels import Target
 from atom.runtime import memory

@@ -24,8 +24,8 @@ from triton.runtime import interpreter
 from atom import LLMEngine, SamplingParams, build
 from atom.checkpoint import SilentProgress, stop_ids
 from atom.compiler import compile_graph
-from atom.config import engine_overrides, load
 from atom.config.checkpoint import open_for
+from atom.config.load import engine_overrides, load
 from atom.errors import CapacityError, EngineDeadError
 from atom.kernels import Target
 from atom.kernels.triton import sampling

@@ -14,7 +14,7 @@ import torch
 from atom import build, weights
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph
-from atom.config import engine_overrides, load
+from atom.config.load import engine_overrides, load
 from atom.errors import CapacityError
 from atom.graph import Graph, ops
 from atom.kernels import Target, tuned

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from atom.config import load
+from atom.config.load import load
 from scripts import bench_gpu
 from scripts.bench_gpu import BEGIN, END, ROWS, Figure, Row, measure_model, replace_section, write_section
 

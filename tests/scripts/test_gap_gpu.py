@@ -12,7 +12,7 @@ import pytest
 import uvloop
 
 from atom.checkpoint import open_checkpoint, stop_ids
-from atom.config import load
+from atom.config.load import load
 from scripts import gap_gpu
 from scripts.gap_gpu import Step, find_missed, measure, read_steps
 

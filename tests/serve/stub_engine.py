@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atom.checkpoint import Progress
-from atom.config import load
+from atom.config.load import load
 from atom.errors import CapacityError, RequestError
 from atom.runtime.metrics import EngineStats, SchedulerStats
 from atom.runtime.types import Logprobs, RequestOutput, Sequence, StreamCallback
@@ -192,7 +192,7 @@ def main() -> int:
         from atom.serve.engine import worker
 
         return worker.main(lambda _, progress: open_stub(options, progress))
-    from atom.cli import report
+    from atom.jobs.report import report
     from atom.serve.server import Server, run_loop
 
     config = load(rest)

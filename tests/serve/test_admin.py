@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from atom.config import load
+from atom.config.load import load
 from atom.serve.app import create_app
 from atom.serve.context import Context
 from atom.serve.engine.client import EngineClient

@@ -8,7 +8,7 @@ import pytest
 import wire
 from serving import Server, Start
 
-from atom.config import load
+from atom.config.load import load
 from atom.errors import RequestError
 from atom.serve import bodies
 from atom.serve.bodies import check_size, is_json

@@ -8,7 +8,7 @@ import pytest
 
 from atom.checkpoint import Tokenizer
 from atom.checkpoint.tokenizer import load_tokenizer
-from atom.config import load
+from atom.config.load import load
 from atom.serve.chat_template import Conversation, encode_conversation, plain_message, read_arguments
 from atom.serve.context import Context
 from atom.serve.engine.client import EngineClient

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from atom.config import load
+from atom.config.load import load
 from atom.serve.engine.client import EngineClient
 from atom.serve.http import limited_protocol
 from atom.serve.metrics import Metrics

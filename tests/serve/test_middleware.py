@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from serving import Server, Start
 from starlette.routing import BaseRoute, Mount, Route
 
-from atom.config import load
+from atom.config.load import load
 from atom.errors import ConfigError
 from atom.serve import middleware
 from atom.serve.app import create_app

@@ -11,7 +11,8 @@ import scripted
 from asking import CHAT, COMPLETIONS
 from scripted import Said
 
-from atom.config import Config, load
+from atom.config import Config
+from atom.config.load import load
 from atom.runtime.types import Logprobs
 from atom.serve.engine.protocol import Finish, Message, Output, Outputs, Refused, Submit
 from atom.serve.openai.response import finish_reason

@@ -13,7 +13,8 @@ import pytest
 import atom.build
 import atom.compiler.compile
 from atom import LLMEngine
-from atom.config import Config, load
+from atom.config import Config
+from atom.config.load import load
 from atom.errors import CheckpointError, ConfigError
 from atom.weights import check_counts
 

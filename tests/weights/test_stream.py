@@ -17,8 +17,8 @@ from torch import Tensor
 from atom import weights
 from atom.checkpoint import SILENT, Checkpoint, open_checkpoint
 from atom.compiler.artifact import semantic_graph
-from atom.config import load
 from atom.config.checkpoint import open_for
+from atom.config.load import load
 from atom.errors import CapacityError, CheckpointError, UnsupportedError
 from atom.graph import (
     TORCH_DTYPES,

@@ -6,9 +6,9 @@ run = InductorCompiler().load(folder)         # milliseconds, without a compiler
 
 from __future__ import annotations
 
+import importlib
 import json
 import platform
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atom.errors import ArtifactError, PassError
-from atom.graph import TORCH_DTYPES, Program, parse
+from atom.errors import ArtifactError
 from atom.kernels.backend import Kernel, PieceCode, PieceCompiler, Target
-from atom.kernels.registry import find_backend, trace_calls
+from atom.kernels.registry import find_backend
 
 LIBRARY = "piece.so"
-HINT = 16  # rows that Inductor plans its loops for
 OPTIONS = {  # of Inductor
     "cpp.dynamic_threads": True,  # as many threads as the process has, not as this machine has now
     "aot_inductor.precompile_headers": False,  # needs openssl, and reads a fixed path in /tmp
@@ -36,17 +34,8 @@ class InductorCompiler(PieceCompiler):
         return kernel.trace is not None
 
     def compile(self, text: str) -> dict[str, bytes]:
-        from torch._inductor.utils import fresh_cache
-
-        (program,) = parse(text, "piece").programs.values()
-        with fresh_cache():
-            module, inputs, environment = _expand(program)
-            made = Path(str(torch._inductor.aot_compile(module, tuple(inputs), options=OPTIONS)))
-            if environment.guards:
-                used = ", ".join(dict.fromkeys(node.target.name for node in program.nodes))
-                raise PassError(f"a piece of {used} compiles only where {[guard.expr for guard in environment.guards]}")
-            calls = made.with_suffix(".json")  # its calls into torch that are not in torch's C interface
-            return {LIBRARY: made.read_bytes(), **({"piece.json": calls.read_bytes()} if calls.exists() else {})}
+        files: dict[str, bytes] = _aot().compile_text(text)
+        return files
 
     def load(self, folder: Path) -> PieceCode:
         find_backend("torch")  # compiled code calls ops that it registers
@@ -69,37 +58,12 @@ class InductorCompiler(PieceCompiler):
 
     def find_missing(self) -> str | None:
         """Inductor takes a C++ compiler."""
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            found = shutil.which(get_cpp_compiler())
-        except InvalidCxxCompiler:
-            found = None
-        return None if found else "a C++ compiler: install g++"
+        return None if _aot().has_compiler() else "a C++ compiler: install g++"
 
 
-def _expand(program: Program) -> tuple[torch.fx.GraphModule, list[Tensor], Any]:
-    """Trace the program to aten: the module, its fake inputs, and the environment of their symbols."""
-    from torch._dynamo.source import ConstantSource
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-
-    environment = ShapeEnv(duck_shape=False)
-    sizes: dict[str, Any] = {}
-
-    def size(dim: int | str) -> Any:
-        if isinstance(dim, str) and dim not in sizes:
-            source = ConstantSource(dim)
-            symbol = environment.create_symbol(HINT, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
-            sizes[dim] = environment.create_symintnode(symbol, hint=HINT, source=source)
-        return sizes[dim] if isinstance(dim, str) else dim
-
-    with FakeTensorMode(shape_env=environment, static_shapes=False):
-        types = [node.meta["type"] for node in program.inputs]
-        inputs = [torch.empty([size(dim) for dim in type.shape], dtype=TORCH_DTYPES[type.dtype]) for type in types]
-    return make_fx(trace_calls(program), _allow_non_fake_inputs=True)(*inputs), inputs, environment
+def _aot() -> Any:
+    """The module that compiles, imported when there is something to compile."""
+    return importlib.import_module("atom.kernels.inductor.aot")
 
 
 def find_versions() -> dict[str, str]:

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from atom.cache import Cache
 from atom.errors import UnsupportedError
@@ -24,17 +26,12 @@ from atom.graph.types import Type
 from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, Tuner, accepts_all, on_device
 from atom.kernels.step import import_step_kernels
 
-if TYPE_CHECKING:
-    import torch
-
 MAX_HEAD_DIM = 256
 MAX_RANK, MAX_ROTATED = 512, 64  # of latent entries
 
 
 def find_features() -> frozenset[str]:
     """The vendor and the architecture of the GPU that this process sees first. UnsupportedError without one."""
-    import torch
-
     if not torch.cuda.is_available():
         raise UnsupportedError(
             "device=cuda: torch finds no GPU here; take device=cpu, or job=explain job.gpu= to ask about one"
@@ -46,7 +43,6 @@ def find_features() -> frozenset[str]:
 
 
 def find_versions() -> dict[str, str]:
-    import torch
     import triton
 
     return {"torch": torch.__version__, "triton": triton.__version__}
@@ -55,11 +51,9 @@ def find_versions() -> dict[str, str]:
 @contextmanager
 def keep_binaries(cache: Cache) -> Iterator[None]:
     """Keep binaries in a cache folder. `cache.warnings` says what was ignored there, after this context stderr."""
-    from atom.kernels.triton.binary_cache import keep_in
-
     own = Cache(cache.folder)  # it must stay open while Triton compiles
     own.warnings = cache.warnings
-    binaries = keep_in(own)
+    binaries = _module("binary_cache").keep_in(own)
     try:
         yield
     finally:
@@ -67,15 +61,18 @@ def keep_binaries(cache: Cache) -> Iterator[None]:
 
 
 def compile_launches(pool: Executor) -> AbstractContextManager[None]:
-    from atom.kernels.triton import precompile
-
-    return precompile.compile_launches(pool)
+    launches: AbstractContextManager[None] = _module("precompile").compile_launches(pool)
+    return launches
 
 
 def find_tuner(device: torch.device) -> Tuner:
-    from atom.kernels.triton.linear.tune import LinearTuner
+    tuner: Tuner = _module("linear.tune").LinearTuner(device)
+    return tuner
 
-    return LinearTuner(device)
+
+def _module(name: str) -> Any:
+    """A module of this backend, imported when it is needed, since it imports triton."""
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def accepts_attention(_target: Target, q: Type, *_types: Any, **_attributes: Any) -> str | None:
@@ -102,7 +99,7 @@ def _kernel(op: Op, module: str, name: str = "", accepts: Accepts = accepts_all)
 
     def load(context: LoadContext) -> Callable[..., Any]:
         owner, _, method = (name or op.name).partition(".")
-        found = getattr(importlib.import_module(f"{__name__}.{module}"), owner)
+        found = getattr(_module(module), owner)
         shared = context.share(found) if isinstance(found, type) else found
         return getattr(shared, method) if method else shared  # type: ignore[no-any-return]
 

@@ -51,7 +51,7 @@ triton.compiler.compile = compile
 STEPS = """
 from atom import SamplingParams, build
 from atom.compiler import compile_graph
-from atom.config import engine_overrides, load
+from atom.config.load import engine_overrides, load
 from atom.graph import TORCH_DTYPES
 from atom.kernels import Target
 from atom.kernels.triton import moe, sampling

@@ -14,7 +14,8 @@ import scripted
 from scripted import Said, Script
 
 from atom.checkpoint.tokenizer import load_tokenizer
-from atom.config import Config, load
+from atom.config import Config
+from atom.config.load import load
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Failed, Finish, Output, Outputs, Refused, Submit
 

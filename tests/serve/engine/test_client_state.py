@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from atom.config import load
+from atom.config.load import load
 from atom.errors import AtomError, EngineDeadError, RequestError
 from atom.runtime.metrics import EngineStats
 from atom.sampling_params import SamplingParams

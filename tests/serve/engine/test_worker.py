@@ -15,7 +15,7 @@ import wire
 from serve.stub_engine import Options, StubEngine
 
 import atom.serve
-from atom.config import load
+from atom.config.load import load
 from atom.kernels import find_piece_compiler
 from atom.serve.engine.link import Link
 from atom.serve.engine.process import EngineProcess

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from atom.config import Config, load
+from atom.config import Config
+from atom.config.load import load
 from atom.serve.errors import FieldError
 from atom.serve.openai.params import sampling_params
 from atom.serve.openai.schema import ChatRequest, CompletionRequest, Generation

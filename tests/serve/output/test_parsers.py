@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from atom.config import Config, load
+from atom.config import Config
+from atom.config.load import load
 from atom.sampling_params import SamplingParams
 from atom.serve.errors import FieldError
 from atom.serve.openai.schema import NamedTool, Tool

@@ -1,0 +1,73 @@
+"""Write the text of `atom-run --help`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from dataclasses import MISSING, fields, is_dataclass
+
+from atom.config.folders import CONF
+from atom.config.schema import SET_BY_LOAD, Config, HTTPConfig, JobConfig, SamplingConfig, ServeConfig, jobs_of
+from atom.config.spelling import spelled
+
+HELP = """\
+atom-run: from a Hugging Face checkpoint to tokens, with every step in between to read and change.
+
+usage: atom-run [group=choice] [field=value] ...   one run
+       atom-run -m field=a,b ...                   a run for each choice
+       atom-run --cfg job ...                      shows the configuration (--resolve: with the checkpoint's values)
+       atom-run --version | --hydra-help | --info | --shell-completion install=bash
+
+Groups
+{groups}
+  job.gpu is one of {gpus}, or a YAML file
+
+Fields
+{fields}
+  A model file's fields: atom-run --cfg job -p model
+
+Examples
+  atom-run prompts="What is 2+2?" job.chat=true
+  atom-run checkpoint=Qwen/Qwen3-0.6B prompts='["Once upon a time", "The capital of France is"]' sampling.temperature=0
+  atom-run checkpoint=/models/llama prompts=@questions.txt job.output=json sampling.max_tokens=200
+  atom-run job=explain job.stage=fuse_qkv checkpoint=/models/llama
+  atom-run -m job=bench level=1,2 job.num_prompts=1,16 job.input_len=100-1024"""
+
+
+def help_text() -> str:
+    """The groups, the fields, and examples."""
+    files = sorted(CONF.glob("*/*.yaml"))
+    groups = {file.parent.name: [each.stem for each in files if each.parent == file.parent] for file in files}
+    gpus = groups.pop("gpu")  # not a Hydra group: job.gpu names one
+    lines = [f"  {group}: {', '.join(names)}" for group, names in groups.items()]
+    shown = [textwrap.fill(line, 120, subsequent_indent="    ") for line in lines]
+    return HELP.format(groups="\n".join(shown), gpus=", ".join(gpus), fields=describe_fields())
+
+
+def describe_fields() -> str:
+    """Every field but the model's, with default, jobs, choices and comment."""
+    lines: list[str] = []
+    for at, kind in (
+        ("", Config),
+        ("serve.", ServeConfig),
+        ("serve.http.", HTTPConfig),
+        ("job.", JobConfig),
+        ("sampling.", SamplingConfig),
+    ):
+        source = "".join(inspect.getsource(each) for each in reversed(kind.__mro__[:-1]))
+        comments = dict(re.findall(r"^    (\w+): .*?  # (?!type: )(.*)$", source, re.MULTILINE))
+        if whole := jobs_of(at.rstrip(".")):
+            lines.append(f"  for job={', '.join(whole.names)}:")
+        for each in fields(kind):
+            key = f"{at}{each.name}"
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            if key in SET_BY_LOAD or is_dataclass(default):
+                continue
+            built = each.metadata.get("built", ())
+            jobs = ", ".join(each.metadata["jobs"].names) if "jobs" in each.metadata else ""
+            choices = " | ".join(map(spelled, built)) if len(built) > 1 else ""
+            words = ": ".join(filter(None, (jobs, "; ".join(filter(None, (choices, comments.get(each.name)))))))
+            lines.append(f"  {f'{key}={spelled(default)}':35} {words}".rstrip())
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,67 @@
+"""Write Python values as overrides in Hydra's grammar.
+
+    override("prompts", ["a, b", "c"])              # "prompts=['a, b','c']"
+    spelled(None), spelled(True)                    # "null", "true"
+
+It imports no Hydra: flags and recipes are written where nothing is composed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import numbers
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from atom.errors import ConfigError
+
+
+def override(key: str, value: Any) -> str:
+    """The override that sets `key` to a Python value: text, path, number, bool, None, lists and dicts of them."""
+    try:
+        return f"{key}={spell(value)}"
+    except TypeError as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def spell(value: Any) -> str:
+    """A Python value in Hydra's grammar."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case str() | os.PathLike():
+            # a backslash keeps OmegaConf from reading ${ as an interpolation; those before it are doubled
+            text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(os.fspath(value)))
+            text = re.sub(r"(\\+)(?='|\Z)", r"\1\1", text).replace("'", "\\'")
+            return f"'{text}'"
+        case numbers.Integral():
+            return str(int(value))
+        case numbers.Real():
+            return repr(float(value))
+        case Mapping():
+            return "{" + ",".join(f"{spell_key(key)}:{spell(item)}" for key, item in value.items()) + "}"
+        case list() | tuple():
+            return "[" + ",".join(map(spell, value)) + "]"
+    raise TypeError(f"a value of type {type(value).__name__} cannot be written as an override")
+
+
+def spell_key(key: Any) -> str:
+    """A key of a dict, which Hydra's grammar cannot quote."""
+    if isinstance(key, int) or (isinstance(key, str) and re.fullmatch(r"[A-Za-z_][\w.-]*", key, re.ASCII)):
+        return str(key)
+    raise TypeError(f"the key {key!r} cannot be written as an override: only whole numbers and names can")
+
+
+def spelled(value: Any) -> str:
+    """A value as users write it."""
+    return "null" if value is None else str(value).lower()
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The end of an error's message: the known name that may be meant."""
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
+    return f", did you mean {near[0]}?" if near else ""

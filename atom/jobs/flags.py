@@ -1,0 +1,41 @@
+"""Parse the flags of `atom-run`: Hydra's, and a config dir more."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+
+from atom.config.schema import SET_BY_LOAD, Config, keys
+from atom.errors import ConfigError
+
+
+def parse_flags(argv: list[str]) -> argparse.Namespace:
+    """Parse a command line. ConfigError for what is no flag, with the field that may be meant."""
+
+    def refuse(message: str) -> NoReturn:
+        flag = re.fullmatch(r"unrecognized arguments: --([\w-]+)(=.*| .*)?", message)
+        key = find_key(flag[1].replace("-", "_")) if flag else None
+        raise ConfigError(f"{message}{f', write {key}=…' if key else ''}; atom-run --help shows what there is")
+
+    parser: argparse.ArgumentParser = get_args_parser()
+    own = parser.add_argument_group(conflict_handler="resolve")
+    own.add_argument("--config-dir", "-cd", action="append", default=[])  # Hydra's own takes one only
+    parser.error = refuse  # type: ignore[method-assign]
+    args = parser.parse_intermixed_args(argv)
+    if args.config_name or args.config_path or args.experimental_rerun:
+        raise ConfigError("--config-name, --config-path, --experimental-rerun: use recipe= or --config-dir instead")
+    if sum(map(bool, (args.cfg, args.info, args.multirun, args.run, args.shell_completion))) > 1:
+        raise ConfigError("only one of --run, --multirun, --cfg, --info and --shell-completion at a time")
+    return args
+
+
+def find_key(flag: str) -> str | None:
+    """The field that corresponds to a flag of another command."""
+    if flag == "model":
+        return "checkpoint"
+    known = [key for key in keys(Config) if not key.startswith("model.") and key not in SET_BY_LOAD]
+    same = [key for key in known if key.rpartition(".")[2] == flag]
+    return min(same, key=lambda key: key.count("."), default=None)

@@ -149,6 +149,7 @@ LOCAL_IMPORTS = {
     "atom.checkpoint.gguf.GGUFCheckpoint": "gguf",
     "atom.checkpoint.hub.download": "huggingface_hub",
     "atom.compiler.artifact": "torch: job=cache lists entries without it",
+    "atom.config.recipes.format_recipe": "yaml: a launch that finds its artifact writes no recipe",
     "atom.kernels.tuned": "torch, as above",
     "atom.kernels.triton.gpu.load_driver": "triton",
     "atom.kernels.triton.attention.prefill_hopper": "Gluon, which no other GPU needs",
@@ -340,7 +341,7 @@ def test_no_state_is_global_and_no_data_is_code(path: Path):
         ("from atom.config.load import load; load()", "torch triton transformers huggingface_hub gguf"),
         ("import atom.checkpoint", "torch triton transformers"),
         ("import atom.jobs.serve, atom.serve.server, atom.serve.engine.worker", "torch triton transformers llguidance"),
-        ("import atom.serve.engine.worker, atom.build", "triton transformers llguidance hydra omegaconf jinja2"),
+        ("import atom.serve.engine.worker, atom.build", "triton transformers llguidance hydra omegaconf yaml jinja2"),
         ("import atom.pieces.compile_workers", "triton transformers hydra omegaconf yaml torch._inductor"),
         (
             "import atom.benchmarks.benchmark_serving, atom.benchmarks.matrix, atom.benchmarks.compare",

@@ -18,7 +18,6 @@ from typing import Any
 from atom.cache import Cache, Entry, digest, key_of
 from atom.cache.files import BINARIES
 from atom.config import Config
-from atom.config.recipes import format_recipe
 from atom.config.spelling import override
 from atom.frontend import build
 from atom.graph import Graph, parse, show
@@ -88,6 +87,8 @@ def publish_artifact(
     cache: Cache, config: Config, ingredients: dict[str, str], graph: Graph, pieces: Sequence[str]
 ) -> None:
     """Store the graph with its recipe file. pieces: their keys."""
+    from atom.config.recipes import format_recipe
+
     key, recipe = key_of(ingredients), recipe_of(config)
     about = {
         "name": config.model.name,

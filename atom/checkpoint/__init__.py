@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from atom.checkpoint.base import NOTHING_STATED, Checkpoint, GGUFConfig, StoredTensor
+from atom.checkpoint.base import NO_FACTS, Checkpoint, GGUFFacts, StoredTensor
 from atom.checkpoint.folder import FolderCheckpoint
 from atom.checkpoint.progress import SILENT, Progress, RichProgress, SilentProgress, WatchedProgress
 from atom.checkpoint.stacked import unstack
@@ -28,7 +28,7 @@ from atom.errors import CheckpointError
 __all__ = [
     "SILENT",
     "Checkpoint",
-    "GGUFConfig",
+    "GGUFFacts",
     "Progress",
     "RichProgress",
     "SilentProgress",
@@ -44,7 +44,7 @@ def open_checkpoint(
     location: str,
     *,
     revision: str | None = None,
-    gguf: GGUFConfig = NOTHING_STATED,
+    gguf: GGUFFacts = NO_FACTS,
     stacked: Mapping[str, Sequence[str]] = {},
     weights: bool = True,
     progress: Progress = SILENT,

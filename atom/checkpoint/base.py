@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atom.checkpoint.files import MAX_DESCRIPTION, read_file
@@ -36,17 +37,15 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
-@dataclass
-class GGUFConfig:
-    """Facts that GGUF files leave out; a field of a model file."""
+class GGUFFacts(NamedTuple):
+    """Facts that GGUF files leave out."""
 
-    architecture: str | None = None  # general.architecture of the files that this model reads
-    interleaved: dict[str, int] = field(default_factory=dict)  # projection -> heads stored with rotary rows in pairs
-    split: dict[str, str] = field(default_factory=dict)  # tokenizer.ggml.pre -> regular expression of its pre-tokenizer
-    ignore_merges: list[str] = field(default_factory=list)  # those that look words up whole, and begin texts with BOS
+    interleaved: Mapping[str, int] = MappingProxyType({})  # projection -> heads stored with rotary rows in pairs
+    split: Mapping[str, str] = MappingProxyType({})  # tokenizer.ggml.pre -> regular expression of its pre-tokenizer
+    ignore_merges: Collection[str] = ()  # those that look words up whole, and begin texts with BOS
 
 
-NOTHING_STATED = GGUFConfig()
+NO_FACTS = GGUFFacts()
 
 
 class FileRange(NamedTuple):

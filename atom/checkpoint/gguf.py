@@ -2,7 +2,7 @@
 
 Its metadata become a config, its tensors have their hub names, and quantized ones are read as fp32.
 
-checkpoint = GGUFCheckpoint(Path("tiny.gguf"), GGUFConfig(interleaved={"q_proj": 9, "k_proj": 3}))
+checkpoint = GGUFCheckpoint(Path("tiny.gguf"), GGUFFacts(interleaved={"q_proj": 9, "k_proj": 3}))
 checkpoint.config["gguf_architecture"], checkpoint.config["hidden_size"]
 checkpoint.read("model.layers.0.mlp.up_proj.weight")
 """
@@ -17,7 +17,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from atom.checkpoint.base import Checkpoint, GGUFConfig, StoredTensor
+from atom.checkpoint.base import Checkpoint, GGUFFacts, StoredTensor
 from atom.checkpoint.gguf_reader import PLAIN, GGUFTensor, Type, dequantize, read_gguf
 from atom.checkpoint.gguf_tokenizer import build_tokenizer
 from atom.checkpoint.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ FACTORS = "rope_freqs.weight"  # a divisor for each rotary frequency
 
 
 class GGUFCheckpoint(Checkpoint):
-    def __init__(self, path: Path, facts: GGUFConfig) -> None:
+    def __init__(self, path: Path, facts: GGUFFacts) -> None:
         """facts: what the file leaves out; of its tokenizer, see gguf_tokenizer.py"""
         self.location = str(path)
         self._facts = facts

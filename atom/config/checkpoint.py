@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from atom.checkpoint import Checkpoint, Progress, embedded, open_checkpoint
+from atom.checkpoint import Checkpoint, GGUFFacts, Progress, embedded, open_checkpoint
 from atom.config import Config
 
 
@@ -22,7 +22,7 @@ def open_for(config: Config, progress: Progress, *, weights: bool = True) -> Che
 
     weights: False reads only what describes the model.
     """
-    location, names = config.checkpoint, config.model.weights
+    location, names, gguf = config.checkpoint, config.model.weights, config.model.gguf
     stacked = {
         name: [names[role] + dot + part for role, dot, part in (each.partition(".") for each in parts)]
         for name, parts in config.model.stacked.items()
@@ -34,7 +34,7 @@ def open_for(config: Config, progress: Progress, *, weights: bool = True) -> Che
     return open_checkpoint(
         location,
         revision=config.revision,
-        gguf=config.model.gguf,
+        gguf=GGUFFacts(gguf.interleaved, gguf.split, gguf.ignore_merges),
         stacked=stacked,
         weights=weights and not config.load_dummy,
         progress=progress,

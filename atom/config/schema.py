@@ -12,7 +12,6 @@ from dataclasses import Field, dataclass, field, fields, is_dataclass
 from types import MappingProxyType, UnionType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
-from atom.checkpoint.base import GGUFConfig
 from atom.dtypes import MODEL_DTYPES
 from atom.sampling_params import INT32, SamplingParams, number
 
@@ -142,6 +141,14 @@ class MLPConfig:
     every: int = number(1, 1)  # takes layer i when i + 1 is a multiple
     first: int = number(0, 0)  # the first layer that it takes
     skip: list[int] = field(default_factory=list)  # layers that it never takes
+
+
+@dataclass
+class GGUFConfig:
+    architecture: str | None = None  # general.architecture of the files that this model reads
+    interleaved: dict[str, int] = field(default_factory=dict)  # projection -> heads stored with rotary rows in pairs
+    split: dict[str, str] = field(default_factory=dict)  # tokenizer.ggml.pre -> regular expression of its pre-tokenizer
+    ignore_merges: list[str] = field(default_factory=list)  # those that look words up whole, and begin texts with BOS
 
 
 @dataclass

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atom.checkpoint import GGUFConfig, StoredTensor, open_checkpoint
+from atom.checkpoint import GGUFFacts, StoredTensor, open_checkpoint
 from atom.checkpoint.base import normalize_rope
 from atom.checkpoint.gguf_reader import PLAIN, GGUFTensor, dequantize
 from atom.errors import CheckpointError, UnsupportedError
@@ -167,7 +167,7 @@ def test_interleaved_rows_come_back_in_the_order_of_the_hub(tmp_path: Path, kind
     }
     path = write(tmp_path / "tiny.gguf", stored)
     straight = open_checkpoint(str(write(tmp_path / "straight.gguf", tensors)))
-    checkpoint = open_checkpoint(str(path), gguf=GGUFConfig(interleaved={"q_proj": HEADS, "k_proj": KV_HEADS}))
+    checkpoint = open_checkpoint(str(path), gguf=GGUFFacts(interleaved={"q_proj": HEADS, "k_proj": KV_HEADS}))
     for name in ("q_proj", "k_proj", "v_proj"):
         name = f"model.layers.0.self_attn.{name}.weight"
         assert bytes(checkpoint.read(name)) == bytes(straight.read(name))
@@ -196,7 +196,7 @@ def test_a_size_that_is_no_number_is_refused(tmp_path: Path, stated: Any) -> Non
 def test_rows_that_do_not_divide_into_pairs_of_heads_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "tiny.gguf", layer_tensors())
     with pytest.raises(CheckpointError, match=r"the 64 rows of \S+q_proj\.weight are no pairs in 7 heads"):
-        open_checkpoint(str(path), gguf=GGUFConfig(interleaved={"q_proj": 7}))
+        open_checkpoint(str(path), gguf=GGUFFacts(interleaved={"q_proj": 7}))
 
 
 def test_tensors_come_under_their_usual_names_and_strangers_keep_theirs(tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ def test_a_flipped_header_byte_never_ends_in_another_error(tmp_path: Path, posit
     flipped = tmp_path / "flipped.gguf"
     flipped.write_bytes(damaged)
     try:
-        checkpoint = open_checkpoint(str(flipped), gguf=GGUFConfig(interleaved={"q_proj": HEADS}))
+        checkpoint = open_checkpoint(str(flipped), gguf=GGUFFacts(interleaved={"q_proj": HEADS}))
         for name in checkpoint.tensors:
             checkpoint.read(name)
         checkpoint.tokenizer()
@@ -445,7 +445,7 @@ def test_closing_keeps_bytes_that_were_read(tmp_path: Path) -> None:
 
 def test_two_threads_read_what_one_reads(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(
-        str(write(tmp_path / "tiny.gguf", layer_tensors(Type.Q4_1))), gguf=GGUFConfig(interleaved={"q_proj": 4})
+        str(write(tmp_path / "tiny.gguf", layer_tensors(Type.Q4_1))), gguf=GGUFFacts(interleaved={"q_proj": 4})
     )
     names = list(checkpoint.tensors) * 5
     with ThreadPoolExecutor(2) as pool:
@@ -453,7 +453,7 @@ def test_two_threads_read_what_one_reads(tmp_path: Path) -> None:
 
 
 def test_the_embedded_checkpoint_reads_as_the_gguf_package_reads_it(embedded_gguf: Path) -> None:
-    checkpoint = open_checkpoint(str(embedded_gguf), gguf=GGUFConfig(interleaved={"q_proj": 9, "k_proj": 3}))
+    checkpoint = open_checkpoint(str(embedded_gguf), gguf=GGUFFacts(interleaved={"q_proj": 9, "k_proj": 3}))
     theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(embedded_gguf).tensors}
     assert len(checkpoint.tensors) == len(theirs) == 272
     for ours, name, heads in [

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
-from atom.checkpoint import GGUFConfig, Tokenizer, open_checkpoint
+from atom.checkpoint import GGUFFacts, Tokenizer, open_checkpoint
 from atom.checkpoint.gguf_tokenizer import build_tokenizer
 from atom.errors import CheckpointError, UnsupportedError
 
@@ -253,7 +253,7 @@ TEXTS = [
 def test_the_embedded_tokenizer_agrees_with_transformers(embedded_gguf: Path) -> None:
     from transformers import AutoTokenizer
 
-    ours = open_checkpoint(str(embedded_gguf), gguf=GGUFConfig(split=SPLIT)).tokenizer()
+    ours = open_checkpoint(str(embedded_gguf), gguf=GGUFFacts(split=SPLIT)).tokenizer()
     theirs = AutoTokenizer.from_pretrained(embedded_gguf.parent, gguf_file=embedded_gguf.name)
     assert ours is not None
     end = theirs.convert_tokens_to_ids("<|im_end|>")  # transformers 5.17 takes bos for eos

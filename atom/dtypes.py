@@ -39,7 +39,19 @@ DTYPES = {
     "bool": Dtype(8, "bool", "BOOL"),
 }
 MODEL_DTYPES = ("bf16", "fp16", "fp32")  # that a model computes in
-GRAPH_DTYPES = ("fp32", "fp16", "bf16", "fp8_e4m3", "i64", "i32", "i8", "u8", "bool")  # that a text may name
+GRAPH_DTYPES = (
+    "fp32",
+    "fp16",
+    "bf16",
+    "fp8_e4m3",
+    "fp8_e8m0",
+    "i64",
+    "i32",
+    "i8",
+    "u8",
+    "bool",
+)  # that a text may name
+FLOAT_DTYPES = ("fp64", "fp32", "fp16", "bf16", "fp8_e8m0")  # that are numbers without a scale
 BY_SAFETENSORS = {dtype.safetensors: ours for ours, dtype in DTYPES.items()}
 BY_NAME = {DTYPES[ours].name: ours for ours in MODEL_DTYPES} | {"half": "fp16", "float": "fp32"}
 

@@ -256,20 +256,58 @@ def test_tokens_and_logits_are_those_of_the_weights_unpacked(
         engine.close()
 
 
+SCALE = "model.layers.1.self_attn.q_proj.weight_scale_inv"
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda scale: None, "has no tensor {name}; is it whole"),
-        (lambda scale: scale[:-1], r"tensor {name} is \[3, 2\], the model expects \[4, 2\]"),
+        (lambda scale: None, r"tensor .*1\.self_attn\.q_proj\.weight is fp8_e4m3, the model expects fp32; is its scale missing\?"),
+        (lambda scale: scale[:-1], r"tensor .*q_proj\.weight_scale_inv is \[3, 2\], the model expects \[4, 2\]"),
+        (lambda scale: scale.int(), r"tensor .*q_proj\.weight_scale_inv is i32, the model expects fp32"),
     ],
-)
-def test_a_scale_that_is_missing_or_of_another_shape_is_one_line(
+)  # fmt: skip
+def test_a_scale_that_is_missing_or_of_another_shape_or_dtype_is_one_line(
     change: Callable[[Tensor], Tensor | None], message: str, tmp_path: Path
 ):
     packed, _ = write("qwen3", LAYOUTS["deepseek"], tmp_path)
-    tensors, name = load_file(packed / "model.safetensors"), "model.layers.1.self_attn.q_proj.weight_scale_inv"
-    changed = change(tensors.pop(name))
-    save_file(tensors | ({} if changed is None else {name: changed}), packed / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=message.format(name=name)) as error:
+    tensors = load_file(packed / "model.safetensors")
+    changed = change(tensors.pop(SCALE))
+    save_file(tensors | ({} if changed is None else {SCALE: changed}), packed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"^{message}") as error:
         open_engine(packed, 0)
     assert "\n" not in str(error.value)
+
+
+def test_scales_may_be_exponents(tmp_path: Path):
+    packed, plain = write("qwen3", LAYOUTS["deepseek"], tmp_path)
+    stored, unpacked = load_file(packed / "model.safetensors"), load_file(plain / "model.safetensors")
+    for name in [name for name in stored if name.endswith("_scale_inv")]:
+        weight = name.removesuffix("_scale_inv")
+        exponents = stored[name].log2().round()
+        spread = exponents.exp2().repeat_interleave(16, 0).repeat_interleave(32, 1)
+        unpacked[weight] = stored[weight].float() * spread[: len(stored[weight]), : stored[weight].shape[1]]
+        stored[name] = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+    save_file(stored, packed / "model.safetensors", {"format": "pt"})
+    save_file(unpacked, plain / "model.safetensors", {"format": "pt"})
+    engine, tokens = open_engine(packed, 0), tiny.prompt(20)
+    try:
+        assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(plain), tokens))
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("layout", ["deepseek", "W4A16", "awq"])
+def test_modules_that_the_file_has_plain_are_read_as_they_are(layout: str, tmp_path: Path):
+    packed, plain = write("qwen3_moe", LAYOUTS[layout], tmp_path)
+    stored, unpacked = load_file(packed / "model.safetensors"), load_file(plain / "model.safetensors")
+    for module in ("model.layers.1.self_attn.v_proj", "model.layers.2.self_attn.o_proj"):
+        for name in [name for name in stored if name.startswith(f"{module}.")]:
+            del stored[name]
+        stored[f"{module}.weight"] = unpacked[f"{module}.weight"]
+    save_file(stored, packed / "model.safetensors", {"format": "pt"})
+    engine, tokens = open_engine(packed, 1), tiny.prompt(20)
+    try:
+        assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(plain), tokens))
+    finally:
+        engine.close()

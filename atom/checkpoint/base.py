@@ -62,6 +62,10 @@ class Checkpoint(ABC):
     generation_config: dict[str, Any]  # {} without one
     tensors: Mapping[str, StoredTensor]  # by hub name; empty where only the config is there
 
+    def names(self) -> Collection[str]:
+        """The names of its tensors, as far as they are known: without its weights too, where an index has them."""
+        return self.tensors.keys()
+
     @abstractmethod
     def read(self, name: str) -> memoryview:
         """The row-major bytes of the whole tensor, read-only. Several threads may read at once."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,19 @@ class FolderCheckpoint(Checkpoint):
     def __init__(self, folder: Path, *, location: str | None = None, weights: bool = True) -> None:
         self.location = location or str(folder)
         self._folder = folder
-        self.config = normalize_rope(read_config(folder))
+        self.config = with_modelopt(normalize_rope(read_config(folder)), folder)
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else {}
         stored = read_headers(folder) if weights else {}
         self.tensors = {name: entry[0] for name, entry in stored.items()}
         self._stored = stored
+
+    def names(self) -> Collection[str]:
+        if self.tensors:
+            return self.tensors.keys()
+        if (self._folder / "model.safetensors").exists():
+            return read_header(self._folder / "model.safetensors").keys()
+        return read_index(self._folder).keys() if (self._folder / INDEX).exists() else ()
 
     def read(self, name: str) -> memoryview:
         return self._find(name)[1]
@@ -69,6 +77,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(path)
 
 
+def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """A config with the quantization_config that older versions of modelopt write into a file of its own."""
+    path = folder / "hf_quant_config.json"
+    if "quantization_config" in config or not path.exists():
+        return config
+    stated = read_json(path).get("quantization")
+    if not isinstance(stated, dict):
+        raise CheckpointError(f"{path} has no object quantization; download it again")
+    return {**config, "quantization_config": {"quant_method": "modelopt", **stated}}
+
+
 def read_headers(folder: Path) -> dict[str, Entry]:
     """All tensors of a folder; {} where it has no weights."""
     if (folder / "model.safetensors").exists():
@@ -87,10 +106,16 @@ def read_headers(folder: Path) -> dict[str, Entry]:
     return {}
 
 
-def read_shards(folder: Path) -> dict[str, Entry]:
+def read_index(folder: Path) -> dict[str, str]:
+    """The file of each tensor."""
     where = read_json(folder / INDEX, MAX_INDEX).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
         raise CheckpointError(f"{folder / INDEX} has no weight_map from tensors to files; download it again")
+    return where
+
+
+def read_shards(folder: Path) -> dict[str, Entry]:
+    where = read_index(folder)
     files = sorted(set(where.values()))
     outside = [file for file in files if Path(file).name != file]
     if outside:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,28 @@ class Quantization:
     plain: list[str] = field(default_factory=list)  # patterns of modules that are stored plain
     unread: list[str] = field(default_factory=list)  # patterns of tensors that are not needed
     formats: dict[str, str] = field(default_factory=dict)  # pattern of modules -> another format; plain goes first
+
+
+def find_plain(names: Collection[str], read: Quantization) -> list[str]:
+    """Patterns of the modules of a file that have a weight and none of the scales of its formats.
+
+    Layers that predict further tokens, for one, are plain in many a checkpoint that does not say so.
+    """
+    formats = [fmt.partition("[")[0] for fmt in (read.fmt, *read.formats.values()) if fmt]
+    suffixes = {part.suffix for fmt in formats for part in FORMATS[fmt].parts.values()} - {""}
+    marks = [suffix if suffix.startswith(".") else f".weight{suffix}" for suffix in sorted(suffixes)]
+    packed = {name.removesuffix(mark) for name in names for mark in marks if name.endswith(mark)}
+    if not packed:
+        return []
+    plain = {name.removesuffix(".weight") for name in names if name.endswith(".weight")} - packed
+    mixed = {generalize(module) for module in packed}
+    patterns = {module if generalize(module) in mixed else f"re:{generalize(module)}$" for module in plain}
+    return sorted(patterns)
+
+
+def generalize(module: str) -> str:
+    """A regular expression of the modules of this name in all layers."""
+    return re.sub("[0-9]+", "[0-9]+", re.escape(module))
 
 
 class Stated:
@@ -85,6 +107,13 @@ class Stated:
                 return patterns
         return []
 
+    def check_keys(self, *known: str) -> Stated:
+        """Raise UnsupportedError for a key that is not one of these and has a value; itself otherwise."""
+        for key, value in self.values.items():
+            if key not in known and value not in (None, False, {}, []):
+                raise self.unknown(key)
+        return self
+
     def one_of(self, key: str, *choices: str | None) -> str | None:
         """A string that is one of these, None for null. UnsupportedError for others."""
         value = self.text(key)
@@ -122,6 +151,8 @@ def read(hf: Mapping[str, Any]) -> Quantization:
 
 def read_fp8(stated: Stated) -> Quantization:
     """DeepSeek-V3, Qwen3-…-FP8 (blocks, scales in weight_scale_inv), and one scale a tensor (weight_scale)."""
+    stated.check_keys(*KEYS, "fmt", "activation_scheme", "scale_fmt", "weight_block_size", "dequantize", "expert_dtype")
+    stated.one_of("expert_dtype", "fp8", None)
     stated.one_of("fmt", "e4m3", None)
     stated.one_of("activation_scheme", "dynamic", "static", None)
     stated.one_of("scale_fmt", "ue8m0", "float", None)
@@ -131,19 +162,25 @@ def read_fp8(stated: Stated) -> Quantization:
 
 
 def read_fbgemm_fp8(stated: Stated) -> Quantization:
+    """Llama 3.1's: a scale a row, activations cut at an upper bound."""
+    stated.check_keys(*KEYS, "activation_scale_ub")
     return Quantization("ct_fp8[1, *]", stated.patterns(*EXCEPTIONS), ["*.input_scale_ub"])
 
 
 def read_mxfp4(stated: Stated) -> Quantization:
     """gpt-oss: experts alone."""
+    stated.check_keys(*KEYS, "dequantize")
     return Quantization("mxfp4", stated.patterns(*EXCEPTIONS))
 
 
 def read_awq(stated: Stated) -> Quantization:
     """AutoAWQ's gemm; the other versions pack in orders of their own."""
-    version = stated.text("version") or "gemm"
-    if version.lower() != "gemm" or stated.whole("bits", 4) != 4:
-        raise stated.unknown("version" if version.lower() != "gemm" else "bits")
+    stated.check_keys(*KEYS, "bits", "group_size", "zero_point", "version", "format", "desc_act", *MADE)
+    for key in ("version", "format"):
+        if (stated.text(key) or "gemm").lower() != "gemm":
+            raise stated.unknown(key)
+    if stated.whole("bits", 4) != 4:
+        raise stated.unknown("bits")
     if stated.values.get("zero_point") is False:
         raise stated.unknown("zero_point")
     return Quantization(f"awq_int4{group_block(stated)}", stated.patterns(*EXCEPTIONS))
@@ -151,7 +188,9 @@ def read_awq(stated: Stated) -> Quantization:
 
 def read_gptq(stated: Stated) -> Quantization:
     """GPTQModel's and AutoGPTQ's, v1 (the default, zero points less 1) and v2."""
-    version = stated.one_of("checkpoint_format", "gptq", "gptq_v2", None) or "gptq"
+    stated.check_keys(*KEYS, "bits", "group_size", "desc_act", "dynamic", "checkpoint_format", "format", *MADE)
+    key = "checkpoint_format" if stated.values.get("checkpoint_format") else "format"  # transformers' name
+    version = stated.one_of(key, "gptq", "gptq_v2", None) or "gptq"
     plain, formats = stated.patterns(*EXCEPTIONS), {}
     for pattern, changes in (stated.get("dynamic", dict, "an object") or {}).items():  # GPTQModel's, first match
         sign, expression = ("+:", pattern) if pattern[:2] not in ("+:", "-:") else (pattern[:2], pattern[2:])
@@ -177,12 +216,17 @@ def group_block(stated: Stated) -> str:
 
 def read_compressed_tensors(stated: Stated) -> Quantization:
     """Groups of modules, each with a format: all linears, or modules by name."""
+    stated.check_keys(*KEYS, "config_groups", "format", "version", "kv_cache_scheme", "quantization_status",
+                      "global_compression_ratio", "run_compressed", "dequantize", "sparsity_config")  # fmt: skip
+    if (sparsity := stated.object("sparsity_config")) is not None:
+        sparsity.one_of("format", "dense", None)
     groups, fmt, formats = stated.object("config_groups"), None, {}
     for name in groups.values if groups else ():
         group = groups.object(name) if groups else None
         weights = group.object("weights") if group else None
         if group is None or weights is None:
             raise UnsupportedError(f"{stated.at}.config_groups.{name} quantizes no weights, which is not known yet")
+        group.check_keys("targets", "weights", "input_activations", "output_activations", "format")
         one = compressed_format(weights, group.text("format") or stated.text("format"))
         for target in group.patterns("targets") or ["Linear"]:
             if target == "Linear":
@@ -202,6 +246,8 @@ FP4_PACKINGS = {"mxfp4-pack-quantized": "ct_mxfp4", "nvfp4-pack-quantized": "ct_
 
 def compressed_format(weights: Stated, packing: str | None) -> str:
     """The format of a group's weights, see `compressed_tensors.quantization.QuantizationArgs`."""
+    weights.check_keys("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic",
+                       "actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs")  # fmt: skip
     if packing in FP4_PACKINGS:
         return FP4_PACKINGS[packing]
     bits = weights.whole("num_bits")
@@ -237,6 +283,8 @@ def read_modelopt(stated: Stated) -> Quantization:
     """NVIDIA's, whose exceptions are globs."""
     fmt = {"FP8": "ct_fp8[*, *]", "FP8_PER_CHANNEL_PER_TOKEN": "ct_fp8[1, *]", "FP8_PB_WO": "ct_fp8[128, 128]",
            "NVFP4": "modelopt_nvfp4", "W4A16_NVFP4": "modelopt_nvfp4"}  # fmt: skip
+    stated.check_keys(*KEYS, "quant_algo", "exclude_modules", "kv_cache_scheme", "kv_cache_quant_algo", "group_size",
+                      "producer", "config_groups")  # fmt: skip
     algorithm = stated.one_of("quant_algo", *fmt)
     assert algorithm is not None, "one_of refuses null"
     plain = stated.patterns("ignore", "exclude_modules", *EXCEPTIONS)
@@ -245,6 +293,11 @@ def read_modelopt(stated: Stated) -> Quantization:
 
 def read_quark(stated: Stated) -> Quantization:
     """AMD's; layers may have formats of their own, by globs."""
+    stated.check_keys("quant_method", "global_quant_config", "layer_quant_config", "exclude", "export", "version",
+                      "algo_config", "kv_cache_quant_config", "kv_cache_post_rope", "quant_mode", "softmax_quant_spec",
+                      "layer_type_quant_config")  # fmt: skip
+    if stated.values.get("layer_type_quant_config"):
+        raise stated.unknown("layer_type_quant_config")
     plain, formats = stated.patterns("exclude"), dict[str, str]()
     layers = stated.object("layer_quant_config")
     for pattern in layers.values if layers else ():
@@ -274,7 +327,15 @@ QUARK: dict[tuple[str | None, str | None], str] = {
     ("int8", "per_channel"): "ct_int8[1, *]",
     ("fp4", "per_group"): "quark_mxfp4",
 }
+MADE = (  # how values were found, which their meaning does not depend on
+    "sym", "lm_head", "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "model_name_or_path",
+    "model_file_base_name", "meta", "pack_dtype", "tokenizer", "dataset", "batch_size", "use_exllama", "exllama_config",
+    "disable_exllama", "max_input_length", "cache_block_outputs", "model_seqlen", "block_name_to_quantize", "mse",
+    "module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id", "is_marlin_format",
+    "act_group_aware", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "use_cuda_fp16", "quantizer", "uri", "backend",
+)  # fmt: skip
 EXCEPTIONS = ("modules_to_not_convert", "ignored_layers", "ignore")
+KEYS = ("quant_method", *EXCEPTIONS)
 READERS: dict[str, Callable[[Stated], Quantization]] = {
     "fp8": read_fp8,
     "fbgemm_fp8": read_fbgemm_fp8,

@@ -66,6 +66,7 @@ class Source(NamedTuple):
     hf: dict[str, Any]  # the checkpoint's config.json
     embedded: dict[str, Any] | None  # the model file's own checkpoint, where none is given
     generation: dict[str, Any]  # the checkpoint's generation_config.json
+    names: frozenset[str] = frozenset()  # of a quantized checkpoint's tensors, where they are known
 
 
 def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) -> Source:
@@ -84,6 +85,7 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
 
     files = model_files(search_path_of(texts, config_dirs))
     name, checkpoint, embedded = value("model", "auto"), value("checkpoint"), None
+    names: frozenset[str] = frozenset()
     if checkpoint is None:
         file = embedded_file(files, name)
         name = file.name if name == "auto" else name
@@ -93,11 +95,12 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
         described = open_checkpoint(str(checkpoint), revision=value("revision"), weights=False)
         hf, generation = described.config, described.generation_config
         name = choose_model(hf, files, str(checkpoint)) if name == "auto" else name
+        names = frozenset(described.names()) if hf.get("quantization_config") else names
         described.close()
     if not isinstance(name, str):
         raise ConfigError(f"model={name}: it takes the name of one file in conf/model")
     texts = [text for text, each in zip(texts, parsed, strict=True) if each is not by_key.get("model")]
-    return Source([*texts, override("model", name), override("model.name", name)], hf, embedded, generation)
+    return Source([*texts, override("model", name), override("model.name", name)], hf, embedded, generation, names)
 
 
 def search_path_of(overrides: Iterable[str], config_dirs: Sequence[str] = ()) -> list[str]:

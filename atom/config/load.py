@@ -64,7 +64,7 @@ def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> C
         )
     embedded = EmbeddedConfig(**source.embedded) if source.embedded else None
     model = replace(config.model, embedded=embedded)
-    return derive(replace(config, hf=hf, generation=sampling, overrides=source.overrides, model=model))
+    return derive(replace(config, hf=hf, generation=sampling, overrides=source.overrides, model=model), source.names)
 
 
 def sampling_defaults(generation: Mapping[str, Any], composed: DictConfig) -> dict[str, Any]:

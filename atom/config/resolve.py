@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,11 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 TENSOR_ROLES = re.compile(r"sinks|router_correction|experts_(gate|up|down)(_bias)?")
 
 
-def derive(config: Config) -> Config:
-    """Replace auto and null by final values, and check all. Nothing is assigned later."""
+def derive(config: Config, names: Collection[str] = ()) -> Config:
+    """Replace auto and null by final values, and check all. Nothing is assigned later.
+
+    names: of a quantized checkpoint's tensors, where they are known.
+    """
     config = respell(config)
     check(config)
     model, serve = config.model, config.serve
@@ -53,7 +56,7 @@ def derive(config: Config) -> Config:
             raise ConfigError(f"serve.cudagraph_capture_sizes: {size} must be {limit}")
     return replace(
         config,
-        model=derive_model(config, max_model_len),
+        model=derive_model(config, max_model_len, names),
         serve=replace(
             serve,
             kv_cache_dtype=dtype if serve.kv_cache_dtype == "auto" else serve.kv_cache_dtype,
@@ -104,7 +107,7 @@ def stored_dtype(hf: Mapping[str, Any]) -> str:
     return BY_NAME[stated]
 
 
-def derive_model(config: Config, max_model_len: int) -> ModelConfig:
+def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> ModelConfig:
     model = config.model
     if model.norm.bias and model.norm.kind != "layer":
         raise ConfigError(f"model.norm.bias: a norm of kind {model.norm.kind} has none, a layer norm has")
@@ -122,7 +125,7 @@ def derive_model(config: Config, max_model_len: int) -> ModelConfig:
         raise ConfigError(f"model.layers={model.layers} of model.mlp.*.experts are more than {MAX_EXPERTS} in all")
     check_stacked(model)
     check_reasoning(model)
-    stored = derive_format(config)
+    stored = derive_format(config, names)
     return replace(
         model,
         embedding_scale=model.hidden**0.5 if model.embedding_scale_root else model.embedding_scale,
@@ -284,8 +287,8 @@ def check_reasoning(model: ModelConfig) -> None:
         raise ConfigError(f"{stated} must be two different markers, as in ['<think>','</think>'], or null")
 
 
-def derive_format(config: Config) -> Quantization:
-    """How the layers' weights are stored: as set, or as quantization_config says."""
+def derive_format(config: Config, names: Collection[str]) -> Quantization:
+    """How the layers' weights are stored: as set, or as quantization_config and the names of stored tensors say."""
     fmt, plain = config.model.fmt, config.model.plain
     for pattern in plain:
         check_pattern(pattern, "model.plain", ConfigError)
@@ -305,7 +308,7 @@ def derive_format(config: Config) -> Quantization:
         raise CheckpointError(
             f"{config.checkpoint or 'the embedded checkpoint'}: {error}, or set model.fmt=none"
         ) from None
-    plain = list(dict.fromkeys([*read.plain, *plain]))
+    plain = list(dict.fromkeys([*read.plain, *quantization.find_plain(names, read), *plain]))
     if fmt == "auto":
         return replace(read, plain=plain, formats=read.formats | config.model.formats)
     if not is_format(fmt):

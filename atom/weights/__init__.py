@@ -24,6 +24,7 @@ from torch import Tensor
 
 from atom.checkpoint import Checkpoint, Progress, StoredTensor
 from atom.config import ModelConfig
+from atom.dtypes import FLOAT_DTYPES
 from atom.errors import CheckpointError, UnsupportedError, naming_a_lack_of_memory
 from atom.graph import TORCH_DTYPES, Graph, Recipe, RopeFreqs, Shuffle, Type
 from atom.graph.parts import stored_tensors
@@ -47,6 +48,9 @@ def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str
         shape = stored[name].shape
         if not _is_same_shape(shape, type):
             raise CheckpointError(f"tensor {name} is {list(shape)}, the model expects {list(type.shape)}")
+        dtype = stored[name].dtype
+        if dtype != type.dtype and not {dtype, type.dtype} <= set(FLOAT_DTYPES):
+            raise CheckpointError(f"tensor {name} is {dtype}, the model expects {type.dtype}; is its scale missing?")
     patterns = tuple(ignore)
     surplus = [
         name for name in stored if name not in needed and not any(fnmatch(name, pattern) for pattern in patterns)

@@ -69,7 +69,10 @@ def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:
         case Dequantize(Slice() as part) if cuts_blocks(part):
             return view(replace(part, part=Dequantize(part.part)), checkpoint)
         case Dequantize(part):
-            return unpack(str(part.type.fmt), {name: view(each, checkpoint) for name, each in parts_of(part).items()})
+            parts = {
+                name: view(each, checkpoint).to(TORCH_DTYPES[each.type.dtype]) for name, each in parts_of(part).items()
+            }
+            return unpack(str(part.type.fmt), parts)
     raise UnsupportedError(f"a weight cannot be read as {type(recipe).__name__.lower()}(…) of several tensors")
 
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -238,6 +239,61 @@ def test_the_stored_format_is_read_from_the_checkpoint(write: Write, stated: dic
     assert Type("bf16", (256, 256), model.fmt).num_bytes > 0, "the graph knows it too"
 
 
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        ("fp8", transformers.FineGrainedFP8Config), ("fbgemm_fp8", transformers.FbgemmFp8Config), ("mxfp4", transformers.Mxfp4Config),
+        ("awq", transformers.AwqConfig), ("gptq", transformers.GPTQConfig), ("compressed-tensors", transformers.CompressedTensorsConfig),
+    ],
+)  # fmt: skip
+def test_what_transformers_writes_by_default_is_read(write: Write, method: str, kind: Any):
+    given = {
+        "gptq": {"bits": 4},
+        "compressed-tensors": {
+            "config_groups": {"a": {"targets": ["Linear"], "weights": WEIGHTS}},
+            "format": "pack-quantized",
+        },
+    }
+    stated = kind(**given.get(method, {})).to_dict()
+    written = json.loads(json.dumps(stated, default=str)) | {"quant_method": method}
+    assert load([f"checkpoint={write(quantization_config=written)}"]).model.fmt is not None
+
+
+def test_older_modelopt_has_a_file_of_its_own(write: Write):
+    folder = Path(str(write()))
+    stated = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]},
+    }
+    (folder / "hf_quant_config.json").write_text(json.dumps(stated))
+    model = load([f"checkpoint={folder}"]).model
+    assert (model.fmt, model.plain) == ("ct_fp8[*, *]", ["lm_head"])
+    (folder / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"hf_quant_config.json has no object quantization"):
+        load([f"checkpoint={folder}"])
+
+
+def test_modules_that_an_index_has_plain_are_plain(write: Write):
+    folder = Path(str(write(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})))
+    names = [
+        f"model.layers.{layer}.{name}"
+        for layer in range(12)
+        for name in (
+            "self_attn.q_proj.weight",
+            "self_attn.q_proj.weight_scale_inv",
+            "mlp.gate.weight",
+            "mlp.up_proj.weight",
+        )
+    ]
+    names += [f"model.layers.{layer}.mlp.up_proj.weight_scale_inv" for layer in range(12) if layer != 5]
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys([*names, "lm_head.weight"], "a.safetensors")})
+    )
+    plain = load([f"checkpoint={folder}"]).model.plain
+    assert plain == ["model.layers.5.mlp.up_proj", "re:lm_head$", r"re:model\.layers\.[0-9]+\.mlp\.gate$"]
+    assert load([f"checkpoint={folder}", "model.fmt=none"]).model.plain == []
+
+
 def test_modules_may_have_formats_of_their_own(write: Write):
     def read(**stated: Any) -> tuple[str | None, list[str], dict[str, str]]:
         model = load([f"checkpoint={write(quantization_config=stated)}"]).model
@@ -290,6 +346,12 @@ def test_the_weights_that_are_stored_plain_are_read_too(write: Write, key: str):
         ({**compressed(), "config_groups": {"a": {"targets": ["Attention"], "weights": {**WEIGHTS, "num_bits": 8}}}}, "modules of class Attention are not known yet"),
         (compressed(), "config_groups.group_0.weights: int4 is not known yet"),
         (compressed("pack-quantized", actorder="rows"), 'weights.actorder="rows" is not known yet'),
+        ({"quant_method": "fp8", "weights": "e4m3"}, 'quantization_config.weights="e4m3" is not known yet'),
+        ({"quant_method": "awq", "group": 64}, "quantization_config.group=64 is not known yet"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "pre_quant_scale": True}, "quantization_config.pre_quant_scale=true is not known yet"),
+        ({**compressed(), "transform_config": {"config_groups": {"u": {}}}}, "quantization_config.transform_config=.* is not known yet"),
+        ({**compressed(), "sparsity_config": {"format": "sparse-24-bitmask"}}, 'sparsity_config.format="sparse-24-bitmask" is not known yet'),
+        (compressed("pack-quantized", bits=4), "config_groups.group_0.weights.bits=4 is not known yet"),
         (compressed(strategy="token"), "quantization_config: weights by token are not known yet"),
     ],
 )  # fmt: skip

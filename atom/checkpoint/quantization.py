@@ -1,7 +1,7 @@
 """Read quantization_config: how a checkpoint's weights are stored.
 
-    read({"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]})
-    # Quantization(fmt="fp8[128, 128]", plain=["lm_head"], unread=["*.input_scale"])
+    read({"quantization_config": {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*gate": {}}}})
+    # Quantization(fmt="gptq_int4[1, 128]", plain=["re:.*gate"], unread=["*.g_idx"])
 
 One reader a `quant_method`, in READERS; what a reader does not know of is refused by name. Sources: transformers
 (utils/quantization_config.py, integrations), compressed-tensors (quantization/quant_scheme.py), NVIDIA's modelopt and
@@ -20,10 +20,7 @@ from atom.dtypes import FORMATS
 from atom.errors import CheckpointError, UnsupportedError
 
 KEY = "quantization_config"
-INPUT_SCALES = [
-    "*.input_scale",
-    "*.input_global_scale",
-]  # of activations; ours stay in the dtype of the model, which is more exact
+INPUT_SCALES = ["*.input_scale", "*.input_global_scale"]  # of activations, which stay in the model's dtype
 CACHE_SCALES = ["*.k_scale", "*.v_scale", "*.kv_scale", "*.q_scale", "*.output_scale"]  # of fp8 entries
 
 
@@ -252,8 +249,6 @@ def compressed_format(weights: Stated, packing: str | None) -> str:
         return FP4_PACKINGS[packing]
     bits = weights.whole("num_bits")
     kind = "fp" if weights.one_of("type", "float", "int", None) == "float" else "int"
-    if packing == "mxfp4-pack-quantized":
-        return "ct_mxfp4"
     is_symmetric = weights.values.get("symmetric") is not False
     strategy = weights.text("strategy")
     match strategy:
@@ -267,8 +262,6 @@ def compressed_format(weights: Stated, packing: str | None) -> str:
             block = weights.block("block_structure")
         case _:
             raise UnsupportedError(f"{KEY}: weights by {strategy} are not known yet")
-    if packing == "nvfp4-pack-quantized":
-        return "ct_nvfp4"
     order = weights.values.get("actorder")  # weight, static: the order in which columns were rounded, no more
     if order not in (None, False, True, "group", "dynamic", "weight", "static"):
         raise weights.unknown("actorder")
@@ -331,7 +324,7 @@ MADE = (  # how values were found, which their meaning does not depend on
     "sym", "lm_head", "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "model_name_or_path",
     "model_file_base_name", "meta", "pack_dtype", "tokenizer", "dataset", "batch_size", "use_exllama", "exllama_config",
     "disable_exllama", "max_input_length", "cache_block_outputs", "model_seqlen", "block_name_to_quantize", "mse",
-    "module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id", "is_marlin_format",
+    "module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id",
     "act_group_aware", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "use_cuda_fp16", "quantizer", "uri", "backend",
 )  # fmt: skip
 EXCEPTIONS = ("modules_to_not_convert", "ignored_layers", "ignore")

@@ -21,6 +21,7 @@ from atom.jobs import bench, workload
 from atom.jobs.workload import WorkloadRequest, open_workload, parse_range
 from atom.kernels.inductor.piece_compiler import InductorCompiler
 from atom.runtime.step_builder import StepBuilder
+from atom.runtime.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.usefixtures("quick_limits")
 
@@ -283,10 +284,11 @@ class Letters:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [1] * add_special_tokens + list(map(ord, text))
 
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        return list(map(ord, messages[0]["content"] + "!!"))
 
-LETTERS = SimpleNamespace(
-    tokenizer=Letters(), encode_chat=lambda messages: list(map(ord, messages[0]["content"] + "!!"))
-)
+
+LETTERS = SimpleNamespace(vocabulary=Vocabulary(128, frozenset(), Letters()))  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def test_a_second_run_changes_nothing():
     "text",
     [
         BEFORE.replace(', fmt="mxfp4"', ""),
-        BEFORE.replace("mxfp4", "fp8[128, 128]"),  # which nothing unpacks yet
+        BEFORE.replace("mxfp4", "int4[1, 32]"),  # a name alone, of no tensors that are known
         'def f(x: fp32[T, 32], w: fp32[4, 32, "mxfp4"]):\n    y = linear(x, w)\n    return y',  # no recipe
     ],
 )

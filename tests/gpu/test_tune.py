@@ -43,7 +43,7 @@ def test_a_second_start_knows_all_and_neither_changes_what_the_model_gives(
     def start(**fields: object) -> Start:
         given = {**FIELDS, "dtype": "bf16", "level": 3, "cache": str(tmp_path), **fields}
         engine = LLMEngine(str(checkpoints("qwen3")), **given)
-        is_tuned = bool(engine._engine.runner.model._kernels)  # type: ignore[attr-defined]
+        is_tuned = bool(engine._engine.runner.model._bindings.kernels)  # type: ignore[attr-defined]
         answers = []
         for prompts in (PROMPTS[:1], PROMPTS):
             generated = [answer["token_ids"] for answer in engine.generate(prompts, GREEDY)]

@@ -39,18 +39,8 @@ DTYPES = {
     "bool": Dtype(8, "bool", "BOOL"),
 }
 MODEL_DTYPES = ("bf16", "fp16", "fp32")  # that a model computes in
-GRAPH_DTYPES = (
-    "fp32",
-    "fp16",
-    "bf16",
-    "fp8_e4m3",
-    "fp8_e8m0",
-    "i64",
-    "i32",
-    "i8",
-    "u8",
-    "bool",
-)  # that a text may name
+# that a text may name
+GRAPH_DTYPES = ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e8m0", "i64", "i32", "i8", "u8", "bool")
 FLOAT_DTYPES = ("fp64", "fp32", "fp16", "bf16", "fp8_e8m0")  # that are numbers without a scale
 BY_SAFETENSORS = {dtype.safetensors: ours for ours, dtype in DTYPES.items()}
 BY_NAME = {DTYPES[ours].name: ours for ours in MODEL_DTYPES} | {"half": "fp16", "float": "fp32"}
@@ -61,7 +51,7 @@ class Part(NamedTuple):
 
     suffix: str  # put behind the weight's name; one that begins with a dot is put in place of .weight
     dtype: str
-    holds: str = "blocks"  # what it has a number of: blocks, elements, bytes of a block, columns, tensor
+    holds: str = "blocks"  # one entry per: blocks, elements, bytes of a block, columns, tensor
     words: str = ""  # how the file packs them into int32 words, see `atom.graph.recipes.Repack`; "": as they are
     is_transposed: bool = False  # the file has [..., I, O]
 
@@ -101,31 +91,31 @@ GPTQ = {**GPTQ_V2, "zeros": Part(".qzeros", "u8", words="gptq_minus_1")}
 GPTQ_ORDER, CT_ORDER = {"groups": Part(".g_idx", "i32", "columns")}, {"groups": Part("_g_idx", "i32", "columns")}
 FP4_VALUES, FP4_SCALE = Part("", "u8", "bytes"), Part("_scale", "fp8_e4m3")
 
-# name -> bits of an element, bits of a scale, block where none is stated, kind, parts. Those of a name alone cannot be
-# run yet; the names of parts are those of DeepSeek-V3 (fp8), compressed-tensors and others of its names (ct_…), gpt-oss
-# (mxfp4), AWQ's gemm and GPTQ
+# name -> bits of an element, bits of a scale, block where none is stated, kind, parts. Formats without parts can be
+# counted, not run. The names of parts are those of DeepSeek-V3 (fp8), compressed-tensors and others of its names (ct_…),
+# gpt-oss (mxfp4), AWQ's gemm and GPTQ
 FORMATS: dict[str, Format] = {
     "fp8": _format(8, 32, (None, None), "scaled", values=FP8, scales=Part("_scale_inv", "fp32")),
     "ct_fp8": _format(8, 32, (None, None), "scaled", values=FP8, scales=SCALE),
     "int8": Format(8, 16, (1, None)),
     "int8z": Format(8, 24, (1, 128)),  # with a zero point a block
     "ct_int8": _format(8, 32, (1, None), "scaled", values=INT8, scales=SCALE),
-    "ct_packed_int8": _format(8, 32, (1, None), "int8", values=CT_VALUES, scales=SCALE),
-    "ct_packed_int8z": _format(8, 40, (1, None), "int8", values=CT_VALUES, scales=SCALE, zeros=CT_ZEROS),
-    "gptq_int8": _format(8, 40, (1, 128), "int8", **GPTQ),
-    "gptq_v2_int8": _format(8, 40, (1, 128), "int8", **GPTQ_V2),
+    "ct_packed_int8": _format(8, 16, (1, None), "int8", values=CT_VALUES, scales=SCALE),
+    "ct_packed_int8z": _format(8, 24, (1, None), "int8", values=CT_VALUES, scales=SCALE, zeros=CT_ZEROS),
+    "gptq_int8": _format(8, 24, (1, 128), "int8", **GPTQ),
+    "gptq_v2_int8": _format(8, 24, (1, 128), "int8", **GPTQ_V2),
     "int4": Format(4, 16, (1, 128)),
     "int4z": Format(4, 20, (1, 128)),
-    "ct_packed_int4": _format(4, 32, (1, 128), "int4", values=CT_VALUES, scales=SCALE),
-    "ct_packed_int4z": _format(4, 36, (1, 128), "int4", values=CT_VALUES, scales=SCALE, zeros=CT_ZEROS),
-    "awq_int4": _format(4, 36, (1, 128), "int4", **AWQ),
-    "gptq_int4": _format(4, 36, (1, 128), "int4", **GPTQ),
-    "gptq_v2_int4": _format(4, 36, (1, 128), "int4", **GPTQ_V2),
-    "ct_packed_int4_ordered": _format(4, 32, (1, 128), "int4", values=CT_VALUES, scales=SCALE, **CT_ORDER),
-    "gptq_int4_ordered": _format(4, 36, (1, 128), "int4", **GPTQ, **GPTQ_ORDER),
-    "gptq_v2_int4_ordered": _format(4, 36, (1, 128), "int4", **GPTQ_V2, **GPTQ_ORDER),
-    "gptq_int8_ordered": _format(8, 40, (1, 128), "int8", **GPTQ, **GPTQ_ORDER),
-    "gptq_v2_int8_ordered": _format(8, 40, (1, 128), "int8", **GPTQ_V2, **GPTQ_ORDER),
+    "ct_packed_int4": _format(4, 16, (1, 128), "int4", values=CT_VALUES, scales=SCALE),
+    "ct_packed_int4z": _format(4, 20, (1, 128), "int4", values=CT_VALUES, scales=SCALE, zeros=CT_ZEROS),
+    "awq_int4": _format(4, 20, (1, 128), "int4", **AWQ),
+    "gptq_int4": _format(4, 20, (1, 128), "int4", **GPTQ),
+    "gptq_v2_int4": _format(4, 20, (1, 128), "int4", **GPTQ_V2),
+    "ct_packed_int4_ordered": _format(4, 16, (1, 128), "int4", values=CT_VALUES, scales=SCALE, **CT_ORDER),
+    "gptq_int4_ordered": _format(4, 20, (1, 128), "int4", **GPTQ, **GPTQ_ORDER),
+    "gptq_v2_int4_ordered": _format(4, 20, (1, 128), "int4", **GPTQ_V2, **GPTQ_ORDER),
+    "gptq_int8_ordered": _format(8, 24, (1, 128), "int8", **GPTQ, **GPTQ_ORDER),
+    "gptq_v2_int8_ordered": _format(8, 24, (1, 128), "int8", **GPTQ_V2, **GPTQ_ORDER),
     "mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_blocks", "u8", "bytes"), scales=Part("_scales", "u8")),
     "ct_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_packed", "u8", "bytes"), scales=Part("_scale", "u8")),
     "quark_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=FP4_VALUES, scales=Part("_scale", "u8")),

@@ -169,6 +169,6 @@ def test_what_cannot_run_is_refused_before_its_weights_are_fetched(tmp_path: Pat
         return tmp_path
 
     monkeypatch.setattr(hub, "download", download)
-    with pytest.raises(UnsupportedError, match=r"q_a_proj\.weight is stored as int4: a format of this name alone"):
+    with pytest.raises(UnsupportedError, match=r"q_a_proj\.weight is stored as int4: a format without parts"):
         LLMEngine(model="owner/name", kv_cache_memory=1 << 34, **{"model.fmt": "int4"})
     assert asked == [False], "config.json was read, and nothing else"

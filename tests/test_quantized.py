@@ -173,6 +173,7 @@ def mxfp4(suffix: str) -> Callable[[Tensor], tuple[Stored, Tensor]]:
 ALL = 1 << 20
 LAYOUTS = {
     "deepseek": Layout({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}, fp8((16, 32), "_scale_inv")),
+    "fp8 of transformers": Layout({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, fp8((ALL, ALL), "_scale_inv", "none"), (".activation_scale",)),
     "fp8 static": Layout({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, fp8((ALL, ALL), shape="none"), (".input_scale",)),
     "fbgemm": Layout({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}, fp8((1, ALL)), (".input_scale_ub",)),
     "FP8": Layout(compressed("float-quantized", type="float", strategy="tensor"), fp8((ALL, ALL), shape="one"), (".input_scale",)),
@@ -301,7 +302,8 @@ def test_scales_may_be_exponents(tmp_path: Path):
 def test_modules_that_the_file_has_plain_are_read_as_they_are(layout: str, tmp_path: Path):
     packed, plain = write("qwen3_moe", LAYOUTS[layout], tmp_path)
     stored, unpacked = load_file(packed / "model.safetensors"), load_file(plain / "model.safetensors")
-    for module in ("model.layers.1.self_attn.v_proj", "model.layers.2.self_attn.o_proj"):
+    experts = [f"model.layers.2.mlp.experts.{expert}.down_proj" for expert in range(16)]
+    for module in ("model.layers.1.self_attn.v_proj", "model.layers.2.self_attn.o_proj", *experts):
         for name in [name for name in stored if name.startswith(f"{module}.")]:
             del stored[name]
         stored[f"{module}.weight"] = unpacked[f"{module}.weight"]

@@ -20,7 +20,8 @@ from atom.dtypes import FORMATS
 from atom.errors import CheckpointError, UnsupportedError
 
 KEY = "quantization_config"
-INPUT_SCALES = ["*.input_scale", "*.input_global_scale"]  # of activations, which stay in the model's dtype
+# of activations, which stay in the model's dtype
+INPUTS = ["*.input_scale", "*.input_zero_point", "*.input_global_scale", "*.activation_scale"]
 CACHE_SCALES = ["*.k_scale", "*.v_scale", "*.kv_scale", "*.q_scale", "*.output_scale"]  # of fp8 entries
 
 
@@ -58,8 +59,9 @@ class Stated:
     """An object of config.json, read with types; a CheckpointError names what is malformed, an UnsupportedError what
     is not known."""
 
-    def __init__(self, values: Mapping[str, Any], at: str = KEY) -> None:
-        self.values, self.at = values, at
+    def __init__(self, values: Mapping[str, Any], at: str = KEY, names: Collection[str] = ()) -> None:
+        """names: of the checkpoint's tensors, where they are known"""
+        self.values, self.at, self.names = values, at, names
 
     def get(self, key: str, kind: type, what: str) -> Any:
         """A value of this type, None for null."""
@@ -119,7 +121,8 @@ class Stated:
         return value
 
     def unknown(self, key: str) -> UnsupportedError:
-        return UnsupportedError(f"{self.at}.{key}={json.dumps(self.values.get(key))} is not known yet")
+        value = json.dumps(self.values.get(key))
+        return UnsupportedError(f"{self.at}.{key}={value if len(value) < 100 else value[:99] + '…'} is not known yet")
 
 
 def check_pattern(pattern: Any, at: str, error: type[Exception]) -> None:
@@ -132,8 +135,9 @@ def check_pattern(pattern: Any, at: str, error: type[Exception]) -> None:
         raise error(f"{at}: {pattern} is no regular expression ({fault}); mend it") from None
 
 
-def read(hf: Mapping[str, Any]) -> Quantization:
-    """Read how a checkpoint's weights are stored from its config.json. UnsupportedError for what is not known."""
+def read(hf: Mapping[str, Any], names: Collection[str] = ()) -> Quantization:
+    """Read how a checkpoint's weights are stored from its config.json, and the names of its tensors where it leaves a
+    choice. UnsupportedError for what is not known."""
     stated = hf.get(KEY)
     if stated is not None and not isinstance(stated, dict):
         raise CheckpointError(f"{KEY}={json.dumps(stated)} in its config.json is not an object; mend it")
@@ -143,19 +147,23 @@ def read(hf: Mapping[str, Any]) -> Quantization:
     if not isinstance(method, str) or method not in READERS:
         hint = HINTS.get(str(method), f"known are {', '.join(READERS)}")
         raise UnsupportedError(f"{KEY}: a checkpoint quantized by {method} is not known yet; {hint}")
-    return READERS[method](Stated(stated))
+    return READERS[method](Stated(stated, names=names))
 
 
 def read_fp8(stated: Stated) -> Quantization:
     """DeepSeek-V3, Qwen3-…-FP8 (blocks, scales in weight_scale_inv), and one scale a tensor (weight_scale)."""
-    stated.check_keys(*KEYS, "fmt", "activation_scheme", "scale_fmt", "weight_block_size", "dequantize", "expert_dtype")
+    stated.check_keys(*KEYS, "fmt", "activation_scheme", "scale_fmt", "weight_block_size", "dequantize", "expert_dtype",
+                      "kv_cache_scheme", "export")  # fmt: skip
     stated.one_of("expert_dtype", "fp8", None)
-    stated.one_of("fmt", "e4m3", None)
+    stated.one_of("fmt", "e4m3", "float8_e4m3fn", None)
     stated.one_of("activation_scheme", "dynamic", "static", None)
     stated.one_of("scale_fmt", "ue8m0", "float", None)
-    has_blocks = stated.values.get("weight_block_size") is not None
-    fmt = f"fp8{stated.block('weight_block_size')}" if has_blocks else "ct_fp8[*, *]"
-    return Quantization(fmt, stated.patterns(*EXCEPTIONS), INPUT_SCALES + CACHE_SCALES)
+    fmt = "ct_fp8[*, *]"
+    if stated.values.get("weight_block_size") is not None:
+        fmt = f"fp8{stated.block('weight_block_size')}"
+    elif any(name.endswith(".weight_scale_inv") for name in stated.names):  # transformers writes these
+        fmt = "fp8[*, *]"
+    return Quantization(fmt, stated.patterns(*EXCEPTIONS), INPUTS + CACHE_SCALES)
 
 
 def read_fbgemm_fp8(stated: Stated) -> Quantization:
@@ -172,8 +180,8 @@ def read_mxfp4(stated: Stated) -> Quantization:
 
 def read_awq(stated: Stated) -> Quantization:
     """AutoAWQ's gemm; the other versions pack in orders of their own."""
-    stated.check_keys(*KEYS, "bits", "group_size", "zero_point", "version", "format", "desc_act", *MADE)
-    for key in ("version", "format"):
+    stated.check_keys(*KEYS, *GROUPED, "zero_point", "version")
+    for key in ("version", "format", "checkpoint_format"):
         if (stated.text(key) or "gemm").lower() != "gemm":
             raise stated.unknown(key)
     if stated.whole("bits", 4) != 4:
@@ -185,11 +193,13 @@ def read_awq(stated: Stated) -> Quantization:
 
 def read_gptq(stated: Stated) -> Quantization:
     """GPTQModel's and AutoGPTQ's, v1 (the default, zero points less 1) and v2."""
-    stated.check_keys(*KEYS, "bits", "group_size", "desc_act", "dynamic", "checkpoint_format", "format", *MADE)
+    stated.check_keys(*KEYS, *GROUPED, "dynamic")
     key = "checkpoint_format" if stated.values.get("checkpoint_format") else "format"  # transformers' name
     version = stated.one_of(key, "gptq", "gptq_v2", None) or "gptq"
     plain, formats = stated.patterns(*EXCEPTIONS), {}
-    for pattern, changes in (stated.get("dynamic", dict, "an object") or {}).items():  # GPTQModel's, first match
+    rules = stated.object("dynamic")  # GPTQModel's, first match
+    for pattern in rules.values if rules else ():
+        changes = rules.get(pattern, dict, "an object") if rules else None
         sign, expression = ("+:", pattern) if pattern[:2] not in ("+:", "-:") else (pattern[:2], pattern[2:])
         check_pattern(f"re:{expression}", f"{stated.at}.dynamic", CheckpointError)
         if sign == "-:":
@@ -207,6 +217,7 @@ def gptq_format(stated: Stated, version: str) -> str:
 
 
 def group_block(stated: Stated) -> str:
+    stated.one_of("data_type", "int", None)
     group = stated.whole("group_size", 128, or_all=True)
     return f"[1, {'*' if group == -1 else group}]"
 
@@ -228,13 +239,13 @@ def read_compressed_tensors(stated: Stated) -> Quantization:
         for target in group.patterns("targets") or ["Linear"]:
             if target == "Linear":
                 fmt = one
-            elif target[0].isupper():
+            elif target[:1].isupper():
                 raise UnsupportedError(f"{group.at}.targets: modules of class {target} are not known yet, Linear is")
             else:
                 formats[target] = one
     if fmt is None and not formats:
         raise UnsupportedError(f"{stated.at} of compressed-tensors has no config_groups")
-    unread = [*INPUT_SCALES, *CACHE_SCALES, "*.weight_shape"]
+    unread = [*INPUTS, *CACHE_SCALES, "*.weight_shape"]
     return Quantization(fmt, stated.patterns(*EXCEPTIONS), unread, formats)
 
 
@@ -280,8 +291,10 @@ def read_modelopt(stated: Stated) -> Quantization:
                       "producer", "config_groups")  # fmt: skip
     algorithm = stated.one_of("quant_algo", *fmt)
     assert algorithm is not None, "one_of refuses null"
+    if fmt[algorithm] == "modelopt_nvfp4" and stated.whole("group_size", 16) != 16:
+        raise stated.unknown("group_size")
     plain = stated.patterns("ignore", "exclude_modules", *EXCEPTIONS)
-    return Quantization(fmt[algorithm], plain, INPUT_SCALES + CACHE_SCALES)
+    return Quantization(fmt[algorithm], plain, INPUTS + CACHE_SCALES)
 
 
 def read_quark(stated: Stated) -> Quantization:
@@ -297,12 +310,14 @@ def read_quark(stated: Stated) -> Quantization:
         check_pattern(pattern, f"{stated.at}.layer_quant_config", CheckpointError)
         one = quark_format(layers.object(pattern)) if layers else None
         plain, formats = ([*plain, pattern], formats) if one is None else (plain, {**formats, pattern: one})
-    unread = INPUT_SCALES + CACHE_SCALES
+    unread = INPUTS + CACHE_SCALES
     return Quantization(quark_format(stated.object("global_quant_config")), plain, unread, formats)
 
 
 def quark_format(config: Stated | None) -> str | None:
     """The format of a config's weights, None for plain ones."""
+    if config is not None and isinstance(config.values.get("weight"), list):  # scales of scales
+        raise config.unknown("weight")
     weight = config.object("weight") if config else None
     if weight is None:
         return None
@@ -320,12 +335,16 @@ QUARK: dict[tuple[str | None, str | None], str] = {
     ("int8", "per_channel"): "ct_int8[1, *]",
     ("fp4", "per_group"): "quark_mxfp4",
 }
-MADE = (  # how values were found, which their meaning does not depend on
-    "sym", "lm_head", "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "model_name_or_path",
-    "model_file_base_name", "meta", "pack_dtype", "tokenizer", "dataset", "batch_size", "use_exllama", "exllama_config",
-    "disable_exllama", "max_input_length", "cache_block_outputs", "model_seqlen", "block_name_to_quantize", "mse",
-    "module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id",
-    "act_group_aware", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "use_cuda_fp16", "quantizer", "uri", "backend",
+GROUPED = (  # of AWQ and GPTQ; behind the first five, how values were found, which is not needed to unpack them
+    "bits", "group_size", "desc_act", "checkpoint_format", "format",
+    "sym", "method", "data_type", "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "mse",
+    "uri", "model_name_or_path", "model_file_base_name", "meta", "pack_dtype", "tokenizer", "dataset", "batch_size",
+    "backend", "use_exllama", "exllama_config", "disable_exllama", "max_input_length", "cache_block_outputs", "model_seqlen",
+    "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id",
+    "act_group_aware", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "use_cuda_fp16", "quantizer", "hyb_act",
+    "autoround_version", "iters", "lr", "minmax_lr", "nsamples", "seqlen", "enable_quanted_input",
+    "enable_minmax_tuning", "low_gpu_mem_usage", "gradient_accumulate_steps", "amp", "scale_dtype", "packing_format",
+    "to_quant_block_names",
 )  # fmt: skip
 EXCEPTIONS = ("modules_to_not_convert", "ignored_layers", "ignore")
 KEYS = ("quant_method", *EXCEPTIONS)

@@ -299,7 +299,7 @@ def derive_format(config: Config, names: Collection[str]) -> Quantization:
     if fmt in (None, "none"):
         return Quantization(plain=plain)
     try:
-        read = quantization.read(config.hf)
+        read = quantization.read(config.hf, names)
     except UnsupportedError:
         if fmt == "auto":
             raise
@@ -310,7 +310,10 @@ def derive_format(config: Config, names: Collection[str]) -> Quantization:
         ) from None
     plain = list(dict.fromkeys([*read.plain, *quantization.find_plain(names, read), *plain]))
     if fmt == "auto":
-        return replace(read, plain=plain, formats=read.formats | config.model.formats)
+        own = config.model.formats  # which go first
+        return replace(
+            read, plain=plain, formats=own | {key: read.formats[key] for key in read.formats if key not in own}
+        )
     if not is_format(fmt):
         raise unknown_format("model.fmt", fmt)
     return replace(read, fmt=fmt, plain=plain, formats=config.model.formats)

@@ -104,7 +104,7 @@ def required(value: Any) -> Any:
 
 def stored_format(name: str, model: ModelConfig) -> str | None:
     """The stored format of a tensor, None for a plain one."""
-    module = name.removesuffix(".weight")
+    module = name.removesuffix(".weight").replace("{expert}", "0")  # all experts of a layer are stored alike
     if any(matches(module, pattern) for pattern in model.plain):
         return None
     return next((fmt for pattern, fmt in model.formats.items() if matches(module, pattern)), model.fmt)

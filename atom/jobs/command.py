@@ -74,8 +74,8 @@ def do_job(overrides: Sequence[str], dirs: Sequence[str], *, is_sweep: bool) -> 
         about = {name: getattr(config, name) for name in ("dtype", "device", "level")}
         about |= {"model": config.model.name, "job": config.job.kind, "atom-run": atom.__version__}
         if write_recipe(config.job.save_recipe, rewrite(overrides, config_dirs=dirs), about):
-            told = f"{config.job.save_recipe} is without {SECRET}, as others may read it; {SECRET}=@FILE would stay"
-            print(f"atom-run: {told}", file=sys.stderr)
+            line = f"{config.job.save_recipe} is without {SECRET}, as others may read it; {SECRET}=@FILE would stay"
+            print(f"atom-run: {line}", file=sys.stderr)
     name = config.job.objective
     if name is None:
         return job.run(config), None

@@ -99,7 +99,7 @@ def refuse_packed(graph: Graph) -> None:
         if recipe.type.fmt is not None:
             leaf = next(leaves(recipe))
             stored = f"{leaf.name} is stored as {leaf.type.fmt}"
-            raise UnsupportedError(f"{stored}: a format of this name alone cannot be run, job=explain counts its bytes")
+            raise UnsupportedError(f"{stored}: a format without parts cannot be run, job=explain counts its bytes")
 
 
 def num_bytes(graph: Graph) -> int:

@@ -211,6 +211,10 @@ QUARK = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}
         ({}, None),
         ({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 64]}, "fp8[128, 64]"),
         ({"quant_method": "fp8", "weight_block_size": None}, "ct_fp8[*, *]"),
+        ({"quant_method": "fp8", "fmt": "float8_e4m3fn", "weight_block_size": [128, 128]}, "fp8[128, 128]"),  # MiniMax-M2
+        ({"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"}, "ct_fp8[*, *]"),
+        ({"quant_method": "awq", "bits": 4, "checkpoint_format": "gemm", "pack_dtype": "int32", "desc_act": False}, "awq_int4[1, 128]"),
+        ({"quant_method": "gptq", "method": "gptq", "hyb_act": True, "autoround_version": "0.5"}, "gptq_int4[1, 128]"),
         ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "ct_fp8[1, *]"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "ct_fp8[*, *]"),
         ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "ct_fp8[1, *]"),
@@ -292,6 +296,8 @@ def test_modules_that_an_index_has_plain_are_plain(write: Write):
     plain = load([f"checkpoint={folder}"]).model.plain
     assert plain == ["model.layers.5.mlp.up_proj", "re:lm_head$", r"re:model\.layers\.[0-9]+\.mlp\.gate$"]
     assert load([f"checkpoint={folder}", "model.fmt=none"]).model.plain == []
+    stated = {"quant_method": "fp8", "activation_scheme": "static"}  # one scale a tensor, as transformers names it
+    assert load([f"checkpoint={write(quantization_config=stated)}"]).model.fmt == "fp8[*, *]"
 
 
 def test_modules_may_have_formats_of_their_own(write: Write):
@@ -347,6 +353,10 @@ def test_the_weights_that_are_stored_plain_are_read_too(write: Write, key: str):
         (compressed(), "config_groups.group_0.weights: int4 is not known yet"),
         (compressed("pack-quantized", actorder="rows"), 'weights.actorder="rows" is not known yet'),
         ({"quant_method": "fp8", "weights": "e4m3"}, 'quantization_config.weights="e4m3" is not known yet'),
+        ({"quant_method": "gptq", "lm_head": True}, "quantization_config.lm_head=true is not known yet"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": [{"dtype": "fp4"}]}}, "global_quant_config.weight=.* is not known yet"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "quantization_config.group_size=32 is not known yet"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "layers": {"x" * 50: 1, "y" * 50: 2}}, "layers=.{99}… is not known yet"),
         ({"quant_method": "awq", "group": 64}, "quantization_config.group=64 is not known yet"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "pre_quant_scale": True}, "quantization_config.pre_quant_scale=true is not known yet"),
         ({**compressed(), "transform_config": {"config_groups": {"u": {}}}}, "quantization_config.transform_config=.* is not known yet"),
@@ -376,6 +386,7 @@ def test_a_stored_format_that_is_not_known_is_one_line(write: Write, stated: dic
         (compressed(group_size=None), "config_groups.group_0.weights.group_size=null in its config.json is no whole number from 1"),
         (compressed(strategy=["group"]), r'config_groups.group_0.weights.strategy=\["group"\] in its config.json is not a string'),
         (compressed(strategy="block"), "config_groups.group_0.weights.block_structure=null in its config.json is not two"),
+        ({"quant_method": "gptq", "dynamic": {"+:x": 5}}, r"dynamic.\+:x=5 in its config.json is not an object"),
         ({"quant_method": "fp8", "ignore": ["re:(("]}, r"quantization_config.ignore: re:\(\( is no regular expression"),
         ({"quant_method": "fp8", "modules_to_not_convert": [3]}, "quantization_config.modules_to_not_convert: 3 is not a string"),
         ({"quant_method": "fp8", "modules_to_not_convert": "self_attn"}, 'modules_to_not_convert="self_attn" in its config.json is not a list'),

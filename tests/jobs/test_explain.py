@@ -539,7 +539,7 @@ def test_running_weights_in_a_stored_format_is_refused(run: Any, published: Any)
     assert (code, out) == (2, "")
     assert err == (
         "atom-run: UnsupportedError: model.layers.0.self_attn.q_a_proj.weight is stored as int4: "
-        "a format of this name alone cannot be run, job=explain counts its bytes\n"
+        "a format without parts cannot be run, job=explain counts its bytes\n"
     )
 
 

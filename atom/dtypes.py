@@ -92,7 +92,7 @@ GPTQ_ORDER, CT_ORDER = {"groups": Part(".g_idx", "i32", "columns")}, {"groups": 
 FP4_VALUES, FP4_SCALE = Part("", "u8", "bytes"), Part("_scale", "fp8_e4m3")
 
 # name -> bits of an element, bits of a scale, block where none is stated, kind, parts. Formats without parts can be
-# counted, not run. The names of parts are those of DeepSeek-V3 (fp8), compressed-tensors and others of its names (ct_…),
+# counted, not run. Names of parts are those of DeepSeek-V3 (fp8), compressed-tensors and others of its names (ct_…),
 # gpt-oss (mxfp4), AWQ's gemm and GPTQ
 FORMATS: dict[str, Format] = {
     "fp8": _format(8, 32, (None, None), "scaled", values=FP8, scales=Part("_scale_inv", "fp32")),

@@ -341,8 +341,8 @@ GROUPED = (  # of AWQ and GPTQ; behind the first five, how values were found, wh
     "uri", "model_name_or_path", "model_file_base_name", "meta", "pack_dtype", "tokenizer", "dataset", "batch_size",
     "backend", "use_exllama", "exllama_config", "disable_exllama", "max_input_length", "cache_block_outputs",
     "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize",
-    "pad_token_id", "act_group_aware", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "use_cuda_fp16", "quantizer", "hyb_act",
-    "autoround_version", "iters", "lr", "minmax_lr", "nsamples", "seqlen", "enable_quanted_input",
+    "pad_token_id", "act_group_aware", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "use_cuda_fp16", "quantizer",
+    "hyb_act", "autoround_version", "iters", "lr", "minmax_lr", "nsamples", "seqlen", "enable_quanted_input",
     "enable_minmax_tuning", "low_gpu_mem_usage", "gradient_accumulate_steps", "amp", "scale_dtype", "packing_format",
     "to_quant_block_names",
 )  # fmt: skip

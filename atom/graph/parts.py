@@ -19,7 +19,7 @@ from atom.dtypes import Part
 from atom.errors import UnsupportedError
 from atom.graph import formats
 from atom.graph.formats import FormatError, block_of, parse_format
-from atom.graph.recipes import Cat, Recipe, Repack, Slice, Stack, Transpose, W, is_of_blocks, leaves
+from atom.graph.recipes import Cat, Recipe, Repack, Slice, Stack, Transpose, W, is_of_blocks, leaves, narrow
 from atom.graph.types import Type
 
 
@@ -79,7 +79,10 @@ def _sliced(part: Recipe, of: Slice, kind: Part, size: int) -> Recipe:
         return part
     if kind.holds == "elements":
         return replace(of, part=part)
-    return Slice(part, of.start // size, -(-of.stop // size), of.dim, of.step)
+    first, last = of.start // size, -(-of.stop // size)
+    if isinstance(part, Repack) and of.step == 1:  # no more of the words than that
+        return narrow(part, first, last, of.dim)
+    return Slice(part, first, last, of.dim, of.step)
 
 
 def cuts_blocks(recipe: Slice) -> bool:

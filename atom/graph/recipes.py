@@ -371,9 +371,23 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
             return narrow(Cat(tuple(map(Dequantize, packed.parts)), packed.dim), start, stop, dim)
         if isinstance(packed, Stack):
             return narrow(replace(packed, part=Dequantize(packed.part)), start, stop, dim)
+    if isinstance(recipe, Repack) and dim == 0 and (words := _words_of_rows(recipe, start, stop)) is not None:
+        shape = (stop - start, *recipe.type.shape[1:])
+        return replace(recipe, part=words, type=replace(recipe.type, shape=shape))
     if isinstance(recipe, Slice | Shift | Shuffle):
         return replace(recipe, part=narrow(recipe.part, start, stop, dim))
     return Slice(recipe, start, stop, dim)
+
+
+def _words_of_rows(recipe: Repack, start: int, stop: int) -> Recipe | None:
+    """The words of a range of rows alone; None where the range cuts words."""
+    holds_values, per_word = len(recipe.type.shape) > len(recipe.part.type.shape), 32 // recipe.bits
+    dim = 0 if recipe.words in ("columns", "rows") else 1
+    if recipe.words == "columns" or (recipe.words.startswith("gptq") and holds_values):
+        return narrow(recipe.part, start, stop, dim)
+    if start % per_word or (stop % per_word and stop != recipe.type.shape[0]):
+        return None
+    return narrow(recipe.part, start // per_word, -(-stop // per_word), dim)
 
 
 def is_of_blocks(recipe: Recipe, start: int, stop: int, dim: int) -> bool:

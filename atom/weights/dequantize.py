@@ -31,11 +31,28 @@ def unpack(fmt: str, parts: Mapping[str, Tensor]) -> Tensor:
 
 def unpack_scaled(values: Tensor, scales: Tensor, block: tuple[int | None, int | None]) -> Tensor:
     """values fp8 or i8[..., O, I], scales fp32[..., ⌈O / rows⌉, ⌈I / columns⌉] -> fp32[..., O, I]"""
-    unpacked = values.float()
-    for dim, size in zip((-2, -1), block, strict=True):
-        if size is not None and size > 1:
-            scales = scales.repeat_interleave(size, dim).narrow(dim, 0, values.shape[dim])
-    return unpacked.mul_(scales)
+    unpacked, (rows, columns) = _floats(values), values.shape[-2:]
+    down, across = (size or dim for size, dim in zip(block, (rows, columns), strict=True))
+    if rows % down or columns % across:
+        scales = scales.repeat_interleave(down, -2)[..., :rows, :].repeat_interleave(across, -1)[..., :columns]
+        return unpacked.mul_(scales)
+    blocks = unpacked.view(*values.shape[:-2], rows // down, down, columns // across, across)
+    blocks.mul_(scales[..., :, None, :, None])
+    return unpacked
+
+
+def _floats(values: Tensor) -> Tensor:
+    """As float32; fp8 by its bits, which is several times as fast as torch's conversion on a CPU.
+
+    Sign, exponent and mantissa of e4m3 are those of a bf16 of 2^-120 times the value. Its NaN, which no weight is, is 480.
+    """
+    if values.dtype != torch.float8_e4m3fn:
+        return values.float()
+    bits = values.contiguous().view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(SIGN_AND_NUMBER)
+    return bits.view(torch.bfloat16).float().mul_(2.0**120)
+
+
+SIGN_AND_NUMBER = -0x7810  # 0x87F0: what is left of the sign's extension to 16 bits
 
 
 def unpack_mxfp4(values: Tensor, scales: Tensor) -> Tensor:
@@ -43,14 +60,14 @@ def unpack_mxfp4(values: Tensor, scales: Tensor) -> Tensor:
 
     A scale is an exponent of 2, plus 127.
     """
-    return torch.ldexp(unpack_fp4(values), scales.int().unsqueeze(-1) - 127).flatten(-2)
+    return unpack_fp4(values).mul_(torch.exp2(scales.float() - 127).unsqueeze(-1)).flatten(-2)
 
 
 def unpack_nvfp4(values: Tensor, scales: Tensor, factor: Tensor | None = None, divisor: Tensor | None = None) -> Tensor:
     """values u8[..., B, 8], scales fp8[..., B] -> fp32[..., 16 B], times the tensor's factor or by its divisor"""
     factor = factor if divisor is None else divisor.reciprocal()
     assert factor is not None, "a format has one of them"
-    return (unpack_fp4(values) * (scales.float() * factor).unsqueeze(-1)).flatten(-2)
+    return unpack_fp4(values).mul_((scales.float() * factor).unsqueeze(-1)).flatten(-2)
 
 
 def unpack_fp4(values: Tensor) -> Tensor:
@@ -78,25 +95,29 @@ def unpack_integers(
 def repack(words: Tensor, how: str, bits: int, shape: Sequence[int]) -> Tensor:
     """The numbers in int32 words as u8 of this shape, see `graph.recipes.Repack`."""
     holds_values = len(shape) > words.dim()
-    numbers = words.unsqueeze(-1) >> torch.arange(0, 32, bits, dtype=torch.int32)  # [..., R, C, numbers a word]
-    if how == "awq" and bits == 4:
-        numbers = numbers[..., torch.tensor((0, 4, 1, 5, 2, 6, 3, 7))]
+    numbers = words.contiguous().view(torch.uint8)
+    if how == "columns" and holds_values:
+        return numbers[..., : shape[-2] * shape[-1]].reshape(*shape)
+    if bits == 4:
+        numbers = torch.stack((numbers & 15, numbers >> 4), -1)
+    numbers = numbers.view(*words.shape, 32 // bits)
+    if how == "awq":
+        numbers = numbers.index_select(-1, torch.tensor(AWQ))
     along_rows = how == "rows" or (how.startswith("gptq") and holds_values)
     numbers = numbers.movedim(-1, -2).flatten(-3, -2) if along_rows else numbers.flatten(-2)
     if how == "gptq_minus_1":
-        numbers = numbers + 1
-    numbers = (numbers & ((1 << bits) - 1)).to(torch.uint8)
+        numbers = numbers + 1 & (1 << bits) - 1
     if how not in ("columns", "rows"):
         numbers = numbers.mT
     if not holds_values:
         return numbers[..., : shape[-2], : shape[-1]]
-    columns = shape[-2] * shape[-1] * 8 // bits
-    numbers = numbers[..., : shape[-3], :columns]
+    numbers = numbers[..., : shape[-3], : shape[-2] * shape[-1] * 8 // bits]
     if bits == 4:
         numbers = numbers[..., ::2] | numbers[..., 1::2] << 4
     return numbers.reshape(*shape)
 
 
+AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of 8 columns in a word
 UNPACK: dict[str, Callable[..., Tensor]] = {
     "scaled": unpack_scaled,
     "int4": partial(unpack_integers, bits=4),

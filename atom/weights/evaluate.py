@@ -8,6 +8,7 @@ for part, target in split_recipe(recipe, tensor):
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from atom.checkpoint import Checkpoint
 from atom.errors import UnsupportedError
 from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Repack, Shift, Slice, Stack, Transpose, W
+from atom.graph.formats import block_of
 from atom.graph.parts import cuts_blocks, parts_of
 from atom.graph.recipes import narrow
 from atom.weights.dequantize import repack, unpack
@@ -24,11 +26,15 @@ from atom.weights.dequantize import repack, unpack
 Loaded = Tensor | list[Tensor]  # of a recipe; a list: one tensor per expert, each in a kernel's own layout
 
 
+AT_ONCE = 1 << 20  # elements
+WORD = 8  # rows at most that share int32 words
+
+
 def split_recipe(recipe: Recipe, tensor: Tensor) -> Iterator[tuple[Recipe, Tensor]]:
     """Split a recipe at its joins: each part, with its target, the view of the tensor that it fills."""
     if isinstance(recipe, Dequantize):
         for packed, target in split_recipe(recipe.part, tensor):
-            yield Dequantize(packed), target
+            yield from _split_rows(Dequantize(packed), target)
     elif isinstance(recipe, Cat):
         start = 0
         for part in recipe.parts:
@@ -43,6 +49,17 @@ def split_recipe(recipe: Recipe, tensor: Tensor) -> Iterator[tuple[Recipe, Tenso
             yield narrow(recipe, expert, expert + 1), tensor[expert : expert + 1]
     else:
         yield recipe, tensor
+
+
+def _split_rows(recipe: Dequantize, tensor: Tensor) -> Iterator[tuple[Recipe, Tensor]]:
+    """Split a matrix by rows, in whole blocks and words, so that what is dequantized at once stays in a CPU's cache."""
+    if len(recipe.type.shape) != 2 or not tensor.numel():
+        yield recipe, tensor
+        return
+    step = math.lcm(block_of(recipe.part.type)[0], WORD)
+    for start in range(0, len(tensor), rows := max(AT_ONCE // tensor.shape[1] // step * step, step)):
+        stop = min(start + rows, len(tensor))
+        yield narrow(recipe, start, stop), tensor[start:stop]
 
 
 def copy(recipe: Recipe, target: Tensor, view_of: Callable[[Recipe], Tensor]) -> None:

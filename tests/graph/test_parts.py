@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from atom.errors import UnsupportedError
-from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Shift, Slice, Stack, Transpose, Type, W
+from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Repack, Shift, Slice, Stack, Transpose, Type, W
 from atom.graph.parts import has_parts, parts_of, stored_tensors
 from atom.graph.recipes import leaves, narrow
 
@@ -165,6 +165,33 @@ def test_slices_of_every_format_are_those_of_what_is_unpacked(fmt: str, make: Ca
                 start,
                 stop,
             )
+
+
+@pytest.mark.parametrize(
+    ("words", "stored", "rows", "expected"),
+    [
+        ("columns", (40, 8), (3, 8), Slice(W("w", Type("i32", (40, 8))), 3, 8)),
+        ("awq", (64, 5), (8, 24), Slice(W("w", Type("i32", (64, 5))), 1, 3, 1)),
+        ("awq", (64, 5), (4, 24), None),
+        ("gptq", (8, 40), (3, 8), Slice(W("w", Type("i32", (8, 40))), 3, 8, 1)),
+    ],
+)
+def test_rows_of_repacked_values_are_of_those_words_alone(
+    words: str, stored: tuple[int, ...], rows: tuple[int, int], expected: Recipe | None
+):
+    whole = Repack(W("w", Type("i32", stored)), words, 4, Type("u8", (40, 2, 16)))
+    part = narrow(whole, *rows)
+    assert (
+        part == Slice(whole, *rows)
+        if expected is None
+        else Repack(expected, words, 4, Type("u8", (rows[1] - rows[0], 2, 16)))
+    )
+
+
+def test_zero_points_are_cut_between_words_alone():
+    whole = Repack(W("z", Type("i32", (5, 8))), "rows", 4, Type("u8", (40, 8)))
+    assert narrow(whole, 8, 40) == Repack(Slice(whole.part, 1, 5), "rows", 4, Type("u8", (32, 8)))
+    assert narrow(whole, 3, 40) == Slice(whole, 3, 40)
 
 
 def weight_of(fmt: str) -> Callable[[str], W]:

@@ -1,0 +1,31 @@
+"""Numbers of packed weights, against torch's own conversions and the formats' definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from atom.weights.dequantize import unpack
+
+
+def test_every_fp8_is_what_torch_makes_of_it():
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    expected = values.float()
+    is_number = ~expected.isnan()
+    unpacked = unpack("ct_fp8[1, *]", {"values": values.unsqueeze(0), "scales": torch.ones(1, 1)})[0]
+    assert is_number.sum() == 254
+    assert torch.equal(unpacked[is_number], expected[is_number])
+    assert torch.equal(unpacked[is_number].signbit(), expected[is_number].signbit()), "minus zero too"
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 126, 127, 128, 250])
+def test_every_mxfp4_is_its_element_times_a_power_of_2(exponent: int):
+    elements = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]  # OCP MX v1.0
+    values = torch.tensor([low | high << 4 for low in range(16) for high in range(16)], dtype=torch.uint8).view(
+        1, 16, 16
+    )
+    unpacked = unpack("mxfp4", {"values": values, "scales": torch.full((1, 16), exponent, dtype=torch.uint8)})
+    expected = [
+        elements[number] * 2.0 ** (exponent - 127) for low in range(16) for high in range(16) for number in (low, high)
+    ]
+    assert unpacked[0].tolist() == expected

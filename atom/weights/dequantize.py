@@ -44,7 +44,7 @@ def unpack_scaled(values: Tensor, scales: Tensor, block: tuple[int | None, int |
 def _floats(values: Tensor) -> Tensor:
     """As float32; fp8 by its bits, which is several times as fast as torch's conversion on a CPU.
 
-    Sign, exponent and mantissa of e4m3 are those of a bf16 of 2^-120 times the value. Its NaN, which no weight is, is 480.
+    e4m3 has the bits of a bf16 of 2^-120 times its value. Its NaN, which no weight is, becomes 480.
     """
     if values.dtype != torch.float8_e4m3fn:
         return values.float()

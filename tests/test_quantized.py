@@ -226,6 +226,15 @@ def write(variant: str, layout: Layout, folder: Path) -> tuple[Path, Path]:
     return packed, plain
 
 
+def assert_same_as(plain: Path, packed: Path, level: int) -> None:
+    """The logits of a packed checkpoint are those of the plain one."""
+    engine, tokens = open_engine(packed, level), tiny.prompt(20)
+    try:
+        assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(plain), tokens))
+    finally:
+        engine.close()
+
+
 def open_engine(folder: Path, level: int) -> LLMEngine:
     return LLMEngine(model=str(folder), dtype="fp32", level=level, kv_cache_memory=1 << 22)
 
@@ -291,11 +300,7 @@ def test_scales_may_be_exponents(tmp_path: Path):
         stored[name] = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
     save_file(stored, packed / "model.safetensors", {"format": "pt"})
     save_file(unpacked, plain / "model.safetensors", {"format": "pt"})
-    engine, tokens = open_engine(packed, 0), tiny.prompt(20)
-    try:
-        assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(plain), tokens))
-    finally:
-        engine.close()
+    assert_same_as(plain, packed, level=0)
 
 
 @pytest.mark.parametrize("layout", ["deepseek", "W4A16", "awq"])
@@ -308,8 +313,4 @@ def test_modules_that_the_file_has_plain_are_read_as_they_are(layout: str, tmp_p
             del stored[name]
         stored[f"{module}.weight"] = unpacked[f"{module}.weight"]
     save_file(stored, packed / "model.safetensors", {"format": "pt"})
-    engine, tokens = open_engine(packed, 1), tiny.prompt(20)
-    try:
-        assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(plain), tokens))
-    finally:
-        engine.close()
+    assert_same_as(plain, packed, level=1)

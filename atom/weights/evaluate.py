@@ -53,7 +53,8 @@ def split_recipe(recipe: Recipe, tensor: Tensor) -> Iterator[tuple[Recipe, Tenso
 
 def _split_rows(recipe: Dequantize, tensor: Tensor) -> Iterator[tuple[Recipe, Tensor]]:
     """Split a matrix by rows, in whole blocks and words, so that what is dequantized at once stays in a CPU's cache."""
-    if len(recipe.type.shape) != 2 or not tensor.numel():
+    is_cut = isinstance(recipe.part, Slice) and cuts_blocks(recipe.part)  # each range would dequantize the whole
+    if len(recipe.type.shape) != 2 or not tensor.numel() or is_cut:
         yield recipe, tensor
         return
     step = math.lcm(block_of(recipe.part.type)[0], WORD)

@@ -5,10 +5,13 @@ engine = open_engine(load(["checkpoint=/models/qwen3"]), SilentProgress())
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+
+from torch import Tensor
 
 from atom import weights
 from atom.cache import Cache
@@ -16,8 +19,9 @@ from atom.checkpoint import Checkpoint, Progress, stop_ids
 from atom.compiler import Compiled, compile_model
 from atom.config import Config, ModelConfig
 from atom.config.checkpoint import is_here, open_for
+from atom.errors import CheckpointError
 from atom.gc_utils import no_collection
-from atom.graph import Graph, Recipe
+from atom.graph import Graph, Recipe, W
 from atom.kernels import find_tuner
 from atom.runtime import memory
 from atom.runtime.engine import Engine
@@ -52,6 +56,8 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
     scheduler = Scheduler(cache, limits_of(config), runner.run_ahead)
     print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
+    if serve.kv_cache_dtype == "fp8_e4m3" and "k_scale" not in config.model.weights:
+        print("atom-run: kv scales: the checkpoint has none, 1.0 is used", file=sys.stderr)
     if text := _describe_sampling(config):
         print(f"atom-run: {text}", file=sys.stderr)
     return Engine(
@@ -103,13 +109,31 @@ def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:
     """Check the checkpoint's tensors against the graph, unless weights are random."""
     if not config.load_dummy:
         weights.check(graph, checkpoint.tensors, [*config.model.ignore, *mtp_patterns(config.model)])
+        weights.check_order(graph, checkpoint)
 
 
 def load_weights(graph: Graph, checkpoint: Checkpoint, config: Config, progress: Progress) -> dict[Recipe, Loaded]:
     """Load the tensors of the graph's recipes, stored or random."""
     if config.load_dummy:
         return weights.load_dummy(graph.recipes(), config.seed, config.device)
-    return weights.load(graph.recipes(), checkpoint, progress, config.device)
+    assert config.cache is not None, "config.load resolves it"
+    cache = Cache(Path(config.cache))
+    tensors = weights.load(graph.recipes(), checkpoint, progress, config.device, cache)
+    for line in cache.warnings:
+        print(f"atom-run: {line}", file=sys.stderr)
+    check_kv_scales(tensors, config.model)
+    return tensors
+
+
+def check_kv_scales(tensors: Mapping[Recipe, Loaded], model: ModelConfig) -> None:
+    """Check that scales of keys and values are numbers above 0."""
+    names = [model.weights[role] for role in ("k_scale", "v_scale") if role in model.weights]
+    scales = {name.replace("{layer}", str(layer)) for name in names for layer in range(model.layers)}
+    for recipe, tensor in tensors.items():
+        if isinstance(recipe, W) and recipe.name in scales:
+            assert isinstance(tensor, Tensor), "only experts are lists"
+            if not 0 < (value := tensor.item()) < math.inf:
+                raise CheckpointError(f"tensor {recipe.name} is {value:g}; a scale is a number above 0")
 
 
 def mtp_patterns(model: ModelConfig) -> Sequence[str]:

@@ -52,7 +52,7 @@ class Part(NamedTuple):
     suffix: str  # put behind the weight's name; one that begins with a dot is put in place of .weight
     dtype: str
     holds: str = "blocks"  # one entry per: blocks, elements, bytes of a block, columns, tensor
-    words: str = ""  # how the file packs them into int32 words, see `atom.graph.recipes.Repack`; "": as they are
+    words: str = ""  # how the file packs them into words or blocks, see `atom.graph.recipes.Repack`; "": as they are
     is_transposed: bool = False  # the file has [..., I, O]
 
 
@@ -62,8 +62,8 @@ class Format(NamedTuple):
     bits: int  # an element
     scale_bits: int  # a block's scale, and its zero point if it has one
     block: tuple[int | None, int | None]  # rows and columns; None: all
-    kind: str = ""  # how its parts become numbers, see `atom.weights.dequantize`; "": it cannot be run yet
-    parts: Mapping[str, Part] = MappingProxyType({})  # values, scales, zeros; none: their names are not known yet
+    kind: str = ""  # how its parts become numbers, see `atom.graph.unpack`; "": it cannot be run yet
+    parts: Mapping[str, Part] = MappingProxyType({})  # values, scales, zeros, mins; none: their names are not known yet
 
     @property
     def is_whole(self) -> bool:
@@ -80,6 +80,14 @@ def _format(bits: int, scale_bits: int, block: tuple[int | None, int | None], ki
     return Format(bits, scale_bits, block, kind, MappingProxyType(parts))
 
 
+# what `quant.fmt` and the like may name, and the format that it means; a block may stand behind the name
+ONLINE = {
+    "fp8": "fp8[1, *]",
+    "fp8_block": "fp8[128, 128]",
+    "int8": "int8[1, *]",
+    "int4": "int4[1, 128]",
+    "mxfp4": "mxfp4",
+}
 FP8, INT8 = Part("", "fp8_e4m3", "elements"), Part("", "i8", "elements")
 SCALE = Part("_scale", "fp32")
 CT_VALUES, CT_ZEROS = Part("_packed", "u8", "bytes", "columns"), Part("_zero_point", "u8", words="rows")
@@ -89,22 +97,24 @@ GPTQ_V2 = {"values": Part(".qweight", "u8", "bytes", "gptq"), "zeros": Part(".qz
            "scales": AWQ["scales"]}  # fmt: skip
 GPTQ = {**GPTQ_V2, "zeros": Part(".qzeros", "u8", words="gptq_minus_1")}
 GPTQ_ORDER, CT_ORDER = {"groups": Part(".g_idx", "i32", "columns")}, {"groups": Part("_g_idx", "i32", "columns")}
+GGUF_SCALE, GGUF_MIN = Part("", "fp16", words="block_scales"), Part("", "fp16", words="block_mins")
+GGUF_PAIRS, GGUF_BYTES = Part("", "u8", "bytes", "block_pairs"), Part("", "u8", "bytes", "block_bytes")
 FP4_VALUES, FP4_SCALE = Part("", "u8", "bytes"), Part("_scale", "fp8_e4m3")
 
 # name -> bits of an element, bits of a scale, block where none is stated, kind, parts. Formats without parts can be
 # counted, not run. Names of parts are those of DeepSeek-V3 (fp8), compressed-tensors and others of its names (ct_…),
-# gpt-oss (mxfp4), AWQ's gemm and GPTQ
+# gpt-oss (mxfp4), AWQ's gemm, GPTQ, and the types of GGUF, whose parts are in one tensor of blocks
 FORMATS: dict[str, Format] = {
     "fp8": _format(8, 32, (None, None), "scaled", values=FP8, scales=Part("_scale_inv", "fp32")),
     "ct_fp8": _format(8, 32, (None, None), "scaled", values=FP8, scales=SCALE),
-    "int8": Format(8, 16, (1, None)),
+    "int8": _format(8, 32, (1, None), "scaled", values=INT8, scales=SCALE),
     "int8z": Format(8, 24, (1, 128)),  # with a zero point a block
     "ct_int8": _format(8, 32, (1, None), "scaled", values=INT8, scales=SCALE),
     "ct_packed_int8": _format(8, 16, (1, None), "int8", values=CT_VALUES, scales=SCALE),
     "ct_packed_int8z": _format(8, 24, (1, None), "int8", values=CT_VALUES, scales=SCALE, zeros=CT_ZEROS),
     "gptq_int8": _format(8, 24, (1, 128), "int8", **GPTQ),
     "gptq_v2_int8": _format(8, 24, (1, 128), "int8", **GPTQ_V2),
-    "int4": Format(4, 16, (1, 128)),
+    "int4": _format(4, 16, (1, 128), "int4", values=CT_VALUES._replace(words=""), scales=Part("_scale", "fp16")),
     "int4z": Format(4, 20, (1, 128)),
     "ct_packed_int4": _format(4, 16, (1, 128), "int4", values=CT_VALUES, scales=SCALE),
     "ct_packed_int4z": _format(4, 20, (1, 128), "int4", values=CT_VALUES, scales=SCALE, zeros=CT_ZEROS),
@@ -116,6 +126,9 @@ FORMATS: dict[str, Format] = {
     "gptq_v2_int4_ordered": _format(4, 20, (1, 128), "int4", **GPTQ_V2, **GPTQ_ORDER),
     "gptq_int8_ordered": _format(8, 24, (1, 128), "int8", **GPTQ, **GPTQ_ORDER),
     "gptq_v2_int8_ordered": _format(8, 24, (1, 128), "int8", **GPTQ_V2, **GPTQ_ORDER),
+    "q4_0": _format(4, 16, (1, 32), "int4", values=GGUF_PAIRS, scales=GGUF_SCALE),
+    "q4_1": _format(4, 32, (1, 32), "int4", values=GGUF_PAIRS, scales=GGUF_SCALE, mins=GGUF_MIN),
+    "q8_0": _format(8, 16, (1, 32), "int8", values=GGUF_BYTES, scales=GGUF_SCALE),
     "mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_blocks", "u8", "bytes"), scales=Part("_scales", "u8")),
     "ct_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=Part("_packed", "u8", "bytes"), scales=Part("_scale", "u8")),
     "quark_mxfp4": _format(4, 8, (1, 32), "mxfp4", values=FP4_VALUES, scales=Part("_scale", "u8")),

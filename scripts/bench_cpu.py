@@ -1,6 +1,7 @@
 """Benchmark the embedded model on a CPU: decodes, start-up, compilation, memory.
 
-It runs in bf16; decodes are greedy, 64 tokens in, 128 out.
+It runs in bf16; decodes are greedy, 64 tokens in, 128 out. --llama-cpp times llama.cpp too, by the package xllamacpp,
+on the same file and as many threads, in turns with atom: each in a process of its own, with room for 4096 tokens of KV.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +31,8 @@ from atom.config.checkpoint import open_for
 from atom.config.load import load
 from atom.graph import TORCH_DTYPES
 
-NUM_IN, NUM_OUT = 64, 128
+NUM_IN, NUM_OUT, NUM_PREFILL = 64, 128, 512
+XLLAMACPP = Path(sys.prefix) / "llama-cpp"  # where scripts/bench-cpu puts the package
 
 
 def reference() -> Any:
@@ -135,6 +139,92 @@ def read_rate() -> float:
     return data.nbytes / best
 
 
+LLAMA_CPP = """
+import json, sys
+import xllamacpp
+
+params = xllamacpp.CommonParams()
+params.model.path = sys.argv[1]
+params.n_ctx, params.n_parallel, params.n_gpu_layers, params.verbosity = 4096, 1, 0, -1
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[2])
+server = xllamacpp.Server(params)
+for line in sys.stdin:
+    prompt, num_out = json.loads(line)
+    asked = {"prompt": prompt, "max_tokens": num_out, "ignore_eos": True, "cache_prompt": False, "temperature": 0}
+    timings = server.handle_completions(asked)["timings"]
+    assert (timings["prompt_n"], timings["predicted_n"]) == (len(prompt), num_out), timings
+    print(json.dumps([timings["prompt_ms"] / 1e3, timings["predicted_ms"] / 1e3]), flush=True)
+"""
+ATOM = """
+import json, sys
+import torch
+from atom import LLMEngine, SamplingParams
+
+torch.set_num_threads(int(sys.argv[2]))
+engine = LLMEngine(model=sys.argv[1], num_kvcache_blocks=256, max_model_len=4096)
+for line in sys.stdin:
+    prompt, num_out = json.loads(line)
+    (answer,) = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=num_out, ignore_eos=True))
+    assert answer["num_tokens_output"] == num_out
+    print(json.dumps([answer["ttft"], answer["latency"] - answer["ttft"]]), flush=True)
+"""
+
+
+class Rival:
+    """A process that answers prompts, and says how long prefill and decodes took."""
+
+    def __init__(self, program: str, file: str, threads: int) -> None:
+        command = [sys.executable, "-c", program, file, str(threads)]
+        path = os.pathsep.join(filter(None, (str(XLLAMACPP), os.environ.get("PYTHONPATH"))))
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    def answer(self, prompt: list[int], num_out: int) -> tuple[float, float]:
+        """Seconds of the prefill, which draws the first token, and of the other tokens."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps([prompt, num_out]), file=self.process.stdin, flush=True)
+        prefill, decodes = json.loads(self.process.stdout.readline())
+        return prefill, decodes
+
+    def resident(self) -> int:
+        """Bytes of the process in memory now, its mapped file among them."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def compare(file: str, runs: int, threads: int, generator: torch.Generator) -> dict[str, Any]:
+    """Decodes and prefills a second and memory of atom and llama.cpp, of one request at a time."""
+    rivals = {"atom": Rival(ATOM, file, threads), "llama_cpp": Rival(LLAMA_CPP, file, threads)}
+
+    def decode_rate(rival: Rival) -> float:
+        prompt = torch.randint(100, 40000, (NUM_IN,), generator=generator).tolist()
+        return (NUM_OUT - 1) / rival.answer(prompt, NUM_OUT)[1]
+
+    def prefill_rate(rival: Rival) -> float:
+        prompt = torch.randint(100, 40000, (NUM_PREFILL,), generator=generator).tolist()
+        return NUM_PREFILL / rival.answer(prompt, 1)[0]
+
+    result = {}
+    try:
+        for name, measure in (("decode", decode_rate), ("prefill", prefill_rate)):
+            rates = alternate(runs, *(partial(measure, rival) for rival in rivals.values()))
+            result[name] = dict(zip(rivals, rates, strict=True)) | {"ratio": rates[0] / rates[1]}
+        sizes = [rival.resident() / 1e6 for rival in rivals.values()]
+        result["resident_MB"] = dict(zip(rivals, sizes, strict=True)) | {"ratio": sizes[0] / sizes[1]}
+    finally:
+        for rival in rivals.values():
+            rival.close()
+    return {f"beside_llama_cpp_{name}": values for name, values in result.items()}
+
+
 def alternate(runs: int, *timed: Callable[[], float]) -> list[float]:
     """Run functions in turns after a warm-up round; the median of each."""
     rounds = [[one() for one in timed] for _ in range(runs + 1)][1:]
@@ -162,7 +252,10 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--llama-cpp", action="store_true", help="time llama.cpp too, on the same file")
     options = parser.parse_args()
+    if options.llama_cpp and not XLLAMACPP.is_dir():
+        parser.error("scripts/bench-cpu --llama-cpp installs the package xllamacpp first; run that")
     engines, model = {level: LLMEngine(level=level) for level in (1, 2)}, reference()
     generator = torch.Generator().manual_seed(0)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "atom": atom.__version__}
@@ -193,6 +286,9 @@ def main() -> int:
     result["start_to_first_token_s"] = {"level_1": starts[0], "level_2": starts[1]}
     result["cold_compile_s"] = time_compilation()
     result["peak_memory_MB"] = {"resident": peak_memory() / 1e6, "weights_and_pool": (weights + (1 << 30)) / 1e6}
+    if options.llama_cpp:
+        file = open_for(load([]), SilentProgress(), weights=False).location
+        result |= compare(file, options.runs, torch.get_num_threads(), generator)
     if options.json:
         print(json.dumps(result))
     for name, value in [] if options.json else result.items():

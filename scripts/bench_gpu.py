@@ -1,11 +1,12 @@
-"""Benchmark two models on a GPU, against its measured limits and vLLM.
+"""Benchmark models on a GPU, against its measured limits and vLLM.
 
-bf16, random weights made on the device, everything else as shipped. All requests come at once, answers have their full
-length and are greedy unless the row says more; a figure is all tokens over the wall time from the first submission to
-the last token, its limit what `job=bench` works out. The rows of a model share a process and an engine, and each has
-one run that does not count. A start is the time from exec to the first token on stdout, of a process of its own; cold
-is one with empty folders for caches and temporary files, warm the next one with the same folders. Medians count.
-What loads weights is held against its own readers, when they do nothing but read the same files into pinned memory.
+bf16 unless the row says more, random weights made on the device, everything else as shipped. All requests come at once,
+answers have their full length and are greedy unless the row says more; a figure is all tokens over the wall time from
+the first submission to the last token, its limit what `job=bench` works out. The rows of a model and its formats share
+a process and an engine, and each has one run that does not count. A start is the time from exec to the first token on
+stdout, of a process of its own; cold is one with empty folders for caches and temporary files, warm the next one with
+the same folders. Medians count. What loads weights is held against its own readers, when they do nothing but read the
+same files into pinned memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,15 +54,40 @@ class Row(NamedTuple):
     num_prompts: int
     input_len: str
     output_len: str
-    before: float
+    before: float | None
     target: float
     counted: str = "output"  # or input: the tokens of the figure
     sampling: tuple[str, ...] = ()
+    quant: tuple[str, ...] = ()  # overrides of the engine
 
     @property
     def overrides(self) -> list[str]:
         sizes = [f"job.{name}={getattr(self, name)}" for name in ("num_prompts", "input_len", "output_len")]
-        return ["job=bench", "load_dummy=true", *sizes, *self.sampling]
+        return ["job=bench", "load_dummy=true", *sizes, *self.sampling, *self.quant]
+
+    @property
+    def engine(self) -> tuple[str, tuple[str, ...]]:
+        """What rows of one engine have in common."""
+        return self.model, self.quant
+
+
+FP8 = ("quant=fp8", "quant.head=fp8", "quant.kv=fp8")
+INT4 = ("quant=int4", "quant.head=fp8", "quant.kv=fp8")
+BLOCKS = ("quant=fp8_block",)
+
+
+def decodes(
+    title: str, model: str, figures: Sequence[tuple[float | None, float]], quant: tuple[str, ...] = ()
+) -> Iterator[Row]:
+    """Rows of 1, 32 and 128 requests; figures: before and target of each."""
+    sizes = ((1, "1 request", "128"), (32, "32 requests", "1024"), (128, "128 requests", "1024"))
+    for (count, requests, length), (before, target) in zip(sizes, figures, strict=True):
+        what = f"{title}, {requests}, {length} in / 256 out"
+        yield Row(what, model, count, length, "256", before, target, quant=quant)
+
+
+def named(name: str, rows: Iterable[Row]) -> dict[str, Row]:
+    return {f"{name}-{row.num_prompts}": row for row in rows}
 
 
 ROWS = {
@@ -73,6 +99,16 @@ ROWS = {
     "0.6b-256": Row(
         "Qwen3-0.6B, 256 requests, 100-1024 in, 100-1024 out, sampled",
         "qwen3_0.6b", 256, "100-1024", "100-1024", 23930, 33000, sampling=("sampling.temperature=0.6",),
+    ),
+    **named("8b-fp8", decodes("Qwen3-8B fp8, KV too", "qwen3_8b", [(262, 430), (4246, 6000), (7427, 9000)], FP8)),
+    "8b-fp8-prefill": Row(
+        "Qwen3-8B fp8, prefill 8 × 8192", "qwen3_8b", 8, "8192", "1", 52720, 62000, "input", quant=FP8
+    ),
+    **named("8b-int4", decodes("Qwen3-8B int4, fp8 KV", "qwen3_8b", [(None, 600), (None, 6500), (None, 9000)], INT4)),
+    **named("gpt-oss-20b", decodes("gpt-oss-20b", "gpt_oss_20b", [(None, 700), (None, 8000), (None, 18000)])),
+    **named(
+        "30b-a3b-fp8",
+        decodes("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", [(236, 650), (2316, 3600), (None, 8500)], BLOCKS),
     ),
 }  # fmt: skip
 GRAPHS, START, LOAD, LARGE_MODEL = "8b-graphs", "start", "load", "qwen3_8b"
@@ -163,12 +199,12 @@ def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[s
     """Measure a figure for each row; an error is shown, and the other rows are still measured."""
     figures = {name: Figure(row.title, f"{row.counted} tok/s", row.before, row.target) for name, row in ROWS.items()}
     figures[GRAPHS] = Figure("Qwen3-8B, CUDA graphs of a server", "s", None, 3.0)
-    models = {name: row.model for name, row in ROWS.items()} | {GRAPHS: LARGE_MODEL}
-    for model in dict.fromkeys(models.values()):
-        chosen = [name for name in names if models.get(name) == model]
+    engines = {name: row.engine for name, row in ROWS.items()} | {GRAPHS: (LARGE_MODEL, ())}
+    for engine in dict.fromkeys(engines.values()):
+        chosen = [name for name in names if engines.get(name) == engine]
         if chosen:
             with reported(", ".join(chosen)):
-                figures |= alone(measure_model, model, {name: figures[name] for name in chosen}, runs, limits)
+                figures |= alone(measure_model, engine[0], {name: figures[name] for name in chosen}, runs, limits)
     figures = {name: figure for name, figure in figures.items() if name in names}
     if START in names:
         starts = {

@@ -152,7 +152,7 @@ def test_experts_are_in_memory_once(form: str, tmp_path: Path, checkpoints: Chec
     weights = sum(parameter.nbytes for parameter in model.parameters())
     command = [sys.executable, "-c", GROWTH.format(), str(checkpoints("llama")), str(tmp_path)]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert weights < grown < 1.15 * weights
+    assert 0.98 * weights < grown < 1.15 * weights  # what was free before may be used
 
 
 SIZES = {"hidden_size": 512, "num_hidden_layers": 2, "num_experts": 24, "num_experts_per_tok": 2, "moe_intermediate_size": 768,
@@ -169,6 +169,7 @@ def test_what_cannot_run_is_refused_before_its_weights_are_fetched(tmp_path: Pat
         return tmp_path
 
     monkeypatch.setattr(hub, "download", download)
-    with pytest.raises(UnsupportedError, match=r"q_a_proj\.weight is stored as int4: a format without parts"):
-        LLMEngine(model="owner/name", kv_cache_memory=1 << 34, **{"model.fmt": "int4"})
+    monkeypatch.setattr(hub, "tensor_names", lambda _name, _revision: ())
+    with pytest.raises(UnsupportedError, match=r"q_a_proj\.weight is stored as int4z: a format without parts"):
+        LLMEngine(model="owner/name", kv_cache_memory=1 << 34, **{"model.fmt": "int4z"})
     assert asked == [False], "config.json was read, and nothing else"

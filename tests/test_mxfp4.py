@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from law import assert_same_logits
+from gpu.steps import ON_GPU
+from law import assert_same_logits, relative_error
 from probe import logits_of
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 
 from atom import LLMEngine, SamplingParams, weights
@@ -23,6 +25,7 @@ from atom.config.checkpoint import open_for
 from atom.config.load import load
 from atom.errors import CheckpointError
 from atom.graph import show
+from atom.kernels import Target
 
 EXPERTS = 5
 SIZES = {**tiny.SIZES, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": EXPERTS, "head_dim": 16,
@@ -60,9 +63,13 @@ def reference(checkpoint: Path) -> Any:
     return model.float().eval()  # transformers 5.17 unpacks to bf16 whatever is asked, which holds an MXFP4 exactly
 
 
-@pytest.fixture(scope="module", params=[0, 1])
+@pytest.fixture(
+    scope="module",
+    params=[("cpu", 0), ("cpu", 1), *(pytest.param(("cuda", level), marks=ON_GPU) for level in (0, 1, 3))],
+)
 def engine(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[LLMEngine]:
-    engine = LLMEngine(model=str(checkpoint), dtype="fp32", level=request.param, kv_cache_memory=1 << 22)
+    device, level = request.param
+    engine = LLMEngine(model=str(checkpoint), dtype="fp32", device=device, level=level, kv_cache_memory=1 << 22)
     yield engine
     engine.close()
 
@@ -72,6 +79,22 @@ def test_logits_and_greedy_tokens(engine: LLMEngine, reference: Any):
     assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
     (answer,) = engine.generate([tokens[:20]], SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
     tiny.assert_greedy(answer, tokens[:20], reference)
+
+
+def test_experts_of_a_layer_may_be_plain_and_exceptions_unsaid(checkpoint: Path, reference: Any, tmp_path: Path):
+    stored, plain = load_file(checkpoint / "model.safetensors"), reference.state_dict()
+    for name in ("gate_up_proj", "down_proj"):
+        module = f"model.layers.1.mlp.experts.{name}"
+        del stored[f"{module}_blocks"], stored[f"{module}_scales"]
+        stored[module] = plain[module].contiguous()
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((checkpoint / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine, tokens = LLMEngine(model=str(tmp_path), dtype="fp32", level=1, kv_cache_memory=1 << 22), tiny.prompt(40)
+    try:
+        assert_same_logits(logits_of(engine, tokens), tiny.logits(reference, tokens))
+    finally:
+        engine.close()
 
 
 def test_a_saved_text_is_unpacked_too_and_one_that_calls_dequantize_itself(checkpoint: Path, tmp_path: Path):
@@ -91,6 +114,31 @@ def test_a_saved_text_is_unpacked_too_and_one_that_calls_dequantize_itself(check
         tensors.append([loaded[recipe] for recipe in graph.recipes()])
     opened.close()
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*tensors, strict=True))
+
+
+@pytest.mark.parametrize("level", [pytest.param(level, marks=ON_GPU) for level in (1, 3)])
+def test_bf16_on_a_gpu_is_as_near_to_float32_as_that_of_transformers(checkpoint: Path, reference: Any, level: int):
+    engine = LLMEngine(model=str(checkpoint), dtype="bf16", device="cuda", level=level, kv_cache_memory=1 << 22)
+    half = copy.deepcopy(reference).bfloat16()
+    ours, theirs = 0.0, 0.0
+    try:
+        for seed in range(20):
+            tokens = tiny.prompt(24, seed=seed)
+            exact = tiny.logits(reference, tokens)
+            ours += relative_error(logits_of(engine, tokens), exact) / 20
+            theirs += relative_error(tiny.logits(half, tokens), exact) / 20
+    finally:
+        engine.close()
+    assert ours <= 1.25 * theirs
+
+
+def test_a_gpu_keeps_the_experts_packed(checkpoint: Path):
+    gpu = Target("cuda", frozenset({"nvidia", "sm_90"}))
+    graph = compile_graph(load([f"checkpoint={checkpoint}"]), target=gpu)
+    kept = [recipe.type for recipe in graph.recipes() if recipe.type.fmt is not None]
+    assert [type.shape for type in kept] == [(EXPERTS, 192, 64), (EXPERTS, 64, 96)] * 3
+    assert "dequantize" not in show(graph)
+    assert show(graph).count("triton.grouped_linear(") == 2 * 3
 
 
 def test_scales_that_are_missing_are_named(checkpoint: Path):

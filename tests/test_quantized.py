@@ -7,15 +7,19 @@ quant_scheme.py, fbgemm_fp8 and fp8 of transformers, modelopt's and Quark's expo
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import huggingface_hub
 import pytest
 import tiny
 import torch
 from compressed_tensors.compressors import NVFP4PackedCompressor, PackedQuantizationCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from compressed_tensors.compressors.pack_quantized import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from law import assert_same_logits
@@ -25,6 +29,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from atom import LLMEngine, SamplingParams
+from atom.config.load import load
 from atom.errors import CheckpointError
 
 Stored = dict[str, Tensor]  # by suffix behind the weight's name
@@ -60,6 +65,10 @@ def fp8(block: tuple[int, int], suffix: str = "_scale", shape: str = "grid") -> 
     return lambda weight: store(weight, block, suffix, torch.float8_e4m3fn, shape)
 
 
+def int8(block: tuple[int, int], shape: str) -> Callable[[Tensor], Any]:
+    return lambda weight: store(weight, block, "_scale", torch.int8, shape)
+
+
 def compressed(format: str, **weights: Any) -> dict[str, Any]:
     scheme = {"targets": ["Linear"], "weights": {"num_bits": 8, "symmetric": True, **weights}}
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": scheme}, "ignore": ["lm_head"]}  # fmt: skip
@@ -69,20 +78,31 @@ def quark(**weight: str) -> dict[str, Any]:
     return {"quant_method": "quark", "global_quant_config": {"weight": weight}, "exclude": ["lm_head"]}
 
 
-def packed(bits: int, *, group: int | None = None, symmetric: bool = True) -> Layout:
-    """compressed-tensors' own pack-quantized."""
+def packed(bits: int, *, group: int | None = None, symmetric: bool = True, is_ordered: bool = False) -> Layout:
+    """compressed-tensors' own pack-quantized; ordered: groups are of any columns, which g_idx says."""
     stated = compressed("pack-quantized", type="int", strategy="group" if group else "channel", group_size=group,
                         num_bits=bits, symmetric=symmetric)  # fmt: skip
     scheme = QuantizationScheme(targets=["Linear"], weights=stated["config_groups"]["group_0"]["weights"])
     assert scheme.weights is not None
     args = scheme.weights
 
+    if is_ordered:
+        stated["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+
     def store(weight: Tensor) -> tuple[Stored, Tensor]:
+        back = torch.randperm(weight.shape[1])  # the place of each column among the groups
+        if is_ordered:
+            weight = weight[:, back.argsort()]
         groups = weight.unflatten(1, (-1, group or weight.shape[1]))
         scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
         given = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
         parts = PackedQuantizationCompressor.compress(given, scheme)
         unpacked = PackedQuantizationCompressor.decompress(parts, scheme)["weight"]
+        if is_ordered:
+            assert group is not None
+            numbers = unpack_from_int32(parts["weight_packed"], bits, weight.shape)[:, back]
+            parts |= {"weight_packed": pack_to_int32(numbers, bits), "weight_g_idx": (back // group).int()}
+            unpacked = unpacked[:, back]
         return {name.removeprefix("weight"): part.contiguous() for name, part in parts.items()}, unpacked
 
     return Layout(stated, store)
@@ -175,16 +195,21 @@ LAYOUTS = {
     "deepseek": Layout({"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}, fp8((16, 32), "_scale_inv")),
     "fp8 of transformers": Layout({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, fp8((ALL, ALL), "_scale_inv", "none"), (".activation_scale",)),
     "fp8 static": Layout({"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}, fp8((ALL, ALL), shape="none"), (".input_scale",)),
+    "fp8 dynamic": Layout({"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}, fp8((ALL, ALL), shape="none")),
     "fbgemm": Layout({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}, fp8((1, ALL)), (".input_scale_ub",)),
     "FP8": Layout(compressed("float-quantized", type="float", strategy="tensor"), fp8((ALL, ALL), shape="one"), (".input_scale",)),
     "FP8_DYNAMIC": Layout(compressed("float-quantized", type="float", strategy="channel"), fp8((1, ALL))),
     "FP8_BLOCK": Layout(compressed("float-quantized", type="float", strategy="block", block_structure=[16, 16]), fp8((16, 16))),
-    "W8A8": Layout(compressed("int-quantized", type="int", strategy="channel"), lambda weight: store(weight, (1, ALL), "_scale", torch.int8, "grid")),
+    "W8A8": Layout(compressed("int-quantized", type="int", strategy="channel"), int8((1, ALL), "grid")),
     "modelopt": Layout({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head*"]}, fp8((ALL, ALL), shape="none"), (".input_scale",)),
+    "modelopt channel": Layout({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, fp8((1, ALL), shape="rows")),
     "modelopt blocks": Layout({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO", "exclude_modules": ["lm_head"]}, fp8((128, 128), shape="nested")),
     "quark": Layout(quark(dtype="fp8_e4m3", qscheme="per_channel"), fp8((1, ALL), shape="rows")),
     "quark tensor": Layout(quark(dtype="fp8_e4m3", qscheme="per_tensor"), fp8((ALL, ALL), shape="none"), (".input_scale", ".output_scale")),
+    "quark int8": Layout(quark(dtype="int8", qscheme="per_channel"), int8((1, ALL), "rows")),
+    "quark int8 tensor": Layout(quark(dtype="int8", qscheme="per_tensor"), int8((ALL, ALL), "none")),
     "W4A16": packed(4, group=8),
+    "W4A16 ordered": packed(4, group=8, is_ordered=True),
     "W4A16 asymmetric": packed(4, group=8, symmetric=False),
     "W4A16 channel": packed(4),
     "W8A16": packed(8),
@@ -202,16 +227,25 @@ LAYOUTS = {
     "gptq 8 bits": Layout({"quant_method": "gptq", "bits": 8, "group_size": 8}, gptq(8, 8, version=1)),
 }  # fmt: skip
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+WIDE_MOE = {
+    **tiny.EXPERTS,
+    "moe_intermediate_size": 32,
+    "hidden_size": 64,
+    "head_dim": 16,
+    "vocab_size": 104,
+    "num_experts": 16,
+}
+EXCEPTIONS = ("ignore", "exclude", "exclude_modules", "ignored_layers", "modules_to_not_convert")
 MX = ("MXFP4", "quark MXFP4", "NVFP4", "modelopt NVFP4")  # whose columns are multiples of 32
 
 
-def write(variant: str, layout: Layout, folder: Path) -> tuple[Path, Path]:
+def write(variant: str, layout: Layout, folder: Path, names: tuple[str, ...] = NAMES) -> tuple[Path, Path]:
     """Two checkpoints of random weights: one stored in the layout, one of the same weights unpacked."""
     plain = tiny.save(variant, folder / "plain")
     tensors, stored, unpacked = load_file(plain / "model.safetensors"), {}, {}
     for name, tensor in tensors.items():
         unpacked[name] = stored[name] = tensor
-        if name.endswith(NAMES):
+        if name.endswith(names):
             parts, unpacked[name] = layout.store(tensor)
             del stored[name]
             module = name.removesuffix(".weight")
@@ -226,17 +260,17 @@ def write(variant: str, layout: Layout, folder: Path) -> tuple[Path, Path]:
     return packed, plain
 
 
-def assert_same_as(plain: Path, packed: Path, level: int) -> None:
+def assert_same_as(plain: Path, packed: Path, level: int, **options: Any) -> None:
     """The logits of a packed checkpoint are those of the plain one."""
-    engine, tokens = open_engine(packed, level), tiny.prompt(20)
+    engine, tokens = open_engine(packed, level, **options), tiny.prompt(20)
     try:
         assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(plain), tokens))
     finally:
         engine.close()
 
 
-def open_engine(folder: Path, level: int) -> LLMEngine:
-    return LLMEngine(model=str(folder), dtype="fp32", level=level, kv_cache_memory=1 << 22)
+def open_engine(folder: Path, level: int, **options: Any) -> LLMEngine:
+    return LLMEngine(model=str(folder), dtype="fp32", level=level, kv_cache_memory=1 << 22, **options)
 
 
 @pytest.mark.parametrize(
@@ -289,8 +323,21 @@ def test_a_scale_that_is_missing_or_of_another_shape_or_dtype_is_one_line(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3_moe"])
+def test_an_order_of_columns_that_the_config_denies_is_one_line_and_may_be_set(variant: str, tmp_path: Path):
+    layout = LAYOUTS["gptq ordered"]
+    packed, plain = write(variant, layout._replace(stated={**layout.stated, "desc_act": False}), tmp_path)
+    message = (
+        r"^tensor model\.layers\..*\.g_idx has columns of a group apart, .* or model\.fmt='gptq_int4_ordered\[1, 8\]'$"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        open_engine(packed, 0)
+    assert_same_as(plain, packed, 0, **{"model.fmt": "gptq_int4_ordered[1, 8]"})
+
+
 def test_scales_may_be_exponents(tmp_path: Path):
-    packed, plain = write("qwen3", LAYOUTS["deepseek"], tmp_path)
+    layout = LAYOUTS["deepseek"]
+    packed, plain = write("qwen3", layout._replace(stated={**layout.stated, "scale_fmt": "ue8m0"}), tmp_path)
     stored, unpacked = load_file(packed / "model.safetensors"), load_file(plain / "model.safetensors")
     for name in [name for name in stored if name.endswith("_scale_inv")]:
         weight = name.removesuffix("_scale_inv")
@@ -314,3 +361,60 @@ def test_modules_that_the_file_has_plain_are_read_as_they_are(layout: str, tmp_p
         stored[f"{module}.weight"] = unpacked[f"{module}.weight"]
     save_file(stored, packed / "model.safetensors", {"format": "pt"})
     assert_same_as(plain, packed, level=1)
+
+
+@pytest.mark.parametrize(
+    "layout", ["deepseek", "fp8 static", "W8A8", "W4A16 asymmetric", "NVFP4", "quark MXFP4", "awq", "gptq"]
+)
+def test_a_head_embeddings_and_routers_that_the_file_has_packed_are_unpacked(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(tiny.VARIANTS, "wide_moe", ("Qwen3MoeConfig", WIDE_MOE))
+    stated = {key: value for key, value in LAYOUTS[layout].stated.items() if key not in EXCEPTIONS}
+    names = (*NAMES, "lm_head.weight", "embed_tokens.weight", "mlp.gate.weight")
+    packed, plain = write("wide_moe", LAYOUTS[layout]._replace(stated=stated), tmp_path, names)
+    assert_same_as(plain, packed, level=1)
+
+
+def test_a_head_that_gptq_says_is_packed_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(tiny.VARIANTS, "wide", ("Qwen3Config", {**WIDE, "vocab_size": 104}))
+    layout = LAYOUTS["gptq"]
+    layout = layout._replace(stated={**layout.stated, "lm_head": True})
+    packed, plain = write("wide", layout, tmp_path, (*NAMES, "lm_head.weight"))
+    assert_same_as(plain, packed, level=0)
+
+
+def test_modules_that_gptq_leaves_plain_or_packs_otherwise_by_rules(tmp_path: Path):
+    rules = {r"-:.*\.v_proj": {}, r"+:.*\.down_proj": {"bits": 8, "group_size": 16}}
+    stated = {"quant_method": "gptq", "bits": 4, "group_size": 8, "dynamic": rules}
+
+    def store(weight: Tensor) -> tuple[Stored, Tensor]:
+        is_down = weight.shape[1] == tiny.SIZES["intermediate_size"]
+        return (gptq(8, 16, version=1) if is_down else gptq(4, 8, version=1))(weight)
+
+    names = tuple(f"{name}_proj.weight" for name in ("q", "k", "o", "gate", "up", "down"))
+    packed, plain = write("qwen3", Layout(stated, store), tmp_path, names)
+    assert_same_as(plain, packed, level=1)
+
+
+def test_experts_that_are_stored_plain_as_one_tensor_are_read_as_they_are(tmp_path: Path):
+    packed, plain = write("qwen3_moe_dense_step_stacked", LAYOUTS["deepseek"], tmp_path)
+    assert "model.layers.1.mlp.experts.gate_up_proj" in load_file(packed / "model.safetensors")
+    assert_same_as(plain, packed, level=1)
+
+
+def test_the_first_launch_of_a_hub_id_reads_what_the_second_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    packed, _ = write("qwen3_moe", LAYOUTS["deepseek"], tmp_path)
+    stored = load_file(packed / "model.safetensors")
+    del stored["model.layers.1.self_attn.v_proj.weight_scale_inv"]
+    save_file(stored, packed / "model.safetensors", {"format": "pt"})
+    described = tmp_path / "described"
+    described.mkdir()
+    shutil.copy(packed / "config.json", described)
+    header = SimpleNamespace(tensors=dict.fromkeys(stored))
+    monkeypatch.setattr(huggingface_hub, "parse_safetensors_file_metadata", lambda *_, **__: header)
+    models = []
+    for folder in (described, packed):  # what the hub's cache has at the first launch and at the second
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, found=folder, **__: str(found))
+        models.append(load(["checkpoint=org/name"]).model)
+    assert models[0] == models[1] and "model.layers.1.self_attn.v_proj" in models[0].plain

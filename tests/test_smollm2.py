@@ -172,6 +172,7 @@ def moe_checkpoint(shallow: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
     save_file(tensors, folder / "model.safetensors")
     stated = shallow.config.to_dict() | {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}
     stated |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    stated.pop("quantization_config", None)  # that of the GGUF file; these are plain
     (folder / "config.json").write_text(json.dumps(stated))
     return folder
 

@@ -59,6 +59,7 @@ CONFIG = """
 model: name architectures model_types auto hidden layers vocab max_position tied residual weights ignore
 model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_softcap mtp_layers stacked fmt plain formats
 model: tool_calls reasoning
+quant: fmt experts head plain kv
 model.norm: kind eps bias offset before after
 model.attention: kind heads kv_heads head_dim bias o_bias qk_norm scale scale_dim softcap sinks
 model.attention: full_rope rope_layers window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim
@@ -147,7 +148,7 @@ LOCAL_IMPORTS = {
     # modules that import such packages
     "atom.build.open_engine": "torch, as above",
     "atom.checkpoint.gguf.GGUFCheckpoint": "gguf",
-    "atom.checkpoint.hub.download": "huggingface_hub",
+    "atom.checkpoint.hub": "huggingface_hub",
     "atom.compiler.artifact": "torch: job=cache lists entries without it",
     "atom.config.recipes.format_recipe": "yaml: a launch that finds its artifact writes no recipe",
     "atom.kernels.tuned": "torch, as above",
@@ -191,6 +192,7 @@ def test_the_groups_jobs_and_commands():
         "gpu": {"a100", "h100", "h200", "l40s", "mi300x", "mi355x", "rtx_4090"},
         "job": {"bench", "cache", "compile", "explain", "generate", "profile", "serve"},
         "model": set(MODEL_FILES.split()),
+        "quant": {"auto", "none", "fp8", "fp8_block", "int8", "int4", "mxfp4"},
         "serve": {"default"},
     }
     assert set(JOBS) == groups["job"]

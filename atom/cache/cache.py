@@ -24,6 +24,7 @@ from atom.cache.files import (
     KINDS,
     MANIFEST,
     MAX_JSON,
+    WEIGHTS,
     Damaged,
     Manifest,
     Unfit,
@@ -35,6 +36,7 @@ from atom.cache.files import (
     prepare_folder,
     read_manifest,
     reason_of,
+    seal_folder,
     sizes_of,
     sweep_unfinished,
     sync_folder,
@@ -68,10 +70,13 @@ class Cache:
         self._private: tempfile.TemporaryDirectory[str] | None = None
 
     def find(self, kind: str, key: str) -> Path | None:
-        """The folder of a trusted entry, None without one; an entry that is not trusted has a line in `warnings`."""
+        """The folder of a trusted entry, None without one; an entry that is not trusted has a line in `warnings`.
+
+        Of weights, which are large and no code, the checksum is left to `verify`.
+        """
         location = self._locate(kind, key)
         try:
-            self._check(kind, key, is_use=True)
+            self._check(kind, key, is_thorough=kind != WEIGHTS, is_use=True)
         except (Unfit, OSError) as error:
             if os.path.lexists(location):  # else it never existed, or has just been removed
                 what, then = reason_of(error), error.then if isinstance(error, Unfit) else "ignored"
@@ -137,6 +142,26 @@ class Cache:
                 f"{kind}/{key[:12]} fits neither in {self.folder} nor beside other temporary files ({error}); {fix}"
             ) from None
         return folder
+
+    def begin(self, kind: str) -> Path | None:
+        """A new folder to write the files of an entry into, for `finish`; None where nothing can be written."""
+        try:
+            parent = prepare_folder(self.folder / kind)
+            sweep_unfinished(parent)
+            new = unfinished_name(parent)
+            new.mkdir(0o700)
+        except (Unfit, OSError) as error:
+            self._warn(f"{self.folder} takes no entries ({reason_of(error)}): {kind} are not kept for the next run")
+            return None
+        return new
+
+    def finish(self, kind: str, key: str, folder: Path, about: Mapping[str, Any]) -> None:
+        """Publish the files of a folder that `begin` gave under a key; OSError where that fails."""
+        try:
+            seal_folder(folder, Manifest(kind, key, dict(about), datetime.now(UTC), user_and_machine(), {}))
+            self._place(folder, self._locate(kind, key))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def copy(self, entry: Entry, source: Cache) -> Path:
         """Copy another cache's entry, with its builder and date. ArtifactError where it cannot be written."""
@@ -219,12 +244,16 @@ class Cache:
         try:
             new.mkdir(0o700)
             fill_folder(new, manifest, files)
-            while not self._put(new, location):
-                with contextlib.suppress(FileNotFoundError):  # another process was first
-                    discard(location)
+            self._place(new, location)
         finally:
             shutil.rmtree(new, ignore_errors=True)
         return location
+
+    def _place(self, new: Path, location: Path) -> None:
+        """Move a folder to its location, in place of what is not trusted there."""
+        while not self._put(new, location):
+            with contextlib.suppress(FileNotFoundError):  # another process was first
+                discard(location)
 
     def _put(self, new: Path, location: Path) -> bool:
         """Move a folder to its location, unless a trusted entry is there. False where anything else is there."""

@@ -29,7 +29,8 @@ from typing import Any, BinaryIO, NamedTuple
 from filelock import FileLock, Timeout
 
 BINARIES = "triton"  # the kind of a GPU kernel's binaries
-KINDS = (BINARIES, "pieces", "failures", "artifacts")
+WEIGHTS = "weights"  # the kind of weights packed while loading: data, which are used unless their size differs
+KINDS = (BINARIES, "pieces", "failures", "artifacts", WEIGHTS)
 MANIFEST = "manifest.json"
 MAX_JSON = 64 << 20  # bytes of a manifest; a larger one is not read
 KEY = re.compile(r"[0-9a-f]{1,128}")
@@ -71,6 +72,17 @@ def fill_folder(folder: Path, manifest: Manifest, files: Mapping[str, bytes | Pa
         assert NAME.fullmatch(name) and name != MANIFEST, f"{name!r} is no name for a file of the cache"
         with io.BytesIO(content) if isinstance(content, bytes) else open(content, "rb") as source:
             written[name] = write_file(folder / name, source)
+    write_file(folder / MANIFEST, io.BytesIO(manifest._replace(files=written).as_json()))
+    sync_folder(folder)
+
+
+def seal_folder(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a folder whose files are there, and sync them to disk."""
+    written: dict[str, tuple[int, str]] = {}
+    for path in sorted(folder.iterdir()):
+        with open_file(path, False) as file:
+            written[path.name] = os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+            os.fsync(file.fileno())
     write_file(folder / MANIFEST, io.BytesIO(manifest._replace(files=written).as_json()))
     sync_folder(folder)
 

@@ -75,10 +75,13 @@ def open_checkpoint(
         if location.endswith(".gguf") or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", location):
             message = "no such folder or .gguf file, and no hub id (owner/name)"
             raise CheckpointError(f"no checkpoint {location!r}: {message}")
-        from atom.checkpoint.hub import download
+        from atom.checkpoint.hub import download, tensor_names
 
         folder = download(location, revision=revision, weights=weights, progress=progress)
-        checkpoint = FolderCheckpoint(folder, location=location, weights=weights)
+        commit = folder.name  # of which the description is, whatever the revision's name means by now
+        checkpoint = FolderCheckpoint(
+            folder, location=location, weights=weights, fetch_names=lambda: tensor_names(location, commit)
+        )
     return unstack(checkpoint, stacked)
 
 

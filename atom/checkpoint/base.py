@@ -35,6 +35,7 @@ ROPE_KEYS = (  # keys of config.json that move into rope_parameters
 class StoredTensor:
     dtype: str  # of the bytes that read() yields: bf16, fp16, fp32, i64, fp8_e4m3, ...
     shape: tuple[int, ...]
+    blocks: tuple[int, ...] | None = None  # [O, B, bytes of a block], where read_blocks() yields a packed tensor's
 
 
 class GGUFFacts(NamedTuple):
@@ -63,12 +64,16 @@ class Checkpoint(ABC):
     tensors: Mapping[str, StoredTensor]  # by hub name; empty where only the config is there
 
     def names(self) -> Collection[str]:
-        """The names of its tensors, as far as they are known: without its weights too, where an index has them."""
+        """The names of its tensors; without its weights too, where an index or the hub says them."""
         return self.tensors.keys()
 
     @abstractmethod
     def read(self, name: str) -> memoryview:
         """The row-major bytes of the whole tensor, read-only. Several threads may read at once."""
+
+    def read_blocks(self, name: str) -> memoryview:
+        """The bytes of a tensor that has blocks, packed as the file has them."""
+        raise CheckpointError(f"{self.location} has no blocks of {name}")
 
     def read_part(self, name: str, index: int, count: int) -> memoryview:
         """The bytes of one of `count` equal parts of a tensor's bytes."""
@@ -79,6 +84,11 @@ class Checkpoint(ABC):
     def locate(self, name: str) -> FileRange | None:
         """The file range of the bytes that read() gives; None where the file has them in another form."""
         return None
+
+    def files(self) -> Collection[Path]:
+        """The files that hold its tensors."""
+        located = (self.locate(name) for name in self.tensors)
+        return sorted({place.path for place in located if place is not None})
 
     @abstractmethod
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:

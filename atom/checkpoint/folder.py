@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,17 @@ Entry = tuple[StoredTensor, memoryview, Path, int]
 
 
 class FolderCheckpoint(Checkpoint):
-    def __init__(self, folder: Path, *, location: str | None = None, weights: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        location: str | None = None,
+        weights: bool = True,
+        fetch_names: Callable[[], Collection[str]] = tuple,
+    ) -> None:
+        """fetch_names: asked for the names of tensors where the folder has neither weights nor an index"""
         self.location = location or str(folder)
-        self._folder = folder
+        self._folder, self._fetch_names = folder, fetch_names
         self.config = with_modelopt(normalize_rope(read_config(folder)), folder)
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else {}
@@ -46,8 +54,8 @@ class FolderCheckpoint(Checkpoint):
         if self.tensors:
             return self.tensors.keys()
         if (self._folder / "model.safetensors").exists():
-            return read_header(self._folder / "model.safetensors").keys()
-        return read_index(self._folder).keys() if (self._folder / INDEX).exists() else ()
+            return parse_header(self._folder / "model.safetensors")[0].keys()  # which is checked when it is opened
+        return read_index(self._folder).keys() if (self._folder / INDEX).exists() else self._fetch_names()
 
     def read(self, name: str) -> memoryview:
         return self._find(name)[1]
@@ -141,25 +149,18 @@ def read_shards(folder: Path) -> dict[str, Entry]:
 
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of one safetensors file. Its ranges must lie end to end and fill the file, as the format demands."""
-    data = map_file(path)
-    size = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else 0
-    if len(data) < 8 or size > len(data) - 8:
-        raise CheckpointError(f"{path} is cut short in its header ({len(data)} bytes); download it again")
-    if size > MAX_HEADER:
-        raise CheckpointError(f"{path} is no safetensors file: its header would have {size} bytes")
+    header, data, start = parse_header(path)
     try:
-        header = json.loads(bytes(data[8 : 8 + size]))
-        header.pop("__metadata__", None)
         entries = [
             (*entry["data_offsets"], name, str(entry["dtype"]), tuple(entry["shape"])) for name, entry in header.items()
         ]
         numbers = [n for begin, end, _, _, shape in entries for n in (begin, end, len(shape), *shape[: MAX_DIMS + 1])]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a malformed header ({type(error).__name__}: {error})") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise malformed(path, error) from None
     if not all(type(n) is int and n >= 0 for n in numbers) or any(len(entry[4]) > MAX_DIMS for entry in entries):
         raise CheckpointError(f"{path} has a malformed header: a shape or an offset is no whole number")
 
-    body = data[8 + size :]
+    body = data[start:]
     tensors, position = {}, 0
     for begin, end, name, dtype, shape in sorted(entries):
         if dtype not in BY_SAFETENSORS:
@@ -172,8 +173,28 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise CheckpointError(
                 f"{path} is cut short: tensor {name} ends at byte {end} of {len(body)}; download it again"
             )
-        tensors[name] = StoredTensor(ours, shape), body[begin:end], path, 8 + size + begin
+        tensors[name] = StoredTensor(ours, shape), body[begin:end], path, start + begin
         position = end
     if position != len(body):
         raise CheckpointError(f"{path} has {len(body) - position} bytes that no tensor names; download it again")
     return tensors
+
+
+def parse_header(path: Path) -> tuple[dict[str, Any], memoryview, int]:
+    """What the header of a safetensors file says of each tensor, unchecked; the mapped file; where its data begins."""
+    data = map_file(path)
+    size = struct.unpack_from("<Q", data)[0] if len(data) >= 8 else 0
+    if len(data) < 8 or size > len(data) - 8:
+        raise CheckpointError(f"{path} is cut short in its header ({len(data)} bytes); download it again")
+    if size > MAX_HEADER:
+        raise CheckpointError(f"{path} is no safetensors file: its header would have {size} bytes")
+    try:
+        header = json.loads(bytes(data[8 : 8 + size]))
+        header.pop("__metadata__", None)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise malformed(path, error) from None
+    return header, data, 8 + size
+
+
+def malformed(path: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{path} has a malformed header ({type(error).__name__}: {error})")

@@ -17,10 +17,12 @@ from typing import Any
 import gguf
 import numpy as np
 
+from atom.checkpoint import quantization
 from atom.checkpoint.base import Checkpoint, GGUFFacts, StoredTensor
-from atom.checkpoint.gguf_reader import PLAIN, GGUFTensor, Type, dequantize, read_gguf
+from atom.checkpoint.gguf_reader import PLAIN, Array, GGUFTensor, Type, dequantize, read_gguf
 from atom.checkpoint.gguf_tokenizer import build_tokenizer
 from atom.checkpoint.tokenizer import Tokenizer
+from atom.dtypes import FORMATS
 from atom.errors import CheckpointError, UnsupportedError
 
 NAMES = {  # name in the file: the usual name on the hub, within a layer for tensors of layers
@@ -78,26 +80,38 @@ class GGUFCheckpoint(Checkpoint):
             raise CheckpointError(f"{path} has two tensors of one name on the hub")
         self._heads = {name: heads for name in self._stored if (heads := self._find_heads(name, facts.interleaved))}
         self.tensors = {
-            name: StoredTensor(PLAIN.get(tensor.type, "fp32"), tensor.shape) for name, tensor in self._stored.items()
+            name: StoredTensor(PLAIN.get(tensor.type, "fp32"), tensor.shape, blocks_shape(tensor))
+            for name, tensor in self._stored.items()
         }
         divisors = np.frombuffer(factors.data, np.float32).tolist() if factors else None
         self.config = make_config(path, self._metadata, self.tensors, divisors)
+        if formats := find_formats(self._stored):
+            self.config[quantization.KEY] = {"quant_method": "gguf", "formats": formats}
         keys = [
             key for key in (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")) if key in self._metadata
         ]
         ends = sorted({whole_number(path, key, self._metadata[key]) for key in keys})
         self.generation_config = {"eos_token_id": ends} if ends else {}
 
+    def files(self) -> list[Path]:
+        return [Path(self.location)]
+
     def read(self, name: str) -> memoryview:
         if name not in self._stored:
             raise CheckpointError(f"{self.location} has no tensor {name}")
         tensor = self._stored[name]
         if name in self._heads:
-            pairs = dequantize(tensor).reshape(
-                self._heads[name], -1, 2, *tensor.shape[1:]
-            )  # _find_heads has checked this
-            return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1).data.cast("B")
+            return self._in_order(name, dequantize(tensor))
         return tensor.data if tensor.type in PLAIN else dequantize(tensor).data.cast("B")
+
+    def read_blocks(self, name: str) -> memoryview:
+        data = self._stored[name].data
+        return self._in_order(name, np.frombuffer(data, np.uint8)) if name in self._heads else data
+
+    def _in_order(self, name: str, numbers: Array) -> memoryview:
+        """The bytes of a tensor with rotary rows in pairs, of rows in the hub's order."""
+        pairs = numbers.reshape(self._heads[name], -1, 2, numbers.size // self._stored[name].shape[0])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1).data.cast("B")  # _find_heads has checked this
 
     def read_part(self, name: str, index: int, count: int) -> memoryview:
         tensor = self._stored.get(name)
@@ -137,6 +151,29 @@ def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
             raise UnsupportedError(f"{path}: tensor {name} has the type {kind.name}, which is not read") from None
     if FACTORS in tensors and tensors[FACTORS].type is not Type.F32:
         raise UnsupportedError(f"{path}: tensor {FACTORS} has the type {tensors[FACTORS].type.name}, not F32")
+
+
+def blocks_shape(tensor: GGUFTensor) -> tuple[int, ...] | None:
+    """The shape [O, B, bytes of a block] of a matrix of a type that may be kept packed, None for others."""
+    if tensor.type.name.lower() not in FORMATS or len(tensor.shape) != 2:
+        return None
+    size, num_bytes = gguf.GGML_QUANT_SIZES[tensor.type]
+    return (tensor.shape[0], tensor.shape[1] // size, num_bytes)
+
+
+def find_formats(tensors: Mapping[str, GGUFTensor]) -> dict[str, str]:
+    """The formats of modules by their names, or by a pattern where all layers have one; an embedding is unpacked, since
+    rows are taken of it."""
+    found = {name: tensor.type.name.lower() if blocks_shape(tensor) else None for name, tensor in tensors.items()}
+    of_layers: dict[str, set[str | None]] = {}
+    for name, fmt in found.items():
+        of_layers.setdefault(quantization.generalize(name), set()).add(fmt)
+    formats = {}
+    for name, fmt in found.items():
+        if fmt is not None and name != "model.embed_tokens.weight":
+            module, is_one = name.removesuffix(".weight"), len(of_layers[quantization.generalize(name)]) == 1
+            formats[f"re:{quantization.generalize(module)}$" if is_one and ".layers." in name else module] = fmt
+    return formats
 
 
 def hub_name(name: str) -> str:

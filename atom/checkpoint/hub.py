@@ -8,6 +8,8 @@ huggingface_hub does the work, with its cache and its settings: HF_TOKEN, HF_HOM
 from __future__ import annotations
 
 import errno
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from atom.checkpoint.progress import SILENT, Progress
 from atom.errors import AtomError, CheckpointError, first_line
 
 DESCRIPTION = ["*.json", "*.jinja", "*.py", "*.txt", "*.model"]
+SINGLE = "model.safetensors"
 SKIP = ["*/*", "consolidated*"]  # other formats' copies of the same weights
 
 
@@ -31,12 +34,27 @@ def download(name: str, *, revision: str | None = None, weights: bool = True, pr
     """Download a checkpoint (without `weights`, only its description), or find it in the cache."""
     wanted = [*DESCRIPTION, "*.safetensors"] if weights else DESCRIPTION
     at = f"{name} (revision {revision})" if revision else name
+    with one_line_errors(name, revision, at), progress.task(f"Fetching {at} from the hub"):
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=wanted, ignore_patterns=SKIP, tqdm_class=NoBar
+        )
+        return Path(folder)
+
+
+def tensor_names(name: str, revision: str) -> Collection[str]:
+    """The names in the header of a single weight file, which alone is fetched; empty offline and without that file."""
+    with one_line_errors(name, revision, f"the header of {name}/{SINGLE}"):
+        try:
+            return huggingface_hub.parse_safetensors_file_metadata(name, SINGLE, revision=revision).tensors.keys()
+        except (errors.EntryNotFoundError, errors.OfflineModeIsEnabled):
+            return ()
+
+
+@contextmanager
+def one_line_errors(name: str, revision: str | None, at: str) -> Iterator[None]:
+    """Raise one of our errors, of one line, for one of the hub's. at: what is downloaded"""
     try:
-        with progress.task(f"Fetching {at} from the hub"):
-            folder = huggingface_hub.snapshot_download(
-                name, revision=revision, allow_patterns=wanted, ignore_patterns=SKIP, tqdm_class=NoBar
-            )
-            return Path(folder)
+        yield
     except errors.GatedRepoError:
         raise CheckpointError(f"{name} is gated: ask for access on its page and set HF_TOKEN") from None
     except errors.RevisionNotFoundError:

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from typing import Any
 
 from atom.dtypes import FORMATS
@@ -33,26 +34,73 @@ class Quantization:
     formats: dict[str, str] = field(default_factory=dict)  # pattern of modules -> another format; plain goes first
 
 
-def find_plain(names: Collection[str], read: Quantization) -> list[str]:
-    """Patterns of the modules of a file that have a weight and none of the scales of its formats.
+def find_packed(names: Collection[str], formats: Collection[str], unread: Collection[str]) -> set[str]:
+    """The modules of a file that have scales, or other parts of these formats; unread: patterns of other tensors.
+
+    Experts that are stored as one tensor are one module.
+    """
+    parts = [part for fmt in formats for part in FORMATS[fmt.partition("[")[0]].parts.values()]
+    suffixes = {part.suffix for part in parts} - {""}
+    packed = set()
+    for name, suffix in ((name, suffix) for name in names for suffix in suffixes if name.endswith(suffix)):
+        stem = name.removesuffix(suffix)
+        if suffix.startswith(".") or stem.endswith(".weight") or not any(fnmatch(name, each) for each in unread):
+            packed.add(stem.removesuffix(".weight"))
+    return packed
+
+
+def find_plain(names: Collection[str], packed: Collection[str]) -> list[str]:
+    """Patterns of the modules of a file that have a weight and are not packed.
 
     Layers that predict further tokens, for one, are plain in many a checkpoint that does not say so.
     """
-    formats = [fmt.partition("[")[0] for fmt in (read.fmt, *read.formats.values()) if fmt]
-    suffixes = {part.suffix for fmt in formats for part in FORMATS[fmt].parts.values()} - {""}
-    marks = [suffix if suffix.startswith(".") else f".weight{suffix}" for suffix in sorted(suffixes)]
-    packed = {name.removesuffix(mark) for name in names for mark in marks if name.endswith(mark)}
     if not packed:
         return []
-    plain = {name.removesuffix(".weight") for name in names if name.endswith(".weight")} - packed
+    plain = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}.difference(packed)
     mixed = {generalize(module) for module in packed}
     patterns = {module if generalize(module) in mixed else f"re:{generalize(module)}$" for module in plain}
     return sorted(patterns)
 
 
+def find_kv_scales(names: Collection[str], weights: Mapping[str, str]) -> dict[str, str]:
+    """The roles k_scale and v_scale, of keys and values in fp8, by what a file of these tensors calls them; {} where it
+    has neither. Of one alone, the other gets the usual name, which is then found missing.
+
+    weights: the names of other roles. A scale is the attention's own (compressed-tensors), the projection's (modelopt),
+    its output's (Quark), or one for both.
+    """
+    stored = {re.sub("[0-9]+", "{layer}", name) for name in names if name.endswith("_scale")}
+    found, usual = dict[str, str](), dict[str, str]()
+    for role in ("k", "v"):
+        module = weights.get(role, "")
+        attention, scale = module.rpartition(".")[0], f"{role}_scale"
+        usual[scale] = f"{attention}.{scale}"
+        for name in (usual[scale], f"{module}.{scale}", f"{module}.output_scale", f"{attention}.kv_scale"):
+            if re.sub("[0-9]+", "{layer}", name) in stored:
+                found.setdefault(scale, name)
+    return usual | found if found else {}
+
+
 def generalize(module: str) -> str:
     """A regular expression of the modules of this name in all layers."""
     return re.sub("[0-9]+", "[0-9]+", re.escape(module))
+
+
+def format_of(module: str, fmt: str | None, plain: Collection[str], formats: Mapping[str, str]) -> str | None:
+    """The stored format of a module's weight, None for a plain one."""
+    if any(matches(module, pattern) for pattern in plain):
+        return None
+    return next((own for pattern, own in formats.items() if matches(module, pattern)), fmt)
+
+
+def matches(module: str, pattern: str) -> bool:
+    """Whether a pattern of quantization_config is of a module.
+
+    It is the name of the module or of an outer one, with wildcards, or `re:` and a regular expression.
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return f".{pattern}." in f".{module}." or fnmatch(module, pattern) or fnmatch(module, f"{pattern}.*")
 
 
 class Stated:
@@ -193,7 +241,7 @@ def read_awq(stated: Stated) -> Quantization:
 
 def read_gptq(stated: Stated) -> Quantization:
     """GPTQModel's and AutoGPTQ's, v1 (the default, zero points less 1) and v2."""
-    stated.check_keys(*KEYS, *GROUPED, "dynamic")
+    stated.check_keys(*KEYS, *GROUPED, "dynamic", "lm_head")
     key = "checkpoint_format" if stated.values.get("checkpoint_format") else "format"  # transformers' name
     version = stated.one_of(key, "gptq", "gptq_v2", None) or "gptq"
     plain, formats = stated.patterns(*EXCEPTIONS), {}
@@ -206,6 +254,8 @@ def read_gptq(stated: Stated) -> Quantization:
             plain = [*plain, f"re:{expression}"]
         else:
             formats[f"re:{expression}"] = gptq_format(Stated({**stated.values, **(changes or {})}, stated.at), version)
+    if stated.get("lm_head", bool, "true or false"):
+        formats.setdefault("lm_head", gptq_format(stated, version))
     return Quantization(gptq_format(stated, version), plain, ["*.g_idx"], formats)
 
 
@@ -332,9 +382,22 @@ def quark_format(config: Stated | None) -> str | None:
 QUARK: dict[tuple[str | None, str | None], str] = {
     ("fp8_e4m3", "per_tensor"): "ct_fp8[*, *]",
     ("fp8_e4m3", "per_channel"): "ct_fp8[1, *]",
+    ("int8", "per_tensor"): "ct_int8[*, *]",
     ("int8", "per_channel"): "ct_int8[1, *]",
     ("fp4", "per_group"): "quark_mxfp4",
 }
+
+
+def read_gguf(stated: Stated) -> Quantization:
+    """A GGUF file's types of tensors, see `gguf.find_formats`."""
+    formats = stated.check_keys("quant_method", "formats").object("formats")
+    for pattern in formats.values if formats else ():
+        check_pattern(pattern, f"{stated.at}.formats", CheckpointError)
+        if formats and formats.text(pattern) not in FORMATS:
+            raise formats.unknown(pattern)
+    return Quantization(formats=dict(formats.values) if formats else {})
+
+
 GROUPED = (  # of AWQ and GPTQ; behind the first five, how values were found, which is not needed to unpack them
     "bits", "group_size", "desc_act", "checkpoint_format", "format",
     "sym", "method", "data_type", "damp_percent", "damp_auto_increment", "true_sequential", "static_groups", "mse",
@@ -357,6 +420,7 @@ READERS: dict[str, Callable[[Stated], Quantization]] = {
     "mxfp4": read_mxfp4,
     "awq": read_awq,
     "gptq": read_gptq,
+    "gguf": read_gguf,
 }
 UNPACKED = "take the checkpoint that it was made of"
 HINTS = {"bitsandbytes": UNPACKED, "hqq": UNPACKED, "aqlm": UNPACKED, "quip": UNPACKED, "eetq": UNPACKED}

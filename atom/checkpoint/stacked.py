@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 
 from atom.checkpoint.base import Checkpoint, FileRange, StoredTensor
 from atom.checkpoint.tokenizer import Tokenizer
@@ -50,6 +51,9 @@ class StackedCheckpoint(Checkpoint):
         size = whole.size // num_parts
         return FileRange(whole.path, whole.start + part * size, size)
 
+    def files(self) -> Collection[Path]:
+        return self._stored.files()
+
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
         return self._stored.tokenizer(trust_remote_code=trust_remote_code)
 
@@ -66,7 +70,7 @@ def unstack(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> Che
     parts as there are names; equal names count once, and one name alone is another name of the whole tensor. Raises
     CheckpointError for a tensor that cannot be cut so, or whose part is there by itself.
     """
-    part_names = find_stacked(checkpoint, stacked)
+    part_names = find_stacked(checkpoint.tensors, stacked)
     if not part_names:
         return checkpoint
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in part_names}
@@ -82,21 +86,21 @@ def unstack(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> Che
     return StackedCheckpoint(checkpoint, tensors, parts)
 
 
-def find_stacked(checkpoint: Checkpoint, stacked: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """The stored names that match a pattern, with the names of their parts, in which only {expert} is left open."""
+def find_stacked(names: Iterable[str], stacked: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Those of the names that match a pattern, with the names of their parts, in which only {expert} is left open."""
     patterns = {}
-    for key, parts in stacked.items():
-        names = list(dict.fromkeys(parts))
-        if len({"{expert}" in name for name in names}) != 1:
-            raise ConfigError(f"stacked: {key}: either all of its parts hold {{expert}}, or none; they are {names}")
-        if names != [key]:
-            patterns[re.compile("([0-9]+)".join(map(re.escape, key.split("{layer}"))))] = names
+    for key, stated in stacked.items():
+        parts = list(dict.fromkeys(stated))
+        if len({"{expert}" in part for part in parts}) != 1:
+            raise ConfigError(f"stacked: {key}: either all of its parts hold {{expert}}, or none; they are {parts}")
+        if parts != [key]:
+            patterns[re.compile("([0-9]+)".join(map(re.escape, key.split("{layer}"))))] = parts
     part_names = {}
-    for pattern, names in patterns.items():
-        for stored in checkpoint.tensors:
-            if match := pattern.fullmatch(stored):
+    for pattern, parts in patterns.items():
+        for name in names:
+            if match := pattern.fullmatch(name):
                 layer = "".join(match.groups()[:1])
-                part_names[stored] = [name.replace("{layer}", layer) for name in names]
+                part_names[name] = [part.replace("{layer}", layer) for part in parts]
     return part_names
 
 

@@ -11,13 +11,15 @@ publish_artifact(cache, config, ingredients, graph, piece_keys)
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from atom.cache import Cache, Entry, digest, key_of
 from atom.cache.files import BINARIES
-from atom.config import Config
+from atom.config import Config, QuantConfig
 from atom.config.spelling import override
 from atom.frontend import build
 from atom.graph import Graph, parse, show
@@ -26,7 +28,7 @@ from atom.kernels import Target, find_target, find_versions, highest_level
 from atom.pieces import find_pieces, identity, sources_of
 
 # the overrides that a graph depends on, beside the final values below
-IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|model([.@].*)?)(=|$)")
+IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|(model|quant)([.@].*)?)(=|$)")
 
 
 def level_of(config: Config) -> int:
@@ -38,7 +40,7 @@ def level_of(config: Config) -> int:
 
 def semantic_graph(config: Config) -> Graph:
     """The semantic graph of a configuration's model."""
-    return build(config.model, config.dtype, config.serve.kv_cache_dtype)
+    return build(config.model, config.dtype, config.serve.kv_cache_dtype, config.quant)
 
 
 def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
@@ -47,6 +49,7 @@ def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
         "model": digest(show(semantic_graph(config))),
         "dtype": config.dtype,
         "kv_cache_dtype": config.serve.kv_cache_dtype,
+        "quant": json.dumps(asdict(config.quant)),
         "level": str(min(level_of(config), 2)),  # 3 runs the text of 2
         **machine_ingredients(target),
     }
@@ -139,10 +142,16 @@ def _differing(config: Config, ingredients: dict[str, str], entry: Entry) -> lis
     named = [name for name in {**ingredients, **theirs} if theirs.get(name) != ingredients.get(name)]
     if "dtype" in named and all(each.get("kv_cache_dtype") == each.get("dtype") for each in (ingredients, theirs)):
         named.remove("kv_cache_dtype")
-    if {"model", "dtype"} <= set(named) or {"model", "kv_cache_dtype"} <= set(named):
+    if "model" in named and {"dtype", "kv_cache_dtype", "quant"} & set(named):
+        try:
+            quant = QuantConfig(**json.loads(str(theirs.get("quant"))))
+        except (ValueError, TypeError):
+            return named
         dtypes = [str(theirs.get(name)) for name in ("dtype", "kv_cache_dtype")]
-        if set(dtypes) <= set(BITS) and digest(show(build(config.model, *dtypes))) == theirs["model"]:
-            named.remove("model")  # the text names its dtypes
+        if set(dtypes) <= set(BITS):
+            text = show(build(config.model, dtypes[0], dtypes[1], quant))  # which names its dtypes and formats
+            if digest(text) == theirs["model"]:
+                named.remove("model")
     return named
 
 
@@ -166,7 +175,7 @@ def differences_here(entries: Sequence[Entry]) -> list[str]:
         for name in ours:
             if theirs.get(name) != ours[name]:
                 values = [str(theirs.get(name)), ours[name]]
-                is_short = all(len(value) < 32 for value in values)
+                is_short = all(len(value) < 48 for value in values)
                 differences[f"{name} ({values[0]}, here {values[1]})" if is_short else name] = None
     return list(differences)
 

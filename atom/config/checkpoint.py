@@ -10,6 +10,7 @@ from pathlib import Path
 
 from atom.checkpoint import Checkpoint, GGUFFacts, Progress, embedded, open_checkpoint
 from atom.config import Config
+from atom.config.resolve import stacked_parts
 
 
 def is_here(config: Config) -> bool:
@@ -22,11 +23,7 @@ def open_for(config: Config, progress: Progress, *, weights: bool = True) -> Che
 
     weights: False reads only what describes the model.
     """
-    location, names, gguf = config.checkpoint, config.model.weights, config.model.gguf
-    stacked = {
-        name: [names[role] + dot + part for role, dot, part in (each.partition(".") for each in parts)]
-        for name, parts in config.model.stacked.items()
-    }
+    location, gguf = config.checkpoint, config.model.gguf
     if location is None:
         source = config.model.embedded
         assert source is not None and config.cache is not None, "config.load resolves them"
@@ -35,7 +32,7 @@ def open_for(config: Config, progress: Progress, *, weights: bool = True) -> Che
         location,
         revision=config.revision,
         gguf=GGUFFacts(gguf.interleaved, gguf.split, gguf.ignore_merges),
-        stacked=stacked,
+        stacked=stacked_parts(config.model),
         weights=weights and not config.load_dummy,
         progress=progress,
     )

@@ -8,7 +8,16 @@ import textwrap
 from dataclasses import MISSING, fields, is_dataclass
 
 from atom.config.folders import CONF
-from atom.config.schema import SET_BY_LOAD, Config, HTTPConfig, JobConfig, SamplingConfig, ServeConfig, jobs_of
+from atom.config.schema import (
+    SET_BY_LOAD,
+    Config,
+    HTTPConfig,
+    JobConfig,
+    QuantConfig,
+    SamplingConfig,
+    ServeConfig,
+    jobs_of,
+)
 from atom.config.spelling import spelled
 
 HELP = """\
@@ -50,6 +59,7 @@ def describe_fields() -> str:
     lines: list[str] = []
     for at, kind in (
         ("", Config),
+        ("quant.", QuantConfig),
         ("serve.", ServeConfig),
         ("serve.http.", HTTPConfig),
         ("job.", JobConfig),

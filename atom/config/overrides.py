@@ -2,7 +2,7 @@
 
     rewrite(["prompts=What is 2+2?"])               # ["prompts='What is 2+2?'"]
     rewrite(["recipe=smollm2_greedy", "seed=1"])    # the recipe's overrides, then "seed=1"
-    rewrite(["quant=fp8"])                          # UnsupportedError: not built yet
+    rewrite(["parallel=tp2"])                       # UnsupportedError: not built yet
 
 One set of rules serves the command line, each job of a sweep, and keyword arguments. It knows keys, not types.
 """
@@ -31,11 +31,12 @@ JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.entry", "job.prune"
              "job.dataset_path")  # fmt: skip
 SECRET = "serve.http.api_keys"
 HIDDEN = "***"  # shown in place of a secret
-TEXTS = (*LISTS_OF_TEXT, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir", SECRET, *JOB_TEXTS)
+FORMAT_TEXTS = ("quant.fmt", "quant.experts", "quant.head")
+TEXTS = (*LISTS_OF_TEXT, *FORMAT_TEXTS, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir",
+         SECRET, *JOB_TEXTS)  # fmt: skip
 ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
 TO_COME = {  # the first part of a key, without "serve." -> the feature that it is for
     "parallel": "running on several devices",
-    "quant": "quantization",
     "port": "an engine on another machine (serve.http.port is the server's)",
 }
 

@@ -16,17 +16,19 @@ from typing import Any
 
 from atom.checkpoint import quantization
 from atom.checkpoint.quantization import Quantization, check_pattern
-from atom.config.schema import MAX_EXPERTS, AttentionConfig, Config, MLPConfig, ModelConfig, RopeConfig
+from atom.checkpoint.stacked import find_stacked
+from atom.config.schema import MAX_EXPERTS, AttentionConfig, Config, MLPConfig, ModelConfig, QuantConfig, RopeConfig
 from atom.config.spelling import did_you_mean, spelled
 from atom.devices import find_device
-from atom.dtypes import BY_NAME, FORMATS
+from atom.dtypes import BY_NAME, FORMATS, MODEL_DTYPES, ONLINE
 from atom.errors import CheckpointError, ConfigError, UnsupportedError
 from atom.sampling_params import out_of_range
 
 ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+CACHE_DTYPES = BY_NAME | {"fp8": "fp8_e4m3"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # roles that name a tensor, the others a module
-TENSOR_ROLES = re.compile(r"sinks|router_correction|experts_(gate|up|down)(_bias)?")
+TENSOR_ROLES = re.compile(r"sinks|[kv]_scale|router_correction|experts_(gate|up|down)(_bias)?")
 
 
 def derive(config: Config, names: Collection[str] = ()) -> Config:
@@ -54,9 +56,11 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
         if not 1 <= size <= serve.max_num_seqs:
             limit = f"from 1 to serve.max_num_seqs={serve.max_num_seqs}"
             raise ConfigError(f"serve.cudagraph_capture_sizes: {size} must be {limit}")
+    derived = derive_model(config, max_model_len, names)
     return replace(
         config,
-        model=derive_model(config, max_model_len, names),
+        model=derived,
+        quant=derive_quant(config, derived),
         serve=replace(
             serve,
             kv_cache_dtype=dtype if serve.kv_cache_dtype == "auto" else serve.kv_cache_dtype,
@@ -72,11 +76,15 @@ def respell(config: Config) -> Config:
     """Replace other names of values by ours."""
     mlp = [replace(each, activation=ACTIVATIONS.get(each.activation, each.activation)) for each in config.model.mlp]
     cache_dtype = config.serve.kv_cache_dtype
+    if config.quant.kv != "auto":
+        if cache_dtype not in ("auto", config.quant.kv, "fp8_e4m3"):
+            raise ConfigError(f"quant.kv={config.quant.kv} and serve.kv_cache_dtype={cache_dtype}: set one of them")
+        cache_dtype = config.quant.kv
     return replace(
         config,
         dtype=BY_NAME.get(config.dtype, config.dtype),
         model=replace(config.model, mlp=mlp),
-        serve=replace(config.serve, kv_cache_dtype=BY_NAME.get(cache_dtype, cache_dtype)),
+        serve=replace(config.serve, kv_cache_dtype=CACHE_DTYPES.get(cache_dtype, cache_dtype)),
     )
 
 
@@ -131,6 +139,7 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
         embedding_scale=model.hidden**0.5 if model.embedding_scale_root else model.embedding_scale,
         attention=derive_attention(config, max_model_len),
         mlp=[derive_mlp(mlp, f"model.mlp.{index}") for index, mlp in enumerate(model.mlp)],
+        weights=quantization.find_kv_scales(names, model.weights) | model.weights,
         fmt=stored.fmt,
         plain=stored.plain,
         formats=stored.formats,
@@ -142,6 +151,9 @@ def derive_attention(config: Config, max_model_len: int) -> AttentionConfig:
     model, attention, at = config.model, config.model.attention, "model.attention"
     head_dim = mla_head_dim(attention) if attention.kind == "mla" else gqa_head_dim(model)
     kv_heads, types = attention.kv_heads or attention.heads, attention.layer_types
+    if attention.kind == "mla" and config.serve.kv_cache_dtype == "fp8_e4m3":
+        built = ", ".join(MODEL_DTYPES)
+        raise UnsupportedError(f"serve.kv_cache_dtype=fp8 is not built for {at}.kind=mla; there is: auto, {built}")
     if attention.kind == "gqa" and attention.heads % kv_heads:
         raise ConfigError(f"{at}.heads={attention.heads} is no multiple of kv_heads={kv_heads}")
     if types is not None and len(types) < model.layers:
@@ -308,15 +320,67 @@ def derive_format(config: Config, names: Collection[str]) -> Quantization:
         raise CheckpointError(
             f"{config.checkpoint or 'the embedded checkpoint'}: {error}, or set model.fmt=none"
         ) from None
-    plain = list(dict.fromkeys([*read.plain, *quantization.find_plain(names, read), *plain]))
+    formats = config.model.formats  # which go first
     if fmt == "auto":
-        own = config.model.formats  # which go first
-        return replace(
-            read, plain=plain, formats=own | {key: read.formats[key] for key in read.formats if key not in own}
-        )
-    if not is_format(fmt):
+        fmt, formats = read.fmt, formats | {key: each for key, each in read.formats.items() if key not in formats}
+    elif not is_format(fmt):
         raise unknown_format("model.fmt", fmt)
-    return replace(read, fmt=fmt, plain=plain, formats=config.model.formats)
+    names = [*names, *expert_names(config.model, names)]
+    of = [each for each in (read.fmt, fmt, *read.formats.values(), *formats.values()) if each]
+    packed = quantization.find_packed(names, of, read.unread)
+    plain = list(dict.fromkeys([*read.plain, *quantization.find_plain(names, packed), *plain]))
+    matrices = find_modules(config.model, packed, "embedding", "head", "router")
+    named = {module: quantization.format_of(module, fmt, plain, formats) for module in sorted(matrices)}
+    return replace(read, fmt=fmt, plain=plain, formats=formats | {module: own for module, own in named.items() if own})
+
+
+def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
+    """What weights are packed to while they load, as formats with their blocks."""
+    quant = config.quant
+    for pattern in quant.plain:
+        check_pattern(pattern, "quant.plain", ConfigError)
+    stated = {"quant.fmt": quant.fmt or "none", "quant.experts": quant.experts, "quant.head": quant.head}
+    words = {"quant.fmt": ("auto", "none"), "quant.experts": ("plain",), "quant.head": ("plain",)}
+    fmt, experts, head = (each and online_format(key, each, words[key]) for key, each in stated.items())
+    packed = [key for key, each in stated.items() if each and each not in words[key]]
+    stored = {each.partition("[")[0] for each in (model.fmt, *model.formats.values()) if each}
+    if packed and stored - {"q4_0", "q4_1", "q8_0"}:  # GGUF's blocks are unpacked, and packed anew
+        has = f"the checkpoint's weights are packed already, as {model.fmt or next(iter(model.formats.values()))}"
+        raise ConfigError(f"{packed[0]}={stated[packed[0]]}: {has}; leave it out, or quant=none unpacks them")
+    return replace(quant, fmt=fmt, experts=experts, head=head or "plain", kv="auto")
+
+
+def online_format(key: str, stated: str, words: Collection[str]) -> str:
+    """The format that a value of `quant` means."""
+    fmt = ONLINE.get(stated, stated)
+    if stated in words or (is_format(fmt) and fmt.partition("[")[0] in ONLINE):
+        return fmt
+    choices = f"{', '.join((*words, *ONLINE))}, also with a block, as in fp8[64, 128] or int4[1, 32]"
+    raise ConfigError(f"{key}={stated}: there is no such choice{did_you_mean(stated, ONLINE)}; choices: {choices}")
+
+
+def expert_names(model: ModelConfig, names: Collection[str]) -> set[str]:
+    """The weights of experts that a checkpoint stores as one tensor, by the names of modules."""
+    parts = find_stacked(names, stacked_parts(model)).values()
+    stacked = find_modules(model, names, "experts_gate", "experts_up", "experts_down")
+    return {part.replace("{expert}", "0") for each in parts for part in each} | {
+        name.removesuffix(".weight") + ".weight" for name in stacked
+    }
+
+
+def find_modules(model: ModelConfig, names: Collection[str], *roles: str) -> set[str]:
+    """Those of these names that a role has in some layer."""
+    stored = {re.escape(model.weights[role]) for role in roles if role in model.weights}
+    pattern = re.compile("|".join(stored).replace(re.escape("{layer}"), "[0-9]+"))
+    return {name for name in names if pattern.fullmatch(name)}
+
+
+def stacked_parts(model: ModelConfig) -> dict[str, list[str]]:
+    """The stored names of stacked tensors, with those of their parts, see `atom.checkpoint.stacked.unstack`."""
+    return {
+        name: [model.weights[role] + dot + part for role, dot, part in (each.partition(".") for each in parts)]
+        for name, parts in model.stacked.items()
+    }
 
 
 def unknown_format(key: str, fmt: str) -> ConfigError:

@@ -136,7 +136,7 @@ class MLPConfig:
     shared: int = number(0, 0)  # moe: experts that every token takes, stored as one; 0: none
     shared_width: int | None = number(None, 1)  # moe: of all of them; null: shared * width
     shared_gate: bool = False  # moe: the shared expert is weighted by a sigmoid of its own
-    transposed: bool = False  # moe: experts are stored [in, out]
+    transposed: bool = False  # moe: plain experts are stored [in, out]
     interleaved: bool = False  # moe: gate and up are stored in turns
     every: int = number(1, 1)  # takes layer i when i + 1 is a multiple
     first: int = number(0, 0)  # the first layer that it takes
@@ -197,6 +197,17 @@ class ModelConfig:
 
 
 @dataclass
+class QuantConfig:
+    """What the linears' weights are packed to. A format is one of `dtypes.ONLINE`, with a block if wanted."""
+
+    fmt: str | None = "auto"  # of linears; auto: as the checkpoint has it; none: plain; else packed while they load
+    experts: str | None = None  # of experts; null: as fmt
+    head: str = "plain"  # of the head: plain, or a format
+    plain: list[str] = field(default_factory=list)  # patterns of modules that stay plain
+    kv: str = one_of("auto", "fp8")  # of the KV cache; auto: serve.kv_cache_dtype
+
+
+@dataclass
 class HTTPConfig:
     host: str = "0.0.0.0"  # address to listen on
     port: int = number(8000, 0, 65535)  # 0: a free one
@@ -225,7 +236,7 @@ class HTTPConfig:
 
 @dataclass
 class ServeConfig:
-    kv_cache_dtype: str = one_of("auto", *MODEL_DTYPES, later=("fp8",))  # auto: dtype
+    kv_cache_dtype: str = one_of("auto", *MODEL_DTYPES, "fp8", "fp8_e4m3", later=("fp8_e5m2",))  # auto: dtype
     block_size: int = number(16, 1)  # tokens of a KV block
     num_kvcache_blocks: int | None = number(None, 1)  # null: as many as kv_cache_memory holds
     kv_cache_memory: int = number(4 << 30, 1)  # bytes of the KV pool on a CPU; a GPU gives it what is left
@@ -299,6 +310,7 @@ class SamplingConfig(SamplingParams):
 @dataclass
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     job: JobConfig = field(default_factory=JobConfig)
     sampling: SamplingConfig = of("serve generate bench profile", field(default_factory=SamplingConfig))

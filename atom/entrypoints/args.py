@@ -64,7 +64,9 @@ class EngineArgs:
     enforce_eager: bool | None = flag("serve.enforce_eager", "capture no CUDA graph")
     enable_prefix_caching: bool | None = flag("serve.enable_prefix_caching", "share the KV of prompts that begin alike")
     port: int | None = flag("serve.port", "of the engine itself, which listens on none", accepted=8006)
-    kv_cache_dtype: str | None = flag("serve.kv_cache_dtype", "of the KV cache: bf16, fp16, fp32 or auto, the model's")
+    kv_cache_dtype: str | None = flag(
+        "serve.kv_cache_dtype", "of the KV cache: bf16, fp16, fp32, fp8; auto: the model's"
+    )
     block_size: int | None = flag("serve.block_size", "tokens of a KV block")
     max_model_len: int | None = flag("serve.max_model_len", "tokens of prompt and answer", null="the model's")
     max_num_batched_tokens: int | None = flag("serve.max_num_batched_tokens", "tokens in a step")

@@ -38,9 +38,12 @@ def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
     q, k = rotate(writer, q, rotary, "q"), rotate(writer, k, rotary, "k")
     window = window_of(attention, layer)
     cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (2, kv_heads, dim)), window)
-    sinks = [W(writer.name("sinks", layer), Type(writer.dtype, (heads,)))] if attention.sinks else []
+    more: list[W | None] = [W(writer.name("sinks", layer), Type(writer.dtype, (heads,)))] if attention.sinks else []
+    if cache.type.dtype == "fp8_e4m3" and "k_scale" in model.weights:
+        scales = (W(writer.name(role, layer), Type("fp32", (1,))) for role in ("k_scale", "v_scale"))
+        more = [*(more or [None]), *scales]
     a = writer.call(
-        ops.attention, q, k, v, cache, *sinks, scale=required(attention.scale), window=window,
+        ops.attention, q, k, v, cache, *more, scale=required(attention.scale), window=window,
         softcap=attention.softcap, name="a",
     )  # fmt: skip
     return writer.linear(writer.call(ops.merge_heads, a, name="a"), "o", model.hidden, attention.o_bias, layer)

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from atom.config import ModelConfig
+from atom.config import ModelConfig, QuantConfig
 from atom.frontend.attention import ATTENTIONS, Rotary, rotaries
 from atom.frontend.mlp import MLPS, mlp_of
 from atom.frontend.writer import Writer
 from atom.graph import BODY, HEAD, Graph, Type, ops
 
+AS_STORED = QuantConfig()
 
-def build(model: ModelConfig, dtype: str, cache_dtype: str) -> Graph:
+
+def build(model: ModelConfig, dtype: str, cache_dtype: str, quant: QuantConfig = AS_STORED) -> Graph:
     """`body`: tokens and positions i64[T] to hidden states [T, H]; `head`: rows of them [R, H] to logits [R, V]."""
     graph = Graph()
-    _write_body(Writer(model, graph.program(BODY), dtype, cache_dtype))
-    _write_head(Writer(model, graph.program(HEAD), dtype, cache_dtype))
+    _write_body(Writer(model, graph.program(BODY), dtype, cache_dtype, quant))
+    _write_head(Writer(model, graph.program(HEAD), dtype, cache_dtype, quant))
     return graph
 
 
@@ -30,7 +32,7 @@ def _write_body(writer: Writer) -> None:
     tokens = writer.program.input("tokens", Type("i64", ("T",)))
     positions = writer.program.input("positions", Type("i64", ("T",)))
     turns = rotaries(writer, positions)
-    x = writer.call(ops.embedding, tokens, writer.weight("embedding", (model.vocab, model.hidden)), name="x")
+    x = writer.call(ops.embedding, tokens, writer.matrix("embedding", (model.vocab, model.hidden)), name="x")
     x = writer.scale(x, model.embedding_scale)
     for layer, rotary in enumerate(turns):
         x = _layer(writer, x, rotary, layer)
@@ -40,7 +42,8 @@ def _write_body(writer: Writer) -> None:
 def _write_head(writer: Writer) -> None:
     model = writer.model
     hidden = writer.program.input("hidden", Type(writer.dtype, ("R", model.hidden)))
-    weight = writer.weight("embedding" if model.tied else "head", (model.vocab, model.hidden))
+    role = "embedding" if model.tied else "head"
+    weight = writer.packed(writer.matrix(role, (model.vocab, model.hidden)), role, None, writer.quant.head)
     logits = writer.call(ops.linear, hidden, weight, name="logits")
     logits = writer.scale(logits, 1 / model.logits_divisor if model.logits_divisor else None)
     if model.logits_softcap is not None:

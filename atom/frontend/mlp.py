@@ -35,7 +35,7 @@ def plain(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
 def moe(writer: Writer, h: Node, mlp: MLPConfig, layer: int) -> Node:
     """The sum of a token's experts (Shazeer et al. 2017), and of the one that all tokens share (Dai et al. 2024)."""
     router, experts = mlp.router, required(mlp.experts)
-    scores = writer.weight("router", (experts, writer.model.hidden), layer)
+    scores = writer.matrix("router", (experts, writer.model.hidden), layer)
     bias = writer.weight("router", (experts,), layer, "bias") if router.bias else None
     correction = None
     if router.method == "noaux_tc":
@@ -73,14 +73,19 @@ def expert_weights(writer: Writer, mlp: MLPConfig, layer: int) -> list[Recipe]:
             name = writer.name(role + suffix, layer)
             if columns is None:
                 return W(name, Type(writer.dtype, (*leading, n)))
-            if mlp.transposed:
-                return Transpose(writer.stored(name, (*leading, columns, n)))
-            return writer.stored(name, (*leading, n, columns))
+            weight = writer.stored(name, (*leading, n, columns))
+            if mlp.transposed and weight.type.fmt is None:
+                return Transpose(W(name, Type(writer.dtype, (*leading, columns, n))))
+            return weight
 
         whole = cat(tuple(writer.parts(rows, stored, layer, suffix, dim, mlp.interleaved)), dim)
         return Stack(whole, 0, experts) if is_one_by_one else whole
 
-    recipes = [joined(gate_up, hidden), joined(down, mlp.width)]
+    fmt = writer.quant.experts
+    recipes = [
+        writer.packed(joined(rows, columns), role, layer, fmt)
+        for role, rows, columns in (("experts_gate", gate_up, hidden), ("experts_down", down, mlp.width))
+    ]
     return [*recipes, joined(gate_up, None, "_bias"), joined(down, None, "_bias")] if mlp.bias else recipes
 
 

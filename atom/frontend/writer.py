@@ -10,18 +10,18 @@ it, in their order.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from itertools import accumulate
 from typing import Any
 
 from torch.fx import Node
 
-from atom.config import ModelConfig
+from atom.checkpoint.quantization import format_of, matches
+from atom.config import ModelConfig, QuantConfig
 from atom.errors import ConfigError
-from atom.graph import Program, Recipe, Shift, Slice, Type, W, ops
+from atom.graph import Dequantize, Program, Quantize, Recipe, Shift, Slice, Type, W, ops
+from atom.graph.formats import FormatError, fitted
 from atom.graph.ops import Op
 
 NORMS = {"rms": ops.rms_norm, "layer": ops.layer_norm}
@@ -35,6 +35,7 @@ class Writer:
     program: Program
     dtype: str
     cache_dtype: str
+    quant: QuantConfig
 
     def call(self, op: Op, *args: Any, name: str | tuple[str, ...], **kwargs: Any) -> Any:
         return self.program.call(op, *args, name=name, **kwargs)
@@ -50,6 +51,7 @@ class Writer:
         args = [weights]
         if has_bias:
             args.append(self.parts(rows, lambda role, n: self.weight(role, (n,), layer, "bias"), layer))
+        args[0] = [self.packed(weight, role, layer) for role, weight in zip(rows, weights, strict=True)]
         return [self.call(ops.linear, x, *recipes, name=role) for role, *recipes in zip(rows, *args, strict=True)]
 
     def norm(self, x: Node, role: str, layer: int | None = None, name: str = "h") -> Node:
@@ -78,13 +80,36 @@ class Writer:
             Slice(whole, end - n, end, dim) for end, n in zip(accumulate(rows.values()), rows.values(), strict=True)
         ]
 
+    def packed(self, weight: Recipe, role: str, layer: int | None, fmt: str | None = None) -> Recipe:
+        """A role's weight as `quant` wants it: packed while it loads, unpacked, or as the checkpoint stores it.
+
+        fmt: in place of quant.fmt; plain: none
+        """
+        fmt, module = fmt or self.quant.fmt, self.name(role, layer)
+        is_packed, is_plain = weight.type.fmt is not None, any(matches(module, each) for each in self.quant.plain)
+        is_kept = fmt is None or fmt in ("auto", "none", "plain") or is_plain
+        if is_packed and (self.quant.fmt != "auto" or not is_kept):  # a GGUF file's is packed anew
+            weight = Dequantize(weight)
+        if fmt is None or is_kept:
+            return weight
+        try:
+            return Quantize(weight, fitted(fmt, weight.type))
+        except FormatError as error:
+            raise ConfigError(f"quant: {module}: {error}; or name it in quant.plain") from None
+
     def weight(self, role: str, shape: tuple[int, ...], layer: int | None = None, part: str = "weight") -> W:
         """A plain tensor of a module."""
         return W(f"{self.name(role, layer)}.{part}", Type(self.dtype, shape))
 
+    def matrix(self, role: str, shape: tuple[int, ...], layer: int | None = None) -> W:
+        """An embedding, a head or a router: packed only where the formats name its module."""
+        is_named = self.name(role, layer) in self.model.formats
+        return self.stored(self.weight_name(role, layer), shape) if is_named else self.weight(role, shape, layer)
+
     def stored(self, name: str, shape: tuple[int, ...]) -> W:
         """A tensor, in the checkpoint's stored format unless that leaves it plain."""
-        return W(name, Type(self.dtype, shape, stored_format(name, self.model)))
+        module, model = name.removesuffix(".weight").replace("{expert}", "0"), self.model  # all experts are alike
+        return W(name, Type(self.dtype, shape, format_of(module, model.fmt, model.plain, model.formats)))
 
     def weight_name(self, role: str, layer: int | None) -> str:
         return f"{self.name(role, layer)}.weight"
@@ -100,21 +125,3 @@ def required(value: Any) -> Any:
     """A value that `config.load` has ensured."""
     assert value is not None, "config.load checks it"
     return value
-
-
-def stored_format(name: str, model: ModelConfig) -> str | None:
-    """The stored format of a tensor, None for a plain one."""
-    module = name.removesuffix(".weight").replace("{expert}", "0")  # all experts of a layer are stored alike
-    if any(matches(module, pattern) for pattern in model.plain):
-        return None
-    return next((fmt for pattern, fmt in model.formats.items() if matches(module, pattern)), model.fmt)
-
-
-def matches(module: str, pattern: str) -> bool:
-    """Whether a pattern of quantization_config is of a module.
-
-    It is the name of the module or of an outer one, with wildcards, or `re:` and a regular expression.
-    """
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], module) is not None
-    return f".{pattern}." in f".{module}." or fnmatch(module, pattern) or fnmatch(module, f"{pattern}.*")

@@ -9,12 +9,16 @@ from atom.graph import ops
 from atom.graph.batch import Batch, PagedCache
 from atom.graph.graph import BODY, HEAD, Graph, Program
 from atom.graph.interpret import TORCH_DTYPES, interpret
+from atom.graph.packed import PackedWeight
 from atom.graph.recipes import (
     KV,
     Cat,
     Dequantize,
+    Quantize,
     Recipe,
+    Regroup,
     Repack,
+    Repeat,
     RopeFreqs,
     Shift,
     Shuffle,
@@ -28,7 +32,34 @@ from atom.graph.types import BATCH, Type
 from atom.graph.verify import verify
 
 __all__ = [
-    "BATCH", "BODY", "HEAD", "KV", "TORCH_DTYPES", "Batch", "Cat", "Dequantize", "Graph", "PagedCache", "Program",
-    "Recipe", "Repack", "RopeFreqs", "Shift", "Shuffle", "Slice", "Stack", "Transpose", "Type", "W",
-    "interpret", "ops", "parse", "show", "verify",
+    "BATCH",
+    "BODY",
+    "HEAD",
+    "KV",
+    "TORCH_DTYPES",
+    "Batch",
+    "Cat",
+    "Dequantize",
+    "Graph",
+    "PackedWeight",
+    "PagedCache",
+    "Program",
+    "Quantize",
+    "Recipe",
+    "Regroup",
+    "Repack",
+    "Repeat",
+    "RopeFreqs",
+    "Shift",
+    "Shuffle",
+    "Slice",
+    "Stack",
+    "Transpose",
+    "Type",
+    "W",
+    "interpret",
+    "ops",
+    "parse",
+    "show",
+    "verify",
 ]  # fmt: skip

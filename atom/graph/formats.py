@@ -18,6 +18,11 @@ from atom.errors import UnsupportedError
 if TYPE_CHECKING:
     from atom.graph.types import Type
 
+BLOCK_WORDS = ("block_scales", "block_mins", "block_pairs", "block_bytes")  # of one tensor of blocks, as GGUF has them
+
+
+LEAST_GROUP = 32  # columns that share a scale, of what is packed while it loads
+
 
 class FormatError(UnsupportedError, ValueError):
     """A weight cannot be stored in the named format."""
@@ -71,8 +76,16 @@ def part_shape(type: Type, part: Part) -> tuple[int, ...]:
     return shapes[part.holds]
 
 
-def words_shape(type: Type, part: Part) -> tuple[int, ...]:
-    """The shape [..., R, C] of a part that is packed into int32 words, see `recipes.Repack`."""
+def words_type(type: Type, part: Part) -> tuple[str, tuple[int, ...]]:
+    """The dtype and shape of the stored tensor that has a part, see `recipes.Repack`."""
+    if part.words not in BLOCK_WORDS:
+        return "i32", _words_shape(type, part)
+    blocks, known = part_shape(type, part._replace(holds="blocks")), parse_format(str(type.fmt))
+    return "u8", (*blocks, (math.prod(_scaled_block(type)) * known.bits + known.scale_bits) // 8)
+
+
+def _words_shape(type: Type, part: Part) -> tuple[int, ...]:
+    """The shape [..., R, C] of a part that is packed into int32 words."""
     *others, rows, columns = map(int, type.shape)
     holds_values, per_word = part.holds == "bytes", 32 // parse_format(str(type.fmt)).bits
     if not holds_values:
@@ -100,10 +113,29 @@ def num_bytes(type: Type) -> int:
 
 def transpose(fmt: str) -> str:
     """The format of a weight whose rows are the columns of one in this format."""
-    name, (rows, columns) = fmt.partition("[")[0], parse_format(fmt).block
-    if rows == columns:
+    rows, columns = parse_format(fmt).block
+    return fmt if rows == columns else with_block(fmt, columns, rows)
+
+
+def with_block(fmt: str, rows: int | None, columns: int | None) -> str:
+    """The format with another block; None: a whole dim."""
+    name = fmt.partition("[")[0]
+    return name if FORMATS[name].block == (rows, columns) else f"{name}[{rows or '*'}, {columns or '*'}]"
+
+
+def fitted(fmt: str, type: Type) -> str:
+    """The format with groups of columns that a row is a whole number of, where it must be and they can be smaller.
+
+    They have LEAST_GROUP columns at least. FormatError where there are none.
+    """
+    known, columns = parse_format(fmt), int(type.shape[-1])
+    rows, size = known.block
+    if size is None or not known.is_whole:
         return fmt
-    return name if FORMATS[name].block == (columns, rows) else f"{name}[{columns or '*'}, {rows or '*'}]"
+    group = size if known.kind not in ("int4", "int8") else math.gcd(size, columns)
+    if columns % group or group < min(LEAST_GROUP, size):
+        raise FormatError(f"{fmt} packs multiples of {LEAST_GROUP} columns, and it has {columns}")
+    return with_block(fmt, rows, group)
 
 
 def check_columns(type: Type) -> None:

@@ -12,6 +12,7 @@ of the recipe.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -19,7 +20,21 @@ from atom.dtypes import Part
 from atom.errors import UnsupportedError
 from atom.graph import formats
 from atom.graph.formats import FormatError, block_of, parse_format
-from atom.graph.recipes import Cat, Recipe, Repack, Slice, Stack, Transpose, W, is_of_blocks, leaves, narrow
+from atom.graph.recipes import (
+    Cat,
+    Quantize,
+    Recipe,
+    Regroup,
+    Repack,
+    Repeat,
+    Slice,
+    Stack,
+    Transpose,
+    W,
+    is_of_blocks,
+    leaves,
+    narrow,
+)
 from atom.graph.types import Type
 
 
@@ -45,15 +60,7 @@ def parts_of(recipe: Recipe) -> dict[str, Recipe]:
     if isinstance(recipe, W):
         return _stored_parts(recipe, recipe.type.fmt)
     if isinstance(recipe, Cat):
-        known = parse_format(recipe.type.fmt).parts
-        if own := [name for name, part in known.items() if part.holds in ("columns", "tensor")]:
-            raise FormatError(f"cat: each tensor of {recipe.type} has {own[0]} of its own")
-        for part in recipe.parts[:-1]:
-            size = formats.block_size(recipe.type, recipe.dim)
-            if size is None or int(part.type.shape[recipe.dim]) % size:
-                raise FormatError(f"cat: {part.type} ends within a block along dim {recipe.dim}")
-        each = [parts_of(part) for part in recipe.parts]
-        return {name: Cat(tuple(parts[name] for parts in each), recipe.dim) for name in each[0]}
+        return _joined_parts(recipe)
     if isinstance(recipe, Stack):
         return {name: replace(recipe, part=part) for name, part in parts_of(recipe.part).items()}
     if isinstance(recipe, Transpose):
@@ -71,7 +78,72 @@ def parts_of(recipe: Recipe) -> dict[str, Recipe]:
             raise FormatError(f"slice: {recipe.start} to {recipe.stop} of dim {dim} cuts the blocks of {whole}")
         kinds = parse_format(str(whole.fmt)).parts
         return {name: _sliced(part, recipe, kinds[name], size) for name, part in parts_of(recipe.part).items()}
+    if isinstance(recipe, Regroup):
+        parts = parts_of(recipe.part)
+        return parts | {"scales": _repeated(parts["scales"], recipe)}
     raise UnsupportedError(f"a weight stored as {recipe.type.fmt} cannot be read as {type(recipe).__name__.lower()}(…)")
+
+
+def _joined_parts(recipe: Cat) -> dict[str, Recipe]:
+    num_dims, known = len(recipe.type.shape), parse_format(str(recipe.type.fmt)).parts
+    if any(part.holds == "columns" for part in known.values()):
+        raise FormatError(f"cat: each tensor of {recipe.type} has an order of its own")
+    for part in recipe.parts[:-1]:
+        size = formats.block_size(recipe.type, recipe.dim)
+        if size is None or int(part.type.shape[recipe.dim]) % size:
+            raise FormatError(f"cat: {part.type} ends within a block along dim {recipe.dim}")
+    each = [parts_of(part) for part in recipe.parts]
+    joined: dict[str, Recipe] = {}
+    for name, kind in known.items():
+        parts = [parts[name] for parts in each]
+        if kind.holds == "tensor":  # then each row has a number of its own
+            if recipe.dim != num_dims - 2:
+                raise FormatError(f"cat: each tensor of {recipe.type} has one {name}")
+            rows = [int(part.type.shape[-2]) for part in recipe.parts]
+            parts = [
+                Repeat(part, size, num_dims - 2, size) if part.type.shape[-1] == 1 else part
+                for part, size in zip(parts, rows, strict=True)
+            ]
+        joined[name] = Cat(tuple(parts), recipe.dim)
+    return joined
+
+
+def _repeated(scales: Recipe, recipe: Regroup) -> Recipe:
+    """The scales of larger blocks as those of the recipe's."""
+    sizes, larger = block_of(recipe.type), block_of(recipe.part.type)
+    for dim, (size, of) in enumerate(zip(sizes, larger, strict=True)):
+        if of > size:
+            scales = Repeat(scales, -(-of // size), dim, -(-int(recipe.type.shape[dim]) // size))
+    return scales
+
+
+def aligned(recipe: Recipe) -> Recipe:
+    """A packed weight in blocks so small that the parts of joins are whole blocks, and a scale of all has a row each.
+
+    FormatError where its format has no smaller ones.
+    """
+    if isinstance(recipe, Stack):
+        return replace(recipe, part=aligned(recipe.part))
+    first, last = len(recipe.type.shape) - 2, len(recipe.type.shape) - 1
+    known = parse_format(str(recipe.type.fmt))
+    if any(part.holds not in ("elements", "blocks") for part in known.parts.values()):
+        return recipe
+    rows, columns = known.block
+    if columns is None:
+        rows = rows and 1
+    if isinstance(recipe, Cat) and recipe.dim in (first, last):
+        sizes = [int(part.type.shape[recipe.dim]) for part in recipe.parts]
+        if recipe.dim == first:
+            rows = None if rows is None else math.gcd(rows, *sizes)
+        elif columns is not None:
+            columns = math.gcd(columns, *sizes)
+    rows = 1 if rows is None else rows
+    if (rows, columns) == known.block:
+        return recipe
+    fmt = formats.with_block(str(recipe.type.fmt), rows, columns)
+    if isinstance(recipe, Cat):
+        return replace(recipe, parts=tuple(Regroup(part, fmt) for part in recipe.parts))
+    return recipe if isinstance(recipe, Quantize) else Regroup(recipe, fmt)
 
 
 def _sliced(part: Recipe, of: Slice, kind: Part, size: int) -> Recipe:
@@ -101,7 +173,7 @@ def _stored_part(leaf: W, part: Part, bits: int) -> Recipe:
     name = leaf.name.removesuffix(".weight") if part.suffix.startswith(".") else leaf.name
     type = Type(part.dtype, formats.part_shape(leaf.type, part))
     if part.words:
-        stored = Type("i32", formats.words_shape(leaf.type, part))
+        stored = Type(*formats.words_type(leaf.type, part))
         return Repack(W(name + part.suffix, stored), part.words, bits, type)
     if part.is_transposed:
         return Transpose(W(name + part.suffix, replace(type, shape=(*type.shape[:-2], *type.shape[:-3:-1]))))

@@ -3,7 +3,9 @@
     W("model.layers.0.mlp.up_proj.weight", bf16[1536, 576])     a stored tensor, in the dtype that the graph computes in
     W("model.layers.0.mlp.up_proj.weight", bf16[…], fmt="…")    one stored in a format, which is part of its type
     repack(W(…), "awq", 4, u8[…])                               words of a file as the bytes that kernels read
-    dequantize(W(…, fmt="…"))                                   the same as a plain tensor
+    dequantize(W(…, fmt="…"))                                   a packed tensor as a plain one
+    quantize(W(…), "fp8[1, *]")                                 a plain tensor, packed while it is loaded
+    regroup(W(…, fmt="…"), "fp8[64, 128]")                      a packed tensor in smaller blocks, its scales repeated
     cat([W(…), W(…)])                                           tensors joined
     stack(W("…experts.{expert}.up_proj.weight", …), 0, 8)       the tensors of experts 0 to 7, in a new first dim
     slice(W("…qkv_proj.weight", …), 576, 768)                   rows 576 to 767
@@ -175,13 +177,75 @@ class Dequantize:
 
 
 @dataclass(frozen=True)
+class Quantize:
+    """A plain tensor, packed."""
+
+    part: Recipe
+    fmt: str
+
+    def __post_init__(self) -> None:
+        _need_part("quantize", self.part)
+        need(self.part.type.fmt is None, f"quantize: {self.part.type} is packed already")
+        need(isinstance(self.fmt, str), f"quantize: a format is a string, not {self.fmt!r}")
+        need(bool(formats.parse_format(self.fmt).parts), f"quantize: nothing packs to {self.fmt}")
+        formats.check_columns(self.type)
+
+    @property
+    def type(self) -> Type:
+        return replace(self.part.type, fmt=self.fmt)
+
+
+@dataclass(frozen=True)
+class Regroup:
+    """A packed tensor in smaller blocks, whose scales are those of the larger ones."""
+
+    part: Recipe
+    fmt: str  # the part's, with a block that divides its own
+
+    def __post_init__(self) -> None:
+        is_packed = isinstance(self.part, Recipe) and self.part.type.fmt is not None
+        need(is_packed, "regroup takes a packed tensor")
+        need(isinstance(self.fmt, str), f"regroup: a format is a string, not {self.fmt!r}")
+        for size, of in zip(formats.block_of(self.type), formats.block_of(self.part.type), strict=True):
+            need(of % size == 0, f"regroup: blocks of {self.part.type.fmt} are no whole number of {self.fmt}")
+
+    @property
+    def type(self) -> Type:
+        return replace(self.part.type, fmt=self.fmt)
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A tensor with each element repeated along a dim, cut to a size."""
+
+    part: Recipe
+    times: int
+    dim: int
+    size: int
+
+    def __post_init__(self) -> None:
+        _need_part("repeat", self.part)
+        _need_dim("repeat", self.dim, self.part.type)
+        has = int(self.part.type.shape[self.dim]) * self.times
+        need(0 < self.size <= has, f"repeat: {self.times} times {self.part.type} has no {self.size} in dim {self.dim}")
+
+    @property
+    def type(self) -> Type:
+        shape = list(self.part.type.shape)
+        shape[self.dim] = self.size
+        return replace(self.part.type, shape=tuple(shape))
+
+
+@dataclass(frozen=True)
 class Repack:
-    """Numbers of 4 or 8 bits that a file has in int32 words [R, C], as bytes: two of 4 bits a byte, the first low, in
-    the type's shape; or a number a byte where they are zero points.
+    """Numbers of 4 or 8 bits that a file has in int32 words [R, C] or in blocks, as bytes in the type's shape: two of 4
+    bits a byte, the first low; or a number a byte where they are zero points.
 
     columns: a word has numbers of one row, the first in its lowest bits; rows: of one column (compressed-tensors).
     gptq: as rows for values [I, O], as columns for zeros [G, O], both transposed; gptq_minus_1: less 1, as v1 has zeros
     awq: as columns, both transposed, and in the order 0, 2, 4, 6, 1, 3, 5, 7 (AutoAWQ, awq/utils/packing_utils.py).
+    block_scales, block_mins, block_pairs, block_bytes: of blocks u8[R, B, bytes], each a scale fp16, maybe a minimum
+    fp16, and its numbers (ggml, ggml-common.h): two a byte, the first half of them low, or i8, which become u8.
     """
 
     part: Recipe
@@ -196,7 +260,7 @@ class Repack:
         _need_type(self.type, "repack")
 
 
-WORDS = ("columns", "rows", "awq", "gptq", "gptq_minus_1")
+WORDS = ("columns", "rows", "awq", "gptq", "gptq_minus_1", *formats.BLOCK_WORDS)
 
 
 @dataclass(frozen=True)
@@ -278,7 +342,8 @@ class KV:
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
 
-Recipe = W | Cat | Stack | Slice | Transpose | Shift | Repack | Dequantize | Shuffle | RopeFreqs
+Packing = Repack | Repeat | Regroup | Quantize | Dequantize
+Recipe = W | Cat | Stack | Slice | Transpose | Shift | Packing | Shuffle | RopeFreqs
 
 # the names that recipes have in the text
 TEXT_NAMES: dict[str, type[Recipe | KV]] = {
@@ -289,6 +354,9 @@ TEXT_NAMES: dict[str, type[Recipe | KV]] = {
     "transpose": Transpose,
     "shift": Shift,
     "repack": Repack,
+    "repeat": Repeat,
+    "regroup": Regroup,
+    "quantize": Quantize,
     "dequantize": Dequantize,
     "shuffle": Shuffle,
     "rope_freqs": RopeFreqs,
@@ -308,6 +376,15 @@ def leaves(recipe: Recipe) -> Iterator[W]:
             yield from leaves(part)
 
 
+def packed_while_loading(recipe: Recipe) -> Iterator[Quantize]:
+    """The tensors of a packed recipe that are made of plain ones."""
+    if isinstance(recipe, Quantize):
+        yield recipe
+    elif isinstance(recipe, Cat | Regroup | Shuffle):
+        for part in _parts(recipe):
+            yield from packed_while_loading(part)
+
+
 def held_bytes(recipe: Recipe) -> int:
     """Bytes of the tensor in memory: in its stored format, unless the recipe dequantizes it."""
     return sum(held_by_format(recipe).values())
@@ -321,14 +398,23 @@ def held_by_format(recipe: Recipe) -> Counter[str]:
     if isinstance(recipe, Cat):
         return sum(map(held_by_format, recipe.parts), Counter())
     leaf = next(leaves(recipe), recipe)
-    return Counter({leaf.type.fmt or leaf.type.dtype: recipe.type.num_bytes})
+    fmt = recipe.fmt if isinstance(recipe, Quantize) else leaf.type.fmt
+    return Counter({fmt or leaf.type.dtype: recipe.type.num_bytes})
 
 
 def cat(parts: tuple[Recipe, ...], dim: int = 0) -> Recipe:
-    """Join parts; adjacent slices of one tensor that make up all of it become that tensor."""
+    """Join parts; adjacent slices of one tensor that make up all of it become that tensor.
+
+    Tensors that are packed while they load are joined before, where that changes no block.
+    """
     first = parts[0]
     if len(parts) == 1:
         return first
+    packed = [part for part in parts if isinstance(part, Quantize) and part.fmt == first.type.fmt]
+    if len(packed) == len(parts):
+        sizes = [formats.block_size(part.type, dim) for part in packed[:-1]]
+        if all(size and int(part.type.shape[dim]) % size == 0 for part, size in zip(packed, sizes, strict=False)):
+            return Quantize(cat(tuple(part.part for part in packed), dim), packed[0].fmt)
     if isinstance(first, Slice) and all(
         isinstance(part, Slice) and (part.part, part.dim, part.step) == (first.part, dim, 1) for part in parts
     ):
@@ -374,6 +460,10 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
     if isinstance(recipe, Repack) and dim == 0 and (words := _words_of_rows(recipe, start, stop)) is not None:
         shape = (stop - start, *recipe.type.shape[1:])
         return replace(recipe, part=words, type=replace(recipe.type, shape=shape))
+    if isinstance(recipe, Quantize | Regroup) and is_of_blocks(
+        recipe if isinstance(recipe, Quantize) else recipe.part, start, stop, dim
+    ):
+        return replace(recipe, part=narrow(recipe.part, start, stop, dim))
     if isinstance(recipe, Slice | Shift | Shuffle):
         return replace(recipe, part=narrow(recipe.part, start, stop, dim))
     return Slice(recipe, start, stop, dim)
@@ -381,6 +471,8 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
 
 def _words_of_rows(recipe: Repack, start: int, stop: int) -> Recipe | None:
     """The words of a range of rows alone; None where the range cuts words."""
+    if recipe.words in formats.BLOCK_WORDS:
+        return narrow(recipe.part, start, stop)
     holds_values, per_word = len(recipe.type.shape) > len(recipe.part.type.shape), 32 // recipe.bits
     dim = 0 if recipe.words in ("columns", "rows") else 1
     if recipe.words == "columns" or (recipe.words.startswith("gptq") and holds_values):
@@ -430,7 +522,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _parts(recipe: Cat | Slice | Transpose | Shift | Repack | Dequantize | Shuffle) -> tuple[Recipe, ...]:
+def _parts(recipe: Cat | Slice | Transpose | Shift | Packing | Shuffle) -> tuple[Recipe, ...]:
     return recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
 
 

@@ -144,8 +144,8 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
         "weights_bytes": held.total(),
         "active_weights_bytes": int(sum(held_bytes(recipe) * share for recipe, share in shares.items())),
         "formats": {
-            fmt: {"stored_bytes": size, "held_bytes": held[fmt], "active_parameters": int(active[fmt])}
-            for fmt, size in stored.most_common()
+            fmt: {"stored_bytes": stored[fmt], "held_bytes": held[fmt], "active_parameters": int(active[fmt])}
+            for fmt, _ in (stored | Counter({fmt: size for fmt, size in held.items() if fmt not in BITS})).most_common()
         },
         "left_out": mtp_patterns(config.model),
         "kv_bytes_per_token": {kind.name: kind.bytes_per_token for kind in kinds},
@@ -238,9 +238,11 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
     yield "parameters", f"{result['parameters']:,} in all, {result['active_parameters']:,} active"
     yield "weights", f"{_size(result['weights_bytes'])} in all, {_size(result['active_weights_bytes'])} active"
     for fmt, size in result["formats"].items():
-        is_unpacked = fmt not in BITS and size["held_bytes"] > size["stored_bytes"]
-        unpacked = f", unpacked to {_size(size['held_bytes'])}" if is_unpacked else ""
-        yield f"  {fmt}", f"{_size(size['stored_bytes'])}{unpacked}"
+        stored, held = size["stored_bytes"], size["held_bytes"]
+        then = f", of which {_size(held)} stay so" if held < stored else ""
+        if fmt not in BITS and held > stored:
+            then = f", unpacked to {_size(held)}"
+        yield f"  {fmt}", f"{_size(stored)}{then}" if stored else f"{_size(held)}, packed while they load"
     for name in result["left_out"]:
         yield "left out", f"{name}, stored behind the last layer to predict further tokens"
     yield "KV a token", _each(result["kv_bytes_per_token"], "bytes")

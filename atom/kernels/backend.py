@@ -9,13 +9,14 @@ for kernel in backend.kernels:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from atom.graph.formats import parse_format
 from atom.graph.ops import Op
 from atom.graph.types import Type
 
@@ -60,25 +61,31 @@ class Kernel:
     accepts: Accepts
     load: Callable[[LoadContext], Callable[..., Any]]  # a callable with the op's signature
     layout: str | None = None  # of its op's weight: one of its backend's layouts; None: as stored
+    packed_layout: str | None = None  # of a packed weight: a layout whose result is one tensor
+    packed_type: Callable[[Type], Type] | None = None  # the type of that tensor
     trace: Callable[..., Any] | None = None  # its function in a compiled piece; None: it runs between pieces
+
+    def layout_of(self, weight: Type) -> str | None:
+        """The layout of a weight of this type, None for the stored one."""
+        return self.layout if weight.fmt is None else self.packed_layout
 
 
 def accepts_all(_target: Target, *_types: Any, **_attributes: Any) -> None:
     """What a kernel accepts that takes every call."""
 
 
-def on_device(device: str, accepts: Accepts = accepts_all) -> Accepts:
-    """What a kernel accepts that runs on one kind of device, and computes with plain weights alone."""
+def on_device(device: str, accepts: Accepts = accepts_all, *, packed: Collection[str] = ()) -> Accepts:
+    """What a kernel accepts that runs on one kind of device. packed: the kinds of packed weights that it unpacks."""
 
-    def accepts_plain(target: Target, *types: Any, **attributes: Any) -> str | None:
+    def accepts_here(target: Target, *types: Any, **attributes: Any) -> str | None:
         for type in types:
-            if isinstance(type, Type) and type.fmt is not None:
+            if isinstance(type, Type) and type.fmt is not None and parse_format(type.fmt).kind not in packed:
                 return f"its weight is stored as {type.fmt}"
         if target.device != device:
             return f"runs on {device}, not on {target.device}"
         return accepts(target, *types, **attributes)
 
-    return accepts_plain
+    return accepts_here
 
 
 class PieceCompiler(ABC):
@@ -160,7 +167,7 @@ class Backend:
 
     name: str
     kernels: tuple[Kernel, ...]
-    layouts: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # of weights [O, I], by name
+    layouts: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)  # of weights [O, I], by name
     find_features: Callable[[], frozenset[str]] = frozenset  # of this machine's device; UnsupportedError without one
     find_versions: Callable[[], dict[str, str]] = dict  # libraries of this machine that its code depends on
     piece_compiler: PieceCompiler | None = None  # None: its kernels are their ops' bodies within pieces

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import Node
 
 from atom.errors import UnsupportedError
-from atom.graph import Program
+from atom.graph import PackedWeight, Program, Type
 from atom.graph.graph import results_of
 from atom.graph.ops import Op
 from atom.kernels.backend import Backend, Kernel, PieceCompiler, Target, Tuner
@@ -101,7 +101,7 @@ def find_tuner(device: str, place: torch.device) -> Tuner | None:
     return next((each.find_tuner(place) for each in backends_of(device) if each.find_tuner is not None), None)
 
 
-def shuffle(weight: Tensor, layout: str) -> Tensor:
+def shuffle(weight: Tensor | PackedWeight, layout: str) -> Tensor:
     """A weight [O, I] in a kernel's own layout; of a weight [E, O, I], each expert by itself."""
     backends = map(find_backend, BACKENDS)
     return next(backend.layouts[layout] for backend in backends if layout in backend.layouts)(weight)
@@ -123,6 +123,16 @@ def _all(contexts: Iterable[AbstractContextManager[object]]) -> Iterator[None]:
         for each in contexts:
             stack.enter_context(each)
         yield
+
+
+def tensor_type(node: Node) -> Type:
+    """The type of the tensor that an input of a piece is; of a packed weight it is in a kernel's layout."""
+    type: Type = node.meta["type"]
+    if type.fmt is None:
+        return type
+    kernel = next(find_kernel(user.target, user.meta["kernel"]) for user in node.users)
+    assert kernel.packed_type is not None, f"{kernel.op.name} accepted a packed weight"
+    return kernel.packed_type(type)
 
 
 def trace_calls(program: Program) -> Callable[..., Any]:

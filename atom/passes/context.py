@@ -7,6 +7,7 @@ if context.takes(ops.gated_linear):
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,5 +30,13 @@ class PassContext:
 
     def takes(self, op: Op, *types: Any, **attributes: Any) -> bool:
         """Whether a kernel other than the reference accepts this op with first arguments of these types."""
-        kernels = (kernel for kernel in candidates(op, self.backends) if kernel.backend != "reference")
-        return any(kernel.accepts(self.target, *types, **attributes) is None for kernel in kernels)
+        return any(reason is None for _, reason in self._answers(op, *types, **attributes))
+
+    def refusals(self, op: Op, *types: Any, **attributes: Any) -> list[str]:
+        """Why kernels other than the reference do not accept this op: a reason for each that there is."""
+        return [f"{backend}: {reason}" for backend, reason in self._answers(op, *types, **attributes) if reason]
+
+    def _answers(self, op: Op, *types: Any, **attributes: Any) -> Iterator[tuple[str, str | None]]:
+        for kernel in candidates(op, self.backends):
+            if kernel.backend != "reference":
+                yield kernel.backend, kernel.accepts(self.target, *types, **attributes)

@@ -29,7 +29,7 @@ def lower_attention(graph: Graph) -> Graph:
 
 
 def _lower(graph: Graph, attention: Node) -> None:
-    rotated, k, v, cache, *sinks = attention.args
+    rotated, k, v, cache, *more = attention.args  # sinks, and scales of entries in fp8
     batch = graph.program_of(attention).input("batch", BATCH)
     q, k, cos, sin, attributes = _before_rope(rotated, k)
     q_norm = k_norm = None
@@ -37,9 +37,10 @@ def _lower(graph: Graph, attention: Node) -> None:
         attributes |= q.kwargs
         (q, q_norm), (k, k_norm) = q.args, k.args
     written = graph.insert(
-        attention, ops.norm_rope_write, q, k, v, cos, sin, q_norm, k_norm, cache, batch, name="q", **attributes
-    )
-    paged = graph.insert(attention, ops.paged_attention, written, cache, batch, *sinks, **attention.kwargs)
+        attention, ops.norm_rope_write, q, k, v, cos, sin, q_norm, k_norm, cache, batch, *more[1:], name="q",
+        **attributes,
+    )  # fmt: skip
+    paged = graph.insert(attention, ops.paged_attention, written, cache, batch, *more, **attention.kwargs)
     graph.replace({attention: paged} if q is rotated else {attention: paged, rotated: written})
 
 

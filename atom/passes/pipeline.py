@@ -17,7 +17,6 @@ from atom.errors import PassError
 from atom.graph import Graph, ops, show, verify
 from atom.kernels import Target
 from atom.passes.context import PassContext
-from atom.passes.dequantize import dequantize
 from atom.passes.fuse_gate_up import fuse_gate_up
 from atom.passes.fuse_linear_gate import fuse_linear_gate
 from atom.passes.fuse_norm_linear import fuse_norm_linear
@@ -26,6 +25,7 @@ from atom.passes.fuse_norm_rope_attention import fuse_norm_rope_attention
 from atom.passes.fuse_qkv import fuse_qkv
 from atom.passes.lower_attention import lower_attention
 from atom.passes.lower_moe import lower_moe
+from atom.passes.quantize import quantize
 from atom.passes.select_kernels import select_kernels
 from atom.passes.sink_into_head import sink_into_head
 from atom.passes.split_pieces import split_pieces
@@ -38,7 +38,7 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (fuse_norm_residual, 1, ops.SEMANTIC),
     (lower_moe, 0, ops.SEMANTIC),
     (lower_attention, 0, ops.LOWERED),
-    (dequantize, 0, ops.LOWERED),
+    (quantize, 0, ops.LOWERED),
     (fuse_linear_gate, 1, ops.LOWERED),
     (fuse_norm_linear, 1, ops.LOWERED),
     (fuse_norm_rope_attention, 1, ops.LOWERED),

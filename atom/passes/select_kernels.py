@@ -24,7 +24,7 @@ def select_kernels(graph: Graph, context: PassContext) -> Graph:
     readers = _readers(graph)
     for program in graph.programs.values():
         for node in program.nodes:
-            node.meta["notes"] = []
+            node.meta["notes"] = node.meta.pop("unpacked", [])  # why its weight is not packed any more
             for kernel in candidates(node.target, context.backends):
                 reason = _refusal(kernel, context.target, node, readers)
                 if reason is None:
@@ -36,7 +36,7 @@ def select_kernels(graph: Graph, context: PassContext) -> Graph:
 
 
 def _refusal(kernel: Kernel, target: Target, node: Node, readers: Mapping[Any, set[Op]]) -> str | None:
-    if kernel.layout is not None:
+    if _layout(kernel, node) is not None:
         weight = node.args[kernel.op.weight]
         if not isinstance(weight, Recipe):
             return "its weight is computed"
@@ -48,8 +48,13 @@ def _refusal(kernel: Kernel, target: Target, node: Node, readers: Mapping[Any, s
 
 def _choose(kernel: Kernel, node: Node) -> None:
     node.meta["kernel"] = kernel.backend
-    if kernel.layout is not None:
-        node.update_arg(kernel.op.weight, Shuffle(node.args[kernel.op.weight], kernel.layout))
+    if (layout := _layout(kernel, node)) is not None:
+        node.update_arg(kernel.op.weight, Shuffle(node.args[kernel.op.weight], layout))
+
+
+def _layout(kernel: Kernel, node: Node) -> str | None:
+    """The layout that a kernel wants of a call's weight."""
+    return kernel.layout and kernel.layout_of(type_of(node.args[kernel.op.weight]))
 
 
 def _readers(graph: Graph) -> dict[Any, set[Op]]:

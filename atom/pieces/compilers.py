@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from atom.errors import PassError
-from atom.graph import TORCH_DTYPES, Program, Type, ops, parse
+from atom.graph import TORCH_DTYPES, Program, ops, parse
 from atom.kernels import find_piece_compiler
-from atom.kernels.registry import trace_calls
+from atom.kernels.registry import tensor_type, trace_calls
 from atom.pieces.piece import NAME
 
 ROWS = (1, 2, 17)  # numbers of rows to check code at: compilers assume open dims of 2 or more
@@ -64,10 +64,13 @@ class _Draw:
 
     def __call__(self, node: Node, rows: int = 0) -> Tensor:
         """Draw an input of so many rows, or a weight, which has no open dims."""
-        type: Type = node.meta["type"]
+        type = tensor_type(node)
         shape = [rows if isinstance(dim, str) else dim for dim in type.shape]
         if type.dtype == "i64":
             return torch.arange(math.prod(shape), device=self._device).view(shape) % 2
+        if type.dtype == "u8":  # a packed weight: two bytes are a bf16 scale, of either sign and about 0.02
+            drawn = torch.randint(2, shape, generator=self._generator, device=self._device, dtype=torch.uint8)
+            return drawn.mul_(0x80).add_(0x3C)
         dtype, scale = TORCH_DTYPES[type.dtype], shape[-1] ** -0.5 if node in self._multiplied else 1.0
         if math.prod(shape) <= LARGE:
             return (self._normal(shape) * scale).to(dtype)

@@ -12,6 +12,7 @@ graph computes in, and copies them to their target. Every device takes this one 
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 import warnings
@@ -22,15 +23,32 @@ from fnmatch import fnmatch
 import torch
 from torch import Tensor
 
+from atom.cache import Cache
 from atom.checkpoint import Checkpoint, Progress, StoredTensor
 from atom.config import ModelConfig
 from atom.dtypes import FLOAT_DTYPES
 from atom.errors import CheckpointError, UnsupportedError, naming_a_lack_of_memory
-from atom.graph import TORCH_DTYPES, Graph, Recipe, RopeFreqs, Shuffle, Type
-from atom.graph.parts import stored_tensors
-from atom.graph.recipes import held_bytes, leaves, narrow
+from atom.graph import (
+    TORCH_DTYPES,
+    Cat,
+    Dequantize,
+    Graph,
+    PackedWeight,
+    Quantize,
+    Recipe,
+    Regroup,
+    RopeFreqs,
+    Shuffle,
+    Type,
+    W,
+)  # fmt: skip
+from atom.graph.formats import block_of, parse_format
+from atom.graph.parts import has_parts, parts_of, stored_tensors
+from atom.graph.recipes import held_bytes, leaves, narrow, packed_while_loading
 from atom.kernels import shuffle
 from atom.weights.evaluate import Loaded, split_recipe
+from atom.weights.packed_store import PackedStore
+from atom.weights.quantize import quantize
 from atom.weights.rope import rope_freqs
 from atom.weights.sources import MappedSource, RandomSource, WeightSource
 from atom.weights.stream import StreamedSource
@@ -45,10 +63,11 @@ def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str
             f"the checkpoint has no tensor {_some(missing)}; is it whole, and is model= the right one?"
         )
     for name, type in needed.items():
-        shape = stored[name].shape
+        shape, dtype, blocks = stored[name].shape, stored[name].dtype, stored[name].blocks
+        if type.dtype == "u8" and blocks is not None:
+            shape, dtype = blocks, "u8"
         if not _is_same_shape(shape, type):
             raise CheckpointError(f"tensor {name} is {list(shape)}, the model expects {list(type.shape)}")
-        dtype = stored[name].dtype
         if dtype != type.dtype and not {dtype, type.dtype} <= set(FLOAT_DTYPES):
             raise CheckpointError(f"tensor {name} is {dtype}, the model expects {type.dtype}; is its scale missing?")
     patterns = tuple(ignore)
@@ -59,6 +78,23 @@ def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str
         raise CheckpointError(
             f"the model does not use tensor {_some(surplus)}; name it in model.ignore if it may be left out"
         )
+
+
+def check_order(graph: Graph, checkpoint: Checkpoint) -> None:
+    """Check that the columns of a group are neighbours in a GPTQ file too, where the format of a weight says so."""
+    in_turn: dict[Type, bytes] = {}  # the groups of all columns
+    for leaf in dict.fromkeys(leaf for recipe in graph.recipes() for leaf in leaves(recipe) if leaf.type.fmt):
+        index, fmt, type = f"{leaf.name.removesuffix('.weight')}.g_idx", str(leaf.type.fmt), leaf.type
+        if index not in checkpoint.tensors or parse_format(fmt).has_order:
+            continue
+        if type not in in_turn:
+            groups = torch.arange(int(type.shape[-1]), dtype=torch.int32) // block_of(type)[-1]
+            in_turn[type] = groups.numpy().tobytes()
+        if bytes(checkpoint.read(index)) != in_turn[type]:
+            raise CheckpointError(
+                f"tensor {index} has columns of a group apart, which desc_act=false in quantization_config denies: "
+                f"set it to true in its config.json, or model.fmt='{fmt.replace('[', '_ordered[')}'"
+            )
 
 
 def _is_same_shape(stored: Sequence[int], type: Type) -> bool:
@@ -96,7 +132,7 @@ def _find_numbers(stored: Iterable[str], names: Iterable[str], placeholder: str)
 def refuse_packed(graph: Graph) -> None:
     """Raise UnsupportedError where a graph would compute with a weight in its packed format."""
     for recipe in graph.recipes():
-        if recipe.type.fmt is not None:
+        if recipe.type.fmt is not None and not has_parts(recipe):
             leaf = next(leaves(recipe))
             stored = f"{leaf.name} is stored as {leaf.type.fmt}"
             raise UnsupportedError(f"{stored}: a format without parts cannot be run, job=explain counts its bytes")
@@ -108,9 +144,16 @@ def num_bytes(graph: Graph) -> int:
 
 
 def load(
-    recipes: Iterable[Recipe], checkpoint: Checkpoint, progress: Progress, device: str = "cpu"
+    recipes: Iterable[Recipe],
+    checkpoint: Checkpoint,
+    progress: Progress,
+    device: str = "cpu",
+    cache: Cache | None = None,
 ) -> dict[Recipe, Loaded]:
-    """Load every recipe's tensor to the device. CapacityError where they do not fit."""
+    """Load every recipe's tensor to the device. CapacityError where they do not fit.
+
+    cache: keeps what is packed while it loads, for the next time
+    """
     ordered = sorted(recipes, key=lambda recipe: -recipe.type.num_bytes)  # so the readers end together
     with (
         progress.task("loading weights", sum(recipe.type.num_bytes for recipe in ordered)) as task,
@@ -118,8 +161,17 @@ def load(
     ):
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
         is_cpu, place = device == "cpu", torch.device(device)
+        packed = None if cache is None else PackedStore.open(ordered, checkpoint, cache)
+        if packed is not None:
+            checkpoint = packed.checkpoint
         source = MappedSource(checkpoint, task.advance) if is_cpu else StreamedSource(checkpoint, place, task.advance)
-        return make_all(ordered, source, device)
+        source.packed = packed
+        made = make_all(ordered, source, device)
+        if packed is not None:
+            packed.close()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc, which keeps what readers unpacked with
+        trim(0)
+    return made
 
 
 def load_dummy(recipes: Iterable[Recipe], seed: int, device: str = "cpu") -> dict[Recipe, Loaded]:
@@ -158,15 +210,55 @@ def _make(recipe: Recipe, source: WeightSource, device: str) -> Loaded:
         return rope_freqs(recipe).to(device)
     if isinstance(recipe, Shuffle):
         return _shuffled(recipe, source, device)
+    if recipe.type.fmt is not None:
+        return _packed(recipe, source, device)
     return _fill(recipe, _empty(recipe.type, device), source)
+
+
+def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
+    """Make a packed weight: of its stored parts, or of the plain tensor, which is in memory meanwhile."""
+    if isinstance(recipe, Cat | Regroup) and any(packed_while_loading(recipe)) and not source.is_random:
+        joined = recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
+        return _joined(recipe, [_packed(part, source, device) for part in joined])
+    store = source.packed if source.packed and recipe in source.packed.parts else None  # which has no single experts
+    if source.is_random or (isinstance(recipe, Quantize) and not (store and store.is_there)):
+        plain = recipe.part if isinstance(recipe, Quantize) else W("", recipe.type.plain)
+        tensor = _fill(plain, _empty(plain.type, device), source)
+        source.flush()
+        made = PackedWeight(recipe.type, quantize(str(recipe.type.fmt), tensor))
+        if store:
+            store.write(recipe, made)
+        return made
+    parts: Mapping[str, Recipe] = store.parts[recipe] if store else parts_of(recipe)
+    filled = {name: _fill(part, _empty(part.type, device), source) for name, part in parts.items()}
+    return PackedWeight(recipe.type, filled)
+
+
+def _joined(recipe: Cat | Regroup, made: Sequence[PackedWeight]) -> PackedWeight:
+    """Join weights, or repeat the scales of one, as `graph.parts` does with recipes."""
+    parts = dict(made[0].parts)
+    if isinstance(recipe, Cat):
+        parts = {name: torch.cat([each.parts[name] for each in made], recipe.dim) for name in parts}
+    else:
+        blocks = zip(block_of(recipe.type), block_of(recipe.part.type), strict=True)
+        for dim, (size, larger) in enumerate(blocks):
+            num_blocks = -(-int(recipe.type.shape[dim]) // size)
+            parts["scales"] = parts["scales"].repeat_interleave(-(-larger // size), dim).narrow(dim, 0, num_blocks)
+    return PackedWeight(recipe.type, {name: part.contiguous() for name, part in parts.items()})
 
 
 def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
     """Make a tensor in a kernel's layout; experts one by one, so that not all of them are in memory twice."""
     part, is_whole = recipe.part, len(recipe.part.type.shape) == 2
     parts = [part] if is_whole else [narrow(part, at, at + 1) for at in range(int(part.type.shape[0]))]
-    plain = _empty(parts[0].type, device)  # one buffer for all, to avoid fragmentation
     made: list[Tensor] = []
+    if part.type.fmt is not None:
+        for each in parts:
+            packed = _packed(each, source, device)
+            source.flush()
+            made.append(shuffle(packed, recipe.layout))
+        return made[0] if is_whole else made
+    plain = _empty(parts[0].type, device)  # one buffer for all, to avoid fragmentation
     for each in parts:
         _fill(each, plain, source)
         source.flush()
@@ -176,7 +268,12 @@ def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
 
 def _fill(recipe: Recipe, tensor: Tensor, source: WeightSource) -> Tensor:
     for part, target in split_recipe(recipe, tensor):
-        source.fill(part, target)
+        if isinstance(part, Dequantize) and isinstance(part.part, Quantize):
+            _fill(part.part.part, target, source)
+            source.flush()
+            target.copy_(PackedWeight(part.part.type, quantize(part.part.fmt, target)).unpack())
+        else:
+            source.fill(part, target)
     return tensor
 
 

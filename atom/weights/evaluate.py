@@ -17,13 +17,28 @@ from torch import Tensor
 
 from atom.checkpoint import Checkpoint
 from atom.errors import UnsupportedError
-from atom.graph import TORCH_DTYPES, Cat, Dequantize, Recipe, Repack, Shift, Slice, Stack, Transpose, W
+from atom.graph import (
+    TORCH_DTYPES,
+    Cat,
+    Dequantize,
+    Quantize,
+    Recipe,
+    Repack,
+    Repeat,
+    Shift,
+    Slice,
+    Stack,
+    Transpose,
+    W,
+)
 from atom.graph.formats import block_of
+from atom.graph.packed import PackedWeight
 from atom.graph.parts import cuts_blocks, parts_of
 from atom.graph.recipes import narrow
-from atom.weights.dequantize import repack, unpack
+from atom.graph.unpack import unpack
+from atom.weights.repack import repack
 
-Loaded = Tensor | list[Tensor]  # of a recipe; a list: one tensor per expert, each in a kernel's own layout
+Loaded = Tensor | PackedWeight | list[Tensor]  # a list: one tensor per expert, each in a kernel's own layout
 
 
 AT_ONCE = 1 << 20  # elements
@@ -34,7 +49,10 @@ def split_recipe(recipe: Recipe, tensor: Tensor) -> Iterator[tuple[Recipe, Tenso
     """Split a recipe at its joins: each part, with its target, the view of the tensor that it fills."""
     if isinstance(recipe, Dequantize):
         for packed, target in split_recipe(recipe.part, tensor):
-            yield from _split_rows(Dequantize(packed), target)
+            whole = Dequantize(packed)  # what is packed here is packed as a whole
+            yield from [(whole, target)] if isinstance(packed, Quantize) else _split_rows(whole, target)
+    elif isinstance(recipe, Cat) and (rows := _in_turns(recipe)) is not None:
+        yield rows, tensor.unflatten(recipe.dim, (len(recipe.parts), -1))  # type: ignore[no-untyped-call]
     elif isinstance(recipe, Cat):
         start = 0
         for part in recipe.parts:
@@ -44,15 +62,32 @@ def split_recipe(recipe: Recipe, tensor: Tensor) -> Iterator[tuple[Recipe, Tenso
     elif isinstance(recipe, Stack):
         for index, expert in enumerate(range(recipe.start, recipe.stop)):
             yield from split_recipe(recipe.of(expert), tensor[index])
-    elif len(recipe.type.shape) == 3:  # one expert at a time, so that little is dequantized at once
-        for expert in range(int(recipe.type.shape[0])):
-            yield narrow(recipe, expert, expert + 1), tensor[expert : expert + 1]
     else:
         yield recipe, tensor
 
 
+def _in_turns(recipe: Cat) -> Recipe | None:
+    """All of a stored tensor whose parts take turns along a dim, joined part by part, in two dims: by part and by place
+    in it; so it is read once. None: it is no such join."""
+    first, dim, num_parts = recipe.parts[0], recipe.dim, len(recipe.parts)
+    if not isinstance(first, Slice) or not isinstance(first.part, W) or first.part.type.fmt is not None:
+        return None
+    stored, (*before, size), after = first.part, map(int, recipe.type.shape[: dim + 1]), recipe.type.shape[dim + 1 :]
+    is_all = size == stored.type.shape[dim] and size % num_parts == 0
+    turns = tuple(Slice(stored, n, size, dim, num_parts) for n in range(num_parts)) if is_all else ()
+    if num_parts == 1 or recipe.parts != turns:
+        return None
+    shape = (*before, size // num_parts, num_parts, *after)
+    return Transpose(replace(stored, type=replace(stored.type, shape=shape)), dim - len(shape))
+
+
 def _split_rows(recipe: Dequantize, tensor: Tensor) -> Iterator[tuple[Recipe, Tensor]]:
-    """Split a matrix by rows, in whole blocks and words, so that what is dequantized at once stays in a CPU's cache."""
+    """Split by experts, and a matrix by rows, in whole blocks and words, so that what is dequantized at once stays in a
+    CPU's cache."""
+    if len(recipe.type.shape) == 3:
+        for expert in range(len(tensor)):
+            yield narrow(recipe, expert, expert + 1), tensor[expert : expert + 1]
+        return
     is_cut = isinstance(recipe.part, Slice) and cuts_blocks(recipe.part)  # each range would dequantize the whole
     if len(recipe.type.shape) != 2 or not tensor.numel() or is_cut:
         yield recipe, tensor
@@ -77,13 +112,15 @@ def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:
     match recipe:
         case W():
             assert recipe.type.fmt is None, f"{recipe.name} is stored as {recipe.type.fmt}: refuse_packed comes first"
-            return _stored(recipe.name, checkpoint).view([int(dim) for dim in recipe.type.shape])
+            return _stored(recipe, checkpoint).view([int(dim) for dim in recipe.type.shape])
         case Transpose(part, dim):
             return view(part, checkpoint).transpose(dim, dim + 1)
         case Slice(part, start, stop, dim, step):
             return view(part, checkpoint)[(slice(None),) * dim + (slice(start, stop, step),)]
         case Repack(part, words, bits):
             return repack(view(part, checkpoint), words, bits, [int(dim) for dim in recipe.type.shape])
+        case Repeat(part, times, dim, size):
+            return view(part, checkpoint).repeat_interleave(times, dim).narrow(dim, 0, size)
         case Dequantize(Slice() as part) if cuts_blocks(part):
             return view(replace(part, part=Dequantize(part.part)), checkpoint)
         case Dequantize(part):
@@ -94,8 +131,10 @@ def view(recipe: Recipe, checkpoint: Checkpoint) -> Tensor:
     raise UnsupportedError(f"a weight cannot be read as {type(recipe).__name__.lower()}(…) of several tensors")
 
 
-def _stored(name: str, checkpoint: Checkpoint) -> Tensor:
-    stored = checkpoint.tensors[name]
+def _stored(leaf: W, checkpoint: Checkpoint) -> Tensor:
+    name, stored = leaf.name, checkpoint.tensors[leaf.name]
+    if stored.blocks is not None and leaf.type.dtype == "u8":
+        return torch.frombuffer(checkpoint.read_blocks(name), dtype=torch.uint8)
     if stored.dtype not in TORCH_DTYPES:
         raise UnsupportedError(f"tensor {name} is stored as {stored.dtype}, which atom cannot load yet")
     data = checkpoint.read(name)

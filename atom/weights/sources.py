@@ -15,11 +15,15 @@ from torch import Tensor
 from atom.checkpoint import Checkpoint
 from atom.graph import Recipe
 from atom.weights.evaluate import Loaded, copy, view
+from atom.weights.packed_store import PackedStore
 
 NUM_READERS = 2  # threads that read and convert, on a CPU
 
 
 class WeightSource(ABC):
+    packed: PackedStore | None = None  # of what is packed while it loads
+    is_random = False  # whether parts of packed weights have no values of their own
+
     def map(self, make: Callable[[Recipe], Loaded], recipes: Iterable[Recipe]) -> list[Loaded]:
         """Make each recipe's tensor; what `make` handed to `fill` is filled when this returns."""
         return list(map(make, recipes))
@@ -49,6 +53,8 @@ class MappedSource(WeightSource):
 
 class RandomSource(WeightSource):
     """Draws from normal(0, 0.02) on the device, in the order of the recipes."""
+
+    is_random = True
 
     def __init__(self, seed: int, device: str) -> None:
         self._generator = torch.Generator(device).manual_seed(seed)

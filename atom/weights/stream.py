@@ -29,7 +29,7 @@ from torch import Tensor
 from atom.checkpoint import Checkpoint
 from atom.checkpoint.files import open_file
 from atom.errors import CheckpointError
-from atom.graph import Recipe, Shift
+from atom.graph import Recipe, Repack, Repeat, Shift
 from atom.graph.recipes import leaves
 from atom.weights.evaluate import Loaded, copy, view
 from atom.weights.sources import WeightSource
@@ -139,7 +139,8 @@ class StreamedSource(WeightSource):
     def _cut_transfers(self, part: Recipe, target: Tensor) -> Iterator[Transfer]:
         """Cut a part into transfers that fit a buffer; files are left open."""
         leaf = next(leaves(part))
-        file_range = None if leaf.type.fmt else self._checkpoint.locate(leaf.name)
+        is_computed = leaf.type.fmt is not None or isinstance(part, Repack | Repeat)
+        file_range = None if is_computed else self._checkpoint.locate(leaf.name)
         if file_range is None:
             yield Transfer(part, target)
             return

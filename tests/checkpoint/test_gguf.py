@@ -11,13 +11,18 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atom.checkpoint import GGUFFacts, StoredTensor, open_checkpoint
+from atom.checkpoint import SILENT, GGUFFacts, open_checkpoint
 from atom.checkpoint.base import normalize_rope
 from atom.checkpoint.gguf_reader import PLAIN, GGUFTensor, dequantize
 from atom.errors import CheckpointError, UnsupportedError
+from atom.graph import Dequantize, W
+from atom.graph import Type as GraphType
+from atom.graph.recipes import narrow
+from atom.weights import load
 
 Type = gguf.GGMLQuantizationType
 HIDDEN, HEADS, KV_HEADS, WIDTH, VOCAB = 64, 4, 2, 96, 40
@@ -113,8 +118,40 @@ def test_quantized_tensors_read_as_the_gguf_package_dequantizes_them(tmp_path: P
         tensor = theirs[f"blk.1.{name}.weight"]
         expected = gguf.dequantize(tensor.data, tensor.tensor_type)
         stored = checkpoint.tensors[f"model.layers.1.{ours}.weight"]
-        assert stored == StoredTensor("fp32", expected.shape)
+        assert (stored.dtype, stored.shape) == ("fp32", expected.shape)
         assert np.array_equal(as_array(checkpoint.read(f"model.layers.1.{ours}.weight")), expected.reshape(-1))
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q8_0], ids=lambda kind: kind.name)
+def test_blocks_kept_packed_hold_what_the_gguf_package_dequantizes(tmp_path: Path, kind: Any) -> None:
+    tensors = layer_tensors(kind)
+    rotated, fmt = "blk.1.attn_q.weight", kind.name.lower()
+    stored = {**tensors, rotated: (permute(tensors[rotated][0], HEADS), kind)}
+    checkpoint = open_checkpoint(
+        str(write(tmp_path / "tiny.gguf", stored)), gguf=GGUFFacts(interleaved={"q_proj": HEADS})
+    )
+    for name, theirs in [("self_attn.q_proj", "attn_q"), ("mlp.down_proj", "ffn_down")]:
+        blocks = gguf.quants.quantize(tensors[f"blk.1.{theirs}.weight"][0], kind)
+        expected = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+        whole = W(f"model.layers.1.{name}.weight", GraphType("fp32", tuple(expected.shape), fmt))
+        made = load([whole, Dequantize(whole), narrow(whole, 16, 48)], checkpoint, SILENT)
+        assert made[whole].kind == ("int8" if kind == Type.Q8_0 else "int4")
+        assert torch.equal(made[whole].unpack(), expected) and torch.equal(made[Dequantize(whole)], expected)
+        assert torch.equal(made[narrow(whole, 16, 48)].unpack(), expected[16:48])
+
+
+def test_formats_are_of_modules_by_a_pattern_where_all_layers_have_one_type(tmp_path: Path) -> None:
+    tensors = layer_tensors(Type.Q4_1)
+    mixed = {**tensors, "blk.0.ffn_down.weight": (tensors["blk.0.ffn_down.weight"][0], Type.Q5_1)}
+    config = open_checkpoint(str(write(tmp_path / "tiny.gguf", mixed))).config
+    formats = config["quantization_config"]["formats"]
+    assert (
+        formats["model.layers.1.mlp.down_proj"] == "q4_1"
+        and formats["re:model\\.layers\\.[0-9]+\\.mlp\\.up_proj$"] == "q4_1"
+    )
+    assert len(formats) == 7
+    plain = open_checkpoint(str(write(tmp_path / "plain.gguf", layer_tensors(Type.F32)))).config
+    assert "quantization_config" not in plain
 
 
 @pytest.mark.parametrize(

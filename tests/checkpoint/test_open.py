@@ -5,7 +5,9 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -69,6 +71,47 @@ class Response:
     status_code, headers, request, text = 404, {}, None, ""
 
 
+def raiser(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_names_of_a_single_file_on_the_hub_are_known_before_it_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = tmp_path / "0123abc"
+    commit.mkdir()
+    (commit / "config.json").write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(commit))
+    checkpoint, asked = open_checkpoint("org/name", revision="v2", weights=False), list[Any]()
+
+    def parse(*of: str, revision: str) -> Any:
+        asked.append((*of, revision))
+        return SimpleNamespace(tensors={"a.weight": ..., "b.weight": ...})
+
+    monkeypatch.setattr(huggingface_hub, "parse_safetensors_file_metadata", parse)
+    assert set(checkpoint.names()) == {"a.weight", "b.weight"}
+    assert asked == [("org/name", "model.safetensors", "0123abc")]
+
+
+@pytest.mark.parametrize(
+    "error", [errors.OfflineModeIsEnabled("off"), errors.RemoteEntryNotFoundError("404", response=Response())]
+)
+def test_names_are_not_known_offline_and_without_such_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    checkpoint = open_checkpoint("org/name", weights=False)
+    monkeypatch.setattr(huggingface_hub, "parse_safetensors_file_metadata", raiser(error))
+    assert not checkpoint.names()
+    monkeypatch.setattr(huggingface_hub, "parse_safetensors_file_metadata", raiser(RuntimeError("first\nsecond")))
+    with pytest.raises(CheckpointError, match=r"cannot download the header of org/name/model\.safetensors: .*first$"):
+        checkpoint.names()
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -82,20 +125,15 @@ class Response:
     ],
 )
 def test_trouble_with_the_hub_is_one_line(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
-    def fail(*_: Any, **__: Any) -> str:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", raiser(error))
     with pytest.raises(CheckpointError, match=message) as caught:
         open_checkpoint("org/name", revision="v2")
     assert "\n" not in str(caught.value)
 
 
 def test_a_full_disk_while_fetching_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> str:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    error = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", raiser(error))
     with pytest.raises(AtomError, match="the disk is full") as caught:
         open_checkpoint("org/name")
     assert caught.value.exit_code == 1

@@ -309,6 +309,7 @@ def test_modules_may_have_formats_of_their_own(write: Write):
     assert read(quant_method="gptq", dynamic=rules) == (
         "gptq_int4[1, 128]", [r"re:.*\.gate"], {r"re:.*\.v_proj": "gptq_int8[1, 128]", r"re:.*\.0\..*": "gptq_int4_ordered[1, 64]"},
     )  # fmt: skip
+    assert read(quant_method="gptq", lm_head=True) == ("gptq_int4[1, 128]", [], {"lm_head": "gptq_int4[1, 128]"})
     fp8 = {"num_bits": 8, "type": "float", "strategy": "channel"}
     groups = {
         "a": {"targets": ["re:.*self_attn.*", "lm_head"], "weights": fp8},
@@ -353,7 +354,7 @@ def test_the_weights_that_are_stored_plain_are_read_too(write: Write, key: str):
         (compressed(), "config_groups.group_0.weights: int4 is not known yet"),
         (compressed("pack-quantized", actorder="rows"), 'weights.actorder="rows" is not known yet'),
         ({"quant_method": "fp8", "weights": "e4m3"}, 'quantization_config.weights="e4m3" is not known yet'),
-        ({"quant_method": "gptq", "lm_head": True}, "quantization_config.lm_head=true is not known yet"),
+        ({"quant_method": "awq", "lm_head": True}, "quantization_config.lm_head=true is not known yet"),
         ({"quant_method": "quark", "global_quant_config": {"weight": [{"dtype": "fp4"}]}}, "global_quant_config.weight=.* is not known yet"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 32}, "quantization_config.group_size=32 is not known yet"),
         ({"quant_method": "modelopt", "quant_algo": "FP8", "layers": {"x" * 50: 1, "y" * 50: 2}}, "layers=.{99}… is not known yet"),
@@ -768,6 +769,12 @@ def test_a_dtype_has_two_spellings(typed: str, dtype: str):
     assert (config.dtype, config.serve.kv_cache_dtype) == (dtype, dtype)
 
 
+@pytest.mark.parametrize("typed", ["fp8", "fp8_e4m3"])
+def test_fp8_of_the_cache_has_two_spellings(typed: str):
+    config = load([f"serve.kv_cache_dtype={typed}"])
+    assert config.serve.kv_cache_dtype == "fp8_e4m3" != config.dtype
+
+
 @pytest.mark.parametrize(
     ("key", "stated"), [("torch_dtype", "float16"), ("dtype", "float16"), ("dtype", "torch.float16")]
 )
@@ -788,7 +795,7 @@ def test_the_cache_folder_is_atom_caches_or_in_the_home(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("foo=1", "foo: there is no such field; there are: model, serve, job, sampling, checkpoint,"),
+        ("foo=1", "foo: there is no such field; there are: model, quant, serve, job, sampling, checkpoint,"),
         ("+foo=1", "foo: there is no such field"),
         ("modle=llama", r"modle: there is no such field, did you mean model\?"),
         (
@@ -836,7 +843,7 @@ def test_a_wrong_override_is_an_error_of_one_line_with_what_and_where(text: str,
     "text",
     [
         "serve.tensor_parallel_size=2",
-        "serve.kv_cache_dtype=fp8",
+        "serve.kv_cache_dtype=fp8_e5m2",
         "serve.data_parallel_size=2",
         "serve.enable_expert_parallel=true",
         "serve.enable_dp_attention=true",

@@ -96,7 +96,6 @@ def test_the_other_name_of_block_size():
     "text",
     [
         "parallel=tp8",
-        "quant=fp8",
         "serve.port=8007",
     ],
 )

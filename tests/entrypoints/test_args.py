@@ -80,7 +80,7 @@ REFUSED = {
     "--enable-expert-parallel": "serve.enable_expert_parallel=true: expert parallelism is not built yet",
     "--enable-dp-attention": "serve.enable_dp_attention=true: data parallelism is not built yet",
     "--port 80": "serve.port: an engine on another machine (serve.http.port is the server's) is not built yet",
-    "--kv_cache_dtype fp8": "serve.kv_cache_dtype=fp8 is not built yet; there is: auto, bf16, fp16, fp32",
+    "--kv_cache_dtype fp8_e5m2": "serve.kv_cache_dtype=fp8_e5m2 is not built yet; there is: auto, bf16, fp16, fp32, fp8",
     "--scheduler-delay-factor 0.5": "serve.scheduler_delay_factor=0.5: delaying the scheduler is not built yet",
     "--level 3": "level=3 captures CUDA graphs, device=cpu has none; there is: 0, 1, 2",
     "--method mtp": "serve.method=mtp: speculative decoding is not built yet",

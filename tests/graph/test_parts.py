@@ -206,10 +206,11 @@ def weight_of(fmt: str) -> Callable[[str], W]:
         (Slice(UP, 0, 96, 1, 2), "slice: 0 to 96 of dim 1 cuts"),
         (Slice(Transpose(UP), 32, 60), r'slice: 32 to 60 of dim 0 cuts the blocks of fp32\[96, 3, "mxfp4\[32, 1\]"\]'),
         (Transpose(W("w", Type("fp32", (8, 64), "gptq_int4_ordered[1, 8]"))), "transpose: the columns of a block of"),
-        (Cat((W("w", Type("fp32", (8, 64), "ct_nvfp4")),) * 2), "cat: each tensor of .* has divisor of its own"),
+        (Cat((W("w", Type("fp32", (8, 64), "ct_nvfp4")),) * 2, 1), "cat: each tensor of .* has one divisor"),
+        (Cat((W("w", Type("fp32", (8, 64), "gptq_int4_ordered[1, 8]")),) * 2), "cat: each tensor of .* has an order"),
         (Cat((W("w", Type("fp32", (8, 64), "ct_fp8[*, *]")),) * 2), "cat: .* ends within a block along dim 0"),
         (Shift(UP, 1.0), r"a weight stored as mxfp4 cannot be read as shift\(…\)"),
-        (W("w", Type("fp32", (4, 8), "int4")), "the tensors of a weight stored as int4 are not known yet"),
+        (W("w", Type("fp32", (4, 8), "int4z")), "the tensors of a weight stored as int4z are not known yet"),
     ],
     ids=str,
 )
@@ -220,4 +221,6 @@ def test_what_has_no_parts_is_refused_by_name(recipe: Recipe, reason: str):
 
 def test_which_formats_have_parts():
     assert has_parts(Stack(Transpose(packed("e.{expert}", 3, 32)), 0, 2))
-    assert not any(map(has_parts, (Dequantize(UP), W("w", Type("fp32", (4, 8))), W("w", Type("fp32", (4, 8), "int4")))))
+    assert not any(
+        map(has_parts, (Dequantize(UP), W("w", Type("fp32", (4, 8))), W("w", Type("fp32", (4, 8), "int4z"))))
+    )

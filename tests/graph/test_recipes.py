@@ -78,7 +78,7 @@ RECIPES: list[tuple[Recipe, str]] = [
     (Slice(stored("up", 6, 16), 1, 16, 1, 2), 'slice(W("up", fp32[6, 16]), 1, 16, dim=1, step=2)'),
     (Transpose(stored("up", 8, 6)), 'transpose(W("up", fp32[8, 6]))'),
     (Shift(stored("up", 6, 8), 1.5), 'shift(W("up", fp32[6, 8]), 1.5)'),
-    (Dequantize(stored("up", 6, 8, fmt="int4")), 'dequantize(W("up", fp32[6, 8], fmt="int4"))'),
+    (Dequantize(stored("up", 6, 8, fmt="int4z")), 'dequantize(W("up", fp32[6, 8], fmt="int4z"))'),
     (Shuffle(stored("up", 6, 8), "onednn"), 'shuffle(W("up", fp32[6, 8]), "onednn")'),
     (Cat((stored("a", 6, 3), stored("b", 6, 5)), 1), 'cat([W("a", fp32[6, 3]), W("b", fp32[6, 5])], dim=1)'),
     (

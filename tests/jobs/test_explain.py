@@ -110,7 +110,7 @@ def test_no_weights_are_needed_and_an_unknown_stage_names_the_known(run: Any, ch
     assert code == 0 and out.startswith("# job.stage=semantic\ndef body(tokens: i64[T], positions: i64[T]):\n")
     code, _, err = run(f"checkpoint={tmp_path}", "job.stage=nope")
     stages = (
-        "semantic, sink_into_head, fuse_qkv, fuse_gate_up, fuse_norm_residual, lower_moe, lower_attention, dequantize"
+        "semantic, sink_into_head, fuse_qkv, fuse_gate_up, fuse_norm_residual, lower_moe, lower_attention, quantize"
     )
     assert (
         code == 2 and f"stages: {stages}, fuse_linear_gate, fuse_norm_linear, fuse_norm_rope_attention, select" in err
@@ -534,11 +534,11 @@ SMALL = ["model.layers=2", "model.mlp.0.first=1", "model.mlp.0.experts=16", "mod
 
 
 def test_running_weights_in_a_stored_format_is_refused(run: Any, published: Any):
-    given = [published("deepseek_v3"), "model.fmt=int4", *SMALL]
+    given = [published("deepseek_v3"), "model.fmt=int4z", *SMALL]
     code, out, err = run(*given, "job=generate", "load_dummy=true", "prompts=[1,2,3]")
     assert (code, out) == (2, "")
     assert err == (
-        "atom-run: UnsupportedError: model.layers.0.self_attn.q_a_proj.weight is stored as int4: "
+        "atom-run: UnsupportedError: model.layers.0.self_attn.q_a_proj.weight is stored as int4z: "
         "a format without parts cannot be run, job=explain counts its bytes\n"
     )
 

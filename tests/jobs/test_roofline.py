@@ -195,7 +195,7 @@ def test_what_latents_are_multiplied_with_is_read_once_a_layer(costs_of: Any):
 
 @pytest.mark.parametrize("name", ["qwen3_8b", "gpt_oss_20b", "deepseek_v3"])
 def test_the_work_is_the_same_by_a_gpus_text(name: str, tmp_path: Path):
-    """Which has other ops: some are several in one."""
+    """Which has other ops, since some are several in one, and keeps experts packed."""
     shutil.copy(CONFIGS / f"{name}.json", tmp_path / "config.json")
     config = load([f"checkpoint={tmp_path}", "level=1", "device=cpu"])
     gpu = Target("cuda", frozenset({"nvidia", "sm_90"}))
@@ -204,7 +204,22 @@ def test_the_work_is_the_same_by_a_gpus_text(name: str, tmp_path: Path):
     assert called[0] != called[1]
     step = Step(0.0, array("q", [300, 7]), [(0, 100), (16, 5)], 3)
     first, second = (step_work(read_costs(graph), step) for graph in graphs)
-    assert first["attention"].bytes > 0 and first == second
+    assert first["attention"].bytes > 0 and first["attention"] == second["attention"]
+    assert first["matrix"].flops == second["matrix"].flops
+    is_packed = any(recipe.type.fmt for recipe in graphs[1].recipes())
+    assert first["matrix"].bytes > 1.5 * second["matrix"].bytes if is_packed else first == second
+
+
+def test_experts_that_a_gpu_keeps_packed_are_read_packed(tmp_path: Path):
+    shutil.copy(CONFIGS / "gpt_oss_20b.json", tmp_path / "config.json")
+    graph = compile_graph(load([f"checkpoint={tmp_path}"]), target=Target("cuda", frozenset({"nvidia", "sm_90"})))
+    products = [product for each in read_costs(graph).values() for product in each.products]
+    up, down = ([each for each in products if each.shape == (32, rows, 2880)] for rows in (5760, 2880))
+    assert len(up) == len(down) == 24
+    for each, rows in ((up[0], 5760), (down[0], 2880)):
+        num_bytes = 32 * rows * (2880 // 2 + 2880 // 32 + 2)  # values, scales, a bias in bf16
+        assert each.num_bytes == num_bytes
+        assert each.work(1).bytes == pytest.approx(num_bytes * 4 / 32)
 
 
 def test_a_window_bounds_what_is_read_and_seen(costs_of: Any):

@@ -115,7 +115,7 @@ def test_where_no_kernel_takes_the_two_as_one_they_stay(fuse: Fuse, before: str,
     ids=IDS,
 )
 def test_a_packed_weight_that_no_kernel_takes_with_the_two_stays(fuse: Fuse, before: str, weight: str):
-    assert_stays(fuse, before.replace(f"fp32{weight})", f'fp32{weight}, fmt="fp8[1, *]")'))
+    assert_stays(fuse, before.replace(f"fp32{weight})", f'fp32{weight}, fmt="int8z")'))
 
 
 TWO_READERS = [

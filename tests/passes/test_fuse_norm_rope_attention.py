@@ -6,7 +6,7 @@ import pytest
 import torch
 from passes.cases import context_of, random_weight, text_of
 
-from atom.graph import KV, Batch, Graph, interpret, ops, parse
+from atom.graph import KV, TORCH_DTYPES, Batch, Graph, interpret, ops, parse
 from atom.kernels import Target
 from atom.passes.fuse_norm_rope_attention import fuse_norm_rope_attention
 from atom.passes.pipeline import lower
@@ -34,7 +34,17 @@ PLAIN_FUSED = f"""\
 def f({INPUTS}):
     a = norm_rope_attention(q, k, v, None, None, None, None, KV("0", fp32[2, 2, 4]), batch, scale=0.5)
     return a"""
-CASES = pytest.mark.parametrize(("before", "after"), [(PAIR, FUSED), (PLAIN, PLAIN_FUSED)], ids=["all of it", "plain"])
+SCALES = 'W("k_scale", fp32[1]), W("v_scale", fp32[1])'
+SCALED = f"""\
+def f({INPUTS}):
+    q_1 = norm_rope_write(q, k, v, None, None, None, None, KV("0", fp8_e4m3[2, 2, 4]), batch, {SCALES})
+    a = paged_attention(q_1, KV("0", fp8_e4m3[2, 2, 4]), batch, None, {SCALES}, scale=0.5)
+    return a"""
+CASES = pytest.mark.parametrize(
+    ("before", "after"),
+    [(PAIR, FUSED), (PLAIN, PLAIN_FUSED)],
+    ids=["all of it", "plain"],
+)
 
 
 def fused(text: str, target: Target = GPU, backends: tuple[str, ...] = BACKENDS) -> Graph:
@@ -57,8 +67,8 @@ def run(text: str) -> tuple[torch.Tensor, torch.Tensor]:
     (kind,) = {cache.kind for cache in graph.caches()}
     batch = Batch({kind: table}, {kind: slots}, torch.tensor([0, 1, 4]).int(), torch.tensor([5, 3]).int(), 1)
     inputs |= {"cos": angles.cos(), "sin": angles.sin(), "batch": batch}
-    cache = torch.randn(4, 4, 2, 2, 4, generator=random)
-    return interpret(graph, "f", inputs, random_weight, lambda _: cache), cache
+    cache = torch.randn(4, 4, 2, 2, 4, generator=random).to(TORCH_DTYPES[graph.caches()[0].type.dtype])
+    return interpret(graph, "f", inputs, random_weight, lambda _: cache), cache.float()
 
 
 @CASES
@@ -103,6 +113,10 @@ def test_an_attention_over_what_another_layer_wrote_stays():
     assert_stays(PLAIN.replace("paged_attention(q_1", "paged_attention(q"))
 
 
+def test_an_attention_with_another_scale_than_the_one_written_stays():
+    assert_stays(SCALED.replace(f"None, {SCALES}, scale", f"None, {SCALES.replace('k_scale', 'other')}, scale"))
+
+
 def test_an_attention_of_another_batch_than_the_one_written_stays():
     other = PLAIN.replace("batch: Batch", "batch: Batch, other: Batch")
     assert_stays(other.replace("batch, scale", "other, scale"))
@@ -126,3 +140,7 @@ def body(qkv: bf16[T, 32], cos: fp32[T, 2], sin: fp32[T, 2]):
         graph = lower(parse(text), level, target)
         assert [call.target for op in (*two, ops.norm_rope_attention) for call in graph.find(op)] == expected
         assert graph.caches() == [KV("0", *(cache.type for cache in parse(text).caches()))]
+
+
+def test_entries_in_fp8_are_written_by_a_launch_of_their_own():
+    assert_stays(SCALED)

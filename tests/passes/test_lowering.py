@@ -7,7 +7,7 @@ import pytest
 from passes.cases import context_of, text_of
 
 from atom.errors import PassError
-from atom.graph import Graph, ops, parse, show
+from atom.graph import Graph, Shuffle, ops, parse, show
 from atom.kernels import Target
 from atom.passes import PassReport, lower, pipeline
 from atom.passes.lower_attention import lower_attention
@@ -33,6 +33,14 @@ def body(q: fp32[T, 2, 4], k: fp32[T, 1, 4], v: fp32[T, 1, 4], cos: fp32[T, 2], 
 
 def test_norm_rope_and_write_become_one_op():
     assert text_of(lower_attention(parse(BEFORE))).strip() == AFTER
+
+
+def test_scales_of_the_cache_go_to_the_write_and_the_attention():
+    scales = 'W("k_scale", fp32[1]), W("v_scale", fp32[1])'
+    scaled = BEFORE.replace("fp32[2, 1, 4], window=3), scale", f"fp8_e4m3[2, 1, 4], window=3), None, {scales}, scale")
+    written = AFTER.replace("fp32[2, 1, 4]", "fp8_e4m3[2, 1, 4]").replace("batch, eps", f"batch, {scales}, eps")
+    expected = written.replace("batch, scale", f"batch, None, {scales}, scale")
+    assert text_of(lower_attention(parse(scaled))).strip() == expected
 
 
 def test_a_rope_that_only_q_has_stays():
@@ -111,21 +119,33 @@ def test_a_refusal_is_written_with_its_reason():
     assert f"; {call.meta['notes'][0]}" in show(graph)
 
 
+@pytest.mark.parametrize("op", ["linear(x, {})", "grouped_linear(x, {}, ends)"])
+def test_a_cpu_takes_packed_weights_of_bf16_in_a_layout_of_their_own(op: str):
+    shape = "[2, 64, 64]" if "grouped" in op else "[64, 64]"
+    for dtype, kernel, layouts in (("bf16", "torch", ["int4"]), ("fp32", "reference", [])):
+        call = op.format(f'W("w", {dtype}{shape}, fmt="q4_1")')
+        graph = parse(f"def f(x: {dtype}[T, 64], ends: i64[2]):\n    y = {call}\n    return y\n")
+        target = Target("cpu", frozenset({"int4_bf16", "onednn_fp32"}))
+        (node,) = select_kernels(graph, context_of(target, "torch", "reference")).program("f").nodes
+        assert node.meta["kernel"] == kernel
+        assert [arg.layout for arg in node.args if isinstance(arg, Shuffle)] == layouts
+
+
 @pytest.mark.parametrize(
     ("call", "backends"),
     [
-        ('linear(x, W("w", fp32[4, 8], fmt="int8"))', ("torch", "triton")),
-        ('gated_linear(x, W("w", fp32[4, 8], fmt="int8"), kind="silu")', ("triton",)),
-        ('norm_linear(x, W("n", fp32[8]), W("w", fp32[4, 8], fmt="int8"), eps=1e-06)', ("triton",)),
-        ('grouped_linear(x, W("w", fp32[2, 4, 8], fmt="int8"), ends)', ("torch", "triton")),
-        ('embedding(ends, W("w", fp32[4, 8], fmt="int8"))', ("inductor", "generated")),
+        ('linear(x, W("w", fp32[4, 8], fmt="int8z"))', ("torch", "triton")),
+        ('gated_linear(x, W("w", fp32[4, 8], fmt="int8z"), kind="silu")', ("triton",)),
+        ('norm_linear(x, W("n", fp32[8]), W("w", fp32[4, 8], fmt="int8z"), eps=1e-06)', ("triton",)),
+        ('grouped_linear(x, W("w", fp32[2, 4, 8], fmt="int8z"), ends)', ("torch", "triton")),
+        ('embedding(ends, W("w", fp32[4, 8], fmt="int8z"))', ("inductor", "generated")),
     ],
 )
-def test_no_kernel_takes_a_packed_weight_yet(call: str, backends: tuple[str, ...]):
+def test_no_kernel_takes_a_format_of_unknown_parts(call: str, backends: tuple[str, ...]):
     graph = parse(f"def f(x: fp32[T, 8], ends: i64[2]):\n    y = {call}\n    return y\n")
     (node,) = select_kernels(graph, context_of(Target("cpu"), *backends, "reference")).program("f").nodes
     assert node.meta["kernel"] == "reference"
-    assert node.meta["notes"] == [f"{backend}: its weight is stored as int8" for backend in backends]
+    assert node.meta["notes"] == [f"{backend}: its weight is stored as int8z" for backend in backends]
 
 
 def test_the_runner_reports_each_pass_in_order():
@@ -138,7 +158,7 @@ def test_the_runner_reports_each_pass_in_order():
 def test_level_0_only_lowers():
     reports: list[PassReport] = []
     lower(parse(BEFORE), 0, Target("cpu"), reports.append)
-    assert [report.name for report in reports] == ["lower_moe", "lower_attention", "dequantize", "select_kernels"]
+    assert [report.name for report in reports] == ["lower_moe", "lower_attention", "quantize", "select_kernels"]
 
 
 DRAFT = """\

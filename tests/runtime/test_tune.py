@@ -112,7 +112,7 @@ def test_the_products_of_a_step_are_measured_kept_and_known_the_next_time(opened
     steps, shown, lines = Steps(model), Shown(), []
     tune(model, graph, tmp_path, 8, shown, lines.append, steps.capture)
     products = kernels.products_of(graph)
-    shapes = [f"{out} {inner} {gates}" for out, inner, gates, _ in products]
+    shapes = [f"{out} {inner} {gates}" for out, inner, gates, *_ in products]
     file = tmp_path / "tuned" / "test_gpu.json"
     written = json.loads(file.read_text())
     assert written["linear"] == {f"{size} {shape}": ["matrix", 64, 128, 1, 3, 1, 1, 0, 128]
@@ -121,7 +121,7 @@ def test_the_products_of_a_step_are_measured_kept_and_known_the_next_time(opened
     assert [path.name for path in file.parent.iterdir()] == ["test_gpu.json"]
     assert len(shapes) == 5, "qkv, o, gate_up, down, head"
     titles = [f"tuning {rows} rows of {inner} → {out}, {at + 1} of 5"
-              for rows in (1, 8) for at, (out, inner, _, _) in enumerate(products)]  # fmt: skip
+              for rows in (1, 8) for at, (out, inner, *_) in enumerate(products)]  # fmt: skip
     assert list(shown.tasks) == titles
     assert all(total == counted for total, counted in shown.tasks.values())
     told = [line for line in lines if "differs" not in line]
@@ -147,7 +147,7 @@ def test_the_model_is_as_it_was_and_gives_what_it_gave(opened: Any, tmp_path: Pa
     assert model.state.lengths.tolist() == [1] * 9 and not model.state.tokens.any() and not model.tables.any()
     assert all(len(cache) == 2 and not cache.any() for cache in model.caches.values())
     used = model._bindings.kernels[ops.linear, "triton"].__self__._parameters
-    out, inner, gates, _ = kernels.products_of(graph)[0]
+    out, inner, gates, *_ = kernels.products_of(graph)[0]
     assert used(2, out, inner, 2, gates, GPU) == FAST
     with torch.inference_mode():
         again = model.decode(rows)
@@ -159,7 +159,7 @@ def test_what_fewer_rows_than_parameters_hold_for_found_is_used_and_not_kept(ope
     lines: list[str] = []
     tune(model, graph, tmp_path, 2, SilentProgress(), lines.append, Steps(model).capture)
     assert {key.split()[0] for key in tuned.read("Test GPU", tmp_path)["linear"]} == {"1"}
-    out, inner, gates, _ = kernels.products_of(graph)[0]
+    out, inner, gates, *_ = kernels.products_of(graph)[0]
     assert model._bindings.kernels[ops.linear, "triton"].__self__._parameters(2, out, inner, 2, gates, GPU) == FAST
     assert "0.349 ms in place of 0.590, 41.0% less; not kept, as it would be for up to 8" in lines[-1]
     shown = Shown()
@@ -248,13 +248,13 @@ def test_a_folder_that_takes_nothing_is_logged_once_and_what_was_found_is_used(o
     lines: list[str] = []
     tune(model, graph, tmp_path, 1, SilentProgress(), lines.append, Steps(model).capture)
     assert sum("takes no file" in line for line in lines) == 1
-    out, inner, gates, _ = kernels.products_of(graph)[0]
+    out, inner, gates, *_ = kernels.products_of(graph)[0]
     assert model._bindings.kernels[ops.linear, "triton"].__self__._parameters(1, out, inner, 2, gates, GPU) == FAST
 
 
 def test_a_start_uses_what_was_found_here_and_nothing_else_where_nothing_was(opened: Any, tmp_path: Path):
     model, graph = opened
-    out, inner, gates, _ = kernels.products_of(graph)[0]
+    out, inner, gates, *_ = kernels.products_of(graph)[0]
     use_measured(model, tmp_path, pytest.fail)
     assert model._bindings.kernels == {}
     tuned.keep("Test GPU", tmp_path, "linear", {f"8 {out} {inner} {gates}": ["matrix", 64, 128, 1, 2]})

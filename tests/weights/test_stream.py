@@ -85,6 +85,18 @@ RECIPES: dict[str, tuple[Recipe, Tensor]] = {
     "experts stored as one": (stored("experts", 3, 4, 6), EXPERTS),
     "experts, every second column": (Slice(stored("experts", 3, 4, 6), 1, 6, 2, 2), EXPERTS[:, :, 1::2]),
     "experts, transposed": (Transpose(stored("experts", 3, 4, 6)), EXPERTS.mT),
+    "experts, rows in turns": (
+        Cat(tuple(Slice(stored("experts", 3, 4, 6), first, 4, 1, 2) for first in range(2)), 1),
+        torch.cat([EXPERTS[:, ::2], EXPERTS[:, 1::2]], 1),
+    ),
+    "experts, columns in turns to bf16": (
+        Cat(tuple(Slice(W("experts", Type("bf16", (3, 4, 6))), first, 6, 2, 3) for first in range(3)), 2),
+        torch.cat([EXPERTS[:, :, first::3] for first in range(3)], 2).bfloat16(),
+    ),
+    "two of three turns": (
+        Cat(tuple(Slice(stored("tall", 33, 3), first, 33, 0, 3) for first in range(2))),
+        torch.cat([TALL[::3], TALL[1::3]]),
+    ),
     "some experts": (Slice(stored("experts", 3, 4, 6), 1, 3), EXPERTS[1:]),
     "experts of two tensors": (
         Stack(Cat((stored("e.{expert}.gate", 4, 6), stored("e.{expert}.up", 4, 6))), 0, 3),
@@ -223,6 +235,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch, most: int | None = None) -> lis
     [
         ("rows", 16 * 3 * 4),
         ("some experts", 2 * 4 * 6 * 4),
+        ("experts, rows in turns", 3 * 4 * 6 * 4),
         ("every third row", (10 * 9 + 3) * 4),  # from the first of them to the last
         ("columns of rows", (25 * 3 + 2) * 4),
         ("a half to fp32", 2 * 65 * 2),
@@ -521,7 +534,7 @@ def test_a_buffer_is_read_into_once_it_was_copied(tmp_path: Path, dtype: str, mo
     set_readers(monkeypatch, 2, 1 << 20)
     values = torch.randn(4096, 1024)  # 16 buffers full, of which there are four
     recipe, checkpoint = W("a", Type(dtype, (4096, 1024))), open_checkpoint(str(save(tmp_path, {"a": values})))
-    with torch.cuda.stream(torch.cuda.StreamedSource()):
+    with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(500_000_000)  # cycles, some 0.3 s, that each copy waits for
         tensors = weights.load([recipe], checkpoint, SILENT, "cuda")
     assert_same_bits(tensors[recipe].cpu(), values.to(TORCH_DTYPES[dtype]))

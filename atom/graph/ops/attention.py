@@ -14,6 +14,9 @@ from atom.graph.ops.dense import rms_norm
 from atom.graph.recipes import KV
 from atom.graph.types import BatchType, Type, need
 
+FP8 = "fp8_e4m3"  # the dtype whose numbers have a scale
+FP8_MAX = 448.0
+
 
 @op(lambda x, *, heads: x.with_last(heads, divide(x.shape[-1], heads)))
 def split_heads(x: Tensor, *, heads: int) -> Tensor:
@@ -92,10 +95,18 @@ def _sinks(sinks: Type | None, q: Type) -> None:
     need(sinks is None or sinks.shape == (q.shape[1],), f"the sinks are {sinks} for q {q}")
 
 
-def _attention(q: Type, k: Type, v: Type, cache: KV, sinks: Type | None = None, *, scale: float,
-               window: int | None = None, softcap: float | None = None) -> Type:  # fmt: skip
+def _scales(cache: KV, *scales: Type | None) -> None:
+    for scale in scales:
+        need(scale is None or cache.type.dtype == FP8, f"a scale of entries in {FP8}, the cache keeps {cache.type}")
+        need(scale in (None, Type("fp32", (1,))), f"a scale of entries is {scale}, not fp32[1]")
+
+
+def _attention(q: Type, k: Type, v: Type, cache: KV, sinks: Type | None = None, k_scale: Type | None = None,
+               v_scale: Type | None = None, *, scale: float, window: int | None = None,
+               softcap: float | None = None) -> Type:  # fmt: skip
     _window(cache, window)
     _sinks(sinks, q)
+    _scales(cache, k_scale, v_scale)
     tokens, heads, dim = q.shape
     need(k == v and k.shape[0] == tokens and k.shape[2] == dim, f"q is {q}, k {k}, v {v}")
     divide(heads, int(k.shape[1]))
@@ -104,11 +115,13 @@ def _attention(q: Type, k: Type, v: Type, cache: KV, sinks: Type | None = None, 
 
 
 @op(_attention, level=SEMANTIC)
-def attention(q: Tensor, k: Tensor, v: Tensor, cache: PagedCache | None, sinks: Tensor | None = None, *, scale: float,
-              window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
+def attention(q: Tensor, k: Tensor, v: Tensor, cache: PagedCache | None, sinks: Tensor | None = None,
+              k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float, window: int | None = None,
+              softcap: float | None = None) -> Tensor:  # fmt: skip
     """q [T, N, D], k and v [T, K, D], sinks [N] -> [T, N, D], causal: the T tokens are one whole sequence.
 
-    A query sees the window's tokens up to its own. The cache, where a lowered graph keeps k and v, is not touched.
+    A query sees the window's tokens up to its own. The cache, where a lowered graph keeps k and v, is not touched, and
+    so the scales of its entries are not needed.
     """
     return attend(q, k, v, scale, window, softcap, sinks)
 
@@ -118,50 +131,75 @@ def need_batch(batch: BatchType) -> None:
 
 
 def _norm_rope_write(q: Type, k: Type, v: Type, cos: Type | None, sin: Type | None, q_norm: Type | None,
-                     k_norm: Type | None, cache: KV, batch: BatchType, *, eps: float = 0.0,
-                     interleaved: bool = False) -> Type:  # fmt: skip
+                     k_norm: Type | None, cache: KV, batch: BatchType, k_scale: Type | None = None,
+                     v_scale: Type | None = None, *, eps: float = 0.0, interleaved: bool = False) -> Type:  # fmt: skip
     need_batch(batch)
     need(cache.type.shape == (2, *k.shape[1:]), f"the cache keeps {cache.type} of k {k}")
+    _scales(cache, k_scale, v_scale)
     return q
 
 
 @op(_norm_rope_write, level=LOWERED, state=True)
 def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
-                    k_norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
+                    k_norm: Tensor | None, cache: PagedCache, batch: Batch, k_scale: Tensor | None = None,
+                    v_scale: Tensor | None = None, *, eps: float = 0.0,
                     interleaved: bool = False) -> Tensor:  # fmt: skip
     """Norm and rotate q and k, write k and v to the cache, give q.
 
-    q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D], cache [blocks, block size, 2, K, D]
-    -> q [T, N, D]
+    q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D], cache [blocks, block size, 2, K, D],
+    k_scale and v_scale fp32[1], of entries in fp8, see `to_entry` -> q [T, N, D]
     """
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps=eps), rms_norm(k, k_norm, eps=eps)
     if cos is not None and sin is not None:
         q, k = (rope(x, cos, sin, interleaved=interleaved) for x in (q, k))
-    entries = torch.stack((k, v), dim=1).to(cache.blocks.dtype)
-    cache.blocks.view(-1, *entries.shape[1:]).index_copy_(0, batch.slot_mappings[cache.kind], entries)
+    dtype = cache.blocks.dtype
+    write_entries(cache, batch, torch.stack((to_entry(k, dtype, k_scale), to_entry(v, dtype, v_scale)), dim=1))
     return q
 
 
-def _paged_attention(q: Type, cache: KV, batch: BatchType, sinks: Type | None = None, *, scale: float,
-                     window: int | None = None, softcap: float | None = None) -> Type:  # fmt: skip
+def to_entry(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """x as a cache of this dtype keeps it: in fp8 over its scale (None: 1) and at most 448, since that has no inf."""
+    if dtype is not torch.float8_e4m3fn:
+        return x.to(dtype)
+    scaled = x.float() if scale is None else x.float() / scale
+    return scaled.clamp(-FP8_MAX, FP8_MAX).to(dtype)
+
+
+def write_entries(cache: PagedCache, batch: Batch, entries: Tensor) -> None:
+    """Entries [T, …] in the cache's dtype, to the slots of the batch's tokens."""
+    blocks = cache.blocks.view(-1, *entries.shape[1:])
+    if entries.dtype is torch.float8_e4m3fn:  # which torch cannot copy by index
+        blocks, entries = blocks.view(torch.uint8), entries.view(torch.uint8)
+    blocks.index_copy_(0, batch.slot_mappings[cache.kind], entries)
+
+
+def _paged_attention(q: Type, cache: KV, batch: BatchType, sinks: Type | None = None, k_scale: Type | None = None,
+                     v_scale: Type | None = None, *, scale: float, window: int | None = None,
+                     softcap: float | None = None) -> Type:  # fmt: skip
     need_batch(batch)
     _window(cache, window)
     _sinks(sinks, q)
+    _scales(cache, k_scale, v_scale)
     need(len(q.shape) == 3 and q.shape[2] == cache.type.shape[2], f"q is {q}, the cache keeps {cache.type}")
     return q
 
 
 @op(_paged_attention, level=LOWERED)
-def paged_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None, *, scale: float,
+def paged_attention(q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
+                    k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float,
                     window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
     """Attention of a batch's sequences over the blocks that their rows of the table list.
 
-    q [T, N, D], cache [blocks, block size, 2, K, D], sinks [N] -> [T, N, D]
+    q [T, N, D], cache [blocks, block size, 2, K, D], sinks [N], k_scale and v_scale fp32[1], which
+    multiply entries in fp8 -> [T, N, D]
     """
     out = torch.zeros_like(q)
     for own, entries in cached_entries(cache, batch):
-        keys, values = entries.unbind(1)
+        keys, values = (
+            each if scale_of is None else each.float() * scale_of
+            for each, scale_of in zip(entries.unbind(1), (k_scale, v_scale), strict=True)
+        )
         out[own] = attend(q[own], keys, values, scale, window, softcap, sinks)
     return out
 
@@ -173,4 +211,7 @@ def cached_entries(cache: PagedCache, batch: Batch) -> Iterator[tuple[slice, Ten
         if first < last:
             length = int(batch.lengths[row])
             blocks = table[row, : -(-length // cache.blocks.shape[1])]
-            yield slice(first, last), cache.blocks[blocks].flatten(0, 1)[:length]
+            stored = cache.blocks
+            if stored.dtype is torch.float8_e4m3fn:  # which not every torch can index on a CPU
+                stored = stored.view(torch.uint8)
+            yield slice(first, last), stored[blocks].view(cache.blocks.dtype).flatten(0, 1)[:length]

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atom.graph.ops.base import divide, op
+from atom.graph.packed import PackedWeight, plain
 from atom.graph.types import Type, need
 
 
@@ -27,9 +28,9 @@ def linear_type(x: Type, weight: Type, bias: Type | None = None) -> Type:
 
 
 @op(linear_type, weight=1)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """x [T, I], weight [O, I], bias [O] -> [T, O]"""
-    return F.linear(x, weight, bias)
+    return F.linear(x, plain(weight), bias)
 
 
 def _norm(x: Type, weight: Type, bias: Type | None = None, *, eps: float) -> Type:

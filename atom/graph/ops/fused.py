@@ -11,6 +11,7 @@ from atom.graph.batch import Batch, PagedCache
 from atom.graph.ops.attention import norm_rope_write, paged_attention
 from atom.graph.ops.base import LOWERED, op
 from atom.graph.ops.dense import add_rms_norm, gated_activate, gated_activate_type, linear, linear_type, rms_norm
+from atom.graph.packed import PackedWeight
 from atom.graph.recipes import KV
 from atom.graph.types import BatchType, Type, need
 
@@ -20,7 +21,7 @@ def _gated_linear(x: Type, weight: Type, *, kind: str) -> Type:
 
 
 @op(_gated_linear, level=LOWERED, weight=1)
-def gated_linear(x: Tensor, weight: Tensor, *, kind: str) -> Tensor:
+def gated_linear(x: Tensor, weight: Tensor | PackedWeight, *, kind: str) -> Tensor:
     """x [T, I], weight [2 W, I] with gate before up -> gated_activate(linear(x)), [T, W]"""
     return gated_activate(linear(x, weight), kind=kind)  # type: ignore[no-any-return]
 
@@ -33,7 +34,7 @@ def _norm_linear(x: Type, norm: Type, weight: Type, bias: Type | None = None, *,
 
 
 @op(_norm_linear, level=LOWERED, weight=2)
-def norm_linear(x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
+def norm_linear(x: Tensor, norm: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *, eps: float,
                 kind: str | None = None) -> Tensor:  # fmt: skip
     """x [T, I], norm [I], weight [O, I], bias [O] -> linear(rms_norm(x)), [T, O]; with a kind, O is 2 W, and behind it
     gated_activate gives [T, W]"""
@@ -48,8 +49,8 @@ def _add_norm_linear(a: Type, b: Type, norm: Type, weight: Type, bias: Type | No
 
 
 @op(_add_norm_linear, level=LOWERED, weight=3)
-def add_norm_linear(a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
-                    kind: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
+def add_norm_linear(a: Tensor, b: Tensor, norm: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *,
+                    eps: float, kind: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     """a and b [T, I], the others as in norm_linear -> norm_linear(a + b), a + b"""
     normed, total = add_rms_norm(a, b, norm, eps=eps)
     y = linear(normed, weight, bias)
@@ -57,24 +58,30 @@ def add_norm_linear(a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Te
 
 
 def _norm_rope_attention(q: Type, k: Type, v: Type, cos: Type | None, sin: Type | None, q_norm: Type | None,
-                         k_norm: Type | None, cache: KV, batch: BatchType, sinks: Type | None = None, *,
-                         eps: float = 0.0, interleaved: bool = False, scale: float, window: int | None = None,
+                         k_norm: Type | None, cache: KV, batch: BatchType, sinks: Type | None = None,
+                         k_scale: Type | None = None, v_scale: Type | None = None, *, eps: float = 0.0,
+                         interleaved: bool = False, scale: float, window: int | None = None,
                          softcap: float | None = None) -> Type | tuple[Type, ...]:  # fmt: skip
-    q_type = norm_rope_write.infer(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=eps, interleaved=interleaved)
-    return paged_attention.infer(q_type, cache, batch, sinks, scale=scale, window=window, softcap=softcap)
+    scales = k_scale, v_scale
+    q_type = norm_rope_write.infer(
+        q, k, v, cos, sin, q_norm, k_norm, cache, batch, *scales, eps=eps, interleaved=interleaved
+    )
+    return paged_attention.infer(q_type, cache, batch, sinks, *scales, scale=scale, window=window, softcap=softcap)
 
 
 @op(_norm_rope_attention, level=LOWERED, state=True)
 def norm_rope_attention(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
-                        k_norm: Tensor | None, cache: PagedCache, batch: Batch, sinks: Tensor | None = None, *,
-                        eps: float = 0.0, interleaved: bool = False, scale: float, window: int | None = None,
+                        k_norm: Tensor | None, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
+                        k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, eps: float = 0.0,
+                        interleaved: bool = False, scale: float, window: int | None = None,
                         softcap: float | None = None) -> Tensor:  # fmt: skip
     """norm_rope_write, and paged_attention of the q that it gives, with their arguments.
 
     q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D], cache [blocks, block size, 2, K, D],
-    sinks [N] -> [T, N, D]
+    sinks [N], k_scale and v_scale fp32[1] -> [T, N, D]
     """
-    q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=eps, interleaved=interleaved)
+    scales = k_scale, v_scale
+    q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, *scales, eps=eps, interleaved=interleaved)
     return paged_attention(  # type: ignore[no-any-return]
-        q, cache, batch, sinks, scale=scale, window=window, softcap=softcap
+        q, cache, batch, sinks, *scales, scale=scale, window=window, softcap=softcap
     )

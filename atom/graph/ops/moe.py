@@ -22,6 +22,7 @@ from torch import Tensor
 
 from atom.graph.ops.base import SEMANTIC, divide, op
 from atom.graph.ops.dense import gated_activate, gated_activate_type
+from atom.graph.packed import PackedWeight, plain
 from atom.graph.types import Dim, Type, need
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
@@ -102,9 +103,10 @@ def _grouped_linear(x: Type, weight: Type, ends: Type, bias: Type | None = None)
 
 
 @op(_grouped_linear, weight=1)
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is not
     read"""
+    weight = plain(weight)
     out = x.new_empty(len(x), weight.shape[1])
     for expert, (first, last) in enumerate(itertools.pairwise([0, *ends.tolist()])):
         if first < last:

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from atom.errors import PassError
 from atom.graph import TORCH_DTYPES, Program, parse
 from atom.kernels.inductor.piece_compiler import LIBRARY, OPTIONS
-from atom.kernels.registry import trace_calls
+from atom.kernels.registry import tensor_type, trace_calls
 
 HINT = 16  # rows that Inductor plans its loops for
 
@@ -63,6 +63,6 @@ def _expand(program: Program) -> tuple[torch.fx.GraphModule, list[Tensor], Any]:
         return sizes[dim] if isinstance(dim, str) else dim
 
     with FakeTensorMode(shape_env=environment, static_shapes=False):
-        types = [node.meta["type"] for node in program.inputs]
+        types = [tensor_type(node) for node in program.inputs]
         inputs = [torch.empty([size(dim) for dim in type.shape], dtype=TORCH_DTYPES[type.dtype]) for type in types]
     return make_fx(trace_calls(program), _allow_non_fake_inputs=True)(*inputs), inputs, environment

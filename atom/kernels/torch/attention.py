@@ -24,10 +24,12 @@ class PagedAttention:
         """workspace_bytes: of the fp32 keys and values that decodes read at a time"""
         self._plans = Plans(Workspace(), workspace_bytes)
 
-    def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None, *, scale: float,
+    def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
+                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float,
                  window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
         """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
-        rule, blocks = Rule(scale, softcap, sinks), cache.blocks
+        of_keys, of_values = (1.0 if each is None else float(each) for each in (k_scale, v_scale))
+        rule, blocks = Rule(scale * of_keys, softcap, sinks, of_values), cache.blocks
         plan = self._plans.find(cache, q.shape[2], q.shape[1], window, batch)
         if plan.num_decodes == len(q):
             return plan.decodes.attend(q, blocks, rule).to(q.dtype, copy=True)

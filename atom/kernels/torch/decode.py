@@ -56,6 +56,10 @@ class Decodes:
 
     def attend(self, q: Tensor, cache: Tensor, rule: Rule) -> Tensor:
         """q [S, N, D] -> fp32[S, N, U], maybe in the workspace; zeros where a sequence has no positions"""
+        out = self._attend(q, cache, rule)
+        return out if rule.value_scale == 1.0 else out.mul_(rule.value_scale)
+
+    def _attend(self, q: Tensor, cache: Tensor, rule: Rule) -> Tensor:
         if not self._groups:
             return torch.zeros(self._shape)
         if self._is_whole and rule.sinks is None:

@@ -77,4 +77,6 @@ class Prefill:
             totals = softmax_(scores)
             torch.bmm(scores.flatten(1, 2), values[:, seen], out=sums.flatten(1, 2))
             sums.mul_(kept_of_sinks(totals, rule.sinks.view(kv_heads, 1, group)))
+        if rule.value_scale != 1.0:
+            sums.mul_(rule.value_scale)
         out.view(num, kv_heads, group, value_dim).copy_(sums.transpose(0, 1))

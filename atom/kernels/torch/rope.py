@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from atom.graph import Batch, PagedCache
+from atom.graph.ops.attention import to_entry, write_entries
 from atom.kernels.torch.norm import normalize_, rms_norm
 
 
 def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
-                    k_norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
+                    k_norm: Tensor | None, cache: PagedCache, batch: Batch, k_scale: Tensor | None = None,
+                    v_scale: Tensor | None = None, *, eps: float = 0.0,
                     interleaved: bool = False) -> Tensor:  # fmt: skip
     """q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D], cache [blocks, block size, 2, K,
-    D] -> q [T, N, D], a view of more. Rounds once, after the rotation.
+    D], k_scale and v_scale fp32[1] -> q [T, N, D], a view of more. Rounds once, after the rotation.
     """
     heads = q.shape[1]
     wide = torch.cat((q, k), dim=1).float()
@@ -32,8 +34,12 @@ def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Te
     if cos is not None and sin is not None:
         rotate_(wide, cos, sin, interleaved)
     rotated = wide.to(q.dtype)
-    entries = torch.stack((rotated[:, heads:], v), dim=1).to(cache.blocks.dtype)
-    cache.blocks.view(-1, *entries.shape[1:]).index_copy_(0, batch.slot_mappings[cache.kind], entries)
+    dtype = cache.blocks.dtype
+    if dtype is torch.float8_e4m3fn:
+        entries = torch.stack((to_entry(wide[:, heads:], dtype, k_scale), to_entry(v, dtype, v_scale)), dim=1)
+    else:
+        entries = torch.stack((rotated[:, heads:], v), dim=1).to(dtype)
+    write_entries(cache, batch, entries)
     return rotated[:, :heads]
 
 

@@ -22,6 +22,7 @@ class Rule(NamedTuple):
     scale: float  # of the products
     softcap: float | None = None  # of the scaled products: cap * tanh(product / cap)
     sinks: Tensor | None = None  # [N], one more score of each head, without a value
+    value_scale: float = 1.0  # of the values, and so of their sums
 
 
 def softmax_(scores: Tensor) -> Tensor:

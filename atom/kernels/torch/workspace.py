@@ -17,6 +17,8 @@ import math
 import torch
 from torch import Tensor
 
+FP8 = torch.float8_e4m3fn
+
 
 class Workspace:
     """Buffers by name, each for one user at a time. They grow by doubling, so that a step hardly ever allocates."""
@@ -45,14 +47,20 @@ class Reader:
         (num, size), (planes, kv_heads, dim) = slots.shape, cache.shape[2:]
         self._slots = slots.flatten().int()
         self._stored = workspace.take("stored", num * size, planes, kv_heads, dim, dtype=cache.dtype)
-        self._by_head = self._stored.view(num, size, planes, kv_heads, dim).permute(2, 0, 3, 1, 4)
+        self._halves = workspace.take("halves", *self._stored.shape, dtype=torch.int16) if cache.dtype is FP8 else None
+        numbers = self._stored if self._halves is None else self._halves.view(torch.float16)
+        self._by_head = numbers.view(num, size, planes, kv_heads, dim).permute(2, 0, 3, 1, 4)
         self._wide = workspace.take("wide", *self._by_head.shape)
         wide = self._wide.view(planes, num * kv_heads, size, dim)
         self.keys, self.values = wide[0], wide[-1, ..., :value_dim]
 
     def read(self, cache: Tensor) -> None:
-        self.gather(cache)
-        self._wide.copy_(self._by_head)
+        stored = self.gather(cache)
+        if self._halves is None:
+            self._wide.copy_(self._by_head)
+        else:  # the bits of e4m3 as those of an fp16, a 256th; torch converts ten times slower
+            self._halves.copy_(stored.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(0xBF80 - (1 << 16))
+            self._wide.copy_(self._by_head).mul_(256)
 
     def gather(self, cache: Tensor) -> Tensor:
         """The slots as they are stored, [I C, planes, K, D]."""

@@ -10,7 +10,7 @@ for kernel in BACKEND.kernels:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -20,14 +20,19 @@ import torch
 
 from atom.cache import Cache
 from atom.errors import UnsupportedError
-from atom.graph import ops
+from atom.graph import KV, ops
+from atom.graph.formats import parse_format
 from atom.graph.ops import Op
 from atom.graph.types import Type
 from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, Tuner, accepts_all, on_device
 from atom.kernels.step import import_step_kernels
 
 MAX_HEAD_DIM = 256
+PACKED = ("scaled", "int4", "int8", "mxfp4", "nvfp4")  # kinds that the kernels of linears unpack
+FP8_CAPABILITY = 89  # of NVIDIA's GPUs, from which they convert fp8_e4m3
 MAX_RANK, MAX_ROTATED = 512, 64  # of latent entries
+FP4 = ("mxfp4", "nvfp4")  # kinds of packed weights with numbers of 4 bits in floating point
+LEAST_COLUMNS = 32  # that share a scale, in other packed weights of experts
 
 
 def find_features() -> frozenset[str]:
@@ -75,15 +80,45 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"{__name__}.{name}")
 
 
-def accepts_attention(_target: Target, q: Type, *_types: Any, **_attributes: Any) -> str | None:
+def accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any) -> str | None:
     dim = int(q.shape[-1])
-    return f"heads have {dim} dims, more than {MAX_HEAD_DIM}" if dim > MAX_HEAD_DIM else None
+    if dim > MAX_HEAD_DIM:
+        return f"heads have {dim} dims, more than {MAX_HEAD_DIM}"
+    is_fp8 = any(isinstance(each, KV) and each.type.dtype == "fp8_e4m3" for each in types)
+    older = [name for name in target.features if name.startswith("sm_") and int(name[3:]) < FP8_CAPABILITY]
+    return f"fp8_e4m3 needs sm_{FP8_CAPABILITY}, not {older[0]}" if is_fp8 and older else None
 
 
-def accepts_linear(_target: Target, x: Type, *_types: Any, kind: str | None = None, **_attributes: Any) -> str | None:
+def accepts_one_launch(target: Target, q: Type, *types: Any, **attributes: Any) -> str | None:
+    if any(isinstance(each, KV) and each.type.dtype == "fp8_e4m3" for each in types):
+        return "entries in fp8_e4m3 are written by a kernel of their own"
+    return accepts_attention(target, q, *types, **attributes)
+
+
+def accepts_linear(_target: Target, x: Type, *types: Any, kind: str | None = None, **_attributes: Any) -> str | None:
     if kind == "swigluoai":
         return "has no swigluoai gate"
-    return "takes rows in two dims" if len(x.shape) != 2 else None
+    if len(x.shape) != 2:
+        return "takes rows in two dims"
+    weight = next((type for type in types if isinstance(type, Type) and type.fmt is not None), None)
+    return None if weight is None else _refuse_packed(weight)
+
+
+def _refuse_packed(weight: Type) -> str | None:
+    """Why the kernels of linears do not unpack this weight; None: they do."""
+    known = parse_format(str(weight.fmt))
+    (rows, columns), inner = known.block, int(weight.shape[-1])
+    if len(weight.shape) != 2:
+        return f"takes weights of two dims, not {weight}"
+    if known.has_order:
+        return f"its columns are not in the order of their blocks: {weight.fmt}"
+    if "mins" in known.parts:
+        return f"blocks of {weight.fmt} have a minimum"
+    if rows != 1 and known.kind != "scaled":
+        return f"blocks of {weight.fmt} have several rows"
+    if columns is not None and columns < inner and columns % 32 and known.kind != "nvfp4":
+        return f"blocks of {weight.fmt} are no multiple of 32 columns"
+    return f"{inner} columns are odd" if known.bits == 4 and inner % 2 else None
 
 
 def accepts_latent(_target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *_types: Any,
@@ -94,8 +129,29 @@ def accepts_latent(_target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *_t
     return f"entries have {rank} + {rotated} dims, more than {MAX_RANK} + {MAX_ROTATED}"
 
 
-def _kernel(op: Op, module: str, name: str = "", accepts: Accepts = accepts_all) -> Kernel:
-    """The kernel of an op in a module below: a function, a program's object of a class, or a method of it."""
+def accepts_grouped(_target: Target, x: Type, weight: Type, *_types: Any) -> str | None:
+    if weight.fmt is None:
+        return None
+    known = parse_format(weight.fmt)
+    rows, columns = known.block
+    if known.has_order:
+        return "the columns of its weight that share a scale are not neighbours"
+    if "mins" in known.parts:
+        return f"blocks of {weight.fmt} have a minimum"
+    if known.is_whole and rows != 1:
+        return f"its weight is stored transposed, as {weight.fmt}"
+    if known.kind in FP4:
+        return "fp16 does not hold the numbers of its weight" if x.dtype == "fp16" else None
+    if columns is not None and columns < int(weight.shape[-1]) and columns % LEAST_COLUMNS:
+        return f"{columns} columns of its weight share a scale, no multiple of {LEAST_COLUMNS}"
+    return None
+
+
+def _kernel(
+    op: Op, module: str, name: str = "", accepts: Accepts = accepts_all, packed: Collection[str] = ()
+) -> Kernel:
+    """The kernel of an op in a module below: a function, a program's object of a class, or a method of it.
+    packed: the kinds of packed weights that it unpacks"""
 
     def load(context: LoadContext) -> Callable[..., Any]:
         owner, _, method = (name or op.name).partition(".")
@@ -103,22 +159,22 @@ def _kernel(op: Op, module: str, name: str = "", accepts: Accepts = accepts_all)
         shared = context.share(found) if isinstance(found, type) else found
         return getattr(shared, method) if method else shared  # type: ignore[no-any-return]
 
-    return Kernel(op, "triton", on_device("cuda", accepts), load)
+    return Kernel(op, "triton", on_device("cuda", accepts, packed=packed), load)
 
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel(ops.linear, "linear.linear", "Products.linear", accepts_linear),
-    _kernel(ops.gated_linear, "linear.linear", "Products.gated_linear", accepts_linear),
-    _kernel(ops.norm_linear, "linear.linear", "Products.norm_linear", accepts_linear),
-    _kernel(ops.add_norm_linear, "linear.linear", "Products.add_norm_linear", accepts_linear),
+    _kernel(ops.linear, "linear.linear", "Products.linear", accepts_linear, PACKED),
+    _kernel(ops.gated_linear, "linear.linear", "Products.gated_linear", accepts_linear, PACKED),
+    _kernel(ops.norm_linear, "linear.linear", "Products.norm_linear", accepts_linear, PACKED),
+    _kernel(ops.add_norm_linear, "linear.linear", "Products.add_norm_linear", accepts_linear, PACKED),
     _kernel(ops.norm_rope_write, "attention.rope", accepts=accepts_attention),
     _kernel(ops.paged_attention, "attention.paged", "PagedAttention", accepts_attention),
-    _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_attention),
+    _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_one_launch),
     _kernel(ops.norm_rope_write_latent, "attention.latent"),
     _kernel(ops.paged_mla_attention, "attention.latent", accepts=accepts_latent),
     _kernel(ops.router, "moe"),
     _kernel(ops.group, "moe"),
-    _kernel(ops.grouped_linear, "moe"),
+    _kernel(ops.grouped_linear, "moe", accepts=accepts_grouped, packed=("scaled", "int4", "int8", *FP4)),
     _kernel(ops.combine, "moe"),
 )
 

@@ -12,16 +12,26 @@ The signatures and results are those of the ops.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import ceil
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
+from atom.graph import PackedWeight
+from atom.graph.formats import block_of
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
+from atom.kernels.triton.linear.packed import unpack
+from atom.kernels.triton.unpack import as_bytes, packing_of, spread, unpack_bytes, unpack_pairs, unpack_scales
 
+# rows of an expert on average from which the library is faster on an H200, plain and packed, which it does not unpack
+LIBRARY_ROWS, LIBRARY_PACKED_ROWS = 128, 384
+FOLDED = 32  # columns that share a scale, up to which it multiplies the numbers, not their sums
 SEARCHED = 2048  # pairs of token and expert in which each row searches its position; more are sorted
 
 
@@ -52,6 +62,24 @@ def choose_tiles(rows: int, experts: int, out: int, element_size: int, gpu: Gpu)
         tile, num_warps = (128, 128, 64), 8
     stage = (tile[0] + tile[1]) * tile[2] * element_size
     return Tiles(*tile, num_warps, max(1, min(4, gpu.shared_memory // stage)))
+
+
+def choose_packed_tiles(rows: int, experts: int, inner: int, group: int, element_size: int, gpu: Gpu) -> Tiles:
+    """Choose tiles of a packed weight, see `choose_tiles`. group: columns that share a scale; a step takes a whole part
+    of them, or a whole number"""
+    rows_an_expert = ceil(rows / experts)
+    has_few = rows_an_expert <= 16
+    if element_size == 4:
+        tiles = Tiles(16, 32, 64, 4, 2) if has_few else Tiles(64, 32, 64, 8, 2)
+    elif rows_an_expert <= 64:
+        tiles = Tiles(16 if has_few else next_power_of_2(rows_an_expert), 64, 128, 4, 4)
+    else:
+        tiles = Tiles(128, 128, 64, 8, 3)
+    if gpu.capability == (0, 0):  # Triton 3.6 does not compile more stages for AMD
+        tiles = tiles._replace(num_stages=2)
+    share = group & -group  # the largest power of 2 in it
+    is_free = group >= inner or share == group <= FOLDED
+    return tiles if is_free else tiles._replace(inner=min(tiles.inner, share))
 
 
 def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Tensor | None = None, *, top_k: int,
@@ -101,9 +129,13 @@ def group(x: Tensor, ids: Tensor, *, experts: int) -> tuple[Tensor, Tensor, Tens
     return rows, order, ends
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is not
     read"""
+    if suits_library(x, weight):
+        return multiply_by_library(x, weight, ends, bias)
+    if isinstance(weight, PackedWeight):
+        return multiply_packed(x, weight, ends, bias)
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
     (rows, inner), (experts, out, _) = x.shape, weight.shape
     y = x.new_empty(rows, out)
@@ -117,6 +149,70 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None 
         x, weight, ends, bias, y, x.stride(0), EXPERTS=experts, OUT=out, INNER=inner,
         BLOCK_E=next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out, BLOCK_I=tiles.inner,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
+    )  # fmt: skip
+    return y
+
+
+def suits_library(x: Tensor, weight: Tensor | PackedWeight) -> bool:
+    """Whether the library's grouped product is faster: of many rows for each expert, in bf16 on Hopper."""
+    experts, out, inner = weight.shape
+    least = LIBRARY_ROWS if isinstance(weight, Tensor) else LIBRARY_PACKED_ROWS
+    return (
+        len(x) >= least * experts
+        and x.dtype == torch.bfloat16
+        and find_gpu(x.device).capability == (9, 0)
+        and out % 8 == inner % 8 == x.stride(0) % 8 == x.data_ptr() % 16 == 0
+        and (isinstance(weight, Tensor) or unpacks_experts(weight))
+    )
+
+
+def unpacks_experts(weight: PackedWeight) -> bool:
+    """Whether all experts together are a weight of more rows."""
+    has_factor = not weight.parts.keys().isdisjoint(("factor", "divisor"))
+    return not has_factor and weight.shape[1] % block_of(weight.type)[-2] == 0
+
+
+def unpack_experts(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """A packed weight [E, O, I] as a plain one."""
+    experts, out, inner = weight.shape
+    type = replace(weight.type, shape=(experts * out, inner))
+    return unpack(PackedWeight(type, {name: part.flatten(0, 1) for name, part in weight.parts.items()}), dtype).view(
+        weight.shape
+    )
+
+
+def multiply_by_library(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None) -> Tensor:
+    """grouped_linear, of a packed weight that is unpacked into a temporary"""
+    plain = unpack_experts(weight, x.dtype) if isinstance(weight, PackedWeight) else weight
+    y: Tensor = F.grouped_mm(x, plain.transpose(1, 2), offs=ends.to(torch.int32))
+    if bias is not None:
+        experts = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
+        y += bias[experts.clamp_(max=len(bias) - 1)]  # a rehearsal, which launches nothing, has rows of no expert
+    return y
+
+
+def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None = None,
+                    tiles: Tiles | None = None) -> Tensor:  # fmt: skip
+    """grouped_linear of a packed weight, whose tiles are unpacked in registers"""
+    parts = weight.parts
+    assert x.stride(1) == 1 and all(part.is_contiguous() for part in parts.values()), "rows have gaps"
+    (rows, inner), (experts, out, _) = x.shape, weight.shape
+    y = x.new_empty(rows, out)
+    if not rows:
+        return y
+    gpu = find_gpu(x.device)
+    block_rows, group = block_of(weight.type)[-2:]
+    tiles = tiles or choose_packed_tiles(rows, experts, inner, group, x.element_size(), gpu)
+    used = min(experts, rows)
+    most = used + (rows - used) // tiles.rows
+    factor = parts.get("factor", parts.get("divisor"))
+    strides = (0, 0) if factor is None else factor.expand(experts, out).stride()
+    _packed_grouped_linear_kernel[(most * -(-out // tiles.out),)](
+        x, as_bytes(parts["values"]), as_bytes(parts["scales"]), parts.get("zeros"), factor, ends, bias, y, x.stride(0),
+        EXPERTS=experts, OUT=out, INNER=inner, PACKING=packing_of(weight), SCALE_ROWS=block_rows, GROUP=group,
+        FACTOR_E=strides[0], FACTOR_O=strides[1], HAS_DIVISOR="divisor" in parts,
+        BLOCK_E=next_power_of_2(experts), BLOCK_R=tiles.rows, BLOCK_O=tiles.out, BLOCK_I=tiles.inner,
+        HAS_PTX=gpu.capability > (0, 0), num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
     return y
 
@@ -247,24 +343,36 @@ def _group_kernel(x, ids, rows, order, ends, pairs, x_stride, TOP_K: tl.constexp
 
 
 @jit
+def _find_expert(ends, EXPERTS: tl.constexpr, OUT: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
+                 BLOCK_O: tl.constexpr):  # fmt: skip
+    """The expert of this program's tile, EXPERTS where there is none, and the number of its tile of rows."""
+    experts = tl.arange(0, BLOCK_E)
+    their_ends = tl.load(ends + experts, mask=experts < EXPERTS, other=0).to(tl.int32)
+    their_begins = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < EXPERTS), other=0).to(tl.int32)
+    tile = tl.program_id(0) // ((OUT + BLOCK_O - 1) // BLOCK_O)
+    expert, tiles_before = find_owner(tl.cdiv(their_ends - their_begins, BLOCK_R), tile)
+    return expert, tile - tiles_before
+
+
+@jit
+def _rows_and_columns(ends, expert, tile, OUT: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr):
+    """The rows of an expert's tile, where its rows end, and this program's columns, which may lie behind the last."""
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int32)
+    end = tl.load(ends + expert).to(tl.int32)
+    rows = begin + tile * BLOCK_R + tl.arange(0, BLOCK_R)
+    return rows, end, (tl.program_id(0) % ((OUT + BLOCK_O - 1) // BLOCK_O)) * BLOCK_O + tl.arange(0, BLOCK_O)
+
+
+@jit
 def _grouped_linear_kernel(x, weight, ends, bias, out, x_stride, EXPERTS: tl.constexpr, OUT: tl.constexpr,
                            INNER: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_O: tl.constexpr,
                            BLOCK_I: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """One tile of one expert's rows and outputs. Tiles of the same rows are neighbours, so that caches hold those."""
     wait_for_inputs(PDL)
-    num_columns: tl.constexpr = (OUT + BLOCK_O - 1) // BLOCK_O
-    experts = tl.arange(0, BLOCK_E)
-    their_ends = tl.load(ends + experts, mask=experts < EXPERTS, other=0).to(tl.int32)
-    their_begins = tl.load(ends + experts - 1, mask=(experts > 0) & (experts < EXPERTS), other=0).to(tl.int32)
-    tile = tl.program_id(0) // num_columns
-    expert, tiles_before = find_owner(tl.cdiv(their_ends - their_begins, BLOCK_R), tile)
+    expert, tile = _find_expert(ends, EXPERTS, OUT, BLOCK_E, BLOCK_R, BLOCK_O)
     if expert >= EXPERTS:
         return
-    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int32)
-    end = tl.load(ends + expert).to(tl.int32)
-
-    rows = begin + (tile - tiles_before) * BLOCK_R + tl.arange(0, BLOCK_R)
-    columns = (tl.program_id(0) % num_columns) * BLOCK_O + tl.arange(0, BLOCK_O)
+    rows, end, columns = _rows_and_columns(ends, expert, tile, OUT, BLOCK_R, BLOCK_O)
     inner = tl.arange(0, BLOCK_I)[None, :]
     # what lies behind the last row or column is that row or column again: nothing of it is stored
     x_pointers = x + tl.minimum(rows, end - 1).to(tl.int64)[:, None] * x_stride + inner
@@ -284,6 +392,85 @@ def _grouped_linear_kernel(x, weight, ends, bias, out, x_stride, EXPERTS: tl.con
         total += tl.load(bias + weight_rows)[None, :].to(tl.float32)
     pointers = out + rows.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(pointers, total.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (columns < OUT)[None, :])
+
+
+@jit
+def _packed_grouped_linear_kernel(
+    x, values, scales, zeros, factor, ends, bias, out, x_stride, EXPERTS: tl.constexpr, OUT: tl.constexpr,
+    INNER: tl.constexpr, PACKING: tl.constexpr, SCALE_ROWS: tl.constexpr, GROUP: tl.constexpr, FACTOR_E: tl.constexpr,
+    FACTOR_O: tl.constexpr, HAS_DIVISOR: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, HAS_PTX: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As above, with the weight on the left of the products, so that few rows are padded to 16 and not to 64.
+
+    A scale of e2m1 or of fewer columns than a step multiplies the unpacked numbers, another the sums of a step, in
+    fp32. FACTOR_E and FACTOR_O: the strides of factor, by expert and row.
+    """
+    wait_for_inputs(PDL)
+    expert, tile = _find_expert(ends, EXPERTS, OUT, BLOCK_E, BLOCK_R, BLOCK_O)
+    if expert >= EXPERTS:
+        return
+    rows, end, columns = _rows_and_columns(ends, expert, tile, OUT, BLOCK_R, BLOCK_O)
+    column = tl.minimum(columns, OUT - 1)
+    weight_rows = expert.to(tl.int64) * OUT + column
+    dtype: tl.constexpr = x.dtype.element_ty
+    PER_BYTE: tl.constexpr = 1 if PACKING == "fp8" or PACKING == "i8" or PACKING == "int8" else 2
+    IS_E2M1: tl.constexpr = PACKING == "mxfp4" or PACKING == "nvfp4"
+    IS_FOLDED: tl.constexpr = IS_E2M1 or (GROUP < BLOCK_I and GROUP < INNER)  # scales multiply numbers, not sums
+    HAS_SUMS: tl.constexpr = not IS_FOLDED and GROUP < INNER  # of a step
+    NUM_GROUPS: tl.constexpr = (INNER + GROUP - 1) // GROUP
+    inner, byte = tl.arange(0, BLOCK_I)[None, :], tl.arange(0, BLOCK_I // PER_BYTE)[None, :]
+    group = tl.arange(0, BLOCK_I // GROUP if IS_FOLDED and GROUP < BLOCK_I else 1)[None, :]
+    scale_rows = expert.to(tl.int64) * ((OUT + SCALE_ROWS - 1) // SCALE_ROWS) + column // SCALE_ROWS
+    first_groups = scale_rows[:, None] * NUM_GROUPS
+    x_pointers = x + tl.minimum(rows, end - 1).to(tl.int64)[:, None] * x_stride + inner
+    value_pointers = values + weight_rows[:, None] * (INNER // PER_BYTE) + byte
+
+    # a step loads the scales of the next, since loads of less than 4 bytes are not pipelined
+    scale, zero = tl.load(scales + first_groups + group, mask=group < NUM_GROUPS, other=0), None
+    if zeros is not None:
+        zero = tl.load(zeros + first_groups + group, mask=group < NUM_GROUPS, other=0)
+    total = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
+    for first in range(0, INNER, BLOCK_I):
+        if INNER % BLOCK_I == 0:
+            a, packed = tl.load(x_pointers), tl.load(value_pointers)
+        else:
+            a = tl.load(x_pointers, mask=inner < INNER - first, other=0.0)
+            packed = tl.load(value_pointers, mask=byte < (INNER - first) // PER_BYTE, other=0)
+        next_groups = (first + BLOCK_I) // GROUP + group
+        next_scale = tl.load(scales + first_groups + next_groups, mask=next_groups < NUM_GROUPS, other=0)
+        times = unpack_scales(scale, PACKING, dtype)
+        part = tl.zeros([BLOCK_O, BLOCK_R], tl.float32) if HAS_SUMS else total
+        if PER_BYTE == 2:
+            even, odd = unpack_pairs(packed, zero, PACKING, dtype, HAS_PTX)
+            if IS_FOLDED:
+                times = spread(times, packed.shape[1])
+                even, odd = (even * times).to(dtype), (odd * times).to(dtype)
+            even_a, odd_a = tl.split(a.reshape([BLOCK_R, BLOCK_I // 2, 2]))
+            part = tl.dot(even, tl.trans(even_a), part, input_precision="ieee")
+            part = tl.dot(odd, tl.trans(odd_a), part, input_precision="ieee")
+        else:
+            numbers = unpack_bytes(packed, zero, PACKING, dtype, HAS_PTX)
+            if IS_FOLDED:
+                numbers = (numbers * spread(times, packed.shape[1])).to(dtype)
+            part = tl.dot(numbers, tl.trans(a), part, input_precision="ieee")
+        total = total + part * times if HAS_SUMS else part
+        scale = next_scale
+        if zeros is not None:
+            zero = tl.load(zeros + first_groups + next_groups, mask=next_groups < NUM_GROUPS, other=0)
+        x_pointers += BLOCK_I
+        value_pointers += BLOCK_I // PER_BYTE
+    if IS_E2M1:
+        total *= 2.0**63
+        if factor is not None:
+            factors = tl.load(factor + expert * FACTOR_E + column * FACTOR_O)[:, None]
+            total = total / factors if HAS_DIVISOR else total * factors
+    elif GROUP >= INNER:
+        total *= tl.load(scales + scale_rows)[:, None].to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + weight_rows)[:, None].to(tl.float32)
+    pointers = out + rows.to(tl.int64)[None, :] * OUT + columns[:, None]
+    tl.store(pointers, total.to(out.dtype.element_ty), mask=(rows < end)[None, :] & (columns < OUT)[:, None])
 
 
 @jit(do_not_specialize=["pairs"])

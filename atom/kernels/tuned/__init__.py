@@ -5,9 +5,10 @@ measured = read("NVIDIA H200", Path(cache))              # with those that tune=
 keep("NVIDIA H200", Path(cache), "linear", {"1 6144 4096 1": ["vector", 8, 8, 3, 1]})
 take_in(Path(other), read_all(Path(cache)))              # add to one cache folder what another has and it has not
 
-A key says what a kernel's choice depends on: of a linear the rows up to which it holds, outputs, inputs, and 2 where
-half of the outputs are gates. ["library"] is where the vendor's library is the fastest. What is not listed follows from
-the kernel's own rule. A file in <cache>/tuned holds for the versions of atom and Triton that it names.
+A key says what a kernel's choice depends on: of a linear the rows up to which it holds, outputs, inputs, 2 where half
+of the outputs are gates, and of a packed weight how it holds numbers, as in "1 6144 4096 1 e4m3[1,*]". ["library"] is
+where the vendor's library is the fastest. What is not listed follows from the kernel's own rule. A file in
+<cache>/tuned holds for the versions of atom and Triton that it names.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ FOLDER = "tuned"  # of the cache folder
 KERNELS = ("linear",)
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)  # rows up to which parameters of a linear hold
 GPU = re.compile(r"[a-z0-9_]{1,100}")  # the stem of a file's name
-KEY = re.compile(rf"({'|'.join(map(str, BUCKETS))}) [1-9][0-9]* [1-9][0-9]* ([12])")
+# see `kernels.triton.linear.packed.Style`
+PACKED = r"(?:e4m3|i8|u8z?|u4z?|e2m1)\[[1-9][0-9]*,(?:[1-9][0-9]*|\*)\]"
+KEY = re.compile(rf"({'|'.join(map(str, BUCKETS))}) [1-9][0-9]* [1-9][0-9]* ([12])(?: {PACKED})?")
 SIZES = [1 << at for at in range(11)]
 TILES, WARPS, STAGES, COUNTS = SIZES[4:], SIZES[:5], range(1, 10), range(1, 65)
 FORMS = {  # by style: the least number of values in an entry, and the range of each; see `kernels.triton.linear`

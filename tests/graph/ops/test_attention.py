@@ -98,6 +98,36 @@ def test_paged_attention_over_scattered_blocks_is_attention(
     torch.testing.assert_close(out, torch.cat(expected))
 
 
+@pytest.mark.parametrize("scales", [(None, None), (0.5, 0.03)])
+def test_in_fp8_what_is_written_is_divided_by_its_scale_and_what_is_read_multiplied(scales: tuple[float | None, ...]):
+    layer, q, (_, k, v) = KV("0", Type("fp8_e4m3", (2, K, D))), random_qkv(3)[0][-1:], random_qkv(3)
+    v[0, 0, 0] = 1e6  # beyond what fp8 holds, which has no inf
+    table, slots = torch.tensor([[2, 0]]).int(), torch.tensor([4, 5, 0])
+    cache = torch.zeros(3, 2, 2, K, D).to(torch.float8_e4m3fn)
+    given = [None if scale is None else torch.tensor([scale]) for scale in scales]
+    checked(
+        ops.norm_rope_write, k.repeat(1, 3, 1), k, v, None, None, None, None, Cache(layer, cache), writes(slots), *given
+    )
+    batch = Batch({"full": table}, {}, torch.tensor([0, 1]).int(), torch.tensor([3]).int(), 1)
+    out = checked(ops.paged_attention, q, Cache(layer, cache), batch, None, *given, scale=0.5)
+    rounded = [
+        (x / (scale or 1.0)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn).float() * (scale or 1.0)
+        for x, scale in zip((k, v), scales, strict=True)
+    ]
+    assert rounded[1].max() == 448 * (scales[1] or 1.0)
+    torch.testing.assert_close(out, ops.attention(q.repeat(3, 1, 1), *rounded, None, scale=0.5)[-1:])
+
+
+def test_only_entries_in_fp8_have_scales_of_one_number():
+    q, k, scale = Type("fp32", ("T", N, D)), Type("fp32", ("T", K, D)), Type("fp32", (1,))
+    with pytest.raises(ValueError, match=r"a scale of entries in fp8_e4m3, the cache keeps fp32\[2, 2, 4\]"):
+        ops.attention.infer(q, k, k, LAYER, None, scale, scale, scale=1.0)
+    packed = KV("0", Type("fp8_e4m3", (2, K, D)))
+    assert ops.attention.infer(q, k, k, packed, None, scale, scale, scale=1.0) == q
+    with pytest.raises(ValueError, match=r"a scale of entries is fp32\[2\], not fp32\[1\]"):
+        ops.attention.infer(q, k, k, packed, None, scale, Type("fp32", (2,)), scale=1.0)
+
+
 def test_a_window_must_not_be_wider_than_what_the_cache_keeps():
     q, k, cache = Type("fp32", ("T", N, D)), Type("fp32", ("T", K, D)), KV("0", Type("fp32", (2, K, D)), window=8)
     assert ops.attention.infer(q, k, k, cache, scale=1.0, window=8) == q

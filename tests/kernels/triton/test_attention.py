@@ -210,7 +210,7 @@ class TestOnAGpu:
 
 def test_many_sequences_have_smaller_programs_where_16_bits_are_multiplied_with_much_memory():
     large, small = Gpu(132, 227 << 10, (9, 0)), Gpu(128, 64 << 10, (0, 0))
-    few, many = decode.choose(64, 2, large), decode.choose(65, 2, large)
+    few, many = decode.choose(64, 128, 2, 2, large), decode.choose(65, 128, 2, 2, large)
     assert few.programs_per_unit < many.programs_per_unit and few.num_warps > many.num_warps
-    for size, gpu in ((4, large), (2, small)):
-        assert decode.choose(64, size, gpu) == decode.choose(65, size, gpu)
+    for size, entry, gpu in ((4, 4, large), (2, 2, small), (2, 1, large)):
+        assert decode.choose(64, 128, size, entry, gpu) == decode.choose(65, 128, size, entry, gpu)

@@ -1,12 +1,14 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from kernels.checks import assert_as_near, assert_equal
 
-from atom.graph import ops
+from atom.graph import PackedWeight, Type, ops
 from atom.kernels.triton import moe
 from atom.kernels.triton.gpu import Gpu, find_gpu
+from atom.weights.quantize import quantize
 
 NAN = float("nan")
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -67,6 +69,87 @@ def test_grouped_linears_equal_the_reference_where_rows_are_few_or_odd(counts, o
 @pytest.mark.parametrize(("out", "inner"), [(256, 512), (100, 72), (1536, 2048)])
 def test_grouped_linears_of_many_rows_equal_the_reference(counts, out, inner, dtype):
     check_grouped_linear(counts, out, inner, dtype, "cuda", has_bias=True)
+
+
+def packed(weight: torch.Tensor, fmt: str, dtype: str = "fp32") -> PackedWeight:
+    """A weight [E, O, I], packed, of experts that are unlike each other in their scales and zero points."""
+    parts = quantize(fmt, weight)
+    if "zeros" in parts:
+        parts["zeros"] = torch.randint_like(parts["zeros"], 5, 12)
+    for name in ("factor", "divisor"):
+        if name in parts:
+            parts[name] = torch.rand_like(parts[name]) + 0.5
+    return PackedWeight(Type(dtype, tuple(weight.shape), fmt), parts)
+
+
+def on(device: str, weight: PackedWeight) -> PackedWeight:
+    return PackedWeight(weight.type, {name: part.to(device) for name, part in weight.parts.items()})
+
+
+def check_packed(counts: list[int], out: int, inner: int, fmt: str, dtype: str, device: str) -> None:
+    torch_dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
+    x, weight, ends, bias = grouped_by(counts, out, inner, torch.float32, "cpu")
+    weight = packed(weight.nan_to_num(), fmt, dtype)
+    exact = PackedWeight(replace(weight.type, dtype="fp32"), weight.parts)
+    x, bias = x.to(torch_dtype), bias.to(torch_dtype)
+    for each in (None, bias):
+        truth = ops.grouped_linear.body(x.float(), exact, ends, None if each is None else each.float())
+        expected = ops.grouped_linear.body(x, weight, ends, each)
+        y = moe.grouped_linear(
+            x.to(device), on(device, weight), ends.to(device), None if each is None else each.to(device)
+        )
+        assert_as_near(y.cpu(), expected, truth)
+
+
+FORMATS = ["mxfp4", "ct_nvfp4", "modelopt_nvfp4", "fp8[128, 128]", "fp8[64, 32]", "fp8[1, *]", "int8[1, *]", "int8[1, 32]",
+           "int4[1, 32]", "ct_packed_int4z[1, 32]", "ct_packed_int4[1, *]", "awq_int4[1, 96]", "gptq_int8[1, 96]",
+           "ct_packed_int8"]  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(("counts", "out", "inner"), [
+    ([0, 1, 0], 7, 96),
+    ([3, 0, 17, 1], 33, 96),
+    ([2, 0, 0], 130, 576),
+    ([0, 70], 5, 192),
+])  # fmt: skip
+def test_grouped_linears_of_packed_experts_equal_the_reference(fmt, counts, out, inner, triton_device):
+    check_packed(counts, out, inner, fmt, "fp32", triton_device)
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS if "fp4" not in fmt])
+def test_packed_experts_are_multiplied_in_fp16(fmt, triton_device):
+    check_packed([3, 0, 18], 40, 192, fmt, "fp16", triton_device)
+
+
+@pytest.mark.parametrize("fmt", ["int4[1, 64]", "ct_packed_int4z[1, 128]", "awq_int4"])
+@pytest.mark.parametrize("counts", [[1, 0, 5], [0, 40]])
+def test_groups_of_columns_as_long_as_a_step_are_scaled_as_sums(fmt, counts, triton_device):
+    check_packed(counts, 20, 384, fmt, "fp32", triton_device)
+
+
+@NEEDS_GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("counts", [
+    [8 * (expert % 2) for expert in range(37)],
+    [expert % 5 for expert in range(128)],
+    [0, 1000, 3, 0, 129],
+    [int(3 ** (expert % 6)) for expert in range(60)],
+])  # fmt: skip
+@pytest.mark.parametrize(("out", "inner"), [(256, 576), (100, 96), (1536, 2112)])
+def test_grouped_linears_of_many_rows_of_packed_experts_equal_the_reference(counts, out, inner, fmt, dtype):
+    if "fp4" not in fmt or dtype == "bf16":
+        check_packed(counts, out, inner, fmt, dtype, "cuda")
+
+
+def test_scales_of_any_power_of_two_are_exact(triton_device):
+    scales = torch.tensor([70, 100, 120, 127, 128, 150, 190], dtype=torch.uint8).expand(1, 16, -1).contiguous()
+    values = torch.arange(256, dtype=torch.uint8).view(1, 16, 1, 16).expand(1, 16, 7, 16).contiguous()
+    weight = PackedWeight(Type("fp32", (1, 16, 224), "mxfp4"), {"values": values, "scales": scales})
+    x, ends = torch.eye(224).to(triton_device), torch.tensor([224]).to(triton_device)
+    assert torch.equal(moe.grouped_linear(x, on(triton_device, weight), ends).cpu(), weight.unpack()[0].T)
 
 
 def test_no_rows_at_all_give_none(triton_device):

@@ -52,7 +52,8 @@ STEPS = """
 from atom import SamplingParams, build
 from atom.compiler import compile_graph
 from atom.config.load import engine_overrides, load
-from atom.graph import TORCH_DTYPES
+from atom.graph import TORCH_DTYPES, PackedWeight
+from atom.graph.parts import parts_of
 from atom.kernels import Target
 from atom.kernels.triton import moe, sampling
 from atom.kernels.triton import precompile
@@ -83,8 +84,12 @@ for piece in (piece for program in graph.programs.values() for piece in find_pie
     place = Path(tempfile.mkdtemp(dir=folder))
     (place / "piece.py").write_text(write_source(piece.text))
     code[piece.text] = TritonCompiler().load(place)
-weights = {each: torch.zeros([int(dim) for dim in each.type.shape], dtype=TORCH_DTYPES[each.type.dtype])
-           for each in graph.recipes()}
+def zeros(recipe):
+    if recipe.type.fmt is None:
+        return torch.zeros([int(dim) for dim in recipe.type.shape], dtype=TORCH_DTYPES[recipe.type.dtype])
+    return PackedWeight(recipe.type, {name: zeros(part) for name, part in parts_of(recipe).items()})
+
+weights = {each: zeros(each) for each in graph.recipes()}
 kinds = [kind.name for kind in build.cache_kinds(graph)]
 runner = Runner(Model(graph, Bindings(weights, code), 16, StepLimits(40, 3000, 2048), device="cpu", backend="triton"))
 runner.bind(dict.fromkeys(kinds, 2))
@@ -215,8 +220,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 def walk(tmp_path: Path, checkpoints: Any, run: Callable[..., Any]) -> Callable[[str, list[int]], Any]:
     """Runs STEPS on a tiny variant's config.json, with heads that the kernels of long prompts take."""
 
-    def walk(name: str, sizes: list[int]) -> Any:
-        stated = json.loads((checkpoints(name) / "config.json").read_text())
+    def walk(name: str, sizes: list[int], **changed: Any) -> Any:
+        stated = {**json.loads((checkpoints(name) / "config.json").read_text()), **changed}
         if "head_dim" in stated:
             stated["head_dim"] = 64
         (tmp_path / "config.json").write_text(json.dumps(stated))
@@ -240,6 +245,15 @@ def test_what_is_compiled_ahead_is_what_its_steps_launch_and_leaves_nothing_for_
     kernels = {text.partition(" ")[0] for text in ahead}
     attention = {"_attend_kernel"} if name == "deepseek_v3" else {"_decode", "_prefill"}
     assert kernels > attention | {"_extend", "_prepare", "_summarize", "_limit", "_gather", "_draw", "_score"}
+
+
+def test_kernels_of_packed_experts_are_compiled_ahead_too(walk: Any):
+    mxfp4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    ahead, _, later, launched = walk("gpt_oss", ALL, hidden_size=64, intermediate_size=96, quantization_config=mxfp4)
+    assert sorted(ahead) == sorted(launched)
+    assert later == []
+    kernels = {text.partition(" ")[0] for text in ahead}
+    assert "_packed_grouped_linear_kernel" in kernels and "_grouped_linear_kernel" not in kernels
 
 
 def test_a_walk_leaves_the_launches_of_other_threads_alone(run: Any):

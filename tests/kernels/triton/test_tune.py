@@ -73,7 +73,7 @@ class Launches:
         self.seen: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args, num_warps, **options: self.seen.append((*args[6:], num_warps))
+        return lambda *args, num_warps, **options: self.seen.append((*args[9:], num_warps))
 
 
 @pytest.mark.parametrize("gpu", [H200, SMALL, AMD], ids=lambda gpu: gpu.name)
@@ -92,7 +92,7 @@ def test_no_two_that_are_tried_launch_the_same_and_what_they_launch_fits(
         for each in tried:
             linear.multiply_matrix(x, weight, None, None, x, each)
         assert len(set(launches.seen)) == len(launches.seen) == len(tried) > 0
-        for *_, block_rows, block_out, block_inner, stages, groups, _, prefetch, _, _ in launches.seen:
+        for _, _, _, _, block_rows, block_out, block_inner, stages, groups, _, prefetch, *_ in launches.seen:
             assert (stages - 1) * groups * block_inner * (block_out + block_rows) * 2 <= gpu.shared_memory
             assert gpu is H200 or not prefetch, "lines are sent for ahead of a kernel that was launched early"
             assert gpu is not AMD or (block_rows >= 16 and stages == 2)

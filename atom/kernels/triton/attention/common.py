@@ -17,6 +17,7 @@ from atom.kernels.triton.jit import jit
 
 NOTHING = tl.constexpr(-1e38)  # below any score
 LOG2E = tl.constexpr(1.4426950408889634)
+FP8_MAX = tl.constexpr(448.0)
 
 
 def has_rows(x: torch.Tensor) -> bool:
@@ -25,9 +26,25 @@ def has_rows(x: torch.Tensor) -> bool:
     return step == 1 and (apart == dim or heads == 1)
 
 
+def product_size(q: torch.Tensor, cache: torch.Tensor) -> int:
+    """The bytes of an element of what is multiplied: in q's dtype, if the cache has it or fp8, else in fp32."""
+    return q.element_size() if cache.dtype in (q.dtype, torch.float8_e4m3fn) else 4
+
+
 def sequence_bucket(num: int) -> int:
     """The number of sequences that a kernel is compiled for: one of few values, since each costs a compilation."""
     return 32 if num <= 32 else max(512, next_power_of_2(num))
+
+
+@jit
+def to_entry(x, scale, dtype: tl.constexpr):
+    """x as a cache of this dtype keeps it: in fp8 over its scale (None: 1) and at most 448."""
+    if dtype.is_fp8():
+        x = x.to(tl.float32)
+        if scale is not None:
+            x = x / scale
+        x = tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
 
 
 @jit
@@ -74,25 +91,37 @@ def load_keys(keys, values, blocks, block, positions, stop, MASKED: tl.constexpr
 
 
 @jit
-def cap_scores(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Products of queries and keys -> scores, but for a factor: (SCALE if SOFTCAP is None else SOFTCAP) * LOG2E."""
+def cap_scores(products, k_scale, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Products of queries and keys in fp8 of k_scale (None: 1) -> scores, but for `score_factor`."""
     if SOFTCAP is not None:
-        products = 1.0 - 2.0 / (1.0 + tl.exp2(products * (2.0 * SCALE / SOFTCAP * LOG2E)))  # the hyperbolic tangent
+        factor = 2.0 * SCALE / SOFTCAP * LOG2E
+        if k_scale is not None:
+            factor = factor * k_scale
+        products = 1.0 - 2.0 / (1.0 + tl.exp2(products * factor))  # the hyperbolic tangent
     return products
 
 
 @jit
-def attend_tile(q, k, v, best, total, acc, is_seen, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+def score_factor(k_scale, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """What makes scores of those that cap_scores gives, in units of log2."""
+    factor = (SCALE if SOFTCAP is None else SOFTCAP) * LOG2E
+    if SOFTCAP is None and k_scale is not None:
+        factor = factor * k_scale
+    return factor
+
+
+@jit
+def attend_tile(q, k, v, best, total, acc, is_seen, k_scale, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
     """Rows q [M, BLOCK_D] attend to k and v [N, BLOCK_D] where is_seen bool[M or 1, N]; None: everywhere (Dao 2023).
 
-    best and total fp32[M], acc fp32[M, BLOCK_D]: the softmax so far.
+    best and total fp32[M], acc fp32[M, BLOCK_D]: the softmax so far; k_scale fp32, None: 1.
     """
-    FACTOR: tl.constexpr = (SCALE if SOFTCAP is None else SOFTCAP) * LOG2E
-    scores = cap_scores(tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee"), SCALE, SOFTCAP)
+    factor = score_factor(k_scale, SCALE, SOFTCAP)
+    scores = cap_scores(tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee"), k_scale, SCALE, SOFTCAP)
     if is_seen is not None:
         scores = tl.where(is_seen, scores, float("-inf"))
-    higher = tl.maximum(best, tl.max(scores, 1) * FACTOR)
-    weights = tl.exp2(scores * FACTOR - higher[:, None])
+    higher = tl.maximum(best, tl.max(scores, 1) * factor)
+    weights = tl.exp2(scores * factor - higher[:, None])
     fade = tl.exp2(best - higher)
     total = total * fade + tl.sum(weights, 1)
     acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * fade[:, None], input_precision="ieee")
@@ -101,7 +130,7 @@ def attend_tile(q, k, v, best, total, acc, is_seen, SCALE: tl.constexpr, SOFTCAP
 
 @jit
 def attend_keys(
-    q, best, total, acc, keys, values, blocks, block, start, stop, newest,
+    q, best, total, acc, keys, values, blocks, block, start, stop, newest, k_scale,
     SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -119,13 +148,14 @@ def attend_keys(
             is_seen = positions[None, :] <= newest[:, None]
             if WINDOW is not None:
                 is_seen = is_seen & (positions[None, :] > newest[:, None] - WINDOW)
-        best, total, acc = attend_tile(q, k, v, best, total, acc, is_seen, SCALE, SOFTCAP)
+        best, total, acc = attend_tile(q, k, v, best, total, acc, is_seen, k_scale, SCALE, SOFTCAP)
     return best, total, acc
 
 
 @jit
-def store_attended(acc, best, total, sinks, out, heads, rows, mask, DIM: tl.constexpr):
-    """acc [M, BLOCK_D], divided by its total and the sinks' of `heads` i32[M], to `out` at the offsets `rows` [M]."""
+def store_attended(acc, best, total, sinks, v_scale, out, heads, rows, mask, DIM: tl.constexpr):
+    """acc [M, BLOCK_D] of values of v_scale (None: 1), divided by its total and the sinks' of `heads` i32[M], to `out`
+    at the offsets `rows` [M]."""
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=mask, other=0.0).to(tl.float32) * LOG2E
         sink = tl.clamp(sink, NOTHING, -NOTHING)  # infinite ones would give NaN
@@ -134,6 +164,8 @@ def store_attended(acc, best, total, sinks, out, heads, rows, mask, DIM: tl.cons
         total = total * fade + tl.exp2(sink - higher)
         acc = acc * fade[:, None]
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if v_scale is not None:
+        acc = acc * v_scale
     columns = tl.arange(0, acc.shape[1])
     is_there = mask[:, None] & (columns < DIM)[None, :]
     tl.store(out + rows[:, None] + columns[None, :], acc.to(out.dtype.element_ty), mask=is_there)

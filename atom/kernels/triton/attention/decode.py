@@ -1,8 +1,9 @@
 """Decode attention: each program reads an equal share of all keys and values.
 
     decode = Decode()
-    decode(q, cache, table, lengths, num_decodes, sinks, out, scale, window, softcap)            # all keys are there
-    decode(q, cache, table, lengths, num_decodes, sinks, out, scale, window, softcap, newest)    # but for one each
+    args = q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window, softcap
+    decode(*args)            # all keys are there
+    decode(*args, newest)    # but for one each
 
 The tiles of all sequences are laid end to end and cut into equal runs, one for each program, whatever the lengths are
 (as in Sanovar et al. 2024). Where a cut falls into a sequence, its parts go through memory, and the last program to
@@ -25,19 +26,22 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.kernels.triton.attention.common import (
-    LOG2E,
     NOTHING,
     attend_tile,
     cap_scores,
     find_owner,
     load_keys,
     look_up,
+    product_size,
+    score_factor,
     sequence_bucket,
     store_attended,
+    to_entry,
 )
 from atom.kernels.triton.attention.rope import rotate_heads
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
+from atom.kernels.triton.unpack import unpack_bytes
 
 MANY = 64  # sequences: with more, a program has the ends of several
 
@@ -47,6 +51,9 @@ class Parameters(NamedTuple):
     programs_per_unit: int = 2  # programs a multiprocessor
     num_warps: int = 4
     num_stages: int = 3
+
+
+MANY_SMALL = Parameters(8192, programs_per_unit=4, num_warps=2)
 
 
 class Newest(NamedTuple):
@@ -63,16 +70,19 @@ class Newest(NamedTuple):
     interleaved: bool
 
 
-def choose(num_sequences: int, element_size: int, gpu: Gpu) -> Parameters:
-    """element_size: of what is multiplied, in bytes"""
+def choose(num_sequences: int, dim: int, element_size: int, entry_size: int, gpu: Gpu) -> Parameters:
+    """element_size: of what is multiplied, in bytes; entry_size: of what the cache keeps"""
     if element_size == 4 or gpu.shared_memory < 99 << 10:
         return Parameters(tile_bytes=8192, num_stages=2)
-    return Parameters(8192, programs_per_unit=4, num_warps=2) if num_sequences > MANY else Parameters()
+    if entry_size < element_size:
+        is_fit = num_sequences < 4 and dim <= 128  # ptxas 12.9 crashes on what larger heads take of registers
+        return Parameters(programs_per_unit=4, num_stages=2) if is_fit else MANY_SMALL
+    return MANY_SMALL if num_sequences > MANY else Parameters()
 
 
 @jit
-def _merge(sums, stats, sinks, out, head, first, last, PROGRAMS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-           PARTS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+def _merge(sums, stats, sinks, v_scale, out, head, first, last, PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
+           DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """The parts that programs first to last left of one sequence, as one softmax, to its heads at `out`."""
     rows, columns = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     best = tl.full([BLOCK_G], NOTHING, tl.float32)
@@ -93,12 +103,12 @@ def _merge(sums, stats, sinks, out, head, first, last, PROGRAMS: tl.constexpr, G
         total = total * fade + tl.sum(totals * fades, 0)
         acc = acc * fade[:, None] + tl.sum(parts * fades[:, :, None], 0)
         best = higher
-    store_attended(acc, best, total, sinks, out, head * GROUP + rows, rows * DIM, rows < GROUP, DIM)
+    store_attended(acc, best, total, sinks, v_scale, out, head * GROUP + rows, rows * DIM, rows < GROUP, DIM)
 
 
 @jit
 def _attend_newest(
-    q_rows, k_row, v_row, cos, sin, q_norm, k_norm, entry, row, is_last, is_seen, DOT: tl.constexpr,
+    q_rows, k_row, v_row, cos, sin, q_norm, k_norm, k_scale, v_scale, entry, row, is_last, is_seen, DOT: tl.constexpr,
     EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -108,11 +118,12 @@ def _attend_newest(
     """
     rows, columns = tl.arange(0, q_rows.shape[0]), tl.arange(0, BLOCK_D)[None, :]
     is_column = columns < DIM
-    value = tl.load((v_row + 0 * rows)[:, None] + columns, mask=is_column, other=0.0).to(entry.dtype.element_ty)
+    value = tl.load((v_row + 0 * rows)[:, None] + columns, mask=is_column, other=0.0)
+    value = to_entry(value, v_scale, entry.dtype.element_ty)
     norms = None if q_norm is None else tl.where(rows < GROUP, q_norm, k_norm)
     rotated = rotate_heads(tl.where(rows < GROUP, q_rows, k_row), row + 0 * rows, rows >= 0, cos, sin, norms, EPS,
                         INTERLEAVED, DIM, HALF, BLOCK_D)  # fmt: skip
-    key = rotated.to(entry.dtype.element_ty)
+    key = to_entry(rotated, k_scale, entry.dtype.element_ty)
     queries = tl.where((rows < GROUP)[:, None], rotated.to(q_rows.dtype.element_ty).to(DOT), key.to(DOT))
     is_written = is_last & (rows == GROUP)[:, None] & is_column
     places = (entry + 0 * rows)[:, None] + columns
@@ -120,8 +131,8 @@ def _attend_newest(
     tl.store(places + HEADS * DIM, value, mask=is_written)
 
     products = tl.dot(queries, tl.trans(queries), input_precision="ieee")
-    scores = cap_scores(tl.sum(tl.where(rows[None, :] == GROUP, products, 0.0), 1), SCALE, SOFTCAP)
-    best = tl.where(is_seen, scores * ((SCALE if SOFTCAP is None else SOFTCAP) * LOG2E), NOTHING)
+    scores = cap_scores(tl.sum(tl.where(rows[None, :] == GROUP, products, 0.0), 1), k_scale, SCALE, SOFTCAP)
+    best = tl.where(is_seen, scores * score_factor(k_scale, SCALE, SOFTCAP), NOTHING)
     total = tl.where(is_seen, 1.0, tl.zeros_like(best))
     return queries, best, total, tl.where(is_seen, value.to(tl.float32), 0.0)
 
@@ -131,10 +142,10 @@ def _attend_newest(
     do_not_specialize_on_alignment=["table", "lengths", "slots"],
 )
 def _decode(
-    q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, out, sums, stats, tickets, num_decodes,
-    table_stride, q_stride, k_stride, v_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HALF: tl.constexpr,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_S: tl.constexpr,
+    q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, k_scale, v_scale, out, sums, stats, tickets,
+    num_decodes, table_stride, q_stride, k_stride, v_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HALF: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -164,7 +175,12 @@ def _decode(
     is_q = (rows < GROUP)[:, None] & (columns < DIM)[None, :]
     keys = cache + head * DIM
     values = keys + HEADS * DIM
-    DOT: tl.constexpr = q.dtype.element_ty if cache.dtype.element_ty == q.dtype.element_ty else tl.float32
+    ENTRY: tl.constexpr = cache.dtype.element_ty
+    DOT: tl.constexpr = q.dtype.element_ty if q.dtype.element_ty == ENTRY or ENTRY.is_fp8() else tl.float32
+    if k_scale is not None:
+        k_scale = tl.load(k_scale)
+    if v_scale is not None:
+        v_scale = tl.load(v_scale)
     while tile < end:
         length = tl.load(lengths + sequence)
         oldest = 0
@@ -197,15 +213,19 @@ def _decode(
                     is_last = run_end == after
                     queries, best, total, acc = _attend_newest(
                         q_rows, k + row * k_stride + head * DIM, v + row * v_stride + head * DIM, cos, sin, q_norm,
-                        k_norm, keys + tl.load(slots + row) * (2 * HEADS * DIM), row, is_last, is_last & (length > 0),
-                        DOT, EPS, INTERLEAVED, HALF, SCALE, SOFTCAP, HEADS, GROUP, DIM, BLOCK_D,
+                        k_norm, k_scale, v_scale, keys + tl.load(slots + row) * (2 * HEADS * DIM), row, is_last,
+                        is_last & (length > 0), DOT, EPS, INTERLEAVED, HALF, SCALE, SOFTCAP, HEADS, GROUP, DIM, BLOCK_D,
                     )  # fmt: skip
+            if ENTRY.is_fp8() and PDL:
+                tile_keys = unpack_bytes(tile_keys.to(tl.uint8, bitcast=True), None, "fp8", DOT, True)
+                tile_values = unpack_bytes(tile_values.to(tl.uint8, bitcast=True), None, "fp8", DOT, True)
             best, total, acc = attend_tile(queries, tile_keys, tile_values, best, total, acc,
-                                           (positions < stop)[None, :], SCALE, SOFTCAP)  # fmt: skip
+                                           (positions < stop)[None, :], k_scale, SCALE, SOFTCAP)  # fmt: skip
         out_row = row * (HEADS * GROUP * DIM) + head * (GROUP * DIM)
         first_part, last_part = before // share, (after - 1) // share
         if first_part == last_part:
-            store_attended(acc, best, total, sinks, out + out_row, head * GROUP + rows, rows * DIM, rows < GROUP, DIM)
+            store_attended(acc, best, total, sinks, v_scale, out + out_row, head * GROUP + rows, rows * DIM,
+                           rows < GROUP, DIM)  # fmt: skip
         else:
             at = ((head * PROGRAMS + program) * 2 + (program == first_part).to(tl.int32)) * GROUP + rows
             tl.store(stats + 2 * at, best, mask=rows < GROUP)
@@ -214,17 +234,19 @@ def _decode(
             tl.debug_barrier()  # all threads' parts are written before one thread takes the ticket
             ticket = tickets + head * PROGRAMS + first_part
             if tl.atomic_add(ticket, 1, sem="acq_rel") == last_part - first_part:
-                _merge(sums, stats, sinks, out + out_row, head, first_part, last_part, PROGRAMS, GROUP, DIM, PARTS,
-                       BLOCK_G, BLOCK_D)  # fmt: skip
+                _merge(sums, stats, sinks, v_scale, out + out_row, head, first_part, last_part, PROGRAMS, GROUP, DIM,
+                       PARTS, BLOCK_G, BLOCK_D)  # fmt: skip
                 tl.store(ticket, 0)
         tile, before, sequence = run_end, after, sequence + 1
 
 
 @functools.cache
-def _cut_up(num_decodes: int, kv_heads: int, group: int, dim: int, has_newest: bool, element_size: int, gpu: Gpu,
-            parameters: Parameters | None) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+def _cut_up(num_decodes: int, kv_heads: int, group: int, dim: int, has_newest: bool, element_size: int, entry_size: int,
+            gpu: Gpu, parameters: Parameters | None) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
     """The kernel's arguments from PROGRAMS on, and options."""
-    tile_bytes, programs_per_unit, num_warps, num_stages = parameters or choose(num_decodes, element_size, gpu)
+    tile_bytes, programs_per_unit, num_warps, num_stages = parameters or choose(
+        num_decodes, dim, element_size, entry_size, gpu
+    )
     block_d, block_g = max(16, next_power_of_2(dim)), next_power_of_2(group)
     sizes = (
         -(-gpu.units * programs_per_unit // kv_heads),
@@ -246,15 +268,14 @@ class Decode:
         self._memory: dict[tuple[int, ...], tuple[Tensor, Tensor, Tensor]] = {}  # by shape, for good: graphs hold it
 
     def __call__(self, q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int, sinks: Tensor | None,
-                 out: Tensor, scale: float, window: int | None, softcap: float | None,
-                 newest: Newest | None = None) -> None:  # fmt: skip
+                 k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float, window: int | None,
+                 softcap: float | None, newest: Newest | None = None) -> None:  # fmt: skip
         """Rows 0 to num_decodes of q and out [T, N, D]; shapes as in ops.norm_rope_attention."""
         _, heads, dim = q.shape
         _, block_size, _, kv_heads, _ = cache.shape
         group = heads // kv_heads
-        element_size = q.element_size() if q.dtype == cache.dtype else 4
-        sizes, options = _cut_up(num_decodes, kv_heads, group, dim, newest is not None, element_size,
-                                 find_gpu(q.device), self._parameters)  # fmt: skip
+        sizes, options = _cut_up(num_decodes, kv_heads, group, dim, newest is not None, product_size(q, cache),
+                                 cache.element_size(), find_gpu(q.device), self._parameters)  # fmt: skip
         programs = sizes[0]
         sums, stats, tickets = self._find_memory(q.device, kv_heads, programs, group, dim)
         k = v = cos = sin = q_norm = k_norm = slots = None
@@ -263,9 +284,9 @@ class Decode:
             k, v, cos, sin, q_norm, k_norm, slots, eps, interleaved = newest
             half, k_stride, v_stride = 0 if cos is None else cos.shape[1], k.stride(0), v.stride(0)
         _decode[(kv_heads, programs)](
-            q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, out, sums, stats, tickets,
-            num_decodes, table.stride(0), q.stride(0), k_stride, v_stride, eps, interleaved, half, scale, softcap,
-            window, block_size, kv_heads, group, dim, *sizes, **options,
+            q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, k_scale, v_scale, out, sums, stats,
+            tickets, num_decodes, table.stride(0), q.stride(0), k_stride, v_stride, eps, interleaved, half, scale,
+            softcap, window, block_size, kv_heads, group, dim, *sizes, **options,
         )  # fmt: skip
 
     def _find_memory(self, device: torch.device, kv_heads: int, programs: int, group: int, dim: int

@@ -153,15 +153,15 @@ def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, slots, rotated,
     if tl.program_id(1) == 0:
         row = tl.zeros([1], tl.int64)
         entry = cache + tl.load(slots + token) * (RANK + ROTATED) + row
-        store_rotated(latent + token * latent_stride + row, entry, token + row, row == 0, cos, sin, norm, EPS,
+        store_rotated(latent + token * latent_stride + row, entry, None, token + row, row == 0, cos, sin, norm, EPS,
                      INTERLEAVED, RANK, 0)  # fmt: skip
-        store_rotated(k_rope + token * k_stride + row, entry + RANK, token + row, row == 0, cos, sin, None, EPS,
+        store_rotated(k_rope + token * k_stride + row, entry + RANK, None, token + row, row == 0, cos, sin, None, EPS,
                      INTERLEAVED, ROTATED, HALF)  # fmt: skip
     else:
         heads = (tl.program_id(1) - 1) * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = q_rope + token * q_stride + heads * head_stride
         places = rotated + (token * HEADS + heads) * ROTATED
-        store_rotated(rows, places, token + tl.zeros([BLOCK_N], tl.int64), heads < HEADS, cos, sin, None, EPS,
+        store_rotated(rows, places, None, token + tl.zeros([BLOCK_N], tl.int64), heads < HEADS, cos, sin, None, EPS,
                      INTERLEAVED, ROTATED, HALF)  # fmt: skip
 
 

@@ -30,33 +30,37 @@ class _Attention:
         self._tickets: Tensor | None = None  # of prompts, for good: graphs hold it
 
     def _attend(self, q: Tensor, rotated: Tensor, newest: decode.Newest | None, cache: PagedCache, batch: Batch,
-                sinks: Tensor | None, scale: float, window: int | None, softcap: float | None) -> Tensor:  # fmt: skip
+                sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, scale: float, window: int | None,
+                softcap: float | None) -> Tensor:  # fmt: skip
         """Decodes have their queries in q, prompts in rotated. A token of no sequence and a sequence of no positions
         give zeros."""
         blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_single_query
         assert has_rows(q) and blocks.is_contiguous(), "heads and blocks must lie side by side"
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if num_decodes:
-            self._decode(q, blocks, table, batch.lengths, num_decodes, sinks, out, scale, window, softcap, newest)
+            self._decode(q, blocks, table, batch.lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window,
+                         softcap, newest)  # fmt: skip
         if num_decodes < q.shape[0]:
             if self._tickets is None:
                 self._tickets = torch.zeros(2, dtype=torch.int32, device=q.device)
-            prefill.prefill(rotated, blocks, table, batch.starts, batch.lengths, num_decodes, sinks, out, scale, window,
-                            softcap, self._tickets, self._prefilling)  # fmt: skip
+            prefill.prefill(rotated, blocks, table, batch.starts, batch.lengths, num_decodes, sinks, k_scale, v_scale,
+                            out, scale, window, softcap, self._tickets, self._prefilling)  # fmt: skip
         return out
 
 
 class PagedAttention(_Attention):
-    def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None, *, scale: float,
+    def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
+                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float,
                  window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
         """Shapes as in the op; the rows of q may lie apart."""
-        return self._attend(q, q, None, cache, batch, sinks, scale, window, softcap)
+        return self._attend(q, q, None, cache, batch, sinks, k_scale, v_scale, scale, window, softcap)
 
 
 class NormRopeAttention(_Attention):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
-                 k_norm: Tensor | None, cache: PagedCache, batch: Batch, sinks: Tensor | None = None, *,
-                 eps: float = 0.0, interleaved: bool = False, scale: float, window: int | None = None,
+                 k_norm: Tensor | None, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
+                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, eps: float = 0.0,
+                 interleaved: bool = False, scale: float, window: int | None = None,
                  softcap: float | None = None) -> Tensor:  # fmt: skip
         """Shapes as in the op; the rows of q, k and v may lie apart. A token's key is written whether it has a sequence
         or not."""
@@ -66,6 +70,7 @@ class NormRopeAttention(_Attention):
         if (
             batch.num_single_query < q.shape[0]
         ):  # those of decodes too, which is simpler and in such a step costs nothing
-            rotated = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=eps, interleaved=interleaved)
+            rotated = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, k_scale, v_scale, eps=eps,
+                                      interleaved=interleaved)  # fmt: skip
         newest = decode.Newest(k, v, cos, sin, q_norm, k_norm, batch.slot_mappings[cache.kind], eps, interleaved)
-        return self._attend(q, rotated, newest, cache, batch, sinks, scale, window, softcap)
+        return self._attend(q, rotated, newest, cache, batch, sinks, k_scale, v_scale, scale, window, softcap)

@@ -1,6 +1,7 @@
 """Prefill attention: causal tiles of queries over the paged context.
 
-    prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale, window, softcap, tickets)
+    args = q, cache, table, starts, lengths, num_decodes, sinks, k_scale, v_scale, out
+    prefill(*args, scale, window, softcap, tickets)
 
 A tile has consecutive queries of one sequence, each with all query heads of one kv head, so that keys and values are
 read once for the group. The launch depends on the numbers of tokens and sequences alone: each program finds its tile in
@@ -20,6 +21,7 @@ from atom.kernels.triton.attention.common import (
     attend_keys,
     find_owner,
     look_up,
+    product_size,
     sequence_bucket,
     store_attended,
     wait_for_inputs,
@@ -38,15 +40,15 @@ class Parameters(NamedTuple):
     max_registers: int | None = None  # a thread; NVIDIA only
 
 
-def choose(dim: int, element_size: int, gpu: Gpu) -> Parameters:
-    """dim: of a head, a power of two; element_size: of what is multiplied, in bytes"""
+def choose(dim: int, element_size: int, entry_size: int, gpu: Gpu) -> Parameters:
+    """dim: of a head, a power of two; bytes of an element: element_size of products, entry_size of the cache"""
     if element_size == 4:
         return Parameters(32, 16, 8, 2)  # without tensor cores
     if gpu.shared_memory <= 99 << 10:
         return Parameters(128, 32, 4, 2) if dim <= 128 else Parameters(64, 16, 4, 2)
     if dim > 128:
         return Parameters(128, 32, 8, 2)
-    if gpu.shared_memory > 200 << 10:
+    if gpu.shared_memory > 200 << 10 and (dim <= 64 or entry_size == element_size):  # to convert takes more registers
         return Parameters(num_stages=2, max_registers=128)  # measured on an H200
     return Parameters()
 
@@ -76,10 +78,10 @@ def suits_hopper(
     do_not_specialize_on_alignment=["table", "starts", "lengths"],
 )
 def _prefill(
-    q, cache, table, starts, lengths, sinks, out, num_tokens, num_sequences, num_decodes, table_stride, q_stride,
-    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    q, cache, table, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, num_decodes,
+    table_stride, q_stride, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile: BLOCK_M // GROUP queries by GROUP heads of the kv head program_id(1), of HEADS.
 
@@ -109,8 +111,12 @@ def _prefill(
     is_row = (rows < QUERIES * GROUP) & (tokens < end)
     q_rows = q + tokens.to(tl.int64) * q_stride + heads * DIM
     queries = tl.load(q_rows[:, None] + columns[None, :], mask=is_row[:, None] & (columns < DIM)[None, :], other=0.0)
-    if cache.dtype.element_ty != q.dtype.element_ty:
+    if cache.dtype.element_ty != q.dtype.element_ty and not cache.dtype.element_ty.is_fp8():
         queries = queries.to(tl.float32)
+    if k_scale is not None:
+        k_scale = tl.load(k_scale)
+    if v_scale is not None:
+        v_scale = tl.load(v_scale)
     keys = cache + head * DIM
     values = keys + HEADS * DIM
     blocks = table + sequence.to(tl.int64) * table_stride
@@ -127,22 +133,23 @@ def _prefill(
     if WINDOW is None:
         whole = tl.maximum(oldest_query + 1, 0) // BLOCK_N * BLOCK_N  # every row sees these
         best, total, acc = attend_keys(
-            queries, best, total, acc, keys, values, blocks, block, start, whole, newest,
+            queries, best, total, acc, keys, values, blocks, block, start, whole, newest, k_scale,
             SCALE, SOFTCAP, WINDOW, False, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_N,
         )  # fmt: skip
         start = whole
         block = look_up(blocks, start + tl.arange(0, BLOCK_N), stop, BLOCK_SIZE)
     best, total, acc = attend_keys(
-        queries, best, total, acc, keys, values, blocks, block, start, stop, newest,
+        queries, best, total, acc, keys, values, blocks, block, start, stop, newest, k_scale,
         SCALE, SOFTCAP, WINDOW, True, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_N,
     )  # fmt: skip
     offsets = (tokens.to(tl.int64) * (HEADS * GROUP) + heads) * DIM
-    store_attended(acc, best, total, sinks, out, heads, offsets, is_row, DIM)
+    store_attended(acc, best, total, sinks, v_scale, out, heads, offsets, is_row, DIM)
 
 
 def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
-            sinks: Tensor | None, out: Tensor, scale: float, window: int | None, softcap: float | None,
-            tickets: Tensor, parameters: Parameters | None = None) -> None:  # fmt: skip
+            sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float,
+            window: int | None, softcap: float | None, tickets: Tensor,
+            parameters: Parameters | None = None) -> None:  # fmt: skip
     """Rows from num_decodes on of q and out [T, N, D]; shapes as in the op, tickets as in prefill_hopper."""
     num_tokens, heads, dim = q.shape
     _, block_size, _, kv_heads, _ = cache.shape
@@ -153,15 +160,15 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
             from atom.kernels.triton.attention import prefill_hopper  # imports what only NVIDIA's GPUs need
 
             return prefill_hopper.prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale, tickets)
-        parameters = choose(max(16, next_power_of_2(dim)), q.element_size() if q.dtype == cache.dtype else 4, gpu)
+        parameters = choose(max(16, next_power_of_2(dim)), product_size(q, cache), cache.element_size(), gpu)
     rows, positions, num_warps, num_stages, max_registers = parameters
     options = gpu.options if max_registers is None else {**gpu.options, "maxnreg": max_registers}
     rows = max(rows, next_power_of_2(group))
     num_prefills = num_sequences - num_decodes
     num_tiles = (num_tokens - num_decodes) // (rows // group) + num_prefills + 1
     _prefill[(num_tiles, kv_heads)](
-        q, cache, table, starts, lengths, sinks, out, num_tokens, num_sequences, num_decodes, table.stride(0),
-        q.stride(0), scale, softcap, window, block_size, kv_heads, group, dim, sequence_bucket(num_prefills + 1), rows,
-        positions, max(16, next_power_of_2(dim)), num_warps=num_warps, num_stages=num_stages,
-        **options,
+        q, cache, table, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, num_decodes,
+        table.stride(0), q.stride(0), scale, softcap, window, block_size, kv_heads, group, dim,
+        sequence_bucket(num_prefills + 1), rows, positions, max(16, next_power_of_2(dim)), num_warps=num_warps,
+        num_stages=num_stages, **options,
     )  # fmt: skip

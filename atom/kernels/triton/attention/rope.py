@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.graph import Batch, PagedCache
-from atom.kernels.triton.attention.common import has_rows, wait_for_inputs
+from atom.kernels.triton.attention.common import has_rows, to_entry, wait_for_inputs
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
 
@@ -77,23 +77,28 @@ def rotate_heads(heads, tokens, is_row, cos, sin, norms, EPS: tl.constexpr, INTE
 
 
 @jit
-def store_rotated(heads, out, tokens, is_row, cos, sin, norm, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
+def store_rotated(heads, out, scale, tokens, is_row, cos, sin, norm, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
                  DIM: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """rotate_heads, by one norm, to the pointers out [R]"""
+    """rotate_heads, by one norm, to the pointers out [R]; scale: as in to_entry"""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
     norms = None if norm is None else norm + 0 * tokens
     rotated = rotate_heads(heads, tokens, is_row, cos, sin, norms, EPS, INTERLEAVED, DIM, HALF, BLOCK_D)
     columns = tl.arange(0, BLOCK_D)[None, :]
-    tl.store(out[:, None] + columns, rotated.to(out.dtype.element_ty), mask=is_row[:, None] & (columns < DIM))
+    entries = to_entry(rotated, scale, out.dtype.element_ty)
+    tl.store(out[:, None] + columns, entries, mask=is_row[:, None] & (columns < DIM))
 
 
 @jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def _norm_rope_write(
-    q, k, v, cos, sin, q_norm, k_norm, cache, slots, out, num_tokens, q_stride, k_stride, v_stride,
+    q, k, v, cos, sin, q_norm, k_norm, cache, slots, k_scale, v_scale, out, num_tokens, q_stride, k_stride, v_stride,
     EPS: tl.constexpr, INTERLEAVED: tl.constexpr, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Some rows of q, then of k with those of v."""
+    if k_scale is not None:
+        k_scale = tl.load(k_scale)
+    if v_scale is not None:
+        v_scale = tl.load(v_scale)
     wait_for_inputs(PDL)
     num_q_programs = tl.cdiv(num_tokens * Q_HEADS, ROWS)
     program = tl.program_id(0)
@@ -101,8 +106,8 @@ def _norm_rope_write(
         rows = program * ROWS + tl.arange(0, ROWS)
         tokens = (rows // Q_HEADS).to(tl.int64)
         heads = rows % Q_HEADS
-        store_rotated(q + tokens * q_stride + heads * DIM, out + rows.to(tl.int64) * DIM, tokens, tokens < num_tokens,
-                     cos, sin, q_norm, EPS, INTERLEAVED, DIM, HALF)  # fmt: skip
+        store_rotated(q + tokens * q_stride + heads * DIM, out + rows.to(tl.int64) * DIM, None, tokens,
+                     tokens < num_tokens, cos, sin, q_norm, EPS, INTERLEAVED, DIM, HALF)  # fmt: skip
     else:
         rows = (program - num_q_programs) * ROWS + tl.arange(0, ROWS)
         tokens = (rows // KV_HEADS).to(tl.int64)
@@ -114,17 +119,18 @@ def _norm_rope_write(
         values = tl.load(value_rows[:, None] + columns[None, :], mask=is_there, other=0.0)
         slot = tl.load(slots + tokens, mask=is_row, other=0)
         entries = cache + (slot * (2 * KV_HEADS) + heads) * DIM
-        store_rotated(k + tokens * k_stride + heads * DIM, entries, tokens, is_row, cos, sin, k_norm, EPS, INTERLEAVED,
-                     DIM, HALF)  # fmt: skip
-        tl.store((entries + KV_HEADS * DIM)[:, None] + columns[None, :], values.to(cache.dtype.element_ty),
-                 mask=is_there)  # fmt: skip
+        store_rotated(k + tokens * k_stride + heads * DIM, entries, k_scale, tokens, is_row, cos, sin, k_norm, EPS,
+                     INTERLEAVED, DIM, HALF)  # fmt: skip
+        tl.store((entries + KV_HEADS * DIM)[:, None] + columns[None, :],
+                 to_entry(values, v_scale, cache.dtype.element_ty), mask=is_there)  # fmt: skip
 
 
 def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
-                    k_norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
+                    k_norm: Tensor | None, cache: PagedCache, batch: Batch, k_scale: Tensor | None = None,
+                    v_scale: Tensor | None = None, *, eps: float = 0.0,
                     interleaved: bool = False) -> Tensor:  # fmt: skip
     """q [T, N, D], k and v [T, K, D], cos and sin fp32[T, P], q_norm and k_norm [D], cache [blocks, block size, 2, K,
-    D] -> a new q [T, N, D]"""
+    D], k_scale and v_scale fp32[1] -> a new q [T, N, D]"""
     num_tokens, q_heads, dim = q.shape
     kv_heads, half = k.shape[1], 0 if cos is None else cos.shape[1]
     assert has_rows(q) and has_rows(k) and has_rows(v) and cache.blocks.is_contiguous(), "heads must lie side by side"
@@ -132,7 +138,8 @@ def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Te
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     gpu = find_gpu(q.device)
     _norm_rope_write[(-(-num_tokens * q_heads // ROWS) + -(-num_tokens * kv_heads // ROWS),)](
-        q, k, v, cos, sin, q_norm, k_norm, cache.blocks, batch.slot_mappings[cache.kind], out, num_tokens, q.stride(0),
-        k.stride(0), v.stride(0), eps, interleaved, q_heads, kv_heads, dim, half, ROWS, num_warps=4, **gpu.options,
+        q, k, v, cos, sin, q_norm, k_norm, cache.blocks, batch.slot_mappings[cache.kind], k_scale, v_scale, out,
+        num_tokens, q.stride(0), k.stride(0), v.stride(0), eps, interleaved, q_heads, kv_heads, dim, half, ROWS,
+        num_warps=4, **gpu.options,
     )  # fmt: skip
     return out

@@ -12,6 +12,10 @@ weight. More rows are normed first and go through tensor cores with the weight a
 padded to 8 and not to 64. Above MAX_ROWS, and above 32 where no parameters were measured, the vendor's library takes
 over; on Hopper gate_hopper.py does products of many rows with gates behind them.
 
+Packed weights are unpacked in registers (packed.py), the products in the dtype of x, and each block of columns that
+share a scale is summed up in float32 by itself. For many rows the library multiplies in fp8, or all of the weight is
+unpacked first.
+
 On NVIDIA from sm_90, each kernel starts while the preceding one still runs, and prefetches the weight until that has
 ended: a weight must have been written before the preceding kernel began. The splits of all products of a model share
 one array of counters: its products run on one stream, and the first before any capture.
@@ -32,10 +36,28 @@ from torch import Tensor
 
 from atom.graph import ops
 from atom.graph.ops import Op
+from atom.graph.packed import PackedWeight
 from atom.kernels import tuned
 from atom.kernels.triton.activations import gated
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
+from atom.kernels.triton.linear import packed
+from atom.kernels.triton.linear.packed import (
+    PLAIN,
+    Style,
+    load_factors,
+    load_scales,
+    load_zeros,
+    operand_of,
+    pair_of,
+    parts_of,
+    raise_of,
+    rest_of,
+    split_pairs,
+    style_of,
+    unpack_bytes,
+    unpack_half,
+)
 from atom.kernels.tuned import BUCKETS
 
 PRODUCTS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
@@ -43,6 +65,7 @@ MAX_ROWS = BUCKETS[-1]
 MANY_ROWS = 1024  # of a product with gates, from which gate_hopper.py is faster on an H200
 MAX_STAGES = 9  # of a product of one row
 MAX_TILES = 4096  # of a product whose columns are split
+MIN_BYTES = 32  # of a row of a packed weight in a group: of fewer no registers for tensor cores are filled
 MEMORY = 98304, 16384  # bytes of a processor that a product of one row takes, and of them in a step
 # where there are more: so much that two programs never share a processor, while attention still keeps another one
 LARGE_MEMORY = 131072, 32768
@@ -69,11 +92,18 @@ class Matrix(NamedTuple):
     prefetch: int = 0  # lines of 128 bytes of each row to send for while the kernel ahead still runs
     block_rows: int = 128  # rows that a program takes at most
 
-    def as_run(self, rows: int, gpu: Gpu) -> Matrix:
-        """The parameters to run a product of so many rows with on this GPU."""
+    def as_run(self, rows: int, gpu: Gpu, style: Style = PLAIN) -> Matrix:
+        """The parameters to run a product of so many rows with on this GPU.
+
+        Where columns share a scale, a group reads those of one, but at least MIN_BYTES.
+        """
+        columns = style.columns or self.block_inner
+        share = min(max(columns & -columns, MIN_BYTES * style.per_byte), self.block_inner)
         tile = self._replace(
             block_rows=min(max(8, next_power_of_2(rows)), self.block_rows),
             prefetch=self.prefetch if gpu.has_dependent_launch else 0,
+            block_inner=share,
+            groups=self.groups * self.block_inner // share,
         )
         if torch.version.hip is not None:  # AMD's tensor cores take 16 rows, and its programs 64 KB of memory
             tile = tile._replace(block_rows=max(16, tile.block_rows), stages=2)
@@ -85,14 +115,14 @@ class TileError(Exception):
 
 
 Parameters = Vector | Matrix | None  # None: the vendor's library multiplies
-Find = Callable[[int, int, int, int, int, Gpu], Parameters]  # what `choose` takes
+Find = Callable[[int, int, int, int, int, Gpu, Style], Parameters]  # what `choose` takes
 
 
 @cache
-def find(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Parameters:
+def find(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu, style: Style = PLAIN) -> Parameters:
     """Look up the packaged parameters of such a product on such a GPU, else `choose` them."""
     measured = functools.partial(tuned.parameters, gpu.name, "linear")
-    return _find(measured, rows, out, inner, element_size, gates, gpu)
+    return _find(measured, rows, out, inner, element_size, gates, gpu, style)
 
 
 def finder(measured: Mapping[str, Sequence[Any]]) -> Find:
@@ -101,9 +131,13 @@ def finder(measured: Mapping[str, Sequence[Any]]) -> Find:
 
 
 def _find(measured: Callable[[str], Sequence[Any] | None], rows: int, out: int, inner: int, element_size: int,
-          gates: int, gpu: Gpu) -> Parameters:  # fmt: skip
-    entry = measured(key_of(rows, out, inner, gates)) if element_size == 2 else None  # of 32 bits nobody measures
-    return choose(rows, out, inner, element_size, gates, gpu) if entry is None else from_entry(entry)
+          gates: int, gpu: Gpu, style: Style = PLAIN) -> Parameters:  # fmt: skip
+    # of 32 bits nobody measures
+    entry = measured(key_of(rows, out, inner, gates, style)) if element_size == 2 else None
+    return choose(rows, out, inner, element_size, gates, gpu, style) if entry is None else from_entry(entry)
+
+
+Weight = Tensor | PackedWeight
 
 
 class Products:
@@ -113,21 +147,21 @@ class Products:
         self._parameters = parameters
         self._arrived: Tensor | None = None  # for good: graphs hold it
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, *,
                parameters: Find | None = None) -> Tensor:  # fmt: skip
         """x [T, I], weight [O, I], bias [O] -> [T, O]"""
         return self.multiply(x, None, None, weight, bias, parameters=parameters)[0]
 
-    def gated_linear(self, x: Tensor, weight: Tensor, *, kind: str, parameters: Find | None = None) -> Tensor:
+    def gated_linear(self, x: Tensor, weight: Weight, *, kind: str, parameters: Find | None = None) -> Tensor:
         """x [T, I], weight [2 W, I], gates before ups -> gated_activate(linear(x)), [T, W]"""
         return self.multiply(x, None, None, weight, None, kind=kind, parameters=parameters)[0]
 
-    def norm_linear(self, x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *, eps: float,
+    def norm_linear(self, x: Tensor, norm: Tensor, weight: Weight, bias: Tensor | None = None, *, eps: float,
                     kind: str | None = None, parameters: Find | None = None) -> Tensor:  # fmt: skip
         """x [T, I], norm [I], weight [O, I], bias [O] -> linear(rms_norm(x)), [T, O]; with a kind, gated_activate"""
         return self.multiply(x, None, norm, weight, bias, eps, kind, parameters)[0]
 
-    def add_norm_linear(self, a: Tensor, b: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = None, *,
+    def add_norm_linear(self, a: Tensor, b: Tensor, norm: Tensor, weight: Weight, bias: Tensor | None = None, *,
                         eps: float, kind: str | None = None, parameters: Find | None = None
                         ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """a and b [T, I], the others as in norm_linear -> norm_linear(a + b), a + b"""
@@ -138,7 +172,7 @@ class Products:
         return {(op, "triton"): getattr(self, op.name) for op in PRODUCTS}
 
     def multiply(
-        self, a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float = 0.0,
+        self, a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Weight, bias: Tensor | None, eps: float = 0.0,
         kind: str | None = None, parameters: Find | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Compute any of the above: the product, and a + b, which is a without b.
@@ -150,8 +184,9 @@ class Products:
         rows = a.shape[0]
         if rows <= MAX_ROWS:
             (out, inner), gates = weight.shape, 1 if kind is None else 2
+            style = style_of(str(weight.type.fmt), out) if isinstance(weight, PackedWeight) else PLAIN
             find = parameters or self._parameters
-            chosen = find(rows, out, inner, weight.element_size(), gates, find_gpu(weight.device))
+            chosen = find(rows, out, inner, a.element_size(), gates, find_gpu(weight.device), style)
         if isinstance(chosen, Vector):
             assert rows == 1, f"{chosen} is for one row, not for {rows}"
             return multiply_vector(a, b, norm, weight, bias, eps, kind, chosen)
@@ -160,6 +195,12 @@ class Products:
             if self._arrived is None:
                 self._arrived = make_counters(x.device)
             return multiply_matrix(x, weight, bias, kind, self._arrived, chosen), total
+        if isinstance(weight, PackedWeight):
+            if packed.suits_fp8(find_gpu(x.device), x, weight):
+                y = packed.multiply_fp8(x, weight)
+                y = y if bias is None else y.add_(bias)
+                return y if kind is None else activate_gates(y, kind), total
+            weight = packed.unpack(weight, x.dtype)
         if kind is not None and bias is None and suits_hopper(find_gpu(x.device), x, weight, kind):
             from atom.kernels.triton.linear import gate_hopper  # imports what only NVIDIA's GPUs need
 
@@ -168,10 +209,10 @@ class Products:
         return y if kind is None else activate_gates(y, kind), total
 
 
-def key_of(rows: int, out: int, inner: int, gates: int) -> str:
+def key_of(rows: int, out: int, inner: int, gates: int, style: Style = PLAIN) -> str:
     """The key of such a product's parameters."""
     bucket = next(size for size in BUCKETS if size >= rows)
-    return f"{bucket} {out} {inner} {gates}"
+    return f"{bucket} {out} {inner} {gates} {style.name}".rstrip()
 
 
 def from_entry(entry: Sequence[Any]) -> Parameters:
@@ -185,11 +226,14 @@ def to_entry(parameters: Parameters) -> list[Any]:
     return ["library"] if parameters is None else [type(parameters).__name__.lower(), *parameters]
 
 
-def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Parameters:
+def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu, style: Style = PLAIN
+           ) -> Parameters:  # fmt: skip
     """Choose the tiles of a product of MAX_ROWS rows or fewer by a weight [out, inner]; None: the vendor's library.
 
-    gates is 2 where half of the outputs are gates, else 1.
+    element_size is that of x. gates is 2 where half of the outputs are gates, else 1.
     """
+    if style.values is not None:
+        return choose_packed(rows, out, inner, element_size, gpu, style)
     columns = next_power_of_2(inner)
     row_size = columns * element_size
     memory, step = LARGE_MEMORY if gpu.has_dependent_launch and gpu.shared_memory > LARGE_MEMORY[0] else MEMORY
@@ -207,6 +251,35 @@ def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: 
     while splits < 8 and tiles * splits < at_least * gpu.units and inner >= 4 * splits * block_inner:
         splits *= 2
     return Matrix(block_out, block_inner, warps, stages=4, splits=splits, prefetch=4)
+
+
+def choose_packed(rows: int, out: int, inner: int, element_size: int, gpu: Gpu, style: Style) -> Parameters:
+    """`choose` of a packed weight: a row too goes through tensor cores, which leave others free to unpack."""
+    parts = -(-MIN_BYTES * style.per_byte // (style.columns & -style.columns)) if style.columns else 1
+    if element_size > 2 or rows * parts > 64:
+        return None
+    # what an H200 does fastest with the layers of Qwen3-8B; each warp of a group unpacks columns of its own
+    tiles, units = -(-out // 16), gpu.units
+    if rows <= 16:
+        if style.bits == 8 and out >= 2.5 * 64 * units:
+            tile = Matrix(64, 256, 4, 4, 1, 1, 4) if style.columns is None else Matrix(32, 128, 2, 4, 2, 1, 4)
+        elif style.bits == 4 and out >= 2.5 * 64 * units:
+            tile = Matrix(32, 128, 4, 4, 4, 1, 4)
+        elif style.bits == 4 and inner >= 8192:
+            tile = Matrix(32, 128, 4, 4, 4, 2, 4)
+        else:
+            tile = Matrix(16, 128, 4, 4, 4, 2 if tiles < 2.5 * units and inner >= 2048 else 1, 4)
+    elif style.values == "e4m3" and out >= 40 * units:  # the library multiplies in fp8
+        return None
+    elif out >= 2.5 * 64 * units:
+        tile = Matrix(64, 128, 4 if style.bits == 8 else 2, 6, 1, 1, 4)
+    else:
+        tile = Matrix(32, 128, 4, 4 if style.bits == 8 else 3, 4, 2 if inner >= 8192 and style.bits == 4 else 1, 4)
+    # stages of a group's columns of the weight and of x, which blocks of few columns widen
+    width = tile.block_out * style.bits // 8 + max(16, next_power_of_2(rows)) * 2 * parts
+    if tile.stages * tile.block_inner * tile.groups * width > gpu.shared_memory:
+        tile = Matrix(64, 128, 4, 3, 1, 1, 4)
+    return tile if tile.splits == 1 or -(-out // tile.block_out) <= MAX_TILES else tile._replace(splits=1)
 
 
 def suits_hopper(gpu: Gpu, x: Tensor, weight: Tensor, kind: str | None) -> bool:
@@ -230,11 +303,13 @@ def make_counters(device: torch.device) -> Tensor:
 
 
 def multiply_vector(
-    a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+    a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Weight, bias: Tensor | None, eps: float,
     kind: str | None, parameters: Vector,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """multiply for one row: a and b [1, I]"""
+    """multiply for one row: a and b [1, I]. TileError where scales are of columns that are no power of 2."""
     (rows, inner), gates = weight.shape, 1 if kind is None else 2
+    operand = operand_of(weight)
+    check_columns(operand.style)
     y = a.new_empty(1, rows // gates)
     total = a if b is None else a.new_empty(1, inner)
     gpu = find_gpu(a.device)
@@ -242,18 +317,27 @@ def multiply_vector(
     tiles = -(-rows // block_out)
     programs = min(programs * gpu.units, tiles)
     _vector_kernel[(programs,)](
-        a, b, norm, total, weight, bias, y, eps, rows // gates,
-        inner, block_out, -(-tiles // programs), stages, kind, num_warps=warps, **gpu.options,
+        a, b, norm, total, *operand[:4], bias, y, eps, rows // gates,
+        inner, block_out, -(-tiles // programs), stages, kind, *operand.style.constants, num_warps=warps, **gpu.options,
     )  # fmt: skip
     return y, total
 
 
-def multiply_matrix(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | None, counters: Tensor,
+def check_columns(style: Style) -> None:
+    if style.columns is not None and style.columns & style.columns - 1:
+        raise TileError(f"{style.columns} columns share a scale, which is no power of 2")
+
+
+def multiply_matrix(x: Tensor, weight: Weight, bias: Tensor | None, kind: str | None, counters: Tensor,
                     parameters: Matrix) -> Tensor:  # fmt: skip
     """multiply for up to MAX_ROWS normed rows x [T, I]. TileError where split columns have too many tiles.
     counters: of `make_counters`; calls that share them must run one after another."""
     (rows, inner), gates, gpu, num_rows = weight.shape, 1 if kind is None else 2, find_gpu(x.device), x.shape[0]
-    block_out, block_inner, warps, stages, groups, splits, prefetch, block_rows = parameters.as_run(num_rows, gpu)
+    operand = operand_of(weight)
+    tile = parameters.as_run(num_rows, gpu, operand.style)
+    block_out, block_inner, warps, stages, groups, splits, prefetch, block_rows = tile
+    if operand.style.per_byte == 2 and (x.stride(0) % 2 or x.data_ptr() % (2 * x.element_size())):
+        x = x.clone(memory_format=torch.contiguous_format)  # pairs of columns are loaded as words
     row_tiles, tiles = -(-num_rows // block_rows), -(-rows // block_out)
     y = x.new_empty(num_rows, rows // gates)
     partial = arrived = None
@@ -263,8 +347,8 @@ def multiply_matrix(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str | 
         partial = x.new_empty(splits, tiles, row_tiles, block_out, block_rows, dtype=torch.float32)
         arrived = counters
     _matrix_kernel[(row_tiles, tiles, splits)](
-        x, weight, bias, y, partial, arrived, num_rows, rows // gates, x.stride(0),
-        inner, block_rows, block_out, block_inner, stages, groups, splits, prefetch, kind,
+        x, *operand[:4], bias, y, partial, arrived, num_rows, rows // gates, x.stride(0),
+        inner, block_rows, block_out, block_inner, stages, groups, splits, prefetch, kind, *operand.style.constants,
         num_warps=warps, **gpu.options,
     )  # fmt: skip
     return y
@@ -324,6 +408,24 @@ def _send_for(weights, begin, INNER: tl.constexpr, PREFETCH: tl.constexpr):
 
 
 @jit
+def _load_pairs(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
+    """`_load_row`, in even and odd columns."""
+    even = tl.arange(0, triton.next_power_of_2(INNER) // 2) * 2
+    mask = even < INNER
+    x, y = _load_total(a_ptr, b_ptr, even, mask), _load_total(a_ptr, b_ptr, even + 1, mask)
+    if b_ptr is not None:
+        tl.store(total_ptr + even, x.to(total_ptr.dtype.element_ty), mask=mask & (tl.program_id(0) == 0))
+        tl.store(total_ptr + even + 1, y.to(total_ptr.dtype.element_ty), mask=mask & (tl.program_id(0) == 0))
+    if norm_ptr is not None:
+        scale = tl.rsqrt((tl.sum(x * x) + tl.sum(y * y)) / INNER + eps)
+        norm = tl.load(norm_ptr + even, mask=mask, other=0.0).to(tl.float32)
+        next_norm = tl.load(norm_ptr + even + 1, mask=mask, other=0.0).to(tl.float32)
+        x = (x * scale * norm).to(a_ptr.dtype.element_ty).to(tl.float32)
+        y = (y * scale * next_norm).to(a_ptr.dtype.element_ty).to(tl.float32)
+    return x, y
+
+
+@jit
 def _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
     """Load the row to multiply, in float32, rounded as it would be stored. The first program stores the total."""
     column = tl.arange(0, triton.next_power_of_2(INNER))
@@ -338,26 +440,74 @@ def _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER: tl.constexpr):
 
 
 @jit
+def _multiply_row(
+    tile, x, odd, scales_ptr, zeros_ptr, factor_ptr, weight_row, INNER: tl.constexpr, VALUES: tl.constexpr,
+    PER_BYTE: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, FACTOR: tl.constexpr,
+    HAS_ASM: tl.constexpr,
+):  # fmt: skip
+    """Rows of a packed weight by a row, x, or its even columns and its odd ones, in float32."""
+    TYPE: tl.constexpr = tl.bfloat16 if HAS_ASM else tl.float32
+    ROWS: tl.constexpr = tile.shape[0]
+    WIDTH: tl.constexpr = tile.shape[1] if SCALE_COLUMNS is None else SCALE_COLUMNS // PER_BYTE  # bytes of a block
+    BLOCKS: tl.constexpr = 1 if SCALE_COLUMNS is None else triton.cdiv(INNER, SCALE_COLUMNS)
+    NUM: tl.constexpr = tile.shape[1] // WIDTH
+    block = tl.arange(0, NUM)[None, :]
+    index = (weight_row // SCALE_ROWS)[:, None] * BLOCKS + block
+    scale = load_scales(scales_ptr + index, block < BLOCKS, FACTOR)
+    blocks = tile.reshape([ROWS, NUM, WIDTH])
+    UP: tl.constexpr = raise_of(VALUES, TYPE)
+    x = (x * UP).reshape([1, NUM, WIDTH])
+    if PER_BYTE == 1:
+        product = unpack_bytes(blocks, TYPE, VALUES, HAS_ASM).to(tl.float32) * x
+    else:
+        low = unpack_half(blocks, False, TYPE, VALUES, HAS_ASM).to(tl.float32)
+        high = unpack_half(blocks, True, TYPE, VALUES, HAS_ASM).to(tl.float32)
+        odd = (odd * UP).reshape([1, NUM, WIDTH])
+        product = low * x + high * odd
+        x += odd
+    acc = tl.sum(product, axis=2)
+    if zeros_ptr is not None:
+        acc -= load_zeros(zeros_ptr + index, block < BLOCKS, VALUES) * tl.sum(x, axis=2)
+    result = tl.sum(acc * scale, axis=1) * rest_of(VALUES, TYPE)
+    return result if FACTOR is None else result * load_factors(factor_ptr, weight_row, FACTOR)
+
+
+@jit
 def _vector_kernel(
-    a_ptr, b_ptr, norm_ptr, total_ptr, weight_ptr, bias_ptr, y_ptr, eps, out,
+    a_ptr, b_ptr, norm_ptr, total_ptr, weight_ptr, scales_ptr, zeros_ptr, factor_ptr, bias_ptr, y_ptr, eps, out,
     INNER: tl.constexpr, BLOCK_O: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, KIND: tl.constexpr,
-    PDL: tl.constexpr,
+    VALUES: tl.constexpr, PER_BYTE: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    FACTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: each program takes BLOCK_O rows of the weight at a time."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     NUM: tl.constexpr = BLOCK_O if KIND is None else BLOCK_O // 2
-    column = tl.arange(0, triton.next_power_of_2(INNER))
-    x = tl.zeros([column.shape[0]], tl.float32) if PDL else _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
+    COLUMNS: tl.constexpr = INNER // PER_BYTE  # of bytes, where packed
+    column = tl.arange(0, triton.next_power_of_2(INNER) // PER_BYTE)
+    x = tl.zeros([column.shape[0]], tl.float32)
+    odd = x
+    if not PDL:
+        if PER_BYTE == 1:
+            x = _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
+        else:
+            x, odd = _load_pairs(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         first = (step * tl.num_programs(0) + tl.program_id(0)) * NUM
         weight_row = _weight_rows(first, out, BLOCK_O, KIND)
-        tile = tl.load(weight_ptr + weight_row[:, None] * INNER + column[None, :], other=0.0,
-                       mask=(column < INNER)[None, :] & (first < out), eviction_policy="evict_first")  # fmt: skip
+        tile = tl.load(weight_ptr + weight_row[:, None] * COLUMNS + column[None, :], other=0,
+                       mask=(column < COLUMNS)[None, :] & (first < out), eviction_policy="evict_first")  # fmt: skip
         if PDL and step == 0:  # inside the loop, so that the loads of the first steps are issued before the wait
             tl.extra.cuda.gdc_wait()
-            x = _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
-        acc = tl.sum(tile.to(tl.float32) * x[None, :], axis=1)
+            if PER_BYTE == 1:
+                x = _load_row(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
+            else:
+                x, odd = _load_pairs(a_ptr, b_ptr, norm_ptr, total_ptr, eps, INNER)
+        if VALUES is None:
+            acc = tl.sum(tile.to(tl.float32) * x[None, :], axis=1)
+        else:
+            acc = _multiply_row(tile, x, odd, scales_ptr, zeros_ptr, factor_ptr, weight_row, INNER, VALUES, PER_BYTE,
+                                SCALE_ROWS, SCALE_COLUMNS, FACTOR, PDL)  # fmt: skip
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + weight_row).to(tl.float32)
         y = acc.to(y_ptr.dtype.element_ty)
@@ -368,41 +518,153 @@ def _vector_kernel(
         tl.store(y_ptr + index, y, mask=index < out)
 
 
+@jit
+def _load_scales(
+    scales_ptr, blocks, column, PARTS: tl.constexpr, WIDTH: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    NUM: tl.constexpr, FACTOR: tl.constexpr,
+):  # fmt: skip
+    """The scales of each part of the columns from one on: [O] or, of groups, [G, O]."""
+    scales = ()
+    for part in tl.static_range(PARTS):
+        block = (column + part * WIDTH) // SCALE_COLUMNS
+        scales = scales + (load_scales(scales_ptr + blocks + block, block < NUM, FACTOR),)  # type: ignore[assignment]  # noqa: RUF005
+    return scales
+
+
+@jit
+def _unpack_tile(w, zero, TYPE: tl.constexpr, VALUES: tl.constexpr, PER_BYTE: tl.constexpr, HAS_ASM: tl.constexpr):
+    """A tile of bytes as numbers: of all columns, or those of even ones and those of odd ones."""
+    if PER_BYTE == 1:
+        number = unpack_bytes(w, TYPE, VALUES, HAS_ASM)
+        number = number if zero is None else number - zero.to(TYPE)
+        return number, number  # Triton 3.6 returns no None beside a tensor
+    else:
+        low, high = unpack_half(w, False, TYPE, VALUES, HAS_ASM), unpack_half(w, True, TYPE, VALUES, HAS_ASM)
+        return low if zero is None else low - zero.to(TYPE), high if zero is None else high - zero.to(TYPE)
+
+
+@jit
+def _multiply_tile(numbers, odd_numbers, x, acc, PER_BYTE: tl.constexpr, UP: tl.constexpr):
+    """acc + unpacked numbers by rows, of which words hold an even and an odd column where there are odd numbers."""
+    TYPE: tl.constexpr = numbers.dtype
+    if PER_BYTE == 1:
+        return tl.dot(numbers, _raise(x, UP), acc, input_precision="ieee")
+    else:
+        even, odd = split_pairs(x, TYPE)
+        acc = tl.dot(numbers, _raise(even, UP), acc, input_precision="ieee")
+        return tl.dot(odd_numbers, _raise(odd, UP), acc, input_precision="ieee")
+
+
+@jit
+def _spread(values, part, PARTS: tl.constexpr):
+    """Values of each part, [O] or [G, O], by the part of each row."""
+    spread = tl.expand_dims(values[0], -1)
+    for other in tl.static_range(1, PARTS):
+        spread = tl.where(part == other, tl.expand_dims(values[other], -1), spread)
+    return spread
+
+
+@jit
+def _raise(x, UP: tl.constexpr):
+    return x if UP == 1 else (x * UP).to(x.dtype)
+
+
+@jit
+def _row_scales(scales_ptr, factor_ptr, weight_row, blocks, FACTOR: tl.constexpr, IS_WHOLE: tl.constexpr,
+                REST: tl.constexpr):  # fmt: skip
+    """What a product's rows are multiplied by in the end."""
+    scale = tl.full(weight_row.shape, REST, tl.float32)
+    if IS_WHOLE:
+        scale *= load_scales(scales_ptr + blocks, None, FACTOR)
+    if FACTOR is not None:
+        scale *= load_factors(factor_ptr, weight_row, FACTOR)
+    return scale
+
+
 @jit(do_not_specialize=["rows"])
 def _matrix_kernel(
-    x_ptr, weight_ptr, bias_ptr, y_ptr, partial_ptr, arrived_ptr, rows, out, x_stride,
-    INNER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, STAGES: tl.constexpr,
-    GROUPS: tl.constexpr, SPLITS: tl.constexpr, PREFETCH: tl.constexpr, KIND: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, scales_ptr, zeros_ptr, factor_ptr, bias_ptr, y_ptr, partial_ptr, arrived_ptr, rows, out,
+    x_stride, INNER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr,
+    STAGES: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, PREFETCH: tl.constexpr, KIND: tl.constexpr,
+    VALUES: tl.constexpr, PER_BYTE: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    FACTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_T rows by BLOCK_O rows of the weight, over a split of the columns."""
-    STEP: tl.constexpr = GROUPS * BLOCK_I
-    WIDTH: tl.constexpr = triton.cdiv(triton.cdiv(INNER, STEP), SPLITS) * STEP  # of a split
+    """BLOCK_T rows by BLOCK_O rows of the weight, over a split of the columns; of bytes, where packed."""
+    TYPE: tl.constexpr = x_ptr.dtype.element_ty
+    COLUMNS: tl.constexpr = INNER // PER_BYTE
+    BLOCK_C: tl.constexpr = BLOCK_I // PER_BYTE
+    STEP: tl.constexpr = GROUPS * BLOCK_C
+    WIDTH: tl.constexpr = triton.cdiv(triton.cdiv(COLUMNS, STEP), SPLITS) * STEP  # of a split
     begin = tl.program_id(2) * WIDTH
     NUM: tl.constexpr = BLOCK_O if KIND is None else BLOCK_O // 2
     first = tl.program_id(1) * NUM
     weight_row = _weight_rows(first, out, BLOCK_O, KIND)
-    weights = weight_ptr + weight_row * INNER
+    weights = weight_ptr + weight_row * COLUMNS
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH:
-            _send_for(weights, begin, INNER, PREFETCH)
+            _send_for(weights, begin, COLUMNS, PREFETCH)
         tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    x_row = x_ptr + row * x_stride
-    is_row = row < rows
-    if GROUPS == 1:
-        column = begin + tl.arange(0, BLOCK_I)
-        acc = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
+    # of packed weights: the columns of a step that share a scale are summed up apart, by rows that are zero elsewhere
+    BLOCKS: tl.constexpr = 1 if SCALE_COLUMNS is None else triton.cdiv(INNER, SCALE_COLUMNS)
+    PARTS: tl.constexpr = parts_of(BLOCKS, SCALE_COLUMNS, BLOCK_I)
+    turn = tl.arange(0, PARTS * BLOCK_T)
+    row = tl.program_id(0) * BLOCK_T + (turn if PARTS == 1 else turn % BLOCK_T)
+    if PER_BYTE == 1:
+        x_row = x_ptr + row * x_stride
     else:
-        column = begin + tl.arange(0, GROUPS)[:, None] * BLOCK_I + tl.arange(0, BLOCK_I)[None, :]
-        acc = tl.zeros([GROUPS, BLOCK_O, BLOCK_T], tl.float32)
+        x_row = x_ptr.to(tl.pointer_type(pair_of(TYPE))) + row * (x_stride // 2)
+    is_row = row < rows
+    mask = is_row
+    if PARTS > 1:
+        mask &= (tl.arange(0, BLOCK_C) // (BLOCK_C // PARTS))[:, None] == turn // BLOCK_T
+    if GROUPS == 1:
+        column = begin + tl.arange(0, BLOCK_C)
+        acc = tl.zeros([BLOCK_O, PARTS * BLOCK_T], tl.float32)
+    else:
+        column = begin + tl.arange(0, GROUPS)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+        acc = tl.zeros([GROUPS, BLOCK_O, PARTS * BLOCK_T], tl.float32)
+    UP: tl.constexpr = raise_of(VALUES, TYPE)
+    blocks = weight_row // SCALE_ROWS * BLOCKS  # the first of each row
+    place = begin if GROUPS == 1 else begin + tl.arange(0, GROUPS)[:, None] * BLOCK_C
+    if BLOCKS > 1:
+        scales = _load_scales(
+            scales_ptr, blocks, place * PER_BYTE, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS, BLOCKS, FACTOR
+        )
     for start in tl.range(0, WIDTH, STEP, num_stages=STAGES):
         across, down = tl.expand_dims(start + column, -2), tl.expand_dims(start + column, -1)
-        w = tl.load(weights[:, None] + across, mask=across < INNER, other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_row + down, mask=(down < INNER) & is_row, other=0.0)
-        acc = tl.dot(w, x, acc, input_precision="ieee")
+        w = tl.load(weights[:, None] + across, mask=across < COLUMNS, other=0, eviction_policy="evict_first")
+        x = tl.load(x_row + down, mask=(down < COLUMNS) & mask, other=0)
+        if VALUES is None:
+            acc = tl.dot(w, x, acc, input_precision="ieee")
+        else:
+            zero = None
+            if zeros_ptr is not None:  # what is loaded here can be subtracted where tensor cores take their operands
+                if BLOCKS == 1:
+                    zero = load_zeros(zeros_ptr + blocks, None, VALUES)[:, None]
+                elif PARTS == 1:
+                    block = (place + start) * PER_BYTE // SCALE_COLUMNS
+                    zero = tl.expand_dims(load_zeros(zeros_ptr + blocks + block, block < BLOCKS, VALUES), -1)
+                else:
+                    block = across * PER_BYTE // SCALE_COLUMNS
+                    zero = load_zeros(zeros_ptr + blocks[:, None] + block, block < BLOCKS, VALUES)
+            numbers, odd_numbers = _unpack_tile(w, zero, TYPE, VALUES, PER_BYTE, PDL)
+            if BLOCKS == 1:
+                acc = _multiply_tile(numbers, odd_numbers, x, acc, PER_BYTE, UP)
+            else:  # scales are loaded a step ahead
+                next_scales = _load_scales(
+                    scales_ptr, blocks, (place + start + STEP) * PER_BYTE, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS,
+                    BLOCKS, FACTOR,
+                )  # fmt: skip
+                product = _multiply_tile(numbers, odd_numbers, x, tl.zeros_like(acc), PER_BYTE, UP)
+                acc += product * _spread(scales, turn // BLOCK_T, PARTS)
+                scales = next_scales
     if GROUPS > 1:
         acc = tl.sum(acc, axis=0)
+    if PARTS > 1:
+        acc = tl.sum(acc.reshape([BLOCK_O, PARTS, BLOCK_T]), axis=1)
+        row = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+        is_row = row < rows
     if SPLITS > 1:  # the last split of a tile to arrive sums up all of them, always in one order
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         element = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
@@ -416,6 +678,10 @@ def _matrix_kernel(
         for split in range(SPLITS):
             acc += tl.load(place + split * stride, cache_modifier=".cg")
         tl.store(arrived_ptr + tile, 0)
+    if VALUES is not None:
+        ROW: tl.constexpr = BLOCKS == 1
+        REST: tl.constexpr = rest_of(VALUES, TYPE)
+        acc *= _row_scales(scales_ptr, factor_ptr, weight_row, blocks, FACTOR, ROW, REST)[:, None]
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + weight_row).to(tl.float32)[:, None]
     y = acc.to(y_ptr.dtype.element_ty)

@@ -24,10 +24,12 @@ from atom.errors import is_out_of_memory
 from atom.graph import Graph
 from atom.graph.graph import type_of
 from atom.graph.ops import Op
+from atom.graph.packed import PackedWeight
 from atom.graph.types import BITS
 from atom.kernels.triton.gpu import Gpu, find_gpu
 from atom.kernels.triton.linear import linear
 from atom.kernels.triton.linear.linear import MAX_STAGES, MAX_TILES, Find, Matrix, Parameters, TileError, Vector, key_of
+from atom.kernels.triton.linear.packed import PLAIN, Style, operand_of, style_of
 
 # Of the step's time: a step is timed to about 0.2% in turns, and the best of some 50 is the luckiest of them too.
 MARGIN = 0.005
@@ -50,6 +52,14 @@ MANY = (
 )  # fmt: skip
 
 
+PACKED = (  # rows up to 64, of packed weights: tiles whose numbers are unpacked once, in registers
+    Matrix(16, 128, 4, 4, 4, 1, 4), Matrix(32, 128, 4, 4, 4, 1, 4), Matrix(64, 128, 4, 3, 4, 1, 4),
+    Matrix(32, 128, 2, 6, 1, 1, 4), Matrix(32, 256, 2, 4, 1, 1, 4), Matrix(64, 128, 2, 6, 1, 1, 4),
+    Matrix(64, 256, 2, 4, 1, 1, 4), Matrix(64, 128, 4, 6, 1, 1, 4), Matrix(64, 256, 4, 4, 1, 1, 4),
+    Matrix(128, 128, 8, 4, 1, 1, 4),
+)  # fmt: skip
+
+
 class Product(NamedTuple):
     """A matrix product of a text that these kernels take."""
 
@@ -57,6 +67,7 @@ class Product(NamedTuple):
     inner: int
     gates: int  # 2 where half of the outputs are gates
     num_calls: int  # in a step
+    style: Style = PLAIN  # how its weight holds numbers
 
     @property
     def num_elements(self) -> int:
@@ -65,46 +76,53 @@ class Product(NamedTuple):
 
 
 def products_of(graph: Graph) -> list[Product]:
-    """The products of a text with these kernels and 16-bit weights, those that read most first."""
-    counts: dict[tuple[int, int, int], int] = {}
+    """The products of a text with these kernels and weights unpacked to 16 bits, those that read most first."""
+    counts: dict[tuple[int, int, int, Style], int] = {}
     for program in graph.programs.values():
         for node in program.nodes:
             if node.target in linear.PRODUCTS and node.meta.get("kernel") == "triton":
                 type = type_of(node.args[node.target.weight])
                 if BITS[type.dtype] == 16:
                     out, inner = map(int, type.shape)
-                    shape = out, inner, 1 if node.kwargs.get("kind") is None else 2
+                    shape = out, inner, 1 if node.kwargs.get("kind") is None else 2, style_of(type.fmt, out)
                     counts[shape] = counts.get(shape, 0) + 1
-    products = [Product(*shape, num_calls) for shape, num_calls in counts.items()]
-    return sorted(products, key=lambda product: -product.num_elements)
+    products = [
+        Product(out, inner, gates, num_calls, style) for (out, inner, gates, style), num_calls in counts.items()
+    ]
+    return sorted(products, key=lambda product: -product.num_elements * product.style.bits)
 
 
-def candidates(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> list[Parameters]:
+def candidates(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu, style: Style = PLAIN
+               ) -> list[Parameters]:  # fmt: skip
     """Parameters that may be the fastest for such a product: tiles that won on an H200, with splits for this GPU."""
     found: list[Parameters] = [None]
-    if rows == 1:
-        found += _vectors(inner, element_size, gates, gpu)
+    weight_size = element_size * style.bits / 16
+    if rows == 1 and not (style.columns or 1) & (style.columns or 1) - 1:
+        found += _vectors(inner, weight_size, gates, gpu)
     heights = (128,) if rows <= 32 else (32, 64, 128)
-    for tile, block_rows in itertools.product(ONE if rows == 1 else FEW if rows <= 32 else MANY, heights):
-        tile = tile._replace(block_rows=block_rows).as_run(rows, gpu)
-        found += _splits(tile, rows, out, inner, element_size, gpu)
+    tiles: tuple[Matrix, ...] = ONE if rows == 1 else FEW if rows <= 32 else MANY
+    if style.values is not None:
+        tiles = PACKED if rows <= 64 else (*PACKED, *MANY)
+    for tile, block_rows in itertools.product(tiles, heights):
+        tile = tile._replace(block_rows=block_rows).as_run(rows, gpu, style)
+        found += _splits(tile, rows, out, inner, weight_size, gpu)
     return list(dict.fromkeys(found))
 
 
-def _vectors(inner: int, element_size: int, gates: int, gpu: Gpu) -> Iterator[Vector]:
+def _vectors(inner: int, element_size: float, gates: int, gpu: Gpu) -> Iterator[Vector]:
     columns = triton.next_power_of_2(inner)
     usual = [warps for warps in (4, 8, 16) if warps * 128 <= columns <= warps * 512]
     for block_out, (programs, ring) in itertools.product((2, 4, 8, 16), RINGS):
-        stages = 1 + ring // (block_out * columns * element_size)
+        stages = 1 + int(ring // (block_out * columns * element_size))
         if block_out % gates == 0 and 2 <= stages <= MAX_STAGES and ring * programs <= gpu.shared_memory:
             for warps in usual or [min(max(columns // 256, 1), 16)]:
                 yield Vector(block_out, warps, stages, programs)
 
 
-def _splits(tile: Matrix, rows: int, out: int, inner: int, element_size: int, gpu: Gpu) -> Iterator[Matrix]:
+def _splits(tile: Matrix, rows: int, out: int, inner: int, weight_size: float, gpu: Gpu) -> Iterator[Matrix]:
     """A tile, as it is run, with the splits that keep about every multiprocessor busy, where its ring fits."""
     step = tile.block_inner * tile.groups
-    if (tile.stages - 1) * step * (tile.block_out + tile.block_rows) * element_size > gpu.shared_memory:
+    if (tile.stages - 1) * step * (tile.block_out * weight_size + tile.block_rows * 2) > gpu.shared_memory:
         return
     tiles = triton.cdiv(rows, tile.block_rows) * triton.cdiv(out, tile.block_out)
     possible = [1] + [splits for splits in (2, 4, 8) if triton.cdiv(inner, step) >= 2 * splits and tiles <= MAX_TILES]
@@ -121,33 +139,36 @@ class Trial:
         self._known = known
         self.chosen: dict[str, Parameters] = {}
 
-    def __call__(self, rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu) -> Parameters:
-        key = key_of(rows, out, inner, gates)
+    def __call__(self, rows: int, out: int, inner: int, element_size: int, gates: int, gpu: Gpu, style: Style = PLAIN
+                 ) -> Parameters:  # fmt: skip
+        key = key_of(rows, out, inner, gates, style)
         if element_size == 2 and key in self.chosen:
             return self.chosen[key]
-        return self._known(rows, out, inner, element_size, gates, gpu)
+        return self._known(rows, out, inner, element_size, gates, gpu, style)
 
 
 Call = Callable[..., Tensor | tuple[Tensor, ...]]  # of a kernel with its arguments, but for `parameters`
 
 
 def agrees(call: Call, parameters: Parameters) -> bool:
-    """Whether a call with these parameters equals the library's result, but for rounding."""
+    """Whether a call with these parameters equals the library's result, but for rounding; of x too by the library,
+    where the weight is packed."""
     ours, theirs = (_results(call(parameters=lambda *_, chosen=chosen: chosen)) for chosen in (parameters, None))
-    return all(_are_near(a, b) for a, b in zip(ours, theirs, strict=True))
+    is_packed = any(isinstance(arg, PackedWeight) for arg in getattr(call, "args", ()))
+    return all(_are_near(a, b, 16 if is_packed else 8) for a, b in zip(ours, theirs, strict=True))
 
 
 def _results(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else result
 
 
-def _are_near(a: Tensor, b: Tensor) -> bool:
-    """a and b [T, O]: no element further apart than 8 roundings of the largest of its row.
+def _are_near(a: Tensor, b: Tensor, roundings: int) -> bool:
+    """a and b [T, O]: no element further apart than so many roundings of the largest of its row.
 
     All is near an inf or a NaN of b, the library's own, and a NaN of a is near no number.
     """
     is_number = b.isfinite()
-    allowed = 8 * torch.finfo(b.dtype).eps * b.abs().where(is_number, 0).amax(1, keepdim=True)
+    allowed = roundings * torch.finfo(b.dtype).eps * b.abs().where(is_number, 0).amax(1, keepdim=True)
     return bool((((a - b).abs() <= allowed) | ~is_number).all())
 
 
@@ -198,29 +219,34 @@ class Recording:
     """Records the calls of a step's products that differ for Triton, on the step's own inputs."""
 
     def __init__(self) -> None:
-        self._calls: dict[tuple[int, int, int], dict[Any, Call]] = {}
+        self._calls: dict[tuple[int, int, int, Style], dict[Any, Call]] = {}
         self.kernels = {(op, name): self._note(op, run) for (op, name), run in linear.Products().kernels().items()}
 
     def calls_of(self, product: Product) -> list[Call]:
-        return [*self._calls[product[:3]].values()]
+        return [*self._calls[*product[:3], product.style].values()]
 
     def _note(self, op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            out, inner = args[op.weight].shape
-            calls = self._calls.setdefault((out, inner, 1 if kwargs.get("kind") is None else 2), {})
+            weight = args[op.weight]
+            (out, inner), style = weight.shape, PLAIN
+            if isinstance(weight, PackedWeight):
+                style = style_of(weight.type.fmt, out)
+            calls = self._calls.setdefault((out, inner, 1 if kwargs.get("kind") is None else 2, style), {})
             calls.setdefault((op, *kwargs.items(), *map(_specialized, args)), partial(run, *args, **kwargs))
             return run(*args, **kwargs)
 
         return call
 
 
-def _specialized(arg: Tensor | None) -> Any:
+def _specialized(arg: Tensor | PackedWeight | None) -> Any:
     """The properties of an argument that Triton specializes a kernel on."""
+    if isinstance(arg, PackedWeight):
+        return tuple(map(_specialized, operand_of(arg)[:4]))
     return None if arg is None else (arg.dtype, arg.shape, arg.stride(), arg.data_ptr() % 16)
 
 
 class LinearTuner:
-    """The backend's `Tuner`, for products of 16-bit weights."""
+    """The backend's `Tuner`, for products of weights of 16 bits, and packed ones."""
 
     table = "linear"
     products, trial, recording = staticmethod(products_of), Trial, Recording
@@ -233,13 +259,14 @@ class LinearTuner:
         self.gpu = self._gpu.name
 
     def key(self, rows: int, product: Product) -> str:
-        return key_of(rows, *product[:3])
+        return key_of(rows, *product[:3], product.style)
 
     def kernels(self, find: Find) -> Mapping[tuple[Op, str], Callable[..., Any]]:
         return linear.Products(find).kernels()
 
     def options(self, rows: int, product: Product, find: Find) -> tuple[Parameters, list[Parameters]]:
-        out, inner, gates, _ = product
-        current = find(rows, out, inner, 2, gates, self._gpu)
-        as_run = current.as_run(rows, self._gpu) if isinstance(current, Matrix) else current
-        return current, [each for each in candidates(rows, out, inner, 2, gates, self._gpu) if each != as_run]
+        out, inner, gates, _, style = product
+        current = find(rows, out, inner, 2, gates, self._gpu, style)
+        as_run = current.as_run(rows, self._gpu, style) if isinstance(current, Matrix) else current
+        tried = candidates(rows, out, inner, 2, gates, self._gpu, style)
+        return current, [each for each in tried if each != as_run]

@@ -1,11 +1,11 @@
-"""Dequantize weights that a checkpoint stores packed.
+"""Unpack quantized weights: from values, scales and zeros to numbers.
 
 dense = unpack("mxfp4", {"values": blocks, "scales": scales})
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -44,11 +44,14 @@ def unpack_scaled(values: Tensor, scales: Tensor, block: tuple[int | None, int |
 def _floats(values: Tensor) -> Tensor:
     """As float32; fp8 by its bits, which is several times as fast as torch's conversion on a CPU.
 
-    e4m3 has the bits of a bf16 of 2^-120 times its value. Its NaN, which no weight is, becomes 480.
+    e4m3 has the bits of a bf16 of 2^-120 times its value, but for its NaN, 0x7F and 0xFF.
     """
     if values.dtype != torch.float8_e4m3fn:
         return values.float()
-    bits = values.contiguous().view(torch.int8).to(torch.int16).bitwise_left_shift_(4).bitwise_and_(SIGN_AND_NUMBER)
+    stored = values.contiguous().view(torch.int8)
+    if stored.max() == 0x7F or stored.view(torch.uint8).max() == 0xFF:
+        return values.float()
+    bits = stored.to(torch.int16).bitwise_left_shift_(4).bitwise_and_(SIGN_AND_NUMBER)
     return bits.view(torch.bfloat16).float().mul_(2.0**120)
 
 
@@ -64,60 +67,44 @@ def unpack_mxfp4(values: Tensor, scales: Tensor) -> Tensor:
 
 
 def unpack_nvfp4(values: Tensor, scales: Tensor, factor: Tensor | None = None, divisor: Tensor | None = None) -> Tensor:
-    """values u8[..., B, 8], scales fp8[..., B] -> fp32[..., 16 B], times the tensor's factor or by its divisor"""
+    """values u8[..., B, 8], scales fp8[..., O, B] -> fp32[..., O, 16 B], times the factor of the tensor
+    or of a row, [..., 1 or O], or by its divisor"""
     factor = factor if divisor is None else divisor.reciprocal()
     assert factor is not None, "a format has one of them"
-    return unpack_fp4(values).mul_((scales.float() * factor).unsqueeze(-1)).flatten(-2)
+    return unpack_fp4(values).mul_((scales.float() * factor.unsqueeze(-1)).unsqueeze(-1)).flatten(-2)
 
 
 def unpack_fp4(values: Tensor) -> Tensor:
     """u8[..., N] -> fp32[..., 2 N]: a byte holds two e2m1, the first in its lower half"""
-    fp4 = torch.tensor(FP4)
+    fp4 = torch.tensor(FP4, device=values.device)
     pairs = torch.stack((fp4.repeat(16), fp4.repeat_interleave(16)), dim=1)  # by byte
     return torch.nn.functional.embedding(values.int(), pairs).flatten(-2)
 
 
 def unpack_integers(
-    values: Tensor, scales: Tensor, zeros: Tensor | None = None, groups: Tensor | None = None, *, bits: int
+    values: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None = None,
+    groups: Tensor | None = None,
+    mins: Tensor | None = None,
+    *,
+    bits: int,
 ) -> Tensor:
     """values u8[..., B, block bytes], scales fp32[..., B], zeros u8[..., B] -> fp32[..., I]: (value - zero) · scale
 
-    Without zeros, zero is the middle: 8 of 4 bits, 128 of 8. groups i32[I]: the block of each column, where blocks are
-    not of neighbours.
+    Without zeros, zero is the middle: 8 of 4 bits, 128 of 8; with mins fp16[..., B] it is value · scale + min. groups
+    i32[I]: the block of each column, where blocks are not of neighbours.
     """
+    scales = scales.float()
     numbers = (torch.stack((values & 15, values >> 4), -1).flatten(-2) if bits == 4 else values).float()
+    if mins is not None:
+        return (numbers * scales.unsqueeze(-1)).add_(mins.float().unsqueeze(-1)).flatten(-2)
     zeros = scales.new_full(scales.shape, 1 << (bits - 1)) if zeros is None else zeros.float()
     if groups is not None:
         return (numbers.flatten(-2) - zeros[..., groups]) * scales[..., groups]
     return ((numbers - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)).flatten(-2)
 
 
-def repack(words: Tensor, how: str, bits: int, shape: Sequence[int]) -> Tensor:
-    """The numbers in int32 words as u8 of this shape, see `graph.recipes.Repack`."""
-    holds_values = len(shape) > words.dim()
-    numbers = words.contiguous().view(torch.uint8)
-    if how == "columns" and holds_values:
-        return numbers[..., : shape[-2] * shape[-1]].reshape(*shape)
-    if bits == 4:
-        numbers = torch.stack((numbers & 15, numbers >> 4), -1)
-    numbers = numbers.view(*words.shape, 32 // bits)
-    if how == "awq":
-        numbers = numbers.index_select(-1, torch.tensor(AWQ))
-    along_rows = how == "rows" or (how.startswith("gptq") and holds_values)
-    numbers = numbers.movedim(-1, -2).flatten(-3, -2) if along_rows else numbers.flatten(-2)
-    if how == "gptq_minus_1":
-        numbers = numbers + 1 & (1 << bits) - 1
-    if how not in ("columns", "rows"):
-        numbers = numbers.mT
-    if not holds_values:
-        return numbers[..., : shape[-2], : shape[-1]]
-    numbers = numbers[..., : shape[-3], : shape[-2] * shape[-1] * 8 // bits]
-    if bits == 4:
-        numbers = numbers[..., ::2] | numbers[..., 1::2] << 4
-    return numbers.reshape(*shape)
-
-
-AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each of 8 columns in a word
 UNPACK: dict[str, Callable[..., Tensor]] = {
     "scaled": unpack_scaled,
     "int4": partial(unpack_integers, bits=4),

@@ -1,0 +1,371 @@
+"""Unpack the weights of linears, in registers or whole.
+
+    operand = operand_of(weight)                 # a plain weight's, or a packed one's parts, and how they hold numbers
+    dense = unpack(weight, torch.bfloat16)       # [O, I]
+    y = multiply_fp8(x, weight)                  # rows of x quantized too, on NVIDIA's Hopper
+
+A byte holds one number, or those of an even and the next, odd column, which are multiplied by columns of x of their
+own, so that nothing is interleaved. fp8 and fp4 become floats by their bits alone, which makes them smaller by a power
+of 2: the result is multiplied by it, and x by another one ahead, so that no sum is near the smallest of float32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from atom.graph.formats import parse_format
+from atom.graph.packed import PackedWeight
+from atom.kernels.triton.gpu import Gpu, find_gpu
+from atom.kernels.triton.jit import jit
+
+FP8 = torch.float8_e4m3fn
+SPAN = 128  # columns of x that share a scale in products of blocks
+
+
+class Style(NamedTuple):
+    """How a weight holds numbers: arguments of a kernel that it is compiled for."""
+
+    values: str | None = None  # e4m3, i8, u8, u4, e2m1; None: plain
+    rows: int = 1  # that share a scale
+    columns: int | None = None  # that share a scale; None: all
+    has_zeros: bool = False
+    factor: str | None = None  # of the result: factor or divisor of the tensor, factors or divisors of its rows
+
+    @property
+    def name(self) -> str:
+        """In keys of measured parameters; empty of a plain weight."""
+        if self.values is None:
+            return ""
+        return f"{self.values}{'z' if self.has_zeros else ''}[{self.rows},{self.columns or '*'}]"
+
+    @property
+    def bits(self) -> int:
+        """Of a number; 16 of a plain weight, though it may be float32."""
+        return {None: 16, "u4": 4, "e2m1": 4}.get(self.values, 8)
+
+    @property
+    def per_byte(self) -> int:
+        return 2 if self.bits == 4 else 1
+
+    @property
+    def constants(self) -> tuple[str | int | None, ...]:
+        """The constants that a kernel of linears takes in the end."""
+        return self.values, self.per_byte, self.rows, self.columns, self.factor
+
+
+PLAIN = Style()
+
+
+class Operand(NamedTuple):
+    """A weight as a kernel takes it."""
+
+    values: Tensor
+    scales: Tensor | None = None
+    zeros: Tensor | None = None
+    factor: Tensor | None = None
+    style: Style = PLAIN
+
+
+def operand_of(weight: Tensor | PackedWeight) -> Operand:
+    """A plain weight [O, I], or a packed one's parts, bytes as u8."""
+    if isinstance(weight, Tensor):
+        return Operand(weight)
+    parts, style = weight.parts, style_of(str(weight.type.fmt), weight.shape[0])
+    factor = next((parts[name] for name in ("factor", "divisor") if name in parts), None)
+    if factor is not None and factor.numel() > 1:
+        style = style._replace(factor=f"{style.factor}s")
+    values = parts["values"]
+    values = values if values.dtype == torch.uint8 else values.view(torch.uint8)
+    scales = parts["scales"]
+    scales = scales.view(torch.uint8) if scales.dtype == FP8 else scales
+    return Operand(values, scales, parts.get("zeros"), factor, style)
+
+
+@cache
+def style_of(fmt: str | None, out: int) -> Style:
+    """How a weight of this format holds numbers."""
+    if fmt is None:
+        return PLAIN
+    known = parse_format(fmt)
+    rows, columns = known.block
+    values = {"scaled": "e4m3" if known.parts["values"].dtype == "fp8_e4m3" else "i8", "int4": "u4", "int8": "u8"}
+    factor = next((name for name in ("factor", "divisor") if name in known.parts), None)
+    return Style(values.get(known.kind, "e2m1"), rows or out, columns, "zeros" in known.parts, factor)
+
+
+# Of 4 bytes, as bf16: NVIDIA has no conversion that is as fast. prmt puts bytes where they belong.
+E4M3_ASM = tl.constexpr("""{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 4;
+shr.u32 d, b, 4;
+and.b32 c, c, 0x07f007f0;
+and.b32 d, d, 0x07f007f0;
+lop3.b32 $0, a, 0x80008000, c, 0xEA;
+lop3.b32 $1, b, 0x80008000, d, 0xEA;
+}""")
+E2M1_ASM = tl.constexpr("""{
+.reg .b32 a, b, c, d;
+prmt.b32 a, $2, 0, 0x1404;
+prmt.b32 b, $2, 0, 0x3424;
+shr.u32 c, a, 6;
+shr.u32 d, b, 6;
+and.b32 c, c, 0x01c001c0;
+and.b32 d, d, 0x01c001c0;
+lop3.b32 $0, a, 0x80008000, c, 0xEA;
+lop3.b32 $1, b, 0x80008000, d, 0xEA;
+}""")
+E2M1_LOW_ASM = tl.constexpr("{\n.reg .b32 e;\nshl.b32 e, $2, 4;\n" + E2M1_ASM.value.replace("$2", "e") + "\n}")
+U4_LOW_ASM = tl.constexpr("""{
+.reg .b32 a, b, c;
+and.b32 a, $2, 0x0f0f0f0f;
+prmt.b32 b, a, 0x43434343, 0x4140;
+prmt.b32 c, a, 0x43434343, 0x4342;
+mov.b32 a, 0x43084308;
+sub.rn.bf16x2 $0, b, a;
+sub.rn.bf16x2 $1, c, a;
+}""")
+U4_ASM = tl.constexpr("{\n.reg .b32 e;\nshr.u32 e, $2, 4;\n" + U4_LOW_ASM.value.replace("$2", "e") + "\n}")
+U8_ASM = tl.constexpr("""{
+.reg .f32 a, b, c, d;
+prmt.b32 a, $2, 0x4B000000, 0x7440;
+prmt.b32 b, $2, 0x4B000000, 0x7441;
+prmt.b32 c, $2, 0x4B000000, 0x7442;
+prmt.b32 d, $2, 0x4B000000, 0x7443;
+sub.rn.f32 a, a, 0f4B000080;
+sub.rn.f32 b, b, 0f4B000080;
+sub.rn.f32 c, c, 0f4B000080;
+sub.rn.f32 d, d, 0f4B000080;
+prmt.b32 $0, a, b, 0x7632;
+prmt.b32 $1, c, d, 0x7632;
+}""")
+
+
+@triton.constexpr_function
+def exponent_of(VALUES, TYPE):
+    """Unpacked numbers are smaller by this power of 2."""
+    bias = 15 if tl.float16 == TYPE else 127
+    return {"e4m3": bias - 7, "e2m1": bias - 1}.get(VALUES, 0)
+
+
+@triton.constexpr_function
+def raise_of(VALUES, TYPE):
+    """The factor of x ahead of a product with such numbers."""
+    return 1.0 if tl.float16 == TYPE or VALUES not in ("e4m3", "e2m1") else 2.0**64
+
+
+@triton.constexpr_function
+def rest_of(VALUES, TYPE):
+    """The factor of such a product."""
+    return 2.0 ** exponent_of(VALUES, TYPE) / raise_of(VALUES, TYPE)
+
+
+@triton.constexpr_function
+def parts_of(BLOCKS, SCALE_COLUMNS, BLOCK_I):
+    """In how many parts a group's columns are summed up, each with one scale."""
+    return 1 if BLOCKS == 1 else BLOCK_I // min(SCALE_COLUMNS & -SCALE_COLUMNS, BLOCK_I)
+
+
+@triton.constexpr_function
+def unsigned_of(TYPE):
+    return {16: tl.uint16, 32: tl.uint32, 64: tl.uint64}[TYPE.primitive_bitwidth]
+
+
+@triton.constexpr_function
+def pair_of(TYPE):
+    return {16: tl.uint32, 32: tl.uint64}[TYPE.primitive_bitwidth]
+
+
+@jit
+def _from_bits(number, BITS: tl.constexpr, MANTISSA: tl.constexpr, TYPE: tl.constexpr):
+    """A float of few bits as one of more, see `exponent_of`."""
+    wide = number.to(unsigned_of(TYPE))
+    SIGN: tl.constexpr = 1 << (BITS - 1)
+    shifted = (wide & (SIGN - 1)) << (TYPE.fp_mantissa_width - MANTISSA)
+    return (shifted | (wide & SIGN) << (TYPE.primitive_bitwidth - BITS)).to(TYPE, bitcast=True)
+
+
+@jit
+def unpack_bytes(tile, TYPE: tl.constexpr, VALUES: tl.constexpr, HAS_ASM: tl.constexpr):
+    """Bytes of a number each -> TYPE; unsigned ones less 128."""
+    FAST: tl.constexpr = HAS_ASM and tl.bfloat16 == TYPE
+    if VALUES == "e4m3":
+        if FAST:
+            return tl.inline_asm_elementwise(E4M3_ASM, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4)
+        else:
+            return _from_bits(tile, 8, 3, TYPE)
+    elif FAST:
+        offset = tile ^ 0x80 if VALUES == "i8" else tile
+        return tl.inline_asm_elementwise(U8_ASM, "=r,=r,r", [offset], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        signed = tile if VALUES == "i8" else tile ^ 0x80
+        return signed.to(tl.int8, bitcast=True).to(TYPE)
+
+
+@jit
+def unpack_half(tile, IS_HIGH: tl.constexpr, TYPE: tl.constexpr, VALUES: tl.constexpr, HAS_ASM: tl.constexpr):
+    """The lower or the higher halves of bytes, which are of even or odd columns -> TYPE; integers less 8."""
+    if HAS_ASM and tl.bfloat16 == TYPE:  # one result each: Triton would store another one and load it again
+        HIGH: tl.constexpr = E2M1_ASM if VALUES == "e2m1" else U4_ASM
+        LOW: tl.constexpr = E2M1_LOW_ASM if VALUES == "e2m1" else U4_LOW_ASM
+        ASM: tl.constexpr = HIGH if IS_HIGH else LOW
+        return tl.inline_asm_elementwise(ASM, "=r,=r,r", [tile], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        half = tile >> 4 if IS_HIGH else tile & 15
+        return _from_bits(half, 4, 1, TYPE) if VALUES == "e2m1" else half.to(TYPE) - 8
+
+
+@jit
+def split_pairs(pairs, TYPE: tl.constexpr):
+    """Two neighbours in a word each -> the first, the second."""
+    UNSIGNED: tl.constexpr = unsigned_of(TYPE)
+    second = (pairs >> TYPE.primitive_bitwidth).to(UNSIGNED).to(TYPE, bitcast=True)
+    return pairs.to(UNSIGNED).to(TYPE, bitcast=True), second
+
+
+@jit
+def _load(pointers, mask):
+    return tl.load(pointers) if mask is None else tl.load(pointers, mask=mask, other=0)
+
+
+@jit
+def load_scales(pointers, mask, FACTOR: tl.constexpr):
+    """Scales of any dtype as float32: bytes are exponents, or e4m3 where there is a factor beside them."""
+    scales = _load(pointers, mask)
+    if scales.dtype != tl.uint8:
+        return scales.to(tl.float32)
+    elif FACTOR is None:
+        return (scales.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+    else:
+        return _from_bits(scales, 8, 3, tl.float32) * (2.0**120)
+
+
+@jit
+def load_zeros(pointers, mask, VALUES: tl.constexpr):
+    """Zero points of blocks, less what is subtracted already."""
+    return _load(pointers, mask).to(tl.float32) - (8 if VALUES == "u4" else 128)
+
+
+@jit
+def load_factors(factor_ptr, row, FACTOR: tl.constexpr):
+    """The factors of rows, or of the tensor."""
+    factor = tl.load(factor_ptr + row) if FACTOR == "factors" or FACTOR == "divisors" else tl.load(factor_ptr)
+    return 1.0 / factor if FACTOR == "divisor" or FACTOR == "divisors" else factor
+
+
+def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """A packed weight [O, I] as a plain one."""
+    (out, inner), gpu = weight.shape, find_gpu(weight.device)
+    values, scales, zeros, factor, style = operand_of(weight)
+    y = torch.empty(out, inner, dtype=dtype, device=weight.device)
+    _unpack_kernel[(-(-inner // 1024), -(-out // 8))](
+        values, scales, zeros, factor, y, out, inner, style.per_byte, style.values, style.rows, style.columns or inner,
+        style.factor, num_warps=4, **gpu.options,
+    )  # fmt: skip
+    return y
+
+
+@jit
+def _unpack_kernel(
+    values_ptr, scales_ptr, zeros_ptr, factor_ptr, y_ptr, out, INNER: tl.constexpr, PER_BYTE: tl.constexpr,
+    VALUES: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, FACTOR: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """8 rows by 1,024 columns."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    BLOCK: tl.constexpr = 1024 // PER_BYTE
+    row = (tl.program_id(1) * 8 + tl.arange(0, 8))[:, None].to(tl.int64)
+    byte = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    mask = (row < out) & (byte < INNER // PER_BYTE)
+    tile = tl.load(values_ptr + row * (INNER // PER_BYTE) + byte, mask=mask, other=0)
+    block = row // SCALE_ROWS * tl.cdiv(INNER, SCALE_COLUMNS) + byte * PER_BYTE // SCALE_COLUMNS
+    scale = load_scales(scales_ptr + block, mask, FACTOR)
+    if FACTOR is not None:
+        scale *= load_factors(factor_ptr, tl.minimum(row, out - 1), FACTOR)
+    zero = 0.0 if zeros_ptr is None else load_zeros(zeros_ptr + block, mask, VALUES)
+    UP: tl.constexpr = 2.0 ** exponent_of(VALUES, tl.float32)
+    if PER_BYTE == 1:
+        y = (unpack_bytes(tile, tl.float32, VALUES, False) * UP - zero) * scale
+    else:
+        low = unpack_half(tile, False, tl.float32, VALUES, False)
+        high = unpack_half(tile, True, tl.float32, VALUES, False)
+        y = tl.interleave((low * UP - zero) * scale, (high * UP - zero) * scale)
+    column = (tl.program_id(0) * 1024 + tl.arange(0, 1024))[None, :]
+    y = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * INNER + column, y, mask=(row < out) & (column < INNER))
+
+
+def suits_fp8(gpu: Gpu, x: Tensor, weight: PackedWeight) -> bool:
+    """Whether the library multiplies this weight in fp8: scales for rows, or for blocks of 128 by 128, on Hopper."""
+    out, inner = weight.shape
+    style = style_of(str(weight.type.fmt), out)
+    if style.values != "e4m3" or gpu.capability != (9, 0) or x.dtype != torch.bfloat16:
+        return False
+    if (style.rows, style.columns) == (SPAN, SPAN):
+        return inner % SPAN == out % SPAN == 0
+    return style.rows == 1 and style.columns in (None, inner) and inner % 16 == out % 16 == 0
+
+
+def multiply_fp8(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x bf16[T, I] -> bf16[T, O], with x quantized row by row, or in spans of 128 columns, where the weight has blocks.
+
+    As `suits_fp8` takes it.
+    """
+    rows, values, scales = len(x), weight.parts["values"], weight.parts["scales"]
+    if scales.shape[1] == 1:
+        q, q_scales = quantize_rows(x, x.shape[1])
+        y = F.scaled_mm(
+            q, values.t(), q_scales, F.ScalingType.RowWise, scales.view(1, -1), F.ScalingType.RowWise,
+            output_dtype=x.dtype, use_fast_accum=True,
+        )  # fmt: skip
+    else:
+        q, q_scales = quantize_rows(x, SPAN)
+        padded = F.pad(scales, (0, -scales.shape[1] % 4))  # as the library wants it, and as all known models have it
+        y = F.scaled_mm(
+            q, values.t(), q_scales, F.ScalingType.BlockWise1x128, padded.t(), F.ScalingType.BlockWise128x128,
+            output_dtype=x.dtype,
+        )  # fmt: skip
+    return y[:rows]
+
+
+def quantize_rows(x: Tensor, span: int) -> tuple[Tensor, Tensor]:
+    """x [T, I] -> fp8[T, I] and scales fp32[T, I / span], whose columns lie together; T is made a multiple of 4"""
+    (rows, inner), gpu = x.shape, find_gpu(x.device)
+    q = x.new_empty(-(-rows // 4) * 4, inner, dtype=FP8)
+    scales = x.new_empty(-(-inner // span), len(q), dtype=torch.float32).t()
+    warps = min(max(triton.next_power_of_2(inner) // 512, 1), 16)
+    _quantize_kernel[(len(q),)](
+        x, q, scales, rows, x.stride(0), len(q), inner, span, num_warps=warps, **gpu.options,
+    )  # fmt: skip
+    return q, scales
+
+
+@jit(do_not_specialize=["rows"])
+def _quantize_kernel(x_ptr, q_ptr, scales_ptr, rows, x_stride, scales_stride, INNER: tl.constexpr, SPAN: tl.constexpr,
+                     PDL: tl.constexpr):  # fmt: skip
+    """A row; those beyond the end become zeros."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    WIDTH: tl.constexpr = triton.next_power_of_2(SPAN)
+    NUM: tl.constexpr = triton.next_power_of_2(triton.cdiv(INNER, SPAN))
+    span, place = tl.arange(0, NUM)[:, None], tl.arange(0, WIDTH)[None, :]
+    column = span * SPAN + place
+    mask = (place < SPAN) & (column < INNER)
+    x = tl.load(x_ptr + row * x_stride + column, mask=mask & (row < rows), other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4) / 448  # as DeepSeek-V3 clamps it
+    q = tl.clamp(x / scale[:, None], -448.0, 448.0).to(q_ptr.dtype.element_ty)
+    tl.store(q_ptr + row * INNER + column, q, mask=mask)
+    index = tl.arange(0, NUM)
+    tl.store(scales_ptr + index * scales_stride + row, scale, mask=index * SPAN < INNER)

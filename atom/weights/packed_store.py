@@ -1,0 +1,160 @@
+"""Keep weights that were packed while loading for the next start.
+
+    store = PackedStore.open(recipes, checkpoint, cache)       # None where nothing is packed while loading
+    store.is_there                                             # then store.parts[recipe] are recipes of its file
+    store.write(recipe, weight)                                # else each weight is written when it is made
+    store.close()                                              # publishes the file, in a thread
+
+The key has the sizes and times of the checkpoint's files, the recipes, and the quantizer's version. The file is one of
+safetensors, beside a config.json that says nothing, so that it is opened as a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atom.cache import Cache, digest, key_of
+from atom.cache.files import WEIGHTS
+from atom.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+from atom.checkpoint.base import FileRange
+from atom.checkpoint.tokenizer import Tokenizer
+from atom.dtypes import DTYPES
+from atom.graph import PackedWeight, Quantize, Recipe, Shuffle, W
+from atom.graph.formats import parse_format, part_shape
+from atom.graph.recipes import packed_while_loading
+from atom.graph.types import Type
+from atom.weights.quantize import VERSION
+
+FILE = "model.safetensors"
+
+
+class PackedStore:
+    def __init__(self, recipes: Sequence[Quantize], checkpoint: Checkpoint, cache: Cache) -> None:
+        self.parts = {recipe: _parts(recipe, f"{number}.") for number, recipe in enumerate(recipes)}
+        self._cache = cache
+        formats = dict.fromkeys(recipe.fmt for recipe in recipes)
+        ingredients = {
+            "files": "; ".join(map(_describe, checkpoint.files())),
+            "formats": ", ".join(formats),
+            "recipes": digest(repr(recipes)),
+            "quantizer": str(VERSION),
+        }
+        self._about = {"name": f"{', '.join(formats)} of {checkpoint.location}", "ingredients": ingredients}
+        self._key = key_of(ingredients)
+        found = cache.find(WEIGHTS, self._key)
+        self.is_there = found is not None
+        self.checkpoint = checkpoint if found is None else _Beside(checkpoint, open_checkpoint(str(found)))
+        self._folder, self._file = None if self.is_there else cache.begin(WEIGHTS), -1
+        self._places: dict[str, int] = {}  # by name: the byte that a part begins at
+        if self._folder is not None:
+            self._begin(self._folder)
+
+    @classmethod
+    def open(cls, recipes: Sequence[Recipe], checkpoint: Checkpoint, cache: Cache) -> PackedStore | None:
+        """The store of these recipes; None where none of them is packed while it loads."""
+        # a shuffled stack of experts is made expert by expert and never whole
+        whole = [each for each in recipes if not (isinstance(each, Shuffle) and len(each.type.shape) > 2)]
+        packed = sorted({part for recipe in whole for part in packed_while_loading(recipe)}, key=repr)
+        return cls(packed, checkpoint, cache) if packed else None
+
+    def write(self, recipe: Quantize, weight: PackedWeight) -> None:
+        """Write a weight's parts to their places; several threads may."""
+        try:
+            for name, part in self.parts[recipe].items() if self._folder is not None else ():
+                content = weight.parts[name].contiguous().flatten().view(torch.uint8).cpu().numpy().data
+                start = self._places[part.name]
+                while content:
+                    count = os.pwrite(self._file, content, start)
+                    content, start = content[count:], start + count
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Publish what was written, in a thread that outlives this call."""
+        if self._folder is not None:
+            threading.Thread(target=self._finish, args=(self._folder,), name="keep packed weights").start()
+
+    def _begin(self, folder: Path) -> None:
+        """Start the file, with places for all parts."""
+        header: dict[str, Any] = {}
+        end = 0
+        for part in (part for parts in self.parts.values() for part in parts.values()):
+            begin, end = end, end + part.type.num_bytes
+            dtype, shape = DTYPES[part.type.dtype].safetensors, part.type.shape
+            header[part.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        first = 8 + len(text)
+        self._places = {name: first + entry["data_offsets"][0] for name, entry in header.items()}
+        try:
+            if shutil.disk_usage(folder).free < 2 * end:
+                raise OSError(f"their {end} bytes are more than half of what is free on its disk")
+            (folder / "config.json").write_text("{}")
+            self._file = os.open(folder / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.pwrite(self._file, struct.pack("<Q", len(text)) + text, 0)
+            os.ftruncate(self._file, first + end)
+        except OSError as error:
+            self._give_up(error)
+
+    def _finish(self, folder: Path) -> None:
+        os.close(self._file)
+        try:
+            self._cache.finish(WEIGHTS, self._key, folder, self._about)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        print(f"atom-run: packed weights are not kept for the next start: {error}", file=sys.stderr)
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Beside(Checkpoint):
+    """A checkpoint, and beside its tensors those of another one, whose names begin with a digit."""
+
+    def __init__(self, checkpoint: Checkpoint, other: Checkpoint) -> None:
+        self.location, self.config = checkpoint.location, checkpoint.config
+        self.generation_config = checkpoint.generation_config
+        self._checkpoint, self._other = checkpoint, other
+        self.tensors: Mapping[str, StoredTensor] = {**checkpoint.tensors, **other.tensors}
+
+    def read(self, name: str) -> memoryview:
+        return self._of(name).read(name)
+
+    def read_part(self, name: str, index: int, count: int) -> memoryview:
+        return self._of(name).read_part(name, index, count)
+
+    def locate(self, name: str) -> FileRange | None:
+        return self._of(name).locate(name)
+
+    def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
+        return self._checkpoint.tokenizer(trust_remote_code=trust_remote_code)
+
+    def close(self) -> None:
+        self._other.close()
+        self._checkpoint.close()
+
+    def _of(self, name: str) -> Checkpoint:
+        return self._other if name in self._other.tensors else self._checkpoint
+
+
+def _parts(recipe: Quantize, name: str) -> dict[str, W]:
+    """The parts of a weight as tensors of the file."""
+    known = parse_format(recipe.fmt).parts
+    return {each: W(name + each, Type(part.dtype, part_shape(recipe.type, part))) for each, part in known.items()}
+
+
+def _describe(path: Path) -> str:
+    stat = path.stat()
+    return f"{path.name} {stat.st_size} {stat.st_mtime_ns}"

@@ -1,0 +1,317 @@
+"""Linears over packed weights give what the ops' bodies give, which unpack all of the weight first."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from kernels.checks import relative_error
+
+pytest.importorskip("triton")
+
+from atom.graph import ops
+from atom.graph.packed import PackedWeight
+from atom.graph.types import Type
+from atom.kernels import Target
+from atom.kernels.triton import KERNELS
+from atom.kernels.triton.gpu import Gpu
+from atom.kernels.triton.linear import linear as kernels
+from atom.kernels.triton.linear import packed
+from atom.kernels.triton.linear.linear import Matrix, Vector
+from atom.kernels.triton.linear.tune import Product, Trial, agrees, candidates
+from atom.weights.quantize import quantize
+
+H200 = Gpu(132, 227 << 10, (9, 0), "NVIDIA H200")
+SMALL = Gpu(128, 99 << 10, (8, 9), "small")
+AMD = Gpu(304, 64 << 10, (0, 0), "amd")
+EPS = 0.01
+FORMATS = {  # each with the columns of a weight in it
+    "ct_fp8[1, *]": 77,
+    "fp8[128, 128]": 576,
+    "fp8[64, 96]": 384,
+    "fp8[16, 32]": 96,
+    "int8[1, *]": 96,
+    "ct_int8[1, 64]": 192,
+    "int4[1, 128]": 384,
+    "ct_packed_int4[1, 32]": 96,
+    "ct_packed_int4[1, *]": 576,
+    "awq_int4[1, 128]": 384,
+    "ct_packed_int4z[1, 32]": 96,
+    "gptq_int4[1, 96]": 576,
+    "ct_packed_int8[1, *]": 96,
+    "gptq_int8[1, 128]": 384,
+    "mxfp4": 576,
+    "quark_mxfp4": 96,
+    "ct_nvfp4": 96,
+    "modelopt_nvfp4": 576,
+}
+VECTORS = [Vector(2, 4, stages=2, programs=3), Vector(8, 8, stages=3, programs=1)]
+MATRICES = [
+    Matrix(16, 64, warps=4, stages=2),
+    Matrix(32, 128, warps=2, stages=3, splits=2, prefetch=2),
+    Matrix(16, 64, warps=4, stages=2, groups=4, splits=2, block_rows=16),
+]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def make_weight(device: str, fmt: str, out: int, inner: int, dtype: str = "fp32") -> PackedWeight:
+    """A random weight, with zero points and factors of its own where the format has them."""
+    parts = quantize(fmt, torch.randn(out, inner))
+    if "zeros" in parts:
+        parts["zeros"].random_(0, 16 if "int4" in fmt else 256)
+    for name in {"factor", "divisor"} & parts.keys():  # of rows, as those that were joined have them
+        parts[name] = parts[name] * (1 + torch.rand(out)) if inner == 576 else parts[name]
+    return PackedWeight(Type(dtype, (out, inner), fmt), {name: part.to(device) for name, part in parts.items()})
+
+
+def expected(a, b, norm, weight, bias, kind):
+    """The ops' own bodies in float32, one after the other, over the weight unpacked in float32."""
+    a, b, norm, bias = (None if x is None else x.float() for x in (a, b, norm, bias))
+    wide = PackedWeight(Type("fp32", weight.type.shape, weight.type.fmt), weight.parts)
+    x = a if b is None else ops.add.body(a, b)
+    x = x if norm is None else ops.rms_norm.body(x, norm, eps=EPS)
+    y = ops.linear.body(x, wide, bias)
+    return y if kind is None else ops.gated_activate.body(y, kind=kind)
+
+
+def assert_near(y, expected, tolerance=1e-5):
+    assert y.shape == expected.shape
+    assert (y.float() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 33])
+def test_rows_are_multiplied_like_the_op(triton_device, rows, fmt):
+    out, inner = 19, FORMATS[fmt]
+    weight = make_weight(triton_device, fmt, out, inner)
+    x = torch.randn(rows, inner + 1, device=triton_device)[:, :inner]  # rows lie apart, by an odd number
+    bias = torch.randn(out, device=triton_device)
+    truth = expected(x, None, None, weight, bias, None)
+    for parameters in MATRICES:
+        y = kernels.multiply_matrix(x, weight, bias, None, kernels.make_counters(x.device), parameters)
+        assert_near(y, truth)
+    for parameters in VECTORS if rows == 1 else []:
+        if "96]" in fmt:
+            with pytest.raises(kernels.TileError, match="96 columns share a scale"):
+                kernels.multiply_vector(x, None, None, weight, bias, EPS, None, parameters)
+            continue
+        y, _ = kernels.multiply_vector(x, None, None, weight, bias, EPS, None, parameters)
+        assert_near(y, truth)
+
+
+def all_calls(products, a, b, norm, weight, bias):
+    """Each op with each of its arguments: what it gives, and what it is given."""
+    yield products.linear(a, weight), (a, None, None, weight, None, None)
+    yield products.linear(a, weight, bias), (a, None, None, weight, bias, None)
+    yield products.gated_linear(a, weight, kind="gelu"), (a, None, None, weight, None, "gelu")
+    yield products.norm_linear(a, norm, weight, bias, eps=EPS), (a, None, norm, weight, bias, None)
+    yield products.norm_linear(a, norm, weight, eps=EPS, kind="relu"), (a, None, norm, weight, None, "relu")
+    y, total = products.add_norm_linear(a, b, norm, weight, bias, eps=EPS, kind="silu")
+    assert torch.equal(total, a + b)
+    yield y, (a, b, norm, weight, bias, "silu")
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("parameters", [VECTORS[0], MATRICES[1], None], ids=["vector", "matrix", "library"])
+def test_every_op_gives_what_its_body_gives(triton_device, fmt, parameters):
+    if isinstance(parameters, Vector) and "96]" in fmt:
+        pytest.skip("columns that share a scale are no power of 2")
+    inner, rows = FORMATS[fmt], 1 if isinstance(parameters, Vector) else 5
+    weight = make_weight(triton_device, fmt, 38, inner)
+    a, b = torch.randn(2, rows, inner, device=triton_device)
+    norm, bias = torch.randn(inner, device=triton_device), torch.randn(38, device=triton_device)
+    products = kernels.Products(lambda *_: parameters)
+    for y, arguments in all_calls(products, a, b, norm, weight, bias):
+        assert_near(y, expected(*arguments))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_all_of_a_weight_is_unpacked_like_the_reference(triton_device, fmt):
+    for out, inner in ((19, FORMATS[fmt]), (9, 6 * FORMATS[fmt])):
+        weight = make_weight(triton_device, fmt, out, inner)
+        assert_near(packed.unpack(weight, torch.float32), weight.unpack(), 1e-6)
+
+
+def test_numbers_at_the_ends_of_a_format_are_exact(triton_device):
+    """Every fp8 and every fp4, subnormal ones too, by a row of ones, in float16 and as far as scales reach."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = numbers[numbers.float().isfinite()].repeat(3)[: 16 * 47].view(16, 47)
+    for size in (1.0, 2.0**-20, 2.0**20):
+        parts = {"values": numbers.to(triton_device), "scales": torch.full((16, 1), size, device=triton_device)}
+        weight = PackedWeight(Type("fp32", (16, 47), "fp8[1, *]"), parts)
+        x = torch.eye(47, device=triton_device)
+        y = kernels.multiply_matrix(x, weight, None, None, kernels.make_counters(x.device), MATRICES[0])
+        assert torch.equal(y, numbers.float().mT.to(triton_device) * size)
+        row, _ = kernels.multiply_vector(x[7:8], None, None, weight, None, EPS, None, VECTORS[0])
+        assert torch.equal(row, y[7:8])
+    halves = torch.arange(16, dtype=torch.uint8).repeat(2)
+    for exponent in (100, 127, 140):
+        values, scales = (halves[::2] | halves[1::2] << 4).view(1, 1, 16), torch.full((1, 1), exponent).byte()
+        parts = {"values": values.to(triton_device), "scales": scales.to(triton_device)}
+        weight = PackedWeight(Type("fp32", (1, 32), "mxfp4"), parts)
+        x = torch.eye(32, device=triton_device)
+        y = kernels.multiply_matrix(x, weight, None, None, kernels.make_counters(x.device), MATRICES[0])
+        assert torch.equal(y.mT, weight.unpack())
+        half = kernels.multiply_matrix(x.half(), weight, None, None, kernels.make_counters(x.device), MATRICES[0])
+        assert torch.equal(half.mT, weight.unpack().half()) or exponent == 100
+
+
+# of the result's norm, in bf16: x and the result are rounded, and by the library in fp8 x to 3 bits
+BF16, FP8 = 6e-3, 4e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 33, 64, 200, 300, 1025])
+def test_bf16_is_within_the_bound_of_its_format(rows, fmt):
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    inner, out = 768 if FORMATS[fmt] == 77 else 12 * FORMATS[fmt], 1280
+    weight = make_weight("cuda", fmt, out, inner, "bf16")
+    a, b = torch.randn(2, rows, inner).to("cuda", torch.bfloat16)
+    norm, bias = torch.randn(inner).to("cuda", torch.bfloat16), torch.randn(out).to("cuda", torch.bfloat16)
+    is_fp8 = packed.suits_fp8(kernels.find_gpu(a.device), a, weight)
+    for y, arguments in all_calls(kernels.Products(), a, b, norm, weight, bias):
+        bound = FP8 if is_fp8 and rows > 32 else BF16
+        assert y.dtype == torch.bfloat16
+        assert relative_error(y, expected(*arguments)) <= bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("rows", [1, 5, 40, 256])
+def test_all_that_is_tried_gives_the_product_in_bf16(rows, fmt):
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    inner, out = 768 if FORMATS[fmt] == 77 else 12 * FORMATS[fmt], 1280
+    weight = make_weight("cuda", fmt, out, inner, "bf16")
+    x = torch.randn(rows, inner).to("cuda", torch.bfloat16)
+    truth, gpu = expected(x, None, None, weight, None, None), kernels.find_gpu(x.device)
+    style = packed.style_of(fmt, out)
+    num_run = 0
+    for each in candidates(rows, out, inner, 2, 1, gpu, style):
+        if each is not None:
+            try:
+                y = kernels.Products(lambda *_, chosen=each: chosen).linear(x, weight)
+            except Exception as error:
+                from triton.errors import TritonError
+
+                if isinstance(error, TritonError):
+                    continue
+                raise
+            assert relative_error(y, truth) <= BF16, each
+            num_run += 1
+    assert num_run > 5
+
+
+@pytest.mark.parametrize("gpu", [H200, SMALL, AMD], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_what_is_chosen_and_tried_reads_at_least_32_bytes_of_one_scale_or_two(fmt, gpu):
+    for rows, (out, inner), gates in itertools.product(
+        (1, 8, 32, 64, 256), ((4096, 4096), (24576, 4096), (4096, 12288)), (1, 2)
+    ):
+        style = packed.style_of(fmt, out)
+        tried = [kernels.choose(rows, out, inner, 2, gates, gpu, style)]
+        tried += candidates(rows, out, inner, 2, gates, gpu, style)
+        assert len(tried) <= 80
+        for each in tried:
+            if isinstance(each, Matrix):
+                each = each.as_run(rows, gpu, style)
+                assert each.block_inner >= 32 * style.per_byte
+                if style.columns is not None:
+                    unit = style.columns & -style.columns
+                    assert unit % each.block_inner == 0 or each.block_inner <= 4 * unit
+                assert each.splits == 1 or -(-out // each.block_out) <= kernels.MAX_TILES
+            elif isinstance(each, Vector):
+                assert "96]" not in fmt
+
+
+def test_a_key_says_how_a_packed_weight_holds_numbers():
+    def key(fmt):
+        return kernels.key_of(5, 6144, 4096, 1, packed.style_of(fmt, 6144))
+
+    assert kernels.key_of(5, 6144, 4096, 1) == "8 6144 4096 1"
+    assert key("ct_fp8[1, *]") == key("fp8[1, *]") == "8 6144 4096 1 e4m3[1,*]"
+    assert key("int4[1, 128]") == key("ct_packed_int4") == "8 6144 4096 1 u4[1,128]"
+    assert key("awq_int4[1, 128]") == "8 6144 4096 1 u4z[1,128]"
+    assert key("mxfp4") == key("quark_mxfp4") == "8 6144 4096 1 e2m1[1,32]"
+    find = kernels.finder({"8 6144 4096 1": ["library"], "8 6144 4096 1 e4m3[1,*]": ["matrix", 16, 64, 4, 2]})
+    assert find(5, 6144, 4096, 2, 1, H200) is None
+    assert find(5, 6144, 4096, 2, 1, H200, packed.style_of("fp8[1, *]", 6144)) == Matrix(16, 64, 4, 2)
+    blocks = packed.style_of("fp8[128, 128]", 6144)
+    assert find(5, 6144, 4096, 2, 1, H200, blocks) == kernels.choose(5, 6144, 4096, 2, 1, H200, blocks)
+    trial = Trial(find)
+    trial.chosen["8 6144 4096 1 e4m3[128,128]"] = Matrix(32, 64, 4, 2)
+    assert trial(5, 6144, 4096, 2, 1, H200, blocks) == Matrix(32, 64, 4, 2)
+    assert trial(5, 6144, 4096, 2, 1, H200) is None
+
+
+def test_a_product_of_a_packed_weight_agrees_with_the_library_s(triton_device):
+    from functools import partial
+
+    products = kernels.Products()
+    weight = make_weight(triton_device, "int4[1, 128]", 38, 384, "fp16")
+    x = torch.randn(3, 384).to(triton_device, torch.float16)
+    assert agrees(partial(products.linear, x, weight), MATRICES[0])
+    product = Product(38, 384, 1, 2, packed.style_of("int4[1, 128]", 38))
+    assert product.num_elements == 38 * 384 * 2
+
+
+REASONS = {
+    "ct_packed_int4_ordered[1, 32]": "columns are not in the order of their blocks",
+    "fp8[128, 48]": "no multiple of 32 columns",
+    "ct_packed_int4[1, 16]": "no multiple of 32 columns",
+    "mxfp4[32, 1]": "have several rows",
+}
+
+
+@pytest.mark.parametrize(
+    "op", [ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear], ids=lambda op: op.name
+)
+def test_kernels_take_every_kind_and_say_what_they_do_not(op):
+    (accepts,) = (kernel.accepts for kernel in KERNELS if kernel.op is op)
+    x, norm = Type("bf16", ("T", 192)), Type("bf16", (192,))
+    before = {1: [x], 2: [x, norm], 3: [x, x, norm]}[op.weight]
+    for fmt in FORMATS:
+        assert accepts(Target("cuda"), *before, Type("bf16", (64, 192), fmt)) is None, fmt
+        assert "runs on cuda" in accepts(Target("cpu"), *before, Type("bf16", (64, 192), fmt))
+    for fmt, reason in REASONS.items():
+        assert reason in accepts(Target("cuda"), *before, Type("bf16", (64, 192), fmt))
+
+
+def test_the_library_multiplies_in_fp8_where_it_can():
+    def suits(fmt, out=256, inner=512, dtype=torch.bfloat16, gpu=H200):
+        x = torch.empty(4, inner, dtype=dtype, device="meta")
+        return packed.suits_fp8(gpu, x, PackedWeight(Type("bf16", (out, inner), fmt), {}))
+
+    assert suits("fp8[1, *]") and suits("ct_fp8[128, 128]")
+    assert not suits("fp8[1, *]", out=264) and not suits("fp8[1, *]", inner=520)
+    assert not suits("fp8[128, 128]", inner=576) and not suits("fp8[64, 64]")
+    assert not suits("int8[1, *]") and not suits("fp8[1, *]", dtype=torch.float16)
+    assert not suits("fp8[1, *]", gpu=SMALL) and not suits("fp8[1, *]", gpu=AMD)
+
+
+@pytest.mark.parametrize("span", [384, 128])
+def test_rows_are_quantized_with_the_scale_of_their_largest(triton_device, span):
+    x = torch.randn(5, 400, device=triton_device)[:, :384] * torch.tensor([[1e-3], [1], [30], [0], [1]]).to(
+        triton_device
+    )
+    x = x if triton_device == "cpu" else x.bfloat16()
+    q, scales = packed.quantize_rows(x, span)
+    assert q.shape == (8, 384) and scales.shape == (8, 384 // span)
+    assert scales.stride(0) == 1
+    spans = x.float().view(5, -1, span)
+    allowed = spans.abs().amax(-1).clamp(min=1e-4) / 448
+    assert torch.allclose(scales[:5], allowed, rtol=1e-6)
+    restored = q[:5].float().view_as(spans) * scales[:5, :, None]
+    # 3 bits of mantissa, and beneath 2^-6 steps of 2^-9
+    is_right = (restored - spans).abs() <= spans.abs() / 16 + allowed[..., None] * 2**-10
+    if triton_device == "cpu":  # the interpreter halves what is rounded up to a power of 2
+        is_right |= (2 * restored - spans).abs() <= spans.abs() / 16
+    assert is_right.all()
+    assert q[5:].float().abs().max() == 0

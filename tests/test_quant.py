@@ -1,0 +1,135 @@
+"""`quant=`: plain weights packed while they load, against the same weights rounded by torch or compressed-tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+from compressed_tensors.quantization.utils import calculate_qparams
+from law import assert_same_logits
+from probe import logits_of
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from atom import LLMEngine
+from atom.compiler import semantic_graph
+from atom.config.load import load
+from atom.errors import ConfigError
+from atom.graph import PackedWeight, Type
+from atom.weights.quantize import quantize
+
+TOKENS = [5, 17, 3, 99, 42, 8, 77, 23, 61, 2]
+LINEARS = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "gate_proj.weight", "up_proj.weight",
+           "down_proj.weight")  # fmt: skip
+
+
+def by_torch(dtype: torch.dtype, largest: float) -> Callable[[Tensor], Tensor]:
+    """A scale for each row."""
+
+    def round_(weight: Tensor) -> Tensor:
+        scale = weight.abs().amax(1, keepdim=True) / largest
+        return (
+            (weight / scale).to(dtype).float() * scale if dtype.is_floating_point else (weight / scale).round() * scale
+        )
+
+    return round_
+
+
+def in_blocks(weight: Tensor) -> Tensor:
+    """A scale for each block of 32 x 16, the last ones smaller."""
+    out = weight.clone()
+    for row in range(0, weight.shape[0], 32):
+        for column in range(0, weight.shape[1], 16):
+            block = out[row : row + 32, column : column + 16]
+            scale = block.abs().amax() / 448
+            block.copy_((block / scale).to(torch.float8_e4m3fn).float() * scale)
+    return out
+
+
+ROUNDED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "fp8": ("quant=fp8", by_torch(torch.float8_e4m3fn, 448)),
+    "int8": ("quant=int8", by_torch(torch.int8, 127)),
+    "blocks": ("quant.fmt='fp8[32, 16]'", in_blocks),
+}
+
+
+def save_rounded(
+    folder: Path, round_: Callable[[Tensor], Tensor], names: tuple[str, ...] = LINEARS
+) -> tuple[Path, Path]:
+    """A checkpoint, and one with rounded linears."""
+    plain, rounded = tiny.save("qwen3", folder / "plain"), tiny.save("qwen3", folder / "rounded")
+    tensors = load_file(plain / "model.safetensors")
+    save_file({name: round_(each) if name.endswith(names) else each for name, each in tensors.items()},
+              rounded / "model.safetensors", {"format": "pt"})  # fmt: skip
+    return plain, rounded
+
+
+def open_engine(folder: Path, *overrides: str) -> LLMEngine:
+    return LLMEngine.from_config(load([f"checkpoint={folder}", "dtype=fp32", "device=cpu", *overrides]))
+
+
+def logits(folder: Path, *overrides: str) -> Tensor:
+    engine = open_engine(folder, *overrides)
+    try:
+        return logits_of(engine, TOKENS)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("name", ROUNDED)
+def test_a_model_packed_while_it_loads_is_that_of_the_rounded_weights(name: str, level: int, tmp_path: Path):
+    override, round_ = ROUNDED[name]
+    plain, rounded = save_rounded(tmp_path, round_)
+    assert_same_logits(logits(plain, override, f"level={level}"), logits(rounded, "level=0"))
+
+
+def test_patterns_stay_plain_and_the_head_is_packed_where_that_is_asked_for(tmp_path: Path):
+    names = ("o_proj.weight", "down_proj.weight", "lm_head.weight")
+    plain, rounded = save_rounded(tmp_path, ROUNDED["fp8"][1], names)
+    overrides = ("quant=fp8", "quant.head=fp8", "quant.plain=['*.[qkv]_proj','re:.*(gate|up)_proj']", "level=1")
+    assert_same_logits(logits(plain, *overrides), logits(rounded, "level=0"))
+
+
+@pytest.mark.parametrize("fmt", ["int4[1, 32]", "int4[1, 16]", "mxfp4"])
+def test_four_bits_are_no_further_from_the_weights_than_those_of_compressed_tensors(fmt: str):
+    weight, group = torch.randn(24, 96, generator=torch.Generator().manual_seed(1)), 16 if "16" in fmt else 32
+    arguments = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group, symmetric=True)
+    grouped = weight.unflatten(1, (-1, group))
+    scale, zero = calculate_qparams(grouped.amin(-1), grouped.amax(-1), arguments)
+    theirs = fake_quantize(weight, scale, zero, arguments)
+    ours = PackedWeight(Type("fp32", (24, 96), fmt), quantize(fmt, weight)).unpack()
+    share = 1.25 if fmt == "mxfp4" else 1.0  # of 4-bit floats with a power of 2, which integers beat on a normal
+    assert (ours - weight).norm() <= share * (theirs - weight).norm()
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("quant.fmt=fp9", r"quant.fmt=fp9: there is no such choice; choices: auto, none, fp8, "),
+        ("quant.head=fp88", r"quant.head=fp88: there is no such choice, did you mean fp8\?;"),
+        ("quant.plain=['re:(']", r"quant.plain: re:\( is no regular expression"),
+        ("quant.kv=fp4", r"quant.kv=fp4: there is no such choice"),
+    ],
+)
+def test_what_cannot_be_is_one_line(override: str, reason: str, tmp_path: Path):
+    folder = tiny.save("qwen3", tmp_path / "plain")
+    with pytest.raises(ConfigError, match=reason):
+        load([f"checkpoint={folder}", override])
+
+
+def test_columns_that_no_group_divides_are_refused_by_the_module_s_name(tmp_path: Path):
+    folder = tiny.save("llama_odd_heads", tmp_path / "plain")  # 60 columns
+    with pytest.raises(ConfigError, match=r"quant: model.layers.0.self_attn.q_proj: mxfp4 packs multiples of 32"):
+        open_engine(folder, "quant=mxfp4")
+
+
+def test_a_gguf_file_s_blocks_are_packed_anew():  # the embedded model is such a file
+    recipes = semantic_graph(load(["quant=int8", "device=cpu"])).recipes()
+    packed = [recipe for recipe in recipes if recipe.type.fmt is not None]
+    assert packed and {recipe.type.fmt for recipe in packed} == {"int8[1, *]"}

@@ -1,0 +1,103 @@
+"""What is packed while it loads is kept, and read by the next start in place of the plain tensors."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from atom import weights
+from atom.cache import Cache
+from atom.checkpoint import SILENT, Checkpoint, open_checkpoint
+from atom.graph import Cat, PackedWeight, Quantize, Recipe, Regroup, Type, W
+from atom.weights.stream import StreamedSource
+
+UP, GATE = (Quantize(W(name, Type("bf16", (40, 64))), "fp8[32, 32]") for name in ("up", "gate"))
+RECIPES: list[Recipe] = [
+    UP,
+    W("norm", Type("bf16", (64,))),
+    Quantize(W("down", Type("bf16", (24, 96))), "int4[1, 32]"),
+    Cat((Regroup(UP, "fp8[8, 32]"), Regroup(GATE, "fp8[8, 32]"))),
+]
+
+
+def save(folder: Path, seed: int) -> Checkpoint:
+    random = torch.Generator().manual_seed(seed)
+    shapes = {"up": (40, 64), "gate": (40, 64), "down": (24, 96), "norm": (64,)}
+    tensors = {name: torch.randn(shape, generator=random).bfloat16() for name, shape in shapes.items()}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    save_file(tensors, folder / "model.safetensors")
+    os.utime(folder / "model.safetensors", (1, 1))  # so that other numbers are no other file
+    return open_checkpoint(str(folder))
+
+
+def load(checkpoint: Checkpoint, cache: Cache | None) -> list[torch.Tensor]:
+    """Every tensor, and every part of packed ones."""
+    loaded = weights.load(RECIPES, checkpoint, SILENT, cache=cache)
+    found = []
+    for recipe in RECIPES:
+        tensor = loaded[recipe]
+        found += list(tensor.parts.values()) if isinstance(tensor, PackedWeight) else [tensor]
+    return found
+
+
+def wait_for_entry(cache: Cache) -> None:
+    """It is published by a thread."""
+    deadline = time.monotonic() + 20
+    while not cache.entries("weights") and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def are_same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_the_second_start_reads_no_plain_weight_that_was_packed(tmp_path: Path):
+    cache = Cache(tmp_path / "cache")
+    first = load(save(tmp_path / "model", 1), cache)
+    wait_for_entry(cache)
+    (entry,) = cache.entries("weights")
+    assert entry.fault is None and "fp8[32, 32]" in entry.about["name"]
+    second = load(save(tmp_path / "model", 2), cache)  # the same file, but for what is in it
+    norm = next(place for place, part in enumerate(first) if part.shape == (64,))
+    assert not torch.equal(first[norm], second[norm]), "what is plain is read"
+    del first[norm], second[norm]
+    assert are_same(first, second)
+    assert not are_same(load(save(tmp_path / "model", 2), None), load(save(tmp_path / "model", 1), None))
+
+
+def test_another_file_or_another_format_is_packed_anew(tmp_path: Path):
+    cache = Cache(tmp_path / "cache")
+    checkpoint = save(tmp_path / "model", 1)
+    load(checkpoint, cache)
+    wait_for_entry(cache)
+    os.utime(tmp_path / "model" / "model.safetensors", (2, 2))
+    weights.load(RECIPES[:1], open_checkpoint(str(tmp_path / "model")), SILENT, cache=cache)
+    deadline = time.monotonic() + 20
+    while len(cache.entries("weights")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(cache.entries("weights")) == 2
+
+
+def test_a_folder_that_takes_nothing_is_a_line_and_no_fault(tmp_path: Path):
+    (tmp_path / "cache").write_text("a file")
+    cache = Cache(tmp_path / "cache")
+    load(save(tmp_path / "model", 1), cache)
+    assert any("weights are not kept for the next run" in line for line in cache.warnings)
+
+
+def test_a_stream_packs_what_it_has_brought(tmp_path: Path):
+    checkpoint, device = save(tmp_path / "model", 1), torch.device("cpu")
+    streamed = weights.make_all(RECIPES, StreamedSource(checkpoint, device, lambda _: None), "cpu")
+    mapped = weights.load(RECIPES, checkpoint, SILENT)
+    for recipe in RECIPES:
+        one, other = streamed[recipe], mapped[recipe]
+        if isinstance(one, PackedWeight):
+            assert isinstance(other, PackedWeight)
+            assert are_same([*one.parts.values()], [*other.parts.values()])

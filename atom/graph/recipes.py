@@ -381,8 +381,14 @@ def packed_while_loading(recipe: Recipe) -> Iterator[Quantize]:
     if isinstance(recipe, Quantize):
         yield recipe
     elif isinstance(recipe, Cat | Regroup | Shuffle):
-        for part in _parts(recipe):
+        for part in shuffled_alone(recipe) if isinstance(recipe, Shuffle) else _parts(recipe):
             yield from packed_while_loading(part)
+
+
+def shuffled_alone(recipe: Shuffle) -> list[Recipe]:
+    """What goes into a kernel's layout as one: a matrix, or each expert's."""
+    part = recipe.part
+    return [part] if len(part.type.shape) == 2 else [narrow(part, at, at + 1) for at in range(int(part.type.shape[0]))]
 
 
 def held_bytes(recipe: Recipe) -> int:

@@ -17,7 +17,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatch
 
 import torch
@@ -44,7 +44,7 @@ from atom.graph import (
 )  # fmt: skip
 from atom.graph.formats import block_of, parse_format
 from atom.graph.parts import has_parts, parts_of, stored_tensors
-from atom.graph.recipes import held_bytes, leaves, narrow, packed_while_loading
+from atom.graph.recipes import held_bytes, leaves, packed_while_loading, shuffled_alone
 from atom.kernels import shuffle
 from atom.weights.evaluate import Loaded, split_recipe
 from atom.weights.packed_store import PackedStore
@@ -161,14 +161,14 @@ def load(
     ):
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
         is_cpu, place = device == "cpu", torch.device(device)
-        packed = None if cache is None else PackedStore.open(ordered, checkpoint, cache)
-        if packed is not None:
-            checkpoint = packed.checkpoint
-        source = MappedSource(checkpoint, task.advance) if is_cpu else StreamedSource(checkpoint, place, task.advance)
-        source.packed = packed
-        made = make_all(ordered, source, device)
-        if packed is not None:
-            packed.close()
+        with nullcontext() if cache is None else PackedStore(ordered, checkpoint, cache) as store:
+            if store is not None:
+                checkpoint = store.checkpoint
+            source = (
+                MappedSource(checkpoint, task.advance) if is_cpu else StreamedSource(checkpoint, place, task.advance)
+            )
+            source.packed = store
+            made = make_all(ordered, source, device)
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc, which keeps what readers unpacked with
         trim(0)
     return made
@@ -220,16 +220,16 @@ def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
     if isinstance(recipe, Cat | Regroup) and any(packed_while_loading(recipe)) and not source.is_random:
         joined = recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
         return _joined(recipe, [_packed(part, source, device) for part in joined])
-    store = source.packed if source.packed and recipe in source.packed.parts else None  # which has no single experts
-    if source.is_random or (isinstance(recipe, Quantize) and not (store and store.is_there)):
+    parts: Mapping[str, Recipe] | None = source.packed.find(recipe) if source.packed else None
+    if source.is_random or (isinstance(recipe, Quantize) and parts is None):
         plain = recipe.part if isinstance(recipe, Quantize) else W("", recipe.type.plain)
         tensor = _fill(plain, _empty(plain.type, device), source)
         source.flush()
         made = PackedWeight(recipe.type, quantize(str(recipe.type.fmt), tensor))
-        if store:
-            store.write(recipe, made)
+        if source.packed:
+            source.packed.write(recipe, made)
         return made
-    parts: Mapping[str, Recipe] = store.parts[recipe] if store else parts_of(recipe)
+    parts = parts or parts_of(recipe)
     filled = {name: _fill(part, _empty(part.type, device), source) for name, part in parts.items()}
     return PackedWeight(recipe.type, filled)
 
@@ -249,8 +249,7 @@ def _joined(recipe: Cat | Regroup, made: Sequence[PackedWeight]) -> PackedWeight
 
 def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
     """Make a tensor in a kernel's layout; experts one by one, so that not all of them are in memory twice."""
-    part, is_whole = recipe.part, len(recipe.part.type.shape) == 2
-    parts = [part] if is_whole else [narrow(part, at, at + 1) for at in range(int(part.type.shape[0]))]
+    part, is_whole, parts = recipe.part, len(recipe.part.type.shape) == 2, shuffled_alone(recipe)
     made: list[Tensor] = []
     if part.type.fmt is not None:
         for each in parts:

@@ -1,9 +1,10 @@
 """Keep weights that were packed while loading for the next start.
 
-    store = PackedStore.open(recipes, checkpoint, cache)       # None where nothing is packed while loading
-    store.is_there                                             # then store.parts[recipe] are recipes of its file
-    store.write(recipe, weight)                                # else each weight is written when it is made
-    store.close()                                              # publishes the file, in a thread
+    with PackedStore(recipes, checkpoint, cache) as store:     # store.checkpoint has what is kept beside the rest
+        parts = store.find(recipe)                             # recipes of what is kept; None: it has to be made,
+        store.write(recipe, weight)                            # and is written then
+
+Leaving the block publishes the file in a thread, if every weight was written and nothing was raised.
 
 The key has the sizes and times of the checkpoint's files, the recipes, and the quantizer's version. The file is one of
 safetensors, beside a config.json that says nothing, so that it is opened as a checkpoint.
@@ -29,66 +30,74 @@ from atom.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from atom.checkpoint.base import FileRange
 from atom.checkpoint.tokenizer import Tokenizer
 from atom.dtypes import DTYPES
-from atom.graph import PackedWeight, Quantize, Recipe, Shuffle, W
-from atom.graph.formats import parse_format, part_shape
+from atom.graph import PackedWeight, Quantize, Recipe, W
 from atom.graph.recipes import packed_while_loading
-from atom.graph.types import Type
-from atom.weights.quantize import VERSION
+from atom.weights.quantize import VERSION, part_types
 
 FILE = "model.safetensors"
 
 
 class PackedStore:
-    def __init__(self, recipes: Sequence[Quantize], checkpoint: Checkpoint, cache: Cache) -> None:
-        self.parts = {recipe: _parts(recipe, f"{number}.") for number, recipe in enumerate(recipes)}
+    def __init__(self, recipes: Sequence[Recipe], checkpoint: Checkpoint, cache: Cache) -> None:
+        packed = sorted({part for recipe in recipes for part in packed_while_loading(recipe)}, key=repr)
+        self._parts = {recipe: _parts(recipe, f"{number}.") for number, recipe in enumerate(packed)}
         self._cache = cache
-        formats = dict.fromkeys(recipe.fmt for recipe in recipes)
+        formats = dict.fromkeys(recipe.fmt for recipe in packed)
         ingredients = {
-            "files": "; ".join(map(_describe, checkpoint.files())),
+            "files": "; ".join(map(_describe, checkpoint.files() if packed else ())),
             "formats": ", ".join(formats),
-            "recipes": digest(repr(recipes)),
+            "recipes": digest(repr(packed)),
             "quantizer": str(VERSION),
         }
         self._about = {"name": f"{', '.join(formats)} of {checkpoint.location}", "ingredients": ingredients}
         self._key = key_of(ingredients)
-        found = cache.find(WEIGHTS, self._key)
-        self.is_there = found is not None
+        found = cache.find(WEIGHTS, self._key) if packed else None
+        self._is_kept = found is not None
         self.checkpoint = checkpoint if found is None else _Beside(checkpoint, open_checkpoint(str(found)))
-        self._folder, self._file = None if self.is_there else cache.begin(WEIGHTS), -1
+        self._folder = cache.begin(WEIGHTS) if packed and found is None else None  # None: nothing is written
+        self._file, self._has_failed = -1, False
+        self._missing = set(packed)  # what is not written yet
         self._places: dict[str, int] = {}  # by name: the byte that a part begins at
         if self._folder is not None:
             self._begin(self._folder)
 
-    @classmethod
-    def open(cls, recipes: Sequence[Recipe], checkpoint: Checkpoint, cache: Cache) -> PackedStore | None:
-        """The store of these recipes; None where none of them is packed while it loads."""
-        # a shuffled stack of experts is made expert by expert and never whole
-        whole = [each for each in recipes if not (isinstance(each, Shuffle) and len(each.type.shape) > 2)]
-        packed = sorted({part for recipe in whole for part in packed_while_loading(recipe)}, key=repr)
-        return cls(packed, checkpoint, cache) if packed else None
+    def __enter__(self) -> PackedStore:
+        return self
 
-    def write(self, recipe: Quantize, weight: PackedWeight) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self._folder is None:
+            return
+        if error is None and not self._has_failed and not self._missing:
+            threading.Thread(target=self._publish, args=(self._folder,), name="keep packed weights").start()
+            return
+        if self._file >= 0:
+            os.close(self._file)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def find(self, recipe: Recipe) -> dict[str, W] | None:
+        return self._parts.get(recipe) if self._is_kept and isinstance(recipe, Quantize) else None
+
+    def write(self, recipe: Recipe, weight: PackedWeight) -> None:
         """Write a weight's parts to their places; several threads may."""
+        if self._folder is None or self._has_failed or not isinstance(recipe, Quantize) or recipe not in self._parts:
+            return
         try:
-            for name, part in self.parts[recipe].items() if self._folder is not None else ():
+            for name, part in self._parts[recipe].items():
                 content = weight.parts[name].contiguous().flatten().view(torch.uint8).cpu().numpy().data
+                assert len(content) == part.type.num_bytes, f"{part} is written as {len(content)} bytes"
                 start = self._places[part.name]
                 while content:
                     count = os.pwrite(self._file, content, start)
                     content, start = content[count:], start + count
         except OSError as error:
             self._give_up(error)
-
-    def close(self) -> None:
-        """Publish what was written, in a thread that outlives this call."""
-        if self._folder is not None:
-            threading.Thread(target=self._finish, args=(self._folder,), name="keep packed weights").start()
+        self._missing.discard(recipe)
 
     def _begin(self, folder: Path) -> None:
         """Start the file, with places for all parts."""
         header: dict[str, Any] = {}
         end = 0
-        for part in (part for parts in self.parts.values() for part in parts.values()):
+        for part in (part for parts in self._parts.values() for part in parts.values()):
             begin, end = end, end + part.type.num_bytes
             dtype, shape = DTYPES[part.type.dtype].safetensors, part.type.shape
             header[part.name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
@@ -106,7 +115,7 @@ class PackedStore:
         except OSError as error:
             self._give_up(error)
 
-    def _finish(self, folder: Path) -> None:
+    def _publish(self, folder: Path) -> None:
         os.close(self._file)
         try:
             self._cache.finish(WEIGHTS, self._key, folder, self._about)
@@ -114,10 +123,9 @@ class PackedStore:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        print(f"atom-run: packed weights are not kept for the next start: {error}", file=sys.stderr)
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        if not self._has_failed:
+            print(f"atom-run: packed weights are not kept for the next start: {error}", file=sys.stderr)
+        self._has_failed = True
 
 
 class _Beside(Checkpoint):
@@ -151,8 +159,7 @@ class _Beside(Checkpoint):
 
 def _parts(recipe: Quantize, name: str) -> dict[str, W]:
     """The parts of a weight as tensors of the file."""
-    known = parse_format(recipe.fmt).parts
-    return {each: W(name + each, Type(part.dtype, part_shape(recipe.type, part))) for each, part in known.items()}
+    return {each: W(name + each, type) for each, type in part_types(recipe.type).items()}
 
 
 def _describe(path: Path) -> str:

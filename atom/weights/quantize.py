@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atom.dtypes import DTYPES, Format
+from atom.dtypes import Format
+from atom.graph import TORCH_DTYPES
 from atom.graph.formats import parse_format, part_shape
 from atom.graph.types import Type
 from atom.graph.unpack import FP4
@@ -30,12 +31,11 @@ Parts = dict[str, Tensor]
 
 def quantize(fmt: str, weight: Tensor) -> Parts:
     """weight [..., O, I] -> its parts, as `graph.parts` names and shapes them"""
-    known, type = parse_format(fmt), Type("fp32", tuple(weight.shape), fmt)
-    parts = {}
-    for name, part in known.parts.items():
-        experts = weight.shape[:-2] if part.holds in ("columns", "tensor") else ()
-        shape = (*experts, *part_shape(type, part))
-        parts[name] = weight.new_empty(shape, dtype=getattr(torch, DTYPES[part.dtype].name))
+    known = parse_format(fmt)
+    parts = {
+        name: weight.new_empty([int(dim) for dim in part.shape], dtype=TORCH_DTYPES[part.dtype])
+        for name, part in part_types(Type("fp32", tuple(weight.shape), fmt)).items()
+    }
     for matrix, of_matrix in _matrices(weight, parts):
         factor = _set_factors(matrix, of_matrix, known)
         rows, columns = (size or dim for size, dim in zip(known.block, matrix.shape, strict=True))
@@ -48,6 +48,15 @@ def quantize(fmt: str, weight: Tensor) -> Parts:
     if "mins" in parts:
         parts["mins"].copy_(parts["scales"] * -(1 << (known.bits - 1)))
     return parts
+
+
+def part_types(type: Type) -> dict[str, Type]:
+    """The dtypes and shapes of the parts that a weight of this type is quantized to."""
+    types = {}
+    for name, part in parse_format(str(type.fmt)).parts.items():
+        experts = type.shape[:-2] if part.holds in ("columns", "tensor") else ()
+        types[name] = Type(part.dtype, (*experts, *part_shape(type, part)))
+    return types
 
 
 def _matrices(weight: Tensor, parts: Parts) -> Iterator[tuple[Tensor, Parts]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,10 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from atom import LLMEngine
+from atom.cache import Cache
 from atom.compiler import semantic_graph
 from atom.config.load import load
 from atom.errors import ConfigError
 from atom.graph import PackedWeight, Type
+from atom.kernels.torch.int4 import is_supported
 from atom.weights.quantize import quantize
 
 TOKENS = [5, 17, 3, 99, 42, 8, 77, 23, 61, 2]
@@ -133,3 +137,34 @@ def test_a_gguf_file_s_blocks_are_packed_anew():  # the embedded model is such a
     recipes = semantic_graph(load(["quant=int8", "device=cpu"])).recipes()
     packed = [recipe for recipe in recipes if recipe.type.fmt is not None]
     assert packed and {recipe.type.fmt for recipe in packed} == {"int8[1, *]"}
+
+
+@pytest.mark.skipif(not is_supported(), reason="torch multiplies by packed integers on CPUs with AVX512")
+def test_experts_of_a_cpu_are_packed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sizes = {**tiny.EXPERTS, "hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "head_dim": 16}
+    monkeypatch.setitem(tiny.VARIANTS, "wide_experts", ("Qwen3MoeConfig", sizes))
+    folder, cache = tiny.save("wide_experts", tmp_path), f"cache={tmp_path}/cache"
+
+    def run(level: int) -> Tensor:
+        engine = LLMEngine.from_config(
+            load([f"checkpoint={folder}", "dtype=bf16", "device=cpu", "quant=int8", f"level={level}", cache])
+        )
+        try:
+            return logits_of(engine, TOKENS)
+        finally:
+            engine.close()
+
+    unpacked = run(0)
+    first = run(1)
+    assert (first - unpacked).norm() < 0.02 * unpacked.norm()
+    deadline = time.monotonic() + 20
+    while len(Cache(tmp_path / "cache").entries("weights")) < 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    file = folder / "model.safetensors"
+    seen = file.stat()
+    tensors = load_file(file)
+    changed = {name: each + 1 if "_proj" in name else each for name, each in tensors.items()}
+    save_file(changed, file, {"format": "pt"})
+    os.utime(file, ns=(seen.st_atime_ns, seen.st_mtime_ns))
+    assert file.stat().st_size == seen.st_size, "for all that atom knows, it is the same file"
+    assert torch.equal(run(1), first), "the plain linears are read"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from atom import weights
 from atom.cache import Cache
 from atom.checkpoint import SILENT, Checkpoint, open_checkpoint
-from atom.graph import Cat, PackedWeight, Quantize, Recipe, Regroup, Type, W
+from atom.graph import Cat, PackedWeight, Quantize, Recipe, Regroup, Shuffle, Stack, Type, W
 from atom.weights.stream import StreamedSource
 
 UP, GATE = (Quantize(W(name, Type("bf16", (40, 64))), "fp8[32, 32]") for name in ("up", "gate"))
@@ -83,6 +84,56 @@ def test_another_file_or_another_format_is_packed_anew(tmp_path: Path):
     while len(cache.entries("weights")) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(cache.entries("weights")) == 2
+
+
+EXPERTS = Shuffle(Quantize(Stack(W("experts.{expert}.up", Type("bf16", (64, 64))), 0, 3), "int8[1, *]"), "int4")
+
+
+def save_experts(folder: Path, seed: int, dims: int = 64) -> Checkpoint:
+    random = torch.Generator().manual_seed(seed)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    tensors = {f"experts.{expert}.up": torch.randn(64, dims, generator=random).bfloat16() for expert in range(3)}
+    save_file(tensors, folder / "model.safetensors")
+    os.utime(folder / "model.safetensors", (1, 1))
+    return open_checkpoint(str(folder))
+
+
+def load_experts(folder: Path, seed: int, cache: Cache | None) -> list[torch.Tensor]:
+    experts = weights.load([EXPERTS], save_experts(folder, seed), SILENT, cache=cache)[EXPERTS]
+    assert isinstance(experts, list)
+    return experts
+
+
+def test_experts_that_a_kernel_has_in_its_own_layout_are_kept_one_by_one(tmp_path: Path):
+    cache = Cache(tmp_path / "cache")
+    first = load_experts(tmp_path / "model", 1, cache)
+    wait_for_entry(cache)
+    assert len(first) == 3 and not torch.equal(first[0], first[1])
+    assert are_same(first, load_experts(tmp_path / "model", 2, cache)), "the plain experts are read"
+    assert not are_same(first, load_experts(tmp_path / "model", 2, None))
+
+
+def test_nothing_is_kept_of_a_load_that_failed(tmp_path: Path):
+    cache = Cache(tmp_path / "cache")
+    with pytest.raises(RuntimeError, match="size"):
+        weights.load([EXPERTS], save_experts(tmp_path / "model", 1, dims=63), SILENT, cache=cache)
+    assert not cache.entries("weights") and not os.listdir(tmp_path / "cache" / "weights")
+
+
+def test_a_full_disk_is_one_line_and_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.pwrite", fail)
+    cache = Cache(tmp_path / "cache")
+    loaded = load(save(tmp_path / "model", 1), cache)
+    assert are_same(loaded, load(save(tmp_path / "model", 1), None))
+    line = "atom-run: packed weights are not kept for the next start: [Errno 28] No space left on device"
+    assert capfd.readouterr().err.splitlines() == [line]
+    assert not os.listdir(tmp_path / "cache" / "weights")
 
 
 def test_a_folder_that_takes_nothing_is_a_line_and_no_fault(tmp_path: Path):

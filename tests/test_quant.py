@@ -24,7 +24,6 @@ from atom.compiler import semantic_graph
 from atom.config.load import load
 from atom.errors import ConfigError
 from atom.graph import PackedWeight, Type
-from atom.kernels.torch.int4 import is_supported
 from atom.weights.quantize import quantize
 
 TOKENS = [5, 17, 3, 99, 42, 8, 77, 23, 61, 2]
@@ -139,7 +138,6 @@ def test_a_gguf_file_s_blocks_are_packed_anew():  # the embedded model is such a
     assert packed and {recipe.type.fmt for recipe in packed} == {"int8[1, *]"}
 
 
-@pytest.mark.skipif(not is_supported(), reason="torch multiplies by packed integers on CPUs with AVX512")
 def test_experts_of_a_cpu_are_packed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     sizes = {**tiny.EXPERTS, "hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 4, "head_dim": 16}
     monkeypatch.setitem(tiny.VARIANTS, "wide_experts", ("Qwen3MoeConfig", sizes))

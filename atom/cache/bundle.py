@@ -49,10 +49,12 @@ class Bundle(NamedTuple):
 def export(cache: Cache, entry: Entry, path: Path, measured: Mapping[str, Any]) -> list[Entry]:
     """Write an artifact and its pieces to one tar file; the entries in it, the artifact last.
 
-    An artifact for a GPU goes with all binaries in the cache, since only their compiler knows which belong to it.
+    It goes with all binaries of its device in the cache, since only their compiler knows which belong to it.
     measured: included as it is. ArtifactError, with nothing written, where an entry is missing or not trusted.
     """
-    binaries = [each.key for each in cache.entries(BINARIES) if each.fault is None] if is_for_gpu(entry) else []
+    is_gpu = is_for_gpu(entry)
+    of_device = [each for each in cache.entries(BINARIES) if (each.about.get("device") != "cpu") == is_gpu]
+    binaries = [each.key for each in of_device if each.fault is None]
     keys = [(BINARIES, key) for key in binaries] + [("pieces", key) for key in _piece_keys(entry)]
     keys.append((entry.kind, entry.key))
     try:

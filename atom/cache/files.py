@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from filelock import FileLock, Timeout
 
-BINARIES = "triton"  # the kind of a GPU kernel's binaries
+BINARIES = "binaries"  # the kind of what is compiled of our kernels
 WEIGHTS = "weights"  # the kind of weights packed while loading: data, which are used unless their size differs
 KINDS = (BINARIES, "pieces", "failures", "artifacts", WEIGHTS)
 MANIFEST = "manifest.json"

@@ -162,15 +162,14 @@ def blocks_shape(tensor: GGUFTensor) -> tuple[int, ...] | None:
 
 
 def find_formats(tensors: Mapping[str, GGUFTensor]) -> dict[str, str]:
-    """The formats of modules by their names, or by a pattern where all layers have one; an embedding is unpacked, since
-    rows are taken of it."""
+    """The formats of modules by their names, or by a pattern where all layers have one."""
     found = {name: tensor.type.name.lower() if blocks_shape(tensor) else None for name, tensor in tensors.items()}
     of_layers: dict[str, set[str | None]] = {}
     for name, fmt in found.items():
         of_layers.setdefault(quantization.generalize(name), set()).add(fmt)
     formats = {}
     for name, fmt in found.items():
-        if fmt is not None and name != "model.embed_tokens.weight":
+        if fmt is not None:
             module, is_one = name.removesuffix(".weight"), len(of_layers[quantization.generalize(name)]) == 1
             formats[f"re:{quantization.generalize(module)}$" if is_one and ".layers." in name else module] = fmt
     return formats

@@ -101,10 +101,12 @@ class Writer:
         """A plain tensor of a module."""
         return W(f"{self.name(role, layer)}.{part}", Type(self.dtype, shape))
 
-    def matrix(self, role: str, shape: tuple[int, ...], layer: int | None = None) -> W:
+    def matrix(self, role: str, shape: tuple[int, ...], layer: int | None = None) -> Recipe:
         """An embedding, a head or a router: packed only where the formats name its module."""
-        is_named = self.name(role, layer) in self.model.formats
-        return self.stored(self.weight_name(role, layer), shape) if is_named else self.weight(role, shape, layer)
+        if self.name(role, layer) not in self.model.formats:
+            return self.weight(role, shape, layer)
+        stored = self.stored(self.weight_name(role, layer), shape)
+        return stored if stored.type.fmt is None or self.quant.fmt == "auto" else Dequantize(stored)
 
     def stored(self, name: str, shape: tuple[int, ...]) -> W:
         """A tensor, in the checkpoint's stored format unless that leaves it plain."""

@@ -9,7 +9,7 @@ from atom.graph import ops
 from atom.graph.batch import Batch, PagedCache
 from atom.graph.graph import BODY, HEAD, Graph, Program
 from atom.graph.interpret import TORCH_DTYPES, interpret
-from atom.graph.packed import PackedWeight
+from atom.graph.packed import LaidOut, PackedWeight
 from atom.graph.recipes import (
     KV,
     Cat,
@@ -41,6 +41,7 @@ __all__ = [
     "Cat",
     "Dequantize",
     "Graph",
+    "LaidOut",
     "PackedWeight",
     "PagedCache",
     "Program",

@@ -44,6 +44,14 @@ class PackedWeight:
         return unpack(str(self.type.fmt), self.parts).to(getattr(torch, DTYPES[self.type.dtype].name))
 
 
+@dataclass(frozen=True, eq=False)
+class LaidOut:
+    """A packed weight in a kernel's own layout."""
+
+    type: Type  # with its format
+    tensor: Tensor
+
+
 def plain(weight: Tensor | PackedWeight) -> Tensor:
     """A weight as a plain tensor."""
     return weight.unpack() if isinstance(weight, PackedWeight) else weight

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from atom.cache import Cache
-    from atom.graph import Graph
+    from atom.graph import Graph, LaidOut
     from atom.kernels.step import StepKernels
 
 T = TypeVar("T")
@@ -61,9 +61,14 @@ class Kernel:
     accepts: Accepts
     load: Callable[[LoadContext], Callable[..., Any]]  # a callable with the op's signature
     layout: str | None = None  # of its op's weight: one of its backend's layouts; None: as stored
-    packed_layout: str | None = None  # of a packed weight: a layout whose result is one tensor
-    packed_type: Callable[[Type], Type] | None = None  # the type of that tensor
+    packed_layout: str | None = None  # of a packed weight: a layout that gives a LaidOut
+    packed_type: Callable[[Type], Type] | None = None  # the type of its tensor
     trace: Callable[..., Any] | None = None  # its function in a compiled piece; None: it runs between pieces
+
+    @property
+    def is_for_packed(self) -> bool:
+        """Whether it takes packed weights alone."""
+        return self.layout is None and self.packed_layout is not None
 
     def layout_of(self, weight: Type) -> str | None:
         """The layout of a weight of this type, None for the stored one."""
@@ -167,7 +172,7 @@ class Backend:
 
     name: str
     kernels: tuple[Kernel, ...]
-    layouts: Mapping[str, Callable[[Any], Tensor]] = field(default_factory=dict)  # of weights [O, I], by name
+    layouts: Mapping[str, Callable[[Any], Tensor | LaidOut]] = field(default_factory=dict)  # of weights [O, I], by name
     find_features: Callable[[], frozenset[str]] = frozenset  # of this machine's device; UnsupportedError without one
     find_versions: Callable[[], dict[str, str]] = dict  # libraries of this machine that its code depends on
     piece_compiler: PieceCompiler | None = None  # None: its kernels are their ops' bodies within pieces

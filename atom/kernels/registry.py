@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch.fx import Node
 
 from atom.errors import UnsupportedError
-from atom.graph import PackedWeight, Program, Type
+from atom.graph import LaidOut, PackedWeight, Program, Type
 from atom.graph.graph import results_of
 from atom.graph.ops import Op
 from atom.kernels.backend import Backend, Kernel, PieceCompiler, Target, Tuner
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # modules beside this one, by device and level; pieces begin at level 2, and level 3 is its text in CUDA graphs
 ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
-    "cpu": (("reference",), ("torch", "reference"), ("inductor", "torch", "reference")),
+    "cpu": (("reference",), ("torch", "cpp", "reference"), ("inductor", "torch", "cpp", "reference")),
     "cuda": (
         ("reference",),
         ("triton", "reference"),
@@ -101,7 +101,7 @@ def find_tuner(device: str, place: torch.device) -> Tuner | None:
     return next((each.find_tuner(place) for each in backends_of(device) if each.find_tuner is not None), None)
 
 
-def shuffle(weight: Tensor | PackedWeight, layout: str) -> Tensor:
+def shuffle(weight: Tensor | PackedWeight, layout: str) -> Tensor | LaidOut:
     """A weight [O, I] in a kernel's own layout; of a weight [E, O, I], each expert by itself."""
     backends = map(find_backend, BACKENDS)
     return next(backend.layouts[layout] for backend in backends if layout in backend.layouts)(weight)
@@ -139,7 +139,10 @@ def trace_calls(program: Program) -> Callable[..., Any]:
     """A piece's program as a function that can be traced, made of its kernels' `trace` functions."""
 
     def evaluate(*inputs: Tensor) -> tuple[Tensor, ...]:
-        values: dict[Node, Any] = dict(zip(program.inputs, inputs, strict=True))
+        values: dict[Node, Any] = {
+            node: value if (type := node.meta["type"]).fmt is None else LaidOut(type, value)
+            for node, value in zip(program.inputs, inputs, strict=True)
+        }
         for node in program.nodes:
             trace = find_kernel(node.target, node.meta["kernel"]).trace
             assert trace is not None, f"split_pieces took {node.target.name}"

@@ -6,11 +6,14 @@
 Where joined parts end within a block, as 192 rows do in blocks of 128, `regroup` repeats their scales for blocks of the
 greatest common divisor; so q, k and v with a scale each get one for each row.
 
-What has no parts is left alone: such a text is refused when it is to run. It comes behind the lowering, since kernels
-are of lowered ops.
+A weight that several calls read, as a tied embedding, stays packed where kernels of all of them take it: no weight is
+kept twice. What has no parts is left alone: such a text is refused when it is to run. It comes behind the lowering,
+since kernels are of lowered ops.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch.fx import Node
 
@@ -23,26 +26,40 @@ from atom.passes.context import PassContext
 
 
 def quantize(graph: Graph, context: PassContext) -> Graph:
+    readers: dict[Recipe, list[tuple[Node, int]]] = {}  # by weight: calls, and its place among their arguments
     for node in [node for program in graph.programs.values() for node in program.nodes]:
         for place in node.target.weights:
             weight = node.args[place]
             if isinstance(weight, Recipe) and has_parts(weight):
-                made = _as_kernels_take_it(node, place, weight, context)
-                if made != weight:
-                    node.update_arg(place, made)
-                    graph.num_rewrites += 1
+                readers.setdefault(weight, []).append((node, place))
+    for weight, calls in readers.items():
+        made = _as_kernels_take_it(weight, calls, context)
+        for node, place in calls if made != weight else ():
+            node.update_arg(place, made)
+            graph.num_rewrites += 1
     return graph
 
 
-def _as_kernels_take_it(node: Node, place: int, weight: Recipe, context: PassContext) -> Recipe:
+def _as_kernels_take_it(weight: Recipe, calls: Sequence[tuple[Node, int]], context: PassContext) -> Recipe:
     packed = aligned(weight)
-    types = [packed.type if at == place else type_of(arg) for at, arg in enumerate(node.args)]
-    if not context.takes(node.target, *types, **node.kwargs):
-        node.meta["unpacked"] = context.refusals(node.target, *types, **node.kwargs)
-        return Dequantize(weight)
+    answers = {node.target: _refusals(node, place, packed, context) for node, place in calls}
+    refusing = {op: reasons for op, reasons in answers.items() if reasons is not None}
+    for node, _ in calls if refusing else ():
+        others = [f"{op.name} reads it too, and takes it plain" for op in refusing if op is not node.target]
+        node.meta["unpacked"] = refusing.get(node.target, others)
     try:
         if not any(packed_while_loading(packed)):  # whose parts are made as they are wanted
             parts_of(packed)
     except FormatError:  # a slice cuts blocks, or each of the joined tensors has an order of its own
         return Dequantize(weight)
-    return packed
+    return Dequantize(weight) if refusing else packed
+
+
+def _refusals(node: Node, place: int, packed: Recipe, context: PassContext) -> list[str] | None:
+    """Why no kernel but the reference takes a call with this weight; None where one does."""
+    types = [packed.type if at == place else type_of(arg) for at, arg in enumerate(node.args)]
+    return (
+        None
+        if context.takes(node.target, *types, **node.kwargs)
+        else context.refusals(node.target, *types, **node.kwargs)
+    )

@@ -4,19 +4,19 @@
     y = linear(h, W("y"))                       y = torch.linear(h, shuffle(W("y"), "onednn"))
 
 The backends are asked in their order; the reasons of those that refused are comments of the text. A kernel that wants
-its weight in a layout of its own is skipped where another op reads the weight too: no weight is kept twice.
+its weight in a layout of its own is skipped where an op without a kernel of that layout reads the weight too: no weight
+is kept twice.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.fx import Node
 
 from atom.graph import Graph, Recipe, Shuffle
 from atom.graph.graph import node_leaves, type_of
-from atom.graph.ops import Op
-from atom.kernels import Kernel, Target, candidates
+from atom.kernels import Kernel, candidates
 from atom.passes.context import PassContext
 
 
@@ -26,7 +26,9 @@ def select_kernels(graph: Graph, context: PassContext) -> Graph:
         for node in program.nodes:
             node.meta["notes"] = node.meta.pop("unpacked", [])  # why its weight is not packed any more
             for kernel in candidates(node.target, context.backends):
-                reason = _refusal(kernel, context.target, node, readers)
+                if kernel.is_for_packed and type_of(node.args[kernel.op.weight]).fmt is None:
+                    continue
+                reason = _refusal(kernel, context, node, readers)
                 if reason is None:
                     _choose(kernel, node)
                     graph.num_rewrites += kernel.backend != "reference"
@@ -35,15 +37,25 @@ def select_kernels(graph: Graph, context: PassContext) -> Graph:
     return graph
 
 
-def _refusal(kernel: Kernel, target: Target, node: Node, readers: Mapping[Any, set[Op]]) -> str | None:
-    if _layout(kernel, node) is not None:
+def _refusal(kernel: Kernel, context: PassContext, node: Node, readers: Mapping[Any, Sequence[Node]]) -> str | None:
+    if (layout := _layout(kernel, node)) is not None:
         weight = node.args[kernel.op.weight]
         if not isinstance(weight, Recipe):
             return "its weight is computed"
-        others = readers[weight] - {kernel.op}
-        if others:
-            return f"its weight is read by {', '.join(sorted(other.name for other in others))} too"
-    return kernel.accepts(target, *(type_of(arg) for arg in node.args), **node.kwargs)
+        others = {each.target.name for each in readers[weight] if not _takes_layout(each, layout, context)}
+        if others - {kernel.op.name}:
+            return f"its weight is read by {', '.join(sorted(others))} too"
+    return _answer(kernel, context, node)
+
+
+def _takes_layout(node: Node, layout: str, context: PassContext) -> bool:
+    """Whether a call has a kernel whose weight is in this layout."""
+    kernels = candidates(node.target, context.backends)
+    return any(_layout(kernel, node) == layout and _answer(kernel, context, node) is None for kernel in kernels)
+
+
+def _answer(kernel: Kernel, context: PassContext, node: Node) -> str | None:
+    return kernel.accepts(context.target, *(type_of(arg) for arg in node.args), **node.kwargs)
 
 
 def _choose(kernel: Kernel, node: Node) -> None:
@@ -54,14 +66,15 @@ def _choose(kernel: Kernel, node: Node) -> None:
 
 def _layout(kernel: Kernel, node: Node) -> str | None:
     """The layout that a kernel wants of a call's weight."""
-    return kernel.layout and kernel.layout_of(type_of(node.args[kernel.op.weight]))
+    has_layouts = kernel.layout is not None or kernel.packed_layout is not None
+    return kernel.layout_of(type_of(node.args[kernel.op.weight])) if has_layouts else None
 
 
-def _readers(graph: Graph) -> dict[Any, set[Op]]:
-    """The ops that read each recipe."""
-    readers: dict[Any, set[Op]] = defaultdict(set)
+def _readers(graph: Graph) -> dict[Any, list[Node]]:
+    """The calls that read each recipe."""
+    readers: dict[Any, list[Node]] = defaultdict(list)
     for program in graph.programs.values():
         for node in program.nodes:
             for leaf in node_leaves(node):
-                readers[leaf].add(node.target)
+                readers[leaf].append(node)
     return readers

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.fx import Node
 
-from atom.graph import KV, PagedCache, Program, Recipe
+from atom.graph import KV, LaidOut, PagedCache, Program, Recipe
 from atom.graph.graph import results_of
 from atom.graph.ops import Op
 from atom.kernels import LoadContext, find_kernel
@@ -71,6 +71,13 @@ class Executable:
             self._start.append(bindings.weights[arg] if isinstance(arg, Recipe) else arg)
             return len(self._start) - 1
 
+        def piece_index_of(arg: Any) -> int:
+            """Compiled code knows the layout of its weights and takes their tensors."""
+            at = index_of(arg)
+            if isinstance(weight := self._start[at], LaidOut):
+                self._start[at] = weight.tensor
+            return at
+
         def result_indices(results: Sequence[Node]) -> tuple[int, ...]:
             for result in results:
                 indices[result] = len(self._start)
@@ -83,7 +90,7 @@ class Executable:
         for node in program.nodes:
             if node in pieces:
                 piece = pieces[node]
-                args = tuple(index_of(arg) for arg in (*piece.inputs, *piece.weights))
+                args = tuple(piece_index_of(arg) for arg in (*piece.inputs, *piece.weights))
                 steps.append(_Step(bindings.code[piece.text], args, result_indices(piece.results), False))
             elif node not in inside:
                 assert isinstance(node.target, Op)

@@ -33,6 +33,7 @@ from atom.graph import (
     Cat,
     Dequantize,
     Graph,
+    LaidOut,
     PackedWeight,
     Quantize,
     Recipe,
@@ -52,6 +53,8 @@ from atom.weights.quantize import quantize
 from atom.weights.rope import rope_freqs
 from atom.weights.sources import MappedSource, RandomSource, WeightSource
 from atom.weights.stream import StreamedSource
+
+M_MMAP_THRESHOLD = -3  # of mallopt(3)
 
 
 def check(graph: Graph, stored: Mapping[str, StoredTensor], ignore: Iterable[str] = ()) -> None:
@@ -161,7 +164,7 @@ def load(
     ):
         warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it is only read
         is_cpu, place = device == "cpu", torch.device(device)
-        with nullcontext() if cache is None else PackedStore(ordered, checkpoint, cache) as store:
+        with returned_memory(), nullcontext() if cache is None else PackedStore(ordered, checkpoint, cache) as store:
             if store is not None:
                 checkpoint = store.checkpoint
             source = (
@@ -169,9 +172,23 @@ def load(
             )
             source.packed = store
             made = make_all(ordered, source, device)
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc, which keeps what readers unpacked with
-        trim(0)
     return made
+
+
+@contextmanager
+def returned_memory() -> Iterator[None]:
+    """Within this context glibc takes memory of 128 KiB and more from the system and gives it back when it is freed;
+    between tensors that stay, it would keep what readers unpacked with."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
+        yield
+        return
+    libc.mallopt(M_MMAP_THRESHOLD, 128 << 10)
+    try:
+        yield
+    finally:
+        libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)  # the most that glibc's own rule comes to
+        libc.malloc_trim(0)
 
 
 def load_dummy(recipes: Iterable[Recipe], seed: int, device: str = "cpu") -> dict[Recipe, Loaded]:
@@ -250,7 +267,7 @@ def _joined(recipe: Cat | Regroup, made: Sequence[PackedWeight]) -> PackedWeight
 def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
     """Make a tensor in a kernel's layout; experts one by one, so that not all of them are in memory twice."""
     part, is_whole, parts = recipe.part, len(recipe.part.type.shape) == 2, shuffled_alone(recipe)
-    made: list[Tensor] = []
+    made: list[Tensor | LaidOut] = []
     if part.type.fmt is not None:
         for each in parts:
             packed = _packed(each, source, device)

@@ -32,13 +32,15 @@ from atom.graph import (
     W,
 )
 from atom.graph.formats import block_of
-from atom.graph.packed import PackedWeight
+from atom.graph.packed import LaidOut, PackedWeight
 from atom.graph.parts import cuts_blocks, parts_of
 from atom.graph.recipes import narrow
 from atom.graph.unpack import unpack
 from atom.weights.repack import repack
 
-Loaded = Tensor | PackedWeight | list[Tensor]  # a list: one tensor per expert, each in a kernel's own layout
+Loaded = (
+    Tensor | PackedWeight | LaidOut | list[Tensor | LaidOut]
+)  # a list: one per expert, each in a kernel's own layout
 
 
 AT_ONCE = 1 << 20  # elements

@@ -149,7 +149,8 @@ def test_formats_are_of_modules_by_a_pattern_where_all_layers_have_one_type(tmp_
         formats["model.layers.1.mlp.down_proj"] == "q4_1"
         and formats["re:model\\.layers\\.[0-9]+\\.mlp\\.up_proj$"] == "q4_1"
     )
-    assert len(formats) == 7
+    assert formats["model.embed_tokens"] == "q4_1"
+    assert len(formats) == 8
     plain = open_checkpoint(str(write(tmp_path / "plain.gguf", layer_tensors(Type.F32)))).config
     assert "quantization_config" not in plain
 

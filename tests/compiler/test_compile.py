@@ -231,7 +231,7 @@ def test_warnings_about_triton_s_entries_are_the_caller_s_and_later_on_stderr(
     monkeypatch.setattr(TritonCompiler, "load", InductorCompiler.load)
     monkeypatch.setattr(compiler, "find_target", lambda device: Target(device))
     for name in ("first", "second"):
-        folder = tmp_path / "triton" / key_of({"file": name})
+        folder = tmp_path / "binaries" / key_of({"file": name})
         folder.mkdir(0o700, parents=True)
     made = compiler.compile_pieces
 

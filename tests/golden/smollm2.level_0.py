@@ -1,6 +1,6 @@
 def body(tokens: i64[T], positions: i64[T], batch: Batch):
     cos, sin = reference.rotary(positions, rope_freqs(64, 100000.0))    # fp32[T, 32], fp32[T, 32]
-    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[49152, 576]))    # bf16[T, 576]
+    x = reference.embedding(tokens, dequantize(W("model.embed_tokens.weight", bf16[49152, 576], fmt="q8_0")))    # bf16[T, 576]
     h = reference.rms_norm(x, W("model.layers.0.input_layernorm.weight", bf16[576]), eps=1e-05)    # bf16[T, 576]
     q = reference.linear(h, dequantize(W("model.layers.0.self_attn.q_proj.weight", bf16[576, 576], fmt="q4_1")))    # bf16[T, 576]
     k = reference.linear(h, dequantize(W("model.layers.0.self_attn.k_proj.weight", bf16[192, 576], fmt="q4_1")))    # bf16[T, 192]
@@ -43,5 +43,5 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     return hidden
 
 def head(hidden: bf16[R, 576]):
-    logits = reference.linear(hidden, W("model.embed_tokens.weight", bf16[49152, 576]))    # bf16[R, 49152]
+    logits = reference.linear(hidden, dequantize(W("model.embed_tokens.weight", bf16[49152, 576], fmt="q8_0")))    # bf16[R, 49152]
     return logits

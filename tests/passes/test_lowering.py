@@ -11,6 +11,7 @@ from atom.graph import Graph, Shuffle, ops, parse, show
 from atom.kernels import Target
 from atom.passes import PassReport, lower, pipeline
 from atom.passes.lower_attention import lower_attention
+from atom.passes.quantize import quantize
 from atom.passes.select_kernels import select_kernels
 from atom.pieces import find_pieces
 
@@ -120,15 +121,26 @@ def test_a_refusal_is_written_with_its_reason():
 
 
 @pytest.mark.parametrize("op", ["linear(x, {})", "grouped_linear(x, {}, ends)"])
-def test_a_cpu_takes_packed_weights_of_bf16_in_a_layout_of_their_own(op: str):
+def test_a_cpu_takes_packed_weights_in_a_layout_of_their_own(op: str):
     shape = "[2, 64, 64]" if "grouped" in op else "[64, 64]"
-    for dtype, kernel, layouts in (("bf16", "torch", ["int4"]), ("fp32", "reference", [])):
-        call = op.format(f'W("w", {dtype}{shape}, fmt="q4_1")')
-        graph = parse(f"def f(x: {dtype}[T, 64], ends: i64[2]):\n    y = {call}\n    return y\n")
-        target = Target("cpu", frozenset({"int4_bf16", "onednn_fp32"}))
-        (node,) = select_kernels(graph, context_of(target, "torch", "reference")).program("f").nodes
-        assert node.meta["kernel"] == kernel
-        assert [arg.layout for arg in node.args if isinstance(arg, Shuffle)] == layouts
+    call = op.format(f'W("w", bf16{shape}, fmt="q4_1")')
+    graph = parse(f"def f(x: bf16[T, 64], ends: i64[2]):\n    y = {call}\n    return y\n")
+    target = Target("cpu", frozenset({"onednn_bf16"}))
+    (node,) = select_kernels(graph, context_of(target, "torch", "cpp", "reference")).program("f").nodes
+    assert node.meta["kernel"] == "cpp"
+    assert [arg.layout for arg in node.args if isinstance(arg, Shuffle)] == ["panels"]
+
+
+@pytest.mark.parametrize(("fmt", "kernel"), [("q8_0", "cpp"), ("gptq_int4_ordered[1, 32]", "reference")])
+def test_a_tied_embedding_is_kept_packed_where_both_calls_take_it(fmt: str, kernel: str):
+    weight = f'W("e", bf16[128, 64], fmt="{fmt}")'
+    graph = parse(
+        f"def f(tokens: i64[T]):\n    x = embedding(tokens, {weight})\n    y = linear(x, {weight})\n    return y\n"
+    )
+    context = context_of(Target("cpu", frozenset({"onednn_bf16"})), "torch", "cpp", "reference")
+    nodes = select_kernels(quantize(graph, context), context).program("f").nodes
+    assert {node.meta["kernel"] for node in nodes} == {kernel}
+    assert len({node.args[1] for node in nodes}) == 1, "no weight is kept twice"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from atom import weights
 from atom.cache import Cache
 from atom.checkpoint import SILENT, Checkpoint, open_checkpoint
-from atom.graph import Cat, PackedWeight, Quantize, Recipe, Regroup, Shuffle, Stack, Type, W
+from atom.graph import Cat, LaidOut, PackedWeight, Quantize, Recipe, Regroup, Shuffle, Stack, Type, W
 from atom.weights.stream import StreamedSource
 
 UP, GATE = (Quantize(W(name, Type("bf16", (40, 64))), "fp8[32, 32]") for name in ("up", "gate"))
@@ -86,7 +86,7 @@ def test_another_file_or_another_format_is_packed_anew(tmp_path: Path):
     assert len(cache.entries("weights")) == 2
 
 
-EXPERTS = Shuffle(Quantize(Stack(W("experts.{expert}.up", Type("bf16", (64, 64))), 0, 3), "int8[1, *]"), "int4")
+EXPERTS = Shuffle(Quantize(Stack(W("experts.{expert}.up", Type("bf16", (64, 64))), 0, 3), "int8[1, *]"), "panels")
 
 
 def save_experts(folder: Path, seed: int, dims: int = 64) -> Checkpoint:
@@ -101,8 +101,8 @@ def save_experts(folder: Path, seed: int, dims: int = 64) -> Checkpoint:
 
 def load_experts(folder: Path, seed: int, cache: Cache | None) -> list[torch.Tensor]:
     experts = weights.load([EXPERTS], save_experts(folder, seed), SILENT, cache=cache)[EXPERTS]
-    assert isinstance(experts, list)
-    return experts
+    assert isinstance(experts, list) and all(isinstance(each, LaidOut) for each in experts)
+    return [each.tensor for each in experts if isinstance(each, LaidOut)]
 
 
 def test_experts_that_a_kernel_has_in_its_own_layout_are_kept_one_by_one(tmp_path: Path):

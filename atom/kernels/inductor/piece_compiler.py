@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import platform
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from atom.errors import ArtifactError
 from atom.kernels.backend import Kernel, PieceCode, PieceCompiler, Target
+from atom.kernels.cpu import instruction_set, libraries
 from atom.kernels.registry import find_backend
 
 LIBRARY = "piece.so"
@@ -38,8 +37,8 @@ class InductorCompiler(PieceCompiler):
         return files
 
     def load(self, folder: Path) -> PieceCode:
-        find_backend("torch")  # compiled code calls ops that it registers
-
+        for backend in ("torch", "cpp"):
+            find_backend(backend)  # compiled code calls ops that they register
         try:
             runner = torch._C._aoti.AOTIModelContainerRunnerCpu(str(folder / LIBRARY), 1)
         except RuntimeError as error:
@@ -69,29 +68,3 @@ def _aot() -> Any:
 def find_versions() -> dict[str, str]:
     """What compiled code depends on of this machine: a machine with equal values can run it."""
     return {"torch": torch.__version__, "instruction set": instruction_set(), "libraries": libraries()}
-
-
-@cache
-def instruction_set() -> str:
-    """The instruction set that compiled code may use on this CPU."""
-    kinds = ("sse", "ssse", "avx", "fma", "f16c", "bmi", "amx", "neon", "asimd", "sve", "bf16", "popcnt", "movbe")
-    lines = (line for line in _lines_of("/proc/cpuinfo") if line.lower().startswith(("flags", "features")))
-    stated = next(lines, "").partition(":")[2].split()
-    return " ".join(
-        [torch.backends.cpu.get_cpu_capability(), *sorted({flag for flag in stated if flag.startswith(kinds)})]
-    )
-
-
-@cache
-def libraries() -> str:
-    """The libc and the libstdc++ that compiled code is loaded with: those of another machine may lack a symbol."""
-    loaded = {Path(line.split()[-1]).resolve().name for line in _lines_of("/proc/self/maps") if "libstdc++" in line}
-    return " ".join([*platform.libc_ver(), *sorted(loaded)])
-
-
-def _lines_of(path: str) -> list[str]:
-    """The lines of a file that only Linux has, none elsewhere."""
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []

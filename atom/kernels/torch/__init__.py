@@ -23,7 +23,6 @@ from atom.graph.ops import Op
 from atom.kernels.backend import Accepts, Backend, Kernel, accepts_all, on_device
 from atom.kernels.step import import_step_kernels
 from atom.kernels.torch.attention import PagedAttention
-from atom.kernels.torch.int4 import pack_int4, packed_type
 from atom.kernels.torch.latent import PagedLatentAttention
 from atom.kernels.torch.linear import accepts, find_features, pack, packed_linear, trace_packed_linear
 from atom.kernels.torch.moe import combine, packed_grouped_linear
@@ -33,17 +32,15 @@ from atom.kernels.torch.rope import norm_rope_write, norm_rope_write_latent
 
 def _kernel(op: Op, run: Callable[..., Any], accepts: Accepts = accepts_all, **options: Any) -> Kernel:
     """The kernel of a function, or of a class, which each program has one object of."""
-    packed = ("int4", "int8", "scaled") if "packed_layout" in options else ()
     load = (lambda context: context.share(run)) if isinstance(run, type) else lambda _: run
-    return Kernel(op, "torch", on_device("cpu", accepts, packed=packed), load, **options)
+    return Kernel(op, "torch", on_device("cpu", accepts), load, **options)
 
 
-LAYOUTS: dict[str, Any] = {"layout": "onednn", "packed_layout": "int4", "packed_type": packed_type}
 KERNELS: tuple[Kernel, ...] = (
-    _kernel(ops.linear, packed_linear, accepts, **LAYOUTS, trace=trace_packed_linear),
+    _kernel(ops.linear, packed_linear, accepts, layout="onednn", trace=trace_packed_linear),
     _kernel(ops.rms_norm, rms_norm),
     _kernel(ops.add_rms_norm, add_rms_norm),
-    _kernel(ops.grouped_linear, packed_grouped_linear, accepts, **LAYOUTS),
+    _kernel(ops.grouped_linear, packed_grouped_linear, accepts, layout="onednn"),
     _kernel(ops.combine, combine),
     _kernel(ops.norm_rope_write, norm_rope_write),
     _kernel(ops.norm_rope_write_latent, norm_rope_write_latent),
@@ -54,7 +51,7 @@ KERNELS: tuple[Kernel, ...] = (
 BACKEND = Backend(
     "torch",
     KERNELS,
-    layouts={"onednn": pack, "int4": pack_int4},
+    layouts={"onednn": pack},
     find_features=find_features,
     find_versions=lambda: {"torch": torch.__version__},
     step_kernels=partial(import_step_kernels, __name__),

@@ -19,7 +19,6 @@ from torch import Tensor, library
 
 from atom.graph.types import Type
 from atom.kernels.backend import Target
-from atom.kernels.torch import int4
 
 ROWS = 64  # the number of rows that the layout is chosen for; it serves any
 
@@ -27,9 +26,7 @@ for name in (b"ONEDNN_PRIMITIVE_CACHE_CAPACITY", b"LRU_CACHE_CAPACITY"):  # read
     ctypes.CDLL(None).setenv(name, b"128", 0)  # 0: what is set already stays
 
 
-def accepts(target: Target, x: Type, weight: Type, *_types: Any, **_attributes: Any) -> str | None:
-    if weight.fmt is not None:
-        return int4.accepts(target, x, weight)
+def accepts(target: Target, x: Type, *_types: Any, **_attributes: Any) -> str | None:
     return None if f"onednn_{x.dtype}" in target.features else f"oneDNN has no {x.dtype} on this CPU"
 
 
@@ -40,8 +37,6 @@ def pack(weight: Tensor) -> Tensor:
 
 def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, I], packed weight [O, I], bias [O] -> [T, O]"""
-    if weight.dtype == torch.uint8:
-        return int4.int4_linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
@@ -70,5 +65,4 @@ def find_features() -> frozenset[str]:
         "bf16": torch.ops.mkldnn._is_mkldnn_bf16_supported(),
         "fp16": torch.ops.mkldnn._is_mkldnn_fp16_supported(),
     }
-    found = frozenset(f"onednn_{dtype}" for dtype, is_supported in supported.items() if is_supported)
-    return found | {int4.FEATURE} if int4.is_supported() else found
+    return frozenset(f"onednn_{dtype}" for dtype, is_supported in supported.items() if is_supported)

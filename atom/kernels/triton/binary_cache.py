@@ -4,7 +4,7 @@ A copied folder needs no compiler.
 
     binaries = keep_in(Cache(Path("~/.cache/atom-run")))    # before the first kernel is launched
     ...                                                     # launch kernels
-    binaries.used()                                         # keys of kind "triton" that these kernels need
+    binaries.used()                                         # keys of kind "binaries" that these kernels need
     binaries.num_compiled                                   # 0: all of them were found
     binaries.print_warnings()                               # from now on, warnings go to stderr
 

@@ -1,0 +1,40 @@
+"""The backend `cpp`: CPU kernels in C++ of our own, for packed weights.
+
+Their numbers are unpacked in registers, so that few rows take as long as it takes to read the packed weight. Plain
+weights are left to torch. Where packed.cpp cannot be compiled, weights are unpacked while they load; a line says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from atom.graph import ops
+from atom.graph.ops import Op
+from atom.kernels.backend import Accepts, Backend, Kernel, on_device
+from atom.kernels.cpp.build import keep_library
+from atom.kernels.cpp.panels import (
+    accepts,
+    accepts_embedding,
+    pack_panels,
+    packed_type,
+    panel_embedding,
+    panel_grouped_linear,
+    panel_linear,
+)
+
+KINDS = ("scaled", "int4", "int8", "mxfp4", "nvfp4")
+
+
+def _kernel(op: Op, run: Callable[..., Any], accepts: Accepts, **options: Any) -> Kernel:
+    here = on_device("cpu", accepts, packed=KINDS)
+    return Kernel(op, "cpp", here, lambda _: run, packed_layout="panels", packed_type=packed_type, **options)
+
+
+KERNELS: tuple[Kernel, ...] = (
+    _kernel(ops.linear, panel_linear, accepts, trace=panel_linear),
+    _kernel(ops.grouped_linear, panel_grouped_linear, accepts),
+    _kernel(ops.embedding, panel_embedding, accepts_embedding, trace=panel_embedding),
+)
+
+BACKEND = Backend("cpp", KERNELS, layouts={"panels": pack_panels}, keep_binaries=keep_library)

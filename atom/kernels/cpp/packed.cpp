@@ -1,0 +1,329 @@
+// Linears and embeddings over packed weights, for any CPU.
+//
+// A weight [O, I] lies in panels of 16 rows, the lanes of a vector, and a panel in groups of columns that share a scale:
+// the scales of its rows, maybe their minima, then the numbers column by column, bytes of 16 rows, of one column or of an
+// even one (the lower halves) and the next. All is read once and in order. A number is value * scale + minimum, where an
+// int4's value is its bits less 8.
+//
+// e4m3 and e2m1 become float32 by their bits alone, 2^-120 and 2^-126 times their value: x and the scales are larger by
+// half of that each. Sums are in float32.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t ROWS = 16;         // of a panel
+constexpr int64_t FEW = 32;          // rows of x up to which numbers are unpacked in registers
+constexpr int64_t AT_ONCE = 1 << 20; // numbers that are unpacked at a time for more
+
+using Floats = float __attribute__((vector_size(64)));
+using Ints = int32_t __attribute__((vector_size(64)));
+using Halves = uint16_t __attribute__((vector_size(32)));
+using SignedHalves = int16_t __attribute__((vector_size(32)));
+using Bytes = uint8_t __attribute__((vector_size(16)));
+using SignedBytes = int8_t __attribute__((vector_size(16)));
+
+enum Kind : int64_t { INT4, INT8, FP8, FP4 }; // as kernels/cpp/panels.py numbers them
+
+constexpr bool is_pair(Kind kind) { return kind == INT4 || kind == FP4; }
+
+template <class V> V load(const void *from) {
+  V v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+// GCC makes several instructions of a conversion from bytes to 32 bits, where AVX512 has one.
+#ifdef __AVX512F__
+Ints widen(Bytes bytes) { return (Ints)_mm512_cvtepu8_epi32((__m128i)bytes); }
+Ints widen(SignedBytes bytes) { return (Ints)_mm512_cvtepi8_epi32((__m128i)bytes); }
+Ints widen(Halves halves) { return (Ints)_mm512_cvtepu16_epi32((__m256i)halves); }
+#else
+Ints widen(Bytes bytes) { return __builtin_convertvector(__builtin_convertvector(bytes, Halves), Ints); }
+Ints widen(SignedBytes bytes) { return __builtin_convertvector(__builtin_convertvector(bytes, SignedHalves), Ints); }
+Ints widen(Halves halves) { return __builtin_convertvector(halves, Ints); }
+#endif
+
+struct Layout {
+  Kind kind;
+  int64_t out, inner, group; // group: columns that share a scale
+  bool is_wide, has_minima;  // is_wide: scales and minima are float32, else bfloat16
+
+  int64_t num_panels() const { return (out + ROWS - 1) / ROWS; }
+  int64_t num_groups() const { return (inner + group - 1) / group; }
+  int64_t values_size() const { return ROWS * (is_pair(kind) ? inner / 2 : inner); }
+  int64_t scales_size() const { return ROWS * (is_wide ? 4 : 2); } // of a group
+  int64_t panel_size() const { return values_size() + num_groups() * scales_size() * (has_minima ? 2 : 1); }
+
+  /// What x and scales are multiplied by each, so that values are those of their format.
+  float half_power() const { return kind == FP8 ? 0x1p60f : kind == FP4 ? 0x1p63f : 1.0f; }
+
+  /// The next scales or minima.
+  Floats take(const uint8_t *&at) const {
+    const Floats scales = is_wide ? load<Floats>(at) : (Floats)(widen(load<Halves>(at)) << 16);
+    at += scales_size();
+    return scales;
+  }
+};
+
+/// The values of 16 rows in a column, or, of pairs, in two.
+template <Kind K> void decode(const uint8_t *from, Floats *values) {
+  if constexpr (K == INT8) {
+    values[0] = __builtin_convertvector(widen(load<SignedBytes>(from)), Floats);
+    return;
+  }
+  Ints n = widen(load<Bytes>(from));
+  if constexpr (K == INT4) {
+    values[0] = __builtin_convertvector(n & 15, Floats);
+    values[1] = __builtin_convertvector(n >> 4, Floats);
+  } else if constexpr (K == FP8) {
+    values[0] = (Floats)(((n & 0x80) << 24) | ((n & 0x7F) << 20));
+  } else {
+    values[0] = (Floats)(((n & 0x08) << 28) | ((n & 0x07) << 22));
+    values[1] = (Floats)(((n & 0x80) << 24) | ((n & 0x70) << 18));
+  }
+}
+
+/// y = panel x of M rows. x fp32[M, inner], sums fp32[M, groups] of x, y fp32[M, 16]
+template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *panel, const float *x, const float *sums, Floats *y) {
+  constexpr int PER_BYTE = is_pair(K) ? 2 : 1, CHAINS = M > 2 || is_pair(K) ? 1 : 2; // sums that do not wait for each other
+  constexpr int STEP = CHAINS * PER_BYTE;
+  const int64_t inner = layout.inner, num_groups = layout.num_groups();
+  const uint8_t *at = panel;
+  Floats total[M] = {};
+  for (int64_t g = 0; g < num_groups; ++g) {
+    const Floats scale = layout.take(at), minimum = layout.has_minima ? layout.take(at) : Floats{};
+    const int64_t end = std::min(inner, (g + 1) * layout.group);
+    int64_t i = g * layout.group;
+    Floats part[M][STEP] = {};
+    if constexpr (K == INT4)
+      for (int m = 0; m < M; ++m)
+        part[m][0] = Floats{} - 8 * sums[m * num_groups + g];
+    auto add = [&](int first, int64_t column) {
+      Floats values[PER_BYTE];
+      decode<K>(at, values);
+      at += ROWS;
+      for (int m = 0; m < M; ++m)
+        for (int n = 0; n < PER_BYTE; ++n)
+          part[m][first + n] += values[n] * x[m * inner + column + n];
+    };
+    for (; i + STEP <= end; i += STEP)
+#pragma GCC unroll 4
+      for (int chain = 0; chain < CHAINS; ++chain)
+        add(chain * PER_BYTE, i + chain * PER_BYTE);
+    for (; i < end; i += PER_BYTE)
+      add(0, i);
+    for (int m = 0; m < M; ++m) {
+      Floats sum = part[m][0];
+      for (int n = 1; n < STEP; ++n)
+        sum += part[m][n];
+      total[m] += sum * scale;
+    }
+    if (layout.has_minima)
+      for (int m = 0; m < M; ++m)
+        total[m] += minimum * sums[m * num_groups + g];
+  }
+  for (int m = 0; m < M; ++m)
+    y[m] = total[m];
+}
+
+template <Kind K> void multiply_rows(const Layout &layout, const uint8_t *panel, const float *x, const float *sums, int64_t rows, Floats *y) {
+  int64_t row = 0;
+  auto step = [&]<int M>() {
+    for (; row + M <= rows; row += M)
+      multiply<K, M>(layout, panel, x + row * layout.inner, sums + row * layout.num_groups(), y + row);
+  };
+  step.template operator()<8>();
+  step.template operator()<4>();
+  step.template operator()<2>();
+  step.template operator()<1>();
+}
+
+/// A panel's numbers, plain: y fp32[inner, 16]
+template <Kind K> void unpack(const Layout &layout, const uint8_t *panel, Floats *y) {
+  constexpr int PER_BYTE = is_pair(K) ? 2 : 1;
+  for (int64_t g = 0; g < layout.num_groups(); ++g) {
+    const Floats scale = layout.take(panel) * layout.half_power();
+    Floats minimum = layout.has_minima ? layout.take(panel) : Floats{};
+    if constexpr (K == INT4)
+      minimum -= 8 * scale;
+    const int64_t end = std::min(layout.inner, (g + 1) * layout.group);
+    for (int64_t i = g * layout.group; i < end; i += PER_BYTE) {
+      decode<K>(panel, y + i);
+      panel += ROWS;
+      for (int n = 0; n < PER_BYTE; ++n)
+        y[i + n] = y[i + n] * layout.half_power() * scale + minimum;
+    }
+  }
+}
+
+template <class F> void by_kind(Kind kind, const F &f) {
+  switch (kind) {
+  case INT4: return f.template operator()<INT4>();
+  case INT8: return f.template operator()<INT8>();
+  case FP8: return f.template operator()<FP8>();
+  case FP4: return f.template operator()<FP4>();
+  }
+}
+
+// Elements of float32, bfloat16 and float16, as float32 and back.
+
+float widen(float x) { return x; }
+float widen(uint16_t x) { return std::bit_cast<float>((uint32_t)x << 16); }
+float widen(_Float16 x) { return (float)x; }
+
+void narrow(float x, float &y) { y = x; }
+void narrow(float x, _Float16 &y) { y = (_Float16)x; }
+void narrow(float x, uint16_t &y) { // to the nearest, of two the even one
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  y = x != x ? 0x7FC0 : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+}
+
+void narrow(Floats x, float *y) { std::memcpy(y, &x, sizeof x); }
+void narrow(Floats x, uint16_t *y) {
+  const Ints bits = (Ints)x;
+  const Halves halves = __builtin_convertvector((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, Halves);
+  std::memcpy(y, &halves, sizeof halves);
+}
+void narrow(Floats x, _Float16 *y) {
+  for (int lane = 0; lane < ROWS; ++lane)
+    y[lane] = (_Float16)x[lane];
+}
+
+template <class F> void by_dtype(const Tensor &like, const F &f) {
+  switch (like.scalar_type()) {
+  case ScalarType::Float: return f.template operator()<float>();
+  case ScalarType::BFloat16: return f.template operator()<uint16_t>();
+  case ScalarType::Half: return f.template operator()<_Float16>();
+  default: STD_TORCH_CHECK(false, "panels are multiplied by float32, bfloat16 or float16");
+  }
+}
+
+template <class T> const T *elements(const Tensor &tensor) { return static_cast<const T *>(tensor.const_data_ptr()); }
+template <class T> T *elements(Tensor &tensor) { return static_cast<T *>(tensor.mutable_data_ptr()); }
+
+/// Multiply a few rows, whose numbers are unpacked in registers.
+template <class T> void multiply_few(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {
+  const int64_t inner = layout.inner, out = layout.out, num_groups = layout.num_groups();
+  std::vector<float> wide(rows * inner), sums(rows * num_groups);
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t g = 0; g < num_groups; ++g) {
+      float sum = 0;
+      for (int64_t i = row * inner + g * layout.group, end = row * inner + std::min(inner, (g + 1) * layout.group); i < end; ++i) {
+        const float each = widen(x[i]);
+        sum += each;
+        wide[i] = each * layout.half_power();
+      }
+      sums[row * num_groups + g] = sum;
+    }
+  torch::stable::parallel_for(0, layout.num_panels(), 1, [&](int64_t begin, int64_t end) {
+    std::vector<Floats> made(rows);
+    for (int64_t p = begin; p < end; ++p) {
+      const uint8_t *panel = panels + p * layout.panel_size();
+      by_kind(layout.kind, [&]<Kind K>() { multiply_rows<K>(layout, panel, wide.data(), sums.data(), rows, made.data()); });
+      const int64_t first = p * ROWS, count = std::min(ROWS, out - first);
+      for (int64_t row = 0; row < rows; ++row) {
+        const Floats numbers = made[row] * layout.half_power();
+        for (int64_t lane = 0; lane < count; ++lane)
+          narrow(numbers[lane] + (bias ? widen(bias[first + lane]) : 0.0f), y[row * out + first + lane]);
+      }
+    }
+  });
+}
+
+/// Multiply many rows by numbers that are unpacked first, some panels at a time.
+template <class T> void multiply_many(const Layout &layout, const uint8_t *panels, const Tensor &x, const std::optional<Tensor> &bias, Tensor &y) {
+  const int64_t at_once = std::clamp(AT_ONCE / (layout.inner * ROWS), int64_t{1}, layout.num_panels());
+  Tensor plain = torch::stable::new_empty(x, {layout.inner, at_once * ROWS});
+  for (int64_t first = 0; first < layout.num_panels(); first += at_once) {
+    const int64_t count = std::min(at_once, layout.num_panels() - first), width = at_once * ROWS;
+    T *numbers = elements<T>(plain);
+    torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      std::vector<Floats> made(layout.inner);
+      for (int64_t p = begin; p < end; ++p) {
+        const uint8_t *panel = panels + (first + p) * layout.panel_size();
+        by_kind(layout.kind, [&]<Kind K>() { unpack<K>(layout, panel, made.data()); });
+        for (int64_t i = 0; i < layout.inner; ++i)
+          narrow(made[i], numbers + i * width + p * ROWS);
+      }
+    });
+    const int64_t row = first * ROWS, rows = std::min(count * ROWS, layout.out - row);
+    Tensor weight = torch::stable::transpose(torch::stable::narrow(plain, 1, 0, rows), 0, 1);
+    std::optional<Tensor> part;
+    if (bias) {
+      Tensor whole = *bias;
+      part = torch::stable::narrow(whole, 0, row, rows);
+    }
+    std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(weight), torch::stable::detail::from(part)};
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+    Tensor target = torch::stable::narrow(y, 1, row, rows);
+    torch::stable::copy_(target, torch::stable::detail::to<Tensor>(stack[0]));
+  }
+}
+
+Layout layout_of(const std::vector<int64_t> &numbers, const Tensor &panels) {
+  const Layout layout{(Kind)numbers[0], numbers[1], numbers[2], numbers[3], numbers[4] != 0, numbers[5] != 0};
+  STD_TORCH_CHECK(panels.numel() == layout.num_panels() * layout.panel_size(), "a weight's panels have another size");
+  return layout;
+}
+
+/// x [T, I], bias [O] -> [T, O]
+Tensor linear(const Tensor &x, const Tensor &panels, const std::optional<Tensor> &bias, std::vector<int64_t> numbers) {
+  const Layout layout = layout_of(numbers, panels);
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == layout.inner && x.is_contiguous(), "x is [T, I], without gaps");
+  const int64_t rows = x.size(0);
+  Tensor y = torch::stable::new_empty(x, {rows, layout.out});
+  by_dtype(x, [&]<class T>() {
+    if (rows > FEW)
+      multiply_many<T>(layout, elements<uint8_t>(panels), x, bias, y);
+    else
+      multiply_few<T>(layout, elements<uint8_t>(panels), elements<T>(x), bias ? elements<T>(*bias) : nullptr, rows, elements<T>(y));
+  });
+  return y;
+}
+
+/// tokens i64[T] -> [T, H]
+Tensor embedding(const Tensor &tokens, const Tensor &panels, ScalarType dtype, std::vector<int64_t> numbers) {
+  const Layout layout = layout_of(numbers, panels);
+  const int64_t *rows = elements<int64_t>(tokens);
+  for (int64_t t = 0; t < tokens.numel(); ++t)
+    STD_TORCH_CHECK(rows[t] >= 0 && rows[t] < layout.out, "there is no token ", rows[t]);
+  Tensor y = torch::stable::new_empty(tokens, {tokens.numel(), layout.inner}, dtype);
+  by_dtype(y, [&]<class T>() {
+    T *made = elements<T>(y);
+    torch::stable::parallel_for(0, tokens.numel(), 16, [&](int64_t begin, int64_t end) {
+      std::vector<Floats> numbers(layout.inner);
+      for (int64_t t = begin; t < end; ++t) {
+        const uint8_t *panel = elements<uint8_t>(panels) + rows[t] / ROWS * layout.panel_size();
+        by_kind(layout.kind, [&]<Kind K>() { unpack<K>(layout, panel, numbers.data()); });
+        for (int64_t i = 0; i < layout.inner; ++i)
+          narrow(numbers[i][rows[t] % ROWS], made[t * layout.inner + i]);
+      }
+    });
+  });
+  return y;
+}
+
+} // namespace
+
+// `kernels/cpp/panels.py` defines them
+STABLE_TORCH_LIBRARY_IMPL(atom, CPU, library) {
+  library.impl("panel_linear", TORCH_BOX(&linear));
+  library.impl("panel_embedding", TORCH_BOX(&embedding));
+}

@@ -1,0 +1,241 @@
+"""Packed weights in panels of 16 rows, which packed.cpp multiplies by.
+
+    weight = pack_panels(packed)               # once: a LaidOut, one u8[panels, bytes of a panel]
+    y = panel_linear(x, weight, bias)          # [T, I] -> [T, O], summed in float32
+    h = panel_embedding(tokens, weight)        # i64[T] -> [T, H]
+
+Any format of blocks within a row, and fp8 in blocks of rows too. Scales and minima are bfloat16 where the model
+computes in that and their groups have few columns, else float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, library
+
+from atom.graph import TORCH_DTYPES
+from atom.graph.formats import block_of, parse_format
+from atom.graph.packed import LaidOut, PackedWeight
+from atom.graph.types import Type
+from atom.graph.unpack import FP4
+from atom.kernels.backend import Target
+from atom.kernels.cpp.build import load_library
+
+ROWS = 16  # of a panel
+KINDS = ("int4", "int8", "fp8", "fp4")  # as packed.cpp numbers them
+NARROW_GROUP = 64  # columns that share a scale, up to which it is a bfloat16
+AT_ONCE = 1 << 22  # bytes of panels that are made at a time
+
+
+class Panels(NamedTuple):
+    """A weight's layout, as packed.cpp takes it."""
+
+    kind: int  # of KINDS
+    out: int
+    inner: int
+    group: int  # columns that share a scale
+    is_wide: bool  # scales and minima are float32
+    has_minima: bool
+
+    @classmethod
+    def of(cls, weight: Type) -> Panels:
+        known, (out, inner) = parse_format(str(weight.fmt)), map(int, weight.shape[-2:])
+        group = block_of(weight)[-1]
+        is_wide = weight.dtype != "bf16" or group > NARROW_GROUP
+        has_minima = not known.parts.keys().isdisjoint(("zeros", "mins"))
+        return cls(KINDS.index(_kind_of(weight)), out, inner, group, is_wide, has_minima)
+
+    @property
+    def num_panels(self) -> int:
+        return -(-self.out // ROWS)
+
+    @property
+    def num_groups(self) -> int:
+        return -(-self.inner // self.group)
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether a byte has numbers of two columns."""
+        return KINDS[self.kind] in ("int4", "fp4")
+
+    @property
+    def size(self) -> int:
+        """Bytes of a panel."""
+        scales = self.num_groups * (4 if self.is_wide else 2) * (2 if self.has_minima else 1)
+        return ROWS * (self.inner // (2 if self.is_pair else 1) + scales)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [*map(int, self)]
+
+
+def _kind_of(weight: Type) -> str:
+    known = parse_format(str(weight.fmt))
+    if known.kind == "scaled":
+        return "fp8" if known.parts["values"].dtype == "fp8_e4m3" else "int8"
+    return known.kind if known.kind in KINDS else "fp4"
+
+
+def accepts(_target: Target, x: Type, weight: Type, *_types: Type | None) -> str | None:
+    return "takes rows in two dims" if len(x.shape) != 2 else _refusal(weight)
+
+
+def accepts_embedding(_target: Target, tokens: Type, weight: Type) -> str | None:
+    return "takes tokens in one dim" if len(tokens.shape) != 1 else _refusal(weight)
+
+
+def _refusal(weight: Type) -> str | None:
+    if weight.fmt is None:
+        return "its weight is plain"
+    known = parse_format(weight.fmt)
+    if known.has_order or (known.kind != "scaled" and known.block[0] != 1):
+        return f"its weight is stored as {weight.fmt}"
+    if int(weight.shape[-1]) % 2 and Panels.of(weight).is_pair:
+        return f"{weight.shape[-1]} columns are no pairs"
+    return None
+
+
+def packed_type(weight: Type) -> Type:
+    """The type of a weight's panels."""
+    panels = Panels.of(weight)
+    return Type("u8", (panels.num_panels, panels.size))
+
+
+def pack_panels(weight: PackedWeight) -> LaidOut:
+    """A weight [O, I], or [1, O, I], in panels; without the library it is unpacked."""
+    if not load_library():
+        return LaidOut(weight.type, weight.unpack().view(weight.shape[-2:]))
+    panels = Panels.of(weight.type)
+    numbers = weight.parts["values"].view(torch.uint8).view(panels.out, -1)
+    if weight.kind == "int8":
+        numbers = numbers ^ 0x80
+    scales, minima = _scales_of(weight, panels)
+    made = numbers.new_empty(panels.num_panels, panels.size)
+    bytes_of_group = panels.group // 2 if panels.is_pair else panels.group
+    missing = panels.num_groups * bytes_of_group - numbers.shape[1]  # of the last group
+    step = max(AT_ONCE // made.shape[1], 1)
+    for first in range(0, len(made), step):
+        rows = slice(first * ROWS, (first + step) * ROWS)
+        columns = _turned(F.pad(numbers[rows], (0, missing)))
+        groups = [_turned(each[rows]).view(torch.uint8) for each in (scales, minima) if each is not None]
+        whole = torch.cat([*groups, columns.view(len(columns), panels.num_groups, -1)], 2)
+        made[first : first + step] = whole.flatten(1)[:, : panels.size]
+    return LaidOut(weight.type, made)
+
+
+def _turned(rows: Tensor) -> Tensor:
+    """[R, C] -> [R / 16, C, 16], with rows of zeros behind the last"""
+    return F.pad(rows, (0, 0, 0, -len(rows) % ROWS)).view(-1, ROWS, rows.shape[1]).transpose(1, 2).contiguous()
+
+
+def _scales_of(weight: PackedWeight, panels: Panels) -> tuple[Tensor, Tensor | None]:
+    """The scales [O, groups] and, where there are some, minima of a weight's groups, as a panel has them."""
+    parts, dtype = weight.parts, torch.float32 if panels.is_wide else torch.bfloat16
+    scales = parts["scales"]
+    if weight.kind == "mxfp4":
+        scales = torch.exp2(scales.float() - 127)
+    scales = scales.float().view(-1, panels.num_groups)
+    if weight.kind == "nvfp4":
+        factor = parts["factor"] if "factor" in parts else parts["divisor"].reciprocal()
+        scales = scales * factor.float().view(-1, 1)
+    if len(scales) < panels.out:
+        scales = scales.repeat_interleave(block_of(weight.type)[-2], 0)[: panels.out]
+    if not panels.has_minima:
+        return scales.to(dtype), None
+    middle = 8 if panels.is_pair else 128
+    if "zeros" in parts:
+        minima = (middle - parts["zeros"].float().view_as(scales)) * scales
+    else:
+        minima = parts["mins"].float().view_as(scales) + middle * scales
+    return scales.to(dtype), minima.to(dtype)
+
+
+# The ops without the library: in a process that only checks compiled code, and where it cannot be compiled.
+
+
+def _unpack(panels: Tensor, layout: Sequence[int]) -> Tensor:
+    """Panels as fp32[O, I]"""
+    if panels.dtype != torch.uint8:
+        return panels
+    kind, out, inner, group, is_wide, has_minima = layout
+    is_pair, num_panels, num_groups = KINDS[kind] in ("int4", "fp4"), len(panels), -(-inner // group)
+    scales_size = ROWS * (4 if is_wide else 2)
+    first = scales_size * (2 if has_minima else 1)
+    size = first + ROWS * (group // 2 if is_pair else group)  # of a group
+    groups = F.pad(panels, (0, num_groups * size - panels.shape[1])).view(num_panels, num_groups, size)
+    dtype = torch.float32 if is_wide else torch.bfloat16
+    scales = groups[..., :scales_size].contiguous().view(dtype).float().unsqueeze(2)
+    stored = groups[..., first:].view(num_panels, num_groups, -1, ROWS)
+    if is_pair:
+        stored = torch.stack((stored & 15, stored >> 4), 3).flatten(2, 3)
+    match KINDS[kind]:
+        case "int4":
+            values = stored.float() - 8
+        case "int8":
+            values = stored.contiguous().view(torch.int8).float()
+        case "fp8":
+            values = stored.contiguous().view(torch.float8_e4m3fn).float()
+        case _:
+            values = torch.tensor(FP4)[stored.int()]
+    values = values * scales
+    if has_minima:
+        values += groups[..., scales_size:first].contiguous().view(dtype).float().unsqueeze(2)
+    return values.permute(0, 3, 1, 2).flatten(2).flatten(0, 1)[:out, :inner]
+
+
+def _linear(x: Tensor, panels: Tensor, bias: Tensor | None, layout: Sequence[int]) -> Tensor:
+    return F.linear(x, _unpack(panels, layout).to(x.dtype), bias)
+
+
+def _embedding(tokens: Tensor, panels: Tensor, dtype: torch.dtype, layout: Sequence[int]) -> Tensor:
+    return F.embedding(tokens, _unpack(panels, layout).to(dtype))
+
+
+LIBRARY = library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY.define("panel_linear(Tensor x, Tensor panels, Tensor? bias, int[] layout) -> Tensor")  # type: ignore[no-untyped-call]
+LIBRARY.define("panel_embedding(Tensor tokens, Tensor panels, ScalarType dtype, int[] layout) -> Tensor")  # type: ignore[no-untyped-call]
+
+
+LIBRARY.impl("panel_linear", _linear, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+LIBRARY.impl("panel_embedding", _embedding, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+@library.register_fake("atom::panel_linear", lib=LIBRARY)  # type: ignore[untyped-decorator]
+def _linear_shape(x: Tensor, panels: Tensor, bias: Tensor | None, layout: Sequence[int]) -> Tensor:
+    return x.new_empty(x.shape[0], layout[1])
+
+
+@library.register_fake("atom::panel_embedding", lib=LIBRARY)  # type: ignore[untyped-decorator]
+def _embedding_shape(tokens: Tensor, panels: Tensor, dtype: torch.dtype, layout: Sequence[int]) -> Tensor:
+    return tokens.new_empty(tokens.shape[0], layout[2], dtype=dtype)
+
+
+@cache
+def _numbers_of(weight: Type) -> list[int]:
+    return Panels.of(weight).numbers
+
+
+def panel_linear(x: Tensor, weight: LaidOut, bias: Tensor | None = None) -> Tensor:
+    """x [T, I], weight [O, I], bias [O] -> [T, O]"""
+    return torch.ops.atom.panel_linear(x.contiguous(), weight.tensor, bias, _numbers_of(weight.type))  # type: ignore[no-any-return]
+
+
+def panel_embedding(tokens: Tensor, weight: LaidOut) -> Tensor:
+    """tokens i64[T], weight [V, H] -> [T, H]"""
+    dtype = TORCH_DTYPES[weight.type.dtype]
+    return torch.ops.atom.panel_embedding(tokens, weight.tensor, dtype, _numbers_of(weight.type))  # type: ignore[no-any-return]
+
+
+def panel_grouped_linear(x: Tensor, weight: Sequence[LaidOut], ends: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [P, I], E weights [1, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is not read"""
+    out = x.new_empty(len(x), int(weight[0].type.shape[-2]))
+    for expert, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
+        if first < last:
+            out[first:last] = panel_linear(x[first:last], weight[expert], None if bias is None else bias[expert])
+    return out

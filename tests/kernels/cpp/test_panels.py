@@ -1,0 +1,225 @@
+"""Products and rows of weights in panels, against those of the weight unpacked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from kernels.checks import relative_error
+
+from atom.cache import Cache
+from atom.graph import LaidOut, PackedWeight, Type, ops, parse
+from atom.graph.unpack import unpack
+from atom.kernels import Target, find_kernel, shuffle
+from atom.kernels.backend import LoadContext
+from atom.kernels.cpp import build, panels
+from atom.kernels.registry import tensor_type
+from atom.weights.quantize import quantize
+
+CPU = Target("cpu")
+FORMATS = [
+    "q4_0", "q4_1", "q8_0", "int8[1, *]", "int4[1, 32]", "int4[1, 96]", "int4[1, *]", "awq_int4[1, 64]",
+    "ct_packed_int4z[1, 32]", "ct_packed_int8[1, 32]", "gptq_v2_int8[1, 96]", "fp8[1, *]", "ct_fp8[*, *]",
+    "fp8[128, 128]", "fp8[24, 40]", "int8[16, 16]", "mxfp4", "ct_nvfp4", "modelopt_nvfp4",
+]  # fmt: skip
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def draw(fmt: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> PackedWeight:
+    """A random packed weight, with zero points and minima that differ from block to block."""
+    parts = quantize(fmt, torch.randn(shape) * 0.05)
+    if "zeros" in parts:
+        parts["zeros"].random_(0, 16 if "int4" in fmt else 256)
+    if "mins" in parts:
+        parts["mins"].normal_(0, 0.1)
+    return PackedWeight(Type(NAMES[dtype], shape, fmt), parts)
+
+
+def run(op: ops.Op, *args: object) -> torch.Tensor:
+    made: torch.Tensor = find_kernel(op, "cpp").load(LoadContext())(*args)
+    return made
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_products_are_those_of_the_weight_unpacked(fmt: str, dtype: torch.dtype):
+    weight, bias = draw(fmt, 200, 192, dtype=dtype), torch.randn(200).to(dtype)  # 12 panels and a half
+    assert find_kernel(ops.linear, "cpp").accepts(CPU, Type(NAMES[dtype], ("T", 192)), weight.type) is None
+    laid_out, dense = shuffle(weight, "panels"), unpack(fmt, weight.parts).float()
+    for rows in (1, 2, 3, 7, 15, 32, 33, 70):
+        x = torch.randn(rows, 192).to(dtype)
+        assert relative_error(run(ops.linear, x, laid_out, bias), x.float() @ dense.T + bias.float()) < BOUNDS[dtype]
+        assert relative_error(run(ops.linear, x, laid_out), x.float() @ dense.T) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("columns", [2, 6, 34, 130])
+def test_columns_need_not_fill_a_block_or_a_vector(columns: int):
+    for fmt in ("fp8[1, *]", "fp8[32, 32]", "int8[1, *]", "int4[1, *]"):
+        weight = draw(fmt, 17, columns, dtype=torch.float32)
+        laid_out, x = shuffle(weight, "panels"), torch.randn(5, columns)
+        assert relative_error(run(ops.linear, x, laid_out), x @ unpack(fmt, weight.parts).T) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_rows_are_those_of_the_weight_unpacked(fmt: str, dtype: torch.dtype):
+    weight = draw(fmt, 200, 192, dtype=dtype)
+    laid_out, dense = shuffle(weight, "panels"), unpack(fmt, weight.parts).float()
+    for tokens in ([], [0], [199, 5, 5, 16, 15], list(range(40))):
+        made = run(ops.embedding, torch.tensor(tokens, dtype=torch.int64), laid_out)
+        assert made.dtype == dtype and made.shape == (len(tokens), 192)
+        assert not tokens or relative_error(made, dense[tokens]) < BOUNDS[dtype]
+
+
+def test_a_token_that_the_vocabulary_has_not_is_refused():
+    laid_out = shuffle(draw("q8_0", 33, 32), "panels")
+    for token in (-1, 33):
+        with pytest.raises(RuntimeError, match=f"there is no token {token}"):
+            run(ops.embedding, torch.tensor([token]), laid_out)
+
+
+def test_no_rows_give_no_rows():
+    assert run(ops.linear, torch.empty(0, 32), shuffle(draw("q8_0", 33, 32, dtype=torch.float32), "panels")).shape == (
+        0,
+        33,
+    )
+
+
+def test_a_weight_of_many_panels_is_unpacked_in_parts():
+    weight = draw("q8_0", 2056, 768)
+    x, laid_out, bias = torch.randn(100, 768).bfloat16(), shuffle(weight, "panels"), torch.randn(2056).bfloat16()
+    truth = x.float() @ unpack("q8_0", weight.parts).T + bias.float()
+    assert relative_error(run(ops.linear, x, laid_out, bias), truth) < 5e-3
+
+
+def test_x_may_be_a_view_with_gaps():
+    weight = draw("int8[1, *]", 48, 64, dtype=torch.float32)
+    x = torch.randn(5, 200)[:, 3:67]
+    laid_out = shuffle(weight, "panels")
+    assert relative_error(run(ops.linear, x, laid_out), x @ unpack("int8[1, *]", weight.parts).T) < 2e-6
+
+
+def test_what_is_infinite_stays_so():
+    laid_out = shuffle(draw("q8_0", 16, 32), "panels")
+    x = torch.full((1, 32), float("nan")).bfloat16()
+    assert run(ops.linear, x, laid_out).isnan().all()
+
+
+@pytest.mark.parametrize("fmt", ["q4_1", "fp8[128, 128]", "mxfp4"])
+def test_experts_are_packed_one_by_one(fmt: str):
+    weight, kernel = draw(fmt, 3, 40, 96), find_kernel(ops.grouped_linear, "cpp")
+    assert kernel.accepts(CPU, Type("bf16", ("P", 96)), weight.type, Type("i64", (3,))) is None
+    experts = [
+        PackedWeight(Type("bf16", (1, 40, 96), fmt), {name: part[at : at + 1] for name, part in weight.parts.items()})
+        for at in range(3)
+    ]
+    x, ends, bias = torch.randn(9, 96).bfloat16(), torch.tensor([2, 2, 9]), torch.randn(3, 40).bfloat16()
+    y = run(ops.grouped_linear, x, [shuffle(expert, "panels") for expert in experts], ends, bias)
+    truth = ops.grouped_linear.body(x.float(), unpack(fmt, weight.parts), ends, bias.float())
+    assert relative_error(y, truth) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "reason"),
+    [
+        (Type("bf16", ("T", 64)), Type("bf16", (64, 64)), "its weight is plain"),
+        (Type("bf16", ("T", 64)), Type("bf16", (64, 64), "gptq_int4_ordered[1, 32]"), "is stored as gptq"),
+        (Type("bf16", ("T", 2, 64)), Type("bf16", (64, 64), "q4_1"), "takes rows in two dims"),
+    ],
+)
+def test_what_it_does_not_take_has_a_reason(x: Type, weight: Type, reason: str):
+    assert reason in str(find_kernel(ops.linear, "cpp").accepts(CPU, x, weight))
+
+
+def test_a_piece_has_such_calls_within():
+    text = (
+        'def piece(x0: i64[A], w0: bf16[100, 64, "q8_0"], w1: bf16[64], w2: bf16[128, 64, "q4_1"]):\n'
+        "    x = cpp.embedding(x0, w0)\n"
+        "    h = inductor.rms_norm(x, w1, eps=1e-05)\n"
+        "    y = cpp.linear(h, w2)\n"
+        "    return y\n"
+    )
+    assert tensor_type(parse(text, "piece").programs["piece"].inputs[3]) == Type("u8", (8, 16 * 40))
+    code = "import sys; from atom.pieces.compilers import compile_piece; print(*compile_piece(sys.argv[1]))"
+    made = subprocess.run([sys.executable, "-c", code, text], capture_output=True, text=True, timeout=200)
+    assert "piece.so" in made.stdout.split(), made.stderr
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_what_checks_compiled_code_computes_the_same(fmt: str):
+    """A process that compiles pieces need not have the library."""
+    weight = draw(fmt, 40, 192, dtype=torch.float32)
+    laid_out, x = shuffle(weight, "panels"), torch.randn(3, 192)
+    assert isinstance(laid_out, LaidOut)
+    numbers = panels.Panels.of(weight.type).numbers
+    assert relative_error(panels._linear(x, laid_out.tensor, None, numbers), run(ops.linear, x, laid_out)) < 2e-6
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build._Process, "is_loaded", None)
+    monkeypatch.setattr(build._Process, "cache", None)
+    monkeypatch.setattr("torch.ops.load_library", lambda _: None)  # which takes the same ops once
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_the_library_is_compiled_once_for_a_cache_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    with build.keep_library(Cache(tmp_path)):
+        assert build.load_library()
+    assert "compiling packed.cpp" in capsys.readouterr().err
+    monkeypatch.setattr(build._Process, "is_loaded", None)
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    assert build.load_library()
+    assert not capsys.readouterr().err
+    (entry,) = Cache(tmp_path).entries("binaries")
+    assert entry.about["name"] == "packed.so"
+
+
+ALONE = """
+import torch
+from atom.graph import PackedWeight, Type, ops
+from atom.graph.unpack import unpack
+from atom.kernels import find_kernel, shuffle
+from atom.kernels.backend import LoadContext
+from atom.weights.quantize import quantize
+
+weight = PackedWeight(Type("fp32", (40, 64), "q8_0"), quantize("q8_0", torch.randn(40, 64)))
+laid_out, dense, x = shuffle(weight, "panels"), unpack("q8_0", weight.parts), torch.randn(3, 64)
+linear, embedding = (find_kernel(op, "cpp").load(LoadContext()) for op in (ops.linear, ops.embedding))
+assert torch.allclose(linear(x, laid_out), x @ dense.T, atol=1e-5)
+assert torch.equal(embedding(torch.tensor([39, 0]), laid_out), dense[[39, 0]])
+"""
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("", "there is no C++ compiler; install g++"),
+        ("#!/bin/sh\necho 'x.cpp:1: error: no such instruction' >&2\nexit 1\n", "x.cpp:1: error: no such instruction"),
+    ],
+    ids=["none", "broken"],
+)
+def test_without_a_compiler_weights_are_unpacked_and_a_line_says_so(compiler: str, reason: str, tmp_path: Path):
+    if compiler:
+        (tmp_path / "g++").write_text(compiler)
+        (tmp_path / "g++").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:/nowhere"}
+    ended = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    line = f"atom-run: packed.cpp cannot be compiled: {reason}; until then packed weights are unpacked"
+    assert line in ended.stderr.splitlines()

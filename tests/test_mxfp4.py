@@ -152,7 +152,8 @@ def test_scales_that_are_missing_are_named(checkpoint: Path):
 
 def test_the_text_marks_what_is_stored_packed_and_the_lowered_one_what_is_unpacked(checkpoint: Path):
     config = load([f"checkpoint={checkpoint}"])
-    text, lowered = show(semantic_graph(config)), show(compile_graph(config))
+    unpacked = load([f"checkpoint={checkpoint}", "level=0"])
+    text, lowered = show(semantic_graph(config)), show(compile_graph(unpacked))
     stored = f'W("model.layers.0.mlp.experts.gate_up_proj", bf16[{EXPERTS}, 192, 64], fmt="mxfp4")'
     joined = f"cat([slice({stored}, 0, 192, dim=1, step=2), slice({stored}, 1, 192, dim=1, step=2)], dim=1)"
     assert joined in text and "dequantize" not in text

@@ -29,7 +29,7 @@ from atom.compiler.saved_graph import check_runnable, read_saved
 from atom.config import Config
 from atom.errors import ArtifactError, PassError, UnsupportedError
 from atom.graph import Graph
-from atom.kernels import Target, find_piece_compiler, find_target, keep_binaries
+from atom.kernels import Target, build_kernels, find_piece_compiler, find_target, keep_binaries
 from atom.passes import PassReport, lower
 from atom.pieces import Piece, PieceCode, PieceError, compile_pieces, find_pieces, identity
 
@@ -88,14 +88,15 @@ def compile_model(
     assert config.cache is not None, "config.load resolves it"
     cache = cache or Cache(Path(config.cache))
     with keep_binaries(config.device, cache):
-        if level_of(config) >= 2:
-            if compiled := _compile_with_pieces(config, progress, cache, check):
-                return compiled
-            config = replace(config, level=1)
-        graph = compile_graph(config)
-        check(graph)
-        report = Report("", False, "pieces begin at level 2", 0, 0, 0, {})
-        return Compiled(graph, {}, report, level_of(config))
+        compiled = _compile_with_pieces(config, progress, cache, check) if level_of(config) >= 2 else None
+        if compiled is None:
+            config = replace(config, level=min(level_of(config), 1))
+            graph = compile_graph(config)
+            check(graph)
+            report = Report("", False, "pieces begin at level 2", 0, 0, 0, {})
+            compiled = Compiled(graph, {}, report, level_of(config))
+        build_kernels(compiled.graph)
+        return compiled
 
 
 def _compile_with_pieces(

@@ -403,6 +403,8 @@ def held_by_format(recipe: Recipe) -> Counter[str]:
         return Counter({fmt: num_experts * size for fmt, size in held_by_format(recipe.part).items()})
     if isinstance(recipe, Cat):
         return sum(map(held_by_format, recipe.parts), Counter())
+    if isinstance(recipe, Shuffle):
+        return held_by_format(recipe.part)
     leaf = next(leaves(recipe), recipe)
     fmt = recipe.fmt if isinstance(recipe, Quantize) else leaf.type.fmt
     return Counter({fmt or leaf.type.dtype: recipe.type.num_bytes})

@@ -241,7 +241,7 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
         stored, held = size["stored_bytes"], size["held_bytes"]
         then = f", of which {_size(held)} stay so" if held < stored else ""
         if fmt not in BITS and held > stored:
-            then = f", unpacked to {_size(held)}"
+            then = f", {_size(held)} in memory"
         yield f"  {fmt}", f"{_size(stored)}{then}" if stored else f"{_size(held)}, packed while they load"
     for name in result["left_out"]:
         yield "left out", f"{name}, stored behind the last layer to predict further tokens"

@@ -7,6 +7,7 @@ attend = kernel.load(LoadContext())
 from atom.kernels.backend import Backend, Kernel, LoadContext, PieceCode, PieceCompiler, Target, Tuner
 from atom.kernels.registry import (
     backends_of,
+    build_kernels,
     candidates,
     compile_launches,
     find_backend,
@@ -22,7 +23,25 @@ from atom.kernels.registry import (
 )  # fmt: skip
 
 __all__ = [
-    "Backend", "Kernel", "LoadContext", "PieceCode", "PieceCompiler", "Target", "Tuner", "backends_of", "candidates",
-    "compile_launches", "find_backend", "find_kernel", "find_piece_compiler", "find_step_kernels", "find_target",
-    "find_tuner", "find_versions", "highest_level", "keep_binaries", "shuffle",
+    "Backend",
+    "Kernel",
+    "LoadContext",
+    "PieceCode",
+    "PieceCompiler",
+    "Target",
+    "Tuner",
+    "backends_of",
+    "build_kernels",
+    "candidates",
+    "compile_launches",
+    "find_backend",
+    "find_kernel",
+    "find_piece_compiler",
+    "find_step_kernels",
+    "find_target",
+    "find_tuner",
+    "find_versions",
+    "highest_level",
+    "keep_binaries",
+    "shuffle",
 ]  # fmt: skip

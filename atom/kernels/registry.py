@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from atom.cache import Cache
+    from atom.graph import Graph
     from atom.kernels.step import StepKernels
 
 # modules beside this one, by device and level; pieces begin at level 2, and level 3 is its text in CUDA graphs
 ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
-    "cpu": (("reference",), ("torch", "cpp", "reference"), ("inductor", "torch", "cpp", "reference")),
+    "cpu": (("reference",), ("cpp", "torch", "reference"), ("inductor", "cpp", "torch", "reference")),
     "cuda": (
         ("reference",),
         ("triton", "reference"),
@@ -77,6 +78,14 @@ def find_kernel(op: Op, backend: str) -> Kernel:
     for kernel in candidates(op, (find_backend(backend),)):
         return kernel
     raise UnsupportedError(f"there is no kernel {backend}.{op.name}")
+
+
+def build_kernels(graph: Graph) -> None:
+    """Compile what a graph's kernels need beside pieces, unless the cache folder has it."""
+    nodes = [node for program in graph.programs.values() for node in program.nodes]
+    for op, backend in dict.fromkeys((node.target, node.meta.get("kernel", "reference")) for node in nodes):
+        if (build := find_kernel(op, backend).build) is not None:
+            build()
 
 
 def find_target(device: str) -> Target:

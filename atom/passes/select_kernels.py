@@ -66,8 +66,7 @@ def _choose(kernel: Kernel, node: Node) -> None:
 
 def _layout(kernel: Kernel, node: Node) -> str | None:
     """The layout that a kernel wants of a call's weight."""
-    has_layouts = kernel.layout is not None or kernel.packed_layout is not None
-    return kernel.layout_of(type_of(node.args[kernel.op.weight])) if has_layouts else None
+    return kernel.layout_of(type_of(node.args[kernel.op.weight])) if kernel.has_layouts else None
 
 
 def _readers(graph: Graph) -> dict[Any, list[Node]]:

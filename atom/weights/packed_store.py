@@ -143,6 +143,9 @@ class _Beside(Checkpoint):
     def read_part(self, name: str, index: int, count: int) -> memoryview:
         return self._of(name).read_part(name, index, count)
 
+    def read_blocks(self, name: str) -> memoryview:
+        return self._of(name).read_blocks(name)
+
     def locate(self, name: str) -> FileRange | None:
         return self._of(name).locate(name)
 

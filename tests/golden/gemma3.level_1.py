@@ -9,8 +9,8 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     q_1 = reference.split_heads(q, heads=4)    # bf16[T, 4, 16]
     k_1 = reference.split_heads(k, heads=2)    # bf16[T, 2, 16]
     v_1 = reference.split_heads(v, heads=2)    # bf16[T, 2, 16]
-    q_3 = torch.norm_rope_write(q_1, k_1, v_1, cos, sin, shift(W("model.layers.0.self_attn.q_norm.weight", fp32[16]), 1.0), shift(W("model.layers.0.self_attn.k_norm.weight", fp32[16]), 1.0), KV("model.layers.0", bf16[2, 2, 16], window=10), batch, eps=1e-06)    # bf16[T, 4, 16]
-    a = torch.paged_attention(q_3, KV("model.layers.0", bf16[2, 2, 16], window=10), batch, scale=0.2041241452319315, window=10)    # bf16[T, 4, 16]
+    q_3 = cpp.norm_rope_write(q_1, k_1, v_1, cos, sin, shift(W("model.layers.0.self_attn.q_norm.weight", fp32[16]), 1.0), shift(W("model.layers.0.self_attn.k_norm.weight", fp32[16]), 1.0), KV("model.layers.0", bf16[2, 2, 16], window=10), batch, eps=1e-06)    # bf16[T, 4, 16]
+    a = cpp.paged_attention(q_3, KV("model.layers.0", bf16[2, 2, 16], window=10), batch, scale=0.2041241452319315, window=10)    # bf16[T, 4, 16]
     a_1 = reference.merge_heads(a)    # bf16[T, 64]
     o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[T, 48]
     a_2 = torch.rms_norm(o, shift(W("model.layers.0.post_attention_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[T, 48]
@@ -25,8 +25,8 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     q_5 = reference.split_heads(q_4, heads=4)    # bf16[T, 4, 16]
     k_5 = reference.split_heads(k_4, heads=2)    # bf16[T, 2, 16]
     v_3 = reference.split_heads(v_2, heads=2)    # bf16[T, 2, 16]
-    q_7 = torch.norm_rope_write(q_5, k_5, v_3, cos_1, sin_1, shift(W("model.layers.1.self_attn.q_norm.weight", fp32[16]), 1.0), shift(W("model.layers.1.self_attn.k_norm.weight", fp32[16]), 1.0), KV("model.layers.1", bf16[2, 2, 16]), batch, eps=1e-06)    # bf16[T, 4, 16]
-    a_3 = torch.paged_attention(q_7, KV("model.layers.1", bf16[2, 2, 16]), batch, scale=0.2041241452319315)    # bf16[T, 4, 16]
+    q_7 = cpp.norm_rope_write(q_5, k_5, v_3, cos_1, sin_1, shift(W("model.layers.1.self_attn.q_norm.weight", fp32[16]), 1.0), shift(W("model.layers.1.self_attn.k_norm.weight", fp32[16]), 1.0), KV("model.layers.1", bf16[2, 2, 16]), batch, eps=1e-06)    # bf16[T, 4, 16]
+    a_3 = cpp.paged_attention(q_7, KV("model.layers.1", bf16[2, 2, 16]), batch, scale=0.2041241452319315)    # bf16[T, 4, 16]
     return x_3, a_3
 
 def head(x_3: bf16[R, 48], a_3: bf16[R, 4, 16]):

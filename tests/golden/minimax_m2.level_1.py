@@ -9,8 +9,8 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     q_2 = reference.split_heads(q_1, heads=4)    # bf16[T, 4, 16]
     k_2 = reference.split_heads(k_1, heads=2)    # bf16[T, 2, 16]
     v_1 = reference.split_heads(v, heads=2)    # bf16[T, 2, 16]
-    q_3 = torch.norm_rope_write(q_2, k_2, v_1, cos, sin, None, None, KV("model.layers.0", bf16[2, 2, 16]), batch)    # bf16[T, 4, 16]
-    a = torch.paged_attention(q_3, KV("model.layers.0", bf16[2, 2, 16]), batch, scale=0.25)    # bf16[T, 4, 16]
+    q_3 = cpp.norm_rope_write(q_2, k_2, v_1, cos, sin, None, None, KV("model.layers.0", bf16[2, 2, 16]), batch)    # bf16[T, 4, 16]
+    a = cpp.paged_attention(q_3, KV("model.layers.0", bf16[2, 2, 16]), batch, scale=0.25)    # bf16[T, 4, 16]
     a_1 = reference.merge_heads(a)    # bf16[T, 64]
     o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[T, 48]
     h_1, x_1 = torch.add_rms_norm(x, o, W("model.layers.0.post_attention_layernorm.weight", bf16[48]), eps=1e-06)    # bf16[T, 48], bf16[T, 48]
@@ -28,8 +28,8 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     q_6 = reference.split_heads(q_5, heads=4)    # bf16[T, 4, 16]
     k_6 = reference.split_heads(k_5, heads=2)    # bf16[T, 2, 16]
     v_3 = reference.split_heads(v_2, heads=2)    # bf16[T, 2, 16]
-    q_7 = torch.norm_rope_write(q_6, k_6, v_3, cos, sin, None, None, KV("model.layers.1", bf16[2, 2, 16]), batch)    # bf16[T, 4, 16]
-    a_2 = torch.paged_attention(q_7, KV("model.layers.1", bf16[2, 2, 16]), batch, scale=0.25)    # bf16[T, 4, 16]
+    q_7 = cpp.norm_rope_write(q_6, k_6, v_3, cos, sin, None, None, KV("model.layers.1", bf16[2, 2, 16]), batch)    # bf16[T, 4, 16]
+    a_2 = cpp.paged_attention(q_7, KV("model.layers.1", bf16[2, 2, 16]), batch, scale=0.25)    # bf16[T, 4, 16]
     return x_2, a_2
 
 def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 16]):

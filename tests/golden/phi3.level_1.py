@@ -7,8 +7,8 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     q_1 = reference.split_heads(q, heads=4)    # bf16[T, 4, 12]
     k_1 = reference.split_heads(k, heads=2)    # bf16[T, 2, 12]
     v_1 = reference.split_heads(v, heads=2)    # bf16[T, 2, 12]
-    q_2 = torch.norm_rope_write(q_1, k_1, v_1, cos, sin, None, None, KV("model.layers.0", bf16[2, 2, 12]), batch)    # bf16[T, 4, 12]
-    a = torch.paged_attention(q_2, KV("model.layers.0", bf16[2, 2, 12]), batch, scale=0.28867513459481287)    # bf16[T, 4, 12]
+    q_2 = cpp.norm_rope_write(q_1, k_1, v_1, cos, sin, None, None, KV("model.layers.0", bf16[2, 2, 12]), batch)    # bf16[T, 4, 12]
+    a = cpp.paged_attention(q_2, KV("model.layers.0", bf16[2, 2, 12]), batch, scale=0.28867513459481287)    # bf16[T, 4, 12]
     a_1 = reference.merge_heads(a)    # bf16[T, 48]
     o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 48]), "onednn"))    # bf16[T, 48]
     h_1, x_1 = torch.add_rms_norm(x, o, W("model.layers.0.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48], bf16[T, 48]
@@ -21,8 +21,8 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     q_4 = reference.split_heads(q_3, heads=4)    # bf16[T, 4, 12]
     k_4 = reference.split_heads(k_3, heads=2)    # bf16[T, 2, 12]
     v_3 = reference.split_heads(v_2, heads=2)    # bf16[T, 2, 12]
-    q_5 = torch.norm_rope_write(q_4, k_4, v_3, cos, sin, None, None, KV("model.layers.1", bf16[2, 2, 12]), batch)    # bf16[T, 4, 12]
-    a_2 = torch.paged_attention(q_5, KV("model.layers.1", bf16[2, 2, 12]), batch, scale=0.28867513459481287)    # bf16[T, 4, 12]
+    q_5 = cpp.norm_rope_write(q_4, k_4, v_3, cos, sin, None, None, KV("model.layers.1", bf16[2, 2, 12]), batch)    # bf16[T, 4, 12]
+    a_2 = cpp.paged_attention(q_5, KV("model.layers.1", bf16[2, 2, 12]), batch, scale=0.28867513459481287)    # bf16[T, 4, 12]
     return x_2, a_2
 
 def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 12]):

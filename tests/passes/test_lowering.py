@@ -207,7 +207,7 @@ def test_a_program_beside_body_and_head_is_lowered_as_they_are(level: int):
     draft = graph.programs["draft"]
     assert [str(node.meta["type"]) for node in draft.inputs] == ["i64[T]", "fp32[T, 8]", "Batch"]
     chosen = {call.target.name: call.meta["kernel"] for call in draft.nodes}
-    assert chosen["norm_rope_write"] == chosen["paged_attention"] == ("torch" if level else "reference")
+    assert chosen["norm_rope_write"] == chosen["paged_attention"] == ("cpp" if level else "reference")
     pieces = [find_pieces(program) for program in graph.programs.values()]
     assert [len(found) for found in pieces] == ([1, 1, 1] if level == 2 else [0, 0, 0])
     assert not any("Batch" in piece.text for found in pieces for piece in found)

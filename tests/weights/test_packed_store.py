@@ -7,14 +7,16 @@ import os
 import time
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
+from checkpoint.test_gguf import layer_tensors, write
 from safetensors.torch import save_file
 
 from atom import weights
 from atom.cache import Cache
 from atom.checkpoint import SILENT, Checkpoint, open_checkpoint
-from atom.graph import Cat, LaidOut, PackedWeight, Quantize, Recipe, Regroup, Shuffle, Stack, Type, W
+from atom.graph import Cat, Dequantize, LaidOut, PackedWeight, Quantize, Recipe, Regroup, Shuffle, Stack, Type, W
 from atom.weights.stream import StreamedSource
 
 UP, GATE = (Quantize(W(name, Type("bf16", (40, 64))), "fp8[32, 32]") for name in ("up", "gate"))
@@ -112,6 +114,26 @@ def test_experts_that_a_kernel_has_in_its_own_layout_are_kept_one_by_one(tmp_pat
     assert len(first) == 3 and not torch.equal(first[0], first[1])
     assert are_same(first, load_experts(tmp_path / "model", 2, cache)), "the plain experts are read"
     assert not are_same(first, load_experts(tmp_path / "model", 2, None))
+
+
+def test_a_gguf_file_s_other_blocks_are_read_beside_what_is_kept(tmp_path: Path):
+    """The embedding's, of a second start with quant=int8."""
+    path, kind = write(tmp_path / "tiny.gguf", layer_tensors(gguf.GGMLQuantizationType.Q8_0)), "q8_0"
+    checkpoint = open_checkpoint(str(path))
+    shapes = {
+        name: checkpoint.tensors[f"model.{name}.weight"].shape for name in ("embed_tokens", "layers.0.mlp.up_proj")
+    }
+    embedding, up = (W(f"model.{name}.weight", Type("bf16", shape, kind)) for name, shape in shapes.items())
+    recipes: list[Recipe] = [embedding, Quantize(Dequantize(up), "int8[1, *]")]
+    cache = Cache(tmp_path / "cache")
+
+    def run() -> list[torch.Tensor]:
+        loaded = weights.load(recipes, open_checkpoint(str(path)), SILENT, cache=cache)
+        return [part for each in loaded.values() if isinstance(each, PackedWeight) for part in each.parts.values()]
+
+    first = run()
+    wait_for_entry(cache)
+    assert len(first) == 4 and are_same(first, run())
 
 
 def test_nothing_is_kept_of_a_load_that_failed(tmp_path: Path):

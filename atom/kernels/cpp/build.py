@@ -1,7 +1,7 @@
-"""Build packed.cpp for this CPU, and load it.
+"""Build C++ sources for this CPU, and load them.
 
-    load_library()          # from the cache folder, else compiled in some seconds; once in a process
-                            # False: it cannot be
+    load_library("packed.cpp")          # from the cache folder, else compiled in some seconds; once in a process
+                                        # False: it cannot be
 
 It is compiled for the instructions of this very CPU, which are part of its key.
 """
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -24,8 +25,10 @@ from atom.cache.files import BINARIES
 from atom.errors import ArtifactError
 from atom.kernels.cpu import instruction_set, libraries
 
-SOURCE = Path(__file__).with_name("packed.cpp")
-LIBRARY = "packed.so"
+FOLDER = Path(__file__).parent
+PACKED, ATTENTION = "packed.cpp", "attention.cpp"
+LIBRARY = "library.so"
+HEADER = "numbers.h"  # of all sources
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp-simd", "-shared", "-fPIC")
 SECONDS = 300  # that a compiler may take
 
@@ -34,29 +37,67 @@ class _Process:
     """What this process has found; threads of a loader ask at the same time."""
 
     lock = threading.Lock()
-    cache: Cache | None = None  # None: the library is compiled by each process that uses it
-    is_loaded: bool | None = None  # False: it cannot be compiled; None: nobody has asked
+    cache: Cache | None = None  # None: each process compiles what it uses
+    loaded: ClassVar[dict[str, bytes | None]] = {}  # libraries by source; None: it cannot be compiled
 
 
 @contextmanager
-def keep_library(cache: Cache) -> Iterator[None]:
-    """Keep the library in a cache folder, and look for it there, from now on."""
+def keep_libraries(cache: Cache) -> Iterator[None]:
+    """Keep libraries in a cache folder, and look for them there, from now on."""
     _Process.cache = cache
     yield
 
 
-def load_library() -> bool:
-    """Load the library, which registers the ops of `panels`. False where it cannot be compiled; a line says why."""
+def build_library(source: str) -> None:
+    """Load a library, and see to it that the cache folder has it."""
+    if load_library(source) and (cache := _Process.cache) is not None:
+        ingredients = _ingredients(source)
+        if not cache.holds(BINARIES, key_of(ingredients)):  # this process has it from another folder
+            _keep(cache, source, ingredients, _Process.loaded[source] or b"")
+
+
+def load_library(source: str) -> bool:
+    """Load the library of a source, which registers its ops. False where it cannot be compiled; a line says why."""
     with _Process.lock:
-        if _Process.is_loaded is None:
+        if source not in _Process.loaded:
             try:
-                with tempfile.TemporaryDirectory(prefix="atom-run-") as made:
-                    torch.ops.load_library(_find_or_compile(Path(made), _Process.cache))  # type: ignore[no-untyped-call]
-                _Process.is_loaded = True
+                content = _find_or_compile(source, _Process.cache)
+                with tempfile.NamedTemporaryFile(prefix="atom-run-", suffix=".so") as file:
+                    file.write(content)
+                    file.flush()
+                    torch.ops.load_library(file.name)  # type: ignore[no-untyped-call]
+                _Process.loaded[source] = content
             except (ArtifactError, OSError) as error:
-                print(f"atom-run: {error}; until then packed weights are unpacked", file=sys.stderr)
-                _Process.is_loaded = False
-        return _Process.is_loaded
+                print(f"atom-run: {error}; without it this is slower", file=sys.stderr)
+                _Process.loaded[source] = None
+        return _Process.loaded[source] is not None
+
+
+def _find_or_compile(source: str, cache: Cache | None) -> bytes:
+    if cache is None:
+        return _compile(source)
+    ingredients = _ingredients(source)
+    key = key_of(ingredients)
+    found = cache.find(BINARIES, key)
+    if found is None:
+        with cache.lock(BINARIES, key):  # one process compiles, others wait
+            found = cache.find(BINARIES, key) or _keep(cache, source, ingredients, _compile(source))
+    return (found / LIBRARY).read_bytes()
+
+
+def _keep(cache: Cache, source: str, ingredients: dict[str, str], library: bytes) -> Path:
+    about = {"name": source, "device": "cpu", "ingredients": ingredients}
+    return cache.publish(BINARIES, key_of(ingredients), {LIBRARY: library}, about)
+
+
+def _ingredients(source: str) -> dict[str, str]:
+    return {
+        "sources": digest("".join((FOLDER / name).read_text() for name in (source, HEADER))),
+        "torch": torch.__version__,
+        "instruction set": instruction_set(),
+        "libraries": libraries(),
+        "flags": " ".join(FLAGS),
+    }
 
 
 def find_compiler() -> str | None:
@@ -64,42 +105,20 @@ def find_compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
 
-def _find_or_compile(folder: Path, cache: Cache | None) -> Path:
-    """The library in the cache, or, where that takes nothing, in this folder."""
-    if cache is None:
-        return _compile(folder)
-    ingredients = {
-        "source": digest(SOURCE.read_text()),
-        "torch": torch.__version__,
-        "instruction set": instruction_set(),
-        "libraries": libraries(),
-        "flags": " ".join(FLAGS),
-    }
-    key = key_of(ingredients)
-    found = cache.find(BINARIES, key)
-    if found is None:
-        with cache.lock(BINARIES, key):  # one process compiles, others wait
-            found = cache.find(BINARIES, key)
-            if found is None:
-                about = {"name": LIBRARY, "device": "cpu", "ingredients": ingredients}
-                found = cache.publish(BINARIES, key, {LIBRARY: _compile(folder)}, about)
-    return found / LIBRARY
-
-
-def _compile(folder: Path) -> Path:
-    compiler, made, torch_folder = find_compiler(), folder / LIBRARY, Path(torch.__file__).parent
+def _compile(source: str) -> bytes:
+    compiler, torch_folder = find_compiler(), Path(torch.__file__).parent
     if compiler is None:
-        raise ArtifactError(f"{SOURCE.name} cannot be compiled: there is no C++ compiler; install g++")
-    print(f"atom-run: compiling {SOURCE.name}", file=sys.stderr)
+        raise ArtifactError(f"{source} cannot be compiled: there is no C++ compiler; install g++")
+    print(f"atom-run: compiling {source}", file=sys.stderr)
     places = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
-    command = [compiler, *FLAGS, str(SOURCE), *places, "-ltorch_cpu", "-lc10", "-o", str(made)]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
-    except subprocess.CalledProcessError as error:
-        reason = next(
-            (line for line in error.stderr.splitlines() if "error" in line), f"{compiler} ended with an error"
-        )
-        raise ArtifactError(f"{SOURCE.name} cannot be compiled: {reason}") from None
-    except subprocess.TimeoutExpired:
-        raise ArtifactError(f"{SOURCE.name} is not compiled after {SECONDS} s") from None
-    return made
+    with tempfile.TemporaryDirectory(prefix="atom-run-") as folder:
+        made = Path(folder) / LIBRARY
+        command = [compiler, *FLAGS, str(FOLDER / source), *places, "-ltorch_cpu", "-lc10", "-o", str(made)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
+        except subprocess.CalledProcessError as error:
+            reason = next((line for line in error.stderr.splitlines() if "error" in line), f"{compiler} failed")
+            raise ArtifactError(f"{source} cannot be compiled: {reason}") from None
+        except subprocess.TimeoutExpired:
+            raise ArtifactError(f"{source} is not compiled after {SECONDS} s") from None
+        return made.read_bytes()

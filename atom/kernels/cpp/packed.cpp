@@ -14,51 +14,19 @@
 
 #include <algorithm>
 #include <array>
-#include <bit>
-#include <cstdint>
-#include <cstring>
 #include <vector>
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include "numbers.h"
 
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-constexpr int64_t ROWS = 16;         // of a panel
+constexpr int64_t ROWS = LANES;      // of a panel
 constexpr int64_t FEW = 32;          // rows of x up to which numbers are unpacked in registers
 constexpr int64_t AT_ONCE = 1 << 20; // numbers that are unpacked at a time for more
-
-using Floats = float __attribute__((vector_size(64)));
-using Ints = int32_t __attribute__((vector_size(64)));
-using Halves = uint16_t __attribute__((vector_size(32)));
-using SignedHalves = int16_t __attribute__((vector_size(32)));
-using Bytes = uint8_t __attribute__((vector_size(16)));
-using SignedBytes = int8_t __attribute__((vector_size(16)));
 
 enum Kind : int64_t { INT4, INT8, FP8, FP4 }; // as kernels/cpp/panels.py numbers them
 
 constexpr bool is_pair(Kind kind) { return kind == INT4 || kind == FP4; }
-
-template <class V> V load(const void *from) {
-  V v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
-}
-
-// GCC makes several instructions of a conversion from bytes to 32 bits, where AVX512 has one.
-#ifdef __AVX512F__
-Ints widen(Bytes bytes) { return (Ints)_mm512_cvtepu8_epi32((__m128i)bytes); }
-Ints widen(SignedBytes bytes) { return (Ints)_mm512_cvtepi8_epi32((__m128i)bytes); }
-Ints widen(Halves halves) { return (Ints)_mm512_cvtepu16_epi32((__m256i)halves); }
-#else
-Ints widen(Bytes bytes) { return __builtin_convertvector(__builtin_convertvector(bytes, Halves), Ints); }
-Ints widen(SignedBytes bytes) { return __builtin_convertvector(__builtin_convertvector(bytes, SignedHalves), Ints); }
-Ints widen(Halves halves) { return __builtin_convertvector(halves, Ints); }
-#endif
 
 struct Layout {
   Kind kind;
@@ -181,42 +149,6 @@ template <class F> void by_kind(Kind kind, const F &f) {
   case FP4: return f.template operator()<FP4>();
   }
 }
-
-// Elements of float32, bfloat16 and float16, as float32 and back.
-
-float widen(float x) { return x; }
-float widen(uint16_t x) { return std::bit_cast<float>((uint32_t)x << 16); }
-float widen(_Float16 x) { return (float)x; }
-
-void narrow(float x, float &y) { y = x; }
-void narrow(float x, _Float16 &y) { y = (_Float16)x; }
-void narrow(float x, uint16_t &y) { // to the nearest, of two the even one
-  const uint32_t bits = std::bit_cast<uint32_t>(x);
-  y = x != x ? 0x7FC0 : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-}
-
-void narrow(Floats x, float *y) { std::memcpy(y, &x, sizeof x); }
-void narrow(Floats x, uint16_t *y) {
-  const Ints bits = (Ints)x;
-  const Halves halves = __builtin_convertvector((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, Halves);
-  std::memcpy(y, &halves, sizeof halves);
-}
-void narrow(Floats x, _Float16 *y) {
-  for (int lane = 0; lane < ROWS; ++lane)
-    y[lane] = (_Float16)x[lane];
-}
-
-template <class F> void by_dtype(const Tensor &like, const F &f) {
-  switch (like.scalar_type()) {
-  case ScalarType::Float: return f.template operator()<float>();
-  case ScalarType::BFloat16: return f.template operator()<uint16_t>();
-  case ScalarType::Half: return f.template operator()<_Float16>();
-  default: STD_TORCH_CHECK(false, "panels are multiplied by float32, bfloat16 or float16");
-  }
-}
-
-template <class T> const T *elements(const Tensor &tensor) { return static_cast<const T *>(tensor.const_data_ptr()); }
-template <class T> T *elements(Tensor &tensor) { return static_cast<T *>(tensor.mutable_data_ptr()); }
 
 /// Multiply a few rows, whose numbers are unpacked in registers.
 template <class T> void multiply_few(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {

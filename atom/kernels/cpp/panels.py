@@ -25,7 +25,7 @@ from atom.graph.packed import LaidOut, PackedWeight
 from atom.graph.types import Type
 from atom.graph.unpack import FP4
 from atom.kernels.backend import Target
-from atom.kernels.cpp.build import load_library
+from atom.kernels.cpp.build import PACKED, load_library
 
 ROWS = 16  # of a panel
 KINDS = ("int4", "int8", "fp8", "fp4")  # as packed.cpp numbers them
@@ -109,7 +109,7 @@ def packed_type(weight: Type) -> Type:
 
 def pack_panels(weight: PackedWeight) -> LaidOut:
     """A weight [O, I], or [1, O, I], in panels; without the library it is unpacked."""
-    if not load_library():
+    if not load_library(PACKED):
         return LaidOut(weight.type, weight.unpack().view(weight.shape[-2:]))
     panels = Panels.of(weight.type)
     numbers = weight.parts["values"].view(torch.uint8).view(panels.out, -1)

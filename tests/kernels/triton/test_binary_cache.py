@@ -169,7 +169,7 @@ def test_a_folder_that_was_copied_needs_no_compiler(built: Any, copy: Path, tmp_
 
 def test_an_entry_holds_what_a_launch_reads_and_no_path(built: Any):
     folder, _, told = built
-    entries = Cache(folder).entries("triton")
+    entries = Cache(folder).entries("binaries")
     assert sorted(entry.key for entry in entries) == sorted(told["used"])
     files = sorted(re.sub(r"\..*\.", ".", name) for entry in entries for name in entry.files)
     assert files == ["answers.so", "double.cubin", "double.hsaco", "double.json", "double.json"]
@@ -177,7 +177,7 @@ def test_an_entry_holds_what_a_launch_reads_and_no_path(built: Any):
     for entry in entries:
         stated = json.dumps(entry.about["ingredients"], sort_keys=True)
         assert entry.key == hashlib.sha256(stated.encode()).hexdigest()[:32]
-    for path in folder.glob("triton/*/*.json"):
+    for path in folder.glob("binaries/*/*.json"):
         assert str(folder) not in path.read_text()
 
 
@@ -185,7 +185,7 @@ def test_an_entry_holds_what_a_launch_reads_and_no_path(built: Any):
 @pytest.mark.parametrize("harm", ["a byte", "a mode"])
 def test_an_entry_that_is_not_to_be_trusted_is_built_anew(built: Any, copy: Path, process: Build, file: str, harm: str):
     _, source, first = built
-    path = next(copy.glob(f"triton/*/{file}"))
+    path = next(copy.glob(f"binaries/*/{file}"))
     whole = path.read_bytes()
     if harm == "a byte":
         path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
@@ -202,7 +202,7 @@ def test_an_entry_that_is_not_to_be_trusted_is_built_anew(built: Any, copy: Path
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 def test_an_entry_of_another_user_is_not_used(built: Any, copy: Path, process: Build):
-    path = next(copy.glob("triton/*/double.cubin"))
+    path = next(copy.glob("binaries/*/double.cubin"))
     os.chown(path, 65534, 65534)
     told = process(copy, built[1])
     assert told["compiled"] == 1 and "is owned by" in told["warnings"][0]
@@ -228,8 +228,8 @@ def test_warnings_are_printed_once_after_those_of_the_start(tmp_path: Path, caps
     assert [binaries.find({"file": name}) for name in ("one", "two", "two")] == [{}, {}, {}]
     folder = Path(harmed).parent
     assert capsys.readouterr().err == f"atom-run: {folder}: the checksum of two.so is wrong, built anew\n"
-    shutil.rmtree(tmp_path / "triton")
-    (tmp_path / "triton").write_text("")
+    shutil.rmtree(tmp_path / "binaries")
+    (tmp_path / "binaries").write_text("")
     for name in ("three", "four"):
         binaries.publish({"file": name}, {f"{name}.so": b"code"})
     why = "takes no entries (File exists): what is built is not kept for the next run"

@@ -67,7 +67,7 @@ with ThreadPoolExecutor(1) as pool, compile_launches(pool):
     foreign[(1,)](memory, 5)
 own[(1,)](memory, 4), foreign[(1,)](memory, 5)
 print(json.dumps([see() == before, foreign[(1,)].__qualname__ == launch, launched, binaries.num_compiled,
-                  kept_in(os.environ["TRITON_CACHE_DIR"]), kept_in(Path(sys.argv[1]) / "triton")]))
+                  kept_in(os.environ["TRITON_CACHE_DIR"]), kept_in(Path(sys.argv[1]) / "binaries")]))
 """
 
 

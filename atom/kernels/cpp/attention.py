@@ -1,0 +1,68 @@
+"""Decode attention, and norm, rope and cache write, in C++.
+
+    attend = PagedAttention()                                # one object for all layers, as torch's
+    out = attend(q, cache, batch, scale=0.125)
+    q = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, eps=1e-6)
+
+A decode's attention is some ten calls of torch a layer, and so is the write, which takes longer than their work.
+Prompts are left to torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, library
+
+from atom.graph import Batch, PagedCache
+from atom.kernels.backend import LoadContext
+from atom.kernels.cpp.build import ATTENTION, load_library
+from atom.kernels.torch import attention, rope
+
+LIBRARY = library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
+LIBRARY.define(  # type: ignore[no-untyped-call]
+    "paged_decode(Tensor q, Tensor cache, Tensor table, Tensor lengths, Tensor? sinks, float scale, float value_scale, "
+    "int window, float softcap) -> Tensor"
+)
+LIBRARY.define(  # type: ignore[no-untyped-call]
+    "norm_rope_write(Tensor q, Tensor k, Tensor v, Tensor? cos, Tensor? sin, Tensor? q_norm, Tensor? k_norm, "
+    "Tensor(a!) cache, Tensor slots, Tensor? k_scale, Tensor? v_scale, float eps, bool interleaved) -> Tensor"
+)
+
+
+def load_attention(context: LoadContext) -> Any:
+    return context.share(PagedAttention if load_library(ATTENTION) else attention.PagedAttention)
+
+
+def load_write(_context: LoadContext) -> Any:
+    return norm_rope_write if load_library(ATTENTION) else rope.norm_rope_write
+
+
+class PagedAttention(attention.PagedAttention):
+    """The op `paged_attention`, of steps of decodes alone in C++."""
+
+    def __call__(self, q: Tensor, cache: PagedCache, batch: Batch, sinks: Tensor | None = None,
+                 k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float,
+                 window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
+        """Shapes as in the op."""
+        if batch.num_single_query != len(q):
+            return super().__call__(
+                q, cache, batch, sinks, k_scale, v_scale, scale=scale, window=window, softcap=softcap
+            )
+        of_keys, of_values = (1.0 if each is None else float(each) for each in (k_scale, v_scale))
+        return torch.ops.atom.paged_decode(  # type: ignore[no-any-return]
+            q.contiguous(), cache.blocks, batch.tables[cache.kind], batch.lengths, sinks, scale * of_keys, of_values,
+            window or 0, softcap or 0.0,
+        )  # fmt: skip
+
+
+def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, q_norm: Tensor | None,
+                    k_norm: Tensor | None, cache: PagedCache, batch: Batch, k_scale: Tensor | None = None,
+                    v_scale: Tensor | None = None, *, eps: float = 0.0,
+                    interleaved: bool = False) -> Tensor:  # fmt: skip
+    """Shapes as in the op. Rounds once, after the rotation."""
+    return torch.ops.atom.norm_rope_write(  # type: ignore[no-any-return]
+        q, k, v, cos, sin, q_norm, k_norm, cache.blocks, batch.slot_mappings[cache.kind], k_scale, v_scale, eps,
+        interleaved,
+    )  # fmt: skip

@@ -1,0 +1,138 @@
+"""Decodes and cache writes in C++, against the reference bodies of their ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.checks import assert_equal, relative_error
+from kernels.paged import Case, make_case, reference
+
+from atom.graph import Batch, PagedCache, ops
+from atom.kernels import LoadContext, find_kernel
+from atom.kernels.cpp import attention
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def attend(case: Case, **attributes: Any) -> torch.Tensor:
+    run = find_kernel(ops.paged_attention, "cpp").load(LoadContext())
+    assert isinstance(run, attention.PagedAttention)
+    made: torch.Tensor = run(*case, **attributes)
+    return made
+
+
+@st.composite
+def decodes(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> tuple[Case, dict[str, Any]]:
+    kv_heads, group = draw(st.sampled_from([(1, 1), (1, 5), (2, 1), (2, 3), (3, 3)]))
+    window = draw(st.sampled_from([None, None, 1, 5, 16, 130]))
+    case = make_case(
+        draw(st.lists(st.integers(1, 300), min_size=1, max_size=5)), [], kv_heads=kv_heads, heads=kv_heads * group,
+        dim=draw(st.sampled_from([8, 20, 36, 64])), block_size=draw(st.sampled_from([1, 3, 16, 32])), window=window,
+        dtype=dtype, has_sinks=draw(st.booleans()), seed=draw(st.integers(0, 9)),
+    )  # fmt: skip
+    return case, {"scale": 0.3, "window": window, "softcap": draw(st.sampled_from([None, 1.5]))}
+
+
+@settings(max_examples=120, deadline=None)
+@given(decodes())
+def test_any_decodes_equal_the_reference(drawn: tuple[Case, dict[str, Any]]):
+    case, attributes = drawn
+    assert_equal(attend(case, **attributes), reference(case, **attributes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", DTYPES)
+def test_it_is_as_near_to_the_truth_as_the_reference(dtype: torch.dtype, cache_dtype: torch.dtype):
+    case = make_case([1, 127, 128, 129, 260], [], kv_heads=2, heads=6, dim=80, dtype=dtype, cache_dtype=cache_dtype)
+    truth = reference(case, scale=0.3, wide=True)
+    allowed = 1.1 * relative_error(reference(case, scale=0.3), truth) + 1e-6
+    assert relative_error(attend(case, scale=0.3), truth) <= allowed
+
+
+@pytest.mark.parametrize("foreign", [math.nan, math.inf, 1e30])
+def test_what_lies_in_memory_of_others_changes_nothing(foreign: float):
+    def run(foreign: float) -> torch.Tensor:
+        return attend(make_case([3, 40], [], block_size=32, window=30, foreign=foreign), scale=0.3, window=30)
+
+    assert torch.equal(run(foreign), run(0.0))
+
+
+def test_steps_with_prompts_are_torch_s():
+    case = make_case([20, 5], [(7, 30)], kv_heads=2, heads=4)
+    assert_equal(attend(case, scale=0.3), reference(case, scale=0.3))
+
+
+@pytest.mark.parametrize("shift", [0.0, 80.0, -80.0, 1e4])
+def test_large_and_small_scores_overflow_nothing(shift: float):
+    case = make_case([200], [], kv_heads=1, heads=2, dim=16)
+    case = case._replace(q=case.q + shift)
+    made = attend(case, scale=1.0)
+    assert made.isfinite().all() and relative_error(made, reference(case, scale=1.0)) < 1e-3
+
+
+WRITE = find_kernel(ops.norm_rope_write, "cpp")
+
+
+@pytest.mark.parametrize("cache_dtype", [*DTYPES, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("half", "interleaved"), [(None, False), (16, False), (16, True), (5, False), (5, True)])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_a_write_is_that_of_the_op(
+    dtype: torch.dtype, cache_dtype: torch.dtype, half: int | None, interleaved: bool, has_norm: bool
+):
+    torch.manual_seed(3)
+    tokens, heads, kv_heads, dim = 21, 5, 2, 32
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim).mul_(30).to(dtype)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
+    norms = [torch.randn(dim).to(dtype) for _ in range(2)] if has_norm else [None, None]
+    turns = [None, None] if half is None else [torch.rand(tokens, half), torch.rand(tokens, half)]
+    slots = torch.randperm(40)[:tokens]
+    scales = [torch.tensor([0.25]), torch.tensor([1.5])] if cache_dtype is torch.float8_e4m3fn else [None, None]
+
+    def run(body: Any, wide: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = torch.zeros(5, 8, 2, kv_heads, dim).to(cache_dtype)
+        tables = torch.zeros(1, 1, dtype=torch.int32)
+        batch = Batch({"full": tables}, {"full": slots}, tables[0], tables[0], 0)
+        given = [each.float() if wide and each is not None else each for each in (q, k, v)]
+        normed = [each.float() if wide and each is not None else each for each in norms]
+        made = body(
+            *given, *turns, *normed, PagedCache(blocks, "full"), batch, *scales, eps=1e-5, interleaved=interleaved
+        )
+        return made, blocks.float()
+
+    ours, truth, theirs = (
+        run(WRITE.load(LoadContext())),
+        run(ops.norm_rope_write.body, True),
+        run(ops.norm_rope_write.body),
+    )
+    for one, exact, other in zip(ours, truth, theirs, strict=True):
+        rounded = 1e-6 if dtype is cache_dtype is torch.float32 else 2e-4  # a number between two may become the other
+        assert (
+            relative_error(one.float(), exact.float()) <= 1.05 * relative_error(other.float(), exact.float()) + rounded
+        )
+    written = torch.zeros(40, dtype=torch.bool).index_fill_(0, slots, True)
+    assert not ours[1].flatten(0, 1)[~written].any(), "other slots are left alone"
+
+
+def test_every_fp8_comes_back_and_ties_go_to_even():
+    values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = values[values.isfinite()].unique()
+    ties = (values[1:] + values[:-1]) / 2
+    row = torch.cat((values, ties, torch.tensor([1e9, -1e9, 460.0, 1e-9])))
+    k = row.view(1, 1, -1)
+    blocks, tables = torch.zeros(1, 1, 2, 1, len(row)).to(torch.float8_e4m3fn), torch.zeros(1, 1, dtype=torch.int32)
+    batch = Batch({"full": tables}, {"full": torch.zeros(1, dtype=torch.int64)}, tables[0], tables[0], 0)
+    WRITE.load(LoadContext())(k, k, k, None, None, None, None, PagedCache(blocks, "full"), batch)
+    assert torch.equal(blocks[0, 0, 0, 0].float(), row.clamp(-448, 448).to(torch.float8_e4m3fn).float())

@@ -181,6 +181,31 @@ def unpacked(plain: Path) -> Any:
     return model
 
 
+def test_weights_may_be_plain_beside_the_scales_of_a_cache(
+    tmp_path: Path, checkpoints: Any, references: Any, open_engine: Open
+):
+    plain = checkpoints("llama")
+    tensors, stated = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())
+    for layer in range(stated["num_hidden_layers"]):
+        for name, scale in zip(NAMES["compressed-tensors"], scales_of_layer(layer), strict=True):
+            tensors[f"model.layers.{layer}.{name}"] = torch.tensor([scale])
+    folder = tmp_path / "scales"
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    quantized = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "format": "dense",
+        "kv_cache_scheme": scheme,
+    }
+    (folder / "config.json").write_text(json.dumps({**stated, "quantization_config": quantized}))
+    tokens = tiny.prompt(40)
+    ours = logits_of(open_engine(folder), tokens)
+    assert relative_error(ours, rounded_logits(references("llama"), tokens, scales_of_layer)) < NEAR
+    assert relative_error(ours, rounded_logits(references("llama"), tokens)) > RELATIVE_ERROR
+
+
 @pytest.mark.parametrize(
     ("names", "shape", "dtype"),
     [

@@ -293,7 +293,7 @@ def read_compressed_tensors(stated: Stated) -> Quantization:
                 raise UnsupportedError(f"{group.at}.targets: modules of class {target} are not known yet, Linear is")
             else:
                 formats[target] = one
-    if fmt is None and not formats:
+    if fmt is None and not formats and stated.object("kv_cache_scheme") is None:
         raise UnsupportedError(f"{stated.at} of compressed-tensors has no config_groups")
     unread = [*INPUTS, *CACHE_SCALES, "*.weight_shape"]
     return Quantization(fmt, stated.patterns(*EXCEPTIONS), unread, formats)

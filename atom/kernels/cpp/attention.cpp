@@ -48,6 +48,14 @@ template <class T> void widen_row(const T *from, int64_t dim, float *to) {
     to[d] = widen(from[d]);
 }
 
+/// The numbers of a tensor, or none.
+std::vector<float> widened(const std::optional<Tensor> &tensor) {
+  std::vector<float> made(tensor ? tensor->numel() : 0);
+  if (tensor)
+    by_dtype(*tensor, [&]<class T>() { widen_row(elements<T>(*tensor), made.size(), made.data()); });
+  return made;
+}
+
 struct Scores {
   float scale, softcap; // softcap: 0 for none
 };
@@ -124,14 +132,13 @@ Tensor paged_decode(const Tensor &q, const Tensor &stored, const Tensor &table, 
     }
   }
   std::vector<float> wide(sequences * heads * width, 0.0f), sums(parts.size() * group * width), tops(parts.size() * group),
-      totals(parts.size() * group), own_sinks(sinks ? heads : 0);
+      totals(parts.size() * group);
+  const std::vector<float> own_sinks = widened(sinks);
   Tensor y = torch::stable::new_empty(q, {sequences, heads, cache.dim});
   by_dtype(q, [&]<class T>() {
     for (int64_t row = 0; row < sequences * heads; ++row)
       widen_row(elements<T>(q) + row * cache.dim, cache.dim, wide.data() + row * width);
   });
-  if (sinks)
-    by_dtype(*sinks, [&]<class T>() { widen_row(elements<T>(*sinks), heads, own_sinks.data()); });
   torch::stable::parallel_for(0, parts.size(), 1, [&](int64_t begin, int64_t end) {
     by_cache_dtype(stored, [&]<class T>() {
       for (int64_t p = begin; p < end; ++p) {
@@ -168,13 +175,13 @@ Tensor paged_decode(const Tensor &q, const Tensor &stored, const Tensor &table, 
 }
 
 /// A row in place: divided by the root of its mean square, times weight.
-template <class T> void normalize(float *row, int64_t dim, const T *weight, float eps) {
+void normalize(float *row, int64_t dim, const float *weight, float eps) {
   float sum = 0;
   for (int64_t d = 0; d < dim; ++d)
     sum += row[d] * row[d];
   const float by = 1 / std::sqrt(sum / dim + eps);
   for (int64_t d = 0; d < dim; ++d)
-    row[d] *= by * widen(weight[d]);
+    row[d] *= by * weight[d];
 }
 
 /// A row in place: dim i turns with i + P, or 2 i with 2 i + 1 where they are interleaved (Su et al. 2021).
@@ -194,9 +201,11 @@ Tensor norm_rope_write(const Tensor &q, const Tensor &k, const Tensor &v, const 
   const int64_t tokens = q.size(0), heads = q.size(1), kv_heads = k.size(1), dim = q.size(2), half = cos ? cos->size(1) : 0;
   for (const Tensor *each : {&q, &k, &v})
     STD_TORCH_CHECK(each->stride(2) == 1 && each->stride(1) == dim, "heads lie one behind the other");
-  STD_TORCH_CHECK(stored.is_contiguous() && slots.is_contiguous(), "tensors have no gaps");
+  for (const Tensor *each : {&stored, &slots, cos ? &*cos : &slots, sin ? &*sin : &slots})
+    STD_TORCH_CHECK(each->is_contiguous(), "tensors have no gaps");
   const bool is_fp8 = stored.scalar_type() == ScalarType::Float8_e4m3fn;
   const float of_keys = k_scale ? *elements<float>(*k_scale) : 1.0f, of_values = v_scale ? *elements<float>(*v_scale) : 1.0f;
+  const std::vector<float> weights[] = {widened(q_norm), widened(k_norm)}; // whose dtype may be another one
   Tensor y = torch::stable::new_empty(q, {tokens, heads, dim});
   by_dtype(q, [&]<class T>() {
     by_cache_dtype(stored, [&]<class C>() {
@@ -209,8 +218,8 @@ Tensor norm_rope_write(const Tensor &q, const Tensor &k, const Tensor &v, const 
             const bool is_key = head >= heads;
             const Tensor &from = is_key ? k : q;
             widen_row(elements<T>(from) + t * from.stride(0) + (is_key ? head - heads : head) * dim, dim, row.data());
-            if (const auto &norm = is_key ? k_norm : q_norm)
-              normalize(row.data(), dim, elements<T>(*norm), (float)eps);
+            if (const auto &weight = weights[is_key]; !weight.empty())
+              normalize(row.data(), dim, weight.data(), (float)eps);
             if (cos)
               rotate(row.data(), half, elements<float>(*cos) + t * half, elements<float>(*sin) + t * half, interleaved);
             for (int64_t d = 0; d < dim; ++d) {

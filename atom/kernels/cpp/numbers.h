@@ -3,6 +3,7 @@
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Half.h>
 
 #include <algorithm>
 #include <bit>
@@ -62,13 +63,13 @@ float total(Floats x) {
 
 float widen(float x) { return x; }
 float widen(uint16_t x) { return std::bit_cast<float>((uint32_t)x << 16); }
-float widen(_Float16 x) { return (float)x; }
+float widen(c10::Half x) { return (float)x; }
 float widen(uint8_t x) { // an e4m3's bits are 2^-120 times its value; it has no NaN here
   return std::bit_cast<float>((uint32_t)(x & 0x80) << 24 | (uint32_t)(x & 0x7F) << 20) * 0x1p120f;
 }
 
 void narrow(float x, float &y) { y = x; }
-void narrow(float x, _Float16 &y) { y = (_Float16)x; }
+void narrow(float x, c10::Half &y) { y = (c10::Half)x; }
 void narrow(float x, uint16_t &y) { // to the nearest, of two the even one
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   y = x != x ? 0x7FC0 : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
@@ -91,16 +92,16 @@ void narrow(Floats x, uint16_t *y) {
   const Halves halves = __builtin_convertvector((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, Halves);
   std::memcpy(y, &halves, sizeof halves);
 }
-void narrow(Floats x, _Float16 *y) {
+void narrow(Floats x, c10::Half *y) {
   for (int lane = 0; lane < LANES; ++lane)
-    y[lane] = (_Float16)x[lane];
+    y[lane] = (c10::Half)x[lane];
 }
 
 template <class F> void by_dtype(const Tensor &like, const F &f) {
   switch (like.scalar_type()) {
   case ScalarType::Float: return f.template operator()<float>();
   case ScalarType::BFloat16: return f.template operator()<uint16_t>();
-  case ScalarType::Half: return f.template operator()<_Float16>();
+  case ScalarType::Half: return f.template operator()<c10::Half>();
   default: STD_TORCH_CHECK(false, "takes float32, bfloat16 or float16");
   }
 }

@@ -88,15 +88,16 @@ WRITE = find_kernel(ops.norm_rope_write, "cpp")
 @pytest.mark.parametrize("cache_dtype", [*DTYPES, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("half", "interleaved"), [(None, False), (16, False), (16, True), (5, False), (5, True)])
-@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("norm", ["none", "same", "float32"])
 def test_a_write_is_that_of_the_op(
-    dtype: torch.dtype, cache_dtype: torch.dtype, half: int | None, interleaved: bool, has_norm: bool
+    dtype: torch.dtype, cache_dtype: torch.dtype, half: int | None, interleaved: bool, norm: str
 ):
     torch.manual_seed(3)
     tokens, heads, kv_heads, dim = 21, 5, 2, 32
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim).mul_(30).to(dtype)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)
-    norms = [torch.randn(dim).to(dtype) for _ in range(2)] if has_norm else [None, None]
+    norm_dtype = dtype if norm == "same" else torch.float32  # which weights with an offset have
+    norms = [torch.randn(dim).to(norm_dtype) if norm != "none" else None for _ in range(2)]
     turns = [None, None] if half is None else [torch.rand(tokens, half), torch.rand(tokens, half)]
     slots = torch.randperm(40)[:tokens]
     scales = [torch.tensor([0.25]), torch.tensor([1.5])] if cache_dtype is torch.float8_e4m3fn else [None, None]

@@ -201,8 +201,8 @@ Tensor norm_rope_write(const Tensor &q, const Tensor &k, const Tensor &v, const 
   const int64_t tokens = q.size(0), heads = q.size(1), kv_heads = k.size(1), dim = q.size(2), half = cos ? cos->size(1) : 0;
   for (const Tensor *each : {&q, &k, &v})
     STD_TORCH_CHECK(each->stride(2) == 1 && each->stride(1) == dim, "heads lie one behind the other");
-  for (const Tensor *each : {&stored, &slots, cos ? &*cos : &slots, sin ? &*sin : &slots})
-    STD_TORCH_CHECK(each->is_contiguous(), "tensors have no gaps");
+  STD_TORCH_CHECK(stored.is_contiguous() && slots.is_contiguous(), "tensors have no gaps");
+  STD_TORCH_CHECK(!cos || (cos->is_contiguous() && sin->is_contiguous()), "turns have no gaps");
   const bool is_fp8 = stored.scalar_type() == ScalarType::Float8_e4m3fn;
   const float of_keys = k_scale ? *elements<float>(*k_scale) : 1.0f, of_values = v_scale ? *elements<float>(*v_scale) : 1.0f;
   const std::vector<float> weights[] = {widened(q_norm), widened(k_norm)}; // whose dtype may be another one

@@ -2,7 +2,7 @@
 
     h, x = inductor.add_rms_norm(…)     ->      h, x = inductor.add_rms_norm(…)    # …; piece 1
     qkv = torch.linear(h, …)                    qkv = torch.linear(h, …)    # …; piece 1
-    q = torch.norm_rope_write(…)                q = torch.norm_rope_write(…)
+    q = cpp.norm_rope_write(…)                  q = cpp.norm_rope_write(…)
 
 The calls between two that cannot be compiled are one piece, unless there is nothing to compute in them.
 """

@@ -225,7 +225,7 @@ def test_an_edited_kernel_or_layout_that_does_not_fit_is_one_line(run: Any, chec
         (text.replace('"onednn"', '"foo"', 1), 'torch.linear takes shuffle(…, "onednn")'),
         (text.replace("batch", "bat"), "body has an input bat"),
         (text.replace("torch.linear(", "cuda.linear(", 1), "there is no kernel backend 'cuda'"),
-        (text.replace("torch.paged_attention(", "triton.paged_attention(", 1), "runs on cuda, not on cpu"),
+        (text.replace("cpp.paged_attention(", "triton.paged_attention(", 1), "runs on cuda, not on cpu"),
     ]:
         (tmp_path / "mine.py").write_text(edited)
         code, out, err = run(f"checkpoint={checkpoints('llama')}", f"job.graph={tmp_path}/mine.py", "prompts=[1]")

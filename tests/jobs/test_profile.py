@@ -120,7 +120,7 @@ def test_each_phase_has_a_trace_and_its_time_is_all_accounted_for(run: Any, chec
         assert sum(kind["seconds"] for kind in phase["kinds"]) == pytest.approx(phase["timeline_seconds"])
         assert sum(kind["share"] for kind in phase["kinds"]) == pytest.approx(1)
         calls = {row["name"]: row["calls"] for row in phase["rows"]}
-        assert calls["torch.paged_attention"] == calls["torch.norm_rope_write"] == 3 * phase["steps"]
+        assert calls["cpp.paged_attention"] == calls["cpp.norm_rope_write"] == 3 * phase["steps"]
         assert calls["torch.linear"] == 13 * phase["steps"]
         assert calls["torch.rms_norm"] == calls["reference.embedding"] == phase["steps"]
         matrix = next(kind for kind in phase["kinds"] if kind["name"] == "matrix")
@@ -131,7 +131,7 @@ def test_each_phase_has_a_trace_and_its_time_is_all_accounted_for(run: Any, chec
         assert sum(row["seconds"] for row in phase["products"]) == pytest.approx(matrix["seconds"])
         assert matrix["share_of_limit"] == pytest.approx(matrix["limit_seconds"] / matrix["seconds"])
         with gzip.open(phase["trace"]) as file:
-            assert any(each.get("name") == "torch.paged_attention" for each in json.load(file)["traceEvents"])
+            assert any(each.get("name") == "cpp.paged_attention" for each in json.load(file)["traceEvents"])
 
 
 def test_the_table_names_the_file_of_the_trace(
@@ -145,14 +145,14 @@ def test_the_table_names_the_file_of_the_trace(
     assert re.search(r"^ +calls +ms +share +µs a call +limit ms +of limit$", out, re.MULTILINE)
     assert re.search(r"^matrix +26( +[\d.,]+%?){5}$", out, re.MULTILINE), "of two steps"
     assert re.search(r"^weight \[48, 80\] +6( +[\d.,]+%?){5}$", out, re.MULTILINE)
-    assert re.search(r"^torch\.paged_attention +6( +[\d.,]+%?){3} *$", out, re.MULTILINE)
+    assert re.search(r"^cpp\.paged_attention +6( +[\d.,]+%?){3} *$", out, re.MULTILINE)
     named = re.findall(r"^profiler_traces/.*\.pt\.trace\.json\.gz$", out, re.MULTILINE)
     assert sorted(named) == sorted(str(path) for path in Path("profiler_traces").rglob("*.gz")) and len(named) == 2
 
 
 def test_calls_have_the_names_of_the_text_and_equal_pieces_one_number(checkpoints: Any):
     program = compile_graph(load([f"checkpoint={checkpoints('qwen3')}", "level=2", "device=cpu"])).programs["body"]
-    layer = ["torch.norm_rope_write", "torch.paged_attention"]
+    layer = ["cpp.norm_rope_write", "cpp.paged_attention"]
     named = ["piece 0", *layer, "piece 1", *layer, "piece 1", *layer]
     assert name_calls(program, len(named), {}) == named
     numbers = {"the text of another": 0}

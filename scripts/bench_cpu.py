@@ -256,7 +256,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.llama_cpp and not XLLAMACPP.is_dir():
         parser.error("scripts/bench-cpu --llama-cpp installs the package xllamacpp first; run that")
-    engines, model = {level: LLMEngine(level=level) for level in (1, 2)}, reference()
+    engines = {level: LLMEngine.from_config(load([f"level={level}", "quant=none"])) for level in (1, 2)}
+    model = reference()
     generator = torch.Generator().manual_seed(0)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "atom": atom.__version__}
     result: dict[str, Any] = {**versions, "cpu": platform.machine(), "threads": torch.get_num_threads()}

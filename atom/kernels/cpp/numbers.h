@@ -64,8 +64,9 @@ float total(Floats x) {
 float widen(float x) { return x; }
 float widen(uint16_t x) { return std::bit_cast<float>((uint32_t)x << 16); }
 float widen(c10::Half x) { return (float)x; }
-float widen(uint8_t x) { // an e4m3's bits are 2^-120 times its value; it has no NaN here
-  return std::bit_cast<float>((uint32_t)(x & 0x80) << 24 | (uint32_t)(x & 0x7F) << 20) * 0x1p120f;
+float widen(uint8_t x) { // an e4m3's bits are 2^-120 times its value, but for its NaN
+  const float value = std::bit_cast<float>((uint32_t)(x & 0x80) << 24 | (uint32_t)(x & 0x7F) << 20) * 0x1p120f;
+  return (x & 0x7F) == 0x7F ? NAN : value;
 }
 
 void narrow(float x, float &y) { y = x; }

@@ -10,6 +10,7 @@ computes in that and their groups have few columns, else float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -116,6 +117,8 @@ def pack_panels(weight: PackedWeight) -> LaidOut:
     if weight.kind == "int8":
         numbers = numbers ^ 0x80
     scales, minima = _scales_of(weight, panels)
+    if KINDS[panels.kind] == "fp8":  # a NaN, whose bits would be 480, makes a NaN of all that its row gives
+        scales = scales.masked_fill(((numbers & 0x7F) == 0x7F).any(1, keepdim=True), math.nan)
     made = numbers.new_empty(panels.num_panels, panels.size)
     bytes_of_group = panels.group // 2 if panels.is_pair else panels.group
     missing = panels.num_groups * bytes_of_group - numbers.shape[1]  # of the last group

@@ -127,6 +127,15 @@ def test_a_write_is_that_of_the_op(
     assert not ours[1].flatten(0, 1)[~written].any(), "other slots are left alone"
 
 
+def test_a_key_that_is_nan_in_fp8_gives_nan():
+    q, cache, batch, sinks = make_case([20], [], kv_heads=1, heads=2, dim=16)
+    blocks = cache.blocks.clamp(-448, 448).to(torch.float8_e4m3fn)
+    of_fp8 = Case(q, cache._replace(blocks=blocks), batch, sinks)
+    assert attend(of_fp8, scale=0.3).isfinite().all()
+    blocks.view(torch.uint8).fill_(0x7F)
+    assert attend(of_fp8, scale=0.3).isnan().all()
+
+
 def test_every_fp8_comes_back_and_ties_go_to_even():
     values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     values = values[values.isfinite()].unique()

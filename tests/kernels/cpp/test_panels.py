@@ -112,10 +112,20 @@ def test_x_may_be_a_view_with_gaps():
     assert relative_error(run(ops.linear, x, laid_out), x @ unpack("int8[1, *]", weight.parts).T) < 2e-6
 
 
-def test_what_is_infinite_stays_so():
+def test_an_activation_that_is_nan_gives_nan():
     laid_out = shuffle(draw("q8_0", 16, 32), "panels")
     x = torch.full((1, 32), float("nan")).bfloat16()
     assert run(ops.linear, x, laid_out).isnan().all()
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("fmt", ["fp8[1, *]", "fp8[32, 32]"])
+def test_a_weight_that_is_nan_gives_nan_in_its_row_alone(fmt: str, rows: int):
+    weight = draw(fmt, 40, 64)
+    weight.parts["values"].view(torch.uint8)[[3, 17], [5, 63]] = torch.tensor([0x7F, 0xFF], dtype=torch.uint8)
+    made = run(ops.linear, torch.randn(rows, 64).bfloat16(), shuffle(weight, "panels"))
+    assert torch.equal(made.isnan().all(0).nonzero().flatten(), torch.tensor([3, 17]))
+    assert made.isnan().sum() == 2 * rows
 
 
 @pytest.mark.parametrize("fmt", ["q4_1", "fp8[128, 128]", "mxfp4"])

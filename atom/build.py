@@ -10,25 +10,29 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import msgspec
+import torch
 from torch import Tensor
 
 from atom import weights
 from atom.cache import Cache
 from atom.checkpoint import Checkpoint, Progress, stop_ids
-from atom.compiler import Compiled, compile_model
+from atom.compiler import Compiled, compile_model, mesh_of
 from atom.config import Config, ModelConfig
 from atom.config.checkpoint import is_here, open_for
 from atom.errors import CheckpointError
 from atom.gc_utils import no_collection
 from atom.graph import Graph, Recipe, W
-from atom.kernels import find_tuner
+from atom.kernels import Communicator, connect_rank, find_tuner
 from atom.runtime import memory
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
 from atom.runtime.model import Model
 from atom.runtime.profiler import Profiler
 from atom.runtime.program import Bindings
+from atom.runtime.ranks import Ranks
 from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.step_builder import StepBuilder
@@ -40,19 +44,25 @@ from atom.weights.evaluate import Loaded
 
 @no_collection()
 def open_engine(config: Config, progress: Progress, compiled: Compiled | None = None) -> Engine:
-    """Build an engine from a configuration, or from its compiled model."""
-    with ExitStack() as opened:
-        checkpoint = open_checked(config, progress, opened) if is_here(config) else None  # else it is downloaded last
-        compiled = compiled or compile_with(config, progress, checkpoint)
-        graph, kinds = compiled.graph, cache_kinds(compiled.graph)
-        if checkpoint is None:
-            checkpoint = open_checked(config, progress, opened)
-            check_weights(graph, checkpoint, config)
-        tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
-        tensors = load_weights(graph, checkpoint, config, progress)
-        vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
+    """Build an engine from a configuration, or from its compiled model; of several ranks, this process drives."""
+    with ExitStack() as started:
+        with ExitStack() as opened:
+            checkpoint = open_checked(config, progress, opened) if is_here(config) else None  # else downloaded last
+            compiled = compiled or compile_with(config, progress, checkpoint)
+            graph, kinds = compiled.graph, cache_kinds(compiled.graph)
+            if checkpoint is None:
+                checkpoint = open_checked(config, progress, opened)
+                check_weights(graph, checkpoint, config)
+            ranks = start_ranks(config, started)
+            tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
+            tensors = load_weights(graph, checkpoint, config, progress)
+            vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
+        communicator = None if ranks is None else connect(ranks, config)
+        runner, num_blocks = open_runner(compiled, tensors, config, progress, communicator, ranks)
+        if ranks is not None:
+            ranks.wait()
+        started.pop_all()  # nothing fails from here on
     serve = config.serve
-    runner, num_blocks = open_runner(compiled, tensors, config, progress)
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
     scheduler = Scheduler(cache, limits_of(config), runner.run_ahead)
     print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
@@ -67,7 +77,42 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
         vocabulary,
         seed=config.seed,
         profiler=Profiler(serve.torch_profiler_dir, is_detailed=serve.profiler_more),
+        ranks=ranks,
     )
+
+
+class RankOpening(msgspec.Struct):
+    """What a rank is started with."""
+
+    config: Config
+    rank: int
+
+
+def start_ranks(config: Config, started: ExitStack) -> Ranks | None:
+    """Start the other ranks of an engine, which the stack ends; None for one rank. They load their weights meanwhile."""
+    num_ranks = mesh_of(config).num_ranks
+    if num_ranks == 1:
+        return None
+    share_cores(num_ranks)
+    openings = [msgspec.msgpack.encode(RankOpening(config, rank)) for rank in range(1, num_ranks)]
+    ranks = Ranks("from atom.rank import main; main(link)", openings)
+    started.callback(ranks.close)
+    return ranks
+
+
+def share_cores(num_ranks: int) -> None:
+    """Take no more of a CPU's cores than a rank's share."""
+    torch.set_num_threads(max(torch.get_num_threads() // num_ranks, 1))
+
+
+def connect(ranks: Ranks, config: Config) -> Communicator:
+    """Connect all ranks, once their weights are loaded."""
+    ranks.wait()
+    with TemporaryDirectory(prefix="atom-run-") as folder:
+        ranks.tell(folder.encode())
+        communicator = connect_rank(config.device, 0, mesh_of(config).num_ranks, Path(folder))
+        ranks.wait()
+    return communicator
 
 
 def open_checked(config: Config, progress: Progress, opened: ExitStack) -> Checkpoint:
@@ -112,13 +157,17 @@ def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:
         weights.check_order(graph, checkpoint)
 
 
-def load_weights(graph: Graph, checkpoint: Checkpoint, config: Config, progress: Progress) -> dict[Recipe, Loaded]:
-    """Load the tensors of the graph's recipes, stored or random."""
+def load_weights(
+    graph: Graph, checkpoint: Checkpoint, config: Config, progress: Progress, rank: int = 0
+) -> dict[Recipe, Loaded]:
+    """Load a rank's tensors of the graph's recipes, stored or random."""
+    mesh = mesh_of(config)
+    coordinates = mesh.coordinates(rank) if mesh.num_ranks > 1 else None
     if config.load_dummy:
-        return weights.load_dummy(graph.recipes(), config.seed, config.device)
+        return weights.load_dummy(graph.recipes(), config.seed, config.device, coordinates)
     assert config.cache is not None, "config.load resolves it"
     cache = Cache(Path(config.cache))
-    tensors = weights.load(graph.recipes(), checkpoint, progress, config.device, cache)
+    tensors = weights.load(graph.recipes(), checkpoint, progress, config.device, cache, coordinates)
     for line in cache.warnings:
         print(f"atom-run: {line}", file=sys.stderr)
     check_kv_scales(tensors, config.model)
@@ -162,13 +211,19 @@ def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None)
 
 
 def open_runner(
-    compiled: Compiled, tensors: Mapping[Recipe, Loaded], config: Config, progress: Progress
+    compiled: Compiled,
+    tensors: Mapping[Recipe, Loaded],
+    config: Config,
+    progress: Progress,
+    communicator: Communicator | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Runner, dict[str, int]]:
     """Open the runner; with it the KV blocks. On a GPU its graphs are captured, and the pool takes the free memory."""
     serve, kinds, is_cpu = config.serve, cache_kinds(compiled.graph), config.device == "cpu"
     with nullcontext() if is_cpu else memory.no_memory_at_start(serve):
-        bindings = Bindings(tensors, compiled.code)
-        runner = Runner(Model(compiled.graph, bindings, serve.block_size, limits_of(config), device=config.device))
+        bindings = Bindings(tensors, compiled.code, communicator=communicator)
+        model = Model(compiled.graph, bindings, serve.block_size, limits_of(config), device=config.device)
+        runner = Runner(model, ranks=ranks)
         num_blocks = plan_kv(kinds, config) if is_cpu else {kind.name: 2 for kind in kinds}  # to walk through steps
         runner.bind(num_blocks)
         if is_cpu:

@@ -17,8 +17,13 @@ from threading import Thread
 from typing import IO, Any
 
 
-def start_python(code: str, *arguments: str, stderr: int | IO[Any], **environment: str) -> subprocess.Popen[bytes]:
-    """Run code in a Python process with a session of its own. environment: variables beside our own."""
+def start_python(
+    code: str, *arguments: str, stderr: int | IO[Any], has_own_session: bool = True, **environment: str
+) -> subprocess.Popen[bytes]:
+    """Run code in a Python process. environment: variables beside our own.
+
+    has_own_session: else it is of this process's group, and is killed with it
+    """
     # env sets them, so that nothing here reads the environment, which is for atom.config alone
     return subprocess.Popen(
         ["/usr/bin/env", *map("=".join, environment.items()), sys.executable, "-c", code, *arguments],
@@ -26,7 +31,7 @@ def start_python(code: str, *arguments: str, stderr: int | IO[Any], **environmen
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,
-        start_new_session=True,
+        start_new_session=has_own_session,
     )
 
 

@@ -151,6 +151,8 @@ class LLMEngine:
 
     def close(self) -> None:
         """Free the memory; a closed engine raises EngineDeadError."""
+        if not isinstance(self._engine, _Closed):
+            self._engine.close()
         self._engine = _Closed()  # type: ignore[assignment]
         if self.config.device != "cpu":
             gc.collect()  # the engine's parts reference each other

@@ -22,13 +22,13 @@ from atom.cache.files import BINARIES
 from atom.config import Config, QuantConfig
 from atom.config.spelling import override
 from atom.frontend import build
-from atom.graph import Graph, parse, show
+from atom.graph import Graph, Mesh, parse, show
 from atom.graph.types import BITS
 from atom.kernels import Target, find_target, find_versions, highest_level
 from atom.pieces import find_pieces, identity, sources_of
 
 # the overrides that a graph depends on, beside the final values below
-IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|(model|quant)([.@].*)?)(=|$)")
+IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|(model|quant|parallel)([.@].*)?)(=|$)")
 
 
 def level_of(config: Config) -> int:
@@ -43,6 +43,11 @@ def semantic_graph(config: Config) -> Graph:
     return build(config.model, config.dtype, config.serve.kv_cache_dtype, config.quant)
 
 
+def mesh_of(config: Config) -> Mesh:
+    """The ranks of an engine."""
+    return Mesh(config.parallel.tensor, config.parallel.experts)
+
+
 def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
     """All ingredients of a lowered graph and its code, in words; equal ones are one artifact."""
     return {
@@ -50,6 +55,7 @@ def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
         "dtype": config.dtype,
         "kv_cache_dtype": config.serve.kv_cache_dtype,
         "quant": json.dumps(asdict(config.quant)),
+        "parallel": json.dumps(asdict(config.parallel)),
         "level": str(min(level_of(config), 2)),  # 3 runs the text of 2
         **machine_ingredients(target),
     }
@@ -110,6 +116,8 @@ def recipe_of(config: Config) -> list[str]:
         "dtype": config.dtype,
         "device": config.device,
         "level": level_of(config),
+        "parallel.tensor": config.parallel.tensor,
+        "parallel.experts": config.parallel.experts,
         "serve.kv_cache_dtype": config.serve.kv_cache_dtype,
         "serve.max_model_len": config.serve.max_model_len,
     }

@@ -21,6 +21,7 @@ from atom.compiler.artifact import (
     explain_miss,
     launch_ingredients,
     level_of,
+    mesh_of,
     publish_artifact,
     read_artifact,
     semantic_graph,
@@ -41,11 +42,11 @@ def compile_graph(
 
     target: by default this machine.
     """
-    level, target = level_of(config), target or find_target(config.device)
+    level, target, mesh = level_of(config), target or find_target(config.device), mesh_of(config)
     if config.job.graph is None:
-        return lower(semantic_graph(config), level, target, watch)
+        return lower(semantic_graph(config), level, target, watch, mesh=mesh)
     graph, first = read_saved(Path(config.job.graph))
-    graph = lower(graph, level, target, watch, first=first)
+    graph = lower(graph, level, target, watch, first=first, mesh=mesh)
     check_runnable(graph, config.job.graph, target)
     return graph
 

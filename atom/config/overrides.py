@@ -2,7 +2,7 @@
 
     rewrite(["prompts=What is 2+2?"])               # ["prompts='What is 2+2?'"]
     rewrite(["recipe=smollm2_greedy", "seed=1"])    # the recipe's overrides, then "seed=1"
-    rewrite(["parallel=tp2"])                       # UnsupportedError: not built yet
+    rewrite(["serve.port=80"])                      # UnsupportedError: not built yet
 
 One set of rules serves the command line, each job of a sweep, and keyword arguments. It knows keys, not types.
 """
@@ -36,7 +36,6 @@ TEXTS = (*LISTS_OF_TEXT, *FORMAT_TEXTS, "checkpoint", "revision", "cache", "reci
          SECRET, *JOB_TEXTS)  # fmt: skip
 ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
 TO_COME = {  # the first part of a key, without "serve." -> the feature that it is for
-    "parallel": "running on several devices",
     "port": "an engine on another machine (serve.http.port is the server's)",
 }
 

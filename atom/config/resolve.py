@@ -17,7 +17,7 @@ from typing import Any
 from atom.checkpoint import quantization
 from atom.checkpoint.quantization import Quantization, check_pattern
 from atom.checkpoint.stacked import find_stacked
-from atom.config.schema import MAX_EXPERTS, AttentionConfig, Config, MLPConfig, ModelConfig, QuantConfig, RopeConfig
+from atom.config.schema import MAX_EXPERTS, AttentionConfig, Config, MLPConfig, ModelConfig, ParallelConfig, QuantConfig, RopeConfig
 from atom.config.spelling import did_you_mean, spelled
 from atom.devices import find_device
 from atom.dtypes import BY_NAME, FORMATS, MODEL_DTYPES, ONLINE
@@ -57,6 +57,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             limit = f"from 1 to serve.max_num_seqs={serve.max_num_seqs}"
             raise ConfigError(f"serve.cudagraph_capture_sizes: {size} must be {limit}")
     derived = derive_model(config, max_model_len, names)
+    check_parallel(config.parallel, derived, device)
     return replace(
         config,
         model=derived,
@@ -76,6 +77,14 @@ def respell(config: Config) -> Config:
     """Replace other names of values by ours."""
     mlp = [replace(each, activation=ACTIVATIONS.get(each.activation, each.activation)) for each in config.model.mlp]
     cache_dtype = config.serve.kv_cache_dtype
+    parallel, serve = config.parallel, config.serve
+    if serve.tensor_parallel_size not in (1, parallel.tensor):
+        if parallel.tensor != 1:
+            both = f"serve.tensor_parallel_size={serve.tensor_parallel_size} and parallel.tensor={parallel.tensor}"
+            raise ConfigError(f"{both}: set one of them")
+        parallel = replace(parallel, tensor=serve.tensor_parallel_size)
+    if serve.enable_expert_parallel and parallel.experts == 1:
+        parallel = replace(parallel, experts=parallel.tensor)
     if config.quant.kv != "auto":
         if cache_dtype not in ("auto", config.quant.kv, "fp8_e4m3"):
             raise ConfigError(f"quant.kv={config.quant.kv} and serve.kv_cache_dtype={cache_dtype}: set one of them")
@@ -84,7 +93,13 @@ def respell(config: Config) -> Config:
         config,
         dtype=BY_NAME.get(config.dtype, config.dtype),
         model=replace(config.model, mlp=mlp),
-        serve=replace(config.serve, kv_cache_dtype=CACHE_DTYPES.get(cache_dtype, cache_dtype)),
+        parallel=parallel,
+        serve=replace(
+            serve,
+            kv_cache_dtype=CACHE_DTYPES.get(cache_dtype, cache_dtype),
+            tensor_parallel_size=parallel.tensor,
+            enable_expert_parallel=parallel.experts > 1,
+        ),
     )
 
 
@@ -105,6 +120,30 @@ def check(value: Any, at: str = "") -> None:
             raise ConfigError(f"{key}={item}: there is no such choice{hint}; choices: {', '.join(built)}")
         if "low" in limits and item is not None and (fault := out_of_range(item, limits)):
             raise ConfigError(f"{key}={item} must be {fault}")
+
+
+def check_parallel(parallel: ParallelConfig, model: ModelConfig, device: str) -> None:
+    """Check that ranks can divide the model."""
+    ranks, experts = parallel.tensor, parallel.experts
+    if ranks > 1 and device != "cpu":
+        raise UnsupportedError(f"parallel.tensor={ranks}: ranks on GPUs are not built yet; there is: device=cpu")
+    fitting = [each for each in range(1, model.attention.heads + 1) if _divides_heads(each, model.attention)]
+    if ranks not in fitting:
+        heads = f"{model.attention.heads} heads"
+        if model.attention.kind == "gqa":
+            heads += f" with {model.attention.kv_heads} of keys and values"
+        listed = ", ".join(map(str, fitting))
+        raise UnsupportedError(f"parallel.tensor={ranks} does not divide {heads}; there is: {listed}")
+    if ranks % experts:
+        raise ConfigError(f"parallel.experts={experts} must divide the {ranks} ranks of parallel.tensor")
+    if experts > 1 and not any(mlp.kind == "moe" for mlp in model.mlp):
+        raise ConfigError(f"parallel.experts={experts}: the model has no experts; leave it out")
+
+
+def _divides_heads(ranks: int, attention: AttentionConfig) -> bool:
+    """Whether ranks have equal parts of the heads; a head of keys and values may be on several."""
+    kv_heads = attention.kv_heads if attention.kind == "gqa" and attention.kv_heads else ranks
+    return attention.heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
 
 def stored_dtype(hf: Mapping[str, Any]) -> str:

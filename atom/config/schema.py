@@ -48,6 +48,7 @@ def of(jobs: str, default: Any, *, also: str = "") -> Any:
 
 
 MAX_LAYERS = 512  # of a model, whose text has some 20 lines a layer: the deepest models have some 300
+MAX_RANKS = 1 << 10  # of an engine
 MAX_EXPERTS = 1 << 17  # of all layers: the largest models have some 25,000
 
 
@@ -208,6 +209,14 @@ class QuantConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """How the ranks of an engine divide the model."""
+
+    tensor: int = number(1, 1, MAX_RANKS)  # ranks, among which heads, widths and the vocabulary are divided
+    experts: int = number(1, 1, MAX_RANKS)  # parts of them, among which experts are divided; the rest divides widths
+
+
+@dataclass
 class HTTPConfig:
     host: str = "0.0.0.0"  # address to listen on
     port: int = number(8000, 0, 65535)  # 0: a free one
@@ -245,9 +254,9 @@ class ServeConfig:
     max_num_batched_tokens: int = number(16384, 1)  # tokens in a step
     enable_prefix_caching: bool = False  # share the KV of prompts that begin alike
     enforce_eager: bool = False  # capture no CUDA graph: level 2 at most
-    tensor_parallel_size: int = one_of(1, later=range(2, 1 << 16))  # devices that a layer is divided among
+    tensor_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.tensor
     data_parallel_size: int = only(1, "data parallelism")  # copies of the model
-    enable_expert_parallel: bool = only(False, "expert parallelism")  # divide experts among devices
+    enable_expert_parallel: bool = False  # the same as parallel.experts=… of all ranks
     enable_dp_attention: bool = only(False, "data parallelism")  # divide attention by request
     gpu_memory_utilization: float = number(0.9, 0, 1, above=True)  # share of a GPU's memory to take; a CPU ignores it
     cudagraph_capture_sizes: list[int] | None = None  # decodes in a CUDA graph; null: up to max_num_seqs
@@ -311,6 +320,7 @@ class SamplingConfig(SamplingParams):
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     job: JobConfig = field(default_factory=JobConfig)
     sampling: SamplingConfig = of("serve generate bench profile", field(default_factory=SamplingConfig))

@@ -8,18 +8,23 @@ print(show(graph))
 from atom.graph import ops
 from atom.graph.batch import Batch, PagedCache
 from atom.graph.graph import BODY, HEAD, Graph, Program
-from atom.graph.interpret import TORCH_DTYPES, interpret
+from atom.graph.interpret import TORCH_DTYPES, interpret, interpret_ranks
+from atom.graph.mesh import Mesh
 from atom.graph.packed import LaidOut, PackedWeight
 from atom.graph.recipes import (
     KV,
     Cat,
     Dequantize,
+    Full,
+    Offset,
+    Once,
     Quantize,
     Recipe,
     Regroup,
     Repack,
     Repeat,
     RopeFreqs,
+    Share,
     Shift,
     Shuffle,
     Slice,
@@ -40,8 +45,12 @@ __all__ = [
     "Batch",
     "Cat",
     "Dequantize",
+    "Full",
     "Graph",
     "LaidOut",
+    "Mesh",
+    "Offset",
+    "Once",
     "PackedWeight",
     "PagedCache",
     "Program",
@@ -51,6 +60,7 @@ __all__ = [
     "Repack",
     "Repeat",
     "RopeFreqs",
+    "Share",
     "Shift",
     "Shuffle",
     "Slice",
@@ -59,6 +69,7 @@ __all__ = [
     "Type",
     "W",
     "interpret",
+    "interpret_ranks",
     "ops",
     "parse",
     "show",

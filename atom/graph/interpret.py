@@ -2,12 +2,14 @@
 
 hidden = interpret(graph, "body", {"tokens": …, "positions": …}, weights=loaded.__getitem__)
 logits = interpret(graph, "head", {"hidden": hidden}, weights=loaded.__getitem__)
+hidden = interpret_ranks(graph, "body", [inputs] * 2, [first.__getitem__, second.__getitem__])    # side by side
 """
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,38 +19,56 @@ from torch.fx.node import map_aggregate
 from atom.dtypes import DTYPES, GRAPH_DTYPES
 from atom.graph.batch import PagedCache
 from atom.graph.graph import Graph
+from atom.graph.ops import Op
 from atom.graph.recipes import KV, Recipe
 
 TORCH_DTYPES: dict[str, torch.dtype] = {dtype: getattr(torch, DTYPES[dtype].name) for dtype in GRAPH_DTYPES}
 
 
+Weights = Callable[[Recipe], torch.Tensor]
+Caches = Callable[[KV], torch.Tensor | None]
+
+
 def interpret(
-    graph: Graph,
-    program: str,
-    inputs: Mapping[str, Any],
-    weights: Callable[[Recipe], torch.Tensor],
-    caches: Callable[[KV], torch.Tensor | None] = lambda _: None,
+    graph: Graph, program: str, inputs: Mapping[str, Any], weights: Weights, caches: Caches = lambda _: None
 ) -> Any:
     """Run one program: its result, or a tuple where it has several."""
-    values: dict[Node, Any] = {}
+    return interpret_ranks(graph, program, [inputs], [weights], [caches])[0]
 
-    def value(arg: Any) -> Any:
+
+def interpret_ranks(
+    graph: Graph,
+    program: str,
+    inputs: Sequence[Mapping[str, Any]],
+    weights: Sequence[Weights],
+    caches: Sequence[Caches] | None = None,
+) -> list[Any]:
+    """Run one program on several ranks, call by call on all of them; the result of each, as of `interpret`."""
+    values: list[dict[Node, Any]] = [{} for _ in inputs]
+    blocks_of = caches or [lambda _: None for _ in inputs]
+
+    def value(arg: Any, rank: int) -> Any:
         if isinstance(arg, Node):
-            return values[arg]
+            return values[rank][arg]
         if isinstance(arg, KV):
-            blocks = caches(arg)
+            blocks = blocks_of[rank](arg)
             return None if blocks is None else PagedCache(blocks, arg.kind)
-        return weights(arg) if isinstance(arg, Recipe) else arg
+        return weights[rank](arg) if isinstance(arg, Recipe) else arg
 
     for node in graph.programs[program].fx.nodes:
-        args = map_aggregate(node.args, value)
-        if node.op == "placeholder":
-            values[node] = inputs[node.name]
-        elif node.target is operator.getitem:
-            values[node] = args[0][node.args[1]]
-        elif node.op == "output":
-            results = args[0]
-            return results[0] if len(results) == 1 else results
-        else:
-            values[node] = node.target(*args, **node.kwargs)
+        args = [map_aggregate(node.args, functools.partial(value, rank=rank)) for rank in range(len(inputs))]
+        if node.op == "output":
+            return [results[0] if len(results) == 1 else results for (results,) in args]
+        if isinstance(node.target, Op) and node.target.is_collective:
+            shared = node.target([x for (x,) in args], **node.kwargs)
+        for rank, own in enumerate(args):
+            if node.op == "placeholder":
+                result = inputs[rank][node.name]
+            elif node.target is operator.getitem:
+                result = own[0][node.args[1]]
+            elif node.target.is_collective:
+                result = shared
+            else:
+                result = node.target(*own, **node.kwargs)
+            values[rank][node] = result
     raise AssertionError(f"{program} has no output")

@@ -27,6 +27,7 @@ from atom.graph.recipes import (
     Regroup,
     Repack,
     Repeat,
+    Share,
     Slice,
     Stack,
     Transpose,
@@ -78,6 +79,8 @@ def parts_of(recipe: Recipe) -> dict[str, Recipe]:
             raise FormatError(f"slice: {recipe.start} to {recipe.stop} of dim {dim} cuts the blocks of {whole}")
         kinds = parse_format(str(whole.fmt)).parts
         return {name: _sliced(part, recipe, kinds[name], size) for name, part in parts_of(recipe.part).items()}
+    if isinstance(recipe, Share):
+        return _shared_parts(recipe)
     if isinstance(recipe, Regroup):
         parts = parts_of(recipe.part)
         return parts | {"scales": _repeated(parts["scales"], recipe)}
@@ -106,6 +109,17 @@ def _joined_parts(recipe: Cat) -> dict[str, Recipe]:
             ]
         joined[name] = Cat(tuple(parts), recipe.dim)
     return joined
+
+
+def _shared_parts(recipe: Share) -> dict[str, Recipe]:
+    size, known = formats.block_size(recipe.part.type, recipe.dim), parse_format(str(recipe.type.fmt)).parts
+    if recipe.size % (size or 1) or (size is None and known["values"].holds != "elements"):
+        raise FormatError(f"share: {recipe.size} of dim {recipe.dim} cut the blocks of {recipe.part.type}")
+    parts = parts_of(recipe.part)
+    for name, kind in known.items():
+        if kind.holds == "elements" or (size is not None and kind.holds in ("blocks", "bytes")):
+            parts[name] = replace(recipe, part=parts[name])
+    return parts
 
 
 def _repeated(scales: Recipe, recipe: Regroup) -> Recipe:
@@ -159,8 +173,16 @@ def _sliced(part: Recipe, of: Slice, kind: Part, size: int) -> Recipe:
 
 def cuts_blocks(recipe: Slice) -> bool:
     """Whether a slice of a packed weight is no slice of its parts."""
+    if is_scaled_as_one(recipe.part.type, recipe.dim):
+        return False
     has_gaps = recipe.step > 1 and block_of(recipe.part.type)[recipe.dim] > 1
     return has_gaps or not is_of_blocks(recipe.part, recipe.start, recipe.stop, recipe.dim)
+
+
+def is_scaled_as_one(type: Type, dim: int) -> bool:
+    """Whether all elements along a dim of a packed weight share a scale, and each is stored by itself."""
+    holds = parse_format(str(type.fmt)).parts["values"].holds if type.fmt is not None else None
+    return holds == "elements" and formats.block_size(type, dim) is None
 
 
 def _stored_parts(leaf: W, fmt: str) -> dict[str, Recipe]:

@@ -10,6 +10,9 @@
     stack(W("…experts.{expert}.up_proj.weight", …), 0, 8)       the tensors of experts 0 to 7, in a new first dim
     slice(W("…qkv_proj.weight", …), 576, 768)                   rows 576 to 767
     shuffle(W(…), "onednn")                                     a tensor in a kernel's own layout
+    share(W("…o_proj.weight", …), "tensor", 4, dim=1)           a rank's equal part of a tensor
+    once(W("…o_proj.bias", …), "tensor")                        a tensor on the first rank, zeros on the others
+    offset("tensor", 4, 12288)                                  where a rank's part begins, i64[1]
     rope_freqs(64, 10000.0)                                     a constant
     KV("model.layers.0", bf16[2, 3, 64])                        no weight: what a layer caches for each token
 
@@ -280,6 +283,82 @@ class Shuffle:
 
 
 @dataclass(frozen=True)
+class Share:
+    """A rank's equal part of a tensor along one dim; the last parts are filled up with zeros."""
+
+    part: Recipe
+    axis: str  # of the mesh
+    ranks: int  # along it
+    dim: int = 0
+    copies: int = 1  # neighbouring ranks that have the same part
+
+    def __post_init__(self) -> None:
+        _need_part("share", self.part)
+        _need_dim("share", self.dim, self.part.type)
+        _need_axis("share", self.axis, self.ranks)
+        is_whole = _is_whole(self.copies) and self.copies > 0 and self.ranks % self.copies == 0
+        need(is_whole, f"share: {self.ranks} ranks are no whole number of {self.copies!r} copies")
+
+    @property
+    def size(self) -> int:
+        """How much a rank has along the dim."""
+        return -(-int(self.part.type.shape[self.dim]) * self.copies // self.ranks)
+
+    @property
+    def type(self) -> Type:
+        shape = list(self.part.type.shape)
+        shape[self.dim] = self.size
+        return replace(self.part.type, shape=tuple(shape))
+
+
+@dataclass(frozen=True)
+class Once:
+    """A tensor on the first rank of an axis, zeros on the others: what is added once to a sum over ranks."""
+
+    part: Recipe
+    axis: str
+
+    def __post_init__(self) -> None:
+        _need_part("once", self.part)
+        need(self.part.type.fmt is None, f"once: {self.part.type} is packed")
+        need(self.axis in AXES, f"once: there is no axis {self.axis!r}; axes: {', '.join(AXES)}")
+
+    @property
+    def type(self) -> Type:
+        return self.part.type
+
+
+@dataclass(frozen=True)
+class Offset:
+    """Where a rank's part begins: its coordinate times the size of a part."""
+
+    axis: str
+    ranks: int
+    size: int
+
+    def __post_init__(self) -> None:
+        _need_axis("offset", self.axis, self.ranks)
+        need(_is_whole(self.size) and self.size > 0, f"offset: size={self.size!r} is no whole number from 1")
+
+    @property
+    def type(self) -> Type:
+        return Type("i64", (1,))
+
+
+@dataclass(frozen=True)
+class Full:
+    """A tensor of one number."""
+
+    value: float
+    type: Type
+
+    def __post_init__(self) -> None:
+        need(_is_number(self.value), f"full: {self.value!r} is no number")
+        _need_type(self.type, "full")
+        need(self.type.fmt is None, f"full: {self.type} is packed")
+
+
+@dataclass(frozen=True)
 class RopeFreqs:
     """Rotary frequencies fp32[dim / 2], radians a token; `atom.weights.rope_freqs` has the kinds and their sources."""
 
@@ -340,10 +419,12 @@ class KV:
         return "latent" if len(self.type.shape) == 1 else "full"  # one entry for all heads, or keys and values of each
 
 
+AXES = ("tensor", "experts", "width")  # of a mesh of ranks, see `atom.graph.mesh`
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
 
 Packing = Repack | Repeat | Regroup | Quantize | Dequantize
-Recipe = W | Cat | Stack | Slice | Transpose | Shift | Packing | Shuffle | RopeFreqs
+Ranked = Share | Once | Offset  # of which each rank has its own
+Recipe = W | Cat | Stack | Slice | Transpose | Shift | Packing | Shuffle | RopeFreqs | Ranked | Full
 
 # the names that recipes have in the text
 TEXT_NAMES: dict[str, type[Recipe | KV]] = {
@@ -359,6 +440,10 @@ TEXT_NAMES: dict[str, type[Recipe | KV]] = {
     "quantize": Quantize,
     "dequantize": Dequantize,
     "shuffle": Shuffle,
+    "share": Share,
+    "once": Once,
+    "offset": Offset,
+    "full": Full,
     "rope_freqs": RopeFreqs,
     "KV": KV,
 }
@@ -371,7 +456,7 @@ def leaves(recipe: Recipe) -> Iterator[W]:
     elif isinstance(recipe, Stack):
         for expert in range(recipe.start, recipe.stop):
             yield from leaves(recipe.of(expert))
-    elif not isinstance(recipe, RopeFreqs):
+    else:
         for part in _parts(recipe):
             yield from leaves(part)
 
@@ -380,7 +465,7 @@ def packed_while_loading(recipe: Recipe) -> Iterator[Quantize]:
     """The tensors of a packed recipe that are made of plain ones."""
     if isinstance(recipe, Quantize):
         yield recipe
-    elif isinstance(recipe, Cat | Regroup | Shuffle):
+    elif isinstance(recipe, Cat | Regroup | Shuffle | Slice | Share):
         for part in shuffled_alone(recipe) if isinstance(recipe, Shuffle) else _parts(recipe):
             yield from packed_while_loading(part)
 
@@ -406,8 +491,7 @@ def held_by_format(recipe: Recipe) -> Counter[str]:
     if isinstance(recipe, Shuffle):
         return held_by_format(recipe.part)
     leaf = next(leaves(recipe), recipe)
-    fmt = recipe.fmt if isinstance(recipe, Quantize) else leaf.type.fmt
-    return Counter({fmt or leaf.type.dtype: recipe.type.num_bytes})
+    return Counter({recipe.type.fmt or leaf.type.fmt or leaf.type.dtype: recipe.type.num_bytes})
 
 
 def cat(parts: tuple[Recipe, ...], dim: int = 0) -> Recipe:
@@ -437,6 +521,9 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
     """The recipe of a range of a tensor (experts, rows or columns), which reads no more than that range."""
     if (start, stop) == (0, recipe.type.shape[dim]):
         return recipe
+    if isinstance(recipe, Full):
+        shape = (*recipe.type.shape[:dim], stop - start, *recipe.type.shape[dim + 1 :])
+        return replace(recipe, type=replace(recipe.type, shape=shape))
     if isinstance(recipe, Stack):
         if dim == 0:
             return Stack(recipe.part, recipe.start + start, recipe.start + stop)
@@ -530,7 +617,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _parts(recipe: Cat | Slice | Transpose | Shift | Packing | Shuffle) -> tuple[Recipe, ...]:
+def _need_axis(name: str, axis: Any, ranks: Any) -> None:
+    need(axis in AXES, f"{name}: there is no axis {axis!r}; axes: {', '.join(AXES)}")
+    need(_is_whole(ranks) and ranks > 0, f"{name}: ranks={ranks!r} is no whole number from 1")
+
+
+def _parts(recipe: Recipe) -> tuple[Recipe, ...]:
+    if isinstance(recipe, W | RopeFreqs | Offset | Full):
+        return ()
     return recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
 
 
@@ -538,7 +632,7 @@ def _of_expert(recipe: Recipe, expert: str) -> Recipe:
     """The recipe with an expert's number in its names."""
     if isinstance(recipe, W):
         return replace(recipe, name=recipe.name.replace("{expert}", expert))
-    if isinstance(recipe, RopeFreqs):
+    if isinstance(recipe, RopeFreqs | Offset | Full):
         return recipe
     if isinstance(recipe, Cat):
         return Cat(tuple(_of_expert(part, expert) for part in recipe.parts), recipe.dim)

@@ -37,5 +37,7 @@ def token_share(node: Node) -> Fraction:
         return Fraction(1)
     group = call_of(node.args[2])
     assert group.target is ops.group, "nothing else knows where the rows of an expert end"
-    top_k = group.args[1].meta["type"].shape[1]
-    return Fraction(top_k, group.kwargs["experts"])
+    top_k, experts = group.args[1].meta["type"].shape[1], group.kwargs["experts"]
+    if len(group.args) > 2:  # those of one rank
+        experts *= group.args[2].ranks
+    return Fraction(top_k, experts)

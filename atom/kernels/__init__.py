@@ -4,12 +4,22 @@ kernel = find_kernel(ops.paged_attention, "torch")
 attend = kernel.load(LoadContext())
 """
 
-from atom.kernels.backend import Backend, Kernel, LoadContext, PieceCode, PieceCompiler, Target, Tuner
+from atom.kernels.backend import (
+    Backend,
+    Communicator,
+    Kernel,
+    LoadContext,
+    PieceCode,
+    PieceCompiler,
+    Target,
+    Tuner,
+)  # fmt: skip
 from atom.kernels.registry import (
     backends_of,
     build_kernels,
     candidates,
     compile_launches,
+    connect_rank,
     find_backend,
     find_kernel,
     find_piece_compiler,
@@ -24,6 +34,7 @@ from atom.kernels.registry import (
 
 __all__ = [
     "Backend",
+    "Communicator",
     "Kernel",
     "LoadContext",
     "PieceCode",
@@ -34,6 +45,7 @@ __all__ = [
     "build_kernels",
     "candidates",
     "compile_launches",
+    "connect_rank",
     "find_backend",
     "find_kernel",
     "find_piece_compiler",

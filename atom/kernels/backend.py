@@ -41,10 +41,22 @@ class Target:
     features: frozenset[str] = frozenset()  # of this machine: onednn_bf16, …; a GPU's vendor and architecture
 
 
+class Communicator(Protocol):
+    """What a rank's collectives run on; every rank makes the same calls in the same order."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' tensors, the same bits on all of them."""
+
+    def all_gather(self, x: Tensor, *, size: int) -> Tensor:
+        """The ranks' tensors side by side along the last dim, its first `size` columns."""
+
+
 class LoadContext:
     """What the kernels of a program share, such as memory kept from step to step: calls must run one after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, communicator: Communicator | None = None) -> None:
+        """communicator: of an engine of several ranks"""
+        self.communicator = communicator
         self._shared: dict[Callable[[], Any], Any] = {}
 
     def share(self, make: Callable[[], T]) -> T:
@@ -183,5 +195,6 @@ class Backend:
     piece_compiler: PieceCompiler | None = None  # None: its kernels are their ops' bodies within pieces
     keep_binaries: Callable[[Cache], AbstractContextManager[object]] = lambda _: nullcontext()  # in this cache folder
     compile_launches: Callable[[Executor], AbstractContextManager[object]] = lambda _: nullcontext()  # and launch none
+    connect: Callable[[int, int, Path], Communicator] | None = None  # rank, number of ranks, a private folder of theirs
     step_kernels: Callable[[], StepKernels] | None = None  # that prepare a step's inputs and sample its tokens
     find_tuner: Callable[[torch.device], Tuner] | None = None  # what it can tune on a device; None: nothing

@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
@@ -21,7 +22,7 @@ from atom.errors import UnsupportedError
 from atom.graph import LaidOut, PackedWeight, Program, Type
 from atom.graph.graph import results_of
 from atom.graph.ops import Op
-from atom.kernels.backend import Backend, Kernel, PieceCompiler, Target, Tuner
+from atom.kernels.backend import Backend, Communicator, Kernel, PieceCompiler, Target, Tuner
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +34,11 @@ if TYPE_CHECKING:
 
 # modules beside this one, by device and level; pieces begin at level 2, and level 3 is its text in CUDA graphs
 ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
-    "cpu": (("reference",), ("cpp", "torch", "reference"), ("inductor", "cpp", "torch", "reference")),
+    "cpu": (
+        ("gloo", "reference"),
+        ("cpp", "torch", "gloo", "reference"),
+        ("inductor", "cpp", "torch", "gloo", "reference"),
+    ),
     "cuda": (
         ("reference",),
         ("triton", "reference"),
@@ -108,6 +113,11 @@ def find_piece_compiler(device: str) -> PieceCompiler:
 def find_tuner(device: str, place: torch.device) -> Tuner | None:
     """The tuner of a device's kernels, None without one. place: the device itself."""
     return next((each.find_tuner(place) for each in backends_of(device) if each.find_tuner is not None), None)
+
+
+def connect_rank(device: str, rank: int, num_ranks: int, folder: Path) -> Communicator:
+    """Connect to the other ranks of an engine, which do so at about the same time. folder: a private one of theirs"""
+    return next(each.connect for each in backends_of(device) if each.connect is not None)(rank, num_ranks, folder)
 
 
 def shuffle(weight: Tensor | PackedWeight, layout: str) -> Tensor | LaidOut:

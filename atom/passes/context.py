@@ -1,4 +1,4 @@
-"""The context of a pass: target and backends.
+"""The context of a pass: target, backends and mesh.
 
 context = PassContext.of(Target("cuda"), level=2)
 if context.takes(ops.gated_linear):
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from atom.graph.mesh import ALONE, Mesh
 from atom.graph.ops import Op
 from atom.kernels import Backend, PieceCompiler, Target, backends_of, candidates
 
@@ -19,10 +20,11 @@ from atom.kernels import Backend, PieceCompiler, Target, backends_of, candidates
 class PassContext:
     target: Target
     backends: tuple[Backend, ...]  # backends whose kernels a text may name, the preferred first
+    mesh: Mesh = ALONE
 
     @classmethod
-    def of(cls, target: Target, level: int) -> PassContext:
-        return cls(target, backends_of(target.device, level))
+    def of(cls, target: Target, level: int, mesh: Mesh = ALONE) -> PassContext:
+        return cls(target, backends_of(target.device, level), mesh)
 
     @property
     def piece_compiler(self) -> PieceCompiler | None:

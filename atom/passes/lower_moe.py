@@ -17,9 +17,9 @@ from atom.graph import Graph, ops
 def lower_moe(graph: Graph) -> Graph:
     for experts in graph.find(ops.experts):
         h, weights, ids, gate_up, down, *biases = experts.args
-        gate_up_bias, down_bias = biases or (None, None)
+        gate_up_bias, down_bias, *first = biases or (None, None)
         grouped, order, ends = graph.insert(
-            experts, ops.group, h, ids, experts=gate_up.type.shape[0], name=("grouped", "order", "ends")
+            experts, ops.group, h, ids, *first, experts=gate_up.type.shape[0], name=("grouped", "order", "ends")
         )
         both = graph.insert(experts, ops.grouped_linear, grouped, gate_up, ends, gate_up_bias, name="gate_up")
         m = graph.insert(experts, ops.gated_activate, both, name="m", **experts.kwargs)

@@ -14,7 +14,8 @@ from inspect import signature
 from typing import Any
 
 from atom.errors import PassError
-from atom.graph import Graph, ops, show, verify
+from atom.graph import Graph, Mesh, ops, show, verify
+from atom.graph.mesh import ALONE
 from atom.kernels import Target
 from atom.passes.context import PassContext
 from atom.passes.fuse_gate_up import fuse_gate_up
@@ -27,11 +28,13 @@ from atom.passes.lower_attention import lower_attention
 from atom.passes.lower_moe import lower_moe
 from atom.passes.quantize import quantize
 from atom.passes.select_kernels import select_kernels
+from atom.passes.shard import shard
 from atom.passes.sink_into_head import sink_into_head
 from atom.passes.split_pieces import split_pieces
 
 # (pass, the level from which it runs, the level of ops that is legal behind it)
 PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
+    (shard, 0, ops.SEMANTIC),
     (sink_into_head, 1, ops.SEMANTIC),
     (fuse_qkv, 1, ops.SEMANTIC),
     (fuse_gate_up, 1, ops.SEMANTIC),
@@ -63,13 +66,14 @@ def lower(
     target: Target,
     watch: Callable[[PassReport], Any] = lambda _: None,
     first: str = PIPELINE[0][0].__name__,
+    mesh: Mesh = ALONE,
 ) -> Graph:
     """Run the passes of a level, from the first one named.
 
     PassError names the pass whose graph is wrong, the passes before it, and the file with the text.
     """
     done: list[str] = []
-    context = PassContext.of(target, level)
+    context = PassContext.of(target, level, mesh)
     names = [rewrite.__name__ for rewrite, _, _ in PIPELINE]
     for rewrite, from_level, graph_level in PIPELINE[names.index(first) :]:
         if level < from_level:

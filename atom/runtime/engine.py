@@ -20,13 +20,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from atom.errors import RequestError
+from atom.errors import AtomError, RequestError
 from atom.runtime.bisect_failures import Part, describe, execute
 from atom.runtime.detokenizer import Detokenizer
 from atom.runtime.grammar import GrammarCompiler
 from atom.runtime.metrics import EngineStats
 from atom.runtime.output import Stream
 from atom.runtime.profiler import Profiler
+from atom.runtime.ranks import Ranks
 from atom.runtime.scheduler import Scheduler, finish_reason
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import Runner
@@ -47,12 +48,15 @@ class Engine:
         *,
         seed: int,
         profiler: Profiler | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        """ranks: that take the runner's steps too"""
         self.runner = runner
         self.scheduler = scheduler
         self.builder = builder
         self.vocabulary = vocabulary
         self.profiler = profiler or Profiler(None)
+        self._ranks = ranks
         self.metrics = EngineStats(scheduler.stats)
         self._streams: dict[str, Stream] = {}  # by sequence id
         self._requests: dict[str, list[Sequence]] = {}
@@ -135,6 +139,16 @@ class Engine:
     def is_running(self, request_id: str) -> bool:
         """Whether a request has sequences that have not ended, or ended without being returned by `step`."""
         return request_id in self._requests or any(sequence.request_id == request_id for sequence in self._ended)
+
+    def watch(self, callback: Callable[[AtomError], object]) -> None:
+        """Have a thread call this with the reason when the engine can no longer run, in a step or between two."""
+        if self._ranks is not None:
+            self._ranks.watch(callback)
+
+    def close(self) -> None:
+        """End the processes of other ranks."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     def start_profile(self) -> None:
         """Start a trace of this thread. ConfigError without a folder for traces, RequestError where one runs."""

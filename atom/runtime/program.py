@@ -19,7 +19,7 @@ from torch.fx import Node
 from atom.graph import KV, LaidOut, PagedCache, Program, Recipe
 from atom.graph.graph import results_of
 from atom.graph.ops import Op
-from atom.kernels import LoadContext, find_kernel
+from atom.kernels import Communicator, LoadContext, find_kernel
 from atom.pieces import PieceCode, find_pieces
 
 Kernels = Mapping[tuple[Op, str], Callable[..., Any]]  # by op and backend
@@ -44,6 +44,7 @@ class Bindings(NamedTuple):
     code: Mapping[str, PieceCode] = MappingProxyType({})  # by the text of a piece; one without it runs call by call
     caches: Mapping[KV, Tensor] = MappingProxyType({})
     kernels: Kernels = MappingProxyType({})  # in place of those that the text names
+    communicator: Communicator | None = None  # of several ranks
 
 
 class _Step(NamedTuple):
@@ -61,7 +62,7 @@ class Executable:
         self.inputs = {node.name: at for at, node in enumerate(program.inputs)}
         self._start: list[Any] = [None] * len(self.inputs)
         indices: dict[Node, int] = {node: self.inputs[node.name] for node in program.inputs}
-        loaded, context = dict(bindings.kernels), LoadContext()  # one for all calls
+        loaded, context = dict(bindings.kernels), LoadContext(bindings.communicator)  # one for all calls
 
         def index_of(arg: Any) -> int:
             if isinstance(arg, Node):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -23,19 +24,21 @@ from atom.errors import CapacityError, EngineDeadError, is_out_of_memory
 from atom.kernels.logprobs import top_logprobs
 from atom.runtime.cuda_graphs import Graphs, Started
 from atom.runtime.model import Model
+from atom.runtime.ranks import Ranks
 from atom.runtime.program import Hidden, rows_of, score
 from atom.runtime.step_input import NUM_REPORTED, BatchShape, Capacity, Scored, Shaping, StepInput
 from atom.runtime.types import Logprobs, Sampled
 from atom.sampling_params import SAMPLING_KINDS
 
 RUN_AHEAD = 2  # steps behind the one that is waited for: the host may take as long for a step as a GPU for two
+FAULT_SECONDS = 1.0  # in which it shows that a rank has ended, once a collective has failed
 HEAD_ROWS = 256  # rows of a prompt whose logits are computed at a time
 
 
 class Runner:
-    def __init__(self, model: Model, run_ahead: int | None = None) -> None:
-        """run_ahead: steps behind one that is not committed; None: as the device wants"""
-        self.model = model
+    def __init__(self, model: Model, run_ahead: int | None = None, ranks: Ranks | None = None) -> None:
+        """run_ahead: steps behind one that is not committed; None: as the device wants. ranks: that take each step too"""
+        self.model, self._ranks = model, ranks
         self.run_ahead = (0 if self.model.is_cpu else RUN_AHEAD) if run_ahead is None else run_ahead
         assert self.run_ahead < NUM_REPORTED, f"the host can read {NUM_REPORTED} tokens of a slot"
         self.graphs = Graphs(self.model)
@@ -58,10 +61,23 @@ class Runner:
 
         A retry writes again what was written before tokens were drawn: the KV of the step's tokens, and the state of
         newly admitted sequences. EngineDeadError, now and from then on, where it fails after the draw and steps run
-        ahead: the host does not know the slots' former state, so it cannot draw again.
+        ahead: the host does not know the slots' former state, so it cannot draw again; and wherever it fails on one of
+        several ranks.
         """
         if self._dead is not None:
             raise self._dead
+        if self._ranks is None:
+            return self._try(step)
+        try:
+            self._ranks.tell(msgspec.msgpack.encode(step))
+            return self._try(step)
+        except BaseException as error:  # what the others have begun cannot be taken back
+            fault = self._ranks.await_fault(FAULT_SECONDS) if isinstance(error, Exception) else None
+            self._dead = EngineDeadError(str(fault or f"a step of several ranks failed: {type(error).__name__}: {error}"))
+            self._ranks.fail(self._dead)
+            raise self._dead from error
+
+    def _try(self, step: StepInput) -> Pending:
         try:
             with torch.inference_mode():
                 return self._execute(step)

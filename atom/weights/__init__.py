@@ -5,6 +5,7 @@ Only here are weights read, joined and made.
     check(graph, checkpoint.tensors, ignore=config.model.ignore)      # CheckpointError: missing, unused, wrong shape
     weights = load(graph.recipes(), checkpoint, progress)             # {recipe: tensor}; equal recipes are one tensor
     weights = load(graph.recipes(), checkpoint, progress, "cuda")     # the same on a GPU, num_bytes(graph) in all
+    weights = load(…, coordinates=mesh.coordinates(1))                # the second rank's
 
 Tensors are streamed: a source (`sources.py`) reads the bytes that a recipe needs, converts them to the dtype that the
 graph computes in, and copies them to their target. Every device takes this one way, and random weights do too.
@@ -32,14 +33,17 @@ from atom.graph import (
     TORCH_DTYPES,
     Cat,
     Dequantize,
+    Full,
     Graph,
     LaidOut,
+    Offset,
     PackedWeight,
     Quantize,
     Recipe,
     Regroup,
     RopeFreqs,
     Shuffle,
+    Slice,
     Type,
     W,
 )  # fmt: skip
@@ -48,6 +52,7 @@ from atom.graph.parts import has_parts, parts_of, stored_tensors
 from atom.graph.recipes import held_bytes, leaves, packed_while_loading, shuffled_alone
 from atom.kernels import shuffle
 from atom.weights.evaluate import Loaded, split_recipe
+from atom.weights.localize import localize
 from atom.weights.packed_store import PackedStore
 from atom.weights.quantize import quantize
 from atom.weights.rope import rope_freqs
@@ -152,12 +157,15 @@ def load(
     progress: Progress,
     device: str = "cpu",
     cache: Cache | None = None,
+    coordinates: Mapping[str, int] | None = None,
 ) -> dict[Recipe, Loaded]:
     """Load every recipe's tensor to the device. CapacityError where they do not fit.
 
     cache: keeps what is packed while it loads, for the next time
+    coordinates: of the rank whose parts are loaded; None: there is one rank
     """
-    ordered = sorted(recipes, key=lambda recipe: -recipe.type.num_bytes)  # so the readers end together
+    own = {recipe: recipe if coordinates is None else localize(recipe, coordinates) for recipe in recipes}
+    ordered = sorted({*own.values()}, key=lambda recipe: -recipe.type.num_bytes)  # so the readers end together
     with (
         progress.task("loading weights", sum(recipe.type.num_bytes for recipe in ordered)) as task,
         warnings.catch_warnings(),
@@ -172,7 +180,7 @@ def load(
             )
             source.packed = store
             made = make_all(ordered, source, device)
-    return made
+    return {recipe: made[local] for recipe, local in own.items()}
 
 
 @contextmanager
@@ -191,9 +199,16 @@ def returned_memory() -> Iterator[None]:
         libc.malloc_trim(0)
 
 
-def load_dummy(recipes: Iterable[Recipe], seed: int, device: str = "cpu") -> dict[Recipe, Loaded]:
-    """Make random weights, normal(0, 0.02), on the device, in place of stored ones."""
-    return make_all(list(recipes), RandomSource(seed, device), device)
+def load_dummy(
+    recipes: Iterable[Recipe], seed: int, device: str = "cpu", coordinates: Mapping[str, int] | None = None
+) -> dict[Recipe, Loaded]:
+    """Make random weights, normal(0, 0.02), on the device, in place of stored ones; all ranks have the same."""
+    own = {
+        recipe: localize(recipe, coordinates) if coordinates and isinstance(recipe, Offset) else recipe
+        for recipe in recipes
+    }
+    made = make_all([*own.values()], RandomSource(seed, device), device)
+    return {recipe: made[local] for recipe, local in own.items()}
 
 
 def make_all(recipes: Sequence[Recipe], source: WeightSource, device: str) -> dict[Recipe, Loaded]:
@@ -234,7 +249,7 @@ def _make(recipe: Recipe, source: WeightSource, device: str) -> Loaded:
 
 def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
     """Make a packed weight: of its stored parts, or of the plain tensor, which is in memory meanwhile."""
-    if isinstance(recipe, Cat | Regroup) and any(packed_while_loading(recipe)) and not source.is_random:
+    if isinstance(recipe, Cat | Regroup | Slice) and any(packed_while_loading(recipe)) and not source.is_random:
         joined = recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
         return _joined(recipe, [_packed(part, source, device) for part in joined])
     parts: Mapping[str, Recipe] | None = source.packed.find(recipe) if source.packed else None
@@ -251,11 +266,18 @@ def _packed(recipe: Recipe, source: WeightSource, device: str) -> PackedWeight:
     return PackedWeight(recipe.type, filled)
 
 
-def _joined(recipe: Cat | Regroup, made: Sequence[PackedWeight]) -> PackedWeight:
-    """Join weights, or repeat the scales of one, as `graph.parts` does with recipes."""
+def _joined(recipe: Cat | Regroup | Slice, made: Sequence[PackedWeight]) -> PackedWeight:
+    """Join weights, take a range of one, or repeat its scales, as `graph.parts` does with recipes."""
     parts = dict(made[0].parts)
     if isinstance(recipe, Cat):
         parts = {name: torch.cat([each.parts[name] for each in made], recipe.dim) for name in parts}
+    elif isinstance(recipe, Slice):
+        size, known = block_of(recipe.part.type)[recipe.dim], parse_format(str(recipe.type.fmt)).parts
+        for name, kind in known.items():
+            of = 1 if kind.holds == "elements" else size
+            if kind.holds in ("elements", "blocks", "bytes"):
+                first, last = recipe.start // of, -(-recipe.stop // of)
+                parts[name] = parts[name].narrow(recipe.dim, first, last - first)
     else:
         blocks = zip(block_of(recipe.type), block_of(recipe.part.type), strict=True)
         for dim, (size, larger) in enumerate(blocks):
@@ -288,6 +310,8 @@ def _fill(recipe: Recipe, tensor: Tensor, source: WeightSource) -> Tensor:
             _fill(part.part.part, target, source)
             source.flush()
             target.copy_(PackedWeight(part.part.type, quantize(part.part.fmt, target)).unpack())
+        elif isinstance(part, Full):
+            target.fill_(part.value)
         else:
             source.fill(part, target)
     return tensor

@@ -29,6 +29,7 @@ class Op:
     is_state: bool
     weights: tuple[int, ...]  # the arguments that may be packed, and laid out as a kernel wants: matrices, not norms
     signature: inspect.Signature
+    is_collective: bool = False  # its body takes a list of all ranks' tensors, and gives what each of them gets
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.body(*args, **kwargs)
@@ -49,13 +50,13 @@ OPS: dict[str, Op] = {}
 
 def op(
     infer: Callable[..., Type | tuple[Type, ...]], *, level: str | None = None, state: bool = False,
-    weight: int | tuple[int, ...] = (),
+    weight: int | tuple[int, ...] = (), collective: bool = False,
 ) -> Callable[[Callable[..., Any]], Op]:  # fmt: skip
     """Make an op from a reference body and a shape rule. weight: which argument is one, see `Op.weights`."""
 
     def register(body: Callable[..., Any]) -> Op:
         weights = weight if isinstance(weight, tuple) else (weight,)
-        made = Op(body.__name__, body, infer, level, state, weights, inspect.signature(body))
+        made = Op(body.__name__, body, infer, level, state, weights, inspect.signature(body), collective)
         OPS[made.name] = made
         return made
 

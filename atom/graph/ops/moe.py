@@ -14,7 +14,8 @@ Shapes by letter: E experts, k of them a token, W width of an expert.
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,18 +79,26 @@ def _pairs(tokens: Dim, top_k: Dim) -> Dim:
     return tokens * top_k if isinstance(tokens, int) and isinstance(top_k, int) else f"{top_k}*{tokens}"
 
 
-def _group(x: Type, ids: Type, *, experts: int) -> tuple[Type, Type, Type]:
+def _group(x: Type, ids: Type, first: Type | None = None, *, experts: int) -> tuple[Type, Type, Type]:
     need(isinstance(experts, int) and experts > 0, f"there are {experts} experts")
+    need(first in (None, Type("i64", (1,))), f"the first expert is {first}")
     pairs = _pairs(x.shape[0], ids.shape[1])
     return Type(x.dtype, (pairs, *x.shape[1:])), Type("i64", (pairs,)), Type("i64", (experts,))
 
 
 @op(_group)
-def group(x: Tensor, ids: Tensor, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def group(x: Tensor, ids: Tensor, first: Tensor | None = None, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H], ids i64[T, k] -> rows [k T, H] of tokens, sorted by expert; order i64[k T]: the place in ids that each
-    row stands for; ends i64[E]: where each expert's rows end"""
-    order = ids.flatten().argsort(stable=True)
-    ends = torch.bincount(ids.flatten(), minlength=experts).cumsum(0)
+    row stands for; ends i64[E]: where each expert's rows end
+
+    first: i64[1], the first of the experts that are here; the rows of others come last
+    """
+    of = ids.flatten()
+    if first is not None:
+        of = of - first
+        of = of.where((of >= 0) & (of < experts), experts)
+    order = of.argsort(stable=True)
+    ends = torch.bincount(of, minlength=experts)[:experts].cumsum(0)
     return x[order // ids.shape[1]], order, ends
 
 
@@ -105,12 +114,20 @@ def _grouped_linear(x: Type, weight: Type, ends: Type, bias: Type | None = None)
 @op(_grouped_linear, weight=1)
 def grouped_linear(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is not
-    read"""
-    weight = plain(weight)
-    out = x.new_empty(len(x), weight.shape[1])
-    for expert, (first, last) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+    read, rows of no expert come last and give zeros"""
+    return multiply_by_expert(F.linear, x, plain(weight), int(weight.shape[1]), ends, bias)
+
+
+def multiply_by_expert(
+    linear: Callable[..., Tensor], x: Tensor, weight: Any, columns: int, ends: Tensor, bias: Tensor | None
+) -> Tensor:
+    """What grouped_linear gives, by a linear of one expert's rows and weight. columns: O"""
+    out, first = x.new_empty(len(x), columns), 0
+    for expert, last in enumerate(ends.tolist()):
         if first < last:
-            out[first:last] = F.linear(x[first:last], weight[expert], None if bias is None else bias[expert])
+            out[first:last] = linear(x[first:last], weight[expert], None if bias is None else bias[expert])
+        first = last
+    out[first:] = 0
     return out
 
 
@@ -126,8 +143,9 @@ def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
 
 
 def _experts(x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, gate_up_bias: Type | None = None,
-             down_bias: Type | None = None, *, kind: str, limit: float | None = None,
+             down_bias: Type | None = None, first: Type | None = None, *, kind: str, limit: float | None = None,
              alpha: float | None = None) -> Type:  # fmt: skip
+    _group(x, ids, first, experts=gate_up.shape[0])  # type: ignore[arg-type]
     ends = Type("i64", gate_up.shape[:1])
     pairs = Type(x.dtype, (_pairs(x.shape[0], ids.shape[1]), *x.shape[1:]))
     m = gated_activate_type(_grouped_linear(pairs, gate_up, ends, gate_up_bias), kind=kind, limit=limit, alpha=alpha)
@@ -136,13 +154,14 @@ def _experts(x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, gate_
 
 @op(_experts, level=SEMANTIC, weight=(3, 4))
 def experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
-            down_bias: Tensor | None = None, *, kind: str, limit: float | None = None,
+            down_bias: Tensor | None = None, first: Tensor | None = None, *, kind: str, limit: float | None = None,
             alpha: float | None = None) -> Tensor:  # fmt: skip
     """Each token through the experts that it chose, summed by their weights (Shazeer et al. 2017).
 
     x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H] with gate before up, down [E, H, W], their biases
-    [E, 2 W] and [E, H] -> [T, H]; kind, limit and alpha as in gated_activate.
+    [E, 2 W] and [E, H] -> [T, H]; kind, limit and alpha as in gated_activate. first: i64[1], the first of the experts that
+    are here, where a token may choose others, which add nothing.
     """
-    grouped, order, ends = group(x, ids, experts=len(gate_up))
+    grouped, order, ends = group(x, ids, first, experts=len(gate_up))
     m = gated_activate(grouped_linear(grouped, gate_up, ends, gate_up_bias), kind=kind, limit=limit, alpha=alpha)
     return combine(grouped_linear(m, down, ends, down_bias), weights, order)  # type: ignore[no-any-return]

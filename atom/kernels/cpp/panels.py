@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor, library
 
 from atom.graph import TORCH_DTYPES
 from atom.graph.formats import block_of, parse_format
+from atom.graph.ops.moe import multiply_by_expert
 from atom.graph.packed import LaidOut, PackedWeight
 from atom.graph.types import Type
 from atom.graph.unpack import FP4
@@ -237,8 +237,4 @@ def panel_embedding(tokens: Tensor, weight: LaidOut) -> Tensor:
 
 def panel_grouped_linear(x: Tensor, weight: Sequence[LaidOut], ends: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [P, I], E weights [1, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is not read"""
-    out = x.new_empty(len(x), int(weight[0].type.shape[-2]))
-    for expert, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
-        if first < last:
-            out[first:last] = panel_linear(x[first:last], weight[expert], None if bias is None else bias[expert])
-    return out
+    return multiply_by_expert(panel_linear, x, weight, int(weight[0].type.shape[-2]), ends, bias)

@@ -9,12 +9,12 @@ out = combine(y, weights, order)                        # [k T, H] -> [T, H]
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from atom.graph.ops.moe import multiply_by_expert
 from atom.kernels.torch.linear import packed_linear
 
 TOKENS = 32  # that are summed at a time
@@ -22,11 +22,7 @@ TOKENS = 32  # that are summed at a time
 
 def packed_grouped_linear(x: Tensor, weight: Sequence[Tensor], ends: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [P, I], E packed weights [O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is not read"""
-    out = x.new_empty(len(x), weight[0].shape[0])
-    for expert, (first, last) in enumerate(itertools.pairwise([0, *ends.tolist()])):
-        if first < last:
-            out[first:last] = packed_linear(x[first:last], weight[expert], None if bias is None else bias[expert])
-    return out
+    return multiply_by_expert(packed_linear, x, weight, weight[0].shape[0], ends, bias)
 
 
 def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ started: the HTTP process decides when the last request is done.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import queue
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING
 from atom.checkpoint import Progress, RichProgress, WatchedProgress
 from atom.config import Config
 from atom.devices import open_early
-from atom.errors import AtomError, CapacityError, RequestError
+from atom.errors import AtomError, CapacityError, EngineDeadError, RequestError
 from atom.gc_utils import no_collection, settle
 from atom.runtime.metrics import EngineStats
 from atom.runtime.types import Logprobs, RequestOutput, Sequence
@@ -89,6 +90,7 @@ class Worker:
 
     def load(self, make: Callable[[], Engine], device: str = "cpu") -> None:
         self._engine = make()
+        self._engine.watch(lambda error: self._inbox.put(functools.partial(_raise, error)))
         settle()
         self._link.send(Ready(self._engine.stats().num_blocks, "" if device == "cpu" else describe_gpus()))
 
@@ -122,7 +124,7 @@ class Worker:
         try:
             self.engine.step(self._send_outputs)
             self._is_failing = False
-        except (CapacityError, BrokenPipeError, ConnectionResetError):
+        except (CapacityError, EngineDeadError, BrokenPipeError, ConnectionResetError):
             raise
         except Exception:
             if self._is_failing:
@@ -222,6 +224,10 @@ class Worker:
             part = scored[start : start + PORTION]
             portion = Output(output.request_id, output.index, "", [], prompt_logprobs=part)
             self._link.send(Outputs([portion], *self._sent_state))
+
+
+def _raise(error: AtomError) -> None:
+    raise error
 
 
 def open_real(config: Config, progress: Progress) -> Engine:

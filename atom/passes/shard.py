@@ -1,0 +1,315 @@
+"""Divide the model among the ranks of a mesh.
+
+    q = linear(h, W("q", bf16[4096, 4096]))         q = linear(h, share(W("q", …), "tensor", 4))
+    a = attention(q, k, v, KV("0", …), …)     ->    a = attention(q, k, v, KV("0", …), …)    # of a quarter of the heads
+    o = linear(a, W("o", bf16[4096, 4096]))         o = linear(a, share(W("o", …), "tensor", 4, dim=1))
+    x = add(x, o)                                   o = all_reduce(o)
+                                                    x = add(x, o)
+
+It comes first, so that every later pass sees the shapes of one rank; the text is the same for all ranks. A value is
+whole on each rank, divided along its last dim or its heads, or partial: the ranks' values add up to it. A linear of a
+whole value divides its outputs where attention or an mlp reads them; one of a divided value is partial, and is summed
+where something reads it that needs the sum. (Shoeybi et al. 2019; the heads of grouped queries: a kv head is copied
+where ranks are more.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.fx import Node
+
+from atom.errors import UnsupportedError
+from atom.graph import HEAD, Dequantize, Graph, Mesh, Offset, Once, Program, Quantize, Recipe, Regroup, Share, ops
+from atom.graph.formats import block_size, parse_format, with_block
+from atom.graph.graph import results_of
+from atom.graph.ops import Op
+from atom.graph.recipes import cat, leaves, narrow
+from atom.passes.context import PassContext
+
+
+@dataclass(frozen=True)
+class Divided:
+    """How ranks hold a value: in equal parts, each of which so many neighbouring ranks have."""
+
+    copies: int = 1
+
+
+WHOLE, PARTIAL = "whole", "partial"
+State = str | Divided
+Handler = Callable[["_Writer", Node], None]
+
+
+def shard(graph: Graph, context: PassContext) -> Graph:
+    mesh = context.mesh
+    if mesh.num_ranks == 1:
+        return graph
+    tables = {node.args[1] for node in _linears_of_logits(graph)}
+    for name, program in graph.programs.items():
+        graph.programs[name] = _Writer(program, mesh, tables).write()
+        graph.num_rewrites += 1
+    return graph
+
+
+def _linears_of_logits(graph: Graph) -> Iterator[Node]:
+    """The linears whose outputs are the vocabulary."""
+    if HEAD in graph.programs:
+        yield from (node for node in graph.programs[HEAD].nodes if node.target is ops.linear and _is_logits(node))
+
+
+def _is_logits(value: Node) -> bool:
+    """Whether a value of the head is what it returns, but for ops on each element."""
+    return all(
+        user.op == "output" or (user.target in (ops.scale, ops.softcap) and _is_logits(user)) for user in value.users
+    )
+
+
+class _Writer:
+    """Writes one rank's version of a program."""
+
+    def __init__(self, program: Program, mesh: Mesh, tables: set[Recipe]) -> None:
+        self._program, self._mesh = program, mesh
+        self._made = Program(program.name)
+        self._tables = tables  # weights whose rows are the vocabulary and are divided
+        self._values: dict[Node, Node] = {}  # by node of the program
+        self._states: dict[Node, State] = {}  # by node of the program
+
+    def write(self) -> Program:
+        for node in self._program.inputs:
+            self._keep(node, self._made.input(node.name, node.meta["type"]), WHOLE)
+        for node in self._program.nodes:
+            HANDLERS.get(node.target, _Writer.copy)(self, node)
+        self._made.output(*map(self.whole, self._program.results))
+        return self._made
+
+    def copy(self, node: Node) -> None:
+        """The call on each rank, of whole values."""
+        self._call(node, node.target, *map(self.whole, node.args), state=WHOLE)
+
+    def follow(self, node: Node) -> None:
+        """The call of one value as it is: each rank has the result's part of its own part."""
+        self._call(node, node.target, self._value(node.args[0]), *map(self.whole, node.args[1:]),
+                   state=self._state(node.args[0]))  # fmt: skip
+
+    def element_by_element(self, node: Node) -> None:
+        if self._state(node.args[0]) == PARTIAL:
+            return self.copy(node)
+        return self.follow(node)
+
+    def embedding(self, node: Node) -> None:
+        tokens, table = self.whole(node.args[0]), node.args[1]
+        if table not in self._tables:
+            return self.copy(node)
+        share = self._share(table)
+        offset = Offset("tensor", self._mesh.tensor, int(share.type.shape[0]))
+        rows, kept = self._made.call(
+            ops.local_tokens, tokens, offset, size=share.type.shape[0], name=("rows", "kept")
+        )
+        x = self._made.call(ops.embedding, rows, share, name=node.name)
+        self._keep(node, self._made.call(ops.mask_rows, x, kept, name=node.name), PARTIAL)
+        return None
+
+    def linear(self, node: Node) -> None:
+        x, weight, *bias = node.args
+        if isinstance(self._state(x), Divided):
+            own = self._share(weight, dim=1), *(each and Once(each, "tensor") for each in bias)
+            return self._call(node, ops.linear, self._value(x), *own, state=PARTIAL)
+        if weight in self._tables and _is_logits(node):
+            own = self._share(weight), *(each and self._share(each) for each in bias)
+            part = self._made.call(ops.linear, self.whole(x), *own, name=node.name)
+            size = node.meta["type"].shape[-1]
+            return self._keep(node, self._made.call(ops.all_gather, part, size=size, name=node.name), WHOLE)
+        reader = _reader(node)
+        if reader is None:
+            return self.copy(node)
+        copies = 1 if reader is ops.linear else self._copies(reader.kwargs["heads"], weight)
+        own = self._share(weight, copies=copies), *(each and self._share(each, copies=copies) for each in bias)
+        return self._call(node, ops.linear, self.whole(x), *own, state=Divided(copies))
+
+    def norm(self, node: Node) -> None:
+        x, weight, *bias = node.args
+        state = self._state(x)
+        if not isinstance(state, Divided):
+            return self.copy(node)
+        if len(x.meta["type"].shape) > 2:  # of each head by itself
+            return self.follow(node)
+        if node.target is not ops.rms_norm or bias:
+            raise UnsupportedError(f"{node.name}: a layer norm over all heads cannot be divided; parallel.tensor=1")
+        value, columns = self._value(x), int(x.meta["type"].shape[-1]) * state.copies
+        squares = self._made.call(ops.sum_squares, value, name="squares")
+        squares = self._made.call(ops.all_reduce, squares, name="squares")
+        own = self._share(weight, copies=state.copies)
+        return self._call(node, ops.scale_by_rms, value, squares, own, columns=columns, state=state)
+
+    def split_heads(self, node: Node) -> None:
+        x = node.args[0]
+        state = self._state(x)
+        if not isinstance(state, Divided):
+            return self.copy(node)
+        heads = node.kwargs["heads"] * state.copies // self._mesh.tensor
+        return self._call(node, ops.split_heads, self._value(x), heads=heads, state=state)
+
+    def attention(self, node: Node) -> None:
+        q, k, v, cache, *more = node.args
+        state = self._state(k)
+        if not isinstance(state, Divided):
+            return self.copy(node)
+        if self._state(q) != Divided():
+            heads = q.meta["type"].shape[1]
+            raise UnsupportedError(f"{cache.name}: {heads} heads cannot be divided among {self._mesh.tensor} ranks")
+        pair, heads, dim = cache.type.shape
+        heads = int(heads) * state.copies // self._mesh.tensor
+        own = replace(cache, type=replace(cache.type, shape=(pair, heads, dim)))
+        sinks = [each and self._share(each) for each in more[:1]]
+        return self._call(node, ops.attention, *map(self._value, (q, k, v)), own, *sinks, *more[1:], state=Divided())
+
+    def mla_attention(self, node: Node) -> None:
+        q, q_rope, latent, k_rope, kv_b, cache = node.args
+        if not isinstance(self._state(q), Divided):
+            return self.copy(node)
+        queries, entry = map(self._value, (q, q_rope)), map(self.whole, (latent, k_rope))
+        return self._call(node, ops.mla_attention, *queries, *entry, self._share(kv_b), cache, state=Divided())
+
+    def mul(self, node: Node) -> None:
+        a, b = node.args
+        states = self._state(a), self._state(b)
+        if isinstance(states[0], Divided) and states[0] == states[1]:
+            return self._call(node, ops.mul, self._value(a), self._value(b), state=states[0])
+        if states == (PARTIAL, WHOLE):
+            return self._call(node, ops.mul, self._value(a), self.whole(b), state=PARTIAL)
+        return self.copy(node)
+
+    def add(self, node: Node) -> None:
+        a, b = node.args
+        if self._state(a) == self._state(b) == PARTIAL:
+            return self._call(node, ops.add, self._value(a), self._value(b), state=PARTIAL)
+        return self.copy(node)
+
+    def experts(self, node: Node) -> None:
+        x, weights, ids, gate_up, down, *biases = node.args
+        width = int(down.type.shape[2])
+
+        def halves(recipe: Recipe, dim: int) -> Recipe:  # gate before up, each in parts
+            parts = [narrow(recipe, first, first + width, dim) for first in (0, width)]
+            return cat(tuple(self._share(part, "width", dim) for part in parts), dim)
+
+        own: list[Any] = [halves(gate_up, 1), self._share(down, "width", 2)]
+        if biases:
+            own += [halves(biases[0], 1), Once(biases[1], "width") if self._mesh.size("width") > 1 else biases[1]]
+        if (groups := self._mesh.experts) > 1:
+            own = [self._share(each, "experts") for each in own]
+            first = Offset("experts", groups, int(own[0].type.shape[0]))
+            own += [*([] if biases else [None, None]), first]
+        return self._call(node, ops.experts, *map(self.whole, (x, weights, ids)), *own, state=PARTIAL)
+
+    def whole(self, arg: Any) -> Any:
+        """The whole value of an argument, summed or gathered over the ranks if need be."""
+        if not isinstance(arg, Node) or self._states[arg] == WHOLE:
+            return self._value(arg)
+        if self._states[arg] != PARTIAL:
+            raise UnsupportedError(f"{arg.name} is divided among ranks, and what reads it needs all of it")
+        self._keep(arg, self._made.call(ops.all_reduce, self._values[arg], name=arg.name), WHOLE)
+        return self._values[arg]
+
+    def _value(self, arg: Any) -> Any:
+        return self._values[arg] if isinstance(arg, Node) else arg
+
+    def _state(self, arg: Any) -> State:
+        return self._states[arg] if isinstance(arg, Node) else WHOLE
+
+    def _keep(self, node: Node, value: Node, state: State) -> None:
+        self._values[node], self._states[node] = value, state
+
+    def _call(self, node: Node, op: Op, *args: Any, state: State, **changed: Any) -> None:
+        """Write a call in place of a node, whose attributes it has but for those that changed."""
+        results = results_of(node)
+        names = tuple(result.name for result in results)
+        made = self._made.call(op, *args, name=names, **{**node.kwargs, **changed})
+        for result, value in zip(results, made if isinstance(made, tuple) else (made,), strict=True):
+            self._keep(result, value, state)
+
+    def _copies(self, heads: int, weight: Recipe) -> int:
+        """How many ranks have the same of so many heads."""
+        ranks = self._mesh.tensor
+        if heads % ranks and ranks % heads:
+            name = next(leaf.name for leaf in leaves(weight))
+            raise UnsupportedError(f"{name}: {heads} heads cannot be divided among {ranks} ranks")
+        return max(ranks // heads, 1)
+
+    def _share(self, recipe: Recipe, axis: str = "tensor", dim: int = 0, copies: int = 1) -> Recipe:
+        ranks = self._mesh.size(axis)
+        if ranks == 1:
+            return recipe
+        share = Share(recipe, axis, ranks, dim, copies)
+        is_padded = share.size * ranks > int(recipe.type.shape[dim]) * copies
+        if is_padded and recipe.type.fmt is not None and not isinstance(recipe, Quantize):
+            recipe = Dequantize(recipe)  # nothing stored is a packed zero
+        return replace(share, part=recipe if recipe.type.fmt is None else _refined(recipe, dim, share.size))
+
+
+def _refined(recipe: Recipe, dim: int, size: int) -> Recipe:
+    """A packed weight in blocks of which parts of a size are a whole number; its scales are repeated."""
+    fmt, shape = str(recipe.type.fmt), recipe.type.shape
+    block = block_size(recipe.type, dim)
+    if block is None or size % block == 0 or dim < len(shape) - 2:
+        return recipe
+    sizes = list(parse_format(fmt).block)
+    sizes[dim - len(shape)] = math.gcd(block, size)
+    return Regroup(recipe, with_block(fmt, *sizes))
+
+
+def _reader(value: Node, is_wide: bool = False) -> Any:
+    """What takes a linear's outputs part by part: the call that splits them into heads, or `linear`, of an mlp's width.
+
+    None where it needs all of them on each rank. is_wide: they went through an activation or a product
+    """
+    found = {_reader_behind(user, value, is_wide) for user in value.users}
+    return found.pop() if len(found) == 1 else None
+
+
+def _reader_behind(user: Node, value: Node, is_wide: bool) -> Any:
+    if user.target is ops.linear:
+        return ops.linear if is_wide else None
+    if user.target in (ops.activate, ops.mul):
+        return _reader(user, True) if user.meta["type"] == value.meta["type"] else None  # a gate of one column
+    if user.target in (ops.rms_norm, ops.layer_norm, ops.scale):
+        return _reader(user, is_wide)
+    return user if user.target is ops.split_heads and _is_by_head(user) else None
+
+
+def _is_by_head(value: Node) -> bool:
+    """Whether attention reads a value [T, N, D] head by head."""
+    for user in value.users:
+        if user.target is ops.attention:
+            continue
+        if user.target is ops.mla_attention:
+            if value in user.args[:2]:
+                continue
+            return False
+        if user.target not in (ops.rms_norm, ops.layer_norm, ops.rope, ops.split) and user.op != "call_function":
+            return False
+        if not all(_is_by_head(result) for result in results_of(user)):
+            return False
+    return True
+
+
+HANDLERS: dict[Any, Handler] = {
+    ops.embedding: _Writer.embedding,
+    ops.linear: _Writer.linear,
+    ops.rms_norm: _Writer.norm,
+    ops.layer_norm: _Writer.norm,
+    ops.split_heads: _Writer.split_heads,
+    ops.attention: _Writer.attention,
+    ops.mla_attention: _Writer.mla_attention,
+    ops.mul: _Writer.mul,
+    ops.add: _Writer.add,
+    ops.experts: _Writer.experts,
+    ops.scale: _Writer.follow,
+    ops.activate: _Writer.element_by_element,
+    ops.split: _Writer.element_by_element,
+    ops.rope: _Writer.element_by_element,
+    ops.merge_heads: _Writer.element_by_element,
+}

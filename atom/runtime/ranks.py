@@ -1,0 +1,226 @@
+"""The ranks of an engine on this host: one drives, the others take the steps that it takes.
+
+    ranks = Ranks("from atom.rank import main; main(link)", openings)     # a process for each of the others
+    ranks.wait()                             # for each to call `done`
+    ranks.tell(encode(step))                 # before the driver takes it itself
+    ranks.close()
+
+and in such a process:
+
+    def main(link: RankLink) -> None:
+        opening = link.receive()             # the bytes that it was started with
+        link.done()
+        while True:
+            decode(link.receive())
+
+They talk over the pipes of the processes, in frames of msgpack: the length in 4 bytes, little-endian, and the body. A
+rank sends a heartbeat each second. One that ends or falls silent ends all: the others are killed, whose connections end
+with them, so that no collective waits for ever. A rank whose driver is gone ends at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import IO
+
+import msgspec
+
+from atom.child_process import start_python
+from atom.errors import AtomError, EngineDeadError
+
+HEAD = struct.Struct("<I")
+BEAT_SECONDS = 1.0  # between a rank's heartbeats
+SILENT_SECONDS = 4.0  # after which a rank is taken for dead
+START_SECONDS = 60.0  # to its first heartbeat
+LINK = "from atom.runtime.ranks import RankLink; link = RankLink(); "  # beats while the rest is imported
+
+
+class Beat(msgspec.Struct, tag=True):
+    pass
+
+
+class Done(msgspec.Struct, tag=True):
+    """A rank has done what it was last told."""
+
+
+class Failed(msgspec.Struct, tag=True):
+    """A rank has failed; its process ends."""
+
+    kind: str  # the class of the error
+    error: str
+
+
+FromRank = Beat | Done | Failed
+
+
+def write_frame(file: IO[bytes], body: bytes) -> None:
+    file.write(HEAD.pack(len(body)) + body)
+    file.flush()
+
+
+def read_frame(file: IO[bytes]) -> bytes | None:
+    """The next frame's body; None at the end, also within a frame."""
+    head = file.read(HEAD.size)
+    if len(head) < HEAD.size:
+        return None
+    (size,) = HEAD.unpack(head)
+    body = file.read(size)
+    return body if len(body) == size else None
+
+
+class Ranks:
+    """The other ranks, as the one sees them that drives. One thread tells and waits."""
+
+    def __init__(self, code: str, openings: Sequence[bytes]) -> None:
+        """code: of the process of a rank, which has a `link`; its first frame is its opening"""
+        self._processes = [start_python(LINK + code, stderr=2, has_own_session=False) for _ in openings]
+        self._answers: queue.SimpleQueue[Done | None] = queue.SimpleQueue()  # None: a rank is dead
+        self._fault: AtomError | None = None
+        self._watchers: list[Callable[[AtomError], object]] = []
+        self._seen = [time.monotonic() + START_SECONDS - SILENT_SECONDS] * len(openings)
+        self._lock = threading.Lock()  # of the fault and who watches for it
+        self._is_closing = threading.Event()
+        for rank in range(1, len(openings) + 1):
+            threading.Thread(target=self._read, args=(rank,), name=f"rank {rank}", daemon=True).start()
+        threading.Thread(target=self._watch_silence, name="ranks", daemon=True).start()
+        for process, opening in zip(self._processes, openings, strict=True):
+            self._write(process.stdin, opening)
+
+    def await_fault(self, seconds: float) -> AtomError | None:
+        """Why the ranks cannot go on, where that shows within this time."""
+        end = time.monotonic() + seconds
+        while self._fault is None and time.monotonic() < end:
+            time.sleep(0.01)
+        return self._fault
+
+    def watch(self, callback: Callable[[AtomError], object]) -> None:
+        """Have a thread call this with the reason when a rank dies."""
+        with self._lock:
+            self._watchers.append(callback)
+            fault = self._fault
+        if fault is not None:
+            callback(fault)
+
+    def tell(self, body: bytes) -> None:
+        """Send all ranks a frame. The error of the one that is dead, if one is."""
+        self._raise_fault()
+        for process in self._processes:
+            self._write(process.stdin, body)
+
+    def wait(self) -> None:
+        """Wait until all ranks have done what they were told. The error of the one that fails."""
+        for _ in self._processes:
+            if self._answers.get() is None:
+                self._answers.put(None)
+                self._raise_fault()
+
+    def fail(self, error: AtomError) -> None:
+        """End all ranks for a reason, unless they have ended for another one."""
+        with self._lock:
+            if self._fault is not None or self._is_closing.is_set():
+                return
+            self._fault, watchers = error, [*self._watchers]
+        self._kill()
+        self._answers.put(None)
+        for callback in watchers:
+            callback(error)
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._is_closing.set()
+        self._kill()
+        for process in self._processes:
+            process.wait()
+            for pipe in filter(None, (process.stdin, process.stdout)):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _raise_fault(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+    def _write(self, pipe: IO[bytes] | None, body: bytes) -> None:
+        assert pipe is not None, "start_python opens it"
+        try:
+            write_frame(pipe, body)
+        except OSError as error:  # the thread that reads of it says why
+            raise self.await_fault(BEAT_SECONDS) or EngineDeadError("a rank has ended") from error
+
+    def _read(self, rank: int) -> None:
+        pipe, decoder = self._processes[rank - 1].stdout, msgspec.msgpack.Decoder(FromRank)
+        assert pipe is not None, "start_python opens it"
+        with contextlib.suppress(OSError, ValueError, msgspec.DecodeError):
+            while (frame := read_frame(pipe)) is not None:
+                self._seen[rank - 1] = time.monotonic()
+                match decoder.decode(frame):
+                    case Done() as done:
+                        self._answers.put(done)
+                    case Failed(kind, error):
+                        self.fail(error_of(kind, f"rank {rank}: {error}"))
+        self.fail(EngineDeadError(f"rank {rank} has ended"))
+
+    def _watch_silence(self) -> None:
+        while not self._is_closing.wait(BEAT_SECONDS / 2) and self._fault is None:
+            silent = time.monotonic() - min(self._seen)
+            if silent > SILENT_SECONDS:
+                rank = self._seen.index(min(self._seen)) + 1
+                self.fail(EngineDeadError(f"rank {rank} has been silent for {silent:.1f} s"))
+
+
+def error_of(kind: str, text: str) -> AtomError:
+    """An error of atom's by its class name; EngineDeadError for one of others."""
+    kinds = {each.__name__: each for each in AtomError.__subclasses__()}
+    return kinds.get(kind, EngineDeadError)(text)
+
+
+class RankLink:
+    """A rank's end: stdin and stdout of its process, which has no other use for them."""
+
+    def __init__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):  # the driver decides when it ends
+            signal.signal(number, signal.SIG_IGN)
+        self._out = os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)  # what a library prints
+        self._frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+        threading.Thread(target=self._read, name="read", daemon=True).start()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    def receive(self) -> bytes:
+        """Wait for the next frame. The process ends where the driver does."""
+        return self._frames.get()
+
+    def done(self) -> None:
+        """Answer `Ranks.wait`."""
+        self._send(Done())
+
+    def fail(self, error: Exception) -> None:
+        """Tell the driver why this process ends."""
+        self._send(Failed(type(error).__name__, str(error)))
+
+    def _send(self, message: FromRank) -> None:
+        with self._sending:
+            write_frame(self._out, msgspec.msgpack.encode(message))
+
+    def _read(self) -> None:
+        while (frame := read_frame(sys.stdin.buffer)) is not None:
+            self._frames.put(frame)
+        os._exit(0)  # whatever a collective waits for
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError):  # then reading ends too
+            while True:
+                self._send(Beat())
+                time.sleep(BEAT_SECONDS)

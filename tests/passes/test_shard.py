@@ -1,0 +1,77 @@
+"""The text of several ranks, interpreted side by side in one process, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from law import assert_same_logits
+
+from atom import weights
+from atom.checkpoint import SilentProgress
+from atom.compiler import semantic_graph
+from atom.config.checkpoint import open_for
+from atom.config.load import load
+from atom.graph import Graph, Mesh, interpret_ranks, ops, parse, show, verify
+from atom.kernels import Target
+from atom.passes.context import PassContext
+from atom.passes.shard import shard
+
+
+def ranks_of(name: str) -> int:
+    """The least number of ranks, beside one, that divides a variant's heads."""
+    config = tiny.config(name)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    divides = (ranks for ranks in range(2, heads + 1) if heads % ranks == 0)
+    return next(ranks for ranks in divides if kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def sharded(graph: Graph, mesh: Mesh) -> Graph:
+    graph = shard(graph, PassContext.of(Target("cpu"), 0, mesh))
+    verify(graph, ops.SEMANTIC)
+    assert show(parse(show(graph))) == show(graph)
+    return graph
+
+
+@torch.inference_mode()
+def logits_of_ranks(overrides: list[str], tokens: list[int], mesh: Mesh) -> list[torch.Tensor]:
+    """The logits of each rank, and of the text that all of them have."""
+    config = load(overrides)
+    graph = sharded(semantic_graph(config), mesh)
+    checkpoint = open_for(config, SilentProgress())
+    weights.check(graph, checkpoint.tensors, config.model.ignore)
+    coordinates = map(mesh.coordinates, range(mesh.num_ranks))
+    tensors = [weights.load(graph.recipes(), checkpoint, SilentProgress(), coordinates=each) for each in coordinates]
+    read = [each.__getitem__ for each in tensors]
+    inputs = {"tokens": torch.tensor(tokens), "positions": torch.arange(len(tokens))}
+    hidden = interpret_ranks(graph, "body", [inputs] * mesh.num_ranks, read)
+    return interpret_ranks(graph, "head", [{"hidden": each} for each in hidden], read)
+
+
+@pytest.mark.parametrize("name", tiny.VARIANTS)
+def test_the_text_of_several_ranks_gives_the_logits_of_transformers(
+    name: str, checkpoints: Callable[[str], Path], references: Any
+):
+    tokens = tiny.prompt(70)
+    made = logits_of_ranks([f"checkpoint={checkpoints(name)}", "dtype=fp32"], tokens, Mesh(ranks_of(name)))
+    assert_same_logits(made[0], tiny.logits(references(name), tokens))
+    assert all(torch.equal(made[0], other) for other in made[1:])
+
+
+MIXTURES = [name for name in tiny.VARIANTS if any("experts" in key for key in tiny.VARIANTS[name][1])]
+
+
+@pytest.mark.parametrize(("name", "experts"), [*((name, 2) for name in MIXTURES), ("gpt_oss", 4), ("dots1", 4)])
+def test_a_mesh_that_divides_experts_gives_the_logits_of_transformers(
+    name: str, experts: int, checkpoints: Callable[[str], Path], references: Any
+):
+    heads = tiny.config(name).num_attention_heads
+    mesh = Mesh(tensor=4, experts=experts) if heads % 4 == 0 else Mesh(ranks_of(name), ranks_of(name))
+    tokens = tiny.prompt(33)
+    made = logits_of_ranks([f"checkpoint={checkpoints(name)}", "dtype=fp32"], tokens, mesh)
+    assert_same_logits(made[0], tiny.logits(references(name), tokens))
+    assert all(torch.equal(made[0], other) for other in made[1:])

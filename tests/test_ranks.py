@@ -1,0 +1,178 @@
+"""Several ranks on a CPU, end to end: the tokens of one rank, whatever happens; what becomes of a rank that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+from thread_ranks import ThreadRanks, thread_ranks
+
+from atom import LLMEngine, SamplingParams
+from atom.errors import AtomError, CapacityError, ConfigError, EngineDeadError, UnsupportedError
+from atom.runtime.ranks import Ranks
+
+__all__ = ["thread_ranks"]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+Open = Callable[..., LLMEngine]
+EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max_num_batched_tokens": 16,
+            "enable_prefix_caching": True}  # fmt: skip
+
+
+@pytest.fixture
+def open_engine(checkpoints: Callable[[str], Path]) -> Iterator[Open]:
+    opened: list[LLMEngine] = []
+
+    def open(name: str, **fields: Any) -> LLMEngine:
+        pool = {} if "num_kvcache_blocks" in fields else {"kv_cache_memory": 1 << 22}
+        opened.append(LLMEngine(model=str(checkpoints(name)), **{"dtype": "fp32", "level": 1, **pool, **fields}))
+        return opened[-1]
+
+    yield open
+    for engine in opened:
+        engine.close()
+
+
+def ranks_of(name: str) -> int:
+    """The least number of ranks, beside one, that divides a variant's heads."""
+    config = tiny.config(name)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    divides = (ranks for ranks in range(2, heads + 1) if heads % ranks == 0)
+    return next(ranks for ranks in divides if kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def is_mixture(name: str) -> bool:
+    return any("experts" in key for key in tiny.VARIANTS[name][1])
+
+
+@pytest.mark.parametrize("name", [*tiny.MODEL_FILES, "llama_biases", "llama_odd_heads", "gpt_oss_odd", "minimax_m2_stacked"])
+def test_ranks_generate_the_tokens_of_the_reference(
+    name: str, thread_ranks: list[ThreadRanks], open_engine: Open, references: Any
+):
+    experts = {"enable_expert_parallel": True} if is_mixture(name) else {}
+    engine = open_engine(name, tensor_parallel_size=ranks_of(name), **EVENTFUL, **experts)
+    shared = tiny.prompt(30)
+    prompts = [shared, tiny.prompt(25, seed=1), shared[:17] + tiny.prompt(24, seed=2)]
+    for batch in (prompts, prompts[::-1]):
+        for answer, prompt in zip(engine.generate(batch, GREEDY), batch, strict=True):
+            tiny.assert_greedy(answer, prompt, references(name))
+    metrics = engine.metrics.scheduler
+    assert metrics.num_chunks > 0 and metrics.num_prefix_hit_tokens > 0
+    has_window_alone = all(pool.window is not None for pool in engine._engine.scheduler.cache.pools)
+    assert metrics.num_preemptions > 0 or has_window_alone
+    assert thread_ranks[0].meeting.num_collectives > 2 * metrics.num_steps
+
+
+def rank_processes() -> list[int]:
+    """The processes of ranks that this one has started."""
+    shown = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
+    return [int(line.split()[0]) for line in shown.stdout.splitlines() if "RankLink" in line]
+
+
+SEEDED = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.02, seed=7, max_tokens=16, n=2, frequency_penalty=0.5)
+SCORED = SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=2, logit_bias={3: 2.0}, min_tokens=3)
+
+
+def test_processes_of_ranks_give_what_one_gives(open_engine: Open):
+    prompts, params = [tiny.prompt(20), tiny.prompt(33, seed=1), tiny.prompt(9, seed=2)], [GREEDY, SEEDED, SCORED]
+    alone = open_engine("qwen3_moe").generate(prompts, params)
+    engine = open_engine("qwen3_moe", tensor_parallel_size=2, enable_expert_parallel=True, enable_prefix_caching=True)
+    assert len(rank_processes()) == 1
+    (aborted,) = engine.add_request([tiny.prompt(50, seed=9)], GREEDY)
+    engine.step()
+    engine.abort(aborted)
+    answers = engine.generate(prompts, params)
+    assert [each["token_ids"] for each in answers] == [each["token_ids"] for each in alone]
+    for ours, theirs in zip(answers[-1]["logprobs"], alone[-1]["logprobs"], strict=True):
+        assert ours.token == theirs.token and ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    ours, theirs = (each[-1]["prompt_logprobs"][1:] for each in (answers, alone))
+    assert [each.logprob for each in ours] == pytest.approx([each.logprob for each in theirs], abs=1e-4)
+    assert not np.allclose([each.logprob for each in theirs], 0)
+    engine.close()
+    assert rank_processes() == []
+
+
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "rank 1 has ended"), (signal.SIGSTOP, "rank 1 has been silent")])
+def test_a_rank_that_dies_or_stops_ends_the_engine(number: signal.Signals, reason: str, open_engine: Open):
+    engine = open_engine("llama", tensor_parallel_size=2)
+    engine.generate([[1, 2, 3]], GREEDY)
+    (pid,) = rank_processes()
+    os.kill(pid, number)
+    since = time.monotonic()
+    with pytest.raises(EngineDeadError, match=reason):
+        engine.generate([tiny.prompt(9)], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    assert time.monotonic() - since < 6
+    with pytest.raises(EngineDeadError, match=reason):
+        engine.generate([[1]], GREEDY)
+    engine.close()
+    assert rank_processes() == []
+
+
+def test_ranks_end_with_the_process_that_drives_them(checkpoints: Callable[[str], Path]):
+    code = f"""if True:
+        from atom import LLMEngine
+        engine = LLMEngine({str(checkpoints("llama"))!r}, dtype="fp32", level=0, tensor_parallel_size=2, kv_cache_memory=1 << 22)
+        print("open", flush=True)
+        import time; time.sleep(60)
+    """
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None and driver.stdout.readline() == "open\n"
+        children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
+        driver.kill()
+    end = time.monotonic() + 5
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < end, "a rank is left"
+        time.sleep(0.05)
+    assert children
+
+
+def test_the_error_of_a_rank_is_that_of_the_engine():
+    ranks = Ranks("from atom.errors import CapacityError; link.fail(CapacityError(link.receive().decode()))", [b"small"])
+    with pytest.raises(CapacityError, match="rank 1: small"):
+        ranks.wait()
+    with pytest.raises(CapacityError, match="rank 1: small"):
+        ranks.tell(b"on")
+    ranks.close()
+
+
+def test_ranks_answer_in_turn_and_hear_all_that_they_are_told():
+    code = "total = 0\nwhile True:\n    total += len(link.receive()); link.done() if total >= {} else None"
+    with closing(Ranks(code.format(3 + 100_000), [b"abc"] * 2)) as ranks:
+        ranks.tell(b"x" * 100_000)
+        ranks.wait()
+        ranks.tell(b"")
+        ranks.wait()
+        found: list[AtomError] = []
+        ranks.watch(found.append)
+        ranks.fail(EngineDeadError("enough"))
+        assert [str(each) for each in found] == ["enough"]
+        ranks.watch(found.append)
+        assert len(found) == 2
+        with pytest.raises(EngineDeadError, match="enough"):
+            ranks.wait()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "error", "reason"),
+    [
+        ("llama", {"tensor_parallel_size": 3}, UnsupportedError, "parallel.tensor=3 does not divide 4 heads with 2 of keys and values; there is: 1, 2, 4"),
+        ("llama", {"tensor_parallel_size": 2, "parallel.tensor": 4}, ConfigError, "set one of them"),
+        ("llama", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, ConfigError, "the model has no experts"),
+        ("qwen3_moe", {"parallel.tensor": 4, "parallel.experts": 3}, ConfigError, "parallel.experts=3 must divide the 4 ranks"),
+    ],
+)  # fmt: skip
+def test_what_does_not_divide_is_refused_with_what_does(
+    name: str, fields: dict[str, Any], error: type[Exception], reason: str, checkpoints: Callable[[str], Path]
+):
+    with pytest.raises(error, match=reason):
+        LLMEngine(str(checkpoints(name)), **fields)

@@ -89,7 +89,7 @@ class RankOpening(msgspec.Struct):
 
 
 def start_ranks(config: Config, started: ExitStack) -> Ranks | None:
-    """Start the other ranks of an engine, which the stack ends; None for one rank. They load their weights meanwhile."""
+    """Start the other ranks of an engine, which load their weights; None for one rank. The stack ends them."""
     num_ranks = mesh_of(config).num_ranks
     if num_ranks == 1:
         return None

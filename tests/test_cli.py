@@ -78,7 +78,10 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
     [
         (["foo=1"], "atom-run: ConfigError: foo: there is no such field; there are: model, "),
         (["checkpoint=/nowhere"], "atom-run: CheckpointError: no checkpoint '/nowhere'"),
-        (["parallel=tp8"], "atom-run: UnsupportedError: parallel: running on several devices is not built yet"),
+        (
+            ["parallel=tp8", "device=cpu"],
+            "atom-run: UnsupportedError: parallel.tensor=8 does not divide 9 heads with 3 of",
+        ),
         (["sampling.n=0"], "atom-run: RequestError: n=0 must be a finite number from 1 to 128"),
         (["job=explian"], "atom-run: ConfigError: job=explian: there is no such choice, did you mean explain?"),
         (["level=0,1"], "atom-run: ConfigError: 'level=0,1' is a sweep: add -m"),

@@ -15,10 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
+import torch
+import transformers
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams
+from atom.compiler import compile
 from atom.errors import AtomError, CapacityError, ConfigError, EngineDeadError, UnsupportedError
+from atom.pieces import compile_pieces
 from atom.runtime.ranks import Ranks
 
 __all__ = ["thread_ranks"]
@@ -55,7 +59,9 @@ def is_mixture(name: str) -> bool:
     return any("experts" in key for key in tiny.VARIANTS[name][1])
 
 
-@pytest.mark.parametrize("name", [*tiny.MODEL_FILES, "llama_biases", "llama_odd_heads", "gpt_oss_odd", "minimax_m2_stacked"])
+@pytest.mark.parametrize(
+    "name", [*tiny.MODEL_FILES, "llama_biases", "llama_odd_heads", "gpt_oss_odd", "minimax_m2_stacked"]
+)
 def test_ranks_generate_the_tokens_of_the_reference(
     name: str, thread_ranks: list[ThreadRanks], open_engine: Open, references: Any
 ):
@@ -102,7 +108,9 @@ def test_processes_of_ranks_give_what_one_gives(open_engine: Open):
     assert rank_processes() == []
 
 
-@pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "rank 1 has ended"), (signal.SIGSTOP, "rank 1 has been silent")])
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGKILL, "rank 1 has ended"), (signal.SIGSTOP, "rank 1 has been silent")]
+)
 def test_a_rank_that_dies_or_stops_ends_the_engine(number: signal.Signals, reason: str, open_engine: Open):
     engine = open_engine("llama", tensor_parallel_size=2)
     engine.generate([[1, 2, 3]], GREEDY)
@@ -137,7 +145,9 @@ def test_ranks_end_with_the_process_that_drives_them(checkpoints: Callable[[str]
 
 
 def test_the_error_of_a_rank_is_that_of_the_engine():
-    ranks = Ranks("from atom.errors import CapacityError; link.fail(CapacityError(link.receive().decode()))", [b"small"])
+    ranks = Ranks(
+        "from atom.errors import CapacityError; link.fail(CapacityError(link.receive().decode()))", [b"small"]
+    )
     with pytest.raises(CapacityError, match="rank 1: small"):
         ranks.wait()
     with pytest.raises(CapacityError, match="rank 1: small"):
@@ -176,3 +186,61 @@ def test_what_does_not_divide_is_refused_with_what_does(
 ):
     with pytest.raises(error, match=reason):
         LLMEngine(str(checkpoints(name)), **fields)
+
+
+@pytest.fixture(scope="module")
+def even_mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense layer and one of experts, whose columns are multiples of 64."""
+    config = transformers.Qwen3MoeConfig(
+        **{**tiny.SIZES, **tiny.EXPERTS, "hidden_size": 128, "num_hidden_layers": 2, "head_dim": 32,
+           "intermediate_size": 192, "moe_intermediate_size": 192, "num_experts": 4, "mlp_only_layers": [0]}
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for tensor in model.parameters():
+        tensor.data += torch.randn_like(tensor) * 0.1
+    folder = tmp_path_factory.mktemp("even")
+    model.save_pretrained(folder, save_original_format=True)
+    return folder
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize(
+    "fields", [{"tensor_parallel_size": 2, "enable_expert_parallel": True}, {"tensor_parallel_size": 4}]
+)
+@pytest.mark.parametrize("fmt", ["fp8", "fp8_block", "int8", "int4", "mxfp4"])
+def test_ranks_multiply_by_the_packed_numbers_of_one(
+    fmt: str, fields: dict[str, Any], level: int, thread_ranks: list[ThreadRanks], even_mixture: Path
+):
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    options = {"dtype": "fp32", "level": level, "kv_cache_memory": 1 << 22, "quant": fmt, "quant.head": "int8"}
+    found = []
+    for each in ({}, fields):
+        engine = LLMEngine(str(even_mixture), **options, **each)
+        (answer,) = engine.generate([tiny.prompt(30)], scored)
+        found.append([logprob.logprob for logprob in answer["prompt_logprobs"][1:]])
+        engine.close()
+    assert found[1] == pytest.approx(found[0], abs=1e-4) and len(thread_ranks) == 1
+
+
+def test_the_ranks_of_a_compiled_model_compile_nothing(
+    thread_ranks: list[ThreadRanks], checkpoints: Callable[[str], Path], tmp_path: Path, one_compiler: None,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    compiled: list[int] = []
+
+    def compile_and_count(texts: list[str], device: str) -> Any:
+        compiled.append(len(texts))
+        return compile_pieces(texts, device)
+
+    monkeypatch.setattr(compile, "compile_pieces", compile_and_count)
+    prompts = [tiny.prompt(20), tiny.prompt(5, seed=1)]
+    tokens = []
+    for ranks in (2, 2):
+        engine = LLMEngine(str(checkpoints("llama")), dtype="fp32", level=2, kv_cache_memory=1 << 22,
+                           cache=str(tmp_path), tensor_parallel_size=ranks)  # fmt: skip
+        tokens.append([answer["token_ids"] for answer in engine.generate(prompts, GREEDY)])
+        engine.close()
+    assert len(compiled) == 1 and tokens[0] == tokens[1]
+    alone = LLMEngine(str(checkpoints("llama")), dtype="fp32", level=1, kv_cache_memory=1 << 22)
+    assert tokens[0] == [answer["token_ids"] for answer in alone.generate(prompts, GREEDY)]

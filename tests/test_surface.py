@@ -120,7 +120,7 @@ kernels | runtime.types
 pieces | frontend | passes | weights
 compiler | runtime
 build
-llm
+rank | llm
 serve
 jobs
 cli

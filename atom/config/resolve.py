@@ -17,7 +17,16 @@ from typing import Any
 from atom.checkpoint import quantization
 from atom.checkpoint.quantization import Quantization, check_pattern
 from atom.checkpoint.stacked import find_stacked
-from atom.config.schema import MAX_EXPERTS, AttentionConfig, Config, MLPConfig, ModelConfig, ParallelConfig, QuantConfig, RopeConfig
+from atom.config.schema import (
+    MAX_EXPERTS,
+    AttentionConfig,
+    Config,
+    MLPConfig,
+    ModelConfig,
+    ParallelConfig,
+    QuantConfig,
+    RopeConfig,
+)
 from atom.config.spelling import did_you_mean, spelled
 from atom.devices import find_device
 from atom.dtypes import BY_NAME, FORMATS, MODEL_DTYPES, ONLINE
@@ -127,7 +136,7 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig, device: str) ->
     ranks, experts = parallel.tensor, parallel.experts
     if ranks > 1 and device != "cpu":
         raise UnsupportedError(f"parallel.tensor={ranks}: ranks on GPUs are not built yet; there is: device=cpu")
-    fitting = [each for each in range(1, model.attention.heads + 1) if _divides_heads(each, model.attention)]
+    fitting = [each for each in range(1, model.attention.heads + 1) if divides_heads(each, model.attention)]
     if ranks not in fitting:
         heads = f"{model.attention.heads} heads"
         if model.attention.kind == "gqa":
@@ -140,7 +149,7 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig, device: str) ->
         raise ConfigError(f"parallel.experts={experts}: the model has no experts; leave it out")
 
 
-def _divides_heads(ranks: int, attention: AttentionConfig) -> bool:
+def divides_heads(ranks: int, attention: AttentionConfig) -> bool:
     """Whether ranks have equal parts of the heads; a head of keys and values may be on several."""
     kv_heads = attention.kv_heads if attention.kind == "gqa" and attention.kv_heads else ranks
     return attention.heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)

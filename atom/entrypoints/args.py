@@ -57,9 +57,7 @@ class EngineArgs:
     dtype: str | None = flag("dtype", "of weights and activations: bf16, fp16, fp32 or auto, the checkpoint's")
     device: str | None = flag("device", "cpu, cuda (AMD's too) or auto, a GPU where there is one")
     seed: int | None = flag("seed", "of what is drawn")
-    tensor_parallel_size: int | None = flag(
-        "serve.tensor_parallel_size", "devices that a layer is divided among", "-tp"
-    )
+    tensor_parallel_size: int | None = flag("parallel.tensor", "ranks that a layer is divided among", "-tp")
     data_parallel_size: int | None = flag("serve.data_parallel_size", "copies of the model", "-dp")
     enforce_eager: bool | None = flag("serve.enforce_eager", "capture no CUDA graph")
     enable_prefix_caching: bool | None = flag("serve.enable_prefix_caching", "share the KV of prompts that begin alike")
@@ -82,7 +80,7 @@ class EngineArgs:
         "level", "0 reference ops, 1 fused ops, 2 compiled pieces, 3 CUDA graphs", null="the highest that runs here"
     )
     load_dummy: bool | None = flag("load_dummy", "random weights: only config.json is read")
-    enable_expert_parallel: bool | None = flag("serve.enable_expert_parallel", "divide experts among devices")
+    enable_expert_parallel: bool | None = flag("serve.enable_expert_parallel", "divide experts among ranks")
     enable_dp_attention: bool | None = flag("serve.enable_dp_attention", "divide attention by request among devices")
     torch_profiler_dir: str | None = flag(
         "serve.torch_profiler_dir", "folder for profiler traces", null="$ATOM_TORCH_PROFILER_DIR"

@@ -6,6 +6,7 @@ atom-run job=explain                                  # each pass: changes, time
 atom-run job=explain job.stage=fuse_qkv > graph.py    # the whole text at that point, which job.graph=graph.py runs
 atom-run job=explain job.gpu=h200                     # the sizes beside a GPU of conf/gpu
 atom-run job=explain job.gpu=h200 device=cuda         # and a GPU's text, whether or not there is one here
+atom-run job=explain parallel=tp4                     # the text and the sizes of each of 4 ranks
 atom-run job=explain job.output=json
 """
 
@@ -19,18 +20,19 @@ import sys
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from atom.build import cache_kinds, mtp_patterns, plan_kv
 from atom.cache import Cache, key_of
-from atom.compiler import compile_graph, describe_piece, find_failure, pieces_of
+from atom.compiler import compile_graph, describe_piece, find_failure, level_of, mesh_of, pieces_of
 from atom.compiler.artifact import semantic_graph
 from atom.compiler.saved_graph import WRITTEN, show_saved
 from atom.config import Config, GPUConfig
 from atom.config.load import load_gpu
+from atom.config.resolve import divides_heads
 from atom.devices import find_device
 from atom.errors import CapacityError, ConfigError
 from atom.graph import Graph, W, show
@@ -43,6 +45,7 @@ from atom.pieces import identity
 from atom.runtime.kv_cache import num_blocks_needed
 from atom.runtime.types import CacheKind
 
+LAYOUTS = (2, 4, 8, 16)  # numbers of ranks that are shown beside one
 UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
@@ -74,6 +77,8 @@ def run(config: Config) -> int:
     result = {**({} if is_elsewhere else pieces(graph, config)), **sizes(graph, config)}
     if gpu is not None:
         result["gpu"] = fit(gpu, result, cache_kinds(graph), config)
+        if mesh_of(config).num_ranks == 1:
+            result["gpu"]["layouts"] = list(layouts(gpu, config, Target("cuda") if is_elsewhere else None))
     if config.job.output == "json":
         passes = [{"name": s.name, "changes": s.num_changes, "seconds": s.seconds} for s in stages[1:]]
         print(json.dumps({"passes": passes, **result}))
@@ -150,7 +155,24 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
         "left_out": mtp_patterns(config.model),
         "kv_bytes_per_token": {kind.name: kind.bytes_per_token for kind in kinds},
         **kv_pool(kinds, config),
+        **(
+            {"ranks": asdict(config.parallel), "collectives": collectives(graph)}
+            if mesh_of(config).num_ranks > 1
+            else {}
+        ),
     }
+
+
+def collectives(graph: Graph) -> dict[str, dict[str, int]]:
+    """The collectives of a step by op: how many there are, and the bytes that a rank brings to all of them for a token,
+    or for a row that samples."""
+    found: dict[str, dict[str, int]] = {}
+    nodes = (node for program in graph.programs.values() for node in program.nodes if node.target.is_collective)
+    for node in nodes:
+        of = found.setdefault(node.target.name, {"times": 0, "bytes_per_token": 0})
+        of["times"] += 1
+        of["bytes_per_token"] += node.args[0].meta["type"].row.num_bytes
+    return found
 
 
 def pieces(graph: Graph, config: Config) -> dict[str, Any]:
@@ -205,7 +227,9 @@ def fit(gpu: GPUConfig, result: dict[str, Any], kinds: Sequence[CacheKind], conf
     """
     bf16 = gpu.rates.get("bf16")
     rates = {fmt: gpu.rates.get(fmt.partition("[")[0], bf16) for fmt in result["formats"]}
-    seconds = [2 * each["active_parameters"] / rate for fmt, each in result["formats"].items() if (rate := rates[fmt])]
+    ranks = mesh_of(config).num_ranks
+    products = ((2 * each["active_parameters"] / ranks, rates[fmt]) for fmt, each in result["formats"].items())
+    seconds = [operations / rate for operations, rate in products if rate]
     weights_bytes = result["weights_bytes"]
     serve = replace(config.serve, kv_cache_memory=max(gpu.memory - weights_bytes, 0), num_kvcache_blocks=None)
     pool = kv_pool(kinds, replace(config, serve=serve))
@@ -223,6 +247,18 @@ def fit(gpu: GPUConfig, result: dict[str, Any], kinds: Sequence[CacheKind], conf
     }
 
 
+def layouts(gpu: GPUConfig, config: Config, target: Target | None) -> Iterator[dict[str, Any]]:
+    """What each of several ranks would hold and be limited to, on a GPU each, where they divide the model's heads."""
+    for tensor in LAYOUTS:
+        if divides_heads(tensor, config.model.attention):
+            parallel, level = replace(config.parallel, tensor=tensor), min(level_of(config), 1)
+            divided = replace(config, parallel=parallel, level=level)
+            graph = compile_graph(divided, target=target)
+            result = sizes(graph, divided)
+            weights_bytes = result["weights_bytes"]
+            yield {"tensor": tensor, "weights_bytes": weights_bytes, **fit(gpu, result, cache_kinds(graph), divided)}
+
+
 def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:
     """Format the sizes as lines: name, value."""
     one = f"one sequence of max_model_len={config.serve.max_model_len:,}"
@@ -235,6 +271,10 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
             if piece["fault"]:
                 where = f"in the cache and not used: {piece['fault']}"
             yield f"  {piece['key'][:8]}", f"{piece['times']} times {piece['name']}, {where}"
+    if "ranks" in result:
+        yield "ranks", f"{result['ranks']['tensor']}; bytes and limits are of each"
+        for name, each in result["collectives"].items():
+            yield f"  {name}", f"{each['times']} times a step, {each['bytes_per_token']:,} bytes a token in all"
     yield "parameters", f"{result['parameters']:,} in all, {result['active_parameters']:,} active"
     yield "weights", f"{_size(result['weights_bytes'])} in all, {_size(result['active_weights_bytes'])} active"
     for fmt, size in result["formats"].items():
@@ -261,6 +301,17 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
         yield "  decode", f"at most {rate} for one request: its bandwidth over the active weights"
         if rate := gpu["prefill_tokens_per_second"]:
             yield "  prefill", f"at most {rate:,.0f} tokens/s: its rate over the active weights, without attention"
+        for layout in gpu.get("layouts", ()):
+            yield f"  parallel.tensor={layout['tensor']}", _layout(layout)
+
+
+def _layout(layout: dict[str, Any]) -> str:
+    """What several GPUs would give."""
+    held = f"{_size(layout['weights_bytes'])} of weights a GPU"
+    if not layout["weights_fit"]:
+        return f"{held} do not fit"
+    limit = f"at most {layout['decode_tokens_per_second']:,.0f} tokens/s for one request, without collectives"
+    return f"{held}, room for {_each(layout['kv_tokens'], 'tokens')}, {limit}"
 
 
 def _each(numbers: dict[str, int], unit: str) -> str:

@@ -27,6 +27,7 @@ from atom.graph import HEAD, Dequantize, Graph, Mesh, Offset, Once, Program, Qua
 from atom.graph.formats import block_size, parse_format, with_block
 from atom.graph.graph import results_of
 from atom.graph.ops import Op
+from atom.graph.parts import is_scaled_as_one
 from atom.graph.recipes import cat, leaves, narrow
 from atom.passes.context import PassContext
 
@@ -105,9 +106,7 @@ class _Writer:
             return self.copy(node)
         share = self._share(table)
         offset = Offset("tensor", self._mesh.tensor, int(share.type.shape[0]))
-        rows, kept = self._made.call(
-            ops.local_tokens, tokens, offset, size=share.type.shape[0], name=("rows", "kept")
-        )
+        rows, kept = self._made.call(ops.local_tokens, tokens, offset, size=share.type.shape[0], name=("rows", "kept"))
         x = self._made.call(ops.embedding, rows, share, name=node.name)
         self._keep(node, self._made.call(ops.mask_rows, x, kept, name=node.name), PARTIAL)
         return None
@@ -193,6 +192,8 @@ class _Writer:
         width = int(down.type.shape[2])
 
         def halves(recipe: Recipe, dim: int) -> Recipe:  # gate before up, each in parts
+            if recipe.type.fmt is not None:
+                recipe = _refined(recipe, dim, -(-width // self._mesh.size("width")))
             parts = [narrow(recipe, first, first + width, dim) for first in (0, width)]
             return cat(tuple(self._share(part, "width", dim) for part in parts), dim)
 
@@ -251,12 +252,14 @@ class _Writer:
 
 
 def _refined(recipe: Recipe, dim: int, size: int) -> Recipe:
-    """A packed weight in blocks of which parts of a size are a whole number; its scales are repeated."""
+    """A packed weight in blocks that divide parts of a size, its scales repeated; plain where it has no such blocks."""
     fmt, shape = str(recipe.type.fmt), recipe.type.shape
-    block = block_size(recipe.type, dim)
-    if block is None or size % block == 0 or dim < len(shape) - 2:
+    block, known = block_size(recipe.type, dim), parse_format(fmt)
+    if is_scaled_as_one(recipe.type, dim) or (block is not None and size % block == 0):
         return recipe
-    sizes = list(parse_format(fmt).block)
+    if block is None or any(part.holds not in ("elements", "blocks") for part in known.parts.values()):
+        return Dequantize(recipe)
+    sizes = list(known.block)
     sizes[dim - len(shape)] = math.gcd(block, size)
     return Regroup(recipe, with_block(fmt, *sizes))
 

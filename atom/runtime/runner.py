@@ -24,8 +24,8 @@ from atom.errors import CapacityError, EngineDeadError, is_out_of_memory
 from atom.kernels.logprobs import top_logprobs
 from atom.runtime.cuda_graphs import Graphs, Started
 from atom.runtime.model import Model
-from atom.runtime.ranks import Ranks
 from atom.runtime.program import Hidden, rows_of, score
+from atom.runtime.ranks import Ranks
 from atom.runtime.step_input import NUM_REPORTED, BatchShape, Capacity, Scored, Shaping, StepInput
 from atom.runtime.types import Logprobs, Sampled
 from atom.sampling_params import SAMPLING_KINDS
@@ -37,7 +37,10 @@ HEAD_ROWS = 256  # rows of a prompt whose logits are computed at a time
 
 class Runner:
     def __init__(self, model: Model, run_ahead: int | None = None, ranks: Ranks | None = None) -> None:
-        """run_ahead: steps behind one that is not committed; None: as the device wants. ranks: that take each step too"""
+        """run_ahead: steps behind one that is not committed; None: as the device wants
+
+        ranks: that take each step too
+        """
         self.model, self._ranks = model, ranks
         self.run_ahead = (0 if self.model.is_cpu else RUN_AHEAD) if run_ahead is None else run_ahead
         assert self.run_ahead < NUM_REPORTED, f"the host can read {NUM_REPORTED} tokens of a slot"
@@ -73,7 +76,9 @@ class Runner:
             return self._try(step)
         except BaseException as error:  # what the others have begun cannot be taken back
             fault = self._ranks.await_fault(FAULT_SECONDS) if isinstance(error, Exception) else None
-            self._dead = EngineDeadError(str(fault or f"a step of several ranks failed: {type(error).__name__}: {error}"))
+            self._dead = EngineDeadError(
+                str(fault or f"a step of several ranks failed: {type(error).__name__}: {error}")
+            )
             self._ranks.fail(self._dead)
             raise self._dead from error
 

@@ -306,15 +306,22 @@ def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
 
 def _fill(recipe: Recipe, tensor: Tensor, source: WeightSource) -> Tensor:
     for part, target in split_recipe(recipe, tensor):
-        if isinstance(part, Dequantize) and isinstance(part.part, Quantize):
-            _fill(part.part.part, target, source)
-            source.flush()
-            target.copy_(PackedWeight(part.part.type, quantize(part.part.fmt, target)).unpack())
+        if (rounded := _rounded(part, source, str(target.device))) is not None:
+            target.copy_(rounded)
         elif isinstance(part, Full):
             target.fill_(part.value)
         else:
             source.fill(part, target)
     return tensor
+
+
+def _rounded(recipe: Recipe, source: WeightSource, device: str) -> Tensor | None:
+    """A plain tensor, or a range of one, that is packed and unpacked again; None where a recipe is none."""
+    if isinstance(recipe, Dequantize) and any(packed_while_loading(recipe.part)):
+        return _packed(recipe.part, source, device).unpack()
+    if isinstance(recipe, Slice) and (whole := _rounded(recipe.part, source, device)) is not None:
+        return whole[(slice(None),) * recipe.dim + (slice(recipe.start, recipe.stop, recipe.step),)]
+    return None
 
 
 def _empty(type: Type, device: str) -> Tensor:

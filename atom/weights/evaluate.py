@@ -21,7 +21,6 @@ from atom.graph import (
     TORCH_DTYPES,
     Cat,
     Dequantize,
-    Quantize,
     Recipe,
     Repack,
     Repeat,
@@ -34,7 +33,7 @@ from atom.graph import (
 from atom.graph.formats import block_of
 from atom.graph.packed import LaidOut, PackedWeight
 from atom.graph.parts import cuts_blocks, parts_of
-from atom.graph.recipes import narrow
+from atom.graph.recipes import narrow, packed_while_loading
 from atom.graph.unpack import unpack
 from atom.weights.repack import repack
 
@@ -52,7 +51,7 @@ def split_recipe(recipe: Recipe, tensor: Tensor) -> Iterator[tuple[Recipe, Tenso
     if isinstance(recipe, Dequantize):
         for packed, target in split_recipe(recipe.part, tensor):
             whole = Dequantize(packed)  # what is packed here is packed as a whole
-            yield from [(whole, target)] if isinstance(packed, Quantize) else _split_rows(whole, target)
+            yield from [(whole, target)] if any(packed_while_loading(packed)) else _split_rows(whole, target)
     elif isinstance(recipe, Cat) and (rows := _in_turns(recipe)) is not None:
         yield rows, tensor.unflatten(recipe.dim, (len(recipe.parts), -1))  # type: ignore[no-untyped-call]
     elif isinstance(recipe, Cat):

@@ -842,10 +842,8 @@ def test_a_wrong_override_is_an_error_of_one_line_with_what_and_where(text: str,
 @pytest.mark.parametrize(
     "text",
     [
-        "serve.tensor_parallel_size=2",
         "serve.kv_cache_dtype=fp8_e5m2",
         "serve.data_parallel_size=2",
-        "serve.enable_expert_parallel=true",
         "serve.enable_dp_attention=true",
         "serve.scheduler_delay_factor=0.5",
         "serve.method=mtp",

@@ -19,9 +19,9 @@ from atom.errors import ConfigError, UnsupportedError
 MEANS = {
     "--model /a b": "checkpoint='/a b'",
     "--trust-remote-code": "trust_remote_code=true",
-    "--tensor-parallel-size 2": "serve.tensor_parallel_size=2",
-    "-tp 2": "serve.tensor_parallel_size=2",
-    "-tp8": "serve.tensor_parallel_size=8",
+    "--tensor-parallel-size 2": "parallel.tensor=2",
+    "-tp 2": "parallel.tensor=2",
+    "-tp8": "parallel.tensor=8",
     "-dp4": "serve.data_parallel_size=4",
     "--dtype bfloat16": "dtype='bfloat16'",
     "--seed 7": "seed=7",
@@ -75,9 +75,9 @@ DEFAULTS = {
 }
 
 REFUSED = {
-    "-tp 2": "serve.tensor_parallel_size=2 is not built yet; there is: 1",
+    "-tp 2": "parallel.tensor=2 does not divide 9 heads with 3 of keys and values; there is: 1, 3, 9",
     "-dp 2": "serve.data_parallel_size=2: data parallelism is not built yet; there is: 1",
-    "--enable-expert-parallel": "serve.enable_expert_parallel=true: expert parallelism is not built yet",
+    "-tp 3 --enable-expert-parallel": "parallel.experts=3: the model has no experts; leave it out",
     "--enable-dp-attention": "serve.enable_dp_attention=true: data parallelism is not built yet",
     "--port 80": "serve.port: an engine on another machine (serve.http.port is the server's) is not built yet",
     "--kv_cache_dtype fp8_e5m2": "serve.kv_cache_dtype=fp8_e5m2 is not built yet; there is: auto, bf16, fp16, fp32, fp8",
@@ -227,11 +227,9 @@ def test_the_help_marks_what_is_not_built():
     EngineArgs.add_cli_args(parser)
     entries = [" ".join(each.split()) for each in parser.format_help().split("\n  --")]
     assert [each.split()[0] for each in entries if "not built yet" in each] == [
-        "tensor-parallel-size",
         "data-parallel-size",
         "port",
         "scheduler-delay-factor",
-        "enable-expert-parallel",
         "enable-dp-attention",
         "method",
         "num-speculative-tokens",

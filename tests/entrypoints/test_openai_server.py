@@ -112,7 +112,10 @@ def test_a_flag_of_the_server_is_a_field_of_http(argv: str, field: str, value: A
             "atom-run: UnsupportedError: --port: an engine on another machine (--server-port is the server's) is not",
         ),
         ("--set serve.http.port=-1", "atom-run: ConfigError: serve.http.port=-1 must be a finite number from 0 to"),
-        ("-tp8", "atom-run: UnsupportedError: --tensor-parallel-size=8 is not built yet; there is: 1"),
+        (
+            "-tp8",
+            "atom-run: UnsupportedError: --tensor-parallel-size=8 does not divide 9 heads with 3 of keys and values",
+        ),
         ("--server-host x", "atom-run: ConfigError: unrecognized arguments: --server-host x; python -m atom"),
         (
             "--set job.stage=semantic",
@@ -120,7 +123,7 @@ def test_a_flag_of_the_server_is_a_field_of_http(argv: str, field: str, value: A
         ),
         ("--dtype fp7", "atom-run: ConfigError: --dtype=fp7: there is no such choice; choices: auto, bf16"),
         ("--model /nowhere", "atom-run: CheckpointError: no checkpoint '/nowhere'"),
-        ("--kv_cache_dtype fp8_e5m2 -tp 8", "atom-run: UnsupportedError: --kv-cache-dtype=fp8_e5m2 is not built yet"),
+        ("--kv_cache_dtype fp8_e5m2 -tp 3", "atom-run: UnsupportedError: --kv-cache-dtype=fp8_e5m2 is not built yet"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(argv: str, line: str, serve: Any, capsys: pytest.CaptureFixture[str]):

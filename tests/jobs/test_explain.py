@@ -565,3 +565,30 @@ def test_layers_that_predict_further_tokens_are_left_out(explain: Any, sizes: An
         "model.layers.5.*",
     ]
     assert sizes("kimi_k2")["left_out"] == []
+
+
+def test_each_of_several_ranks_is_explained(explain: Any, run: Any, published: Any):
+    config = json.loads((CONFIGS / "qwen3_30b_a3b.json").read_text())
+    layers, hidden, vocab = (config[key] for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    one, four = (
+        explain(published("qwen3_30b_a3b"), "load_dummy=true", f"parallel={each}") for each in ("tp1", "tp4_ep")
+    )
+    assert "ranks" not in one and four["ranks"] == {"tensor": 4, "experts": 4}
+    assert four["collectives"] == {
+        "all_reduce": {"times": 2 * layers, "bytes_per_token": 2 * layers * hidden * 2},
+        "all_gather": {"times": 1, "bytes_per_token": vocab // 4 * 2},
+    }
+    assert four["parameters"] == one["parameters"]
+    assert four["kv_bytes_per_token"]["full"] * 4 == one["kv_bytes_per_token"]["full"]
+    whole = 2 * hidden * (vocab + layers * (2 + config["num_experts"]) + 1) + 2 * 2 * layers * config["head_dim"]
+    assert 4 * (four["weights_bytes"] - whole) == one["weights_bytes"] - whole, "embedding, norms and routers are whole"
+    code, out, _ = run(published("qwen3_30b_a3b"), "load_dummy=true", "parallel=tp4_ep", "job.gpu=h200")
+    assert code == 0 and "all_reduce: 2 changes" not in out and "  all_reduce" in out and "parallel.tensor=" not in out
+
+
+def test_layouts_of_several_gpus_are_those_that_they_would_be_explained_with(explain: Any, published: Any):
+    listed = explain(published("qwen3_8b"), "load_dummy=true", "job.gpu=rtx_4090")["gpu"]["layouts"]
+    assert [each["tensor"] for each in listed] == [2, 4, 8, 16]
+    asked = explain(published("qwen3_8b"), "load_dummy=true", "job.gpu=rtx_4090", "parallel.tensor=4", "level=1")
+    assert listed[1]["weights_bytes"] == asked["weights_bytes"]
+    assert {key: listed[1][key] for key in asked["gpu"]} == asked["gpu"]

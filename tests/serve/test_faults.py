@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +260,22 @@ def listening(pid: int) -> set[tuple[str, int]]:
                 host = socket.inet_ntoa(bytes.fromhex(address)[::-1]) if len(address) == 8 else address
                 found.add((host, int(port, 16)))
     return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_dies_or_stops_ends_streams_with_an_error_and_the_server(
+    number: signal.Signals, start_server: Start
+):
+    server = start_server("parallel=tp2")
+    processes = family(server)
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes}
+    (rank,) = (pid for pid, command in commands.items() if b"RankLink" in command)
+    with closing(wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 8000})) as stream:
+        stream.read_events(3)
+        os.kill(rank, number)
+        since = time.monotonic()
+        *_, last = stream.read_events()
+        assert last["error"]["code"] == "unavailable" and time.monotonic() - since < 6
+    assert server.process.wait(15) == 1
+    wire.wait_until(lambda: not any(map(is_alive, processes)), 5)
+    assert "rank 1 has" in server.log.read_text()

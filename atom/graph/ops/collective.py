@@ -41,8 +41,8 @@ def _local_tokens(tokens: Type, offset: Type, *, size: int) -> tuple[Type, Type]
 
 @op(_local_tokens)
 def local_tokens(tokens: Tensor, offset: Tensor, *, size: int) -> tuple[Tensor, Tensor]:
-    """tokens i64[T], offset i64[1] -> rows i64[T] of an embedding of size tokens from the offset on, 0 for tokens that it
-    does not have; i64[T]: 1 for those that it has, else 0"""
+    """tokens i64[T], offset i64[1] -> rows i64[T] of an embedding of size tokens from the offset on, 0 for tokens that
+    it does not have; i64[T]: 1 for those that it has, else 0"""
     rows = tokens - offset
     is_here = (rows >= 0) & (rows < size)
     return rows.masked_fill(~is_here, 0), is_here.long()

@@ -159,8 +159,8 @@ def experts(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tens
     """Each token through the experts that it chose, summed by their weights (Shazeer et al. 2017).
 
     x [T, H], weights fp32[T, k], ids i64[T, k], gate_up [E, 2 W, H] with gate before up, down [E, H, W], their biases
-    [E, 2 W] and [E, H] -> [T, H]; kind, limit and alpha as in gated_activate. first: i64[1], the first of the experts that
-    are here, where a token may choose others, which add nothing.
+    [E, 2 W] and [E, H] -> [T, H]; kind, limit and alpha as in gated_activate. first: i64[1], the first of the experts
+    that are here, where a token may choose others, which add nothing.
     """
     grouped, order, ends = group(x, ids, first, experts=len(gate_up))
     m = gated_activate(grouped_linear(grouped, gate_up, ends, gate_up_bias), kind=kind, limit=limit, alpha=alpha)

@@ -7,7 +7,7 @@ attend = kernel.load(LoadContext())
 from atom.kernels.backend import Backend, Kernel, LoadContext, PieceCode, PieceCompiler, Target, Tuner
 from atom.kernels.registry import (
     backends_of,
-    build_kernels,
+    building_kernels,
     candidates,
     compile_launches,
     find_backend,
@@ -31,7 +31,7 @@ __all__ = [
     "Target",
     "Tuner",
     "backends_of",
-    "build_kernels",
+    "building_kernels",
     "candidates",
     "compile_launches",
     "find_backend",

@@ -21,6 +21,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t LANES = 16;
+constexpr int64_t AHEAD = 4096; // bytes by which a weight that is read in order is fetched early
 
 using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,6 @@ from atom.graph.formats import block_of, parse_format
 from atom.graph.packed import LaidOut, PackedWeight
 from atom.graph.types import Type
 from atom.graph.unpack import FP4
-from atom.kernels.backend import Target
 from atom.kernels.cpp.build import PACKED, load_library
 
 ROWS = 16  # of a panel
@@ -83,18 +81,9 @@ def _kind_of(weight: Type) -> str:
     return known.kind if known.kind in KINDS else "fp4"
 
 
-def accepts(_target: Target, x: Type, weight: Type, *_types: Type | None) -> str | None:
-    return "takes rows in two dims" if len(x.shape) != 2 else _refusal(weight)
-
-
-def accepts_embedding(_target: Target, tokens: Type, weight: Type) -> str | None:
-    return "takes tokens in one dim" if len(tokens.shape) != 1 else _refusal(weight)
-
-
-def _refusal(weight: Type) -> str | None:
-    if weight.fmt is None:
-        return "its weight is plain"
-    known = parse_format(weight.fmt)
+def refusal(weight: Type) -> str | None:
+    """Why a packed weight is not multiplied in panels; None where it is."""
+    known = parse_format(str(weight.fmt))
     if known.has_order or (known.kind != "scaled" and known.block[0] != 1):
         return f"its weight is stored as {weight.fmt}"
     if int(weight.shape[-1]) % 2 and Panels.of(weight).is_pair:
@@ -233,12 +222,3 @@ def panel_embedding(tokens: Tensor, weight: LaidOut) -> Tensor:
     """tokens i64[T], weight [V, H] -> [T, H]"""
     dtype = TORCH_DTYPES[weight.type.dtype]
     return torch.ops.atom.panel_embedding(tokens, weight.tensor, dtype, _numbers_of(weight.type))  # type: ignore[no-any-return]
-
-
-def panel_grouped_linear(x: Tensor, weight: Sequence[LaidOut], ends: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [P, I], E weights [1, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is not read"""
-    out = x.new_empty(len(x), int(weight[0].type.shape[-2]))
-    for expert, (first, last) in enumerate(pairwise([0, *ends.tolist()])):
-        if first < last:
-            out[first:last] = panel_linear(x[first:last], weight[expert], None if bias is None else bias[expert])
-    return out

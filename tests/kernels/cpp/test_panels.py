@@ -145,7 +145,6 @@ def test_experts_are_packed_one_by_one(fmt: str):
 @pytest.mark.parametrize(
     ("x", "weight", "reason"),
     [
-        (Type("bf16", ("T", 64)), Type("bf16", (64, 64)), "its weight is plain"),
         (Type("bf16", ("T", 64)), Type("bf16", (64, 64), "gptq_int4_ordered[1, 32]"), "is stored as gptq"),
         (Type("bf16", ("T", 2, 64)), Type("bf16", (64, 64), "q4_1"), "takes rows in two dims"),
     ],

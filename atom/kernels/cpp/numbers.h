@@ -47,6 +47,18 @@ Ints widen(SignedBytes bytes) { return __builtin_convertvector(__builtin_convert
 Ints widen(Halves halves) { return __builtin_convertvector(halves, Ints); }
 #endif
 
+/// 16 numbers in float16.
+Floats widen_fp16(const void *from) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#else
+  Floats made;
+  for (int lane = 0; lane < LANES; ++lane)
+    made[lane] = (float)load<c10::Half>(static_cast<const uint16_t *>(from) + lane);
+  return made;
+#endif
+}
+
 /// The sum of 16 numbers.
 float total(Floats x) {
   using Eight = float __attribute__((vector_size(32)));

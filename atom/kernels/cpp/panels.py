@@ -4,8 +4,8 @@
     y = panel_linear(x, weight, bias)          # [T, I] -> [T, O], summed in float32
     h = panel_embedding(tokens, weight)        # i64[T] -> [T, H]
 
-Any format of blocks within a row, and fp8 in blocks of rows too. Scales and minima are bfloat16 where the model
-computes in that and their groups have few columns, else float32.
+Any format of blocks within a row, and fp8 in blocks of rows too. Scales and minima are float16 where the file's are, as
+in GGUF; else bfloat16 where the model computes in that and their groups have few columns, else float32.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from atom.kernels.cpp.build import PACKED, load_library
 
 ROWS = 16  # of a panel
 KINDS = ("int4", "int8", "fp8", "fp4")  # as packed.cpp numbers them
+SCALES = (torch.bfloat16, torch.float32, torch.float16)  # the same
 NARROW_GROUP = 64  # columns that share a scale, up to which it is a bfloat16
 AT_ONCE = 1 << 22  # bytes of panels that are made at a time
 
@@ -39,7 +40,7 @@ class Panels(NamedTuple):
     out: int
     inner: int
     group: int  # columns that share a scale
-    is_wide: bool  # scales and minima are float32
+    scales: int  # of SCALES: the dtype of scales and minima
     has_minima: bool
 
     @classmethod
@@ -47,8 +48,9 @@ class Panels(NamedTuple):
         known, (out, inner) = parse_format(str(weight.fmt)), map(int, weight.shape[-2:])
         group = block_of(weight)[-1]
         is_wide = weight.dtype != "bf16" or group > NARROW_GROUP
+        dtype = torch.float16 if known.parts["scales"].dtype == "fp16" else torch.float32 if is_wide else torch.bfloat16
         has_minima = not known.parts.keys().isdisjoint(("zeros", "mins"))
-        return cls(KINDS.index(_kind_of(weight)), out, inner, group, is_wide, has_minima)
+        return cls(KINDS.index(_kind_of(weight)), out, inner, group, SCALES.index(dtype), has_minima)
 
     @property
     def num_panels(self) -> int:
@@ -59,6 +61,10 @@ class Panels(NamedTuple):
         return -(-self.inner // self.group)
 
     @property
+    def scale_dtype(self) -> torch.dtype:
+        return SCALES[self.scales]
+
+    @property
     def is_pair(self) -> bool:
         """Whether a byte has numbers of two columns."""
         return KINDS[self.kind] in ("int4", "fp4")
@@ -66,7 +72,7 @@ class Panels(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of a panel."""
-        scales = self.num_groups * (4 if self.is_wide else 2) * (2 if self.has_minima else 1)
+        scales = self.num_groups * self.scale_dtype.itemsize * (2 if self.has_minima else 1)
         return ROWS * (self.inner // (2 if self.is_pair else 1) + scales)
 
     @property
@@ -128,7 +134,7 @@ def _turned(rows: Tensor) -> Tensor:
 
 def _scales_of(weight: PackedWeight, panels: Panels) -> tuple[Tensor, Tensor | None]:
     """The scales [O, groups] and, where there are some, minima of a weight's groups, as a panel has them."""
-    parts, dtype = weight.parts, torch.float32 if panels.is_wide else torch.bfloat16
+    parts, dtype = weight.parts, panels.scale_dtype
     scales = parts["scales"]
     if weight.kind == "mxfp4":
         scales = torch.exp2(scales.float() - 127)
@@ -140,12 +146,10 @@ def _scales_of(weight: PackedWeight, panels: Panels) -> tuple[Tensor, Tensor | N
         scales = scales.repeat_interleave(block_of(weight.type)[-2], 0)[: panels.out]
     if not panels.has_minima:
         return scales.to(dtype), None
+    if "mins" in parts:  # as the file has them, packed.cpp knows it by their dtype
+        return scales.to(dtype), parts["mins"].view_as(scales)
     middle = 8 if panels.is_pair else 128
-    if "zeros" in parts:
-        minima = (middle - parts["zeros"].float().view_as(scales)) * scales
-    else:
-        minima = parts["mins"].float().view_as(scales) + middle * scales
-    return scales.to(dtype), minima.to(dtype)
+    return scales.to(dtype), ((middle - parts["zeros"].float().view_as(scales)) * scales).to(dtype)
 
 
 # The ops without the library: in a process that only checks compiled code, and where it cannot be compiled.
@@ -155,20 +159,20 @@ def _unpack(panels: Tensor, layout: Sequence[int]) -> Tensor:
     """Panels as fp32[O, I]"""
     if panels.dtype != torch.uint8:
         return panels
-    kind, out, inner, group, is_wide, has_minima = layout
+    kind, out, inner, group, scales_index, has_minima = layout
+    dtype = SCALES[scales_index]
     is_pair, num_panels, num_groups = KINDS[kind] in ("int4", "fp4"), len(panels), -(-inner // group)
-    scales_size = ROWS * (4 if is_wide else 2)
+    scales_size = ROWS * dtype.itemsize
     first = scales_size * (2 if has_minima else 1)
     size = first + ROWS * (group // 2 if is_pair else group)  # of a group
     groups = F.pad(panels, (0, num_groups * size - panels.shape[1])).view(num_panels, num_groups, size)
-    dtype = torch.float32 if is_wide else torch.bfloat16
     scales = groups[..., :scales_size].contiguous().view(dtype).float().unsqueeze(2)
     stored = groups[..., first:].view(num_panels, num_groups, -1, ROWS)
     if is_pair:
         stored = torch.stack((stored & 15, stored >> 4), 3).flatten(2, 3)
     match KINDS[kind]:
         case "int4":
-            values = stored.float() - 8
+            values = stored.float() - (0 if has_minima and dtype is torch.float16 else 8)
         case "int8":
             values = stored.contiguous().view(torch.int8).float()
         case "fp8":

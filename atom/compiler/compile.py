@@ -30,7 +30,7 @@ from atom.compiler.saved_graph import check_runnable, read_saved
 from atom.config import Config
 from atom.errors import ArtifactError, PassError, UnsupportedError
 from atom.graph import Graph
-from atom.kernels import Target, build_kernels, find_piece_compiler, find_target, keep_binaries
+from atom.kernels import Target, building_kernels, find_piece_compiler, find_target, keep_binaries
 from atom.passes import PassReport, lower
 from atom.pieces import Piece, PieceCode, PieceError, compile_pieces, find_pieces, identity
 
@@ -96,7 +96,8 @@ def compile_model(
             check(graph)
             report = Report("", False, "pieces begin at level 2", 0, 0, 0, {})
             compiled = Compiled(graph, {}, report, level_of(config))
-        build_kernels(compiled.graph)
+            with building_kernels(graph):
+                pass
         return compiled
 
 
@@ -124,7 +125,8 @@ def _compile_with_pieces(
     reason = "" if cached else explain_miss(config, ingredients, cache) if key else "a saved text has no artifact"
     is_damaged = any(cache.holds("pieces", each) for each in missing.values())
     try:
-        made, num_compiled = _make(missing, target, cache, progress, is_retry=config.job.kind == "compile")
+        with building_kernels(graph):
+            made, num_compiled = _make(missing, target, cache, progress, is_retry=config.job.kind == "compile")
     except PieceError as error:
         _do_without_pieces(config, str(error), cache)
         return None

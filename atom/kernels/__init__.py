@@ -16,7 +16,7 @@ from atom.kernels.backend import (
 )  # fmt: skip
 from atom.kernels.registry import (
     backends_of,
-    build_kernels,
+    building_kernels,
     candidates,
     compile_launches,
     connect_rank,
@@ -42,7 +42,7 @@ __all__ = [
     "Target",
     "Tuner",
     "backends_of",
-    "build_kernels",
+    "building_kernels",
     "candidates",
     "compile_launches",
     "connect_rank",

@@ -76,12 +76,7 @@ class Kernel:
     packed_layout: str | None = None  # of a packed weight: a layout that gives a LaidOut
     packed_type: Callable[[Type], Type] | None = None  # the type of its tensor
     trace: Callable[..., Any] | None = None  # its function in a compiled piece; None: it runs between pieces
-    build: Callable[[], object] | None = None  # compiles what it needs, unless the cache folder has that; None: nothing
-
-    @property
-    def is_for_packed(self) -> bool:
-        """Whether it takes packed weights alone."""
-        return self.layout is None and self.packed_layout is not None
+    build: Callable[..., object] | None = None  # compiles what it needs for weights of these types; None: nothing
 
     @property
     def has_layouts(self) -> bool:

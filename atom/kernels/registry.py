@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from atom.errors import UnsupportedError
 from atom.graph import LaidOut, PackedWeight, Program, Type
-from atom.graph.graph import results_of
+from atom.graph.graph import results_of, type_of
 from atom.graph.ops import Op
 from atom.kernels.backend import Backend, Communicator, Kernel, PieceCompiler, Target, Tuner
 
@@ -85,12 +85,18 @@ def find_kernel(op: Op, backend: str) -> Kernel:
     raise UnsupportedError(f"there is no kernel {backend}.{op.name}")
 
 
-def build_kernels(graph: Graph) -> None:
-    """Compile what a graph's kernels need beside pieces, unless the cache folder has it."""
-    nodes = [node for program in graph.programs.values() for node in program.nodes]
-    for op, backend in dict.fromkeys((node.target, node.meta.get("kernel", "reference")) for node in nodes):
-        if (build := find_kernel(op, backend).build) is not None:
-            build()
+@contextmanager
+def building_kernels(graph: Graph) -> Iterator[None]:
+    """Compile what a graph's kernels need beside pieces, unless the cache folder has it, in threads until the end."""
+    calls: dict[tuple[Callable[..., object], tuple[Type, ...]], None] = {}
+    for node in (node for program in graph.programs.values() for node in program.nodes):
+        if (build := find_kernel(node.target, node.meta.get("kernel", "reference")).build) is not None:
+            calls[build, tuple(type_of(node.args[place]) for place in node.target.weights)] = None
+    with ThreadPoolExecutor(max(len(calls), 1)) as pool:
+        waiting = [pool.submit(build, *types) for build, types in calls]
+        yield
+        for each in waiting:
+            each.result()
 
 
 def find_target(device: str) -> Target:

@@ -3,18 +3,18 @@
     h = rms_norm(x, w, eps=eps)         ->      h = torch.rms_norm(x, w, eps=eps)
     y = linear(h, W("y"))                       y = torch.linear(h, shuffle(W("y"), "onednn"))
 
-The backends are asked in their order; the reasons of those that refused are comments of the text. A kernel that wants
-its weight in a layout of its own is skipped where an op without a kernel of that layout reads the weight too: no weight
-is kept twice.
+The backends are asked in their order; the reasons of those that refused are comments of the text. No weight is kept
+twice: where ops of two kinds read one, as a tied embedding's, it is in a layout that kernels of both take, or as
+stored. An embedding's that nothing else reads is as stored.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch.fx import Node
 
-from atom.graph import Graph, Recipe, Shuffle
+from atom.graph import Graph, Recipe, Shuffle, ops
 from atom.graph.graph import node_leaves, type_of
 from atom.kernels import Kernel, candidates
 from atom.passes.context import PassContext
@@ -26,8 +26,6 @@ def select_kernels(graph: Graph, context: PassContext) -> Graph:
         for node in program.nodes:
             node.meta["notes"] = node.meta.pop("unpacked", [])  # why its weight is not packed any more
             for kernel in candidates(node.target, context.backends):
-                if kernel.is_for_packed and type_of(node.args[kernel.op.weight]).fmt is None:
-                    continue
                 reason = _refusal(kernel, context, node, readers)
                 if reason is None:
                     _choose(kernel, node)
@@ -38,20 +36,29 @@ def select_kernels(graph: Graph, context: PassContext) -> Graph:
 
 
 def _refusal(kernel: Kernel, context: PassContext, node: Node, readers: Mapping[Any, Sequence[Node]]) -> str | None:
-    if (layout := _layout(kernel, node)) is not None:
-        weight = node.args[kernel.op.weight]
+    layout = _layout(kernel, node)
+    for weight in (node.args[place] for place in node.target.weights):
         if not isinstance(weight, Recipe):
-            return "its weight is computed"
-        others = {each.target.name for each in readers[weight] if not _takes_layout(each, layout, context)}
-        if others - {kernel.op.name}:
+            if layout is not None:
+                return "its weight is computed"
+            continue
+        others = {each.target.name for each in readers[weight]} - {node.target.name}
+        if others and layout not in _shared_layouts(readers[weight], context):
             return f"its weight is read by {', '.join(sorted(others))} too"
+        if layout is not None and not others and weight.type.fmt is None and node.target is ops.embedding:
+            return "its weight is read by no product"
     return _answer(kernel, context, node)
 
 
-def _takes_layout(node: Node, layout: str, context: PassContext) -> bool:
-    """Whether a call has a kernel whose weight is in this layout."""
-    kernels = candidates(node.target, context.backends)
-    return any(_layout(kernel, node) == layout and _answer(kernel, context, node) is None for kernel in kernels)
+def _shared_layouts(nodes: Sequence[Node], context: PassContext) -> set[str | None]:
+    """The layouts of a weight in which kernels of all these calls take it; None, as stored, where there is no other."""
+    return set.intersection(*(set(_layouts(node, context)) for node in nodes)) or {None}
+
+
+def _layouts(node: Node, context: PassContext) -> Iterator[str | None]:
+    for kernel in candidates(node.target, context.backends):
+        if (layout := _layout(kernel, node)) is not None and _answer(kernel, context, node) is None:
+            yield layout
 
 
 def _answer(kernel: Kernel, context: PassContext, node: Node) -> str | None:

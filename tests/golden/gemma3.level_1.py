@@ -1,10 +1,10 @@
 def body(tokens: i64[T], positions: i64[T], batch: Batch):
     cos, sin = reference.rotary(positions, rope_freqs(16, 1000.0))    # fp32[T, 8], fp32[T, 8]
     cos_1, sin_1 = reference.rotary(positions, rope_freqs(16, 50000.0, kind="linear", factor=2.5))    # fp32[T, 8], fp32[T, 8]
-    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]
+    x = cpp.embedding(tokens, shuffle(W("model.embed_tokens.weight", bf16[101, 48]), "blocks"))    # bf16[T, 48]
     x_1 = reference.scale(x, by=6.928203230275509)    # bf16[T, 48]
     h = torch.rms_norm(x_1, shift(W("model.layers.0.input_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[T, 48]
-    qkv = torch.linear(h, shuffle(cat([W("model.layers.0.self_attn.q_proj.weight", bf16[64, 48]), W("model.layers.0.self_attn.k_proj.weight", bf16[32, 48]), W("model.layers.0.self_attn.v_proj.weight", bf16[32, 48])]), "onednn"))    # bf16[T, 128]
+    qkv = cpp.linear(h, shuffle(cat([W("model.layers.0.self_attn.q_proj.weight", bf16[64, 48]), W("model.layers.0.self_attn.k_proj.weight", bf16[32, 48]), W("model.layers.0.self_attn.v_proj.weight", bf16[32, 48])]), "blocks"))    # bf16[T, 128]
     q, k, v = reference.split(qkv, sizes=[64, 32, 32])    # bf16[T, 64], bf16[T, 32], bf16[T, 32]
     q_1 = reference.split_heads(q, heads=4)    # bf16[T, 4, 16]
     k_1 = reference.split_heads(k, heads=2)    # bf16[T, 2, 16]
@@ -12,15 +12,15 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     q_3 = cpp.norm_rope_write(q_1, k_1, v_1, cos, sin, shift(W("model.layers.0.self_attn.q_norm.weight", fp32[16]), 1.0), shift(W("model.layers.0.self_attn.k_norm.weight", fp32[16]), 1.0), KV("model.layers.0", bf16[2, 2, 16], window=10), batch, eps=1e-06)    # bf16[T, 4, 16]
     a = cpp.paged_attention(q_3, KV("model.layers.0", bf16[2, 2, 16], window=10), batch, scale=0.2041241452319315, window=10)    # bf16[T, 4, 16]
     a_1 = reference.merge_heads(a)    # bf16[T, 64]
-    o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[T, 48]
+    o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[T, 48]; cpp: 48 rows are no block
     a_2 = torch.rms_norm(o, shift(W("model.layers.0.post_attention_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[T, 48]
     h_1, x_2 = torch.add_rms_norm(x_1, a_2, shift(W("model.layers.0.pre_feedforward_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[T, 48], bf16[T, 48]
-    gate_up = torch.linear(h_1, shuffle(cat([W("model.layers.0.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.0.mlp.up_proj.weight", bf16[80, 48])]), "onednn"))    # bf16[T, 160]
+    gate_up = cpp.linear(h_1, shuffle(cat([W("model.layers.0.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.0.mlp.up_proj.weight", bf16[80, 48])]), "blocks"))    # bf16[T, 160]
     m = reference.gated_activate(gate_up, kind="gelu_tanh")    # bf16[T, 80]
-    down = torch.linear(m, shuffle(W("model.layers.0.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[T, 48]
+    down = torch.linear(m, shuffle(W("model.layers.0.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[T, 48]; cpp: 48 rows are no block
     m_1 = torch.rms_norm(down, shift(W("model.layers.0.post_feedforward_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[T, 48]
     h_2, x_3 = torch.add_rms_norm(x_2, m_1, shift(W("model.layers.1.input_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[T, 48], bf16[T, 48]
-    qkv_1 = torch.linear(h_2, shuffle(cat([W("model.layers.1.self_attn.q_proj.weight", bf16[64, 48]), W("model.layers.1.self_attn.k_proj.weight", bf16[32, 48]), W("model.layers.1.self_attn.v_proj.weight", bf16[32, 48])]), "onednn"))    # bf16[T, 128]
+    qkv_1 = cpp.linear(h_2, shuffle(cat([W("model.layers.1.self_attn.q_proj.weight", bf16[64, 48]), W("model.layers.1.self_attn.k_proj.weight", bf16[32, 48]), W("model.layers.1.self_attn.v_proj.weight", bf16[32, 48])]), "blocks"))    # bf16[T, 128]
     q_4, k_4, v_2 = reference.split(qkv_1, sizes=[64, 32, 32])    # bf16[T, 64], bf16[T, 32], bf16[T, 32]
     q_5 = reference.split_heads(q_4, heads=4)    # bf16[T, 4, 16]
     k_5 = reference.split_heads(k_4, heads=2)    # bf16[T, 2, 16]
@@ -31,13 +31,13 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
 
 def head(x_3: bf16[R, 48], a_3: bf16[R, 4, 16]):
     a_4 = reference.merge_heads(a_3)    # bf16[R, 64]
-    o_1 = torch.linear(a_4, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[R, 48]
+    o_1 = torch.linear(a_4, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[R, 48]; cpp: 48 rows are no block
     a_5 = torch.rms_norm(o_1, shift(W("model.layers.1.post_attention_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[R, 48]
     h_3, x_4 = torch.add_rms_norm(x_3, a_5, shift(W("model.layers.1.pre_feedforward_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
-    gate_up = torch.linear(h_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.1.mlp.up_proj.weight", bf16[80, 48])]), "onednn"))    # bf16[R, 160]
+    gate_up = cpp.linear(h_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.1.mlp.up_proj.weight", bf16[80, 48])]), "blocks"))    # bf16[R, 160]
     m_2 = reference.gated_activate(gate_up, kind="gelu_tanh")    # bf16[R, 80]
-    down_1 = torch.linear(m_2, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]
+    down_1 = torch.linear(m_2, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]; cpp: 48 rows are no block
     m_3 = torch.rms_norm(down_1, shift(W("model.layers.1.post_feedforward_layernorm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[R, 48]
     hidden, x_5 = torch.add_rms_norm(x_4, m_3, shift(W("model.norm.weight", fp32[48]), 1.0), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
-    logits = reference.linear(hidden, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[R, 101]; torch: its weight is read by embedding too
+    logits = cpp.linear(hidden, shuffle(W("model.embed_tokens.weight", bf16[101, 48]), "blocks"))    # bf16[R, 101]
     return logits

@@ -1,8 +1,8 @@
 def body(tokens: i64[T], positions: i64[T], batch: Batch):
     cos, sin = reference.rotary(positions, rope_freqs(8, 10000.0))    # fp32[T, 4], fp32[T, 4]
-    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]
+    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]; cpp: its weight is read by no product
     h = torch.rms_norm(x, W("model.layers.0.input_layernorm.weight", bf16[48]), eps=1.5625e-07)    # bf16[T, 48]
-    qkv = torch.linear(h, shuffle(cat([W("model.layers.0.self_attn.q_proj.weight", bf16[64, 48]), W("model.layers.0.self_attn.k_proj.weight", bf16[32, 48]), W("model.layers.0.self_attn.v_proj.weight", bf16[32, 48])]), "onednn"), cat([W("model.layers.0.self_attn.q_proj.bias", bf16[64]), W("model.layers.0.self_attn.k_proj.bias", bf16[32]), W("model.layers.0.self_attn.v_proj.bias", bf16[32])]))    # bf16[T, 128]
+    qkv = cpp.linear(h, shuffle(cat([W("model.layers.0.self_attn.q_proj.weight", bf16[64, 48]), W("model.layers.0.self_attn.k_proj.weight", bf16[32, 48]), W("model.layers.0.self_attn.v_proj.weight", bf16[32, 48])]), "blocks"), cat([W("model.layers.0.self_attn.q_proj.bias", bf16[64]), W("model.layers.0.self_attn.k_proj.bias", bf16[32]), W("model.layers.0.self_attn.v_proj.bias", bf16[32])]))    # bf16[T, 128]
     q, k, v = reference.split(qkv, sizes=[64, 32, 32])    # bf16[T, 64], bf16[T, 32], bf16[T, 32]
     q_1 = reference.split_heads(q, heads=4)    # bf16[T, 4, 16]
     k_1 = reference.split_heads(k, heads=2)    # bf16[T, 2, 16]
@@ -10,15 +10,15 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     q_2 = cpp.norm_rope_write(q_1, k_1, v_1, cos, sin, None, None, KV("model.layers.0", bf16[2, 2, 16]), batch, interleaved=True)    # bf16[T, 4, 16]
     a = cpp.paged_attention(q_2, KV("model.layers.0", bf16[2, 2, 16]), batch, scale=0.25)    # bf16[T, 4, 16]
     a_1 = reference.merge_heads(a)    # bf16[T, 64]
-    o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[T, 48]
+    o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[T, 48]; cpp: 48 rows are no block
     a_2 = torch.rms_norm(o, W("model.layers.0.post_self_attn_layernorm.weight", bf16[48]), eps=1.5625e-07)    # bf16[T, 48]
     h_1, x_1 = torch.add_rms_norm(x, a_2, W("model.layers.0.post_attention_layernorm.weight", bf16[48]), eps=1.5625e-07)    # bf16[T, 48], bf16[T, 48]
-    gate_up = torch.linear(h_1, shuffle(W("model.layers.0.mlp.gate_up_proj.weight", bf16[160, 48]), "onednn"))    # bf16[T, 160]
+    gate_up = cpp.linear(h_1, shuffle(W("model.layers.0.mlp.gate_up_proj.weight", bf16[160, 48]), "blocks"))    # bf16[T, 160]
     m = reference.gated_activate(gate_up, kind="silu")    # bf16[T, 80]
-    down = torch.linear(m, shuffle(W("model.layers.0.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[T, 48]
+    down = torch.linear(m, shuffle(W("model.layers.0.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[T, 48]; cpp: 48 rows are no block
     m_1 = torch.rms_norm(down, W("model.layers.0.post_mlp_layernorm.weight", bf16[48]), eps=1.5625e-07)    # bf16[T, 48]
     h_2, x_2 = torch.add_rms_norm(x_1, m_1, W("model.layers.1.input_layernorm.weight", bf16[48]), eps=1.5625e-07)    # bf16[T, 48], bf16[T, 48]
-    qkv_1 = torch.linear(h_2, shuffle(cat([W("model.layers.1.self_attn.q_proj.weight", bf16[64, 48]), W("model.layers.1.self_attn.k_proj.weight", bf16[32, 48]), W("model.layers.1.self_attn.v_proj.weight", bf16[32, 48])]), "onednn"), cat([W("model.layers.1.self_attn.q_proj.bias", bf16[64]), W("model.layers.1.self_attn.k_proj.bias", bf16[32]), W("model.layers.1.self_attn.v_proj.bias", bf16[32])]))    # bf16[T, 128]
+    qkv_1 = cpp.linear(h_2, shuffle(cat([W("model.layers.1.self_attn.q_proj.weight", bf16[64, 48]), W("model.layers.1.self_attn.k_proj.weight", bf16[32, 48]), W("model.layers.1.self_attn.v_proj.weight", bf16[32, 48])]), "blocks"), cat([W("model.layers.1.self_attn.q_proj.bias", bf16[64]), W("model.layers.1.self_attn.k_proj.bias", bf16[32]), W("model.layers.1.self_attn.v_proj.bias", bf16[32])]))    # bf16[T, 128]
     q_3, k_3, v_2 = reference.split(qkv_1, sizes=[64, 32, 32])    # bf16[T, 64], bf16[T, 32], bf16[T, 32]
     q_4 = reference.split_heads(q_3, heads=4)    # bf16[T, 4, 16]
     k_4 = reference.split_heads(k_3, heads=2)    # bf16[T, 2, 16]
@@ -29,13 +29,13 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
 
 def head(x_2: bf16[R, 48], a_3: bf16[R, 4, 16]):
     a_4 = reference.merge_heads(a_3)    # bf16[R, 64]
-    o_1 = torch.linear(a_4, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[R, 48]
+    o_1 = torch.linear(a_4, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[R, 48]; cpp: 48 rows are no block
     a_5 = torch.rms_norm(o_1, W("model.layers.1.post_self_attn_layernorm.weight", bf16[48]), eps=1.5625e-07)    # bf16[R, 48]
     h_3, x_3 = torch.add_rms_norm(x_2, a_5, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1.5625e-07)    # bf16[R, 48], bf16[R, 48]
-    gate_up = torch.linear(h_3, shuffle(W("model.layers.1.mlp.gate_up_proj.weight", bf16[160, 48]), "onednn"))    # bf16[R, 160]
+    gate_up = cpp.linear(h_3, shuffle(W("model.layers.1.mlp.gate_up_proj.weight", bf16[160, 48]), "blocks"))    # bf16[R, 160]
     m_2 = reference.gated_activate(gate_up, kind="silu")    # bf16[R, 80]
-    down_1 = torch.linear(m_2, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]
+    down_1 = torch.linear(m_2, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]; cpp: 48 rows are no block
     m_3 = torch.rms_norm(down_1, W("model.layers.1.post_mlp_layernorm.weight", bf16[48]), eps=1.5625e-07)    # bf16[R, 48]
     hidden, x_4 = torch.add_rms_norm(x_3, m_3, W("model.norm.weight", bf16[48]), eps=1.5625e-07)    # bf16[R, 48], bf16[R, 48]
-    logits = torch.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
+    logits = cpp.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "blocks"))    # bf16[R, 101]
     return logits

@@ -1,8 +1,8 @@
 def body(tokens: i64[T], positions: i64[T], batch: Batch):
     cos, sin = reference.rotary(positions, rope_freqs(8, 10000.0))    # fp32[T, 4], fp32[T, 4]
-    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]
+    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]; cpp: its weight is read by no product
     h = torch.rms_norm(x, W("model.layers.0.input_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48]
-    qkv = torch.linear(h, shuffle(cat([W("model.layers.0.self_attn.q_proj.weight", bf16[64, 48]), W("model.layers.0.self_attn.k_proj.weight", bf16[32, 48]), W("model.layers.0.self_attn.v_proj.weight", bf16[32, 48])]), "onednn"), cat([W("model.layers.0.self_attn.q_proj.bias", bf16[64]), W("model.layers.0.self_attn.k_proj.bias", bf16[32]), W("model.layers.0.self_attn.v_proj.bias", bf16[32])]))    # bf16[T, 128]
+    qkv = cpp.linear(h, shuffle(cat([W("model.layers.0.self_attn.q_proj.weight", bf16[64, 48]), W("model.layers.0.self_attn.k_proj.weight", bf16[32, 48]), W("model.layers.0.self_attn.v_proj.weight", bf16[32, 48])]), "blocks"), cat([W("model.layers.0.self_attn.q_proj.bias", bf16[64]), W("model.layers.0.self_attn.k_proj.bias", bf16[32]), W("model.layers.0.self_attn.v_proj.bias", bf16[32])]))    # bf16[T, 128]
     q, k, v = reference.split(qkv, sizes=[64, 32, 32])    # bf16[T, 64], bf16[T, 32], bf16[T, 32]
     q_1 = reference.split_heads(q, heads=4)    # bf16[T, 4, 16]
     k_1 = reference.split_heads(k, heads=2)    # bf16[T, 2, 16]
@@ -10,13 +10,13 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     q_3 = cpp.norm_rope_write(q_1, k_1, v_1, cos, sin, W("model.layers.0.self_attn.q_norm.weight", bf16[16]), W("model.layers.0.self_attn.k_norm.weight", bf16[16]), KV("model.layers.0", bf16[2, 2, 16]), batch, eps=1e-05)    # bf16[T, 4, 16]
     a = cpp.paged_attention(q_3, KV("model.layers.0", bf16[2, 2, 16]), batch, scale=0.25)    # bf16[T, 4, 16]
     a_1 = reference.merge_heads(a)    # bf16[T, 64]
-    o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[T, 48]
+    o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[T, 48]; cpp: 48 rows are no block
     h_1, x_1 = torch.add_rms_norm(x, o, W("model.layers.0.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48], bf16[T, 48]
-    gate_up = torch.linear(h_1, shuffle(cat([W("model.layers.0.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.0.mlp.up_proj.weight", bf16[80, 48])]), "onednn"))    # bf16[T, 160]
+    gate_up = cpp.linear(h_1, shuffle(cat([W("model.layers.0.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.0.mlp.up_proj.weight", bf16[80, 48])]), "blocks"))    # bf16[T, 160]
     m = reference.gated_activate(gate_up, kind="silu")    # bf16[T, 80]
-    down = torch.linear(m, shuffle(W("model.layers.0.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[T, 48]
+    down = torch.linear(m, shuffle(W("model.layers.0.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[T, 48]; cpp: 48 rows are no block
     h_2, x_2 = torch.add_rms_norm(x_1, down, W("model.layers.1.input_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48], bf16[T, 48]
-    qkv_1 = torch.linear(h_2, shuffle(cat([W("model.layers.1.self_attn.q_proj.weight", bf16[64, 48]), W("model.layers.1.self_attn.k_proj.weight", bf16[32, 48]), W("model.layers.1.self_attn.v_proj.weight", bf16[32, 48])]), "onednn"), cat([W("model.layers.1.self_attn.q_proj.bias", bf16[64]), W("model.layers.1.self_attn.k_proj.bias", bf16[32]), W("model.layers.1.self_attn.v_proj.bias", bf16[32])]))    # bf16[T, 128]
+    qkv_1 = cpp.linear(h_2, shuffle(cat([W("model.layers.1.self_attn.q_proj.weight", bf16[64, 48]), W("model.layers.1.self_attn.k_proj.weight", bf16[32, 48]), W("model.layers.1.self_attn.v_proj.weight", bf16[32, 48])]), "blocks"), cat([W("model.layers.1.self_attn.q_proj.bias", bf16[64]), W("model.layers.1.self_attn.k_proj.bias", bf16[32]), W("model.layers.1.self_attn.v_proj.bias", bf16[32])]))    # bf16[T, 128]
     q_4, k_4, v_2 = reference.split(qkv_1, sizes=[64, 32, 32])    # bf16[T, 64], bf16[T, 32], bf16[T, 32]
     q_5 = reference.split_heads(q_4, heads=4)    # bf16[T, 4, 16]
     k_5 = reference.split_heads(k_4, heads=2)    # bf16[T, 2, 16]
@@ -27,18 +27,18 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
 
 def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 16]):
     a_3 = reference.merge_heads(a_2)    # bf16[R, 64]
-    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[R, 48]
+    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 64]), "onednn"))    # bf16[R, 48]; cpp: 48 rows are no block
     h_3, x_3 = torch.add_rms_norm(x_2, o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
     weights, ids = reference.router(h_3, W("model.layers.1.mlp.gate.weight", bf16[8, 48]), None, W("model.layers.1.mlp.gate.e_score_correction_bias", fp32[8]), top_k=2, method="noaux_tc", score="sigmoid", renormalize=True, scale=2.5)    # fp32[R, 2], i64[R, 2]
     grouped, order, ends = reference.group(h_3, ids, experts=8)    # bf16[2*R, 48], i64[2*R], i64[8]
-    gate_up_1 = torch.grouped_linear(grouped, shuffle(stack(cat([W("model.layers.1.mlp.experts.{expert}.gate_proj.weight", bf16[24, 48]), W("model.layers.1.mlp.experts.{expert}.up_proj.weight", bf16[24, 48])]), 0, 8), "onednn"), ends, None)    # bf16[2*R, 48]
+    gate_up_1 = torch.grouped_linear(grouped, shuffle(stack(cat([W("model.layers.1.mlp.experts.{expert}.gate_proj.weight", bf16[24, 48]), W("model.layers.1.mlp.experts.{expert}.up_proj.weight", bf16[24, 48])]), 0, 8), "onednn"), ends, None)    # bf16[2*R, 48]; cpp: 48 rows are no block
     m = reference.gated_activate(gate_up_1, kind="silu")    # bf16[2*R, 24]
-    down = torch.grouped_linear(m, shuffle(stack(W("model.layers.1.mlp.experts.{expert}.down_proj.weight", bf16[48, 24]), 0, 8), "onednn"), ends, None)    # bf16[2*R, 48]
+    down = torch.grouped_linear(m, shuffle(stack(W("model.layers.1.mlp.experts.{expert}.down_proj.weight", bf16[48, 24]), 0, 8), "onednn"), ends, None)    # bf16[2*R, 48]; cpp: 48 rows are no block
     y = torch.combine(down, weights, order)    # bf16[R, 48]
-    gate_up = torch.linear(h_3, shuffle(cat([W("model.layers.1.mlp.shared_experts.gate_proj.weight", bf16[24, 48]), W("model.layers.1.mlp.shared_experts.up_proj.weight", bf16[24, 48])]), "onednn"))    # bf16[R, 48]
+    gate_up = torch.linear(h_3, shuffle(cat([W("model.layers.1.mlp.shared_experts.gate_proj.weight", bf16[24, 48]), W("model.layers.1.mlp.shared_experts.up_proj.weight", bf16[24, 48])]), "onednn"))    # bf16[R, 48]; cpp: 48 rows are no block
     m_1 = reference.gated_activate(gate_up, kind="silu")    # bf16[R, 24]
-    shared_down = torch.linear(m_1, shuffle(W("model.layers.1.mlp.shared_experts.down_proj.weight", bf16[48, 24]), "onednn"))    # bf16[R, 48]
+    shared_down = torch.linear(m_1, shuffle(W("model.layers.1.mlp.shared_experts.down_proj.weight", bf16[48, 24]), "onednn"))    # bf16[R, 48]; cpp: 48 rows are no block
     y_1 = reference.add(y, shared_down)    # bf16[R, 48]
     hidden, x_4 = torch.add_rms_norm(x_3, y_1, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
-    logits = torch.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
+    logits = cpp.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "blocks"))    # bf16[R, 101]
     return logits

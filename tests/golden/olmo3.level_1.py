@@ -1,7 +1,7 @@
 def body(tokens: i64[T], positions: i64[T], batch: Batch):
     cos, sin = reference.rotary(positions, rope_freqs(12, 500000.0))    # fp32[T, 6], fp32[T, 6]
-    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]
-    qkv = torch.linear(x, shuffle(cat([W("model.layers.0.self_attn.q_proj.weight", bf16[48, 48]), W("model.layers.0.self_attn.k_proj.weight", bf16[24, 48]), W("model.layers.0.self_attn.v_proj.weight", bf16[24, 48])]), "onednn"))    # bf16[T, 96]
+    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]; cpp: its weight is read by no product
+    qkv = cpp.linear(x, shuffle(cat([W("model.layers.0.self_attn.q_proj.weight", bf16[48, 48]), W("model.layers.0.self_attn.k_proj.weight", bf16[24, 48]), W("model.layers.0.self_attn.v_proj.weight", bf16[24, 48])]), "blocks"))    # bf16[T, 96]
     q, k, v = reference.split(qkv, sizes=[48, 24, 24])    # bf16[T, 48], bf16[T, 24], bf16[T, 24]
     q_1 = torch.rms_norm(q, W("model.layers.0.self_attn.q_norm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48]
     k_1 = torch.rms_norm(k, W("model.layers.0.self_attn.k_norm.weight", bf16[24]), eps=1e-05)    # bf16[T, 24]
@@ -11,15 +11,15 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     q_3 = cpp.norm_rope_write(q_2, k_2, v_1, cos, sin, None, None, KV("model.layers.0", bf16[2, 2, 12], window=11), batch)    # bf16[T, 4, 12]
     a = cpp.paged_attention(q_3, KV("model.layers.0", bf16[2, 2, 12], window=11), batch, scale=0.28867513459481287, window=11)    # bf16[T, 4, 12]
     a_1 = reference.merge_heads(a)    # bf16[T, 48]
-    o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 48]), "onednn"))    # bf16[T, 48]
+    o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 48]), "onednn"))    # bf16[T, 48]; cpp: 48 rows are no block
     a_2 = torch.rms_norm(o, W("model.layers.0.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48]
     x_1 = reference.add(x, a_2)    # bf16[T, 48]
-    gate_up = torch.linear(x_1, shuffle(cat([W("model.layers.0.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.0.mlp.up_proj.weight", bf16[80, 48])]), "onednn"))    # bf16[T, 160]
+    gate_up = cpp.linear(x_1, shuffle(cat([W("model.layers.0.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.0.mlp.up_proj.weight", bf16[80, 48])]), "blocks"))    # bf16[T, 160]
     m = reference.gated_activate(gate_up, kind="silu")    # bf16[T, 80]
-    down = torch.linear(m, shuffle(W("model.layers.0.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[T, 48]
+    down = torch.linear(m, shuffle(W("model.layers.0.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[T, 48]; cpp: 48 rows are no block
     m_1 = torch.rms_norm(down, W("model.layers.0.post_feedforward_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48]
     x_2 = reference.add(x_1, m_1)    # bf16[T, 48]
-    qkv_1 = torch.linear(x_2, shuffle(cat([W("model.layers.1.self_attn.q_proj.weight", bf16[48, 48]), W("model.layers.1.self_attn.k_proj.weight", bf16[24, 48]), W("model.layers.1.self_attn.v_proj.weight", bf16[24, 48])]), "onednn"))    # bf16[T, 96]
+    qkv_1 = cpp.linear(x_2, shuffle(cat([W("model.layers.1.self_attn.q_proj.weight", bf16[48, 48]), W("model.layers.1.self_attn.k_proj.weight", bf16[24, 48]), W("model.layers.1.self_attn.v_proj.weight", bf16[24, 48])]), "blocks"))    # bf16[T, 96]
     q_4, k_4, v_2 = reference.split(qkv_1, sizes=[48, 24, 24])    # bf16[T, 48], bf16[T, 24], bf16[T, 24]
     q_5 = torch.rms_norm(q_4, W("model.layers.1.self_attn.q_norm.weight", bf16[48]), eps=1e-05)    # bf16[T, 48]
     k_5 = torch.rms_norm(k_4, W("model.layers.1.self_attn.k_norm.weight", bf16[24]), eps=1e-05)    # bf16[T, 24]
@@ -32,13 +32,13 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
 
 def head(x_2: bf16[R, 48], a_3: bf16[R, 4, 12]):
     a_4 = reference.merge_heads(a_3)    # bf16[R, 48]
-    o_1 = torch.linear(a_4, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 48]), "onednn"))    # bf16[R, 48]
+    o_1 = torch.linear(a_4, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 48]), "onednn"))    # bf16[R, 48]; cpp: 48 rows are no block
     a_5 = torch.rms_norm(o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48]
     x_3 = reference.add(x_2, a_5)    # bf16[R, 48]
-    gate_up = torch.linear(x_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.1.mlp.up_proj.weight", bf16[80, 48])]), "onednn"))    # bf16[R, 160]
+    gate_up = cpp.linear(x_3, shuffle(cat([W("model.layers.1.mlp.gate_proj.weight", bf16[80, 48]), W("model.layers.1.mlp.up_proj.weight", bf16[80, 48])]), "blocks"))    # bf16[R, 160]
     m_2 = reference.gated_activate(gate_up, kind="silu")    # bf16[R, 80]
-    down_1 = torch.linear(m_2, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]
+    down_1 = torch.linear(m_2, shuffle(W("model.layers.1.mlp.down_proj.weight", bf16[48, 80]), "onednn"))    # bf16[R, 48]; cpp: 48 rows are no block
     m_3 = torch.rms_norm(down_1, W("model.layers.1.post_feedforward_layernorm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48]
     hidden, x_4 = torch.add_rms_norm(x_3, m_3, W("model.norm.weight", bf16[48]), eps=1e-05)    # bf16[R, 48], bf16[R, 48]
-    logits = torch.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
+    logits = cpp.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "blocks"))    # bf16[R, 101]
     return logits

@@ -1,8 +1,8 @@
 def body(tokens: i64[T], positions: i64[T], batch: Batch):
     cos, sin = reference.rotary(positions, rope_freqs(12, 10000.0))    # fp32[T, 6], fp32[T, 6]
-    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]
+    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]; cpp: its weight is read by no product
     h = torch.rms_norm(x, W("model.layers.0.input_layernorm.weight", bf16[48]), eps=1e-06)    # bf16[T, 48]
-    qkv = torch.linear(h, shuffle(cat([W("model.layers.0.self_attn.q_proj.weight", bf16[48, 48]), W("model.layers.0.self_attn.k_proj.weight", bf16[24, 48]), W("model.layers.0.self_attn.v_proj.weight", bf16[24, 48])]), "onednn"), cat([W("model.layers.0.self_attn.q_proj.bias", bf16[48]), W("model.layers.0.self_attn.k_proj.bias", bf16[24]), W("model.layers.0.self_attn.v_proj.bias", bf16[24])]))    # bf16[T, 96]
+    qkv = cpp.linear(h, shuffle(cat([W("model.layers.0.self_attn.q_proj.weight", bf16[48, 48]), W("model.layers.0.self_attn.k_proj.weight", bf16[24, 48]), W("model.layers.0.self_attn.v_proj.weight", bf16[24, 48])]), "blocks"), cat([W("model.layers.0.self_attn.q_proj.bias", bf16[48]), W("model.layers.0.self_attn.k_proj.bias", bf16[24]), W("model.layers.0.self_attn.v_proj.bias", bf16[24])]))    # bf16[T, 96]
     q, k, v = reference.split(qkv, sizes=[48, 24, 24])    # bf16[T, 48], bf16[T, 24], bf16[T, 24]
     q_1 = reference.split_heads(q, heads=4)    # bf16[T, 4, 12]
     k_1 = reference.split_heads(k, heads=2)    # bf16[T, 2, 12]
@@ -10,23 +10,23 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     q_2 = cpp.norm_rope_write(q_1, k_1, v_1, cos, sin, None, None, KV("model.layers.0", bf16[2, 2, 12]), batch)    # bf16[T, 4, 12]
     a = cpp.paged_attention(q_2, KV("model.layers.0", bf16[2, 2, 12]), batch, scale=0.28867513459481287)    # bf16[T, 4, 12]
     a_1 = reference.merge_heads(a)    # bf16[T, 48]
-    o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 48]), "onednn"))    # bf16[T, 48]
+    o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 48]), "onednn"))    # bf16[T, 48]; cpp: 48 rows are no block
     h_1, x_1 = torch.add_rms_norm(x, o, W("model.layers.0.post_attention_layernorm.weight", bf16[48]), eps=1e-06)    # bf16[T, 48], bf16[T, 48]
     weights, ids = reference.router(h_1, W("model.layers.0.mlp.gate.weight", bf16[8, 48]), None, None, top_k=2)    # fp32[T, 2], i64[T, 2]
     grouped, order, ends = reference.group(h_1, ids, experts=8)    # bf16[2*T, 48], i64[2*T], i64[8]
-    gate_up_1 = torch.grouped_linear(grouped, shuffle(stack(cat([W("model.layers.0.mlp.experts.{expert}.gate_proj.weight", bf16[24, 48]), W("model.layers.0.mlp.experts.{expert}.up_proj.weight", bf16[24, 48])]), 0, 8), "onednn"), ends, None)    # bf16[2*T, 48]
+    gate_up_1 = torch.grouped_linear(grouped, shuffle(stack(cat([W("model.layers.0.mlp.experts.{expert}.gate_proj.weight", bf16[24, 48]), W("model.layers.0.mlp.experts.{expert}.up_proj.weight", bf16[24, 48])]), 0, 8), "onednn"), ends, None)    # bf16[2*T, 48]; cpp: 48 rows are no block
     m_2 = reference.gated_activate(gate_up_1, kind="silu")    # bf16[2*T, 24]
-    down = torch.grouped_linear(m_2, shuffle(stack(W("model.layers.0.mlp.experts.{expert}.down_proj.weight", bf16[48, 24]), 0, 8), "onednn"), ends, None)    # bf16[2*T, 48]
+    down = torch.grouped_linear(m_2, shuffle(stack(W("model.layers.0.mlp.experts.{expert}.down_proj.weight", bf16[48, 24]), 0, 8), "onednn"), ends, None)    # bf16[2*T, 48]; cpp: 48 rows are no block
     y = torch.combine(down, weights, order)    # bf16[T, 48]
-    gate_up = torch.linear(h_1, shuffle(cat([W("model.layers.0.mlp.shared_expert.gate_proj.weight", bf16[40, 48]), W("model.layers.0.mlp.shared_expert.up_proj.weight", bf16[40, 48])]), "onednn"))    # bf16[T, 80]
+    gate_up = cpp.linear(h_1, shuffle(cat([W("model.layers.0.mlp.shared_expert.gate_proj.weight", bf16[40, 48]), W("model.layers.0.mlp.shared_expert.up_proj.weight", bf16[40, 48])]), "blocks"))    # bf16[T, 80]
     m = reference.gated_activate(gate_up, kind="silu")    # bf16[T, 40]
-    shared_down = torch.linear(m, shuffle(W("model.layers.0.mlp.shared_expert.down_proj.weight", bf16[48, 40]), "onednn"))    # bf16[T, 48]
-    shared_share = torch.linear(h_1, shuffle(W("model.layers.0.mlp.shared_expert_gate.weight", bf16[1, 48]), "onednn"))    # bf16[T, 1]
+    shared_down = torch.linear(m, shuffle(W("model.layers.0.mlp.shared_expert.down_proj.weight", bf16[48, 40]), "onednn"))    # bf16[T, 48]; cpp: 48 rows are no block
+    shared_share = torch.linear(h_1, shuffle(W("model.layers.0.mlp.shared_expert_gate.weight", bf16[1, 48]), "onednn"))    # bf16[T, 1]; cpp: 1 rows are no block
     share = reference.activate(shared_share, kind="sigmoid")    # bf16[T, 1]
     shared = reference.mul(shared_down, share)    # bf16[T, 48]
     y_1 = reference.add(y, shared)    # bf16[T, 48]
     h_2, x_2 = torch.add_rms_norm(x_1, y_1, W("model.layers.1.input_layernorm.weight", bf16[48]), eps=1e-06)    # bf16[T, 48], bf16[T, 48]
-    qkv_1 = torch.linear(h_2, shuffle(cat([W("model.layers.1.self_attn.q_proj.weight", bf16[48, 48]), W("model.layers.1.self_attn.k_proj.weight", bf16[24, 48]), W("model.layers.1.self_attn.v_proj.weight", bf16[24, 48])]), "onednn"), cat([W("model.layers.1.self_attn.q_proj.bias", bf16[48]), W("model.layers.1.self_attn.k_proj.bias", bf16[24]), W("model.layers.1.self_attn.v_proj.bias", bf16[24])]))    # bf16[T, 96]
+    qkv_1 = cpp.linear(h_2, shuffle(cat([W("model.layers.1.self_attn.q_proj.weight", bf16[48, 48]), W("model.layers.1.self_attn.k_proj.weight", bf16[24, 48]), W("model.layers.1.self_attn.v_proj.weight", bf16[24, 48])]), "blocks"), cat([W("model.layers.1.self_attn.q_proj.bias", bf16[48]), W("model.layers.1.self_attn.k_proj.bias", bf16[24]), W("model.layers.1.self_attn.v_proj.bias", bf16[24])]))    # bf16[T, 96]
     q_3, k_3, v_2 = reference.split(qkv_1, sizes=[48, 24, 24])    # bf16[T, 48], bf16[T, 24], bf16[T, 24]
     q_4 = reference.split_heads(q_3, heads=4)    # bf16[T, 4, 12]
     k_4 = reference.split_heads(k_3, heads=2)    # bf16[T, 2, 12]
@@ -37,21 +37,21 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
 
 def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 12]):
     a_3 = reference.merge_heads(a_2)    # bf16[R, 48]
-    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 48]), "onednn"))    # bf16[R, 48]
+    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 48]), "onednn"))    # bf16[R, 48]; cpp: 48 rows are no block
     h_3, x_3 = torch.add_rms_norm(x_2, o_1, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
     weights_1, ids_1 = reference.router(h_3, W("model.layers.1.mlp.gate.weight", bf16[8, 48]), None, None, top_k=2)    # fp32[R, 2], i64[R, 2]
     grouped, order, ends = reference.group(h_3, ids_1, experts=8)    # bf16[2*R, 48], i64[2*R], i64[8]
-    gate_up_1 = torch.grouped_linear(grouped, shuffle(stack(cat([W("model.layers.1.mlp.experts.{expert}.gate_proj.weight", bf16[24, 48]), W("model.layers.1.mlp.experts.{expert}.up_proj.weight", bf16[24, 48])]), 0, 8), "onednn"), ends, None)    # bf16[2*R, 48]
+    gate_up_1 = torch.grouped_linear(grouped, shuffle(stack(cat([W("model.layers.1.mlp.experts.{expert}.gate_proj.weight", bf16[24, 48]), W("model.layers.1.mlp.experts.{expert}.up_proj.weight", bf16[24, 48])]), 0, 8), "onednn"), ends, None)    # bf16[2*R, 48]; cpp: 48 rows are no block
     m = reference.gated_activate(gate_up_1, kind="silu")    # bf16[2*R, 24]
-    down = torch.grouped_linear(m, shuffle(stack(W("model.layers.1.mlp.experts.{expert}.down_proj.weight", bf16[48, 24]), 0, 8), "onednn"), ends, None)    # bf16[2*R, 48]
+    down = torch.grouped_linear(m, shuffle(stack(W("model.layers.1.mlp.experts.{expert}.down_proj.weight", bf16[48, 24]), 0, 8), "onednn"), ends, None)    # bf16[2*R, 48]; cpp: 48 rows are no block
     y_2 = torch.combine(down, weights_1, order)    # bf16[R, 48]
-    gate_up = torch.linear(h_3, shuffle(cat([W("model.layers.1.mlp.shared_expert.gate_proj.weight", bf16[40, 48]), W("model.layers.1.mlp.shared_expert.up_proj.weight", bf16[40, 48])]), "onednn"))    # bf16[R, 80]
+    gate_up = cpp.linear(h_3, shuffle(cat([W("model.layers.1.mlp.shared_expert.gate_proj.weight", bf16[40, 48]), W("model.layers.1.mlp.shared_expert.up_proj.weight", bf16[40, 48])]), "blocks"))    # bf16[R, 80]
     m_1 = reference.gated_activate(gate_up, kind="silu")    # bf16[R, 40]
-    shared_down_1 = torch.linear(m_1, shuffle(W("model.layers.1.mlp.shared_expert.down_proj.weight", bf16[48, 40]), "onednn"))    # bf16[R, 48]
-    shared_share_1 = torch.linear(h_3, shuffle(W("model.layers.1.mlp.shared_expert_gate.weight", bf16[1, 48]), "onednn"))    # bf16[R, 1]
+    shared_down_1 = torch.linear(m_1, shuffle(W("model.layers.1.mlp.shared_expert.down_proj.weight", bf16[48, 40]), "onednn"))    # bf16[R, 48]; cpp: 48 rows are no block
+    shared_share_1 = torch.linear(h_3, shuffle(W("model.layers.1.mlp.shared_expert_gate.weight", bf16[1, 48]), "onednn"))    # bf16[R, 1]; cpp: 1 rows are no block
     share_1 = reference.activate(shared_share_1, kind="sigmoid")    # bf16[R, 1]
     shared_1 = reference.mul(shared_down_1, share_1)    # bf16[R, 48]
     y_3 = reference.add(y_2, shared_1)    # bf16[R, 48]
     hidden, x_4 = torch.add_rms_norm(x_3, y_3, W("model.norm.weight", bf16[48]), eps=1e-06)    # bf16[R, 48], bf16[R, 48]
-    logits = torch.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "onednn"))    # bf16[R, 101]
+    logits = cpp.linear(hidden, shuffle(W("lm_head.weight", bf16[101, 48]), "blocks"))    # bf16[R, 101]
     return logits

@@ -1,8 +1,8 @@
 def body(tokens: i64[T], positions: i64[T], batch: Batch):
     cos, sin = reference.rotary(positions, rope_freqs(12, 10000.0))    # fp32[T, 6], fp32[T, 6]
-    x = reference.embedding(tokens, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[T, 48]
+    x = cpp.embedding(tokens, shuffle(W("model.embed_tokens.weight", bf16[101, 48]), "blocks"))    # bf16[T, 48]
     h = reference.layer_norm(x, W("model.layers.0.input_layernorm.weight", bf16[48]), W("model.layers.0.input_layernorm.bias", bf16[48]), eps=1e-05)    # bf16[T, 48]
-    qkv = torch.linear(h, shuffle(cat([W("model.layers.0.self_attn.q_proj.weight", bf16[48, 48]), W("model.layers.0.self_attn.k_proj.weight", bf16[24, 48]), W("model.layers.0.self_attn.v_proj.weight", bf16[24, 48])]), "onednn"), cat([W("model.layers.0.self_attn.q_proj.bias", bf16[48]), W("model.layers.0.self_attn.k_proj.bias", bf16[24]), W("model.layers.0.self_attn.v_proj.bias", bf16[24])]))    # bf16[T, 96]
+    qkv = cpp.linear(h, shuffle(cat([W("model.layers.0.self_attn.q_proj.weight", bf16[48, 48]), W("model.layers.0.self_attn.k_proj.weight", bf16[24, 48]), W("model.layers.0.self_attn.v_proj.weight", bf16[24, 48])]), "blocks"), cat([W("model.layers.0.self_attn.q_proj.bias", bf16[48]), W("model.layers.0.self_attn.k_proj.bias", bf16[24]), W("model.layers.0.self_attn.v_proj.bias", bf16[24])]))    # bf16[T, 96]
     q, k, v = reference.split(qkv, sizes=[48, 24, 24])    # bf16[T, 48], bf16[T, 24], bf16[T, 24]
     q_1 = reference.split_heads(q, heads=4)    # bf16[T, 4, 12]
     k_1 = reference.split_heads(k, heads=2)    # bf16[T, 2, 12]
@@ -10,15 +10,15 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
     q_2 = cpp.norm_rope_write(q_1, k_1, v_1, cos, sin, None, None, KV("model.layers.0", bf16[2, 2, 12], window=18), batch)    # bf16[T, 4, 12]
     a = cpp.paged_attention(q_2, KV("model.layers.0", bf16[2, 2, 12], window=18), batch, scale=0.28867513459481287, window=18)    # bf16[T, 4, 12]
     a_1 = reference.merge_heads(a)    # bf16[T, 48]
-    o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 48]), "onednn"), W("model.layers.0.self_attn.o_proj.bias", bf16[48]))    # bf16[T, 48]
+    o = torch.linear(a_1, shuffle(W("model.layers.0.self_attn.o_proj.weight", bf16[48, 48]), "onednn"), W("model.layers.0.self_attn.o_proj.bias", bf16[48]))    # bf16[T, 48]; cpp: 48 rows are no block
     x_1 = reference.add(x, o)    # bf16[T, 48]
     h_1 = reference.layer_norm(x_1, W("model.layers.0.post_attention_layernorm.weight", bf16[48]), W("model.layers.0.post_attention_layernorm.bias", bf16[48]), eps=1e-05)    # bf16[T, 48]
-    up = torch.linear(h_1, shuffle(W("model.layers.0.mlp.c_fc.weight", bf16[80, 48]), "onednn"), W("model.layers.0.mlp.c_fc.bias", bf16[80]))    # bf16[T, 80]
+    up = cpp.linear(h_1, shuffle(W("model.layers.0.mlp.c_fc.weight", bf16[80, 48]), "blocks"), W("model.layers.0.mlp.c_fc.bias", bf16[80]))    # bf16[T, 80]
     m = reference.activate(up, kind="gelu_tanh")    # bf16[T, 80]
-    down = torch.linear(m, shuffle(W("model.layers.0.mlp.c_proj.weight", bf16[48, 80]), "onednn"), W("model.layers.0.mlp.c_proj.bias", bf16[48]))    # bf16[T, 48]
+    down = torch.linear(m, shuffle(W("model.layers.0.mlp.c_proj.weight", bf16[48, 80]), "onednn"), W("model.layers.0.mlp.c_proj.bias", bf16[48]))    # bf16[T, 48]; cpp: 48 rows are no block
     x_2 = reference.add(x_1, down)    # bf16[T, 48]
     h_2 = reference.layer_norm(x_2, W("model.layers.1.input_layernorm.weight", bf16[48]), W("model.layers.1.input_layernorm.bias", bf16[48]), eps=1e-05)    # bf16[T, 48]
-    qkv_1 = torch.linear(h_2, shuffle(cat([W("model.layers.1.self_attn.q_proj.weight", bf16[48, 48]), W("model.layers.1.self_attn.k_proj.weight", bf16[24, 48]), W("model.layers.1.self_attn.v_proj.weight", bf16[24, 48])]), "onednn"), cat([W("model.layers.1.self_attn.q_proj.bias", bf16[48]), W("model.layers.1.self_attn.k_proj.bias", bf16[24]), W("model.layers.1.self_attn.v_proj.bias", bf16[24])]))    # bf16[T, 96]
+    qkv_1 = cpp.linear(h_2, shuffle(cat([W("model.layers.1.self_attn.q_proj.weight", bf16[48, 48]), W("model.layers.1.self_attn.k_proj.weight", bf16[24, 48]), W("model.layers.1.self_attn.v_proj.weight", bf16[24, 48])]), "blocks"), cat([W("model.layers.1.self_attn.q_proj.bias", bf16[48]), W("model.layers.1.self_attn.k_proj.bias", bf16[24]), W("model.layers.1.self_attn.v_proj.bias", bf16[24])]))    # bf16[T, 96]
     q_3, k_3, v_2 = reference.split(qkv_1, sizes=[48, 24, 24])    # bf16[T, 48], bf16[T, 24], bf16[T, 24]
     q_4 = reference.split_heads(q_3, heads=4)    # bf16[T, 4, 12]
     k_4 = reference.split_heads(k_3, heads=2)    # bf16[T, 2, 12]
@@ -29,13 +29,13 @@ def body(tokens: i64[T], positions: i64[T], batch: Batch):
 
 def head(x_2: bf16[R, 48], a_2: bf16[R, 4, 12]):
     a_3 = reference.merge_heads(a_2)    # bf16[R, 48]
-    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 48]), "onednn"), W("model.layers.1.self_attn.o_proj.bias", bf16[48]))    # bf16[R, 48]
+    o_1 = torch.linear(a_3, shuffle(W("model.layers.1.self_attn.o_proj.weight", bf16[48, 48]), "onednn"), W("model.layers.1.self_attn.o_proj.bias", bf16[48]))    # bf16[R, 48]; cpp: 48 rows are no block
     x_3 = reference.add(x_2, o_1)    # bf16[R, 48]
     h_3 = reference.layer_norm(x_3, W("model.layers.1.post_attention_layernorm.weight", bf16[48]), W("model.layers.1.post_attention_layernorm.bias", bf16[48]), eps=1e-05)    # bf16[R, 48]
-    up_1 = torch.linear(h_3, shuffle(W("model.layers.1.mlp.c_fc.weight", bf16[80, 48]), "onednn"), W("model.layers.1.mlp.c_fc.bias", bf16[80]))    # bf16[R, 80]
+    up_1 = cpp.linear(h_3, shuffle(W("model.layers.1.mlp.c_fc.weight", bf16[80, 48]), "blocks"), W("model.layers.1.mlp.c_fc.bias", bf16[80]))    # bf16[R, 80]
     m_1 = reference.activate(up_1, kind="gelu_tanh")    # bf16[R, 80]
-    down_1 = torch.linear(m_1, shuffle(W("model.layers.1.mlp.c_proj.weight", bf16[48, 80]), "onednn"), W("model.layers.1.mlp.c_proj.bias", bf16[48]))    # bf16[R, 48]
+    down_1 = torch.linear(m_1, shuffle(W("model.layers.1.mlp.c_proj.weight", bf16[48, 80]), "onednn"), W("model.layers.1.mlp.c_proj.bias", bf16[48]))    # bf16[R, 48]; cpp: 48 rows are no block
     x_4 = reference.add(x_3, down_1)    # bf16[R, 48]
     hidden = reference.layer_norm(x_4, W("model.norm.weight", bf16[48]), W("model.norm.bias", bf16[48]), eps=1e-05)    # bf16[R, 48]
-    logits = reference.linear(hidden, W("model.embed_tokens.weight", bf16[101, 48]))    # bf16[R, 101]; torch: its weight is read by embedding too
+    logits = cpp.linear(hidden, shuffle(W("model.embed_tokens.weight", bf16[101, 48]), "blocks"))    # bf16[R, 101]
     return logits

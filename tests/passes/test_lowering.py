@@ -143,6 +143,37 @@ def test_a_tied_embedding_is_kept_packed_where_both_calls_take_it(fmt: str, kern
     assert len({node.args[1] for node in nodes}) == 1, "no weight is kept twice"
 
 
+TIED = """def f(tokens: i64[T]):
+    x = embedding(tokens, W("e", bf16[128, 64]))
+    y = linear(x, W("{head}", bf16[128, 64]))
+    return y
+"""
+
+
+@pytest.mark.parametrize(
+    ("features", "head", "kernels", "layouts"),
+    [
+        ({"onednn_bf16", "blocks_bf16"}, "e", ["cpp", "cpp"], ["blocks", "blocks"]),
+        ({"onednn_bf16", "blocks_bf16"}, "h", ["inductor", "cpp"], ["blocks"]),
+        ({"onednn_bf16"}, "e", ["inductor", "reference"], []),
+        ({"onednn_bf16"}, "h", ["inductor", "torch"], ["onednn"]),
+    ],
+)
+def test_a_tied_embedding_is_in_its_heads_layout_where_both_calls_take_it(
+    features: set[str], head: str, kernels: list[str], layouts: list[str]
+):
+    context = context_of(Target("cpu", frozenset(features)), "inductor", "cpp", "torch", "reference")
+    nodes = select_kernels(parse(TIED.format(head=head)), context).program("f").nodes
+    assert [node.meta["kernel"] for node in nodes] == kernels
+    assert [arg.layout for node in nodes for arg in node.args if isinstance(arg, Shuffle)] == layouts
+
+
+def test_an_embedding_that_nothing_else_reads_is_as_stored():
+    context = context_of(Target("cpu", frozenset({"blocks_bf16"})), "cpp", "reference")
+    (call, _) = select_kernels(parse(TIED.format(head="h")), context).program("f").nodes
+    assert (call.meta["kernel"], call.meta["notes"]) == ("reference", ["cpp: its weight is read by no product"])
+
+
 @pytest.mark.parametrize(
     ("call", "backends"),
     [

@@ -26,7 +26,7 @@ from atom.errors import ArtifactError
 from atom.kernels.cpu import instruction_set, libraries
 
 FOLDER = Path(__file__).parent
-PACKED, ATTENTION = "packed.cpp", "attention.cpp"
+SOURCES = PLAIN, PACKED, ATTENTION = "plain.cpp", "packed.cpp", "attention.cpp"
 LIBRARY = "library.so"
 HEADER = "numbers.h"  # of all sources
 FLAGS = ("-O3", "-march=native", "-std=c++20", "-fopenmp-simd", "-shared", "-fPIC")
@@ -36,7 +36,7 @@ SECONDS = 300  # that a compiler may take
 class _Process:
     """What this process has found; threads of a loader ask at the same time."""
 
-    lock = threading.Lock()
+    locks: ClassVar = {source: threading.Lock() for source in SOURCES}
     cache: Cache | None = None  # None: each process compiles what it uses
     loaded: ClassVar[dict[str, bytes | None]] = {}  # libraries by source; None: it cannot be compiled
 
@@ -58,7 +58,7 @@ def build_library(source: str) -> None:
 
 def load_library(source: str) -> bool:
     """Load the library of a source, which registers its ops. False where it cannot be compiled; a line says why."""
-    with _Process.lock:
+    with _Process.locks[source]:
         if source not in _Process.loaded:
             try:
                 content = _find_or_compile(source, _Process.cache)

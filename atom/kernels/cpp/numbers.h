@@ -21,6 +21,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t LANES = 16;
+constexpr int64_t AHEAD = 4096; // bytes by which a weight that is read in order is fetched early
 
 using Floats = float __attribute__((vector_size(64)));
 using Ints = int32_t __attribute__((vector_size(64)));
@@ -45,6 +46,18 @@ Ints widen(Bytes bytes) { return __builtin_convertvector(__builtin_convertvector
 Ints widen(SignedBytes bytes) { return __builtin_convertvector(__builtin_convertvector(bytes, SignedHalves), Ints); }
 Ints widen(Halves halves) { return __builtin_convertvector(halves, Ints); }
 #endif
+
+/// 16 numbers in float16.
+Floats widen_fp16(const void *from) {
+#ifdef __AVX512F__
+  return (Floats)_mm512_cvtph_ps(load<__m256i>(from));
+#else
+  Floats made;
+  for (int lane = 0; lane < LANES; ++lane)
+    made[lane] = (float)load<c10::Half>(static_cast<const uint16_t *>(from) + lane);
+  return made;
+#endif
+}
 
 /// The sum of 16 numbers.
 float total(Floats x) {

@@ -3,7 +3,10 @@
 // A weight [O, I] lies in panels of 16 rows, the lanes of a vector, and a panel in groups of columns that share a scale:
 // the scales of its rows, maybe their minima, then the numbers column by column, bytes of 16 rows, of one column or of an
 // even one (the lower halves) and the next. All is read once and in order. A number is value * scale + minimum, where an
-// int4's value is its bits less 8.
+// int4's value is its bits less 8; minima in float16 are those of a GGUF file, where it is its bits.
+//
+// With AVX512_BF16, bfloat16 x is multiplied by pairs of columns, in which every value is exact. One or two rows of what
+// has no table of values take longer so.
 //
 // e4m3 and e2m1 become float32 by their bits alone, 2^-120 and 2^-126 times their value: x and the scales are larger by
 // half of that each. Sums are in float32.
@@ -14,6 +17,7 @@
 
 #include <algorithm>
 #include <array>
+#include <type_traits>
 #include <vector>
 
 #include "numbers.h"
@@ -26,17 +30,20 @@ constexpr int64_t AT_ONCE = 1 << 20; // numbers that are unpacked at a time for 
 
 enum Kind : int64_t { INT4, INT8, FP8, FP4 }; // as kernels/cpp/panels.py numbers them
 
+enum ScaleDtype : int64_t { BF16, FP32, FP16 };
+
 constexpr bool is_pair(Kind kind) { return kind == INT4 || kind == FP4; }
 
 struct Layout {
   Kind kind;
   int64_t out, inner, group; // group: columns that share a scale
-  bool is_wide, has_minima;  // is_wide: scales and minima are float32, else bfloat16
+  ScaleDtype dtype;          // of scales and minima
+  bool has_minima;
 
   int64_t num_panels() const { return (out + ROWS - 1) / ROWS; }
   int64_t num_groups() const { return (inner + group - 1) / group; }
   int64_t values_size() const { return ROWS * (is_pair(kind) ? inner / 2 : inner); }
-  int64_t scales_size() const { return ROWS * (is_wide ? 4 : 2); } // of a group
+  int64_t scales_size() const { return ROWS * (dtype == FP32 ? 4 : 2); } // of a group
   int64_t panel_size() const { return values_size() + num_groups() * scales_size() * (has_minima ? 2 : 1); }
 
   /// What x and scales are multiplied by each, so that values are those of their format.
@@ -44,9 +51,18 @@ struct Layout {
 
   /// The next scales or minima.
   Floats take(const uint8_t *&at) const {
-    const Floats scales = is_wide ? load<Floats>(at) : (Floats)(widen(load<Halves>(at)) << 16);
+    const uint8_t *from = at;
     at += scales_size();
-    return scales;
+    return dtype == FP32 ? load<Floats>(from) : dtype == BF16 ? (Floats)(widen(load<Halves>(from)) << 16) : widen_fp16(from);
+  }
+
+  /// The next scales, and minima of an int4 whose value is its bits less 8; the file's are of one whose value is its bits.
+  std::array<Floats, 2> take_both(const uint8_t *&at) const {
+    const Floats scale = take(at);
+    if (!has_minima)
+      return {scale, Floats{}};
+    const Floats minimum = take(at);
+    return {scale, dtype == FP16 ? minimum + 8 * scale : minimum};
   }
 };
 
@@ -76,7 +92,7 @@ template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *pane
   const uint8_t *at = panel;
   Floats total[M] = {};
   for (int64_t g = 0; g < num_groups; ++g) {
-    const Floats scale = layout.take(at), minimum = layout.has_minima ? layout.take(at) : Floats{};
+    const auto [scale, minimum] = layout.take_both(at);
     const int64_t end = std::min(inner, (g + 1) * layout.group);
     int64_t i = g * layout.group;
     Floats part[M][STEP] = {};
@@ -91,10 +107,12 @@ template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *pane
         for (int n = 0; n < PER_BYTE; ++n)
           part[m][first + n] += values[n] * x[m * inner + column + n];
     };
-    for (; i + STEP <= end; i += STEP)
+    for (; i + 4 * PER_BYTE <= end; i += 4 * PER_BYTE) { // 64 bytes
+      __builtin_prefetch(at + AHEAD);
 #pragma GCC unroll 4
-      for (int chain = 0; chain < CHAINS; ++chain)
-        add(chain * PER_BYTE, i + chain * PER_BYTE);
+      for (int n = 0; n < 4; ++n)
+        add(n % CHAINS * PER_BYTE, i + n * PER_BYTE);
+    }
     for (; i < end; i += PER_BYTE)
       add(0, i);
     for (int m = 0; m < M; ++m) {
@@ -111,12 +129,80 @@ template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *pane
     y[m] = total[m];
 }
 
-template <Kind K> void multiply_rows(const Layout &layout, const uint8_t *panel, const float *x, const float *sums, int64_t rows, Floats *y) {
+#ifdef __AVX512BF16__
+constexpr bool HAS_PAIRS = true; // products of two bfloat16 and their sum in float32
+
+/// The values of 16 rows in two columns, exact: pairs of bfloat16.
+template <Kind K> Ints decode_pair(const uint8_t *from) {
+  if constexpr (is_pair(K)) {
+    constexpr float VALUES[2][LANES] = {{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
+                                        {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6}};
+    const Ints table = load<Ints>(VALUES[K == FP4]), n = widen(load<Bytes>(from));
+    const Ints even = (Ints)_mm512_permutexvar_epi32((__m512i)n, (__m512i)table); // by the lowest 4 bits
+    const Ints odd = (Ints)_mm512_permutexvar_epi32((__m512i)(n >> 4), (__m512i)table);
+    return (even >> 16 & 0xFFFF) | odd; // a table's lower halves are zeros
+  } else {
+    Floats even, odd;
+    decode<K>(from, &even);
+    decode<K>(from + ROWS, &odd);
+    if constexpr (K == FP8)
+      even *= 0x1p120f, odd *= 0x1p120f;
+    return ((Ints)even >> 16 & 0xFFFF) | ((Ints)odd & (Ints{} - 0x10000));
+  }
+}
+
+/// multiply, of bfloat16 x and groups of whole pairs
+template <Kind K, int M> void multiply(const Layout &layout, const uint8_t *panel, const uint16_t *x, const float *sums, Floats *y) {
+  constexpr int64_t STEP = is_pair(K) ? ROWS : 2 * ROWS; // bytes
+  constexpr int CHAINS = M > 2 ? 1 : 4 / M; // sums that do not wait for each other
+  const int64_t inner = layout.inner, num_groups = layout.num_groups();
+  const uint8_t *at = panel;
+  Floats total[M] = {};
+  for (int64_t g = 0; g < num_groups; ++g) {
+    const auto [scale, minimum] = layout.take_both(at);
+    Floats part[CHAINS][M] = {};
+    auto add = [&](Floats *sums, int64_t column) {
+      const __m512bh pairs = (__m512bh)decode_pair<K>(at);
+      at += STEP;
+#pragma GCC unroll 16
+      for (int m = 0; m < M; ++m)
+        sums[m] = (Floats)_mm512_dpbf16_ps((__m512)sums[m], pairs, (__m512bh)_mm512_set1_epi32(load<int32_t>(x + m * inner + column)));
+    };
+    const int64_t end = std::min(inner, (g + 1) * layout.group);
+    int64_t i = g * layout.group;
+    for (; i + 2 * CHAINS <= end; i += 2 * CHAINS) {
+      for (int64_t line = 0; line < CHAINS * STEP; line += 64)
+        __builtin_prefetch(at + AHEAD + line);
+#pragma GCC unroll 4
+      for (int chain = 0; chain < CHAINS; ++chain)
+        add(part[chain], i + 2 * chain);
+    }
+    for (; i < end; i += 2)
+      add(part[0], i);
+    for (int m = 0; m < M; ++m)
+      for (int chain = 1; chain < CHAINS; ++chain)
+        part[0][m] += part[chain][m];
+    for (int m = 0; m < M; ++m)
+      total[m] += part[0][m] * scale;
+    if (layout.has_minima)
+      for (int m = 0; m < M; ++m)
+        total[m] += minimum * sums[m * num_groups + g];
+  }
+  for (int m = 0; m < M; ++m)
+    y[m] = total[m];
+}
+#else
+constexpr bool HAS_PAIRS = false;
+#endif
+
+template <Kind K, class X> void multiply_rows(const Layout &layout, const uint8_t *panel, const X *x, const float *sums, int64_t rows, Floats *y) {
   int64_t row = 0;
   auto step = [&]<int M>() {
     for (; row + M <= rows; row += M)
       multiply<K, M>(layout, panel, x + row * layout.inner, sums + row * layout.num_groups(), y + row);
   };
+  if constexpr (std::is_same_v<X, uint16_t>)
+    step.template operator()<16>();
   step.template operator()<8>();
   step.template operator()<4>();
   step.template operator()<2>();
@@ -127,8 +213,8 @@ template <Kind K> void multiply_rows(const Layout &layout, const uint8_t *panel,
 template <Kind K> void unpack(const Layout &layout, const uint8_t *panel, Floats *y) {
   constexpr int PER_BYTE = is_pair(K) ? 2 : 1;
   for (int64_t g = 0; g < layout.num_groups(); ++g) {
-    const Floats scale = layout.take(panel) * layout.half_power();
-    Floats minimum = layout.has_minima ? layout.take(panel) : Floats{};
+    auto [scale, minimum] = layout.take_both(panel);
+    scale *= layout.half_power();
     if constexpr (K == INT4)
       minimum -= 8 * scale;
     const int64_t end = std::min(layout.inner, (g + 1) * layout.group);
@@ -150,28 +236,46 @@ template <class F> void by_kind(Kind kind, const F &f) {
   }
 }
 
+float sum(const float *x, int64_t count) {
+  Floats sums{};
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES)
+    sums += load<Floats>(x + i);
+  float rest = 0;
+  for (; i < count; ++i)
+    rest += x[i];
+  return total(sums) + rest;
+}
+
 /// Multiply a few rows, whose numbers are unpacked in registers.
 template <class T> void multiply_few(const Layout &layout, const uint8_t *panels, const T *x, const T *bias, int64_t rows, T *y) {
   const int64_t inner = layout.inner, out = layout.out, num_groups = layout.num_groups();
+  const bool is_even = inner % 2 == 0 && layout.group % 2 == 0;
+  const bool by_pairs = HAS_PAIRS && std::is_same_v<T, uint16_t> && is_even && (rows > 2 || is_pair(layout.kind));
+  const float power = by_pairs ? 1.0f : layout.half_power();
   std::vector<float> wide(rows * inner), sums(rows * num_groups);
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t g = 0; g < num_groups; ++g) {
-      float sum = 0;
-      for (int64_t i = row * inner + g * layout.group, end = row * inner + std::min(inner, (g + 1) * layout.group); i < end; ++i) {
-        const float each = widen(x[i]);
-        sum += each;
-        wide[i] = each * layout.half_power();
-      }
-      sums[row * num_groups + g] = sum;
-    }
+  if (!by_pairs || layout.has_minima) {
+    for (int64_t i = 0; i < rows * inner; ++i)
+      wide[i] = widen(x[i]);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t g = 0; g < num_groups; ++g)
+        sums[row * num_groups + g] = sum(wide.data() + row * inner + g * layout.group, std::min(layout.group, inner - g * layout.group));
+    for (float &each : wide)
+      each *= power;
+  }
   torch::stable::parallel_for(0, layout.num_panels(), 1, [&](int64_t begin, int64_t end) {
     std::vector<Floats> made(rows);
     for (int64_t p = begin; p < end; ++p) {
       const uint8_t *panel = panels + p * layout.panel_size();
-      by_kind(layout.kind, [&]<Kind K>() { multiply_rows<K>(layout, panel, wide.data(), sums.data(), rows, made.data()); });
+      by_kind(layout.kind, [&]<Kind K>() {
+        if constexpr (HAS_PAIRS && std::is_same_v<T, uint16_t>)
+          if (by_pairs)
+            return multiply_rows<K>(layout, panel, x, sums.data(), rows, made.data());
+        multiply_rows<K>(layout, panel, wide.data(), sums.data(), rows, made.data());
+      });
       const int64_t first = p * ROWS, count = std::min(ROWS, out - first);
       for (int64_t row = 0; row < rows; ++row) {
-        const Floats numbers = made[row] * layout.half_power();
+        const Floats numbers = made[row] * power;
         for (int64_t lane = 0; lane < count; ++lane)
           narrow(numbers[lane] + (bias ? widen(bias[first + lane]) : 0.0f), y[row * out + first + lane]);
       }
@@ -210,7 +314,7 @@ template <class T> void multiply_many(const Layout &layout, const uint8_t *panel
 }
 
 Layout layout_of(const std::vector<int64_t> &numbers, const Tensor &panels) {
-  const Layout layout{(Kind)numbers[0], numbers[1], numbers[2], numbers[3], numbers[4] != 0, numbers[5] != 0};
+  const Layout layout{(Kind)numbers[0], numbers[1], numbers[2], numbers[3], (ScaleDtype)numbers[4], numbers[5] != 0};
   STD_TORCH_CHECK(panels.numel() == layout.num_panels() * layout.panel_size(), "a weight's panels have another size");
   return layout;
 }

@@ -4,8 +4,8 @@
     y = panel_linear(x, weight, bias)          # [T, I] -> [T, O], summed in float32
     h = panel_embedding(tokens, weight)        # i64[T] -> [T, H]
 
-Any format of blocks within a row, and fp8 in blocks of rows too. Scales and minima are bfloat16 where the model
-computes in that and their groups have few columns, else float32.
+Any format of blocks within a row, and fp8 in blocks of rows too. Scales and minima are float16 where the file's are, as
+in GGUF; else bfloat16 where the model computes in that and their groups have few columns, else float32.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from torch import Tensor, library
 
 from atom.graph import TORCH_DTYPES
 from atom.graph.formats import block_of, parse_format
-from atom.graph.ops.moe import multiply_by_expert
 from atom.graph.packed import LaidOut, PackedWeight
 from atom.graph.types import Type
 from atom.graph.unpack import FP4
-from atom.kernels.backend import Target
 from atom.kernels.cpp.build import PACKED, load_library
 
 ROWS = 16  # of a panel
 KINDS = ("int4", "int8", "fp8", "fp4")  # as packed.cpp numbers them
+SCALES = (torch.bfloat16, torch.float32, torch.float16)  # the same
 NARROW_GROUP = 64  # columns that share a scale, up to which it is a bfloat16
 AT_ONCE = 1 << 22  # bytes of panels that are made at a time
 
@@ -41,7 +40,7 @@ class Panels(NamedTuple):
     out: int
     inner: int
     group: int  # columns that share a scale
-    is_wide: bool  # scales and minima are float32
+    scales: int  # of SCALES: the dtype of scales and minima
     has_minima: bool
 
     @classmethod
@@ -49,8 +48,9 @@ class Panels(NamedTuple):
         known, (out, inner) = parse_format(str(weight.fmt)), map(int, weight.shape[-2:])
         group = block_of(weight)[-1]
         is_wide = weight.dtype != "bf16" or group > NARROW_GROUP
+        dtype = torch.float16 if known.parts["scales"].dtype == "fp16" else torch.float32 if is_wide else torch.bfloat16
         has_minima = not known.parts.keys().isdisjoint(("zeros", "mins"))
-        return cls(KINDS.index(_kind_of(weight)), out, inner, group, is_wide, has_minima)
+        return cls(KINDS.index(_kind_of(weight)), out, inner, group, SCALES.index(dtype), has_minima)
 
     @property
     def num_panels(self) -> int:
@@ -61,6 +61,10 @@ class Panels(NamedTuple):
         return -(-self.inner // self.group)
 
     @property
+    def scale_dtype(self) -> torch.dtype:
+        return SCALES[self.scales]
+
+    @property
     def is_pair(self) -> bool:
         """Whether a byte has numbers of two columns."""
         return KINDS[self.kind] in ("int4", "fp4")
@@ -68,7 +72,7 @@ class Panels(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes of a panel."""
-        scales = self.num_groups * (4 if self.is_wide else 2) * (2 if self.has_minima else 1)
+        scales = self.num_groups * self.scale_dtype.itemsize * (2 if self.has_minima else 1)
         return ROWS * (self.inner // (2 if self.is_pair else 1) + scales)
 
     @property
@@ -83,18 +87,9 @@ def _kind_of(weight: Type) -> str:
     return known.kind if known.kind in KINDS else "fp4"
 
 
-def accepts(_target: Target, x: Type, weight: Type, *_types: Type | None) -> str | None:
-    return "takes rows in two dims" if len(x.shape) != 2 else _refusal(weight)
-
-
-def accepts_embedding(_target: Target, tokens: Type, weight: Type) -> str | None:
-    return "takes tokens in one dim" if len(tokens.shape) != 1 else _refusal(weight)
-
-
-def _refusal(weight: Type) -> str | None:
-    if weight.fmt is None:
-        return "its weight is plain"
-    known = parse_format(weight.fmt)
+def refusal(weight: Type) -> str | None:
+    """Why a packed weight is not multiplied in panels; None where it is."""
+    known = parse_format(str(weight.fmt))
     if known.has_order or (known.kind != "scaled" and known.block[0] != 1):
         return f"its weight is stored as {weight.fmt}"
     if int(weight.shape[-1]) % 2 and Panels.of(weight).is_pair:
@@ -139,7 +134,7 @@ def _turned(rows: Tensor) -> Tensor:
 
 def _scales_of(weight: PackedWeight, panels: Panels) -> tuple[Tensor, Tensor | None]:
     """The scales [O, groups] and, where there are some, minima of a weight's groups, as a panel has them."""
-    parts, dtype = weight.parts, torch.float32 if panels.is_wide else torch.bfloat16
+    parts, dtype = weight.parts, panels.scale_dtype
     scales = parts["scales"]
     if weight.kind == "mxfp4":
         scales = torch.exp2(scales.float() - 127)
@@ -151,12 +146,10 @@ def _scales_of(weight: PackedWeight, panels: Panels) -> tuple[Tensor, Tensor | N
         scales = scales.repeat_interleave(block_of(weight.type)[-2], 0)[: panels.out]
     if not panels.has_minima:
         return scales.to(dtype), None
+    if "mins" in parts:  # as the file has them, packed.cpp knows it by their dtype
+        return scales.to(dtype), parts["mins"].view_as(scales)
     middle = 8 if panels.is_pair else 128
-    if "zeros" in parts:
-        minima = (middle - parts["zeros"].float().view_as(scales)) * scales
-    else:
-        minima = parts["mins"].float().view_as(scales) + middle * scales
-    return scales.to(dtype), minima.to(dtype)
+    return scales.to(dtype), ((middle - parts["zeros"].float().view_as(scales)) * scales).to(dtype)
 
 
 # The ops without the library: in a process that only checks compiled code, and where it cannot be compiled.
@@ -166,20 +159,20 @@ def _unpack(panels: Tensor, layout: Sequence[int]) -> Tensor:
     """Panels as fp32[O, I]"""
     if panels.dtype != torch.uint8:
         return panels
-    kind, out, inner, group, is_wide, has_minima = layout
+    kind, out, inner, group, scales_index, has_minima = layout
+    dtype = SCALES[scales_index]
     is_pair, num_panels, num_groups = KINDS[kind] in ("int4", "fp4"), len(panels), -(-inner // group)
-    scales_size = ROWS * (4 if is_wide else 2)
+    scales_size = ROWS * dtype.itemsize
     first = scales_size * (2 if has_minima else 1)
     size = first + ROWS * (group // 2 if is_pair else group)  # of a group
     groups = F.pad(panels, (0, num_groups * size - panels.shape[1])).view(num_panels, num_groups, size)
-    dtype = torch.float32 if is_wide else torch.bfloat16
     scales = groups[..., :scales_size].contiguous().view(dtype).float().unsqueeze(2)
     stored = groups[..., first:].view(num_panels, num_groups, -1, ROWS)
     if is_pair:
         stored = torch.stack((stored & 15, stored >> 4), 3).flatten(2, 3)
     match KINDS[kind]:
         case "int4":
-            values = stored.float() - 8
+            values = stored.float() - (0 if has_minima and dtype is torch.float16 else 8)
         case "int8":
             values = stored.contiguous().view(torch.int8).float()
         case "fp8":
@@ -233,8 +226,3 @@ def panel_embedding(tokens: Tensor, weight: LaidOut) -> Tensor:
     """tokens i64[T], weight [V, H] -> [T, H]"""
     dtype = TORCH_DTYPES[weight.type.dtype]
     return torch.ops.atom.panel_embedding(tokens, weight.tensor, dtype, _numbers_of(weight.type))  # type: ignore[no-any-return]
-
-
-def panel_grouped_linear(x: Tensor, weight: Sequence[LaidOut], ends: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [P, I], E weights [1, O, I], ends i64[E], bias [E, O] -> [P, O]; an expert without rows is not read"""
-    return multiply_by_expert(panel_linear, x, weight, int(weight[0].type.shape[-2]), ends, bias)

@@ -84,6 +84,14 @@ def test_rows_are_those_of_the_weight_unpacked(fmt: str, dtype: torch.dtype):
         assert not tokens or relative_error(made, dense[tokens]) < BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("fmt", ["q4_0", "q8_0", "int4[1, 32]"])
+def test_scales_that_a_file_has_in_fp16_are_exact(fmt: str):
+    weight = draw(fmt, 40, 96)
+    weight.parts["scales"][:8] *= 2**-12  # below fp16's normal numbers
+    made = run(ops.embedding, torch.arange(40), shuffle(weight, "panels"))
+    assert torch.equal(made, unpack(fmt, weight.parts).bfloat16())
+
+
 def test_a_token_that_the_vocabulary_has_not_is_refused():
     laid_out = shuffle(draw("q8_0", 33, 32), "panels")
     for token in (-1, 33):
@@ -145,7 +153,6 @@ def test_experts_are_packed_one_by_one(fmt: str):
 @pytest.mark.parametrize(
     ("x", "weight", "reason"),
     [
-        (Type("bf16", ("T", 64)), Type("bf16", (64, 64)), "its weight is plain"),
         (Type("bf16", ("T", 64)), Type("bf16", (64, 64), "gptq_int4_ordered[1, 32]"), "is stored as gptq"),
         (Type("bf16", ("T", 2, 64)), Type("bf16", (64, 64), "q4_1"), "takes rows in two dims"),
     ],

@@ -33,7 +33,11 @@ if TYPE_CHECKING:
 
 # modules beside this one, by device and level; pieces begin at level 2, and level 3 is its text in CUDA graphs
 ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
-    "cpu": (("reference",), ("cpp", "torch", "reference"), ("inductor", "cpp", "torch", "reference")),
+    "cpu": (
+        ("reference",),
+        ("cpp", "int8", "torch", "reference"),
+        ("inductor", "cpp", "int8", "torch", "reference"),
+    ),
     "cuda": (
         ("reference",),
         ("triton", "reference"),

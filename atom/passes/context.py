@@ -19,10 +19,11 @@ from atom.kernels import Backend, PieceCompiler, Target, backends_of, candidates
 class PassContext:
     target: Target
     backends: tuple[Backend, ...]  # backends whose kernels a text may name, the preferred first
+    keeps_act: bool = False  # the format of activations was asked for: it stays where no kernel takes it
 
     @classmethod
-    def of(cls, target: Target, level: int) -> PassContext:
-        return cls(target, backends_of(target.device, level))
+    def of(cls, target: Target, level: int, *, keeps_act: bool = False) -> PassContext:
+        return cls(target, backends_of(target.device, level), keeps_act)
 
     @property
     def piece_compiler(self) -> PieceCompiler | None:

@@ -63,13 +63,15 @@ def lower(
     target: Target,
     watch: Callable[[PassReport], Any] = lambda _: None,
     first: str = PIPELINE[0][0].__name__,
+    *,
+    keeps_act: bool = False,
 ) -> Graph:
-    """Run the passes of a level, from the first one named.
+    """Run the passes of a level, from the first one named. keeps_act: see `PassContext`.
 
     PassError names the pass whose graph is wrong, the passes before it, and the file with the text.
     """
     done: list[str] = []
-    context = PassContext.of(target, level)
+    context = PassContext.of(target, level, keeps_act=keeps_act)
     names = [rewrite.__name__ for rewrite, _, _ in PIPELINE]
     for rewrite, from_level, graph_level in PIPELINE[names.index(first) :]:
         if level < from_level:

@@ -22,7 +22,7 @@ from atom.checkpoint import Checkpoint, Progress, stop_ids
 from atom.compiler import Compiled, compile_model, mesh_of
 from atom.config import Config, ModelConfig
 from atom.config.checkpoint import is_here, open_for
-from atom.errors import CheckpointError
+from atom.errors import CheckpointError, UnsupportedError
 from atom.gc_utils import no_collection
 from atom.graph import Graph, Recipe, W
 from atom.kernels import Communicator, connect_rank, find_tuner
@@ -135,6 +135,7 @@ def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | No
 
     def check(graph: Graph) -> None:  # refuse what cannot run before anything is compiled or downloaded
         weights.refuse_packed(graph)
+        refuse_act(graph, config)
         plan_kv(cache_kinds(graph), config, None if config.device == "cpu" else memory.left_for_kv(graph, config))
         if checkpoint is not None:
             check_weights(graph, checkpoint, config)
@@ -148,6 +149,14 @@ def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | No
         for line in cache.warnings:
             print(f"atom-run: {line}", file=sys.stderr)
         cache.close()
+
+
+def refuse_act(graph: Graph, config: Config) -> None:
+    """Raise UnsupportedError where no kernel multiplies activations in the format that quant.act asks for."""
+    for node in (node for program in graph.programs.values() for node in program.nodes):
+        if "act" in node.kwargs and node.meta.get("kernel") == "reference" and config.level != 0:
+            reasons = "; ".join(node.meta["notes"])
+            raise UnsupportedError(f"quant.act={config.quant.act}: {reasons}; leave quant.act out")
 
 
 def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:

@@ -58,8 +58,8 @@ SAMPLING = {
 CONFIG = """
 model: name architectures model_types auto hidden layers vocab max_position tied residual weights ignore
 model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_softcap mtp_layers stacked fmt plain formats
-model: tool_calls reasoning
-quant: fmt experts head plain kv
+model: act tool_calls reasoning
+quant: fmt experts head plain act kv
 model.norm: kind eps bias offset before after
 model.attention: kind heads kv_heads head_dim bias o_bias qk_norm scale scale_dim softcap sinks
 model.attention: full_rope rope_layers window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim

@@ -32,6 +32,7 @@ class Quantization:
     plain: list[str] = field(default_factory=list)  # patterns of modules that are stored plain
     unread: list[str] = field(default_factory=list)  # patterns of tensors that are not needed
     formats: dict[str, str] = field(default_factory=dict)  # pattern of modules -> another format; plain goes first
+    act: str | None = None  # int8 where linears of 8-bit integers are to multiply activations in these too
 
 
 def find_packed(names: Collection[str], formats: Collection[str], unread: Collection[str]) -> set[str]:
@@ -278,7 +279,7 @@ def read_compressed_tensors(stated: Stated) -> Quantization:
                       "global_compression_ratio", "run_compressed", "dequantize", "sparsity_config")  # fmt: skip
     if (sparsity := stated.object("sparsity_config")) is not None:
         sparsity.one_of("format", "dense", None)
-    groups, fmt, formats = stated.object("config_groups"), None, {}
+    groups, fmt, formats, acts = stated.object("config_groups"), None, {}, set[str | None]()
     for name in groups.values if groups else ():
         group = groups.object(name) if groups else None
         weights = group.object("weights") if group else None
@@ -286,6 +287,8 @@ def read_compressed_tensors(stated: Stated) -> Quantization:
             raise UnsupportedError(f"{stated.at}.config_groups.{name} quantizes no weights, which is not known yet")
         group.check_keys("targets", "weights", "input_activations", "output_activations", "format")
         one = compressed_format(weights, group.text("format") or stated.text("format"))
+        if one.startswith("ct_int8"):
+            acts.add(compressed_act(group.object("input_activations")))
         for target in group.patterns("targets") or ["Linear"]:
             if target == "Linear":
                 fmt = one
@@ -296,7 +299,14 @@ def read_compressed_tensors(stated: Stated) -> Quantization:
     if fmt is None and not formats and stated.object("kv_cache_scheme") is None:
         raise UnsupportedError(f"{stated.at} of compressed-tensors has no config_groups")
     unread = [*INPUTS, *CACHE_SCALES, "*.weight_shape"]
-    return Quantization(fmt, stated.patterns(*EXCEPTIONS), unread, formats)
+    return Quantization(fmt, stated.patterns(*EXCEPTIONS), unread, formats, "int8" if acts == {"int8"} else None)
+
+
+def compressed_act(inputs: Stated | None) -> str | None:
+    """int8 of 8-bit integers without a zero point; others stay in the model's dtype."""
+    if inputs is None or inputs.values.get("symmetric") is False:
+        return None
+    return "int8" if (inputs.text("type") or "int", inputs.whole("num_bits", 8)) == ("int", 8) else None
 
 
 FP4_PACKINGS = {"mxfp4-pack-quantized": "ct_mxfp4", "nvfp4-pack-quantized": "ct_nvfp4"}
@@ -360,8 +370,15 @@ def read_quark(stated: Stated) -> Quantization:
         check_pattern(pattern, f"{stated.at}.layer_quant_config", CheckpointError)
         one = quark_format(layers.object(pattern)) if layers else None
         plain, formats = ([*plain, pattern], formats) if one is None else (plain, {**formats, pattern: one})
-    unread = INPUTS + CACHE_SCALES
-    return Quantization(quark_format(stated.object("global_quant_config")), plain, unread, formats)
+    whole, unread = stated.object("global_quant_config"), INPUTS + CACHE_SCALES
+    return Quantization(quark_format(whole), plain, unread, formats, quark_act(whole))
+
+
+def quark_act(config: Stated | None) -> str | None:
+    """int8 of activations without a zero point in it, None for others."""
+    stated = config.values.get("input_tensors") if config else None  # a list: scales of scales
+    is_int8 = isinstance(stated, dict) and stated.get("dtype") == "int8" and stated.get("symmetric") is not False
+    return "int8" if is_int8 else None
 
 
 def quark_format(config: Stated | None) -> str | None:

@@ -21,6 +21,7 @@ from atom.cache import Cache, Entry, digest, key_of
 from atom.cache.files import BINARIES
 from atom.config import Config, QuantConfig
 from atom.config.spelling import override
+from atom.errors import ConfigError
 from atom.frontend import build
 from atom.graph import Graph, Mesh, parse, show
 from atom.graph.types import BITS
@@ -153,13 +154,13 @@ def _differing(config: Config, ingredients: dict[str, str], entry: Entry) -> lis
     if "model" in named and {"dtype", "kv_cache_dtype", "quant"} & set(named):
         try:
             quant = QuantConfig(**json.loads(str(theirs.get("quant"))))
-        except (ValueError, TypeError):
+            dtypes = [str(theirs.get(name)) for name in ("dtype", "kv_cache_dtype")]
+            if set(dtypes) <= set(BITS):
+                text = show(build(config.model, dtypes[0], dtypes[1], quant))  # which names its dtypes and formats
+                if digest(text) == theirs["model"]:
+                    named.remove("model")
+        except (ValueError, TypeError, ConfigError):  # theirs is of a model that takes other formats
             return named
-        dtypes = [str(theirs.get(name)) for name in ("dtype", "kv_cache_dtype")]
-        if set(dtypes) <= set(BITS):
-            text = show(build(config.model, dtypes[0], dtypes[1], quant))  # which names its dtypes and formats
-            if digest(text) == theirs["model"]:
-                named.remove("model")
     return named
 
 

@@ -42,11 +42,14 @@ def compile_graph(
 
     target: by default this machine.
     """
-    level, target, mesh = level_of(config), target or find_target(config.device), mesh_of(config)
+    level, target = level_of(config), target or find_target(config.device)
+    lower_here = functools.partial(
+        lower, level=level, target=target, watch=watch, keeps_act=config.quant.asks_act, mesh=mesh_of(config)
+    )
     if config.job.graph is None:
-        return lower(semantic_graph(config), level, target, watch, mesh=mesh)
+        return lower_here(semantic_graph(config))
     graph, first = read_saved(Path(config.job.graph))
-    graph = lower(graph, level, target, watch, first=first, mesh=mesh)
+    graph = lower_here(graph, first=first)
     check_runnable(graph, config.job.graph, target)
     return graph
 

@@ -191,6 +191,7 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
         fmt=stored.fmt,
         plain=stored.plain,
         formats=stored.formats,
+        act=stored.act,
         ignore=[*model.ignore, *stored.unread],
     )
 

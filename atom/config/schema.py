@@ -191,6 +191,7 @@ class ModelConfig:
     fmt: str | None = "auto"  # stored format of linears and experts; auto: quantization_config's; none: plain
     plain: list[str] = field(default_factory=list)  # patterns of those that are plain, beside quantization_config's
     formats: dict[str, str] = field(default_factory=dict)  # pattern of modules -> their own stored format
+    act: str | None = one_of(None, "int8")  # that quantization_config says linears multiply beside packed weights
     tool_calls: str | None = one_of(None, "json", "tagged_json", "python_tag")  # how calls are written; null: not so
     reasoning: list[str] | None = None  # the markers before and behind what is thought before an answer; null: none
     gguf: GGUFConfig = field(default_factory=GGUFConfig)
@@ -205,7 +206,13 @@ class QuantConfig:
     experts: str | None = None  # of experts; null: as fmt
     head: str = "plain"  # of the head: plain, or a format
     plain: list[str] = field(default_factory=list)  # patterns of modules that stay plain
+    act: str = one_of("auto", "none", "fp8", "int8")  # of what packed linears multiply; auto: fp8, int8 as stored
     kv: str = one_of("auto", "fp8")  # of the KV cache; auto: serve.kv_cache_dtype
+
+    @property
+    def asks_act(self) -> bool:
+        """Whether a format of activations is asked for, and so refused where there is no product in it."""
+        return self.act not in ("auto", "none")
 
 
 @dataclass

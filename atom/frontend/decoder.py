@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from atom.config import ModelConfig, QuantConfig
+from atom.errors import ConfigError
 from atom.frontend.attention import ATTENTIONS, Rotary, rotaries
 from atom.frontend.mlp import MLPS, mlp_of
 from atom.frontend.writer import Writer
@@ -24,6 +25,8 @@ def build(model: ModelConfig, dtype: str, cache_dtype: str, quant: QuantConfig =
     graph = Graph()
     _write_body(Writer(model, graph.program(BODY), dtype, cache_dtype, quant))
     _write_head(Writer(model, graph.program(HEAD), dtype, cache_dtype, quant))
+    if quant.asks_act and not any("act" in linear.kwargs for linear in graph.find(ops.linear)):
+        raise ConfigError(f"quant.act={quant.act}: no linear's weights are packed; quant={quant.act} packs them")
     return graph
 
 
@@ -44,7 +47,7 @@ def _write_head(writer: Writer) -> None:
     hidden = writer.program.input("hidden", Type(writer.dtype, ("R", model.hidden)))
     role = "embedding" if model.tied else "head"
     weight = writer.packed(writer.matrix(role, (model.vocab, model.hidden)), role, None, writer.quant.head)
-    logits = writer.call(ops.linear, hidden, weight, name="logits")
+    logits = writer.multiply(hidden, weight, role=role, layer=None, name="logits")
     logits = writer.scale(logits, 1 / model.logits_divisor if model.logits_divisor else None)
     if model.logits_softcap is not None:
         logits = writer.call(ops.softcap, logits, cap=model.logits_softcap, name="logits")

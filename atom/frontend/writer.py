@@ -21,7 +21,7 @@ from atom.checkpoint.quantization import format_of, matches
 from atom.config import ModelConfig, QuantConfig
 from atom.errors import ConfigError
 from atom.graph import Dequantize, Program, Quantize, Recipe, Shift, Slice, Type, W, ops
-from atom.graph.formats import FormatError, fitted
+from atom.graph.formats import FormatError, act_of, fitted
 from atom.graph.ops import Op
 
 NORMS = {"rms": ops.rms_norm, "layer": ops.layer_norm}
@@ -52,7 +52,25 @@ class Writer:
         if has_bias:
             args.append(self.parts(rows, lambda role, n: self.weight(role, (n,), layer, "bias"), layer))
         args[0] = [self.packed(weight, role, layer) for role, weight in zip(rows, weights, strict=True)]
-        return [self.call(ops.linear, x, *recipes, name=role) for role, *recipes in zip(rows, *args, strict=True)]
+        return [self.multiply(x, *recipes, role=role, layer=layer) for role, *recipes in zip(rows, *args, strict=True)]
+
+    def multiply(self, x: Node, weight: Recipe, *bias: Recipe, role: str, layer: int | None, name: str = "") -> Node:
+        """A linear by a role's weight; activations in the format that `quant.act` and the weight's own say."""
+        act = self.act_of(weight, self.name(role, layer))
+        product: Node = self.call(ops.linear, x, weight, *bias, act=act, name=name or role)
+        return product
+
+    def act_of(self, weight: Recipe, module: str) -> str | None:
+        """The format of activations that a weight is multiplied with; None: they stay in x's dtype."""
+        quant, fmt = self.quant, weight.type.fmt
+        own = None if fmt is None else act_of(fmt)
+        kind = own and own.partition("[")[0]
+        if quant.asks_act and fmt is not None and kind != quant.act:
+            beside = f"activations in {kind} alone" if kind else "none but plain activations"
+            stored = f"{module} is stored as {fmt}, which is multiplied with {beside}"
+            raise ConfigError(f"quant.act={quant.act}: {stored}; leave quant.act out")
+        taken = {"auto": ("fp8", self.model.act), "none": ()}.get(quant.act, (quant.act,))
+        return own if kind in taken else None
 
     def norm(self, x: Node, role: str, layer: int | None = None, name: str = "h") -> Node:
         norm, shape = self.model.norm, x.meta["type"].shape[-1:]

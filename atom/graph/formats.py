@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 BLOCK_WORDS = ("block_scales", "block_mins", "block_pairs", "block_bytes")  # of one tensor of blocks, as GGUF has them
 
 
+ACTS = {"fp8_e4m3": "fp8", "i8": "int8"}  # formats of activations, by the dtype of a weight's numbers
 LEAST_GROUP = 32  # columns that share a scale, of what is packed while it loads
 
 
@@ -38,6 +39,21 @@ def parse_format(fmt: str) -> Format:
         return known
     rows, columns = (None if size == "*" else int(size) for size in match.groups()[1:])
     return known._replace(block=(rows, columns))
+
+
+def act_of(fmt: str) -> str | None:
+    """The format of activations that a weight's stored numbers can be multiplied with: the same numbers, a scale for as
+    many columns of a row as a block of the weight has. None: a weight's numbers are not multiplied as they are stored.
+    """
+    known = parse_format(fmt)
+    name = ACTS.get(known.parts["values"].dtype) if known.kind == "scaled" else None
+    return name and f"{name}[1, {known.block[1] or '*'}]"
+
+
+def check_act(act: str) -> None:
+    """Raise FormatError unless activations can have this format: 8 bits, blocks within a row, a scale alone."""
+    if act.partition("[")[0] not in ACTS.values() or parse_format(act).block[0] != 1:
+        raise FormatError(f"activations cannot be {act}, but fp8 or int8 with a scale for columns of a row")
 
 
 def block_of(type: Type) -> tuple[int, ...]:

@@ -124,7 +124,7 @@ def folded_diff(before: str, after: str) -> Iterator[str]:
 
 
 def sizes(graph: Graph, config: Config) -> dict[str, Any]:
-    """Parameters, bytes of weights, KV bytes a token by cache kind, and what the KV pool holds.
+    """Parameters, bytes of weights, linears by their activations' format, KV bytes a token, and what the pool holds.
 
     Active parameters are those that one token is multiplied with: without the experts that it does not choose, and
     without the embedding, of which it takes one row, unless that is the head too. Most published figures count so, some
@@ -152,6 +152,9 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
             fmt: {"stored_bytes": stored[fmt], "held_bytes": held[fmt], "active_parameters": int(active[fmt])}
             for fmt, _ in (stored | Counter({fmt: size for fmt, size in held.items() if fmt not in BITS})).most_common()
         },
+        "activations": Counter(
+            node.kwargs["act"] for program in graph.programs.values() for node in program.nodes if "act" in node.kwargs
+        ),
         "left_out": mtp_patterns(config.model),
         "kv_bytes_per_token": {kind.name: kind.bytes_per_token for kind in kinds},
         **kv_pool(kinds, config),
@@ -283,6 +286,8 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
         if fmt not in BITS and held > stored:
             then = f", {_size(held)} in memory"
         yield f"  {fmt}", f"{_size(stored)}{then}" if stored else f"{_size(held)}, packed while they load"
+    for act, num_linears in result["activations"].items():
+        yield "activations", f"{act} in {num_linears} linears, where there are many rows"
     for name in result["left_out"]:
         yield "left out", f"{name}, stored behind the last layer to predict further tokens"
     yield "KV a token", _each(result["kv_bytes_per_token"], "bytes")

@@ -12,7 +12,7 @@ import torch
 @cache
 def instruction_set() -> str:
     """The instruction set that compiled code may use on this CPU."""
-    kinds = ("sse", "ssse", "avx", "fma", "f16c", "bmi", "amx", "neon", "asimd", "sve", "bf16", "popcnt", "movbe")
+    kinds = ("sse", "ssse", "avx", "fma", "f16c", "bmi", "amx", "neon", "asimd", "sve", "bf16", "i8", "popcnt", "movbe")
     lines = (line for line in _lines_of("/proc/cpuinfo") if line.lower().startswith(("flags", "features")))
     stated = next(lines, "").partition(":")[2].split()
     return " ".join(

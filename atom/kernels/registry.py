@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     "cpu": (
         ("gloo", "reference"),
-        ("cpp", "torch", "gloo", "reference"),
-        ("inductor", "cpp", "torch", "gloo", "reference"),
+        ("cpp", "int8", "torch", "gloo", "reference"),
+        ("inductor", "cpp", "int8", "torch", "gloo", "reference"),
     ),
     "cuda": (
         ("reference",),

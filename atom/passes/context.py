@@ -21,10 +21,11 @@ class PassContext:
     target: Target
     backends: tuple[Backend, ...]  # backends whose kernels a text may name, the preferred first
     mesh: Mesh = ALONE
+    keeps_act: bool = False  # the format of activations was asked for: it stays where no kernel takes it
 
     @classmethod
-    def of(cls, target: Target, level: int, mesh: Mesh = ALONE) -> PassContext:
-        return cls(target, backends_of(target.device, level), mesh)
+    def of(cls, target: Target, level: int, mesh: Mesh = ALONE, *, keeps_act: bool = False) -> PassContext:
+        return cls(target, backends_of(target.device, level), mesh, keeps_act)
 
     @property
     def piece_compiler(self) -> PieceCompiler | None:

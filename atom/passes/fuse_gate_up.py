@@ -20,6 +20,6 @@ def fuse_gate_up(graph: Graph) -> Graph:
         linears = [active.all_input_nodes[0], up]
         if not have_same_form(linears):
             continue
-        gate_up = graph.insert(mul, ops.linear, *cat_linears(linears), name="gate_up")
+        gate_up = graph.insert(mul, ops.linear, *cat_linears(linears), name="gate_up", **up.kwargs)
         graph.replace({mul: graph.insert(mul, ops.gated_activate, gate_up, **active.kwargs)})
     return graph

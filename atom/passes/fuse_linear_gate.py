@@ -18,6 +18,7 @@ def fuse_linear_gate(graph: Graph, context: PassContext) -> Graph:
             continue
         if set(gated.kwargs) != {"kind"}:
             continue
-        if context.takes(ops.gated_linear, *map(type_of, linear.args), **gated.kwargs):
-            graph.replace({gated: graph.insert(gated, ops.gated_linear, *linear.args, **gated.kwargs)})
+        attributes = {**linear.kwargs, **gated.kwargs}
+        if context.takes(ops.gated_linear, *map(type_of, linear.args), **attributes):
+            graph.replace({gated: graph.insert(gated, ops.gated_linear, *linear.args, **attributes)})
     return graph

@@ -35,7 +35,7 @@ def _fuse(graph: Graph, linears: Sequence[Node], name: str) -> None:
         return
     sizes = [linear.meta["type"].shape[-1] for linear in linears]
     first = min(linears)
-    fused = graph.insert(first, ops.linear, *cat_linears(linears), name=name)
+    fused = graph.insert(first, ops.linear, *cat_linears(linears), name=name, **first.kwargs)
     parts = graph.insert(first, ops.split, fused, sizes=sizes, name=tuple(linear.name for linear in linears))
     graph.replace(dict(zip(linears, parts, strict=True)))
 

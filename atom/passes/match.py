@@ -17,7 +17,7 @@ from atom.graph.recipes import cat
 
 
 def have_same_form(linears: Sequence[Node]) -> bool:
-    """Whether these are different linears of one input, alike in bias, dtype and stored format."""
+    """Whether these are different linears of one input, alike in bias, dtype, stored format and attributes."""
     if len(set(linears)) < len(linears) or any(linear.target is not ops.linear for linear in linears):
         return False
     forms = {
@@ -25,6 +25,7 @@ def have_same_form(linears: Sequence[Node]) -> bool:
             linear.args[0],
             len(linear.args),
             tuple((type.dtype, type.fmt) for type in map(type_of, linear.args[1:])),
+            *linear.kwargs.items(),
         )
         for linear in linears
     }

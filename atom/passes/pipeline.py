@@ -67,13 +67,15 @@ def lower(
     watch: Callable[[PassReport], Any] = lambda _: None,
     first: str = PIPELINE[0][0].__name__,
     mesh: Mesh = ALONE,
+    *,
+    keeps_act: bool = False,
 ) -> Graph:
-    """Run the passes of a level, from the first one named.
+    """Run the passes of a level, from the first one named. keeps_act: see `PassContext`.
 
     PassError names the pass whose graph is wrong, the passes before it, and the file with the text.
     """
     done: list[str] = []
-    context = PassContext.of(target, level, mesh)
+    context = PassContext.of(target, level, mesh, keeps_act=keeps_act)
     names = [rewrite.__name__ for rewrite, _, _ in PIPELINE]
     for rewrite, from_level, graph_level in PIPELINE[names.index(first) :]:
         if level < from_level:

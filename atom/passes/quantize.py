@@ -1,7 +1,11 @@
-"""Keep the packed weights that kernels take; others are unpacked while they load.
+"""Keep the packed weights and the formats of activations that kernels take.
 
     q = linear(h, W("q", …, fmt="fp8[128, 128]"))   ->  q = linear(h, W("q", …, fmt="fp8[128, 128]"))
     y = router(h, W("gate", …, fmt="fp8"))              y = router(h, dequantize(W("gate", …, fmt="fp8")))
+    o = linear(a, W("o", …, fmt="fp8"), act="fp8")      o = linear(a, W("o", …, fmt="fp8"))
+
+Other weights are unpacked while they load. Activations that no kernel multiplies in their format stay in x's dtype,
+which is more exact, unless that format was asked for: then the call is left to the reference body.
 
 Where joined parts end within a block, as 192 rows do in blocks of 128, `regroup` repeats their scales for blocks of the
 greatest common divisor; so q, k and v with a scale each get one for each row.
@@ -30,6 +34,8 @@ def quantize(graph: Graph, context: PassContext) -> Graph:
     for node in [node for program in graph.programs.values() for node in program.nodes]:
         for place in node.target.weights:
             weight = node.args[place]
+            if "act" in node.kwargs and not context.keeps_act:
+                graph.num_rewrites += _drop_act(node, _refusals(node, place, context))
             if isinstance(weight, Recipe) and has_parts(weight):
                 readers.setdefault(weight, []).append((node, place))
     for weight, calls in readers.items():
@@ -40,13 +46,22 @@ def quantize(graph: Graph, context: PassContext) -> Graph:
     return graph
 
 
+def _drop_act(node: Node, refusals: Sequence[str] | None) -> bool:
+    """Leave activations in x's dtype where all kernels refuse the call."""
+    if refusals is None:
+        return False
+    node.meta["refused"] = [f"act={node.kwargs['act']}: {reason}" for reason in refusals]
+    node.kwargs = {key: value for key, value in node.kwargs.items() if key != "act"}
+    return True
+
+
 def _as_kernels_take_it(weight: Recipe, calls: Sequence[tuple[Node, int]], context: PassContext) -> Recipe:
     packed = aligned(weight)
-    answers = {node.target: _refusals(node, place, packed, context) for node, place in calls}
+    answers = {node.target: _refusals(node, place, context) for node, place in calls}
     refusing = {op: reasons for op, reasons in answers.items() if reasons is not None}
     for node, _ in calls if refusing else ():
         others = [f"{op.name} reads it too, and takes it plain" for op in refusing if op is not node.target]
-        node.meta["unpacked"] = refusing.get(node.target, others)
+        node.meta.setdefault("refused", []).extend(refusing.get(node.target, others))
     try:
         if not any(packed_while_loading(packed)):  # whose parts are made as they are wanted
             parts_of(packed)
@@ -55,9 +70,11 @@ def _as_kernels_take_it(weight: Recipe, calls: Sequence[tuple[Node, int]], conte
     return Dequantize(weight) if refusing else packed
 
 
-def _refusals(node: Node, place: int, packed: Recipe, context: PassContext) -> list[str] | None:
-    """Why no kernel but the reference takes a call with this weight; None where one does."""
-    types = [packed.type if at == place else type_of(arg) for at, arg in enumerate(node.args)]
+def _refusals(node: Node, place: int, context: PassContext) -> list[str] | None:
+    """Why no kernel but the reference takes a call with its weight as it is stored; None where one does."""
+    weight = node.args[place]
+    stored = aligned(weight).type if isinstance(weight, Recipe) and has_parts(weight) else type_of(weight)
+    types = [stored if at == place else type_of(arg) for at, arg in enumerate(node.args)]
     return (
         None
         if context.takes(node.target, *types, **node.kwargs)

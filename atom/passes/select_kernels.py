@@ -24,7 +24,7 @@ def select_kernels(graph: Graph, context: PassContext) -> Graph:
     readers = _readers(graph)
     for program in graph.programs.values():
         for node in program.nodes:
-            node.meta["notes"] = node.meta.pop("unpacked", [])  # why its weight is not packed any more
+            node.meta["notes"] = [*node.meta.get("refused", [])]  # why its weight or its activations are plain
             for kernel in candidates(node.target, context.backends):
                 reason = _refusal(kernel, context, node, readers)
                 if reason is None:

@@ -118,7 +118,7 @@ class _Writer:
             return self._call(node, ops.linear, self._value(x), *own, state=PARTIAL)
         if weight in self._tables and _is_logits(node):
             own = self._share(weight), *(each and self._share(each) for each in bias)
-            part = self._made.call(ops.linear, self.whole(x), *own, name=node.name)
+            part = self._made.call(ops.linear, self.whole(x), *own, name=node.name, **node.kwargs)
             size = node.meta["type"].shape[-1]
             return self._keep(node, self._made.call(ops.all_gather, part, size=size, name=node.name), WHOLE)
         reader = _reader(node)

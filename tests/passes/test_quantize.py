@@ -113,3 +113,47 @@ def test_fp16_experts_of_fp4_are_unpacked_while_they_load():
     text = 'def f(x: fp16[T, 96], ends: i64[4]):\n    y = grouped_linear(x, W("e", fp16[4, 8, 96], fmt="mxfp4"), ends)\n    return y\n'
     (recipe,) = done(text, PassContext.of(GPU, 1)).recipes()
     assert recipe.type.fmt is None
+
+
+ACTS = """\
+def f(x: bf16[T, 256]):
+    a = linear(x, W("a", bf16[256, 256], fmt="fp8[128, 128]"), act="fp8[1, 128]")
+    b = linear(x, W("b", bf16[256, 256], fmt="ct_fp8[*, *]"), act="fp8[1, *]")
+    c = linear(x, W("c", bf16[256, 256], fmt="int8[1, *]"), act="int8[1, *]")
+    d = linear(x, W("d", bf16[256, 256], fmt="ct_int8[1, 64]"), act="int8[1, 64]")
+    return a, b, c, d"""
+
+
+@pytest.mark.parametrize(
+    ("target", "kept"),
+    [
+        (GPU, "abc"),
+        (Target("cuda", frozenset({"nvidia", "sm_89"})), "c"),
+        (Target("cuda", frozenset({"amd", "gfx942"})), ""),
+        (Target("cpu", frozenset({"int8_products"})), "c"),
+        (Target("cpu"), ""),
+    ],
+)
+def test_activations_stay_in_the_format_that_a_kernel_multiplies(target: Target, kept: str):
+    graph = done(ACTS, PassContext.of(target, 1))
+    nodes = graph.program("f").nodes
+    assert {node.name: node.kwargs.get("act") for node in nodes} == {
+        name: act if name in kept else None
+        for name, act in (("a", "fp8[1, 128]"), ("b", "fp8[1, *]"), ("c", "int8[1, *]"), ("d", "int8[1, 64]"))
+    }
+    assert all(node.args[1].type.fmt is not None for node in nodes), "the weights stay packed"
+    assert done(text_of(graph), PassContext.of(target, 1)).num_rewrites == 0
+    chosen = {node.name: node for node in select_kernels(graph, PassContext.of(target, 1)).program("f").nodes}
+    assert all(node.meta["kernel"] in ("triton", "cpp", "int8") for node in chosen.values())
+    assert all(("act=" in " ".join(node.meta["notes"])) == (name not in kept) for name, node in chosen.items())
+
+
+def test_a_format_of_activations_that_was_asked_for_is_left_to_the_reference():
+    context = PassContext.of(Target("cpu"), 1, keeps_act=True)
+    node = select_kernels(done(ACTS, context), context).program("f").nodes[0]
+    assert node.kwargs["act"] == "fp8[1, 128]" and node.meta["kernel"] == "reference"
+    assert "cpp: has no products of activations in fp8[1, 128]" in node.meta["notes"]
+
+
+def test_reference_bodies_alone_round_no_activations_that_nobody_asked_for():
+    assert "act" not in text_of(done(ACTS, PassContext.of(GPU, 0)))

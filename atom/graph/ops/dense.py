@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from atom.graph.formats import check_act
 from atom.graph.ops.base import divide, op
 from atom.graph.packed import PackedWeight, plain
+from atom.graph.quantize_rows import round_rows
 from atom.graph.types import Type, need
 
 
@@ -19,18 +21,28 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(tokens, weight)
 
 
-def linear_type(x: Type, weight: Type, bias: Type | None = None) -> Type:
+def linear_type(x: Type, weight: Type, bias: Type | None = None, *, act: str | None = None) -> Type:
     out, inner = weight.shape
     need(x.shape[-1] == inner, f"x has {x.shape[-1]} columns, the weight {inner}")
     need(x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}")
     need(bias is None or bias.shape == (out,), f"the bias is {bias}, for {out} outputs")
+    if act is not None:
+        need(len(x.shape) == 2, f"activations in {act} are rows, not {x}")
+        check_act(act)
     return x.with_last(out)
 
 
 @op(linear_type, weight=1)
-def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """x [T, I], weight [O, I], bias [O] -> [T, O]"""
-    return F.linear(x, plain(weight), bias)
+def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *, act: str | None = None) -> Tensor:
+    """x [T, I], weight [O, I], bias [O] -> [T, O]
+
+    act: the format that x is rounded to, see `quantize_rows`. Kernels of few rows, where that saves nothing, need not:
+    what they give is nearer to the product of x itself.
+    """
+    if act is None:
+        return F.linear(x, plain(weight), bias)
+    wide = None if bias is None else bias.float()
+    return F.linear(round_rows(x, act), plain(weight).float(), wide).to(x.dtype)
 
 
 def _norm(x: Type, weight: Type, bias: Type | None = None, *, eps: float) -> Type:

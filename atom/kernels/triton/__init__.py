@@ -21,7 +21,7 @@ import torch
 from atom.cache import Cache
 from atom.errors import UnsupportedError
 from atom.graph import KV, ops
-from atom.graph.formats import parse_format
+from atom.graph.formats import act_of, parse_format
 from atom.graph.ops import Op
 from atom.graph.types import Type
 from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, Tuner, accepts_all, on_device
@@ -32,6 +32,8 @@ PACKED = ("scaled", "int4", "int8", "mxfp4", "nvfp4")  # kinds that the kernels 
 FP8_CAPABILITY = 89  # of NVIDIA's GPUs, from which they convert fp8_e4m3
 MAX_RANK, MAX_ROTATED = 512, 64  # of latent entries
 FP4 = ("mxfp4", "nvfp4")  # kinds of packed weights with numbers of 4 bits in floating point
+ACTS = ("fp8", "int8")  # of activations that the library multiplies
+SPAN = 128  # rows and columns of blocks in fp8 that the library multiplies
 LEAST_COLUMNS = 32  # that share a scale, in other packed weights of experts
 
 
@@ -95,13 +97,36 @@ def accepts_one_launch(target: Target, q: Type, *types: Any, **attributes: Any) 
     return accepts_attention(target, q, *types, **attributes)
 
 
-def accepts_linear(_target: Target, x: Type, *types: Any, kind: str | None = None, **_attributes: Any) -> str | None:
+def accepts_linear(
+    target: Target, x: Type, *types: Any, kind: str | None = None, act: str | None = None, **_attributes: Any
+) -> str | None:
     if kind == "swigluoai":
         return "has no swigluoai gate"
     if len(x.shape) != 2:
         return "takes rows in two dims"
     weight = next((type for type in types if isinstance(type, Type) and type.fmt is not None), None)
-    return None if weight is None else _refuse_packed(weight)
+    if weight is None:
+        return None if act is None else "has products of quantized activations by packed weights alone"
+    return _refuse_packed(weight) or (None if act is None else _refuse_act(target, act, weight))
+
+
+def _refuse_act(target: Target, act: str, weight: Type) -> str | None:
+    """Why the library has no product of activations in this format by this weight; None: it has one."""
+    out, inner = map(int, weight.shape)
+    rows, columns = parse_format(str(weight.fmt)).block
+    is_whole = rows == 1 and columns in (None, inner)
+    if act_of(str(weight.fmt)) != act:
+        return f"activations in {act} are not multiplied by weights in {weight.fmt}"
+    if act.startswith("int8"):
+        feature, is_taken = "nvidia", is_whole and out % 8 == inner % 8 == 0
+    else:
+        is_in_blocks = (rows, columns) == (SPAN, SPAN) and out % SPAN == inner % SPAN == 0
+        feature, is_taken = "sm_90", is_in_blocks or (is_whole and out % 16 == inner % 16 == 0)
+        if weight.dtype != "bf16":
+            return f"activations in {act} are multiplied in bf16, not in {weight.dtype}"
+    if feature not in target.features:
+        return f"activations in {act} are multiplied on {feature} alone"
+    return None if is_taken else f"activations in {act} are not multiplied by {weight}"
 
 
 def _refuse_packed(weight: Type) -> str | None:
@@ -148,10 +173,11 @@ def accepts_grouped(_target: Target, x: Type, weight: Type, *_types: Any) -> str
 
 
 def _kernel(
-    op: Op, module: str, name: str = "", accepts: Accepts = accepts_all, packed: Collection[str] = ()
-) -> Kernel:
+    op: Op, module: str, name: str = "", accepts: Accepts = accepts_all, packed: Collection[str] = (),
+    acts: Collection[str] = (),
+) -> Kernel:  # fmt: skip
     """The kernel of an op in a module below: a function, a program's object of a class, or a method of it.
-    packed: the kinds of packed weights that it unpacks"""
+    packed and acts: as in `on_device`"""
 
     def load(context: LoadContext) -> Callable[..., Any]:
         owner, _, method = (name or op.name).partition(".")
@@ -159,14 +185,14 @@ def _kernel(
         shared = context.share(found) if isinstance(found, type) else found
         return getattr(shared, method) if method else shared  # type: ignore[no-any-return]
 
-    return Kernel(op, "triton", on_device("cuda", accepts, packed=packed), load)
+    return Kernel(op, "triton", on_device("cuda", accepts, packed=packed, acts=acts), load)
 
 
 KERNELS: tuple[Kernel, ...] = (
-    _kernel(ops.linear, "linear.linear", "Products.linear", accepts_linear, PACKED),
-    _kernel(ops.gated_linear, "linear.linear", "Products.gated_linear", accepts_linear, PACKED),
-    _kernel(ops.norm_linear, "linear.linear", "Products.norm_linear", accepts_linear, PACKED),
-    _kernel(ops.add_norm_linear, "linear.linear", "Products.add_norm_linear", accepts_linear, PACKED),
+    _kernel(ops.linear, "linear.linear", "Products.linear", accepts_linear, PACKED, ACTS),
+    _kernel(ops.gated_linear, "linear.linear", "Products.gated_linear", accepts_linear, PACKED, ACTS),
+    _kernel(ops.norm_linear, "linear.linear", "Products.norm_linear", accepts_linear, PACKED, ACTS),
+    _kernel(ops.add_norm_linear, "linear.linear", "Products.add_norm_linear", accepts_linear, PACKED, ACTS),
     _kernel(ops.norm_rope_write, "attention.rope", accepts=accepts_attention),
     _kernel(ops.paged_attention, "attention.paged", "PagedAttention", accepts_attention),
     _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_one_launch),

@@ -11,9 +11,10 @@ from kernels.checks import relative_error
 pytest.importorskip("triton")
 
 from atom.graph import ops
+from atom.graph.formats import act_of
 from atom.graph.packed import PackedWeight
 from atom.graph.types import Type
-from atom.kernels import Target
+from atom.kernels import Target, find_target
 from atom.kernels.triton import KERNELS
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear as kernels
@@ -104,14 +105,14 @@ def test_rows_are_multiplied_like_the_op(triton_device, rows, fmt):
         assert_near(y, truth)
 
 
-def all_calls(products, a, b, norm, weight, bias):
+def all_calls(products, a, b, norm, weight, bias, act=None):
     """Each op with each of its arguments: what it gives, and what it is given."""
-    yield products.linear(a, weight), (a, None, None, weight, None, None)
-    yield products.linear(a, weight, bias), (a, None, None, weight, bias, None)
-    yield products.gated_linear(a, weight, kind="gelu"), (a, None, None, weight, None, "gelu")
-    yield products.norm_linear(a, norm, weight, bias, eps=EPS), (a, None, norm, weight, bias, None)
-    yield products.norm_linear(a, norm, weight, eps=EPS, kind="relu"), (a, None, norm, weight, None, "relu")
-    y, total = products.add_norm_linear(a, b, norm, weight, bias, eps=EPS, kind="silu")
+    yield products.linear(a, weight, act=act), (a, None, None, weight, None, None)
+    yield products.linear(a, weight, bias, act=act), (a, None, None, weight, bias, None)
+    yield products.gated_linear(a, weight, kind="gelu", act=act), (a, None, None, weight, None, "gelu")
+    yield products.norm_linear(a, norm, weight, bias, eps=EPS, act=act), (a, None, norm, weight, bias, None)
+    yield products.norm_linear(a, norm, weight, eps=EPS, kind="relu", act=act), (a, None, norm, weight, None, "relu")
+    y, total = products.add_norm_linear(a, b, norm, weight, bias, eps=EPS, kind="silu", act=act)
     assert torch.equal(total, a + b)
     yield y, (a, b, norm, weight, bias, "silu")
 
@@ -175,9 +176,12 @@ def test_bf16_is_within_the_bound_of_its_format(rows, fmt):
     weight = make_weight("cuda", fmt, out, inner, "bf16")
     a, b = torch.randn(2, rows, inner).to("cuda", torch.bfloat16)
     norm, bias = torch.randn(inner).to("cuda", torch.bfloat16), torch.randn(out).to("cuda", torch.bfloat16)
-    is_fp8 = packed.suits_fp8(kernels.find_gpu(a.device), a, weight)
-    for y, arguments in all_calls(kernels.Products(), a, b, norm, weight, bias):
-        bound = FP8 if is_fp8 and rows > 32 else BF16
+    (accepts,) = (kernel.accepts for kernel in KERNELS if kernel.op is ops.linear)
+    act = act_of(fmt)
+    refusal = accepts(find_target("cuda"), Type("bf16", ("T", inner)), weight.type, act=act)
+    act = act if refusal is None else None
+    for y, arguments in all_calls(kernels.Products(), a, b, norm, weight, bias, act):
+        bound = FP8 if act and rows > 16 else BF16
         assert y.dtype == torch.bfloat16
         assert relative_error(y, expected(*arguments)) <= bound
 
@@ -239,6 +243,8 @@ def test_a_key_says_how_a_packed_weight_holds_numbers():
     assert key("ct_fp8[1, *]") == key("fp8[1, *]") == "8 6144 4096 1 e4m3[1,*]"
     assert key("int4[1, 128]") == key("ct_packed_int4") == "8 6144 4096 1 u4[1,128]"
     assert key("awq_int4[1, 128]") == "8 6144 4096 1 u4z[1,128]"
+    by_fp8 = packed.style_of("fp8[1, *]", 6144, "fp8[1, *]")
+    assert kernels.key_of(5, 6144, 4096, 1, by_fp8) == "8 6144 4096 1 e4m3[1,*] fp8"
     assert key("mxfp4") == key("quark_mxfp4") == "8 6144 4096 1 e2m1[1,32]"
     find = kernels.finder({"8 6144 4096 1": ["library"], "8 6144 4096 1 e4m3[1,*]": ["matrix", 16, 64, 4, 2]})
     assert find(5, 6144, 4096, 2, 1, H200) is None
@@ -284,16 +290,61 @@ def test_kernels_take_every_kind_and_say_what_they_do_not(op):
         assert reason in accepts(Target("cuda"), *before, Type("bf16", (64, 192), fmt))
 
 
-def test_the_library_multiplies_in_fp8_where_it_can():
-    def suits(fmt, out=256, inner=512, dtype=torch.bfloat16, gpu=H200):
-        x = torch.empty(4, inner, dtype=dtype, device="meta")
-        return packed.suits_fp8(gpu, x, PackedWeight(Type("bf16", (out, inner), fmt), {}))
+HOPPER = Target("cuda", frozenset({"nvidia", "sm_90"}))
 
-    assert suits("fp8[1, *]") and suits("ct_fp8[128, 128]")
-    assert not suits("fp8[1, *]", out=264) and not suits("fp8[1, *]", inner=520)
-    assert not suits("fp8[128, 128]", inner=576) and not suits("fp8[64, 64]")
-    assert not suits("int8[1, *]") and not suits("fp8[1, *]", dtype=torch.float16)
-    assert not suits("fp8[1, *]", gpu=SMALL) and not suits("fp8[1, *]", gpu=AMD)
+
+def test_the_library_multiplies_activations_of_8_bits_where_it_can():
+    (accepts,) = (kernel.accepts for kernel in KERNELS if kernel.op is ops.linear)
+
+    def refusal(fmt, out=256, inner=512, dtype="bf16", target=HOPPER, act=None):
+        types = Type(dtype, ("T", inner)), Type(dtype, (out, inner), fmt)
+        return accepts(target, *types, act=act or act_of(fmt))
+
+    for fmt in ("fp8[1, *]", "ct_fp8[1, 512]", "ct_fp8[128, 128]", "int8[1, *]", "ct_int8[1, *]"):
+        assert refusal(fmt) is None, fmt
+    for dtype in ("fp16", "fp32"):
+        assert refusal("int8[1, *]", dtype=dtype) is None
+        assert "are multiplied in bf16" in refusal("fp8[1, *]", dtype=dtype)
+    for fmt, sizes in {"fp8[1, *]": (264, 512), "fp8[128, 128]": (256, 576), "int8[1, *]": (256, 508)}.items():
+        assert "are not multiplied by" in refusal(fmt, *sizes)
+    assert "are not multiplied by" in refusal("fp8[64, 64]") and "are not" in refusal("ct_int8[1, 64]")
+    assert "are not multiplied by weights in fp8[1, *]" in refusal("fp8[1, *]", act="int8[1, *]")
+    for features, kept in (({"nvidia", "sm_89"}, "int8[1, *]"), ({"amd", "gfx942"}, "")):
+        for fmt in ("fp8[1, *]", "fp8[128, 128]", "int8[1, *]"):
+            reason = refusal(fmt, target=Target("cuda", frozenset(features)))
+            assert reason is None if fmt == kept else "alone" in reason
+    assert "by packed weights alone" in accepts(
+        HOPPER, Type("bf16", ("T", 64)), Type("bf16", (64, 64)), act="fp8[1, *]"
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 33, 70])
+def test_the_library_multiplies_rows_of_integers(triton_device, rows, monkeypatch):
+    monkeypatch.setattr(packed, "INT8_ROWS", 40)
+    weight = make_weight(triton_device, "int8[1, *]", 48, 96)
+    x, bias = torch.randn(rows, 96, device=triton_device), torch.randn(48, device=triton_device)
+    scales = x.abs().amax(1, keepdim=True) / 127
+    sums = (x / scales).round().long().cpu() @ weight.parts["values"].long().cpu().T
+    exact = sums.double() * (scales * weight.parts["scales"].T).double().cpu()
+    products = kernels.Products(lambda *_: None)
+    assert relative_error(products.linear(x, weight, act="int8[1, *]").cpu(), exact) < 1e-6
+    y = products.linear(x, weight, bias, act="int8[1, *]")
+    assert relative_error(y.cpu(), exact + bias.double().cpu()) < 1e-6
+    gates, ups = exact.chunk(2, 1)
+    y = products.gated_linear(x, weight, kind="relu", act="int8[1, *]")
+    assert relative_error(y.cpu(), gates.relu() * ups) < 1e-6
+    x[0, 3] = float("nan")
+    assert products.linear(x, weight, act="int8[1, *]")[0].isnan().all()
+
+
+def test_rows_are_rounded_to_the_nearest_integer(triton_device):
+    torch.manual_seed(0)
+    x = torch.cat((torch.full((9, 1), 127.0), torch.arange(-127, 127).repeat(9, 1) + torch.rand(9, 254)), 1)
+    x[0, 1:] = x[0, 1:].floor() + 0.5  # of two whole numbers the even one
+    x[3] = 0
+    q, scales = packed.quantize_rows(x.to(triton_device), 255, torch.int8, 32)
+    assert (q.shape, scales.shape, q.dtype) == ((32, 255), (32, 1), torch.int8)
+    assert torch.equal(q[:9].cpu(), x.round().to(torch.int8)) and not q[9:].any()
 
 
 @pytest.mark.parametrize("span", [384, 128])
@@ -302,7 +353,7 @@ def test_rows_are_quantized_with_the_scale_of_their_largest(triton_device, span)
         triton_device
     )
     x = x if triton_device == "cpu" else x.bfloat16()
-    q, scales = packed.quantize_rows(x, span)
+    q, scales = packed.quantize_rows(x, span, torch.float8_e4m3fn)
     assert q.shape == (8, 384) and scales.shape == (8, 384 // span)
     assert scales.stride(0) == 1
     spans = x.float().view(5, -1, span)

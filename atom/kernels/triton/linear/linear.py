@@ -147,25 +147,27 @@ class Products:
         self._parameters = parameters
         self._arrived: Tensor | None = None  # for good: graphs hold it
 
-    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, *,
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, act: str | None = None,
                parameters: Find | None = None) -> Tensor:  # fmt: skip
-        """x [T, I], weight [O, I], bias [O] -> [T, O]"""
-        return self.multiply(x, None, None, weight, bias, parameters=parameters)[0]
+        """x [T, I], weight [O, I], bias [O] -> [T, O]; act: as in the op, of what the library multiplies"""
+        return self.multiply(x, None, None, weight, bias, act=act, parameters=parameters)[0]
 
-    def gated_linear(self, x: Tensor, weight: Weight, *, kind: str, parameters: Find | None = None) -> Tensor:
+    def gated_linear(self, x: Tensor, weight: Weight, *, kind: str, act: str | None = None,
+                     parameters: Find | None = None) -> Tensor:  # fmt: skip
         """x [T, I], weight [2 W, I], gates before ups -> gated_activate(linear(x)), [T, W]"""
-        return self.multiply(x, None, None, weight, None, kind=kind, parameters=parameters)[0]
+        return self.multiply(x, None, None, weight, None, kind=kind, act=act, parameters=parameters)[0]
 
     def norm_linear(self, x: Tensor, norm: Tensor, weight: Weight, bias: Tensor | None = None, *, eps: float,
-                    kind: str | None = None, parameters: Find | None = None) -> Tensor:  # fmt: skip
+                    kind: str | None = None, act: str | None = None,
+                    parameters: Find | None = None) -> Tensor:  # fmt: skip
         """x [T, I], norm [I], weight [O, I], bias [O] -> linear(rms_norm(x)), [T, O]; with a kind, gated_activate"""
-        return self.multiply(x, None, norm, weight, bias, eps, kind, parameters)[0]
+        return self.multiply(x, None, norm, weight, bias, eps, kind, act, parameters)[0]
 
     def add_norm_linear(self, a: Tensor, b: Tensor, norm: Tensor, weight: Weight, bias: Tensor | None = None, *,
-                        eps: float, kind: str | None = None, parameters: Find | None = None
-                        ) -> tuple[Tensor, Tensor]:  # fmt: skip
+                        eps: float, kind: str | None = None, act: str | None = None,
+                        parameters: Find | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
         """a and b [T, I], the others as in norm_linear -> norm_linear(a + b), a + b"""
-        return self.multiply(a, b, norm, weight, bias, eps, kind, parameters)
+        return self.multiply(a, b, norm, weight, bias, eps, kind, act, parameters)
 
     def kernels(self) -> dict[tuple[Op, str], Callable[..., Any]]:
         """The methods above by op and backend, as a text names them."""
@@ -173,7 +175,7 @@ class Products:
 
     def multiply(
         self, a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Weight, bias: Tensor | None, eps: float = 0.0,
-        kind: str | None = None, parameters: Find | None = None,
+        kind: str | None = None, act: str | None = None, parameters: Find | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Compute any of the above: the product, and a + b, which is a without b.
 
@@ -184,7 +186,7 @@ class Products:
         rows = a.shape[0]
         if rows <= MAX_ROWS:
             (out, inner), gates = weight.shape, 1 if kind is None else 2
-            style = style_of(str(weight.type.fmt), out) if isinstance(weight, PackedWeight) else PLAIN
+            style = style_of(str(weight.type.fmt), out, act) if isinstance(weight, PackedWeight) else PLAIN
             find = parameters or self._parameters
             chosen = find(rows, out, inner, a.element_size(), gates, find_gpu(weight.device), style)
         if isinstance(chosen, Vector):
@@ -196,9 +198,8 @@ class Products:
                 self._arrived = make_counters(x.device)
             return multiply_matrix(x, weight, bias, kind, self._arrived, chosen), total
         if isinstance(weight, PackedWeight):
-            if packed.suits_fp8(find_gpu(x.device), x, weight):
-                y = packed.multiply_fp8(x, weight)
-                y = y if bias is None else y.add_(bias)
+            if act is not None:
+                y = packed.multiply_quantized(x, weight, bias, act)
                 return y if kind is None else activate_gates(y, kind), total
             weight = packed.unpack(weight, x.dtype)
         if kind is not None and bias is None and suits_hopper(find_gpu(x.device), x, weight, kind):
@@ -269,7 +270,7 @@ def choose_packed(rows: int, out: int, inner: int, element_size: int, gpu: Gpu, 
             tile = Matrix(32, 128, 4, 4, 4, 2, 4)
         else:
             tile = Matrix(16, 128, 4, 4, 4, 2 if tiles < 2.5 * units and inner >= 2048 else 1, 4)
-    elif style.values == "e4m3" and out >= 40 * units:  # the library multiplies in fp8
+    elif style.act is not None and out >= 40 * units:  # the library multiplies 8-bit numbers faster
         return None
     elif out >= 2.5 * 64 * units:
         tile = Matrix(64, 128, 4 if style.bits == 8 else 2, 6, 1, 1, 4)

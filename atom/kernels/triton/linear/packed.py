@@ -2,7 +2,7 @@
 
     operand = operand_of(weight)                 # a plain weight's, or a packed one's parts, and how they hold numbers
     dense = unpack(weight, torch.bfloat16)       # [O, I]
-    y = multiply_fp8(x, weight)                  # rows of x quantized too, on NVIDIA's Hopper
+    y = multiply_quantized(x, weight, None, "fp8[1, *]")     # by the library, of x quantized too
 
 A byte holds one number, or those of an even and the next, odd column, which are multiplied by columns of x of their
 own, so that nothing is interleaved. fp8 and fp4 become floats by their bits alone, which makes them smaller by a power
@@ -22,11 +22,13 @@ from torch import Tensor
 
 from atom.graph.formats import parse_format
 from atom.graph.packed import PackedWeight
-from atom.kernels.triton.gpu import Gpu, find_gpu
+from atom.kernels.triton import SPAN
+from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
 
 FP8 = torch.float8_e4m3fn
-SPAN = 128  # columns of x that share a scale in products of blocks
+INT8_ROWS = 4096  # of x at a time: their sums take 4 bytes each
+LEAST_INT8_ROWS = 32  # that the library multiplies
 
 
 class Style(NamedTuple):
@@ -37,13 +39,15 @@ class Style(NamedTuple):
     columns: int | None = None  # that share a scale; None: all
     has_zeros: bool = False
     factor: str | None = None  # of the result: factor or divisor of the tensor, factors or divisors of its rows
+    act: str | None = None  # fp8 or int8: what the library multiplies x in; None: in its dtype
 
     @property
     def name(self) -> str:
         """In keys of measured parameters; empty of a plain weight."""
         if self.values is None:
             return ""
-        return f"{self.values}{'z' if self.has_zeros else ''}[{self.rows},{self.columns or '*'}]"
+        by = f" {self.act}" if self.act else ""
+        return f"{self.values}{'z' if self.has_zeros else ''}[{self.rows},{self.columns or '*'}]{by}"
 
     @property
     def bits(self) -> int:
@@ -89,15 +93,16 @@ def operand_of(weight: Tensor | PackedWeight) -> Operand:
 
 
 @cache
-def style_of(fmt: str | None, out: int) -> Style:
-    """How a weight of this format holds numbers."""
+def style_of(fmt: str | None, out: int, act: str | None = None) -> Style:
+    """How a weight of this format holds numbers, and what the library multiplies x in."""
     if fmt is None:
         return PLAIN
     known = parse_format(fmt)
     rows, columns = known.block
     values = {"scaled": "e4m3" if known.parts["values"].dtype == "fp8_e4m3" else "i8", "int4": "u4", "int8": "u8"}
     factor = next((name for name in ("factor", "divisor") if name in known.parts), None)
-    return Style(values.get(known.kind, "e2m1"), rows or out, columns, "zeros" in known.parts, factor)
+    by = None if act is None else act.partition("[")[0]
+    return Style(values.get(known.kind, "e2m1"), rows or out, columns, "zeros" in known.parts, factor, by)
 
 
 # Of 4 bytes, as bf16: NVIDIA has no conversion that is as fast. prmt puts bytes where they belong.
@@ -305,31 +310,24 @@ def _unpack_kernel(
     tl.store(y_ptr + row * INNER + column, y, mask=(row < out) & (column < INNER))
 
 
-def suits_fp8(gpu: Gpu, x: Tensor, weight: PackedWeight) -> bool:
-    """Whether the library multiplies this weight in fp8: scales for rows, or for blocks of 128 by 128, on Hopper."""
-    out, inner = weight.shape
-    style = style_of(str(weight.type.fmt), out)
-    if style.values != "e4m3" or gpu.capability != (9, 0) or x.dtype != torch.bfloat16:
-        return False
-    if (style.rows, style.columns) == (SPAN, SPAN):
-        return inner % SPAN == out % SPAN == 0
-    return style.rows == 1 and style.columns in (None, inner) and inner % 16 == out % 16 == 0
+def multiply_quantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, act: str) -> Tensor:
+    """x [T, I] -> [T, O], by the library, with x quantized to this format, as `accepts_linear` takes it."""
+    if act.startswith("int8"):
+        return _multiply_int8(x, weight, bias)
+    y = _multiply_fp8(x, weight)
+    return y if bias is None else y.add_(bias)
 
 
-def multiply_fp8(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x bf16[T, I] -> bf16[T, O], with x quantized row by row, or in spans of 128 columns, where the weight has blocks.
-
-    As `suits_fp8` takes it.
-    """
+def _multiply_fp8(x: Tensor, weight: PackedWeight) -> Tensor:
     rows, values, scales = len(x), weight.parts["values"], weight.parts["scales"]
     if scales.shape[1] == 1:
-        q, q_scales = quantize_rows(x, x.shape[1])
+        q, q_scales = quantize_rows(x, x.shape[1], FP8)
         y = F.scaled_mm(
             q, values.t(), q_scales, F.ScalingType.RowWise, scales.view(1, -1), F.ScalingType.RowWise,
             output_dtype=x.dtype, use_fast_accum=True,
         )  # fmt: skip
     else:
-        q, q_scales = quantize_rows(x, SPAN)
+        q, q_scales = quantize_rows(x, SPAN, FP8)
         padded = F.pad(scales, (0, -scales.shape[1] % 4))  # as the library wants it, and as all known models have it
         y = F.scaled_mm(
             q, values.t(), q_scales, F.ScalingType.BlockWise1x128, padded.t(), F.ScalingType.BlockWise128x128,
@@ -338,10 +336,42 @@ def multiply_fp8(x: Tensor, weight: PackedWeight) -> Tensor:
     return y[:rows]
 
 
-def quantize_rows(x: Tensor, span: int) -> tuple[Tensor, Tensor]:
-    """x [T, I] -> fp8[T, I] and scales fp32[T, I / span], whose columns lie together; T is made a multiple of 4"""
+def _multiply_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
+    """Sums in int32, of some rows at a time, scaled by row and column."""
+    values, scales, gpu = weight.parts["values"], weight.parts["scales"], find_gpu(x.device)
+    out = len(values)
+    y = x.new_empty(len(x), out)
+    for some, part in zip(x.split(INT8_ROWS), y.split(INT8_ROWS), strict=True):
+        q, q_scales = quantize_rows(some, x.shape[1], torch.int8, LEAST_INT8_ROWS)
+        sums = torch._int_mm(q, values.t())
+        _scale_kernel[(-(-out // 1024), len(some))](
+            sums, q_scales, scales, bias, part, out, 1024, num_warps=4, **gpu.options
+        )
+    return y
+
+
+@jit
+def _scale_kernel(sums_ptr, row_scales_ptr, scales_ptr, bias_ptr, y_ptr, OUT: tl.constexpr, BLOCK: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
+    """Sums of a row by its scale and those of columns, and a bias."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < OUT
+    sums = tl.load(sums_ptr + row * OUT + column, mask=mask, other=0).to(tl.float32)
+    y = sums * tl.load(row_scales_ptr + row) * tl.load(scales_ptr + column, mask=mask, other=0.0)
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * OUT + column, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def quantize_rows(x: Tensor, span: int, dtype: torch.dtype, at_least: int = 4) -> tuple[Tensor, Tensor]:
+    """x [T, I] -> numbers [T, I] in fp8 or int8 and scales fp32[T, I / span], whose columns lie together, see
+    `graph.quantize_rows`; T is made a multiple of 4, and at_least that"""
     (rows, inner), gpu = x.shape, find_gpu(x.device)
-    q = x.new_empty(-(-rows // 4) * 4, inner, dtype=FP8)
+    q = x.new_empty(max(-(-rows // 4) * 4, at_least), inner, dtype=dtype)
     scales = x.new_empty(-(-inner // span), len(q), dtype=torch.float32).t()
     warps = min(max(triton.next_power_of_2(inner) // 512, 1), 16)
     _quantize_kernel[(len(q),)](
@@ -360,12 +390,16 @@ def _quantize_kernel(x_ptr, q_ptr, scales_ptr, rows, x_stride, scales_stride, IN
     row = tl.program_id(0).to(tl.int64)
     WIDTH: tl.constexpr = triton.next_power_of_2(SPAN)
     NUM: tl.constexpr = triton.next_power_of_2(triton.cdiv(INNER, SPAN))
+    LARGEST: tl.constexpr = 127.0 if q_ptr.dtype.element_ty == tl.int8 else 448.0
     span, place = tl.arange(0, NUM)[:, None], tl.arange(0, WIDTH)[None, :]
     column = span * SPAN + place
     mask = (place < SPAN) & (column < INNER)
     x = tl.load(x_ptr + row * x_stride + column, mask=mask & (row < rows), other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4) / 448  # as DeepSeek-V3 clamps it
-    q = tl.clamp(x / scale[:, None], -448.0, 448.0).to(q_ptr.dtype.element_ty)
-    tl.store(q_ptr + row * INNER + column, q, mask=mask)
+    scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4) / LARGEST  # as DeepSeek-V3 clamps it
+    scale += tl.sum(x * 0.0, axis=1)  # NaN where x has one, or an inf, which numbers of 8 bits do not keep
+    scaled = tl.clamp(x / scale[:, None], -LARGEST, LARGEST)
+    if q_ptr.dtype.element_ty == tl.int8:
+        scaled = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, of two the even one
+    tl.store(q_ptr + row * INNER + column, scaled.to(q_ptr.dtype.element_ty), mask=mask)
     index = tl.arange(0, NUM)
     tl.store(scales_ptr + index * scales_stride + row, scale, mask=index * SPAN < INNER)

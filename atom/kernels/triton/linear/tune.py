@@ -84,7 +84,8 @@ def products_of(graph: Graph) -> list[Product]:
                 type = type_of(node.args[node.target.weight])
                 if BITS[type.dtype] == 16:
                     out, inner = map(int, type.shape)
-                    shape = out, inner, 1 if node.kwargs.get("kind") is None else 2, style_of(type.fmt, out)
+                    style = style_of(type.fmt, out, node.kwargs.get("act"))
+                    shape = out, inner, 1 if node.kwargs.get("kind") is None else 2, style
                     counts[shape] = counts.get(shape, 0) + 1
     products = [
         Product(out, inner, gates, num_calls, style) for (out, inner, gates, style), num_calls in counts.items()
@@ -230,7 +231,7 @@ class Recording:
             weight = args[op.weight]
             (out, inner), style = weight.shape, PLAIN
             if isinstance(weight, PackedWeight):
-                style = style_of(weight.type.fmt, out)
+                style = style_of(weight.type.fmt, out, kwargs.get("act"))
             calls = self._calls.setdefault((out, inner, 1 if kwargs.get("kind") is None else 2, style), {})
             calls.setdefault((op, *kwargs.items(), *map(_specialized, args)), partial(run, *args, **kwargs))
             return run(*args, **kwargs)

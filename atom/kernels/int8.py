@@ -19,7 +19,8 @@ from atom.graph.quantize_rows import quantize_rows
 from atom.graph.types import Type
 from atom.kernels.backend import Backend, Kernel, Target, on_device
 from atom.kernels.cpp.build import PACKED, build_library
-from atom.kernels.cpp.panels import ROWS, Panels, accepts, packed_type
+from atom.kernels.cpp.linear import accepts
+from atom.kernels.cpp.panels import ROWS, Panels, packed_type
 from atom.kernels.cpu import instruction_set
 
 ACT = "int8[1, *]"
@@ -49,8 +50,8 @@ def _linear(x: Tensor, panels: Tensor, bias: Tensor | None, layout: list[int]) -
     if len(x) < MANY_ROWS or panels.dtype != torch.uint8:  # or what could not be packed, without a compiler
         return torch.ops.atom.panel_linear(x.contiguous(), panels, bias, layout)  # type: ignore[no-any-return]
     weight = Panels(*layout)  # type: ignore[arg-type]  # numbers in place of bools
-    first = ROWS * (4 if weight.is_wide else 2)  # bytes of a panel's scales
-    scales = panels[:, :first].contiguous().view(torch.float32 if weight.is_wide else torch.bfloat16).view(1, -1)
+    first = ROWS * weight.scale_dtype.itemsize  # bytes of a panel's scales
+    scales = panels[:, :first].contiguous().view(weight.scale_dtype).view(1, -1)
     scales, bias = scales[:, : weight.out].float(), None if bias is None else bias.float()
     columns = panels.new_empty(weight.inner, len(panels), dtype=CHUNK)
     columns.copy_(panels.view(CHUNK)[:, first // CHUNK.itemsize :].t())

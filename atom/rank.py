@@ -1,6 +1,7 @@
-"""A rank of an engine beside the one that drives it: the process that `build.start_ranks` starts.
+"""The process of a rank beside the one that drives.
 
-It opens the model that the driver has compiled, with its own parts of the weights, and takes the driver's steps.
+`build.start_ranks` starts it. It opens the model that the driver has compiled, with its own parts of the weights, and
+takes the driver's steps.
 """
 
 from __future__ import annotations

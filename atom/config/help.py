@@ -13,6 +13,7 @@ from atom.config.schema import (
     Config,
     HTTPConfig,
     JobConfig,
+    ParallelConfig,
     QuantConfig,
     SamplingConfig,
     ServeConfig,
@@ -60,6 +61,7 @@ def describe_fields() -> str:
     for at, kind in (
         ("", Config),
         ("quant.", QuantConfig),
+        ("parallel.", ParallelConfig),
         ("serve.", ServeConfig),
         ("serve.http.", HTTPConfig),
         ("job.", JobConfig),

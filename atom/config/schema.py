@@ -219,8 +219,10 @@ class QuantConfig:
 class ParallelConfig:
     """How the ranks of an engine divide the model."""
 
-    tensor: int = number(1, 1, MAX_RANKS)  # ranks, among which heads, widths and the vocabulary are divided
-    experts: int = number(1, 1, MAX_RANKS)  # parts of them, among which experts are divided; the rest divides widths
+    tensor: int = number(1, 1, MAX_RANKS)  # ranks, which divide heads, widths and the vocabulary
+    experts: int = number(
+        1, 1, MAX_RANKS
+    )  # parts of the ranks, which divide experts; what remains divides their widths
 
 
 @dataclass

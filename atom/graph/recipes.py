@@ -490,8 +490,9 @@ def held_by_format(recipe: Recipe) -> Counter[str]:
         return sum(map(held_by_format, recipe.parts), Counter())
     if isinstance(recipe, Shuffle):
         return held_by_format(recipe.part)
-    leaf = next(leaves(recipe), recipe)
-    return Counter({recipe.type.fmt or leaf.type.fmt or leaf.type.dtype: recipe.type.num_bytes})
+    leaf, packed = next(leaves(recipe), recipe), next(packed_while_loading(recipe), None)
+    fmt = leaf.type.fmt if packed is None else packed.fmt
+    return Counter({fmt or leaf.type.dtype: recipe.type.num_bytes})
 
 
 def cat(parts: tuple[Recipe, ...], dim: int = 0) -> Recipe:

@@ -1,4 +1,6 @@
-"""The ranks of an engine on this host: one drives, the others take the steps that it takes.
+"""The ranks of an engine on this host.
+
+One drives, the others take the steps that it takes.
 
     ranks = Ranks("from atom.rank import main; main(link)", openings)     # a process for each of the others
     ranks.wait()                             # for each to call `done`

@@ -77,7 +77,6 @@ DEFAULTS = {
 REFUSED = {
     "-tp 2": "parallel.tensor=2 does not divide 9 heads with 3 of keys and values; there is: 1, 3, 9",
     "-dp 2": "serve.data_parallel_size=2: data parallelism is not built yet; there is: 1",
-    "-tp 3 --enable-expert-parallel": "parallel.experts=3: the model has no experts; leave it out",
     "--enable-dp-attention": "serve.enable_dp_attention=true: data parallelism is not built yet",
     "--port 80": "serve.port: an engine on another machine (serve.http.port is the server's) is not built yet",
     "--kv_cache_dtype fp8_e5m2": "serve.kv_cache_dtype=fp8_e5m2 is not built yet; there is: auto, bf16, fp16, fp32, fp8",

@@ -34,6 +34,10 @@ CALLS = [
     (ops.rope, ("bf16[T, 6, 4]", "fp32[T, 2]", "fp32[T, 2]"), {"interleaved": True}),
     (ops.router, ("bf16[T, 24]", "bf16[8, 24]", "bf16[8]", "fp32[8]"), {"top_k": 2, "groups": 4, "top_groups": 2}),
     (ops.add_rms_norm, ("bf16[T, 24]", "bf16[T, 24]", "bf16[24]"), {"eps": 1e-6}),
+    (ops.local_tokens, ("i64[T]", "i64[1]"), {"size": 4}),
+    (ops.mask_rows, ("bf16[T, 24]", "i64[T]"), {}),
+    (ops.sum_squares, ("bf16[T, 24]",), {}),
+    (ops.scale_by_rms, ("bf16[T, 24]", "fp32[T, 1]", "bf16[24]"), {"columns": 48, "eps": 1e-6}),
     (ops.gated_linear, ("bf16[T, 24]", "bf16[14, 24]"), {"kind": "silu"}),
     (ops.norm_linear, ("bf16[T, 24]", "bf16[24]", "bf16[14, 24]"), {"eps": 1e-6}),
     (ops.norm_linear, ("bf16[T, 24]", "bf16[24]", "bf16[14, 24]", "bf16[14]"), {"eps": 1e-6, "kind": "silu"}),
@@ -69,12 +73,43 @@ def test_the_shape_rule_gives_the_shapes_of_the_body(op: ops.Op, texts: tuple[st
         assert symbolic(result) == inferred
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_collectives_are_bodies_over_all_ranks(ranks: int):
+    xs = [torch.randn(T, 6) for _ in range(ranks)]
+    assert torch.allclose(ops.all_reduce(xs), torch.stack(xs).sum(0), atol=1e-6)
+    assert symbolic(ops.all_reduce(xs)) == ops.all_reduce.infer(symbolic(xs[0]))
+    size = max(6 * ranks - 1, 6)
+    gathered = ops.all_gather(xs, size=size)
+    assert torch.equal(gathered, torch.hstack(xs)[:, :size])
+    assert symbolic(gathered) == ops.all_gather.infer(symbolic(xs[0]), size=size)
+
+
+def test_parts_of_an_embedding_add_up():
+    table, tokens = torch.randn(11, 8), torch.tensor([0, 3, 4, 10, 7])
+    table[5] = torch.nan  # which nobody asks for
+    total = torch.zeros(5, 8)
+    for first in (0, 4, 8):
+        rows, kept = ops.local_tokens(tokens, torch.tensor([first]), size=4)
+        part = torch.cat((table, torch.zeros(1, 8)))[first : first + 4]
+        total += ops.mask_rows(ops.embedding(rows, part), kept)
+    assert torch.equal(total, table[tokens])
+
+
+def test_a_norm_in_parts_is_that_of_the_row():
+    x, weight = torch.randn(T, 12), torch.randn(12)
+    squares = sum(ops.sum_squares(part) for part in x.split(4, -1))
+    parts = zip(x.split(4, -1), weight.split(4), strict=True)
+    made = [ops.scale_by_rms(part, squares, own, columns=12, eps=1e-3) for part, own in parts]
+    assert torch.allclose(torch.hstack(made), ops.rms_norm(x, weight, eps=1e-3), atol=1e-6)
+
+
 def test_every_op_documents_its_shapes():
     # their rules are held in graph/ops
+    collectives = {ops.all_reduce, ops.all_gather}
     in_steps = {ops.attention, ops.norm_rope_write, ops.paged_attention, ops.norm_rope_attention}
     latent = {ops.mla_attention, ops.norm_rope_write_latent, ops.paged_mla_attention}
     mixtures = {ops.experts, ops.group, ops.grouped_linear, ops.combine}
-    assert {op for op, _, _ in CALLS} | in_steps | latent | mixtures == set(ops.OPS.values())
+    assert {op for op, _, _ in CALLS} | in_steps | latent | mixtures | collectives == set(ops.OPS.values())
     assert all("[" in (op.body.__doc__ or "") for op in ops.OPS.values())
 
 

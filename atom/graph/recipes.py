@@ -11,6 +11,7 @@
     slice(W("…qkv_proj.weight", …), 576, 768)                   rows 576 to 767
     shuffle(W(…), "onednn")                                     a tensor in a kernel's own layout
     rope_freqs(64, 10000.0)                                     a constant
+    measured("model.layers.0.k_scale")                          a scale that no file has: 1.0 until a start measures it
     KV("model.layers.0", bf16[2, 3, 64])                        no weight: what a layer caches for each token
 
 Recipes are values: equal recipes are one tensor. Passes rewrite them with the nodes, `atom.weights` evaluates them.
@@ -319,6 +320,20 @@ class RopeFreqs:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """A scale fp32[1] that the checkpoint does not have: 1.0 until a start measures it, see `runtime.kv_scales`."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        need(isinstance(self.name, str), f"measured: a scale's name is a string, not {self.name!r}")
+
+    @property
+    def type(self) -> Type:
+        return Type("fp32", (1,))
+
+
+@dataclass(frozen=True)
 class KV:
     """The KV cache of one layer; `type` is the entry of one token."""
 
@@ -343,7 +358,8 @@ class KV:
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
 
 Packing = Repack | Repeat | Regroup | Quantize | Dequantize
-Recipe = W | Cat | Stack | Slice | Transpose | Shift | Packing | Shuffle | RopeFreqs
+Constant = RopeFreqs | Measured  # of no stored tensor
+Recipe = W | Cat | Stack | Slice | Transpose | Shift | Packing | Shuffle | Constant
 
 # the names that recipes have in the text
 TEXT_NAMES: dict[str, type[Recipe | KV]] = {
@@ -360,6 +376,7 @@ TEXT_NAMES: dict[str, type[Recipe | KV]] = {
     "dequantize": Dequantize,
     "shuffle": Shuffle,
     "rope_freqs": RopeFreqs,
+    "measured": Measured,
     "KV": KV,
 }
 
@@ -371,7 +388,7 @@ def leaves(recipe: Recipe) -> Iterator[W]:
     elif isinstance(recipe, Stack):
         for expert in range(recipe.start, recipe.stop):
             yield from leaves(recipe.of(expert))
-    elif not isinstance(recipe, RopeFreqs):
+    elif not isinstance(recipe, Constant):
         for part in _parts(recipe):
             yield from leaves(part)
 
@@ -538,7 +555,7 @@ def _of_expert(recipe: Recipe, expert: str) -> Recipe:
     """The recipe with an expert's number in its names."""
     if isinstance(recipe, W):
         return replace(recipe, name=recipe.name.replace("{expert}", expert))
-    if isinstance(recipe, RopeFreqs):
+    if isinstance(recipe, Constant):
         return recipe
     if isinstance(recipe, Cat):
         return Cat(tuple(_of_expert(part, expert) for part in recipe.parts), recipe.dim)

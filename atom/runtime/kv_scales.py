@@ -1,4 +1,4 @@
-"""Measure the scales of an fp8 cache over a prompt, once for a checkpoint that has none.
+"""Measure the scales of an fp8 cache over a prompt, and keep them.
 
     scales = KVScales(graph, tensors)             # those that the text calls measured, 1.0 each
     store = ScaleStore(scales, checkpoint, cache)

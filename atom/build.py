@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,13 +22,14 @@ from atom.checkpoint import Checkpoint, Progress, stop_ids
 from atom.compiler import Compiled, compile_model, mesh_of
 from atom.config import Config, ModelConfig
 from atom.config.checkpoint import is_here, open_for
-from atom.errors import CheckpointError, UnsupportedError
+from atom.errors import ArtifactError, CheckpointError, RequestError, UnsupportedError
 from atom.gc_utils import no_collection
 from atom.graph import Graph, Recipe, W
 from atom.kernels import Communicator, connect_rank, find_tuner
 from atom.runtime import memory
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
+from atom.runtime.kv_scales import PROMPT, KVScales, ScaleStore
 from atom.runtime.model import Model
 from atom.runtime.profiler import Profiler
 from atom.runtime.program import Bindings
@@ -57,8 +58,9 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
             tensors = load_weights(graph, checkpoint, config, progress)
             vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
+            measure = find_kv_scales(KVScales(graph, tensors), checkpoint, vocabulary, config)
         communicator = None if ranks is None else connect(ranks, config)
-        runner, num_blocks = open_runner(compiled, tensors, config, progress, communicator, ranks)
+        runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, communicator, ranks)
         if ranks is not None:
             ranks.wait()
         started.pop_all()  # nothing fails from here on
@@ -66,8 +68,6 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
     scheduler = Scheduler(cache, limits_of(config), runner.run_ahead)
     print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
-    if serve.kv_cache_dtype == "fp8_e4m3" and "k_scale" not in config.model.weights:
-        print("atom-run: kv scales: the checkpoint has none, 1.0 is used", file=sys.stderr)
     if text := _describe_sampling(config):
         print(f"atom-run: {text}", file=sys.stderr)
     return Engine(
@@ -183,6 +183,43 @@ def load_weights(
     return tensors
 
 
+def find_kv_scales(
+    scales: KVScales, checkpoint: Checkpoint, vocabulary: Vocabulary, config: Config
+) -> Callable[[Model], object] | None:
+    """Set the scales of an fp8 cache that an earlier start measured; else what measures them on a model, if anything
+    can."""
+    if not scales.tensors:
+        return None
+    assert config.cache is not None, "config.load resolves it"
+    cache = Cache(Path(config.cache))
+    if mesh_of(config).num_ranks > 1:
+        print("atom-run: kv scales: several ranks measure none; 1.0 is used", file=sys.stderr)
+        return None
+    store = ScaleStore(scales, checkpoint, cache)
+    if not config.load_dummy and store.read():
+        return None
+    try:
+        prompt = [] if config.load_dummy or vocabulary.tokenizer is None else vocabulary.tokenize(PROMPT)
+        why = "weights are random" if config.load_dummy else "the checkpoint has none, and no tokenizer to measure them"
+    except RequestError as error:
+        prompt, why = [], f"the checkpoint has none, and its tokenizer cannot be used to measure them: {error}"
+    if not prompt:
+        print(f"atom-run: kv scales: {why}; 1.0 is used", file=sys.stderr)
+        return None
+
+    def measure(model: Model) -> None:
+        num_tokens = scales.measure(model, prompt)
+        try:
+            store.write()
+        except ArtifactError as error:
+            cache.warnings.append(f"the next start measures them again: {error}")
+        for line in (*cache.warnings, f"kv scales: the checkpoint has none, measured over {num_tokens} tokens"):
+            print(f"atom-run: {line}", file=sys.stderr)
+        cache.close()
+
+    return measure
+
+
 def check_kv_scales(tensors: Mapping[Recipe, Loaded], model: ModelConfig) -> None:
     """Check that scales of keys and values are numbers above 0."""
     names = [model.weights[role] for role in ("k_scale", "v_scale") if role in model.weights]
@@ -224,10 +261,14 @@ def open_runner(
     tensors: Mapping[Recipe, Loaded],
     config: Config,
     progress: Progress,
+    measure: Callable[[Model], object] | None = None,
     communicator: Communicator | None = None,
     ranks: Ranks | None = None,
 ) -> tuple[Runner, dict[str, int]]:
-    """Open the runner; with it the KV blocks. On a GPU its graphs are captured, and the pool takes the free memory."""
+    """Open the runner; with it the KV blocks. On a GPU its graphs are captured, and the pool takes the free memory.
+
+    measure: called with the model before anything is captured
+    """
     serve, kinds, is_cpu = config.serve, cache_kinds(compiled.graph), config.device == "cpu"
     with nullcontext() if is_cpu else memory.no_memory_at_start(serve):
         bindings = Bindings(tensors, compiled.code, communicator=communicator)
@@ -236,11 +277,15 @@ def open_runner(
         num_blocks = plan_kv(kinds, config) if is_cpu else {kind.name: 2 for kind in kinds}  # to walk through steps
         runner.bind(num_blocks)
         if is_cpu:
+            if measure is not None:
+                measure(runner.model)
             return runner, num_blocks
         use_parameters(runner.model, config, progress)
         sizes = memory.capture_sizes(serve) if compiled.level == 3 else []
         with progress.task("compiling kernels"):
             runner.graphs.compile(sizes, serve.max_num_batched_tokens)
+        if measure is not None:
+            measure(runner.model)
         num_blocks = plan_kv(kinds, config, memory.measure_left(runner, sizes[-1:], serve))
         runner.bind(num_blocks)
         with progress.task("capturing CUDA graphs"):

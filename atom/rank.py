@@ -56,6 +56,6 @@ def open_rank(link: RankLink) -> Runner:
     link.done()
     communicator = connect_rank(config.device, opening.rank, num_ranks, Path(link.receive().decode()))
     link.done()
-    runner, _ = open_runner(compiled, tensors, config, progress, communicator)
+    runner, _ = open_runner(compiled, tensors, config, progress, communicator=communicator)
     settle()
     return runner

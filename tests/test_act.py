@@ -82,7 +82,7 @@ def logits(folder: Path, *overrides: str) -> Tensor:
 
 
 @needs_products
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_many_rows_of_a_w8a8_checkpoint_are_rounded_as_it_says(level: int, tmp_path: Path):
     packed, model = write(tmp_path, INT8)
     plain = tiny.logits(model, TOKENS)

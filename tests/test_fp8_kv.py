@@ -234,14 +234,6 @@ def test_scales_are_the_checkpoints(
     assert_same_logits(logits_of(plain, tokens), tiny.logits(model, tokens))
 
 
-def test_without_scales_one_line_says_that_they_are_1(
-    checkpoints: Any, open_engine: Open, capsys: pytest.CaptureFixture[str]
-):
-    open_engine(checkpoints("llama"))
-    lines = [line for line in capsys.readouterr().err.splitlines() if "kv scales" in line]
-    assert lines == ["atom-run: kv scales: the checkpoint has none, 1.0 is used"]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

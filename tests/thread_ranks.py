@@ -72,7 +72,7 @@ class ThreadRanks:
                 compiled = build.compile_with(config, progress, checkpoint)
                 tensors = build.load_weights(compiled.graph, checkpoint, config, progress, rank)
             communicator = ThreadCommunicator(self.meeting, rank)
-            runner, _ = build.open_runner(compiled, tensors, config, progress, communicator)
+            runner, _ = build.open_runner(compiled, tensors, config, progress, communicator=communicator)
             while (step := steps.get()) is not None:
                 runner.execute(msgspec.msgpack.decode(step, type=StepInput)).wait()
         except BaseException:

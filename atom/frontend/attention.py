@@ -10,7 +10,8 @@ from torch.fx import Node
 from atom.config import AttentionConfig, RopeConfig
 from atom.frontend.rope import rope_freqs, rotary_scale
 from atom.frontend.writer import Writer, required
-from atom.graph import KV, Type, W, ops
+from atom.graph import KV, Recipe, Type, W, ops
+from atom.graph.recipes import Measured
 
 
 class Rotary(NamedTuple):
@@ -38,15 +39,23 @@ def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
     q, k = rotate(writer, q, rotary, "q"), rotate(writer, k, rotary, "k")
     window = window_of(attention, layer)
     cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (2, kv_heads, dim)), window)
-    more: list[W | None] = [W(writer.name("sinks", layer), Type(writer.dtype, (heads,)))] if attention.sinks else []
-    if cache.type.dtype == "fp8_e4m3" and "k_scale" in model.weights:
-        scales = (W(writer.name(role, layer), Type("fp32", (1,))) for role in ("k_scale", "v_scale"))
-        more = [*(more or [None]), *scales]
+    more: list[Recipe | None] = []
+    if attention.sinks:
+        more = [W(writer.name("sinks", layer), Type(writer.dtype, (heads,)))]
+    if cache.type.dtype == "fp8_e4m3":
+        more = [*(more or [None]), *(scale_of(writer, role, layer) for role in ("k_scale", "v_scale"))]
     a = writer.call(
         ops.attention, q, k, v, cache, *more, scale=required(attention.scale), window=window,
         softcap=attention.softcap, name="a",
     )  # fmt: skip
     return writer.linear(writer.call(ops.merge_heads, a, name="a"), "o", model.hidden, attention.o_bias, layer)
+
+
+def scale_of(writer: Writer, role: str, layer: int) -> Recipe:
+    """The scale of a layer's keys or values in fp8: the checkpoint's, or one that a start measures."""
+    if role in writer.model.weights:
+        return W(writer.name(role, layer), Type("fp32", (1,)))
+    return Measured(f"{writer.name('layer', layer)}.{role}")
 
 
 def mla(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:

@@ -14,6 +14,7 @@
     once(W("…o_proj.bias", …), "tensor")                        a tensor on the first rank, zeros on the others
     offset("tensor", 4, 12288)                                  where a rank's part begins, i64[1]
     rope_freqs(64, 10000.0)                                     a constant
+    measured("model.layers.0.k_scale")                          a scale that no file has: 1.0 until a start measures it
     KV("model.layers.0", bf16[2, 3, 64])                        no weight: what a layer caches for each token
 
 Recipes are values: equal recipes are one tensor. Passes rewrite them with the nodes, `atom.weights` evaluates them.
@@ -398,6 +399,20 @@ class RopeFreqs:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """A scale fp32[1] that the checkpoint does not have: 1.0 until a start measures it, see `runtime.kv_scales`."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        need(isinstance(self.name, str), f"measured: a scale's name is a string, not {self.name!r}")
+
+    @property
+    def type(self) -> Type:
+        return Type("fp32", (1,))
+
+
+@dataclass(frozen=True)
 class KV:
     """The KV cache of one layer; `type` is the entry of one token."""
 
@@ -423,8 +438,9 @@ AXES = ("tensor", "experts", "width")  # of a mesh of ranks, see `atom.graph.mes
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "factors")
 
 Packing = Repack | Repeat | Regroup | Quantize | Dequantize
+Constant = RopeFreqs | Measured | Full  # of no stored tensor
 Ranked = Share | Once | Offset  # of which each rank has its own
-Recipe = W | Cat | Stack | Slice | Transpose | Shift | Packing | Shuffle | RopeFreqs | Ranked | Full
+Recipe = W | Cat | Stack | Slice | Transpose | Shift | Packing | Shuffle | Constant | Ranked
 
 # the names that recipes have in the text
 TEXT_NAMES: dict[str, type[Recipe | KV]] = {
@@ -445,6 +461,7 @@ TEXT_NAMES: dict[str, type[Recipe | KV]] = {
     "offset": Offset,
     "full": Full,
     "rope_freqs": RopeFreqs,
+    "measured": Measured,
     "KV": KV,
 }
 
@@ -624,7 +641,7 @@ def _need_axis(name: str, axis: Any, ranks: Any) -> None:
 
 
 def _parts(recipe: Recipe) -> tuple[Recipe, ...]:
-    if isinstance(recipe, W | RopeFreqs | Offset | Full):
+    if isinstance(recipe, W | Constant | Offset):
         return ()
     return recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
 
@@ -633,7 +650,7 @@ def _of_expert(recipe: Recipe, expert: str) -> Recipe:
     """The recipe with an expert's number in its names."""
     if isinstance(recipe, W):
         return replace(recipe, name=recipe.name.replace("{expert}", expert))
-    if isinstance(recipe, RopeFreqs | Offset | Full):
+    if isinstance(recipe, Constant | Offset):
         return recipe
     if isinstance(recipe, Cat):
         return Cat(tuple(_of_expert(part, expert) for part in recipe.parts), recipe.dim)

@@ -68,6 +68,11 @@ class Model:
     def caches(self) -> Mapping[KV, Tensor]:
         return self._bindings.caches
 
+    @property
+    def kernels(self) -> Kernels:
+        """Those in place of the kernels that the text names."""
+        return self._bindings.kernels
+
     def bind(self, num_blocks: Mapping[str, int]) -> None:
         """Allocate another KV pool, empty, of so many blocks by cache kind."""
         caches = {cache: self._allocate(cache, num_blocks[cache.kind]) for cache in self.graph.caches()}
@@ -76,6 +81,12 @@ class Model:
     def use(self, kernels: Kernels) -> None:
         """Run these in place of the kernels that the text names; captured graphs keep the old ones."""
         self._bind(self._bindings._replace(kernels=kernels))
+
+    def clear_slots(self) -> None:
+        """Reset slots and tables."""
+        self.state.lengths.fill_(1)
+        self.state.tokens.zero_()
+        self.tables.zero_()
 
     def _bind(self, bindings: Bindings) -> None:
         self._bindings = bindings

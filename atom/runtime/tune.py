@@ -77,7 +77,7 @@ def tune(model: Model, tuner: Tuner, cache: Path, progress: Progress, log: Log, 
         ) from None
     found = known | {key: tuner.to_entry(chosen) for key, chosen in trial.chosen.items()}
     model.use(tuner.kernels(tuner.known(found)))
-    _clear(model)
+    model.clear_slots()
     model.bind(num_blocks)
 
 
@@ -206,13 +206,6 @@ def _admit(model: Model, num_rows: int) -> Tensor:
     for cache in model.caches.values():
         cache.normal_()
     return rows
-
-
-def _clear(model: Model) -> None:
-    """Reset slots and tables."""
-    model.state.lengths.fill_(1)
-    model.state.tokens.zero_()
-    model.tables.zero_()
 
 
 def _capture_on_gpu() -> Capture:

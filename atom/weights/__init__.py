@@ -49,7 +49,7 @@ from atom.graph import (
 )  # fmt: skip
 from atom.graph.formats import block_of, parse_format
 from atom.graph.parts import has_parts, parts_of, stored_tensors
-from atom.graph.recipes import held_bytes, leaves, packed_while_loading, shuffled_alone
+from atom.graph.recipes import Measured, held_bytes, leaves, packed_while_loading, shuffled_alone
 from atom.kernels import shuffle
 from atom.weights.evaluate import Loaded, split_recipe
 from atom.weights.localize import localize
@@ -240,6 +240,8 @@ def _make(recipe: Recipe, source: WeightSource, device: str) -> Loaded:
     """Make a recipe's tensor; the source fills it, maybe after the return."""
     if isinstance(recipe, RopeFreqs):
         return rope_freqs(recipe).to(device)
+    if isinstance(recipe, Measured):
+        return torch.ones(1, device=device)
     if isinstance(recipe, Shuffle):
         return _shuffled(recipe, source, device)
     if recipe.type.fmt is not None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from atom.graph import Cat, Full, Offset, Once, Quantize, Recipe, RopeFreqs, Share, Slice, W
-from atom.graph.recipes import cat, narrow
+from atom.graph import Cat, Full, Offset, Once, Quantize, Recipe, Share, Slice, W
+from atom.graph.recipes import Constant, cat, narrow
 
 
 def localize(recipe: Recipe, coordinates: Mapping[str, int]) -> Recipe:
@@ -21,7 +21,7 @@ def localize(recipe: Recipe, coordinates: Mapping[str, int]) -> Recipe:
         return Full(coordinates[recipe.axis] * recipe.size, recipe.type)
     if isinstance(recipe, Cat):
         return cat(tuple(localize(part, coordinates) for part in recipe.parts), recipe.dim)
-    if isinstance(recipe, W | RopeFreqs | Full):
+    if isinstance(recipe, W | Constant):
         return recipe
     part = localize(recipe.part, coordinates)
     if isinstance(recipe, Once):

@@ -44,7 +44,7 @@ class PackedStore:
         self._cache = cache
         formats = dict.fromkeys(recipe.fmt for recipe in packed)
         ingredients = {
-            "files": "; ".join(map(_describe, checkpoint.files() if packed else ())),
+            "files": "; ".join(map(describe_file, checkpoint.files() if packed else ())),
             "formats": ", ".join(formats),
             "recipes": digest(repr(packed)),
             "quantizer": str(VERSION),
@@ -165,6 +165,7 @@ def _parts(recipe: Quantize, name: str) -> dict[str, W]:
     return {each: W(name + each, type) for each, type in part_types(recipe.type).items()}
 
 
-def _describe(path: Path) -> str:
+def describe_file(path: Path) -> str:
+    """A file's name, size and time, which change with its content."""
     stat = path.stat()
     return f"{path.name} {stat.st_size} {stat.st_mtime_ns}"

@@ -1,0 +1,175 @@
+"""Measure the scales of an fp8 cache over a prompt, and keep them.
+
+    scales = KVScales(graph, tensors)             # those that the text calls measured, 1.0 each
+    store = ScaleStore(scales, checkpoint, cache)
+    if not store.read():                          # what an earlier start has measured
+        scales.measure(model, tokens[:512])
+        store.write()
+
+The prompt is one step of the model itself. Each layer's scales are set from its keys and values right before these are
+written, so that the layers behind it read what they will read later. The tensors are filled in place, ahead of any CUDA
+graph, which holds their addresses.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atom.cache import Cache, digest, key_of
+from atom.cache.files import MAX_JSON, WEIGHTS
+from atom.checkpoint import Checkpoint
+from atom.graph import Graph, Recipe, ops
+from atom.graph.ops import Op
+from atom.graph.ops.attention import FP8_MAX
+from atom.graph.recipes import Measured
+from atom.kernels import LoadContext, find_kernel
+from atom.runtime.model import Model
+from atom.runtime.step_input import BatchShape
+from atom.weights.packed_store import describe_file
+
+HEADROOM = 2.0  # of other prompts' numbers over those of this one
+MAX_TOKENS = 512  # of the prompt
+WRITES = (ops.norm_rope_write, ops.norm_rope_attention)
+FILE = "kv_scales.json"
+
+# prose, names, numbers, code, a table, markup and some other scripts: what makes keys large differs from model to model
+PROMPT = """\
+The lighthouse at Cape Wrath was built in 1828 by Robert Stevenson; it stands 122 metres above the sea. "Did you hear \
+that?" she asked. He hadn't, or so he said: the wind, the rain, and the old engine were louder than any voice. On \
+Monday, 3 March 2014, at 09:45, the committee (Dr. A. Okafor, M. Dubois, Prof. Li Wei) met to discuss Table 2 of the \
+report, whose total of $1,284,503.17 was 12.5% below the forecast. Why? Nobody knew.
+
+def quicksort(items: list[int]) -> list[int]:
+    # not in place
+    if len(items) <= 1:
+        return items
+    pivot, *rest = items
+    return quicksort([x for x in rest if x < pivot]) + [pivot] + quicksort([x for x in rest if x >= pivot])
+
+SELECT name, COUNT(*) AS n FROM orders WHERE total > 99.9 GROUP BY name HAVING n >= 3 ORDER BY n DESC;
+
+| planet  | mass (10^24 kg) | moons |
+|---------|-----------------|-------|
+| Mars    | 0.642           | 2     |
+| Saturn  | 568             | 146   |
+
+{"id": 17, "tags": ["a", "b"], "ok": true, "url": "https://example.org/path?q=1#top"}
+<p class="note">Water boils at 100&nbsp;&deg;C.</p>
+
+Let f(x) = x^2 - 4x + 3. Its roots are x = 1 and x = 3, since (x - 1)(x - 3) = 0; the minimum f(2) = -1 lies between.
+Der Zug nach München fährt um acht. L'été dernier, nous étions à la mer. ¿Dónde está la biblioteca? Привет, как дела? \
+你好，世界。今天天气很好。 こんにちは、元気ですか。 안녕하세요. مرحبا بالعالم. नमस्ते दुनिया।
+
+Once upon a time there was a miller who had three sons, a mill, a donkey and a cat. The sons had to grind, the donkey \
+had to fetch the grain and carry the flour away, and the cat had to catch the mice. When the miller died, the three \
+sons shared out what he left: the eldest got the mill, the second the donkey, and the third the cat; nothing more was \
+left for him. So he was sad, and said to himself that he had come off worst of all.
+"""
+
+
+class KVScales:
+    """The scales of a text that no file has."""
+
+    def __init__(self, graph: Graph, tensors: Mapping[Recipe, Any]) -> None:
+        self.tensors: dict[str, Tensor] = {
+            recipe.name: tensors[recipe] for recipe in graph.recipes() if isinstance(recipe, Measured)
+        }
+
+    def values(self) -> dict[str, float]:
+        return {name: tensor.item() for name, tensor in self.tensors.items()}
+
+    @torch.inference_mode()
+    def measure(self, model: Model, tokens: Sequence[int]) -> int:
+        """Set the scales from a step of these tokens, or as many as a step can have; how many those are.
+
+        The model's KV, of which a pool of its own takes the place meanwhile, and its slots are empty afterwards.
+        """
+        tokens = tokens[: min(MAX_TOKENS, model.limits.max_num_batched_tokens, model.limits.max_model_len)]
+        num_tokens, kernels = len(tokens), model.kernels
+        num_blocks = -(-num_tokens // model.block_size)
+        before = {kv.kind: len(blocks) for kv, blocks in model.caches.items()}
+        packed = np.array([0, 0, num_tokens, num_tokens, *tokens, *[0] * num_tokens], np.int32)  # see BatchShape.split
+        try:
+            model.bind(dict.fromkeys(model.kinds, 1 + num_blocks))
+            model.use({**kernels, **_measuring(model.graph, kernels)})
+            model.tables[:, 0, :num_blocks] = torch.arange(1, 1 + num_blocks, dtype=torch.int32, device=model.device)
+            model.mix(BatchShape(num_tokens, 1, 0), model.send(packed))
+        finally:
+            model.use(kernels)
+            model.clear_slots()
+            model.bind(before)
+        return num_tokens
+
+
+def _measuring(graph: Graph, kernels: Mapping[tuple[Op, str], Callable[..., Any]]) -> dict[tuple[Op, str], Any]:
+    """The kernels of a text that write keys and values, each with scales set before it runs."""
+    context = LoadContext()
+    calls = [node for program in graph.programs.values() for node in program.nodes if node.target in WRITES]
+    keys = dict.fromkeys((node.target, node.meta.get("kernel", "reference")) for node in calls)
+    return {key: _after_scales(key[0], kernels.get(key) or find_kernel(*key).load(context)) for key in keys}
+
+
+def _after_scales(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
+    def write(*args: Any, **attributes: Any) -> Any:
+        call = op.signature.bind(*args, **attributes)
+        call.apply_defaults()
+        given = call.arguments
+        keys = given["k"]
+        if given["k_norm"] is not None:
+            keys = ops.rms_norm(keys, given["k_norm"], eps=given["eps"])
+        if given["cos"] is not None:
+            keys = ops.rope(keys, given["cos"], given["sin"], interleaved=given["interleaved"])
+        for scale, numbers in ((given["k_scale"], keys), (given["v_scale"], given["v"])):
+            scale.fill_(scale_of(numbers.abs().max().item()))
+        return run(*args, **attributes)
+
+    return write
+
+
+def scale_of(largest: float) -> float:
+    """The power of 2 that numbers up to the largest, with HEADROOM, are divided by to fit fp8_e4m3; 1 of no number."""
+    return 2.0 ** math.ceil(math.log2(HEADROOM * largest / FP8_MAX)) if 0 < largest < math.inf else 1.0
+
+
+class ScaleStore:
+    """Measured scales in the cache folder, by the checkpoint's files: their names, sizes and times."""
+
+    def __init__(self, scales: KVScales, checkpoint: Checkpoint, cache: Cache) -> None:
+        self._scales, self._cache = scales, cache
+        ingredients = {
+            "files": "; ".join(map(describe_file, checkpoint.files())),
+            "scales": digest(" ".join(scales.tensors)),
+            "prompt": digest(PROMPT),
+        }
+        self._key = key_of(ingredients)
+        self._about = {"name": f"KV scales of {checkpoint.location}", "ingredients": ingredients}
+
+    @torch.inference_mode()
+    def read(self) -> bool:
+        """Set the scales to those that are kept. False without any."""
+        folder = self._cache.find(WEIGHTS, self._key)
+        if folder is None:
+            return False
+        try:
+            kept = json.loads((folder / FILE).read_bytes()[:MAX_JSON])
+        except (OSError, ValueError):
+            return False
+        if not isinstance(kept, dict) or kept.keys() != self._scales.tensors.keys():
+            return False
+        if not all(isinstance(value, float) and 0 < value < math.inf for value in kept.values()):
+            return False
+        for name, tensor in self._scales.tensors.items():
+            tensor.fill_(kept[name])
+        return True
+
+    def write(self) -> None:
+        """Keep the scales for the next start."""
+        content = json.dumps(self._scales.values()).encode()
+        self._cache.publish(WEIGHTS, self._key, {FILE: content}, self._about)

@@ -307,11 +307,11 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
         if rate := gpu["prefill_tokens_per_second"]:
             yield "  prefill", f"at most {rate:,.0f} tokens/s: its rate over the active weights, without attention"
         for layout in gpu.get("layouts", ()):
-            yield f"  parallel.tensor={layout['tensor']}", _layout(layout)
+            yield f"  {layout['tensor']} ranks", _layout(layout)
 
 
 def _layout(layout: dict[str, Any]) -> str:
-    """What several GPUs would give."""
+    """What ranks on several GPUs would give."""
     held = f"{_size(layout['weights_bytes'])} of weights a GPU"
     if not layout["weights_fit"]:
         return f"{held} do not fit"

@@ -79,6 +79,11 @@ class Kernel:
     build: Callable[..., object] | None = None  # compiles what it needs for weights of these types; None: nothing
 
     @property
+    def is_for_packed(self) -> bool:
+        """Whether it takes packed weights alone."""
+        return self.layout is None and self.packed_layout is not None
+
+    @property
     def has_layouts(self) -> bool:
         return self.layout is not None or self.packed_layout is not None
 

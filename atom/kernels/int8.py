@@ -8,7 +8,7 @@ time or less. Few rows go through `cpp.linear`, which multiplies x itself. Integ
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor, library
@@ -18,8 +18,7 @@ from atom.graph.formats import act_of
 from atom.graph.quantize_rows import quantize_rows
 from atom.graph.types import Type
 from atom.kernels.backend import Backend, Kernel, Target, on_device
-from atom.kernels.cpp.build import PACKED, build_library
-from atom.kernels.cpp.linear import accepts
+from atom.kernels.cpp.linear import accepts, build_for
 from atom.kernels.cpp.panels import ROWS, Panels, packed_type
 from atom.kernels.cpu import instruction_set
 
@@ -87,7 +86,7 @@ def int8_linear(x: Tensor, weight: LaidOut, bias: Tensor | None = None, *, act: 
 KERNELS = (
     Kernel(
         ops.linear, "int8", on_device("cpu", accepts_int8, packed=("scaled",), acts=("int8",)), lambda _: int8_linear,
-        packed_layout="panels", packed_type=packed_type, trace=int8_linear, build=partial(build_library, PACKED),
+        packed_layout="panels", packed_type=packed_type, trace=int8_linear, build=build_for,
     ),
 )  # fmt: skip
 

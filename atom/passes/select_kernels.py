@@ -26,6 +26,8 @@ def select_kernels(graph: Graph, context: PassContext) -> Graph:
         for node in program.nodes:
             node.meta["notes"] = [*node.meta.get("refused", [])]  # why its weight or its activations are plain
             for kernel in candidates(node.target, context.backends):
+                if kernel.is_for_packed and type_of(node.args[kernel.op.weight]).fmt is None:
+                    continue
                 reason = _refusal(kernel, context, node, readers)
                 if reason is None:
                     _choose(kernel, node)

@@ -201,7 +201,13 @@ def test_the_runner_reports_each_pass_in_order():
 def test_level_0_only_lowers():
     reports: list[PassReport] = []
     lower(parse(BEFORE), 0, Target("cpu"), reports.append)
-    assert [report.name for report in reports] == ["lower_moe", "lower_attention", "quantize", "select_kernels"]
+    assert [report.name for report in reports] == [
+        "shard",
+        "lower_moe",
+        "lower_attention",
+        "quantize",
+        "select_kernels",
+    ]
 
 
 DRAFT = """\
@@ -254,6 +260,6 @@ def test_a_pass_that_breaks_the_graph_is_named_with_those_before_it(tmp_path: Pa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(
         PassError,
-        match=rf"^break_it \(after sink_into_head\): body: a is .*; its text: {tmp_path}/atom-break_it-.*\.py$",
+        match=rf"^break_it \(after shard\): body: a is .*; its text: {tmp_path}/atom-break_it-.*\.py$",
     ):
         lower(parse(BEFORE), 1, Target("cpu"))

@@ -56,6 +56,9 @@ class StubEngine:
     due: float = 0.0  # when the next step is
     stepping: list[Sequence] = field(default_factory=list)  # what the last step was about
 
+    def watch(self, callback: Callable[[Exception], object]) -> None:
+        """It has no ranks that could die."""
+
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)

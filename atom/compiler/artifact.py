@@ -117,8 +117,7 @@ def recipe_of(config: Config) -> list[str]:
         "dtype": config.dtype,
         "device": config.device,
         "level": level_of(config),
-        "parallel.tensor": config.parallel.tensor,
-        "parallel.experts": config.parallel.experts,
+        **{f"parallel.{name}": size for name, size in asdict(config.parallel).items() if size > 1},
         "serve.kv_cache_dtype": config.serve.kv_cache_dtype,
         "serve.max_model_len": config.serve.max_model_len,
     }

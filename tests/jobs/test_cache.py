@@ -324,7 +324,7 @@ def test_an_import_as_json_is_an_object_a_line_for_all_that_it_holds(trust: str,
         ({"instruction set": "AVX1024 avx1024f"}, ["instruction set"]),
         ({"sources of the passes": "0" * 32}, ["sources of the passes"]),
         ({"sources": "0" * 32}, ["sources"]),
-        ({"features": "none", "torch": "1.0"}, ["torch (1.0, here ", "features (none, here "]),
+        ({"features": "none", "torch": "1.0"}, ["torch (1.0, here ", "features"]),
     ],
 )
 def test_a_bundle_that_can_never_be_used_here_is_refused_by_name(
@@ -365,6 +365,7 @@ def test_a_recipe_keeps_the_overrides_of_the_model_and_no_secret(checkpoints: An
     checkpoint = checkpoints("llama")
     said = ["model.layers=2", "+model.weights.more=x", "serve.http.api_keys=secret", "seed=3", "prompts=hello"]
     config = load([f"checkpoint={checkpoint}", *said, "cache=/elsewhere", "serve.max_model_len=64"])
+    assert "parallel.tensor=2" in recipe_of(load([f"checkpoint={checkpoint}", "device=cpu", "parallel=tp2"]))
     assert recipe_of(config) == [
         f"checkpoint='{checkpoint}'",
         "model.layers=2",

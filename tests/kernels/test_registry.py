@@ -37,7 +37,7 @@ def test_kernels_come_in_the_order_of_the_backends_and_the_reference_where_it_is
 def test_a_backend_or_a_kernel_that_is_not_there_is_named():
     with pytest.raises(
         UnsupportedError,
-        match="there is no kernel backend 'cutlass'; backends: inductor, cpp, torch, reference, triton, generated",
+        match="there is no kernel backend 'cutlass'; backends: inductor, cpp, int8, torch, gloo, reference, triton, generated",
     ):
         find_kernel(ops.linear, "cutlass")
     with pytest.raises(UnsupportedError, match=r"there is no kernel triton\.rotary"):
@@ -51,10 +51,16 @@ LINEARS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
 def test_an_op_has_one_kernel_in_triton_which_gpus_of_any_vendor_take_and_a_cpu_refuses(op: ops.Op):
     assert BY_TRITON.count(op) == 1
     kernel = find_kernel(op, "triton")
-    types = [Type("bf16", ("T", 64) if op in LINEARS else ("T", 8, 64))] * 8
+    types = [Type("bf16", ("T", 64) if op in LINEARS else ("T", 8, 64))] * (2 if op is ops.group else 8)
     assert [kernel.accepts(target, *types) for target in GPUS] == [None, None]
     assert kernel.accepts(Target("cpu"), *types) == "runs on cuda, not on cpu"
     assert kernel.trace is None, "it runs between pieces"
+
+
+def test_the_rows_of_one_rank_s_experts_are_grouped_by_the_reference():
+    types = Type("bf16", ("T", 64)), Type("i64", ("T", 2)), Type("i64", (1,))
+    for target in GPUS:
+        assert find_kernel(ops.group, "triton").accepts(target, *types) == "takes all experts, not those of a rank"
 
 
 @pytest.mark.parametrize("op", LINEARS, ids=lambda op: op.name)
@@ -98,7 +104,8 @@ def test_every_kernel_in_triton_is_called_as_its_op(kernel: Kernel):
 
 def test_generated_kernels_are_of_rows_of_a_fixed_size_and_of_no_linear():
     accepts = {kernel.op: kernel.accepts for kernel in generated.KERNELS}
-    assert set(accepts) == COMPILED - {ops.linear}
+    of_ranks = {ops.local_tokens, ops.mask_rows, ops.sum_squares, ops.scale_by_rms}
+    assert set(accepts) == COMPILED - {ops.linear} - of_ranks
     gpu, row = GPUS[0], Type("bf16", ("T", 64))
     assert accepts[ops.add](gpu, row, row) is None
     assert accepts[ops.add](Target("cpu"), row, row) == "runs on cuda, not on cpu"
@@ -138,8 +145,24 @@ def test_pieces_of_a_device_have_one_compiler():
         assert all(backend.piece_compiler is None for backend in backends_of(device, 1)), "they begin at level 2"
 
 
-@pytest.mark.parametrize("op", ops.OPS.values(), ids=lambda op: op.name)
-def test_the_reference_takes_every_op(op: ops.Op):
+COLLECTIVES = {ops.all_reduce, ops.all_gather}
+
+
+def test_collectives_are_those_of_the_communicator():
+    class Told:
+        def __getattr__(self, name: str) -> str:
+            return name
+
+    for op in COLLECTIVES:
+        kernel = find_kernel(op, "gloo")
+        assert kernel.accepts(Target("cpu"), Type("fp32", ("T", 8))) is None
+        assert kernel.load(LoadContext(Told())) == op.name  # type: ignore[arg-type]
+        with pytest.raises(UnsupportedError, match=f"{op.name} is for several ranks, and this is one"):
+            kernel.load(LoadContext())
+
+
+@pytest.mark.parametrize("op", [op for op in ops.OPS.values() if op not in COLLECTIVES], ids=lambda op: op.name)
+def test_the_reference_takes_every_other_op(op: ops.Op):
     assert find_kernel(op, "reference").accepts(Target("nowhere")) is None
     assert find_kernel(op, "reference").load(LoadContext()) is op.body
 

@@ -111,8 +111,9 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
     return weights, ids
 
 
-def group(x: Tensor, ids: Tensor, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def group(x: Tensor, ids: Tensor, first: Tensor | None = None, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """x [T, H], ids i64[T, k] -> rows [k T, H] by expert, order i64[k T], ends i64[E]"""
+    assert first is None, "accepts_group declines"
     assert x.stride(1) == 1 and ids.is_contiguous(), "rows have gaps"
     pairs, top_k = ids.numel(), ids.shape[1]
     if pairs > SEARCHED:

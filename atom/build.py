@@ -5,10 +5,13 @@ engine = open_engine(load(["checkpoint=/models/qwen3"]), SilentProgress())
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,14 +20,14 @@ import torch
 from torch import Tensor
 
 from atom import weights
-from atom.cache import Cache
+from atom.cache import Cache, digest
 from atom.checkpoint import Checkpoint, Progress, stop_ids
 from atom.compiler import Compiled, compile_model, mesh_of
 from atom.config import Config, ModelConfig
 from atom.config.checkpoint import is_here, open_for
 from atom.errors import ArtifactError, CheckpointError, RequestError, UnsupportedError
 from atom.gc_utils import no_collection
-from atom.graph import Graph, Recipe, W
+from atom.graph import Graph, Recipe, W, show
 from atom.kernels import Communicator, connect_rank, find_tuner
 from atom.runtime import memory
 from atom.runtime.engine import Engine
@@ -54,15 +57,19 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             if checkpoint is None:
                 checkpoint = open_checked(config, progress, opened)
                 check_weights(graph, checkpoint, config)
-            ranks = start_ranks(config, started)
+            ranks = start_ranks(config, compiled, started)
             tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
             tensors = load_weights(graph, checkpoint, config, progress)
             vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
             measure = find_kv_scales(KVScales(graph, tensors), checkpoint, vocabulary, config)
-        communicator = None if ranks is None else connect(ranks, config)
-        runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, communicator, ranks)
-        if ranks is not None:
-            ranks.wait()
+        if ranks is None:
+            runner, num_blocks = open_runner(compiled, tensors, config, progress, measure)
+        else:
+            with TemporaryDirectory(prefix="atom-run-") as folder:
+                communicator = connect(ranks, config, folder)
+                runner, num_blocks = open_runner(compiled, tensors, config, progress, None, communicator, ranks)
+                ranks.wait()
+            ranks.limit_silence(config.serve.http.heartbeat_seconds)
         started.pop_all()  # nothing fails from here on
     serve = config.serve
     cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
@@ -70,7 +77,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
     print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
     if text := _describe_sampling(config):
         print(f"atom-run: {text}", file=sys.stderr)
-    return Engine(
+    engine = Engine(
         runner,
         scheduler,
         StepBuilder(runner.capacity),
@@ -79,40 +86,41 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
         profiler=Profiler(serve.torch_profiler_dir, is_detailed=serve.profiler_more),
         ranks=ranks,
     )
+    if ranks is not None:
+        weakref.finalize(engine, ranks.close)
+    return engine
 
 
 class RankOpening(msgspec.Struct):
     """What a rank is started with."""
 
-    config: Config
+    config: Config  # its level is that of the text
     rank: int
+    num_threads: int
+    text: str  # digest of the lowered text
 
 
-def start_ranks(config: Config, started: ExitStack) -> Ranks | None:
+def start_ranks(config: Config, compiled: Compiled, started: ExitStack) -> Ranks | None:
     """Start the other ranks of an engine, which load their weights; None for one rank. The stack ends them."""
     num_ranks = mesh_of(config).num_ranks
     if num_ranks == 1:
         return None
-    share_cores(num_ranks)
-    openings = [msgspec.msgpack.encode(RankOpening(config, rank)) for rank in range(1, num_ranks)]
-    ranks = Ranks("from atom.rank import main; main(link)", openings)
+    before = torch.get_num_threads()
+    num_threads = max(before // num_ranks, 1)  # they share the cores
+    config, text = replace(config, level=compiled.level), digest(show(compiled.graph))
+    openings = [RankOpening(config, rank, num_threads, text) for rank in range(1, num_ranks)]
+    ranks = Ranks("from atom.rank import main; main(link)", list(map(msgspec.msgpack.encode, openings)))
+    ranks.at_close = functools.partial(torch.set_num_threads, before)
     started.callback(ranks.close)
+    torch.set_num_threads(num_threads)
     return ranks
 
 
-def share_cores(num_ranks: int) -> None:
-    """Take no more of a CPU's cores than a rank's share."""
-    torch.set_num_threads(max(torch.get_num_threads() // num_ranks, 1))
-
-
-def connect(ranks: Ranks, config: Config) -> Communicator:
-    """Connect all ranks, once their weights are loaded."""
+def connect(ranks: Ranks, config: Config, folder: str) -> Communicator:
+    """Connect all ranks, once their weights are loaded, and have them open their runners. folder: a private one"""
     ranks.wait()
-    with TemporaryDirectory(prefix="atom-run-") as folder:
-        ranks.tell(folder.encode())
-        communicator = connect_rank(config.device, 0, mesh_of(config).num_ranks, Path(folder))
-        ranks.wait()
-    return communicator
+    ranks.tell(folder.encode())
+    return connect_rank(config.device, 0, mesh_of(config).num_ranks, Path(folder))
 
 
 def open_checked(config: Config, progress: Progress, opened: ExitStack) -> Checkpoint:
@@ -243,14 +251,17 @@ def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None)
     left: bytes that a GPU has for them; None: serve.kv_cache_memory
     """
     serve = config.serve
+    num_ranks = mesh_of(config).num_ranks
     room = "serve.kv_cache_memory has {has}: raise serve.kv_cache_memory to {needs}"
+    if num_ranks > 1:
+        room += f" for each of {num_ranks} ranks"
     if left is not None:
         room = f"serve.gpu_memory_utilization={serve.gpu_memory_utilization:g} leaves it {{has}}: raise that"
     return plan_memory(
         kinds,
         serve.block_size,
         limits_of(config),
-        memory_bytes=serve.kv_cache_memory if left is None else left,
+        memory_bytes=serve.kv_cache_memory // num_ranks if left is None else left,
         num_blocks=serve.num_kvcache_blocks,
         room=room,
     )

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
+import traceback
 from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+import torch
 
 from atom.build import (
     RankOpening,
@@ -19,11 +22,13 @@ from atom.build import (
     load_weights,
     open_checked,
     open_runner,
-    share_cores,
 )
+from atom.cache import digest
 from atom.checkpoint import SilentProgress
 from atom.compiler import mesh_of
+from atom.errors import ArtifactError, AtomError
 from atom.gc_utils import no_collection, settle
+from atom.graph import show
 from atom.kernels import connect_rank
 from atom.runtime.ranks import RankLink
 from atom.runtime.runner import Runner
@@ -39,8 +44,10 @@ def main(link: RankLink) -> None:
         while True:
             runner.execute(decoder.decode(link.receive())).wait()
     except Exception as error:
+        if not isinstance(error, AtomError):
+            traceback.print_exc()
         link.fail(error)
-        raise
+        sys.exit(1)
 
 
 @no_collection()
@@ -48,14 +55,17 @@ def open_rank(link: RankLink) -> Runner:
     """Open the model of the opening that the driver sends, and connect to the other ranks."""
     opening = msgspec.msgpack.decode(link.receive(), type=RankOpening)
     config, progress, num_ranks = opening.config, SilentProgress(), mesh_of(opening.config).num_ranks
-    share_cores(num_ranks)
+    torch.set_num_threads(opening.num_threads)
     with ExitStack() as opened, contextlib.redirect_stderr(io.StringIO()):  # the driver has said the same
         checkpoint = open_checked(config, progress, opened)
         compiled = compile_with(config, progress, checkpoint)
+        if digest(show(compiled.graph)) != opening.text:
+            raise ArtifactError(
+                "it has compiled another text than the process that drives: is the cache folder shared?"
+            )
         tensors = load_weights(compiled.graph, checkpoint, config, progress, opening.rank)
     link.done()
     communicator = connect_rank(config.device, opening.rank, num_ranks, Path(link.receive().decode()))
-    link.done()
     runner, _ = open_runner(compiled, tensors, config, progress, communicator=communicator)
     settle()
     return runner

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -47,26 +48,14 @@ def open_engine(checkpoints: Callable[[str], Path]) -> Iterator[Open]:
         engine.close()
 
 
-def ranks_of(name: str) -> int:
-    """The least number of ranks, beside one, that divides a variant's heads."""
-    config = tiny.config(name)
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    divides = (ranks for ranks in range(2, heads + 1) if heads % ranks == 0)
-    return next(ranks for ranks in divides if kv_heads % ranks == 0 or ranks % kv_heads == 0)
-
-
-def is_mixture(name: str) -> bool:
-    return any("experts" in key for key in tiny.VARIANTS[name][1])
-
-
 @pytest.mark.parametrize(
     "name", [*tiny.MODEL_FILES, "llama_biases", "llama_odd_heads", "gpt_oss_odd", "minimax_m2_stacked"]
 )
 def test_ranks_generate_the_tokens_of_the_reference(
     name: str, thread_ranks: list[ThreadRanks], open_engine: Open, references: Any
 ):
-    experts = {"enable_expert_parallel": True} if is_mixture(name) else {}
-    engine = open_engine(name, tensor_parallel_size=ranks_of(name), **EVENTFUL, **experts)
+    experts = {"enable_expert_parallel": True} if tiny.is_mixture(name) else {}
+    engine = open_engine(name, tensor_parallel_size=tiny.num_ranks(name), **EVENTFUL, **experts)
     shared = tiny.prompt(30)
     prompts = [shared, tiny.prompt(25, seed=1), shared[:17] + tiny.prompt(24, seed=2)]
     for batch in (prompts, prompts[::-1]):
@@ -81,7 +70,9 @@ def test_ranks_generate_the_tokens_of_the_reference(
 
 def rank_processes() -> list[int]:
     """The processes of ranks that this one has started."""
-    shown = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
+    shown = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(os.getpid())], capture_output=True, text=True
+    )
     return [int(line.split()[0]) for line in shown.stdout.splitlines() if "RankLink" in line]
 
 
@@ -244,3 +235,41 @@ def test_the_ranks_of_a_compiled_model_compile_nothing(
     assert len(compiled) == 1 and tokens[0] == tokens[1]
     alone = LLMEngine(str(checkpoints("llama")), dtype="fp32", level=1, kv_cache_memory=1 << 22)
     assert tokens[0] == [answer["token_ids"] for answer in alone.generate(prompts, GREEDY)]
+
+
+def test_ranks_run_where_their_driver_does(checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch):
+    folder = checkpoints("llama")
+    monkeypatch.chdir(folder.parent)
+    engine = LLMEngine(f"./{folder.name}", dtype="fp32", level=0, tensor_parallel_size=2, kv_cache_memory=1 << 22)
+    (answer,) = engine.generate([tiny.prompt(9)], GREEDY)
+    engine.close()
+    alone = LLMEngine(str(folder), dtype="fp32", level=0, kv_cache_memory=1 << 22)
+    assert answer["token_ids"] == alone.generate([tiny.prompt(9)], GREEDY)[0]["token_ids"]
+
+
+def test_an_engine_that_nobody_holds_leaves_no_rank_and_the_threads_of_before(checkpoints: Callable[[str], Path]):
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    engine = LLMEngine(
+        str(checkpoints("llama")), dtype="fp32", level=0, tensor_parallel_size=2, kv_cache_memory=1 << 22
+    )
+    assert torch.get_num_threads() == 2 and len(rank_processes()) == 1
+    del engine
+    gc.collect()
+    assert torch.get_num_threads() == 4 and rank_processes() == []
+    torch.set_num_threads(before)
+
+
+def test_an_interrupt_within_a_step_is_one_and_ends_the_ranks(open_engine: Open, monkeypatch: pytest.MonkeyPatch):
+    engine = open_engine("llama", tensor_parallel_size=2)
+
+    def interrupt(step: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._engine.runner, "_try", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1]], GREEDY)
+    with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):
+        engine.generate([[1]], GREEDY)
+    engine.close()
+    assert rank_processes() == []

@@ -26,7 +26,7 @@ from atom.runtime.step_input import StepInput
 
 
 class Meeting:
-    """Where so many ranks bring their tensors."""
+    """A collective in memory: each rank brings its tensor and waits for the others."""
 
     def __init__(self, num_ranks: int) -> None:
         self.barrier, self.brought = threading.Barrier(num_ranks, timeout=60), [None] * num_ranks
@@ -87,6 +87,8 @@ class ThreadRanks:
 
     def watch(self, callback: object) -> None: ...
 
+    def limit_silence(self, seconds: float) -> None: ...
+
     def await_fault(self, seconds: float) -> None: ...
 
     def fail(self, error: Exception) -> None: ...
@@ -102,12 +104,12 @@ def thread_ranks(monkeypatch: pytest.MonkeyPatch) -> list[ThreadRanks]:
     """Have engines of several ranks run them as threads; those that were made."""
     made: list[ThreadRanks] = []
 
-    def start(config: Config, started: ExitStack) -> ThreadRanks | None:
+    def start(config: Config, compiled: object, started: ExitStack) -> ThreadRanks | None:
         if mesh_of(config).num_ranks == 1:
             return None
         made.append(ThreadRanks(config))
         return made[-1]
 
     monkeypatch.setattr(build, "start_ranks", start)
-    monkeypatch.setattr(build, "connect", lambda ranks, _: ThreadCommunicator(ranks.meeting, 0))
+    monkeypatch.setattr(build, "connect", lambda ranks, *_: ThreadCommunicator(ranks.meeting, 0))
     return made

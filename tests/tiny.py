@@ -170,6 +170,18 @@ def config(name: str) -> transformers.PreTrainedConfig:
     return getattr(transformers, class_name)(**{**SIZES, **changes})
 
 
+def num_ranks(name: str) -> int:
+    """The least number of ranks, beside one, that divides a variant's heads."""
+    stated = config(name)
+    heads, kv_heads = stated.num_attention_heads, stated.num_key_value_heads
+    dividing = (ranks for ranks in range(2, heads + 1) if heads % ranks == 0)
+    return next(ranks for ranks in dividing if kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def is_mixture(name: str) -> bool:
+    return any("experts" in key for key in VARIANTS[name][1])
+
+
 def save(name: str, folder: Path) -> Path:
     """Write the variant's checkpoint to folder/name, once."""
     target = folder / name

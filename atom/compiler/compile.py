@@ -26,7 +26,7 @@ from atom.compiler.artifact import (
     read_artifact,
     semantic_graph,
 )
-from atom.compiler.saved_graph import check_runnable, read_saved
+from atom.compiler.saved_graph import check_ranks, check_runnable, read_saved
 from atom.config import Config
 from atom.errors import ArtifactError, PassError, UnsupportedError
 from atom.graph import Graph
@@ -50,6 +50,7 @@ def compile_graph(
         return lower_here(semantic_graph(config))
     graph, first = read_saved(Path(config.job.graph))
     graph = lower_here(graph, first=first)
+    check_ranks(graph, config.job.graph, mesh_of(config))
     check_runnable(graph, config.job.graph, target)
     return graph
 

@@ -16,8 +16,9 @@ from pathlib import Path
 from torch.fx import Node
 
 from atom.errors import ConfigError, PassError
-from atom.graph import BODY, HEAD, Graph, Shuffle, ops, parse, verify
+from atom.graph import BODY, HEAD, Graph, Mesh, Once, Shuffle, ops, parse, verify
 from atom.graph.graph import type_of
+from atom.graph.recipes import ranked_parts
 from atom.kernels import Target, find_kernel
 from atom.passes.pipeline import PIPELINE
 from atom.runtime.types import INPUTS
@@ -65,6 +66,16 @@ def _stage_of(graph: Graph) -> str:
     if any(node.target.level == ops.SEMANTIC for node in _nodes(graph)):
         return WRITTEN
     return "select_kernels" if any("kernel" in node.meta for node in _nodes(graph)) else "lower_attention"
+
+
+def check_ranks(graph: Graph, path: str, mesh: Mesh) -> None:
+    """Raise ConfigError where a saved text that is divided among ranks is of another mesh."""
+    found = [part for recipe in graph.recipes() for part in ranked_parts(recipe)]
+    sizes = {(part.axis, part.ranks) for part in found if not isinstance(part, Once)}
+    if wrong := sorted(f"{ranks} along {axis}" for axis, ranks in sizes if mesh.size(axis) != ranks):
+        raise ConfigError(f"job.graph={path} is of other ranks, {', '.join(wrong)}: set parallel as it was saved with")
+    if not found and mesh.num_ranks > 1:
+        raise ConfigError(f"job.graph={path} is of one rank, and parallel.tensor={mesh.num_ranks}: save it with that")
 
 
 def check_runnable(graph: Graph, path: str, target: Target) -> None:

@@ -23,7 +23,6 @@ from atom.config.schema import (
     Config,
     MLPConfig,
     ModelConfig,
-    ParallelConfig,
     QuantConfig,
     RopeConfig,
 )
@@ -66,7 +65,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             limit = f"from 1 to serve.max_num_seqs={serve.max_num_seqs}"
             raise ConfigError(f"serve.cudagraph_capture_sizes: {size} must be {limit}")
     derived = derive_model(config, max_model_len, names)
-    check_parallel(config.parallel, derived, device)
+    check_parallel(config, derived, device)
     return replace(
         config,
         model=derived,
@@ -131,10 +130,10 @@ def check(value: Any, at: str = "") -> None:
             raise ConfigError(f"{key}={item} must be {fault}")
 
 
-def check_parallel(parallel: ParallelConfig, model: ModelConfig, device: str) -> None:
+def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
     """Check that ranks can divide the model."""
-    ranks, experts = parallel.tensor, parallel.experts
-    if ranks > 1 and device != "cpu":
+    ranks, experts = config.parallel.tensor, config.parallel.experts
+    if ranks > 1 and device != "cpu" and config.job.kind not in ("explain", "cache"):
         raise UnsupportedError(f"parallel.tensor={ranks}: ranks on GPUs are not built yet; there is: device=cpu")
     fitting = [each for each in range(1, model.attention.heads + 1) if divides_heads(each, model.attention)]
     if ranks not in fitting:
@@ -145,8 +144,12 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig, device: str) ->
         raise UnsupportedError(f"parallel.tensor={ranks} does not divide {heads}; there is: {listed}")
     if ranks % experts:
         raise ConfigError(f"parallel.experts={experts} must divide the {ranks} ranks of parallel.tensor")
-    if experts > 1 and not any(mlp.kind == "moe" for mlp in model.mlp):
-        raise ConfigError(f"parallel.experts={experts}: the model has no experts; leave it out")
+    stated = f"parallel.experts={experts} (serve.enable_expert_parallel=true)"
+    fewest = min((mlp.experts or 0 for mlp in model.mlp if mlp.kind == "moe"), default=0)
+    if experts > 1 and not fewest:
+        raise ConfigError(f"{stated}: the model has no experts; leave it out")
+    if experts > max(fewest, 1):
+        raise ConfigError(f"{stated}: a layer has {fewest} experts; set parallel.experts to as many at most")
 
 
 def divides_heads(ranks: int, attention: AttentionConfig) -> bool:

@@ -43,7 +43,7 @@ def interpret_ranks(
     weights: Sequence[Weights],
     caches: Sequence[Caches] | None = None,
 ) -> list[Any]:
-    """Run one program on several ranks, call by call on all of them; the result of each, as of `interpret`."""
+    """Run one program on several ranks, call by call; the result of each."""
     values: list[dict[Node, Any]] = [{} for _ in inputs]
     blocks_of = caches or [lambda _: None for _ in inputs]
 

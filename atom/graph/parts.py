@@ -181,8 +181,8 @@ def cuts_blocks(recipe: Slice) -> bool:
 
 def is_scaled_as_one(type: Type, dim: int) -> bool:
     """Whether all elements along a dim of a packed weight share a scale, and each is stored by itself."""
-    holds = parse_format(str(type.fmt)).parts["values"].holds if type.fmt is not None else None
-    return holds == "elements" and formats.block_size(type, dim) is None
+    values = parse_format(str(type.fmt)).parts.get("values") if type.fmt is not None else None
+    return values is not None and values.holds == "elements" and formats.block_size(type, dim) is None
 
 
 def _stored_parts(leaf: W, fmt: str) -> dict[str, Recipe]:

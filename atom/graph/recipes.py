@@ -285,7 +285,10 @@ class Shuffle:
 
 @dataclass(frozen=True)
 class Share:
-    """A rank's equal part of a tensor along one dim; the last parts are filled up with zeros."""
+    """A rank's equal part of a tensor along one dim.
+
+    Where the parts are more than the tensor, the last ones are filled up with zeros.
+    """
 
     part: Recipe
     axis: str  # of the mesh
@@ -314,7 +317,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Once:
-    """A tensor on the first rank of an axis, zeros on the others: what is added once to a sum over ranks."""
+    """A tensor on the first rank of an axis, zeros on the others.
+
+    Such as a bias, which a sum over ranks adds once.
+    """
 
     part: Recipe
     axis: str
@@ -348,7 +354,7 @@ class Offset:
 
 @dataclass(frozen=True)
 class Full:
-    """A tensor of one number."""
+    """A tensor filled with one number."""
 
     value: float
     type: Type
@@ -476,6 +482,14 @@ def leaves(recipe: Recipe) -> Iterator[W]:
     else:
         for part in _parts(recipe):
             yield from leaves(part)
+
+
+def ranked_parts(recipe: Recipe) -> Iterator[Ranked]:
+    """What of a recipe each rank has of its own."""
+    if isinstance(recipe, Ranked):
+        yield recipe
+    for part in _parts(recipe):
+        yield from ranked_parts(part)
 
 
 def packed_while_loading(recipe: Recipe) -> Iterator[Quantize]:

@@ -34,7 +34,7 @@ from atom.config import Config, GPUConfig
 from atom.config.load import load_gpu
 from atom.config.resolve import divides_heads
 from atom.devices import find_device
-from atom.errors import CapacityError, ConfigError
+from atom.errors import CapacityError, ConfigError, UnsupportedError
 from atom.graph import Graph, W, show
 from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.shares import token_shares
@@ -77,7 +77,7 @@ def run(config: Config) -> int:
     result = {**({} if is_elsewhere else pieces(graph, config)), **sizes(graph, config)}
     if gpu is not None:
         result["gpu"] = fit(gpu, result, cache_kinds(graph), config)
-        if mesh_of(config).num_ranks == 1:
+        if mesh_of(config).num_ranks == 1 and config.job.graph is None:
             result["gpu"]["layouts"] = list(layouts(gpu, config, Target("cuda") if is_elsewhere else None))
     if config.job.output == "json":
         passes = [{"name": s.name, "changes": s.num_changes, "seconds": s.seconds} for s in stages[1:]]
@@ -234,7 +234,8 @@ def fit(gpu: GPUConfig, result: dict[str, Any], kinds: Sequence[CacheKind], conf
     products = ((2 * each["active_parameters"] / ranks, rates[fmt]) for fmt, each in result["formats"].items())
     seconds = [operations / rate for operations, rate in products if rate]
     weights_bytes = result["weights_bytes"]
-    serve = replace(config.serve, kv_cache_memory=max(gpu.memory - weights_bytes, 0), num_kvcache_blocks=None)
+    left = max(gpu.memory - weights_bytes, 0) * ranks  # of each
+    serve = replace(config.serve, kv_cache_memory=left, num_kvcache_blocks=None)
     pool = kv_pool(kinds, replace(config, serve=serve))
     return {
         "name": config.job.gpu,
@@ -256,7 +257,10 @@ def layouts(gpu: GPUConfig, config: Config, target: Target | None) -> Iterator[d
         if divides_heads(tensor, config.model.attention):
             parallel, level = replace(config.parallel, tensor=tensor), min(level_of(config), 1)
             divided = replace(config, parallel=parallel, level=level)
-            graph = compile_graph(divided, target=target)
+            try:
+                graph = compile_graph(divided, target=target)
+            except UnsupportedError:  # by the pass, which says of this number what the heads do not
+                continue
             result = sizes(graph, divided)
             weights_bytes = result["weights_bytes"]
             yield {"tensor": tensor, "weights_bytes": weights_bytes, **fit(gpu, result, cache_kinds(graph), divided)}

@@ -23,7 +23,8 @@ from atom.graph.ops import Op
 from atom.kernels.backend import Backend, Kernel, LoadContext, on_device
 
 LOOPBACK = "127.0.0.1"
-TIMEOUT = timedelta(minutes=5)  # of a collective: a rank that is gone ends it at once, and one that hangs is killed
+CONNECT = timedelta(seconds=30)  # for all ranks to be there, which have loaded their weights
+TIMEOUT = timedelta(minutes=5)  # of a collective; a rank that is gone ends it at once
 
 
 class GlooCommunicator:
@@ -32,10 +33,11 @@ class GlooCommunicator:
         gloo: Any = torch.distributed.ProcessGroupGloo  # whose stubs say little; one that no global state knows
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
-        options._timeout = TIMEOUT
+        options._timeout = CONNECT
         store = torch.distributed.FileStore(str(folder / "store"), num_ranks)  # type: ignore[attr-defined]
         self.num_ranks = num_ranks
         self._group = gloo(store, rank, num_ranks, options)
+        self._group._set_default_timeout(TIMEOUT)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)

@@ -5,8 +5,11 @@ It is the last in every order.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+from atom.errors import UnsupportedError
 from atom.graph import ops
-from atom.kernels.backend import Accepts, Backend, Kernel, accepts_all
+from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, accepts_all
 
 # ops whose bodies a compiler can trace: no state, no shape that depends on data
 COMPILED = frozenset({
@@ -21,4 +24,14 @@ def body_kernel(op: ops.Op, backend: str = "reference", accepts: Accepts = accep
     return Kernel(op, backend, accepts, lambda _: op.body, trace=op.body if op in COMPILED else None)
 
 
-BACKEND = Backend("reference", tuple(body_kernel(op) for op in ops.OPS.values() if not op.is_collective))
+def _no_collective(context: LoadContext) -> NoReturn:
+    raise UnsupportedError("collectives run on a communicator, and this device has none yet; there is: device=cpu")
+
+
+def _kernel(op: ops.Op) -> Kernel:
+    if op.is_collective:  # whose body takes the tensors of all ranks
+        return Kernel(op, "reference", lambda *_, **__: "runs on a communicator", _no_collective)
+    return body_kernel(op)
+
+
+BACKEND = Backend("reference", tuple(map(_kernel, ops.OPS.values())))

@@ -23,18 +23,18 @@ from typing import Any
 from torch.fx import Node
 
 from atom.errors import UnsupportedError
-from atom.graph import HEAD, Dequantize, Graph, Mesh, Offset, Once, Program, Quantize, Recipe, Regroup, Share, ops
+from atom.graph import HEAD, Dequantize, Graph, Mesh, Offset, Once, Program, Recipe, Regroup, Share, ops
 from atom.graph.formats import block_size, parse_format, with_block
-from atom.graph.graph import results_of
+from atom.graph.graph import call_of, results_of
 from atom.graph.ops import Op
-from atom.graph.parts import is_scaled_as_one
+from atom.graph.parts import aligned, is_scaled_as_one
 from atom.graph.recipes import cat, leaves, narrow
 from atom.passes.context import PassContext
 
 
 @dataclass(frozen=True)
 class Divided:
-    """How ranks hold a value: in equal parts, each of which so many neighbouring ranks have."""
+    """A value in equal parts. copies: neighbouring ranks that have the same one"""
 
     copies: int = 1
 
@@ -77,6 +77,7 @@ class _Writer:
         self._tables = tables  # weights whose rows are the vocabulary and are divided
         self._values: dict[Node, Node] = {}  # by node of the program
         self._states: dict[Node, State] = {}  # by node of the program
+        self._unpacked: list[str] = []  # why weights of the next call are plain
 
     def write(self) -> Program:
         for node in self._program.inputs:
@@ -107,7 +108,7 @@ class _Writer:
         share = self._share(table)
         offset = Offset("tensor", self._mesh.tensor, int(share.type.shape[0]))
         rows, kept = self._made.call(ops.local_tokens, tokens, offset, size=share.type.shape[0], name=("rows", "kept"))
-        x = self._made.call(ops.embedding, rows, share, name=node.name)
+        x = self._write(ops.embedding, rows, share, name=node.name)
         self._keep(node, self._made.call(ops.mask_rows, x, kept, name=node.name), PARTIAL)
         return None
 
@@ -118,7 +119,7 @@ class _Writer:
             return self._call(node, ops.linear, self._value(x), *own, state=PARTIAL)
         if weight in self._tables and _is_logits(node):
             own = self._share(weight), *(each and self._share(each) for each in bias)
-            part = self._made.call(ops.linear, self.whole(x), *own, name=node.name, **node.kwargs)
+            part = self._write(ops.linear, self.whole(x), *own, name=node.name, **node.kwargs)
             size = node.meta["type"].shape[-1]
             return self._keep(node, self._made.call(ops.all_gather, part, size=size, name=node.name), WHOLE)
         reader = _reader(node)
@@ -192,8 +193,12 @@ class _Writer:
         width = int(down.type.shape[2])
 
         def halves(recipe: Recipe, dim: int) -> Recipe:  # gate before up, each in parts
+            if self._mesh.size("width") == 1:
+                return recipe
             if recipe.type.fmt is not None:
-                recipe = _refined(recipe, dim, -(-width // self._mesh.size("width")))
+                holds = {part.holds for part in parse_format(recipe.type.fmt).parts.values()}
+                size = -(-width // self._mesh.size("width"))
+                recipe = Dequantize(recipe) if "tensor" in holds else _refined(recipe, dim, size)
             parts = [narrow(recipe, first, first + width, dim) for first in (0, width)]
             return cat(tuple(self._share(part, "width", dim) for part in parts), dim)
 
@@ -227,10 +232,16 @@ class _Writer:
     def _call(self, node: Node, op: Op, *args: Any, state: State, **changed: Any) -> None:
         """Write a call in place of a node, whose attributes it has but for those that changed."""
         results = results_of(node)
-        names = tuple(result.name for result in results)
-        made = self._made.call(op, *args, name=names, **{**node.kwargs, **changed})
+        made = self._write(op, *args, name=tuple(result.name for result in results), **{**node.kwargs, **changed})
         for result, value in zip(results, made if isinstance(made, tuple) else (made,), strict=True):
             self._keep(result, value, state)
+
+    def _write(self, op: Op, *args: Any, **kwargs: Any) -> Any:
+        made = self._made.call(op, *args, **kwargs)
+        if self._unpacked:
+            call_of(made[0] if isinstance(made, tuple) else made).meta["refused"] = self._unpacked
+            self._unpacked = []
+        return made
 
     def _copies(self, heads: int, weight: Recipe) -> int:
         """How many ranks have the same of so many heads."""
@@ -245,16 +256,22 @@ class _Writer:
         if ranks == 1:
             return recipe
         share = Share(recipe, axis, ranks, dim, copies)
-        is_padded = share.size * ranks > int(recipe.type.shape[dim]) * copies
-        if is_padded and recipe.type.fmt is not None and not isinstance(recipe, Quantize):
-            recipe = Dequantize(recipe)  # nothing stored is a packed zero
-        return replace(share, part=recipe if recipe.type.fmt is None else _refined(recipe, dim, share.size))
+        if recipe.type.fmt is not None:
+            is_padded = share.size * ranks > int(recipe.type.shape[dim]) * copies
+            made = Dequantize(recipe) if is_padded else _refined(recipe, dim, share.size)
+            if made.type.fmt is None:
+                self._unpacked.append(f"no parts of {share.size} in dim {dim} of {recipe.type.fmt}")
+            recipe = made
+        return replace(share, part=recipe)
 
 
 def _refined(recipe: Recipe, dim: int, size: int) -> Recipe:
     """A packed weight in blocks that divide parts of a size, its scales repeated; plain where it has no such blocks."""
+    recipe = aligned(recipe)
     fmt, shape = str(recipe.type.fmt), recipe.type.shape
     block, known = block_size(recipe.type, dim), parse_format(fmt)
+    if known.has_order and dim == len(shape) - 1:
+        return Dequantize(recipe)
     if is_scaled_as_one(recipe.type, dim) or (block is not None and size % block == 0):
         return recipe
     if block is None or any(part.holds not in ("elements", "blocks") for part in known.parts.values()):

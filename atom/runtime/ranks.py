@@ -27,6 +27,7 @@ import os
 import queue
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -40,9 +41,11 @@ from atom.errors import AtomError, EngineDeadError
 
 HEAD = struct.Struct("<I")
 BEAT_SECONDS = 1.0  # between a rank's heartbeats
-SILENT_SECONDS = 4.0  # after which a rank is taken for dead
-START_SECONDS = 60.0  # to its first heartbeat
-LINK = "from atom.runtime.ranks import RankLink; link = RankLink(); "  # beats while the rest is imported
+START_SECONDS = 120.0  # of silence while ranks start
+MAX_GAP = 1.0  # seconds that count of those between two looks at the clock: this process may have been stopped too
+# in the folder that drives, whatever it imports from; beats while the rest is imported
+LINK = "import os, sys; sys.path.insert(0, os.getcwd()); os.chdir({folder!r}); "
+LINK += "from atom.runtime.ranks import RankLink; link = RankLink(); "
 
 
 class Beat(msgspec.Struct, tag=True):
@@ -79,22 +82,32 @@ def read_frame(file: IO[bytes]) -> bytes | None:
 
 
 class Ranks:
-    """The other ranks, as the one sees them that drives. One thread tells and waits."""
+    """The other ranks, seen from the process that drives. One thread tells and waits."""
 
     def __init__(self, code: str, openings: Sequence[bytes]) -> None:
         """code: of the process of a rank, which has a `link`; its first frame is its opening"""
-        self._processes = [start_python(LINK + code, stderr=2, has_own_session=False) for _ in openings]
+        self.at_close: Callable[[], object] = lambda: None
+        self._processes: list[subprocess.Popen[bytes]] = []
         self._answers: queue.SimpleQueue[Done | None] = queue.SimpleQueue()  # None: a rank is dead
         self._fault: AtomError | None = None
         self._watchers: list[Callable[[AtomError], object]] = []
-        self._seen = [time.monotonic() + START_SECONDS - SILENT_SECONDS] * len(openings)
+        self._silent, self._most_silent = [0.0] * len(openings), START_SECONDS  # seconds, of each; before it is dead
         self._lock = threading.Lock()  # of the fault and who watches for it
         self._is_closing = threading.Event()
-        for rank in range(1, len(openings) + 1):
-            threading.Thread(target=self._read, args=(rank,), name=f"rank {rank}", daemon=True).start()
-        threading.Thread(target=self._watch_silence, name="ranks", daemon=True).start()
-        for process, opening in zip(self._processes, openings, strict=True):
-            self._write(process.stdin, opening)
+        link = LINK.format(folder=os.getcwd())
+        try:
+            for rank, opening in enumerate(openings, 1):
+                self._processes.append(start_python(link + code, stderr=2, has_own_session=False))
+                threading.Thread(target=self._read, args=(rank,), name=f"rank {rank}", daemon=True).start()
+                self._write(self._processes[-1].stdin, opening)
+            threading.Thread(target=self._watch_silence, name="ranks", daemon=True).start()
+        except BaseException:
+            self.close()
+            raise
+
+    def limit_silence(self, seconds: float) -> None:
+        """Take a rank for dead, from now on, that is silent for so long."""
+        self._most_silent = seconds
 
     def await_fault(self, seconds: float) -> AtomError | None:
         """Why the ranks cannot go on, where that shows within this time."""
@@ -136,7 +149,9 @@ class Ranks:
             callback(error)
 
     def close(self) -> None:
-        """End all ranks."""
+        """End all ranks; then call `at_close`."""
+        if self._is_closing.is_set():
+            return
         self._is_closing.set()
         self._kill()
         for process in self._processes:
@@ -144,6 +159,7 @@ class Ranks:
             for pipe in filter(None, (process.stdin, process.stdout)):
                 with contextlib.suppress(OSError):
                     pipe.close()
+        self.at_close()
 
     def _raise_fault(self) -> None:
         if self._fault is not None:
@@ -165,26 +181,29 @@ class Ranks:
         assert pipe is not None, "start_python opens it"
         with contextlib.suppress(OSError, ValueError, msgspec.DecodeError):
             while (frame := read_frame(pipe)) is not None:
-                self._seen[rank - 1] = time.monotonic()
+                self._silent[rank - 1] = 0.0
                 match decoder.decode(frame):
                     case Done() as done:
                         self._answers.put(done)
                     case Failed(kind, error):
-                        self.fail(error_of(kind, f"rank {rank}: {error}"))
+                        self.fail(error_of(kind, rank, error))
         self.fail(EngineDeadError(f"rank {rank} has ended"))
 
     def _watch_silence(self) -> None:
-        while not self._is_closing.wait(BEAT_SECONDS / 2) and self._fault is None:
-            silent = time.monotonic() - min(self._seen)
-            if silent > SILENT_SECONDS:
-                rank = self._seen.index(min(self._seen)) + 1
-                self.fail(EngineDeadError(f"rank {rank} has been silent for {silent:.1f} s"))
+        before = time.monotonic()
+        while not self._is_closing.wait(BEAT_SECONDS / 4) and self._fault is None:
+            now = time.monotonic()
+            gap, before = min(now - before, MAX_GAP), now
+            self._silent = [silent + gap for silent in self._silent]
+            if (longest := max(self._silent)) > self._most_silent:
+                rank = self._silent.index(longest) + 1
+                self.fail(EngineDeadError(f"rank {rank} has been silent for {longest:.1f} s"))
 
 
-def error_of(kind: str, text: str) -> AtomError:
-    """An error of atom's by its class name; EngineDeadError for one of others."""
+def error_of(kind: str, rank: int, text: str) -> AtomError:
+    """A rank's error of atom's, by its class name; EngineDeadError for one of others."""
     kinds = {each.__name__: each for each in AtomError.__subclasses__()}
-    return kinds.get(kind, EngineDeadError)(text)
+    return kinds[kind](f"rank {rank}: {text}") if kind in kinds else EngineDeadError(f"rank {rank}: {kind}: {text}")
 
 
 class RankLink:

@@ -80,6 +80,8 @@ class Runner:
                 str(fault or f"a step of several ranks failed: {type(error).__name__}: {error}")
             )
             self._ranks.fail(self._dead)
+            if not isinstance(error, Exception):
+                raise
             raise self._dead from error
 
     def _try(self, step: StepInput) -> Pending:

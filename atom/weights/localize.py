@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from atom.graph import Cat, Full, Offset, Once, Quantize, Recipe, Share, Slice, W
+from atom.graph import Cat, Full, Offset, Once, Recipe, Share, Slice, W
 from atom.graph.recipes import Constant, cat, narrow
 
 
@@ -39,8 +39,6 @@ def _padded(recipe: Recipe, start: int, stop: int, dim: int) -> Recipe:
     size = int(recipe.type.shape[dim])
     if stop <= size:
         return narrow(recipe, start, stop, dim)
-    if isinstance(recipe, Quantize):
-        return Quantize(_padded(recipe.part, start, stop, dim), recipe.fmt)
     shape = (*recipe.type.shape[:dim], stop - max(start, size), *recipe.type.shape[dim + 1 :])
     zeros = Full(0, replace(recipe.type, shape=shape))
     return zeros if start >= size else Cat((narrow(recipe, start, size, dim), zeros), dim)

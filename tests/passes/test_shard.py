@@ -22,14 +22,6 @@ from atom.passes.context import PassContext
 from atom.passes.shard import shard
 
 
-def ranks_of(name: str) -> int:
-    """The least number of ranks, beside one, that divides a variant's heads."""
-    config = tiny.config(name)
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    divides = (ranks for ranks in range(2, heads + 1) if heads % ranks == 0)
-    return next(ranks for ranks in divides if kv_heads % ranks == 0 or ranks % kv_heads == 0)
-
-
 def sharded(graph: Graph, mesh: Mesh) -> Graph:
     graph = shard(graph, PassContext.of(Target("cpu"), 0, mesh))
     verify(graph, ops.SEMANTIC)
@@ -57,12 +49,12 @@ def test_the_text_of_several_ranks_gives_the_logits_of_transformers(
     name: str, checkpoints: Callable[[str], Path], references: Any
 ):
     tokens = tiny.prompt(70)
-    made = logits_of_ranks([f"checkpoint={checkpoints(name)}", "dtype=fp32"], tokens, Mesh(ranks_of(name)))
+    made = logits_of_ranks([f"checkpoint={checkpoints(name)}", "dtype=fp32"], tokens, Mesh(tiny.num_ranks(name)))
     assert_same_logits(made[0], tiny.logits(references(name), tokens))
     assert all(torch.equal(made[0], other) for other in made[1:])
 
 
-MIXTURES = [name for name in tiny.VARIANTS if any("experts" in key for key in tiny.VARIANTS[name][1])]
+MIXTURES = list(filter(tiny.is_mixture, tiny.VARIANTS))
 
 
 @pytest.mark.parametrize(("name", "experts"), [*((name, 2) for name in MIXTURES), ("gpt_oss", 4), ("dots1", 4)])
@@ -70,7 +62,7 @@ def test_a_mesh_that_divides_experts_gives_the_logits_of_transformers(
     name: str, experts: int, checkpoints: Callable[[str], Path], references: Any
 ):
     heads = tiny.config(name).num_attention_heads
-    mesh = Mesh(tensor=4, experts=experts) if heads % 4 == 0 else Mesh(ranks_of(name), ranks_of(name))
+    mesh = Mesh(tensor=4, experts=experts) if heads % 4 == 0 else Mesh(tiny.num_ranks(name), tiny.num_ranks(name))
     tokens = tiny.prompt(33)
     made = logits_of_ranks([f"checkpoint={checkpoints(name)}", "dtype=fp32"], tokens, mesh)
     assert_same_logits(made[0], tiny.logits(references(name), tokens))

@@ -117,6 +117,8 @@ def save_talker(folder: Path, architecture: str, **changes: Any) -> None:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that commands run in, with what the pages speak of in it and beside it; costly jobs only start."""
     save_talker(tmp_path / "llama", "LlamaForCausalLM")
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    save_talker(tmp_path / "mixture", "Qwen3MoeForCausalLM", **experts)
     save_talker(tmp_path / "stablelm", "StableLmForCausalLM", layer_norm_eps=1e-5, use_qkv_bias=False)
     here = tmp_path / "here"
     (here / "my_conf" / "model").mkdir(parents=True)
@@ -248,7 +250,7 @@ def split_list(words: list[str], mark: str) -> list[list[str]]:
 
 def stand_in(word: str, folder: Path) -> str:
     """The word with a tiny checkpoint for one that is not here."""
-    name = "stablelm" if word.endswith("stablelm") else "llama"
+    name = "stablelm" if word.endswith("stablelm") else "mixture" if word.endswith("-A3B") else "llama"
     return re.sub(r"^(checkpoint=|)(/models/\w+|Qwen/[\w.-]+)$", rf"\1{folder}/{name}", word)
 
 

@@ -35,6 +35,30 @@ def load_once(*overrides: str) -> Config:
     return load(list(overrides))
 
 
+RANKS = {
+    "llama": (2, 1),
+    "deepseek_v3": (2, 1),
+    "gpt_oss": (4, 2),
+    "olmo2": (2, 1),
+    "qwen3_moe": (4, 4),
+    "gemma2": (2, 1),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_the_text_of_ranks_is_the_golden_one(name: str, folder: Path, request: pytest.FixtureRequest):
+    (folder / name).mkdir(exist_ok=True)
+    (folder / name / "config.json").write_text(json.dumps(tiny.config(name).to_dict()))
+    tensor, experts = RANKS[name]
+    config = load_once(f"model={name}", "model.layers=2", f"checkpoint={folder / name}", "dtype=bf16", "device=cpu",
+                       f"parallel.tensor={tensor}", f"parallel.experts={experts}")  # fmt: skip
+    text = show(compile_graph(replace(config, level=1), target=TARGET))
+    golden = GOLDEN / f"{name}.ranks.py"
+    if request.config.getoption("--update-golden"):
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
 @pytest.mark.parametrize("stage", ["semantic", "level_0", "level_1"])
 @pytest.mark.parametrize("name", [name for name in MODEL_FILES if name not in ABSTRACT])
 def test_the_text_is_the_golden_one(name: str, stage: str, folder: Path, request: pytest.FixtureRequest):

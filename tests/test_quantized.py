@@ -25,12 +25,15 @@ from compressed_tensors.quantization.utils import calculate_qparams, generate_gp
 from law import assert_same_logits
 from probe import logits_of
 from safetensors.torch import load_file, save_file
+from thread_ranks import ThreadRanks, thread_ranks
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from atom import LLMEngine, SamplingParams
 from atom.config.load import load
 from atom.errors import CheckpointError
+
+__all__ = ["thread_ranks"]
 
 Stored = dict[str, Tensor]  # by suffix behind the weight's name
 
@@ -298,6 +301,41 @@ def test_tokens_and_logits_are_those_of_the_weights_unpacked(
         tiny.assert_greedy(answer, tokens[:20], reference)
     finally:
         engine.close()
+
+
+RANKS: dict[str, dict[str, Any]] = {"tp2": {"tensor_parallel_size": 2}, "tp4": {"tensor_parallel_size": 4},
+                                   "tp4 ep2": {"parallel.tensor": 4, "parallel.experts": 2}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("variant", "layout", "ranks"),
+    [
+        *(("wide", layout, ranks) for layout in LAYOUTS for ranks in ("tp2",)),
+        *(("wide", layout, "tp4") for layout in ("deepseek", "FP8", "W4A16 asymmetric", "awq", "NVFP4")),
+        *(
+            ("wide_moe", layout, ranks)
+            for layout in ("deepseek", "FP8", "W8A8", "W4A16", "awq", "gptq", "quark MXFP4", "NVFP4")
+            for ranks in ("tp2", "tp4 ep2")
+        ),
+        *(("phi3", layout, "tp2") for layout in ("FP8", "deepseek", "gptq")),
+    ],
+)
+def test_ranks_have_parts_of_the_weights_as_they_are_stored(
+    variant: str, layout: str, ranks: str, thread_ranks: list[ThreadRanks], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.setitem(tiny.VARIANTS, "wide", ("Qwen3Config", WIDE))
+    monkeypatch.setitem(tiny.VARIANTS, "wide_moe", ("Qwen3MoeConfig", WIDE_MOE))
+    packed, plain = write(variant, LAYOUTS[layout], tmp_path)
+    tokens = tiny.prompt(30)
+    engine = open_engine(packed, 1, **RANKS[ranks])
+    try:
+        (answer,) = engine.generate([tokens], SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0))
+    finally:
+        engine.close()
+    expected = tiny.logits(tiny.reference(plain), tokens).log_softmax(-1)[torch.arange(29), tokens[1:]]
+    assert [each.logprob for each in answer["prompt_logprobs"][1:]] == pytest.approx(expected.tolist(), abs=2e-3)
+    assert len(thread_ranks) == 1
 
 
 SCALE = "model.layers.1.self_attn.q_proj.weight_scale_inv"

@@ -12,6 +12,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class Cache:
         self.folder = Path(os.path.realpath(folder.expanduser()))
         self.warnings: list[str] = []  # a line for each ignored entry and each failure to write
         self._private: tempfile.TemporaryDirectory[str] | None = None
+        self._making_private = threading.Lock()  # several threads may publish
 
     def find(self, kind: str, key: str) -> Path | None:
         """The folder of a trusted entry, None without one; an entry that is not trusted has a line in `warnings`.
@@ -133,7 +135,8 @@ class Cache:
             why = reason_of(error)
             self._warn(f"{self.folder} takes no entries ({why}): what is built is not kept for the next run")
         try:
-            self._private = self._private or tempfile.TemporaryDirectory(prefix="atom-run-")
+            with self._making_private:
+                self._private = self._private or tempfile.TemporaryDirectory(prefix="atom-run-")
             folder = Path(tempfile.mkdtemp(dir=self._private.name))
             fill_folder(folder, manifest, files)
         except OSError as error:

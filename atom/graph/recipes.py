@@ -484,6 +484,14 @@ def leaves(recipe: Recipe) -> Iterator[W]:
             yield from leaves(part)
 
 
+def slices(recipe: Recipe) -> Iterator[Slice]:
+    """The ranges of tensors that a recipe takes."""
+    if isinstance(recipe, Slice):
+        yield recipe
+    for part in _parts(recipe):
+        yield from slices(part)
+
+
 def ranked_parts(recipe: Recipe) -> Iterator[Ranked]:
     """What of a recipe each rank has of its own."""
     if isinstance(recipe, Ranked):

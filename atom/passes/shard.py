@@ -23,12 +23,12 @@ from typing import Any
 from torch.fx import Node
 
 from atom.errors import UnsupportedError
-from atom.graph import HEAD, Dequantize, Graph, Mesh, Offset, Once, Program, Recipe, Regroup, Share, ops
+from atom.graph import HEAD, Cat, Dequantize, Graph, Mesh, Offset, Once, Program, Recipe, Regroup, Share, Stack, ops
 from atom.graph.formats import block_size, parse_format, with_block
 from atom.graph.graph import call_of, results_of
 from atom.graph.ops import Op
-from atom.graph.parts import aligned, is_scaled_as_one
-from atom.graph.recipes import cat, leaves, narrow
+from atom.graph.parts import aligned, cuts_blocks, is_scaled_as_one
+from atom.graph.recipes import cat, leaves, narrow, slices
 from atom.passes.context import PassContext
 
 
@@ -268,6 +268,8 @@ class _Writer:
 def _refined(recipe: Recipe, dim: int, size: int) -> Recipe:
     """A packed weight in blocks that divide parts of a size, its scales repeated; plain where it has no such blocks."""
     recipe = aligned(recipe)
+    if any(cuts_blocks(each) for each in slices(recipe)):
+        return Dequantize(recipe)
     fmt, shape = str(recipe.type.fmt), recipe.type.shape
     block, known = block_size(recipe.type, dim), parse_format(fmt)
     if known.has_order and dim == len(shape) - 1:
@@ -278,7 +280,16 @@ def _refined(recipe: Recipe, dim: int, size: int) -> Recipe:
         return Dequantize(recipe)
     sizes = list(known.block)
     sizes[dim - len(shape)] = math.gcd(block, size)
-    return Regroup(recipe, with_block(fmt, *sizes))
+    return _regrouped(recipe, with_block(fmt, *sizes))
+
+
+def _regrouped(recipe: Recipe, fmt: str) -> Recipe:
+    """A packed weight in smaller blocks, each tensor by itself."""
+    if isinstance(recipe, Stack):
+        return replace(recipe, part=_regrouped(recipe.part, fmt))
+    if isinstance(recipe, Cat):
+        return replace(recipe, parts=tuple(_regrouped(part, fmt) for part in recipe.parts))
+    return Regroup(recipe, fmt)
 
 
 def _reader(value: Node, is_wide: bool = False) -> Any:

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -736,3 +737,13 @@ def test_members_that_leave_the_folder_or_are_no_files_are_refused(tmp_path: Pat
     (tmp_path / "bundle.tar").write_bytes(huge.tobuf(tarfile.GNU_FORMAT))
     with pytest.raises(ArtifactError, match="no plain file of the size that it says"):
         unpacked(tmp_path / "bundle.tar")
+
+
+def test_threads_may_publish_where_the_folder_takes_nothing(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    cache = Cache(tmp_path / "file" / "below")
+    with ThreadPoolExecutor(8) as pool:
+        keys = [f"{number:064x}" for number in range(24)]
+        folders = list(pool.map(lambda key: cache.publish("pieces", key, {"piece.so": key.encode()}, {}), keys))
+    assert [(folder / "piece.so").read_bytes() for folder in folders] == [key.encode() for key in keys]
+    cache.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,26 @@ def test_a_stage_that_is_none_or_not_the_text_s_is_refused(stage: str, kept: str
     texts, _ = texts_by_stage(configure("llama", 1), TARGETS["cpu"])
     with pytest.raises(ConfigError, match=reason):
         compile_graph(configure("llama", 1, show_saved(stage, texts[kept])), target=TARGETS["cpu"])
+
+
+def of_ranks(config: Config, tensor: int) -> Config:
+    return replace(config, parallel=replace(config.parallel, tensor=tensor))
+
+
+def test_a_text_of_ranks_runs_on_as_many(configure: Configure):
+    texts, whole = texts_by_stage(of_ranks(configure("llama", 1), 2), TARGETS["cpu"])
+    assert "all_reduce" in texts["shard"]
+    for stage in ("semantic", "shard", "lower_attention", "select_kernels"):
+        saved = of_ranks(configure("llama", 1, show_saved(stage, texts[stage])), 2)
+        assert renamed(compile_graph(saved, target=TARGETS["cpu"])) == renamed(whole)
+    saved = configure("llama", 1, show_saved("shard", texts["shard"]))
+    for tensor in (1, 4):
+        with pytest.raises(
+            ConfigError, match=r"mine.py is of other ranks, 2 along tensor: set parallel as it was saved"
+        ):
+            compile_graph(of_ranks(saved, tensor), target=TARGETS["cpu"])
+    alone, _ = texts_by_stage(configure("llama", 1), TARGETS["cpu"])
+    with pytest.raises(ConfigError, match=r"mine.py is of one rank, and parallel.tensor=2: save it with that"):
+        compile_graph(
+            of_ranks(configure("llama", 1, show_saved("fuse_qkv", alone["fuse_qkv"])), 2), target=TARGETS["cpu"]
+        )

@@ -61,7 +61,7 @@ def test_a_miss_and_a_hit_as_lines(run: Any, cache: Cache):
     assert lines[1:3] == [f"          miss: {FIRST}", "pieces    4, 3 of them distinct, 3 compiled"]
     seconds = r"seconds   key \d+\.\d\d, graph \d+\.\d\d, pieces \d+\.\d\d, publish \d+\.\d\d"
     assert len(lines) == 4 and re.fullmatch(seconds, lines[3])
-    started, done = err.splitlines()
+    started, done = (line for line in err.splitlines() if not line.endswith(".cpp"))  # a library, once a process
     assert started == "atom-run: compiling 3 pieces" and re.fullmatch(rf"{started}: done in \d+\.\d s", done)
     code, out, err = run()
     assert (code, err) == (0, "")
@@ -91,7 +91,7 @@ def test_what_is_wrong_with_the_cache_folder_is_reported(run: Any, cache: Cache)
 def test_a_folder_that_takes_nothing_is_reported_too(run: Any, tmp_path: Path):
     (tmp_path / "file").write_text("")
     code, out, err = run(f"cache={tmp_path}/file/below")
-    assert code == 0 and "3 compiled" in out
+    assert code == 0 and "3 compiled" in out, err
     what = "takes no entries (Not a directory): what is built is not kept for the next run"
     assert err.splitlines()[-1] == f"atom-run: {tmp_path}/file/below {what}"
 

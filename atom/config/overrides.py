@@ -59,6 +59,9 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
         refuse_to_come(key)
         if key == "model" and value and value[0] in "~/.":
             raise no_model(value)
+        if key == "parallel" and value and (sizes := ranks_of(value)):
+            result += sizes
+            continue
         if key in TEXTS and value is not None:
             value = quote(key, value, multirun)
         if key == "recipe" and value is not None and not (parsed := parse(f"{key}={value}")).is_sweep_override():
@@ -70,6 +73,14 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
         else:
             result.append(f"{sign}{key}" if value is None else f"{sign}{key}={value}")
     return [*rewrite(recipes), *result] if recipes else result
+
+
+def ranks_of(name: str) -> list[str]:
+    """The overrides of a parallel layout that has no file, as tp3 or tp6_ep; empty for other names."""
+    match = re.fullmatch(r"tp([1-9]\d*)(_ep)?", name)
+    if not match or (CONF / "parallel" / f"{name}.yaml").is_file():
+        return []
+    return [f"parallel.{field}={match[1]}" for field in ("tensor", "experts")[: 2 if match[2] else 1]]
 
 
 def as_override(text: str) -> str:

@@ -237,6 +237,7 @@ class _Writer:
             self._keep(result, value, state)
 
     def _write(self, op: Op, *args: Any, **kwargs: Any) -> Any:
+        """Write a call; with it, why weights of it are plain."""
         made = self._made.call(op, *args, **kwargs)
         if self._unpacked:
             call_of(made[0] if isinstance(made, tuple) else made).meta["refused"] = self._unpacked
@@ -314,15 +315,11 @@ def _reader_behind(user: Node, value: Node, is_wide: bool) -> Any:
 def _is_by_head(value: Node) -> bool:
     """Whether attention reads a value [T, N, D] head by head."""
     for user in value.users:
-        if user.target is ops.attention:
-            continue
-        if user.target is ops.mla_attention:
-            if value in user.args[:2]:
-                continue
-            return False
-        if user.target not in (ops.rms_norm, ops.layer_norm, ops.rope, ops.split) and user.op != "call_function":
-            return False
-        if not all(_is_by_head(result) for result in results_of(user)):
+        if user.target in (ops.rms_norm, ops.layer_norm, ops.rope, ops.split):
+            is_so = all(map(_is_by_head, results_of(user)))
+        else:  # of latent attention, the latent and the key that all heads share are whole
+            is_so = user.target is ops.attention or (user.target is ops.mla_attention and value in user.args[:2])
+        if not is_so:
             return False
     return True
 

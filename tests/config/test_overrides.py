@@ -92,6 +92,13 @@ def test_the_other_name_of_block_size():
     assert rewrite(["serve.kv_cache_block_size=32"]) == ["serve.block_size=32"]
 
 
+def test_a_parallel_layout_has_any_number_of_ranks():
+    assert rewrite(["parallel=tp2"]) == ["parallel=tp2"], "a file"
+    assert rewrite(["parallel=tp3"]) == ["parallel.tensor=3"]
+    assert rewrite(["parallel=tp6_ep"]) == ["parallel.tensor=6", "parallel.experts=6"]
+    assert rewrite(["parallel=mine"]) == ["parallel=mine"]
+
+
 def test_what_is_not_built_yet_is_refused():
     with pytest.raises(UnsupportedError, match="not built yet"):
         rewrite(["serve.port=8007"])

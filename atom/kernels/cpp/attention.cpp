@@ -35,12 +35,10 @@ Floats exp_of(Floats x) {
 
 struct Cache {
   int64_t block_size, kv_heads, dim;
-  int64_t padded() const { return (dim + LANES - 1) / LANES * LANES; }
-  /// Where the keys of a head begin, in elements; its values lie kv_heads * dim behind.
-  int64_t offset(const int32_t *table, int64_t position, int64_t head) const {
-    const int64_t slot = table[position / block_size] * block_size + position % block_size;
-    return (slot * 2 * kv_heads + head) * dim;
-  }
+  /// Vectors of a row, of which there are 4 at least: a power of 2.
+  int64_t vectors() const { return std::max<int64_t>(4, std::bit_ceil((uint64_t)(dim + LANES - 1) / LANES)); }
+  /// Where the entry of a place in a block begins, in elements: keys of all heads, then values.
+  int64_t offset(int64_t block, int64_t place) const { return (block * block_size + place) * 2 * kv_heads * dim; }
 };
 
 template <class T> void widen_row(const T *from, int64_t dim, float *to) {
@@ -60,54 +58,80 @@ struct Scores {
   float scale, softcap; // softcap: 0 for none
 };
 
-/// One part of a context, for the `group` query heads of a key/value head.
-/// q fp32[group, padded], sums fp32[group, padded] of values, tops and totals fp32[group] of the scores' exponentials
-template <class T>
+/// A head's row as vectors, zeros behind its end.
+template <class T, int V> void widen_vectors(const T *from, int64_t dim, Floats (&to)[V]) {
+  for (int64_t v = 0; v < V; ++v) {
+    if ((v + 1) * LANES <= dim) {
+      to[v] = widen_vector(from + v * LANES);
+      continue;
+    }
+    float rest[LANES] = {};
+    if (v * LANES < dim)
+      widen_row(from + v * LANES, dim - v * LANES, rest);
+    to[v] = load<Floats>(rest);
+  }
+}
+
+/// One part of a context, for the `group` query heads of a key/value head, of rows of V vectors.
+/// q fp32[group, V * LANES], sums as q, of values, tops and totals fp32[group] of the scores' exponentials
+template <class T, int V>
 void attend_part(const Cache &cache, const T *entries, const int32_t *table, int64_t head, int64_t begin, int64_t end, Scores rule,
                  int64_t group, const float *q, float *sums, float *tops, float *totals) {
-  const int64_t width = cache.padded(), vectors = width / LANES;
-  std::vector<float> row(width), scores(group * LANES);
+  constexpr int64_t width = V * LANES;
+  std::vector<float> scores(group * LANES);
+  Floats values[LANES][V];
   std::fill(sums, sums + group * width, 0.0f);
   std::fill(tops, tops + group, LOWEST);
   std::fill(totals, totals + group, 0.0f);
+  int64_t block = begin / cache.block_size, place = begin % cache.block_size;
   for (int64_t first = begin; first < end; first += LANES) {
     const int64_t count = std::min(LANES, end - first);
-    const T *keys[LANES];
     for (int64_t n = 0; n < count; ++n) {
-      keys[n] = entries + cache.offset(table, first + n, head);
-      widen_row(keys[n], cache.dim, row.data());
+      const T *entry = entries + cache.offset(table[block], place) + head * cache.dim;
+      if (++place == cache.block_size)
+        place = 0, ++block;
+      Floats key[V];
+      widen_vectors(entry, cache.dim, key);
       for (int64_t g = 0; g < group; ++g) {
         Floats sum{};
-        for (int64_t v = 0; v < vectors; ++v)
-          sum += load<Floats>(q + g * width + v * LANES) * load<Floats>(row.data() + v * LANES);
-        const float score = total(sum) * rule.scale;
-        scores[g * LANES + n] = rule.softcap ? rule.softcap * std::tanh(score / rule.softcap) : score;
+        for (int64_t v = 0; v < V; ++v)
+          sum += load<Floats>(q + g * width + v * LANES) * key[v];
+        scores[g * LANES + n] = total(sum) * rule.scale;
       }
+      widen_vectors(entry + cache.kv_heads * cache.dim, cache.dim, values[n]);
     }
     for (int64_t g = 0; g < group; ++g) {
       float *own = scores.data() + g * LANES;
-      const float top = std::max(tops[g], *std::max_element(own, own + count));
-      if (top > tops[g]) {
-        const float kept = std::exp(tops[g] - top);
-        totals[g] *= kept;
-        for (int64_t d = 0; d < width; ++d)
-          sums[g * width + d] *= kept;
-        tops[g] = top;
-      }
+      if (rule.softcap)
+        for (int64_t n = 0; n < count; ++n)
+          own[n] = rule.softcap * std::tanh(own[n] / rule.softcap);
       std::fill(own + count, own + LANES, -INFINITY);
+      const float top = std::max(tops[g], *std::max_element(own, own + count));
+      const float kept = top > tops[g] ? std::exp(tops[g] - top) : 1.0f;
+      tops[g] = top;
       const Floats shares = exp_of(load<Floats>(own) - top);
-      std::memcpy(own, &shares, sizeof shares);
+      narrow(shares, own);
       std::fill(own + count, own + LANES, 0.0f);
-      totals[g] += total(load<Floats>(own));
+      totals[g] = totals[g] * kept + total(load<Floats>(own));
+      Floats sum[V];
+      for (int64_t v = 0; v < V; ++v)
+        sum[v] = load<Floats>(sums + g * width + v * LANES) * kept;
+      for (int64_t n = 0; n < count; ++n)
+        for (int64_t v = 0; v < V; ++v)
+          sum[v] += values[n][v] * own[n];
+      for (int64_t v = 0; v < V; ++v)
+        narrow(sum[v], sums + g * width + v * LANES);
     }
-    for (int64_t n = 0; n < count; ++n) {
-      widen_row(keys[n] + cache.kv_heads * cache.dim, cache.dim, row.data());
-      for (int64_t g = 0; g < group; ++g)
-        for (int64_t v = 0; v < vectors; ++v) {
-          float *at = sums + g * width + v * LANES;
-          narrow(load<Floats>(at) + load<Floats>(row.data() + v * LANES) * scores[g * LANES + n], at);
-        }
-    }
+  }
+}
+
+/// Calls f with the number of vectors of a row of this many, which it may have more of.
+template <class F> void by_vectors(int64_t vectors, const F &f) {
+  switch (vectors) {
+  case 4: return f.template operator()<4>();
+  case 8: return f.template operator()<8>();
+  case 16: return f.template operator()<16>();
+  default: STD_TORCH_CHECK(false, "takes heads of up to 256 dims");
   }
 }
 
@@ -116,7 +140,7 @@ void attend_part(const Cache &cache, const T *entries, const int32_t *table, int
 Tensor paged_decode(const Tensor &q, const Tensor &stored, const Tensor &table, const Tensor &lengths,
                     const std::optional<Tensor> &sinks, double scale, double value_scale, int64_t window, double softcap) {
   const Cache cache{stored.size(1), stored.size(3), stored.size(4)};
-  const int64_t sequences = q.size(0), heads = q.size(1), group = heads / cache.kv_heads, width = cache.padded();
+  const int64_t sequences = q.size(0), heads = q.size(1), group = heads / cache.kv_heads, width = cache.vectors() * LANES;
   STD_TORCH_CHECK(q.is_contiguous() && stored.is_contiguous() && lengths.is_contiguous() && table.stride(1) == 1, "tensors have no gaps");
   struct Part {
     int64_t sequence, head, begin, end;
@@ -143,10 +167,12 @@ Tensor paged_decode(const Tensor &q, const Tensor &stored, const Tensor &table, 
     by_cache_dtype(stored, [&]<class T>() {
       for (int64_t p = begin; p < end; ++p) {
         const Part &part = parts[p];
-        attend_part<T>(cache, elements<T>(stored), elements<int32_t>(table) + part.sequence * table.stride(0), part.head, part.begin,
-                       part.end, Scores{(float)scale, (float)softcap}, group,
-                       wide.data() + (part.sequence * heads + part.head * group) * width, sums.data() + p * group * width,
-                       tops.data() + p * group, totals.data() + p * group);
+        by_vectors(cache.vectors(), [&]<int V>() {
+          attend_part<T, V>(cache, elements<T>(stored), elements<int32_t>(table) + part.sequence * table.stride(0), part.head,
+                            part.begin, part.end, Scores{(float)scale, (float)softcap}, group,
+                            wide.data() + (part.sequence * heads + part.head * group) * width, sums.data() + p * group * width,
+                            tops.data() + p * group, totals.data() + p * group);
+        });
       }
     });
   });

@@ -20,6 +20,8 @@ from atom.kernels.backend import LoadContext
 from atom.kernels.cpp.build import ATTENTION, load_library
 from atom.kernels.torch import attention, rope
 
+MAX_DIM = 256  # of a head in C++
+
 LIBRARY = library.Library("atom", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define(  # type: ignore[no-untyped-call]
     "paged_decode(Tensor q, Tensor cache, Tensor table, Tensor lengths, Tensor? sinks, float scale, float value_scale, "
@@ -46,7 +48,7 @@ class PagedAttention(attention.PagedAttention):
                  k_scale: Tensor | None = None, v_scale: Tensor | None = None, *, scale: float,
                  window: int | None = None, softcap: float | None = None) -> Tensor:  # fmt: skip
         """Shapes as in the op."""
-        if batch.num_single_query != len(q):
+        if batch.num_single_query != len(q) or q.shape[2] > MAX_DIM:
             return super().__call__(
                 q, cache, batch, sinks, k_scale, v_scale, scale=scale, window=window, softcap=softcap
             )

@@ -59,8 +59,21 @@ Floats widen_fp16(const void *from) {
 #endif
 }
 
+/// 16 elements of float32, bfloat16, float16 or e4m3, as float32.
+Floats widen_vector(const float *from) { return load<Floats>(from); }
+Floats widen_vector(const uint16_t *from) { return (Floats)(widen(load<Halves>(from)) << 16); }
+Floats widen_vector(const c10::Half *from) { return widen_fp16(from); }
+Floats widen_vector(const uint8_t *from) { // an e4m3's bits are 2^-120 times its value, but for its NaN
+  const Ints bits = widen(load<Bytes>(from)), size = bits & 0x7F;
+  const Floats value = (Floats)((bits & 0x80) << 24 | size << 20) * 0x1p120f;
+  return size == 0x7F ? Floats{} + NAN : value;
+}
+
 /// The sum of 16 numbers.
 float total(Floats x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)x);
+#endif
   using Eight = float __attribute__((vector_size(32)));
   using Four = float __attribute__((vector_size(16)));
   Eight eights[2];

@@ -39,7 +39,7 @@ def decodes(draw: st.DrawFn, dtype: torch.dtype = torch.float32) -> tuple[Case, 
     window = draw(st.sampled_from([None, None, 1, 5, 16, 130]))
     case = make_case(
         draw(st.lists(st.integers(1, 300), min_size=1, max_size=5)), [], kv_heads=kv_heads, heads=kv_heads * group,
-        dim=draw(st.sampled_from([8, 20, 36, 64])), block_size=draw(st.sampled_from([1, 3, 16, 32])), window=window,
+        dim=draw(st.sampled_from([8, 20, 36, 64, 80, 128, 200, 256])), block_size=draw(st.sampled_from([1, 3, 16, 32])), window=window,
         dtype=dtype, has_sinks=draw(st.booleans()), seed=draw(st.integers(0, 9)),
     )  # fmt: skip
     return case, {"scale": 0.3, "window": window, "softcap": draw(st.sampled_from([None, 1.5]))}
@@ -71,6 +71,11 @@ def test_what_lies_in_memory_of_others_changes_nothing(foreign: float):
 
 def test_steps_with_prompts_are_torch_s():
     case = make_case([20, 5], [(7, 30)], kv_heads=2, heads=4)
+    assert_equal(attend(case, scale=0.3), reference(case, scale=0.3))
+
+
+def test_heads_of_more_than_256_dims_are_torch_s():
+    case = make_case([20, 5], [], kv_heads=1, heads=2, dim=260)
     assert_equal(attend(case, scale=0.3), reference(case, scale=0.3))
 
 

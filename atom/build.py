@@ -120,7 +120,9 @@ def connect(ranks: Ranks, config: Config, folder: str) -> Communicator:
     """Connect all ranks, once their weights are loaded, and have them open their runners. folder: a private one"""
     ranks.wait()
     ranks.tell(folder.encode())
-    return connect_rank(config.device, 0, mesh_of(config).num_ranks, Path(folder))
+    communicator = connect_rank(config.device, 0, mesh_of(config).num_ranks, Path(folder))
+    communicator.watch(ranks.check)
+    return communicator
 
 
 def open_checked(config: Config, progress: Progress, opened: ExitStack) -> Checkpoint:

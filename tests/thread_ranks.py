@@ -51,6 +51,8 @@ class ThreadCommunicator:
     def all_gather(self, x: Tensor, *, size: int) -> Tensor:
         return self._meet(x, partial(ops.all_gather, size=size))
 
+    def watch(self, check: object) -> None: ...
+
 
 class ThreadRanks:
     def __init__(self, config: Config) -> None:

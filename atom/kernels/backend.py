@@ -50,6 +50,9 @@ class Communicator(Protocol):
     def all_gather(self, x: Tensor, *, size: int) -> Tensor:
         """The ranks' tensors side by side along the last dim, its first `size` columns."""
 
+    def watch(self, check: Callable[[], object]) -> None:
+        """Have a collective that waits call this now and then: it raises where a rank is gone."""
+
 
 class LoadContext:
     """What the kernels of a program share, such as memory kept from step to step: calls must run one after another."""

@@ -1,23 +1,29 @@
-"""The backend `gloo`: collectives of ranks on a CPU, over torch's process group.
+"""The backend `gloo`: collectives of ranks on a CPU.
 
     communicator = GlooCommunicator(rank=1, num_ranks=4, folder)     # of all ranks, at about the same time
     total = communicator.all_reduce(x)
 
-Nothing listens but on this host's loopback address; the ranks find each other by a file in a private folder.
+Small tensors meet in memory that the ranks share, where each waits for the others; larger ones take torch's gloo. The
+ranks find each other by files in a private folder, and nothing listens but on this host's loopback address.
 """
 
 from __future__ import annotations
 
+import mmap
+import os
+import platform
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor
 
-from atom.errors import UnsupportedError
+from atom.errors import EngineDeadError, UnsupportedError
 from atom.graph import ops
 from atom.graph.ops import Op
 from atom.kernels.backend import Backend, Kernel, LoadContext, on_device
@@ -25,6 +31,10 @@ from atom.kernels.backend import Backend, Kernel, LoadContext, on_device
 LOOPBACK = "127.0.0.1"
 CONNECT = timedelta(seconds=30)  # for all ranks to be there, which have loaded their weights
 TIMEOUT = timedelta(minutes=5)  # of a collective; a rank that is gone ends it at once
+SHARED_BYTES = 1 << 20  # of a tensor that goes through shared memory
+LINE = 64  # bytes of a cache line
+ORDERED = ("x86_64", "AMD64")  # processors that show others their writes in the order in which they were made
+SPINS = 20  # looks at a counter before the processor is given to others, and the other ranks are asked for
 
 
 class GlooCommunicator:
@@ -38,17 +48,71 @@ class GlooCommunicator:
         self.num_ranks = num_ranks
         self._group = gloo(store, rank, num_ranks, options)
         self._group._set_default_timeout(TIMEOUT)
+        self._shared = SharedMemory(rank, num_ranks, folder / "memory", self._barrier)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if self._shared.takes(x):
+            return ops.all_reduce(self._shared.exchange(x))  # type: ignore[no-any-return]
         total = x.clone(memory_format=torch.contiguous_format)
         self._group.allreduce([total]).wait()
         return total
 
     def all_gather(self, x: Tensor, *, size: int) -> Tensor:
         x = x.contiguous()
+        if self._shared.takes(x):
+            return ops.all_gather(self._shared.exchange(x), size=size).contiguous()  # type: ignore[no-any-return]
         parts = [torch.empty_like(x) for _ in range(self.num_ranks)]
         self._group.allgather([parts], [x]).wait()
-        return torch.cat(parts, -1)[..., :size].contiguous()
+        return ops.all_gather(parts, size=size).contiguous()  # type: ignore[no-any-return]
+
+    def watch(self, check: Callable[[], object]) -> None:
+        """Have a collective that waits call this, which raises where a rank is gone."""
+        self._shared.check = check
+
+    def _barrier(self) -> None:
+        self._group.barrier().wait()
+
+
+class SharedMemory:
+    """A place of each rank for two tensors in turns, and a counter of those that it has written.
+
+    A rank that writes its tensor number n has read number n - 1 of all others, each of which had read number n - 2 of
+    all before it wrote that: so two places are enough.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, file: Path, barrier: Callable[[], None]) -> None:
+        """barrier: waits for all ranks; they have the file open when this returns"""
+        self.check: Callable[[], object] = lambda: None
+        self._rank, self._number = rank, 0
+        self._is_ordered = platform.machine() in ORDERED
+        head = num_ranks * LINE
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.ftruncate(descriptor, head + num_ranks * 2 * SHARED_BYTES)
+        memory = mmap.mmap(descriptor, 0)
+        os.close(descriptor)
+        barrier()
+        self._counters = np.frombuffer(memory, np.int64, head // 8)[:: LINE // 8]
+        self._places = torch.frombuffer(memory, dtype=torch.uint8, offset=head).view(num_ranks, 2, SHARED_BYTES)
+
+    def takes(self, x: Tensor) -> bool:
+        return self._is_ordered and 0 < x.nbytes <= SHARED_BYTES
+
+    def exchange(self, x: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, to be read before the next call."""
+        self._number += 1
+        turn, number, counters = self._number % 2, self._number, self._counters
+        shown = [place[turn, : x.nbytes].view(x.dtype).view(x.shape) for place in self._places]
+        shown[self._rank].copy_(x)
+        counters[self._rank] = number
+        end, spins = time.monotonic() + TIMEOUT.total_seconds(), 0
+        while counters.min() < number:
+            spins += 1
+            if spins % SPINS == 0:
+                os.sched_yield()
+                self.check()
+                if time.monotonic() > end:
+                    raise EngineDeadError(f"a rank has not come to a collective for {TIMEOUT}")
+        return shown
 
 
 def _kernel(op: Op) -> Kernel:

@@ -126,7 +126,7 @@ class Ranks:
 
     def tell(self, body: bytes) -> None:
         """Send all ranks a frame. The error of the one that is dead, if one is."""
-        self._raise_fault()
+        self.check()
         for process in self._processes:
             self._write(process.stdin, body)
 
@@ -135,7 +135,7 @@ class Ranks:
         for _ in self._processes:
             if self._answers.get() is None:
                 self._answers.put(None)
-                self._raise_fault()
+                self.check()
 
     def fail(self, error: AtomError) -> None:
         """End all ranks for a reason, unless they have ended for another one."""
@@ -161,7 +161,8 @@ class Ranks:
                     pipe.close()
         self.at_close()
 
-    def _raise_fault(self) -> None:
+    def check(self) -> None:
+        """Raise why the ranks cannot go on, if they cannot."""
         if self._fault is not None:
             raise self._fault
 

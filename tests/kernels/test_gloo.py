@@ -1,0 +1,82 @@
+"""Collectives on a CPU, in threads that each are a rank, through shared memory and through gloo."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from atom.errors import EngineDeadError
+from atom.kernels.gloo import SHARED_BYTES, GlooCommunicator
+
+FITS = SHARED_BYTES // 4  # elements of float32
+Run = Callable[[Callable[[int, GlooCommunicator], Any]], list[Any]]
+
+
+@pytest.fixture(params=[2, 3])
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    """Runs a function on each rank, of its number and communicator; what each gives."""
+    ranks = range(request.param)
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        made = list(pool.map(lambda rank: GlooCommunicator(rank, len(ranks), tmp_path), ranks))
+        yield lambda work: list(pool.map(lambda rank: work(rank, made[rank]), ranks))
+
+
+def of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (1, FITS), (1, FITS + 1), (0, 5), (513, 577)])
+def test_a_sum_is_that_of_all_ranks_and_the_same_on_each(shape: tuple[int, ...], dtype: torch.dtype, run: Run):
+    sums = run(lambda rank, communicator: communicator.all_reduce(of(rank, shape, dtype)))
+    exact = torch.stack([of(rank, shape, dtype).double() for rank in range(len(sums))]).sum(0)
+    assert all(torch.equal(each, sums[0]) for each in sums[1:])
+    assert sums[0].dtype == dtype and sums[0].shape == shape
+    assert torch.allclose(sums[0].double(), exact, rtol=3 * torch.finfo(dtype).eps, atol=6 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("columns", [1, 5, FITS // 2 + 1])
+def test_parts_are_side_by_side_without_padding(columns: int, run: Run):
+    whole = run(
+        lambda rank, communicator: communicator.all_gather(of(rank, (2, columns), torch.float32), size=columns + 1)
+    )
+    expected = torch.hstack([of(rank, (2, columns), torch.float32) for rank in range(len(whole))])[:, : columns + 1]
+    assert all(torch.equal(each, expected) and each.is_contiguous() for each in whole)
+
+
+def test_ranks_that_come_early_and_late_never_read_another_s_next_tensor(run: Run):
+    def work(rank: int, communicator: GlooCommunicator) -> list[float]:
+        delays, totals = random.Random(rank), []
+        for number in range(300):
+            if delays.random() < 0.05:
+                time.sleep(0.002)
+            x = torch.full((1 + number % 7,), float(number * (rank + 1)))
+            totals.append(communicator.all_reduce(x).unique().item())
+        return totals
+
+    found = run(work)
+    factor = sum(range(1, len(found) + 1))
+    assert all(totals == [number * factor for number in range(300)] for totals in found)
+
+
+def test_a_rank_that_waits_is_told_of_one_that_is_gone(run: Run):
+    def work(rank: int, communicator: GlooCommunicator) -> str:
+        def check() -> None:
+            raise EngineDeadError("rank 1 has ended")
+
+        if rank == 1:
+            return "gone"
+        communicator.watch(check)
+        with pytest.raises(EngineDeadError, match="rank 1 has ended"):
+            communicator.all_reduce(torch.ones(3))
+        return "told"
+
+    assert set(run(work)) == {"gone", "told"}

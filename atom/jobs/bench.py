@@ -24,7 +24,7 @@ from rich.console import Console
 import atom
 from atom.build import compile_with, open_engine
 from atom.checkpoint import RichProgress
-from atom.compiler import Compiled
+from atom.compiler import Compiled, mesh_of
 from atom.config import Config
 from atom.config.overrides import hide_secret
 from atom.gc_utils import settle
@@ -102,6 +102,8 @@ def open_warm(config: Config) -> tuple[Draw, Compiled, dict[str, Costs], Limits,
     draw, progress = open_workload(config), RichProgress()
     compiled = compile_with(config, progress)
     limits = measure_limits(config.device, config.dtype)  # before an engine takes the memory
+    if config.device == "cpu":  # which ranks share
+        limits = limits.of_each(mesh_of(config).num_ranks)
     engine = open_engine(config, progress, compiled)
     for _ in range(config.job.num_warmups):
         answer(engine, draw(engine), config)

@@ -55,6 +55,10 @@ class Limits:
     bandwidth: float  # bytes/s read
     flops: float  # FLOP/s of matrix products, in the dtype of the run
 
+    def of_each(self, ranks: int) -> Limits:
+        """What each of several ranks has of a machine that they share."""
+        return Limits(self.bandwidth / ranks, self.flops / ranks)
+
     def seconds(self, work: Work) -> float:
         """The least seconds of some work, where reading and computing overlap."""
         return max(work.bytes / self.bandwidth, work.flops / self.flops)

@@ -107,13 +107,18 @@ def start_ranks(config: Config, compiled: Compiled, started: ExitStack) -> Ranks
         return None
     before = torch.get_num_threads()
     num_threads = max(before // num_ranks, 1)  # they share the cores
-    config, text = replace(config, level=compiled.level), digest(show(compiled.graph))
+    config, text = replace(config, level=compiled.level), digest_of(compiled.graph)
     openings = [RankOpening(config, rank, num_threads, text) for rank in range(1, num_ranks)]
     ranks = Ranks("from atom.rank import main; main(link)", list(map(msgspec.msgpack.encode, openings)))
     ranks.at_close = functools.partial(torch.set_num_threads, before)
     started.callback(ranks.close)
     torch.set_num_threads(num_threads)
     return ranks
+
+
+def digest_of(graph: Graph) -> str:
+    """The digest of a text without its comments, which an artifact does not keep."""
+    return digest("\n".join(line.partition("    # ")[0] for line in show(graph).splitlines()))
 
 
 def connect(ranks: Ranks, config: Config, folder: str) -> Communicator:

@@ -19,16 +19,15 @@ import torch
 from atom.build import (
     RankOpening,
     compile_with,
+    digest_of,
     load_weights,
     open_checked,
     open_runner,
 )
-from atom.cache import digest
 from atom.checkpoint import SilentProgress
 from atom.compiler import mesh_of
 from atom.errors import ArtifactError, AtomError
 from atom.gc_utils import no_collection, settle
-from atom.graph import show
 from atom.kernels import connect_rank
 from atom.runtime.ranks import RankLink
 from atom.runtime.runner import Runner
@@ -59,7 +58,7 @@ def open_rank(link: RankLink) -> Runner:
     with ExitStack() as opened, contextlib.redirect_stderr(io.StringIO()):  # the driver has said the same
         checkpoint = open_checked(config, progress, opened)
         compiled = compile_with(config, progress, checkpoint)
-        if digest(show(compiled.graph)) != opening.text:
+        if digest_of(compiled.graph) != opening.text:
             raise ArtifactError(
                 "it has compiled another text than the process that drives: is the cache folder shared?"
             )

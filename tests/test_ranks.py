@@ -20,9 +20,11 @@ import torch
 import transformers
 from thread_ranks import ThreadRanks, thread_ranks
 
-from atom import LLMEngine, SamplingParams
-from atom.compiler import compile
+from atom import LLMEngine, SamplingParams, build
+from atom.compiler import compile, compile_graph, compile_model
+from atom.config.load import load
 from atom.errors import AtomError, CapacityError, ConfigError, EngineDeadError, UnsupportedError
+from atom.graph import show
 from atom.pieces import compile_pieces
 from atom.runtime.ranks import Ranks
 
@@ -233,6 +235,18 @@ def test_the_ranks_of_a_compiled_model_compile_nothing(
         tokens.append([answer["token_ids"] for answer in engine.generate(prompts, GREEDY)])
         engine.close()
     assert len(compiled) == 1 and tokens[0] == tokens[1]
+    fields = [
+        f"checkpoint={checkpoints('llama')}",
+        "dtype=fp32",
+        "level=2",
+        f"cache={tmp_path}",
+        "device=cpu",
+        "parallel=tp2",
+    ]
+    config = load([*fields, "serve.kv_cache_memory=4194304"])
+    of_cache = compile_model(config)
+    assert of_cache.report.hit and show(of_cache.graph) != show(compile_graph(config)), "comments are not kept"
+    assert build.digest_of(of_cache.graph) == build.digest_of(compile_graph(config)), "by which ranks are compared"
     alone = LLMEngine(str(checkpoints("llama")), dtype="fp32", level=1, kv_cache_memory=1 << 22)
     assert tokens[0] == [answer["token_ids"] for answer in alone.generate(prompts, GREEDY)]
 

@@ -67,28 +67,26 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
         else:
             with TemporaryDirectory(prefix="atom-run-") as folder:
                 communicator = connect(ranks, config, folder)
-                runner, num_blocks = open_runner(compiled, tensors, config, progress, None, communicator, ranks)
+                runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, communicator, ranks)
                 ranks.wait()
             ranks.limit_silence(config.serve.http.heartbeat_seconds)
-        started.pop_all()  # nothing fails from here on
-    serve = config.serve
-    cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
-    scheduler = Scheduler(cache, limits_of(config), runner.run_ahead)
-    print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
-    if text := _describe_sampling(config):
-        print(f"atom-run: {text}", file=sys.stderr)
-    engine = Engine(
-        runner,
-        scheduler,
-        StepBuilder(runner.capacity),
-        vocabulary,
-        seed=config.seed,
-        profiler=Profiler(serve.torch_profiler_dir, is_detailed=serve.profiler_more),
-        ranks=ranks,
-    )
-    if ranks is not None:
-        weakref.finalize(engine, ranks.close)
-    return engine
+        serve = config.serve
+        cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
+        scheduler = Scheduler(cache, limits_of(config), runner.run_ahead)
+        print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
+        if text := _describe_sampling(config):
+            print(f"atom-run: {text}", file=sys.stderr)
+        engine = Engine(
+            runner,
+            scheduler,
+            StepBuilder(runner.capacity),
+            vocabulary,
+            seed=config.seed,
+            profiler=Profiler(serve.torch_profiler_dir, is_detailed=serve.profiler_more),
+            ranks=ranks,
+        )
+        weakref.finalize(engine, started.pop_all().close)  # what the stack would end now ends with the engine
+        return engine
 
 
 class RankOpening(msgspec.Struct):

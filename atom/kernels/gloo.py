@@ -87,7 +87,7 @@ class SharedMemory:
         self._is_ordered = platform.machine() in ORDERED
         head = num_ranks * LINE
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.ftruncate(descriptor, head + num_ranks * 2 * SHARED_BYTES)
+        os.posix_fallocate(descriptor, 0, head + num_ranks * 2 * SHARED_BYTES)  # now, not when it is written
         memory = mmap.mmap(descriptor, 0)
         os.close(descriptor)
         barrier()

@@ -117,6 +117,23 @@ def references(checkpoints: Callable[[str], Path]) -> Callable[[str], Any]:
     return get
 
 
+@pytest.fixture
+def open_engine(checkpoints: Callable[[str], Path]) -> Iterator[Callable[..., Any]]:
+    """Engines on tiny variants in float32, with a small KV pool; closed behind the test."""
+    from atom import LLMEngine
+
+    opened: list[LLMEngine] = []
+
+    def open(name: str, **fields: Any) -> LLMEngine:
+        pool = {} if "num_kvcache_blocks" in fields else {"kv_cache_memory": 1 << 22}
+        opened.append(LLMEngine(model=str(checkpoints(name)), **{"dtype": "fp32", "level": 1, **pool, **fields}))
+        return opened[-1]
+
+    yield open
+    for engine in opened:
+        engine.close()
+
+
 @pytest.fixture(scope="session")
 def embedded_gguf() -> Path:
     """The embedded default's GGUF, fetched to the cache folder that users have too."""

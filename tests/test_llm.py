@@ -6,7 +6,7 @@ import contextlib
 import gzip
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,6 @@ SCHEDULED = {  # by level, the others are slow: at 0 each kind of cache and of l
 FP16 = {0: ["qwen3"], 1: ["deepseek_v3", "gemma2", "gpt_oss", "qwen3", "starcoder2"]}  # by level, the others are slow
 
 Open = Callable[..., LLMEngine]
-
-
-@pytest.fixture
-def open_engine(checkpoints: Callable[[str], Path]) -> Iterator[Open]:
-    """Engines on tiny variants in float32, with a small KV pool; closed behind the test."""
-    opened: list[LLMEngine] = []
-
-    def open(name: str, **fields: Any) -> LLMEngine:
-        pool = {} if "num_kvcache_blocks" in fields else {"kv_cache_memory": 1 << 22}
-        opened.append(LLMEngine(model=str(checkpoints(name)), **{"dtype": "fp32", "level": 1, **pool, **fields}))
-        return opened[-1]
-
-    yield open
-    for engine in opened:
-        engine.close()
 
 
 def assert_greedy(answers: list[dict[str, Any]], prompts: list[list[int]], model: Any) -> None:

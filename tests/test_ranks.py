@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -34,20 +34,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 Open = Callable[..., LLMEngine]
 EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max_num_batched_tokens": 16,
             "enable_prefix_caching": True}  # fmt: skip
-
-
-@pytest.fixture
-def open_engine(checkpoints: Callable[[str], Path]) -> Iterator[Open]:
-    opened: list[LLMEngine] = []
-
-    def open(name: str, **fields: Any) -> LLMEngine:
-        pool = {} if "num_kvcache_blocks" in fields else {"kv_cache_memory": 1 << 22}
-        opened.append(LLMEngine(model=str(checkpoints(name)), **{"dtype": "fp32", "level": 1, **pool, **fields}))
-        return opened[-1]
-
-    yield open
-    for engine in opened:
-        engine.close()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import asking
 import pytest
 import serving
 import tokenizers
+import wire
 from asking import CHAT, COMPLETIONS, Answer
 from serving import Server
 from tokenizers import processors
@@ -195,7 +195,7 @@ def reaches_log(path: str, base: dict[str, Any]) -> Row:
         asking.post(server, path, base | {"user": f"somebody at {path}"})
         asking.post(server, path, base | {"user": f"another at {path}"})
         line = f'"user":"somebody at {path}"'
-        wait_until(lambda: line in server.log.read_text())
+        wire.wait_until(lambda: line in server.log.read_text())
         assert server.log.read_text().count(line) == 1
 
     return check
@@ -232,22 +232,15 @@ def goes_first(path: str, base: dict[str, Any]) -> Row:
         with asking.begin(server, path, base | {"max_tokens": 7000, "ignore_eos": True}):  # leaves no room
             for priority in (5, 1):
                 running.append(ask(priority))
-                wait_until(lambda: asking.num_waiting(server) == len(running))
+                wire.wait_until(lambda: asking.num_waiting(server) == len(running))
         for thread in running:
             thread.join()
         first, second = (f'"id":"{answers[priority].body["id"]}"' for priority in (1, 5))
-        wait_until(lambda: first in server.log.read_text() and second in server.log.read_text())
+        wire.wait_until(lambda: first in server.log.read_text() and second in server.log.read_text())
         log = server.log.read_text()
         assert log.index(first) < log.index(second)
 
     return check
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < end, "it takes too long"
-        time.sleep(0.02)
 
 
 def schema_of(**properties: Any) -> dict[str, Any]:

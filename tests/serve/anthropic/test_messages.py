@@ -10,6 +10,7 @@ from typing import Any
 
 import anthropic
 import pytest
+import wire
 from serving import Server
 
 ASK: dict[str, Any] = {"model": "talker", "max_tokens": 24, "messages": [{"role": "user", "content": "Hello"}]}
@@ -142,7 +143,7 @@ def test_an_answer_can_be_begun_for_the_model(client: anthropic.Anthropic, serve
 
 def test_the_user_goes_to_the_log(server: Server, client: anthropic.Anthropic):
     client.messages.create(**ASK, metadata={"user_id": "user-of-the-log"})
-    assert "user-of-the-log" in server.log.read_text()
+    wire.wait_until(lambda: "user-of-the-log" in server.log.read_text())
 
 
 @pytest.mark.parametrize(

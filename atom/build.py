@@ -30,6 +30,8 @@ from atom.gc_utils import no_collection
 from atom.graph import Graph, Recipe, W, show
 from atom.kernels import Communicator, connect_rank, find_tuner
 from atom.runtime import memory
+from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
+from atom.runtime.driver import Driver
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
 from atom.runtime.kv_scales import PROMPT, KVScales, ScaleStore
@@ -62,24 +64,26 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             tensors = load_weights(graph, checkpoint, config, progress)
             vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
             measure = find_kv_scales(KVScales(graph, tensors), checkpoint, vocabulary, config)
+        serve, mesh = config.serve, mesh_of(config)
         if ranks is None:
             runner, num_blocks = open_runner(compiled, tensors, config, progress, measure)
         else:
             with TemporaryDirectory(prefix="atom-run-") as folder:
                 communicator = connect(ranks, config, folder)
-                runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, communicator, ranks)
+                runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, communicator)
                 ranks.wait()
-            ranks.limit_silence(config.serve.http.heartbeat_seconds)
-        serve = config.serve
-        cache = KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
-        scheduler = Scheduler(cache, limits_of(config), runner.run_ahead)
+            ranks.limit_silence(serve.http.heartbeat_seconds)
+        caching = serve.enable_prefix_caching
+        caches = [KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=caching) for _ in mesh.leaders]
+        schedulers = [Scheduler(cache, limits_of(config), runner.run_ahead) for cache in caches]
+        builders = [StepBuilder(runner.capacity) for _ in mesh.leaders]
         print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
         if text := _describe_sampling(config):
             print(f"atom-run: {text}", file=sys.stderr)
         engine = Engine(
-            runner,
-            scheduler,
-            StepBuilder(runner.capacity),
+            runner if ranks is None else Driver(runner, ranks, mesh),
+            schedulers[0] if ranks is None else DataParallelScheduler(schedulers),
+            builders[0] if ranks is None else DataParallelBuilder(builders),
             vocabulary,
             seed=config.seed,
             profiler=Profiler(serve.torch_profiler_dir, is_detailed=serve.profiler_more),
@@ -122,8 +126,9 @@ def digest_of(graph: Graph) -> str:
 def connect(ranks: Ranks, config: Config, folder: str) -> Communicator:
     """Connect all ranks, once their weights are loaded, and have them open their runners. folder: a private one"""
     ranks.wait()
-    ranks.tell(folder.encode())
-    communicator = connect_rank(config.device, 0, mesh_of(config).num_ranks, Path(folder))
+    mesh = mesh_of(config)
+    ranks.tell([folder.encode()] * (mesh.num_ranks - 1))
+    communicator = connect_rank(config.device, 0, mesh, Path(folder))
     communicator.watch(ranks.check)
     return communicator
 
@@ -279,7 +284,6 @@ def open_runner(
     progress: Progress,
     measure: Callable[[Model], object] | None = None,
     communicator: Communicator | None = None,
-    ranks: Ranks | None = None,
 ) -> tuple[Runner, dict[str, int]]:
     """Open the runner; with it the KV blocks. On a GPU its graphs are captured, and the pool takes the free memory.
 
@@ -289,7 +293,7 @@ def open_runner(
     with nullcontext() if is_cpu else memory.no_memory_at_start(serve):
         bindings = Bindings(tensors, compiled.code, communicator=communicator)
         model = Model(compiled.graph, bindings, serve.block_size, limits_of(config), device=config.device)
-        runner = Runner(model, ranks=ranks)
+        runner = Runner(model)
         num_blocks = plan_kv(kinds, config) if is_cpu else {kind.name: 2 for kind in kinds}  # to walk through steps
         runner.bind(num_blocks)
         if is_cpu:

@@ -37,11 +37,13 @@ from atom.runtime.step_input import StepInput
 def main(link: RankLink) -> None:
     """Serve as a rank, until the driver ends."""
     try:
-        runner = open_rank(link)
+        runner, is_leader = open_rank(link)
         link.done()
         decoder = msgspec.msgpack.Decoder(StepInput)
         while True:
-            runner.execute(decoder.decode(link.receive())).wait()
+            sampled = runner.execute(decoder.decode(link.receive())).wait()
+            if is_leader:
+                link.answer(msgspec.msgpack.encode(sampled))
     except Exception as error:
         if not isinstance(error, AtomError):
             traceback.print_exc()
@@ -50,10 +52,13 @@ def main(link: RankLink) -> None:
 
 
 @no_collection()
-def open_rank(link: RankLink) -> Runner:
-    """Open the model of the opening that the driver sends, and connect to the other ranks."""
+def open_rank(link: RankLink) -> tuple[Runner, bool]:
+    """Open the model of the opening that the driver sends, and connect to the other ranks.
+
+    Gives the runner, and whether the driver needs what it samples: that of a data group beside its own.
+    """
     opening = msgspec.msgpack.decode(link.receive(), type=RankOpening)
-    config, progress, num_ranks = opening.config, SilentProgress(), mesh_of(opening.config).num_ranks
+    config, progress, mesh = opening.config, SilentProgress(), mesh_of(opening.config)
     torch.set_num_threads(opening.num_threads)
     with ExitStack() as opened, contextlib.redirect_stderr(io.StringIO()):  # the driver has said the same
         checkpoint = open_checked(config, progress, opened)
@@ -64,7 +69,7 @@ def open_rank(link: RankLink) -> Runner:
             )
         tensors = load_weights(compiled.graph, checkpoint, config, progress, opening.rank)
     link.done()
-    communicator = connect_rank(config.device, opening.rank, num_ranks, Path(link.receive().decode()))
+    communicator = connect_rank(config.device, opening.rank, mesh, Path(link.receive().decode()))
     runner, _ = open_runner(compiled, tensors, config, progress, communicator=communicator)
     settle()
-    return runner
+    return runner, opening.rank in mesh.leaders

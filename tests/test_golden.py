@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import tiny
 from atom.compiler import compile_graph, semantic_graph
 from atom.config import Config
 from atom.config.load import load
-from atom.graph import show
+from atom.graph import Mesh, show
 from atom.kernels import Target
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -36,12 +36,12 @@ def load_once(*overrides: str) -> Config:
 
 
 RANKS = {
-    "llama": (2, 1),
-    "deepseek_v3": (2, 1),
-    "gpt_oss": (4, 2),
-    "olmo2": (2, 1),
-    "qwen3_moe": (4, 4),
-    "gemma2": (2, 1),
+    "llama": Mesh(2),
+    "deepseek_v3": Mesh(2, experts=2, data=2),
+    "gpt_oss": Mesh(4, experts=2),
+    "olmo2": Mesh(2),
+    "qwen3_moe": Mesh(4, experts=4),
+    "gemma2": Mesh(2),
 }
 
 
@@ -49,9 +49,8 @@ RANKS = {
 def test_the_text_of_ranks_is_the_golden_one(name: str, folder: Path, request: pytest.FixtureRequest):
     (folder / name).mkdir(exist_ok=True)
     (folder / name / "config.json").write_text(json.dumps(tiny.config(name).to_dict()))
-    tensor, experts = RANKS[name]
     config = load_once(f"model={name}", "model.layers=2", f"checkpoint={folder / name}", "dtype=bf16", "device=cpu",
-                       f"parallel.tensor={tensor}", f"parallel.experts={experts}")  # fmt: skip
+                       *(f"parallel.{axis}={size}" for axis, size in asdict(RANKS[name]).items()))  # fmt: skip
     text = show(compile_graph(replace(config, level=1), target=TARGET))
     golden = GOLDEN / f"{name}.ranks.py"
     if request.config.getoption("--update-golden"):

@@ -51,8 +51,35 @@ def test_ranks_generate_the_tokens_of_the_reference(
             tiny.assert_greedy(answer, prompt, references(name))
     metrics = engine.metrics.scheduler
     assert metrics.num_chunks > 0 and metrics.num_prefix_hit_tokens > 0
-    has_window_alone = all(pool.window is not None for pool in engine._engine.scheduler.cache.pools)
+    has_window_alone = all(pool.window is not None for pool in engine._engine.scheduler.groups[0].cache.pools)
     assert metrics.num_preemptions > 0 or has_window_alone
+    assert thread_ranks[0].meeting.num_collectives > 2 * metrics.num_steps
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 2}),
+        ("qwen3_moe", {"parallel.data": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("deepseek_v3", {"parallel.data": 3}),
+        ("gpt_oss", {"parallel.data": 2, "parallel.experts": 2}),
+    ],
+)
+def test_groups_generate_the_tokens_of_the_reference(
+    name: str, fields: dict[str, Any], thread_ranks: list[ThreadRanks], open_engine: Open, references: Any
+):
+    engine = open_engine(name, **EVENTFUL, **fields)
+    shared = tiny.prompt(30)
+    prompts = [
+        shared,
+        *(tiny.prompt(1 + 9 * seed, seed=seed) for seed in range(5)),
+        shared[:17] + tiny.prompt(24, seed=6),
+    ]
+    for batch in (prompts, prompts[::-1], prompts[:1]):  # the last leaves a group empty
+        for answer, prompt in zip(engine.generate(batch, GREEDY), batch, strict=True):
+            tiny.assert_greedy(answer, prompt, references(name))
+    metrics = engine.metrics.scheduler
+    assert metrics.num_chunks > 0 and metrics.num_prefix_hit_tokens > 0 and metrics.num_preemptions > 0
     assert thread_ranks[0].meeting.num_collectives > 2 * metrics.num_steps
 
 
@@ -68,10 +95,11 @@ SEEDED = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.02, seed=7, max_toke
 SCORED = SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=2, logit_bias={3: 2.0}, min_tokens=3)
 
 
-def test_processes_of_ranks_give_what_one_gives(open_engine: Open):
+@pytest.mark.parametrize("divided", [{"tensor_parallel_size": 2, "enable_expert_parallel": True}, {"parallel.data": 2}])
+def test_processes_of_ranks_give_what_one_gives(divided: dict[str, Any], open_engine: Open):
     prompts, params = [tiny.prompt(20), tiny.prompt(33, seed=1), tiny.prompt(9, seed=2)], [GREEDY, SEEDED, SCORED]
     alone = open_engine("qwen3_moe").generate(prompts, params)
-    engine = open_engine("qwen3_moe", tensor_parallel_size=2, enable_expert_parallel=True, enable_prefix_caching=True)
+    engine = open_engine("qwen3_moe", enable_prefix_caching=True, **divided)
     assert len(rank_processes()) == 1
     (aborted,) = engine.add_request([tiny.prompt(50, seed=9)], GREEDY)
     engine.step()
@@ -130,16 +158,30 @@ def test_the_error_of_a_rank_is_that_of_the_engine():
     with pytest.raises(CapacityError, match="rank 1: small"):
         ranks.wait()
     with pytest.raises(CapacityError, match="rank 1: small"):
-        ranks.tell(b"on")
+        ranks.tell([b"on"])
     ranks.close()
+
+
+def test_each_rank_is_told_its_own_and_answers():
+    code = "0\nwhile True: link.answer(link.receive() + b'!')"
+    with closing(Ranks(code, [b"a", b"b"])) as ranks:
+        assert [ranks.receive(rank) for rank in (2, 1)] == [b"b!", b"a!"]
+        for number in range(3):
+            ranks.tell([b"%d" % number, b"x" * 100_000])
+        assert [ranks.receive(1) for _ in range(3)] == [b"0!", b"1!", b"2!"]
+        assert all(ranks.receive(2) == b"x" * 100_000 + b"!" for _ in range(3))
+        ranks.fail(EngineDeadError("enough"))
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match="enough"):
+                ranks.receive(1)
 
 
 def test_ranks_answer_in_turn_and_hear_all_that_they_are_told():
     code = "total = 0\nwhile True:\n    total += len(link.receive()); link.done() if total >= {} else None"
     with closing(Ranks(code.format(3 + 100_000), [b"abc"] * 2)) as ranks:
-        ranks.tell(b"x" * 100_000)
+        ranks.tell([b"x" * 100_000] * 2)
         ranks.wait()
-        ranks.tell(b"")
+        ranks.tell([b""] * 2)
         ranks.wait()
         found: list[AtomError] = []
         ranks.watch(found.append)
@@ -157,6 +199,8 @@ def test_ranks_answer_in_turn_and_hear_all_that_they_are_told():
         ("llama", {"tensor_parallel_size": 3}, UnsupportedError, "parallel.tensor=3 does not divide 4 heads with 2 of keys and values; there is: 1, 2, 4"),
         ("llama", {"tensor_parallel_size": 2, "parallel.tensor": 4}, ConfigError, "set one of them"),
         ("llama", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, ConfigError, "the model has no experts"),
+        ("llama", {"parallel.data": 2}, ConfigError, "parallel.data=2: the model has no experts that groups could share"),
+        ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 3}, ConfigError, r"parallel.experts=3 must divide the 2 ranks of parallel.tensor \* parallel.data"),
         ("qwen3_moe", {"parallel.tensor": 4, "parallel.experts": 3}, ConfigError, "parallel.experts=3 must divide the 4 ranks"),
     ],
 )  # fmt: skip
@@ -266,7 +310,7 @@ def test_an_interrupt_within_a_step_is_one_and_ends_the_ranks(open_engine: Open,
     def interrupt(step: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine._engine.runner, "_try", interrupt)
+    monkeypatch.setattr(engine._engine.runner.runner, "execute", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.generate([[1]], GREEDY)
     with pytest.raises(EngineDeadError, match="KeyboardInterrupt"):

@@ -21,44 +21,45 @@ from atom import build
 from atom.checkpoint import SilentProgress
 from atom.compiler import mesh_of
 from atom.config import Config
-from atom.graph import ops
+from atom.graph import Mesh, ops
 from atom.runtime.step_input import StepInput
 
 
 class Meeting:
-    """A collective in memory: each rank brings its tensor and waits for the others."""
+    """A collective in memory: each rank brings its tensors and waits for the others."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.barrier, self.brought = threading.Barrier(num_ranks, timeout=60), [None] * num_ranks
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.barrier, self.brought = threading.Barrier(mesh.num_ranks, timeout=60), [()] * mesh.num_ranks
         self.num_collectives = 0
 
-    def meet(self, rank: int, x: Tensor, join: Callable[[Sequence[Any]], Tensor]) -> Tensor:
-        self.brought[rank] = x
+    def meet(self, rank: int, op: ops.Op, *tensors: Tensor, axis: str, **attributes: int) -> Any:
+        self.brought[rank] = tensors
         self.barrier.wait()
-        joined = join(self.brought)
+        peers = self.mesh.peers(rank, axis)
+        met = zip(*(self.brought[peer] for peer in peers), strict=True)
+        result = op(*met, axis=axis, **attributes)[peers.index(rank)]
         self.num_collectives += rank == 0
         self.barrier.wait()
-        return joined
+        return result
 
 
 class ThreadCommunicator:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meet = partial(meeting.meet, rank)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        return self._meet(x, ops.all_reduce)
-
-    def all_gather(self, x: Tensor, *, size: int) -> Tensor:
-        return self._meet(x, partial(ops.all_gather, size=size))
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._meet, ops.OPS[name])
 
     def watch(self, check: object) -> None: ...
 
 
 class ThreadRanks:
     def __init__(self, config: Config) -> None:
-        num_ranks = mesh_of(config).num_ranks
-        self.meeting, self.config = Meeting(num_ranks), config
-        self.steps: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in range(1, num_ranks)]
+        mesh = mesh_of(config)
+        self.meeting, self.config = Meeting(mesh), config
+        self.steps: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in range(1, mesh.num_ranks)]
+        self.answers: dict[int, queue.SimpleQueue[bytes]] = {rank: queue.SimpleQueue() for rank in mesh.leaders}
         self.threads = [
             threading.Thread(target=self._run, args=(rank, steps), daemon=True)
             for rank, steps in enumerate(self.steps, 1)
@@ -76,14 +77,19 @@ class ThreadRanks:
             communicator = ThreadCommunicator(self.meeting, rank)
             runner, _ = build.open_runner(compiled, tensors, config, progress, communicator=communicator)
             while (step := steps.get()) is not None:
-                runner.execute(msgspec.msgpack.decode(step, type=StepInput)).wait()
+                sampled = runner.execute(msgspec.msgpack.decode(step, type=StepInput)).wait()
+                if rank in self.answers:
+                    self.answers[rank].put(msgspec.msgpack.encode(sampled))
         except BaseException:
             self.meeting.barrier.abort()
             raise
 
-    def tell(self, step: bytes) -> None:
-        for steps in self.steps:
-            steps.put(step)
+    def tell(self, bodies: Sequence[bytes]) -> None:
+        for steps, body in zip(self.steps, bodies, strict=True):
+            steps.put(body)
+
+    def receive(self, rank: int) -> bytes:
+        return self.answers[rank].get(timeout=60)
 
     def wait(self) -> None: ...
 

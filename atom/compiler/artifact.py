@@ -46,7 +46,8 @@ def semantic_graph(config: Config) -> Graph:
 
 def mesh_of(config: Config) -> Mesh:
     """The ranks of an engine."""
-    return Mesh(config.parallel.tensor, config.parallel.experts)
+    parallel = config.parallel
+    return Mesh(parallel.tensor, parallel.experts, parallel.data)
 
 
 def launch_ingredients(config: Config, target: Target) -> dict[str, str]:

@@ -76,11 +76,13 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
 
 
 def ranks_of(name: str) -> list[str]:
-    """The overrides of a parallel layout that has no file, as tp3 or tp6_ep; empty for other names."""
-    match = re.fullmatch(r"tp([1-9]\d*)(_ep)?", name)
+    """The overrides of a parallel layout without a file, as tp3, tp6_ep, dp3_ep or dp2_tp3_ep; empty for others."""
+    match = re.fullmatch(r"(?:dp([1-9]\d*)_)?(?:tp([1-9]\d*)_)?ep|tp([1-9]\d*)", name)
     if not match or (CONF / "parallel" / f"{name}.yaml").is_file():
         return []
-    return [f"parallel.{field}={match[1]}" for field in ("tensor", "experts")[: 2 if match[2] else 1]]
+    data, tensor = int(match[1] or 1), int(match[2] or match[3] or 1)
+    sizes = {"tensor": tensor, "data": data, "experts": 1 if match[3] else data * tensor}
+    return [f"parallel.{field}={size}" for field, size in sizes.items() if size > 1]
 
 
 def as_override(text: str) -> str:

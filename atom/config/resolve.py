@@ -92,7 +92,7 @@ def respell(config: Config) -> Config:
             raise ConfigError(f"{both}: set one of them")
         parallel = replace(parallel, tensor=serve.tensor_parallel_size)
     if serve.enable_expert_parallel and parallel.experts == 1:
-        parallel = replace(parallel, experts=parallel.tensor)
+        parallel = replace(parallel, experts=parallel.tensor * parallel.data)
     if config.quant.kv != "auto":
         if cache_dtype not in ("auto", config.quant.kv, "fp8_e4m3"):
             raise ConfigError(f"quant.kv={config.quant.kv} and serve.kv_cache_dtype={cache_dtype}: set one of them")
@@ -132,9 +132,10 @@ def check(value: Any, at: str = "") -> None:
 
 def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
     """Check that ranks can divide the model."""
-    ranks, experts = config.parallel.tensor, config.parallel.experts
-    if ranks > 1 and device != "cpu" and config.job.kind not in ("explain", "cache"):
-        raise UnsupportedError(f"parallel.tensor={ranks}: ranks on GPUs are not built yet; there is: device=cpu")
+    ranks, data, experts = config.parallel.tensor, config.parallel.data, config.parallel.experts
+    if ranks * data > 1 and device != "cpu" and config.job.kind not in ("explain", "cache"):
+        stated = f"parallel.tensor={ranks}" if data == 1 else f"parallel.data={data}"
+        raise UnsupportedError(f"{stated}: ranks on GPUs are not built yet; there is: device=cpu")
     fitting = [each for each in range(1, model.attention.heads + 1) if divides_heads(each, model.attention)]
     if ranks not in fitting:
         heads = f"{model.attention.heads} heads"
@@ -142,10 +143,15 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
             heads += f" with {model.attention.kv_heads} of keys and values"
         listed = ", ".join(map(str, fitting))
         raise UnsupportedError(f"parallel.tensor={ranks} does not divide {heads}; there is: {listed}")
-    if ranks % experts:
-        raise ConfigError(f"parallel.experts={experts} must divide the {ranks} ranks of parallel.tensor")
+    if ranks * data % experts:
+        of = "parallel.tensor" if data == 1 else "parallel.tensor * parallel.data"
+        raise ConfigError(f"parallel.experts={experts} must divide the {ranks * data} ranks of {of}")
     stated = f"parallel.experts={experts} (serve.enable_expert_parallel=true)"
     fewest = min((mlp.experts or 0 for mlp in model.mlp if mlp.kind == "moe"), default=0)
+    if data > 1 and not fewest:
+        raise ConfigError(
+            f"parallel.data={data}: the model has no experts that groups could share; set parallel.data=1"
+        )
     if experts > 1 and not fewest:
         raise ConfigError(f"{stated}: the model has no experts; leave it out")
     if experts > max(fewest, 1):

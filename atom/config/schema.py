@@ -220,9 +220,10 @@ class ParallelConfig:
     """How the ranks of an engine divide the model."""
 
     tensor: int = number(1, 1, MAX_RANKS)  # ranks, which divide heads, widths and the vocabulary
+    data: int = number(1, 1, MAX_RANKS)  # groups of these, with sequences of their own, which share a mixture's experts
     experts: int = number(
         1, 1, MAX_RANKS
-    )  # parts of the ranks, which divide experts; what remains divides their widths
+    )  # parts of all ranks, which divide experts; what remains divides their widths
 
 
 @dataclass

@@ -52,6 +52,12 @@ class Type:
         """The type without its first dim: bf16[T, 576] -> bf16[576]."""
         return Type(self.dtype, self.shape[1:])
 
+    @property
+    def bytes_per_token(self) -> int:
+        """The bytes of a tensor's rows of one token: of bf16[4*T, 64], 4 rows, 512."""
+        count, _, _ = str(self.shape[0]).rpartition("*")
+        return int(count or 1) * self.row.num_bytes
+
     def with_last(self, *dims: Dim) -> Type:
         """The same with the last dim replaced by `dims`."""
         return Type(self.dtype, (*self.shape[:-1], *dims))

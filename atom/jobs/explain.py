@@ -159,7 +159,7 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
         "kv_bytes_per_token": {kind.name: kind.bytes_per_token for kind in kinds},
         **kv_pool(kinds, config),
         **(
-            {"ranks": asdict(config.parallel), "collectives": collectives(graph)}
+            {"ranks": asdict(mesh_of(config)), "collectives": collectives(graph)}
             if mesh_of(config).num_ranks > 1
             else {}
         ),
@@ -174,7 +174,7 @@ def collectives(graph: Graph) -> dict[str, dict[str, int]]:
     for node in nodes:
         of = found.setdefault(node.target.name, {"times": 0, "bytes_per_token": 0})
         of["times"] += 1
-        of["bytes_per_token"] += node.args[0].meta["type"].row.num_bytes
+        of["bytes_per_token"] += sum(arg.meta["type"].bytes_per_token for arg in node.args)
     return found
 
 
@@ -279,7 +279,8 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
                 where = f"in the cache and not used: {piece['fault']}"
             yield f"  {piece['key'][:8]}", f"{piece['times']} times {piece['name']}, {where}"
     if "ranks" in result:
-        yield "ranks", f"{result['ranks']['tensor']}; bytes and limits are of each"
+        sizes = ", ".join(f"{axis} {size}" for axis, size in result["ranks"].items() if size > 1)
+        yield "ranks", f"{mesh_of(config).num_ranks} ({sizes}); bytes and limits are of each"
         for name, each in result["collectives"].items():
             yield f"  {name}", f"{each['times']} times a step, {each['bytes_per_token']:,} bytes a token in all"
     yield "parameters", f"{result['parameters']:,} in all, {result['active_parameters']:,} active"

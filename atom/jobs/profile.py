@@ -22,7 +22,7 @@ from rich.console import Console
 from torch.profiler import record_function
 
 from atom.config import Config
-from atom.graph import Graph, Program, Type, ops
+from atom.graph import Graph, Program, ops
 from atom.jobs.bench import describe_run, open_warm
 from atom.jobs.roofline import Costs, Limits, Work, step_work, total, wait_for
 from atom.jobs.tables import make_table
@@ -161,17 +161,13 @@ def find_piece_kernels(graph: Graph, device: str) -> list[PieceKernel]:
             tables = [call.args[call.target.weight].type for call in embeddings]  # a token reads one row
             weights = [weight.type for weight in piece.weights if weight.type not in tables]
             once = Work(float(sum(type.num_bytes for type in weights)))
-            each = Work(float(sum(map(bytes_of_row, (*tables, *(node.meta["type"] for node in piece.inputs))))))
+            read = (*tables, *(node.meta["type"] for node in piece.inputs))
+            each = Work(float(sum(type.bytes_per_token for type in read)))
             for at, name in enumerate(names[piece.text]):
                 kernel = kernels.setdefault(name, PieceKernel(name, [], []))
                 kernel.numbers.extend({number} - {*kernel.numbers})
                 kernel.reads.extend([(program.name, once, each)] if at == 0 else [])
     return list(kernels.values())
-
-
-def bytes_of_row(type: Type) -> int:
-    """Bytes of a tensor per token: of bf16[4*T, 64], 4 rows, 512 bytes."""
-    return type.row.num_bytes * int(str(type.shape[0]).partition("*")[0] if "*" in str(type.shape[0]) else 1)
 
 
 def match_products(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from atom.cache import Cache
-    from atom.graph import Graph, LaidOut
+    from atom.graph import Graph, LaidOut, Mesh
     from atom.kernels.step import StepKernels
 
 T = TypeVar("T")
@@ -42,13 +42,20 @@ class Target:
 
 
 class Communicator(Protocol):
-    """What a rank's collectives run on; every rank makes the same calls in the same order."""
+    """What a rank's collectives run on: each gives what the op of its name does, of the ranks along an axis.
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, the same bits on all of them."""
+    Every rank makes the same calls in the same order. A sum has the same bits on all of them.
+    """
 
-    def all_gather(self, x: Tensor, *, size: int) -> Tensor:
-        """The ranks' tensors side by side along the last dim, its first `size` columns."""
+    def all_reduce(self, x: Tensor, *, axis: str) -> Tensor: ...
+
+    def all_gather(self, x: Tensor, *, axis: str, size: int) -> Tensor: ...
+
+    def gather_tokens(
+        self, x: Tensor, weights: Tensor, ids: Tensor, *, axis: str, ranks: int
+    ) -> tuple[Tensor, ...]: ...
+
+    def reduce_scatter(self, x: Tensor, *, axis: str, ranks: int) -> Tensor: ...
 
     def watch(self, check: Callable[[], object]) -> None:
         """Have a collective that waits call this now and then: it raises where a rank is gone."""
@@ -205,6 +212,6 @@ class Backend:
     piece_compiler: PieceCompiler | None = None  # None: its kernels are their ops' bodies within pieces
     keep_binaries: Callable[[Cache], AbstractContextManager[object]] = lambda _: nullcontext()  # in this cache folder
     compile_launches: Callable[[Executor], AbstractContextManager[object]] = lambda _: nullcontext()  # and launch none
-    connect: Callable[[int, int, Path], Communicator] | None = None  # rank, number of ranks, a private folder of theirs
+    connect: Callable[[int, Mesh, Path], Communicator] | None = None  # a rank; the folder is a private one of all ranks
     step_kernels: Callable[[], StepKernels] | None = None  # that prepare a step's inputs and sample its tokens
     find_tuner: Callable[[torch.device], Tuner] | None = None  # what it can tune on a device; None: nothing

@@ -1,7 +1,7 @@
 """The backend `gloo`: collectives of ranks on a CPU.
 
-    communicator = GlooCommunicator(rank=1, num_ranks=4, folder)     # of all ranks, at about the same time
-    total = communicator.all_reduce(x)
+    communicator = GlooCommunicator(1, Mesh(tensor=4), folder)     # of all ranks, at about the same time
+    total = communicator.all_reduce(x, axis="tensor")
 
 Small tensors meet in memory that the ranks share, where each waits for the others; larger ones take torch's gloo. The
 ranks find each other by files in a private folder, and nothing listens but on this host's loopback address.
@@ -13,7 +13,7 @@ import mmap
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch.distributed
 from torch import Tensor
 
 from atom.errors import EngineDeadError, UnsupportedError
-from atom.graph import ops
+from atom.graph import Mesh, ops
 from atom.graph.ops import Op
 from atom.kernels.backend import Backend, Kernel, LoadContext, on_device
 
@@ -38,39 +38,82 @@ SPINS = 20  # looks at a counter before the processor is given to others, and th
 
 
 class GlooCommunicator:
-    def __init__(self, rank: int, num_ranks: int, folder: Path) -> None:
+    def __init__(self, rank: int, mesh: Mesh, folder: Path) -> None:
         """folder: a private one, the same of all ranks"""
+        self._along = {
+            axis: _Peers(rank, mesh.peers(rank, axis), folder, axis) for axis in ops.MEETING_AXES if mesh.size(axis) > 1
+        }
+
+    def all_reduce(self, x: Tensor, *, axis: str) -> Tensor:
+        return self._along[axis].all_reduce(x)
+
+    def all_gather(self, x: Tensor, *, axis: str, size: int) -> Tensor:
+        parts = self._along[axis].all_gather(x)
+        return ops.all_gather(parts, axis=axis, size=size)[0].contiguous()  # type: ignore[no-any-return]
+
+    def gather_tokens(self, x: Tensor, weights: Tensor, ids: Tensor, *, axis: str, ranks: int) -> tuple[Tensor, ...]:
+        tensors = [each.contiguous() for each in (x, weights, ids)]
+        widths = [each.shape[1] * each.itemsize for each in tensors]
+        rows = torch.cat([each.view(torch.uint8) for each in tensors], 1)  # so that ranks meet once
+        gathered = torch.split(torch.cat(self._along[axis].all_gather(rows)), widths, 1)
+        return tuple(part.contiguous().view(each.dtype) for part, each in zip(gathered, tensors, strict=True))
+
+    def reduce_scatter(self, x: Tensor, *, axis: str, ranks: int) -> Tensor:
+        return self._along[axis].reduce_scatter(x)
+
+    def watch(self, check: Callable[[], object]) -> None:
+        """Have a collective that waits call this, which raises where a rank is gone."""
+        for peers in self._along.values():
+            peers.shared.check = check
+
+
+class _Peers:
+    """The ranks along one axis that meet in its collectives."""
+
+    def __init__(self, rank: int, peers: tuple[int, ...], folder: Path, axis: str) -> None:
         gloo: Any = torch.distributed.ProcessGroupGloo  # whose stubs say little; one that no global state knows
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
         options._timeout = CONNECT
-        store = torch.distributed.FileStore(str(folder / "store"), num_ranks)  # type: ignore[attr-defined]
-        self.num_ranks = num_ranks
-        self._group = gloo(store, rank, num_ranks, options)
+        self.place, self.size = peers.index(rank), len(peers)
+        folder = folder / f"{axis}-{peers[0]}"
+        folder.mkdir(exist_ok=True)
+        store = torch.distributed.FileStore(str(folder / "store"), self.size)  # type: ignore[attr-defined]
+        self._group = gloo(store, self.place, self.size, options)
         self._group._set_default_timeout(TIMEOUT)
-        self._shared = SharedMemory(rank, num_ranks, folder / "memory", self._barrier)
+        self.shared = SharedMemory(self.place, self.size, folder / "memory", self._barrier)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self._shared.takes(x):
-            return ops.all_reduce(self._shared.exchange(x))  # type: ignore[no-any-return]
+        if self.shared.takes(x):
+            return add(self.shared.exchange(x))
         total = x.clone(memory_format=torch.contiguous_format)
         self._group.allreduce([total]).wait()
         return total
 
-    def all_gather(self, x: Tensor, *, size: int) -> Tensor:
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """The tensor of each, to be read before the next call."""
         x = x.contiguous()
-        if self._shared.takes(x):
-            return ops.all_gather(self._shared.exchange(x), size=size).contiguous()  # type: ignore[no-any-return]
-        parts = [torch.empty_like(x) for _ in range(self.num_ranks)]
+        if self.shared.takes(x):
+            return self.shared.exchange(x)
+        parts = [torch.empty_like(x) for _ in range(self.size)]
         self._group.allgather([parts], [x]).wait()
-        return ops.all_gather(parts, size=size).contiguous()  # type: ignore[no-any-return]
+        return parts
 
-    def watch(self, check: Callable[[], object]) -> None:
-        """Have a collective that waits call this, which raises where a rank is gone."""
-        self._shared.check = check
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """The sum of this rank's rows."""
+        rows = len(x) // self.size
+        own = slice(self.place * rows, (self.place + 1) * rows)
+        if self.shared.takes(x):
+            return add([each[own] for each in self.shared.exchange(x)])
+        return self.all_reduce(x)[own]
 
     def _barrier(self) -> None:
         self._group.barrier().wait()
+
+
+def add(xs: Sequence[Tensor]) -> Tensor:
+    """The sum, in the order of the ranks."""
+    return ops.all_reduce(xs, axis="tensor")[0]  # type: ignore[no-any-return]
 
 
 class SharedMemory:
@@ -118,7 +161,7 @@ class SharedMemory:
 def _kernel(op: Op) -> Kernel:
     def load(context: LoadContext) -> Callable[..., Any]:
         if context.communicator is None:
-            raise UnsupportedError(f"{op.name} is for several ranks, and this is one: set parallel.tensor")
+            raise UnsupportedError(f"{op.name} is for several ranks, and this is one: set parallel")
         return getattr(context.communicator, op.name)  # type: ignore[no-any-return]
 
     return Kernel(op, "gloo", on_device("cpu"), load)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from atom.cache import Cache
-    from atom.graph import Graph
+    from atom.graph import Graph, Mesh
     from atom.kernels.step import StepKernels
 
 # modules beside this one, by device and level; pieces begin at level 2, and level 3 is its text in CUDA graphs
@@ -121,9 +121,9 @@ def find_tuner(device: str, place: torch.device) -> Tuner | None:
     return next((each.find_tuner(place) for each in backends_of(device) if each.find_tuner is not None), None)
 
 
-def connect_rank(device: str, rank: int, num_ranks: int, folder: Path) -> Communicator:
+def connect_rank(device: str, rank: int, mesh: Mesh, folder: Path) -> Communicator:
     """Connect to the other ranks of an engine, which do so at about the same time. folder: a private one of theirs"""
-    return next(each.connect for each in backends_of(device) if each.connect is not None)(rank, num_ranks, folder)
+    return next(each.connect for each in backends_of(device) if each.connect is not None)(rank, mesh, folder)
 
 
 def shuffle(weight: Tensor | PackedWeight, layout: str) -> Tensor | LaidOut:

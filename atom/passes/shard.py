@@ -11,6 +11,12 @@ whole on each rank, divided along its last dim or its heads, or partial: the ran
 whole value divides its outputs where attention or an mlp reads them; one of a divided value is partial, and is summed
 where something reads it that needs the sum. (Shoeybi et al. 2019; the heads of grouped queries: a kv head is copied
 where ranks are more.)
+
+All this is of the ranks along `tensor`. Along `data`, ranks have tokens of their own, which meet in experts alone:
+
+    y = experts(h, weights, ids, …)           ->    rows, row_weights, row_ids = gather_tokens(h, weights, ids, …)
+                                                    y = experts(rows, row_weights, row_ids, …)    # of its experts
+                                                    y = reduce_scatter(y, axis="data", ranks=2)
 """
 
 from __future__ import annotations
@@ -82,8 +88,9 @@ class _Writer:
     def write(self) -> Program:
         for node in self._program.inputs:
             self._keep(node, self._made.input(node.name, node.meta["type"]), WHOLE)
+        handlers = HANDLERS if self._mesh.tensor > 1 else {ops.experts: _Writer.experts}
         for node in self._program.nodes:
-            HANDLERS.get(node.target, _Writer.copy)(self, node)
+            handlers.get(node.target, _Writer.copy)(self, node)
         self._made.output(*map(self.whole, self._program.results))
         return self._made
 
@@ -121,7 +128,8 @@ class _Writer:
             own = self._share(weight), *(each and self._share(each) for each in bias)
             part = self._write(ops.linear, self.whole(x), *own, name=node.name, **node.kwargs)
             size = node.meta["type"].shape[-1]
-            return self._keep(node, self._made.call(ops.all_gather, part, size=size, name=node.name), WHOLE)
+            logits = self._made.call(ops.all_gather, part, axis="tensor", size=size, name=node.name)
+            return self._keep(node, logits, WHOLE)
         reader = _reader(node)
         if reader is None:
             return self.copy(node)
@@ -140,7 +148,7 @@ class _Writer:
             raise UnsupportedError(f"{node.name}: a layer norm over all heads cannot be divided; parallel.tensor=1")
         value, columns = self._value(x), int(x.meta["type"].shape[-1]) * state.copies
         squares = self._made.call(ops.sum_squares, value, name="squares")
-        squares = self._made.call(ops.all_reduce, squares, name="squares")
+        squares = self._made.call(ops.all_reduce, squares, axis="tensor", name="squares")
         own = self._share(weight, copies=state.copies)
         return self._call(node, ops.scale_by_rms, value, squares, own, columns=columns, state=state)
 
@@ -205,11 +213,18 @@ class _Writer:
         own: list[Any] = [halves(gate_up, 1), self._share(down, "width", 2)]
         if biases:
             own += [halves(biases[0], 1), Once(biases[1], "width") if self._mesh.size("width") > 1 else biases[1]]
-        if (groups := self._mesh.experts) > 1:
+        if (parts := self._mesh.experts) > 1:
             own = [self._share(each, "experts") for each in own]
-            first = Offset("experts", groups, int(own[0].type.shape[0]))
+            first = Offset("experts", parts, int(own[0].type.shape[0]))
             own += [*([] if biases else [None, None]), first]
-        return self._call(node, ops.experts, *map(self.whole, (x, weights, ids)), *own, state=PARTIAL)
+        tokens = tuple(map(self.whole, (x, weights, ids)))
+        if (groups := self._mesh.data) > 1:
+            names = ("rows", "row_weights", "row_ids")
+            tokens = self._made.call(ops.gather_tokens, *tokens, axis="data", ranks=groups, name=names)
+        y = self._write(ops.experts, *tokens, *own, name=node.name, **node.kwargs)
+        if groups > 1:
+            y = self._made.call(ops.reduce_scatter, y, axis="data", ranks=groups, name=node.name)
+        self._keep(node, y, PARTIAL if self._mesh.tensor > 1 else WHOLE)
 
     def whole(self, arg: Any) -> Any:
         """The whole value of an argument, summed or gathered over the ranks if need be."""
@@ -217,7 +232,7 @@ class _Writer:
             return self._value(arg)
         if self._states[arg] != PARTIAL:
             raise UnsupportedError(f"{arg.name} is divided among ranks, and what reads it needs all of it")
-        self._keep(arg, self._made.call(ops.all_reduce, self._values[arg], name=arg.name), WHOLE)
+        self._keep(arg, self._made.call(ops.all_reduce, self._values[arg], axis="tensor", name=arg.name), WHOLE)
         return self._values[arg]
 
     def _value(self, arg: Any) -> Any:

@@ -11,15 +11,24 @@ It relies on the builder, which sends the rows of a step that raised again.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from atom.errors import CapacityError, RequestError
-from atom.runtime.step_builder import StepBuilder
-from atom.runtime.step_input import Pending, Runner
+from atom.runtime.step_input import Pending, Runner, StepInput
 from atom.runtime.types import Plan, ScheduledRequest
 
 Part = tuple[Plan, Pending | Exception]
 
 
-def execute(runner: Runner, builder: StepBuilder, plan: Plan) -> list[Part]:
+class Builder(Protocol):
+    """Builds steps, and remembers what it has sent."""
+
+    def build(self, plan: Plan) -> StepInput: ...
+
+    def retract(self, plan: Plan) -> None: ...
+
+
+def execute(runner: Runner, builder: Builder, plan: Plan) -> list[Part]:
     """Execute a plan, in halves where it fails; the parts with their outcomes.
 
     Where every row fails, no row is at fault and the error is raised, unless it is a RequestError, which blames its
@@ -35,7 +44,7 @@ def execute(runner: Runner, builder: StepBuilder, plan: Plan) -> list[Part]:
     return parts
 
 
-def execute_parts(runner: Runner, builder: StepBuilder, plan: Plan, parts: list[Part]) -> None:
+def execute_parts(runner: Runner, builder: Builder, plan: Plan, parts: list[Part]) -> None:
     """Execute a plan, in halves where it fails, and append its parts."""
     try:
         parts.append((plan, start(runner, builder, plan)))
@@ -51,7 +60,7 @@ def execute_parts(runner: Runner, builder: StepBuilder, plan: Plan, parts: list[
         execute_parts(runner, builder, take(rows), parts)
 
 
-def start(runner: Runner, builder: StepBuilder, plan: Plan) -> Pending:
+def start(runner: Runner, builder: Builder, plan: Plan) -> Pending:
     """Start a plan's step; the step is retracted where that raises, also for an interrupt."""
     try:
         return runner.execute(builder.build(plan))

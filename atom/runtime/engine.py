@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from atom.errors import AtomError, RequestError
 from atom.runtime.bisect_failures import Part, describe, execute
+from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.detokenizer import Detokenizer
 from atom.runtime.grammar import GrammarCompiler
 from atom.runtime.metrics import EngineStats
@@ -42,8 +43,8 @@ class Engine:
     def __init__(
         self,
         runner: Runner,
-        scheduler: Scheduler,
-        builder: StepBuilder,
+        scheduler: Scheduler | DataParallelScheduler,
+        builder: StepBuilder | DataParallelBuilder,
         vocabulary: Vocabulary,
         *,
         seed: int,
@@ -161,7 +162,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """The engine's load now, and its counts since the start."""
         scheduler, metrics = self.scheduler, self.metrics
-        num_used, num_blocks = scheduler.cache.fullest
+        num_used, num_blocks = scheduler.fullest
         return replace(
             metrics,
             scheduler=copy(scheduler.stats),

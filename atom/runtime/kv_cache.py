@@ -190,28 +190,15 @@ class KVCache:
 
     def match_prefix(self, sequence: Sequence) -> int:
         """Give the sequence the longest prefix that all kinds have, less than all its tokens; its number of tokens."""
-        if not self.enable_prefix_caching:
-            return 0
-        limit = (sequence.num_tokens - 1) // self.block_size
-        content, width = pack(sequence.tokens(0, limit * self.block_size)), self.block_size * TOKEN_BYTES
-        prefix = self.prefixes.find(None, self._salt + sequence.salt)
-        path: list[Prefix] = []
-        since = {pool.name: 0 for pool in self._windows}  # where the unbroken run of its blocks begins
-        num_hit = 0
-        for index in range(limit):
-            prefix = prefix and self.prefixes.find(prefix, content[index * width : (index + 1) * width])
-            if not prefix or any(pool.name not in prefix.blocks for pool in self._full):
-                break
-            path.append(prefix)
-            since = {name: first if name in prefix.blocks else index + 1 for name, first in since.items()}
-            query = (index + 1) * self.block_size
-            if all(since[pool.name] <= pool.first_seen(query, self.block_size) for pool in self._windows):
-                num_hit = index + 1
-        if num_hit:
+        if path := self._find_prefix(sequence):
             tables = {pool.name: [prefix.blocks.get(pool.name, 0) for prefix in path] for pool in self.pools}
-            self._share(sequence, num_hit, tables)
-            self._set_published(sequence, path[num_hit - 1], num_hit)
-        return num_hit * self.block_size
+            self._share(sequence, len(path), tables)
+            self._set_published(sequence, path[-1], len(path))
+        return len(path) * self.block_size
+
+    def num_cached(self, sequence: Sequence) -> int:
+        """The number of tokens that `match_prefix` would give the sequence."""
+        return len(self._find_prefix(sequence)) * self.block_size
 
     def fork(self, parent: Sequence, child: Sequence) -> int:
         """Give the child the full blocks, less than all, of the prompt that its parent computed; their tokens.
@@ -275,6 +262,27 @@ class KVCache:
         sequence.blocks = {}
         if sequence in self._published:
             self.prefixes.leave(self._published.pop(sequence)[0])
+
+    def _find_prefix(self, sequence: Sequence) -> list[Prefix]:
+        """The longest prefix that all kinds have, less than all the sequence's tokens, block by block."""
+        if not self.enable_prefix_caching:
+            return []
+        limit = (sequence.num_tokens - 1) // self.block_size
+        content, width = pack(sequence.tokens(0, limit * self.block_size)), self.block_size * TOKEN_BYTES
+        prefix = self.prefixes.find(None, self._salt + sequence.salt)
+        path: list[Prefix] = []
+        since = {pool.name: 0 for pool in self._windows}  # where the unbroken run of its blocks begins
+        num_hit = 0
+        for index in range(limit):
+            prefix = prefix and self.prefixes.find(prefix, content[index * width : (index + 1) * width])
+            if not prefix or any(pool.name not in prefix.blocks for pool in self._full):
+                break
+            path.append(prefix)
+            since = {name: first if name in prefix.blocks else index + 1 for name, first in since.items()}
+            query = (index + 1) * self.block_size
+            if all(since[pool.name] <= pool.first_seen(query, self.block_size) for pool in self._windows):
+                num_hit = index + 1
+        return path[:num_hit]
 
     def _publish(self, sequence: Sequence) -> None:
         prefix, index = self._published.get(sequence, (None, 0))

@@ -56,6 +56,12 @@ class Done(msgspec.Struct, tag=True):
     """A rank has done what it was last told."""
 
 
+class Answer(msgspec.Struct, tag=True):
+    """What the driver asked for, in the order of what it told."""
+
+    body: bytes
+
+
 class Failed(msgspec.Struct, tag=True):
     """A rank has failed; its process ends."""
 
@@ -63,7 +69,7 @@ class Failed(msgspec.Struct, tag=True):
     error: str
 
 
-FromRank = Beat | Done | Failed
+FromRank = Beat | Done | Answer | Failed
 
 
 def write_frame(file: IO[bytes], body: bytes) -> None:
@@ -88,7 +94,8 @@ class Ranks:
         """code: of the process of a rank, which has a `link`; its first frame is its opening"""
         self.at_close: Callable[[], object] = lambda: None
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._answers: queue.SimpleQueue[Done | None] = queue.SimpleQueue()  # None: a rank is dead
+        self._done: queue.SimpleQueue[Done | None] = queue.SimpleQueue()  # None: a rank is dead
+        self._answers: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in openings]  # likewise
         self._fault: AtomError | None = None
         self._watchers: list[Callable[[AtomError], object]] = []
         self._silent, self._most_silent = [0.0] * len(openings), START_SECONDS  # seconds, of each; before it is dead
@@ -124,17 +131,26 @@ class Ranks:
         if fault is not None:
             callback(fault)
 
-    def tell(self, body: bytes) -> None:
-        """Send all ranks a frame. The error of the one that is dead, if one is."""
+    def tell(self, bodies: Sequence[bytes]) -> None:
+        """Send each rank its frame. The error of the one that is dead, if one is."""
         self.check()
-        for process in self._processes:
+        for process, body in zip(self._processes, bodies, strict=True):
             self._write(process.stdin, body)
+
+    def receive(self, rank: int) -> bytes:
+        """Wait for a rank's next answer. The error of the one that is dead, if one is."""
+        answer = self._answers[rank - 1].get()
+        if answer is None:
+            self._answers[rank - 1].put(None)
+            self.check()
+        assert answer is not None, "there is a fault"
+        return answer
 
     def wait(self) -> None:
         """Wait until all ranks have done what they were told. The error of the one that fails."""
         for _ in self._processes:
-            if self._answers.get() is None:
-                self._answers.put(None)
+            if self._done.get() is None:
+                self._done.put(None)
                 self.check()
 
     def fail(self, error: AtomError) -> None:
@@ -144,7 +160,9 @@ class Ranks:
                 return
             self._fault, watchers = error, [*self._watchers]
         self._kill()
-        self._answers.put(None)
+        self._done.put(None)
+        for answers in self._answers:
+            answers.put(None)
         for callback in watchers:
             callback(error)
 
@@ -185,7 +203,9 @@ class Ranks:
                 self._silent[rank - 1] = 0.0
                 match decoder.decode(frame):
                     case Done() as done:
-                        self._answers.put(done)
+                        self._done.put(done)
+                    case Answer(body):
+                        self._answers[rank - 1].put(body)
                     case Failed(kind, error):
                         self.fail(error_of(kind, rank, error))
         self.fail(EngineDeadError(f"rank {rank} has ended"))
@@ -227,6 +247,10 @@ class RankLink:
     def done(self) -> None:
         """Answer `Ranks.wait`."""
         self._send(Done())
+
+    def answer(self, body: bytes) -> None:
+        """Answer `Ranks.receive`."""
+        self._send(Answer(body))
 
     def fail(self, error: Exception) -> None:
         """Tell the driver why this process ends."""

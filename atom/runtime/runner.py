@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,23 +24,18 @@ from atom.kernels.logprobs import top_logprobs
 from atom.runtime.cuda_graphs import Graphs, Started
 from atom.runtime.model import Model
 from atom.runtime.program import Hidden, rows_of, score
-from atom.runtime.ranks import Ranks
 from atom.runtime.step_input import NUM_REPORTED, BatchShape, Capacity, Scored, Shaping, StepInput
 from atom.runtime.types import Logprobs, Sampled
 from atom.sampling_params import SAMPLING_KINDS
 
 RUN_AHEAD = 2  # steps behind the one that is waited for: the host may take as long for a step as a GPU for two
-FAULT_SECONDS = 1.0  # in which it shows that a rank has ended, once a collective has failed
 HEAD_ROWS = 256  # rows of a prompt whose logits are computed at a time
 
 
 class Runner:
-    def __init__(self, model: Model, run_ahead: int | None = None, ranks: Ranks | None = None) -> None:
-        """run_ahead: steps behind one that is not committed; None: as the device wants
-
-        ranks: that take each step too
-        """
-        self.model, self._ranks = model, ranks
+    def __init__(self, model: Model, run_ahead: int | None = None) -> None:
+        """run_ahead: steps behind one that is not committed; None: as the device wants"""
+        self.model = model
         self.run_ahead = (0 if self.model.is_cpu else RUN_AHEAD) if run_ahead is None else run_ahead
         assert self.run_ahead < NUM_REPORTED, f"the host can read {NUM_REPORTED} tokens of a slot"
         self.graphs = Graphs(self.model)
@@ -64,27 +58,10 @@ class Runner:
 
         A retry writes again what was written before tokens were drawn: the KV of the step's tokens, and the state of
         newly admitted sequences. EngineDeadError, now and from then on, where it fails after the draw and steps run
-        ahead: the host does not know the slots' former state, so it cannot draw again; and wherever it fails on one of
-        several ranks.
+        ahead: the host does not know the slots' former state, so it cannot draw again.
         """
         if self._dead is not None:
             raise self._dead
-        if self._ranks is None:
-            return self._try(step)
-        try:
-            self._ranks.tell(msgspec.msgpack.encode(step))
-            return self._try(step)
-        except BaseException as error:  # what the others have begun cannot be taken back
-            fault = self._ranks.await_fault(FAULT_SECONDS) if isinstance(error, Exception) else None
-            self._dead = EngineDeadError(
-                str(fault or f"a step of several ranks failed: {type(error).__name__}: {error}")
-            )
-            self._ranks.fail(self._dead)
-            if not isinstance(error, Exception):
-                raise
-            raise self._dead from error
-
-    def _try(self, step: StepInput) -> Pending:
         try:
             with torch.inference_mode():
                 return self._execute(step)
@@ -120,16 +97,26 @@ class Runner:
     def _score_prompt(self, hidden: Hidden, prompt: Scored) -> list[_Report]:
         """Compute log probabilities of a prompt's tokens. hidden: of all tokens of the step"""
         reports = []
-        for start in range(0, len(prompt.targets), HEAD_ROWS):
-            targets = self.model.send(np.array(prompt.targets[start : start + HEAD_ROWS]), torch.int64)
-            first = prompt.first + start
-            logits = score(self.model.head, rows_of(hidden, slice(first, first + len(targets))))
-            report = self._report(logits, list(range(len(targets))), prompt.num_top)
+        for start in range(0, prompt.num_rows, HEAD_ROWS):
+            chunk, num_rows = prompt.targets[start : start + HEAD_ROWS], min(prompt.num_rows - start, HEAD_ROWS)
+            logits = score(self.model.head, rows_of(hidden, self._places(prompt.first + start, len(chunk), num_rows)))
+            if not chunk:
+                continue
+            targets = self.model.send(np.array(chunk), torch.int64)
+            report = self._report(logits, list(range(len(chunk))), prompt.num_top)
             chosen = torch.empty_like(report.totals)
             ranks = torch.empty_like(chosen, dtype=torch.int32)
             self.model.score_drawn(logits, report.rows, targets, report.totals, chosen, ranks)
             reports.append(report._replace(chosen=self._fetch(chosen), ranks=self._fetch(ranks)))
         return reports
+
+    def _places(self, first: int, num_targets: int, num_rows: int) -> slice | Tensor:
+        """Where rows that the head computes are among a step's tokens: those of targets, then padding."""
+        if num_targets == num_rows:
+            return slice(first, first + num_rows)
+        places = np.zeros(num_rows, np.int64)
+        places[:num_targets] = range(first, first + num_targets)
+        return self.model.send(places, torch.int64)
 
     def _sample(self, step: StepInput, started: Started, scored: list[tuple[Scored, list[_Report]]]) -> Pending:
         """Draw the tokens, after everything that allocates: what has been drawn cannot be drawn again."""
@@ -209,6 +196,7 @@ class Pending:
                 for logprob in report.read(prompt.targets[start : start + HEAD_ROWS], [prompt.num_top] * HEAD_ROWS)
             ]
             for prompt, reports in self.scored
+            if prompt.targets
         }
         return Sampled(tokens, logprobs, prompts)
 

@@ -78,6 +78,20 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self.waiting)
 
+    @property
+    def num_open(self) -> int:
+        """The number of sequences that may be added and need not wait for a slot; 0 where one waits for blocks."""
+        return 0 if self._refused is not None else max(len(self._slots) - len(self.waiting), 0)
+
+    @property
+    def fullest(self) -> tuple[int, int]:
+        """Used blocks and all blocks of the fullest pool."""
+        return self.cache.fullest
+
+    def num_cached(self, sequence: Sequence) -> int:
+        """The number of a sequence's tokens that it need not compute here."""
+        return 0 if sequence.params.prompt_logprobs is not None else self.cache.num_cached(sequence)
+
     def check(self, sequence: Sequence) -> None:
         """Raise RequestError for a sequence that can never run."""
         num_prompt = len(sequence.prompt)

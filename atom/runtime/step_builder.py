@@ -51,8 +51,11 @@ class StepBuilder:
         self._capacity = capacity
         self._residents: list[_Resident | None] = [None] * capacity.num_slots
 
-    def build(self, plan: Plan) -> StepInput:
-        """Build the step of a plan. What it sends counts as known to the runner, until `retract`."""
+    def build(self, plan: Plan, least: BatchShape | None = None) -> StepInput:
+        """Build the step of a plan. What it sends counts as known to the runner, until `retract`.
+
+        least: a shape that holds the plan's, for the step to have
+        """
         capacity, residents = self._capacity, self._residents
         admitted: list[Sequence] = []
         indices, blocks = array("i"), array("i")
@@ -84,7 +87,10 @@ class StepBuilder:
                 if resident.is_special:
                     special.append((len(reported), row, resident))
                 reported.append(slot * NUM_REPORTED + (start + num_tokens) % NUM_REPORTED)
-        shape, packed = self._pack_decodes(plan) if is_decode else self._pack(plan, rows, len(reported))
+        own = BatchShape(plan.num_tokens, len(plan.rows), len(reported), plan.num_decodes)
+        least = least or own
+        is_decode = is_decode and least.num_decodes == least.num_tokens
+        shape, packed = self._pack_decodes(plan, least) if is_decode else self._pack(plan, rows, own, least)
         step = StepInput(
             shape=shape, is_decode=is_decode, packed=packed, reported=reported, sampling=SAMPLING_KINDS[sampling]
         )
@@ -134,25 +140,26 @@ class StepBuilder:
             blocks, tables, [0] * len(tables), sequence.num_tokens, SAMPLING_KINDS.index(kind), *flags, is_special
         )
 
-    def _pack_decodes(self, plan: Plan) -> tuple[BatchShape, bytearray]:
+    def _pack_decodes(self, plan: Plan, least: BatchShape) -> tuple[BatchShape, bytearray]:
         slots = array("i", [row.sequence.slot for row in plan.rows])
-        size = next((size for size in self._capacity.decode_sizes if size >= len(slots)), len(slots))
+        size = next((size for size in self._capacity.decode_sizes if size >= least.num_rows), least.num_rows)
         slots.extend([self._capacity.num_slots] * (size - len(slots)))
         return BatchShape(size, size, size, size), bytearray(slots)
 
-    def _pack(self, plan: Plan, residents: list[_Resident], num_samples: int) -> tuple[BatchShape, bytearray]:
-        """Pack the rows and tokens of a step with prompts, in the smallest captured shape that holds them, if any.
+    def _pack(
+        self, plan: Plan, residents: list[_Resident], own: BatchShape, least: BatchShape
+    ) -> tuple[BatchShape, bytearray]:
+        """Pack the rows and tokens of a step with prompts, in the smallest captured shape that holds `least`, if any.
 
         The rest behind its decodes, and behind all rows, is padding.
         """
-        own = BatchShape(plan.num_tokens, len(plan.rows), num_samples, plan.num_decodes)
-        shape = next((each for each in self._capacity.mixed_shapes if each.holds(own)), own)
+        shape = next((each for each in self._capacity.mixed_shapes if each.holds(least)), least)
         packed = shape.pad(self._capacity.num_slots)
         slots, starts, ends, sampled, indices, given, row_of = shape.split(np.frombuffer(packed, np.int32))
         num_left = shape.num_decodes - own.num_decodes
         is_known = [row.start < resident.num_known for row, resident in zip(plan.rows, residents, strict=True)]
         num_rows, num_tokens = own.num_rows + num_left, own.num_tokens + num_left
-        counts, samples = np.array([(row.num_tokens, row.samples) for row in plan.rows]).T
+        counts, samples = np.array([(row.num_tokens, row.samples) for row in plan.rows], np.int64).reshape(-1, 2).T
         rows, stops = np.arange(own.num_rows), np.cumsum(counts)
         rows[own.num_decodes :] += num_left
         stops[own.num_decodes :] += num_left
@@ -184,5 +191,6 @@ def find_scored(plan: Plan, shape: BatchShape) -> list[Scored]:
         last = first + row.num_tokens
         num_top, prompt = row.sequence.params.prompt_logprobs, row.sequence.prompt
         if num_top is not None and row.start < len(prompt):
-            scored.append(Scored(at, first, prompt[row.start + 1 : row.start + 1 + row.num_tokens], num_top))
+            targets = prompt[row.start + 1 : row.start + 1 + row.num_tokens]
+            scored.append(Scored(at, first, targets, num_top, len(targets)))
     return scored

@@ -106,6 +106,7 @@ class Scored(msgspec.Struct):
     first: int  # index of its first token in the batch
     targets: list[int]  # the token that follows it, and the next ones
     num_top: int
+    num_rows: int  # that the head computes: targets, and padding where other data groups have more
 
 
 class StepInput(msgspec.Struct, kw_only=True):
@@ -123,6 +124,7 @@ class StepInput(msgspec.Struct, kw_only=True):
     shaping: Shaping | None = None
     logprobs: list[tuple[int, int]] = []  # row that samples, how many of the most likely tokens beside its own
     scored: list[Scored] = []
+    others: list[StepInput] = []  # of the other data groups, of the same shape
 
 
 class Pending(Protocol):

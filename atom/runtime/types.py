@@ -89,7 +89,8 @@ class SchedulingState:
     num_computed: int = 0  # tokens whose KV is in the cache
     num_planned: int = 0  # tokens computed or planned: where the next step begins
     num_pending: int = 0  # tokens sampled by uncommitted steps, which the device knows and the host does not
-    slot: int = -1  # its slot in the request state while it is admitted, else -1
+    group: int = 0  # the data group that it is in, once it is in one
+    slot: int = -1  # its slot in the request state of the group while it is admitted, else -1
     num_cached: int = 0  # prompt tokens that the prefix cache gave at the first admission
     blocks: dict[str, list[int]] = field(default_factory=dict)  # cache kind -> block numbers, in order; 0 is no block
     admitted_at: float | None = None  # first
@@ -157,6 +158,7 @@ class Sampled:
     tokens: list[int]
     logprobs: list[Logprobs | None]
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # plan's row -> for positions start + 1 …
+    others: list[Sampled] = field(default_factory=list)  # of the other data groups
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,9 @@ def test_a_parallel_layout_has_any_number_of_ranks():
     assert rewrite(["parallel=tp2"]) == ["parallel=tp2"], "a file"
     assert rewrite(["parallel=tp3"]) == ["parallel.tensor=3"]
     assert rewrite(["parallel=tp6_ep"]) == ["parallel.tensor=6", "parallel.experts=6"]
+    assert rewrite(["parallel=dp3_ep"]) == ["parallel.data=3", "parallel.experts=3"]
+    assert rewrite(["parallel=dp2_tp3_ep"]) == ["parallel.tensor=3", "parallel.data=2", "parallel.experts=6"]
+    assert rewrite(["parallel=dp2_ep"]) == ["parallel=dp2_ep"], "which has a file"
     assert rewrite(["parallel=mine"]) == ["parallel=mine"]
 
 

@@ -76,12 +76,32 @@ def test_the_shape_rule_gives_the_shapes_of_the_body(op: ops.Op, texts: tuple[st
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_collectives_are_bodies_over_all_ranks(ranks: int):
     xs = [torch.randn(T, 6) for _ in range(ranks)]
-    assert torch.allclose(ops.all_reduce(xs), torch.stack(xs).sum(0), atol=1e-6)
-    assert symbolic(ops.all_reduce(xs)) == ops.all_reduce.infer(symbolic(xs[0]))
+    sums = ops.all_reduce(xs, axis="tensor")
+    assert len(sums) == ranks and all(torch.equal(total, sums[0]) for total in sums)
+    assert torch.allclose(sums[0], torch.stack(xs).sum(0), atol=1e-6)
+    assert symbolic(sums[0]) == ops.all_reduce.infer(symbolic(xs[0]), axis="tensor")
     size = max(6 * ranks - 1, 6)
-    gathered = ops.all_gather(xs, size=size)
-    assert torch.equal(gathered, torch.hstack(xs)[:, :size])
-    assert symbolic(gathered) == ops.all_gather.infer(symbolic(xs[0]), size=size)
+    gathered = ops.all_gather(xs, axis="tensor", size=size)
+    assert all(torch.equal(each, torch.hstack(xs)[:, :size]) for each in gathered)
+    assert symbolic(gathered[0]) == ops.all_gather.infer(symbolic(xs[0]), axis="tensor", size=size)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_tokens_that_are_gathered_are_scattered_again(ranks: int):
+    tensors = [(torch.randn(T, 6), torch.randn(T, 2), torch.randint(9, (T, 2))) for _ in range(ranks)]
+    gathered = ops.gather_tokens(*zip(*tensors, strict=True), axis="data", ranks=ranks)
+    inferred = ops.gather_tokens.infer(*map(symbolic, tensors[0]), axis="data", ranks=ranks)
+    for found, type, parts in zip(gathered[0], inferred, zip(*tensors, strict=True), strict=True):
+        assert torch.equal(found, torch.vstack(parts)) and type.shape == (f"{ranks}*T", *found.shape[1:])
+        assert type.dtype == symbolic(found).dtype
+    xs = [torch.randn(ranks * T, 6) for _ in range(ranks)]
+    scattered = ops.reduce_scatter(xs, axis="data", ranks=ranks)
+    assert torch.allclose(torch.vstack(scattered), torch.stack(xs).sum(0), atol=1e-6)
+    assert ops.reduce_scatter.infer(inferred[0], axis="data", ranks=ranks) == symbolic(tensors[0][0])
+    with pytest.raises(ValueError, match="1 does not divide by 3"):
+        ops.reduce_scatter.infer(symbolic(xs[0]), axis="data", ranks=3)
+    with pytest.raises(ValueError, match="not along 'width'"):
+        ops.all_reduce.infer(symbolic(xs[0]), axis="width")
 
 
 def test_parts_of_an_embedding_add_up():
@@ -105,7 +125,7 @@ def test_a_norm_in_parts_is_that_of_the_row():
 
 def test_every_op_documents_its_shapes():
     # their rules are held in graph/ops
-    collectives = {ops.all_reduce, ops.all_gather}
+    collectives = {each for each in ops.OPS.values() if each.is_collective}
     in_steps = {ops.attention, ops.norm_rope_write, ops.paged_attention, ops.norm_rope_attention}
     latent = {ops.mla_attention, ops.norm_rope_write_latent, ops.paged_mla_attention}
     mixtures = {ops.experts, ops.group, ops.grouped_linear, ops.combine}

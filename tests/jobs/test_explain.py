@@ -573,7 +573,7 @@ def test_each_of_several_ranks_is_explained(explain: Any, run: Any, published: A
     one, four = (
         explain(published("qwen3_30b_a3b"), "load_dummy=true", f"parallel={each}") for each in ("tp1", "tp4_ep")
     )
-    assert "ranks" not in one and four["ranks"] == {"tensor": 4, "experts": 4}
+    assert "ranks" not in one and four["ranks"] == {"tensor": 4, "experts": 4, "data": 1}
     assert four["collectives"] == {
         "all_reduce": {"times": 2 * layers, "bytes_per_token": 2 * layers * hidden * 2},
         "all_gather": {"times": 1, "bytes_per_token": vocab // 4 * 2},

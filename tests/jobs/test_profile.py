@@ -16,7 +16,7 @@ from atom.cli import main
 from atom.compiler import compile_graph
 from atom.config.load import load
 from atom.graph import Type, parse
-from atom.jobs.profile import bytes_of_row, describe, find_piece_kernels, match_products, name_calls
+from atom.jobs.profile import describe, find_piece_kernels, match_products, name_calls
 from atom.jobs.roofline import Costs, Limits, Product
 from atom.jobs.trace import Row, Summary
 from atom.jobs.workload import Step
@@ -86,7 +86,7 @@ def test_kernels_of_pieces_name_their_piece_and_are_compared_with_what_it_reads(
     token = 8 + 8 + 2 * 48  # its number, its position and its row of the embedding
     assert start["limit_seconds"] == pytest.approx((2 * 4 * 8 + (3 + 9) * token) / LIMITS.bandwidth)
     assert other["name"] == "x" and "limit_seconds" not in other
-    assert [bytes_of_row(Type("bf16", shape)) for shape in (("T", 8), ("4*T", 2, 8), ("T",))] == [16, 128, 2]
+    assert [Type("bf16", shape).bytes_per_token for shape in (("T", 8), ("4*T", 2, 8), ("T",))] == [16, 128, 2]
 
 
 # the job

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from atom.errors import EngineDeadError
+from atom.graph import Mesh
 from atom.kernels.gloo import SHARED_BYTES, GlooCommunicator
 
 FITS = SHARED_BYTES // 4  # elements of float32
@@ -25,7 +26,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """Runs a function on each rank, of its number and communicator; what each gives."""
     ranks = range(request.param)
     with ThreadPoolExecutor(len(ranks)) as pool:
-        made = list(pool.map(lambda rank: GlooCommunicator(rank, len(ranks), tmp_path), ranks))
+        made = list(pool.map(lambda rank: GlooCommunicator(rank, Mesh(len(ranks)), tmp_path), ranks))
         yield lambda work: list(pool.map(lambda rank: work(rank, made[rank]), ranks))
 
 
@@ -36,7 +37,7 @@ def of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (1, FITS), (1, FITS + 1), (0, 5), (513, 577)])
 def test_a_sum_is_that_of_all_ranks_and_the_same_on_each(shape: tuple[int, ...], dtype: torch.dtype, run: Run):
-    sums = run(lambda rank, communicator: communicator.all_reduce(of(rank, shape, dtype)))
+    sums = run(lambda rank, communicator: communicator.all_reduce(of(rank, shape, dtype), axis="tensor"))
     exact = torch.stack([of(rank, shape, dtype).double() for rank in range(len(sums))]).sum(0)
     assert all(torch.equal(each, sums[0]) for each in sums[1:])
     assert sums[0].dtype == dtype and sums[0].shape == shape
@@ -45,9 +46,10 @@ def test_a_sum_is_that_of_all_ranks_and_the_same_on_each(shape: tuple[int, ...],
 
 @pytest.mark.parametrize("columns", [1, 5, FITS // 2 + 1])
 def test_parts_are_side_by_side_without_padding(columns: int, run: Run):
-    whole = run(
-        lambda rank, communicator: communicator.all_gather(of(rank, (2, columns), torch.float32), size=columns + 1)
-    )
+    def work(rank: int, communicator: GlooCommunicator) -> Tensor:
+        return communicator.all_gather(of(rank, (2, columns), torch.float32), axis="tensor", size=columns + 1)
+
+    whole = run(work)
     expected = torch.hstack([of(rank, (2, columns), torch.float32) for rank in range(len(whole))])[:, : columns + 1]
     assert all(torch.equal(each, expected) and each.is_contiguous() for each in whole)
 
@@ -59,7 +61,7 @@ def test_ranks_that_come_early_and_late_never_read_another_s_next_tensor(run: Ru
             if delays.random() < 0.05:
                 time.sleep(0.002)
             x = torch.full((1 + number % 7,), float(number * (rank + 1)))
-            totals.append(communicator.all_reduce(x).unique().item())
+            totals.append(communicator.all_reduce(x, axis="tensor").unique().item())
         return totals
 
     found = run(work)
@@ -76,7 +78,32 @@ def test_a_rank_that_waits_is_told_of_one_that_is_gone(run: Run):
             return "gone"
         communicator.watch(check)
         with pytest.raises(EngineDeadError, match="rank 1 has ended"):
-            communicator.all_reduce(torch.ones(3))
+            communicator.all_reduce(torch.ones(3), axis="tensor")
         return "told"
 
     assert set(run(work)) == {"gone", "told"}
+
+
+@pytest.mark.parametrize("columns", [3, FITS // 2])  # through shared memory, and through gloo
+def test_ranks_meet_along_each_axis_of_their_mesh(columns: int, tmp_path: Path):
+    mesh, ids = Mesh(tensor=2, data=2), torch.arange(6).view(3, 2)
+
+    def work(rank: int) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+        communicator = GlooCommunicator(rank, mesh, tmp_path)
+        x = torch.full((3, columns), 10.0**rank)
+        total = communicator.all_reduce(x, axis="tensor")
+        tokens = communicator.gather_tokens(x.bfloat16(), x[:, :2], ids + rank, axis="data", ranks=2)
+        return total, tokens, communicator.reduce_scatter(x.repeat(2, 1), axis="data", ranks=2)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(work, range(4)))
+    assert [total.unique().tolist() for total, *_ in found] == [[11], [11], [1100], [1100]]
+    for rank, (_, (x, weights, rows), scattered) in enumerate(found):
+        pair = rank % 2, rank % 2 + 2
+        halves = [(3 * [[10.0**each]]) for each in pair]
+        assert x.dtype == torch.bfloat16 and torch.equal(
+            x, torch.tensor(halves).view(6, 1).bfloat16().expand(6, columns)
+        )
+        assert torch.equal(weights, torch.tensor(halves).view(6, 1).expand(6, 2))
+        assert torch.equal(rows, torch.cat([ids + each for each in pair]))
+        assert scattered.shape == (3, columns) and scattered.unique().tolist() == [sum(10.0**each for each in pair)]

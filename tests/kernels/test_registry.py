@@ -145,7 +145,7 @@ def test_pieces_of_a_device_have_one_compiler():
         assert all(backend.piece_compiler is None for backend in backends_of(device, 1)), "they begin at level 2"
 
 
-COLLECTIVES = {ops.all_reduce, ops.all_gather}
+COLLECTIVES = {ops.all_reduce, ops.all_gather, ops.gather_tokens, ops.reduce_scatter}
 
 
 def test_collectives_are_those_of_the_communicator():

@@ -39,9 +39,13 @@ def logits_of_ranks(overrides: list[str], tokens: list[int], mesh: Mesh) -> list
     coordinates = map(mesh.coordinates, range(mesh.num_ranks))
     tensors = [weights.load(graph.recipes(), checkpoint, SilentProgress(), coordinates=each) for each in coordinates]
     read = [each.__getitem__ for each in tensors]
-    inputs = {"tokens": torch.tensor(tokens), "positions": torch.arange(len(tokens))}
-    hidden = interpret_ranks(graph, "body", [inputs] * mesh.num_ranks, read)
-    return interpret_ranks(graph, "head", [{"hidden": each} for each in hidden], read)
+    prompts = [tokens[group:] + tokens[:group] for group in range(mesh.data)]  # of each group another
+    inputs = [
+        {"tokens": torch.tensor(prompts[mesh.coordinates(rank)["data"]]), "positions": torch.arange(len(tokens))}
+        for rank in range(mesh.num_ranks)
+    ]
+    hidden = interpret_ranks(graph, "body", inputs, read, mesh)
+    return interpret_ranks(graph, "head", [{"hidden": each} for each in hidden], read, mesh)
 
 
 @pytest.mark.parametrize("name", tiny.VARIANTS)
@@ -67,3 +71,25 @@ def test_a_mesh_that_divides_experts_gives_the_logits_of_transformers(
     made = logits_of_ranks([f"checkpoint={checkpoints(name)}", "dtype=fp32"], tokens, mesh)
     assert_same_logits(made[0], tiny.logits(references(name), tokens))
     assert all(torch.equal(made[0], other) for other in made[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        *((name, Mesh(data=2, experts=2)) for name in MIXTURES),
+        ("qwen3_moe", Mesh(tensor=2, data=2, experts=4)),
+        ("qwen3_moe", Mesh(tensor=2, data=3, experts=2)),
+        ("deepseek_v3", Mesh(tensor=2, data=2, experts=1)),
+        ("gpt_oss", Mesh(tensor=2, data=2, experts=2)),
+    ],
+    ids=str,
+)
+def test_groups_with_tokens_of_their_own_share_experts(
+    name: str, mesh: Mesh, checkpoints: Callable[[str], Path], references: Any
+):
+    tokens = tiny.prompt(21)
+    made = logits_of_ranks([f"checkpoint={checkpoints(name)}", "dtype=fp32"], tokens, mesh)
+    for group in range(mesh.data):
+        first, *others = made[group * mesh.tensor : (group + 1) * mesh.tensor]
+        assert_same_logits(first, tiny.logits(references(name), tokens[group:] + tokens[:group]))
+        assert all(torch.equal(first, other) for other in others)

@@ -203,14 +203,16 @@ def test_a_step_refers_to_rows_by_number_and_can_be_sent() -> None:
     rows = [ScheduledRequest(plain, 0, 1, True), *(ScheduledRequest(each, 0, 2, each is not scored) for each in
                                                    (scored, biased, bound))]  # fmt: skip
     step = builder.build(Plan(rows, 1))
-    assert step.scored == [Scored(row=1, first=3, targets=[301, 302], num_top=2)], "behind decodes of padding"
+    assert step.scored == [Scored(row=1, first=3, targets=[301, 302], num_top=2, num_rows=2)], (
+        "behind decodes of padding"
+    )
     assert step.logprobs == [], "it does not sample yet"
     assert step.shaping is not None and step.shaping.added == [(1, 3, 2.5)] and step.shaping.banned == []
     ((row, allowed),) = step.shaping.allowed
     assert (row, np.frombuffer(allowed, np.bool_).nonzero()[0].tolist()) == (2, [5])
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(step), type=StepInput) == step
     last = builder.build(Plan([ScheduledRequest(scored, 2, 2, True)], 0))
-    assert (last.logprobs, last.scored) == ([(0, 1)], [Scored(row=0, first=3, targets=[303], num_top=2)])
+    assert (last.logprobs, last.scored) == ([(0, 1)], [Scored(row=0, first=3, targets=[303], num_top=2, num_rows=1)])
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,23 @@ def op(
     return register
 
 
+def multiply(rows: Dim, by: int) -> Dim:
+    """A number of rows, which a letter may stand for, times another: "T" by 4 is "4*T"."""
+    if isinstance(rows, int):
+        return rows * by
+    count, _, letter = rows.rpartition("*")
+    return f"{int(count or 1) * by}*{letter}"
+
+
+def divide_rows(rows: Dim, parts: int) -> Dim:
+    """Undo `multiply`: "4*T" by 4 is "T". ValueError where the parts are not equal."""
+    if isinstance(rows, int):
+        return divide(rows, parts)
+    count, _, letter = rows.rpartition("*")
+    rest = divide(int(count or 1), parts)
+    return letter if rest == 1 else f"{rest}*{letter}"
+
+
 def divide(dim: Dim, parts: int) -> int:
     need(isinstance(parts, int) and parts > 0, f"{parts} is no number of parts from 1")
     need(isinstance(dim, int) and dim % parts == 0, f"{dim} does not divide by {parts}")

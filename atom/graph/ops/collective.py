@@ -1,6 +1,7 @@
 """Ops of several ranks: collectives, and what a rank computes of its part alone.
 
-The body of a collective takes the tensors of all ranks, so that one process can interpret them side by side.
+The body of a collective takes the tensors of the ranks along an axis of the mesh, and gives what each of them gets, so
+that one process can interpret ranks side by side.
 """
 
 from __future__ import annotations
@@ -10,28 +11,62 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from atom.graph.ops.base import op
+from atom.graph.ops.base import divide_rows, multiply, op
 from atom.graph.types import Type, need
 
+MEETING_AXES = ("tensor", "data")  # of the mesh, along which ranks meet in collectives
 
-@op(lambda x: x, collective=True)
-def all_reduce(xs: Sequence[Tensor]) -> Tensor:
+
+def _all_reduce(x: Type, *, axis: str) -> Type:
+    need(axis in MEETING_AXES, f"ranks meet along {', '.join(MEETING_AXES)}, not along {axis!r}")
+    return x
+
+
+@op(_all_reduce, collective=True)
+def all_reduce(xs: Sequence[Tensor], *, axis: str) -> list[Tensor]:
     """x [...] of each rank -> their sum [...], in the order of the ranks"""
     total = xs[0]
     for x in xs[1:]:
         total = total + x
-    return total
+    return [total] * len(xs)
 
 
-def _all_gather(x: Type, *, size: int) -> Type:
+def _all_gather(x: Type, *, axis: str, size: int) -> Type:
     need(isinstance(size, int) and int(x.shape[-1]) <= size, f"{size!r} columns of parts of {x.shape[-1]}")
-    return x.with_last(size)
+    return _all_reduce(x.with_last(size), axis=axis)
 
 
 @op(_all_gather, collective=True)
-def all_gather(xs: Sequence[Tensor], *, size: int) -> Tensor:
+def all_gather(xs: Sequence[Tensor], *, axis: str, size: int) -> list[Tensor]:
     """x [..., N] of each rank -> side by side in the order of the ranks, the first size columns: [..., size]"""
-    return torch.cat(list(xs), -1)[..., :size]
+    return [torch.cat(list(xs), -1)[..., :size]] * len(xs)
+
+
+def _gather_tokens(x: Type, weights: Type, ids: Type, *, axis: str, ranks: int) -> tuple[Type, ...]:
+    need(isinstance(ranks, int) and ranks > 0, f"the tokens of {ranks!r} ranks")
+    tensors = (_all_reduce(each, axis=axis) for each in (x, weights, ids))
+    return tuple(Type(each.dtype, (multiply(each.shape[0], ranks), *each.shape[1:])) for each in tensors)
+
+
+@op(_gather_tokens, collective=True)
+def gather_tokens(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], ids: Sequence[Tensor], *, axis: str, ranks: int
+) -> list[tuple[Tensor, ...]]:
+    """What `experts` takes: x [T, H], weights fp32[T, k] and ids i64[T, k] of each of so many ranks -> [ranks T, H],
+    fp32[ranks T, k], i64[ranks T, k], one below the other in the order of the ranks"""
+    return [tuple(torch.cat(list(each)) for each in (xs, weights, ids))] * len(xs)
+
+
+def _reduce_scatter(x: Type, *, axis: str, ranks: int) -> Type:
+    return _all_reduce(Type(x.dtype, (divide_rows(x.shape[0], ranks), *x.shape[1:])), axis=axis)
+
+
+@op(_reduce_scatter, collective=True)
+def reduce_scatter(xs: Sequence[Tensor], *, axis: str, ranks: int) -> list[Tensor]:
+    """x [ranks T, ...] of each of so many ranks -> [T, ...]: of their sum, in the order of the ranks, the rows that
+    gather_tokens took from this one"""
+    (total, *_) = all_reduce(xs, axis=axis)
+    return list(total.chunk(ranks))
 
 
 def _local_tokens(tokens: Type, offset: Type, *, size: int) -> tuple[Type, Type]:

@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atom.graph.ops.base import SEMANTIC, divide, op
+from atom.graph.ops.base import SEMANTIC, divide, multiply, op
 from atom.graph.ops.dense import gated_activate, gated_activate_type
 from atom.graph.packed import PackedWeight, plain
-from atom.graph.types import Dim, Type, need
+from atom.graph.types import Type, need
 
 METHODS = ("greedy", "group_limited_greedy", "noaux_tc")
 
@@ -75,14 +75,10 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
     return weights * scale, ids
 
 
-def _pairs(tokens: Dim, top_k: Dim) -> Dim:
-    return tokens * top_k if isinstance(tokens, int) and isinstance(top_k, int) else f"{top_k}*{tokens}"
-
-
 def _group(x: Type, ids: Type, first: Type | None = None, *, experts: int) -> tuple[Type, Type, Type]:
     need(isinstance(experts, int) and experts > 0, f"there are {experts} experts")
     need(first in (None, Type("i64", (1,))), f"the first expert is {first}")
-    pairs = _pairs(x.shape[0], ids.shape[1])
+    pairs = multiply(x.shape[0], int(ids.shape[1]))
     return Type(x.dtype, (pairs, *x.shape[1:])), Type("i64", (pairs,)), Type("i64", (experts,))
 
 
@@ -147,7 +143,7 @@ def _experts(x: Type, weights: Type, ids: Type, gate_up: Type, down: Type, gate_
              alpha: float | None = None) -> Type:  # fmt: skip
     _group(x, ids, first, experts=gate_up.shape[0])  # type: ignore[arg-type]
     ends = Type("i64", gate_up.shape[:1])
-    pairs = Type(x.dtype, (_pairs(x.shape[0], ids.shape[1]), *x.shape[1:]))
+    pairs = Type(x.dtype, (multiply(x.shape[0], int(ids.shape[1])), *x.shape[1:]))
     m = gated_activate_type(_grouped_linear(pairs, gate_up, ends, gate_up_bias), kind=kind, limit=limit, alpha=alpha)
     return _combine(_grouped_linear(m, down, ends, down_bias), weights, ids)
 

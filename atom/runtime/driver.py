@@ -1,0 +1,81 @@
+"""Drive the ranks of an engine: tell each its step, take the first one's here.
+
+    runner = Driver(runner, ranks, Mesh(tensor=2, data=2))
+    pending = runner.execute(step)                  # of the first data group, with those of the others
+    sampled = pending.wait()                        # likewise
+
+The first rank of a group gives what its group sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from atom.errors import EngineDeadError
+from atom.graph import Mesh
+from atom.runtime.ranks import Ranks
+from atom.runtime.runner import Pending, Runner
+from atom.runtime.step_input import Capacity, StepInput
+from atom.runtime.types import Sampled
+
+FAULT_SECONDS = 1.0  # in which it shows that a rank has ended, once a collective has failed
+
+
+class Driver:
+    def __init__(self, runner: Runner, ranks: Ranks, mesh: Mesh) -> None:
+        """runner: of rank 0"""
+        self.runner, self.run_ahead, self._ranks = runner, runner.run_ahead, ranks
+        self._groups = [mesh.coordinates(rank)["data"] for rank in range(mesh.num_ranks)]
+        self._leaders = mesh.leaders[1:]
+        self._dead: EngineDeadError | None = None  # why no further step can be started
+
+    @property
+    def capacity(self) -> Capacity:
+        """That of each group."""
+        return self.runner.capacity
+
+    def execute(self, step: StepInput) -> RanksPending:
+        """Start a step of each group. EngineDeadError, now and from then on, where it fails on any rank."""
+        if self._dead is not None:
+            raise self._dead
+        with self.fatal():
+            steps, step.others = (step, *step.others), []
+            bodies = list(map(msgspec.msgpack.encode, steps))
+            self._ranks.tell([bodies[group] for group in self._groups[1:]])
+            return RanksPending(self.runner.execute(step), self, self._leaders)
+
+    def receive(self, rank: int) -> Sampled:
+        """What the group of a rank sampled in the oldest step that was not received."""
+        return msgspec.msgpack.decode(self._ranks.receive(rank), type=Sampled)
+
+    @contextmanager
+    def fatal(self) -> Iterator[None]:
+        """End all ranks where this raises: what others have begun cannot be taken back."""
+        try:
+            yield
+        except BaseException as error:
+            fault = self._ranks.await_fault(FAULT_SECONDS) if isinstance(error, Exception) else None
+            why = str(fault or f"a step of several ranks failed: {type(error).__name__}: {error}")
+            self._dead = EngineDeadError(why)
+            self._ranks.fail(self._dead)
+            if not isinstance(error, Exception):
+                raise
+            raise self._dead from error
+
+
+@dataclass
+class RanksPending:
+    """A started step of all groups."""
+
+    own: Pending  # of the first group
+    driver: Driver
+    leaders: range  # the first ranks of the others
+
+    def wait(self) -> Sampled:
+        """Wait for all groups; what they sampled."""
+        with self.driver.fatal():
+            return replace(self.own.wait(), others=list(map(self.driver.receive, self.leaders)))

@@ -310,6 +310,7 @@ class GPUConfig:
     memory: int = number(0, 1)  # bytes
     bandwidth: float = number(0.0, 0, above=True)  # bytes/s read
     rates: dict[str, float] = field(default_factory=dict)  # dtype -> FLOP/s of matrix products, dense
+    all_reduce: dict[int, dict[int, float]] = field(default_factory=dict)  # ranks -> bytes of a tensor -> seconds
 
 
 @dataclass

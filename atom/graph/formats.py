@@ -8,6 +8,7 @@ A format is a name and, in brackets, the block that shares a scale: rows and col
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ class FormatError(UnsupportedError, ValueError):
     """A weight cannot be stored in the named format."""
 
 
+@functools.cache
 def parse_format(fmt: str) -> Format:
     """The format of a name such as `fp8[128, 128]`, `int4[1, 32]` or `fp8[1, *]`."""
     match = re.fullmatch(r"(\w+)(?:\[([1-9]\d*|\*), ([1-9]\d*|\*)\])?", fmt, re.ASCII)

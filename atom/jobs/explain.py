@@ -17,35 +17,31 @@ import itertools
 import json
 import re
 import sys
-from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atom.build import cache_kinds, mtp_patterns, plan_kv
+from atom.build import cache_kinds, mtp_patterns
 from atom.cache import Cache, key_of
-from atom.compiler import compile_graph, describe_piece, find_failure, level_of, mesh_of, pieces_of
+from atom.compiler import compile_graph, describe_piece, find_failure, mesh_of, pieces_of
 from atom.compiler.artifact import semantic_graph
 from atom.compiler.saved_graph import WRITTEN, show_saved
 from atom.config import Config, GPUConfig
 from atom.config.load import load_gpu
-from atom.config.resolve import divides_heads
 from atom.devices import find_device
-from atom.errors import CapacityError, ConfigError, UnsupportedError
+from atom.errors import ConfigError
 from atom.graph import Graph, W, show
 from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.shares import token_shares
 from atom.graph.types import BITS
+from atom.jobs.layouts import CONTEXT, fit, kv_pool, layouts
 from atom.kernels import Target, find_target
 from atom.passes import PassReport
 from atom.pieces import identity
-from atom.runtime.kv_cache import num_blocks_needed
-from atom.runtime.types import CacheKind
 
-LAYOUTS = (2, 4, 8, 16)  # numbers of ranks that are shown beside one
 UNITS = ("bytes", "KiB", "MiB", "GiB")
 
 
@@ -76,7 +72,7 @@ def run(config: Config) -> int:
     # keys of pieces depend on this machine
     result = {**({} if is_elsewhere else pieces(graph, config)), **sizes(graph, config)}
     if gpu is not None:
-        result["gpu"] = fit(gpu, result, cache_kinds(graph), config)
+        result["gpu"] = limits(gpu, graph, result, config)
         if mesh_of(config).num_ranks == 1 and config.job.graph is None:
             result["gpu"]["layouts"] = list(layouts(gpu, config, Target("cuda") if is_elsewhere else None))
     if config.job.output == "json":
@@ -196,74 +192,22 @@ def pieces(graph: Graph, config: Config) -> dict[str, Any]:
     return {"pieces": counts.total(), "distinct_pieces": distinct}
 
 
-def kv_pool(kinds: Sequence[CacheKind], config: Config) -> dict[str, Any]:
-    """The capacity of the configured pool: tokens by cache kind, and the longest sequence, up to max_model_len."""
-    serve = config.serve
-    lengths = range(1, (serve.max_model_len or 0) + 1)
-    longest = bisect_left(lengths, True, key=lambda length: _plan(kinds, config, length) is None)
-    num_blocks = _plan(kinds, config, longest) or {kind.name: 0 for kind in kinds}
-    num_usable = {name: max(num - 1, 0) for name, num in num_blocks.items()}  # without block 0, that of padding
-    return {
-        "kv_pool_bytes": sum(num_blocks[kind.name] * serve.block_size * kind.bytes_per_token for kind in kinds),
-        "kv_tokens": {name: num * serve.block_size for name, num in num_usable.items()},
-        "kv_longest_sequence": longest,
-    }
-
-
-def _plan(kinds: Sequence[CacheKind], config: Config, length: int) -> dict[str, int] | None:
-    """The pool's blocks by cache kind for sequences of this length; None where it does not hold one."""
-    serve = replace(config.serve, max_model_len=length)
-    try:
-        num_blocks = plan_kv(kinds, replace(config, serve=serve))
-    except (CapacityError, ConfigError):
-        return None
-    step = min(length, serve.max_num_batched_tokens)
-    needed = {kind.name: 1 + num_blocks_needed(kind, serve.block_size, length, step) for kind in kinds}
-    return num_blocks if all(needed[name] <= num for name, num in num_blocks.items()) else None
-
-
-def fit(gpu: GPUConfig, result: dict[str, Any], kinds: Sequence[CacheKind], config: Config) -> dict[str, Any]:
-    """Whether weights and the KV of one sequence of max_model_len fit in all of a GPU's memory, and its limits.
-
-    Decode is that of one request: bandwidth over the bytes of weights that a token reads. Prefill: two operations an
-    active parameter, at the rate of its format, or of bf16 where the GPU states none; without attention.
+def limits(gpu: GPUConfig, graph: Graph, result: dict[str, Any], config: Config) -> dict[str, Any]:
+    """A GPU's room and limits. That of prefill is two operations an active parameter, at the rate of its format, or of
+    bf16 where the GPU states none; without attention.
     """
     bf16 = gpu.rates.get("bf16")
     rates = {fmt: gpu.rates.get(fmt.partition("[")[0], bf16) for fmt in result["formats"]}
     ranks = mesh_of(config).num_ranks
     products = ((2 * each["active_parameters"] / ranks, rates[fmt]) for fmt, each in result["formats"].items())
     seconds = [operations / rate for operations, rate in products if rate]
-    weights_bytes = result["weights_bytes"]
-    left = max(gpu.memory - weights_bytes, 0) * ranks  # of each
-    serve = replace(config.serve, kv_cache_memory=left, num_kvcache_blocks=None)
-    pool = kv_pool(kinds, replace(config, serve=serve))
     return {
         "name": config.job.gpu,
         "memory_bytes": gpu.memory,
         "bandwidth": gpu.bandwidth,
-        "weights_fit": weights_bytes <= gpu.memory,
-        "fits": pool["kv_longest_sequence"] == serve.max_model_len,
-        "kv_tokens": pool["kv_tokens"],
-        "kv_longest_sequence": pool["kv_longest_sequence"],
-        "gpus_for_weights": -(-weights_bytes // gpu.memory),
-        "decode_tokens_per_second": gpu.bandwidth / result["active_weights_bytes"],
+        **fit(gpu, graph, result["weights_bytes"], config),
         "prefill_tokens_per_second": 1 / sum(seconds) if all(rates.values()) else None,
     }
-
-
-def layouts(gpu: GPUConfig, config: Config, target: Target | None) -> Iterator[dict[str, Any]]:
-    """What each of several ranks would hold and be limited to, on a GPU each, where they divide the model's heads."""
-    for tensor in LAYOUTS:
-        if divides_heads(tensor, config.model.attention):
-            parallel, level = replace(config.parallel, tensor=tensor), min(level_of(config), 1)
-            divided = replace(config, parallel=parallel, level=level)
-            try:
-                graph = compile_graph(divided, target=target)
-            except UnsupportedError:  # by the pass, which says of this number what the heads do not
-                continue
-            result = sizes(graph, divided)
-            weights_bytes = result["weights_bytes"]
-            yield {"tensor": tensor, "weights_bytes": weights_bytes, **fit(gpu, result, cache_kinds(graph), divided)}
 
 
 def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]]:
@@ -307,21 +251,31 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
             yield "  KV", f"{one} {does}: behind the weights is room for {_each(gpu['kv_tokens'], 'tokens')}"
         else:
             yield "  weights", f"do not fit: they alone take {gpu['gpus_for_weights']} such GPUs at least"
-        rate = f"{gpu['decode_tokens_per_second']:,.0f} tokens/s"
-        yield "  decode", f"at most {rate} for one request: its bandwidth over the active weights"
+        yield "  decode", f"{_decode(gpu['decode'])}: its bandwidth over weights and KV"
+        if times := [each["collective_seconds"] for each in gpu["decode"] if each["collective_seconds"]]:
+            shown = ", ".join(f"{seconds * 1e3:.2f} ms" for seconds in times)
+            yield "  collectives", f"{shown} of these steps, as measured with this GPU's peers"
         if rate := gpu["prefill_tokens_per_second"]:
             yield "  prefill", f"at most {rate:,.0f} tokens/s: its rate over the active weights, without attention"
         for layout in gpu.get("layouts", ()):
-            yield f"  {layout['tensor']} ranks", _layout(layout)
+            yield f"  {layout['name']}", _layout(layout)
 
 
 def _layout(layout: dict[str, Any]) -> str:
     """What ranks on several GPUs would give."""
+    if "refused" in layout:
+        return str(layout["refused"])
     held = f"{_size(layout['weights_bytes'])} of weights a GPU"
     if not layout["weights_fit"]:
         return f"{held} do not fit"
-    limit = f"at most {layout['decode_tokens_per_second']:,.0f} tokens/s for one request, without collectives"
-    return f"{held}, room for {_each(layout['kv_tokens'], 'tokens')}, {limit}"
+    return f"{held}, room for {_each(layout['kv_tokens'], 'tokens')}, {_decode(layout['decode'])}"
+
+
+def _decode(limits: list[dict[str, Any]]) -> str:
+    one, *more = limits
+    others = "".join(f", {each['tokens_per_second']:,.0f} for {each['requests']}" for each in more)
+    which = "" if all(each["collective_seconds"] is not None for each in limits) else ", without collectives"
+    return f"at most {one['tokens_per_second']:,.0f} tokens/s for one request of {CONTEXT:,} tokens{others}{which}"
 
 
 def _each(numbers: dict[str, int], unit: str) -> str:

@@ -17,13 +17,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.fx import Node
 
 from atom.graph import KV, TORCH_DTYPES, Graph, Program, Recipe, ops
-from atom.graph.graph import node_leaves, type_of
+from atom.graph.graph import call_of, node_leaves, type_of
 from atom.graph.recipes import held_bytes
 from atom.graph.shares import token_share
 from atom.graph.types import Type
@@ -35,6 +37,8 @@ OTHER_READ_BYTES = 2 << 30
 BATCH_SECONDS = 0.02  # least seconds of a measurement
 NUM_BATCHES = 5  # batches, of which the fastest counts
 PRODUCT_SECONDS = 0.005  # least seconds of a product that is large enough
+ALL_READ = 0.99  # expected share of experts above which parts do not differ
+NUM_DRAWS = 200  # of choices of experts, over which the busiest part is averaged
 PRODUCT_SIZES = [1 << power for power in range(9, 15)]
 
 
@@ -71,11 +75,32 @@ class Product(NamedTuple):
     num_bytes: int  # of the weight, and of a bias
     num_elements: int
     share: float = 1.0  # share of the weight that a row is multiplied with: the experts that it chose
+    parts: int = 1  # of the experts, of which each rank has one
+    groups: int = 1  # whose rows come together
 
     def work(self, num_rows: int) -> Work:
         """The work of a product; of experts, the expected share that some row needs is read."""
-        num_bytes = self.num_bytes * (1 - (1 - self.share) ** num_rows)
+        num_rows *= self.groups
+        num_bytes = self.num_bytes * share_read(self.share, self.shape[0] * self.parts, self.parts, num_rows)
         return Work(num_bytes, 2.0 * num_rows * self.num_elements * self.share)
+
+
+@cache
+def share_read(share: float, num_experts: int, parts: int, num_rows: int) -> float:
+    """The expected share of a weight that some row needs; of experts in parts, of the part of which most is needed.
+
+    Rows choose that share of the experts, all equally likely.
+    """
+    expected = 1 - (1 - share) ** num_rows
+    if parts == 1 or expected > ALL_READ:
+        return float(expected)
+    random, top_k = np.random.default_rng(0), round(share * num_experts)
+    busiest = 0.0
+    for _ in range(NUM_DRAWS):
+        chosen = random.random((num_rows, num_experts)).argpartition(top_k - 1, axis=1)[:, :top_k]
+        is_read = np.bincount(chosen.ravel(), minlength=num_experts) > 0
+        busiest += is_read.reshape(parts, -1).mean(1).max()
+    return busiest / NUM_DRAWS
 
 
 class Attention(NamedTuple):
@@ -143,7 +168,12 @@ def find_product(node: Node, weights: Sequence[Recipe]) -> Product | None:
         return None
     matrix = type_of(node.args[node.target.weight])
     shape = tuple(int(size) for size in matrix.shape)
-    return Product(shape, sum(map(held_bytes, weights)), matrix.num_elements, float(token_share(node)))
+    parts = groups = 1
+    if node.target is ops.grouped_linear:
+        group = call_of(node.args[2])
+        parts = group.args[2].ranks if len(group.args) > 2 else 1
+        groups = group.args[0].meta["type"].bytes_per_token // group.args[0].meta["type"].row.num_bytes
+    return Product(shape, sum(map(held_bytes, weights)), matrix.num_elements, float(token_share(node)), parts, groups)
 
 
 def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:

@@ -326,7 +326,7 @@ KV pool          4.0 GiB for 61,088 tokens (latent): too few for one sequence of
 
 GPU              h200: 139.8 GiB of memory, 4.47 TB/s
   weights        do not fit: they alone take 5 such GPUs at least
-  decode         at most 116 tokens/s for one request: its bandwidth over the active weights
+  decode         at most 115 tokens/s for one request of 1,024 tokens, 327 for 32: its bandwidth over weights and KV
   prefill        at most 18,860 tokens/s: its rate over the active weights, without attention
 """
 
@@ -339,9 +339,10 @@ def test_a_large_model_is_explained_within_20_seconds_from_its_config_alone(publ
     assert (ended.returncode, ended.stderr) == (0, "")
     piece_lines = re.findall(r"^  [0-9a-f]{8} +(\d+) times .* calls, not in the cache$", ended.stdout, re.MULTILINE)
     assert (len(piece_lines), sum(map(int, piece_lines))) == (6, 178)
-    shown = re.sub(r"^  ([0-9a-f]{8}|\d+ ranks) .*\n", "", ended.stdout, flags=re.MULTILINE)
+    shown = re.sub(r"^  ([0-9a-f]{8}|[td]p\d+(_ep)?) .*\n", "", ended.stdout, flags=re.MULTILINE)
     assert shown.endswith(f"\n\n{SUMMARY}")
-    assert re.findall(r"^  (\d+) ranks ", ended.stdout, re.MULTILINE) == ["2", "4", "8", "16"]
+    listed = ["tp2", "tp4", "tp8", "tp8_ep", "dp8_ep"]
+    assert re.findall(r"^  ([td]p\S+) ", ended.stdout, re.MULTILINE) == listed
     assert (
         'W("model.layers.3.mlp.experts.{expert}.gate_proj.weight", bf16[2048, 7168], fmt="fp8[128, 128]")'
         in ended.stdout
@@ -461,16 +462,20 @@ def test_a_gpu_that_holds_the_model(explain: Any, run: Any, published: Any):
     assert (fit["gpus_for_weights"], fit["kv_longest_sequence"]) == (1, 40960)
     blocks = behind // (16 * KV_BYTES["qwen3_30b_a3b"]["full"])
     assert fit["kv_tokens"] == {"full": (blocks - 1) * 16}
-    assert fit["decode_tokens_per_second"] == gpu.bandwidth / result["active_weights_bytes"]
+    read = result["active_weights_bytes"] + 1024 * KV_BYTES["qwen3_30b_a3b"]["full"]
+    one, many = fit["decode"]
+    assert one == {"requests": 1, "tokens_per_second": pytest.approx(gpu.bandwidth / read), "collective_seconds": 0}
+    assert many["requests"] == 32 and 32 * 0.05 < many["tokens_per_second"] / one["tokens_per_second"] < 32 * 0.2
     assert fit["prefill_tokens_per_second"] == pytest.approx(804e12 / 2 / result["active_parameters"], rel=1e-6)
     _, out, _ = run(name, "job.gpu=h200")
-    share, rate = result["weights_bytes"] / gpu.memory, gpu.bandwidth / result["active_weights_bytes"]
+    share = result["weights_bytes"] / gpu.memory
     assert f"\n  weights   fit: {share:.1%} of its memory\n" in out
     assert (
         f"\n  KV        one sequence of max_model_len=40,960 fits: behind the weights is room for {(blocks - 1) * 16:,} tokens (full)\n"
         in out
     )
-    assert f"\n  decode    at most {rate:,.0f} tokens/s for one request: " in out
+    rates = f"{one['tokens_per_second']:,.0f} tokens/s for one request of 1,024 tokens, {many['tokens_per_second']:,.0f} for 32: "
+    assert f"\n  decode    at most {rates}" in out
 
 
 def test_a_gpu_that_does_not(explain: Any, published: Any):
@@ -586,12 +591,43 @@ def test_each_of_several_ranks_is_explained(explain: Any, run: Any, published: A
         "embedding, norms and routers are whole; a rank has an offset"
     )
     code, out, _ = run(published("qwen3_30b_a3b"), "load_dummy=true", "parallel=tp4_ep", "job.gpu=h200")
-    assert code == 0 and "all_reduce: 2 changes" not in out and "  all_reduce" in out and "  2 ranks" not in out
+    assert code == 0 and "all_reduce: 2 changes" not in out and "  all_reduce" in out and "  tp2 " not in out
 
 
 def test_layouts_of_several_gpus_are_those_that_they_would_be_explained_with(explain: Any, published: Any):
-    listed = explain(published("qwen3_8b"), "load_dummy=true", "job.gpu=rtx_4090")["gpu"]["layouts"]
-    assert [each["tensor"] for each in listed] == [2, 4, 8, 16]
-    asked = explain(published("qwen3_8b"), "load_dummy=true", "job.gpu=rtx_4090", "parallel.tensor=4", "level=1")
-    assert listed[1]["weights_bytes"] == asked["weights_bytes"]
-    assert {key: listed[1][key] for key in asked["gpu"]} == asked["gpu"]
+    """Of a mixture whose weights do not fit two of these GPUs, nor its heads 16."""
+    model = (published("qwen3_30b_a3b"), "load_dummy=true", "job.gpu=rtx_4090", "level=1")
+    listed = explain(*model)["gpu"]["layouts"]
+    assert [each["name"] for each in listed] == ["tp2", "tp4", "tp4_ep", "dp4_ep", "tp8", "tp8_ep", "dp8_ep"]
+    assert [each["weights_fit"] for each in listed] == [False, *[True] * 6]
+    for layout in listed[2:4]:
+        asked = explain(*model, f"parallel={layout.pop('name')}")
+        assert layout.pop("weights_bytes") == asked["weights_bytes"]
+        assert layout == {key: asked["gpu"][key] for key in layout}
+
+
+def test_a_layout_that_cannot_be_is_listed_with_its_reason(explain: Any, run: Any, published: Any):
+    listed = explain(published("gpt_oss_20b"), "load_dummy=true", "job.gpu=rtx_4090", "model.attention.heads=6",
+                     "model.attention.kv_heads=2", "model.layers=2")["gpu"]["layouts"]  # fmt: skip
+    refused = {each["name"]: each["refused"] for each in listed if "refused" in each}
+    assert refused == {
+        name: f"its heads cannot be divided among {name[2]}" for name in ("tp4", "tp4_ep", "tp8", "tp8_ep")
+    }
+
+
+def test_the_limits_of_a_decode_are_those_of_a_rank_and_of_what_ranks_exchange(explain: Any, published: Any):
+    """A dense model on two GPUs, by hand: bytes that each reads, and all sums at their measured times."""
+    gpu, config = load_gpu("h200"), json.loads((CONFIGS / "qwen3_8b.json").read_text())
+    result = explain(published("qwen3_8b"), "load_dummy=true", "job.gpu=h200", "parallel=tp2")
+    hidden, layers, vocab = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
+    kv = layers * 2 * config["num_key_value_heads"] // 2 * config["head_dim"] * 2
+    for limit, sums, logits in zip(result["gpu"]["decode"], (2.5e-6, 3.6e-6), (2 * vocab, 32 * 2 * vocab), strict=True):
+        num = limit["requests"]
+        assert num * hidden * 2 in (8192, 262144), "measured sizes"
+        low, high = (262144, 1048576) if num == 1 else (4194304, 33554432)
+        at = gpu.all_reduce[2]
+        gather = at[low] + (at[high] - at[low]) * (logits - low) / (high - low)
+        assert limit["collective_seconds"] == pytest.approx(2 * layers * sums + gather)
+        read = result["active_weights_bytes"] + num * 1024 * kv
+        seconds = read / gpu.bandwidth + limit["collective_seconds"]
+        assert limit["tokens_per_second"] == pytest.approx(num / seconds, rel=0.002)

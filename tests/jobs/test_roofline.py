@@ -26,6 +26,7 @@ from atom.jobs.roofline import (
     Work,
     measure_limits,
     read_costs,
+    share_read,
     step_work,
     total,
     visible_pairs,
@@ -158,6 +159,24 @@ def test_experts_are_read_as_far_as_rows_are_expected_to_choose_them(costs_of: A
         work = step_work(costs, decode(*[1] * num_rows))["matrix"]
         assert work.bytes == pytest.approx(2 * (dense + vectors + expert * num_read) + 64 * 4, rel=1e-12)
         assert work.flops == pytest.approx(2 * num_rows * (dense + 8 * expert), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "parts", "num_rows", "expected"),
+    [
+        (2, 1, 2, 1, 1.0),
+        (4, 2, 2, 1, 2 / 3),  # both in one part: 2 of the 6 pairs
+        (128, 8, 1, 1, 8 / 128),
+        (128, 8, 2, 1, 5.05 * 2 / 128),  # means of the largest of hypergeometric counts
+        (128, 8, 4, 1, 3.49 * 4 / 128),
+        (128, 8, 8, 1, 2.54 * 8 / 128),
+        (128, 8, 4, 1000, 1.0),
+    ],
+)
+def test_of_experts_in_parts_the_busiest_counts(
+    num_experts: int, top_k: int, parts: int, num_rows: int, expected: float
+):
+    assert share_read(top_k / num_experts, num_experts, parts, num_rows) == pytest.approx(expected, rel=0.04)
 
 
 def test_a_layer_with_shared_and_chosen_experts_has_both(costs_of: Any):

@@ -1,0 +1,157 @@
+"""What one GPU or several would give a model: room for KV, and limits of its decode.
+
+    limits = decode_limits(graph, gpu, mesh)             # of 1 and 32 requests, by the text of a rank
+    for layout in layouts(gpu, config, target): …        # the same for tp2, tp4_ep, …
+
+A limit is the roofline of a step and the collectives in it, one after the other. A collective takes as long as the
+GPU's file says of a sum of as many bytes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from atom.build import cache_kinds, plan_kv
+from atom.compiler import compile_graph, level_of, mesh_of
+from atom.config import Config, GPUConfig
+from atom.config.resolve import divides_heads
+from atom.config.schema import ParallelConfig
+from atom.errors import CapacityError, ConfigError, UnsupportedError
+from atom.graph import Graph, Mesh
+from atom.graph.graph import results_of
+from atom.graph.recipes import held_bytes
+from atom.jobs.roofline import Limits, read_costs, step_work, total
+from atom.jobs.workload import Step
+from atom.kernels import Target
+from atom.runtime.kv_cache import num_blocks_needed
+from atom.runtime.types import CacheKind
+
+NUM_GPUS = (2, 4, 8, 16)  # that are shown beside one
+ON_A_HOST = 8  # of these; more are shown where no fewer are enough
+NUM_REQUESTS = (1, 32)  # whose limits are shown
+CONTEXT = 1024  # tokens that each of these sees
+
+
+def kv_pool(kinds: list[CacheKind], config: Config) -> dict[str, Any]:
+    """The capacity of the configured pool: tokens by cache kind, and the longest sequence, up to max_model_len."""
+    serve = config.serve
+    lengths = range(1, (serve.max_model_len or 0) + 1)
+    longest = bisect_left(lengths, True, key=lambda length: _plan(kinds, config, length) is None)
+    num_blocks = _plan(kinds, config, longest) or {kind.name: 0 for kind in kinds}
+    num_usable = {name: max(num - 1, 0) for name, num in num_blocks.items()}  # without block 0, that of padding
+    return {
+        "kv_pool_bytes": sum(num_blocks[kind.name] * serve.block_size * kind.bytes_per_token for kind in kinds),
+        "kv_tokens": {name: num * serve.block_size for name, num in num_usable.items()},
+        "kv_longest_sequence": longest,
+    }
+
+
+def _plan(kinds: list[CacheKind], config: Config, length: int) -> dict[str, int] | None:
+    """The pool's blocks by cache kind for sequences of this length; None where it does not hold one."""
+    serve = replace(config.serve, max_model_len=length)
+    try:
+        num_blocks = plan_kv(kinds, replace(config, serve=serve))
+    except (CapacityError, ConfigError):
+        return None
+    step = min(length, serve.max_num_batched_tokens)
+    needed = {kind.name: 1 + num_blocks_needed(kind, serve.block_size, length, step) for kind in kinds}
+    return num_blocks if all(needed[name] <= num for name, num in num_blocks.items()) else None
+
+
+def fit(gpu: GPUConfig, graph: Graph, weights_bytes: int, config: Config) -> dict[str, Any]:
+    """Whether weights and the KV of one sequence of max_model_len fit in all of a GPU's memory, and its limits."""
+    mesh, left = mesh_of(config), max(gpu.memory - weights_bytes, 0)  # of each rank
+    serve = replace(config.serve, kv_cache_memory=left * mesh.num_ranks, num_kvcache_blocks=None)
+    pool = kv_pool(cache_kinds(graph), replace(config, serve=serve))
+    return {
+        "weights_fit": weights_bytes <= gpu.memory,
+        "fits": pool["kv_longest_sequence"] == serve.max_model_len,
+        "kv_tokens": {name: num * mesh.data for name, num in pool["kv_tokens"].items()},
+        "kv_longest_sequence": pool["kv_longest_sequence"],
+        "gpus_for_weights": -(-weights_bytes // gpu.memory),
+        "decode": decode_limits(graph, gpu, mesh),
+    }
+
+
+def decode_limits(graph: Graph, gpu: GPUConfig, mesh: Mesh) -> list[dict[str, Any]]:
+    """The most tokens a second that some requests get, by number; with it, the seconds of a step's collectives.
+
+    The latter are None where the GPU's file has no times for as many ranks; then they do not count.
+    """
+    costs, limits = read_costs(graph), Limits(gpu.bandwidth, gpu.rates.get("bf16", inf))
+    result = []
+    for num_requests in NUM_REQUESTS:
+        num_rows = -(-num_requests // mesh.data)  # of the fullest group
+        step = Step(0.0, array("q", [CONTEXT] * num_rows), [], num_rows)
+        collectives = collective_seconds(graph, gpu, mesh, num_rows)
+        seconds = limits.seconds(total(step_work(costs, step).values())) + (collectives or 0.0)
+        rate = num_requests / seconds
+        result.append({"requests": num_requests, "tokens_per_second": rate, "collective_seconds": collectives})
+    return result
+
+
+def collective_seconds(graph: Graph, gpu: GPUConfig, mesh: Mesh, num_rows: int) -> float | None:
+    """The seconds of the collectives of a step with so many rows; None where they are not known."""
+    seconds = 0.0
+    nodes = (node for program in graph.programs.values() for node in program.nodes if node.target.is_collective)
+    for node in nodes:
+        ranks = mesh.size(node.kwargs["axis"])
+        if ranks not in gpu.all_reduce:
+            return None
+        given, taken = (
+            sum(value.meta["type"].bytes_per_token for value in values) for values in (node.args, results_of(node))
+        )
+        seconds += sum_seconds(gpu.all_reduce[ranks], max(given, taken) * num_rows)
+    return seconds
+
+
+def sum_seconds(measured: Mapping[int, float], num_bytes: int) -> float:
+    """The seconds of a sum, between those that were measured of other sizes; beyond the largest, as many more."""
+    sizes = sorted(measured)
+    at = bisect_left(sizes, num_bytes)
+    if at == 0:
+        return measured[sizes[0]]
+    if at == len(sizes):
+        return measured[sizes[-1]] * num_bytes / sizes[-1]
+    low, high = sizes[at - 1], sizes[at]
+    return measured[low] + (measured[high] - measured[low]) * (num_bytes - low) / (high - low)
+
+
+def layouts(gpu: GPUConfig, config: Config, target: Target | None) -> Iterator[dict[str, Any]]:
+    """What each of several GPUs would hold and be limited to; why not, where ranks cannot divide the model.
+
+    Of a mixture, also with whole experts on each, and with data groups, where the weights fit.
+    """
+    is_mixture, fitted = any(mlp.kind == "moe" for mlp in config.model.mlp), False
+    for num in NUM_GPUS:
+        if fitted and num > ON_A_HOST:
+            return
+        names = {f"tp{num}": ParallelConfig(tensor=num)}
+        if is_mixture:
+            names[f"tp{num}_ep"] = ParallelConfig(tensor=num, experts=num)
+            names[f"dp{num}_ep"] = ParallelConfig(data=num, experts=num)
+        for name, parallel in names.items():
+            layout = {"name": name, **_layout(gpu, replace(config, parallel=parallel), target)}
+            yield layout
+            if not layout.get("weights_fit", True):
+                break
+            fitted = fitted or "refused" not in layout
+
+
+def _layout(gpu: GPUConfig, config: Config, target: Target | None) -> dict[str, Any]:
+    mesh = mesh_of(config)
+    try:
+        if not divides_heads(mesh.tensor, config.model.attention):
+            raise UnsupportedError(f"its heads cannot be divided among {mesh.tensor}")
+        if mesh.experts > min((mlp.experts or 1 for mlp in config.model.mlp if mlp.kind == "moe"), default=1):
+            raise UnsupportedError("a layer has fewer experts")
+        graph = compile_graph(replace(config, level=min(level_of(config), 1)), target=target)
+    except UnsupportedError as error:
+        return {"refused": str(error)}
+    weights_bytes = sum(map(held_bytes, graph.recipes()))
+    return {"weights_bytes": weights_bytes, **fit(gpu, graph, weights_bytes, config)}

@@ -33,6 +33,12 @@ TARGETS = {
     "gfx950": (GPUTarget("hip", "gfx950", 64), Gpu(256, 160 << 10, (0, 0))),
 }
 target, gpu = TARGETS[sys.argv[1]]
+turn = list(TARGETS).index(sys.argv[1])
+
+def packed_shapes(formats, rows):  # all of them, or every second one: each for one GPU of each vendor
+    pairs = [(fmt, num, at + place) for at, fmt in enumerate(formats) for place, num in enumerate(rows)]
+    return [(fmt, num) for fmt, num, number in pairs if sys.argv[2] == "all" or number % 2 == turn % 2]
+
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int32: "*i32", torch.int64: "*i64",
          torch.float16: "*fp16", torch.int8: "*i8", torch.uint8: "*u8", torch.float8_e4m3fn: "*fp8e4nv", int: "i32",
          float: "fp32"}
@@ -73,14 +79,14 @@ for parameters in (linear.Matrix(128, 64, 8, 3), linear.Matrix(64, 64, 4, 3, spl
                    linear.Matrix(16, 64, 4, 4, groups=4, block_rows=8)):
     linear.multiply_matrix(x, weight, None, "silu", linear.make_counters(x.device), parameters)
 linear.activate_gates(bf16(100, 2048), "silu")
-for fmt in ("fp8[1, *]", "fp8[128, 128]", "int8[1, *]", "int4[1, 128]", "awq_int4[1, 32]", "mxfp4", "ct_nvfp4"):
-    parts = quantize(fmt, torch.ones(2048, 1024))
-    stored = PackedWeight(Type("bf16", (2048, 1024), fmt), parts)
-    for rows in (1, 16, 32, 60):
-        x = bf16(rows, 1024)
-        linear.Products().add_norm_linear(x, x, bf16(1024), stored, eps=1e-6, kind="silu")
-    linear.multiply_vector(bf16(1, 1024), None, None, stored, None, 0.0, None, linear.Vector(8, 4, 3, 1))
-    packed.unpack(stored, torch.bfloat16)
+formats = ("fp8[1, *]", "fp8[128, 128]", "int8[1, *]", "int4[1, 128]", "awq_int4[1, 32]", "mxfp4", "ct_nvfp4")
+stored = {fmt: PackedWeight(Type("bf16", (2048, 1024), fmt), quantize(fmt, torch.ones(2048, 1024))) for fmt in formats}
+for fmt, rows in packed_shapes(formats, (1, 16, 32, 60)):
+    x = bf16(rows, 1024)
+    linear.Products().add_norm_linear(x, x, bf16(1024), stored[fmt], eps=1e-6, kind="silu")
+for fmt, _ in packed_shapes(formats, ("", )):
+    linear.multiply_vector(bf16(1, 1024), None, None, stored[fmt], None, 0.0, None, linear.Vector(8, 4, 3, 1))
+    packed.unpack(stored[fmt], torch.bfloat16)
 if gpu.capability == (9, 0):
     packed.quantize_rows(bf16(9, 1024), 128, torch.float8_e4m3fn)
 packed.quantize_rows(bf16(9, 1024), 1024, torch.int8)
@@ -116,10 +122,9 @@ weights, ids = moe.router(x, bf16(8, 256), top_k=2)
 grouped, order, ends = moe.group(x, ids, experts=8)
 moe.grouped_linear(grouped, experts, ends)
 moe.combine(bf16(14, 256), weights, order)
-for fmt in ("mxfp4", "ct_nvfp4", "fp8[128, 128]", "int8[1, *]", "int4[1, 32]", "awq_int4"):
-    packed = PackedWeight(Type("bf16", (8, 64, 256), fmt), quantize(fmt, experts))
-    for rows in (14, 200, 1000):
-        moe.grouped_linear(bf16(rows, 256), packed, ends)
+formats = ("mxfp4", "ct_nvfp4", "fp8[128, 128]", "int8[1, *]", "int4[1, 32]", "awq_int4")
+for fmt, rows in packed_shapes(formats, (14, 200, 1000)):
+    moe.grouped_linear(bf16(rows, 256), PackedWeight(Type("bf16", (8, 64, 256), fmt), quantize(fmt, experts)), ends)
 """
 NAMES = {
     "decode": "_decode",
@@ -133,13 +138,16 @@ NAMES = {
 }
 
 
+@pytest.mark.parametrize("share", ["half", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942", "gfx950"])
-def test_kernels_compile_for(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_kernels_compile_for(target: str, share: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In a process of its own, without the interpreter."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     script = f"NAMES = {NAMES!r}\n{COMPILE}"
     root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", script, target], cwd=root, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", script, target, share], cwd=root, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
     assert set(done.stdout.split()) == set(" ".join(NAMES.values()).split())

@@ -139,6 +139,8 @@ def _cost(sequence: Sequence) -> int:
 
 def split(plan: Plan, num_groups: int) -> list[Plan]:
     """The plan of each group."""
+    if num_groups == 1:
+        return [plan]
     return [take([row for row in plan.rows if row.sequence.group == group]) for group in range(num_groups)]
 
 

@@ -3,6 +3,7 @@
 `--help` and the HTTP process do not import it.
 
 find_device()     # cuda, which is AMD's GPUs too, or cpu
+count_devices()   # the GPUs that this process may use
 open_early()      # the GPU's context is made while torch is imported
 """
 
@@ -24,12 +25,15 @@ VENDORS = {
 @cache
 def find_device() -> str:
     """Find the device: cuda where torch is built for GPUs and the driver has one for this process, else cpu."""
+    return "cuda" if count_devices() else "cpu"
+
+
+def count_devices() -> int:
+    """Count the GPUs that torch is built for and that the driver has for this process."""
     spec = find_spec("torch")
     folder = Path(spec.origin).parent / "lib" if spec is not None and spec.origin else Path()
-    for built, driver in VENDORS.items():
-        if (folder / built).exists() and _num_devices(folder, *driver) > 0:
-            return "cuda"
-    return "cpu"
+    counts = (_num_devices(folder, *driver) for built, driver in VENDORS.items() if (folder / built).exists())
+    return next((count for count in counts if count > 0), 0)
 
 
 def _num_devices(folder: Path, library: str, start: str, count: str) -> int:

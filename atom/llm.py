@@ -21,7 +21,7 @@ from atom.build import open_engine
 from atom.checkpoint import Progress, RichProgress, SilentProgress, Tokenizer
 from atom.config import Config
 from atom.config.load import engine_overrides, load
-from atom.errors import EngineDeadError, RequestError
+from atom.errors import EngineDeadError, RequestError, UnsupportedError
 from atom.runtime.metrics import EngineStats
 from atom.runtime.types import Sequence, StreamCallback
 from atom.sampling_params import SamplingParams
@@ -46,6 +46,9 @@ class LLMEngine:
         return engine
 
     def _open(self, config: Config, progress: Progress) -> None:
+        if (num_replicas := config.parallel.replicas) > 1:
+            instead = "LLMEngine is one engine; leave it out, or serve with atom-run"
+            raise UnsupportedError(f"parallel.replicas={num_replicas}: {instead}")
         self.config = config
         self._engine = open_engine(config, progress)
         self._ended: list[Sequence] = []  # ended while generate waited for others

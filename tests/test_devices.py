@@ -73,6 +73,13 @@ def test_a_gpu_is_found_where_torch_and_the_driver_have_one(
     assert devices.find_device() == device
 
 
+def test_gpus_are_counted_by_the_driver_of_the_vendor_that_torch_is_built_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    play(monkeypatch, tmp_path, HIP, {"libcuda.so.1": (0, 0, 8), "libamdhip64.so": (0, 0, 3)})
+    assert devices.count_devices() == 3
+
+
 def test_without_torch_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(devices, "find_spec", lambda name: None)
     assert devices.find_device() == "cpu"

@@ -29,7 +29,7 @@ from atom.kernels import Target, find_target, find_versions, highest_level
 from atom.pieces import find_pieces, identity, sources_of
 
 # the overrides that a graph depends on, beside the final values below
-IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|(model|quant|parallel)([.@].*)?)(=|$)")
+IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|(model|quant)([.@].*)?)(=|$)")
 
 
 def level_of(config: Config) -> int:
@@ -57,7 +57,7 @@ def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
         "dtype": config.dtype,
         "kv_cache_dtype": config.serve.kv_cache_dtype,
         "quant": json.dumps(asdict(config.quant)),
-        "parallel": json.dumps(asdict(config.parallel)),
+        "parallel": json.dumps(asdict(mesh_of(config))),
         "level": str(min(level_of(config), 2)),  # 3 runs the text of 2
         **machine_ingredients(target),
     }
@@ -118,7 +118,7 @@ def recipe_of(config: Config) -> list[str]:
         "dtype": config.dtype,
         "device": config.device,
         "level": level_of(config),
-        **{f"parallel.{name}": size for name, size in asdict(config.parallel).items() if size > 1},
+        **{f"parallel.{name}": size for name, size in asdict(mesh_of(config)).items() if size > 1},
         "serve.kv_cache_dtype": config.serve.kv_cache_dtype,
         "serve.max_model_len": config.serve.max_model_len,
     }

@@ -76,13 +76,16 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
 
 
 def ranks_of(name: str) -> list[str]:
-    """The overrides of a parallel layout without a file, as tp3, tp6_ep, dp3_ep or dp2_tp3_ep; empty for others."""
-    match = re.fullmatch(r"(?:dp([1-9]\d*)_)?(?:tp([1-9]\d*)_)?ep|tp([1-9]\d*)", name)
-    if not match or (CONF / "parallel" / f"{name}.yaml").is_file():
+    """The overrides of a parallel layout without a file, as tp3, tp6_ep, dp3, dp2_tp2 or dp3_ep; empty for others."""
+    match = re.fullmatch(r"(?:dp([1-9]\d*))?(?:(?(1)_)tp([1-9]\d*))?(_ep)?", name)
+    if not match or not (match[1] or match[2]) or (CONF / "parallel" / f"{name}.yaml").is_file():
         return []
-    data, tensor = int(match[1] or 1), int(match[2] or match[3] or 1)
-    sizes = {"tensor": tensor, "data": data, "experts": 1 if match[3] else data * tensor}
-    return [f"parallel.{field}={size}" for field, size in sizes.items() if size > 1]
+    num, tensor = int(match[1] or 1), int(match[2] or 1)
+    if match[3]:  # groups that share experts are of one engine
+        sizes = {"tensor": tensor, "data": num, "experts": num * tensor}
+    else:
+        sizes = {"tensor": tensor, "replicas": num}
+    return [f"parallel.{field}={size}" for field, size in sizes.items() if size > 1] or ["parallel.tensor=1"]
 
 
 def as_override(text: str) -> str:

@@ -27,7 +27,7 @@ from atom.config.schema import (
     RopeConfig,
 )
 from atom.config.spelling import did_you_mean, spelled
-from atom.devices import find_device
+from atom.devices import count_devices, find_device
 from atom.dtypes import BY_NAME, FORMATS, MODEL_DTYPES, ONLINE
 from atom.errors import CheckpointError, ConfigError, UnsupportedError
 from atom.sampling_params import out_of_range
@@ -66,6 +66,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             raise ConfigError(f"serve.cudagraph_capture_sizes: {size} must be {limit}")
     derived = derive_model(config, max_model_len, names)
     check_parallel(config, derived, device)
+    check_replicas(config, device)
     return replace(
         config,
         model=derived,
@@ -86,11 +87,12 @@ def respell(config: Config) -> Config:
     mlp = [replace(each, activation=ACTIVATIONS.get(each.activation, each.activation)) for each in config.model.mlp]
     cache_dtype = config.serve.kv_cache_dtype
     parallel, serve = config.parallel, config.serve
-    if serve.tensor_parallel_size not in (1, parallel.tensor):
-        if parallel.tensor != 1:
-            both = f"serve.tensor_parallel_size={serve.tensor_parallel_size} and parallel.tensor={parallel.tensor}"
-            raise ConfigError(f"{both}: set one of them")
-        parallel = replace(parallel, tensor=serve.tensor_parallel_size)
+    for name, other in (("tensor", "tensor_parallel_size"), ("replicas", "data_parallel_size")):
+        ours, theirs = getattr(parallel, name), getattr(serve, other)
+        if theirs not in (1, ours):
+            if ours != 1:
+                raise ConfigError(f"serve.{other}={theirs} and parallel.{name}={ours}: set one of them")
+            parallel = replace(parallel, **{name: theirs})
     if serve.enable_expert_parallel and parallel.experts == 1:
         parallel = replace(parallel, experts=parallel.tensor * parallel.data)
     if config.quant.kv != "auto":
@@ -106,6 +108,7 @@ def respell(config: Config) -> Config:
             serve,
             kv_cache_dtype=CACHE_DTYPES.get(cache_dtype, cache_dtype),
             tensor_parallel_size=parallel.tensor,
+            data_parallel_size=parallel.replicas,
             enable_expert_parallel=parallel.experts > 1,
         ),
     )
@@ -156,6 +159,18 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
         raise ConfigError(f"{stated}: the model has no experts; leave it out")
     if experts > max(fewest, 1):
         raise ConfigError(f"{stated}: a layer has {fewest} experts; set parallel.experts to as many at most")
+
+
+def check_replicas(config: Config, device: str) -> None:
+    """Check that the job has several engines, and each a GPU of its own."""
+    stated, kind = f"parallel.replicas={config.parallel.replicas}", config.job.kind
+    if config.parallel.replicas == 1:
+        return
+    if kind != "serve":
+        raise ConfigError(f"{stated}: job={kind} opens one model; leave it out, or write job=serve")
+    if device == "cuda" and (num_gpus := count_devices()) < config.parallel.replicas:
+        there = f"each has a GPU of its own, and this machine has {num_gpus}"
+        raise UnsupportedError(f"{stated}: {there}; set as many at most, or device=cpu")
 
 
 def divides_heads(ranks: int, attention: AttentionConfig) -> bool:

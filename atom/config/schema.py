@@ -217,13 +217,15 @@ class QuantConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the ranks of an engine divide the model."""
+    """How many engines serve, and how the ranks of each divide the model."""
 
     tensor: int = number(1, 1, MAX_RANKS)  # ranks, which divide heads, widths and the vocabulary
     data: int = number(1, 1, MAX_RANKS)  # groups of these, with sequences of their own, which share a mixture's experts
     experts: int = number(
         1, 1, MAX_RANKS
     )  # parts of all ranks, which divide experts; what remains divides their widths
+    replicas: int = number(1, 1, MAX_RANKS)  # engines behind one server, each with the whole model
+    visible_devices: str | None = None  # GPUs, of which each replica gets one; null: 0,1,… of those that there are
 
 
 @dataclass
@@ -236,7 +238,7 @@ class HTTPConfig:
     log: str = one_of("auto", "json", "text")  # lines on stderr; auto: text on a terminal, else JSON
     chat_template: str | None = None  # a file that takes the place of the checkpoint's template
     tool_calls: str | None = one_of("auto", "none", "json", "tagged_json", "python_tag")  # auto: the model file's
-    max_queue: int = number(1024, 1)  # requests that wait for the engine; more are answered 429
+    max_queue: int = number(1024, 1)  # requests that wait for each engine; more are answered 429
     max_input_length: int | None = number(None, 1)  # tokens of a prompt; null: what max_total_tokens leaves
     max_total_tokens: int | None = number(None, 1)  # tokens of prompt and answer; null: max_model_len
     max_stop_sequences: int = number(16, 0)  # of a request
@@ -258,14 +260,16 @@ class ServeConfig:
     kv_cache_dtype: str = one_of("auto", *MODEL_DTYPES, "fp8", "fp8_e4m3", later=("fp8_e5m2",))  # auto: dtype
     block_size: int = number(16, 1)  # tokens of a KV block
     num_kvcache_blocks: int | None = number(None, 1)  # null: as many as kv_cache_memory holds
-    kv_cache_memory: int = number(4 << 30, 1)  # bytes of a CPU's KV pool, of all ranks; a GPU gives it what is left
+    kv_cache_memory: int = number(
+        4 << 30, 1
+    )  # bytes of a CPU's KV pool, of all ranks of one engine; a GPU gives it what is left
     max_model_len: int | None = number(None, 1)  # tokens of prompt and answer; null: the model's
     max_num_seqs: int = number(512, 1)  # sequences in a step
     max_num_batched_tokens: int = number(16384, 1)  # tokens in a step
     enable_prefix_caching: bool = False  # share the KV of prompts that begin alike
     enforce_eager: bool = False  # capture no CUDA graph: level 2 at most
     tensor_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.tensor
-    data_parallel_size: int = only(1, "data parallelism")  # copies of the model
+    data_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.replicas
     enable_expert_parallel: bool = False  # the same as parallel.experts=… of all ranks
     enable_dp_attention: bool = only(False, "data parallelism")  # divide attention by request
     gpu_memory_utilization: float = number(0.9, 0, 1, above=True)  # share of a GPU's memory to take; a CPU ignores it

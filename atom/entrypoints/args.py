@@ -58,7 +58,7 @@ class EngineArgs:
     device: str | None = flag("device", "cpu, cuda (AMD's too) or auto, a GPU where there is one")
     seed: int | None = flag("seed", "of what is drawn")
     tensor_parallel_size: int | None = flag("parallel.tensor", "ranks that a layer is divided among", "-tp")
-    data_parallel_size: int | None = flag("serve.data_parallel_size", "copies of the model", "-dp")
+    data_parallel_size: int | None = flag("parallel.replicas", "engines behind one server", "-dp")
     enforce_eager: bool | None = flag("serve.enforce_eager", "capture no CUDA graph")
     enable_prefix_caching: bool | None = flag("serve.enable_prefix_caching", "share the KV of prompts that begin alike")
     port: int | None = flag("serve.port", "of the engine itself, which listens on none", accepted=8006)

@@ -843,7 +843,6 @@ def test_a_wrong_override_is_an_error_of_one_line_with_what_and_where(text: str,
     "text",
     [
         "serve.kv_cache_dtype=fp8_e5m2",
-        "serve.data_parallel_size=2",
         "serve.enable_dp_attention=true",
         "serve.scheduler_delay_factor=0.5",
         "serve.method=mtp",
@@ -886,6 +885,36 @@ def test_cuda_graphs_need_a_gpu_and_sizes_that_a_step_can_have():
         load(["serve.gpu_memory_utilization=0"])
 
 
+def test_replicas_are_for_serving_and_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch):
+    for texts in (["parallel=dp3"], ["serve.data_parallel_size=3"], ["parallel.replicas=3", "parallel.tensor=1"]):
+        config = load([*texts, "device=cpu"])
+        assert (config.parallel.replicas, config.serve.data_parallel_size, config.parallel.tensor) == (3, 3, 1)
+    both = load(["parallel=dp2_tp3", "device=cpu"])
+    assert (both.parallel.replicas, both.parallel.tensor) == (2, 3)
+    with pytest.raises(ConfigError, match=r"^parallel.replicas=0 must be a finite number from 1"):
+        load(["parallel.replicas=0"])
+    with pytest.raises(ConfigError, match=r"^serve.data_parallel_size=2 and parallel.replicas=3: set one of them$"):
+        load(["parallel.replicas=3", "serve.data_parallel_size=2"])
+    for job in ("generate", "explain", "compile", "cache", "bench", "profile"):
+        with pytest.raises(ConfigError, match=f"^parallel.replicas=2: job={job} opens one model; leave it out, or wri"):
+            load(["parallel=dp2", f"job={job}", "device=cpu"])
+    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 2)
+    assert load(["parallel=dp2", "device=cuda"]).parallel.replicas == 2
+    with pytest.raises(
+        UnsupportedError, match=r"^parallel.replicas=4: each has a GPU of its own, and this machine has 2;"
+    ):
+        load(["parallel=dp4", "device=cuda"])
+
+
+def test_the_gpus_of_replicas_are_those_that_the_environment_lists(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert load([]).parallel.visible_devices == "2,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    assert load(["level=1"]).parallel.visible_devices == "7"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert load(["level=0"]).parallel.visible_devices is None
+
+
 def test_any_value_of_a_model_can_be_set(write: Write):
     texts = [
         "model.attention.window=4096",
@@ -915,8 +944,7 @@ def test_keyword_arguments_of_the_engine_are_overrides():
     assert (
         load(engine_overrides(None, {"kv_cache_block_size": 32, "sampling.logit_bias": {5: 1}})).serve.block_size == 32
     )
-    with pytest.raises(UnsupportedError, match="data_parallel_size"):
-        load(engine_overrides(None, {"data_parallel_size": 2}))
+    assert load(engine_overrides(None, {"data_parallel_size": 2})).parallel.replicas == 2
     with pytest.raises(ConfigError, match=r"max_num_seq: there is no such field, did you mean serve.max_num_seqs\?"):
         load(engine_overrides(None, {"max_num_seq": 2}))
 

@@ -99,7 +99,12 @@ def test_a_parallel_layout_has_any_number_of_ranks():
     assert rewrite(["parallel=dp3_ep"]) == ["parallel.data=3", "parallel.experts=3"]
     assert rewrite(["parallel=dp2_tp3_ep"]) == ["parallel.tensor=3", "parallel.data=2", "parallel.experts=6"]
     assert rewrite(["parallel=dp2_ep"]) == ["parallel=dp2_ep"], "which has a file"
-    assert rewrite(["parallel=mine"]) == ["parallel=mine"]
+    assert rewrite(["parallel=dp2"]) == ["parallel=dp2"], "so has this"
+    assert rewrite(["parallel=dp3"]) == ["parallel.replicas=3"]
+    assert rewrite(["parallel=dp2_tp3"]) == ["parallel.tensor=3", "parallel.replicas=2"]
+    assert rewrite(["parallel=dp1"]) == ["parallel.tensor=1"]
+    for name in ("mine", "dp0", "tp2_dp2", "dp2tp2", "_ep", "ep", "dp2_"):
+        assert rewrite([f"parallel={name}"]) == [f"parallel={name}"]
 
 
 def test_what_is_not_built_yet_is_refused():

@@ -22,13 +22,13 @@ MEANS = {
     "--tensor-parallel-size 2": "parallel.tensor=2",
     "-tp 2": "parallel.tensor=2",
     "-tp8": "parallel.tensor=8",
-    "-dp4": "serve.data_parallel_size=4",
+    "-dp4": "parallel.replicas=4",
     "--dtype bfloat16": "dtype='bfloat16'",
     "--seed 7": "seed=7",
     "--revision v1.0": "revision='v1.0'",
     "--device cpu": "device='cpu'",
-    "--data-parallel-size 2": "serve.data_parallel_size=2",
-    "-dp 2": "serve.data_parallel_size=2",
+    "--data-parallel-size 2": "parallel.replicas=2",
+    "-dp 2": "parallel.replicas=2",
     "--enforce-eager": "serve.enforce_eager=true",
     "--enable-prefix-caching": "serve.enable_prefix_caching=true",
     "--port 8007": "serve.port=8007",
@@ -76,7 +76,6 @@ DEFAULTS = {
 
 REFUSED = {
     "-tp 2": "parallel.tensor=2 does not divide 9 heads with 3 of keys and values; there is: 1, 3, 9",
-    "-dp 2": "serve.data_parallel_size=2: data parallelism is not built yet; there is: 1",
     "--enable-dp-attention": "serve.enable_dp_attention=true: data parallelism is not built yet",
     "--port 80": "serve.port: an engine on another machine (serve.http.port is the server's) is not built yet",
     "--kv_cache_dtype fp8_e5m2": "serve.kv_cache_dtype=fp8_e5m2 is not built yet; there is: auto, bf16, fp16, fp32, fp8",
@@ -226,7 +225,6 @@ def test_the_help_marks_what_is_not_built():
     EngineArgs.add_cli_args(parser)
     entries = [" ".join(each.split()) for each in parser.format_help().split("\n  --")]
     assert [each.split()[0] for each in entries if "not built yet" in each] == [
-        "data-parallel-size",
         "port",
         "scheduler-delay-factor",
         "enable-dp-attention",
@@ -263,7 +261,7 @@ def test_the_guides_keyword_arguments_of_the_engine_are_taken(checkpoints: Any):
                        gpu_memory_utilization=0.9, max_model_len=64, kv_cache_memory=1 << 22)  # fmt: skip
     assert engine.config.serve.max_model_len == 64
     engine.close()
-    with pytest.raises(UnsupportedError, match="data parallelism is not built yet"):
+    with pytest.raises(UnsupportedError, match=r"^parallel.replicas=2: LLMEngine is one engine; leave it out, or ser"):
         LLMEngine(model=str(checkpoints("qwen3")), data_parallel_size=2)
 
 

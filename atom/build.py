@@ -49,8 +49,11 @@ from atom.weights.evaluate import Loaded
 
 
 @no_collection()
-def open_engine(config: Config, progress: Progress, compiled: Compiled | None = None) -> Engine:
-    """Build an engine from a configuration, or from its compiled model; of several ranks, this process drives."""
+def open_engine(config: Config, progress: Progress, compiled: Compiled | None = None, *, replica: int = 0) -> Engine:
+    """Build an engine from a configuration, or from its compiled model; of several ranks, this process drives.
+
+    replica: its number; each draws tokens of its own where a request has no seed
+    """
     with ExitStack() as started:
         with ExitStack() as opened:
             checkpoint = open_checked(config, progress, opened) if is_here(config) else None  # else downloaded last
@@ -85,7 +88,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             schedulers[0] if ranks is None else DataParallelScheduler(schedulers),
             builders[0] if ranks is None else DataParallelBuilder(builders),
             vocabulary,
-            seed=config.seed,
+            seed=config.seed + replica,
             profiler=Profiler(serve.torch_profiler_dir, is_detailed=serve.profiler_more),
             ranks=ranks,
         )

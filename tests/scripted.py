@@ -20,8 +20,8 @@ from atom.checkpoint.tokenizer import load_tokenizer
 from atom.config import Config
 from atom.serve.app import create_app
 from atom.serve.context import Context
-from atom.serve.engine.client import EngineClient
 from atom.serve.engine.protocol import Abort, Finish, Message, Output, Outputs, Ready, Start, Submit, encode, to_engine
+from atom.serve.engine.replicas import Replicas
 from atom.serve.metrics import Metrics
 
 
@@ -52,8 +52,9 @@ def post(
 
     async def run() -> tuple[httpx.Response, list[Submit]]:
         ours, theirs = socket.socketpair()
-        engine, seen = EngineClient(config), list[Submit]()
-        context = Context(config, engine, Metrics(engine))
+        engines, seen = Replicas(config), list[Submit]()
+        engine = engines[0].client
+        context = Context(config, engines, Metrics(engines))
         assert config.checkpoint is not None
         context.tokenizer = load_tokenizer(Path(config.checkpoint))
         context.has_tokenizer.set()

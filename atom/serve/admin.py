@@ -17,6 +17,7 @@ import atom
 from atom.measurement.hardware import describe_cpus
 from atom.serve.context import Context
 from atom.serve.engine.client import EngineState
+from atom.serve.engine.replicas import Replica
 from atom.serve.errors import json_response
 
 
@@ -28,13 +29,16 @@ def routes(context: Context) -> APIRouter:
     async def health() -> Response:
         """200 where requests are served, else 503; `status` says which of loading, ready, draining, dead it is.
 
-        While it loads, `doing` says what the start is at.
+        While it loads, `doing` says what the start is at. Of several engines, `engines` names each; one that serves
+        is enough.
         """
         state = context.state
         status = "ok" if state is EngineState.READY else str(state)
-        body = {"status": status, "state": str(state)} | (
-            {"doing": context.doing} if state is EngineState.LOADING else {}
-        )
+        body: dict[str, Any] = {"status": status, "state": str(state)}
+        if state is EngineState.LOADING:
+            body["doing"] = context.doing
+        if len(context.engines) > 1:
+            body["engines"] = list(map(describe_engine, context.engines))
         return json_response(body, 200 if state is EngineState.READY else 503)
 
     @router.get("/ready")
@@ -58,7 +62,7 @@ def routes(context: Context) -> APIRouter:
                 "model": config.model.name,
                 "dtype": config.dtype,
                 "device": config.device,
-                "hardware": describe_cpus() if config.device == "cpu" else context.client.gpus,
+                "hardware": describe_cpus() if config.device == "cpu" else context.engines.gpus,
                 "python": platform.python_version(),
             }
         )
@@ -86,13 +90,23 @@ def routes(context: Context) -> APIRouter:
 
     @router.post("/start_profile")
     async def start_profile() -> Response:
-        """Start the engine's profiler."""
-        await context.client.profile(starts=True)
+        """Start the profiler of every engine."""
+        await context.engines.profile(starts=True)
         return json_response({"status": "started"})
 
     @router.post("/stop_profile")
     async def stop_profile() -> Response:
-        """Stop it and write the traces."""
-        return json_response({"status": "stopped", "trace": await context.client.profile(starts=False)})
+        """Stop it and write the traces: `trace` is the first, and `traces` are those of all engines."""
+        traces = await context.engines.profile(starts=False)
+        return json_response({"status": "stopped", "trace": traces[0], "traces": traces})
 
     return router
+
+
+def describe_engine(engine: Replica) -> dict[str, Any]:
+    """One of several engines, for /health, which needs no key: nothing that a fault would tell."""
+    client = engine.client
+    body = {"engine": engine.number, "state": str(client.state), "restarts": engine.num_restarts}
+    if client.state is EngineState.LOADING:
+        body["doing"] = client.doing
+    return body | ({"stays_dead": True} if engine.has_failed else {})

@@ -1,6 +1,6 @@
 """The ASGI app: FastAPI's routes behind the guard.
 
-context = Context(config, client, Metrics())
+context = Context(config, engines, Metrics(engines))
 app = create_app(context, keys=[])              # for uvicorn, or for httpx.ASGITransport in a test
 """
 

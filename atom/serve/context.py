@@ -1,6 +1,7 @@
-"""What the routes share: configuration, engine client, tokenizer, metrics.
+"""What the routes share: configuration, engines, tokenizer, metrics.
 
-context = Context(config, EngineClient(config), Metrics())
+engines = Replicas(config)
+context = Context(config, engines, Metrics(engines))
 tokens = await context.work(len(text), lambda: context.encode(text))
 params = sampling_params(body, context.config)
 """
@@ -20,7 +21,8 @@ from atom.checkpoint import SILENT, RichProgress, Tokenizer, WatchedProgress
 from atom.config import Config
 from atom.errors import ConfigError, EngineDeadError, RequestError
 from atom.sampling_params import SamplingParams
-from atom.serve.engine.client import EngineClient, EngineState
+from atom.serve.engine.client import EngineState
+from atom.serve.engine.replicas import Replicas
 from atom.serve.errors import FieldError, ModelNotFoundError, body_of, shown, status_of
 from atom.serve.metrics import Metrics
 
@@ -34,9 +36,9 @@ T = TypeVar("T")
 
 
 class Context:
-    def __init__(self, config: Config, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(self, config: Config, engines: Replicas, metrics: Metrics) -> None:
         self.config = config
-        self.client = client
+        self.engines = engines
         self.metrics = metrics
         self.names = served_names(config)
         self.tokenizer: Tokenizer | None = None  # before `is_ready`, and where the checkpoint has none
@@ -47,13 +49,15 @@ class Context:
 
     @property
     def state(self) -> EngineState:
-        is_waiting = self.client.state is EngineState.READY and not self.has_tokenizer.is_set()
-        return EngineState.LOADING if is_waiting else self.client.state
+        state = self.engines.state
+        is_waiting = state is EngineState.READY and not self.has_tokenizer.is_set()
+        return EngineState.LOADING if is_waiting else state
 
     @property
     def doing(self) -> str:
-        """What a start is waiting for: a step of the engine's start, or a download of this process."""
-        engine = "opening the tokenizer" if self.client.ready.is_set() else self.client.doing
+        """What a start is waiting for: a step of the engines' start, or a download of this process."""
+        is_ready = self.engines.state is EngineState.READY
+        engine = "opening the tokenizer" if is_ready else self.engines.doing
         return "; ".join(filter(None, (engine, self.progress.doing)))
 
     @property

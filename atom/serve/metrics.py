@@ -1,54 +1,74 @@
 """Prometheus metrics, named as in vLLM, prefixed `atom:`.
 
-    metrics = Metrics(client)
+    metrics = Metrics(engines)
     metrics.ttft.observe(0.12)                # seconds
     metrics.render()                          # the text of /metrics
 
-Counts of the engine come from its last heartbeat, those of HTTP are counted here. The registry is the app's own, so
-that a process may have two apps.
+Counts of an engine come from its last heartbeat, those of HTTP are counted here. Of several replicas each has a sample
+with its number, `engine="0"`. The registry is the app's own, so that a process may have two apps.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from atom.serve.engine.client import EngineClient
+from atom.serve.engine.client import EngineState
+from atom.serve.engine.replicas import Replica, Replicas
 
 LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)  # seconds
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)  # seconds
 
+Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
+
+GAUGES: dict[str, tuple[str, Callable[[Replica], float]]] = {
+    "num_requests_running": ("sequences in the engine's steps", lambda engine: engine.client.stats.num_running),
+    "num_requests_waiting": ("sequences that are not admitted", lambda engine: engine.client.num_waiting),
+    "kv_cache_usage_perc": ("share of the KV blocks in use, 0 to 1", lambda engine: engine.client.stats.kv_cache_usage),
+    "kv_cache_blocks": ("KV blocks in all", lambda engine: engine.client.stats.num_blocks),
+    "kv_cache_blocks_used": ("KV blocks in use", lambda engine: engine.client.stats.num_blocks_used),
+    "engine_up": ("whether the engine serves, 1 or 0", lambda engine: engine.client.state is EngineState.READY),
+}
+COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
+    "num_preemptions": (
+        "sequences that gave way to others",
+        lambda engine: engine.client.stats.scheduler.num_preemptions,
+    ),
+    "prefix_cache_queries": (
+        "prompt tokens looked up in the prefix cache",
+        lambda engine: engine.client.stats.scheduler.num_prefix_queries,
+    ),
+    "prefix_cache_hits": (
+        "prompt tokens that it had",
+        lambda engine: engine.client.stats.scheduler.num_prefix_hit_tokens,
+    ),
+    "engine_steps": ("steps of the engine", lambda engine: engine.client.stats.scheduler.num_steps),
+    "engine_restarts": ("starts after the first", lambda engine: engine.num_restarts),
+}
+
 
 class EngineCollector:
-    """Collects the engine's state when the metrics are read."""
+    """Collects the engines' state when the metrics are read."""
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
+    def __init__(self, engines: Replicas) -> None:
+        self._engines = engines
+        self._label = ["engine"] if len(engines) > 1 else []
 
     def collect(self) -> Iterable[Metric]:
-        client, stats = self._client, self._client.stats
-        counts = stats.scheduler
-        gauges = {
-            "num_requests_running": ("sequences in the engine's steps", stats.num_running),
-            "num_requests_waiting": ("sequences that are not admitted", client.num_waiting),
-            "kv_cache_usage_perc": ("share of the KV blocks in use, 0 to 1", stats.kv_cache_usage),
-            "kv_cache_blocks": ("KV blocks in all", stats.num_blocks),
-            "kv_cache_blocks_used": ("KV blocks in use", stats.num_blocks_used),
-        }
-        counters = {
-            "num_preemptions": ("sequences that gave way to others", counts.num_preemptions),
-            "prefix_cache_queries": ("prompt tokens looked up in the prefix cache", counts.num_prefix_queries),
-            "prefix_cache_hits": ("prompt tokens that it had", counts.num_prefix_hit_tokens),
-            "engine_steps": ("steps of the engine", counts.num_steps),
-        }
-        for name, (about, value) in gauges.items():
-            yield GaugeMetricFamily(f"atom:{name}", about, value)
-        for name, (about, value) in counters.items():
-            yield CounterMetricFamily(f"atom:{name}", about, value)
+        for name, (about, value) in GAUGES.items():
+            yield self._fill(GaugeMetricFamily(f"atom:{name}", about, labels=self._label), value)
+        for name, (about, value) in COUNTERS.items():
+            yield self._fill(CounterMetricFamily(f"atom:{name}", about, labels=self._label), value)
+
+    def _fill(self, family: Family, value: Callable[[Replica], float]) -> Family:
+        for engine in self._engines:
+            family.add_metric([str(engine.number)] if self._label else [], value(engine))
+        return family
 
 
 class Histogram:
@@ -70,9 +90,9 @@ class Histogram:
 
 
 class Metrics:
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, engines: Replicas) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(EngineCollector(client))
+        self.registry.register(EngineCollector(engines))
         ProcessCollector(registry=self.registry)  # process_resident_memory_bytes, process_open_fds, … of this process
 
         def counter(name: str, about: str, *labels: str) -> Counter:

@@ -25,6 +25,7 @@ from atom.runtime.types import Logprobs
 from atom.sampling_params import SamplingParams
 from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
+from atom.serve.engine.replicas import PIN
 from atom.serve.engine.stream import RequestStream
 from atom.serve.errors import MAX_MESSAGE, FieldError, body_at, json_response, shown, status_of
 from atom.serve.sse import EventStream, event, until_gone
@@ -249,15 +250,22 @@ class Responder(ABC):
         return answering.usage()
 
     async def respond(self, request: Request) -> Response:
-        context, client = self.context, self.context.client
+        context, engines = self.context, self.context.engines
+        pin = engines.pinned(request.headers.get(PIN))
         size, make = request.state.num_bytes, self.make_request
         submission = await (context.in_thread(make) if self.renders else context.work(size, make))
         request.state.log |= {"model": self.model, "user": submission.user, "id": self.id}
-        stream = client.submit(
-            submission.prompts, submission.params, id=self.id, salt=submission.salt, priority=submission.priority
+        stream = engines.submit(
+            submission.prompts,
+            submission.params,
+            id=self.id,
+            salt=submission.salt,
+            priority=submission.priority,
+            pin=pin,
         )
+        request.state.log["engine"] = stream.engine
         answering = Answering(context, stream, submission, self._started)
-        leave = partial(client.abort, stream)
+        leave = partial(engines.abort, stream)
         if self.is_streamed:
             if self.waits:
                 await answering.begin(request.receive, leave)

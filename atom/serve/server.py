@@ -1,10 +1,10 @@
-"""Run the server: start the engine, listen, drain, end.
+"""Run the server: start the engines, listen, drain, end.
 
     code = run_loop(Server(config).run, config.serve.http.log)
 
 SIGTERM and Ctrl-C drain: running requests may end within drain_seconds, new ones get 503. A second signal ends at once,
-and so does one while the engine loads. An engine that dies or falls silent ends the server with an exit code on which a
-supervisor restarts it.
+and so does one while the engines load. An engine that dies or falls silent is started again while others serve
+(`atom.serve.engine.replicas`); where none does, the server ends with an exit code on which a supervisor restarts it.
 """
 
 from __future__ import annotations
@@ -41,17 +41,19 @@ from atom.gc_utils import settle
 from atom.serve import log
 from atom.serve.app import create_app
 from atom.serve.context import Context, read_template
-from atom.serve.engine.client import EngineClient, EngineState
-from atom.serve.engine.process import WORKER, EngineProcess
+from atom.serve.engine.client import EngineState
+from atom.serve.engine.events import wait_for_any
+from atom.serve.engine.process import WORKER
+from atom.serve.engine.replicas import Replicas
 from atom.serve.http import limited_protocol
 from atom.serve.metrics import Metrics
 from atom.serve.middleware import read_keys
 
 LOG = logging.getLogger("atom.serve")
-TICK_SECONDS = 0.5  # between two checks of the engine
-DEAD_SECONDS = 5.0  # for /health to report the engine's death before the server ends
+TICK_SECONDS = 0.5  # between two checks of the engines
+DEAD_SECONDS = 5.0  # for /health to report the engines' death before the server ends
 POLL_SECONDS = 0.02
-END_SECONDS = 5.0  # for connections to close and for the engine's process to end
+END_SECONDS = 5.0  # for connections to close and for the engines' processes to end
 BACKLOG = 2048  # connections that wait to be accepted
 KNOWN = (ConfigError, CheckpointError, UnsupportedError, CapacityError, PassError, ArtifactError)
 ERRORS = {each.__name__: each for each in KNOWN}
@@ -85,16 +87,16 @@ def find_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 class Server:
     def __init__(self, config: Config, worker: tuple[str, ...] = WORKER) -> None:
-        """worker: the command of the engine's process.
+        """worker: the command of an engine's process.
 
         ConfigError, with nothing started, where the keys or the template cannot be read, or the address is in use.
         """
         http = config.serve.http
-        self._config, self._worker = config, worker
+        self._config = config
         self._template = read_template(config)
-        self._client = EngineClient(config)
-        metrics = Metrics(self._client)
-        self._context = Context(config, self._client, metrics)
+        self._engines = Replicas(config, worker)
+        metrics = Metrics(self._engines)
+        self._context = Context(config, self._engines, metrics)
         keys = read_keys(http.api_keys)
         app = create_app(self._context, keys)
         self._socket = listen(http.host, http.port)
@@ -121,14 +123,13 @@ class Server:
         self._code = 0
 
     async def run(self) -> int:
-        """Serve until a signal or the engine's death; return the exit code. AtomError where the engine cannot start."""
+        """Serve until a signal or the engines' death; return the exit code. AtomError where none can start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle_signal, number)
-        engine = EngineProcess(self._worker, log.relay if log.is_json(self._config.serve.http.log) else None)
         serving = asyncio.create_task(self._uvicorn.serve([self._socket]))
         try:
-            await self._client.connect(engine.connection)
+            await self._engines.start()
             # a daemon thread: it may be downloading when the server ends
             threading.Thread(target=self._open_tokenizer, args=(loop,), name="tokenizer", daemon=True).start()
             announcing = asyncio.create_task(self._announce())
@@ -136,29 +137,29 @@ class Server:
             announcing.cancel()
         finally:
             self._uvicorn.end()
-            self._client.close("the server ends before this request has been answered")
+            self._engines.close("the server ends before this request has been answered")
             await serving
             self._context.close()
-            engine_end = await self._end(engine)
+            engine_end = await self._end()
         if self._fault is not None:
             raise self._fault
-        if not self._signals and not self._client.ready.is_set():
+        if not self._signals and not self._engines.ready.is_set():
             raise self._load_error(engine_end)
         LOG.info("ended", extra={"fields": {"engine": engine_end}})
         return self._code
 
-    async def _end(self, engine: EngineProcess) -> str:
-        """Wait for the engine to end, unless the end is forced or the engine is dead; return how it ended."""
+    async def _end(self) -> str:
+        """Wait for the engines to end, unless the end is forced or they are dead; return how they ended."""
         loop = asyncio.get_running_loop()
         end = loop.time() + (0.0 if self._has_reported_death else END_SECONDS)
-        while not engine.has_ended() and not self._is_forced and loop.time() < end:
+        while not self._engines.has_ended() and not self._is_forced and loop.time() < end:
             await asyncio.sleep(POLL_SECONDS)
-        return describe_exit(engine.end(), has_left=self._client.has_left)
+        return await self._engines.end()
 
     def _load_error(self, engine_end: str) -> AtomError:
-        failed = self._client.error
+        failed = next((each.client.error for each in self._engines if each.client.error is not None), None)
         if failed is None:
-            return EngineDeadError(f"{self._client.reason} while it loaded ({engine_end})")
+            return EngineDeadError(f"{self._engines.reason} while it loaded ({engine_end})")
         if failed.kind not in ERRORS:
             return AtomError(f"{failed.kind}: {failed.error}")
         error = ERRORS[failed.kind](failed.error)
@@ -174,36 +175,39 @@ class Server:
         return len(self._signals) > 1
 
     async def _watch(self) -> None:
-        """Watch the engine and signals; return when the server must end."""
-        while not self._end_requested.is_set() and self._client.state is not EngineState.DEAD:
-            await wait_for_any(TICK_SECONDS, self._end_requested, self._client.dead)
-            self._client.check()
-        if self._client.state is EngineState.DEAD:
+        """Watch the engines and signals; return when the server must end."""
+        while not self._end_requested.is_set() and self._engines.state is not EngineState.DEAD:
+            await wait_for_any(TICK_SECONDS, self._end_requested, self._engines.dead)
+            self._engines.check()
+        if self._engines.state is EngineState.DEAD:
             return await self._report_death()
         self._end_requested.clear()  # so that the next signal forces the end
         self._code = 130 if self._signals[0] == signal.SIGINT else 0
-        if self._client.ready.is_set():
+        if self._engines.ready.is_set():
             await self._drain()
         return None
 
     async def _drain(self) -> None:
         """Wait until no request runs, or the end is forced."""
-        client, seconds = self._client, self._config.serve.http.drain_seconds
-        client.drain()
+        engines, seconds = self._engines, self._config.serve.http.drain_seconds
+        engines.drain()
         LOG.info("draining", extra={"fields": {"seconds": seconds}})
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
-        while loop.time() < end and not client.idle.is_set() and not self._end_requested.is_set():
-            await wait_for_any(min(TICK_SECONDS, end - loop.time()), client.idle, self._end_requested, client.dead)
-            client.check()
-            if client.state is EngineState.DEAD:
+        while loop.time() < end and (running := engines.running) and not self._end_requested.is_set():
+            await wait_for_any(
+                min(TICK_SECONDS, end - loop.time()), running[0].client.idle, self._end_requested, engines.dead
+            )
+            engines.check()
+            if engines.state is EngineState.DEAD:
                 return await self._report_death()
 
     async def _report_death(self) -> None:
-        """Let /health report the dead engine for a while; its streams have ended with an error."""
+        """Let /health report the death for a while; all streams have ended with an error."""
         self._code = 1
-        if self._client.ready.is_set():
-            LOG.error("the engine is dead", extra={"fields": {"reason": self._client.reason}})
+        if self._engines.ready.is_set():
+            what = "the engine is dead" if len(self._engines) == 1 else "all engines are dead"
+            LOG.error(what, extra={"fields": {"reason": self._engines.reason}})
             await wait_for_any(DEAD_SECONDS, self._end_requested)
             self._has_reported_death = True
 
@@ -214,7 +218,7 @@ class Server:
             self._uvicorn.force_exit = True
 
     def _open_tokenizer(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Open the tokenizer while the engine loads the weights; it also finds faults of the checkpoint."""
+        """Open the tokenizer while the engines load the weights; it also finds faults of the checkpoint."""
         try:
             checkpoint = open_for(self._config, self._context.progress, weights=False)
             try:
@@ -235,11 +239,11 @@ class Server:
 
     def _fail(self, error: Exception) -> None:
         self._fault = error
-        self._client.close(str(error))
+        self._engines.close(str(error))
 
     async def _announce(self) -> None:
         """Print the server's address once it serves."""
-        await self._client.ready.wait()
+        await self._engines.ready.wait()
         await self._context.has_tokenizer.wait()
         settle()
         host, port = self._socket.getsockname()[0], self._port
@@ -285,23 +289,3 @@ def listen(host: str, port: int) -> socket.socket:
 def is_loopback(listening: socket.socket) -> bool:
     """Whether only this machine can reach the socket."""
     return ipaddress.ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
-
-
-async def wait_for_any(seconds: float, *events: asyncio.Event) -> None:
-    """Wait for the first of some events, for so many seconds at most."""
-    tasks = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-
-
-def describe_exit(code: int, *, has_left: bool) -> str:
-    """Describe the exit code of the engine's process. has_left: it ended unexpectedly."""
-    if code >= 0:
-        return f"exit code {code}"
-    name = signal.Signals(-code).name
-    if -code != signal.SIGKILL:
-        return name
-    return f"{name}, as where memory runs out" if has_left else f"{name}, at the server's wish"

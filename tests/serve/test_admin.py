@@ -11,7 +11,7 @@ import pytest
 from atom.config.load import load
 from atom.serve.app import create_app
 from atom.serve.context import Context
-from atom.serve.engine.client import EngineClient
+from atom.serve.engine.replicas import Replicas
 from atom.serve.metrics import Metrics
 
 
@@ -19,9 +19,9 @@ def version(device: str, gpus: str = "") -> dict[str, Any]:
     """What /version answers, where the engine has told these GPUs."""
 
     async def ask() -> dict[str, Any]:
-        client = EngineClient(load([f"device={device}"]))
-        client.gpus = gpus
-        context = Context(load([f"device={device}"]), client, Metrics(client))
+        engines = Replicas(load([f"device={device}"]))
+        engines[0].client.gpus = gpus
+        context = Context(load([f"device={device}"]), engines, Metrics(engines))
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(create_app(context, ())), base_url="http://a"
         ) as http:

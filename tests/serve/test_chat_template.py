@@ -11,7 +11,7 @@ from atom.checkpoint.tokenizer import load_tokenizer
 from atom.config.load import load
 from atom.serve.chat_template import Conversation, encode_conversation, plain_message, read_arguments
 from atom.serve.context import Context
-from atom.serve.engine.client import EngineClient
+from atom.serve.engine.replicas import Replicas
 from atom.serve.errors import FieldError
 from atom.serve.metrics import Metrics
 from atom.serve.openai.schema import ChatMessage, Tool
@@ -27,8 +27,8 @@ def tokenizer(talker: Path) -> Tokenizer:
 def encode(talker: Path, tokenizer: Tokenizer, messages: list[dict[str, Any]], **more: Any) -> Conversation:
     async def run() -> Conversation:
         config = load([f"checkpoint={talker}"])
-        client = EngineClient(config)
-        context = Context(config, client, Metrics(client))
+        engines = Replicas(config)
+        context = Context(config, engines, Metrics(engines))
         context.tokenizer = tokenizer
         try:
             return encode_conversation(context, [ChatMessage.model_validate(each) for each in messages], **more)

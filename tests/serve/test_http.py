@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from atom.config.load import load
-from atom.serve.engine.client import EngineClient
+from atom.serve.engine.replicas import Replicas
 from atom.serve.http import limited_protocol
 from atom.serve.metrics import Metrics
 
@@ -156,7 +156,7 @@ def test_a_request_that_lies_unread_while_the_server_computes_has_arrived_in_tim
         limits = replace(load([]).serve.http, read_seconds=0.3, max_body=32 << 20)
         config = uvicorn.Config(app, lifespan="off", log_config=None)
         config.load()
-        protocol = limited_protocol(limits, Metrics(EngineClient(load([]))))
+        protocol = limited_protocol(limits, Metrics(Replicas(load([]))))
         state = {"config": config, "server_state": ServerState(), "app_state": {}}
         server = await loop.create_server(lambda: protocol(**state), "127.0.0.1", 0)
         with socket.create_connection(server.sockets[0].getsockname()) as connection:

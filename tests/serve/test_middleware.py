@@ -17,7 +17,7 @@ from atom.errors import ConfigError
 from atom.serve import middleware
 from atom.serve.app import create_app
 from atom.serve.context import Context
-from atom.serve.engine.client import EngineClient
+from atom.serve.engine.replicas import Replicas
 from atom.serve.metrics import Metrics
 from atom.serve.middleware import Guard, read_keys
 
@@ -42,8 +42,8 @@ def is_locked_out(answer: wire.Answer) -> bool:
 def all_routes() -> Iterator[tuple[str, str]]:
     """Every path of the app with every method that it has."""
     config = load([])
-    client = EngineClient(config)
-    app = create_app(Context(config, client, Metrics(client)), KEYS)
+    engines = Replicas(config)
+    app = create_app(Context(config, engines, Metrics(engines)), KEYS)
     assert isinstance(app, Guard)
 
     def walk(routes: list[BaseRoute]) -> Iterator[tuple[str, str]]:
@@ -189,7 +189,7 @@ def test_our_page_and_those_that_cors_names_can_post(locked: Server, page: dict[
 
 
 def test_where_cors_names_all_origins_all_can_post():
-    guard = Guard(None, (), Metrics(EngineClient(load([]))), ["*"])  # type: ignore[arg-type]
+    guard = Guard(None, (), Metrics(Replicas(load([]))), ["*"])  # type: ignore[arg-type]
     assert guard.is_allowed_origin({b"origin": b"https://b.example", b"sec-fetch-site": b"cross-site"})
 
 
@@ -203,8 +203,7 @@ def test_keys_are_compared_as_digests_all_of_them_whichever_is_right(monkeypatch
 
     monkeypatch.setattr(middleware.hmac, "compare_digest", compare)
     config = load([])
-    client = EngineClient(config)
-    guard = Guard(None, KEYS, Metrics(client))  # type: ignore[arg-type]
+    guard = Guard(None, KEYS, Metrics(Replicas(config)))  # type: ignore[arg-type]
     for given, is_right in ((b"first-key", True), (b"second-key", True), (b"x" * 1000, False), (b"", False)):
         seen.clear()
         assert guard.has_valid_key({b"x-api-key": given, b"authorization": b"Bearer " + given}) is is_right

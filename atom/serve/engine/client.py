@@ -22,6 +22,8 @@ from collections.abc import Callable
 from enum import StrEnum
 from socket import socket
 
+from msgspec.structs import replace
+
 from atom.config import Config
 from atom.errors import AtomError, EngineDeadError, RequestError
 from atom.runtime.metrics import EngineStats
@@ -73,7 +75,9 @@ class EngineClient(asyncio.Protocol):
         self.state = EngineState.LOADING
         self.stats = EngineStats()
         self.doing = "starting the engine"  # while it loads
-        self.gpus = ""  # from `Ready`
+        self.num_blocks = 0  # of KV, from `Ready`
+        self.gpus = ""  # likewise
+        self.num_sequences = 0  # of requests that run or wait
         self.error: Failed | None = None  # why the engine died, if it could report it
         self.reason = ""  # why it is dead, for clients
         self.has_left = False  # its process ended, or is about to, unexpectedly
@@ -97,15 +101,19 @@ class EngineClient(asyncio.Protocol):
         self._num_unseen = 0  # sequences of these Submits
         self._num_waiting = 0  # sequences that wait in the engine
 
-    async def connect(self, connection: socket) -> None:
-        """Connect to the engine process and send the configuration."""
+    async def connect(self, connection: socket, replica: int = 0) -> None:
+        """Connect to the engine process and send the configuration. replica: the engine's number."""
         await asyncio.get_running_loop().create_connection(lambda: self, sock=connection)
-        self._send(Start(self._config))
+        self._send(Start(self._config, replica))
 
     @property
     def num_waiting(self) -> int:
         """Sequences that are not admitted, including those that the engine has not received yet."""
         return self._num_waiting + self._num_unseen
+
+    def has_room(self, num_sequences: int) -> bool:
+        """Whether so many more may wait."""
+        return self.num_waiting + num_sequences <= self._config.serve.http.max_queue
 
     def submit(
         self,
@@ -126,11 +134,12 @@ class EngineClient(asyncio.Protocol):
         num_sequences, limit = sum(one.n for one in params), self._config.serve.http.max_queue
         if num_sequences > limit:
             raise RequestError(f"{num_sequences} answers in a request; at most {limit} may wait (serve.http.max_queue)")
-        if self.num_waiting + num_sequences > limit:
+        if not self.has_room(num_sequences):
             raise QueueFullError(self.num_waiting, self.retry_after())
         ids = [id if len(prompts) == 1 else f"{id}-{index}" for index in range(len(prompts))]
         stream = RequestStream(ids, num_sequences)
         self.idle.clear()
+        self.num_sequences += num_sequences
         for each, prompt, one in zip(ids, prompts, params, strict=True):
             assert each not in self._streams, f"{each} is taken"
             self._streams[each] = stream
@@ -147,9 +156,11 @@ class EngineClient(asyncio.Protocol):
     def abort(self, stream: RequestStream) -> None:
         """Abort a request; its blocks are freed within a step."""
         stream.stop_timer()
-        for id in stream.prompt_index:
-            if self._streams.pop(id, None) is not None:
-                self._send(Abort(id))
+        ids = [id for id in stream.prompt_index if self._streams.pop(id, None) is not None]
+        for id in ids:
+            self._send(Abort(id))
+        if ids:
+            self.num_sequences -= stream.num_running
         self._note_idle()
 
     async def profile(self, *, starts: bool) -> str:
@@ -211,8 +222,8 @@ class EngineClient(asyncio.Protocol):
                 answer = self._profiling.pop(id)
                 if not answer.done():
                     answer.set_exception(RequestError(error)) if error else answer.set_result(result)
-            case Ready(gpus=gpus):
-                self.gpus = gpus
+            case Ready(num_blocks, gpus):
+                self.num_blocks, self.gpus = num_blocks, gpus
                 self.ready.set()
                 if self.state is EngineState.LOADING:
                     self.state = EngineState.READY
@@ -229,6 +240,7 @@ class EngineClient(asyncio.Protocol):
         if stream is None:
             return  # the request has been aborted
         stream.push(output, now)
+        self.num_sequences -= output.finish is not None
         if output.finish is not None and not stream.num_running:
             for id in stream.prompt_index:
                 self._streams.pop(id, None)
@@ -257,6 +269,9 @@ class EngineClient(asyncio.Protocol):
         for stream in set(self._streams.values()):
             stream.fail(EngineDeadError(reason))
         self._streams.clear()
+        self._unseen.clear()
+        self._num_unseen = self._num_waiting = self.num_sequences = 0
+        self.stats = replace(self.stats, num_running=0, num_waiting=0, num_blocks_used=0)
         self._note_idle()
         for answer in self._profiling.values():
             if not answer.done():

@@ -3,17 +3,20 @@
 engine = EngineProcess()                  # runs `python -m atom.serve.engine.worker`
 await client.connect(engine.connection)
 engine.has_ended()
-engine.end()                              # its exit code; kills what is left of it, compilers included
+code = engine.end()                       # kills what is left of it, compilers included
+describe_exit(code, has_left=client.has_left)
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from atom.child_process import end, exit_status
 
@@ -24,20 +27,26 @@ WORKER = (sys.executable, "-m", "atom.serve.engine.worker")
 class EngineProcess:
     """A child process with one end of a socket pair, which no other process can open, and its own process group."""
 
-    def __init__(self, command: tuple[str, ...] = WORKER, relay: Callable[[str], object] | None = None) -> None:
+    def __init__(
+        self,
+        command: tuple[str, ...] = WORKER,
+        relay: Callable[[str], object] | None = None,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """command: its last argument becomes the socket's file descriptor. relay: called in a thread with each line of
-        its stderr; None: it shares ours."""
+        its stderr; None: it shares ours. environment: variables beside our own."""
         self.connection, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()
             self._process = subprocess.Popen(
-                [*command, str(number)],
+                ["/usr/bin/env", *map("=".join, environment.items()), *command, str(number)],
                 stdin=subprocess.DEVNULL,
                 stderr=None if relay is None else subprocess.PIPE,
                 errors="replace",
                 pass_fds=[number],
                 process_group=0,
             )
+        self._ending = threading.Lock()
         self._reading: threading.Thread | None = None
         if relay is not None:
             self._reading = threading.Thread(target=self._read, args=(relay,), name="engine's stderr", daemon=True)
@@ -53,9 +62,20 @@ class EngineProcess:
 
     def end(self) -> int:
         """End the process and kill what is left of its group; the exit code, negative for a signal."""
-        return end(self._process, self._reading, READ_SECONDS)
+        with self._ending:
+            return end(self._process, self._reading, READ_SECONDS)
 
     def _read(self, relay: Callable[[str], object]) -> None:
         assert self._process.stderr is not None, "it is a pipe"
         for line in self._process.stderr:
             relay(line)
+
+
+def describe_exit(code: int, *, has_left: bool) -> str:
+    """Describe the exit code of the engine's process. has_left: it ended unexpectedly."""
+    if code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    if -code != signal.SIGKILL:
+        return name
+    return f"{name}, as where memory runs out" if has_left else f"{name}, at the server's wish"

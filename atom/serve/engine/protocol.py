@@ -33,6 +33,7 @@ class Start(Message):
     """The first message to the engine."""
 
     config: Config
+    replica: int = 0  # the engine's number among those of the server
 
 
 class Submit(Message):

@@ -13,6 +13,7 @@ Every token takes this path, so it is kept cheap: one future a token, one timer 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from atom.errors import AtomError
 from atom.serve.engine.protocol import Output
@@ -25,6 +26,8 @@ class RequestStream:
         self.prompt_index = {id: index for index, id in enumerate(ids)}  # by the id of an output
         self.num_running = num_sequences
         self.is_done = False  # all outputs have been read
+        self.engine = 0  # the number of the replica that serves it
+        self.watch: Callable[[Output], object] | None = None  # called with each output
         self._outputs: list[Output] = []
         self._error: AtomError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -55,6 +58,8 @@ class RequestStream:
         """now: the loop's time."""
         self._last = now
         self._outputs.append(output)
+        if self.watch is not None:
+            self.watch(output)
         if output.finish is not None:
             self.num_running -= 1
             if not self.num_running:

@@ -4,7 +4,7 @@ It is run as `python -m atom.serve.engine.worker FD`, where FD is the socket to 
 
     worker = Worker(link)
     threading.Thread(target=worker.receive, daemon=True).start()
-    worker.load(lambda: open_engine(config, worker.progress), config.device)
+    worker.load(lambda: open_real(start, worker.progress), start.config.device)
     worker.run()                                   # until the HTTP process is gone
 
 It has three threads. One reads messages and prepares requests, so that a bad or long prompt never delays a step; the
@@ -30,7 +30,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from atom.checkpoint import Progress, RichProgress, WatchedProgress
-from atom.config import Config
 from atom.devices import open_early
 from atom.errors import AtomError, CapacityError, EngineDeadError, RequestError
 from atom.gc_utils import no_collection, settle
@@ -62,7 +61,7 @@ PORTION = 1024  # positions of a prompt whose log probabilities are sent in one 
 GRACE_SECONDS = 2.0  # for a step to end when the HTTP process is gone
 
 Work = Callable[[], object]  # done by the main thread between two steps
-Open = Callable[[Config, Progress], "Engine"]
+Open = Callable[[Start, Progress], "Engine"]
 
 
 class Worker:
@@ -230,13 +229,19 @@ def _raise(error: AtomError) -> None:
     raise error
 
 
-def open_real(config: Config, progress: Progress) -> Engine:
+def open_real(start: Start, progress: Progress) -> Engine:
+    """Open the engine, which shares the cores with those of the other replicas, and draws tokens of its own."""
+    config = start.config
     if config.device == "cuda":
         open_early()
     with no_collection():
+        import torch
+
         from atom.build import open_engine
 
-        return open_engine(config, progress)
+        if config.parallel.replicas > 1:
+            torch.set_num_threads(max(torch.get_num_threads() // config.parallel.replicas, 1))
+        return open_engine(config, progress, replica=start.replica)
 
 
 def describe_gpus() -> str:
@@ -267,7 +272,7 @@ def main(make: Open = open_real) -> int:
     threading.Thread(target=send_heartbeats, args=beats, name="beat", daemon=True).start()
     threading.Thread(target=worker.receive, name="receive", daemon=True).start()
     try:
-        worker.load(lambda: make(start.config, worker.progress), start.config.device)
+        worker.load(lambda: make(start, worker.progress), start.config.device)
         worker.run()
     except AtomError as error:
         return fail(link, error, error.exit_code)

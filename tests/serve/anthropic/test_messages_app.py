@@ -306,12 +306,12 @@ def test_either_of_the_sdks_headers_opens_the_door(ask: Asker):
 
 def test_a_full_queue_and_a_server_that_ends_are_errors(ask: Asker):
     def fill(context: Context) -> None:
-        context.client._num_waiting = 1
+        context.engines[0].client._num_waiting = 1
 
     response, _ = ask(HI, ASK, "serve.http.max_queue=1", before=fill)
     assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
     assert int(response.headers["retry-after"]) >= 1
-    response, _ = ask(HI, ASK, before=lambda context: context.client.drain())
+    response, _ = ask(HI, ASK, before=lambda context: context.engines.drain())
     assert (response.status_code, response.json()["error"]["type"]) == (503, "overloaded_error")
 
 

@@ -1,0 +1,303 @@
+"""Run the server's engines, route requests to them, start anew what dies.
+
+    engines = Replicas(config)
+    await engines.start()
+    stream = engines.submit([[1, 2, 3]], [params], id="cmpl-1")      # where its prefix is cached, or load is least
+    engines[stream.engine].client.stats
+    engines.abort(stream)
+    engines.check()                                                  # regularly: silence is death
+
+A replica is an engine with a process, a client and a KV cache of its own. One that dies ends its streams with an error
+and is started again, while others serve; after `MOST_FAILURES` starts in a row that come to nothing it stays dead. With
+all of them dead, the server is. One replica is no special case: there is no other that serves meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from atom.config import Config
+from atom.errors import EngineDeadError, RequestError
+from atom.sampling_params import SamplingParams
+from atom.serve import log
+from atom.serve.engine.client import EngineClient, EngineState
+from atom.serve.engine.events import wait_for_any
+from atom.serve.engine.process import WORKER, EngineProcess, describe_exit
+from atom.serve.engine.protocol import Output
+from atom.serve.engine.router import Load, Router, Sent
+from atom.serve.engine.stream import RequestStream
+
+LOG = logging.getLogger("atom.serve")
+PIN = "X-data-parallel-rank"  # the header that names a replica, as in vLLM
+MOST_FAILURES = 3  # starts in a row
+PAUSE_SECONDS = 1.0  # before a dead engine is started again; twice as long after each further death
+MOST_PAUSE_SECONDS = 60.0
+STEADY_SECONDS = 60.0  # of serving after which the next death counts as the first
+POLL_SECONDS = 0.02
+END_SECONDS = 5.0  # for a process to end by itself
+STATES = (EngineState.READY, EngineState.DRAINING, EngineState.LOADING, EngineState.DEAD)  # the first that one has
+
+
+class Replica:
+    """One engine of the server, through all its starts."""
+
+    def __init__(self, config: Config, number: int, command: tuple[str, ...]) -> None:
+        self.number = number
+        self.name = "the engine" if config.parallel.replicas == 1 else f"engine {number}"
+        self.client = EngineClient(config)  # of the present start
+        self.num_restarts = 0
+        self.num_failures = 0  # starts in a row that came to nothing
+        self.num_deaths = 0  # in a row, without `STEADY_SECONDS` of serving in between
+        self.has_failed = False  # too often: it stays dead
+        self._config, self._command = config, command
+        self._process: EngineProcess | None = None
+
+    @property
+    def load(self) -> Load:
+        num_waiting = self.client.num_waiting
+        return Load(num_waiting, max(self.client.num_sequences - num_waiting, 0))
+
+    async def start(self) -> None:
+        """Start the process. OSError where the system cannot."""
+        self._process = EngineProcess(self._command, self._relay(), environment_of(self._config, self.number))
+        await self.client.connect(self._process.connection, self.number)
+
+    async def restart(self) -> None:
+        self.num_restarts += 1
+        self.client = EngineClient(self._config)
+        try:
+            await self.start()
+        except OSError as error:
+            self.client.close(f"the system cannot start it: {error}")
+
+    def has_ended(self) -> bool:
+        return self._process is None or self._process.has_ended()
+
+    async def end(self) -> str:
+        """Kill what is left of the process; how it ended."""
+        if self._process is None:
+            return "not started"
+        return describe_exit(await asyncio.to_thread(self._process.end), has_left=self.client.has_left)
+
+    def _relay(self) -> Any:
+        """What takes the lines that the engine prints; None: it has our stderr."""
+        is_shared = self.number == 0 and not log.is_json(self._config.serve.http.log)  # a terminal has one progress bar
+        return None if is_shared else partial(log.relay, process=self.name.removeprefix("the "))
+
+
+class Replicas:
+    """The server's engines. One task uses it."""
+
+    def __init__(self, config: Config, command: tuple[str, ...] = WORKER) -> None:
+        """command: of an engine's process."""
+        serve, num_replicas = config.serve, config.parallel.replicas
+        self.ready = asyncio.Event()  # one serves, or has served
+        self.dead = asyncio.Event()  # all are
+        self._replicas = [Replica(config, number, command) for number in range(num_replicas)]
+        self._router = Router(num_replicas, serve.block_size, enable_prefix_caching=serve.enable_prefix_caching)
+        self._watching: list[asyncio.Task[None]] = []
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas)
+
+    def __getitem__(self, number: int) -> Replica:
+        return self._replicas[number]
+
+    @property
+    def state(self) -> EngineState:
+        """Ready where one is; dead where all are."""
+        return min((each.client.state for each in self), key=STATES.index)
+
+    @property
+    def doing(self) -> str:
+        """What the starts of engines are at."""
+        loading = [each.client for each in self if each.client.state is EngineState.LOADING]
+        return "; ".join(dict.fromkeys(client.doing for client in loading))
+
+    @property
+    def gpus(self) -> str:
+        return " + ".join(filter(None, (each.client.gpus for each in self)))
+
+    @property
+    def reason(self) -> str:
+        """Why all are dead."""
+        return "; ".join(dict.fromkeys(filter(None, (each.client.reason for each in self))))
+
+    async def start(self) -> None:
+        """Start all at once: the cache's locks let one of them compile. OSError where the system cannot."""
+        for each in self:
+            await each.start()
+        self._watching = [asyncio.create_task(self._watch(each)) for each in self]
+
+    def submit(
+        self,
+        prompts: list[list[int]],
+        params: list[SamplingParams],
+        *,
+        id: str,
+        salt: bytes = b"",
+        priority: int = 0,
+        pin: int | None = None,
+    ) -> RequestStream:
+        """Send a request to a replica, params for each of its prompts. The errors of `EngineClient.submit`.
+
+        pin: the replica's number; None: the router chooses.
+        """
+        request = self._router.hash(prompts, salt)
+        number = self._router.choose(request, self._find_loads(sum(one.n for one in params))) if pin is None else pin
+        replica = self[number]
+        if replica.client.state is not EngineState.READY:
+            raise EngineDeadError(f"{replica.name} is {replica.client.state}")
+        stream = replica.client.submit(prompts, params, id=id, salt=salt, priority=priority)
+        stream.engine = number
+        sent = self._router.send(number, request)
+        if self._router.remembers:
+            stream.watch = Learner(self._router, sent, stream, params).note
+        return stream
+
+    def abort(self, stream: RequestStream) -> None:
+        """Abort a request; its blocks are freed within a step."""
+        self[stream.engine].client.abort(stream)
+
+    def pinned(self, header: str | None) -> int | None:
+        """The replica that a request's header names. RequestError where there is none of that number."""
+        if header is None:
+            return None
+        if not (header.isascii() and header.isdigit() and len(header) < 5 and int(header) < len(self)):
+            raise RequestError(f"{PIN}: {header[:20]!r} is no engine here; there is: 0 to {len(self) - 1}")
+        return int(header)
+
+    async def profile(self, *, starts: bool) -> list[str]:
+        """Start or stop the profiler of all that serve; the paths of the traces. RequestError where that fails."""
+        serving = [each.client for each in self if each.client.state is EngineState.READY]
+        if not serving:
+            raise EngineDeadError(f"the engine is {self.state}")
+        done = await asyncio.gather(*(each.profile(starts=starts) for each in serving), return_exceptions=True)
+        traces = [each for each in done if isinstance(each, str)]
+        for fault in (each for each in done if isinstance(each, BaseException)):
+            if starts or not traces:  # one that was started since then has no trace to stop
+                raise fault
+        return traces
+
+    def drain(self) -> None:
+        """Accept no more requests."""
+        for each in self:
+            each.client.drain()
+
+    @property
+    def running(self) -> list[Replica]:
+        """The replicas that have requests."""
+        return [each for each in self if not each.client.idle.is_set()]
+
+    def close(self, reason: str) -> None:
+        """Close the connections, which ends the engines and all running requests."""
+        for each in self:
+            each.client.close(reason)
+        self.dead.set()
+
+    def check(self) -> None:
+        """Declare engines dead that have been silent too long; to be called regularly."""
+        for each in self:
+            each.client.check()
+        for task in self._watching:
+            if task.done() and (fault := task.exception()) is not None:
+                raise fault
+
+    def has_ended(self) -> bool:
+        """Whether all processes have ended."""
+        return all(each.has_ended() for each in self)
+
+    async def end(self) -> str:
+        """Kill what is left of all processes; how they ended."""
+        for task in self._watching:
+            task.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
+        return ", ".join(await asyncio.gather(*(each.end() for each in self)))
+
+    def _find_loads(self, num_sequences: int) -> dict[int, Load]:
+        """The loads of replicas that serve; of those with room in the queue, where one has. EngineDeadError if none."""
+        serving = [each for each in self if each.client.state is EngineState.READY]
+        if not serving:
+            raise EngineDeadError(f"the engine is {self.state}")
+        roomy = [each for each in serving if each.client.has_room(num_sequences)]
+        return {each.number: each.load for each in roomy or serving}
+
+    async def _watch(self, replica: Replica) -> None:
+        """Start a replica again whenever it dies while another serves."""
+        loop = asyncio.get_running_loop()
+        while True:
+            client = replica.client
+            await wait_for_any(None, client.ready, client.dead)
+            served_at = loop.time()
+            if client.ready.is_set():
+                self._note_ready(replica)
+            await client.dead.wait()
+            if self.state is EngineState.DEAD:
+                self.dead.set()
+                return
+            self._router.forget(replica.number)
+            if not client.ready.is_set():
+                replica.num_failures += 1
+            is_steady = client.ready.is_set() and loop.time() - served_at >= STEADY_SECONDS
+            replica.num_deaths = 1 if is_steady else replica.num_deaths + 1
+            end = await self._end_dead(replica)
+            fields: dict[str, Any] = {"reason": client.reason, "exit": end}
+            if replica.num_failures == MOST_FAILURES:
+                replica.has_failed = True
+                what = f"{replica.name} has not come to serve in {MOST_FAILURES} starts in a row, and stays dead"
+                LOG.error("%s; the others serve", what, extra={"fields": fields})
+                return
+            pause = min(PAUSE_SECONDS * 2 ** (replica.num_deaths - 1), MOST_PAUSE_SECONDS)
+            LOG.error("%s is dead; it is started again in %g s", replica.name, pause, extra={"fields": fields})
+            await asyncio.sleep(pause)
+            while self.state is not EngineState.READY:  # with no other that serves, it must not hide their death
+                await asyncio.sleep(POLL_SECONDS)
+            await replica.restart()
+
+    def _note_ready(self, replica: Replica) -> None:
+        replica.num_failures = 0
+        self._router.resize(replica.number, replica.client.num_blocks)
+        self.ready.set()
+        if replica.num_restarts:
+            LOG.info("%s serves again", replica.name)
+
+    async def _end_dead(self, replica: Replica) -> str:
+        """Kill what is left of a dead replica, unless it ends by itself, as one that is not silent does."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + (END_SECONDS if replica.client.has_left or replica.client.error else 0.0)
+        while not replica.has_ended() and loop.time() < end:
+            await asyncio.sleep(POLL_SECONDS)
+        return await replica.end()
+
+
+class Learner:
+    """Tells the router what a request's answers are and how much of its prompts was cached."""
+
+    def __init__(self, router: Router, sent: Sent, stream: RequestStream, params: list[SamplingParams]) -> None:
+        self._router, self._sent, self._stream, self._params = router, sent, stream, params
+        self._tokens: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by prompt and answer
+
+    def note(self, output: Output) -> None:
+        prompt = self._stream.prompt_index[output.id]
+        tokens = self._tokens[prompt, output.index]
+        tokens += output.tokens
+        if output.finish is not None and output.finish.reason != "error":
+            # the siblings of the first answer take over what it has; with scores of the prompt nothing is looked up
+            is_asked = output.index == 0 and self._params[prompt].prompt_logprobs is None
+            self._router.finish(self._sent, prompt, tokens, output.finish.num_cached if is_asked else None)
+
+
+def environment_of(config: Config, number: int) -> dict[str, str]:
+    """The variables of a replica's process: of several with GPUs, each sees one."""
+    if config.device != "cuda" or config.parallel.replicas == 1:
+        return {}
+    devices = (config.parallel.visible_devices or ",".join(map(str, range(config.parallel.replicas)))).split(",")
+    return {"CUDA_VISIBLE_DEVICES": devices[number].strip()}

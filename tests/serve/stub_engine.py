@@ -43,12 +43,20 @@ class Options:
     no_memory: bool = False  # to load
     has_child: bool = False  # it has started a process, as for compiling
     prints: list[str] = field(default_factory=list)  # lines to stderr, past all that Python knows
+    names: bool = False  # the text of a token is the number of the replica
+    caches: bool = False  # it reports prefix hits, as an engine that evicts nothing
+    profiles: bool = False  # it has a profiler
+    broken: list[int] = field(default_factory=list)  # replicas that fail at every start
+    pause_seconds: float = 1.0  # before the server starts a dead replica again
     holds: str | None = None  # a file: how long the HTTP process's event loop was held, a line for each time
 
 
 @dataclass
 class StubEngine:
     options: Options
+    replica: int = 0
+    is_profiling: bool = False
+    cached: set[tuple[int, ...]] = field(default_factory=set)  # beginnings of prompts, in whole blocks
     waiting: dict[str, Sequence] = field(default_factory=dict)  # by id
     running: dict[str, Sequence] = field(default_factory=dict)
     callbacks: dict[str, StreamCallback] = field(default_factory=dict)
@@ -91,6 +99,8 @@ class StubEngine:
         while self.waiting and len(self.running) < self.options.max_running:
             sequence = self.waiting.pop(next(iter(self.waiting)))
             sequence.admitted_at = time.perf_counter()
+            if self.options.caches:
+                self._look_up(sequence)
             self.running[sequence.id] = sequence
         tell_plan()
         self.due = max(self.due + self.options.step_seconds, time.perf_counter() - 1)  # it catches up, but not for ever
@@ -101,10 +111,16 @@ class StubEngine:
         for sequence in self.stepping:
             self._obey(sequence.prompt[0])
         text = f"{time.monotonic():.6f} " if self.options.clock else "word "
+        text = f"{self.replica} " if self.options.names else text
         for sequence in self.stepping:
             assert sequence.admitted_at is not None
             if now - sequence.admitted_at >= self.options.prefill_seconds:
                 self._emit(sequence, text)
+
+    def _look_up(self, sequence: Sequence) -> None:
+        beginnings = [tuple(sequence.prompt[:stop]) for stop in range(BLOCK, len(sequence.prompt), BLOCK)]
+        sequence.num_cached = BLOCK * sum(each in self.cached for each in beginnings)
+        self.cached |= set(beginnings)
 
     def _obey(self, token: int) -> None:
         if token == RAISES:
@@ -143,9 +159,15 @@ class StubEngine:
             self.running.pop(sequence.id, None)
 
     def start_profile(self) -> None:
-        raise RequestError("a stub has no profiler")
+        if not self.options.profiles or self.is_profiling:
+            raise RequestError("a stub has no profiler")
+        self.is_profiling = True
 
-    stop_profile = start_profile
+    def stop_profile(self) -> str:
+        if not self.is_profiling:
+            raise RequestError("a stub has no profiler")
+        self.is_profiling = False
+        return f"trace of {self.replica}"
 
     @property
     def num_waiting(self) -> int:
@@ -173,19 +195,19 @@ async def watch_loop(path: str) -> None:
                 print(held, file=file, flush=True)
 
 
-def open_stub(options: Options, progress: Progress) -> StubEngine:
+def open_stub(options: Options, progress: Progress, replica: int = 0) -> StubEngine:
     for line in options.prints:
         os.write(2, f"{line}\n".encode())
     if options.has_child:
         subprocess.Popen(["sleep", "1000"])
-    if options.no_memory:
+    if options.no_memory or replica in options.broken:
         raise CapacityError("the KV pool needs 9 GiB and 1 GiB is there; lower serve.kv_cache_memory")
     end = time.monotonic() + options.load_seconds
     with progress.task("loading nothing", 100) as task:
         task.advance(40)
         while time.monotonic() < end:
             time.sleep(min(0.05, options.load_seconds))
-    return StubEngine(options)
+    return StubEngine(options, replica)
 
 
 def main() -> int:
@@ -194,11 +216,13 @@ def main() -> int:
     if rest[0] == "--engine":
         from atom.serve.engine import worker
 
-        return worker.main(lambda _, progress: open_stub(options, progress))
+        return worker.main(lambda start, progress: open_stub(options, progress, start.replica))
     from atom.jobs.report import report
+    from atom.serve.engine import replicas
     from atom.serve.server import Server, run_loop
 
     config = load(rest)
+    replicas.PAUSE_SECONDS = options.pause_seconds
 
     async def serve() -> int:
         watching = asyncio.create_task(watch_loop(options.holds)) if options.holds else None  # noqa: F841 (it must stay)

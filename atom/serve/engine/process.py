@@ -39,7 +39,7 @@ class EngineProcess:
         with theirs:
             number = theirs.fileno()
             self._process = subprocess.Popen(
-                ["/usr/bin/env", *map("=".join, environment.items()), *command, str(number)],
+                [*with_environment(environment), *command, str(number)],
                 stdin=subprocess.DEVNULL,
                 stderr=None if relay is None else subprocess.PIPE,
                 errors="replace",
@@ -58,7 +58,10 @@ class EngineProcess:
 
     def has_ended(self) -> bool:
         """Whether the process has ended; it ends by itself when the socket is closed."""
-        return self._process.returncode is not None or exit_status(self._process, os.WNOHANG) is not None
+        try:
+            return self._process.returncode is not None or exit_status(self._process, os.WNOHANG) is not None
+        except ChildProcessError:  # another thread is in `end`
+            return True
 
     def end(self) -> int:
         """End the process and kill what is left of its group; the exit code, negative for a signal."""
@@ -69,6 +72,11 @@ class EngineProcess:
         assert self._process.stderr is not None, "it is a pipe"
         for line in self._process.stderr:
             relay(line)
+
+
+def with_environment(variables: Mapping[str, str]) -> list[str]:
+    """The command in front of another one that sets variables for it: the environment is for atom.config alone."""
+    return ["/usr/bin/env", *map("=".join, variables.items())] if variables else []
 
 
 def describe_exit(code: int, *, has_left: bool) -> str:

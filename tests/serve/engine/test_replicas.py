@@ -1,0 +1,200 @@
+"""What replicas do without a server: their processes, the client's counts, pauses between starts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+
+from atom.compiler.artifact import launch_ingredients, recipe_of
+from atom.config.load import load
+from atom.errors import EngineDeadError
+from atom.kernels import find_target
+from atom.sampling_params import SamplingParams
+from atom.serve.engine import replicas, worker
+from atom.serve.engine.client import EngineState
+from atom.serve.engine.process import EngineProcess
+from atom.serve.engine.protocol import Finish, Output, Outputs, Ready, Start, encode, to_engine
+from atom.serve.engine.replicas import Replica, Replicas, environment_of
+
+ONE = SamplingParams(max_tokens=4)
+
+
+class Played(Replica):
+    """A replica whose process a test plays: each start takes what comes next, None for one that comes to nothing."""
+
+    script: list[list[bool]]  # by number, whether each start comes to serve
+    clock: list[tuple[float, int]]
+
+    async def start(self) -> None:
+        ours, self.theirs = socket.socketpair()
+        self.clock.append((asyncio.get_running_loop().time(), self.number))
+        await self.client.connect(ours, self.number)
+        if self.script[self.number].pop(0):
+            self.theirs.sendall(encode(Ready(100)))
+        else:
+            self.theirs.close()
+
+    def has_ended(self) -> bool:
+        return True
+
+
+def play(
+    monkeypatch: pytest.MonkeyPatch, script: list[list[bool]], body: Callable[[Replicas], Awaitable[None]]
+) -> list[tuple[float, int]]:
+    """Run a test on two replicas whose starts go as the script has it; when each was started, in pauses."""
+    monkeypatch.setattr(replicas, "Replica", Played)
+    monkeypatch.setattr(replicas, "PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(replicas, "MOST_PAUSE_SECONDS", 0.4)
+    clock: list[tuple[float, int]] = []
+    monkeypatch.setattr(Played, "script", script, raising=False)
+    monkeypatch.setattr(Played, "clock", clock, raising=False)
+
+    async def main() -> None:
+        engines = Replicas(load(["parallel=dp2", "device=cpu"]))
+        await engines.start()
+        await body(engines)
+        engines.close("the test is over")
+        await engines.end()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+    return clock
+
+
+def kill(engines: Replicas, number: int) -> None:
+    engines[number].theirs.close()  # type: ignore[attr-defined]
+
+
+async def until(is_true: Callable[[], Any]) -> None:
+    while not is_true():
+        await asyncio.sleep(0.005)
+
+
+def test_a_replica_that_dies_again_and_again_waits_twice_as_long_each_time(monkeypatch: pytest.MonkeyPatch):
+    async def body(engines: Replicas) -> None:
+        for num_restarts in range(4):
+            await until(lambda: engines[1].client.state is EngineState.READY)
+            assert engines[1].num_restarts == num_restarts
+            kill(engines, 1)
+            await until(lambda: engines[1].client.state is not EngineState.READY)
+            assert engines.state is EngineState.READY and not engines.dead.is_set()
+        await until(lambda: engines[1].client.state is EngineState.READY)
+
+    clock = play(monkeypatch, [[True], [True] * 5], body)
+    times = [at for at, number in clock if number == 1]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(times)]
+    for pause, least in zip(pauses, [0.1, 0.2, 0.4, 0.4], strict=True):  # not beyond the longest
+        assert least <= pause < least + 0.3
+
+
+def test_starts_that_come_to_nothing_are_counted_in_a_row(monkeypatch: pytest.MonkeyPatch):
+    async def body(engines: Replicas) -> None:
+        await until(lambda: engines[1].num_restarts == 2 and engines[1].client.state is EngineState.READY)
+        assert not engines[1].has_failed  # two had failed
+        kill(engines, 1)
+        await until(lambda: engines[1].has_failed)
+        assert engines[1].num_restarts == 5 and engines.state is EngineState.READY
+
+    play(monkeypatch, [[True], [False, False, True, False, False, False]], body)
+
+
+def test_with_nobody_that_serves_nobody_is_started_again(monkeypatch: pytest.MonkeyPatch):
+    async def body(engines: Replicas) -> None:
+        await until(lambda: engines.state is EngineState.READY)
+        kill(engines, 0)
+        await until(lambda: engines[0].client.state is EngineState.DEAD)
+        kill(engines, 1)
+        await engines.dead.wait()
+        assert engines.state is EngineState.DEAD and engines.reason == "the engine's process has ended"
+        await asyncio.sleep(0.3)
+        assert engines[0].num_restarts == engines[1].num_restarts == 0
+        with pytest.raises(EngineDeadError, match="the engine is dead"):
+            engines.submit([[1]], [ONE], id="late")
+
+    play(monkeypatch, [[True], [True]], body)
+
+
+def test_a_load_is_of_sequences_that_wait_and_run(monkeypatch: pytest.MonkeyPatch):
+    async def body(engines: Replicas) -> None:
+        await until(lambda: all(each.client.state is EngineState.READY for each in engines))
+        many = engines.submit([[1], [2]], [SamplingParams(n=2, max_tokens=4)] * 2, id="many", pin=0)
+        more = engines.submit([[3]], [ONE], id="more", pin=0)
+        assert engines[0].load == (5, 0) and engines[1].load == (0, 0)
+        done = Output("many-1", 1, "a", [1], None, Finish("eos", 1, 0, 0.0))
+        engines[0].theirs.sendall(encode(Outputs([done], num_seen=3, num_waiting=1)))  # type: ignore[attr-defined]
+        await until(lambda: engines[0].load == (1, 3))
+        engines.abort(many)
+        assert engines[0].load == (1, 0)
+        engines.abort(many)
+        engines.abort(more)
+        assert engines[0].client.num_sequences == 0 and engines.running == []
+
+    play(monkeypatch, [[True], [True]], body)
+
+
+def test_an_engine_is_told_its_number(monkeypatch: pytest.MonkeyPatch):
+    async def body(engines: Replicas) -> None:
+        await until(lambda: engines.state is EngineState.READY)
+        for number, engine in enumerate(engines):
+            (start,) = to_engine().feed(engine.theirs.recv(1 << 20))  # type: ignore[attr-defined]
+            assert isinstance(start, Start) and start.replica == number
+
+    play(monkeypatch, [[True], [True]], body)
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["device=cuda"], [{}]),
+        (["device=cpu", "parallel=dp2"], [{}, {}]),
+        (["device=cuda", "parallel=dp2"], [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]),
+        (
+            ["device=cuda", "parallel=dp2", "parallel.visible_devices='5, GPU-8f3,2'"],
+            [{"CUDA_VISIBLE_DEVICES": "5"}, {"CUDA_VISIBLE_DEVICES": "GPU-8f3"}],
+        ),
+    ],
+)
+def test_each_of_several_replicas_sees_one_gpu(
+    texts: list[str], expected: list[dict[str, str]], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = load(texts)
+    assert [environment_of(config, number) for number in range(config.parallel.replicas)] == expected
+    seen: list[str] = []
+    code = "import os, sys; print(os.environ.get('CUDA_VISIBLE_DEVICES'), file=sys.stderr)"
+    for each in expected:
+        process = EngineProcess((sys.executable, "-c", code), seen.append, each)
+        while not process.has_ended():
+            pass
+        assert process.end() == 0
+    assert [line.strip() for line in seen] == [each.get("CUDA_VISIBLE_DEVICES", "None") for each in expected]
+
+
+@pytest.mark.parametrize(("num_replicas", "expected"), [(1, 6), (2, 3), (4, 1), (9, 1)])
+def test_replicas_share_the_cores(num_replicas: int, expected: int, monkeypatch: pytest.MonkeyPatch):
+    def open_engine(config: Any, progress: Any, *, replica: int) -> tuple[int, int]:
+        return torch.get_num_threads(), replica
+
+    monkeypatch.setattr("atom.build.open_engine", open_engine)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(6)
+        start = Start(load([f"parallel.replicas={num_replicas}", "device=cpu"]), 3)
+        told: Any = worker.open_real(start, None)  # type: ignore[arg-type]
+        assert told == (expected, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_replicas_share_the_artifact():
+    alone, several = (load([f"parallel={name}", "device=cpu"]) for name in ("tp1", "dp8"))
+    target = find_target("cpu")
+    assert launch_ingredients(alone, target) == launch_ingredients(several, target)
+    assert recipe_of(alone) == recipe_of(several)

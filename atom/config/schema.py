@@ -260,9 +260,7 @@ class ServeConfig:
     kv_cache_dtype: str = one_of("auto", *MODEL_DTYPES, "fp8", "fp8_e4m3", later=("fp8_e5m2",))  # auto: dtype
     block_size: int = number(16, 1)  # tokens of a KV block
     num_kvcache_blocks: int | None = number(None, 1)  # null: as many as kv_cache_memory holds
-    kv_cache_memory: int = number(
-        4 << 30, 1
-    )  # bytes of a CPU's KV pool, of all ranks of one engine; a GPU gives it what is left
+    kv_cache_memory: int = number(4 << 30, 1)  # bytes of an engine's KV pool on a CPU; a GPU gives it what is left
     max_model_len: int | None = number(None, 1)  # tokens of prompt and answer; null: the model's
     max_num_seqs: int = number(512, 1)  # sequences in a step
     max_num_batched_tokens: int = number(16384, 1)  # tokens in a step

@@ -195,6 +195,7 @@ def test_a_replica_that_fails_at_every_start_stays_dead(start_pair: Callable[...
     assert health.status == 200 and health.json["engines"][1] == dead
     assert by_engine(server, "engine_up") == [1, 0]
     assert {ask(server, {"prompt": [20 + place]})[0] for place in range(3)} == {0}
+    wire.wait_until(lambda: any("stays dead" in line["message"] for line in lines(server)))
     (told,) = (line for line in lines(server) if "stays dead" in line["message"])
     assert told["message"].startswith("engine 1 has not come to serve in 3 starts in a row")
     assert "the KV pool needs 9 GiB" in told["reason"]
@@ -205,7 +206,7 @@ def test_a_replica_that_fails_at_every_start_stays_dead(start_pair: Callable[...
 
 
 def test_a_server_whose_replicas_all_die_ends_with_1(start_pair: Callable[..., Server]):
-    server = start_pair()
+    server = start_pair("serve.http.heartbeat_seconds=1")
     wire.wait_until(lambda: are_ready(server))
     streams = [stream(server, number) for number in (0, 1)]
     for engine in engines(server):
@@ -254,6 +255,16 @@ def test_ctrl_c_twice_ends_all_replicas_at_once(start_pair: Callable[..., Server
     for each in streams:
         each.close()
     assert not any(Path(f"/proc/{engine}").exists() for engine in left)
+
+
+def test_no_replica_is_left_where_the_http_process_is_killed(start_pair: Callable[..., Server]):
+    server = start_pair()
+    wire.wait_until(lambda: are_ready(server))
+    left = engines(server)
+    assert len(left) == 2
+    server.process.kill()
+    server.process.wait()
+    wire.wait_until(lambda: not any(Path(f"/proc/{engine}").exists() for engine in left), 5)
 
 
 def test_a_full_queue_sends_a_request_to_the_replica_with_room(start_pair: Callable[..., Server]):

@@ -17,9 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 from atom.config import Config
 from atom.errors import EngineDeadError, RequestError
@@ -51,9 +50,8 @@ class Replica:
         self.name = "the engine" if config.parallel.replicas == 1 else f"engine {number}"
         self.client = EngineClient(config)  # of the present start
         self.num_restarts = 0
-        self.num_failures = 0  # starts in a row that came to nothing
-        self.num_deaths = 0  # in a row, without `STEADY_SECONDS` of serving in between
-        self.has_failed = False  # too often: it stays dead
+        self._num_failures = 0  # starts in a row that came to nothing
+        self._num_deaths = 0  # in a row, without `STEADY_SECONDS` of serving in between
         self._config, self._command = config, command
         self._process: EngineProcess | None = None
 
@@ -61,6 +59,21 @@ class Replica:
     def load(self) -> Load:
         num_waiting = self.client.num_waiting
         return Load(num_waiting, max(self.client.num_sequences - num_waiting, 0))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it stays dead, as it has come to nothing too often."""
+        return self._num_failures >= MOST_FAILURES
+
+    @property
+    def pause(self) -> float:
+        """Seconds before it is started again."""
+        return min(PAUSE_SECONDS * 2.0 ** min(self._num_deaths - 1, 10), MOST_PAUSE_SECONDS)
+
+    def count_death(self, seconds: float | None) -> None:
+        """seconds: for which it has served; None: not at all"""
+        self._num_failures = self._num_failures + 1 if seconds is None else 0
+        self._num_deaths = 1 if (seconds or 0.0) >= STEADY_SECONDS else self._num_deaths + 1
 
     async def start(self) -> None:
         """Start the process. OSError where the system cannot."""
@@ -84,7 +97,7 @@ class Replica:
             return "not started"
         return describe_exit(await asyncio.to_thread(self._process.end), has_left=self.client.has_left)
 
-    def _relay(self) -> Any:
+    def _relay(self) -> Callable[[str], object] | None:
         """What takes the lines that the engine prints; None: it has our stderr."""
         is_shared = self.number == 0 and not log.is_json(self._config.serve.http.log)  # a terminal has one progress bar
         return None if is_shared else partial(log.relay, process=self.name.removeprefix("the "))
@@ -231,43 +244,39 @@ class Replicas:
         return {each.number: each.load for each in roomy or serving}
 
     async def _watch(self, replica: Replica) -> None:
-        """Start a replica again whenever it dies while another serves."""
-        loop = asyncio.get_running_loop()
+        """Start a replica again whenever it dies while another serves, until it has failed too often."""
         while True:
-            client = replica.client
-            await wait_for_any(None, client.ready, client.dead)
-            served_at = loop.time()
-            if client.ready.is_set():
-                self._note_ready(replica)
-            await client.dead.wait()
+            await self._await_death(replica)
             if self.state is EngineState.DEAD:
                 self.dead.set()
                 return
             self._router.forget(replica.number)
-            if not client.ready.is_set():
-                replica.num_failures += 1
-            is_steady = client.ready.is_set() and loop.time() - served_at >= STEADY_SECONDS
-            replica.num_deaths = 1 if is_steady else replica.num_deaths + 1
-            end = await self._end_dead(replica)
-            fields: dict[str, Any] = {"reason": client.reason, "exit": end}
-            if replica.num_failures == MOST_FAILURES:
-                replica.has_failed = True
+            fields = {"fields": {"reason": replica.client.reason, "exit": await self._end_dead(replica)}}
+            if replica.has_failed:
                 what = f"{replica.name} has not come to serve in {MOST_FAILURES} starts in a row, and stays dead"
-                LOG.error("%s; the others serve", what, extra={"fields": fields})
+                LOG.error("%s; the others serve", what, extra=fields)
                 return
-            pause = min(PAUSE_SECONDS * 2 ** (replica.num_deaths - 1), MOST_PAUSE_SECONDS)
-            LOG.error("%s is dead; it is started again in %g s", replica.name, pause, extra={"fields": fields})
-            await asyncio.sleep(pause)
+            LOG.error("%s is dead; it is started again in %g s", replica.name, replica.pause, extra=fields)
+            await asyncio.sleep(replica.pause)
             while self.state is not EngineState.READY:  # with no other that serves, it must not hide their death
                 await asyncio.sleep(POLL_SECONDS)
             await replica.restart()
 
+    async def _await_death(self, replica: Replica) -> None:
+        """Wait for a replica to serve, and to die; count its death."""
+        client, loop = replica.client, asyncio.get_running_loop()
+        await wait_for_any(None, client.ready, client.dead)
+        began = loop.time()
+        if client.ready.is_set():
+            self._note_ready(replica)
+        await client.dead.wait()
+        replica.count_death(loop.time() - began if client.ready.is_set() else None)
+
     def _note_ready(self, replica: Replica) -> None:
-        replica.num_failures = 0
         self._router.resize(replica.number, replica.client.num_blocks)
         self.ready.set()
-        if replica.num_restarts:
-            LOG.info("%s serves again", replica.name)
+        if len(self) > 1:
+            LOG.info("%s serves%s", replica.name, " again" if replica.num_restarts else "")
 
     async def _end_dead(self, replica: Replica) -> str:
         """Kill what is left of a dead replica, unless it ends by itself, as one that is not silent does."""

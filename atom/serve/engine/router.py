@@ -82,7 +82,8 @@ class Router:
     def hash(self, prompts: Sequence[Sequence[int]], salt: bytes = b"") -> Hashed:
         """Hash the blocks of prompts; the last token of each is never cached, since the engine computes it anew."""
         root = chain_hash(0, salt)
-        return Hashed(prompts, root, [self._extend([], root, prompt[:-1]) for prompt in prompts])
+        chains = [self._extend([], root, prompt[:-1]) if self.remembers else [] for prompt in prompts]
+        return Hashed(prompts, root, chains)
 
     def choose(self, request: Hashed, loads: Mapping[int, Load]) -> int:
         """Choose one of the replicas that `loads` has."""
@@ -121,9 +122,9 @@ class Router:
         cached.add(self._extend(chain, request.root, tokens[:-1]), self._num_sent, is_computed=True)
 
     def _extend(self, chain: Chain, root: int, tokens: Sequence[int]) -> Chain:
-        """A chain with the full blocks of the tokens that follow it; as it is where nothing is to be remembered."""
+        """A chain with the full blocks of the tokens that follow it."""
         extended, size, parent = list(chain), self._block_size, chain[-1] if chain else root
-        for start in range(0, len(tokens) - size + 1, size) if self.remembers else ():
+        for start in range(0, len(tokens) - size + 1, size):
             parent = chain_hash(parent, pack(tokens[start : start + size]))
             extended.append(parent)
         return extended

@@ -206,7 +206,7 @@ def test_a_replica_that_fails_at_every_start_stays_dead(start_pair: Callable[...
 
 
 def test_a_server_whose_replicas_all_die_ends_with_1(start_pair: Callable[..., Server]):
-    server = start_pair("serve.http.heartbeat_seconds=1")
+    server = start_pair("serve.http.heartbeat_seconds=1", pause_seconds=10)  # none is back before the last is missed
     wire.wait_until(lambda: are_ready(server))
     streams = [stream(server, number) for number in (0, 1)]
     for engine in engines(server):

@@ -60,7 +60,7 @@ model: name architectures model_types auto hidden layers vocab max_position tied
 model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_softcap mtp_layers stacked fmt plain formats
 model: act tool_calls reasoning
 quant: fmt experts head plain act kv
-parallel: tensor experts replicas visible_devices
+parallel: tensor data experts replicas visible_devices
 model.norm: kind eps bias offset before after
 model.attention: kind heads kv_heads head_dim bias o_bias qk_norm scale scale_dim softcap sinks
 model.attention: full_rope rope_layers window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim
@@ -200,7 +200,21 @@ def test_the_groups_jobs_and_commands():
         "gpu": {"a100", "h100", "h200", "l40s", "mi300x", "mi355x", "rtx_4090"},
         "job": {"bench", "cache", "compile", "explain", "generate", "profile", "serve"},
         "model": set(MODEL_FILES.split()),
-        "parallel": {"tp1", "tp2", "tp4", "tp8", "tp2_ep", "tp4_ep", "tp8_ep", "dp2", "dp4", "dp8"},
+        "parallel": {
+            "tp1",
+            "tp2",
+            "tp4",
+            "tp8",
+            "tp2_ep",
+            "tp4_ep",
+            "tp8_ep",
+            "dp2",
+            "dp4",
+            "dp8",
+            "dp2_ep",
+            "dp4_ep",
+            "dp8_ep",
+        },
         "quant": {"auto", "none", "fp8", "fp8_block", "int8", "int4", "mxfp4"},
         "serve": {"default"},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import signal
@@ -23,6 +24,7 @@ from thread_ranks import ThreadRanks, thread_ranks
 from atom import LLMEngine, SamplingParams, build
 from atom.compiler import compile, compile_graph, compile_model
 from atom.config.load import load
+from atom.entrypoints.args import EngineArgs
 from atom.errors import AtomError, CapacityError, ConfigError, EngineDeadError, UnsupportedError
 from atom.graph import show
 from atom.pieces import compile_pieces
@@ -209,6 +211,30 @@ def test_what_does_not_divide_is_refused_with_what_does(
 ):
     with pytest.raises(error, match=reason):
         LLMEngine(str(checkpoints(name)), **fields)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("-tp 2 --enable-expert-parallel --enable-dp-attention -dp 2", (1, 2, 2)),
+        ("-tp 4 --enable-expert-parallel --enable-dp-attention -dp 2", (2, 2, 4)),
+        ("-tp 4 --enable-dp-attention", (1, 4, 1)),
+        ("-dp 2 --enable-dp-attention", (1, 2, 1)),
+    ],
+)
+def test_attention_by_request_divides_the_ranks_into_groups(
+    flags: str, expected: tuple[int, int, int], checkpoints: Callable[[str], Path]
+):
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    args = EngineArgs.from_cli_args(parser.parse_args(["--model", str(checkpoints("qwen3_moe")), *flags.split()]))
+    config = load(args.overrides())
+    parallel = config.parallel
+    assert (parallel.tensor, parallel.data, parallel.experts, parallel.replicas) == (*expected, 1)
+
+
+def test_groups_must_divide_the_ranks(checkpoints: Callable[[str], Path]):
+    with pytest.raises(ConfigError, match=r"3 groups \(serve.data_parallel_size\) do not divide the 4 ranks"):
+        LLMEngine(str(checkpoints("qwen3_moe")), tensor_parallel_size=4, data_parallel_size=3, enable_dp_attention=True)
 
 
 @pytest.fixture(scope="module")

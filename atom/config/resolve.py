@@ -23,8 +23,10 @@ from atom.config.schema import (
     Config,
     MLPConfig,
     ModelConfig,
+    ParallelConfig,
     QuantConfig,
     RopeConfig,
+    ServeConfig,
 )
 from atom.config.spelling import did_you_mean, spelled
 from atom.devices import count_devices, find_device
@@ -87,6 +89,8 @@ def respell(config: Config) -> Config:
     mlp = [replace(each, activation=ACTIVATIONS.get(each.activation, each.activation)) for each in config.model.mlp]
     cache_dtype = config.serve.kv_cache_dtype
     parallel, serve = config.parallel, config.serve
+    if serve.enable_dp_attention and parallel.data == 1:
+        parallel, serve = divide_attention(parallel, serve)
     for name, other in (("tensor", "tensor_parallel_size"), ("replicas", "data_parallel_size")):
         ours, theirs = getattr(parallel, name), getattr(serve, other)
         if theirs not in (1, ours):
@@ -110,8 +114,24 @@ def respell(config: Config) -> Config:
             tensor_parallel_size=parallel.tensor,
             data_parallel_size=parallel.replicas,
             enable_expert_parallel=parallel.experts > 1,
+            enable_dp_attention=parallel.data > 1,
         ),
     )
+
+
+def divide_attention(parallel: ParallelConfig, serve: ServeConfig) -> tuple[ParallelConfig, ServeConfig]:
+    """What serve.enable_dp_attention means, as in SGLang: of all ranks, which tensor_parallel_size counts,
+    data_parallel_size groups; without one, each rank is a group."""
+    ranks = max(parallel.tensor, serve.tensor_parallel_size)
+    groups = max(parallel.replicas, serve.data_parallel_size)
+    groups = groups if groups > 1 else ranks
+    if ranks > 1 and ranks % groups:
+        raise ConfigError(
+            f"serve.enable_dp_attention=true: {groups} groups (serve.data_parallel_size) do not divide the {ranks} "
+            "ranks of serve.tensor_parallel_size; set it to a multiple"
+        )
+    divided = replace(parallel, tensor=max(ranks // groups, 1), data=groups, replicas=1)
+    return divided, replace(serve, tensor_parallel_size=divided.tensor, data_parallel_size=1)
 
 
 def check(value: Any, at: str = "") -> None:

@@ -269,7 +269,7 @@ class ServeConfig:
     tensor_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.tensor
     data_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.replicas
     enable_expert_parallel: bool = False  # the same as parallel.experts=… of all ranks
-    enable_dp_attention: bool = only(False, "data parallelism")  # divide attention by request
+    enable_dp_attention: bool = False  # parallel.data: tensor_parallel_size ranks in data_parallel_size groups
     gpu_memory_utilization: float = number(0.9, 0, 1, above=True)  # share of a GPU's memory to take; a CPU ignores it
     cudagraph_capture_sizes: list[int] | None = None  # decodes in a CUDA graph; null: up to max_num_seqs
     scheduler_delay_factor: float = only(0.0, "delaying the scheduler")  # wait before the next prompt

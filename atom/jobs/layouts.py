@@ -1,4 +1,4 @@
-"""What one GPU or several would give a model: room for KV, and limits of its decode.
+"""What GPUs would give a model: room for KV, limits of decode.
 
     limits = decode_limits(graph, gpu, mesh)             # of 1 and 32 requests, by the text of a rank
     for layout in layouts(gpu, config, target): …        # the same for tp2, tp4_ep, …

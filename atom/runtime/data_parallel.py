@@ -1,4 +1,4 @@
-"""Schedule data groups: ranks with sequences and a KV pool of their own, which step together.
+"""Schedule data groups, which have sequences of their own and step together.
 
     scheduler = DataParallelScheduler([Scheduler(…), Scheduler(…)])
     builder = DataParallelBuilder([StepBuilder(capacity), StepBuilder(capacity)])

@@ -1,4 +1,4 @@
-"""Drive the ranks of an engine: tell each its step, take the first one's here.
+"""Drive the ranks of an engine: each is told its step.
 
     runner = Driver(runner, ranks, Mesh(tensor=2, data=2))
     pending = runner.execute(step)                  # of the first data group, with those of the others

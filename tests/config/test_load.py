@@ -843,7 +843,6 @@ def test_a_wrong_override_is_an_error_of_one_line_with_what_and_where(text: str,
     "text",
     [
         "serve.kv_cache_dtype=fp8_e5m2",
-        "serve.enable_dp_attention=true",
         "serve.scheduler_delay_factor=0.5",
         "serve.method=mtp",
         "serve.num_speculative_tokens=2",

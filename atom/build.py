@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,10 +25,10 @@ from atom.checkpoint import Checkpoint, Progress, stop_ids
 from atom.compiler import Compiled, compile_model, mesh_of
 from atom.config import Config, ModelConfig
 from atom.config.checkpoint import is_here, open_for
-from atom.errors import ArtifactError, CheckpointError, RequestError, UnsupportedError
+from atom.errors import ArtifactError, CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.gc_utils import no_collection
 from atom.graph import Graph, Recipe, W, show
-from atom.kernels import Communicator, connect_rank, find_tuner
+from atom.kernels import Communicator, Rendezvous, connect_rank, find_tuner
 from atom.runtime import memory
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.driver import Driver
@@ -38,7 +38,9 @@ from atom.runtime.kv_scales import PROMPT, KVScales, ScaleStore
 from atom.runtime.model import Model
 from atom.runtime.profiler import Profiler
 from atom.runtime.program import Bindings
-from atom.runtime.ranks import Ranks
+from atom.runtime.ranks import LOOPBACK, RANK, Channel, RankProcess, Ranks
+from atom.runtime.ray_ranks import place_with_ray
+from atom.runtime.remote_ranks import Placement, RemoteRank, await_ranks
 from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.step_builder import StepBuilder
@@ -55,6 +57,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
     replica: its number; each draws tokens of its own where a request has no seed
     """
     with ExitStack() as started:
+        placement = place_ranks(config, started)
         with ExitStack() as opened:
             checkpoint = open_checked(config, progress, opened) if is_here(config) else None  # else downloaded last
             compiled = compiled or compile_with(config, progress, checkpoint)
@@ -62,7 +65,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             if checkpoint is None:
                 checkpoint = open_checked(config, progress, opened)
                 check_weights(graph, checkpoint, config)
-            ranks = start_ranks(config, compiled, started)
+            ranks = start_ranks(config, compiled, placement, started)
             tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
             tensors = load_weights(graph, checkpoint, config, progress)
             vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
@@ -72,7 +75,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             runner, num_blocks = open_runner(compiled, tensors, config, progress, measure)
         else:
             with TemporaryDirectory(prefix="atom-run-") as folder:
-                communicator = connect(ranks, config, folder)
+                communicator = connect(ranks, config, placement, folder)
                 runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, communicator)
                 ranks.wait()
             ranks.limit_silence(serve.http.heartbeat_seconds)
@@ -101,24 +104,64 @@ class RankOpening(msgspec.Struct):
 
     config: Config  # its level is that of the text
     rank: int
-    num_threads: int
+    num_threads: int | None  # None: as many as torch takes by itself
     text: str  # digest of the lowered text
+    host: str  # the rank's address for the others
 
 
-def start_ranks(config: Config, compiled: Compiled, started: ExitStack) -> Ranks | None:
+def place_ranks(config: Config, started: ExitStack) -> Placement | None:
+    """Wait for ranks that others start, or have Ray start them; None where this process does. The stack ends them."""
+    parallel, num_ranks = config.parallel, mesh_of(config).num_ranks
+    if parallel.launcher == "local":
+        return None
+    placement = (place_with_ray if parallel.launcher == "ray" else await_ranks)(parallel, num_ranks)
+    started.callback(placement.close)
+    return placement
+
+
+def start_ranks(config: Config, compiled: Compiled, placement: Placement | None, started: ExitStack) -> Ranks | None:
     """Start the other ranks of an engine, which load their weights; None for one rank. The stack ends them."""
     num_ranks = mesh_of(config).num_ranks
     if num_ranks == 1:
         return None
-    before = torch.get_num_threads()
-    num_threads = max(before // num_ranks, 1)  # they share the cores
-    config, text = replace(config, level=compiled.level), digest_of(compiled.graph)
-    openings = [RankOpening(config, rank, num_threads, text) for rank in range(1, num_ranks)]
-    ranks = Ranks("from atom.rank import main; main(link)", list(map(msgspec.msgpack.encode, openings)))
-    ranks.at_close = functools.partial(torch.set_num_threads, before)
+    text, before = digest_of(compiled.graph), torch.get_num_threads()
+    if placement is None:
+        num_threads: int | None = max(before // num_ranks, 1)  # they share the cores
+        channels: Sequence[Channel] = [RankProcess(RANK) for _ in range(1, num_ranks)]
+        places = [(config, LOOPBACK)] * len(channels)
+    else:
+        num_threads, channels = placement.num_threads, (joined := placement.join())
+        places = [(config_of(each, rank, config), each.host) for rank, each in enumerate(joined, 1)]
+    openings = [
+        RankOpening(replace(own, level=compiled.level), rank, num_threads, text, host)
+        for rank, (own, host) in enumerate(places, 1)
+    ]
+    ranks = Ranks(channels, list(map(msgspec.msgpack.encode, openings)))
     started.callback(ranks.close)
-    torch.set_num_threads(num_threads)
+    if num_threads is not None:
+        ranks.at_close = functools.partial(torch.set_num_threads, before)
+        torch.set_num_threads(num_threads)
     return ranks
+
+
+def config_of(channel: RemoteRank, rank: int, config: Config) -> Config:
+    """The configuration of a rank that others have started: the driver's, with the folders of its own host.
+
+    ConfigError where its command line says anything else, which the rank is told too.
+    """
+    if not channel.hello:
+        return config
+    own = msgspec.msgpack.decode(channel.hello, type=Config)
+    ours = msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config)  # as it comes back from there
+    ours = replace(ours, cache=own.cache, checkpoint=own.checkpoint, overrides=own.overrides)
+    of_host = {name: getattr(own.parallel, name) for name in ("address", "key_file", "host", "torchrun")}
+    ours = replace(ours, parallel=replace(ours.parallel, **of_host))
+    for each in fields(Config):
+        if getattr(own, each.name) != getattr(ours, each.name):
+            reason = f"its command line differs in {each.name}; give all ranks the same one"
+            channel.refuse(reason)
+            raise ConfigError(f"rank {rank}: {reason}")
+    return ours
 
 
 def digest_of(graph: Graph) -> str:
@@ -126,12 +169,17 @@ def digest_of(graph: Graph) -> str:
     return digest("\n".join(line.partition("    # ")[0] for line in show(graph).splitlines()))
 
 
-def connect(ranks: Ranks, config: Config, folder: str) -> Communicator:
-    """Connect all ranks, once their weights are loaded, and have them open their runners. folder: a private one"""
+def connect(ranks: Ranks, config: Config, placement: Placement | None, folder: str) -> Communicator:
+    """Connect all ranks, once their weights are loaded, and have them open their runners.
+
+    folder: a private one, for memory that ranks on one host share
+    """
     ranks.wait()
-    mesh = mesh_of(config)
-    ranks.tell([folder.encode()] * (mesh.num_ranks - 1))
-    communicator = connect_rank(config.device, 0, mesh, Path(folder))
+    mesh, is_one_host = mesh_of(config), placement is None or placement.is_one_host
+    ranks.tell([folder.encode() if is_one_host else b""] * (mesh.num_ranks - 1))
+    host = LOOPBACK if placement is None else placement.host
+    shared = Path(folder) if is_one_host else None
+    communicator = connect_rank(config.device, Rendezvous(0, mesh, host, ranks.exchange, shared))
     communicator.watch(ranks.check)
     return communicator
 

@@ -10,6 +10,7 @@ for answer in engine.generate(["What is the capital of France?"], SamplingParams
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as List
 from pathlib import Path
@@ -23,6 +24,7 @@ from atom.config import Config
 from atom.config.load import engine_overrides, load
 from atom.errors import EngineDeadError, RequestError, UnsupportedError
 from atom.runtime.metrics import EngineStats
+from atom.runtime.remote_ranks import serve_rank
 from atom.runtime.types import Sequence, StreamCallback
 from atom.sampling_params import SamplingParams
 
@@ -31,6 +33,8 @@ Prompt = str | list[int]
 
 class LLMEngine:
     """Serves one model. Its arguments are the configuration's fields: serve's (max_num_seqs, …) and the plain ones.
+
+    With parallel.launcher=torchrun, a script is run by each rank: in all but the first, this serves as one and exits.
 
     Raises the errors of `atom.errors`; a value that is not built yet is an UnsupportedError.
     """
@@ -49,6 +53,8 @@ class LLMEngine:
         if (num_replicas := config.parallel.replicas) > 1:
             instead = "LLMEngine is one engine; leave it out, or serve with atom-run"
             raise UnsupportedError(f"parallel.replicas={num_replicas}: {instead}")
+        if config.parallel.rank > 0:
+            sys.exit(serve_rank(config))
         self.config = config
         self._engine = open_engine(config, progress)
         self._ended: list[Sequence] = []  # ended while generate waited for others

@@ -1,7 +1,7 @@
 """The process of a rank beside the one that drives.
 
-`build.start_ranks` starts it. It opens the model that the driver has compiled, with its own parts of the weights, and
-takes the driver's steps.
+`build.start_ranks` starts it, or on another host a supervisor does (`runtime.remote_ranks`). It opens the model that
+the driver has compiled, with its own parts of the weights, and takes the driver's steps.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from atom.checkpoint import SilentProgress
 from atom.compiler import mesh_of
 from atom.errors import ArtifactError, AtomError
 from atom.gc_utils import no_collection, settle
-from atom.kernels import connect_rank
+from atom.kernels import Rendezvous, connect_rank
 from atom.runtime.ranks import RankLink
 from atom.runtime.runner import Runner
 from atom.runtime.step_input import StepInput
@@ -59,17 +59,25 @@ def open_rank(link: RankLink) -> tuple[Runner, bool]:
     """
     opening = msgspec.msgpack.decode(link.receive(), type=RankOpening)
     config, progress, mesh = opening.config, SilentProgress(), mesh_of(opening.config)
-    torch.set_num_threads(opening.num_threads)
+    if opening.num_threads is not None:
+        torch.set_num_threads(opening.num_threads)
     with ExitStack() as opened, contextlib.redirect_stderr(io.StringIO()):  # the driver has said the same
         checkpoint = open_checked(config, progress, opened)
         compiled = compile_with(config, progress, checkpoint)
         if digest_of(compiled.graph) != opening.text:
             raise ArtifactError(
-                "it has compiled another text than the process that drives: is the cache folder shared?"
+                "it has compiled another text than the process that drives: are their versions the same?"
             )
         tensors = load_weights(compiled.graph, checkpoint, config, progress, opening.rank)
+    if num_compiled := compiled.report.compiled:
+        print(
+            f"atom-run: rank {opening.rank} has compiled {num_compiled} pieces, which {config.cache} did not have",
+            file=sys.stderr,
+        )
     link.done()
-    communicator = connect_rank(config.device, opening.rank, mesh, Path(link.receive().decode()))
+    folder = link.receive().decode()
+    rendezvous = Rendezvous(opening.rank, mesh, opening.host, link.exchange, Path(folder) if folder else None)
+    communicator = connect_rank(config.device, rendezvous)
     runner, _ = open_runner(compiled, tensors, config, progress, communicator=communicator)
     settle()
     return runner, opening.rank in mesh.leaders

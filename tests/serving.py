@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -118,3 +119,27 @@ def wait_for_url(server: Server) -> str:
         time.sleep(0.05)
     server.process.kill()
     raise AssertionError(f"the server did not start: {server.log.read_text()}")
+
+
+def family(server: Server) -> list[int]:
+    """The server's processes, itself excluded."""
+    found, left = [], [server.process.pid]
+    while left:
+        pid = left.pop()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        left += map(int, children)
+        found += map(int, children)
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])

@@ -28,6 +28,7 @@ from typing import Any
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
+from torch.distributed.run import get_args_parser
 
 from atom import cli
 from atom.benchmarks import benchmark_serving
@@ -42,12 +43,13 @@ from atom.jobs.workload import open_workload
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"(?:\S*/)?(atom-run|python -m atom\.\w|scripts/[a-z])")
+COMMAND = re.compile(r"(?:\S*/)?(atom-run|python -m atom\.\w|scripts/[a-z]|torchrun|srun .* torchrun)")
 GROUPS = {"model", "job", "serve"}
 STAND_INS = {  # for names in capitals, for plugins, which are not installed, and for what is only the part of a command
     "job.stage=NAME": ["job.stage=semantic"],
     "job.graph=FILE": ["job.graph=saved.py"],
     "model=NAME": ["model=llama"],
+    "$SLURM_NODEID": ["0"],
     "hydra/sweeper=optuna": ["hydra/sweeper=basic"],
     "hydra/launcher=submitit_slurm": ["hydra/launcher=basic"],
     "job.objective=NAME": ["-m", "prompts=hi", "job.objective=tokens"],
@@ -117,6 +119,7 @@ def save_talker(folder: Path, architecture: str, **changes: Any) -> None:
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that commands run in, with what the pages speak of in it and beside it; costly jobs only start."""
     save_talker(tmp_path / "llama", "LlamaForCausalLM")
+    save_talker(tmp_path / "wide", "LlamaForCausalLM", num_attention_heads=16, num_key_value_heads=8, head_dim=16)
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     save_talker(tmp_path / "mixture", "Qwen3MoeForCausalLM", **experts)
     save_talker(tmp_path / "stablelm", "StableLmForCausalLM", layer_norm_eps=1e-5, use_qkv_bias=False)
@@ -126,6 +129,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (here / "my_conf" / "model" / "stablelm.yaml").write_text(yaml)
     (here / "questions.txt").write_text("Why?\nHow?\n")
     (here / "keys.txt").write_text("sesame\n")
+    (here / "key").write_text("0123456789abcdef\n")
+    (here / "key").chmod(0o600)
     turns = [{"value": "What is it, and why is it so?"}, {"value": "It is what it is, and nobody knows."}]
     (here / "ShareGPT.json").write_text(json.dumps([{"conversations": turns}] * 200))
     monkeypatch.chdir(here)
@@ -187,10 +192,24 @@ def run_line(line: str, here: Path) -> None:
 
 def run_words(words: list[str], patch: pytest.MonkeyPatch) -> int:
     if words[0].endswith("atom-run"):
+        patch.setattr("atom.jobs.command.serve_rank", lambda config: 0)
         return cli.main(words[1:])
+    if "torchrun" in words:
+        return run_words(read_torchrun(words[words.index("torchrun") + 1 :], patch), patch)
     if words[0] == "python":
         return run_module(words[2], words[3:])
     return run_script(words[0], words[1:], patch)
+
+
+def read_torchrun(words: list[str], patch: pytest.MonkeyPatch) -> list[str]:
+    """The command that torchrun starts, in the environment of the first process on its host."""
+    args = get_args_parser().parse_args(words)
+    num_hosts, num_local = int(args.nnodes.split(":")[-1]), int(args.nproc_per_node)
+    assert args.no_python and args.node_rank < num_hosts
+    ranks = {"RANK": args.node_rank * num_local, "WORLD_SIZE": num_hosts * num_local, "LOCAL_WORLD_SIZE": num_local}
+    for name, value in (ranks | {"MASTER_ADDR": args.master_addr, "MASTER_PORT": args.master_port or 29500}).items():
+        patch.setenv(name, str(value))
+    return [args.training_script, *args.training_script_args]
 
 
 def run_module(name: str, argv: list[str]) -> int:
@@ -250,7 +269,7 @@ def split_list(words: list[str], mark: str) -> list[list[str]]:
 
 def stand_in(word: str, folder: Path) -> str:
     """The word with a tiny checkpoint for one that is not here."""
-    name = "stablelm" if word.endswith("stablelm") else "mixture" if word.endswith("-A3B") else "llama"
+    name = {"elm": "stablelm", "A3B": "mixture", "32B": "wide"}.get(word[-3:], "llama")
     return re.sub(r"^(checkpoint=|)(/models/\w+|Qwen/[\w.-]+)$", rf"\1{folder}/{name}", word)
 
 
@@ -297,6 +316,7 @@ def test_readme_has_the_commands_that_people_begin_with():
         "atom-run --config-dir other_conf job=explain checkpoint=/models/stablelm",
         "atom-run job.graph=nowhere.py",
         "atom-run job=bench job.input_len=many",
+        "torchrun --nnodes 2 --nproc-per-node 2 --no-python atom-run parallel=tp3 parallel.launcher=torchrun",
         "python -m atom.entrypoints.openai_server --modle Qwen/Qwen3-0.6B",
         "python -m atom.examples.simple_inference --temprature 0",
         "python -m atom.benchmarks.benchmark_serving --model x --num-prompt many",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tiny
@@ -28,7 +30,7 @@ from atom.entrypoints.args import EngineArgs
 from atom.errors import AtomError, CapacityError, ConfigError, EngineDeadError, UnsupportedError
 from atom.graph import show
 from atom.pieces import compile_pieces
-from atom.runtime.ranks import Ranks
+from atom.runtime.ranks import RankProcess, Ranks
 
 __all__ = ["thread_ranks"]
 
@@ -154,9 +156,8 @@ def test_ranks_end_with_the_process_that_drives_them(checkpoints: Callable[[str]
 
 
 def test_the_error_of_a_rank_is_that_of_the_engine():
-    ranks = Ranks(
-        "from atom.errors import CapacityError; link.fail(CapacityError(link.receive().decode()))", [b"small"]
-    )
+    code = "from atom.errors import CapacityError; link.fail(CapacityError(link.receive().decode()))"
+    ranks = Ranks([RankProcess(code)], [b"small"])
     with pytest.raises(CapacityError, match="rank 1: small"):
         ranks.wait()
     with pytest.raises(CapacityError, match="rank 1: small"):
@@ -166,7 +167,7 @@ def test_the_error_of_a_rank_is_that_of_the_engine():
 
 def test_each_rank_is_told_its_own_and_answers():
     code = "0\nwhile True: link.answer(link.receive() + b'!')"
-    with closing(Ranks(code, [b"a", b"b"])) as ranks:
+    with closing(Ranks([RankProcess(code), RankProcess(code)], [b"a", b"b"])) as ranks:
         assert [ranks.receive(rank) for rank in (2, 1)] == [b"b!", b"a!"]
         for number in range(3):
             ranks.tell([b"%d" % number, b"x" * 100_000])
@@ -180,7 +181,7 @@ def test_each_rank_is_told_its_own_and_answers():
 
 def test_ranks_answer_in_turn_and_hear_all_that_they_are_told():
     code = "total = 0\nwhile True:\n    total += len(link.receive()); link.done() if total >= {} else None"
-    with closing(Ranks(code.format(3 + 100_000), [b"abc"] * 2)) as ranks:
+    with closing(Ranks([RankProcess(code.format(3 + 100_000)) for _ in range(2)], [b"abc"] * 2)) as ranks:
         ranks.tell([b"x" * 100_000] * 2)
         ranks.wait()
         ranks.tell([b""] * 2)
@@ -343,3 +344,59 @@ def test_an_interrupt_within_a_step_is_one_and_ends_the_ranks(open_engine: Open,
         engine.generate([[1]], GREEDY)
     engine.close()
     assert rank_processes() == []
+
+
+def save_hosts(folder: Path, rank: int) -> list[str]:
+    """The fields of a rank of two on two hosts."""
+    key = folder / "key"
+    key.write_text("0123456789abcdef")
+    key.chmod(0o600)
+    fields = ["parallel=tp2", "parallel.launcher=torchrun", f"parallel.key_file={key}", f"cache={folder / str(rank)}"]
+    return [
+        *fields,
+        "parallel.address=tcp://127.0.0.1:9",
+        "parallel.torchrun.world_size=2",
+        f"parallel.torchrun.rank={rank}",
+    ]
+
+
+class Joined:
+    """A rank that has said hello."""
+
+    def __init__(self, hello: bytes) -> None:
+        self.hello, self.refused = hello, ""
+
+    def refuse(self, reason: str) -> None:
+        self.refused = reason
+
+
+def test_a_rank_has_the_folders_of_its_host_and_else_the_driver_s_command_line(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+):
+    model, copied = checkpoints("llama"), tmp_path / "copied"
+    shutil.copytree(model, copied)
+    fields = ["dtype=fp32", "prompts=Hello", "sampling.logit_bias={3: 2.5}"]
+    ours = load([*save_hosts(tmp_path, 0), f"checkpoint={model}", *fields])
+    same: Any = Joined(msgspec.msgpack.encode(load([*save_hosts(tmp_path, 1), f"checkpoint={copied}", *fields])))
+    own = build.config_of(same, 1, ours)
+    assert (own.checkpoint, own.cache, own.dtype) == (str(copied), str(tmp_path / "1"), "fp32")
+    assert build.config_of(Joined(b""), 1, ours) is ours  # type: ignore[arg-type]
+    for change, name in (("seed=1", "seed"), ("serve.block_size=8", "serve")):
+        said = msgspec.msgpack.encode(load([*save_hosts(tmp_path, 1), f"checkpoint={model}", *fields, change]))
+        other: Any = Joined(said)
+        with pytest.raises(
+            ConfigError, match=f"rank 1: its command line differs in {name}; give all ranks the same one"
+        ):
+            build.config_of(other, 1, ours)
+        assert f"differs in {name}" in other.refused
+
+
+def test_a_script_of_a_rank_that_does_not_drive_ends_with_its_engine(
+    checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    served: list[int] = []
+    monkeypatch.setattr("atom.llm.serve_rank", lambda config: served.append(config.parallel.rank) or 3)
+    fields = dict(text.split("=", 1) for text in save_hosts(tmp_path, 1) if not text.startswith("parallel=tp2"))
+    with pytest.raises(SystemExit) as ended:
+        LLMEngine(str(checkpoints("llama")), tensor_parallel_size=2, **fields)
+    assert (served, ended.value.code) == ([1], 3)

@@ -60,7 +60,8 @@ model: name architectures model_types auto hidden layers vocab max_position tied
 model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_softcap mtp_layers stacked fmt plain formats
 model: act tool_calls reasoning
 quant: fmt experts head plain act kv
-parallel: tensor data experts replicas visible_devices
+parallel: tensor data experts replicas visible_devices launcher address key_file host
+parallel.torchrun: rank world_size local_world_size master_addr master_port run_id
 model.norm: kind eps bias offset before after
 model.attention: kind heads kv_heads head_dim bias o_bias qk_norm scale scale_dim softcap sinks
 model.attention: full_rope rope_layers window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim
@@ -102,6 +103,7 @@ ENVIRONMENT = {
     "ATOM_TORCH_PROFILER_DIR",
     "CUDA_VISIBLE_DEVICES",
     "VLLM_API_KEY",
+    *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),  # torchrun's
 }
 
 ENGINE_FLAGS = """
@@ -143,6 +145,7 @@ LOCAL_IMPORTS = {
     "datasets": "the extra bench",
     "llguidance": "the extra structured",
     "matplotlib": "the extra bench",
+    "ray": "the extra ray",
     "resource": "a benchmark's client may run on Windows",
     "triton": "the extra cuda",
     "uvloop": "not for Windows",
@@ -221,7 +224,7 @@ def test_the_groups_jobs_and_commands():
     assert set(JOBS) == groups["job"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"atom-run": "atom.cli:main"}
-    assert set(project["project"]["optional-dependencies"]) == {"bench", "cuda", "dev", "structured"}
+    assert set(project["project"]["optional-dependencies"]) == {"bench", "cuda", "dev", "ray", "structured"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -112,7 +112,7 @@ def thread_ranks(monkeypatch: pytest.MonkeyPatch) -> list[ThreadRanks]:
     """Have engines of several ranks run them as threads; those that were made."""
     made: list[ThreadRanks] = []
 
-    def start(config: Config, compiled: object, started: ExitStack) -> ThreadRanks | None:
+    def start(config: Config, *_: object) -> ThreadRanks | None:
         if mesh_of(config).num_ranks == 1:
             return None
         made.append(ThreadRanks(config))

@@ -33,7 +33,7 @@ SECRET = "serve.http.api_keys"
 HIDDEN = "***"  # shown in place of a secret
 FORMAT_TEXTS = ("quant.fmt", "quant.experts", "quant.head")
 TEXTS = (*LISTS_OF_TEXT, *FORMAT_TEXTS, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir",
-         SECRET, *JOB_TEXTS)  # fmt: skip
+         "parallel.address", "parallel.key_file", "parallel.host", SECRET, *JOB_TEXTS)  # fmt: skip
 ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
 TO_COME = {  # the first part of a key, without "serve." -> the feature that it is for
     "port": "an engine on another machine (serve.http.port is the server's)",

@@ -17,6 +17,7 @@ from typing import Any
 from atom.checkpoint import quantization
 from atom.checkpoint.quantization import Quantization, check_pattern
 from atom.checkpoint.stacked import find_stacked
+from atom.config.parallel import derive_parallel
 from atom.config.schema import (
     MAX_EXPERTS,
     AttentionConfig,
@@ -72,6 +73,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     return replace(
         config,
         model=derived,
+        parallel=derive_parallel(config),
         quant=derive_quant(config, derived),
         serve=replace(
             serve,

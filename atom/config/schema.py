@@ -216,8 +216,20 @@ class QuantConfig:
 
 
 @dataclass
+class TorchrunConfig:
+    """What torchrun tells the processes that it starts, in their environment."""
+
+    rank: str | None = None  # RANK
+    world_size: str | None = None  # WORLD_SIZE
+    local_world_size: str | None = None  # LOCAL_WORLD_SIZE
+    master_addr: str | None = None  # MASTER_ADDR
+    master_port: str | None = None  # MASTER_PORT
+    run_id: str | None = None  # TORCHELASTIC_RUN_ID
+
+
+@dataclass
 class ParallelConfig:
-    """How many engines serve, and how the ranks of each divide the model."""
+    """How many engines serve, how the ranks of each divide the model, and where they run."""
 
     tensor: int = number(1, 1, MAX_RANKS)  # ranks, which divide heads, widths and the vocabulary
     data: int = number(1, 1, MAX_RANKS)  # groups of these, with sequences of their own, which share a mixture's experts
@@ -226,6 +238,16 @@ class ParallelConfig:
     )  # parts of all ranks, which divide experts; what remains divides their widths
     replicas: int = number(1, 1, MAX_RANKS)  # engines behind one server, each with the whole model
     visible_devices: str | None = None  # GPUs, of which each replica gets one; null: 0,1,… of those that there are
+    launcher: str = one_of("local", "torchrun", "ray")  # what starts ranks; local: the engine, as processes beside it
+    address: str | None = None  # of the driver for other hosts: tcp://10.0.0.1:7000; null: MASTER_PORT + 1; Ray: free
+    key_file: str | None = None  # of a secret of all hosts, which torchrun's ranks on several show each other
+    host: str | None = None  # address of this host for other ranks; null: the one by which it reaches the driver
+    torchrun: TorchrunConfig = field(default_factory=TorchrunConfig)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process; 0 drives."""
+        return int(self.torchrun.rank or 0) if self.launcher == "torchrun" else 0
 
 
 @dataclass

@@ -25,6 +25,7 @@ from atom.jobs import module_of
 from atom.jobs.report import report
 from atom.jobs.start import choose_job, load_job
 from atom.jobs.sweep import sweep
+from atom.runtime.remote_ranks import serve_rank
 
 IN_PROCESS = ("generate", "bench", "profile")  # jobs that run an engine in this process
 HYDRA_SHOWS = ("resolve", "hydra_help", "shell_completion")  # flags of Hydra without a value
@@ -67,6 +68,8 @@ def do_job(overrides: Sequence[str], dirs: Sequence[str], *, is_sweep: bool) -> 
     overrides = choose_job(overrides, dirs)
     with no_collection():
         config = load_job(overrides, dirs, is_sweep=is_sweep)
+        if config.parallel.rank > 0:
+            return serve_rank(config), None
         if config.device == "cuda" and config.job.kind in IN_PROCESS:
             open_early()
         job = module_of(config.job.kind)

@@ -11,6 +11,7 @@ from atom.kernels.backend import (
     LoadContext,
     PieceCode,
     PieceCompiler,
+    Rendezvous,
     Target,
     Tuner,
 )  # fmt: skip
@@ -39,6 +40,7 @@ __all__ = [
     "LoadContext",
     "PieceCode",
     "PieceCompiler",
+    "Rendezvous",
     "Target",
     "Tuner",
     "backends_of",

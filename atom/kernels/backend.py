@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from atom.graph.formats import parse_format
 from atom.graph.ops import Op
@@ -59,6 +59,16 @@ class Communicator(Protocol):
 
     def watch(self, check: Callable[[], object]) -> None:
         """Have a collective that waits call this now and then: it raises where a rank is gone."""
+
+
+class Rendezvous(NamedTuple):
+    """How the ranks of an engine find each other."""
+
+    rank: int
+    mesh: Mesh
+    host: str  # this rank's address, at which the others find it
+    exchange: Callable[[bytes], list[bytes]]  # a rank's bytes for those of all, in order; all call it at once
+    folder: Path | None  # a private one of all ranks, for memory that they share; None: they are on several hosts
 
 
 class LoadContext:
@@ -212,6 +222,6 @@ class Backend:
     piece_compiler: PieceCompiler | None = None  # None: its kernels are their ops' bodies within pieces
     keep_binaries: Callable[[Cache], AbstractContextManager[object]] = lambda _: nullcontext()  # in this cache folder
     compile_launches: Callable[[Executor], AbstractContextManager[object]] = lambda _: nullcontext()  # and launch none
-    connect: Callable[[int, Mesh, Path], Communicator] | None = None  # a rank; the folder is a private one of all ranks
+    connect: Callable[[Rendezvous], Communicator] | None = None
     step_kernels: Callable[[], StepKernels] | None = None  # that prepare a step's inputs and sample its tokens
     find_tuner: Callable[[torch.device], Tuner] | None = None  # what it can tune on a device; None: nothing

@@ -1,14 +1,16 @@
 """The backend `gloo`: collectives of ranks on a CPU.
 
-    communicator = GlooCommunicator(1, Mesh(tensor=4), folder)     # of all ranks, at about the same time
+    communicator = GlooCommunicator(rendezvous)     # of all ranks, at about the same time
     total = communicator.all_reduce(x, axis="tensor")
 
-Small tensors meet in memory that the ranks share, where each waits for the others; larger ones take torch's gloo. The
-ranks find each other by files in a private folder, and nothing listens but on this host's loopback address.
+On one host, small tensors meet in memory that the ranks share, where each waits for the others. Larger ones, and those
+of ranks on several hosts, take torch's gloo: each rank listens at its host's own address, which the others are told
+over the connections to the driver. Gloo's data is neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import platform
@@ -18,18 +20,19 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed
 from torch import Tensor
 
 from atom.errors import EngineDeadError, UnsupportedError
-from atom.graph import Mesh, ops
+from atom.graph import ops
 from atom.graph.ops import Op
-from atom.kernels.backend import Backend, Kernel, LoadContext, on_device
+from atom.kernels.backend import Backend, Kernel, LoadContext, Rendezvous, on_device
 
-LOOPBACK = "127.0.0.1"
 CONNECT = timedelta(seconds=30)  # for all ranks to be there, which have loaded their weights
+LOOK = timedelta(seconds=0.2)  # between two looks whether all ranks are there
 TIMEOUT = timedelta(minutes=5)  # of a collective; a rank that is gone ends it at once
 SHARED_BYTES = 1 << 20  # of a tensor that goes through shared memory
 LINE = 64  # bytes of a cache line
@@ -38,11 +41,9 @@ SPINS = 20  # looks at a counter before the processor is given to others, and th
 
 
 class GlooCommunicator:
-    def __init__(self, rank: int, mesh: Mesh, folder: Path) -> None:
-        """folder: a private one, the same of all ranks"""
-        self._along = {
-            axis: _Peers(rank, mesh.peers(rank, axis), folder, axis) for axis in ops.MEETING_AXES if mesh.size(axis) > 1
-        }
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        mesh = rendezvous.mesh
+        self._along = {axis: _Peers(rendezvous, axis) for axis in ops.MEETING_AXES if mesh.size(axis) > 1}
 
     def all_reduce(self, x: Tensor, *, axis: str) -> Tensor:
         return self._along[axis].all_reduce(x)
@@ -64,51 +65,97 @@ class GlooCommunicator:
     def watch(self, check: Callable[[], object]) -> None:
         """Have a collective that waits call this, which raises where a rank is gone."""
         for peers in self._along.values():
-            peers.shared.check = check
+            peers.watch(check)
 
 
 class _Peers:
     """The ranks along one axis that meet in its collectives."""
 
-    def __init__(self, rank: int, peers: tuple[int, ...], folder: Path, axis: str) -> None:
+    def __init__(self, rendezvous: Rendezvous, axis: str) -> None:
         gloo: Any = torch.distributed.ProcessGroupGloo  # whose stubs say little; one that no global state knows
         options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=LOOPBACK)]
+        options._devices = [gloo.create_device(hostname=rendezvous.host)]
         options._timeout = CONNECT
-        self.place, self.size = peers.index(rank), len(peers)
-        folder = folder / f"{axis}-{peers[0]}"
-        folder.mkdir(exist_ok=True)
-        store = torch.distributed.FileStore(str(folder / "store"), self.size)  # type: ignore[attr-defined]
-        self._group = gloo(store, self.place, self.size, options)
+        rank, folder = rendezvous.rank, rendezvous.folder
+        peers = rendezvous.mesh.peers(rank, axis)
+        name, self.place, self.size = f"{axis}-{peers[0]}", peers.index(rank), len(peers)
+        self._store = ExchangeStore(rendezvous.exchange, name)  # gloo itself holds its C++ part alone
+        self._check: Callable[[], object] = lambda: None
+        self._group = gloo(self._store, self.place, self.size, options)
         self._group._set_default_timeout(TIMEOUT)
-        self.shared = SharedMemory(self.place, self.size, folder / "memory", self._barrier)
+        self._shared = folder and SharedMemory(self.place, self.size, folder / name, self._barrier)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        if self.shared.takes(x):
-            return add(self.shared.exchange(x))
+        if self._shared and self._shared.takes(x):
+            return add(self._shared.exchange(x))
         total = x.clone(memory_format=torch.contiguous_format)
-        self._group.allreduce([total]).wait()
+        self._wait(self._group.allreduce([total]))
         return total
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         """The tensor of each, to be read before the next call."""
         x = x.contiguous()
-        if self.shared.takes(x):
-            return self.shared.exchange(x)
+        if self._shared and self._shared.takes(x):
+            return self._shared.exchange(x)
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._group.allgather([parts], [x]).wait()
+        self._wait(self._group.allgather([parts], [x]))
         return parts
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """The sum of this rank's rows."""
         rows = len(x) // self.size
         own = slice(self.place * rows, (self.place + 1) * rows)
-        if self.shared.takes(x):
-            return add([each[own] for each in self.shared.exchange(x)])
+        if self._shared and self._shared.takes(x):
+            return add([each[own] for each in self._shared.exchange(x)])
         return self.all_reduce(x)[own]
+
+    def watch(self, check: Callable[[], object]) -> None:
+        """Have a collective that waits call this, which raises where a rank is gone."""
+        self._check = check
+        if self._shared:
+            self._shared.check = check
+
+    def _wait(self, work: Any) -> None:
+        """Wait for a collective, also of a rank on a host that has fallen silent, whose connection does not end."""
+        end = time.monotonic() + TIMEOUT.total_seconds()
+        while True:
+            try:
+                work.wait(LOOK)
+                return
+            except RuntimeError:
+                self._check_or_leave()
+                if work.is_completed() or time.monotonic() > end:
+                    raise
+
+    def _check_or_leave(self) -> None:
+        try:
+            self._check()
+        except BaseException:
+            # the group's end would wait for what it has begun, which never ends: it stays until this process ends
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+            raise
 
     def _barrier(self) -> None:
         self._group.barrier().wait()
+
+
+class ExchangeStore(torch.distributed.Store):  # type: ignore[misc, name-defined]
+    """The store by which gloo's ranks find each other, of what all ranks set at the same time."""
+
+    def __init__(self, exchange: Callable[[bytes], list[bytes]], name: str) -> None:
+        """name: of the group of this rank, which has other keys than other groups"""
+        super().__init__()
+        self._exchange, self._name, self._values = exchange, name, dict[str, bytes]()
+
+    def set(self, key: str, value: Any) -> None:
+        pairs = self._exchange(msgspec.msgpack.encode((f"{self._name}/{key}", bytes(value))))
+        self._values.update(msgspec.msgpack.decode(pair, type=tuple[str, bytes]) for pair in pairs)
+
+    def get(self, key: str) -> bytes:
+        return self._values[f"{self._name}/{key}"]
+
+    def wait(self, keys: list[str], timeout: object = None) -> None:
+        """Nothing is waited for: `set` has done it."""
 
 
 def add(xs: Sequence[Tensor]) -> Tensor:

@@ -13,7 +13,6 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
@@ -22,14 +21,14 @@ from atom.errors import UnsupportedError
 from atom.graph import LaidOut, PackedWeight, Program, Type
 from atom.graph.graph import results_of, type_of
 from atom.graph.ops import Op
-from atom.kernels.backend import Backend, Communicator, Kernel, PieceCompiler, Target, Tuner
+from atom.kernels.backend import Backend, Communicator, Kernel, PieceCompiler, Rendezvous, Target, Tuner
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from atom.cache import Cache
-    from atom.graph import Graph, Mesh
+    from atom.graph import Graph
     from atom.kernels.step import StepKernels
 
 # modules beside this one, by device and level; pieces begin at level 2, and level 3 is its text in CUDA graphs
@@ -121,9 +120,9 @@ def find_tuner(device: str, place: torch.device) -> Tuner | None:
     return next((each.find_tuner(place) for each in backends_of(device) if each.find_tuner is not None), None)
 
 
-def connect_rank(device: str, rank: int, mesh: Mesh, folder: Path) -> Communicator:
-    """Connect to the other ranks of an engine, which do so at about the same time. folder: a private one of theirs"""
-    return next(each.connect for each in backends_of(device) if each.connect is not None)(rank, mesh, folder)
+def connect_rank(device: str, rendezvous: Rendezvous) -> Communicator:
+    """Connect to the other ranks of an engine, which do so at about the same time."""
+    return next(each.connect for each in backends_of(device) if each.connect is not None)(rendezvous)
 
 
 def shuffle(weight: Tensor | PackedWeight, layout: str) -> Tensor | LaidOut:

@@ -1,13 +1,13 @@
-"""The ranks of an engine on this host.
+"""The ranks of an engine, seen from the process that drives, and from theirs.
 
 One drives, the others take the steps that it takes.
 
-    ranks = Ranks("from atom.rank import main; main(link)", openings)     # a process for each of the others
-    ranks.wait()                             # for each to call `done`
-    ranks.tell(encode(step))                 # before the driver takes it itself
+    ranks = Ranks([RankProcess(RANK)], openings)       # a channel and an opening for each of the others
+    ranks.wait()                                       # for each to call `done`
+    ranks.tell(encode(step))                           # before the driver takes it itself
     ranks.close()
 
-and in such a process:
+and in the process of a rank:
 
     def main(link: RankLink) -> None:
         opening = link.receive()             # the bytes that it was started with
@@ -15,24 +15,28 @@ and in such a process:
         while True:
             decode(link.receive())
 
-They talk over the pipes of the processes, in frames of msgpack: the length in 4 bytes, little-endian, and the body. A
-rank sends a heartbeat each second. One that ends or falls silent ends all: the others are killed, whose connections end
-with them, so that no collective waits for ever. A rank whose driver is gone ends at once.
+A rank is a child of the process that drives, and talks over its own pipes; or it is a child of a supervisor on another
+host, which passes on what comes over an authenticated connection (`remote_ranks`). Frames are msgpack: the length in 4
+bytes, little-endian, and the body.
+
+A rank sends a heartbeat each second, and so does a driver on another host. A rank that ends or falls silent ends all:
+the others are ended, whose connections end with them, so that no collective waits for ever. A rank whose driver is gone
+ends at once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import signal
 import struct
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import IO
+from typing import IO, Protocol
 
 import msgspec
 
@@ -40,10 +44,12 @@ from atom.child_process import start_python
 from atom.errors import AtomError, EngineDeadError
 
 HEAD = struct.Struct("<I")
+LOOPBACK = "127.0.0.1"
 BEAT_SECONDS = 1.0  # between a rank's heartbeats
 START_SECONDS = 120.0  # of silence while ranks start
 MAX_GAP = 1.0  # seconds that count of those between two looks at the clock: this process may have been stopped too
-# in the folder that drives, whatever it imports from; beats while the rest is imported
+RANK = "from atom.rank import main; main(link)"  # the code of a rank's process
+# in the folder of its parent, whatever it imports from; beats while the rest is imported
 LINK = "import os, sys; sys.path.insert(0, os.getcwd()); os.chdir({folder!r}); "
 LINK += "from atom.runtime.ranks import RankLink; link = RankLink(); "
 
@@ -69,7 +75,20 @@ class Failed(msgspec.Struct, tag=True):
     error: str
 
 
+class Told(msgspec.Struct, tag=True):
+    """What a rank is told."""
+
+    body: bytes
+
+
+class Alive(msgspec.Struct, tag=True):
+    """A driver's heartbeat."""
+
+    most_silent: float  # seconds without one after which a rank takes it for dead
+
+
 FromRank = Beat | Done | Answer | Failed
+ToRank = Told | Alive
 
 
 def write_frame(file: IO[bytes], body: bytes) -> None:
@@ -87,26 +106,71 @@ def read_frame(file: IO[bytes]) -> bytes | None:
     return body if len(body) == size else None
 
 
+class Channel(Protocol):
+    """The way to a rank, and back. Several threads may send, and one receives."""
+
+    most_silent: float  # seconds without a message after which the other side is dead
+
+    def send(self, body: bytes) -> None:
+        """OSError where the rank has ended."""
+
+    def receive(self) -> bytes | None:
+        """Wait for the next frame; None, or OSError with a reason, where there will be no more."""
+
+    def end(self) -> None:
+        """End the rank, and do not wait."""
+
+    def close(self) -> None:
+        """End the rank, and wait until nothing is left of it here."""
+
+
+class RankProcess:
+    """A rank that is a child of this process."""
+
+    def __init__(self, code: str) -> None:
+        """code: what it runs, which has a `link`"""
+        self.most_silent = START_SECONDS
+        self._process = start_python(LINK.format(folder=os.getcwd()) + code, stderr=2, has_own_session=False)
+        assert self._process.stdin is not None and self._process.stdout is not None, "start_python opens them"
+        self._in, self._out = self._process.stdin, self._process.stdout
+        self._sending = threading.Lock()
+
+    def send(self, body: bytes) -> None:
+        with self._sending:
+            write_frame(self._in, body)
+
+    def receive(self) -> bytes | None:
+        return read_frame(self._out)
+
+    def end(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        self.end()
+        self._process.wait()
+        for pipe in (self._in, self._out):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
 class Ranks:
     """The other ranks, seen from the process that drives. One thread tells and waits."""
 
-    def __init__(self, code: str, openings: Sequence[bytes]) -> None:
-        """code: of the process of a rank, which has a `link`; its first frame is its opening"""
+    def __init__(self, channels: Sequence[Channel], openings: Sequence[bytes]) -> None:
+        """openings: the first frame of each rank"""
         self.at_close: Callable[[], object] = lambda: None
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._channels = channels
         self._done: queue.SimpleQueue[Done | None] = queue.SimpleQueue()  # None: a rank is dead
         self._answers: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in openings]  # likewise
         self._fault: AtomError | None = None
         self._watchers: list[Callable[[AtomError], object]] = []
-        self._silent, self._most_silent = [0.0] * len(openings), START_SECONDS  # seconds, of each; before it is dead
+        self._silent = [0.0] * len(channels)  # seconds, of each
         self._lock = threading.Lock()  # of the fault and who watches for it
         self._is_closing = threading.Event()
-        link = LINK.format(folder=os.getcwd())
         try:
-            for rank, opening in enumerate(openings, 1):
-                self._processes.append(start_python(link + code, stderr=2, has_own_session=False))
-                threading.Thread(target=self._read, args=(rank,), name=f"rank {rank}", daemon=True).start()
-                self._write(self._processes[-1].stdin, opening)
+            for rank, (channel, opening) in enumerate(zip(channels, openings, strict=True), 1):
+                threading.Thread(target=self._read, args=(rank, channel), name=f"rank {rank}", daemon=True).start()
+                self._send(channel, opening)
             threading.Thread(target=self._watch_silence, name="ranks", daemon=True).start()
         except BaseException:
             self.close()
@@ -114,7 +178,8 @@ class Ranks:
 
     def limit_silence(self, seconds: float) -> None:
         """Take a rank for dead, from now on, that is silent for so long."""
-        self._most_silent = seconds
+        for channel in self._channels:
+            channel.most_silent = seconds
 
     def await_fault(self, seconds: float) -> AtomError | None:
         """Why the ranks cannot go on, where that shows within this time."""
@@ -134,8 +199,8 @@ class Ranks:
     def tell(self, bodies: Sequence[bytes]) -> None:
         """Send each rank its frame. The error of the one that is dead, if one is."""
         self.check()
-        for process, body in zip(self._processes, bodies, strict=True):
-            self._write(process.stdin, body)
+        for channel, body in zip(self._channels, bodies, strict=True):
+            self._send(channel, body)
 
     def receive(self, rank: int) -> bytes:
         """Wait for a rank's next answer. The error of the one that is dead, if one is."""
@@ -148,10 +213,16 @@ class Ranks:
 
     def wait(self) -> None:
         """Wait until all ranks have done what they were told. The error of the one that fails."""
-        for _ in self._processes:
+        for _ in self._channels:
             if self._done.get() is None:
                 self._done.put(None)
                 self.check()
+
+    def exchange(self, own: bytes) -> list[bytes]:
+        """Give all ranks the bytes of each, in order; they call theirs at the same time."""
+        every = [own, *(self.receive(rank) for rank in range(1, len(self._channels) + 1))]
+        self.tell([msgspec.msgpack.encode(every)] * len(self._channels))
+        return every
 
     def fail(self, error: AtomError) -> None:
         """End all ranks for a reason, unless they have ended for another one."""
@@ -159,7 +230,8 @@ class Ranks:
             if self._fault is not None or self._is_closing.is_set():
                 return
             self._fault, watchers = error, [*self._watchers]
-        self._kill()
+        for channel in self._channels:
+            channel.end()
         self._done.put(None)
         for answers in self._answers:
             answers.put(None)
@@ -171,12 +243,10 @@ class Ranks:
         if self._is_closing.is_set():
             return
         self._is_closing.set()
-        self._kill()
-        for process in self._processes:
-            process.wait()
-            for pipe in filter(None, (process.stdin, process.stdout)):
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        for channel in self._channels:
+            channel.end()
+        for channel in self._channels:
+            channel.close()
         self.at_close()
 
     def check(self) -> None:
@@ -184,22 +254,16 @@ class Ranks:
         if self._fault is not None:
             raise self._fault
 
-    def _kill(self) -> None:
-        for process in self._processes:
-            process.kill()
-
-    def _write(self, pipe: IO[bytes] | None, body: bytes) -> None:
-        assert pipe is not None, "start_python opens it"
+    def _send(self, channel: Channel, body: bytes) -> None:
         try:
-            write_frame(pipe, body)
+            channel.send(msgspec.msgpack.encode(Told(body)))
         except OSError as error:  # the thread that reads of it says why
             raise self.await_fault(BEAT_SECONDS) or EngineDeadError("a rank has ended") from error
 
-    def _read(self, rank: int) -> None:
-        pipe, decoder = self._processes[rank - 1].stdout, msgspec.msgpack.Decoder(FromRank)
-        assert pipe is not None, "start_python opens it"
-        with contextlib.suppress(OSError, ValueError, msgspec.DecodeError):
-            while (frame := read_frame(pipe)) is not None:
+    def _read(self, rank: int, channel: Channel) -> None:
+        decoder, reason = msgspec.msgpack.Decoder(FromRank), ""
+        try:
+            while (frame := channel.receive()) is not None:
                 self._silent[rank - 1] = 0.0
                 match decoder.decode(frame):
                     case Done() as done:
@@ -208,7 +272,9 @@ class Ranks:
                         self._answers[rank - 1].put(body)
                     case Failed(kind, error):
                         self.fail(error_of(kind, rank, error))
-        self.fail(EngineDeadError(f"rank {rank} has ended"))
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            reason = f": {error}"
+        self.fail(EngineDeadError(f"rank {rank} has ended{reason}"))
 
     def _watch_silence(self) -> None:
         before = time.monotonic()
@@ -216,9 +282,9 @@ class Ranks:
             now = time.monotonic()
             gap, before = min(now - before, MAX_GAP), now
             self._silent = [silent + gap for silent in self._silent]
-            if (longest := max(self._silent)) > self._most_silent:
-                rank = self._silent.index(longest) + 1
-                self.fail(EngineDeadError(f"rank {rank} has been silent for {longest:.1f} s"))
+            for rank, (silent, channel) in enumerate(zip(self._silent, self._channels, strict=True), 1):
+                if silent > channel.most_silent:
+                    self.fail(EngineDeadError(f"rank {rank} has been silent for {silent:.1f} s"))
 
 
 def error_of(kind: str, rank: int, text: str) -> AtomError:
@@ -237,16 +303,23 @@ class RankLink:
         os.dup2(2, 1)  # what a library prints
         self._frames: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._sending = threading.Lock()
+        self._silent, self._most_silent = 0.0, math.inf  # seconds, of the driver; a parent that drives sends no beats
+        self._parent = os.getppid()
         threading.Thread(target=self._read, name="read", daemon=True).start()
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     def receive(self) -> bytes:
-        """Wait for the next frame. The process ends where the driver does."""
+        """Wait for what the driver tells next. The process ends where the driver does."""
         return self._frames.get()
 
     def done(self) -> None:
         """Answer `Ranks.wait`."""
         self._send(Done())
+
+    def exchange(self, own: bytes) -> list[bytes]:
+        """Give own bytes for those of all ranks, in order; they call theirs at the same time."""
+        self.answer(own)
+        return msgspec.msgpack.decode(self.receive(), type=list[bytes])
 
     def answer(self, body: bytes) -> None:
         """Answer `Ranks.receive`."""
@@ -261,12 +334,22 @@ class RankLink:
             write_frame(self._out, msgspec.msgpack.encode(message))
 
     def _read(self) -> None:
+        decoder = msgspec.msgpack.Decoder(ToRank)
         while (frame := read_frame(sys.stdin.buffer)) is not None:
-            self._frames.put(frame)
+            self._silent = 0.0
+            match decoder.decode(frame):
+                case Told(body):
+                    self._frames.put(body)
+                case Alive(most_silent):
+                    self._most_silent = most_silent
         os._exit(0)  # whatever a collective waits for
 
     def _beat(self) -> None:
         with contextlib.suppress(OSError):  # then reading ends too
-            while True:
+            while self._silent <= self._most_silent:
                 self._send(Beat())
                 time.sleep(BEAT_SECONDS)
+                self._silent += BEAT_SECONDS
+            if os.getppid() == self._parent:
+                os.kill(self._parent, signal.SIGKILL)  # a supervisor that was stopped, or whose driver was
+            os._exit(1)

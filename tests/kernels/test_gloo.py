@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,19 +16,37 @@ from torch import Tensor
 
 from atom.errors import EngineDeadError
 from atom.graph import Mesh
+from atom.kernels import Rendezvous
 from atom.kernels.gloo import SHARED_BYTES, GlooCommunicator
 
 FITS = SHARED_BYTES // 4  # elements of float32
 Run = Callable[[Callable[[int, GlooCommunicator], Any]], list[Any]]
 
 
-@pytest.fixture(params=[2, 3])
+def connect_all(mesh: Mesh, folder: Path | None, pool: ThreadPoolExecutor) -> list[GlooCommunicator]:
+    """The communicators of all ranks; without a folder each is on a host of its own."""
+    shown, barrier = [b""] * mesh.num_ranks, threading.Barrier(mesh.num_ranks, timeout=20)
+
+    def connect(rank: int) -> GlooCommunicator:
+        def exchange(own: bytes) -> list[bytes]:
+            shown[rank] = own
+            barrier.wait()
+            every = list(shown)
+            barrier.wait()
+            return every
+
+        return GlooCommunicator(Rendezvous(rank, mesh, f"127.0.0.{1 if folder else rank + 1}", exchange, folder))
+
+    return list(pool.map(connect, range(mesh.num_ranks)))
+
+
+@pytest.fixture(params=[(2, True), (3, True), (3, False)], ids=["2", "3", "3 hosts"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     """Runs a function on each rank, of its number and communicator; what each gives."""
-    ranks = range(request.param)
-    with ThreadPoolExecutor(len(ranks)) as pool:
-        made = list(pool.map(lambda rank: GlooCommunicator(rank, Mesh(len(ranks)), tmp_path), ranks))
-        yield lambda work: list(pool.map(lambda rank: work(rank, made[rank]), ranks))
+    num_ranks, is_one_host = request.param
+    with ThreadPoolExecutor(num_ranks) as pool:
+        made = connect_all(Mesh(num_ranks), tmp_path if is_one_host else None, pool)
+        yield lambda work: list(pool.map(work, range(num_ranks), made))
 
 
 def of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -84,19 +103,20 @@ def test_a_rank_that_waits_is_told_of_one_that_is_gone(run: Run):
     assert set(run(work)) == {"gone", "told"}
 
 
-@pytest.mark.parametrize("columns", [3, FITS // 2])  # through shared memory, and through gloo
-def test_ranks_meet_along_each_axis_of_their_mesh(columns: int, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("columns", "is_one_host"), [(3, True), (FITS // 2, True), (3, False)], ids=["memory", "gloo", "hosts"]
+)
+def test_ranks_meet_along_each_axis_of_their_mesh(columns: int, is_one_host: bool, tmp_path: Path):
     mesh, ids = Mesh(tensor=2, data=2), torch.arange(6).view(3, 2)
 
-    def work(rank: int) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
-        communicator = GlooCommunicator(rank, mesh, tmp_path)
+    def work(rank: int, communicator: GlooCommunicator) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
         x = torch.full((3, columns), 10.0**rank)
         total = communicator.all_reduce(x, axis="tensor")
         tokens = communicator.gather_tokens(x.bfloat16(), x[:, :2], ids + rank, axis="data", ranks=2)
         return total, tokens, communicator.reduce_scatter(x.repeat(2, 1), axis="data", ranks=2)
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(work, range(4)))
+        found = list(pool.map(work, range(4), connect_all(mesh, tmp_path if is_one_host else None, pool)))
     assert [total.unique().tolist() for total, *_ in found] == [[11], [11], [1100], [1100]]
     for rank, (_, (x, weights, rows), scattered) in enumerate(found):
         pair = rank % 2, rank % 2 + 2

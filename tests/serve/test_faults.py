@@ -15,34 +15,10 @@ from typing import Any
 import pytest
 import serving
 import wire
-from serving import Server, Start
+from serving import Server, Start, family, free_port, is_alive
 
 HEALTH_SECONDS = 5.0  # within which /health tells of a death
 RAISES, IN_PYTHON, IN_C, NO_MEMORY, EXITS, UNPREPARED = range(1, 7)  # as in stub_engine.py
-
-
-def family(server: Server) -> list[int]:
-    """The server's processes, itself excluded."""
-    found, left = [], [server.process.pid]
-    while left:
-        pid = left.pop()
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        left += map(int, children)
-        found += map(int, children)
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def assert_dies(

@@ -1,0 +1,124 @@
+"""Resolve where ranks run: what torchrun says, the driver's address, the key.
+
+parallel = derive_parallel(config)
+parallel.rank, parallel.address                  # 1, tcp://10.0.0.1:29501
+split_address(parallel.address)                  # ("10.0.0.1", 29501)
+read_key(parallel.key_file)                      # the secret of all hosts
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import replace
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from atom.config.schema import Config, ParallelConfig
+from atom.errors import ConfigError, one_line
+
+ENGINE_JOBS = ("serve", "generate", "bench", "profile")  # the others start no rank
+MIN_KEY_BYTES = 16
+UNIX = "unix:"  # and a name: an abstract socket, of which the kernel tells whose it is
+MAKE_KEY = "(umask 077; openssl rand -hex 32 > key) makes one, which each host needs a copy of"
+
+
+def derive_parallel(config: Config) -> ParallelConfig:
+    """Resolve the fields of ranks on several hosts, and check them."""
+    parallel, at = config.parallel, f"parallel.launcher={config.parallel.launcher}"
+    if config.job.kind not in ENGINE_JOBS:
+        return replace(parallel, launcher="local")
+    for name in _unused(parallel.launcher):
+        if getattr(parallel, name) is not None:
+            raise ConfigError(f"parallel.{name} is not for {at}; leave it out")
+    if parallel.launcher == "local":
+        return parallel
+    if parallel.tensor * parallel.data == 1:
+        raise ConfigError(f"{at} starts several ranks, and this engine has one; set parallel=tp2 or more")
+    if parallel.launcher == "torchrun":
+        parallel = with_torchrun(parallel)
+    if parallel.address is not None and not parallel.address.startswith(UNIX):
+        split_address(parallel.address)
+        if parallel.launcher == "torchrun":
+            if parallel.key_file is None:
+                raise ConfigError(f"ranks at {parallel.address} must show a key: set parallel.key_file; {MAKE_KEY}")
+            read_key(parallel.key_file)
+    return parallel
+
+
+def _unused(launcher: str) -> tuple[str, ...]:
+    """The fields that a launcher has no use for."""
+    return {"local": ("address", "key_file", "host"), "torchrun": (), "ray": ("key_file", "host")}[launcher]
+
+
+def with_torchrun(parallel: ParallelConfig) -> ParallelConfig:
+    """Check what torchrun says, and fill in the driver's address."""
+    said = parallel.torchrun
+    if said.rank is None or said.world_size is None:
+        start = "start it as torchrun --no-python … atom-run …, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        raise ConfigError(f"parallel.launcher=torchrun: the environment has no RANK and WORLD_SIZE; {start}")
+    rank, world_size = _whole("RANK", said.rank), _whole("WORLD_SIZE", said.world_size)
+    if world_size != (num_ranks := parallel.tensor * parallel.data):
+        fix = f"set parallel=tp{world_size}, or torchrun's --nnodes and --nproc-per-node"
+        raise ConfigError(f"torchrun starts {world_size} processes, and the engine has {num_ranks} ranks; {fix}")
+    if rank >= world_size:
+        raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={world_size}")
+    if parallel.address is not None:
+        return parallel
+    if said.local_world_size == said.world_size:
+        return replace(parallel, address=f"{UNIX}atom-run-{os.getuid()}-{said.run_id}-{said.master_port}")
+    if said.master_addr is None or said.master_port is None:
+        raise ConfigError(
+            "the environment has no MASTER_ADDR and MASTER_PORT; set parallel.address, as in tcp://10.0.0.1:7000"
+        )
+    port = _whole("MASTER_PORT", said.master_port) + 1
+    return replace(parallel, address=f"tcp://{bracketed(said.master_addr)}:{port}")
+
+
+def _whole(name: str, value: str) -> int:
+    if not (value.isascii() and value.isdigit()):
+        raise ConfigError(f"{name}={value} must be a whole number")
+    return int(value)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The host and port of tcp://HOST:PORT. ConfigError for another form, and for all interfaces at once."""
+    form = f"parallel.address={address} must be tcp://HOST:PORT, as in tcp://10.0.0.1:7000"
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"{form}: {one_line(error)}") from None
+    if not host or port is None or address != f"tcp://{parts.netloc}" or "@" in address:
+        raise ConfigError(form)
+    if is_unspecified(host):
+        raise ConfigError(f"parallel.address={address} means all interfaces; name the one that other hosts reach")
+    return host, port
+
+
+def bracketed(host: str) -> str:
+    """A host as it is written in an address."""
+    return f"[{host}]" if ":" in host else host
+
+
+def is_unspecified(host: str) -> bool:
+    try:
+        return ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False
+
+
+def read_key(path: str) -> bytes:
+    """The secret in a key file. ConfigError where others may read it, or it is short."""
+    file, at = Path(path).expanduser(), f"parallel.key_file={path}"
+    try:
+        status = file.stat()
+        key = file.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"{at}: {error.strerror or error}; {MAKE_KEY}") from None
+    if status.st_uid not in (0, os.getuid()) or status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"{at}: others may read or write it; chmod 600 {path}, as its owner")
+    if len(key) < MIN_KEY_BYTES:
+        raise ConfigError(f"{at} has {len(key)} bytes, {MIN_KEY_BYTES} are the least; {MAKE_KEY}")
+    return key

@@ -1,0 +1,119 @@
+"""Where ranks run: what torchrun says, the driver's address, the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atom.config.load import load
+from atom.config.parallel import read_key, split_address
+from atom.errors import ConfigError
+
+SAID = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    file = tmp_path / "key"
+    file.write_text("0123456789abcdef\n")
+    file.chmod(0o600)
+    return file
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """What torchrun tells the last of three ranks, each on a host of its own."""
+    for name, value in SAID.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_torchrun_says_the_rank_and_where_the_driver_is(said: pytest.MonkeyPatch, key: Path):
+    fields = ["parallel=tp3", "parallel.launcher=torchrun", f"parallel.key_file={key}"]
+    parallel = load(fields).parallel
+    assert (parallel.rank, parallel.address) == (2, "tcp://10.0.0.1:29501")
+    said.setenv("MASTER_ADDR", "fd00::1")
+    assert load(fields).parallel.address == "tcp://[fd00::1]:29501"
+    stated = load([*fields, "parallel.address=tcp://node0:7000", "parallel.torchrun.rank=0"]).parallel
+    assert (stated.rank, stated.address) == (0, "tcp://node0:7000")
+
+
+def test_ranks_of_one_host_need_no_key(said: pytest.MonkeyPatch):
+    said.setenv("LOCAL_WORLD_SIZE", "3")
+    said.setenv("TORCHELASTIC_RUN_ID", "a1")
+    parallel = load(["parallel=tp3", "parallel.launcher=torchrun"]).parallel
+    assert parallel.address is not None and parallel.address.startswith("unix:atom-run-")
+    assert parallel.address.endswith("-a1-29500")
+
+
+def test_torchrun_s_environment_means_nothing_to_other_launchers_and_jobs(said: pytest.MonkeyPatch):
+    assert load(["parallel=tp3"]).parallel.rank == 0
+    assert load(["parallel=tp3", "parallel.launcher=torchrun", "job=explain"]).parallel.rank == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (["parallel=tp3"], r"must show a key: set parallel\.key_file; \(umask 077; openssl rand -hex 32 > key\)"),
+        (["parallel=tp3", "parallel.torchrun.rank=null"], "the environment has no RANK and WORLD_SIZE; start it as torchrun"),
+        (["parallel=tp9"], "torchrun starts 3 processes, and the engine has 9 ranks; set parallel=tp3"),
+        ([], "starts several ranks, and this engine has one; set parallel=tp2 or more"),
+        (["parallel=tp3", "parallel.torchrun.rank=3"], "RANK=3 must be below WORLD_SIZE=3"),
+        (["parallel=tp3", "parallel.torchrun.rank=-1"], "RANK=-1 must be a whole number"),
+        (["parallel=tp3", "parallel.torchrun.master_port=null"], r"no MASTER_ADDR and MASTER_PORT; set parallel\.address"),
+        (["parallel=tp3", "parallel.address=tcp://0.0.0.0:7000"], r"0\.0\.0\.0:7000 means all interfaces; name the one"),
+        (["parallel=tp3", "parallel.address=tcp://[::]:7000"], "means all interfaces"),
+        (["parallel=tp3", "parallel.address=10.0.0.1:7000"], r"must be tcp://HOST:PORT, as in tcp://10\.0\.0\.1:7000"),
+        (["parallel=tp3", "parallel.key_file=/nowhere/key"], "/nowhere/key: No such file or directory; .*openssl"),
+    ],
+)  # fmt: skip
+def test_what_torchrun_s_ranks_lack_is_said(fields: list[str], reason: str, said: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match=reason):
+        load(["parallel.launcher=torchrun", *fields])
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (
+            ["parallel.address=tcp://10.0.0.1:7000"],
+            r"parallel\.address is not for parallel\.launcher=local; leave it out",
+        ),
+        (["parallel.host=10.0.0.1"], r"parallel\.host is not for parallel\.launcher=local"),
+        (["parallel.launcher=ray", "parallel.key_file=key"], r"parallel\.key_file is not for parallel\.launcher=ray"),
+        (["parallel.launcher=slurm"], "choices: local, torchrun, ray"),
+    ],
+)
+def test_fields_of_another_launcher_are_refused(fields: list[str], reason: str):
+    with pytest.raises(ConfigError, match=reason):
+        load(["parallel=tp3", *fields])
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610])
+def test_a_key_that_others_can_read_or_write_is_refused(mode: int, key: Path):
+    key.chmod(mode)
+    with pytest.raises(ConfigError, match=f"others may read or write it; chmod 600 {key}"):
+        read_key(str(key))
+
+
+def test_a_key_has_16_bytes_or_more_without_the_end_of_its_line(key: Path):
+    assert read_key(str(key)) == b"0123456789abcdef"
+    key.write_text("0123456789abcde\n")
+    with pytest.raises(ConfigError, match="has 15 bytes, 16 are the least"):
+        read_key(str(key))
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "tcp://", "tcp://:7000", "tcp://a", "tcp://a:", "tcp://a:70000", "tcp://a:x", "udp://a:1", "tcp://a:1/",
+     "tcp://a:1/b", "tcp://u@a:1", "tcp://a:1?b", "tcp://a:1#b", "tcp://[::1:7", "a:1", "unix:a"],
+)  # fmt: skip
+def test_an_address_of_another_form_is_refused(address: str):
+    with pytest.raises(ConfigError, match="must be tcp://HOST:PORT"):
+        split_address(address)
+
+
+def test_an_address_is_a_host_and_a_port():
+    assert split_address("tcp://10.0.0.1:7000") == ("10.0.0.1", 7000)
+    assert split_address("tcp://[::1]:0") == ("::1", 0)

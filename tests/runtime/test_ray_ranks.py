@@ -1,0 +1,165 @@
+"""Ranks that Ray places: on a stand-in of the functions that are used, and slowly on a Ray of this host."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serving
+
+from atom import LLMEngine, SamplingParams
+from atom.config.schema import ParallelConfig
+from atom.errors import ConfigError, EngineDeadError
+from atom.runtime import ray_ranks
+from atom.runtime.ray_ranks import place_with_ray
+from atom.runtime.remote_ranks import find_driver
+
+RAY = ParallelConfig(tensor=3, launcher="ray")
+
+
+class FakeRay:
+    """A Ray of one host with 7 CPUs, whose tasks join the driver as threads."""
+
+    class exceptions:
+        class RayError(Exception): ...
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.has_room, self.error = True, None
+        self.util = types.SimpleNamespace(
+            get_node_ip_address=lambda: "127.0.0.1",
+            placement_group=self.placement_group,
+            remove_placement_group=lambda group: self.calls.append("remove"),
+            scheduling_strategies=types.SimpleNamespace(
+                PlacementGroupSchedulingStrategy=lambda group, placement_group_bundle_index: (
+                    placement_group_bundle_index
+                )
+            ),
+        )
+
+    def init(self, **options: Any) -> None:
+        self.calls.append(("init", options["address"]))
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 7.0, "memory": 1e9}
+
+    def placement_group(self, bundles: list[dict[str, float]], strategy: str) -> Any:
+        self.calls.append((bundles, strategy))
+        return types.SimpleNamespace(wait=lambda seconds: self.has_room)
+
+    def remote(self, **options: Any) -> Any:
+        assert options == {"max_retries": 0, "num_cpus": 2}
+        return lambda function: types.SimpleNamespace(options=lambda **placed: self.task(function, placed))
+
+    def task(self, function: Any, placed: dict[str, Any]) -> Any:
+        def start(address: str, key: bytes, rank: int) -> int:
+            assert function is ray_ranks.run_rank and placed["scheduling_strategy"] == rank and len(key) == 32
+            if self.error is None:
+                threading.Thread(target=lambda: find_driver(address, key, rank).send(b""), daemon=True).start()
+            return rank
+
+        return types.SimpleNamespace(remote=start)
+
+    def wait(self, tasks: list[int], num_returns: int, timeout: float) -> tuple[list[int], list[int]]:
+        assert (num_returns, timeout) == (1, 0)
+        return ([], tasks) if self.error is None else (tasks[:1], tasks[1:])
+
+    def get(self, task: int) -> Any:
+        if isinstance(self.error, Exception):
+            raise self.error
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    made = FakeRay()
+    monkeypatch.setattr(ray_ranks, "import_ray", lambda: made)
+    return made
+
+
+def test_each_rank_is_a_task_of_a_group_that_begins_on_the_driver_s_host(ray: FakeRay):
+    with closing(place_with_ray(RAY, 3)) as placement:
+        assert [channel.hello for channel in placement.join()] == [b"", b""]
+        assert (placement.num_threads, placement.host, placement.is_one_host) == (2, "127.0.0.1", False)
+    bundles = [{"CPU": 2, "node:127.0.0.1": 0.001}, {"CPU": 2}, {"CPU": 2}]
+    assert ray.calls == [("init", "auto"), (bundles, "PACK"), "remove", "shutdown"]
+
+
+def test_a_ray_without_room_is_left(ray: FakeRay):
+    ray.has_room = False
+    with pytest.raises(ConfigError, match="Ray has had no room for 3 x 2 CPUs in 60 s"):
+        place_with_ray(RAY, 3)
+    assert ray.calls[-1] == "shutdown"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "reason"),
+    [
+        (FakeRay.exceptions.RayError("No module named 'atom'"), EngineDeadError, "Ray cannot run a rank: No module named"),
+        (ConfigError("another key"), ConfigError, "another key"),
+        ("it returned", EngineDeadError, "a rank that Ray has started has ended"),
+    ],
+)  # fmt: skip
+def test_a_task_that_ends_before_it_joins_is_the_reason(error: Any, kind: type[Exception], reason: str, ray: FakeRay):
+    ray.error = error
+    with closing(place_with_ray(RAY, 3)) as placement, pytest.raises(kind, match=reason):
+        placement.join()
+
+
+def test_without_the_package_its_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"needs Ray: pip install 'atom-run\[ray\]'"):
+        place_with_ray(RAY, 3)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[None]:
+    """A Ray of two CPUs on this host."""
+    pytest.importorskip("ray")
+    code = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
+    options = ["--num-cpus=2", "--port=0", "--include-dashboard=false", "--disable-usage-stats", "--block"]
+    command = [sys.executable, "-c", code, "start", "--head", *options]
+    log = tmp_path / "ray.log"
+    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True) as started:
+        while "Ray runtime started" not in log.read_text():
+            assert started.poll() is None, log.read_text()
+            threading.Event().wait(0.1)
+        yield
+        started.terminate()  # which ends what it has started
+        started.wait(30)
+
+
+@pytest.mark.slow
+def test_a_local_ray_starts_a_rank(cluster: None, tmp_path: Path):
+    talker = serving.save_talker(tmp_path / "talker")
+    command = [
+        sys.executable,
+        "-m",
+        "atom.cli",
+        "dtype=fp32",
+        "level=1",
+        "serve.kv_cache_memory=16777216",
+        "parallel=tp2",
+    ]
+    command += [
+        f"checkpoint={talker}",
+        f"cache={tmp_path}",
+        "prompts=Hello",
+        "sampling.temperature=0",
+        "job.output=json",
+    ]
+    ended = subprocess.run([*command, "parallel.launcher=ray"], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    engine = LLMEngine(str(talker), dtype="fp32", level=1, kv_cache_memory=1 << 24)
+    (answer,) = engine.generate(["Hello"], SamplingParams(temperature=0))
+    assert json.loads(ended.stdout)["text"] == answer["text"]

@@ -1,0 +1,152 @@
+"""An engine on two hosts, which are addresses of the loopback: its answers, and what becomes of it when one is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import serving
+import wire
+from serving import Server, family, free_port, is_alive
+
+from atom import LLMEngine, SamplingParams
+from atom.config.parallel import read_key
+from atom.errors import ConfigError
+from atom.runtime.remote_ranks import find_driver
+
+PROMPT = {"prompt": [0, 9], "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+COMMAND = [sys.executable, "-m", "atom.cli", "dtype=fp32", "level=1", "serve.kv_cache_memory=16777216", "parallel=tp2"]
+
+
+class Hosts(NamedTuple):
+    """A server on 127.0.0.1, and a rank of its engine on 127.0.0.2 with a cache folder of its own."""
+
+    server: Server
+    supervisor: Server
+
+    @property
+    def rank(self) -> int:
+        (pid,) = family(self.supervisor)
+        return pid
+
+
+def save_key(file: Path) -> Path:
+    file.write_text(secrets.token_hex(32) + "\n")
+    file.chmod(0o600)
+    return file
+
+
+@pytest.fixture
+def start_hosts(talker: Path, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
+    launched: list[Server] = []
+    key, wrong = save_key(tmp_path / "key"), save_key(tmp_path / "wrong")
+
+    def launch(rank: int, key: Path, name: str) -> Server:
+        folder = tmp_path / name
+        folder.mkdir()
+        where = [f"parallel.torchrun.rank={rank}", f"parallel.host=127.0.0.{rank + 1}", f"parallel.key_file={key}"]
+        fields = ["parallel.torchrun.world_size=2", f"parallel.address=tcp://127.0.0.1:{port}"]
+        server = serving.launch(talker, folder, "parallel=tp2", "parallel.launcher=torchrun", *where, *fields)
+        launched.append(server)
+        return server
+
+    def start() -> Hosts:
+        server = launch(0, key, "first")
+        address = f"tcp://127.0.0.1:{port}"
+        with pytest.raises(ConfigError, match=r"parallel\.key_file must hold the same on each host"):
+            find_driver(address, read_key(str(wrong)), 1, "127.0.0.2")
+        refused = "a connection from 127.0.0.2 is refused: it has another key"
+        wire.wait_until(lambda: refused in server.log.read_text())
+        supervisor = launch(1, key, "second")
+        return Hosts(server._replace(url=serving.wait_for_url(server)), supervisor)
+
+    port = free_port()
+    yield start
+    for each in launched:
+        for pid in [*family(each), each.process.pid] if each.process.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
+        each.process.wait()
+
+
+@pytest.mark.parametrize(
+    "gone", ["host", pytest.param("rank", marks=pytest.mark.slow), pytest.param("driver", marks=pytest.mark.slow)]
+)
+def test_two_hosts_answer_as_one_until_one_is_gone(gone: str, start_hosts: Callable[[], Hosts], talker: Path):
+    hosts = start_hosts()
+    server, supervisor, rank = hosts.server, hosts.supervisor.process, hosts.rank
+    answer = wire.ask(server.url, "POST", "/v1/completions", PROMPT)
+    assert answer.json["choices"][0]["text"] == answer_alone(talker, [0, 9], max_tokens=40, ignore_eos=True)
+    (engine,) = family(server)
+    with closing(wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 8000})) as stream:
+        stream.read_events(3)
+        since = time.monotonic()
+        if gone == "driver":
+            os.kill(engine, signal.SIGKILL)
+        if gone == "host":  # its connections stay, and nothing comes
+            os.kill(supervisor.pid, signal.SIGSTOP)
+        if gone in ("host", "rank"):
+            os.kill(rank, signal.SIGSTOP)
+        *_, last = stream.read_events()
+        assert last["error"]["code"] == "unavailable" and time.monotonic() - since < 6
+    if gone != "host":
+        assert supervisor.wait(5) == 0 and not is_alive(rank)
+    if gone != "driver":
+        wire.wait_until(lambda: "rank 1 has been silent" in server.log.read_text())
+    server.process.terminate()  # it tells of the death for some seconds more
+    assert server.process.wait(15) == 1 and not is_alive(engine)
+
+
+def answer_alone(talker: Path, prompt: str | list[int], **params: Any) -> str:
+    """What one rank answers."""
+    engine = LLMEngine(str(talker), dtype="fp32", level=1, kv_cache_memory=1 << 24)
+    (answer,) = engine.generate([prompt], SamplingParams(temperature=0, **params))
+    engine.close()
+    return str(answer["text"])
+
+
+def run_torchrun(arguments: list[str], *overrides: str) -> str:
+    """What `atom-run` prints under torchrun, of which a single process prints anything."""
+    words = [sys.executable, "-m", "torch.distributed.run", *arguments, "--no-python", *COMMAND, *overrides]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_torchrun_starts_the_ranks_of_one_host(talker: Path, tmp_path: Path):
+    fields = [f"checkpoint={talker}", f"cache={tmp_path}", "prompts=Hello", "sampling.temperature=0", "job.output=json"]
+    out = run_torchrun(["--standalone", "--nproc-per-node", "2"], "parallel.launcher=torchrun", *fields)
+    (line,) = out.splitlines()
+    assert json.loads(line)["text"] == answer_alone(talker, "Hello")
+
+
+@pytest.mark.slow
+def test_a_rank_compiles_where_its_host_s_cache_has_no_pieces(talker: Path, tmp_path: Path):
+    key, address = save_key(tmp_path / "key"), f"tcp://127.0.0.1:{free_port()}"
+    fields = [f"checkpoint={talker}", "prompts=Hello", "sampling.temperature=0", "job.output=json", "level=2"]
+    fields += ["parallel.launcher=torchrun", f"parallel.address={address}", f"parallel.key_file={key}"]
+    for has_compiled in (True, False):
+        processes = [
+            subprocess.Popen(
+                [*COMMAND, *fields, f"cache={tmp_path / str(rank)}", f"parallel.host=127.0.0.{rank + 1}"],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"},
+            )
+            for rank in range(2)
+        ]  # fmt: skip
+        (out, _), (nothing, said) = (process.communicate(timeout=280) for process in processes)
+        assert [process.returncode for process in processes] == [0, 0], said
+        assert json.loads(out)["text"] == answer_alone(talker, "Hello") and nothing == ""
+        assert (
+            bool(re.search(rf"rank 1 has compiled \d+ pieces, which {tmp_path}/1 did not have", said)) == has_compiled
+        )

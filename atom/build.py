@@ -6,6 +6,7 @@ engine = open_engine(load(["checkpoint=/models/qwen3"]), SilentProgress())
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import sys
 import weakref
@@ -40,7 +41,7 @@ from atom.runtime.profiler import Profiler
 from atom.runtime.program import Bindings
 from atom.runtime.ranks import LOOPBACK, RANK, Channel, RankProcess, Ranks
 from atom.runtime.ray_ranks import place_with_ray
-from atom.runtime.remote_ranks import Placement, RemoteRank, await_ranks
+from atom.runtime.remote_ranks import Placement, RemoteRank, await_ranks, without_secrets
 from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.step_builder import StepBuilder
@@ -48,6 +49,8 @@ from atom.runtime.tune import tune, use_measured
 from atom.runtime.types import CacheKind, StepLimits
 from atom.runtime.vocabulary import Vocabulary
 from atom.weights.evaluate import Loaded
+
+SAMPLED = 1024  # elements of a weight, by which hosts compare theirs
 
 
 @no_collection()
@@ -75,6 +78,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             runner, num_blocks = open_runner(compiled, tensors, config, progress, measure)
         else:
             with TemporaryDirectory(prefix="atom-run-") as folder:
+                check_same_weights(ranks.exchange(sample_weights(tensors)))
                 communicator = connect(ranks, config, placement, folder)
                 runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, communicator)
                 ranks.wait()
@@ -149,11 +153,12 @@ def config_of(channel: RemoteRank, rank: int, config: Config) -> Config:
 
     ConfigError where its command line says anything else, which the rank is told too.
     """
+    config = without_secrets(config)
     if not channel.hello:
         return config
     own = msgspec.msgpack.decode(channel.hello, type=Config)
     ours = msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config)  # as it comes back from there
-    ours = replace(ours, cache=own.cache, checkpoint=own.checkpoint, overrides=own.overrides)
+    ours = replace(ours, cache=own.cache, checkpoint=own.checkpoint)
     of_host = {name: getattr(own.parallel, name) for name in ("address", "key_file", "host", "torchrun")}
     ours = replace(ours, parallel=replace(ours.parallel, **of_host))
     for each in fields(Config):
@@ -169,12 +174,27 @@ def digest_of(graph: Graph) -> str:
     return digest("\n".join(line.partition("    # ")[0] for line in show(graph).splitlines()))
 
 
+def sample_weights(tensors: Mapping[Recipe, Loaded]) -> bytes:
+    """A digest of the beginnings of the weights that all ranks have whole: norms, routers, often the embedding."""
+    sampled = hashlib.sha256()
+    whole = {each.name: tensor for each, tensor in tensors.items() if isinstance(each, W) and torch.is_tensor(tensor)}
+    for name in sorted(whole):
+        sampled.update(whole[name].flatten()[:SAMPLED].cpu().view(torch.uint8).numpy().tobytes())
+    return sampled.digest()
+
+
+def check_same_weights(samples: Sequence[bytes]) -> None:
+    """Raise CheckpointError where a rank, on a host of its own, has loaded other weights than the driver."""
+    others = [str(rank) for rank, sample in enumerate(samples) if sample != samples[0]]
+    if others:
+        raise CheckpointError(f"rank {', '.join(others)} has other weights than rank 0: each host needs the same files")
+
+
 def connect(ranks: Ranks, config: Config, placement: Placement | None, folder: str) -> Communicator:
     """Connect all ranks, once their weights are loaded, and have them open their runners.
 
     folder: a private one, for memory that ranks on one host share
     """
-    ranks.wait()
     mesh, is_one_host = mesh_of(config), placement is None or placement.is_one_host
     ranks.tell([folder.encode() if is_one_host else b""] * (mesh.num_ranks - 1))
     host = LOOPBACK if placement is None else placement.host

@@ -18,11 +18,13 @@ import torch
 
 from atom.build import (
     RankOpening,
+    check_same_weights,
     compile_with,
     digest_of,
     load_weights,
     open_checked,
     open_runner,
+    sample_weights,
 )
 from atom.checkpoint import SilentProgress
 from atom.compiler import mesh_of
@@ -74,7 +76,7 @@ def open_rank(link: RankLink) -> tuple[Runner, bool]:
             f"atom-run: rank {opening.rank} has compiled {num_compiled} pieces, which {config.cache} did not have",
             file=sys.stderr,
         )
-    link.done()
+    check_same_weights(link.exchange(sample_weights(tensors)))
     folder = link.receive().decode()
     rendezvous = Rendezvous(opening.rank, mesh, opening.host, link.exchange, Path(folder) if folder else None)
     communicator = connect_rank(config.device, rendezvous)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import shutil
@@ -24,13 +25,15 @@ import transformers
 from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams, build
+from atom.checkpoint import SilentProgress
 from atom.compiler import compile, compile_graph, compile_model
 from atom.config.load import load
 from atom.entrypoints.args import EngineArgs
-from atom.errors import AtomError, CapacityError, ConfigError, EngineDeadError, UnsupportedError
-from atom.graph import show
+from atom.errors import AtomError, CapacityError, CheckpointError, ConfigError, EngineDeadError, UnsupportedError
+from atom.graph import W, show
 from atom.pieces import compile_pieces
 from atom.runtime.ranks import RankProcess, Ranks
+from atom.runtime.remote_ranks import without_secrets
 
 __all__ = ["thread_ranks"]
 
@@ -375,14 +378,20 @@ def test_a_rank_has_the_folders_of_its_host_and_else_the_driver_s_command_line(
 ):
     model, copied = checkpoints("llama"), tmp_path / "copied"
     shutil.copytree(model, copied)
-    fields = ["dtype=fp32", "prompts=Hello", "sampling.logit_bias={3: 2.5}"]
+    fields = ["dtype=fp32", "sampling.logit_bias={3: 2.5}"]
     ours = load([*save_hosts(tmp_path, 0), f"checkpoint={model}", *fields])
-    same: Any = Joined(msgspec.msgpack.encode(load([*save_hosts(tmp_path, 1), f"checkpoint={copied}", *fields])))
+    same: Any = Joined(
+        msgspec.msgpack.encode(without_secrets(load([*save_hosts(tmp_path, 1), f"checkpoint={copied}", *fields])))
+    )
     own = build.config_of(same, 1, ours)
     assert (own.checkpoint, own.cache, own.dtype) == (str(copied), str(tmp_path / "1"), "fp32")
-    assert build.config_of(Joined(b""), 1, ours) is ours  # type: ignore[arg-type]
+    keyed = load([*save_hosts(tmp_path, 0), f"checkpoint={model}", *fields, "serve.http.api_keys=sesame"])
+    sent = build.config_of(Joined(b""), 1, keyed)  # type: ignore[arg-type]
+    assert sent == without_secrets(ours) and b"sesame" not in msgspec.msgpack.encode(sent)
     for change, name in (("seed=1", "seed"), ("serve.block_size=8", "serve")):
-        said = msgspec.msgpack.encode(load([*save_hosts(tmp_path, 1), f"checkpoint={model}", *fields, change]))
+        said = msgspec.msgpack.encode(
+            without_secrets(load([*save_hosts(tmp_path, 1), f"checkpoint={model}", *fields, change]))
+        )
         other: Any = Joined(said)
         with pytest.raises(
             ConfigError, match=f"rank 1: its command line differs in {name}; give all ranks the same one"
@@ -400,3 +409,18 @@ def test_a_script_of_a_rank_that_does_not_drive_ends_with_its_engine(
     with pytest.raises(SystemExit) as ended:
         LLMEngine(str(checkpoints("llama")), tensor_parallel_size=2, **fields)
     assert (served, ended.value.code) == ([1], 3)
+
+
+def test_ranks_compare_a_sample_of_the_weights_that_all_have_whole(checkpoints: Callable[[str], Path]):
+    config = load([f"checkpoint={checkpoints('qwen3_moe')}", "parallel=tp2", "level=0", "dtype=fp32"])
+    graph = compile_graph(config)
+    with contextlib.ExitStack() as opened:
+        checkpoint = build.open_checked(config, SilentProgress(), opened)
+        loaded = [build.load_weights(graph, checkpoint, config, SilentProgress(), rank) for rank in range(2)]
+    samples = [build.sample_weights(tensors) for tensors in loaded]
+    build.check_same_weights(samples)
+    changed = next(tensor for recipe, tensor in loaded[1].items() if isinstance(recipe, W) and "norm" in recipe.name)
+    assert isinstance(changed, torch.Tensor)
+    other = {recipe: tensor + 1e-3 if tensor is changed else tensor for recipe, tensor in loaded[1].items()}
+    with pytest.raises(CheckpointError, match="rank 1 has other weights than rank 0: each host needs the same files"):
+        build.check_same_weights([samples[0], build.sample_weights(other)])

@@ -24,6 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
@@ -237,10 +238,16 @@ def serve_rank(config: Config) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a launcher; the driver may drain first
             handled[number] = signal.signal(number, signal.SIG_IGN)
     try:
-        return supervise(connection, msgspec.msgpack.encode(config))
+        return supervise(connection, msgspec.msgpack.encode(without_secrets(config)))
     finally:
         for number, handler in handled.items():
             signal.signal(number, handler)
+
+
+def without_secrets(config: Config) -> Config:
+    """A configuration that may cross a network: without API keys, and the overrides that may hold them."""
+    http = replace(config.serve.http, api_keys=None)
+    return replace(config, overrides=[], serve=replace(config.serve, http=http))
 
 
 def supervise(connection: Connection, hello: bytes, code: str = RANK) -> int:
@@ -272,6 +279,7 @@ def supervise(connection: Connection, hello: bytes, code: str = RANK) -> int:
         is_failed = has_failed.is_set()
         connection.close()
         process.close()
+        frames.put(b"")  # ends the thread that tells
     return int(is_failed)
 
 

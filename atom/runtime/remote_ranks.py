@@ -198,6 +198,7 @@ class Placement:
 
     def __init__(self, address: str, key: bytes, num_ranks: int) -> None:
         """ConfigError where it cannot listen."""
+        self._joined: list[RemoteRank] = []
         self.is_one_host = address.startswith(UNIX)
         self._listener = Listener(address, key, num_ranks)
         self.host, self.address = LOOPBACK, address
@@ -208,13 +209,17 @@ class Placement:
 
     def join(self) -> list[RemoteRank]:
         """Wait for all ranks; their channels, in order."""
-        return self._listener.join(JOIN_SECONDS, self.check)
+        self._joined = self._listener.join(JOIN_SECONDS, self.check)
+        return self._joined
 
     def check(self) -> None:
         """Raise why a rank cannot come, where that is known."""
 
     def close(self) -> None:
+        """Listen no more, and end the ranks that have joined."""
         self._listener.close()
+        for channel in self._joined:
+            channel.close()
 
 
 def await_ranks(parallel: ParallelConfig, num_ranks: int) -> Placement:

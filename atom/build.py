@@ -159,7 +159,8 @@ def config_of(channel: RemoteRank, rank: int, config: Config) -> Config:
     own = msgspec.msgpack.decode(channel.hello, type=Config)
     ours = msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=Config)  # as it comes back from there
     ours = replace(ours, cache=own.cache, checkpoint=own.checkpoint)
-    of_host = {name: getattr(own.parallel, name) for name in ("address", "key_file", "host", "torchrun")}
+    names = ("address", "key_file", "host", "torchrun", "visible_devices")
+    of_host = {name: getattr(own.parallel, name) for name in names}
     ours = replace(ours, parallel=replace(ours.parallel, **of_host))
     for each in fields(Config):
         if getattr(own, each.name) != getattr(ours, each.name):

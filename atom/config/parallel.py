@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from atom.config.schema import Config, ParallelConfig
-from atom.errors import ConfigError, one_line
+from atom.errors import ConfigError, UnsupportedError, one_line
 
 ENGINE_JOBS = ("serve", "generate", "bench", "profile")  # the others start no rank
 MIN_KEY_BYTES = 16
@@ -34,6 +34,9 @@ def derive_parallel(config: Config) -> ParallelConfig:
             raise ConfigError(f"parallel.{name} is not for {at}; leave it out")
     if parallel.launcher == "local":
         return parallel
+    if parallel.replicas > 1:
+        instead = "leave it out, or start a server for each"
+        raise UnsupportedError(f"parallel.replicas={parallel.replicas} with {at} is not built yet; {instead}")
     if parallel.tensor * parallel.data == 1:
         raise ConfigError(f"{at} starts several ranks, and this engine has one; set parallel=tp2 or more")
     if parallel.launcher == "torchrun":

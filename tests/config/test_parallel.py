@@ -8,7 +8,7 @@ import pytest
 
 from atom.config.load import load
 from atom.config.parallel import read_key, split_address
-from atom.errors import ConfigError
+from atom.errors import ConfigError, UnsupportedError
 
 SAID = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
@@ -88,6 +88,11 @@ def test_what_torchrun_s_ranks_lack_is_said(fields: list[str], reason: str, said
 def test_fields_of_another_launcher_are_refused(fields: list[str], reason: str):
     with pytest.raises(ConfigError, match=reason):
         load(["parallel=tp3", *fields])
+
+
+def test_replicas_are_of_one_host():
+    with pytest.raises(UnsupportedError, match=r"parallel\.replicas=2 with parallel\.launcher=ray is not built yet"):
+        load(["parallel=tp3", "parallel.replicas=2", "parallel.launcher=ray"])
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o602, 0o610])

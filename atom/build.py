@@ -28,14 +28,14 @@ from atom.config import Config, ModelConfig
 from atom.config.checkpoint import is_here, open_for
 from atom.errors import ArtifactError, CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.gc_utils import no_collection
-from atom.graph import Graph, Recipe, W, show
+from atom.graph import Graph, Mesh, Recipe, W, show
 from atom.kernels import Communicator, Rendezvous, connect_rank, find_tuner
 from atom.runtime import memory
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.driver import Driver
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
-from atom.runtime.kv_scales import PROMPT, KVScales, ScaleStore
+from atom.runtime.kv_scales import PROMPT, KVScales, ScalePlan, ScaleStore
 from atom.runtime.model import Model
 from atom.runtime.profiler import Profiler
 from atom.runtime.program import Bindings
@@ -72,17 +72,25 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
             tensors = load_weights(graph, checkpoint, config, progress)
             vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
-            measure = find_kv_scales(KVScales(graph, tensors), checkpoint, vocabulary, config)
+            assert config.cache is not None, "config.load resolves it"
+            scales = KVScales(graph, tensors)
+            store = ScaleStore(scales, checkpoint, Cache(Path(config.cache)))
+            plan = plan_kv_scales(store, vocabulary, config)
         serve, mesh = config.serve, mesh_of(config)
         if ranks is None:
+            measure = set_kv_scales(scales, plan, mesh)
             runner, num_blocks = open_runner(compiled, tensors, config, progress, measure)
         else:
             with TemporaryDirectory(prefix="atom-run-") as folder:
                 check_same_weights(ranks.exchange(sample_weights(tensors)))
+                ranks.exchange(msgspec.msgpack.encode(plan))
                 communicator = connect(ranks, config, placement, folder)
+                measure = set_kv_scales(scales, plan, mesh, communicator)
                 runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, communicator)
                 ranks.wait()
             ranks.limit_silence(serve.http.heartbeat_seconds)
+        if plan.tokens:
+            keep_kv_scales(store)
         caching = serve.enable_prefix_caching
         caches = [KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=caching) for _ in mesh.leaders]
         schedulers = [Scheduler(cache, limits_of(config), runner.run_ahead) for cache in caches]
@@ -273,21 +281,12 @@ def load_weights(
     return tensors
 
 
-def find_kv_scales(
-    scales: KVScales, checkpoint: Checkpoint, vocabulary: Vocabulary, config: Config
-) -> Callable[[Model], object] | None:
-    """Set the scales of an fp8 cache that an earlier start measured; else what measures them on a model, if anything
-    can."""
-    if not scales.tensors:
-        return None
-    assert config.cache is not None, "config.load resolves it"
-    cache = Cache(Path(config.cache))
-    if mesh_of(config).num_ranks > 1:
-        print("atom-run: kv scales: several ranks measure none; 1.0 is used", file=sys.stderr)
-        return None
-    store = ScaleStore(scales, checkpoint, cache)
-    if not config.load_dummy and store.read():
-        return None
+def plan_kv_scales(store: ScaleStore, vocabulary: Vocabulary, config: Config) -> ScalePlan:
+    """Plan where the scales of an fp8 cache come from that the checkpoint does not have."""
+    if not store.scales.tensors:
+        return ScalePlan()
+    if not config.load_dummy and (kept := store.read()):
+        return ScalePlan(kept)
     try:
         prompt = [] if config.load_dummy or vocabulary.tokenizer is None else vocabulary.tokenize(PROMPT)
         why = "weights are random" if config.load_dummy else "the checkpoint has none, and no tokenizer to measure them"
@@ -295,19 +294,33 @@ def find_kv_scales(
         prompt, why = [], f"the checkpoint has none, and its tokenizer cannot be used to measure them: {error}"
     if not prompt:
         print(f"atom-run: kv scales: {why}; 1.0 is used", file=sys.stderr)
+    return ScalePlan(tokens=prompt)
+
+
+def set_kv_scales(
+    scales: KVScales, plan: ScalePlan, mesh: Mesh, communicator: Communicator | None = None
+) -> Callable[[Model], object] | None:
+    """Set the scales as planned; what measures them on a model, at the same time on all ranks, if they are to be."""
+    if plan.values:
+        scales.use(plan.values)
+    if not plan.tokens:
         return None
+    if communicator is None or mesh.tensor == 1:
+        return lambda model: scales.measure(model, plan.tokens)
+    gather = functools.partial(communicator.all_gather, axis="tensor", size=mesh.tensor)
+    return lambda model: scales.measure(model, plan.tokens, gather)
 
-    def measure(model: Model) -> None:
-        num_tokens = scales.measure(model, prompt)
-        try:
-            store.write()
-        except ArtifactError as error:
-            cache.warnings.append(f"the next start measures them again: {error}")
-        for line in (*cache.warnings, f"kv scales: the checkpoint has none, measured over {num_tokens} tokens"):
-            print(f"atom-run: {line}", file=sys.stderr)
-        cache.close()
 
-    return measure
+def keep_kv_scales(store: ScaleStore) -> None:
+    """Keep scales that were measured for the next start."""
+    try:
+        store.write()
+    except ArtifactError as error:
+        store.cache.warnings.append(f"the next start measures them again: {error}")
+    what = f"kv scales: the checkpoint has none, measured over {store.scales.num_tokens} tokens"
+    for line in (*store.cache.warnings, what):
+        print(f"atom-run: {line}", file=sys.stderr)
+    store.cache.close()
 
 
 def check_kv_scales(tensors: Mapping[Recipe, Loaded], model: ModelConfig) -> None:

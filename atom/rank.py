@@ -25,12 +25,14 @@ from atom.build import (
     open_checked,
     open_runner,
     sample_weights,
+    set_kv_scales,
 )
 from atom.checkpoint import SilentProgress
 from atom.compiler import mesh_of
 from atom.errors import ArtifactError, AtomError
 from atom.gc_utils import no_collection, settle
 from atom.kernels import Rendezvous, connect_rank
+from atom.runtime.kv_scales import KVScales, ScalePlan
 from atom.runtime.ranks import RankLink
 from atom.runtime.runner import Runner
 from atom.runtime.step_input import StepInput
@@ -77,9 +79,12 @@ def open_rank(link: RankLink) -> tuple[Runner, bool]:
             file=sys.stderr,
         )
     check_same_weights(link.exchange(sample_weights(tensors)))
+    plan, *_ = link.exchange(b"")
     folder = link.receive().decode()
     rendezvous = Rendezvous(opening.rank, mesh, opening.host, link.exchange, Path(folder) if folder else None)
     communicator = connect_rank(config.device, rendezvous)
-    runner, _ = open_runner(compiled, tensors, config, progress, communicator=communicator)
+    scales = KVScales(compiled.graph, tensors)
+    measure = set_kv_scales(scales, msgspec.msgpack.decode(plan, type=ScalePlan), mesh, communicator)
+    runner, _ = open_runner(compiled, tensors, config, progress, measure, communicator)
     settle()
     return runner, opening.rank in mesh.leaders

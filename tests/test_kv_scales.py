@@ -16,6 +16,7 @@ from law import relative_error
 from probe import logits_of
 from safetensors.torch import load_file, save_file
 from test_fp8_kv import NEAR, rounded_logits
+from thread_ranks import ThreadRanks, thread_ranks
 from tokenizers import models, pre_tokenizers
 from torch import Tensor
 from transformers import DynamicCache
@@ -29,6 +30,8 @@ from atom.graph import parse, show
 from atom.graph.recipes import Measured
 from atom.runtime import kv_scales
 from atom.runtime.kv_scales import PROMPT, KVScales
+
+__all__ = ["thread_ranks"]
 
 UP = 5000.0  # what keys are multiplied by, and queries divided: scores stay, keys are beyond 448
 TOKENS = tiny.prompt(60)
@@ -73,6 +76,7 @@ def logits(folder: Path, *overrides: str) -> Tensor:
 
 def scales_of(engine: LLMEngine) -> dict[str, float]:
     runner: Any = engine._engine.runner
+    runner = getattr(runner, "runner", runner)  # of several ranks, the first one's
     return KVScales(runner.model.graph, runner.model._bindings.weights).values()
 
 
@@ -185,6 +189,23 @@ def test_where_nothing_can_be_measured_a_line_says_that_1_is_used(checkpoint: Pa
     (checkpoint / "tokenizer_config.json").unlink()
     has = "the checkpoint has none, and no tokenizer to measure them"
     assert line() == f"atom-run: kv scales: {has}; 1.0 is used"
+
+
+def test_several_ranks_measure_what_one_does(checkpoint: Path, thread_ranks: list[ThreadRanks]):
+    engine = open_engine(checkpoint)
+    alone = scales_of(engine)
+    engine.close()
+    assert len(set(alone.values())) > 1
+    engine = open_engine(checkpoint, "parallel=tp2", f"cache={checkpoint}.ranks")
+    assert scales_of(engine) == alone
+    engine.close()
+    engine = open_engine(checkpoint, "parallel=tp2", f"cache={checkpoint}.ranks")  # which reads them
+    assert scales_of(engine) == alone
+    tokens = engine.generate([TOKENS], SamplingParams(temperature=0, max_tokens=8))[0]["token_ids"]
+    engine.close()
+    engine = open_engine(checkpoint)
+    assert engine.generate([TOKENS], SamplingParams(temperature=0, max_tokens=8))[0]["token_ids"] == tokens
+    engine.close()
 
 
 def test_the_text_is_the_same_before_and_after_and_can_be_read(checkpoint: Path):

@@ -22,6 +22,7 @@ from atom.checkpoint import SilentProgress
 from atom.compiler import mesh_of
 from atom.config import Config
 from atom.graph import Mesh, ops
+from atom.runtime.kv_scales import KVScales, ScalePlan
 from atom.runtime.step_input import StepInput
 
 
@@ -42,6 +43,13 @@ class Meeting:
         self.num_collectives += rank == 0
         self.barrier.wait()
         return result
+
+    def exchange(self, rank: int, own: bytes) -> list[bytes]:
+        self.brought[rank] = own
+        self.barrier.wait()
+        every = [*self.brought]
+        self.barrier.wait()
+        return every
 
 
 class ThreadCommunicator:
@@ -74,8 +82,11 @@ class ThreadRanks:
                 checkpoint = build.open_checked(config, progress, opened)
                 compiled = build.compile_with(config, progress, checkpoint)
                 tensors = build.load_weights(compiled.graph, checkpoint, config, progress, rank)
+            build.check_same_weights(self.meeting.exchange(rank, build.sample_weights(tensors)))
+            plan = msgspec.msgpack.decode(self.meeting.exchange(rank, b"")[0], type=ScalePlan)
             communicator = ThreadCommunicator(self.meeting, rank)
-            runner, _ = build.open_runner(compiled, tensors, config, progress, communicator=communicator)
+            measure = build.set_kv_scales(KVScales(compiled.graph, tensors), plan, mesh_of(config), communicator)
+            runner, _ = build.open_runner(compiled, tensors, config, progress, measure, communicator)
             while (step := steps.get()) is not None:
                 sampled = runner.execute(msgspec.msgpack.decode(step, type=StepInput)).wait()
                 if rank in self.answers:
@@ -90,6 +101,9 @@ class ThreadRanks:
 
     def receive(self, rank: int) -> bytes:
         return self.answers[rank].get(timeout=60)
+
+    def exchange(self, own: bytes) -> list[bytes]:
+        return self.meeting.exchange(0, own)
 
     def wait(self) -> None: ...
 

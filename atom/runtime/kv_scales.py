@@ -2,13 +2,15 @@
 
     scales = KVScales(graph, tensors)             # those that the text calls measured, 1.0 each
     store = ScaleStore(scales, checkpoint, cache)
-    if not store.read():                          # what an earlier start has measured
+    if values := store.read():                    # what an earlier start has measured
+        scales.use(values)
+    else:
         scales.measure(model, tokens[:512])
         store.write()
 
 The prompt is one step of the model itself. Each layer's scales are set from its keys and values right before these are
 written, so that the layers behind it read what they will read later. The tensors are filled in place, ahead of any CUDA
-graph, which holds their addresses.
+graph, which holds their addresses. Several ranks measure at the same time, and each takes the largest number of all.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -74,6 +77,16 @@ left for him. So he was sad, and said to himself that he had come off worst of a
 """
 
 
+Gather = Callable[[Tensor], Tensor]
+
+
+class ScalePlan(msgspec.Struct):
+    """Where the scales of all ranks come from; 1.0 where it says nothing."""
+
+    values: dict[str, float] = {}  # by name, where an earlier start has measured them
+    tokens: list[int] = []  # else a prompt to measure them over
+
+
 class KVScales:
     """The scales of a text that no file has."""
 
@@ -81,15 +94,23 @@ class KVScales:
         self.tensors: dict[str, Tensor] = {
             recipe.name: tensors[recipe] for recipe in graph.recipes() if isinstance(recipe, Measured)
         }
+        self.num_tokens = 0  # over which they were measured
 
     def values(self) -> dict[str, float]:
         return {name: tensor.item() for name, tensor in self.tensors.items()}
 
     @torch.inference_mode()
-    def measure(self, model: Model, tokens: Sequence[int]) -> int:
-        """Set the scales from a step of these tokens, or as many as a step can have; how many those are.
+    def use(self, values: Mapping[str, float]) -> None:
+        for name, tensor in self.tensors.items():
+            tensor.fill_(values[name])
+
+    @torch.inference_mode()
+    def measure(self, model: Model, tokens: Sequence[int], gather: Gather = lambda x: x) -> None:
+        """Set the scales from a step of these tokens, or as many as a step can have.
 
         The model's KV, of which a pool of its own takes the place meanwhile, and its slots are empty afterwards.
+
+        gather: the numbers [1, 1] of the ranks among which heads are divided -> [1, ranks]
         """
         tokens = tokens[: min(MAX_TOKENS, model.limits.max_num_batched_tokens, model.limits.max_model_len)]
         num_tokens, kernels = len(tokens), model.kernels
@@ -98,25 +119,27 @@ class KVScales:
         packed = np.array([0, 0, num_tokens, num_tokens, *tokens, *[0] * num_tokens], np.int32)  # see BatchShape.split
         try:
             model.bind(dict.fromkeys(model.kinds, 1 + num_blocks))
-            model.use({**kernels, **_measuring(model.graph, kernels)})
+            model.use({**kernels, **_measuring(model.graph, kernels, gather)})
             model.tables[:, 0, :num_blocks] = torch.arange(1, 1 + num_blocks, dtype=torch.int32, device=model.device)
             model.mix(BatchShape(num_tokens, 1, 0), model.send(packed))
         finally:
             model.use(kernels)
             model.clear_slots()
             model.bind(before)
-        return num_tokens
+        self.num_tokens = num_tokens
 
 
-def _measuring(graph: Graph, kernels: Mapping[tuple[Op, str], Callable[..., Any]]) -> dict[tuple[Op, str], Any]:
+def _measuring(
+    graph: Graph, kernels: Mapping[tuple[Op, str], Callable[..., Any]], gather: Gather
+) -> dict[tuple[Op, str], Any]:
     """The kernels of a text that write keys and values, each with scales set before it runs."""
     context = LoadContext()
     calls = [node for program in graph.programs.values() for node in program.nodes if node.target in WRITES]
     keys = dict.fromkeys((node.target, node.meta.get("kernel", "reference")) for node in calls)
-    return {key: _after_scales(key[0], kernels.get(key) or find_kernel(*key).load(context)) for key in keys}
+    return {key: _after_scales(key[0], kernels.get(key) or find_kernel(*key).load(context), gather) for key in keys}
 
 
-def _after_scales(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
+def _after_scales(op: Op, run: Callable[..., Any], gather: Gather) -> Callable[..., Any]:
     def write(*args: Any, **attributes: Any) -> Any:
         call = op.signature.bind(*args, **attributes)
         call.apply_defaults()
@@ -127,7 +150,7 @@ def _after_scales(op: Op, run: Callable[..., Any]) -> Callable[..., Any]:
         if given["cos"] is not None:
             keys = ops.rope(keys, given["cos"], given["sin"], interleaved=given["interleaved"])
         for scale, numbers in ((given["k_scale"], keys), (given["v_scale"], given["v"])):
-            scale.fill_(scale_of(numbers.abs().max().item()))
+            scale.fill_(scale_of(gather(numbers.abs().max().float().view(1, 1)).max().item()))
         return run(*args, **attributes)
 
     return write
@@ -142,7 +165,7 @@ class ScaleStore:
     """Measured scales in the cache folder, by the checkpoint's files: their names, sizes and times."""
 
     def __init__(self, scales: KVScales, checkpoint: Checkpoint, cache: Cache) -> None:
-        self._scales, self._cache = scales, cache
+        self.scales, self.cache = scales, cache
         ingredients = {
             "files": "; ".join(map(describe_file, checkpoint.files())),
             "scales": digest(" ".join(scales.tensors)),
@@ -151,25 +174,20 @@ class ScaleStore:
         self._key = key_of(ingredients)
         self._about = {"name": f"KV scales of {checkpoint.location}", "ingredients": ingredients}
 
-    @torch.inference_mode()
-    def read(self) -> bool:
-        """Set the scales to those that are kept. False without any."""
-        folder = self._cache.find(WEIGHTS, self._key)
+    def read(self) -> dict[str, float]:
+        """The scales that are kept; empty without any."""
+        folder = self.cache.find(WEIGHTS, self._key)
         if folder is None:
-            return False
+            return {}
         try:
             kept = json.loads((folder / FILE).read_bytes()[:MAX_JSON])
         except (OSError, ValueError):
-            return False
-        if not isinstance(kept, dict) or kept.keys() != self._scales.tensors.keys():
-            return False
-        if not all(isinstance(value, float) and 0 < value < math.inf for value in kept.values()):
-            return False
-        for name, tensor in self._scales.tensors.items():
-            tensor.fill_(kept[name])
-        return True
+            return {}
+        if not isinstance(kept, dict) or kept.keys() != self.scales.tensors.keys():
+            return {}
+        return kept if all(isinstance(value, float) and 0 < value < math.inf for value in kept.values()) else {}
 
     def write(self) -> None:
         """Keep the scales for the next start."""
-        content = json.dumps(self._scales.values()).encode()
-        self._cache.publish(WEIGHTS, self._key, {FILE: content}, self._about)
+        content = json.dumps(self.scales.values()).encode()
+        self.cache.publish(WEIGHTS, self._key, {FILE: content}, self._about)

@@ -21,6 +21,7 @@ from atom.errors import ConfigError, EngineDeadError
 from atom.runtime import ray_ranks
 from atom.runtime.ray_ranks import place_with_ray
 from atom.runtime.remote_ranks import find_driver
+from atom.runtime.secure_connection import Connection
 
 RAY = ParallelConfig(tensor=3, launcher="ray")
 
@@ -33,6 +34,7 @@ class FakeRay:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.connections: list[Connection] = []  # which stay open
         self.has_room, self.error = True, None
         self.util = types.SimpleNamespace(
             get_node_ip_address=lambda: "127.0.0.1",
@@ -66,10 +68,15 @@ class FakeRay:
         def start(address: str, key: bytes, rank: int) -> int:
             assert function is ray_ranks.run_rank and placed["scheduling_strategy"] == rank and len(key) == 32
             if self.error is None:
-                threading.Thread(target=lambda: find_driver(address, key, rank).send(b""), daemon=True).start()
+                threading.Thread(target=self.join, args=(address, key, rank), daemon=True).start()
             return rank
 
         return types.SimpleNamespace(remote=start)
+
+    def join(self, address: str, key: bytes, rank: int) -> None:
+        connection = find_driver(address, key, rank)
+        self.connections.append(connection)
+        connection.send(b"")
 
     def wait(self, tasks: list[int], num_returns: int, timeout: float) -> tuple[list[int], list[int]]:
         assert (num_returns, timeout) == (1, 0)

@@ -56,7 +56,7 @@ def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Job], list
 
 
 def run(*argv: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "atom.cli", *argv]
+    command = [sys.executable, "-m", "atom", *argv]
     return subprocess.run(command, capture_output=True, text=True, cwd=options.pop("cwd", ROOT), timeout=60, **options)
 
 

@@ -40,7 +40,7 @@ NONCE_BYTES = PROOF_BYTES = 32
 RANK = struct.Struct("<I")
 HEAD = struct.Struct(f"<I{PROOF_BYTES}s")
 NUMBER = struct.Struct("<Q")
-MAX_BODY = 1 << 26  # bytes: a step's masks of a grammar for 512 sequences are some 10 MB
+MAX_BODY = 1 << 28  # bytes: a step's masks of a grammar for 512 sequences of 152k tokens are 78 MB
 HANDSHAKE_SECONDS = 5.0
 BACKLOG = 1024  # connections that wait to be accepted
 USER = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED

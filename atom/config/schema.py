@@ -233,9 +233,7 @@ class ParallelConfig:
 
     tensor: int = number(1, 1, MAX_RANKS)  # ranks, which divide heads, widths and the vocabulary
     data: int = number(1, 1, MAX_RANKS)  # groups of these, with sequences of their own, which share a mixture's experts
-    experts: int = number(
-        1, 1, MAX_RANKS
-    )  # parts of all ranks, which divide experts; what remains divides their widths
+    experts: int = number(1, 1, MAX_RANKS)  # parts of all ranks, which divide experts; ranks of a part divide widths
     replicas: int = number(1, 1, MAX_RANKS)  # engines behind one server, each with the whole model
     visible_devices: str | None = None  # GPUs, of which each replica gets one; null: 0,1,… of those that there are
     launcher: str = one_of("local", "torchrun", "ray")  # what starts ranks; local: the engine, as processes beside it

@@ -20,6 +20,7 @@ from atom.checkpoint.stacked import find_stacked
 from atom.config.parallel import derive_parallel
 from atom.config.schema import (
     MAX_EXPERTS,
+    MAX_RANKS,
     AttentionConfig,
     Config,
     MLPConfig,
@@ -161,8 +162,9 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
     if ranks * data > 1 and device != "cpu" and config.job.kind not in ("explain", "cache"):
         stated = f"parallel.tensor={ranks}" if data == 1 else f"parallel.data={data}"
         raise UnsupportedError(f"{stated}: ranks on GPUs are not built yet; there is: device=cpu")
-    fitting = [each for each in range(1, model.attention.heads + 1) if divides_heads(each, model.attention)]
-    if ranks not in fitting:
+    if not divides_heads(ranks, model.attention):
+        most = min(model.attention.heads, MAX_RANKS)  # config.json may state any number of heads
+        fitting = [each for each in range(1, most + 1) if divides_heads(each, model.attention)]
         heads = f"{model.attention.heads} heads"
         if model.attention.kind == "gqa":
             heads += f" with {model.attention.kv_heads} of keys and values"

@@ -884,6 +884,16 @@ def test_cuda_graphs_need_a_gpu_and_sizes_that_a_step_can_have():
         load(["serve.gpu_memory_utilization=0"])
 
 
+def test_any_number_of_heads_is_looked_at_in_no_time(write: Write):
+    heads = {"num_attention_heads": 1 << 62, "num_key_value_heads": 1 << 62, "head_dim": 64}
+    checkpoint = f"checkpoint={write(**heads)}"
+    assert load([checkpoint, "device=cpu"]).model.attention.heads == 1 << 62
+    with pytest.raises(
+        UnsupportedError, match=r"^parallel.tensor=3 does not divide \d+ heads .*; there is: 1, 2, 4, 8,"
+    ):
+        load([checkpoint, "device=cpu", "parallel=tp3"])
+
+
 def test_replicas_are_for_serving_and_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch):
     for texts in (["parallel=dp3"], ["serve.data_parallel_size=3"], ["parallel.replicas=3", "parallel.tensor=1"]):
         config = load([*texts, "device=cpu"])

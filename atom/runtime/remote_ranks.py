@@ -188,7 +188,7 @@ class Listener:
             is_new = line not in self._lines and len(self._lines) < MAX_LINES
             self._lines.add(line) if is_new else None
         if is_new:
-            print(f"atom-run: {line}", file=sys.stderr)
+            say(line)
 
 
 class Placement:
@@ -205,7 +205,7 @@ class Placement:
         if not self.is_one_host:
             self.host, port = self._listener.place
             self.address = f"tcp://{bracketed(self.host)}:{port}"
-        print(f"atom-run: waits for {num_ranks - 1} other ranks at {self.address}", file=sys.stderr)
+        say(f"waits for {num_ranks - 1} other ranks at {self.address}")
 
     def join(self) -> list[RemoteRank]:
         """Wait for all ranks; their channels, in order."""
@@ -292,7 +292,7 @@ def find_driver(
     address: str, key: bytes, rank: int, host: str | None = None, seconds: float = DRIVER_SECONDS
 ) -> Connection:
     """Connect to the driver, which may still be starting. ConfigError for a wrong key, EngineDeadError without one."""
-    print(f"atom-run: rank {rank} of the driver at {address}", file=sys.stderr)
+    say(f"rank {rank} of the driver at {address}")
     end = time.monotonic() + seconds
     while True:
         try:
@@ -303,6 +303,11 @@ def find_driver(
             if time.monotonic() > end:
                 raise EngineDeadError(f"rank {rank} finds no driver at {address}: {error}") from None
         time.sleep(RETRY_SECONDS)
+
+
+def say(line: str) -> None:
+    """Print a line on stderr in one write, since several threads may."""
+    sys.stderr.write(f"atom-run: {line}\n")
 
 
 def _tell(process: RankProcess, frames: queue.SimpleQueue[bytes]) -> None:

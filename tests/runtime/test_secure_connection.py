@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from atom.errors import ConfigError
 from atom.runtime import secure_connection
-from atom.runtime.secure_connection import Connection, WrongKeyError, accept, connect, listen
+from atom.runtime.secure_connection import MAX_BODY, Connection, WrongKeyError, accept, connect, listen
 
 KEY = b"0123456789abcdef"
 
@@ -153,7 +153,7 @@ def test_a_handshake_that_dawdles_ends_in_time(monkeypatch: pytest.MonkeyPatch):
     [
         (lambda peer: peer.frame(0, b"body")[:-1], "cut off"),
         (lambda peer: peer.frame(0, b"body")[:20], "cut off"),
-        (lambda peer: b"\xff\xff\xff\xff" + bytes(32), "4294967295 bytes is more than 67108864"),
+        (lambda peer: b"\xff\xff\xff\xff" + bytes(32), f"4294967295 bytes is more than {MAX_BODY}"),
         (lambda peer: peer.frame(0, b"body")[:-1] + b"Y", "not authentic"),
         (lambda peer: bytes(36), "not authentic"),
         (lambda peer: peer.frame(1, b"body"), "not authentic"),  # one was dropped

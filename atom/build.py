@@ -44,12 +44,14 @@ from atom.runtime.ray_ranks import place_with_ray
 from atom.runtime.remote_ranks import Placement, RemoteRank, await_ranks, without_secrets
 from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
+from atom.runtime.speculation import Drafter, NgramDrafter
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.tune import tune, use_measured
 from atom.runtime.types import CacheKind, StepLimits
 from atom.runtime.vocabulary import Vocabulary
 from atom.weights.evaluate import Loaded
 
+NUM_DRAFTED = 3  # tokens of a step, where the configuration says nothing
 SAMPLED = 1024  # elements of a weight, by which hosts compare theirs
 
 
@@ -93,7 +95,8 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             keep_kv_scales(store)
         caching = serve.enable_prefix_caching
         caches = [KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=caching) for _ in mesh.leaders]
-        schedulers = [Scheduler(cache, limits_of(config), runner.run_ahead) for cache in caches]
+        drafter = open_drafter(config)
+        schedulers = [Scheduler(cache, limits_of(config), runner.run_ahead, drafter) for cache in caches]
         builders = [StepBuilder(runner.capacity) for _ in mesh.leaders]
         print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
         if text := _describe_sampling(config):
@@ -338,6 +341,15 @@ def mtp_patterns(model: ModelConfig) -> Sequence[str]:
     """The patterns of tensors of multi-token prediction layers, which are stored after the last layer."""
     layers = range(model.layers, model.layers + model.mtp_layers)
     return [model.weights["layer"].replace("{layer}", str(layer)) + ".*" for layer in layers]
+
+
+def open_drafter(config: Config) -> Drafter | None:
+    """What drafts tokens by serve.method."""
+    serve = config.serve
+    if serve.method is None:
+        return None
+    num_tokens = NUM_DRAFTED if serve.num_speculative_tokens is None else serve.num_speculative_tokens
+    return NgramDrafter(num_tokens, serve.prompt_lookup_min, serve.prompt_lookup_max)
 
 
 def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None) -> dict[str, int]:

@@ -25,6 +25,7 @@ from atom.config.load import engine_overrides, load
 from atom.errors import EngineDeadError, RequestError, UnsupportedError
 from atom.runtime.metrics import EngineStats
 from atom.runtime.remote_ranks import serve_rank
+from atom.runtime.speculation import describe_drafts, draft_statistics
 from atom.runtime.types import Sequence, StreamCallback
 from atom.sampling_params import SamplingParams
 
@@ -155,8 +156,12 @@ class LLMEngine:
         return self._engine.stop_profile()
 
     def print_mtp_statistics(self) -> None:
-        """Print the acceptance rate of speculative tokens."""
-        print("No token is guessed ahead: there is no speculative decoding, and no statistics of it.")
+        """Print how many drafted tokens were accepted."""
+        print(describe_drafts(self.metrics.scheduler))
+
+    def get_mtp_statistics(self) -> dict[str, Any]:
+        """How many drafted tokens were accepted: in all, by number in a step, and tokens a step of a sequence."""
+        return draft_statistics(self.metrics.scheduler)
 
     def close(self) -> None:
         """Free the memory; a closed engine raises EngineDeadError."""

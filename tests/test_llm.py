@@ -514,6 +514,16 @@ def test_a_profile_of_some_steps_lies_in_the_folder_of_its_rank(open_engine: Ope
     assert any("Input Dims" in event.get("args", {}) for event in events if event["name"].startswith("aten::"))
 
 
-def test_there_are_no_statistics_of_speculation(open_engine: Open, capsys: pytest.CaptureFixture[str]):
+def test_statistics_of_drafts(open_engine: Open, capsys: pytest.CaptureFixture[str]):
     assert open_engine("llama").print_mtp_statistics() is None
-    assert "there is no speculative decoding" in capsys.readouterr().out
+    assert "no token has been drafted (serve.method=ngram" in capsys.readouterr().out
+    engine = open_engine("llama", method="ngram", num_speculative_tokens=2, prompt_lookup_min=1)
+    engine.generate([[1, 2, 3] * 4], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    found = engine.get_mtp_statistics()
+    num_drafted, num_accepted = found["total_draft_tokens"], found["total_accepted_tokens"]
+    assert num_drafted > 0 and found["acceptance_rate"] == num_accepted / num_drafted
+    counts = found["distribution"]
+    assert sum(number * times for number, times in counts.items()) == num_accepted
+    assert found["average_tokens_per_forward"] == pytest.approx(1 + num_accepted / sum(counts.values()))
+    engine.print_mtp_statistics()
+    assert f"Accepted/Total Draft tokens: {num_accepted}/{num_drafted}, " in capsys.readouterr().out

@@ -70,6 +70,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             raise ConfigError(f"serve.cudagraph_capture_sizes: {size} must be {limit}")
     derived = derive_model(config, max_model_len, names)
     check_parallel(config, derived, device)
+    check_speculation(config.serve, device)
     check_replicas(config, device)
     return replace(
         config,
@@ -80,6 +81,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             serve,
             kv_cache_dtype=dtype if serve.kv_cache_dtype == "auto" else serve.kv_cache_dtype,
             max_model_len=max_model_len,
+            num_speculative_tokens=None if serve.method is None else serve.num_speculative_tokens,
         ),
         dtype=dtype,
         device=device,
@@ -154,6 +156,15 @@ def check(value: Any, at: str = "") -> None:
             raise ConfigError(f"{key}={item}: there is no such choice{hint}; choices: {', '.join(built)}")
         if "low" in limits and item is not None and (fault := out_of_range(item, limits)):
             raise ConfigError(f"{key}={item} must be {fault}")
+
+
+def check_speculation(serve: ServeConfig, device: str) -> None:
+    """Check that drafts can be verified, and looked up."""
+    if serve.method is not None and device != "cpu":
+        raise UnsupportedError(f"serve.method={serve.method} is not built for GPUs yet; there is: device=cpu")
+    least, most = serve.prompt_lookup_min, serve.prompt_lookup_max
+    if least > most:
+        raise ConfigError(f"serve.prompt_lookup_min={least} is more than serve.prompt_lookup_max={most}")
 
 
 def check_parallel(config: Config, model: ModelConfig, device: str) -> None:

@@ -293,8 +293,10 @@ class ServeConfig:
     gpu_memory_utilization: float = number(0.9, 0, 1, above=True)  # share of a GPU's memory to take; a CPU ignores it
     cudagraph_capture_sizes: list[int] | None = None  # decodes in a CUDA graph; null: up to max_num_seqs
     scheduler_delay_factor: float = only(0.0, "delaying the scheduler")  # wait before the next prompt
-    method: str | None = only(None, "speculative decoding")  # of guessing tokens ahead
-    num_speculative_tokens: int = only(1, "speculative decoding")  # tokens that a method guesses
+    method: str | None = one_of(None, "ngram", later=("mtp", "eagle3"))  # of drafting tokens; ngram: look them up
+    num_speculative_tokens: int | None = number(None, 1, 7)  # that a method drafts for a step; null: 3
+    prompt_lookup_min: int = number(2, 1, 16)  # last tokens, at least, that ngram looks up in prompt and answer
+    prompt_lookup_max: int = number(4, 1, 16)  # at most; the most come first
     torch_profiler_dir: str | None = None  # folder of the profiler's traces; null: it cannot be started
     profiler_more: bool = False  # shapes, stacks and memory in them
     http: HTTPConfig = of("serve", field(default_factory=HTTPConfig))

@@ -85,8 +85,8 @@ class EngineArgs:
     torch_profiler_dir: str | None = flag(
         "serve.torch_profiler_dir", "folder for profiler traces", null="$ATOM_TORCH_PROFILER_DIR"
     )
-    method: str | None = flag("serve.method", "of speculative decoding")
-    num_speculative_tokens: int | None = flag("serve.num_speculative_tokens", "tokens that a method guesses")
+    method: str | None = flag("serve.method", "of drafting tokens, which the model verifies: ngram", null="none")
+    num_speculative_tokens: int | None = flag("serve.num_speculative_tokens", "tokens that a method drafts", null="3")
     settings: tuple[str, ...] | None = None  # overrides after those of the flags
 
     @classmethod

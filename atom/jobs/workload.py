@@ -83,11 +83,15 @@ def recording(engine: Engine) -> Iterator[Record]:
             [row for row in rows if row.sequence.finish_reason is None]  # tokens past the end are not counted
             for rows in (plan.rows[: plan.num_decodes], plan.rows[plan.num_decodes :])
         )
+        sampling = [*decodes, *(row for row in others if row.samples)]
+        before = [len(row.sequence.output) for row in sampling]
         ended = commit_plan(plan, sampled, finish)
-        at, contexts = time.perf_counter(), array("q", [row.start + 1 for row in decodes])
-        sequences = [row.sequence for row in decodes] + [row.sequence for row in others if row.samples]
-        record.steps.append(Step(at, contexts, [(row.start, row.num_tokens) for row in others], len(sequences)))
-        record.sampled.append(sequences)
+        at, contexts = time.perf_counter(), array("q")
+        contexts.extend(row.start + 1 + draft for row in decodes for draft in range(row.num_tokens))
+        num_sampled = sum(1 + len(row.drafts) for row in sampling)
+        record.steps.append(Step(at, contexts, [(row.start, row.num_tokens) for row in others], num_sampled))
+        gained = zip(sampling, before, strict=True)
+        record.sampled.append([row.sequence for row, had in gained for _ in range(len(row.sequence.output) - had)])
         return ended
 
     scheduler.commit = commit  # type: ignore[method-assign]

@@ -71,7 +71,7 @@ def start(runner: Runner, builder: Builder, plan: Plan) -> Pending:
 
 def take(rows: list[ScheduledRequest]) -> Plan:
     """Plan some rows of another plan."""
-    return Plan(rows, sum(row.samples and row.num_tokens == 1 for row in rows))
+    return Plan(rows, sum(row.is_decode for row in rows))
 
 
 def describe(error: Exception) -> str:

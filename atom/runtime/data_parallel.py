@@ -23,7 +23,7 @@ from atom.errors import RequestError
 from atom.runtime.bisect_failures import take
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.scheduler import Scheduler
-from atom.runtime.step_builder import StepBuilder
+from atom.runtime.step_builder import StepBuilder, shape_of
 from atom.runtime.step_input import BatchShape, Scored, StepInput
 from atom.runtime.types import Plan, Sampled, Sequence
 
@@ -163,11 +163,6 @@ class DataParallelBuilder:
         """Take back the newest plan, whose step did not take place, or not to its end: its rows are sent anew."""
         for group, each in zip(self.groups, split(plan, len(self.groups)), strict=True):
             group.retract(each)
-
-
-def shape_of(plan: Plan) -> BatchShape:
-    num_samples = sum(row.samples for row in plan.rows)
-    return BatchShape(plan.num_tokens, len(plan.rows), num_samples, plan.num_decodes)
 
 
 def common_shape(shapes: list[BatchShape]) -> BatchShape:

@@ -24,6 +24,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_forked_tokens: int = 0  # that siblings took over from their parent
     num_ahead: int = 0  # rows planned while the one before them was not committed
     num_overrun: int = 0  # tokens sampled behind the end of their sequence
+    num_drafts: int = 0  # steps of a sequence that verified drafted tokens
+    num_draft_tokens: int = 0  # that were verified
+    num_accepted_tokens: int = 0  # of these, that count
+    accepted_per_pos: list[int] = msgspec.field(default_factory=list)  # drafts whose first, second, … token counts
 
 
 class EngineStats(msgspec.Struct, array_like=True):

@@ -11,7 +11,7 @@ The host runs ahead of a GPU. On a CPU the step is complete when `execute` retur
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,6 +83,10 @@ class Runner:
             model.extend_tables(step.table_entries)
         started = self.graphs.start(step) or self._start(step)
         scored = [(each, self._score_prompt(started.hidden, each)) for each in step.scored if started.hidden]
+        if step.drafts:  # which do not count yet
+            slots = model.send(np.array([each.slot for each in step.drafts]), torch.int64)
+            lengths = model.send(np.array([each.length for each in step.drafts], np.int32))
+            model.state.lengths.index_copy_(0, slots, lengths)
         if not step.reported:
             return Pending(step, self._reported, scored, None, self._record())
         return self._sample(step, started, scored)
@@ -124,24 +128,41 @@ class Runner:
         assert logits is not None, "there are rows that sample"
         if step.logprobs:
             report = self._report(logits, [row for row, _ in step.logprobs], max(num for _, num in step.logprobs))
-        is_plain = shaping is None and not step.has_penalties
+        is_plain, accepted = shaping is None and not step.has_penalties, {}
+        # beside plain batches, a start compiles only the last kind
+        kind = step.sampling if is_plain else SAMPLING_KINDS[-1]
         if is_plain and step.sampling in started.tails:
             graph, out = started.tails[step.sampling]
             graph.replay()
         else:
-            shaped = logits if shaping is None else shape_logits(logits[: len(step.reported)], shaping, self.model.send)
-            # beside plain batches, a start compiles only the last kind
-            kind = step.sampling if is_plain else SAMPLING_KINDS[-1]
+            shaped = logits if not step.drafts else logits[: len(step.reported)]
+            if shaping is not None:
+                shaped = shape_logits(logits[: len(step.reported)], shaping, self.model.send)
             out = self.model.sample(started.slots[: len(shaped)], shaped, kind, step.has_penalties)
         try:
+            if step.drafts:
+                accepted = self._verify(step, logits, out, kind)
             if report is not None:
                 self.model.score_drawn(logits, report.rows, out, report.totals, report.chosen, report.ranks)
-            return Pending(step, self._reported, scored, report, self._record())
+            return Pending(step, self._reported, scored, report, self._record(), accepted)
         except Exception as error:
             if not self.run_ahead:
                 raise
             self._dead = EngineDeadError(f"the GPU failed behind a step's draw: {type(error).__name__}")
             raise self._dead from error
+
+    def _verify(self, step: StepInput, logits: Tensor, drawn: Tensor, kind: str) -> dict[int, list[int]]:
+        """Draw behind the drafts that equal what was drawn before them, one after the other; by row, what was drawn."""
+        tokens, accepted, depth = drawn.tolist(), dict[int, list[int]](), 0
+        left = [each for each in step.drafts if tokens[each.row] == each.tokens[0]]
+        while left:
+            slots = self.model.send(np.array([each.slot for each in left], np.int32))
+            rows = self.model.send(np.array([each.first + depth for each in left]), torch.int64)
+            tokens, depth = self.model.sample(slots, logits[rows], kind, step.has_penalties).tolist(), depth + 1
+            for each, token in zip(left, tokens, strict=True):
+                accepted.setdefault(each.row, []).append(token)
+            left = [each for each, token in zip(left, tokens, strict=True) if each.tokens[depth : depth + 1] == [token]]
+        return accepted
 
     def _report(self, logits: Tensor, rows: list[int], num_top: int) -> _Report:
         """Compute log probabilities of some rows, except what depends on the tokens drawn."""
@@ -178,6 +199,7 @@ class Pending:
     scored: list[tuple[Scored, list[_Report]]]
     report: _Report | None  # of the rows that `step.logprobs` names
     event: torch.cuda.Event | None
+    accepted: dict[int, list[int]] = field(default_factory=dict)  # row that samples -> what was drawn behind drafts
 
     def wait(self) -> Sampled:
         """Wait for the device; what was sampled."""
@@ -198,7 +220,7 @@ class Pending:
             for prompt, reports in self.scored
             if prompt.targets
         }
-        return Sampled(tokens, logprobs, prompts)
+        return Sampled(tokens, logprobs, prompts, self.accepted)
 
 
 class _Report(NamedTuple):

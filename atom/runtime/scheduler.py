@@ -25,6 +25,7 @@ from operator import attrgetter
 from atom.errors import RequestError
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.metrics import SchedulerStats
+from atom.runtime.speculation import Drafter, is_drafted
 from atom.runtime.types import Plan, Sampled, ScheduledRequest, Sequence, StepLimits
 
 
@@ -52,7 +53,9 @@ class Scheduler:
     does not fit alone: so every sequence ends.
     """
 
-    def __init__(self, cache: KVCache, limits: StepLimits, run_ahead: int = 0) -> None:
+    def __init__(self, cache: KVCache, limits: StepLimits, run_ahead: int = 0, drafter: Drafter | None = None) -> None:
+        """drafter: of tokens that decodes verify, where no step runs ahead"""
+        assert drafter is None or not run_ahead, "a draft follows tokens that the host knows"
         assert limits.max_decodes > 0, "a step needs room for a sequence and a token"
         self.cache, self.limits = cache, limits
         self.max_num_seqs = limits.max_decodes
@@ -60,6 +63,7 @@ class Scheduler:
         self.sequences: dict[str, Sequence] = {}  # all that wait or run, by id
         self.waiting: list[Sequence] = []  # by priority
         self.running: dict[Sequence, None] = {}  # in the order of admission
+        self._drafter = drafter
         self._run_ahead = run_ahead  # plans behind the oldest that is pending
         self._in_flight: Counter[Sequence] = Counter()  # plans that are not committed, by sequence
         self._leaving: set[Sequence] = set()  # preempted once they are in no plan
@@ -141,6 +145,7 @@ class Scheduler:
         for sequence in decodes + prompts:
             if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
                 continue
+            self._draft(sequence)
             while not (num_tokens := self._extend(sequence, budget)):
                 free = (other for other in reversed(self.running) if other not in self._in_flight or other is sequence)
                 last = max(free, key=_priority)
@@ -157,7 +162,7 @@ class Scheduler:
         other_rows: list[ScheduledRequest] = []
         for sequence, num_tokens in planned.items():
             row = self._plan(sequence, num_tokens)
-            (decode_rows if row.samples and num_tokens == 1 else other_rows).append(row)
+            (decode_rows if row.is_decode else other_rows).append(row)
         return Plan(decode_rows + other_rows, len(decode_rows))
 
     def commit(self, plan: Plan, sampled: Sampled, finish: Callable[[Sequence], str | None]) -> list[Sequence]:
@@ -170,7 +175,7 @@ class Scheduler:
         if len(plan.rows) > plan.num_decodes:  # advanced prompts publish blocks, and free those outside their windows
             self._refused = None
         ended = []
-        answers = iter(zip(sampled.tokens, sampled.logprobs, strict=True))
+        answers = enumerate(zip(sampled.tokens, sampled.logprobs, strict=True))
         for place, row in enumerate(plan.rows):
             sequence = row.sequence
             self._land(row)
@@ -179,7 +184,7 @@ class Scheduler:
                 self.stats.num_overrun += row.samples
                 self._release(sequence)
                 continue
-            sequence.num_computed = row.start + row.num_tokens
+            sequence.num_computed = row.start + row.num_tokens - len(row.drafts)
             self.cache.commit(sequence)
             if place in sampled.prompt_logprobs:
                 known = sequence.prompt_logprobs or [None]
@@ -187,13 +192,10 @@ class Scheduler:
             if answer is None:
                 self.stats.num_chunks += 1
             else:
-                token, logprobs = answer
-                sequence.output.append(token)
+                at, (token, logprobs) = answer
                 if logprobs is not None:
                     sequence.logprobs.append(logprobs)
-                reason = finish(sequence)
-                if reason is not None and sequence.finish_reason is None:  # finish may have aborted it
-                    self._end(sequence, reason)
+                if self._take(sequence, [token, *sampled.accepted.get(at, ())], row, finish):
                     ended.append(sequence)
             if sequence in self._leaving and sequence not in self._in_flight:
                 self._preempt(sequence)
@@ -256,10 +258,28 @@ class Scheduler:
         self.stats.num_forked_tokens += num_forked
         return num_tokens
 
+    def _draft(self, sequence: Sequence) -> None:
+        """Draft what may follow the newest token of a decode, no further than its answer can go."""
+        sequence.drafts = []
+        if self._drafter is None or self._num_left(sequence) != 1 or not is_drafted(sequence):
+            return
+        num_left = sequence.params.max_tokens - len(sequence.output)
+        most = min(num_left, self.limits.max_model_len - sequence.num_tokens) - 1
+        if most > 0:
+            sequence.drafts = self._drafter.draft(sequence, most)
+
     def _extend(self, sequence: Sequence, budget: int, spare: int = 0) -> int:
-        """Allocate room for the sequence's next tokens, at most `budget`; how many tokens have it."""
-        start = sequence.num_planned
-        stop = self.cache.allocate(sequence, min(start + budget, sequence.num_tokens + sequence.num_pending), spare)
+        """Allocate room for the sequence's next tokens, at most `budget`; how many tokens have it.
+
+        Drafts that have no room are dropped.
+        """
+        start, stop = sequence.num_planned, sequence.num_tokens + sequence.num_pending
+        if sequence.drafts:
+            end = stop + len(sequence.drafts)
+            if end - start <= budget and self.cache.allocate(sequence, end, spare) == end:
+                return end - start
+            sequence.drafts = []
+        stop = self.cache.allocate(sequence, min(start + budget, stop), spare)
         return max(stop - start, 0)
 
     def _num_left(self, sequence: Sequence) -> int:
@@ -284,13 +304,45 @@ class Scheduler:
 
     def _plan(self, sequence: Sequence, num_tokens: int) -> ScheduledRequest:
         """The sequence's row of the step that is being planned."""
-        start = sequence.num_planned
-        samples = start + num_tokens == sequence.num_tokens + sequence.num_pending
+        start, drafts = sequence.num_planned, tuple(sequence.drafts)
+        samples = start + num_tokens - len(drafts) == sequence.num_tokens + sequence.num_pending
         self.stats.num_ahead += sequence in self._in_flight
         self._in_flight[sequence] += 1
         sequence.num_planned += num_tokens
         sequence.num_pending += samples
-        return ScheduledRequest(sequence, start, num_tokens, samples)
+        return ScheduledRequest(sequence, start, num_tokens, samples, drafts)
+
+    def _take(
+        self, sequence: Sequence, tokens: list[int], row: ScheduledRequest, finish: Callable[[Sequence], str | None]
+    ) -> bool:
+        """Append what was drawn, up to the end of the answer; whether it has ended."""
+        if row.drafts:
+            self._count_drafts(len(row.drafts), len(tokens) - 1)
+            sequence.num_planned = row.start + len(tokens)  # what was rejected is computed anew
+        for number, token in enumerate(tokens):
+            sequence.output.append(token)
+            sequence.num_accepted += number > 0
+            reason = finish(sequence)
+            if sequence.finish_reason is not None:  # finish may have aborted it
+                return False
+            if reason is not None:
+                self.stats.num_overrun += len(tokens) - 1 - number
+                self._end(sequence, reason)
+                return True
+        if len(tokens) > 1:
+            sequence.num_computed = row.start + len(tokens)
+            self.cache.commit(sequence)
+        return False
+
+    def _count_drafts(self, num_drafted: int, num_accepted: int) -> None:
+        stats = self.stats
+        stats.num_drafts += 1
+        stats.num_draft_tokens += num_drafted
+        stats.num_accepted_tokens += num_accepted
+        counts = stats.accepted_per_pos
+        counts += [0] * (num_accepted - len(counts))
+        for at in range(num_accepted):
+            counts[at] += 1
 
     def _land(self, row: ScheduledRequest) -> None:
         """Note that a plan of the sequence is no longer pending."""

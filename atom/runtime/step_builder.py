@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from atom.runtime.step_input import (
     BatchShape,
     Capacity,
     Counted,
+    Draft,
     Scored,
     StepInput,
     pack_admission,
@@ -64,7 +66,7 @@ class StepBuilder:
         special: list[tuple[int, ScheduledRequest, _Resident]] = []  # index among the rows that sample, row, resident
         sampling, is_decode = 0, True
         for row in plan.rows:
-            sequence, start, num_tokens, samples = row
+            sequence, start, num_tokens, samples, drafts = row
             slot = sequence.slot
             resident = residents[slot]
             if resident is None or resident.blocks is not sequence.blocks:
@@ -79,18 +81,17 @@ class StepBuilder:
                     indices.extend(range(origin + first, origin + len(table)))
                     blocks.extend(table[first:])
                     num_sent[kind] = len(table)
-            if start < resident.num_known:
+            if start < resident.num_known or drafts:
                 is_decode = False
             if samples:
                 if resident.sampling > sampling:
                     sampling = resident.sampling
                 if resident.is_special:
                     special.append((len(reported), row, resident))
-                reported.append(slot * NUM_REPORTED + (start + num_tokens) % NUM_REPORTED)
-        own = BatchShape(plan.num_tokens, len(plan.rows), len(reported), plan.num_decodes)
-        least = least or own
+                reported.append(slot * NUM_REPORTED + (start + num_tokens - len(drafts)) % NUM_REPORTED)
+        least = least or shape_of(plan)
         is_decode = is_decode and least.num_decodes == least.num_tokens
-        shape, packed = self._pack_decodes(plan, least) if is_decode else self._pack(plan, rows, own, least)
+        shape, packed = self._pack_decodes(plan, least) if is_decode else self._pack(plan, rows, least)
         step = StepInput(
             shape=shape, is_decode=is_decode, packed=packed, reported=reported, sampling=SAMPLING_KINDS[sampling]
         )
@@ -112,6 +113,7 @@ class StepBuilder:
             step.shaping = find_shaping(shaped, capacity.vocab)
         if not is_decode:
             step.scored = find_scored(plan, shape)
+            step.drafts = find_drafts(plan)
         return step
 
     def retract(self, plan: Plan) -> None:
@@ -124,7 +126,7 @@ class StepBuilder:
             resident = self._residents[sequence.slot]
             if resident is None or resident.blocks is not sequence.blocks:
                 continue
-            if row.start + row.num_tokens <= sequence.num_tokens:
+            if row.start + row.num_tokens - len(row.drafts) <= sequence.num_tokens:
                 self._residents[sequence.slot] = None
             else:
                 resident.num_sent = [0] * len(resident.num_sent)
@@ -146,36 +148,76 @@ class StepBuilder:
         slots.extend([self._capacity.num_slots] * (size - len(slots)))
         return BatchShape(size, size, size, size), bytearray(slots)
 
-    def _pack(
-        self, plan: Plan, residents: list[_Resident], own: BatchShape, least: BatchShape
-    ) -> tuple[BatchShape, bytearray]:
+    def _pack(self, plan: Plan, residents: list[_Resident], least: BatchShape) -> tuple[BatchShape, bytearray]:
         """Pack the rows and tokens of a step with prompts, in the smallest captured shape that holds `least`, if any.
 
         The rest behind its decodes, and behind all rows, is padding.
         """
+        own, pairs = shape_of(plan), zip(plan.rows, residents, strict=True)
+        rows = [each for row, resident in pairs for each in split(row, resident)]
         shape = next((each for each in self._capacity.mixed_shapes if each.holds(least)), least)
         packed = shape.pad(self._capacity.num_slots)
         slots, starts, ends, sampled, indices, given, row_of = shape.split(np.frombuffer(packed, np.int32))
         num_left = shape.num_decodes - own.num_decodes
-        is_known = [row.start < resident.num_known for row, resident in zip(plan.rows, residents, strict=True)]
         num_rows, num_tokens = own.num_rows + num_left, own.num_tokens + num_left
-        counts, samples = np.array([(row.num_tokens, row.samples) for row in plan.rows], np.int64).reshape(-1, 2).T
-        rows, stops = np.arange(own.num_rows), np.cumsum(counts)
-        rows[own.num_decodes :] += num_left
+        numbers = np.array([(row.slot, len(row.tokens), row.end, row.draw) for row in rows], np.int64).reshape(-1, 4)
+        row_slots, counts, row_ends, draws = numbers.T
+        places, stops = np.arange(own.num_rows), np.cumsum(counts)
+        places[own.num_decodes :] += num_left
         stops[own.num_decodes :] += num_left
-        slots[rows] = [row.sequence.slot for row in plan.rows]
-        starts[rows], starts[num_rows:] = stops - counts, num_tokens
-        ends[rows] = [row.start + row.num_tokens if is_known[at] else 0 for at, row in enumerate(plan.rows)]
-        (chosen,) = samples.nonzero()
-        sampled[: len(chosen)], indices[: len(chosen)] = slots[rows[chosen]], stops[chosen] - 1
-        tokens: list[int] = []
-        for row, known in zip(plan.rows, is_known, strict=True):
-            tokens += row.sequence.tokens(row.start, row.start + row.num_tokens) if known else [-1]
+        slots[places] = row_slots
+        starts[places], starts[num_rows:] = stops - counts, num_tokens
+        ends[places] = row_ends
+        (chosen,) = (draws >= 0).nonzero()
+        chosen = chosen[draws[chosen].argsort(kind="stable")]  # draws behind drafts come last
+        sampled[: len(chosen)], indices[: len(chosen)] = slots[places[chosen]], stops[chosen] - 1
+        tokens = [token for row in rows for token in row.tokens]
         given[: own.num_decodes] = tokens[: own.num_decodes]
         given[shape.num_decodes : num_tokens] = tokens[own.num_decodes :]
-        row_of[shape.num_decodes : num_tokens] = np.repeat(rows, counts)[own.num_decodes :]
+        row_of[shape.num_decodes : num_tokens] = np.repeat(places, counts)[own.num_decodes :]
         row_of[num_tokens:] = num_rows
         return shape, packed
+
+
+class _Row(NamedTuple):
+    """A row of a batch."""
+
+    slot: int
+    tokens: list[int]  # -1: the runner knows it
+    end: int  # positions known after the step; 0: the runner knows
+    draw: int  # -1: it does not sample; 0: it does; 1: behind a draft
+
+
+def split(row: ScheduledRequest, resident: _Resident) -> list[_Row]:
+    """The rows of a sequence: one, and one for each of its drafts."""
+    sequence, start, num_tokens, samples, drafts = row
+    slot, draw, end = sequence.slot, samples - 1, start + num_tokens - len(drafts)
+    if start >= resident.num_known and not drafts:
+        return [_Row(slot, [-1], 0, draw)]
+    return [
+        _Row(slot, sequence.tokens(start, end), end, draw),
+        *(_Row(slot, [token], end + at, 1) for at, token in enumerate(drafts, 1)),
+    ]
+
+
+def shape_of(plan: Plan) -> BatchShape:
+    """The shape of a plan's batch, without padding."""
+    num_drafted = sum(len(row.drafts) for row in plan.rows)
+    num_samples = sum(row.samples for row in plan.rows)
+    return BatchShape(
+        plan.num_tokens, len(plan.rows) + num_drafted, num_samples + num_drafted, plan.num_decodes + num_drafted
+    )
+
+
+def find_drafts(plan: Plan) -> list[Draft]:
+    """Find the drafts of a plan, and the rows that sample behind them."""
+    sampling = [row for row in plan.rows if row.samples]
+    drafts, first = [], len(sampling)
+    for at, row in enumerate(sampling):
+        if row.drafts:
+            drafts.append(Draft(at, first, list(row.drafts), row.sequence.slot, row.start + 1))
+            first += len(row.drafts)
+    return drafts
 
 
 def has_penalties(sequence: Sequence) -> bool:

@@ -38,7 +38,10 @@ class PackedRows(NamedTuple):
 
 
 class BatchShape(msgspec.Struct, frozen=True):
-    """T tokens of S rows, R of which sample. The first D rows are decodes of one token each, the others prompts."""
+    """T tokens of S rows, R of which sample. The first D rows are decodes of one token each, the others prompts.
+
+    A drafted token is a decode of its own, in the slot of its sequence.
+    """
 
     num_tokens: int
     num_rows: int
@@ -109,6 +112,16 @@ class Scored(msgspec.Struct):
     num_rows: int  # that the head computes: targets, and padding where other data groups have more
 
 
+class Draft(msgspec.Struct):
+    """Tokens that are verified: the first where the row draws it, the others where the row of the one before does."""
+
+    row: int  # that samples
+    first: int  # row that samples behind the first token; the rows behind the others follow
+    tokens: list[int]
+    slot: int
+    length: int  # tokens known
+
+
 class StepInput(msgspec.Struct, kw_only=True):
     """A step. Its batch may be padded to a shape that the runner has captured."""
 
@@ -124,6 +137,7 @@ class StepInput(msgspec.Struct, kw_only=True):
     shaping: Shaping | None = None
     logprobs: list[tuple[int, int]] = []  # row that samples, how many of the most likely tokens beside its own
     scored: list[Scored] = []
+    drafts: list[Draft] = []
     others: list[StepInput] = []  # of the other data groups, of the same shape
 
 

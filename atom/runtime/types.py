@@ -93,6 +93,7 @@ class SchedulingState:
     slot: int = -1  # its slot in the request state of the group while it is admitted, else -1
     num_cached: int = 0  # prompt tokens that the prefix cache gave at the first admission
     blocks: dict[str, list[int]] = field(default_factory=dict)  # cache kind -> block numbers, in order; 0 is no block
+    drafts: list[int] = field(default_factory=list)  # tokens that may follow the newest, of the step that is planned
     admitted_at: float | None = None  # first
 
 
@@ -101,6 +102,7 @@ class Answer:
     """The answer of one sequence: tokens are written by the scheduler's commit, the rest by the engine."""
 
     output: list[int] = field(default_factory=list)
+    num_accepted: int = 0  # tokens of it that were drafted
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | abort | error
@@ -136,12 +138,18 @@ class ScheduledRequest(NamedTuple):
     sequence: Sequence
     start: int
     num_tokens: int
-    samples: bool  # its last token is the newest known: a token is sampled
+    samples: bool  # its last token, but for drafts, is the newest known: a token is sampled
+    drafts: tuple[int, ...] = ()  # tokens behind the newest, to be verified
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it computes the newest token alone, and drafts."""
+        return self.samples and self.num_tokens == 1 + len(self.drafts)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A step. Rows of one token that sample come first (decodes), then the others (prefill chunks)."""
+    """A step. Rows of one token that sample come first (decodes, with drafts), then the others (prefill chunks)."""
 
     rows: list[ScheduledRequest]
     num_decodes: int
@@ -158,6 +166,7 @@ class Sampled:
     tokens: list[int]
     logprobs: list[Logprobs | None]
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # plan's row -> for positions start + 1 …
+    accepted: dict[int, list[int]] = field(default_factory=dict)  # row that samples -> tokens behind its first
     others: list[Sampled] = field(default_factory=list)  # of the other data groups
 
 

@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 import atom
 from atom.measurement.hardware import describe_cpus
+from atom.runtime.speculation import draft_statistics
 from atom.serve.context import Context
 from atom.serve.engine.client import EngineState
 from atom.serve.engine.replicas import Replica
@@ -87,6 +88,12 @@ def routes(context: Context) -> APIRouter:
     async def model(name: str) -> Response:
         """One name of the served model."""
         return json_response(describe(context.served(name)))
+
+    @router.get("/debug/mtp_stats")
+    async def mtp_stats() -> Response:
+        """Counts of drafted tokens and of those that were accepted, of each engine; see docs/speculation.md."""
+        stats = [draft_statistics(engine.client.stats.scheduler) for engine in context.engines]
+        return json_response(stats[0] if len(stats) == 1 else {"engines": stats})
 
     @router.post("/start_profile")
     async def start_profile() -> Response:

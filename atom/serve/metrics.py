@@ -47,6 +47,18 @@ COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
         "prompt tokens that it had",
         lambda engine: engine.client.stats.scheduler.num_prefix_hit_tokens,
     ),
+    "spec_decode_num_drafts": (
+        "steps of a sequence that verified drafted tokens",
+        lambda engine: engine.client.stats.scheduler.num_drafts,
+    ),
+    "spec_decode_num_draft_tokens": (
+        "drafted tokens that were verified",
+        lambda engine: engine.client.stats.scheduler.num_draft_tokens,
+    ),
+    "spec_decode_num_accepted_tokens": (
+        "drafted tokens that count",
+        lambda engine: engine.client.stats.scheduler.num_accepted_tokens,
+    ),
     "engine_steps": ("steps of the engine", lambda engine: engine.client.stats.scheduler.num_steps),
     "engine_restarts": ("starts after the first", lambda engine: engine.num_restarts),
 }

@@ -134,11 +134,14 @@ class Answering:
         firsts = [choice.finish for choice in self.choices[:: self._num_answers] if choice.finish is not None]
         spans = [choice for choice in self.choices if choice.num_tokens > 1]
         decode = sum(choice.last_at - choice.first_at for choice in spans)
+        ends = [choice.finish for choice in self.choices if choice.finish is not None]
+        accepted = {"accepted_prediction_tokens": sum(finish.num_accepted for finish in ends)}
         return {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": num_tokens,
             "total_tokens": self.num_prompt + num_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(finish.num_cached for finish in firsts)},
+            **({"completion_tokens_details": accepted} if self._context.config.serve.method else {}),
             "ttft_s": round((self._first_at or now) - self._started, 6),
             "tpot_s": round(decode / max(sum(choice.num_tokens - 1 for choice in spans), 1), 6),
             "latency_s": round(now - self._started, 6),

@@ -845,7 +845,7 @@ def test_a_wrong_override_is_an_error_of_one_line_with_what_and_where(text: str,
         "serve.kv_cache_dtype=fp8_e5m2",
         "serve.scheduler_delay_factor=0.5",
         "serve.method=mtp",
-        "serve.num_speculative_tokens=2",
+        "serve.method=eagle3",
     ],
 )
 def test_a_value_that_is_not_built_yet_is_refused(text: str):
@@ -892,6 +892,18 @@ def test_any_number_of_heads_is_looked_at_in_no_time(write: Write):
         UnsupportedError, match=r"^parallel.tensor=3 does not divide \d+ heads .*; there is: 1, 2, 4, 8,"
     ):
         load([checkpoint, "device=cpu", "parallel=tp3"])
+
+
+def test_drafts_are_for_cpus_and_are_looked_up_by_so_many_tokens():
+    config = load(["serve.method=ngram", "serve.num_speculative_tokens=7", "device=cpu"])
+    assert (config.serve.method, config.serve.num_speculative_tokens) == ("ngram", 7)
+    assert load(["serve.num_speculative_tokens=5"]).serve.num_speculative_tokens is None, "nothing drafts"
+    with pytest.raises(UnsupportedError, match=r"^serve.method=ngram is not built for GPUs yet; there is: device=cpu$"):
+        load(["serve.method=ngram", "device=cuda"])
+    with pytest.raises(ConfigError, match=r"^serve.prompt_lookup_min=5 is more than serve.prompt_lookup_max=4$"):
+        load(["serve.method=ngram", "serve.prompt_lookup_min=5", "device=cpu"])
+    with pytest.raises(ConfigError, match=r"^serve.num_speculative_tokens=8 must be"):
+        load(["serve.num_speculative_tokens=8"])
 
 
 def test_replicas_are_for_serving_and_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch):

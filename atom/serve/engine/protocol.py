@@ -64,6 +64,7 @@ class Finish(msgspec.Struct, array_like=True, gc=False):
     queue: float  # seconds from its arrival in the engine to its admission
     stop_string: str | None = None  # the stop string that was met
     error: str | None = None  # the message, where the reason is error
+    num_accepted: int = 0  # tokens that were drafted
 
 
 class Output(msgspec.Struct, array_like=True, gc=False):

@@ -213,6 +213,7 @@ class Worker:
                 queue_seconds,
                 sequence.stop_string,
                 sequence.error,
+                sequence.num_accepted,
             )
         logprobs = output.logprobs or None
         self._outputs.append(Output(output.request_id, output.index, output.text, output.token_ids, logprobs, finish))

@@ -1,0 +1,93 @@
+"""Draft tokens ahead of the model, which verifies them in one step.
+
+    drafter = NgramDrafter(num_tokens=3, min_n=2, max_n=4)
+    sequence.drafts = drafter.draft(sequence, most=3)     # what followed the last place where its last tokens stood
+
+A step computes the newest token of a sequence and its drafts, each as a row of one token. The model's own draw at the
+newest token decides as ever; the first draft counts where it equals that draw, and then the draw at the draft decides,
+and so on. So tokens are those of no speculation, seed by seed, whatever was drafted.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+from atom.runtime.logit_processors import is_shaped
+from atom.runtime.metrics import SchedulerStats
+from atom.runtime.types import Sequence
+
+
+class Drafter(Protocol):
+    """Proposes the tokens of an answer that come next."""
+
+    def draft(self, sequence: Sequence, most: int) -> list[int]:
+        """At most so many tokens behind the newest one; none where there is no guess."""
+
+
+def is_drafted(sequence: Sequence) -> bool:
+    """Whether drafts are verified for a sequence: its draws depend on logits alone, and no report is asked for."""
+    return sequence.params.logprobs is None and not is_shaped(sequence)
+
+
+class NgramDrafter:
+    """Prompt lookup (Saxena 2023): what followed the latest place where the last n tokens stood, for the largest n."""
+
+    def __init__(self, num_tokens: int, min_n: int, max_n: int) -> None:
+        self._num_tokens, self._sizes = num_tokens, range(max_n, min_n - 1, -1)
+        self._indices: WeakKeyDictionary[Sequence, _Index] = WeakKeyDictionary()
+
+    def draft(self, sequence: Sequence, most: int) -> list[int]:
+        index = self._indices.get(sequence)
+        if index is None:
+            index = self._indices[sequence] = _Index(self._sizes)
+        index.extend(sequence)
+        at = index.find()
+        return [] if at is None else index.tokens[at : at + min(most, self._num_tokens)]
+
+
+class _Index:
+    """The places of n-grams in a sequence, by their tokens: the index of the token behind each."""
+
+    def __init__(self, sizes: range) -> None:
+        self.tokens: list[int] = []
+        self._places: list[tuple[int, dict[tuple[int, ...], int]]] = [(size, {}) for size in sizes]
+
+    def extend(self, sequence: Sequence) -> None:
+        """Take in the tokens that are new; an n-gram at the very end is a place once a token follows it."""
+        first = len(self.tokens)
+        self.tokens += sequence.tokens(first, sequence.num_tokens)
+        for size, places in self._places:
+            for at in range(max(first, size), len(self.tokens)):
+                places[tuple(self.tokens[at - size : at])] = at
+
+    def find(self) -> int | None:
+        """The index of what followed the last tokens at the latest place where the most of them stood."""
+        found = (places.get(tuple(self.tokens[-size:])) for size, places in self._places)
+        return next((at for at in found if at is not None), None)
+
+
+def draft_statistics(stats: SchedulerStats) -> dict[str, Any]:
+    """Counts of drafts, under ROCm/ATOM's names: distribution is that of the accepted tokens of a draft."""
+    at_least = [stats.num_drafts, *stats.accepted_per_pos, 0]
+    return {
+        "total_draft_tokens": stats.num_draft_tokens,
+        "total_accepted_tokens": stats.num_accepted_tokens,
+        "acceptance_rate": stats.num_accepted_tokens / max(stats.num_draft_tokens, 1),
+        "distribution": {number: more - fewer for number, (more, fewer) in enumerate(pairwise(at_least))},
+        "average_tokens_per_forward": 1 + stats.num_accepted_tokens / max(stats.num_drafts, 1),
+    }
+
+
+def describe_drafts(stats: SchedulerStats) -> str:
+    """The same as a line, as ROCm/ATOM writes it."""
+    if not stats.num_drafts:
+        return "[MTP Stats] no token has been drafted (serve.method=ngram drafts some)"
+    found = draft_statistics(stats)
+    return (
+        f"[MTP Stats] Average toks/fwd: {found['average_tokens_per_forward']:.2f}, "
+        f"Accepted/Total Draft tokens: {stats.num_accepted_tokens}/{stats.num_draft_tokens}, "
+        f"Acceptance rate: {found['acceptance_rate']:.2%}, "
+        f"Accepted tokens distribution: {found['distribution']}"
+    )

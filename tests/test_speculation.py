@@ -1,0 +1,235 @@
+"""Speculative decoding: the tokens of none, whatever is drafted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import tiny
+from thread_ranks import ThreadRanks, thread_ranks
+
+from atom import LLMEngine, SamplingParams
+from atom.runtime.kv_cache import KVCache
+from atom.runtime.scheduler import Scheduler, finish_reason
+from atom.runtime.speculation import NgramDrafter, draft_statistics
+from atom.runtime.types import CacheKind, Sampled, Sequence, StepLimits
+
+__all__ = ["thread_ranks"]
+
+Open = Callable[..., LLMEngine]
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SEEDED = {"temperature": 1.0, "seed": 11, "max_tokens": 40, "ignore_eos": True}
+PARAMS = [
+    GREEDY,
+    SamplingParams(**SEEDED),
+    SamplingParams(**SEEDED, top_p=0.8, top_k=20, n=2),
+    SamplingParams(**SEEDED, min_p=0.1),
+    SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, repetition_penalty=1.1, presence_penalty=0.2),
+    SamplingParams(**SEEDED, frequency_penalty=0.3),
+    SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logit_bias={3: 1.5}),
+    SamplingParams(temperature=0, max_tokens=30, min_tokens=9),
+]
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Some that repeat themselves, so that a lookup finds something, and some that do not."""
+    return [tiny.prompt(9, seed=seed) * (3 if seed % 2 else 1) + [seed] for seed in range(count)]
+
+
+class Told:
+    """Drafts the tokens of known answers: right as often as it is told, in turns."""
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], turns: list[list[bool]]) -> None:
+        self.answers, self.turns, self.num = answers, turns, 0
+
+    def draft(self, sequence: Sequence, most: int) -> list[int]:
+        answer = self.answers.get(tuple(sequence.prompt), [])
+        turn = self.turns[self.num % len(self.turns)]
+        self.num += 1
+        at = len(sequence.output)
+        return [token if right else (token + 1) % 97 for token, right in zip(answer[at:], turn[:most], strict=False)]
+
+
+@pytest.fixture
+def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Has schedulers take a drafter."""
+
+    def use(drafter: Any) -> None:
+        monkeypatch.setattr("atom.build.open_drafter", lambda config: drafter)
+
+    return use
+
+
+def tokens_of(engine: LLMEngine, params: Any, every: list[list[int]]) -> list[list[int]]:
+    return [answer["token_ids"] for answer in engine.generate(every, params)]
+
+
+EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max_num_batched_tokens": 16,
+            "enable_prefix_caching": True}  # fmt: skip
+
+
+def test_ngram_gives_the_tokens_of_none(open_engine: Open):
+    every = prompts(len(PARAMS))
+    expected = tokens_of(open_engine("qwen3"), PARAMS, every)
+    engine = open_engine("qwen3", method="ngram", num_speculative_tokens=5, prompt_lookup_min=1)
+    assert tokens_of(engine, PARAMS, every) == expected
+    stats = engine.metrics.scheduler
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "gpt_oss", "olmo2", "glm4_moe"])
+def test_every_kind_of_attention_verifies(name: str, open_engine: Open, drafting: Callable[[Any], None]):
+    params = [each for each in PARAMS if each.n == 1]
+    every = prompts(len(params))
+    expected = tokens_of(open_engine(name), params, every)
+    told = {tuple(prompt): answer for prompt, answer in zip(every, expected, strict=True)}
+    drafting(Told(told, [[True, False], [True] * 3, [False]]))
+    engine = open_engine(name)
+    assert tokens_of(engine, params, every) == expected
+    stats = engine.metrics.scheduler
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("turns", [[[True] * 3], [[False] * 3], [[True, False, True], [True] * 3, [False], [True] * 2]],
+                         ids=["right", "wrong", "mixed"])  # fmt: skip
+@pytest.mark.parametrize("limits", [{}, EVENTFUL], ids=["roomy", "eventful"])
+def test_whatever_is_drafted_the_tokens_are_those_of_none(
+    turns: list[list[bool]], limits: dict[str, Any], open_engine: Open, drafting: Callable[[Any], None]
+):
+    params = [each for each in PARAMS if each.n == 1]
+    every = prompts(len(params))
+    expected = tokens_of(open_engine("qwen3_window"), params, every)
+    drafting(Told({tuple(prompt): answer for prompt, answer in zip(every, expected, strict=True)}, turns))
+    engine = open_engine("qwen3_window", **limits)
+    for _ in range(2):  # the second time with prefix hits, where they are cached
+        assert tokens_of(engine, params, every) == expected
+    stats = engine.metrics.scheduler
+    assert stats.num_drafts > 0
+    if not limits:
+        assert stats.num_steps <= 2 * 41, "no step was taken in parts, as one is that fails"
+    if limits:
+        assert stats.num_preemptions > 0 and stats.num_chunks > 0
+    found = draft_statistics(stats)["distribution"]
+    if turns == [[True] * 3]:
+        assert stats.num_accepted_tokens == stats.num_draft_tokens and set(found) >= {0, 1, 2, 3} and not found[0]
+    elif turns == [[False] * 3]:
+        assert stats.num_accepted_tokens == 0
+    else:
+        assert all(found[number] > 0 for number in range(4))
+    pools = engine._engine.scheduler.cache.pools
+    assert all(pool.num_free == pool.num_blocks - 1 for pool in pools)
+
+
+def test_an_end_within_accepted_tokens_is_the_end(open_engine: Open, drafting: Callable[[Any], None]):
+    prompt = tiny.prompt(9)
+    (answer,) = tokens_of(open_engine("qwen3"), GREEDY, [prompt])
+    drafting(Told({tuple(prompt): answer}, [[True] * 3]))
+    engine = open_engine("qwen3")
+    for place in range(1, 9):
+        if answer[place] in answer[:place]:
+            continue
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop_token_ids=[answer[place]])
+        ended = engine.generate([prompt], params)[0]
+        assert ended["token_ids"] == answer[: place + 1] and ended["finish_reason"] == f"stop_{answer[place]}"
+    assert engine.metrics.scheduler.num_overrun > 0
+
+
+def test_ranks_and_groups_accept_alike(thread_ranks: list[ThreadRanks], open_engine: Open):
+    every = prompts(4)
+    expected = tokens_of(open_engine("qwen3_moe"), PARAMS[:4], every)
+    for fields in ({"tensor_parallel_size": 2}, {"parallel.data": 2}):
+        engine = open_engine("qwen3_moe", method="ngram", **fields)
+        assert tokens_of(engine, PARAMS[:4], every) == expected
+        assert engine.metrics.scheduler.num_accepted_tokens > 0
+
+
+def test_the_latest_place_of_the_most_tokens_is_looked_up():
+    drafter = NgramDrafter(3, 2, 3)
+
+    def draft(tokens: list[int], most: int = 9) -> list[int]:
+        return drafter.draft(Sequence("a", tokens, SamplingParams()), most)
+
+    assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3]) == [4, 5, 9]
+    assert draft([1, 2, 3, 4, 7, 2, 3, 5, 1, 2, 3]) == [4, 7, 2], "three tokens, not the later two"
+    assert draft([2, 3, 4, 2, 3, 5, 2, 3]) == [5, 2, 3], "the latest"
+    assert draft([1, 1, 1]) == [1], "which ends where the tokens do"
+    assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], most=1) == [4]
+    assert draft([1, 2, 3]) == draft([7]) == draft([3, 3]) == []
+    growing = Sequence("b", [1, 2, 3], SamplingParams())
+    found = []
+    for token in (1, 2, 3, 1):
+        growing.output.append(token)
+        found.append(drafter.draft(growing, 9))
+    assert found == [[], [3, 1, 2], [1, 2, 3], [2, 3, 1]]
+
+
+FULL, WINDOW = CacheKind("full", 1), CacheKind("window", 1, window=5)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plans_with_drafts_in_tiny_pools_end_with_every_answer(seed: int):
+    """Each token is known from its sequence and position; drafts are right or wrong at random."""
+    chance = random.Random(seed)
+
+    def token(sequence: Sequence, at: int) -> int:
+        return random.Random(f"{sequence.id} {at}").randrange(3)
+
+    class AtRandom:
+        def draft(self, sequence: Sequence, most: int) -> list[int]:
+            first = len(sequence.output)
+            right = [token(sequence, first + at) for at in range(min(most, chance.randrange(5)))]
+            return [each if chance.random() < 0.7 else 3 for each in right]
+
+    kinds = chance.choice([[FULL], [WINDOW], [FULL, WINDOW]])
+    cache = KVCache(kinds, {kind.name: 12 for kind in kinds}, 4, enable_prefix_caching=chance.random() < 0.5)
+    limits = StepLimits(3, chance.choice([4, 9, 16]), 40)
+    scheduler = Scheduler(cache, limits, drafter=AtRandom())
+    every: list[Sequence] = []
+    aborted: set[str] = set()
+    for _ in range(600):
+        if len(every) < 12 and chance.random() < 0.4:
+            params = SamplingParams(max_tokens=chance.randint(1, 20))
+            every.append(Sequence(str(len(every)), [7] * chance.randint(1, 20), params))
+            scheduler.add(every[-1])
+        if chance.random() < 0.02 and scheduler.sequences:
+            aborted.add(chance.choice([*scheduler.sequences]))
+            scheduler.abort([*aborted][-1])
+        plan = scheduler.schedule()
+        assert plan.num_tokens <= limits.max_num_batched_tokens
+        assert [row.is_decode for row in plan.rows] == [at < plan.num_decodes for at in range(len(plan.rows))]
+        if not plan.rows:
+            continue
+        sampling = [row for row in plan.rows if row.samples]
+        accepted: dict[int, list[int]] = {}
+        for row in plan.rows:
+            assert all(len(row.sequence.blocks[kind.name]) * 4 >= row.start + row.num_tokens for kind in kinds)
+        for at, row in enumerate(sampling):
+            first = len(row.sequence.output)
+            for place, drafted in enumerate(row.drafts):
+                if drafted != token(row.sequence, first + place):
+                    break
+                accepted.setdefault(at, []).append(token(row.sequence, first + place + 1))
+        if chance.random() < 0.1:
+            scheduler.retract(plan)
+            continue
+        tokens = [token(row.sequence, len(row.sequence.output)) for row in sampling]
+        before = [(row.sequence, len(row.sequence.output)) for row in sampling]
+        scheduler.commit(
+            plan, Sampled(tokens, [None] * len(tokens), accepted=accepted), lambda each: finish_reason(each, 40)
+        )
+        for at, (sequence, had) in enumerate(before):
+            assert len(sequence.output) == had + 1 + len(accepted.get(at, ()))
+            if sequence.finish_reason is None and sequence in scheduler.running:
+                assert sequence.num_computed == sequence.num_planned == sequence.num_tokens - 1
+    assert len(every) == 12 and not scheduler.has_work
+    for sequence in every:
+        num_tokens = len(sequence.output) if sequence.id in aborted else sequence.params.max_tokens
+        num_tokens = min(num_tokens, 40 - len(sequence.prompt))
+        assert sequence.output == [token(sequence, at) for at in range(num_tokens)]
+    assert all(pool.num_free == pool.num_blocks - 1 for pool in cache.pools)
+    assert 0 < scheduler.stats.num_accepted_tokens < scheduler.stats.num_draft_tokens

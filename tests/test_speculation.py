@@ -202,6 +202,7 @@ def test_plans_with_drafts_in_tiny_pools_end_with_every_answer(seed: int):
         plan = scheduler.schedule()
         assert plan.num_tokens <= limits.max_num_batched_tokens
         assert [row.is_decode for row in plan.rows] == [at < plan.num_decodes for at in range(len(plan.rows))]
+        assert not any(row.drafts for row in plan.rows[plan.num_decodes :]), "drafts are of decodes"
         if not plan.rows:
             continue
         sampling = [row for row in plan.rows if row.samples]
@@ -233,3 +234,12 @@ def test_plans_with_drafts_in_tiny_pools_end_with_every_answer(seed: int):
         assert sequence.output == [token(sequence, at) for at in range(num_tokens)]
     assert all(pool.num_free == pool.num_blocks - 1 for pool in cache.pools)
     assert 0 < scheduler.stats.num_accepted_tokens < scheduler.stats.num_draft_tokens
+
+
+def test_a_sequence_that_is_admitted_again_leaves_its_drafts_behind():
+    cache = KVCache([FULL], {"full": 12}, 4, enable_prefix_caching=False)
+    scheduler = Scheduler(cache, StepLimits(3, 16, 40), drafter=NgramDrafter(3, 2, 4))
+    sequence = Sequence("a", [*range(6)], SamplingParams(), drafts=[1, 2])
+    scheduler.add(sequence)
+    (row,) = scheduler.schedule().rows
+    assert (row.num_tokens, row.drafts, row.samples) == (6, (), True)

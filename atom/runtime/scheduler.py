@@ -237,6 +237,7 @@ class Scheduler:
     def _start(self, sequence: Sequence, budget: int) -> int:
         """Allocate a cached prefix and room for tokens after it; the number of these tokens, 0 if nothing was taken."""
         num_cached = num_forked = 0
+        sequence.drafts = []  # those of a plan that preempted it
         if sequence.params.prompt_logprobs is None:  # these need every position computed
             num_cached = self.cache.match_prefix(sequence)
             if not num_cached and sequence.parent in self.running:

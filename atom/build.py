@@ -28,7 +28,7 @@ from atom.config import Config, ModelConfig
 from atom.config.checkpoint import is_here, open_for
 from atom.errors import ArtifactError, CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.gc_utils import no_collection
-from atom.graph import Graph, Mesh, Recipe, W, show
+from atom.graph import Graph, Mesh, Recipe, W, ops, show
 from atom.kernels import Communicator, Rendezvous, connect_rank, find_tuner
 from atom.runtime import memory
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
@@ -51,7 +51,6 @@ from atom.runtime.types import CacheKind, StepLimits
 from atom.runtime.vocabulary import Vocabulary
 from atom.weights.evaluate import Loaded
 
-NUM_DRAFTED = 3  # tokens of a step, where the configuration says nothing
 SAMPLED = 1024  # elements of a weight, by which hosts compare theirs
 
 
@@ -308,10 +307,14 @@ def set_kv_scales(
         scales.use(plan.values)
     if not plan.tokens:
         return None
-    if communicator is None or mesh.tensor == 1:
-        return lambda model: scales.measure(model, plan.tokens)
-    gather = functools.partial(communicator.all_gather, axis="tensor", size=mesh.tensor)
-    return lambda model: scales.measure(model, plan.tokens, gather)
+
+    def largest(x: Tensor) -> Tensor:
+        for axis in ops.MEETING_AXES:
+            if communicator is not None and mesh.size(axis) > 1:
+                x = communicator.all_gather(x, axis=axis, size=mesh.size(axis)).max().view(1, 1)
+        return x
+
+    return lambda model: scales.measure(model, plan.tokens, largest)
 
 
 def keep_kv_scales(store: ScaleStore) -> None:
@@ -348,8 +351,8 @@ def open_drafter(config: Config) -> Drafter | None:
     serve = config.serve
     if serve.method is None:
         return None
-    num_tokens = NUM_DRAFTED if serve.num_speculative_tokens is None else serve.num_speculative_tokens
-    return NgramDrafter(num_tokens, serve.prompt_lookup_min, serve.prompt_lookup_max)
+    assert serve.num_speculative_tokens is not None, "config.load resolves it"
+    return NgramDrafter(serve.num_speculative_tokens, serve.prompt_lookup_min, serve.prompt_lookup_max)
 
 
 def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None) -> dict[str, int]:
@@ -446,7 +449,7 @@ def _describe_sampling(config: Config) -> str:
 def limits_of(config: Config) -> StepLimits:
     serve = config.serve
     assert serve.max_model_len is not None, "config.load resolves it"
-    return StepLimits(serve.max_num_seqs, serve.max_num_batched_tokens, serve.max_model_len)
+    return StepLimits(serve.max_num_seqs, serve.max_num_batched_tokens, serve.max_model_len, serve.max_verified_tokens)
 
 
 def cache_kinds(graph: Graph) -> list[CacheKind]:

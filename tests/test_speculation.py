@@ -14,7 +14,7 @@ from atom import LLMEngine, SamplingParams
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.scheduler import Scheduler, finish_reason
 from atom.runtime.speculation import NgramDrafter, draft_statistics
-from atom.runtime.types import CacheKind, Sampled, Sequence, StepLimits
+from atom.runtime.types import CacheKind, Sampled, ScheduledRequest, Sequence, StepLimits
 
 __all__ = ["thread_ranks"]
 
@@ -54,6 +54,8 @@ class Told:
         at = len(sequence.output)
         return [token if right else (token + 1) % 97 for token, right in zip(answer[at:], turn[:most], strict=False)]
 
+    def forget(self, sequence: Sequence) -> None: ...
+
 
 @pytest.fixture
 def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
@@ -76,7 +78,8 @@ EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max
 def test_ngram_gives_the_tokens_of_none(open_engine: Open):
     every = prompts(len(PARAMS))
     expected = tokens_of(open_engine("qwen3"), PARAMS, every)
-    engine = open_engine("qwen3", method="ngram", num_speculative_tokens=5, prompt_lookup_min=1)
+    fields = {"num_speculative_tokens": 5, "prompt_lookup_min": 1, "max_verified_tokens": 100}
+    engine = open_engine("qwen3", method="ngram", **fields)
     assert tokens_of(engine, PARAMS, every) == expected
     stats = engine.metrics.scheduler
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
@@ -89,7 +92,7 @@ def test_every_kind_of_attention_verifies(name: str, open_engine: Open, drafting
     expected = tokens_of(open_engine(name), params, every)
     told = {tuple(prompt): answer for prompt, answer in zip(every, expected, strict=True)}
     drafting(Told(told, [[True, False], [True] * 3, [False]]))
-    engine = open_engine(name)
+    engine = open_engine(name, max_verified_tokens=100)
     assert tokens_of(engine, params, every) == expected
     stats = engine.metrics.scheduler
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
@@ -105,7 +108,7 @@ def test_whatever_is_drafted_the_tokens_are_those_of_none(
     every = prompts(len(params))
     expected = tokens_of(open_engine("qwen3_window"), params, every)
     drafting(Told({tuple(prompt): answer for prompt, answer in zip(every, expected, strict=True)}, turns))
-    engine = open_engine("qwen3_window", **limits)
+    engine = open_engine("qwen3_window", **limits, max_verified_tokens=100)
     for _ in range(2):  # the second time with prefix hits, where they are cached
         assert tokens_of(engine, params, every) == expected
     stats = engine.metrics.scheduler
@@ -143,7 +146,7 @@ def test_ranks_and_groups_accept_alike(thread_ranks: list[ThreadRanks], open_eng
     every = prompts(4)
     expected = tokens_of(open_engine("qwen3_moe"), PARAMS[:4], every)
     for fields in ({"tensor_parallel_size": 2}, {"parallel.data": 2}):
-        engine = open_engine("qwen3_moe", method="ngram", **fields)
+        engine = open_engine("qwen3_moe", method="ngram", max_verified_tokens=100, **fields)
         assert tokens_of(engine, PARAMS[:4], every) == expected
         assert engine.metrics.scheduler.num_accepted_tokens > 0
 
@@ -152,12 +155,15 @@ def test_the_latest_place_of_the_most_tokens_is_looked_up():
     drafter = NgramDrafter(3, 2, 3)
 
     def draft(tokens: list[int], most: int = 9) -> list[int]:
-        return drafter.draft(Sequence("a", tokens, SamplingParams()), most)
+        sequence = Sequence("a", tokens, SamplingParams())
+        found = drafter.draft(sequence, most)
+        drafter.forget(sequence)
+        return found
 
     assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3]) == [4, 5, 9]
     assert draft([1, 2, 3, 4, 7, 2, 3, 5, 1, 2, 3]) == [4, 7, 2], "three tokens, not the later two"
     assert draft([2, 3, 4, 2, 3, 5, 2, 3]) == [5, 2, 3], "the latest"
-    assert draft([1, 1, 1]) == [1], "which ends where the tokens do"
+    assert draft([1, 1, 1]) == [1, 1, 1] and draft([1, 2, 1, 2]) == [1, 2, 1], "what ends is repeated"
     assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], most=1) == [4]
     assert draft([1, 2, 3]) == draft([7]) == draft([3, 3]) == []
     growing = Sequence("b", [1, 2, 3], SamplingParams())
@@ -166,6 +172,9 @@ def test_the_latest_place_of_the_most_tokens_is_looked_up():
         growing.output.append(token)
         found.append(drafter.draft(growing, 9))
     assert found == [[], [3, 1, 2], [1, 2, 3], [2, 3, 1]]
+    long = Sequence("c", [*range(5000), 1, 2, 3], SamplingParams())
+    assert (drafter.draft(long, 9), drafter.draft(long, 9)) == ([], [4, 5, 6]), "which is looked at in two steps"
+    assert {*drafter._indices} == {"b", "c"}
 
 
 FULL, WINDOW = CacheKind("full", 1), CacheKind("window", 1, window=5)
@@ -185,9 +194,11 @@ def test_plans_with_drafts_in_tiny_pools_end_with_every_answer(seed: int):
             right = [token(sequence, first + at) for at in range(min(most, chance.randrange(5)))]
             return [each if chance.random() < 0.7 else 3 for each in right]
 
+        def forget(self, sequence: Sequence) -> None: ...
+
     kinds = chance.choice([[FULL], [WINDOW], [FULL, WINDOW]])
     cache = KVCache(kinds, {kind.name: 12 for kind in kinds}, 4, enable_prefix_caching=chance.random() < 0.5)
-    limits = StepLimits(3, chance.choice([4, 9, 16]), 40)
+    limits = StepLimits(3, chance.choice([4, 9, 16]), 40, chance.choice([8, 100]))
     scheduler = Scheduler(cache, limits, drafter=AtRandom())
     every: list[Sequence] = []
     aborted: set[str] = set()
@@ -203,6 +214,9 @@ def test_plans_with_drafts_in_tiny_pools_end_with_every_answer(seed: int):
         assert plan.num_tokens <= limits.max_num_batched_tokens
         assert [row.is_decode for row in plan.rows] == [at < plan.num_decodes for at in range(len(plan.rows))]
         assert not any(row.drafts for row in plan.rows[plan.num_decodes :]), "drafts are of decodes"
+        ready = {each for each in scheduler.running if each.num_tokens - each.num_computed == 1}
+        is_short = any(pool.num_free < len(scheduler.running) for pool in cache.pools)
+        assert is_short or ready <= {row.sequence for row in plan.rows}, "a draft delays nobody"
         if not plan.rows:
             continue
         sampling = [row for row in plan.rows if row.samples]
@@ -243,3 +257,27 @@ def test_a_sequence_that_is_admitted_again_leaves_its_drafts_behind():
     scheduler.add(sequence)
     (row,) = scheduler.schedule().rows
     assert (row.num_tokens, row.drafts, row.samples) == (6, (), True)
+
+
+def test_drafts_take_what_other_decodes_leave_of_a_step():
+    class Wrong:
+        def draft(self, sequence: Sequence, most: int) -> list[int]:
+            return [9] * min(most, 3)
+
+        def forget(self, sequence: Sequence) -> None: ...
+
+    def planned(budget: int, most: int, num: int) -> list[int]:
+        cache = KVCache([FULL], {"full": 100}, 4, enable_prefix_caching=False)
+        scheduler = Scheduler(cache, StepLimits(4, budget, 64, most), drafter=Wrong())
+        for at in range(num):
+            scheduler.add(Sequence(str(at), [1], SamplingParams(max_tokens=30), output=[2]))
+            scheduler.schedule()
+        for sequence in scheduler.running:
+            scheduler._land(ScheduledRequest(sequence, 0, 2, True))
+            sequence.num_computed = sequence.num_planned = 1
+        return [row.num_tokens for row in scheduler.schedule().rows]
+
+    assert planned(4, 100, 4) == [1, 1, 1, 1]
+    assert planned(6, 100, 4) == [3, 1, 1, 1]
+    assert planned(64, 100, 4) == [4, 4, 4, 4]
+    assert planned(64, 8, 4) == [2, 2, 2, 2] and planned(64, 8, 2) == [4, 4] and planned(64, 3, 2) == [1, 1]

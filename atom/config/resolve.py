@@ -38,6 +38,7 @@ from atom.sampling_params import out_of_range
 
 ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 CACHE_DTYPES = BY_NAME | {"fp8": "fp8_e4m3"}
+NUM_DRAFTED = 3  # tokens of a draft, where the configuration says nothing
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # roles that name a tensor, the others a module
 TENSOR_ROLES = re.compile(r"sinks|[kv]_scale|router_correction|experts_(gate|up|down)(_bias)?")
@@ -70,7 +71,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             raise ConfigError(f"serve.cudagraph_capture_sizes: {size} must be {limit}")
     derived = derive_model(config, max_model_len, names)
     check_parallel(config, derived, device)
-    check_speculation(config.serve, device)
+    check_speculation(config, device)
     check_replicas(config, device)
     return replace(
         config,
@@ -81,7 +82,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             serve,
             kv_cache_dtype=dtype if serve.kv_cache_dtype == "auto" else serve.kv_cache_dtype,
             max_model_len=max_model_len,
-            num_speculative_tokens=None if serve.method is None else serve.num_speculative_tokens,
+            num_speculative_tokens=None if serve.method is None else serve.num_speculative_tokens or NUM_DRAFTED,
         ),
         dtype=dtype,
         device=device,
@@ -158,13 +159,14 @@ def check(value: Any, at: str = "") -> None:
             raise ConfigError(f"{key}={item} must be {fault}")
 
 
-def check_speculation(serve: ServeConfig, device: str) -> None:
+def check_speculation(config: Config, device: str) -> None:
     """Check that drafts can be verified, and looked up."""
-    if serve.method is not None and device != "cpu":
+    serve = config.serve
+    if serve.method is not None and device != "cpu" and config.job.kind not in ("explain", "cache"):
         raise UnsupportedError(f"serve.method={serve.method} is not built for GPUs yet; there is: device=cpu")
     least, most = serve.prompt_lookup_min, serve.prompt_lookup_max
     if least > most:
-        raise ConfigError(f"serve.prompt_lookup_min={least} is more than serve.prompt_lookup_max={most}")
+        raise ConfigError(f"serve.prompt_lookup_min={least} is more than serve.prompt_lookup_max={most}; raise that")
 
 
 def check_parallel(config: Config, model: ModelConfig, device: str) -> None:

@@ -118,17 +118,25 @@ class DataParallelScheduler:
         if not self.waiting or not any(num_open):
             return
         costs = [sum(map(_cost, group.sequences.values())) for group in self.groups]
-        while self.waiting and any(num_open):
-            sequence = self.waiting.pop(0)
-            del self._queued[sequence.id]
+        num_promised = [0] * len(self.groups)  # blocks
+        while self.waiting:
+            sequence = self.waiting[0]
             cached = [group.num_cached(sequence) for group in self.groups]
-            open_groups = [at for at, num in enumerate(num_open) if num]
+            open_groups = [
+                at
+                for at, group in enumerate(self.groups)
+                if num_open[at] and group.has_room(sequence, cached[at], num_promised[at])
+            ]
+            if not open_groups:
+                return
+            del self.waiting[0], self._queued[sequence.id]
             group = min(open_groups, key=lambda at: costs[at] - cached[at])
             if sequence.parent is not None and sequence.parent.group in open_groups:
                 group = sequence.parent.group
             sequence.group = group
             self.groups[group].add(sequence)
             num_open[group] -= 1
+            num_promised[group] += -(-(sequence.num_tokens - cached[group]) // self.groups[group].cache.block_size) + 1
             costs[group] += _cost(sequence) - cached[group]
 
 

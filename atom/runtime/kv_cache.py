@@ -183,6 +183,11 @@ class KVCache:
         num_used, num_blocks = self.fullest
         return num_used / num_blocks
 
+    def has_room(self, num_tokens: int, num_cached: int, spare: int) -> bool:
+        """Whether a sequence of that many tokens, of which some are cached, fits now and leaves so many blocks."""
+        needs = ((pool, num_blocks_needed(pool.kind, self.block_size, num_tokens)) for pool in self.pools)
+        return all(pool.num_free - spare >= needed - num_cached // self.block_size for pool, needed in needs)
+
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence of that many tokens fits when it is alone."""
         needs = ((pool, num_blocks_needed(pool.kind, self.block_size, num_tokens)) for pool in self.pools)

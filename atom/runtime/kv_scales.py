@@ -77,7 +77,7 @@ left for him. So he was sad, and said to himself that he had come off worst of a
 """
 
 
-Gather = Callable[[Tensor], Tensor]
+Largest = Callable[[Tensor], Tensor]
 
 
 class ScalePlan(msgspec.Struct):
@@ -105,12 +105,12 @@ class KVScales:
             tensor.fill_(values[name])
 
     @torch.inference_mode()
-    def measure(self, model: Model, tokens: Sequence[int], gather: Gather = lambda x: x) -> None:
+    def measure(self, model: Model, tokens: Sequence[int], largest: Largest = lambda x: x) -> None:
         """Set the scales from a step of these tokens, or as many as a step can have.
 
         The model's KV, of which a pool of its own takes the place meanwhile, and its slots are empty afterwards.
 
-        gather: the numbers [1, 1] of the ranks among which heads are divided -> [1, ranks]
+        largest: a number [1, 1] -> the largest of all ranks
         """
         tokens = tokens[: min(MAX_TOKENS, model.limits.max_num_batched_tokens, model.limits.max_model_len)]
         num_tokens, kernels = len(tokens), model.kernels
@@ -119,7 +119,7 @@ class KVScales:
         packed = np.array([0, 0, num_tokens, num_tokens, *tokens, *[0] * num_tokens], np.int32)  # see BatchShape.split
         try:
             model.bind(dict.fromkeys(model.kinds, 1 + num_blocks))
-            model.use({**kernels, **_measuring(model.graph, kernels, gather)})
+            model.use({**kernels, **_measuring(model.graph, kernels, largest)})
             model.tables[:, 0, :num_blocks] = torch.arange(1, 1 + num_blocks, dtype=torch.int32, device=model.device)
             model.mix(BatchShape(num_tokens, 1, 0), model.send(packed))
         finally:
@@ -130,16 +130,16 @@ class KVScales:
 
 
 def _measuring(
-    graph: Graph, kernels: Mapping[tuple[Op, str], Callable[..., Any]], gather: Gather
+    graph: Graph, kernels: Mapping[tuple[Op, str], Callable[..., Any]], largest: Largest
 ) -> dict[tuple[Op, str], Any]:
     """The kernels of a text that write keys and values, each with scales set before it runs."""
     context = LoadContext()
     calls = [node for program in graph.programs.values() for node in program.nodes if node.target in WRITES]
     keys = dict.fromkeys((node.target, node.meta.get("kernel", "reference")) for node in calls)
-    return {key: _after_scales(key[0], kernels.get(key) or find_kernel(*key).load(context), gather) for key in keys}
+    return {key: _after_scales(key[0], kernels.get(key) or find_kernel(*key).load(context), largest) for key in keys}
 
 
-def _after_scales(op: Op, run: Callable[..., Any], gather: Gather) -> Callable[..., Any]:
+def _after_scales(op: Op, run: Callable[..., Any], largest: Largest) -> Callable[..., Any]:
     def write(*args: Any, **attributes: Any) -> Any:
         call = op.signature.bind(*args, **attributes)
         call.apply_defaults()
@@ -150,7 +150,7 @@ def _after_scales(op: Op, run: Callable[..., Any], gather: Gather) -> Callable[.
         if given["cos"] is not None:
             keys = ops.rope(keys, given["cos"], given["sin"], interleaved=given["interleaved"])
         for scale, numbers in ((given["k_scale"], keys), (given["v_scale"], given["v"])):
-            scale.fill_(scale_of(gather(numbers.abs().max().float().view(1, 1)).max().item()))
+            scale.fill_(scale_of(largest(numbers.abs().max().float().view(1, 1)).item()))
         return run(*args, **attributes)
 
     return write

@@ -38,7 +38,8 @@ class Stream:
         """Call the callback if there is new text or the end."""
         sequence = self.sequence
         finished = sequence.finished_at is not None
-        if self.callback is None or self.is_ended or not (finished or self.pending or self.detokenizer is None):
+        is_new = bool(self.pending) if self.detokenizer is not None else len(sequence.output) > self.num_shown
+        if self.callback is None or self.is_ended or not (finished or is_new):
             return
         self.is_ended = finished
         text = None if self.detokenizer is None else self.pending

@@ -92,6 +92,10 @@ class Scheduler:
         """Used blocks and all blocks of the fullest pool."""
         return self.cache.fullest
 
+    def has_room(self, sequence: Sequence, num_cached: int, num_promised: int) -> bool:
+        """Whether blocks are free for a sequence, of which some tokens are cached, beside those promised to others."""
+        return self.cache.has_room(sequence.num_tokens, num_cached, num_promised + len(self.running))
+
     def num_cached(self, sequence: Sequence) -> int:
         """The number of a sequence's tokens that it need not compute here."""
         return 0 if sequence.params.prompt_logprobs is not None else self.cache.num_cached(sequence)
@@ -142,10 +146,10 @@ class Scheduler:
         prompts.sort(key=_priority)
         planned: dict[Sequence, int] = {}
         budget = self.limits.max_num_batched_tokens
-        for sequence in decodes + prompts:
+        for at, sequence in enumerate(decodes + prompts):
             if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
                 continue
-            self._draft(sequence)
+            self._draft(sequence, len(decodes), budget - max(len(decodes) - at, 1))
             while not (num_tokens := self._extend(sequence, budget)):
                 free = (other for other in reversed(self.running) if other not in self._in_flight or other is sequence)
                 last = max(free, key=_priority)
@@ -259,13 +263,18 @@ class Scheduler:
         self.stats.num_forked_tokens += num_forked
         return num_tokens
 
-    def _draft(self, sequence: Sequence) -> None:
-        """Draft what may follow the newest token of a decode, no further than its answer can go."""
+    def _draft(self, sequence: Sequence, num_decodes: int, budget: int) -> None:
+        """Draft what may follow the newest token of a decode, no further than its answer can go.
+
+        num_decodes: of the step. budget: tokens that neither they nor this one need
+        """
         sequence.drafts = []
         if self._drafter is None or self._num_left(sequence) != 1 or not is_drafted(sequence):
             return
-        num_left = sequence.params.max_tokens - len(sequence.output)
-        most = min(num_left, self.limits.max_model_len - sequence.num_tokens) - 1
+        num_left = min(
+            sequence.params.max_tokens - len(sequence.output), self.limits.max_model_len - sequence.num_tokens
+        )
+        most = min(num_left - 1, budget, self.limits.max_verified_tokens // num_decodes - 1)
         if most > 0:
             sequence.drafts = self._drafter.draft(sequence, most)
 
@@ -277,7 +286,8 @@ class Scheduler:
         start, stop = sequence.num_planned, sequence.num_tokens + sequence.num_pending
         if sequence.drafts:
             end = stop + len(sequence.drafts)
-            if end - start <= budget and self.cache.allocate(sequence, end, spare) == end:
+            # with a spare block for each running one: none is preempted for a draft
+            if end - start <= budget and self.cache.allocate(sequence, end, max(spare, len(self.running))) == end:
                 return end - start
             sequence.drafts = []
         stop = self.cache.allocate(sequence, min(start + budget, stop), spare)
@@ -318,32 +328,35 @@ class Scheduler:
     ) -> bool:
         """Append what was drawn, up to the end of the answer; whether it has ended."""
         if row.drafts:
-            self._count_drafts(len(row.drafts), len(tokens) - 1)
-            sequence.num_planned = row.start + len(tokens)  # what was rejected is computed anew
-        for number, token in enumerate(tokens):
+            sequence.num_planned = row.start + len(tokens)  # the rest was rejected
+        num_taken, reason = 0, None
+        for token in tokens:
             sequence.output.append(token)
-            sequence.num_accepted += number > 0
+            num_taken += 1
             reason = finish(sequence)
-            if sequence.finish_reason is not None:  # finish may have aborted it
-                return False
-            if reason is not None:
-                self.stats.num_overrun += len(tokens) - 1 - number
-                self._end(sequence, reason)
-                return True
+            if reason is not None or sequence.finish_reason is not None:
+                break
+        if row.drafts:
+            self._count_drafts(sequence, len(row.drafts), min(num_taken, len(tokens) - 1))
+        self.stats.num_overrun += len(tokens) - num_taken
+        if sequence.finish_reason is not None:  # finish may have aborted it
+            return False
+        if reason is not None:
+            self._end(sequence, reason)
+            return True
         if len(tokens) > 1:
             sequence.num_computed = row.start + len(tokens)
             self.cache.commit(sequence)
         return False
 
-    def _count_drafts(self, num_drafted: int, num_accepted: int) -> None:
+    def _count_drafts(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         stats = self.stats
         stats.num_drafts += 1
         stats.num_draft_tokens += num_drafted
         stats.num_accepted_tokens += num_accepted
-        counts = stats.accepted_per_pos
-        counts += [0] * (num_accepted - len(counts))
-        for at in range(num_accepted):
-            counts[at] += 1
+        sequence.num_accepted += num_accepted
+        counts = [*stats.accepted_per_pos, *[0] * (num_accepted - len(stats.accepted_per_pos))]
+        stats.accepted_per_pos = [count + (at < num_accepted) for at, count in enumerate(counts)]  # others hold the old
 
     def _land(self, row: ScheduledRequest) -> None:
         """Note that a plan of the sequence is no longer pending."""
@@ -364,6 +377,8 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: str) -> None:
         sequence.finish_reason = reason
+        if self._drafter is not None:
+            self._drafter.forget(sequence)
         del self.sequences[sequence.id]
         self.running.pop(sequence, None)
         self._leaving.discard(sequence)

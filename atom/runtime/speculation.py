@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
-from atom.runtime.logit_processors import is_shaped
 from atom.runtime.metrics import SchedulerStats
+from atom.runtime.step_input import NUM_REPORTED
 from atom.runtime.types import Sequence
+
+MOST_INDEXED = 4096  # tokens of a sequence that a step looks at, so that a long prompt delays nobody
 
 
 class Drafter(Protocol):
@@ -25,26 +26,37 @@ class Drafter(Protocol):
     def draft(self, sequence: Sequence, most: int) -> list[int]:
         """At most so many tokens behind the newest one; none where there is no guess."""
 
+    def forget(self, sequence: Sequence) -> None:
+        """Free what is kept of a sequence, which has ended."""
+
 
 def is_drafted(sequence: Sequence) -> bool:
     """Whether drafts are verified for a sequence: its draws depend on logits alone, and no report is asked for."""
-    return sequence.params.logprobs is None and not is_shaped(sequence)
+    params, num_output = sequence.params, len(sequence.output)
+    is_free = params.logprobs is None and not params.logit_bias and sequence.matcher is None
+    return is_free and num_output > 0 and num_output >= params.min_tokens
 
 
 class NgramDrafter:
     """Prompt lookup (Saxena 2023): what followed the latest place where the last n tokens stood, for the largest n."""
 
     def __init__(self, num_tokens: int, min_n: int, max_n: int) -> None:
+        assert num_tokens < NUM_REPORTED, "a step's draws of a sequence must be told apart"
         self._num_tokens, self._sizes = num_tokens, range(max_n, min_n - 1, -1)
-        self._indices: WeakKeyDictionary[Sequence, _Index] = WeakKeyDictionary()
+        self._indices: dict[str, _Index] = {}  # by sequence id
 
     def draft(self, sequence: Sequence, most: int) -> list[int]:
-        index = self._indices.get(sequence)
-        if index is None:
-            index = self._indices[sequence] = _Index(self._sizes)
-        index.extend(sequence)
-        at = index.find()
-        return [] if at is None else index.tokens[at : at + min(most, self._num_tokens)]
+        index = self._indices.setdefault(sequence.id, _Index(self._sizes))
+        if not index.extend(sequence):
+            return []
+        tokens, at = index.tokens, index.find()
+        if at is None:
+            return []
+        span = len(tokens) - at  # what follows is repeated, where it ends before the draft does
+        return [tokens[at + number % span] for number in range(min(most, self._num_tokens))]
+
+    def forget(self, sequence: Sequence) -> None:
+        self._indices.pop(sequence.id, None)
 
 
 class _Index:
@@ -54,13 +66,17 @@ class _Index:
         self.tokens: list[int] = []
         self._places: list[tuple[int, dict[tuple[int, ...], int]]] = [(size, {}) for size in sizes]
 
-    def extend(self, sequence: Sequence) -> None:
-        """Take in the tokens that are new; an n-gram at the very end is a place once a token follows it."""
+    def extend(self, sequence: Sequence) -> bool:
+        """Take in the tokens that are new, or some of many; whether these are all.
+
+        An n-gram at the very end is a place once a token follows it.
+        """
         first = len(self.tokens)
-        self.tokens += sequence.tokens(first, sequence.num_tokens)
+        self.tokens += sequence.tokens(first, min(sequence.num_tokens, first + MOST_INDEXED))
         for size, places in self._places:
             for at in range(max(first, size), len(self.tokens)):
                 places[tuple(self.tokens[at - size : at])] = at
+        return len(self.tokens) == sequence.num_tokens
 
     def find(self) -> int | None:
         """The index of what followed the last tokens at the latest place where the most of them stood."""

@@ -21,7 +21,7 @@ import numpy as np
 from atom.runtime.types import Sampled
 from atom.sampling_params import SamplingParams
 
-NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than the steps that may be in flight
+NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than the steps that may be in flight, or a draft
 ADMISSION = struct.Struct("=qqQq6d")  # slot, tokens known, seed, top_k and the other numbers of `pack_admission`
 
 

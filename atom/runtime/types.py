@@ -37,6 +37,7 @@ class StepLimits:
     max_num_seqs: int  # of a step
     max_num_batched_tokens: int  # of a step
     max_model_len: int  # tokens of a sequence
+    max_verified_tokens: int = 8  # of a step's decodes, drafts included, up to which tokens are drafted
 
     @property
     def max_decodes(self) -> int:

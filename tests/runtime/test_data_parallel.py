@@ -72,6 +72,22 @@ def test_a_cached_prefix_draws_a_sequence_until_its_group_has_too_much(num_other
     assert like_b.group == group and like_b.num_cached == (80 if group else 0)
 
 
+def test_a_sequence_waits_for_a_group_with_blocks_for_it():
+    scheduler = make_scheduler(num_blocks=31)
+    long, *short = make("long", range(60), 40), make("a", range(100, 102), 40), make("b", range(200, 202), 40)
+    for sequence in (long, *short):
+        scheduler.add(sequence)
+    while len(long.output) < 2:
+        commit(scheduler, scheduler.schedule())
+    assert (long.group, [each.group for each in short]) == (0, [1, 1])
+    scheduler.add(late := make("late", range(300, 360), 4))
+    commit(scheduler, scheduler.schedule())
+    assert late.group == 1 and late in scheduler.running, "where its 15 blocks are free"
+    scheduler.add(later := make("later", range(400, 460), 4))
+    commit(scheduler, scheduler.schedule())
+    assert later in scheduler.waiting, "in neither, so it is nobody's yet"
+
+
 def test_siblings_stay_with_their_parent():
     scheduler = make_scheduler()
     parent = make("p-0", range(33))

@@ -14,6 +14,7 @@ from serving import Server
 
 OPERATIONS = [
     "GET /",
+    "GET /debug/mtp_stats",
     "GET /docs",
     "GET /health",
     "GET /metrics",

@@ -35,7 +35,7 @@ TARGETS = {
 target, gpu = TARGETS[sys.argv[1]]
 turn = list(TARGETS).index(sys.argv[1])
 
-def packed_shapes(formats, rows):  # all of them, or every second one: each for one GPU of each vendor
+def packed_shapes(formats, rows):  # all of them, or every second one: each for one of two GPUs
     pairs = [(fmt, num, at + place) for at, fmt in enumerate(formats) for place, num in enumerate(rows)]
     return [(fmt, num) for fmt, num, number in pairs if sys.argv[2] == "all" or number % 2 == turn % 2]
 
@@ -138,8 +138,14 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("share", ["half", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "gfx942", "gfx950"])
+@pytest.mark.parametrize(
+    ("target", "share"),
+    [
+        ("sm_90", "half"),
+        ("gfx942", "half"),
+        *(pytest.param(target, "all", marks=pytest.mark.slow) for target in ("sm_80", "sm_90", "gfx942", "gfx950")),
+    ],
+)
 def test_kernels_compile_for(target: str, share: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In a process of its own, without the interpreter."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -144,9 +144,9 @@ def normalize_rope(config: dict[str, Any]) -> dict[str, Any]:
 
 def is_layer_type(config: Mapping[str, Any], key: str, value: Any) -> bool:
     """Whether this entry of rope_parameters is the rope of a layer type, and not a parameter of a single rope."""
-    return isinstance(value, dict) or (
-        value is None and (key.endswith("_attention") or key in (config.get("layer_types") or ()))
-    )
+    types = config.get("layer_types")
+    is_known = key.endswith("_attention") or (isinstance(types, list) and key in types)
+    return isinstance(value, dict) or (value is None and is_known)
 
 
 def normalize_one_rope(

@@ -231,3 +231,8 @@ def test_layer_types_that_came_in_are_not_changed() -> None:
     config = {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}, "rope_local_base_freq": 1.0}
     normalize_rope(config)
     assert config == {"rope_parameters": {"full_attention": {}, "sliding_attention": {}}, "rope_local_base_freq": 1.0}
+
+
+def test_layer_types_that_are_no_list_are_left_to_whoever_checks_them():
+    config = {"rope_parameters": {"rope_theta": None, "rope_type": "default"}, "layer_types": 0.5}
+    assert normalize_rope(config)["layer_types"] == 0.5

@@ -149,7 +149,8 @@ class Scheduler:
         for at, sequence in enumerate(decodes + prompts):
             if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
                 continue
-            self._draft(sequence, len(decodes), budget - max(len(decodes) - at, 1))
+            if self._drafter is not None:
+                self._draft(sequence, len(decodes), budget - max(len(decodes) - at, 1))
             while not (num_tokens := self._extend(sequence, budget)):
                 free = (other for other in reversed(self.running) if other not in self._in_flight or other is sequence)
                 last = max(free, key=_priority)
@@ -199,7 +200,8 @@ class Scheduler:
                 at, (token, logprobs) = answer
                 if logprobs is not None:
                     sequence.logprobs.append(logprobs)
-                if self._take(sequence, [token, *sampled.accepted.get(at, ())], row, finish):
+                tokens = [token, *sampled.accepted[at]] if at in sampled.accepted else [token]
+                if self._take(sequence, tokens, row, finish):
                     ended.append(sequence)
             if sequence in self._leaving and sequence not in self._in_flight:
                 self._preempt(sequence)
@@ -338,7 +340,7 @@ class Scheduler:
                 break
         if row.drafts:
             self._count_drafts(sequence, len(row.drafts), min(num_taken, len(tokens) - 1))
-        self.stats.num_overrun += len(tokens) - num_taken
+            self.stats.num_overrun += len(tokens) - num_taken
         if sequence.finish_reason is not None:  # finish may have aborted it
             return False
         if reason is not None:

@@ -89,8 +89,7 @@ class StepBuilder:
                 if resident.is_special:
                     special.append((len(reported), row, resident))
                 reported.append(slot * NUM_REPORTED + (start + num_tokens - len(drafts)) % NUM_REPORTED)
-        least = least or shape_of(plan)
-        is_decode = is_decode and least.num_decodes == least.num_tokens
+        is_decode = is_decode and (least is None or least.num_decodes == least.num_tokens)
         shape, packed = self._pack_decodes(plan, least) if is_decode else self._pack(plan, rows, least)
         step = StepInput(
             shape=shape, is_decode=is_decode, packed=packed, reported=reported, sampling=SAMPLING_KINDS[sampling]
@@ -142,19 +141,21 @@ class StepBuilder:
             blocks, tables, [0] * len(tables), sequence.num_tokens, SAMPLING_KINDS.index(kind), *flags, is_special
         )
 
-    def _pack_decodes(self, plan: Plan, least: BatchShape) -> tuple[BatchShape, bytearray]:
+    def _pack_decodes(self, plan: Plan, least: BatchShape | None) -> tuple[BatchShape, bytearray]:
         slots = array("i", [row.sequence.slot for row in plan.rows])
-        size = next((size for size in self._capacity.decode_sizes if size >= least.num_rows), least.num_rows)
+        num_rows = len(slots) if least is None else least.num_rows
+        size = next((size for size in self._capacity.decode_sizes if size >= num_rows), num_rows)
         slots.extend([self._capacity.num_slots] * (size - len(slots)))
         return BatchShape(size, size, size, size), bytearray(slots)
 
-    def _pack(self, plan: Plan, residents: list[_Resident], least: BatchShape) -> tuple[BatchShape, bytearray]:
+    def _pack(self, plan: Plan, residents: list[_Resident], least: BatchShape | None) -> tuple[BatchShape, bytearray]:
         """Pack the rows and tokens of a step with prompts, in the smallest captured shape that holds `least`, if any.
 
         The rest behind its decodes, and behind all rows, is padding.
         """
         own, pairs = shape_of(plan), zip(plan.rows, residents, strict=True)
         rows = [each for row, resident in pairs for each in split(row, resident)]
+        least = least or own
         shape = next((each for each in self._capacity.mixed_shapes if each.holds(least)), least)
         packed = shape.pad(self._capacity.num_slots)
         slots, starts, ends, sampled, indices, given, row_of = shape.split(np.frombuffer(packed, np.int32))

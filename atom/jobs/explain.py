@@ -254,7 +254,7 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
         yield "  decode", f"{_decode(gpu['decode'])}: its bandwidth over weights and KV"
         if times := [each["collective_seconds"] for each in gpu["decode"] if each["collective_seconds"]]:
             shown = ", ".join(f"{seconds * 1e3:.2f} ms" for seconds in times)
-            yield "  collectives", f"{shown} of these steps, as measured with this GPU's peers"
+            yield "  collectives", f"{shown} of these steps, by the times in the GPU's file"
         if rate := gpu["prefill_tokens_per_second"]:
             yield "  prefill", f"at most {rate:,.0f} tokens/s: its rate over the active weights, without attention"
         for layout in gpu.get("layouts", ()):

@@ -11,6 +11,8 @@ from typing import Any
 
 from gpu.steps import ON_GPU
 
+from atom.cache.files import BINARIES
+
 pytestmark = ON_GPU
 ROOT = Path(__file__).parents[2]
 LAUNCH = """
@@ -44,7 +46,7 @@ def launch(model: Path, cache: Path, home: Path, way: str) -> str:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    kept = ("triton", "pieces", "artifacts", "tuned")
+    kept = (BINARIES, "pieces", "artifacts", "tuned")
     return {str(path.relative_to(folder)): path.read_bytes() for name in kept for path in folder.glob(f"{name}/**/*")
             if path.is_file()}  # fmt: skip
 
@@ -53,7 +55,7 @@ def test_a_copied_cache_starts_without_a_compiler(checkpoints: Any, tmp_path: Pa
     model, first, second = checkpoints("qwen3"), tmp_path / "first", tmp_path / "second"
     answered = launch(model, first, tmp_path / "home", "first")
     made = files_of(first)
-    assert any(name.startswith("triton/") for name in made), made.keys()
+    assert any(name.startswith(f"{BINARIES}/") for name in made), made.keys()
     shutil.copytree(first, second)
     shutil.rmtree(first)
     assert launch(model, second, tmp_path / "other home", "copied") == answered

@@ -39,7 +39,8 @@ def check_grouped_linear(
     bias = bias if has_bias else None
     y = moe.grouped_linear(x, weight, ends, bias)
     truth = ops.grouped_linear.body(x.float(), weight.float(), ends, None if bias is None else bias.float())
-    assert_as_near(y, ops.grouped_linear.body(x, weight, ends, bias), truth)
+    rounds_twice = has_bias and device == "cuda" and moe.suits_library(x, weight)  # the product, then with its bias
+    assert_as_near(y, ops.grouped_linear.body(x, weight, ends, bias), truth, 1.5 if rounds_twice else 1.1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -44,10 +44,10 @@ from atom.runtime.ray_ranks import place_with_ray
 from atom.runtime.remote_ranks import Placement, RemoteRank, await_ranks, without_secrets
 from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
-from atom.runtime.speculation import Drafter, NgramDrafter
+from atom.runtime.speculation import Drafter, NgramDrafter, RunnerDrafter, acceptance_rates
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.tune import tune, use_measured
-from atom.runtime.types import CacheKind, StepLimits
+from atom.runtime.types import CacheKind, Drafting, StepLimits
 from atom.runtime.vocabulary import Vocabulary
 from atom.weights.evaluate import Loaded
 
@@ -352,7 +352,19 @@ def open_drafter(config: Config) -> Drafter | None:
     if serve.method is None:
         return None
     assert serve.num_speculative_tokens is not None, "config.load resolves it"
+    if drafting_of(config) is not None:
+        return RunnerDrafter(serve.num_speculative_tokens)
     return NgramDrafter(serve.num_speculative_tokens, serve.prompt_lookup_min, serve.prompt_lookup_max)
+
+
+def drafting_of(config: Config) -> Drafting | None:
+    """How the runner drafts; None where the host does, since a CPU's host waits for each step."""
+    serve = config.serve
+    if serve.method is None or (config.device == "cpu" and serve.acceptance_length is None):
+        return None
+    assert serve.num_speculative_tokens is not None, "config.load resolves it"
+    rates = acceptance_rates(serve.acceptance_length, serve.num_speculative_tokens)
+    return Drafting(serve.num_speculative_tokens, serve.prompt_lookup_min, serve.prompt_lookup_max, rates)
 
 
 def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None) -> dict[str, int]:
@@ -392,7 +404,10 @@ def open_runner(
     serve, kinds, is_cpu = config.serve, cache_kinds(compiled.graph), config.device == "cpu"
     with nullcontext() if is_cpu else memory.no_memory_at_start(serve):
         bindings = Bindings(tensors, compiled.code, communicator=communicator)
-        model = Model(compiled.graph, bindings, serve.block_size, limits_of(config), device=config.device)
+        drafting = drafting_of(config)
+        model = Model(
+            compiled.graph, bindings, serve.block_size, limits_of(config), device=config.device, drafting=drafting
+        )
         runner = Runner(model)
         num_blocks = plan_kv(kinds, config) if is_cpu else {kind.name: 2 for kind in kinds}  # to walk through steps
         runner.bind(num_blocks)
@@ -449,6 +464,7 @@ def _describe_sampling(config: Config) -> str:
 def limits_of(config: Config) -> StepLimits:
     serve = config.serve
     assert serve.max_model_len is not None, "config.load resolves it"
+    assert serve.max_verified_tokens is not None, "likewise"
     return StepLimits(serve.max_num_seqs, serve.max_num_batched_tokens, serve.max_model_len, serve.max_verified_tokens)
 
 

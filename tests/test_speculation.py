@@ -234,9 +234,9 @@ def test_plans_with_drafts_in_tiny_pools_end_with_every_answer(seed: int):
             continue
         tokens = [token(row.sequence, len(row.sequence.output)) for row in sampling]
         before = [(row.sequence, len(row.sequence.output)) for row in sampling]
-        scheduler.commit(
-            plan, Sampled(tokens, [None] * len(tokens), accepted=accepted), lambda each: finish_reason(each, 40)
-        )
+        num_drafted = {at: len(row.drafts) for at, row in enumerate(sampling) if row.drafts}
+        sampled = Sampled(tokens, [None] * len(tokens), accepted=accepted, num_drafted=num_drafted)
+        scheduler.commit(plan, sampled, lambda each: finish_reason(each, 40))
         for at, (sequence, had) in enumerate(before):
             assert len(sequence.output) == had + 1 + len(accepted.get(at, ()))
             if sequence.finish_reason is None and sequence in scheduler.running:

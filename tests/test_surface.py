@@ -79,7 +79,7 @@ model.embedded: requirement member sha256 config generation
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory max_model_len max_num_seqs max_num_batched_tokens
 serve: enable_prefix_caching enforce_eager tensor_parallel_size
 serve: data_parallel_size enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
-serve: scheduler_delay_factor method num_speculative_tokens max_verified_tokens prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
+serve: scheduler_delay_factor method num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
 serve.http: host port served_model_name api_keys cors log chat_template tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
 serve.http: drain_seconds heartbeat_seconds

@@ -83,6 +83,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             kv_cache_dtype=dtype if serve.kv_cache_dtype == "auto" else serve.kv_cache_dtype,
             max_model_len=max_model_len,
             num_speculative_tokens=None if serve.method is None else serve.num_speculative_tokens or NUM_DRAFTED,
+            max_verified_tokens=serve.max_verified_tokens or (8 if device == "cpu" else 256),
         ),
         dtype=dtype,
         device=device,
@@ -162,8 +163,16 @@ def check(value: Any, at: str = "") -> None:
 def check_speculation(config: Config, device: str) -> None:
     """Check that drafts can be verified, and looked up."""
     serve = config.serve
-    if serve.method is not None and device != "cpu" and config.job.kind not in ("explain", "cache"):
-        raise UnsupportedError(f"serve.method={serve.method} is not built for GPUs yet; there is: device=cpu")
+    if serve.acceptance_length is not None:
+        stated, num_drafted = f"serve.acceptance_length={serve.acceptance_length:g}", serve.num_speculative_tokens
+        if serve.method is None or not config.load_dummy:
+            raise ConfigError(f"{stated} accepts drafts by chance, to measure; set serve.method and load_dummy=true")
+        if serve.acceptance_length > 1 + (num_drafted or NUM_DRAFTED):
+            raise ConfigError(
+                f"{stated} is more than a step's token and its drafts; raise serve.num_speculative_tokens"
+            )
+        if config.parallel.tensor * config.parallel.data > 1:
+            raise UnsupportedError(f"{stated} is for one rank; leave parallel out")
     least, most = serve.prompt_lookup_min, serve.prompt_lookup_max
     if least > most:
         raise ConfigError(f"serve.prompt_lookup_min={least} is more than serve.prompt_lookup_max={most}; raise that")

@@ -295,7 +295,8 @@ class ServeConfig:
     scheduler_delay_factor: float = only(0.0, "delaying the scheduler")  # wait before the next prompt
     method: str | None = one_of(None, "ngram", later=("mtp", "eagle3"))  # of drafting tokens; ngram: look them up
     num_speculative_tokens: int | None = number(None, 1, 7)  # that a method drafts for a step; null: 3
-    max_verified_tokens: int = number(8, 1)  # of a step's decodes, drafts included, up to which tokens are drafted
+    max_verified_tokens: int | None = number(None, 1)  # of a step's decodes, with drafts; null: 8 on a CPU, else 256
+    acceptance_length: float | None = number(None, 1, 8)  # tokens a step, by chance; with load_dummy=true alone
     prompt_lookup_min: int = number(2, 1, 16)  # last tokens, at least, that ngram looks up in prompt and answer
     prompt_lookup_max: int = number(4, 1, 16)  # at most; the most come first
     torch_profiler_dir: str | None = None  # folder of the profiler's traces; null: it cannot be started

@@ -48,6 +48,8 @@ class State(Protocol):
     frequency: Tensor
     presence: Tensor
     counts: Tensor
+    history: Tensor | None
+    drafts: Tensor | None
 
 
 class Rows(Protocol):
@@ -66,18 +68,27 @@ class Rows(Protocol):
 
 
 class StepKernels(NamedTuple):
-    """The step functions of one backend, from its modules `prepare_inputs` and `sampling`; see there."""
+    """The step functions of one backend, from its modules `prepare_inputs`, `sampling` and `speculation`; see there."""
 
     extend_tables: Callable[[Tensor, Tensor], None]
-    decode_inputs: Callable[[Tensor, State, Tensor, int, Inputs], None]
+    decode_inputs: Callable[[Tensor, State, Tensor, int, Inputs, Tensor | None], None]
     mixed_inputs: Callable[[Rows, State, Tensor, int, Inputs], None]
     sample: Callable[[Tensor, Tensor, State, str, Tensor, bool], None]
     score_drawn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    find_ngrams: Callable[[Tensor, State, int, int], None]
+    accept: Callable[[Tensor, Tensor, Tensor, State, int, Tensor | None], None]
 
 
 def import_step_kernels(package: str) -> StepKernels:
     """Import the step functions of a backend's package."""
-    inputs, sampling = (importlib.import_module(f"{package}.{name}") for name in ("prepare_inputs", "sampling"))
+    names = ("prepare_inputs", "sampling", "speculation")
+    inputs, sampling, speculation = (importlib.import_module(f"{package}.{name}") for name in names)
     return StepKernels(
-        inputs.extend_tables, inputs.decode_inputs, inputs.mixed_inputs, sampling.sample, sampling.score_drawn
+        inputs.extend_tables,
+        inputs.decode_inputs,
+        inputs.mixed_inputs,
+        sampling.sample,
+        sampling.score_drawn,
+        speculation.find_ngrams,
+        speculation.accept,
     )

@@ -42,14 +42,18 @@ FREE_TOKENS = 256  # of such a step, whatever it computes: it takes about as lon
 SHORT, LONG = 512, 4096  # tokens of a step: those between have no kernels of their own, nor have longer ones
 
 
+Drawn = tuple[Tensor, Tensor | None]  # tokens i64[draws, R], and the drafts of rows that have some
+
+
 @dataclass
 class Started:
     """The rows of a step that sample: their slots i32[R], logits [R, V], and the captured ways to sample of them."""
 
     slots: Tensor
-    logits: Tensor | None
+    logits: Tensor | None  # of decodes with drafts [R, 1 + drafts, V]
     hidden: Hidden | None = None  # of a step with prompts
-    tails: dict[str, tuple[torch.cuda.CUDAGraph, Tensor]] = field(default_factory=dict)
+    most: Tensor | None = None  # i32[R], of decodes with drafts, those that may be accepted
+    tails: dict[str, tuple[torch.cuda.CUDAGraph, Drawn]] = field(default_factory=dict)
 
 
 @dataclass
@@ -60,10 +64,20 @@ class _Captured:
     sent: bytearray | None = None  # its present content
 
 
+def draw(model: Model, started: Started, logits: Tensor, kind: str, penalties: bool = False) -> Drawn:
+    """Sample rows that were started, and behind their drafts. logits: [R, V] behind the newest tokens"""
+    slots = started.slots[: len(logits)]
+    if started.most is None or started.logits is None:
+        return model.sample(slots, logits, kind, penalties)[None], None
+    behind = started.logits[: len(logits)].unbind(1)[1:]
+    return model.verify(slots, started.most[: len(logits)], [logits, *behind], kind, penalties)
+
+
 class Graphs:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._decodes: dict[int, _Captured | None] = {}  # by their number, smallest first; None: not captured yet
+        self._drafts: dict[tuple[int, int], _Captured | None] = {}  # of decodes with drafts, by both numbers
         self._mixed: dict[BatchShape, _Captured | None] = {}  # smallest first
         self._max_tokens = PROMPT_TOKENS[-1]  # of a step, as given to `compile`
         self._pool: Any = None
@@ -79,15 +93,26 @@ class Graphs:
         """The shapes of steps with prompts for which there are graphs, smallest first."""
         return tuple(self._mixed)
 
+    @property
+    def draft_sizes(self) -> tuple[tuple[int, int], ...]:
+        """The numbers of decodes, and of drafts of each, for which there are graphs, smallest first."""
+        return tuple(self._drafts)
+
     def clear(self) -> None:
         self._decodes.clear()
+        self._drafts.clear()
         self._mixed.clear()
         self._pool = None
 
     def start(self, step: StepInput) -> Started | None:
         """Start a step; None where its shape was not captured."""
         shape, size = step.shape, step.shape.num_rows
-        if step.is_decode:
+        if step.num_drafts:
+            drafting = size, step.num_drafts
+            if drafting not in self._drafts:
+                return None
+            found = self._drafts[drafting] = self._drafts[drafting] or self._capture_drafts(*drafting)
+        elif step.is_decode:
             if size not in self._decodes:
                 return None
             found = self._decodes[size] = self._decodes[size] or self._capture_decodes(size)
@@ -120,6 +145,8 @@ class Graphs:
                     self._rehearse_mixed(shape)
             for size in sorted({*powers, largest}):
                 self._rehearse_decodes(size)
+            for size, num_drafts in self._find_draft_sizes(sorted({*powers, largest})):
+                self._rehearse_drafts(size, num_drafts)
             place_of_padding = model.padding * model.tables.shape[2]
             model.extend_tables(bytearray(np.array([place_of_padding, 0], np.int32)))  # its present value
         self._sample_in_every_way()  # launched, since a kernel's first launch must not be in a graph
@@ -142,6 +169,24 @@ class Graphs:
     def _rehearse_decodes(self, size: int) -> None:
         self._model.decode(self._model.send(np.full(size, self._model.padding, np.int32)))
 
+    def _find_draft_sizes(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
+        """Numbers of decodes, and of drafts of each: as many as the scheduler gives the fewest that take this size."""
+        most, fewer, found = self._model.limits.max_verified_tokens, 0, []
+        for size in sorted(sizes):
+            num_drafts = min(self._model.num_drafts, most // (fewer + 1) - 1)
+            if num_drafts > 0:
+                found.append((size, num_drafts))
+            fewer = size
+        return found
+
+    def _rehearse_drafts(self, size: int, num_drafts: int) -> None:
+        slots, most = self._pad_drafts(size)
+        self._model.decode_drafts(slots, most, num_drafts)
+
+    def _pad_drafts(self, size: int) -> Tensor:
+        """Slots and `most` i32[2, S] of padding."""
+        return self._model.send(np.repeat(np.array([self._model.padding, 0], np.int32), size)).view(2, size)
+
     def _rehearse_mixed(self, shape: BatchShape) -> None:
         self._model.mix(shape, self._model.send(shape.pad(self._model.padding)))
 
@@ -155,6 +200,9 @@ class Graphs:
             model.sample(slots, logits.float(), SAMPLING_KINDS[-1], penalties)
         for kind in SAMPLING_KINDS[::-1]:
             model.sample(slots, logits, kind)
+        if model.num_drafts:
+            slots, most = self._pad_drafts(1)
+            model.verify(slots, most, [logits] * 2, SAMPLING_KINDS[0])
         first, total = torch.zeros(1, dtype=torch.int64, device=model.device), torch.zeros(1, device=model.device)
         model.score_drawn(logits, first, first, total, torch.zeros_like(total), first.int())
 
@@ -169,10 +217,13 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._decodes = dict.fromkeys(sorted(sizes))
+        self._drafts = dict.fromkeys(self._find_draft_sizes(sizes))
         self._mixed = dict.fromkeys(self._find_shapes() if sizes else ())
         # the smaller ones fit into the memory of the largest
         for size in list(self._decodes)[-1:] if is_lazy else list(self._decodes)[::-1]:
             self._decodes[size] = self._capture_decodes(size)
+        for drafting in list(self._drafts)[-1:] if is_lazy else list(self._drafts)[::-1]:
+            self._drafts[drafting] = self._capture_drafts(*drafting)
         largest = {max(self._mixed, key=of) for of in (_tokens_first, _rows_first)} if self._mixed else set()
         for shape in list(self._mixed)[::-1]:
             if shape in largest or not is_lazy:
@@ -187,6 +238,14 @@ class Graphs:
         return _Captured(graph, slots, self._started(slots, logits))
 
     @torch.inference_mode()
+    def _capture_drafts(self, size: int, num_drafts: int) -> _Captured:
+        self._rehearse_drafts(size, num_drafts)
+        packed = self._pad_drafts(size).clone()
+        slots, most = packed
+        graph, logits = self._capture(lambda: self._model.decode_drafts(slots, most, num_drafts))
+        return _Captured(graph, packed.view(-1), self._started(slots, logits, most=most))
+
+    @torch.inference_mode()
     def _capture_mixed(self, shape: BatchShape) -> _Captured:
         model = self._model
         self._rehearse_mixed(shape)
@@ -194,11 +253,17 @@ class Graphs:
         graph, (hidden, logits) = self._capture(lambda: model.mix(shape, packed))
         return _Captured(graph, packed, self._started(shape.split(packed).sampled, logits, tuple(map(unowned, hidden))))
 
-    def _started(self, slots: Tensor, logits: Tensor, hidden: Hidden | None = None) -> Started:
+    def _started(
+        self, slots: Tensor, logits: Tensor, hidden: Hidden | None = None, most: Tensor | None = None
+    ) -> Started:
         """The `Started` of a graph that has just been captured."""
-        sample = self._model.sample
-        tails = {kind: self._capture(partial(sample, slots, logits, kind)) for kind in SAMPLING_KINDS}
-        return Started(slots, unowned(logits), hidden, tails)
+        started = Started(slots, logits, hidden, most)
+        first = logits if most is None else logits[:, 0]
+        started.tails = {
+            kind: self._capture(partial(draw, self._model, started, first, kind)) for kind in SAMPLING_KINDS
+        }
+        started.logits = unowned(logits)
+        return started
 
     def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
         """Capture what a function launches: the graph, and the function's results on the device."""

@@ -10,7 +10,7 @@ tokens = model.sample(slots, logits, "greedy")      # which are the newest ones 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -26,7 +26,7 @@ from atom.kernels.step import Inputs
 from atom.runtime.program import Bindings, Executable, Hidden, Kernels, rows_of, score
 from atom.runtime.request_state import RequestState, send, zeros
 from atom.runtime.step_input import BatchShape
-from atom.runtime.types import StepLimits
+from atom.runtime.types import Drafting, StepLimits
 
 
 class Model:
@@ -39,8 +39,10 @@ class Model:
         *,
         device: str,
         backend: str | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
-        """bindings: without caches, for which `bind` comes first. backend: that prepares and samples a step"""
+        """bindings: without caches, for which `bind` comes first. backend: that prepares and samples a step. drafting:
+        of tokens that decodes verify; None: there are none, or the host gives them"""
         self.graph, self.block_size, self.limits = graph, block_size, limits
         self.device = torch.device(device)
         self.is_cpu = self.device.type == "cpu"
@@ -49,9 +51,15 @@ class Model:
         self.kinds = list(dict.fromkeys(cache.kind for cache in graph.caches()))
         logits = logits_type(graph)
         self.logits_dtype = TORCH_DTYPES[logits.dtype]
-        num_slots, width = limits.max_num_seqs, -(-limits.max_model_len // block_size)
-        self.state = RequestState(num_slots, int(logits.shape[-1]), device)
-        self._starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)  # of decodes
+        self.drafting, self.num_drafts = drafting, drafting.num_tokens if drafting else 0
+        num_slots, width = limits.max_num_seqs, -(-(limits.max_model_len + self.num_drafts) // block_size)
+        max_history = limits.max_model_len + 1 if drafting else 0
+        self.state = RequestState(num_slots, int(logits.shape[-1]), device, self.num_drafts, max_history)
+        starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
+        self._starts = [starts * queries for queries in range(1, self.num_drafts + 2)]  # of decodes, by drafts
+        self._rates: Tensor | None = None
+        if drafting and drafting.rates:
+            self._rates = torch.tensor(drafting.rates, device=device)
         self.tables = torch.zeros(len(self.kinds), num_slots + 1, width, dtype=torch.int32, device=device)
 
     @property
@@ -103,10 +111,18 @@ class Model:
 
     def decode(self, slots: Tensor) -> Tensor:
         """slots: i32[S], each of which computes its newest token -> logits [S, V]"""
-        size = len(slots)
-        inputs = self._inputs(size, size, self._starts[: size + 1], size)
-        self._step.decode_inputs(slots, self.state, self.tables, self.block_size, inputs)
+        inputs = self._decode_inputs(slots)
         return score(self.head, self.body(inputs._asdict()))
+
+    def decode_drafts(self, slots: Tensor, most: Tensor, num_drafts: int) -> Tensor:
+        """slots: i32[S], each of which drafts, and computes its newest token and drafts -> logits [S, 1 + drafts, V]
+
+        most: i32[S], the drafts of each that may be accepted, which have blocks
+        """
+        assert self.drafting is not None
+        self._step.find_ngrams(slots, self.state, self.drafting.min_n, self.drafting.max_n)
+        inputs = self._decode_inputs(slots, most, num_drafts)
+        return score(self.head, self.body(inputs._asdict())).view(len(slots), 1 + num_drafts, -1)
 
     def mix(self, shape: BatchShape, packed: Tensor) -> tuple[Hidden, Tensor | None]:
         """A step of this shape -> what its head takes, of each token; logits [R, V] where rows sample"""
@@ -124,13 +140,40 @@ class Model:
         self._step.sample(logits, slots, self.state, kind, out, penalties)
         return out
 
+    def verify(
+        self, slots: Tensor, most: Tensor, logits: Sequence[Tensor], kind: str, penalties: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Sample behind each draft that equals the draw before it; the newest tokens of their slots are the last drawn.
+
+        logits: [S, V] behind the newest token, then behind each draft; the rest as in `decode_drafts` -> tokens
+        i64[1 + drafts, S], -1 where none was drawn, and the drafts i64[S, drafts]
+        """
+        assert self.state.drafts is not None
+        drafts = self.state.drafts.index_select(0, slots)[:, : len(logits) - 1]
+        drawn = torch.empty(len(logits), len(slots), dtype=torch.int64, device=self.device)
+        left = slots.repeat(len(logits), 1)  # the slots whose draws go on, else that of padding
+        for depth, rows in enumerate(logits):
+            if depth:
+                self._step.accept(drawn, left, most, self.state, depth, self._rates)
+            self._step.sample(rows, left[depth], self.state, kind, drawn[depth], penalties)
+        if self._rates is not None:
+            drafts = drafts.clamp(min=0)  # what was not found is accepted by chance, too
+        return drawn.masked_fill_(left == self.padding, -1), drafts
+
     def score_drawn(
         self, logits: Tensor, rows: Tensor, drawn: Tensor, totals: Tensor, chosen: Tensor, ranks: Tensor
     ) -> None:
         """See `kernels.torch.sampling.score_drawn`."""
         self._step.score_drawn(logits, rows, drawn, totals, chosen, ranks)
 
-    def _inputs(self, num_tokens: int, num_rows: int, starts: Tensor, num_decodes: int) -> Inputs:
+    def _decode_inputs(self, slots: Tensor, most: Tensor | None = None, num_drafts: int = 0) -> Inputs:
+        num_rows, query_len = len(slots), 1 + num_drafts
+        starts = self._starts[num_drafts][: num_rows + 1]
+        inputs = self._inputs(num_rows * query_len, num_rows, starts, num_rows, query_len)
+        self._step.decode_inputs(slots, self.state, self.tables, self.block_size, inputs, most)
+        return inputs
+
+    def _inputs(self, num_tokens: int, num_rows: int, starts: Tensor, num_decodes: int, query_len: int = 1) -> Inputs:
         kinds, device = len(self.kinds), self.device
         numbers = torch.empty(2 + kinds, num_tokens, dtype=torch.int64, device=device)
         tables = torch.empty(kinds, num_rows, self.tables.shape[2], dtype=torch.int32, device=device)
@@ -140,6 +183,7 @@ class Model:
             starts=starts,
             lengths=torch.empty(num_rows, dtype=torch.int32, device=device),
             num_decodes=num_decodes,
+            query_len=query_len,
         )
         return Inputs(numbers[0], numbers[1], batch, numbers[2:], tables)
 

@@ -31,9 +31,13 @@ class RequestState:
       of a sequence is at p % NUM_REPORTED, once the step that sampled it has ended
     seed, top_k (0: all): i64[num_slots + 1]; temperature, top_p, min_p, repetition, frequency, presence: f64
     counts: i32[num_slots + 1, vocab], how often a token is in the output, times 2, plus 1 if it is in the prompt
+    drafts: i64[num_slots + 1, num_drafts], tokens that may follow the newest, -1 where there is none; None without any
+    history: i32[num_slots + 1, max_history], the tokens known, the newest included; None where nothing looks them up
     """
 
-    def __init__(self, num_slots: int, vocab: int, device: torch.device | str) -> None:
+    def __init__(
+        self, num_slots: int, vocab: int, device: torch.device | str, num_drafts: int = 0, max_history: int = 0
+    ) -> None:
         self.num_slots, self.vocab, self.device = num_slots, vocab, torch.device(device)
         self.tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self.lengths = torch.ones(num_slots + 1, dtype=torch.int32, device=device)
@@ -46,6 +50,8 @@ class RequestState:
         self.repetition, self.frequency, self.presence = self._params[5:].view(torch.float64)
         # large and rarely needed; allocated now, so that the first request with penalties does not run out of memory
         self.counts = zeros((num_slots + 1, vocab), torch.int32, self.device)
+        self.drafts = torch.full((num_slots + 1, num_drafts), -1, device=device) if num_drafts else None
+        self.history = zeros((num_slots + 1, max_history), torch.int32, self.device) if max_history else None
 
     def admit(self, packed: bytearray) -> None:
         """Admit sequences to slots, each packed by `pack_admission`, in one copy that the host does not wait for."""
@@ -59,6 +65,12 @@ class RequestState:
         counts = 2 * np.bincount(np.array(output, np.int64), minlength=self.vocab).astype(np.int32)
         counts[np.array(prompt, np.int64)] += 1
         self.counts[slot].copy_(send(counts, torch.int32, self.device))
+
+    def set_history(self, slot: int, tokens: bytearray) -> None:
+        """Set the first tokens i32 of a slot's history."""
+        assert self.history is not None, "nothing looks them up"
+        sent = send(tokens, torch.int32, self.device)
+        self.history[slot, : len(sent)].copy_(sent)
 
 
 def send(array: bytearray | npt.NDArray[Any], dtype: torch.dtype, device: torch.device) -> Tensor:

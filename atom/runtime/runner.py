@@ -21,7 +21,7 @@ from torch import Tensor
 
 from atom.errors import CapacityError, EngineDeadError, is_out_of_memory
 from atom.kernels.logprobs import top_logprobs
-from atom.runtime.cuda_graphs import Graphs, Started
+from atom.runtime.cuda_graphs import Graphs, Started, draw
 from atom.runtime.model import Model
 from atom.runtime.program import Hidden, rows_of, score
 from atom.runtime.step_input import NUM_REPORTED, BatchShape, Capacity, Scored, Shaping, StepInput
@@ -45,7 +45,14 @@ class Runner:
     def capacity(self) -> Capacity:
         model, graphs = self.model, self.graphs
         return Capacity(
-            tuple(model.kinds), model.padding, model.tables.shape[2], model.state.vocab, graphs.sizes, graphs.shapes
+            tuple(model.kinds),
+            model.padding,
+            model.tables.shape[2],
+            model.state.vocab,
+            graphs.sizes,
+            graphs.shapes,
+            model.num_drafts,
+            graphs.draft_sizes,
         )
 
     def bind(self, num_blocks: Mapping[str, int]) -> None:
@@ -79,6 +86,8 @@ class Runner:
             model.state.admit(step.admissions)
             for each in step.counted:
                 model.state.set_counts(each.slot, each.prompt, each.output)
+            for history in step.histories:
+                model.state.set_history(history.slot, history.tokens)
         if step.table_entries:
             model.extend_tables(step.table_entries)
         started = self.graphs.start(step) or self._start(step)
@@ -93,6 +102,9 @@ class Runner:
 
     def _start(self, step: StepInput) -> Started:
         packed = self.model.send(step.packed)
+        if step.num_drafts:
+            slots, most = packed.view(2, -1)
+            return Started(slots, self.model.decode_drafts(slots, most, step.num_drafts), most=most)
         if step.is_decode:
             return Started(packed, self.model.decode(packed))
         hidden, logits = self.model.mix(step.shape, packed)
@@ -126,25 +138,30 @@ class Runner:
         """Draw the tokens, after everything that allocates: what has been drawn cannot be drawn again."""
         logits, report, shaping = started.logits, None, step.shaping
         assert logits is not None, "there are rows that sample"
+        first = logits[:, 0] if step.num_drafts else logits  # behind the newest tokens
         if step.logprobs:
-            report = self._report(logits, [row for row, _ in step.logprobs], max(num for _, num in step.logprobs))
+            report = self._report(first, [row for row, _ in step.logprobs], max(num for _, num in step.logprobs))
         is_plain, accepted = shaping is None and not step.has_penalties, {}
         # beside plain batches, a start compiles only the last kind
         kind = step.sampling if is_plain else SAMPLING_KINDS[-1]
         if is_plain and step.sampling in started.tails:
-            graph, out = started.tails[step.sampling]
+            graph, (drawn, drafts) = started.tails[step.sampling]
             graph.replay()
         else:
-            shaped = logits if not step.drafts else logits[: len(step.reported)]
+            shaped = first if not step.drafts else first[: len(step.reported)]
             if shaping is not None:
-                shaped = shape_logits(logits[: len(step.reported)], shaping, self.model.send)
-            out = self.model.sample(started.slots[: len(shaped)], shaped, kind, step.has_penalties)
+                shaped = shape_logits(first[: len(step.reported)], shaping, self.model.send)
+            drawn, drafts = draw(self.model, started, shaped, kind, step.has_penalties)
         try:
             if step.drafts:
-                accepted = self._verify(step, logits, out, kind)
+                accepted = self._verify(step, logits, drawn[0], kind)
             if report is not None:
-                self.model.score_drawn(logits, report.rows, out, report.totals, report.chosen, report.ranks)
-            return Pending(step, self._reported, scored, report, self._record(), accepted)
+                self.model.score_drawn(first, report.rows, drawn[0], report.totals, report.chosen, report.ranks)
+            pending = Pending(step, self._reported, scored, report, None, accepted)
+            if self.model.num_drafts:
+                pending.drawn, pending.drafts = self._fetch(drawn), None if drafts is None else self._fetch(drafts)
+            pending.event = self._record()
+            return pending
         except Exception as error:
             if not self.run_ahead:
                 raise
@@ -200,15 +217,28 @@ class Pending:
     report: _Report | None  # of the rows that `step.logprobs` names
     event: torch.cuda.Event | None
     accepted: dict[int, list[int]] = field(default_factory=dict)  # row that samples -> what was drawn behind drafts
+    drawn: Tensor | None = None  # i64[draws, R], -1 where none was drawn, of a runner that drafts; None: in `reported`
+    drafts: Tensor | None = None  # i64[R, drafts], -1 where there was none
 
     def wait(self) -> Sampled:
         """Wait for the device; what was sampled."""
         if self.event is not None:
             self.event.synchronize()
-        tokens: list[int] = self.reported[self.step.reported].tolist() if self.step.reported else []
+        step, accepted = self.step, self.accepted
+        num_drafted = {each.row: len(each.tokens) for each in step.drafts}
+        if self.drawn is None:
+            tokens: list[int] = self.reported[step.reported].tolist() if step.reported else []
+        else:
+            tokens, *behind = self.drawn[:, : len(step.reported)].tolist()
+            found = enumerate(zip(*behind, strict=True))
+            accepted = {row: [token for token in each if token >= 0] for row, each in found}
+        if self.drafts is not None:
+            most = np.frombuffer(step.packed, np.int32)[step.shape.num_rows :]
+            counts = np.minimum((self.drafts >= 0).sum(1).numpy(), most)[: len(tokens)].tolist()
+            num_drafted = {row: count for row, count in enumerate(counts) if count}
         logprobs: list[Logprobs | None] = [None] * len(tokens)
         if self.report is not None:
-            rows, nums = zip(*self.step.logprobs, strict=True)
+            rows, nums = zip(*step.logprobs, strict=True)
             for row, logprob in zip(rows, self.report.read([tokens[row] for row in rows], nums), strict=True):
                 logprobs[row] = logprob
         prompts = {
@@ -220,7 +250,7 @@ class Pending:
             for prompt, reports in self.scored
             if prompt.targets
         }
-        return Sampled(tokens, logprobs, prompts, self.accepted)
+        return Sampled(tokens, logprobs, prompts, accepted, num_drafted)
 
 
 class _Report(NamedTuple):

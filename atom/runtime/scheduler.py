@@ -11,7 +11,8 @@ It is policy alone, without a device and without tensors.
 
 A plan names no token. Tokens are appended, blocks published and sequences ended at its commit, which may come late:
 until then a sequence keeps its blocks and its slot, even if it is aborted. Where steps run ahead, a sequence of a
-pending plan is planned again, past its end where that was not foreseen; else it waits for its commit.
+pending plan is planned again, past its end where that was not foreseen; else it waits for its commit. Drafts of a
+pending plan count as accepted until then: positions and blocks are planned for the most that there may be.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from operator import attrgetter
 from atom.errors import RequestError
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.metrics import SchedulerStats
-from atom.runtime.speculation import Drafter, is_drafted
+from atom.runtime.speculation import Drafter, RunnerDrafter, is_drafted
 from atom.runtime.types import Plan, Sampled, ScheduledRequest, Sequence, StepLimits
 
 
@@ -54,8 +55,8 @@ class Scheduler:
     """
 
     def __init__(self, cache: KVCache, limits: StepLimits, run_ahead: int = 0, drafter: Drafter | None = None) -> None:
-        """drafter: of tokens that decodes verify, where no step runs ahead"""
-        assert drafter is None or not run_ahead, "a draft follows tokens that the host knows"
+        """drafter: of tokens that decodes verify; where steps run ahead, the runner's"""
+        assert not run_ahead or drafter is None or isinstance(drafter, RunnerDrafter), "a draft follows known tokens"
         assert limits.max_decodes > 0, "a step needs room for a sequence and a token"
         self.cache, self.limits = cache, limits
         self.max_num_seqs = limits.max_decodes
@@ -189,7 +190,7 @@ class Scheduler:
                 self.stats.num_overrun += row.samples
                 self._release(sequence)
                 continue
-            sequence.num_computed = row.start + row.num_tokens - len(row.drafts)
+            sequence.num_computed = sequence.num_tokens if row.samples else row.start + row.num_tokens
             self.cache.commit(sequence)
             if place in sampled.prompt_logprobs:
                 known = sequence.prompt_logprobs or [None]
@@ -201,7 +202,8 @@ class Scheduler:
                 if logprobs is not None:
                     sequence.logprobs.append(logprobs)
                 tokens = [token, *sampled.accepted[at]] if at in sampled.accepted else [token]
-                if self._take(sequence, tokens, row, finish):
+                sequence.num_planned -= 1 + len(row.drafts) - len(tokens)  # the rest was rejected
+                if self._take(sequence, tokens, sampled.num_drafted.get(at, 0), finish):
                     ended.append(sequence)
             if sequence in self._leaving and sequence not in self._in_flight:
                 self._preempt(sequence)
@@ -274,7 +276,8 @@ class Scheduler:
         if self._drafter is None or self._num_left(sequence) != 1 or not is_drafted(sequence):
             return
         num_left = min(
-            sequence.params.max_tokens - len(sequence.output), self.limits.max_model_len - sequence.num_tokens
+            sequence.params.max_tokens - self._fewest(sequence),
+            self.limits.max_model_len - sequence.num_tokens - sequence.num_pending,
         )
         most = min(num_left - 1, budget, self.limits.max_verified_tokens // num_decodes - 1)
         if most > 0:
@@ -298,14 +301,17 @@ class Scheduler:
     def _num_left(self, sequence: Sequence) -> int:
         """The number of tokens that its next step may compute: 0 where it waits for a commit."""
         if sequence in self._in_flight:
-            num_output = len(sequence.output) + sequence.num_pending
             is_last = (
-                num_output >= sequence.params.max_tokens
-                or len(sequence.prompt) + num_output >= self.limits.max_model_len
+                self._fewest(sequence) >= sequence.params.max_tokens
+                or sequence.num_tokens + sequence.num_pending >= self.limits.max_model_len
             )
             if not self._run_ahead or sequence.needs_host or is_last:
                 return 0
         return sequence.num_tokens + sequence.num_pending - sequence.num_planned
+
+    def _fewest(self, sequence: Sequence) -> int:
+        """The number of output tokens once pending plans are committed, if they accept no draft."""
+        return len(sequence.output) + sequence.num_pending - sequence.num_unverified
 
     def _ask_to_leave(self, sequence: Sequence, planned: dict[Sequence, int]) -> int:
         """Have a sequence in flight preempted at its commit; the number of tokens that it was to compute now."""
@@ -322,15 +328,14 @@ class Scheduler:
         self.stats.num_ahead += sequence in self._in_flight
         self._in_flight[sequence] += 1
         sequence.num_planned += num_tokens
-        sequence.num_pending += samples
+        sequence.num_pending += samples + len(drafts)
+        sequence.num_unverified += len(drafts)
         return ScheduledRequest(sequence, start, num_tokens, samples, drafts)
 
     def _take(
-        self, sequence: Sequence, tokens: list[int], row: ScheduledRequest, finish: Callable[[Sequence], str | None]
+        self, sequence: Sequence, tokens: list[int], num_drafted: int, finish: Callable[[Sequence], str | None]
     ) -> bool:
         """Append what was drawn, up to the end of the answer; whether it has ended."""
-        if row.drafts:
-            sequence.num_planned = row.start + len(tokens)  # the rest was rejected
         num_taken, reason = 0, None
         for token in tokens:
             sequence.output.append(token)
@@ -338,8 +343,8 @@ class Scheduler:
             reason = finish(sequence)
             if reason is not None or sequence.finish_reason is not None:
                 break
-        if row.drafts:
-            self._count_drafts(sequence, len(row.drafts), min(num_taken, len(tokens) - 1))
+        if num_drafted:
+            self._count_drafts(sequence, num_drafted, min(num_taken, len(tokens) - 1))
             self.stats.num_overrun += len(tokens) - num_taken
         if sequence.finish_reason is not None:  # finish may have aborted it
             return False
@@ -347,7 +352,7 @@ class Scheduler:
             self._end(sequence, reason)
             return True
         if len(tokens) > 1:
-            sequence.num_computed = row.start + len(tokens)
+            sequence.num_computed = sequence.num_tokens - 1
             self.cache.commit(sequence)
         return False
 
@@ -363,7 +368,8 @@ class Scheduler:
     def _land(self, row: ScheduledRequest) -> None:
         """Note that a plan of the sequence is no longer pending."""
         sequence = row.sequence
-        sequence.num_pending -= row.samples
+        sequence.num_pending -= row.samples + len(row.drafts)
+        sequence.num_unverified -= len(row.drafts)
         self._in_flight[sequence] -= 1
         if not self._in_flight[sequence]:
             del self._in_flight[sequence]

@@ -6,6 +6,9 @@
 A step computes the newest token of a sequence and its drafts, each as a row of one token. The model's own draw at the
 newest token decides as ever; the first draft counts where it equals that draw, and then the draw at the draft decides,
 and so on. So tokens are those of no speculation, seed by seed, whatever was drafted.
+
+Where steps run ahead, only the runner knows the newest tokens: it drafts, verifies and accepts by itself
+(`Model.decode_drafts`, `Model.verify`), and the scheduler learns at the commit how many tokens there are.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class Drafter(Protocol):
 
 def is_drafted(sequence: Sequence) -> bool:
     """Whether drafts are verified for a sequence: its draws depend on logits alone, and no report is asked for."""
-    params, num_output = sequence.params, len(sequence.output)
+    params, num_output = sequence.params, len(sequence.output) + sequence.num_pending
     is_free = params.logprobs is None and not params.logit_bias and sequence.matcher is None
     return is_free and num_output > 0 and num_output >= params.min_tokens
 
@@ -57,6 +60,28 @@ class NgramDrafter:
 
     def forget(self, sequence: Sequence) -> None:
         self._indices.pop(sequence.id, None)
+
+
+class RunnerDrafter:
+    """Has the runner draft, which knows the newest tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+
+    def draft(self, sequence: Sequence, most: int) -> list[int]:
+        return [-1] * min(most, self._num_tokens)
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+
+def acceptance_rates(length: float | None, num_tokens: int) -> tuple[float, ...]:
+    """The chance of each draft, once those before it were accepted, that gives steps of so many tokens in the mean.
+
+    As ROCm/ATOM has it: whole drafts are accepted always, and the next one as often as the rest of the length says.
+    """
+    if length is None:
+        return ()
+    return tuple(min(max(length - 1 - at, 0.0), 1.0) for at in range(num_tokens))
 
 
 class _Index:

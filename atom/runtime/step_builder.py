@@ -25,6 +25,7 @@ from atom.runtime.step_input import (
     Capacity,
     Counted,
     Draft,
+    History,
     Scored,
     StepInput,
     pack_admission,
@@ -59,6 +60,9 @@ class StepBuilder:
         least: a shape that holds the plan's, for the step to have
         """
         capacity, residents = self._capacity, self._residents
+        num_drafts = self._count_drafts(plan, least)
+        if capacity.num_drafts and not num_drafts:
+            plan = without_drafts(plan)
         admitted: list[Sequence] = []
         indices, blocks = array("i"), array("i")
         rows: list[_Resident] = []
@@ -81,7 +85,7 @@ class StepBuilder:
                     indices.extend(range(origin + first, origin + len(table)))
                     blocks.extend(table[first:])
                     num_sent[kind] = len(table)
-            if start < resident.num_known or drafts:
+            if start < resident.num_known or (drafts and not num_drafts):
                 is_decode = False
             if samples:
                 if resident.sampling > sampling:
@@ -90,15 +94,20 @@ class StepBuilder:
                     special.append((len(reported), row, resident))
                 reported.append(slot * NUM_REPORTED + (start + num_tokens - len(drafts)) % NUM_REPORTED)
         is_decode = is_decode and (least is None or least.num_decodes == least.num_tokens)
-        shape, packed = self._pack_decodes(plan, least) if is_decode else self._pack(plan, rows, least)
+        shape, packed = self._pack_decodes(plan, num_drafts, least) if is_decode else self._pack(plan, rows, least)
         step = StepInput(
             shape=shape, is_decode=is_decode, packed=packed, reported=reported, sampling=SAMPLING_KINDS[sampling]
         )
+        if num_drafts:
+            step.num_drafts = shape.num_tokens // shape.num_rows - 1
         if admitted:
             packs = [pack_admission(each.slot, each.num_tokens, each.params, each.seed) for each in admitted]
             step.admissions = bytearray(b"".join(packs))
             counted = [each for each in admitted if has_penalties(each)]
             step.counted = [Counted(each.slot, each.prompt, list(each.output)) for each in counted]
+            if capacity.num_drafts:
+                known = [(each.slot, array("i", each.prompt + each.output)) for each in admitted]
+                step.histories = [History(slot, bytearray(tokens)) for slot, tokens in known]
         if indices:
             step.table_entries = bytearray(indices + blocks)
         if special:
@@ -141,12 +150,30 @@ class StepBuilder:
             blocks, tables, [0] * len(tables), sequence.num_tokens, SAMPLING_KINDS.index(kind), *flags, is_special
         )
 
-    def _pack_decodes(self, plan: Plan, least: BatchShape | None) -> tuple[BatchShape, bytearray]:
-        slots = array("i", [row.sequence.slot for row in plan.rows])
+    def _count_drafts(self, plan: Plan, least: BatchShape | None) -> int:
+        """Count the most that the runner drafts for a row: some if it knows the newest tokens of all rows."""
+        if not self._capacity.num_drafts or least is not None or plan.num_decodes < len(plan.rows):
+            return 0
+        for row in plan.rows:
+            resident = self._residents[row.sequence.slot]
+            if resident is None or resident.blocks is not row.sequence.blocks or row.start < resident.num_known:
+                return 0
+        return max((len(row.drafts) for row in plan.rows), default=0)
+
+    def _pack_decodes(self, plan: Plan, num_drafts: int, least: BatchShape | None) -> tuple[BatchShape, bytearray]:
+        """Pack decodes, with so many drafts or more where that is captured."""
+        slots, capacity = array("i", [row.sequence.slot for row in plan.rows]), self._capacity
         num_rows = len(slots) if least is None else least.num_rows
-        size = next((size for size in self._capacity.decode_sizes if size >= num_rows), num_rows)
-        slots.extend([self._capacity.num_slots] * (size - len(slots)))
-        return BatchShape(size, size, size, size), bytearray(slots)
+        if num_drafts:
+            fitting = (each for each in capacity.draft_sizes if each[0] >= num_rows and each[1] >= num_drafts)
+            size, num_drafts = next(fitting, (num_rows, num_drafts))
+        else:
+            size = next((size for size in capacity.decode_sizes if size >= num_rows), num_rows)
+        slots.extend([capacity.num_slots] * (size - len(slots)))
+        if num_drafts:
+            slots.extend([len(row.drafts) for row in plan.rows] + [0] * (size - num_rows))
+        num_tokens = size * (1 + num_drafts)
+        return BatchShape(num_tokens, size, num_tokens, size), bytearray(slots)
 
     def _pack(self, plan: Plan, residents: list[_Resident], least: BatchShape | None) -> tuple[BatchShape, bytearray]:
         """Pack the rows and tokens of a step with prompts, in the smallest captured shape that holds `least`, if any.
@@ -178,6 +205,12 @@ class StepBuilder:
         row_of[shape.num_decodes : num_tokens] = np.repeat(places, counts)[own.num_decodes :]
         row_of[num_tokens:] = num_rows
         return shape, packed
+
+
+def without_drafts(plan: Plan) -> Plan:
+    """A plan whose decodes compute their newest token alone."""
+    rows = [row._replace(num_tokens=row.num_tokens - len(row.drafts), drafts=()) for row in plan.rows]
+    return Plan(rows, plan.num_decodes)
 
 
 class _Row(NamedTuple):

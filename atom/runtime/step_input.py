@@ -84,6 +84,8 @@ class Capacity(msgspec.Struct, frozen=True):
     vocab: int
     decode_sizes: tuple[int, ...] = ()  # numbers of decodes that are captured, smallest first
     mixed_shapes: tuple[BatchShape, ...] = ()  # of steps with prompts, likewise
+    num_drafts: int = 0  # tokens that the runner drafts itself, at most
+    draft_sizes: tuple[tuple[int, int], ...] = ()  # captured numbers of decodes, and of drafts of each
 
 
 class Counted(msgspec.Struct):
@@ -92,6 +94,13 @@ class Counted(msgspec.Struct):
     slot: int
     prompt: list[int]
     output: list[int]
+
+
+class History(msgspec.Struct):
+    """The tokens that a slot's drafts are looked up in."""
+
+    slot: int
+    tokens: bytearray  # i32
 
 
 class Shaping(msgspec.Struct):
@@ -127,9 +136,11 @@ class StepInput(msgspec.Struct, kw_only=True):
 
     shape: BatchShape
     is_decode: bool  # each row computes the newest token of its slot: the host sends no token
-    packed: bytearray  # i32: the rows' slots [S] where is_decode, else see BatchShape.split
+    packed: bytearray  # i32: the rows' slots [S] where is_decode, then `most` [S] if it drafts; else BatchShape.split
+    num_drafts: int = 0  # tokens that the runner drafts for each row of decodes; at most `most` of them are accepted
     admissions: bytearray = bytearray()  # see pack_admission, one behind the other
     counted: list[Counted] = []  # of admissions with penalties
+    histories: list[History] = []  # of admissions, where the runner drafts
     table_entries: bytearray = bytearray()  # i32[2, E]: flat indices into the tables [C, slots + 1, M], and blocks
     reported: list[int] = []  # by row that samples: the index of its token in the state's `reported`
     sampling: str = "greedy"  # one of SAMPLING_KINDS

@@ -45,6 +45,15 @@ class StepLimits:
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
+class Drafting(NamedTuple):
+    """How a runner drafts tokens."""
+
+    num_tokens: int  # of a slot, for a step
+    min_n: int  # the last tokens that prompt lookup finds again, at least
+    max_n: int
+    rates: tuple[float, ...] = ()  # accept by chance, each draft once those before it were; (): if equal
+
+
 @dataclass(frozen=True)
 class Logprobs:
     """One position: the chosen token's log probability and those of the most likely tokens, best first."""
@@ -89,12 +98,13 @@ class SchedulingState:
 
     num_computed: int = 0  # tokens whose KV is in the cache
     num_planned: int = 0  # tokens computed or planned: where the next step begins
-    num_pending: int = 0  # tokens sampled by uncommitted steps, which the device knows and the host does not
+    num_pending: int = 0  # tokens sampled by uncommitted steps, at most, which the device knows and the host does not
+    num_unverified: int = 0  # of these, drafts that may be rejected
     group: int = 0  # the data group that it is in, once it is in one
     slot: int = -1  # its slot in the request state of the group while it is admitted, else -1
     num_cached: int = 0  # prompt tokens that the prefix cache gave at the first admission
     blocks: dict[str, list[int]] = field(default_factory=dict)  # cache kind -> block numbers, in order; 0 is no block
-    drafts: list[int] = field(default_factory=list)  # tokens that may follow the newest, of the step that is planned
+    drafts: list[int] = field(default_factory=list)  # behind the newest token, of the planned step; -1: the runner's
     admitted_at: float | None = None  # first
 
 
@@ -140,7 +150,7 @@ class ScheduledRequest(NamedTuple):
     start: int
     num_tokens: int
     samples: bool  # its last token, but for drafts, is the newest known: a token is sampled
-    drafts: tuple[int, ...] = ()  # tokens behind the newest, to be verified
+    drafts: tuple[int, ...] = ()  # tokens behind the newest, to be verified; -1: the runner knows it
 
     @property
     def is_decode(self) -> bool:
@@ -168,6 +178,7 @@ class Sampled:
     logprobs: list[Logprobs | None]
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # plan's row -> for positions start + 1 …
     accepted: dict[int, list[int]] = field(default_factory=dict)  # row that samples -> tokens behind its first
+    num_drafted: dict[int, int] = field(default_factory=dict)  # likewise, drafts that were verified, if any
     others: list[Sampled] = field(default_factory=list)  # of the other data groups
 
 

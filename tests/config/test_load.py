@@ -894,16 +894,28 @@ def test_any_number_of_heads_is_looked_at_in_no_time(write: Write):
         load([checkpoint, "device=cpu", "parallel=tp3"])
 
 
-def test_drafts_are_for_cpus_and_are_looked_up_by_so_many_tokens():
+def test_drafts_are_looked_up_by_so_many_tokens():
     config = load(["serve.method=ngram", "serve.num_speculative_tokens=7", "device=cpu"])
     assert (config.serve.method, config.serve.num_speculative_tokens) == ("ngram", 7)
     assert load(["serve.num_speculative_tokens=5"]).serve.num_speculative_tokens is None, "nothing drafts"
-    with pytest.raises(UnsupportedError, match=r"^serve.method=ngram is not built for GPUs yet; there is: device=cpu$"):
-        load(["serve.method=ngram", "device=cuda"])
+    assert load(["serve.method=ngram", "device=cpu"]).serve.max_verified_tokens == 8
+    assert load(["serve.method=ngram", "device=cuda"]).serve.max_verified_tokens == 256
     with pytest.raises(ConfigError, match=r"^serve.prompt_lookup_min=5 is more than serve.prompt_lookup_max=4; raise"):
         load(["serve.method=ngram", "serve.prompt_lookup_min=5", "device=cpu"])
     with pytest.raises(ConfigError, match=r"^serve.num_speculative_tokens=8 must be"):
         load(["serve.num_speculative_tokens=8"])
+
+
+def test_drafts_are_accepted_by_chance_where_weights_are_random():
+    texts = ["serve.method=ngram", "serve.acceptance_length=2.5", "device=cpu"]
+    assert load([*texts, "load_dummy=true"]).serve.acceptance_length == 2.5
+    for more in (texts, ["load_dummy=true", "serve.acceptance_length=2", "device=cpu"]):
+        with pytest.raises(ConfigError, match=r"accepts drafts by chance, to measure; set serve.method and load_dummy"):
+            load(more)
+    with pytest.raises(ConfigError, match=r"^serve.acceptance_length=4.5 is more than a step's token and its drafts"):
+        load(["serve.method=ngram", "serve.acceptance_length=4.5", "load_dummy=true", "device=cpu"])
+    with pytest.raises(UnsupportedError, match=r"^serve.acceptance_length=2.5 is for one rank"):
+        load([*texts, "load_dummy=true", "parallel=tp3"])
 
 
 def test_replicas_are_for_serving_and_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch):

@@ -29,6 +29,7 @@ class State:
     num_slots: int
     tokens: Tensor
     lengths: Tensor
+    drafts: Tensor | None = None
 
 
 class Row(NamedTuple):
@@ -151,6 +152,43 @@ def test_decodes(place: Place, block_size: int, num_kinds: int, num_padding: int
     assert inputs.positions[padding].tolist() == [0] * num_padding
     assert inputs.batch.lengths[padding].tolist() == [1] * num_padding
     assert inputs.slots[:, padding].tolist() == [[0] * num_padding] * num_kinds, "they write to block 0"
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize(("num_drafts", "num_kept"), [(1, 1), (3, 3), (3, 5)])
+def test_decodes_with_drafts(place: Place, block_size: int, num_drafts: int, num_kept: int):
+    """Rows are sequences whose last tokens are drafts; some have fewer blocks than drafts, or no draft at all."""
+    world = World(place.device, block_size, 2, width=-(-(2 * ENTRIES + 20) // block_size))
+    lengths, most = [2, 3, 15, 16, 17, ENTRIES, 2 * ENTRIES + 5], [num_drafts, 0, 1, num_drafts, num_drafts - 1, 1, 0]
+    rows, drafts = [], torch.full((NUM_SLOTS + 1, num_kept), -1)
+    for length, own in zip(lengths, most, strict=True):
+        row = world.decode(length + own)
+        drafts[row.slot, :own] = torch.tensor(row.tokens[length:])
+        world.state.tokens[row.slot], world.state.lengths[row.slot] = row.tokens[length - 1], length
+        rows.append(row._replace(start=length - 1, num_tokens=1 + own))
+    num_padding = 2
+    slots = torch.tensor([row.slot for row in rows] + [NUM_SLOTS] * num_padding, dtype=torch.int32)
+    limits = torch.tensor(most + [0] * num_padding, dtype=torch.int32)
+    inputs, state = world.inputs(len(slots) * (1 + num_drafts), len(slots)), world.on_device()
+    state.drafts = drafts.to(place.device)
+    find_step_kernels(place.device, place.backend).decode_inputs(
+        slots.to(place.device), state, world.tables.to(place.device), block_size, inputs, limits.to(place.device)
+    )
+    for place_of, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+        first = place_of * (1 + num_drafts)
+        own, behind = slice(first, first + row.num_tokens), slice(first + row.num_tokens, first + 1 + num_drafts)
+        assert inputs.tokens[own].tolist() == row.tokens[row.start :]
+        assert inputs.positions[first : first + 1 + num_drafts].tolist() == [*range(length - 1, length + num_drafts)]
+        assert inputs.tokens[behind].tolist() == [0] * (num_drafts + 1 - row.num_tokens), "an id that there is"
+        assert inputs.batch.lengths[place_of] == length + num_drafts
+        for kind, blocks in row.blocks.items():
+            slots_of, table = inputs.batch.slot_mappings[kind], inputs.batch.tables[kind]
+            expected = [blocks[p // block_size] * block_size + p % block_size for p in range(row.start, row.stop)]
+            assert slots_of[own].tolist() == expected
+            assert all(0 <= slot < block_size for slot in slots_of[behind].tolist()), "in block 0"
+            assert table[place_of, : len(blocks)].tolist() == blocks
+    padding = slice(len(rows) * (1 + num_drafts), None)
+    assert ((inputs.slots[:, padding] >= 0) & (inputs.slots[:, padding] < block_size)).all()
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 16])

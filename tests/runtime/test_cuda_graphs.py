@@ -23,7 +23,7 @@ from atom.runtime.cuda_graphs import Graphs, Started, _Captured
 from atom.runtime.runner import Runner
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import BatchShape, Capacity, StepInput
-from atom.runtime.types import Plan, ScheduledRequest, Sequence
+from atom.runtime.types import Plan, ScheduledRequest, Sequence, StepLimits
 
 PADDING = 99
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -135,21 +135,24 @@ def test_what_is_not_captured_yet_is_when_it_first_runs(graphs: Graphs, monkeypa
     assert mixed == [small]
 
 
-def imagine(num_slots: int, flops_a_token: float = 1e6) -> Any:
+def imagine(num_slots: int, flops_a_token: float = 1e6, num_drafts: int = 0) -> Any:
     """A model for graphs that capture nothing."""
-    return Mock(flops_a_token=flops_a_token, padding=PADDING, state=SimpleNamespace(num_slots=num_slots, vocab=8),
+    return Mock(flops_a_token=flops_a_token, padding=PADDING, num_drafts=num_drafts, limits=StepLimits(num_slots, 1, 1, 64),
+                 state=SimpleNamespace(num_slots=num_slots, vocab=8),
                 logits_dtype=torch.float32, device=torch.device("cpu"), tables=torch.zeros(1, 1, 1),
                 send=lambda array: torch.frombuffer(array, dtype=torch.int32))  # fmt: skip
 
 
-def find_captured(graphs: Graphs, monkeypatch: pytest.MonkeyPatch, **options: bool) -> list[BatchShape]:
+def find_captured(
+    graphs: Graphs, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...] = (1,), **options: bool
+) -> list[BatchShape]:
     """The steps with prompts that a start captures, in order."""
     captured: list[BatchShape] = []
     for name in ("graph_pool_handle", "Stream"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(graphs, "_capture_decodes", lambda size: None)
     monkeypatch.setattr(graphs, "_capture_mixed", captured.append)
-    graphs.capture([1], **options)
+    graphs.capture(sizes, **options)
     return captured
 
 
@@ -230,6 +233,16 @@ def test_decodes_that_no_graph_holds_are_walked_through_too(
 ):
     Graphs(model := imagine(num_slots)).compile(sizes, max_tokens)
     assert max(len(call.args[0]) for call in model.decode.call_args_list) == largest
+
+
+def test_fewer_drafts_are_captured_for_more_decodes(monkeypatch: pytest.MonkeyPatch):
+    """As many as the scheduler drafts for the fewest decodes that take a size, of 64 tokens in all; then none."""
+    captured: list[tuple[int, int]] = []
+    graphs = Graphs(imagine(100, num_drafts=3))
+    monkeypatch.setattr(graphs, "_capture_drafts", lambda *sizes: captured.append(sizes))
+    find_captured(graphs, monkeypatch, sizes=(1, 2, 8, 16, 24, 32, 48))
+    assert graphs.draft_sizes == ((1, 3), (2, 3), (8, 3), (16, 3), (24, 2), (32, 1))
+    assert captured == list(graphs.draft_sizes)[::-1]
 
 
 def test_what_a_capture_raises_first_is_raised(graphs: Graphs, monkeypatch: pytest.MonkeyPatch):

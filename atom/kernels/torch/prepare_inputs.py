@@ -20,14 +20,26 @@ def extend_tables(tables: Tensor, entries: Tensor) -> None:
     tables.view(-1)[entries[0].long()] = entries[1]
 
 
-def decode_inputs(slots: Tensor, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
-    """Inputs of S decodes. slots: i32[S]; tables: i32[C, num_slots + 1, M]"""
-    index = slots.long()
-    torch.index_select(state.tokens, 0, index, out=inputs.tokens)
-    torch.index_select(state.lengths, 0, index, out=inputs.batch.lengths)
-    torch.sub(inputs.batch.lengths, 1, out=inputs.positions)
+def decode_inputs(
+    slots: Tensor, state: State, tables: Tensor, block_size: int, inputs: Inputs, most: Tensor | None = None
+) -> None:
+    """Inputs of S decodes. slots: i32[S]; tables: i32[C, num_slots + 1, M]
+
+    most: i32[S], each row has the newest token of its slot and some of its drafts, as many as `inputs` has room for;
+    so many of them write to the cache, the others to block 0
+    """
+    index, num_queries = slots.long(), len(inputs.tokens) // max(len(slots), 1)
+    numbers, tokens = torch.arange(num_queries), inputs.tokens.view(len(slots), -1)
+    tokens[:, 0] = state.tokens[index]
+    if most is not None:
+        assert state.drafts is not None
+        tokens[:, 1:] = state.drafts[index, : num_queries - 1].clamp(min=0)
+    torch.add(state.lengths[index], num_queries - 1, out=inputs.batch.lengths)
+    torch.add(state.lengths[index, None] - 1, numbers, out=inputs.positions.view(len(slots), -1))
     _copy_tables(tables, index, block_size, inputs)
-    _find_slots(tables, index, inputs.positions, block_size, inputs)
+    _find_slots(tables, index.repeat_interleave(num_queries), inputs.positions, block_size, inputs)
+    if most is not None:
+        inputs.slots.view(-1, len(slots), num_queries).mul_(numbers <= most[:, None])
 
 
 def mixed_inputs(rows: Rows, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:

@@ -59,6 +59,8 @@ def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, 
         index, tokens, lengths, flat = (each[~is_padding] for each in (index, tokens, lengths, flat))
     state.tokens[index] = tokens
     state.reported.view(-1)[flat] = tokens
+    if state.history is not None:
+        state.history[index, lengths] = tokens.int()
     if penalties:
         state.counts[own, out[has_penalties]] += 2
     state.lengths[index] = (lengths + 1).int()

@@ -26,22 +26,36 @@ def extend_tables(tables: Tensor, entries: Tensor) -> None:
     _extend[(-(-num_entries // ENTRIES),)](tables, entries, num_entries, ENTRIES=ENTRIES)
 
 
-def decode_inputs(slots: Tensor, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
-    _launch(slots, None, state, tables, block_size, inputs)
+def decode_inputs(
+    slots: Tensor, state: State, tables: Tensor, block_size: int, inputs: Inputs, most: Tensor | None = None
+) -> None:
+    _launch(slots, None, most, state, tables, block_size, inputs)
 
 
 def mixed_inputs(rows: Rows, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
-    _launch(rows.slots, rows, state, tables, block_size, inputs)
+    _launch(rows.slots, rows, None, state, tables, block_size, inputs)
 
 
-def _launch(slots: Tensor, rows: Rows | None, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
+def _launch(
+    slots: Tensor,
+    rows: Rows | None,
+    most: Tensor | None,
+    state: State,
+    tables: Tensor,
+    block_size: int,
+    inputs: Inputs,
+) -> None:
     """rows: None where all are decodes"""
+    drafts, stride, num_drafts = None, 0, 0
+    if most is not None and state.drafts is not None:
+        drafts, stride, num_drafts = state.drafts, state.drafts.stride(0), len(inputs.tokens) // len(slots) - 1
     given, row_of, starts, ends = (rows.given, rows.row_of, rows.starts, rows.ends) if rows else (None,) * 4
     (num_kinds, _, width), num_rows, num_tokens = tables.shape, slots.shape[0], 0 if given is None else given.shape[0]
     _prepare[(num_rows + -(-num_tokens // TOKENS), num_kinds)](
-        slots, given, row_of, starts, ends, state.tokens, state.lengths, tables, inputs.tokens, inputs.positions,
-        inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0), inputs.tables.stride(0), num_rows,
-        num_tokens, state.num_slots, width, BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
+        slots, given, row_of, starts, ends, most, drafts, state.tokens, state.lengths, tables, inputs.tokens,
+        inputs.positions, inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0),
+        inputs.tables.stride(0), num_rows, num_tokens, state.num_slots, width, stride, NUM_DRAFTS=num_drafts,
+        BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
     )  # fmt: skip
 
 
@@ -55,19 +69,19 @@ def _extend(tables, entries, num_entries, ENTRIES: tl.constexpr):
 
 @jit(
     do_not_specialize=["num_rows", "num_tokens", "slots_stride", "tables_stride"],
-    do_not_specialize_on_alignment=["rows", "given", "row_of", "starts", "ends", "positions"],
+    do_not_specialize_on_alignment=["rows", "given", "row_of", "starts", "ends", "most", "positions"],
 )
 def _prepare(
-    rows, given, row_of, starts, ends, newest, known, slot_tables, tokens, positions, lengths, slots, tables,
-    slots_stride, tables_stride, num_rows, num_tokens, num_slots, width,
-    BLOCK_SIZE: tl.constexpr, ENTRIES: tl.constexpr, TOKENS: tl.constexpr,
+    rows, given, row_of, starts, ends, most, drafts, newest, known, slot_tables, tokens, positions, lengths, slots,
+    tables, slots_stride, tables_stride, num_rows, num_tokens, num_slots, width, drafts_stride,
+    NUM_DRAFTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ENTRIES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     program, kind = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot_tables += kind * (num_slots + 1) * width
     slots += kind * slots_stride
     if program < num_rows:  # a row: its table and length
         slot = tl.load(rows + program).to(tl.int64)
-        end = tl.load(known + slot)
+        end = tl.load(known + slot) + NUM_DRAFTS
         if ends is not None:
             stated = tl.load(ends + program)
             end = tl.where((stated > 0) | (slot == num_slots), stated, end)
@@ -82,12 +96,17 @@ def _prepare(
             found = tl.load(slot_tables + slot * width + first + entries, mask=is_there, other=0)
             tl.store(target + first + entries, found, mask=is_there)
             first += ENTRIES
-        if given is None:  # and the one token that it computes
-            position = end - 1
-            block = tl.load(slot_tables + slot * width + position // BLOCK_SIZE).to(tl.int64)
-            tl.store(slots + program, block * BLOCK_SIZE + position % BLOCK_SIZE)
-            tl.store(tokens + program, tl.load(newest + slot))
-            tl.store(positions + program, position.to(tl.int64))
+        if given is None:  # and the newest token, and drafts
+            for number in tl.static_range(1 + NUM_DRAFTS):
+                at, position = program * (1 + NUM_DRAFTS) + number, end - 1 - NUM_DRAFTS + number
+                has_kv, token = True, tl.load(newest + slot)
+                if number > 0:
+                    has_kv = number <= tl.load(most + program)
+                    token = tl.maximum(tl.load(drafts + slot * drafts_stride + number - 1), 0)
+                block = tl.load(slot_tables + slot * width + position // BLOCK_SIZE, mask=has_kv, other=0).to(tl.int64)
+                tl.store(slots + at, block * BLOCK_SIZE + position % BLOCK_SIZE)
+                tl.store(tokens + at, token)
+                tl.store(positions + at, position.to(tl.int64))
     elif given is not None:
         at = (program - num_rows) * TOKENS + tl.arange(0, TOKENS)
         is_there = at < num_tokens

@@ -64,7 +64,8 @@ def sample(logits: Tensor, slots: Tensor, state: State, kind: str, out: Tensor, 
     penalty = (state.counts if penalties else None, state.repetition, state.frequency, state.presence)
     params = (state.temperature, state.top_k, state.top_p, state.min_p)
     gathered = (limits, ends, values, ids, MAX_GATHERED)
-    written = (state.num_slots, state.seed, state.tokens, state.lengths, state.reported, out)
+    width = 0 if state.history is None else state.history.shape[1]
+    written = (state.num_slots, state.seed, state.tokens, state.lengths, state.reported, state.history, width, out)
     grid, padded = (num_parts, num_rows), next_power_of_2(num_parts)
     exact = {"enable_fp_fusion": False}  # a product is rounded before a sum, as on the host
     _summarize[grid](
@@ -189,10 +190,10 @@ def _gather(
         tl.store(sums + row * num_parts + part, tl.sum(weights.to(tl.float64), axis=0))
 
 
-@jit(do_not_specialize_on_alignment=["rows"])
+@jit(do_not_specialize_on_alignment=["rows", "out"])
 def _draw(
     logits, stride, vocab, rows, counts, repetition, frequency, presence,
-    temperature, top_k, top_p, min_p, num_slots, seed, tokens, lengths, reported, out,
+    temperature, top_k, top_p, min_p, num_slots, seed, tokens, lengths, reported, history, width, out,
     best, best_id, sums, limits, ends, values, value_ids, max_gathered: tl.constexpr, num_parts: tl.constexpr,
     PART: tl.constexpr, NUM_PARTS: tl.constexpr, NUM_PAIRED: tl.constexpr, NUM_REPORTED: tl.constexpr,
 ):  # fmt: skip
@@ -252,6 +253,8 @@ def _draw(
     tl.store(out + row, token)
     tl.store(tokens + slot, token)
     tl.store(reported + slot * NUM_REPORTED + length % NUM_REPORTED, token)
+    if history is not None:
+        tl.store(history + slot * width + length, token.to(tl.int32), mask=length < width)
     tl.store(lengths + slot, length + 1)
     if counts is not None:
         counted = counts + slot * vocab + token

@@ -127,11 +127,17 @@ def test_chunks_of_a_prompt_give_what_the_whole_prompt_gives(triton_device):
         assert_equal(run(chunk, triton_device, scale=0.3, window=40), expected[first:last])
 
 
-@pytest.mark.parametrize("query_len", [2, 4])
-def test_leading_sequences_of_several_queries_each_are_attended_as_prompts(triton_device, query_len):
-    case = make_case([], [(query_len, length) for length in (20, 33, 70)] + [(9, 12)], kv_heads=2, heads=6)
-    several = change(case, num_decodes=3, query_len=query_len)
-    assert_equal(run(several, triton_device, scale=0.3), reference(case, scale=0.3))
+@pytest.mark.parametrize("parameters", [None, SMALL_PARTS], ids=["whole", "parts"])
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, False), (17, 1.5, True), (2, None, False)])
+@pytest.mark.parametrize(("query_len", "heads"), [(2, 6), (4, 2), (4, 12), (7, 14)])
+def test_sequences_of_several_queries_each(triton_device, query_len, heads, window, softcap, has_sinks, parameters):
+    lengths = [query_len, query_len + 1, 16, 20, 33, 70, 129]
+    case = make_case([], [(query_len, length) for length in lengths] + [(9, 12)], kv_heads=2, heads=heads, dim=20,
+                     window=window, has_sinks=has_sinks)  # fmt: skip
+    several = change(case, num_decodes=len(lengths), query_len=query_len)
+    attributes = {"scale": 0.3, "window": window, "softcap": softcap}
+    out = run(several, triton_device, PagedAttention(parameters), **attributes)
+    assert_equal(out, reference(case, **attributes))
 
 
 def test_more_sequences_than_the_smallest_bucket_has(triton_device):

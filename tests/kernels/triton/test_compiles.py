@@ -12,7 +12,7 @@ COMPILE = """
 import sys, torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from atom.kernels.triton import moe, sampling
+from atom.kernels.triton import moe, sampling, speculation
 from atom.kernels.triton.attention import paged
 from atom.kernels.triton.attention import decode
 from atom.kernels.triton import prepare_inputs
@@ -60,7 +60,7 @@ class Compile:
         assert made.metadata.shared <= gpu.shared_memory, (kernel.__name__, made.metadata.shared)
         print(kernel.__name__)
 
-for module in (decode, prepare_inputs, linear, packed, moe, prefill, rope, sampling):
+for module in (decode, prepare_inputs, linear, packed, moe, prefill, rope, sampling, speculation):
     if hasattr(module, "find_gpu"):
         module.find_gpu = lambda device: gpu
     for name in NAMES[module.__name__.rpartition(".")[2]].split():
@@ -99,6 +99,7 @@ table, starts = torch.zeros(4, 4, dtype=torch.int32), torch.tensor([0, 1, 2, 3, 
 batch = Batch({"full": table}, {"full": slots}, starts, torch.full((4,), 9, dtype=torch.int32), 3)
 rope.norm_rope_write(q, k, k, angle, angle, bf16(128), bf16(128), cache, batch, eps=1e-6)
 paged.PagedAttention()(q, cache, batch, scale=0.1)
+paged.PagedAttention()(q, cache, batch._replace(query_len=3), scale=0.1, window=8)
 for norm, turning in ((bf16(128), angle), (None, None)):
     paged.NormRopeAttention()(q, k, k, turning, turning, norm, norm, cache, batch, eps=1e-6, scale=0.1)
 if sys.argv[1] != "sm_80":  # which has no such numbers
@@ -111,6 +112,13 @@ rows, tables = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 4, 4, dtype=tor
 state = RequestState(3, 500, "cpu")
 inputs = Inputs(slots, slots, batch._replace(lengths=rows), slots[None], torch.zeros(1, 3, 4, dtype=torch.int32))
 prepare_inputs.decode_inputs(rows, state, tables, 16, inputs)
+drafting = RequestState(3, 500, "cpu", 3, 100)
+room = Inputs(torch.zeros(12).long(), torch.zeros(12).long(), inputs.batch, torch.zeros(1, 12).long(), inputs.tables)
+prepare_inputs.decode_inputs(rows, drafting, tables, 16, room, rows)
+speculation.find_ngrams(rows, drafting, 2, 4)
+for rates in (None, torch.ones(3)):
+    speculation.accept(torch.zeros(4, 3).long(), rows.repeat(4, 1), rows, drafting, 1, rates)
+sampling.sample(bf16(3, 500), rows, drafting, "filtered", torch.zeros(3, dtype=torch.int64))
 split = PackedRows(rows, starts, rows, rows, rows, slots.int(), slots.int())
 prepare_inputs.mixed_inputs(split, state, tables, 16, inputs)
 prepare_inputs.extend_tables(tables, torch.zeros(2, 3, dtype=torch.int32))
@@ -134,6 +142,7 @@ NAMES = {
     "moe": "_logits_kernel _choose_kernel _group_kernel _grouped_linear_kernel _packed_grouped_linear_kernel _combine_kernel",
     "prefill": "_prefill",
     "rope": "_norm_rope_write",
+    "speculation": "_find _repeat _accept",
     "sampling": "_summarize _limit _gather _draw _score",
 }
 

@@ -92,6 +92,15 @@ def test_decodes_and_prefills_equal_the_reference(triton_device, dim, turned, kv
     assert_right(make_case([2, 33], [(1, 1), (5, 21)], **sizes), triton_device, **attributes)
 
 
+@pytest.mark.parametrize("query_len", [2, 4])
+def test_several_queries_of_each_sequence_see_those_before_them(triton_device, query_len):
+    lengths = [query_len, 17, 33, 70]
+    case = make_case([], [(query_len, length) for length in lengths], kv_heads=2, heads=6, dim=20, turned=20)
+    case = case._replace(batch=case.batch._replace(num_decodes=len(lengths), query_len=query_len))
+    for attend in (NormRopeAttention(), NormRopeAttention(SMALL_PARTS)):
+        assert_right(case, triton_device, attend, scale=0.3, eps=1e-6)
+
+
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 2, 37])

@@ -14,6 +14,9 @@ writes its newest key and value, from which its softmax starts: no tile has them
 starts while the preceding one still runs, and loads the first tiles meanwhile. So lengths, table and all older entries
 must have been written before the kernel before the preceding one could start. In a step, the embedding, which waits for
 all kernels before it, lies between the step's inputs and the first layer.
+
+A sequence may have several queries, its last positions: they share a tile of queries with the heads of a group, so that
+keys and values are read once for all of them. Their own keys are in the cache, without `newest`.
 """
 
 from __future__ import annotations
@@ -81,9 +84,11 @@ def choose(num_sequences: int, dim: int, element_size: int, entry_size: int, gpu
 
 
 @jit
-def _merge(sums, stats, sinks, v_scale, out, head, first, last, PROGRAMS: tl.constexpr, GROUP: tl.constexpr,
-           DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """The parts that programs first to last left of one sequence, as one softmax, to its heads at `out`."""
+def _merge(sums, stats, sinks, v_scale, out, head, first, last, PROGRAMS: tl.constexpr, HEADS: tl.constexpr,
+           GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, BLOCK_G: tl.constexpr,
+           BLOCK_D: tl.constexpr):  # fmt: skip
+    """The parts that programs first to last left of one sequence, as one softmax, to its queries' heads at `out`."""
+    ROWS: tl.constexpr = GROUP * QUERIES
     rows, columns = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     best = tl.full([BLOCK_G], NOTHING, tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
@@ -91,8 +96,8 @@ def _merge(sums, stats, sinks, v_scale, out, head, first, last, PROGRAMS: tl.con
     for part in range(first, last + 1, PARTS):
         programs = part + tl.arange(0, PARTS)
         slots = (head * PROGRAMS + programs) * 2 + (programs == first).to(tl.int32)
-        is_row = (programs <= last)[:, None] & (rows < GROUP)[None, :]
-        at = slots[:, None] * GROUP + rows[None, :]
+        is_row = (programs <= last)[:, None] & (rows < ROWS)[None, :]
+        at = slots[:, None] * ROWS + rows[None, :]
         bests = tl.load(stats + 2 * at, mask=is_row, other=NOTHING, cache_modifier=".cg")
         totals = tl.load(stats + 2 * at + 1, mask=is_row, other=0.0, cache_modifier=".cg")
         is_there = is_row[:, :, None] & (columns < DIM)[None, None, :]
@@ -103,7 +108,14 @@ def _merge(sums, stats, sinks, v_scale, out, head, first, last, PROGRAMS: tl.con
         total = total * fade + tl.sum(totals * fades, 0)
         acc = acc * fade[:, None] + tl.sum(parts * fades[:, :, None], 0)
         best = higher
-    store_attended(acc, best, total, sinks, v_scale, out, head * GROUP + rows, rows * DIM, rows < GROUP, DIM)
+    heads = head * GROUP + rows % GROUP
+    store_attended(acc, best, total, sinks, v_scale, out, heads, _find_rows(rows, HEADS, GROUP, DIM), rows < ROWS, DIM)
+
+
+@jit
+def _find_rows(rows, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
+    """Where rows of a tile of queries, the heads of a group for each query, are in a tensor [queries, heads, DIM]."""
+    return rows // GROUP * (HEADS * GROUP * DIM) + rows % GROUP * DIM
 
 
 @jit
@@ -145,14 +157,16 @@ def _decode(
     q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, k_scale, v_scale, out, sums, stats, tickets,
     num_decodes, table_stride, q_stride, k_stride, v_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
     HALF: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PROGRAMS: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, BLOCK_G: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, PROGRAMS: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, BLOCK_G: tl.constexpr,
     BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a run of tiles of the kv head program_id(0). HEADS of keys, GROUP query heads to each.
+    """One program: a run of tiles of the kv head program_id(0). HEADS of keys, GROUP query heads to each, and QUERIES
+    of each sequence.
 
     Without k the newest keys are in the cache, and q is as it shall be.
     """
+    ROWS: tl.constexpr = GROUP * QUERIES
     NEWEST: tl.constexpr = 0 if k is None else 1  # positions that are in no tile
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -162,7 +176,7 @@ def _decode(
     sequences = tl.arange(0, BLOCK_S)
     counts = tl.load(lengths + sequences, mask=sequences < num_decodes, other=0)
     if WINDOW is not None:
-        counts = tl.minimum(counts, WINDOW)
+        counts = tl.minimum(counts, WINDOW + QUERIES - 1)
     counts = tl.where(sequences < num_decodes, tl.maximum(tl.cdiv(counts - NEWEST, BLOCK_N), 1), 0)
     num_tiles = tl.sum(counts, 0)
     # to merge a part costs as much as a tile or two, and more the more parts a sequence has
@@ -172,7 +186,7 @@ def _decode(
     sequence, before = find_owner(counts, tile)
 
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    is_q = (rows < GROUP)[:, None] & (columns < DIM)[None, :]
+    is_q = (rows < ROWS)[:, None] & (columns < DIM)[None, :]
     keys = cache + head * DIM
     values = keys + HEADS * DIM
     ENTRY: tl.constexpr = cache.dtype.element_ty
@@ -185,7 +199,7 @@ def _decode(
         length = tl.load(lengths + sequence)
         oldest = 0
         if WINDOW is not None:
-            oldest = tl.maximum(length - WINDOW, 0)
+            oldest = tl.maximum(length - (WINDOW + QUERIES - 1), 0)
         after = before + tl.maximum(tl.cdiv(length - NEWEST - oldest, BLOCK_N), 1)
         run_end = tl.minimum(end, after)
         start = oldest + (tile - before) * BLOCK_N
@@ -203,7 +217,8 @@ def _decode(
                 keys, values, blocks, block, positions, stop, True, BLOCK_SIZE, 2 * HEADS * DIM, DIM, BLOCK_D
             )
             if first == start:  # inside the loop, so that the loads of the first tiles are issued before the wait
-                q_rows = q + row * q_stride + (head * GROUP + rows % GROUP) * DIM
+                query = rows % ROWS // GROUP
+                q_rows = q + (row * QUERIES + query) * q_stride + (head * GROUP + rows % GROUP) * DIM
                 if k is None:
                     is_column = columns[None, :] < DIM
                     queries = tl.load(q_rows[:, None] + columns[None, :], mask=is_column, other=0.0).to(DOT)
@@ -219,39 +234,45 @@ def _decode(
             if ENTRY.is_fp8() and PDL:
                 tile_keys = unpack_bytes(tile_keys.to(tl.uint8, bitcast=True), None, "fp8", DOT, True)
                 tile_values = unpack_bytes(tile_values.to(tl.uint8, bitcast=True), None, "fp8", DOT, True)
-            best, total, acc = attend_tile(queries, tile_keys, tile_values, best, total, acc,
-                                           (positions < stop)[None, :], k_scale, SCALE, SOFTCAP)  # fmt: skip
-        out_row = row * (HEADS * GROUP * DIM) + head * (GROUP * DIM)
+            is_seen = (positions < stop)[None, :]
+            if QUERIES > 1:
+                ends = length - (QUERIES - 1) + rows // GROUP
+                is_seen = is_seen & (positions[None, :] < ends[:, None])
+                if WINDOW is not None:
+                    is_seen = is_seen & (positions[None, :] >= ends[:, None] - WINDOW)
+            best, total, acc = attend_tile(queries, tile_keys, tile_values, best, total, acc, is_seen, k_scale, SCALE,
+                                           SOFTCAP)  # fmt: skip
+        out_row = row * (QUERIES * HEADS * GROUP * DIM) + head * (GROUP * DIM)
         first_part, last_part = before // share, (after - 1) // share
         if first_part == last_part:
-            store_attended(acc, best, total, sinks, v_scale, out + out_row, head * GROUP + rows, rows * DIM,
-                           rows < GROUP, DIM)  # fmt: skip
+            store_attended(acc, best, total, sinks, v_scale, out + out_row, head * GROUP + rows % GROUP,
+                           _find_rows(rows, HEADS, GROUP, DIM), rows < ROWS, DIM)  # fmt: skip
         else:
-            at = ((head * PROGRAMS + program) * 2 + (program == first_part).to(tl.int32)) * GROUP + rows
-            tl.store(stats + 2 * at, best, mask=rows < GROUP)
-            tl.store(stats + 2 * at + 1, total, mask=rows < GROUP)
+            at = ((head * PROGRAMS + program) * 2 + (program == first_part).to(tl.int32)) * ROWS + rows
+            tl.store(stats + 2 * at, best, mask=rows < ROWS)
+            tl.store(stats + 2 * at + 1, total, mask=rows < ROWS)
             tl.store(sums + at[:, None] * DIM + columns[None, :], acc, mask=is_q)
             tl.debug_barrier()  # all threads' parts are written before one thread takes the ticket
             ticket = tickets + head * PROGRAMS + first_part
             if tl.atomic_add(ticket, 1, sem="acq_rel") == last_part - first_part:
-                _merge(sums, stats, sinks, v_scale, out + out_row, head, first_part, last_part, PROGRAMS, GROUP, DIM,
-                       PARTS, BLOCK_G, BLOCK_D)  # fmt: skip
+                _merge(sums, stats, sinks, v_scale, out + out_row, head, first_part, last_part, PROGRAMS, HEADS, GROUP,
+                       QUERIES, DIM, PARTS, BLOCK_G, BLOCK_D)  # fmt: skip
                 tl.store(ticket, 0)
         tile, before, sequence = run_end, after, sequence + 1
 
 
 @functools.cache
-def _cut_up(num_decodes: int, kv_heads: int, group: int, dim: int, has_newest: bool, element_size: int, entry_size: int,
+def _cut_up(num_decodes: int, kv_heads: int, rows: int, dim: int, has_newest: bool, element_size: int, entry_size: int,
             gpu: Gpu, parameters: Parameters | None) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """The kernel's arguments from PROGRAMS on, and options."""
+    """The kernel's arguments from PROGRAMS on, and options. rows: heads of a group, for each query of a sequence"""
     tile_bytes, programs_per_unit, num_warps, num_stages = parameters or choose(
         num_decodes, dim, element_size, entry_size, gpu
     )
-    block_d, block_g = max(16, next_power_of_2(dim)), next_power_of_2(group)
+    block_d, block_g = max(16, next_power_of_2(dim)), next_power_of_2(rows)
     sizes = (
         -(-gpu.units * programs_per_unit // kv_heads),
         sequence_bucket(num_decodes),
-        max(16, next_power_of_2(group + has_newest)),
+        max(16, next_power_of_2(rows + has_newest)),
         min(128, max(16, tile_bytes // (block_d * element_size))),
         max(1, 4096 // (block_g * block_d)),
         block_g,
@@ -269,15 +290,17 @@ class Decode:
 
     def __call__(self, q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int, sinks: Tensor | None,
                  k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float, window: int | None,
-                 softcap: float | None, newest: Newest | None = None) -> None:  # fmt: skip
-        """Rows 0 to num_decodes of q and out [T, N, D]; shapes as in ops.norm_rope_attention."""
+                 softcap: float | None, newest: Newest | None = None, query_len: int = 1) -> None:  # fmt: skip
+        """Rows 0 to num_decodes * query_len of q and out [T, N, D]; shapes as in ops.norm_rope_attention."""
+        assert newest is None or query_len == 1, "keys of several queries are in the cache"
         _, heads, dim = q.shape
         _, block_size, _, kv_heads, _ = cache.shape
         group = heads // kv_heads
-        sizes, options = _cut_up(num_decodes, kv_heads, group, dim, newest is not None, product_size(q, cache),
+        rows = group * query_len
+        sizes, options = _cut_up(num_decodes, kv_heads, rows, dim, newest is not None, product_size(q, cache),
                                  cache.element_size(), find_gpu(q.device), self._parameters)  # fmt: skip
         programs = sizes[0]
-        sums, stats, tickets = self._find_memory(q.device, kv_heads, programs, group, dim)
+        sums, stats, tickets = self._find_memory(q.device, kv_heads, programs, rows, dim)
         k = v = cos = sin = q_norm = k_norm = slots = None
         eps, interleaved, half, k_stride, v_stride = 0.0, False, 0, 0, 0
         if newest is not None:
@@ -286,21 +309,21 @@ class Decode:
         _decode[(kv_heads, programs)](
             q, k, v, cos, sin, q_norm, k_norm, slots, cache, table, lengths, sinks, k_scale, v_scale, out, sums, stats,
             tickets, num_decodes, table.stride(0), q.stride(0), k_stride, v_stride, eps, interleaved, half, scale,
-            softcap, window, block_size, kv_heads, group, dim, *sizes, **options,
+            softcap, window, block_size, kv_heads, group, query_len, dim, *sizes, **options,
         )  # fmt: skip
 
-    def _find_memory(self, device: torch.device, kv_heads: int, programs: int, group: int, dim: int
+    def _find_memory(self, device: torch.device, kv_heads: int, programs: int, rows: int, dim: int
                      ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """sums fp32[kv_heads, programs, 2, group, dim], stats fp32[kv_heads, programs, 2, group, 2] with the best score
+        """sums fp32[kv_heads, programs, 2, rows, dim], stats fp32[kv_heads, programs, 2, rows, 2] with the best score
         and the total, tickets i32[kv_heads, programs].
 
         A program has one part of the sequence that it begins in, and one of the sequence that it ends in.
         """
-        key = (kv_heads, programs, group, dim)
+        key = (kv_heads, programs, rows, dim)
         if key not in self._memory:
             self._memory[key] = (
-                torch.empty((kv_heads, programs, 2, group, dim), device=device),
-                torch.empty((kv_heads, programs, 2, group, 2), device=device),
+                torch.empty((kv_heads, programs, 2, rows, dim), device=device),
+                torch.empty((kv_heads, programs, 2, rows, 2), device=device),
                 torch.zeros((kv_heads, programs), dtype=torch.int32, device=device),
             )
         return self._memory[key]

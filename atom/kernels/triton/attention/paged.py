@@ -34,13 +34,13 @@ class _Attention:
                 softcap: float | None) -> Tensor:  # fmt: skip
         """Decodes have their queries in q, prompts in rotated. A token of no sequence and a sequence of no positions
         give zeros."""
-        blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_single_query
+        blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_decodes
         assert has_rows(q) and blocks.is_contiguous(), "heads and blocks must lie side by side"
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         if num_decodes:
             self._decode(q, blocks, table, batch.lengths, num_decodes, sinks, k_scale, v_scale, out, scale, window,
-                         softcap, newest)  # fmt: skip
-        if num_decodes < q.shape[0]:
+                         softcap, newest, batch.query_len)  # fmt: skip
+        if num_decodes * batch.query_len < q.shape[0]:
             if self._tickets is None:
                 self._tickets = torch.zeros(2, dtype=torch.int32, device=q.device)
             prefill.prefill(rotated, blocks, table, batch.starts, batch.lengths, num_decodes, sinks, k_scale, v_scale,
@@ -72,5 +72,8 @@ class NormRopeAttention(_Attention):
         ):  # those of decodes too, which is simpler and in such a step costs nothing
             rotated = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, k_scale, v_scale, eps=eps,
                                       interleaved=interleaved)  # fmt: skip
-        newest = decode.Newest(k, v, cos, sin, q_norm, k_norm, batch.slot_mappings[cache.kind], eps, interleaved)
-        return self._attend(q, rotated, newest, cache, batch, sinks, k_scale, v_scale, scale, window, softcap)
+        newest = None
+        if batch.query_len == 1:
+            newest = decode.Newest(k, v, cos, sin, q_norm, k_norm, batch.slot_mappings[cache.kind], eps, interleaved)
+        decoding = rotated if newest is None else q
+        return self._attend(decoding, rotated, newest, cache, batch, sinks, k_scale, v_scale, scale, window, softcap)

@@ -1,0 +1,54 @@
+"""Draft tokens of a slot and accept them, on a CPU.
+
+    find_ngrams(slots, state, 2, 4)             # to state.drafts: what followed the last tokens where they stood before
+    accept(drawn, left, most, state, 1, None)   # which rows draw behind their first draft
+
+Shapes by letter as in `atom.kernels.step`; Q draws a row, the first of which needs no draft.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atom.kernels.step import State
+from atom.kernels.torch.sampling import uniform
+
+
+def find_ngrams(slots: Tensor, state: State, min_n: int, max_n: int) -> None:
+    """Prompt lookup (Saxena 2023): write what followed the latest place where the last n tokens stood, for the largest
+    n of min_n to max_n, to the drafts of slots i32[S]. What ends there is repeated; -1 where there is no such place."""
+    assert state.history is not None and state.drafts is not None
+    num_drafts = state.drafts.shape[1]
+    for slot in slots.tolist():
+        length = int(state.lengths[slot])
+        tokens = state.history[slot, :length].numpy()
+        is_same, best = np.ones(max(length - 1, 0), bool), -1  # by place, the index of its last token
+        for size in range(1, min(max_n, length) + 1):
+            is_same[size - 1 :] &= tokens[: length - size] == tokens[-size]
+            is_same[: size - 1] = False
+            if size >= min_n and is_same.any():
+                best = int(is_same.nonzero()[0][-1])
+        if best < 0:
+            state.drafts[slot] = -1
+            continue
+        span = length - best - 1
+        state.drafts[slot] = torch.from_numpy(tokens[best + 1 + np.arange(num_drafts) % span].astype(np.int64))
+
+
+def accept(drawn: Tensor, left: Tensor, most: Tensor, state: State, depth: int, rates: Tensor | None) -> None:
+    """Write to left[depth] the slots of left[depth - 1] whose draw equals their draft number depth - 1, that of padding
+    for others. drawn i64[Q, S], left i32[Q, S], most i32[S]: drafts that may be accepted.
+
+    rates: fp32[Q - 1], accept by chance instead, each draft with its probability once those before it were
+    """
+    assert state.drafts is not None
+    index = left[depth - 1].long()
+    is_next = (index < state.num_slots) & (most >= depth)
+    if rates is None:
+        is_next &= drawn[depth - 1] == state.drafts[index, depth - 1]
+    else:
+        chances = uniform(~state.seed[index].numpy(), state.lengths[index].numpy())
+        is_next &= torch.from_numpy(chances < float(rates[depth - 1]))
+    left[depth] = torch.where(is_next, left[depth - 1], state.num_slots)

@@ -1,0 +1,97 @@
+"""Draft tokens of a slot and accept them, on a GPU.
+
+    find_ngrams(slots, state, 2, 4)             # to state.drafts: what followed the last tokens where they stood before
+    accept(drawn, left, most, state, 1, None)   # which rows draw behind their first draft
+
+`atom.kernels.torch.speculation` says what each argument is.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from atom.kernels.step import State
+from atom.kernels.triton.gpu import next_power_of_2
+from atom.kernels.triton.jit import jit
+from atom.kernels.triton.sampling import _uniform
+
+PLACES = 1024  # that a program compares at a time
+PARTS = 8  # programs of a row
+ROWS = 128  # of a program that accepts
+
+
+def find_ngrams(slots: Tensor, state: State, min_n: int, max_n: int) -> None:
+    history, drafts = state.history, state.drafts
+    assert history is not None and drafts is not None
+    num_rows, num_drafts = slots.shape[0], drafts.shape[1]
+    found = torch.zeros(num_rows, dtype=torch.int64, device=slots.device)
+    _find[(PARTS, num_rows)](slots, state.lengths, history, found, history.shape[1], min_n, max_n, PLACES)
+    _repeat[(num_rows,)](
+        slots, state.lengths, history, found, drafts, history.shape[1], num_drafts, next_power_of_2(num_drafts)
+    )
+
+
+def accept(drawn: Tensor, left: Tensor, most: Tensor, state: State, depth: int, rates: Tensor | None) -> None:
+    assert state.drafts is not None
+    num_rows = drawn.shape[1]
+    _accept[(-(-num_rows // ROWS),)](
+        drawn, left, most, state.drafts, state.seed, state.lengths, rates, num_rows, state.num_slots, depth,
+        state.drafts.shape[1], ROWS,
+    )  # fmt: skip
+
+
+@jit(do_not_specialize_on_alignment=["rows"])
+def _find(rows, lengths, history, found, width, MIN_N: tl.constexpr, MAX_N: tl.constexpr, PLACES: tl.constexpr):
+    """found i64[S]: n of the longest match and the place behind it, the latest; 0: none"""
+    row = tl.program_id(1)
+    slot = tl.load(rows + row).to(tl.int64)
+    length = tl.load(lengths + slot)
+    tokens = history + slot * width
+    best = tl.zeros([PLACES], tl.int64)
+    first = tl.program_id(0) * PLACES
+    while first < length - 1:
+        at = first + tl.arange(0, PLACES)  # the last token of a place
+        is_same = at < length - 1
+        num = tl.zeros([PLACES], tl.int64)
+        for back in tl.static_range(MAX_N):
+            last = tl.load(tokens + length - 1 - back, mask=back < length, other=-1)
+            each = tl.load(tokens + at - back, mask=is_same & (at >= back), other=-2)
+            is_same = is_same & (each == last)
+            num += is_same.to(tl.int64)
+        best = tl.maximum(best, tl.where(num >= MIN_N, num * 4294967296 + at + 1, 0))
+        first += tl.num_programs(0) * PLACES
+    tl.atomic_max(found + row, tl.max(best, axis=0))
+
+
+@jit(do_not_specialize_on_alignment=["rows"])
+def _repeat(rows, lengths, history, found, drafts, width, NUM_DRAFTS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    slot = tl.load(rows + row).to(tl.int64)
+    length = tl.load(lengths + slot)
+    best = tl.load(found + row)
+    place = (best & 0xFFFFFFFF).to(tl.int32)
+    number = tl.arange(0, BLOCK)
+    at = place + number % tl.maximum(length - place, 1)
+    tokens = tl.load(history + slot * width + at, mask=at < length, other=-1)
+    tokens = tl.where(best > 0, tokens, -1).to(tl.int64)
+    tl.store(drafts + slot * NUM_DRAFTS + number, tokens, mask=number < NUM_DRAFTS)
+
+
+@jit(do_not_specialize=["num_rows", "depth"], do_not_specialize_on_alignment=["most"])
+def _accept(drawn, left, most, drafts, seed, lengths, rates, num_rows, num_slots, depth, NUM_DRAFTS: tl.constexpr,
+            ROWS: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_row = row < num_rows
+    before = (depth - 1) * num_rows + row
+    slot = tl.load(left + before, mask=is_row, other=0)
+    is_next = (slot < num_slots) & (tl.load(most + row, mask=is_row, other=0) >= depth)
+    if rates is None:
+        draft = tl.load(drafts + slot.to(tl.int64) * NUM_DRAFTS + depth - 1, mask=is_row, other=-1)
+        is_next = is_next & (tl.load(drawn + before, mask=is_row, other=0) == draft)
+    else:
+        seeds = tl.load(seed + slot, mask=is_row, other=0)
+        chance = _uniform(-1 - seeds, tl.load(lengths + slot, mask=is_row, other=0))
+        is_next = is_next & (chance < tl.load(rates + depth - 1).to(tl.float64))
+    tl.store(left + before + num_rows, tl.where(is_next, slot, num_slots), mask=is_row)

@@ -1,0 +1,68 @@
+"""Drafts that a GPU makes and verifies by itself, in CUDA graphs and without, ahead of the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+from gpu.steps import FIELDS, ON_GPU, set_depth
+
+from atom import LLMEngine, SamplingParams
+from atom.runtime.speculation import acceptance_rates
+from atom.runtime.types import Drafting
+
+pytestmark = ON_GPU
+LOOKED_UP = Drafting(3, 1, 4)
+SEEDED = {"temperature": 1.0, "seed": 11, "max_tokens": 60, "ignore_eos": True}
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+    SamplingParams(**SEEDED),
+    SamplingParams(**SEEDED, top_p=0.8, top_k=20),
+    SamplingParams(**SEEDED, min_p=0.1),
+    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, repetition_penalty=1.1, presence_penalty=0.2),
+    SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=30, min_tokens=9),
+]
+PROMPTS = [tiny.prompt(9, seed=seed) * (3 if seed % 2 else 1) + [seed] for seed in range(len(PARAMS))]
+TIGHT = {"num_kvcache_blocks": 40, "block_size": 4, "max_model_len": 100, "max_num_batched_tokens": 24,
+         "enable_prefix_caching": True}  # fmt: skip
+
+
+def tokens_of(engine: LLMEngine) -> list[list[int]]:
+    return [answer["token_ids"] for answer in engine.generate(PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"level": 3}, {"level": 2}, {"level": 3, **TIGHT}], ids=["graphs", "eager", "tight"]
+)
+@pytest.mark.parametrize("name", ["qwen3_window", "deepseek_v3", "gpt_oss"])
+def test_tokens_are_those_of_none(name: str, fields: dict[str, Any], checkpoints: Any, monkeypatch: pytest.MonkeyPatch):
+    fields = {**FIELDS, **fields}
+    plain = LLMEngine(str(checkpoints(name)), **fields)
+    expected = tokens_of(plain)
+    plain.close()
+    monkeypatch.setattr("atom.build.drafting_of", lambda config: LOOKED_UP)
+    engine = LLMEngine(str(checkpoints(name)), **fields, method="ngram")
+    for run_ahead in (2, 0):
+        set_depth(engine, run_ahead)
+        assert tokens_of(engine) == expected
+    stats = engine._engine.stats().scheduler
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert not stats.num_ahead or stats.num_overrun >= 0
+    if "block_size" in fields:
+        assert stats.num_preemptions > 0
+    engine.close()
+
+
+@pytest.mark.parametrize("length", [1, 2.5, 4])
+def test_chance_accepts_as_many_as_it_is_told_to(length: float, checkpoints: Any, monkeypatch: pytest.MonkeyPatch):
+    how = LOOKED_UP._replace(rates=acceptance_rates(length, 3))
+    monkeypatch.setattr("atom.build.drafting_of", lambda config: how)
+    engine = LLMEngine(str(checkpoints("qwen3")), **FIELDS, level=3, method="ngram")
+    params = [SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, seed=seed) for seed in range(8)]
+    engine.generate(PROMPTS, params)
+    stats = engine._engine.stats().scheduler
+    assert 8 * 199 / (8 * 199 - stats.num_accepted_tokens) == pytest.approx(length, rel=0.05)
+    engine.close()

@@ -1,0 +1,91 @@
+"""What a device drafts and accepts of its slots is what the host's drafter and plain Python give."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from conftest import Place
+
+from atom import SamplingParams
+from atom.kernels import find_step_kernels
+from atom.kernels.torch.sampling import uniform
+from atom.runtime.request_state import RequestState
+from atom.runtime.speculation import NgramDrafter
+from atom.runtime.types import Sequence
+
+NUM_SLOTS, WIDTH = 9, 5000
+
+
+def histories(chance: random.Random) -> list[list[int]]:
+    """Of odd lengths, some of few different tokens; one whose only place is the first of many."""
+    lengths = [1, 2, 3, 4, 17, 1023, 1026, 4099]
+    made = [[chance.randrange(3 if length < 1000 else 40) for _ in range(length)] for length in lengths]
+    return [*made, [7, 8, 9, *range(10, 3000), 7, 8, 9]]
+
+
+@pytest.mark.parametrize(("min_n", "max_n"), [(1, 1), (1, 4), (2, 4), (3, 16)])
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+def test_what_is_looked_up_is_what_the_host_finds(place: Place, min_n: int, max_n: int, num_drafts: int):
+    chance = random.Random(min_n * 100 + max_n)
+    every = histories(chance)
+    state = RequestState(NUM_SLOTS, 50, place.device, num_drafts, WIDTH)
+    order = chance.sample(range(NUM_SLOTS), NUM_SLOTS)
+    assert state.history is not None and state.drafts is not None
+    for slot, tokens in zip(order, every, strict=True):
+        state.history[slot].fill_(7)  # of an earlier sequence
+        state.set_history(slot, bytearray(torch.tensor(tokens, dtype=torch.int32).numpy().tobytes()))
+        state.lengths[slot] = len(tokens)
+    state.drafts.fill_(5)
+    slots = torch.tensor([*order, NUM_SLOTS, NUM_SLOTS], dtype=torch.int32, device=place.device)
+    find_step_kernels(place.device, place.backend).find_ngrams(slots, state, min_n, max_n)
+    found = 0
+    for number, (slot, tokens) in enumerate(zip(order, every, strict=True)):
+        drafter = NgramDrafter(num_drafts, min_n, max_n)
+        sequence = Sequence(str(number), tokens, SamplingParams())
+        drafter.draft(sequence, num_drafts)  # looks at some of many tokens at a time
+        expected = drafter.draft(sequence, num_drafts)
+        assert state.drafts[slot].tolist() == (expected or [-1] * num_drafts)
+        found += bool(expected)
+    assert state.drafts[NUM_SLOTS].tolist() == [-1] * num_drafts
+    assert 1 <= found < len(every)
+
+
+@pytest.mark.parametrize("is_by_chance", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, 130])
+def test_a_draft_counts_once_those_before_it_did(place: Place, num_rows: int, is_by_chance: bool):
+    chance, num_drafts = random.Random(num_rows), 3
+    state = RequestState(200, 50, place.device, num_drafts, 10)
+    assert state.drafts is not None
+    order = chance.sample(range(200), num_rows - num_rows // 5) + [200] * (num_rows // 5)
+    drafts = torch.tensor([[chance.randrange(2) for _ in range(num_drafts)] for _ in range(201)])
+    lengths = torch.tensor([chance.randrange(1, 9) for _ in range(201)], dtype=torch.int32)
+    seeds = torch.tensor([chance.randrange(-(1 << 63), 1 << 63) for _ in range(201)])
+    for own, given in ((state.drafts, drafts), (state.lengths, lengths), (state.seed, seeds)):
+        own.copy_(given)
+    drawn = torch.tensor([[chance.randrange(2) for _ in range(num_rows)] for _ in range(1 + num_drafts)])
+    most = [chance.randrange(num_drafts + 1) for _ in range(num_rows)]
+    rates = (0.9, 0.5, 0.0)
+    left = torch.tensor(order, dtype=torch.int32, device=place.device).repeat(1 + num_drafts, 1)
+    accept = find_step_kernels(place.device, place.backend).accept
+    on_device = torch.tensor(rates, device=place.device) if is_by_chance else None
+    for depth in range(1, 1 + num_drafts):
+        accept(
+            drawn.to(place.device), left, torch.tensor(most, dtype=torch.int32, device=place.device), state, depth,
+            on_device,
+        )  # fmt: skip
+    num_accepted = 0
+    for row, slot in enumerate(order):
+        expected = [slot]
+        for depth in range(num_drafts):
+            is_next = slot < 200 and depth < most[row] and expected[-1] != 200
+            if is_by_chance:
+                number = uniform((~seeds[slot : slot + 1]).numpy(), lengths[slot : slot + 1].numpy())
+                is_next = is_next and float(number[0]) < rates[depth]
+            else:
+                is_next = is_next and int(drawn[depth, row]) == int(drafts[slot, depth])
+            expected.append(slot if is_next else 200)
+            num_accepted += is_next
+        assert left[:, row].tolist() == expected
+    assert num_accepted or num_rows < 100

@@ -1,0 +1,132 @@
+"""Drafts of the runner, ahead of the host: the tokens of none, at any run-ahead."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from test_speculation import EVENTFUL, GREEDY, PARAMS, Open, prompts, tokens_of
+from torch import Tensor
+
+from atom import LLMEngine, SamplingParams
+from atom.runtime.runner import Runner
+from atom.runtime.speculation import acceptance_rates, draft_statistics
+from atom.runtime.types import Drafting
+
+RUN_AHEADS = [0, 1, 2]
+LOOKED_UP = Drafting(3, 1, 4)
+
+
+@pytest.fixture
+def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has runners draft, and run ahead, as on a GPU."""
+
+    def use(run_ahead: int, how: Drafting = LOOKED_UP) -> None:
+        monkeypatch.setattr("atom.build.drafting_of", lambda config: how)
+        monkeypatch.setattr("atom.build.Runner", partial(Runner, run_ahead=run_ahead))
+
+    return use
+
+
+@pytest.fixture
+def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has drafts told from known answers: right as often as the turns say."""
+
+    def use(answers: list[list[int]], turns: list[list[bool]]) -> None:
+        numbers = itertools.count()
+
+        def draft(slots: Tensor, state: Any, min_n: int, max_n: int) -> None:
+            for slot in slots[slots < state.num_slots].tolist():
+                turn = turns[next(numbers) % len(turns)]
+                known = state.history[slot, : state.lengths[slot]].tolist()
+                behind = next((each[len(known) :] for each in answers if each[: len(known)] == known), [])
+                told = [token if right else (token + 1) % 97 for token, right in zip(behind, turn, strict=False)]
+                state.drafts[slot] = torch.tensor([*told, -1, -1, -1][: state.drafts.shape[1]])
+
+        monkeypatch.setattr("atom.kernels.torch.speculation.find_ngrams", draft)
+
+    return use
+
+
+@pytest.mark.parametrize("run_ahead", RUN_AHEADS)
+@pytest.mark.parametrize("limits", [{}, EVENTFUL], ids=["roomy", "eventful"])
+def test_looked_up_tokens_are_those_of_none(run_ahead: int, limits: dict[str, Any], open_engine: Open, drafting: Any):
+    params = [each for each in PARAMS if each.n == 1]
+    every = prompts(len(params))
+    expected = tokens_of(open_engine("qwen3_window"), params, every)
+    drafting(run_ahead)
+    engine = open_engine("qwen3_window", method="ngram", **limits, max_verified_tokens=100)
+    for _ in range(2):  # the second time with prefix hits, where they are cached
+        assert tokens_of(engine, params, every) == expected
+    stats = engine.metrics.scheduler
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    if limits:
+        assert stats.num_preemptions > 0 and stats.num_chunks > 0
+    assert (stats.num_ahead > 0) == (run_ahead > 0)
+    assert_all_is_free(engine)
+
+
+@pytest.mark.parametrize("run_ahead", RUN_AHEADS)
+@pytest.mark.parametrize("turns", [[[True] * 3], [[False] * 3], [[True, False, True], [True] * 3, [False], [True] * 2]],
+                         ids=["right", "wrong", "mixed"])  # fmt: skip
+@pytest.mark.parametrize("name", ["qwen3_window", "deepseek_v3", "gpt_oss"])
+def test_whatever_is_drafted_the_tokens_are_those_of_none(
+    name: str, turns: list[list[bool]], run_ahead: int, open_engine: Open, drafting: Any, tell: Any
+):
+    params = [each for each in PARAMS if each.n == 1]
+    every = prompts(len(params))
+    expected = tokens_of(open_engine(name), params, every)
+    tell([prompt + answer for prompt, answer in zip(every, expected, strict=True)], turns)
+    drafting(run_ahead)
+    engine = open_engine(name, method="ngram", max_verified_tokens=100)
+    assert tokens_of(engine, params, every) == expected
+    stats = engine.metrics.scheduler
+    found = draft_statistics(stats)["distribution"]
+    if turns == [[True] * 3]:
+        assert stats.num_accepted_tokens > 0.95 * stats.num_draft_tokens and found[3] > 0, "but behind an end"
+        assert run_ahead or stats.num_accepted_tokens == stats.num_draft_tokens
+    elif turns == [[False] * 3]:
+        assert stats.num_drafts > 0 and stats.num_accepted_tokens == 0
+    else:
+        assert all(found[number] > 0 for number in range(4))
+    assert_all_is_free(engine)
+
+
+@pytest.mark.parametrize("run_ahead", RUN_AHEADS)
+def test_an_end_within_accepted_tokens_is_the_end(run_ahead: int, open_engine: Open, drafting: Any, tell: Any):
+    prompt = tiny.prompt(9)
+    (answer,) = tokens_of(open_engine("qwen3"), GREEDY, [prompt])
+    tell([prompt + answer], [[True] * 3])
+    drafting(run_ahead)
+    engine = open_engine("qwen3", method="ngram")
+    for place in range(1, 9):
+        if answer[place] in answer[:place]:
+            continue
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop_token_ids=[answer[place]])
+        ended = engine.generate([prompt], params)[0]
+        assert ended["token_ids"] == answer[: place + 1] and ended["finish_reason"] == f"stop_{answer[place]}"
+    assert engine.metrics.scheduler.num_overrun > 0
+    assert_all_is_free(engine)
+
+
+@pytest.mark.parametrize("length", [1, 1.5, 2.5, 4])
+def test_chance_accepts_as_many_as_it_is_told_to(length: float, open_engine: Open, drafting: Any):
+    drafting(1, Drafting(3, 2, 4, acceptance_rates(length, 3)))
+    engine = open_engine("qwen3", method="ngram", max_verified_tokens=100)
+    params = [SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, seed=seed) for seed in range(8)]
+    tokens_of(engine, params, prompts(8))
+    stats = engine.metrics.scheduler
+    steps = 8 * 199 - stats.num_accepted_tokens  # the first token comes of the prompt
+    assert 8 * 199 / steps == pytest.approx(length, rel=0.02 + 0.03 * (length % 1 > 0))
+
+
+def assert_all_is_free(engine: LLMEngine) -> None:
+    while engine._engine.has_work:  # steps ahead of the last end
+        engine._engine.step()
+    pools = engine._engine.scheduler.cache.pools
+    assert all(pool.num_free == pool.num_blocks - 1 for pool in pools)

@@ -58,32 +58,33 @@ class Row(NamedTuple):
     target: float
     counted: str = "output"  # or input: the tokens of the figure
     sampling: tuple[str, ...] = ()
-    quant: tuple[str, ...] = ()  # overrides of the engine
+    setup: tuple[str, ...] = ()  # overrides of the engine
 
     @property
     def overrides(self) -> list[str]:
         sizes = [f"job.{name}={getattr(self, name)}" for name in ("num_prompts", "input_len", "output_len")]
-        return ["job=bench", "load_dummy=true", *sizes, *self.sampling, *self.quant]
+        return ["job=bench", "load_dummy=true", *sizes, *self.sampling, *self.setup]
 
     @property
     def engine(self) -> tuple[str, tuple[str, ...]]:
         """What rows of one engine have in common."""
-        return self.model, self.quant
+        return self.model, self.setup
 
 
 FP8 = ("quant=fp8", "quant.head=fp8", "quant.kv=fp8")
 INT4 = ("quant=int4", "quant.head=fp8", "quant.kv=fp8")
 BLOCKS = ("quant=fp8_block",)
+DRAFTS = ("serve.method=ngram", "serve.acceptance_length=2.5")  # by chance: a step gives 2.5 tokens of 4 in the mean
 
 
 def decodes(
-    title: str, model: str, figures: Sequence[tuple[float | None, float]], quant: tuple[str, ...] = ()
+    title: str, model: str, figures: Sequence[tuple[float | None, float]], setup: tuple[str, ...] = ()
 ) -> Iterator[Row]:
     """Rows of 1, 32 and 128 requests; figures: before and target of each."""
     sizes = ((1, "1 request", "128"), (32, "32 requests", "1024"), (128, "128 requests", "1024"))
     for (count, requests, length), (before, target) in zip(sizes, figures, strict=True):
         what = f"{title}, {requests}, {length} in / 256 out"
-        yield Row(what, model, count, length, "256", before, target, quant=quant)
+        yield Row(what, model, count, length, "256", before, target, setup=setup)
 
 
 def named(name: str, rows: Iterable[Row]) -> dict[str, Row]:
@@ -102,9 +103,13 @@ ROWS = {
     ),
     **named("8b-fp8", decodes("Qwen3-8B fp8, KV too", "qwen3_8b", [(262, 430), (4246, 6000), (7427, 9000)], FP8)),
     "8b-fp8-prefill": Row(
-        "Qwen3-8B fp8, prefill 8 × 8192", "qwen3_8b", 8, "8192", "1", 52720, 62000, "input", quant=FP8
+        "Qwen3-8B fp8, prefill 8 × 8192", "qwen3_8b", 8, "8192", "1", 52720, 62000, "input", setup=FP8
     ),
     **named("8b-int4", decodes("Qwen3-8B int4, fp8 KV", "qwen3_8b", [(None, 600), (None, 6500), (None, 9000)], INT4)),
+    **named(
+        "8b-drafts",
+        decodes("Qwen3-8B, 2.5 tokens a step", "qwen3_8b", [(None, 530), (None, 7560), (None, 6750)], DRAFTS),
+    ),
     **named("gpt-oss-20b", decodes("gpt-oss-20b", "gpt_oss_20b", [(None, 700), (None, 8000), (None, 18000)])),
     **named(
         "30b-a3b-fp8",

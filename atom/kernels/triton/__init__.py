@@ -91,12 +91,6 @@ def accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any) 
     return f"fp8_e4m3 needs sm_{FP8_CAPABILITY}, not {older[0]}" if is_fp8 and older else None
 
 
-def accepts_one_launch(target: Target, q: Type, *types: Any, **attributes: Any) -> str | None:
-    if any(isinstance(each, KV) and each.type.dtype == "fp8_e4m3" for each in types):
-        return "entries in fp8_e4m3 are written by a kernel of their own"
-    return accepts_attention(target, q, *types, **attributes)
-
-
 def accepts_linear(
     target: Target, x: Type, *types: Any, kind: str | None = None, act: str | None = None, **_attributes: Any
 ) -> str | None:
@@ -199,7 +193,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.add_norm_linear, "linear.linear", "Products.add_norm_linear", accepts_linear, PACKED, ACTS),
     _kernel(ops.norm_rope_write, "attention.rope", accepts=accepts_attention),
     _kernel(ops.paged_attention, "attention.paged", "PagedAttention", accepts_attention),
-    _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_one_launch),
+    _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_attention),
     _kernel(ops.norm_rope_write_latent, "attention.latent"),
     _kernel(ops.paged_mla_attention, "attention.latent", accepts=accepts_latent),
     _kernel(ops.router, "moe"),

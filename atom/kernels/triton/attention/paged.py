@@ -66,14 +66,14 @@ class NormRopeAttention(_Attention):
         or not."""
         assert has_rows(k) and has_rows(v), "heads must lie side by side"
         assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin have gaps"
-        rotated = q
+        is_one_launch = batch.query_len == 1 and cache.blocks.element_size() > 1
+        rotated, newest = q, None
         if (
-            batch.num_single_query < q.shape[0]
-        ):  # those of decodes too, which is simpler and in such a step costs nothing
+            not is_one_launch or batch.num_decodes < q.shape[0]
+        ):  # those of decodes too, which in such a step costs nothing
             rotated = norm_rope_write(q, k, v, cos, sin, q_norm, k_norm, cache, batch, k_scale, v_scale, eps=eps,
                                       interleaved=interleaved)  # fmt: skip
-        newest = None
-        if batch.query_len == 1:
+        if is_one_launch:
             newest = decode.Newest(k, v, cos, sin, q_norm, k_norm, batch.slot_mappings[cache.kind], eps, interleaved)
         decoding = rotated if newest is None else q
         return self._attend(decoding, rotated, newest, cache, batch, sinks, k_scale, v_scale, scale, window, softcap)

@@ -41,9 +41,7 @@ def level_of(config: Config) -> int:
 
 def semantic_graph(config: Config) -> Graph:
     """The semantic graph of a configuration's model."""
-    return build(
-        config.model, config.dtype, config.serve.kv_cache_dtype, config.quant, has_draft=has_draft(config)
-    )
+    return build(config.model, config.dtype, config.serve.kv_cache_dtype, config.quant, has_draft=has_draft(config))
 
 
 def has_draft(config: Config) -> bool:

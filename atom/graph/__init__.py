@@ -39,6 +39,9 @@ from atom.graph.verify import verify
 __all__ = [
     "BATCH",
     "BODY",
+    "DRAFT",
+    "DRAFT_HEAD",
+    "DRAFT_IN",
     "HEAD",
     "KV",
     "TORCH_DTYPES",

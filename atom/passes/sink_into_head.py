@@ -10,8 +10,8 @@
         logits = linear(hidden, W("lm_head"))               logits = linear(x, W("lm_head"))
 
 Nothing behind the last attention depends on other tokens, so only the rows of a prompt that get logits go through it.
-Declines where there is no attention, where a draft reads the hidden state of every token, where the head does not take what the body returns, or where a value that it would
-then take does not have a row for each token.
+Declines where there is no attention, where a draft reads the hidden state of each token, where the head does not take
+what the body returns, or where a value that it would then take does not have a row for each token.
 """
 
 from __future__ import annotations

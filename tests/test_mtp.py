@@ -12,18 +12,21 @@ import pytest
 import tiny
 import torch
 from law import assert_same_logits
+from test_quantized import LAYOUTS, pack
 from torch import Tensor
 
 from atom import weights
 from atom.build import cache_kinds, check_weights, mtp_patterns
+from atom.cache import Cache, key_of
 from atom.checkpoint import SilentProgress
-from atom.compiler import compile_graph, semantic_graph
+from atom.compiler import compile_graph, pieces_of, semantic_graph
+from atom.compiler.artifact import explain_miss, launch_ingredients, publish_artifact, read_artifact, recipe_of
 from atom.config import Config
 from atom.config.checkpoint import open_for
 from atom.config.load import load
 from atom.errors import CheckpointError, ConfigError
 from atom.graph import TORCH_DTYPES, Batch, Graph, Mesh, interpret_ranks, ops, parse, show, verify
-from atom.kernels import Target
+from atom.kernels import Target, find_target
 from atom.passes.context import PassContext
 from atom.passes.shard import shard
 from atom.runtime.program import Bindings, Executable
@@ -52,6 +55,17 @@ class Case(NamedTuple):
     further: Tensor  # i64[1], the token that the last draft reads
 
 
+@torch.inference_mode()
+def case_from(folder: Path) -> Case:
+    double = mtp.Double(folder)
+    hidden = double.hidden(PROMPT)
+    first = double.draft(PROMPT[1:], hidden[:-1])
+    further = double.logits(first[-1:]).argmax(-1)
+    drafted = double.draft(torch.cat([PROMPT[1:], further]), torch.cat([hidden[:-1], first[-1:]]))
+    torch.testing.assert_close(drafted[:-1], first)
+    return Case(folder, hidden, drafted, double.logits(drafted), further)
+
+
 @pytest.fixture(scope="module")
 def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
     made: dict[str, Case] = {}
@@ -59,15 +73,7 @@ def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Case]:
     def get(name: str, **changes: Any) -> Case:
         key = f"{name} {changes}"
         if key not in made:
-            folder = mtp.save(name, tmp_path_factory.mktemp("mtp"), **changes)
-            double = mtp.Double(folder)
-            hidden = double.hidden(PROMPT)
-            first = double.draft(PROMPT[1:], hidden[:-1])
-            further = double.logits(first[-1:]).argmax(-1)
-            chained = torch.cat([hidden[:-1], first[-1:]])
-            drafted = double.draft(torch.cat([PROMPT[1:], further]), chained)
-            torch.testing.assert_close(drafted[:-1], first)
-            made[key] = Case(folder, hidden, drafted, double.logits(drafted), further)
+            made[key] = case_from(mtp.save(name, tmp_path_factory.mktemp("mtp"), **changes))
         return made[key]
 
     return get
@@ -150,17 +156,9 @@ class Steps:
         return self.programs[program]({"tokens": tokens, "positions": positions, "batch": batch, **inputs})
 
 
-@pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize(("name", "changes"), VARIANTS)
 @torch.inference_mode()
-def test_the_lowered_text_drafts_as_the_double(
-    name: str, changes: dict[str, Any], level: int, case_of: Callable[..., Case]
-):
-    """In two chunks of the prompt, the second of which begins within a block, and a further draft of one token."""
-    case = case_of(name, has_copies=False, **changes)
-    config = config_of(case.folder, f"level={level}")
-    graph = compile_graph(config)
-    assert list(graph.programs) == ["body", "head", "draft_in", "draft", "draft_head"]
+def assert_steps_draft(graph: Graph, config: Config, case: Case) -> None:
+    """Two chunks of the prompt, the second of which begins within a block, and a further draft of one token."""
     steps, drafted = Steps(graph, config), []
     for start, stop in ((0, 20), (20, 38)):
         given = steps.run("body", start, tokens=PROMPT[start:stop])
@@ -172,6 +170,56 @@ def test_the_lowered_text_drafts_as_the_double(
     assert_same_logits(torch.cat(drafted), case.drafted)
     (logits,) = steps.programs["draft_head"]({"hidden": torch.cat(drafted)})
     assert_same_logits(logits, case.logits)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize(("name", "changes"), VARIANTS)
+def test_the_lowered_text_drafts_as_the_double(
+    name: str, changes: dict[str, Any], level: int, case_of: Callable[..., Case]
+):
+    case = case_of(name, has_copies=False, **changes)
+    config = config_of(case.folder, f"level={level}")
+    graph = compile_graph(config)
+    assert list(graph.programs) == ["body", "head", "draft_in", "draft", "draft_head"]
+    assert_steps_draft(graph, config, case)
+
+
+@pytest.mark.parametrize("left_plain", [None, "eh_proj", "model.layers.3."])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("deepseek_v3", "deepseek"), ("glm4_moe", "FP8_DYNAMIC"), ("glm4_moe", "W4A16"), ("glm4_moe", "gptq")],
+)
+def test_a_layer_that_is_stored_packed_or_plain_beside_packed_ones(
+    name: str, layout: str, left_plain: str | None, tmp_path: Path
+):
+    plain = mtp.save(name, tmp_path / "plain")
+    packed = pack(plain, LAYOUTS[layout], tmp_path / "packed", left_plain=left_plain)
+    config = config_of(packed, "level=1")
+    assert_steps_draft(compile_graph(config), config, case_from(plain))
+
+
+def test_what_is_packed_while_it_loads_includes_the_layer(case_of: Callable[..., Case]):
+    text = show(semantic_graph(config_of(case_of("glm4_moe").folder, "quant=fp8")))
+    assert (
+        'h_1 = linear(h, quantize(slice(W("model.layers.3.eh_proj.weight", fp32[48, 96]), 48, 96, dim=1), "fp8[' in text
+    )
+    assert 'quantize(W("model.layers.3.self_attn.q_proj.weight"' in text
+
+
+def test_artifacts_with_and_without_drafts_are_two(case_of: Callable[..., Case], tmp_path: Path):
+    drafting = config_of(case_of("glm4_moe").folder, "level=2")
+    plain = replace(drafting, serve=replace(drafting.serve, method=None))
+    cache, target = Cache(tmp_path), find_target("cpu")
+    ours, theirs = (launch_ingredients(config, target) for config in (drafting, plain))
+    publish_artifact(cache, plain, theirs, compile_graph(plain), [])
+    assert explain_miss(drafting, ours, cache).startswith("draft differs from the nearest artifact, ")
+    graph = compile_graph(drafting)
+    publish_artifact(cache, drafting, ours, graph, [])
+    found = read_artifact(cache, key_of(ours))
+    assert found is not None and list(found.programs) == list(graph.programs)
+    assert [piece.text for piece in pieces_of(found)] == [piece.text for piece in pieces_of(graph)]
+    assert "serve.method='mtp'" in recipe_of(drafting)
+    assert not any("serve.method" in override for override in recipe_of(plain))
 
 
 def test_the_cache_of_the_layer_lies_in_the_same_pools(case_of: Callable[..., Case]):

@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from law import assert_same_logits
+from safetensors.torch import load_file
 from test_quantized import LAYOUTS, pack
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from atom.config.checkpoint import open_for
 from atom.config.load import load
 from atom.errors import CheckpointError, ConfigError
 from atom.graph import TORCH_DTYPES, Batch, Graph, Mesh, interpret_ranks, ops, parse, show, verify
+from atom.jobs.explain import sizes
 from atom.kernels import Target, find_target
 from atom.passes.context import PassContext
 from atom.passes.shard import shard
@@ -230,6 +232,15 @@ def test_the_cache_of_the_layer_lies_in_the_same_pools(case_of: Callable[..., Ca
     assert [kv.name for kv in drafting] == [*(kv.name for kv in plain), "model.layers.3"]
     (kind,) = cache_kinds(compile_graph(config))
     assert (kind.name, kind.bytes_per_token) == ("latent", 4 * 26 * 4)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+def test_sizes_count_the_tensors_of_the_layer(name: str, case_of: Callable[..., Case]):
+    drafting = config_of(case_of(name).folder, "level=1")
+    plain = replace(drafting, serve=replace(drafting.serve, method=None))
+    counted = [sizes(compile_graph(config), config)["parameters"] for config in (drafting, plain)]
+    stored = load_file(case_of(name).folder / "model.safetensors")
+    assert counted[0] - counted[1] == sum(each.numel() for key, each in stored.items() if key.startswith(mtp.AT)) > 0
 
 
 def test_tensors_of_the_layer_are_left_out_only_where_nothing_reads_them(case_of: Callable[..., Case]):

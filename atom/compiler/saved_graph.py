@@ -80,8 +80,6 @@ def check_ranks(graph: Graph, path: str, mesh: Mesh) -> None:
 
 def check_runnable(graph: Graph, path: str, target: Target) -> None:
     """Raise ConfigError where a saved text has an input, a kernel or a layout that nothing provides."""
-    if missing := {BODY, HEAD} - graph.programs.keys():
-        raise ConfigError(f"job.graph={path}: it has no function {', '.join(sorted(missing))}")
     _check_programs(graph, path)
     for node in _nodes(graph):
         backend = node.meta.get("kernel", "reference")
@@ -97,21 +95,23 @@ def check_runnable(graph: Graph, path: str, target: Target) -> None:
 
 def _check_programs(graph: Graph, path: str) -> None:
     """Raise ConfigError where a program has inputs that the others do not give it."""
-    drafts = {DRAFT_IN, DRAFT, DRAFT_HEAD}
-    if missing := (drafts - graph.programs.keys() if drafts & graph.programs.keys() else set()):
-        raise ConfigError(f"job.graph={path}: it drafts, and has no function {', '.join(sorted(missing))}")
-    for name, known in ((BODY, INPUTS), (DRAFT, {*INPUTS, "hidden"})):
-        for node in graph.programs[name].inputs if name in graph.programs else ():
+    inputs, sources = {BODY: {*INPUTS}}, {HEAD: BODY}
+    if DRAFT_IN in graph.programs:
+        inputs[DRAFT] = {*INPUTS, "hidden"}
+        sources |= {DRAFT_IN: BODY, DRAFT_HEAD: DRAFT}
+    if missing := {*inputs, *sources} - graph.programs.keys():
+        raise ConfigError(f"job.graph={path}: it has no function {', '.join(sorted(missing))}")
+    for name, known in inputs.items():
+        for node in graph.programs[name].inputs:
             if node.name not in known:
                 there = ", ".join(sorted(known))
                 raise ConfigError(f"job.graph={path}: {name} has an input {node.name}; there are: {there}")
-    for name, source in ((HEAD, BODY), (DRAFT_IN, BODY), (DRAFT_HEAD, DRAFT)):
-        if name in graph.programs:
-            given, nodes = graph.programs[source].results, graph.programs[name].inputs
-            returned, taken = (", ".join(str(node.meta["type"].row) for node in each) for each in (given, nodes))
-            if returned != taken:
-                what = f"{name} takes rows of {taken} where {source} returns rows of {returned}"
-                raise ConfigError(f"job.graph={path}: {what}")
+    for name, source in sources.items():
+        given, nodes = graph.programs[source].results, graph.programs[name].inputs
+        returned, taken = (", ".join(str(node.meta["type"].row) for node in each) for each in (given, nodes))
+        if returned != taken:
+            what = f"{name} takes rows of {taken} where {source} returns rows of {returned}"
+            raise ConfigError(f"job.graph={path}: {what}")
 
 
 def _nodes(graph: Graph) -> list[Node]:

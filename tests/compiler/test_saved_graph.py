@@ -160,7 +160,7 @@ def test_a_text_that_drafts_runs_from_any_stage(target: str, configure: Configur
 @pytest.mark.parametrize(
     ("written", "edited", "reason"),
     [
-        ("def draft_head(", "def more(", r"mine.py: it drafts, and has no function draft_head$"),
+        ("def draft_head(", "def more(", r"mine.py: it has no function draft_head$"),
         ("def draft(tokens", "def draft(tokens: i64[T], types", r"draft has an input types; there are: batch, hidden, "),
         ("def draft_in(hidden: bf16[T, 48])", "def draft_in(hidden: bf16[T, 40])", r"draft_in takes rows of bf16\[40\] where body returns rows of bf16\[48\]"),
         ("    return drafted", "    return q", r"draft_head takes rows of bf16\[48\] where draft returns rows of bf16\[4, 20\]"),

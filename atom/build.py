@@ -23,7 +23,7 @@ from torch import Tensor
 from atom import weights
 from atom.cache import Cache, digest
 from atom.checkpoint import Checkpoint, Progress, stop_ids
-from atom.compiler import Compiled, compile_model, mesh_of
+from atom.compiler import Compiled, compile_model, has_draft, mesh_of
 from atom.config import Config, ModelConfig
 from atom.config.checkpoint import is_here, open_for
 from atom.errors import ArtifactError, CheckpointError, ConfigError, RequestError, UnsupportedError
@@ -262,7 +262,7 @@ def refuse_act(graph: Graph, config: Config) -> None:
 def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:
     """Check the checkpoint's tensors against the graph, unless weights are random."""
     if not config.load_dummy:
-        weights.check(graph, checkpoint.tensors, [*config.model.ignore, *mtp_patterns(config.model)])
+        weights.check(graph, checkpoint.tensors, [*config.model.ignore, *mtp_patterns(config)])
         weights.check_order(graph, checkpoint)
 
 
@@ -332,7 +332,7 @@ def keep_kv_scales(store: ScaleStore) -> None:
 def check_kv_scales(tensors: Mapping[Recipe, Loaded], model: ModelConfig) -> None:
     """Check that scales of keys and values are numbers above 0."""
     names = [model.weights[role] for role in ("k_scale", "v_scale") if role in model.weights]
-    scales = {name.replace("{layer}", str(layer)) for name in names for layer in range(model.layers)}
+    scales = {name.replace("{layer}", str(layer)) for name in names for layer in range(model.layers + model.mtp_layers)}
     for recipe, tensor in tensors.items():
         if isinstance(recipe, W) and recipe.name in scales:
             assert isinstance(tensor, Tensor), "only experts are lists"
@@ -340,10 +340,19 @@ def check_kv_scales(tensors: Mapping[Recipe, Loaded], model: ModelConfig) -> Non
                 raise CheckpointError(f"tensor {recipe.name} is {value:g}; a scale is a number above 0")
 
 
-def mtp_patterns(model: ModelConfig) -> Sequence[str]:
-    """The patterns of tensors of multi-token prediction layers, which are stored after the last layer."""
-    layers = range(model.layers, model.layers + model.mtp_layers)
-    return [model.weights["layer"].replace("{layer}", str(layer)) + ".*" for layer in layers]
+def mtp_patterns(config: Config) -> Sequence[str]:
+    """The patterns of tensors of multi-token prediction layers, stored after the last layer, that are left out.
+
+    Of the first layer, where it drafts tokens, these are its embedding and head, which equal the model's own.
+    """
+    model, layers = config.model, range(config.model.layers, config.model.layers + config.model.mtp_layers)
+
+    def pattern(role: str, layer: int) -> str:
+        return model.weights[role].replace("{layer}", str(layer)) + ".*"
+
+    used = layers[:1] if has_draft(config) else ()
+    own = [pattern(role, layer) for layer in used for role in ("mtp_embedding", "mtp_head")]
+    return [*own, *(pattern("layer", layer) for layer in layers[len(used) :])]
 
 
 def open_drafter(config: Config) -> Drafter | None:

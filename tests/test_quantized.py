@@ -245,22 +245,28 @@ MX = ("MXFP4", "quark MXFP4", "NVFP4", "modelopt NVFP4")  # whose columns are mu
 def write(variant: str, layout: Layout, folder: Path, names: tuple[str, ...] = NAMES) -> tuple[Path, Path]:
     """Two checkpoints of random weights: one stored in the layout, one of the same weights unpacked."""
     plain = tiny.save(variant, folder / "plain")
+    return pack(plain, layout, folder / "packed", names), plain
+
+
+def pack(
+    plain: Path, layout: Layout, packed: Path, names: tuple[str, ...] = NAMES, left_plain: str | None = None
+) -> Path:
+    """Write a checkpoint stored in the layout but for names with `left_plain`; the plain one gets the same weights."""
     tensors, stored, unpacked = load_file(plain / "model.safetensors"), {}, {}
     for name, tensor in tensors.items():
         unpacked[name] = stored[name] = tensor
-        if name.endswith(names):
+        if name.endswith(names) and not (left_plain and left_plain in name):
             parts, unpacked[name] = layout.store(tensor)
             del stored[name]
             module = name.removesuffix(".weight")
             stored |= {(module if suffix.startswith(".") else name) + suffix: part for suffix, part in parts.items()}
             stored |= {name.removesuffix(".weight") + suffix: torch.ones(1) for suffix in layout.beside}
     save_file(unpacked, plain / "model.safetensors", {"format": "pt"})
-    packed = folder / "packed"
     packed.mkdir()
     save_file(stored, packed / "model.safetensors", {"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
     (packed / "config.json").write_text(json.dumps({**config, "quantization_config": layout.stated}))
-    return packed, plain
+    return packed
 
 
 def assert_same_as(plain: Path, packed: Path, level: int, **options: Any) -> None:

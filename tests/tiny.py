@@ -187,10 +187,7 @@ def save(name: str, folder: Path) -> Path:
     target = folder / name
     if not target.exists():
         torch.manual_seed(sum(map(ord, name)))
-        model = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32)
-        corrections = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
-        for tensor in (*model.parameters(), *corrections):  # larger than they start: norms and biases must matter
-            tensor.data += torch.randn_like(tensor) * 0.2
+        model = randomized(config(name))
         model.save_pretrained(target, save_original_format="stacked" not in name)
         if name in MODEL_TYPES:
             stated = json.loads((target / "config.json").read_text())
@@ -198,10 +195,19 @@ def save(name: str, folder: Path) -> Path:
     return target
 
 
-def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def randomized(config: transformers.PreTrainedConfig) -> Any:
+    """A model of random weights, larger than they start: norms and biases must matter."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    corrections = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
+    for tensor in (*model.parameters(), *corrections):
+        tensor.data += torch.randn_like(tensor) * 0.2
+    return model
+
+
+def reference(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     stated = json.loads((folder / "config.json").read_text())
     made = getattr(transformers, stated["architectures"][0])
-    config = made.config_class(**{key: value for key, value in stated.items() if key != "model_type"})
+    config = made.config_class(**{key: value for key, value in (stated | changes).items() if key != "model_type"})
     model = made.from_pretrained(
         folder, config=config, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
     )

@@ -4,7 +4,7 @@ graph = compile_graph(config)                # the text after all passes
 compiled = compile_model(config)             # and its code, from the cache where it is there
 """
 
-from atom.compiler.artifact import level_of, mesh_of, semantic_graph
+from atom.compiler.artifact import has_draft, level_of, mesh_of, semantic_graph
 from atom.compiler.compile import (
     Compiled,
     Report,
@@ -22,6 +22,7 @@ __all__ = [
     "compile_model",
     "describe_piece",
     "find_failure",
+    "has_draft",
     "level_of",
     "mesh_of",
     "pieces_of",

@@ -41,7 +41,12 @@ def level_of(config: Config) -> int:
 
 def semantic_graph(config: Config) -> Graph:
     """The semantic graph of a configuration's model."""
-    return build(config.model, config.dtype, config.serve.kv_cache_dtype, config.quant)
+    return build(config.model, config.dtype, config.serve.kv_cache_dtype, config.quant, has_draft=has_draft(config))
+
+
+def has_draft(config: Config) -> bool:
+    """Whether the model's own layer for it drafts tokens."""
+    return config.serve.method == "mtp"
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -57,6 +62,7 @@ def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
         "dtype": config.dtype,
         "kv_cache_dtype": config.serve.kv_cache_dtype,
         "quant": json.dumps(asdict(config.quant)),
+        "draft": "mtp" if has_draft(config) else "none",
         "parallel": json.dumps(asdict(mesh_of(config))),
         "level": str(min(level_of(config), 2)),  # 3 runs the text of 2
         **machine_ingredients(target),
@@ -120,6 +126,7 @@ def recipe_of(config: Config) -> list[str]:
         "level": level_of(config),
         **{f"parallel.{name}": size for name, size in asdict(mesh_of(config)).items() if size > 1},
         "serve.kv_cache_dtype": config.serve.kv_cache_dtype,
+        **({"serve.method": config.serve.method} if has_draft(config) else {}),
         "serve.max_model_len": config.serve.max_model_len,
     }
     return [
@@ -151,13 +158,13 @@ def _differing(config: Config, ingredients: dict[str, str], entry: Entry) -> lis
     named = [name for name in {**ingredients, **theirs} if theirs.get(name) != ingredients.get(name)]
     if "dtype" in named and all(each.get("kv_cache_dtype") == each.get("dtype") for each in (ingredients, theirs)):
         named.remove("kv_cache_dtype")
-    if "model" in named and {"dtype", "kv_cache_dtype", "quant"} & set(named):
+    if "model" in named and {"dtype", "kv_cache_dtype", "quant", "draft"} & set(named):
         try:
             quant = QuantConfig(**json.loads(str(theirs.get("quant"))))
             dtypes = [str(theirs.get(name)) for name in ("dtype", "kv_cache_dtype")]
             if set(dtypes) <= set(BITS):
-                text = show(build(config.model, dtypes[0], dtypes[1], quant))  # which names its dtypes and formats
-                if digest(text) == theirs["model"]:
+                graph = build(config.model, dtypes[0], dtypes[1], quant, has_draft=theirs.get("draft") == "mtp")
+                if digest(show(graph)) == theirs["model"]:  # the text names its dtypes and formats
                     named.remove("model")
         except (ValueError, TypeError, ConfigError):  # theirs is of a model that takes other formats
             return named

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch.fx import Node
 
 from atom.errors import ConfigError, PassError
-from atom.graph import BODY, HEAD, Graph, Mesh, Once, Shuffle, ops, parse, verify
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, Graph, Mesh, Once, Shuffle, ops, parse, verify
 from atom.graph.graph import type_of
 from atom.graph.recipes import ranked_parts
 from atom.kernels import Target, find_kernel
@@ -80,17 +80,7 @@ def check_ranks(graph: Graph, path: str, mesh: Mesh) -> None:
 
 def check_runnable(graph: Graph, path: str, target: Target) -> None:
     """Raise ConfigError where a saved text has an input, a kernel or a layout that nothing provides."""
-    if missing := {BODY, HEAD} - graph.programs.keys():
-        raise ConfigError(f"job.graph={path}: it has no function {', '.join(sorted(missing))}")
-    body, head = graph.programs[BODY], graph.programs[HEAD]
-    for node in body.inputs:
-        if node.name not in INPUTS:
-            raise ConfigError(
-                f"job.graph={path}: body has an input {node.name}; there are: {', '.join(sorted(INPUTS))}"
-            )
-    returned, taken = (", ".join(str(node.meta["type"].row) for node in nodes) for nodes in (body.results, head.inputs))
-    if returned != taken:
-        raise ConfigError(f"job.graph={path}: head takes rows of {taken} where body returns rows of {returned}")
+    _check_programs(graph, path)
     for node in _nodes(graph):
         backend = node.meta.get("kernel", "reference")
         kernel = find_kernel(node.target, backend)
@@ -101,6 +91,27 @@ def check_runnable(graph: Graph, path: str, target: Target) -> None:
             raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name} takes {rule}")
         if reason := kernel.accepts(target, *map(type_of, node.args), **node.kwargs):
             raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name}: {reason}")
+
+
+def _check_programs(graph: Graph, path: str) -> None:
+    """Raise ConfigError where a program has inputs that the others do not give it."""
+    inputs, sources = {BODY: {*INPUTS}}, {HEAD: BODY}
+    if DRAFT_IN in graph.programs:
+        inputs[DRAFT] = {*INPUTS, "hidden"}
+        sources |= {DRAFT_IN: BODY, DRAFT_HEAD: DRAFT}
+    if missing := {*inputs, *sources} - graph.programs.keys():
+        raise ConfigError(f"job.graph={path}: it has no function {', '.join(sorted(missing))}")
+    for name, known in inputs.items():
+        for node in graph.programs[name].inputs:
+            if node.name not in known:
+                there = ", ".join(sorted(known))
+                raise ConfigError(f"job.graph={path}: {name} has an input {node.name}; there are: {there}")
+    for name, source in sources.items():
+        given, nodes = graph.programs[source].results, graph.programs[name].inputs
+        returned, taken = (", ".join(str(node.meta["type"].row) for node in each) for each in (given, nodes))
+        if returned != taken:
+            what = f"{name} takes rows of {taken} where {source} returns rows of {returned}"
+            raise ConfigError(f"job.graph={path}: {what}")
 
 
 def _nodes(graph: Graph) -> list[Node]:

@@ -448,7 +448,7 @@ def derive_format(config: Config, names: Collection[str]) -> Quantization:
     of = [each for each in (read.fmt, fmt, *read.formats.values(), *formats.values()) if each]
     packed = quantization.find_packed(names, of, read.unread)
     plain = list(dict.fromkeys([*read.plain, *quantization.find_plain(names, packed), *plain]))
-    matrices = find_modules(config.model, packed, "embedding", "head", "router")
+    matrices = find_modules(config.model, packed, "embedding", "head", "router", "mtp_embedding_proj")
     named = {module: quantization.format_of(module, fmt, plain, formats) for module in sorted(matrices)}
     return replace(read, fmt=fmt, plain=plain, formats=formats | {module: own for module, own in named.items() if own})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch.fx import Node
@@ -86,9 +86,9 @@ def mla(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
 ATTENTIONS: dict[str, Callable[[Writer, Node, Rotary | None, int], Node]] = {"gqa": gqa, "mla": mla}
 
 
-def rotaries(writer: Writer, positions: Node) -> list[Rotary | None]:
-    """The `Rotary` of each layer, None for a layer without; layers of one rope share it."""
-    ropes = [rope_of(writer.model.attention, layer) for layer in range(writer.model.layers)]
+def rotaries(writer: Writer, positions: Node, layers: Iterable[int]) -> list[Rotary | None]:
+    """The `Rotary` of each of these layers, None for a layer without; layers of one rope share it."""
+    ropes = [rope_of(writer.model.attention, layer) for layer in layers]
     made: dict[int, Rotary] = {}
     for key, rope in {id(rope): rope for rope in ropes if rope is not None}.items():
         cos, sin = writer.call(ops.rotary, positions, rope_freqs(rope), scale=rotary_scale(rope), name=("cos", "sin"))

@@ -2,6 +2,7 @@
 
     graph = build(config.model, dtype="bf16", cache_dtype="bf16")
     print(show(graph))
+    graph = build(config.model, "bf16", "bf16", has_draft=True)     # with the layer that drafts tokens
 
 The blocks of a layer are chosen by the `kind` that the model file says: attention.py and mlp.py have them.
 """
@@ -15,16 +16,34 @@ from atom.errors import ConfigError
 from atom.frontend.attention import ATTENTIONS, Rotary, rotaries
 from atom.frontend.mlp import MLPS, mlp_of
 from atom.frontend.writer import Writer
-from atom.graph import BODY, HEAD, Graph, Type, ops
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, Graph, Type, ops
 
 AS_STORED = QuantConfig()
 
 
-def build(model: ModelConfig, dtype: str, cache_dtype: str, quant: QuantConfig = AS_STORED) -> Graph:
-    """`body`: tokens and positions i64[T] to hidden states [T, H]; `head`: rows of them [R, H] to logits [R, V]."""
+def build(
+    model: ModelConfig, dtype: str, cache_dtype: str, quant: QuantConfig = AS_STORED, *, has_draft: bool = False
+) -> Graph:
+    """`body`: tokens and positions i64[T] to hidden states [T, H]; `head`: rows of them [R, H] to logits [R, V].
+
+    has_draft: also the programs of the first layer that predicts further tokens. `draft_in`: what head takes, of each
+    token, to hidden states [T, H] behind the final norm; `draft`: those of positions p, and the tokens at p + 1, to
+    hidden states [T, H], which a further draft takes in their place; `draft_head`: rows of them [R, H] to logits [R, V]
+    of the tokens at p + 2. ConfigError where the model has no such layer.
+    """
     graph = Graph()
-    _write_body(Writer(model, graph.program(BODY), dtype, cache_dtype, quant))
-    _write_head(Writer(model, graph.program(HEAD), dtype, cache_dtype, quant))
+
+    def writer(program: str) -> Writer:
+        return Writer(model, graph.program(program), dtype, cache_dtype, quant)
+
+    _write_body(writer(BODY))
+    _write_head(writer(HEAD))
+    if has_draft:
+        if not model.mtp_layers:
+            raise ConfigError("serve.method=mtp: the model has no layer that predicts further tokens; take another one")
+        _write_draft_in(writer(DRAFT_IN))
+        _write_draft(writer(DRAFT), model.layers)
+        _write_head(writer(DRAFT_HEAD))
     if quant.asks_act and not any("act" in linear.kwargs for linear in graph.find(ops.linear)):
         raise ConfigError(f"quant.act={quant.act}: no linear's weights are packed; quant={quant.act} packs them")
     return graph
@@ -34,12 +53,47 @@ def _write_body(writer: Writer) -> None:
     model = writer.model
     tokens = writer.program.input("tokens", Type("i64", ("T",)))
     positions = writer.program.input("positions", Type("i64", ("T",)))
-    turns = rotaries(writer, positions)
-    x = writer.call(ops.embedding, tokens, writer.matrix("embedding", (model.vocab, model.hidden)), name="x")
-    x = writer.scale(x, model.embedding_scale)
+    turns = rotaries(writer, positions, range(model.layers))
+    x = _embed(writer, tokens)
     for layer, rotary in enumerate(turns):
         x = _layer(writer, x, rotary, layer)
     writer.program.output(writer.norm(x, "final_norm", name="hidden"))
+
+
+def _write_draft_in(writer: Writer) -> None:
+    """What body returns is behind the final norm already."""
+    writer.program.output(writer.program.input("hidden", Type(writer.dtype, ("T", writer.model.hidden))))
+
+
+def _write_draft(writer: Writer, layer: int) -> None:
+    """Multi-token prediction (DeepSeek-AI 2024), with the model's own embedding, and its head behind it.
+
+    The product of embedding and hidden state side by side is written as the sum of their own products: the sum is
+    merged into the norm behind it, and no pass or kernel has to know of joined values.
+    """
+    model = writer.model
+    tokens = writer.program.input("tokens", Type("i64", ("T",)))
+    positions = writer.program.input("positions", Type("i64", ("T",)))
+    hidden = writer.program.input("hidden", Type(writer.dtype, ("T", model.hidden)))
+    normed = {
+        "mtp_embedding_proj": writer.norm(_embed(writer, tokens), "mtp_embedding_norm", layer, name="e"),
+        "mtp_hidden_proj": writer.norm(hidden, "mtp_hidden_norm", layer, name="h"),
+    }
+    columns = dict.fromkeys(normed, model.hidden)
+    halves = writer.parts(columns, lambda role, n: writer.matrix(role, (model.hidden, n), layer), layer, dim=1)
+    e, h = (
+        writer.multiply(x, writer.packed(half, role, layer), role=role, layer=layer, name=x.name)
+        for (role, x), half in zip(normed.items(), halves, strict=True)
+    )
+    (rotary,) = rotaries(writer, positions, [layer])
+    x = _layer(writer, writer.call(ops.add, e, h, name="x"), rotary, layer)
+    writer.program.output(writer.norm(x, "mtp_norm", layer, name="drafted"))
+
+
+def _embed(writer: Writer, tokens: Node) -> Node:
+    """tokens i64[T] -> [T, H]"""
+    table = writer.matrix("embedding", (writer.model.vocab, writer.model.hidden))
+    return writer.scale(writer.call(ops.embedding, tokens, table, name="x"), writer.model.embedding_scale)
 
 
 def _write_head(writer: Writer) -> None:

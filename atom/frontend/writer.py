@@ -120,7 +120,7 @@ class Writer:
         return W(f"{self.name(role, layer)}.{part}", Type(self.dtype, shape))
 
     def matrix(self, role: str, shape: tuple[int, ...], layer: int | None = None) -> Recipe:
-        """An embedding, a head or a router: packed only where the formats name its module."""
+        """An embedding, a head, a router or what joins a draft: packed only where the formats name its module."""
         if self.name(role, layer) not in self.model.formats:
             return self.weight(role, shape, layer)
         stored = self.stored(self.weight_name(role, layer), shape)

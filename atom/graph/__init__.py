@@ -7,7 +7,7 @@ print(show(graph))
 
 from atom.graph import ops
 from atom.graph.batch import Batch, PagedCache
-from atom.graph.graph import BODY, HEAD, Graph, Program
+from atom.graph.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, Graph, Program
 from atom.graph.interpret import TORCH_DTYPES, interpret, interpret_ranks
 from atom.graph.mesh import Mesh
 from atom.graph.packed import LaidOut, PackedWeight
@@ -39,6 +39,9 @@ from atom.graph.verify import verify
 __all__ = [
     "BATCH",
     "BODY",
+    "DRAFT",
+    "DRAFT_HEAD",
+    "DRAFT_IN",
     "HEAD",
     "KV",
     "TORCH_DTYPES",

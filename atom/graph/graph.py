@@ -30,6 +30,8 @@ from atom.graph.recipes import KV, Recipe, W, leaves
 from atom.graph.types import BatchType, Type
 
 BODY, HEAD = "body", "head"  # the programs of a step: of each token, and of the rows that sample
+# of a model that drafts tokens: what a draft takes of the body's results; a token further; its logits
+DRAFT_IN, DRAFT, DRAFT_HEAD = "draft_in", "draft", "draft_head"
 
 
 class Program:

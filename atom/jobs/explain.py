@@ -151,7 +151,7 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
         "activations": Counter(
             node.kwargs["act"] for program in graph.programs.values() for node in program.nodes if "act" in node.kwargs
         ),
-        "left_out": mtp_patterns(config.model),
+        "left_out": mtp_patterns(config),
         "kv_bytes_per_token": {kind.name: kind.bytes_per_token for kind in kinds},
         **kv_pool(kinds, config),
         **(

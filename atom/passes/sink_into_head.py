@@ -10,8 +10,8 @@
         logits = linear(hidden, W("lm_head"))               logits = linear(x, W("lm_head"))
 
 Nothing behind the last attention depends on other tokens, so only the rows of a prompt that get logits go through it.
-Declines where there is no attention, where the head does not take what the body returns, or where a value that it would
-then take does not have a row for each token.
+Declines where there is no attention, where a draft reads the hidden state of each token, where the head does not take
+what the body returns, or where a value that it would then take does not have a row for each token.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from atom.graph import BODY, HEAD, KV, Graph, Program
+from atom.graph import BODY, DRAFT_IN, HEAD, KV, Graph, Program
 from atom.graph.graph import call_of, node_leaves, results_of
 
 
 def sink_into_head(graph: Graph) -> Graph:
-    if not graph.programs.keys() >= {BODY, HEAD}:
+    if DRAFT_IN in graph.programs or not graph.programs.keys() >= {BODY, HEAD}:
         return graph
     body, head = graph.programs[BODY], graph.programs[HEAD]
     kept = _ahead_of_attention(body)

@@ -142,3 +142,32 @@ def test_a_text_of_ranks_runs_on_as_many(configure: Configure):
         compile_graph(
             of_ranks(configure("llama", 1, show_saved("fuse_qkv", alone["fuse_qkv"])), 2), target=TARGETS["cpu"]
         )
+
+
+def drafting(config: Config) -> Config:
+    return replace(config, serve=replace(config.serve, method="mtp"), model=replace(config.model, mtp_layers=1))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_text_that_drafts_runs_from_any_stage(target: str, configure: Configure):
+    texts, whole = texts_by_stage(drafting(configure("deepseek_v3", 2)), TARGETS[target])
+    assert list(whole.programs) == ["body", "head", "draft_in", "draft", "draft_head"]
+    for stage in texts:
+        saved = configure("deepseek_v3", 2, show_saved(stage, texts[stage]))
+        assert renamed(compile_graph(saved, target=TARGETS[target])) == renamed(whole)
+
+
+@pytest.mark.parametrize(
+    ("written", "edited", "reason"),
+    [
+        ("def draft_head(", "def more(", r"mine.py: it has no function draft_head$"),
+        ("def draft(tokens", "def draft(tokens: i64[T], types", r"draft has an input types; there are: batch, hidden, "),
+        ("def draft_in(hidden: bf16[T, 48])", "def draft_in(hidden: bf16[T, 40])", r"draft_in takes rows of bf16\[40\] where body returns rows of bf16\[48\]"),
+        ("    return drafted", "    return q", r"draft_head takes rows of bf16\[48\] where draft returns rows of bf16\[4, 20\]"),
+    ],
+)  # fmt: skip
+def test_programs_of_a_draft_that_do_not_fit_are_refused(written: str, edited: str, reason: str, configure: Configure):
+    text = texts_by_stage(drafting(configure("deepseek_v3", 1)), TARGETS["cpu"])[0]["lower_attention"]
+    assert written in text
+    with pytest.raises(ConfigError, match=reason):
+        compile_graph(configure("deepseek_v3", 1, text.replace(written, edited)), target=TARGETS["cpu"])

@@ -104,8 +104,10 @@ OTHER_HEAD = BEFORE.replace("def head(hidden: fp32[R, 4])", "def head(hidden: fp
     'W("head", fp32[7, 4])', 'W("head", fp32[7, 8])'
 )
 
+DRAFTS = f"{BEFORE}\n\ndef draft_in(hidden: fp32[T, 4]):\n    return hidden"  # of each token
 
-@pytest.mark.parametrize("text", [NO_ATTENTION, NOT_OF_A_TOKEN, NO_HEAD, OTHER_HEAD])
+
+@pytest.mark.parametrize("text", [NO_ATTENTION, NOT_OF_A_TOKEN, NO_HEAD, OTHER_HEAD, DRAFTS])
 def test_it_declines(text: str):
     assert text != BEFORE
     graph = sink_into_head(parse(text))

@@ -44,13 +44,14 @@ class Step(NamedTuple):
     """A committed step: what it computed."""
 
     at: float  # seconds, when it was committed
-    decodes: array[int]  # rows of one token that sample: positions that each one sees, itself included
+    decodes: array[int]  # rows that compute the newest token, and drafts: positions that the last sees, itself included
     chunks: list[tuple[int, int]]  # the other rows, of prompts: first position and number of tokens
     num_sampled: int
+    num_drafts: int = 0  # that were verified
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + sum(num_tokens for _, num_tokens in self.chunks)
+        return len(self.decodes) + self.num_drafts + sum(num_tokens for _, num_tokens in self.chunks)
 
     @property
     def num_rows(self) -> dict[str, int]:
@@ -85,11 +86,11 @@ def recording(engine: Engine) -> Iterator[Record]:
         )
         sampling = [*decodes, *(row for row in others if row.samples)]
         before = [len(row.sequence.output) for row in sampling]
+        contexts = array("q", [row.sequence.num_tokens + len(row.drafts) for row in decodes])
+        num_drafts = sum(sampled.num_drafted.values())
         ended = commit_plan(plan, sampled, finish)
-        at, contexts = time.perf_counter(), array("q")
-        contexts.extend(row.start + 1 + draft for row in decodes for draft in range(row.num_tokens))
-        num_sampled = sum(1 + len(row.drafts) for row in sampling)
-        record.steps.append(Step(at, contexts, [(row.start, row.num_tokens) for row in others], num_sampled))
+        chunks = [(row.start, row.num_tokens) for row in others]
+        record.steps.append(Step(time.perf_counter(), contexts, chunks, len(sampling) + num_drafts, num_drafts))
         gained = zip(sampling, before, strict=True)
         record.sampled.append([row.sequence for row, had in gained for _ in range(len(row.sequence.output) - had)])
         return ended

@@ -367,13 +367,15 @@ def open_drafter(config: Config) -> Drafter | None:
 
 
 def drafting_of(config: Config) -> Drafting | None:
-    """How the runner drafts; None where the host does, since a CPU's host waits for each step."""
+    """How the runner drafts; None where the host does: a CPU's waits for each step, and looks up what it has."""
     serve = config.serve
-    if serve.method is None or (config.device == "cpu" and serve.acceptance_length is None):
+    is_host = serve.method == "ngram" and config.device == "cpu" and serve.acceptance_length is None
+    if serve.method is None or is_host:
         return None
     assert serve.num_speculative_tokens is not None, "config.load resolves it"
     rates = acceptance_rates(serve.acceptance_length, serve.num_speculative_tokens)
-    return Drafting(serve.num_speculative_tokens, serve.prompt_lookup_min, serve.prompt_lookup_max, rates)
+    sizes = serve.num_speculative_tokens, serve.prompt_lookup_min, serve.prompt_lookup_max
+    return Drafting(*sizes, has_draft(config), rates)
 
 
 def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None) -> dict[str, int]:

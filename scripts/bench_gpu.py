@@ -74,6 +74,7 @@ class Row(NamedTuple):
 FP8 = ("quant=fp8", "quant.head=fp8", "quant.kv=fp8")
 INT4 = ("quant=int4", "quant.head=fp8", "quant.kv=fp8")
 BLOCKS = ("quant=fp8_block",)
+MTP = ("model.mtp_layers=1", "serve.method=mtp", "serve.num_speculative_tokens=1", "serve.acceptance_length=1.8")
 DRAFTS = ("serve.method=ngram", "serve.acceptance_length=2.5")  # by chance: a step gives 2.5 tokens of 4 in the mean
 
 
@@ -109,6 +110,11 @@ ROWS = {
     **named(
         "8b-drafts",
         decodes("Qwen3-8B, 2.5 tokens a step", "qwen3_8b", [(None, 530), (None, 7560), (None, 6750)], DRAFTS),
+    ),
+    **named("v2-lite", decodes("DeepSeek-V2-Lite", "deepseek_v2_lite", [(291, 650), (2973, 3600), (7295, 9500)])),
+    **named(
+        "v2-lite-mtp",
+        decodes("DeepSeek-V2-Lite, 1.8 a step", "deepseek_v2_lite", [(None, 943), (None, 5040), (None, 9500)], MTP),
     ),
     **named("gpt-oss-20b", decodes("gpt-oss-20b", "gpt_oss_20b", [(None, 700), (None, 8000), (None, 18000)])),
     **named(

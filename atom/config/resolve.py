@@ -171,8 +171,9 @@ def check_speculation(config: Config, device: str) -> None:
             raise ConfigError(
                 f"{stated} is more than a step's token and its drafts; raise serve.num_speculative_tokens"
             )
-        if config.parallel.tensor * config.parallel.data > 1:
-            raise UnsupportedError(f"{stated} is for one rank; leave parallel out")
+    runs = config.job.kind not in ("explain", "cache") and config.parallel.tensor * config.parallel.data > 1
+    if runs and (serve.method == "mtp" or serve.acceptance_length is not None):
+        raise UnsupportedError("several ranks draft with serve.method=ngram alone; leave parallel out, or the rest")
     least, most = serve.prompt_lookup_min, serve.prompt_lookup_max
     if least > most:
         raise ConfigError(f"serve.prompt_lookup_min={least} is more than serve.prompt_lookup_max={most}; raise that")

@@ -293,7 +293,8 @@ class ServeConfig:
     gpu_memory_utilization: float = number(0.9, 0, 1, above=True)  # share of a GPU's memory to take; a CPU ignores it
     cudagraph_capture_sizes: list[int] | None = None  # decodes in a CUDA graph; null: up to max_num_seqs
     scheduler_delay_factor: float = only(0.0, "delaying the scheduler")  # wait before the next prompt
-    method: str | None = one_of(None, "ngram", later=("mtp", "eagle3"))  # of drafting tokens; ngram: look them up
+    # of drafting tokens; ngram: look them up, mtp: with the model's own layer for it
+    method: str | None = one_of(None, "ngram", "mtp", later=("eagle3",))
     num_speculative_tokens: int | None = number(None, 1, 7)  # that a method drafts for a step; null: 3
     max_verified_tokens: int | None = number(None, 1)  # of a step's decodes, with drafts; null: 8 on a CPU, else 256
     acceptance_length: float | None = number(None, 1, 8)  # tokens a step, by chance; with load_dummy=true alone

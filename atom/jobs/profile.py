@@ -142,7 +142,7 @@ class PieceKernel(NamedTuple):
             limits.seconds(total([once, each.times(num_rows)]))
             for step in steps
             for program, once, each in self.reads
-            if (num_rows := step.num_rows.get(program, 0))
+            if (num_rows := step.num_rows({program}).get(program, 0))
         )
 
 
@@ -180,10 +180,10 @@ def match_products(
     expected = [
         (product, num_rows)
         for step in steps
-        for program, num_rows in step.num_rows.items()
+        for program, num_rows in step.num_rows(costs).items()
         for product in (costs[program].products if num_rows else ())
     ]
-    programs = {name for step in steps for name in step.num_rows}
+    programs = {name for step in steps for name in step.num_rows(costs)}
     num_ahead, per_step = len(launches) - len(expected), sum(len(costs[name].products) for name in programs)
     if not programs or num_ahead < 0 or num_ahead % per_step:
         return []

@@ -190,10 +190,10 @@ def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:
 
 def step_work(costs: Mapping[str, Costs], step: Step) -> dict[str, Work]:
     """The work of a step: in products with weights, and in attention."""
-    run = {name: costs[name] for name in step.num_rows}
-    layers = Counter(layer for each in run.values() for layer in each.attention)
+    rows = step.num_rows(costs)
+    layers = Counter(layer for name in rows for layer in costs[name].attention)
     return {
-        "matrix": total(each.work(step.num_rows[name]) for name, each in run.items()),
+        "matrix": total(costs[name].work(num) for name, num in rows.items()),
         "attention": total(layer.work(step).times(count) for layer, count in layers.items()),
     }
 

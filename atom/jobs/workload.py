@@ -17,7 +17,7 @@ from __future__ import annotations
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from atom.config import Config
 from atom.errors import ConfigError
-from atom.graph import BODY, HEAD
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, HEAD
 from atom.measurement.conversations import NO_ANSWER_LEN, Conversation, is_usable, read_sharegpt
 from atom.runtime.engine import Engine
 from atom.runtime.types import Plan, Sampled, Sequence
@@ -53,10 +53,10 @@ class Step(NamedTuple):
     def num_tokens(self) -> int:
         return len(self.decodes) + self.num_drafts + sum(num_tokens for _, num_tokens in self.chunks)
 
-    @property
-    def num_rows(self) -> dict[str, int]:
-        """By the programs that it ran."""
-        return {BODY: self.num_tokens, HEAD: self.num_sampled}
+    def num_rows(self, programs: Container[str]) -> dict[str, int]:
+        """By those of a text's programs that it ran, in their order."""
+        rows = {DRAFT_HEAD: self.num_drafts, BODY: self.num_tokens, HEAD: self.num_sampled, DRAFT: self.num_tokens}
+        return {name: num for name, num in rows.items() if name in programs}
 
 
 @dataclass

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from atom.kernels import compile_launches
-from atom.runtime.model import Model
+from atom.runtime.model import Computed, Model
 from atom.runtime.program import Hidden
-from atom.runtime.step_input import BatchShape, StepInput
+from atom.runtime.step_input import BatchShape, PackedRows, StepInput
 from atom.sampling_params import SAMPLING_KINDS
 
 PROMPT_TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # in a step, beside decodes
@@ -53,6 +53,7 @@ class Started:
     logits: Tensor | None  # of decodes with drafts [R, 1 + drafts, V]
     hidden: Hidden | None = None  # of a step with prompts
     most: Tensor | None = None  # i32[R], of decodes with drafts, those that may be accepted
+    follow: Callable[[], object] = lambda: None  # runs what follows the sampling
     tails: dict[str, tuple[torch.cuda.CUDAGraph, Drawn]] = field(default_factory=dict)
 
 
@@ -62,6 +63,16 @@ class _Captured:
     packed: Tensor  # the input buffer of the step's numbers
     started: Started
     sent: bytearray | None = None  # its present content
+
+
+def begin(
+    model: Model, computed: Computed, slots: Tensor, rows: PackedRows | None = None, most: Tensor | None = None
+) -> Started:
+    """The `Started` of what a model has computed. rows: of a step with prompts"""
+    started = Started(slots, computed.logits, None if rows is None else computed.hidden, most)
+    if model.has_draft_layer:
+        started.follow = partial(model.follow, computed, slots, rows)
+    return started
 
 
 def draw(model: Model, started: Started, logits: Tensor, kind: str, penalties: bool = False) -> Drawn:
@@ -167,7 +178,8 @@ class Graphs:
         return sorted(shapes, key=lambda each: (each.num_tokens, each.num_rows))
 
     def _rehearse_decodes(self, size: int) -> None:
-        self._model.decode(self._model.send(np.full(size, self._model.padding, np.int32)))
+        slots = self._model.send(np.full(size, self._model.padding, np.int32))
+        begin(self._model, self._model.decode(slots), slots).follow()
 
     def _find_draft_sizes(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """Numbers of decodes, and of drafts of each: as many as the scheduler gives the fewest that take this size."""
@@ -181,14 +193,16 @@ class Graphs:
 
     def _rehearse_drafts(self, size: int, num_drafts: int) -> None:
         slots, most = self._pad_drafts(size)
-        self._model.decode_drafts(slots, most, num_drafts)
+        begin(self._model, self._model.decode_drafts(slots, most, num_drafts), slots).follow()
 
     def _pad_drafts(self, size: int) -> Tensor:
         """Slots and `most` i32[2, S] of padding."""
         return self._model.send(np.repeat(np.array([self._model.padding, 0], np.int32), size)).view(2, size)
 
     def _rehearse_mixed(self, shape: BatchShape) -> None:
-        self._model.mix(shape, self._model.send(shape.pad(self._model.padding)))
+        packed = self._model.send(shape.pad(self._model.padding))
+        rows = shape.split(packed)
+        begin(self._model, self._model.mix(shape, packed), rows.sampled, rows).follow()
 
     def _sample_in_every_way(self) -> None:
         """Sample a row of padding with penalties, with the host's logit processors, and as graphs do."""
@@ -234,35 +248,35 @@ class Graphs:
         model = self._model
         self._rehearse_decodes(size)  # what a first launch allocates for good must not be in a graph
         slots = torch.full((size,), model.padding, dtype=torch.int32, device=model.device)
-        graph, logits = self._capture(lambda: model.decode(slots))
-        return _Captured(graph, slots, self._started(slots, logits))
+        graph, computed = self._capture(lambda: model.decode(slots))
+        return _Captured(graph, slots, self._started(begin(model, computed, slots)))
 
     @torch.inference_mode()
     def _capture_drafts(self, size: int, num_drafts: int) -> _Captured:
         self._rehearse_drafts(size, num_drafts)
         packed = self._pad_drafts(size).clone()
         slots, most = packed
-        graph, logits = self._capture(lambda: self._model.decode_drafts(slots, most, num_drafts))
-        return _Captured(graph, packed.view(-1), self._started(slots, logits, most=most))
+        graph, computed = self._capture(lambda: self._model.decode_drafts(slots, most, num_drafts))
+        return _Captured(graph, packed.view(-1), self._started(begin(self._model, computed, slots, most=most)))
 
     @torch.inference_mode()
     def _capture_mixed(self, shape: BatchShape) -> _Captured:
         model = self._model
         self._rehearse_mixed(shape)
         packed = torch.frombuffer(shape.pad(model.padding), dtype=torch.int32).to(model.device)
-        graph, (hidden, logits) = self._capture(lambda: model.mix(shape, packed))
-        return _Captured(graph, packed, self._started(shape.split(packed).sampled, logits, tuple(map(unowned, hidden))))
+        graph, computed = self._capture(lambda: model.mix(shape, packed))
+        rows = shape.split(packed)
+        return _Captured(graph, packed, self._started(begin(model, computed, rows.sampled, rows)))
 
-    def _started(
-        self, slots: Tensor, logits: Tensor, hidden: Hidden | None = None, most: Tensor | None = None
-    ) -> Started:
-        """The `Started` of a graph that has just been captured."""
-        started = Started(slots, logits, hidden, most)
-        first = logits if most is None else logits[:, 0]
-        started.tails = {
-            kind: self._capture(partial(draw, self._model, started, first, kind)) for kind in SAMPLING_KINDS
-        }
-        started.logits = unowned(logits)
+    def _started(self, started: Started) -> Started:
+        """What a graph starts that has just been captured; captures what comes behind it."""
+        model, logits = self._model, started.logits
+        assert logits is not None, "each shape has rows that sample"
+        first = logits if started.most is None else logits[:, 0]
+        started.tails = {kind: self._capture(partial(draw, model, started, first, kind)) for kind in SAMPLING_KINDS}
+        if model.has_draft_layer:
+            started.follow = self._capture(started.follow)[0].replay
+        started.logits, started.hidden = unowned(logits), started.hidden and tuple(map(unowned, started.hidden))
         return started
 
     def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

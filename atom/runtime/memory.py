@@ -95,11 +95,14 @@ def take_largest_step(model: Model, num_tokens: int, num_rows: int) -> None:
     scored at a time and of all tokens drawn, with penalties and logit processors."""
     shape = BatchShape(num_tokens, num_rows, num_rows)
     packed = model.send(shape.pad(model.padding))
-    hidden, logits = model.mix(shape, packed)
+    computed, rows = model.mix(shape, packed), shape.split(packed)
+    logits = computed.logits
     assert logits is not None, "all rows sample"
-    scored = score(model.head, rows_of(hidden, slice(HEAD_ROWS)))
+    scored = score(model.head, rows_of(computed.hidden, slice(HEAD_ROWS)))
     top_logprobs(scored, torch.arange(len(scored), device=model.device), NUM_TOP)
     reports = top_logprobs(logits, torch.arange(num_rows, device=model.device), NUM_TOP)
     shaped = logits.to(torch.float32, copy=True)
-    model.sample(shape.split(packed).sampled, shaped, SAMPLING_KINDS[-1], penalties=True)
+    model.sample(rows.sampled, shaped, SAMPLING_KINDS[-1], penalties=True)
+    if model.has_draft_layer:
+        model.follow(computed, rows.sampled, rows)
     del reports  # they are held while tokens are drawn

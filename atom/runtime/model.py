@@ -4,29 +4,38 @@ It starts what a step needs there, and waits for nothing.
 
 model = Model(graph, Bindings(weights, code), 16, StepLimits(256, 8192, 4096), device="cuda")
 model.bind({"full": 1024})
-logits = model.decode(slots)                        # each row computes the newest token of its slot
-tokens = model.sample(slots, logits, "greedy")      # which are the newest ones from now on
+computed = model.decode(slots)                              # each row computes the newest token of its slot
+tokens = model.sample(slots, computed.logits, "greedy")     # which are the newest ones from now on
+model.follow(computed, slots)                               # where a draft layer follows the model
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from atom.errors import naming_a_lack_of_memory
-from atom.graph import BODY, HEAD, KV, TORCH_DTYPES, Batch, Graph, Type
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, TORCH_DTYPES, Batch, Graph, Type
 from atom.graph.shares import token_shares
 from atom.kernels import find_step_kernels
 from atom.kernels.step import Inputs
 from atom.runtime.program import Bindings, Executable, Hidden, Kernels, rows_of, score
 from atom.runtime.request_state import RequestState, send, zeros
-from atom.runtime.step_input import BatchShape
+from atom.runtime.step_input import BatchShape, PackedRows
 from atom.runtime.types import Drafting, StepLimits
+
+
+class Computed(NamedTuple):
+    """What a step computed, ahead of sampling."""
+
+    inputs: Inputs
+    hidden: Hidden  # what its head takes, of each token
+    logits: Tensor | None  # [R, V] of rows that sample; of decodes with drafts [S, 1 + drafts, V]
 
 
 class Model:
@@ -53,10 +62,17 @@ class Model:
         self.logits_dtype = TORCH_DTYPES[logits.dtype]
         self.drafting, self.num_drafts = drafting, drafting.num_tokens if drafting else 0
         num_slots, width = limits.max_num_seqs, -(-(limits.max_model_len + self.num_drafts) // block_size)
-        max_history = limits.max_model_len + 1 if drafting else 0
+        max_history = limits.max_model_len + self.num_drafts + 2 if drafting else 0
         self.state = RequestState(num_slots, int(logits.shape[-1]), device, self.num_drafts, max_history)
         starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
         self._starts = [starts * queries for queries in range(1, self.num_drafts + 2)]  # of decodes, by drafts
+        self.has_draft_layer = drafting is not None and drafting.has_layer
+        if self.has_draft_layer:  # what the first draft of a slot is read from
+            (hidden,) = graph.programs[DRAFT].results
+            kept = hidden.meta["type"]
+            self._drafted = torch.zeros(
+                num_slots + 1, int(kept.shape[-1]), dtype=TORCH_DTYPES[kept.dtype], device=device
+            )
         self._rates: Tensor | None = None
         if drafting and drafting.rates:
             self._rates = torch.tensor(drafting.rates, device=device)
@@ -109,30 +125,56 @@ class Model:
         """Write block numbers to the tables [C, slots, M]. entries: i32[2, E], places counted through them, numbers"""
         self._step.extend_tables(self.tables, self.send(entries).view(2, -1))
 
-    def decode(self, slots: Tensor) -> Tensor:
-        """slots: i32[S], each of which computes its newest token -> logits [S, V]"""
-        inputs = self._decode_inputs(slots)
-        return score(self.head, self.body(inputs._asdict()))
+    def decode(self, slots: Tensor) -> Computed:
+        """slots: i32[S], each of which computes its newest token"""
+        return self._compute(self._decode_inputs(slots))
 
-    def decode_drafts(self, slots: Tensor, most: Tensor, num_drafts: int) -> Tensor:
-        """slots: i32[S], each of which drafts, and computes its newest token and drafts -> logits [S, 1 + drafts, V]
+    def decode_drafts(self, slots: Tensor, most: Tensor, num_drafts: int) -> Computed:
+        """slots: i32[S], each of which drafts, and computes its newest token and drafts
 
         most: i32[S], the drafts of each that may be accepted, which have blocks
         """
         assert self.drafting is not None
-        self._step.find_ngrams(slots, self.state, self.drafting.min_n, self.drafting.max_n)
-        inputs = self._decode_inputs(slots, most, num_drafts)
-        return score(self.head, self.body(inputs._asdict())).view(len(slots), 1 + num_drafts, -1)
+        if self.has_draft_layer:
+            inputs = self._decode_inputs(slots, most, num_drafts)
+            self._draft(slots, inputs, num_drafts)
+        else:
+            self._step.find_ngrams(slots, self.state, self.drafting.min_n, self.drafting.max_n)
+            inputs = self._decode_inputs(slots, most, num_drafts)
+        computed = self._compute(inputs)
+        assert computed.logits is not None
+        return computed._replace(logits=computed.logits.view(len(slots), 1 + num_drafts, -1))
 
-    def mix(self, shape: BatchShape, packed: Tensor) -> tuple[Hidden, Tensor | None]:
-        """A step of this shape -> what its head takes, of each token; logits [R, V] where rows sample"""
+    def mix(self, shape: BatchShape, packed: Tensor) -> Computed:
+        """A step of this shape."""
         rows = shape.split(packed)
         inputs = self._inputs(shape.num_tokens, shape.num_rows, rows.starts, shape.num_decodes)
         self._step.mixed_inputs(rows, self.state, self.tables, self.block_size, inputs)
         hidden = self.body(inputs._asdict())
         if not shape.num_samples:
-            return hidden, None
-        return hidden, score(self.head, rows_of(hidden, rows.places.long()))
+            return Computed(inputs, hidden, None)
+        return Computed(inputs, hidden, score(self.head, rows_of(hidden, rows.places.long())))
+
+    def follow(self, computed: Computed, slots: Tensor, rows: PackedRows | None = None) -> None:
+        """Run the draft layer over a step's tokens, which writes its KV, and keep what the next drafts begin with.
+
+        Comes after the step has sampled, since the layer reads the token behind each. slots: i32[R] that sampled. rows:
+        of a step with prompts; None: of decodes, with drafts or without
+        """
+        inputs, state = computed.inputs, self.state
+        assert state.history is not None
+        if rows is None:
+            num_queries = len(inputs.tokens) // len(slots)
+            owners = slots.repeat_interleave(num_queries)
+            num_accepted = state.lengths.index_select(0, slots) - 2 - inputs.positions[::num_queries]
+            places = torch.arange(len(slots), device=self.device) * num_queries + num_accepted.clamp(min=0)
+        else:
+            owners, places = rows.slots.index_select(0, rows.row_of), rows.places
+        behind = owners.long() * state.history.shape[1] + inputs.positions + 1
+        tokens = state.history.view(-1).index_select(0, behind).long()
+        (hidden,) = self.executables[DRAFT_IN](dict(zip(self.head.inputs, computed.hidden, strict=True)))
+        (drafted,) = self.executables[DRAFT]({**inputs._asdict(), "tokens": tokens, "hidden": hidden})
+        self._drafted.index_copy_(0, slots.long(), drafted.index_select(0, places))
 
     def sample(self, slots: Tensor, logits: Tensor, kind: str, penalties: bool = False) -> Tensor:
         """slots: i32[R], logits [R, V] -> tokens i64[R], the newest of their slots from now on, and reported"""
@@ -165,6 +207,33 @@ class Model:
     ) -> None:
         """See `kernels.torch.sampling.score_drawn`."""
         self._step.score_drawn(logits, rows, drawn, totals, chosen, ranks)
+
+    def _compute(self, inputs: Inputs) -> Computed:
+        hidden = self.body(inputs._asdict())
+        return Computed(inputs, hidden, score(self.head, hidden))
+
+    def _draft(self, slots: Tensor, inputs: Inputs, num_drafts: int) -> None:
+        """Draft with the draft layer, one token behind the other; `inputs` and the state get them."""
+        assert self.state.drafts is not None
+        num_rows, batch = len(slots), inputs.batch
+        tokens, positions = (each.view(num_rows, -1) for each in (inputs.tokens, inputs.positions))
+        hidden = self._drafted.index_select(0, slots)
+        for number in range(num_drafts):
+            token = score(self.executables[DRAFT_HEAD], (hidden,)).argmax(-1)
+            tokens[:, number + 1] = token
+            self.state.drafts[:, number].index_copy_(0, slots.long(), token)
+            if number + 1 == num_drafts:
+                break
+            mappings = inputs.slots.view(-1, num_rows, 1 + num_drafts)[:, :, number].contiguous()
+            single = Batch(
+                tables=batch.tables,
+                slot_mappings=dict(zip(self.kinds, mappings.unbind(), strict=True)),
+                starts=self._starts[0][: num_rows + 1],
+                lengths=batch.lengths - (num_drafts - number),
+                num_decodes=num_rows,
+            )
+            given = {"tokens": token, "positions": positions[:, number].contiguous(), "hidden": hidden, "batch": single}
+            (hidden,) = self.executables[DRAFT](given)
 
     def _decode_inputs(self, slots: Tensor, most: Tensor | None = None, num_drafts: int = 0) -> Inputs:
         num_rows, query_len = len(slots), 1 + num_drafts

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from atom.errors import CapacityError, EngineDeadError, is_out_of_memory
 from atom.kernels.logprobs import top_logprobs
-from atom.runtime.cuda_graphs import Graphs, Started, draw
+from atom.runtime.cuda_graphs import Graphs, Started, begin, draw
 from atom.runtime.model import Model
 from atom.runtime.program import Hidden, rows_of, score
 from atom.runtime.step_input import NUM_REPORTED, BatchShape, Capacity, Scored, Shaping, StepInput
@@ -97,6 +97,7 @@ class Runner:
             lengths = model.send(np.array([each.length for each in step.drafts], np.int32))
             model.state.lengths.index_copy_(0, slots, lengths)
         if not step.reported:
+            started.follow()
             return Pending(step, self._reported, scored, None, self._record())
         return self._sample(step, started, scored)
 
@@ -104,11 +105,11 @@ class Runner:
         packed = self.model.send(step.packed)
         if step.num_drafts:
             slots, most = packed.view(2, -1)
-            return Started(slots, self.model.decode_drafts(slots, most, step.num_drafts), most=most)
+            return begin(self.model, self.model.decode_drafts(slots, most, step.num_drafts), slots, most=most)
         if step.is_decode:
-            return Started(packed, self.model.decode(packed))
-        hidden, logits = self.model.mix(step.shape, packed)
-        return Started(step.shape.split(packed).sampled, logits, hidden)
+            return begin(self.model, self.model.decode(packed), packed)
+        rows = step.shape.split(packed)
+        return begin(self.model, self.model.mix(step.shape, packed), rows.sampled, rows)
 
     def _score_prompt(self, hidden: Hidden, prompt: Scored) -> list[_Report]:
         """Compute log probabilities of a prompt's tokens. hidden: of all tokens of the step"""
@@ -161,6 +162,7 @@ class Runner:
             if self.model.num_drafts:
                 pending.drawn, pending.drafts = self._fetch(drawn), None if drafts is None else self._fetch(drafts)
             pending.event = self._record()
+            started.follow()  # which the host need not wait for
             return pending
         except Exception as error:
             if not self.run_ahead:

@@ -80,7 +80,7 @@ REFUSED = {
     "--kv_cache_dtype fp8_e5m2": "serve.kv_cache_dtype=fp8_e5m2 is not built yet; there is: auto, bf16, fp16, fp32, fp8",
     "--scheduler-delay-factor 0.5": "serve.scheduler_delay_factor=0.5: delaying the scheduler is not built yet",
     "--level 3": "level=3 captures CUDA graphs, device=cpu has none; there is: 0, 1, 2",
-    "--method mtp": "serve.method=mtp is not built yet; there is: null, ngram",
+    "--method eagle3": "serve.method=eagle3 is not built yet; there is: null, ngram, mtp",
 }
 
 WRONG = {

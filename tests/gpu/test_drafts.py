@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import mtp
 import pytest
 import tiny
 from gpu.steps import FIELDS, ON_GPU, set_depth
@@ -54,6 +56,29 @@ def test_tokens_are_those_of_none(name: str, fields: dict[str, Any], checkpoints
     if "block_size" in fields:
         assert stats.num_preemptions > 0
     engine.close()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("num_drafts", [1, 3])
+def test_a_model_drafts_with_its_own_layer(name: str, num_drafts: int, tmp_path: Path):
+    """On a GPU, in graphs and without, as on a CPU: the same drafts are accepted."""
+    folder = mtp.save(name, tmp_path / "mtp", vocab_size=11, pad_token_id=None)
+    every = [[token % 11 for token in prompt] for prompt in PROMPTS]
+    found = []
+    for fields in ({"device": "cpu", "level": 1}, {"level": 3}, {"level": 2}):
+        own = {**FIELDS, **fields, "method": "mtp", "num_speculative_tokens": num_drafts, "max_verified_tokens": 256}
+        if "device" in fields:
+            del own["cudagraph_capture_sizes"]
+        engine = LLMEngine(str(folder), **own)
+        if not found:
+            plain = LLMEngine(str(folder), **{key: own[key] for key in own if key in (*FIELDS, "level")})
+            expected = [answer["token_ids"] for answer in plain.generate(every, PARAMS)]
+            plain.close()
+        assert [answer["token_ids"] for answer in engine.generate(every, PARAMS)] == expected
+        stats = engine._engine.stats().scheduler
+        found.append(stats.num_accepted_tokens / stats.num_draft_tokens)
+        engine.close()
+    assert found[0] > 0 and found == pytest.approx([found[0]] * 3, rel=0.2), "behind ends, others are drafted"
 
 
 @pytest.mark.parametrize("length", [1, 2.5, 4])

@@ -19,7 +19,7 @@ from atom.config.load import engine_overrides, load
 from atom.errors import CapacityError
 from atom.kernels import Target
 from atom.runtime import memory
-from atom.runtime.model import Model
+from atom.runtime.model import Computed, Model
 from atom.runtime.program import Bindings
 from atom.runtime.step_input import BatchShape
 from atom.runtime.types import StepLimits
@@ -139,13 +139,17 @@ def test_the_measured_step_shapes_a_copy_of_its_logits(dtype: torch.dtype) -> No
     logits, sampled = torch.zeros(2, 5, dtype=dtype), []
 
     class Model:
-        padding, device = 2, "cpu"
+        padding, device, has_draft_layer = 2, "cpu", False
 
         def send(self, array: Any) -> Any:
             return torch.frombuffer(array, dtype=torch.int32)
 
         def mix(self, shape: BatchShape, packed: Any) -> Any:
-            return (torch.zeros(shape.num_tokens, 3),), logits
+            return Computed(
+                SimpleNamespace(),  # type: ignore[arg-type]
+                (torch.zeros(shape.num_tokens, 3),),
+                logits,
+            )
 
         class head:
             inputs = ("hidden",)

@@ -167,10 +167,11 @@ class Model:
             num_queries = len(inputs.tokens) // len(slots)
             owners = slots.repeat_interleave(num_queries)
             num_accepted = state.lengths.index_select(0, slots) - 2 - inputs.positions[::num_queries]
-            places = torch.arange(len(slots), device=self.device) * num_queries + num_accepted.clamp(min=0)
+            places = torch.arange(len(slots), device=self.device) * num_queries
+            places += num_accepted.clamp(0, num_queries - 1)  # padding has none; a rehearsal has any number
         else:
             owners, places = rows.slots.index_select(0, rows.row_of), rows.places
-        behind = owners.long() * state.history.shape[1] + inputs.positions + 1
+        behind = owners.long() * state.history.shape[1] + (inputs.positions + 1).clamp(0, state.history.shape[1] - 1)
         tokens = state.history.view(-1).index_select(0, behind).long()
         (hidden,) = self.executables[DRAFT_IN](dict(zip(self.head.inputs, computed.hidden, strict=True)))
         (drafted,) = self.executables[DRAFT]({**inputs._asdict(), "tokens": tokens, "hidden": hidden})

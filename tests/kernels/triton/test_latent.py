@@ -99,10 +99,12 @@ def test_more_parts_than_are_merged_at_a_time_equal_the_reference(monkeypatch, t
     check(make_latent_case([40 * 32, 300]), triton_device, scale=3.0)
 
 
-@pytest.mark.parametrize("query_len", [2, 4])
-def test_leading_sequences_of_several_queries_each_are_attended_as_prompts(query_len, triton_device):
-    case = make_latent_case([], [(query_len, length) for length in (20, 33, 70)] + [(9, 12)], heads=3)
-    check(change(case, num_decodes=3, query_len=query_len), triton_device)
+@pytest.mark.parametrize("behind", [[], [(9, 12)]])
+@pytest.mark.parametrize(("query_len", "heads"), [(2, 3), (4, 7), (2, 16), (3, 20)])
+def test_leading_sequences_of_several_queries_each(query_len, heads, behind, splits, triton_device):
+    lengths = (query_len, query_len + 1, 33, 70)
+    case = make_latent_case([], [(query_len, length) for length in lengths] + behind, heads=heads)
+    check(change(case, num_decodes=len(lengths), query_len=query_len), triton_device)
 
 
 @pytest.mark.parametrize("foreign", [math.nan, math.inf])
@@ -229,7 +231,7 @@ def test_entries_are_written_as_by_the_reference(
 
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("shared", [64 << 10, 99 << 10, 227 << 10])
-@pytest.mark.parametrize("rows", [1, 16, 17, 128, 100_000])
+@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 128, 100_000])
 def test_queries_and_a_stage_of_entries_fit_in_shared_memory(rows, shared, element_size):
     tiles = latent.choose_tiles(rows, 512 + 64, element_size, shared)
     held = (tiles.rows + tiles.num_stages * tiles.positions) * (512 + 64) * element_size

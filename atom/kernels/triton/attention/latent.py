@@ -7,7 +7,8 @@ The entries of the cache are keys and values of all heads.
 
 Queries times the key rows of kv_b meet the entries themselves, one key/value head whose values are the first L dims of
 its keys, and the sums are multiplied by the value rows. The rows of a tile are pairs of token and head, so that the
-entries are read once for many heads. Decodes are split over their contexts, and the parts merged in a fixed order.
+entries are read once for many heads. Decodes, of one query or of several, are split over their contexts, and the parts
+merged in a fixed order.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def choose_tiles(rows: int, entry: int, element_size: int, shared: int) -> Tiles
         tile = 16, 16, 4
     elif rows <= 16 or shared < 200 << 10:
         tile = 16, 32, 4
+    elif rows <= 32:
+        tile = 32, 32, 8
     else:
         tile = 64, 64, 8
     stages = (shared - tile[0] * entry * element_size) // (tile[1] * entry * element_size)
@@ -75,20 +78,21 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
 def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch, *,
                         scale: float) -> Tensor:  # fmt: skip
     """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
-    blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_single_query
+    blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_decodes
+    num_queries = num_decodes * batch.query_len
     assert q_rope.stride(2) == 1 and blocks.is_contiguous(), "rows have gaps"
     (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
     weight = kv_b.view(heads, -1, rank)
     out = q_nope.new_empty(tokens, heads, weight.shape[1] - plain)
     if num_decodes:
-        some = slice(0, num_decodes)
+        some = slice(0, num_queries)
         q = _absorb(q_nope[some], weight)
-        sums = _attend(q, q_rope[some], blocks, table[some], None, batch.lengths[some], scale)
+        sums = _attend(q, q_rope[some], blocks, table[:num_decodes], None, batch.lengths[:num_decodes], scale)
         _sum_values(sums, weight, out[some])
-    if tokens > num_decodes:
-        others = slice(num_decodes, tokens)
+    if tokens > num_queries:
+        others = slice(num_queries, tokens)
         table, starts, lengths = (each[num_decodes:] for each in (table, batch.starts, batch.lengths))
-        at_once = max(1, ABSORBED_BYTES // ((tokens - num_decodes) * rank * q_nope.element_size()))
+        at_once = max(1, ABSORBED_BYTES // ((tokens - num_queries) * rank * q_nope.element_size()))
         for first in range(0, heads, at_once):
             some = slice(first, first + at_once)
             q = _absorb(q_nope[others, some], weight[some])
@@ -111,7 +115,7 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
             scale: float) -> Tensor:  # fmt: skip
     """Absorbed queries q [N, T, L] and q_rope [T, N, R] of sequences one behind another -> sums of entries [N, T, L].
 
-    Starts count from an earlier token, the first of them is q's; without, each sequence has one token.
+    Starts count from an earlier token, the first of them is q's; without, each sequence has as many tokens as others.
     """
     (heads, tokens, rank), rope_dim, sequences = q.shape, q_rope.shape[2], len(lengths)
     block_l, block_r = (max(16, next_power_of_2(dim)) for dim in (rank, rope_dim))  # a product's tiles have 16 at least
@@ -119,7 +123,7 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
     tiles = choose_tiles(heads * tokens // sequences, block_l + block_r, element_size, gpu.shared_memory)
     num_splits = 1
     if starts is None:
-        num_tiles = sequences * -(-heads // tiles.rows)
+        num_tiles = sequences * -(-heads * (tokens // sequences) // tiles.rows)
         most = -(-table.shape[1] * cache.shape[1] // (PART_TILES * tiles.positions))
         num_splits = max(1, min(2 * gpu.units // num_tiles, MAX_SPLITS, most))
     else:
@@ -133,6 +137,7 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
         q, q_rope, cache, table, starts, lengths, sums if parts is None else parts, weights, sequences, tokens,
         num_splits, scale * math.log2(math.e), table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads,
         RANK=rank, ROTATED=rope_dim, BLOCK_SIZE=cache.shape[1],
+        QUERIES=0 if starts is not None else tokens // sequences,
         BLOCK_S=1 if starts is None else sequence_bucket(sequences), BLOCK_M=tiles.rows, BLOCK_N=tiles.positions,
         BLOCK_L=block_l, BLOCK_R=block_r, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
@@ -171,19 +176,20 @@ def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, slots, rotated,
 )
 def _attend_kernel(q, q_rope, cache, table, starts, lengths, out, weights, num_sequences, num_tokens, num_splits, scale,
                    table_stride, q_stride, head_stride, HEADS: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr,
-                   BLOCK_SIZE: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                   BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+                   ):  # fmt: skip
     """A tile of rows, pairs of token and head, over its context or, with weights fp32[splits, N, T], over a part of it.
 
     q [N, T, L] -> out [N, T, L], or parts fp32[splits, N, T, L] and the log2 of what each weighs. Without starts each
-    sequence has one token.
+    sequence has QUERIES tokens.
     """
     wait_for_inputs(PDL)
     if starts is None:
-        tiles_each: tl.constexpr = (HEADS + BLOCK_M - 1) // BLOCK_M
+        tiles_each: tl.constexpr = (HEADS * QUERIES + BLOCK_M - 1) // BLOCK_M
         sequence = tl.program_id(0) // tiles_each
         tile = tl.program_id(0) % tiles_each
-        begin, queries = sequence, 1
+        begin, queries = sequence * QUERIES, QUERIES
     else:
         sequences = tl.arange(0, BLOCK_S)
         is_sequence = sequences < num_sequences

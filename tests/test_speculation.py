@@ -12,8 +12,9 @@ from thread_ranks import ThreadRanks, thread_ranks
 
 from atom import LLMEngine, SamplingParams
 from atom.runtime.kv_cache import KVCache
+from atom.runtime.metrics import SchedulerStats
 from atom.runtime.scheduler import Scheduler, finish_reason
-from atom.runtime.speculation import NgramDrafter, draft_statistics
+from atom.runtime.speculation import DraftLog, NgramDrafter, draft_statistics
 from atom.runtime.types import CacheKind, Sampled, ScheduledRequest, Sequence, StepLimits
 
 __all__ = ["thread_ranks"]
@@ -175,6 +176,22 @@ def test_the_latest_place_of_the_most_tokens_is_looked_up():
     long = Sequence("c", [*range(5000), 1, 2, 3], SamplingParams())
     assert (drafter.draft(long, 9), drafter.draft(long, 9)) == ([], [4, 5, 6]), "which is looked at in two steps"
     assert {*drafter._indices} == {"b", "c"}
+
+
+def test_a_line_of_the_log_is_of_the_drafts_since_the_last_one():
+    log = DraftLog(10)
+    assert log.describe(SchedulerStats(num_drafts=9)) is None
+    first = SchedulerStats(num_drafts=10, num_draft_tokens=30, num_accepted_tokens=12, accepted_per_pos=[8, 4])
+    assert log.describe(first) == (
+        "[MTP Stats Interval] Average toks/fwd: 2.20, Accepted/Total Draft tokens: 12/30, Acceptance rate: 40.00%, "
+        "Accepted tokens distribution: {0: 2, 1: 4, 2: 4}"
+    )
+    assert log.describe(first) is None
+    later = SchedulerStats(num_drafts=22, num_draft_tokens=66, num_accepted_tokens=18, accepted_per_pos=[12, 5, 1])
+    assert log.describe(later) == (
+        "[MTP Stats Interval] Average toks/fwd: 1.50, Accepted/Total Draft tokens: 6/36, Acceptance rate: 16.67%, "
+        "Accepted tokens distribution: {0: 8, 1: 3, 2: 0, 3: 1}"
+    )
 
 
 FULL, WINDOW = CacheKind("full", 1), CacheKind("window", 1, window=5)

@@ -85,8 +85,11 @@ class EngineArgs:
     torch_profiler_dir: str | None = flag(
         "serve.torch_profiler_dir", "folder for profiler traces", null="$ATOM_TORCH_PROFILER_DIR"
     )
-    method: str | None = flag("serve.method", "of drafting tokens, which the model verifies: ngram", null="none")
+    method: str | None = flag("serve.method", "of drafting tokens, which the model verifies: ngram, mtp", null="none")
     num_speculative_tokens: int | None = flag("serve.num_speculative_tokens", "tokens that a method drafts", null="3")
+    spec_decode_acceptance_length: float | None = flag(
+        "serve.acceptance_length", "tokens a step, drafts accepted by chance; with --load-dummy", null="as drafts are"
+    )
     settings: tuple[str, ...] | None = None  # overrides after those of the flags
 
     @classmethod

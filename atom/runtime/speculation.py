@@ -13,13 +13,14 @@ Where steps run ahead, only the runner knows the newest tokens: it drafts, verif
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, Protocol
 
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.step_input import NUM_REPORTED
 from atom.runtime.types import Sequence
 
+LOG_INTERVAL = 1000  # drafts that a line of a server's log is about
 MOST_INDEXED = 4096  # tokens of a sequence that a step looks at, so that a long prompt delays nobody
 
 
@@ -121,14 +122,36 @@ def draft_statistics(stats: SchedulerStats) -> dict[str, Any]:
     }
 
 
-def describe_drafts(stats: SchedulerStats) -> str:
+def describe_drafts(stats: SchedulerStats, title: str = "MTP Stats") -> str:
     """The same as a line, as ROCm/ATOM writes it."""
     if not stats.num_drafts:
-        return "[MTP Stats] no token has been drafted (serve.method=ngram drafts some)"
+        return f"[{title}] no token has been drafted (serve.method=ngram drafts some)"
     found = draft_statistics(stats)
     return (
-        f"[MTP Stats] Average toks/fwd: {found['average_tokens_per_forward']:.2f}, "
+        f"[{title}] Average toks/fwd: {found['average_tokens_per_forward']:.2f}, "
         f"Accepted/Total Draft tokens: {stats.num_accepted_tokens}/{stats.num_draft_tokens}, "
         f"Acceptance rate: {found['acceptance_rate']:.2%}, "
         f"Accepted tokens distribution: {found['distribution']}"
     )
+
+
+class DraftLog:
+    """Describes drafts once there are so many more of them."""
+
+    def __init__(self, interval: int = LOG_INTERVAL) -> None:
+        self._interval, self._before = interval, SchedulerStats()
+
+    def describe(self, stats: SchedulerStats) -> str | None:
+        """A line of the drafts since the last line; None while they are few. stats: nobody changes them"""
+        before = self._before
+        if stats.num_drafts - before.num_drafts < self._interval:
+            return None
+        self._before = stats
+        counts = zip_longest(stats.accepted_per_pos, before.accepted_per_pos, fillvalue=0)
+        since = SchedulerStats(
+            num_drafts=stats.num_drafts - before.num_drafts,
+            num_draft_tokens=stats.num_draft_tokens - before.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens - before.num_accepted_tokens,
+            accepted_per_pos=[count - had for count, had in counts],
+        )
+        return describe_drafts(since, "MTP Stats Interval")

@@ -76,6 +76,16 @@ class EngineCollector:
             yield self._fill(GaugeMetricFamily(f"atom:{name}", about, labels=self._label), value)
         for name, (about, value) in COUNTERS.items():
             yield self._fill(CounterMetricFamily(f"atom:{name}", about, labels=self._label), value)
+        yield self._accepted()
+
+    def _accepted(self) -> Metric:
+        name = "atom:spec_decode_num_accepted_tokens_per_pos"
+        family = CounterMetricFamily(name, "drafts whose token at a position counts", labels=[*self._label, "position"])
+        for engine in self._engines:
+            own = [str(engine.number)] if self._label else []
+            for position, count in enumerate(engine.client.stats.scheduler.accepted_per_pos):
+                family.add_metric([*own, str(position)], count)
+        return family
 
     def _fill(self, family: Family, value: Callable[[Replica], float]) -> Family:
         for engine in self._engines:

@@ -47,6 +47,7 @@ MEANS = {
     "--torch-profiler-dir my traces": "serve.torch_profiler_dir='my traces'",
     "--method mtp": "serve.method='mtp'",
     "--num-speculative-tokens 2": "serve.num_speculative_tokens=2",
+    "--spec-decode-acceptance-length 1.5": "serve.acceptance_length=1.5",
     "--set seed=3": "seed=3",
 }
 

@@ -27,5 +27,7 @@ def test_answers_metrics_and_statistics_count_what_was_accepted(start_server: St
     assert told["atom:spec_decode_num_accepted_tokens_total"] == num_accepted
     assert told["atom:spec_decode_num_draft_tokens_total"] == stats()["total_draft_tokens"] >= num_accepted
     assert told["atom:spec_decode_num_drafts_total"] == sum(stats()["distribution"].values())
+    by_position = [told[f'atom:spec_decode_num_accepted_tokens_per_pos_total{{position="{at}"}}'] for at in range(2)]
+    assert num_accepted >= by_position[0] >= by_position[1] >= 0 and by_position[0] > 0
     nothing = wire.ask(server.url, "GET", "/debug/mtp_stats").json
     assert (nothing["total_draft_tokens"], nothing["distribution"]) == (0, {"0": 0})

@@ -34,6 +34,7 @@ from atom.devices import open_early
 from atom.errors import AtomError, CapacityError, EngineDeadError, RequestError
 from atom.gc_utils import no_collection, settle
 from atom.runtime.metrics import EngineStats
+from atom.runtime.speculation import DraftLog
 from atom.runtime.types import Logprobs, RequestOutput, Sequence
 from atom.serve import log
 from atom.serve.engine.link import Link, fail, send_heartbeats
@@ -76,6 +77,7 @@ class Worker:
         self._num_seen = 0
         self._sent_state = (0, 0)  # last sent to the HTTP process: `_num_seen`, waiting sequences
         self._is_failing = False  # the last step raised
+        self._drafts = DraftLog()
 
     @property
     def engine(self) -> Engine:
@@ -85,7 +87,10 @@ class Worker:
     def make_heartbeat(self) -> Beat:
         if self._engine is None:
             return Beat(EngineStats(), self.progress.doing or "opening the model")
-        return Beat(self._engine.stats())
+        stats = self._engine.stats()
+        if line := self._drafts.describe(stats.scheduler):
+            LOG.info(line)
+        return Beat(stats)
 
     def load(self, make: Callable[[], Engine], device: str = "cpu") -> None:
         self._engine = make()

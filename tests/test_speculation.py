@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,8 @@ from atom import LLMEngine, SamplingParams
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.scheduler import Scheduler, finish_reason
-from atom.runtime.speculation import DraftLog, NgramDrafter, draft_statistics
-from atom.runtime.types import CacheKind, Sampled, ScheduledRequest, Sequence, StepLimits
+from atom.runtime.speculation import DraftLog, NgramDrafter, RunnerDrafter, draft_statistics
+from atom.runtime.types import CacheKind, Plan, Sampled, ScheduledRequest, Sequence, StepLimits
 
 __all__ = ["thread_ranks"]
 
@@ -265,6 +266,75 @@ def test_plans_with_drafts_in_tiny_pools_end_with_every_answer(seed: int):
         assert sequence.output == [token(sequence, at) for at in range(num_tokens)]
     assert all(pool.num_free == pool.num_blocks - 1 for pool in cache.pools)
     assert 0 < scheduler.stats.num_accepted_tokens < scheduler.stats.num_draft_tokens
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(12))
+def test_plans_ahead_of_drafts_in_tiny_pools_end_with_every_answer(seed: int, run_ahead: int):
+    """As above, but only a commit tells how many drafts of the runner were right; plans are made before it."""
+    chance = random.Random(f"{seed} {run_ahead}")
+
+    def token(sequence: Sequence, at: int) -> int:
+        return random.Random(f"{sequence.id} {at}").randrange(3)
+
+    kinds = chance.choice([[FULL], [WINDOW], [FULL, WINDOW]])
+    cache = KVCache(kinds, {kind.name: 14 for kind in kinds}, 4, enable_prefix_caching=chance.random() < 0.5)
+    limits = StepLimits(3, chance.choice([4, 9, 16]), 40, 100)
+    scheduler = Scheduler(cache, limits, run_ahead, RunnerDrafter(chance.choice([1, 3])))
+    every: list[Sequence] = []
+    aborted: set[str] = set()
+    pending: deque[Plan] = deque()
+    for _ in range(900):
+        if len(every) < 12 and chance.random() < 0.4:
+            params = SamplingParams(max_tokens=chance.randint(3, 30), min_tokens=chance.choice([0, 0, 3]))
+            every.append(Sequence(str(len(every)), [7] * chance.randint(1, 20), params))
+            scheduler.add(every[-1])
+        if chance.random() < 0.02 and scheduler.sequences:
+            aborted.add(chance.choice([*scheduler.sequences]))
+            scheduler.abort([*aborted][-1])
+        while len(pending) <= run_ahead:
+            plan = scheduler.schedule()
+            assert plan.num_tokens <= limits.max_num_batched_tokens
+            for row in plan.rows:
+                assert row.start + row.num_tokens <= limits.max_model_len
+                assert all(len(row.sequence.blocks[kind.name]) * 4 >= row.start + row.num_tokens for kind in kinds)
+            if not plan.rows:
+                break
+            if chance.random() < 0.1:
+                scheduler.retract(plan)
+                break
+            pending.append(plan)
+        if not pending:
+            continue
+        plan, num_drafted, accepted = pending.popleft(), dict[int, int](), dict[int, list[int]]()
+        sampling = [row for row in plan.rows if row.samples]
+        for at, row in enumerate(sampling):
+            assert row.sequence.finish_reason is not None or row.start >= row.sequence.num_tokens - row.num_tokens
+            first = len(row.sequence.output) + 1
+            right = chance.randint(0, len(row.drafts))
+            accepted[at] = [token(row.sequence, first + place) for place in range(right)]
+            if row.drafts and chance.random() < 0.9:  # else nothing was drafted after all
+                num_drafted[at] = len(row.drafts)
+            else:
+                accepted[at] = []
+        tokens = [token(row.sequence, len(row.sequence.output)) for row in sampling]
+        sampled = Sampled(tokens, [None] * len(tokens), accepted=accepted, num_drafted=num_drafted)
+        scheduler.commit(plan, sampled, lambda each: finish_reason(each, 40))
+        for row in sampling:
+            sequence = row.sequence
+            if sequence.finish_reason is None and sequence in scheduler.running:
+                assert sequence.num_computed == sequence.num_tokens - 1
+                assert sequence.num_planned >= sequence.num_computed
+                if sequence not in scheduler._in_flight:
+                    assert (sequence.num_planned, sequence.num_pending) == (sequence.num_computed, 0)
+    assert len(every) == 12 and not scheduler.has_work and not pending
+    for sequence in every:
+        num_tokens = len(sequence.output) if sequence.id in aborted else sequence.params.max_tokens
+        num_tokens = min(num_tokens, 40 - len(sequence.prompt))
+        assert sequence.output == [token(sequence, at) for at in range(num_tokens)]
+    assert all(pool.num_free == pool.num_blocks - 1 for pool in cache.pools)
+    assert 0 < scheduler.stats.num_accepted_tokens < scheduler.stats.num_draft_tokens
+    assert (scheduler.stats.num_ahead > 0) == (run_ahead > 0)
 
 
 def test_a_sequence_that_is_admitted_again_leaves_its_drafts_behind():

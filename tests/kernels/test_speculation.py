@@ -13,6 +13,7 @@ from atom.kernels import find_step_kernels
 from atom.kernels.torch.sampling import uniform
 from atom.runtime.request_state import RequestState
 from atom.runtime.speculation import NgramDrafter
+from atom.runtime.step_input import pack_admission
 from atom.runtime.types import Sequence
 
 NUM_SLOTS, WIDTH = 9, 5000
@@ -89,3 +90,41 @@ def test_a_draft_counts_once_those_before_it_did(place: Place, num_rows: int, is
             num_accepted += is_next
         assert left[:, row].tolist() == expected
     assert num_accepted or num_rows < 100
+
+
+@pytest.mark.parametrize(("kind", "top_k", "most"), [("random", 0, 61.1), ("filtered", 8, 24.3)])
+def test_draws_behind_drafts_follow_the_models_distribution(place: Place, kind: str, top_k: int, most: float):
+    """Chi-square over 20,000 seeds: of the draws at the newest tokens, and of those behind the drafts that were right.
+
+    most: its 99.9th percentile, by degrees of freedom
+    """
+    if place.backend == "triton" and place.device == "cpu":
+        pytest.skip("Triton's interpreter takes too long for so many rows")
+    num_rows, vocab = 20_000, 32
+    state = RequestState(num_rows, vocab, place.device, 1)
+    assert state.drafts is not None
+    params = SamplingParams(temperature=0.8, top_k=top_k)
+    state.admit(bytearray(b"".join(pack_admission(slot, 5, params, seed=slot * 7919) for slot in range(num_rows))))
+    logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(3))
+    draft = int(logits[0].argmax())
+    state.drafts.fill_(draft)
+    kernels = find_step_kernels(place.device, place.backend)
+    left = torch.arange(num_rows, dtype=torch.int32, device=place.device).repeat(2, 1)
+    drawn = torch.empty(2, num_rows, dtype=torch.int64, device=place.device)
+    limits = torch.ones(num_rows, dtype=torch.int32, device=place.device)
+    for depth in range(2):
+        if depth:
+            kernels.accept(drawn, left, limits, state, depth, None)
+        rows = logits[depth].to(place.device).repeat(num_rows, 1)
+        kernels.sample(rows, left[depth], state, kind, drawn[depth], False)
+    is_right = (drawn[0] == draft).cpu()
+    assert torch.equal(left[1].cpu() < num_rows, is_right) and 2000 < is_right.sum() < 18_000
+    for own, found in ((logits[0], drawn[0].cpu()), (logits[1], drawn[1].cpu()[is_right])):
+        scaled = own.double() / 0.8
+        if top_k:
+            scaled[scaled < scaled.topk(top_k).values[-1]] = -torch.inf
+        expected = scaled.softmax(0) * len(found)
+        counts = torch.bincount(found, minlength=vocab).double()
+        is_kept = expected > 0
+        assert not counts[~is_kept].any()
+        assert ((counts - expected)[is_kept].square() / expected[is_kept]).sum() < most

@@ -122,6 +122,16 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_talker(tmp_path / "wide", "LlamaForCausalLM", num_attention_heads=16, num_key_value_heads=8, head_dim=16)
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     save_talker(tmp_path / "mixture", "Qwen3MoeForCausalLM", **experts)
+    latent = {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    }
+    experts |= {"n_routed_experts": 8, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+    save_talker(tmp_path / "latent", "DeepseekV3ForCausalLM", **latent, **experts)
     save_talker(tmp_path / "stablelm", "StableLmForCausalLM", layer_norm_eps=1e-5, use_qkv_bias=False)
     here = tmp_path / "here"
     (here / "my_conf" / "model").mkdir(parents=True)
@@ -269,8 +279,8 @@ def split_list(words: list[str], mark: str) -> list[list[str]]:
 
 def stand_in(word: str, folder: Path) -> str:
     """The word with a tiny checkpoint for one that is not here."""
-    name = {"elm": "stablelm", "A3B": "mixture", "32B": "wide"}.get(word[-3:], "llama")
-    return re.sub(r"^(checkpoint=|)(/models/\w+|Qwen/[\w.-]+)$", rf"\1{folder}/{name}", word)
+    name = {"elm": "stablelm", "A3B": "mixture", "32B": "wide", "-R1": "latent"}.get(word[-3:], "llama")
+    return re.sub(r"^(checkpoint=|)(/models/\w+|(?:Qwen|deepseek-ai)/[\w.-]+)$", rf"\1{folder}/{name}", word)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

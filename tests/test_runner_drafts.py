@@ -14,6 +14,7 @@ from test_speculation import EVENTFUL, GREEDY, PARAMS, Open, prompts, tokens_of
 from torch import Tensor
 
 from atom import LLMEngine, SamplingParams
+from atom.runtime.cuda_graphs import Graphs
 from atom.runtime.runner import Runner
 from atom.runtime.speculation import acceptance_rates, draft_statistics
 from atom.runtime.types import Drafting
@@ -69,6 +70,21 @@ def test_looked_up_tokens_are_those_of_none(run_ahead: int, limits: dict[str, An
         assert stats.num_preemptions > 0 and stats.num_chunks > 0
     assert (stats.num_ahead > 0) == (run_ahead > 0)
     assert_all_is_free(engine)
+
+
+@pytest.mark.parametrize("run_ahead", RUN_AHEADS)
+def test_padded_steps_give_the_tokens_of_none(
+    run_ahead: int, open_engine: Open, drafting: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """As a CUDA graph pads them, with rows that the host shapes, which have logit_bias or min_tokens."""
+    every = prompts(len(PARAMS))
+    expected = tokens_of(open_engine("qwen3"), PARAMS, every)
+    drafting(run_ahead)
+    monkeypatch.setattr(Graphs, "draft_sizes", ((3, 3), (7, 3), (11, 3), (16, 3)))
+    engine = open_engine("qwen3", method="ngram", max_num_seqs=16, max_verified_tokens=100)
+    assert tokens_of(engine, PARAMS, every) == expected
+    stats = engine.metrics.scheduler
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 @pytest.mark.parametrize("run_ahead", RUN_AHEADS)

@@ -346,6 +346,20 @@ def test_a_sequence_that_is_admitted_again_leaves_its_drafts_behind():
     assert (row.num_tokens, row.drafts, row.samples) == (6, (), True)
 
 
+def test_drafts_of_the_runner_leave_a_step_to_prompts():
+    """As many decodes as a step has tokens for with their drafts, and a prompt behind them."""
+    cache = KVCache([FULL], {"full": 100}, 4, enable_prefix_caching=False)
+    scheduler = Scheduler(cache, StepLimits(5, 16, 64, 100), 1, RunnerDrafter(3))
+    for at in range(4):
+        scheduler.add(Sequence(str(at), [1], SamplingParams(max_tokens=30)))
+    scheduler.commit(scheduler.schedule(), Sampled([2] * 4, [None] * 4), lambda each: None)
+    assert [row.num_tokens for row in scheduler.schedule().rows] == [4] * 4
+    scheduler.add(Sequence("late", [1] * 20, SamplingParams(max_tokens=30)))
+    assert [row.num_tokens for row in scheduler.schedule().rows] == [1, 1, 1, 1, 12]
+    assert [row.num_tokens for row in scheduler.schedule().rows] == [1, 1, 1, 1, 8]
+    assert [row.num_tokens for row in scheduler.schedule().rows] == [4, 4, 4, 3, 1], "once it is there"
+
+
 def test_drafts_take_what_other_decodes_leave_of_a_step():
     class Wrong:
         def draft(self, sequence: Sequence, most: int) -> list[int]:

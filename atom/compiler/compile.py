@@ -19,6 +19,7 @@ from atom.cache import Cache, key_of
 from atom.checkpoint import SILENT, Progress
 from atom.compiler.artifact import (
     explain_miss,
+    has_draft,
     launch_ingredients,
     level_of,
     mesh_of,
@@ -51,7 +52,7 @@ def compile_graph(
     graph, first = read_saved(Path(config.job.graph))
     graph = lower_here(graph, first=first)
     check_ranks(graph, config.job.graph, mesh_of(config))
-    check_runnable(graph, config.job.graph, target)
+    check_runnable(graph, config.job.graph, target, has_draft=has_draft(config))
     return graph
 
 

@@ -78,9 +78,10 @@ def check_ranks(graph: Graph, path: str, mesh: Mesh) -> None:
         raise ConfigError(f"job.graph={path} is of one rank, and parallel.tensor={mesh.num_ranks}: save it with that")
 
 
-def check_runnable(graph: Graph, path: str, target: Target) -> None:
-    """Raise ConfigError where a saved text has an input, a kernel or a layout that nothing provides."""
-    _check_programs(graph, path)
+def check_runnable(graph: Graph, path: str, target: Target, *, has_draft: bool = False) -> None:
+    """Raise ConfigError where a saved text has an input, a kernel or a layout that nothing provides, or not the
+    programs of a draft where the run needs them."""
+    _check_programs(graph, path, has_draft)
     for node in _nodes(graph):
         backend = node.meta.get("kernel", "reference")
         kernel = find_kernel(node.target, backend)
@@ -93,10 +94,10 @@ def check_runnable(graph: Graph, path: str, target: Target) -> None:
             raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name}: {reason}")
 
 
-def _check_programs(graph: Graph, path: str) -> None:
-    """Raise ConfigError where a program has inputs that the others do not give it."""
+def _check_programs(graph: Graph, path: str, has_draft: bool) -> None:
+    """Raise ConfigError where a program is missing, or has inputs that the others do not give it."""
     inputs, sources = {BODY: {*INPUTS}}, {HEAD: BODY}
-    if DRAFT_IN in graph.programs:
+    if has_draft or DRAFT_IN in graph.programs:
         inputs[DRAFT] = {*INPUTS, "hidden"}
         sources |= {DRAFT_IN: BODY, DRAFT_HEAD: DRAFT}
     if missing := {*inputs, *sources} - graph.programs.keys():

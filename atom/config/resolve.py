@@ -172,7 +172,8 @@ def check_speculation(config: Config, device: str) -> None:
                 f"{stated} is more than a step's token and its drafts; raise serve.num_speculative_tokens"
             )
     runs = config.job.kind not in ("explain", "cache") and config.parallel.tensor * config.parallel.data > 1
-    if runs and (serve.method == "mtp" or serve.acceptance_length is not None):
+    is_runners = serve.method == "mtp" or (serve.method is not None and device != "cpu")
+    if runs and (is_runners or serve.acceptance_length is not None):
         raise UnsupportedError("several ranks draft with serve.method=ngram alone; leave parallel out, or the rest")
     least, most = serve.prompt_lookup_min, serve.prompt_lookup_max
     if least > most:

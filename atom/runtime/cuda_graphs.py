@@ -91,6 +91,7 @@ class Graphs:
         self._drafts: dict[tuple[int, int], _Captured | None] = {}  # of decodes with drafts, by both numbers
         self._mixed: dict[BatchShape, _Captured | None] = {}  # smallest first
         self._max_tokens = PROMPT_TOKENS[-1]  # of a step, as given to `compile`
+        self._draft_sizes: list[tuple[int, int]] = []  # of the sizes given there
         self._pool: Any = None
         self._stream: Any = None  # of all captures: memory of the pool is used again on one stream alone
 
@@ -143,7 +144,7 @@ class Graphs:
 
         sizes: those that `capture` is then called with
         """
-        self._max_tokens = max_tokens
+        self._max_tokens, self._draft_sizes = max_tokens, self._find_draft_sizes(sizes)
         model = self._model
         largest = max([*sizes, min(model.state.num_slots, max_tokens)])
         # kernels of decodes differ by the power of two that holds the rows
@@ -156,7 +157,8 @@ class Graphs:
                     self._rehearse_mixed(shape)
             for size in sorted({*powers, largest}):
                 self._rehearse_decodes(size)
-            for size, num_drafts in self._find_draft_sizes(sorted({*powers, largest})):
+            fewest = {((size - 1).bit_length(), num_drafts): size for size, num_drafts in self._draft_sizes[::-1]}
+            for (_, num_drafts), size in fewest.items():
                 self._rehearse_drafts(size, num_drafts)
             place_of_padding = model.padding * model.tables.shape[2]
             model.extend_tables(bytearray(np.array([place_of_padding, 0], np.int32)))  # its present value
@@ -216,7 +218,9 @@ class Graphs:
             model.sample(slots, logits, kind)
         if model.num_drafts:
             slots, most = self._pad_drafts(1)
-            model.verify(slots, most, [logits] * 2, SAMPLING_KINDS[0])
+            behind = logits.new_zeros(1, 1 + model.num_drafts, model.state.vocab)  # whose rows lie apart
+            for kind in SAMPLING_KINDS:
+                model.verify(slots, most, behind.unbind(1), kind)
         first, total = torch.zeros(1, dtype=torch.int64, device=model.device), torch.zeros(1, device=model.device)
         model.score_drawn(logits, first, first, total, torch.zeros_like(total), first.int())
 
@@ -231,12 +235,13 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._decodes = dict.fromkeys(sorted(sizes))
-        self._drafts = dict.fromkeys(self._find_draft_sizes(sizes))
+        self._drafts = dict.fromkeys(each for each in self._draft_sizes if sizes and each[0] <= max(sizes))
         self._mixed = dict.fromkeys(self._find_shapes() if sizes else ())
         # the smaller ones fit into the memory of the largest
         for size in list(self._decodes)[-1:] if is_lazy else list(self._decodes)[::-1]:
             self._decodes[size] = self._capture_decodes(size)
-        for drafting in list(self._drafts)[-1:] if is_lazy else list(self._drafts)[::-1]:
+        by_tokens = sorted(self._drafts, key=lambda each: each[0] * (1 + each[1]), reverse=True)
+        for drafting in by_tokens[:1] if is_lazy else by_tokens:
             self._drafts[drafting] = self._capture_drafts(*drafting)
         largest = {max(self._mixed, key=of) for of in (_tokens_first, _rows_first)} if self._mixed else set()
         for shape in list(self._mixed)[::-1]:

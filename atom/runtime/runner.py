@@ -136,7 +136,7 @@ class Runner:
         return self.model.send(places, torch.int64)
 
     def _sample(self, step: StepInput, started: Started, scored: list[tuple[Scored, list[_Report]]]) -> Pending:
-        """Draw the tokens, after everything that allocates: what has been drawn cannot be drawn again."""
+        """Draw the tokens, after what allocates much, but a draft layer: what has been drawn cannot be drawn again."""
         logits, report, shaping = started.logits, None, step.shaping
         assert logits is not None, "there are rows that sample"
         first = logits[:, 0] if step.num_drafts else logits  # behind the newest tokens
@@ -235,8 +235,8 @@ class Pending:
             found = enumerate(zip(*behind, strict=True))
             accepted = {row: [token for token in each if token >= 0] for row, each in found}
         if self.drafts is not None:
-            most = np.frombuffer(step.packed, np.int32)[step.shape.num_rows :]
-            counts = np.minimum((self.drafts >= 0).sum(1).numpy(), most)[: len(tokens)].tolist()
+            most = np.frombuffer(step.packed, np.int32)[step.shape.num_rows :][: len(tokens)]
+            counts = np.minimum((self.drafts[: len(tokens)] >= 0).sum(1).numpy(), most).tolist()
             num_drafted = {row: count for row, count in enumerate(counts) if count}
         logprobs: list[Logprobs | None] = [None] * len(tokens)
         if self.report is not None:

@@ -147,12 +147,15 @@ class Scheduler:
         prompts.sort(key=_priority)
         planned: dict[Sequence, int] = {}
         budget = self.limits.max_num_batched_tokens
+        kept = self._keep_for_prompts(bool(prompts))
         for at, sequence in enumerate(decodes + prompts):
             if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
                 continue
             if self._drafter is not None:
-                self._draft(sequence, len(decodes), budget - max(len(decodes) - at, 1))
+                self._draft(sequence, len(decodes), budget - max(len(decodes) - at, 1) - kept)
             while not (num_tokens := self._extend(sequence, budget)):
+                if sequence.num_unverified:  # its commit may leave it behind what has no room
+                    break
                 free = (other for other in reversed(self.running) if other not in self._in_flight or other is sequence)
                 last = max(free, key=_priority)
                 if last is sequence:
@@ -266,6 +269,14 @@ class Scheduler:
         self.stats.num_prefix_hit_tokens += num_cached
         self.stats.num_forked_tokens += num_forked
         return num_tokens
+
+    def _keep_for_prompts(self, has_prompts: bool) -> int:
+        """The tokens of a step that are not for drafts: all where a runner that drafts would leave them out."""
+        can_admit = bool(self.waiting and self._slots) and self.waiting[0] is not self._refused
+        if not has_prompts and not can_admit:
+            return 0
+        most = self.limits.max_num_batched_tokens
+        return most if isinstance(self._drafter, RunnerDrafter) else most // 2
 
     def _draft(self, sequence: Sequence, num_decodes: int, budget: int) -> None:
         """Draft what may follow the newest token of a decode, no further than its answer can go.

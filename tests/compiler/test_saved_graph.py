@@ -171,3 +171,9 @@ def test_programs_of_a_draft_that_do_not_fit_are_refused(written: str, edited: s
     assert written in text
     with pytest.raises(ConfigError, match=reason):
         compile_graph(configure("deepseek_v3", 1, text.replace(written, edited)), target=TARGETS["cpu"])
+
+
+def test_a_text_without_a_draft_is_refused_where_the_run_needs_one(configure: Configure):
+    text = texts_by_stage(configure("deepseek_v3", 1), TARGETS["cpu"])[0]["lower_attention"]
+    with pytest.raises(ConfigError, match=r"mine.py: it has no function draft, draft_head, draft_in$"):
+        compile_graph(drafting(configure("deepseek_v3", 1, text)), target=TARGETS["cpu"])

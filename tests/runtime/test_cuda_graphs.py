@@ -238,11 +238,18 @@ def test_decodes_that_no_graph_holds_are_walked_through_too(
 def test_fewer_drafts_are_captured_for_more_decodes(monkeypatch: pytest.MonkeyPatch):
     """As many as the scheduler drafts for the fewest decodes that take a size, of 64 tokens in all; then none."""
     captured: list[tuple[int, int]] = []
-    graphs = Graphs(imagine(100, num_drafts=3))
+    graphs = Graphs(model := imagine(100, num_drafts=3))
     monkeypatch.setattr(graphs, "_capture_drafts", lambda *sizes: captured.append(sizes))
-    find_captured(graphs, monkeypatch, sizes=(1, 2, 8, 16, 24, 32, 48))
+    sizes = (1, 2, 8, 16, 24, 32, 48)
+    graphs.compile(sizes, 3000)
+    walked = {(len(call.args[0]), call.args[2]) for call in model.decode_drafts.call_args_list}
+    find_captured(graphs, monkeypatch, sizes=sizes)
     assert graphs.draft_sizes == ((1, 3), (2, 3), (8, 3), (16, 3), (24, 2), (32, 1))
-    assert captured == list(graphs.draft_sizes)[::-1]
+    assert captured == [(24, 2), (16, 3), (32, 1), (8, 3), (2, 3), (1, 3)], "what takes the most memory first"
+    assert walked == {*captured}
+    captured.clear()
+    find_captured(graphs, monkeypatch, sizes=sizes[-1:], is_lazy=True)
+    assert captured == [(24, 2)]
 
 
 def test_what_a_capture_raises_first_is_raised(graphs: Graphs, monkeypatch: pytest.MonkeyPatch):

@@ -268,11 +268,13 @@ def _cut_up(num_decodes: int, kv_heads: int, rows: int, dim: int, has_newest: bo
     tile_bytes, programs_per_unit, num_warps, num_stages = parameters or choose(
         num_decodes, dim, element_size, entry_size, gpu
     )
-    block_d, block_g = max(16, next_power_of_2(dim)), next_power_of_2(rows)
+    block_d, block_g, block_m = max(16, next_power_of_2(dim)), next_power_of_2(rows), next_power_of_2(rows + has_newest)
+    if block_m > 32:  # of several queries: their sums take as many registers as two warps have
+        num_warps = 8
     sizes = (
         -(-gpu.units * programs_per_unit // kv_heads),
         sequence_bucket(num_decodes),
-        max(16, next_power_of_2(rows + has_newest)),
+        max(16, block_m),
         min(128, max(16, tile_bytes // (block_d * element_size))),
         max(1, 4096 // (block_g * block_d)),
         block_g,

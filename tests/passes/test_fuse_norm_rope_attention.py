@@ -40,10 +40,14 @@ def f({INPUTS}):
     q_1 = norm_rope_write(q, k, v, None, None, None, None, KV("0", fp8_e4m3[2, 2, 4]), batch, {SCALES})
     a = paged_attention(q_1, KV("0", fp8_e4m3[2, 2, 4]), batch, None, {SCALES}, scale=0.5)
     return a"""
+SCALED_FUSED = f"""\
+def f({INPUTS}):
+    a = norm_rope_attention(q, k, v, None, None, None, None, KV("0", fp8_e4m3[2, 2, 4]), batch, None, {SCALES}, scale=0.5)
+    return a"""
 CASES = pytest.mark.parametrize(
     ("before", "after"),
-    [(PAIR, FUSED), (PLAIN, PLAIN_FUSED)],
-    ids=["all of it", "plain"],
+    [(PAIR, FUSED), (PLAIN, PLAIN_FUSED), (SCALED, SCALED_FUSED)],
+    ids=["all of it", "plain", "fp8"],
 )
 
 
@@ -140,7 +144,3 @@ def body(qkv: bf16[T, 32], cos: fp32[T, 2], sin: fp32[T, 2]):
         graph = lower(parse(text), level, target)
         assert [call.target for op in (*two, ops.norm_rope_attention) for call in graph.find(op)] == expected
         assert graph.caches() == [KV("0", *(cache.type for cache in parse(text).caches()))]
-
-
-def test_entries_in_fp8_are_written_by_a_launch_of_their_own():
-    assert_stays(SCALED)

@@ -231,9 +231,9 @@ def test_entries_are_written_as_by_the_reference(
 
 @pytest.mark.parametrize("element_size", [2, 4])
 @pytest.mark.parametrize("shared", [64 << 10, 99 << 10, 227 << 10])
-@pytest.mark.parametrize("rows", [1, 16, 17, 32, 33, 128, 100_000])
-def test_queries_and_a_stage_of_entries_fit_in_shared_memory(rows, shared, element_size):
-    tiles = latent.choose_tiles(rows, 512 + 64, element_size, shared)
+@pytest.mark.parametrize(("rows", "queries"), [(1, 1), (16, 1), (17, 1), (32, 2), (33, 3), (128, 0), (100_000, 0)])
+def test_queries_and_a_stage_of_entries_fit_in_shared_memory(rows, queries, shared, element_size):
+    tiles = latent.choose_tiles(rows, 512 + 64, element_size, shared, queries)
     held = (tiles.rows + tiles.num_stages * tiles.positions) * (512 + 64) * element_size
     assert held <= shared or (element_size, tiles.num_stages) == (4, 1)
 

@@ -40,15 +40,15 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-def choose_tiles(rows: int, entry: int, element_size: int, shared: int) -> Tiles:
+def choose_tiles(rows: int, entry: int, element_size: int, shared: int, queries: int = 1) -> Tiles:
     """Choose tiles for sequences of so many rows, with up to 3 stages, as fit beside the queries in shared memory.
 
-    entry: padded dims of a cache entry"""
+    entry: padded dims of a cache entry. queries: of each decode"""
     if element_size == 4:
         tile = 16, 16, 4
     elif rows <= 16 or shared < 200 << 10:
         tile = 16, 32, 4
-    elif rows <= 32:
+    elif rows <= 32 and queries > 1:
         tile = 32, 32, 8
     else:
         tile = 64, 64, 8
@@ -120,10 +120,12 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
     (heads, tokens, rank), rope_dim, sequences = q.shape, q_rope.shape[2], len(lengths)
     block_l, block_r = (max(16, next_power_of_2(dim)) for dim in (rank, rope_dim))  # a product's tiles have 16 at least
     gpu, element_size = find_gpu(q.device), max(q.element_size(), cache.element_size())
-    tiles = choose_tiles(heads * tokens // sequences, block_l + block_r, element_size, gpu.shared_memory)
+    queries = tokens // sequences if starts is None else 0  # 0: each sequence has its own number
+    rows = heads * tokens // sequences
+    tiles = choose_tiles(rows, block_l + block_r, element_size, gpu.shared_memory, queries)
     num_splits = 1
     if starts is None:
-        num_tiles = sequences * -(-heads * (tokens // sequences) // tiles.rows)
+        num_tiles = sequences * -(-heads * queries // tiles.rows)
         most = -(-table.shape[1] * cache.shape[1] // (PART_TILES * tiles.positions))
         num_splits = max(1, min(2 * gpu.units // num_tiles, MAX_SPLITS, most))
     else:
@@ -136,8 +138,7 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
     _attend_kernel[(num_tiles, num_splits)](
         q, q_rope, cache, table, starts, lengths, sums if parts is None else parts, weights, sequences, tokens,
         num_splits, scale * math.log2(math.e), table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads,
-        RANK=rank, ROTATED=rope_dim, BLOCK_SIZE=cache.shape[1],
-        QUERIES=0 if starts is not None else tokens // sequences,
+        RANK=rank, ROTATED=rope_dim, BLOCK_SIZE=cache.shape[1], QUERIES=queries,
         BLOCK_S=1 if starts is None else sequence_bucket(sequences), BLOCK_M=tiles.rows, BLOCK_N=tiles.positions,
         BLOCK_L=block_l, BLOCK_R=block_r, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip

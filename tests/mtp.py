@@ -29,6 +29,7 @@ def save(name: str, target: Path, *, has_copies: bool = False, **changes: Any) -
     """Write a variant's checkpoint with such a layer. has_copies: it stores the embedding and the head once more"""
     class_name, differing = tiny.VARIANTS[name]
     values = {**tiny.SIZES, **differing, "num_hidden_layers": NUM_LAYERS + 1, **changes}
+    torch.manual_seed(0)  # a router whose best experts nearly tie chooses otherwise by rounding
     model = tiny.randomized(getattr(transformers, class_name)(**values))
     model.save_pretrained(target, save_original_format="stacked" not in name)
     stored, hidden = load_file(target / "model.safetensors"), model.config.hidden_size

@@ -134,7 +134,11 @@ def test_an_end_within_accepted_tokens_is_the_end(open_engine: Open, drafting: C
     prompt = tiny.prompt(9)
     (answer,) = tokens_of(open_engine("qwen3"), GREEDY, [prompt])
     drafting(Told({tuple(prompt): answer}, [[True] * 3]))
-    engine = open_engine("qwen3")
+    assert_ends_within(open_engine("qwen3"), prompt, answer)
+
+
+def assert_ends_within(engine: LLMEngine, prompt: list[int], answer: list[int]) -> None:
+    """Each of the first tokens of a known answer is where it ends, once it is one to stop at."""
     for place in range(1, 9):
         if answer[place] in answer[:place]:
             continue
@@ -198,13 +202,25 @@ def test_a_line_of_the_log_is_of_the_drafts_since_the_last_one():
 FULL, WINDOW = CacheKind("full", 1), CacheKind("window", 1, window=5)
 
 
+def token(sequence: Sequence, at: int) -> int:
+    """The token that a sequence has at a place of its answer."""
+    return random.Random(f"{sequence.id} {at}").randrange(3)
+
+
+def assert_answered(scheduler: Scheduler, every: list[Sequence], aborted: set[str]) -> None:
+    """All have their tokens, and no block is held; some drafts were right, and some wrong."""
+    for sequence in every:
+        num_tokens = len(sequence.output) if sequence.id in aborted else sequence.params.max_tokens
+        num_tokens = min(num_tokens, 40 - len(sequence.prompt))
+        assert sequence.output == [token(sequence, at) for at in range(num_tokens)]
+    assert all(pool.num_free == pool.num_blocks - 1 for pool in scheduler.cache.pools)
+    assert 0 < scheduler.stats.num_accepted_tokens < scheduler.stats.num_draft_tokens
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_plans_with_drafts_in_tiny_pools_end_with_every_answer(seed: int):
     """Each token is known from its sequence and position; drafts are right or wrong at random."""
     chance = random.Random(seed)
-
-    def token(sequence: Sequence, at: int) -> int:
-        return random.Random(f"{sequence.id} {at}").randrange(3)
 
     class AtRandom:
         def draft(self, sequence: Sequence, most: int) -> list[int]:
@@ -260,12 +276,7 @@ def test_plans_with_drafts_in_tiny_pools_end_with_every_answer(seed: int):
             if sequence.finish_reason is None and sequence in scheduler.running:
                 assert sequence.num_computed == sequence.num_planned == sequence.num_tokens - 1
     assert len(every) == 12 and not scheduler.has_work
-    for sequence in every:
-        num_tokens = len(sequence.output) if sequence.id in aborted else sequence.params.max_tokens
-        num_tokens = min(num_tokens, 40 - len(sequence.prompt))
-        assert sequence.output == [token(sequence, at) for at in range(num_tokens)]
-    assert all(pool.num_free == pool.num_blocks - 1 for pool in cache.pools)
-    assert 0 < scheduler.stats.num_accepted_tokens < scheduler.stats.num_draft_tokens
+    assert_answered(scheduler, every, aborted)
 
 
 @pytest.mark.parametrize("run_ahead", [0, 1, 2])
@@ -273,9 +284,6 @@ def test_plans_with_drafts_in_tiny_pools_end_with_every_answer(seed: int):
 def test_plans_ahead_of_drafts_in_tiny_pools_end_with_every_answer(seed: int, run_ahead: int):
     """As above, but only a commit tells how many drafts of the runner were right; plans are made before it."""
     chance = random.Random(f"{seed} {run_ahead}")
-
-    def token(sequence: Sequence, at: int) -> int:
-        return random.Random(f"{sequence.id} {at}").randrange(3)
 
     kinds = chance.choice([[FULL], [WINDOW], [FULL, WINDOW]])
     cache = KVCache(kinds, {kind.name: 14 for kind in kinds}, 4, enable_prefix_caching=chance.random() < 0.5)
@@ -328,12 +336,7 @@ def test_plans_ahead_of_drafts_in_tiny_pools_end_with_every_answer(seed: int, ru
                 if sequence not in scheduler._in_flight:
                     assert (sequence.num_planned, sequence.num_pending) == (sequence.num_computed, 0)
     assert len(every) == 12 and not scheduler.has_work and not pending
-    for sequence in every:
-        num_tokens = len(sequence.output) if sequence.id in aborted else sequence.params.max_tokens
-        num_tokens = min(num_tokens, 40 - len(sequence.prompt))
-        assert sequence.output == [token(sequence, at) for at in range(num_tokens)]
-    assert all(pool.num_free == pool.num_blocks - 1 for pool in cache.pools)
-    assert 0 < scheduler.stats.num_accepted_tokens < scheduler.stats.num_draft_tokens
+    assert_answered(scheduler, every, aborted)
     assert (scheduler.stats.num_ahead > 0) == (run_ahead > 0)
 
 

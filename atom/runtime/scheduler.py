@@ -147,7 +147,7 @@ class Scheduler:
         prompts.sort(key=_priority)
         planned: dict[Sequence, int] = {}
         budget = self.limits.max_num_batched_tokens
-        kept = self._keep_for_prompts(bool(prompts))
+        kept = 0 if self._drafter is None else self._keep_for_prompts(bool(prompts))
         for at, sequence in enumerate(decodes + prompts):
             if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
                 continue

@@ -97,7 +97,7 @@ class Counted(msgspec.Struct):
 
 
 class History(msgspec.Struct):
-    """The tokens that a slot's drafts are looked up in."""
+    """The tokens of a slot so far, from which its drafts are made."""
 
     slot: int
     tokens: bytearray  # i32

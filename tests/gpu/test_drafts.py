@@ -52,7 +52,7 @@ def test_tokens_are_those_of_none(name: str, fields: dict[str, Any], checkpoints
         assert tokens_of(engine) == expected
     stats = engine._engine.stats().scheduler
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-    assert not stats.num_ahead or stats.num_overrun >= 0
+    assert stats.num_ahead > 0
     if "block_size" in fields:
         assert stats.num_preemptions > 0
     engine.close()

@@ -166,6 +166,7 @@ LOCAL_IMPORTS = {
     "atom.kernels.triton.gpu.load_driver": "triton",
     "atom.kernels.triton.attention.prefill_hopper": "Gluon, which no other GPU needs",
     "atom.kernels.triton.linear.gate_hopper": "Gluon, as above",
+    "atom.kernels.triton.linear.packed_hopper": "Gluon, as above",
 }
 
 # Where a module is imported by a name that is found at run time.

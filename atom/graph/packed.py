@@ -25,6 +25,7 @@ class PackedWeight:
 
     type: Type  # with its format
     parts: Mapping[str, Tensor]  # values, scales and others, as `parts_of` names them
+    layout: str | None = None  # a kernel's own, of the values
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,6 +42,7 @@ class PackedWeight:
 
     def unpack(self) -> Tensor:
         """The plain tensor, in the dtype that the graph computes in."""
+        assert self.layout is None, f"its values are in the layout {self.layout}"
         return unpack(str(self.type.fmt), self.parts).to(getattr(torch, DTYPES[self.type.dtype].name))
 
 

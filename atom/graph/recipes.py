@@ -267,6 +267,9 @@ class Repack:
 WORDS = ("columns", "rows", "awq", "gptq", "gptq_minus_1", *formats.BLOCK_WORDS)
 
 
+KEEPS_ROWS = ("wgmma",)  # layouts of columns, in which all experts are one tensor
+
+
 @dataclass(frozen=True)
 class Shuffle:
     """A tensor in the layout that a kernel wants."""
@@ -510,9 +513,11 @@ def packed_while_loading(recipe: Recipe) -> Iterator[Quantize]:
 
 
 def shuffled_alone(recipe: Shuffle) -> list[Recipe]:
-    """What goes into a kernel's layout as one: a matrix, or each expert's."""
+    """What goes into a kernel's layout as one: a matrix, each expert's, or all experts' where rows stay rows."""
     part = recipe.part
-    return [part] if len(part.type.shape) == 2 else [narrow(part, at, at + 1) for at in range(int(part.type.shape[0]))]
+    if len(part.type.shape) == 2 or recipe.layout in KEEPS_ROWS:
+        return [part]
+    return [narrow(part, at, at + 1) for at in range(int(part.type.shape[0]))]
 
 
 def held_bytes(recipe: Recipe) -> int:

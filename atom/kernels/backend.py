@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from atom.cache import Cache
-    from atom.graph import Graph, LaidOut, Mesh
+    from atom.graph import Graph, LaidOut, Mesh, PackedWeight
     from atom.kernels.step import StepKernels
+
+    ShuffledWeight = Tensor | LaidOut | PackedWeight
 
 T = TypeVar("T")
 Accepts = Callable[..., str | None]  # (target, *types of the arguments, **attributes) -> None, or why not
@@ -93,7 +95,7 @@ class Kernel:
     accepts: Accepts
     load: Callable[[LoadContext], Callable[..., Any]]  # a callable with the op's signature
     layout: str | None = None  # of its op's weight: one of its backend's layouts; None: as stored
-    packed_layout: str | None = None  # of a packed weight: a layout that gives a LaidOut
+    packed_layout: str | None = None  # of a packed weight
     packed_type: Callable[[Type], Type] | None = None  # the type of its tensor
     trace: Callable[..., Any] | None = None  # its function in a compiled piece; None: it runs between pieces
     build: Callable[..., object] | None = None  # compiles what it needs for weights of these types; None: nothing
@@ -216,7 +218,7 @@ class Backend:
 
     name: str
     kernels: tuple[Kernel, ...]
-    layouts: Mapping[str, Callable[[Any], Tensor | LaidOut]] = field(default_factory=dict)  # of weights [O, I], by name
+    layouts: Mapping[str, Callable[[Any], ShuffledWeight]] = field(default_factory=dict)  # of weights, by name
     find_features: Callable[[], frozenset[str]] = frozenset  # of this machine's device; UnsupportedError without one
     find_versions: Callable[[], dict[str, str]] = dict  # libraries of this machine that its code depends on
     piece_compiler: PieceCompiler | None = None  # None: its kernels are their ops' bodies within pieces

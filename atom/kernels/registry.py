@@ -40,9 +40,9 @@ ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "cuda": (
         ("reference",),
-        ("triton", "reference"),
-        ("triton", "generated", "reference"),
-        ("triton", "generated", "reference"),
+        ("hopper", "triton", "reference"),
+        ("hopper", "triton", "generated", "reference"),
+        ("hopper", "triton", "generated", "reference"),
     ),
 }
 BACKENDS = tuple(dict.fromkeys(name for levels in ORDER.values() for name in levels[-1]))
@@ -125,8 +125,8 @@ def connect_rank(device: str, rendezvous: Rendezvous) -> Communicator:
     return next(each.connect for each in backends_of(device) if each.connect is not None)(rendezvous)
 
 
-def shuffle(weight: Tensor | PackedWeight, layout: str) -> Tensor | LaidOut:
-    """A weight [O, I] in a kernel's own layout; of a weight [E, O, I], each expert by itself."""
+def shuffle(weight: Tensor | PackedWeight, layout: str) -> Tensor | LaidOut | PackedWeight:
+    """A weight [O, I] in a kernel's own layout; of a weight [E, O, I] each expert by itself, but for KEEPS_ROWS."""
     backends = map(find_backend, BACKENDS)
     return next(backend.layouts[layout] for backend in backends if layout in backend.layouts)(weight)
 

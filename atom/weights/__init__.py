@@ -290,8 +290,9 @@ def _joined(recipe: Cat | Regroup | Slice, made: Sequence[PackedWeight]) -> Pack
 
 def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
     """Make a tensor in a kernel's layout; experts one by one, so that not all of them are in memory twice."""
-    part, is_whole, parts = recipe.part, len(recipe.part.type.shape) == 2, shuffled_alone(recipe)
-    made: list[Tensor | LaidOut] = []
+    part, parts = recipe.part, shuffled_alone(recipe)
+    is_whole = len(part.type.shape) == 2 or parts[0] is part
+    made: list[Tensor | LaidOut | PackedWeight] = []
     if part.type.fmt is not None:
         for each in parts:
             packed = _packed(each, source, device)

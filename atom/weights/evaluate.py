@@ -37,9 +37,8 @@ from atom.graph.recipes import narrow, packed_while_loading
 from atom.graph.unpack import unpack
 from atom.weights.repack import repack
 
-Loaded = (
-    Tensor | PackedWeight | LaidOut | list[Tensor | LaidOut]
-)  # a list: one per expert, each in a kernel's own layout
+# a list: one per expert, each in a kernel's own layout
+Loaded = Tensor | PackedWeight | LaidOut | list[Tensor | LaidOut | PackedWeight]
 
 
 AT_ONCE = 1 << 20  # elements

@@ -37,7 +37,8 @@ def test_kernels_come_in_the_order_of_the_backends_and_the_reference_where_it_is
 def test_a_backend_or_a_kernel_that_is_not_there_is_named():
     with pytest.raises(
         UnsupportedError,
-        match="there is no kernel backend 'cutlass'; backends: inductor, cpp, int8, torch, gloo, reference, triton, generated",
+        match="there is no kernel backend 'cutlass'; backends: inductor, cpp, int8, torch, gloo, reference, hopper, triton, "
+        "generated",
     ):
         find_kernel(ops.linear, "cutlass")
     with pytest.raises(UnsupportedError, match=r"there is no kernel triton\.rotary"):

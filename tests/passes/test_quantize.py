@@ -104,7 +104,7 @@ def test_a_gpu_keeps_experts_packed(weight: str, kept: str):
 def test_experts_that_a_gpus_kernel_cannot_unpack_are_unpacked_while_they_load(weight: str, reason: str):
     text = f"def f(x: bf16[T, 96], ends: i64[4]):\n    y = grouped_linear(x, {weight}, ends)\n    return y\n"
     (node,) = select_kernels(parse(text), PassContext.of(GPU, 1)).program("f").nodes
-    assert node.meta["notes"][0] == f"triton: {reason}"
+    assert f"triton: {reason}" in node.meta["notes"]
     (recipe,) = done(text, PassContext.of(GPU, 1)).recipes()
     assert recipe.type.fmt is None
 

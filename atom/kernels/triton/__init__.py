@@ -13,7 +13,8 @@ import importlib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -35,6 +36,12 @@ FP4 = ("mxfp4", "nvfp4")  # kinds of packed weights with numbers of 4 bits in fl
 ACTS = ("fp8", "int8")  # of activations that the library multiplies
 SPAN = 128  # rows and columns of blocks in fp8 that the library multiplies
 LEAST_COLUMNS = 32  # that share a scale, in other packed weights of experts
+
+
+@cache
+def knows_gluon() -> bool:
+    """Whether our kernels in Gluon, which is experimental and changes, compile with this version of Triton."""
+    return (3, 6) <= tuple(map(int, version("triton").split(".")[:2])) < (3, 9)
 
 
 def find_features() -> frozenset[str]:
@@ -170,20 +177,25 @@ def accepts_grouped(_target: Target, x: Type, weight: Type, *_types: Any) -> str
     return None
 
 
-def _kernel(
-    op: Op, module: str, name: str = "", accepts: Accepts = accepts_all, packed: Collection[str] = (),
-    acts: Collection[str] = (),
-) -> Kernel:  # fmt: skip
-    """The kernel of an op in a module below: a function, a program's object of a class, or a method of it.
-    packed and acts: as in `on_device`"""
+def loader(module: str, name: str) -> Callable[[LoadContext], Callable[..., Any]]:
+    """What loads a kernel of a module below: a function, a program's object of a class, or a method of it."""
 
     def load(context: LoadContext) -> Callable[..., Any]:
-        owner, _, method = (name or op.name).partition(".")
+        owner, _, method = name.partition(".")
         found = getattr(_module(module), owner)
         shared = context.share(found) if isinstance(found, type) else found
         return getattr(shared, method) if method else shared  # type: ignore[no-any-return]
 
-    return Kernel(op, "triton", on_device("cuda", accepts, packed=packed, acts=acts), load)
+    return load
+
+
+def _kernel(
+    op: Op, module: str, name: str = "", accepts: Accepts = accepts_all, packed: Collection[str] = (),
+    acts: Collection[str] = (),
+) -> Kernel:  # fmt: skip
+    """An op's kernel, named like the op unless `name` says another one. packed and acts: as in `on_device`"""
+    accepts = on_device("cuda", accepts, packed=packed, acts=acts)
+    return Kernel(op, "triton", accepts, loader(module, name or op.name))
 
 
 KERNELS: tuple[Kernel, ...] = (

@@ -11,13 +11,10 @@ import threading
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from triton.runtime import driver
 
+from atom.kernels.triton import knows_gluon
 from atom.kernels.triton.binary_cache import kept
-
-# versions of Triton in which our kernels in Gluon compile, which is experimental and changes
-IS_KNOWN = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 
 
 class Gpu(NamedTuple):
@@ -36,7 +33,7 @@ class Gpu(NamedTuple):
     @property
     def runs_gluon(self) -> bool:
         """Whether it runs our Gluon kernels, which are for NVIDIA's Hopper."""
-        return IS_KNOWN and self.capability == (9, 0)
+        return self.capability == (9, 0) and knows_gluon()
 
     @property
     def options(self) -> dict[str, bool]:

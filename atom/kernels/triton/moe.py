@@ -26,7 +26,8 @@ from atom.graph.formats import block_of
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
-from atom.kernels.triton.linear.packed import unpack
+from atom.kernels.triton.linear.packed import style_of, unpack
+from atom.kernels.triton.linear.shuffled import choose_grouped
 from atom.kernels.triton.unpack import as_bytes, packing_of, spread, unpack_bytes, unpack_pairs, unpack_scales
 
 # rows of an expert on average from which the library is faster on an H200, plain and packed, which it does not unpack
@@ -136,7 +137,11 @@ def grouped_linear(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias:
     if suits_library(x, weight):
         return multiply_by_library(x, weight, ends, bias)
     if isinstance(weight, PackedWeight):
-        return multiply_packed(x, weight, ends, bias)
+        return (
+            multiply_packed(x, weight, ends, bias)
+            if weight.layout is None
+            else multiply_shuffled(x, weight, ends, bias)
+        )
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
     (rows, inner), (experts, out, _) = x.shape, weight.shape
     y = x.new_empty(rows, out)
@@ -177,9 +182,8 @@ def unpack_experts(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """A packed weight [E, O, I] as a plain one."""
     experts, out, inner = weight.shape
     type = replace(weight.type, shape=(experts * out, inner))
-    return unpack(PackedWeight(type, {name: part.flatten(0, 1) for name, part in weight.parts.items()}), dtype).view(
-        weight.shape
-    )
+    parts = {name: part.flatten(0, 1) for name, part in weight.parts.items()}
+    return unpack(PackedWeight(type, parts, weight.layout), dtype).view(weight.shape)
 
 
 def multiply_by_library(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias: Tensor | None) -> Tensor:
@@ -216,6 +220,17 @@ def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor 
         HAS_PTX=gpu.capability > (0, 0), num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
     return y
+
+
+def multiply_shuffled(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None) -> Tensor:
+    """grouped_linear of a shuffled weight"""
+    from atom.kernels.triton.linear import packed_hopper  # imports what only NVIDIA's GPUs need
+
+    experts, out, _ = weight.shape
+    if not len(x):
+        return x.new_empty(0, out)
+    tiles = choose_grouped(len(x), experts, style_of(str(weight.type.fmt), out, None, True))
+    return packed_hopper.multiply_grouped(x, weight, ends, bias, tiles)
 
 
 def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:

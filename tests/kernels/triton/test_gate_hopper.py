@@ -46,7 +46,7 @@ def test_it_leaves_to_the_library(given: dict[str, Any]):
 
 
 def test_another_gluon_than_it_is_written_for_is_left_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "IS_KNOWN", False)
+    monkeypatch.setattr(module, "knows_gluon", lambda: False)
     assert not is_chosen()
 
 

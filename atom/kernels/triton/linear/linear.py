@@ -41,7 +41,7 @@ from atom.kernels import tuned
 from atom.kernels.triton.activations import gated
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
-from atom.kernels.triton.linear import packed
+from atom.kernels.triton.linear import packed, shuffled
 from atom.kernels.triton.linear.packed import (
     PLAIN,
     Style,
@@ -58,8 +58,10 @@ from atom.kernels.triton.linear.packed import (
     unpack_bytes,
     unpack_half,
 )
+from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.tuned import BUCKETS
 
+BACKENDS = ("triton", "hopper")  # whose kernels these are
 PRODUCTS = (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear)
 MAX_ROWS = BUCKETS[-1]
 MANY_ROWS = 1024  # of a product with gates, from which gate_hopper.py is faster on an H200
@@ -114,7 +116,7 @@ class TileError(Exception):
     """A product cannot be tiled with these parameters."""
 
 
-Parameters = Vector | Matrix | None  # None: the vendor's library multiplies
+Parameters = Vector | Matrix | Wgmma | None  # None: the vendor's library multiplies
 Find = Callable[[int, int, int, int, int, Gpu, Style], Parameters]  # what `choose` takes
 
 
@@ -171,7 +173,7 @@ class Products:
 
     def kernels(self) -> dict[tuple[Op, str], Callable[..., Any]]:
         """The methods above by op and backend, as a text names them."""
-        return {(op, "triton"): getattr(self, op.name) for op in PRODUCTS}
+        return {(op, backend): getattr(self, op.name) for op in PRODUCTS for backend in BACKENDS}
 
     def multiply(
         self, a: Tensor, b: Tensor | None, norm: Tensor | None, weight: Weight, bias: Tensor | None, eps: float = 0.0,
@@ -186,7 +188,9 @@ class Products:
         rows = a.shape[0]
         if rows <= MAX_ROWS:
             (out, inner), gates = weight.shape, 1 if kind is None else 2
-            style = style_of(str(weight.type.fmt), out, act) if isinstance(weight, PackedWeight) else PLAIN
+            style = PLAIN
+            if isinstance(weight, PackedWeight):
+                style = style_of(str(weight.type.fmt), out, act, weight.layout is not None)
             find = parameters or self._parameters
             chosen = find(rows, out, inner, a.element_size(), gates, find_gpu(weight.device), style)
         if isinstance(chosen, Vector):
@@ -196,6 +200,11 @@ class Products:
         if chosen is not None:
             if self._arrived is None:
                 self._arrived = make_counters(x.device)
+            if isinstance(chosen, Wgmma):
+                from atom.kernels.triton.linear import packed_hopper  # imports what only NVIDIA's GPUs need
+
+                assert isinstance(weight, PackedWeight), f"{chosen} is for packed weights"
+                return packed_hopper.multiply(x, weight, bias, kind, self._arrived, chosen), total
             return multiply_matrix(x, weight, bias, kind, self._arrived, chosen), total
         if isinstance(weight, PackedWeight):
             if act is not None:
@@ -219,7 +228,7 @@ def key_of(rows: int, out: int, inner: int, gates: int, style: Style = PLAIN) ->
 def from_entry(entry: Sequence[Any]) -> Parameters:
     """["matrix", 64, 128, 4, 4] -> Matrix(64, 128, 4, 4)"""
     style, *numbers = entry
-    return None if style == "library" else {"vector": Vector, "matrix": Matrix}[style](*numbers)
+    return None if style == "library" else {"vector": Vector, "matrix": Matrix, "wgmma": Wgmma}[style](*numbers)
 
 
 def to_entry(parameters: Parameters) -> list[Any]:
@@ -233,6 +242,8 @@ def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: 
 
     element_size is that of x. gates is 2 where half of the outputs are gates, else 1.
     """
+    if style.is_shuffled:
+        return None if style.act is not None and rows > 64 else shuffled.choose(rows, out, inner, style, gpu)
     if style.values is not None:
         return choose_packed(rows, out, inner, element_size, gpu, style)
     columns = next_power_of_2(inner)

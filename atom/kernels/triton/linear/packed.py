@@ -40,6 +40,7 @@ class Style(NamedTuple):
     has_zeros: bool = False
     factor: str | None = None  # of the result: factor or divisor of the tensor, factors or divisors of its rows
     act: str | None = None  # fp8 or int8: what the library multiplies x in; None: in its dtype
+    is_shuffled: bool = False  # in the layout of hopper/shuffle.py
 
     @property
     def name(self) -> str:
@@ -47,7 +48,8 @@ class Style(NamedTuple):
         if self.values is None:
             return ""
         by = f" {self.act}" if self.act else ""
-        return f"{self.values}{'z' if self.has_zeros else ''}[{self.rows},{self.columns or '*'}]{by}"
+        layout = " wgmma" if self.is_shuffled else ""
+        return f"{self.values}{'z' if self.has_zeros else ''}[{self.rows},{self.columns or '*'}]{by}{layout}"
 
     @property
     def bits(self) -> int:
@@ -81,7 +83,7 @@ def operand_of(weight: Tensor | PackedWeight) -> Operand:
     """A plain weight [O, I], or a packed one's parts, bytes as u8."""
     if isinstance(weight, Tensor):
         return Operand(weight)
-    parts, style = weight.parts, style_of(str(weight.type.fmt), weight.shape[0])
+    parts, style = weight.parts, style_of(str(weight.type.fmt), weight.shape[0], None, weight.layout is not None)
     factor = next((parts[name] for name in ("factor", "divisor") if name in parts), None)
     if factor is not None and factor.numel() > 1:
         style = style._replace(factor=f"{style.factor}s")
@@ -93,7 +95,7 @@ def operand_of(weight: Tensor | PackedWeight) -> Operand:
 
 
 @cache
-def style_of(fmt: str | None, out: int, act: str | None = None) -> Style:
+def style_of(fmt: str | None, out: int, act: str | None = None, is_shuffled: bool = False) -> Style:
     """How a weight of this format holds numbers, and what the library multiplies x in."""
     if fmt is None:
         return PLAIN
@@ -102,7 +104,7 @@ def style_of(fmt: str | None, out: int, act: str | None = None) -> Style:
     values = {"scaled": "e4m3" if known.parts["values"].dtype == "fp8_e4m3" else "i8", "int4": "u4", "int8": "u8"}
     factor = next((name for name in ("factor", "divisor") if name in known.parts), None)
     by = None if act is None else act.partition("[")[0]
-    return Style(values.get(known.kind, "e2m1"), rows or out, columns, "zeros" in known.parts, factor, by)
+    return Style(values.get(known.kind, "e2m1"), rows or out, columns, "zeros" in known.parts, factor, by, is_shuffled)
 
 
 # Of 4 bytes, as bf16: NVIDIA has no conversion that is as fast. prmt puts bytes where they belong.
@@ -271,11 +273,56 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     (out, inner), gpu = weight.shape, find_gpu(weight.device)
     values, scales, zeros, factor, style = operand_of(weight)
     y = torch.empty(out, inner, dtype=dtype, device=weight.device)
-    _unpack_kernel[(-(-inner // 1024), -(-out // 8))](
-        values, scales, zeros, factor, y, out, inner, style.per_byte, style.values, style.rows, style.columns or inner,
-        style.factor, num_warps=4, **gpu.options,
-    )  # fmt: skip
+    grid = -(-inner // 1024), -(-out // 8)
+    if style.is_shuffled:
+        _unpack_shuffled_kernel[grid](
+            values, scales, zeros, y, out, inner, values.numel() // out, style.per_byte, style.values, style.rows,
+            style.columns, num_warps=4, **gpu.options,
+        )  # fmt: skip
+    else:
+        _unpack_kernel[grid](
+            values, scales, zeros, factor, y, out, inner, style.per_byte, style.values, style.rows,
+            style.columns or inner, style.factor, num_warps=4, **gpu.options,
+        )  # fmt: skip
     return y
+
+
+@jit
+def _unpack_shuffled_kernel(
+    values_ptr, scales_ptr, zeros_ptr, y_ptr, out, INNER: tl.constexpr, ROW_BYTES: tl.constexpr,
+    PER_BYTE: tl.constexpr, VALUES: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """8 rows by 1,024 columns."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    ROWS: tl.constexpr = 8
+    COLUMNS: tl.constexpr = 1024
+    BYTES: tl.constexpr = COLUMNS // PER_BYTE
+    NUM: tl.constexpr = 1 if SCALE_COLUMNS is None else COLUMNS // SCALE_COLUMNS  # blocks of a row here
+    BLOCKS: tl.constexpr = 1 if SCALE_COLUMNS is None else triton.cdiv(INNER, SCALE_COLUMNS)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
+    byte = (tl.program_id(0) * BYTES + tl.arange(0, BYTES))[None, :]
+    tile = tl.load(values_ptr + row * ROW_BYTES + byte, mask=(row < out) & (byte < ROW_BYTES), other=0)
+    UP: tl.constexpr = 2.0 ** exponent_of(VALUES, tl.float32)
+    if PER_BYTE == 1:  # the inverse of hopper/shuffle.py
+        numbers = unpack_bytes(tile, tl.float32, VALUES, False) * UP
+        numbers = numbers.reshape([ROWS, BYTES // 64, 4, 4, 2, 2]).permute((0, 1, 3, 5, 2, 4))
+    else:
+        low = unpack_half(tile, False, tl.float32, VALUES, False) * UP
+        high = unpack_half(tile, True, tl.float32, VALUES, False) * UP
+        numbers = tl.join(low, high).reshape([ROWS, BYTES // 64, 4, 4, 2, 2, 2]).permute((0, 1, 3, 5, 6, 2, 4))
+    numbers = numbers.reshape([ROWS, NUM, COLUMNS // NUM])
+    block = tl.program_id(0) * NUM + tl.arange(0, NUM)[None, :]
+    mask = (row < out) & (block < BLOCKS)
+    index = row // SCALE_ROWS * BLOCKS + block
+    if zeros_ptr is not None:
+        numbers -= tl.expand_dims(load_zeros(zeros_ptr + index, mask, VALUES), 2)
+    numbers *= tl.expand_dims(load_scales(scales_ptr + index, mask, None), 2)
+    y = numbers.reshape([ROWS, COLUMNS]).to(y_ptr.dtype.element_ty)
+    column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    tl.store(y_ptr + row * INNER + column, y, mask=(row < out) & (column < INNER))
 
 
 @jit
@@ -319,15 +366,16 @@ def multiply_quantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, act
 
 
 def _multiply_fp8(x: Tensor, weight: PackedWeight) -> Tensor:
-    rows, values, scales = len(x), weight.parts["values"], weight.parts["scales"]
+    rows, values, scales = len(x), weight.parts["values"].view(FP8), weight.parts["scales"]
+    is_shuffled = weight.layout is not None
     if scales.shape[1] == 1:
-        q, q_scales = quantize_rows(x, x.shape[1], FP8)
+        q, q_scales = quantize_rows(x, x.shape[1], FP8, is_shuffled=is_shuffled)
         y = F.scaled_mm(
             q, values.t(), q_scales, F.ScalingType.RowWise, scales.view(1, -1), F.ScalingType.RowWise,
             output_dtype=x.dtype, use_fast_accum=True,
         )  # fmt: skip
     else:
-        q, q_scales = quantize_rows(x, SPAN, FP8)
+        q, q_scales = quantize_rows(x, SPAN, FP8, is_shuffled=is_shuffled)
         padded = F.pad(scales, (0, -scales.shape[1] % 4))  # as the library wants it, and as all known models have it
         y = F.scaled_mm(
             q, values.t(), q_scales, F.ScalingType.BlockWise1x128, padded.t(), F.ScalingType.BlockWise128x128,
@@ -367,22 +415,24 @@ def _scale_kernel(sums_ptr, row_scales_ptr, scales_ptr, bias_ptr, y_ptr, OUT: tl
     tl.store(y_ptr + row * OUT + column, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def quantize_rows(x: Tensor, span: int, dtype: torch.dtype, at_least: int = 4) -> tuple[Tensor, Tensor]:
+def quantize_rows(
+    x: Tensor, span: int, dtype: torch.dtype, at_least: int = 4, is_shuffled: bool = False
+) -> tuple[Tensor, Tensor]:
     """x [T, I] -> numbers [T, I] in fp8 or int8 and scales fp32[T, I / span], whose columns lie together, see
-    `graph.quantize_rows`; T is made a multiple of 4, and at_least that"""
+    `graph.quantize_rows`; T is made a multiple of 4, and at_least that. is_shuffled: as hopper/shuffle.py says"""
     (rows, inner), gpu = x.shape, find_gpu(x.device)
     q = x.new_empty(max(-(-rows // 4) * 4, at_least), inner, dtype=dtype)
     scales = x.new_empty(-(-inner // span), len(q), dtype=torch.float32).t()
     warps = min(max(triton.next_power_of_2(inner) // 512, 1), 16)
     _quantize_kernel[(len(q),)](
-        x, q, scales, rows, x.stride(0), len(q), inner, span, num_warps=warps, **gpu.options,
+        x, q, scales, rows, x.stride(0), len(q), inner, span, is_shuffled, num_warps=warps, **gpu.options,
     )  # fmt: skip
     return q, scales
 
 
 @jit(do_not_specialize=["rows"])
 def _quantize_kernel(x_ptr, q_ptr, scales_ptr, rows, x_stride, scales_stride, INNER: tl.constexpr, SPAN: tl.constexpr,
-                     PDL: tl.constexpr):  # fmt: skip
+                     IS_SHUFFLED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A row; those beyond the end become zeros."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -400,6 +450,8 @@ def _quantize_kernel(x_ptr, q_ptr, scales_ptr, rows, x_stride, scales_stride, IN
     scaled = tl.clamp(x / scale[:, None], -LARGEST, LARGEST)
     if q_ptr.dtype.element_ty == tl.int8:
         scaled = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, of two the even one
+    if IS_SHUFFLED:  # as hopper/shuffle.py has the columns of weights
+        scaled = scaled.reshape([NUM, WIDTH // 64, 4, 2, 4, 2]).permute((0, 1, 4, 2, 5, 3)).reshape([NUM, WIDTH])
     tl.store(q_ptr + row * INNER + column, scaled.to(q_ptr.dtype.element_ty), mask=mask)
     index = tl.arange(0, NUM)
     tl.store(scales_ptr + index * scales_stride + row, scale, mask=index * SPAN < INNER)

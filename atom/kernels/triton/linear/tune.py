@@ -21,15 +21,16 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from atom.errors import is_out_of_memory
-from atom.graph import Graph
+from atom.graph import Graph, Shuffle
 from atom.graph.graph import type_of
 from atom.graph.ops import Op
 from atom.graph.packed import PackedWeight
 from atom.graph.types import BITS
 from atom.kernels.triton.gpu import Gpu, find_gpu
-from atom.kernels.triton.linear import linear
+from atom.kernels.triton.linear import linear, shuffled
 from atom.kernels.triton.linear.linear import MAX_STAGES, MAX_TILES, Find, Matrix, Parameters, TileError, Vector, key_of
 from atom.kernels.triton.linear.packed import PLAIN, Style, operand_of, style_of
+from atom.kernels.triton.linear.shuffled import Wgmma
 
 # Of the step's time: a step is timed to about 0.2% in turns, and the best of some 50 is the luckiest of them too.
 MARGIN = 0.005
@@ -80,11 +81,12 @@ def products_of(graph: Graph) -> list[Product]:
     counts: dict[tuple[int, int, int, Style], int] = {}
     for program in graph.programs.values():
         for node in program.nodes:
-            if node.target in linear.PRODUCTS and node.meta.get("kernel") == "triton":
+            if node.target in linear.PRODUCTS and node.meta.get("kernel") in linear.BACKENDS:
                 type = type_of(node.args[node.target.weight])
                 if BITS[type.dtype] == 16:
                     out, inner = map(int, type.shape)
-                    style = style_of(type.fmt, out, node.kwargs.get("act"))
+                    is_shuffled = isinstance(node.args[node.target.weight], Shuffle)
+                    style = style_of(type.fmt, out, node.kwargs.get("act"), is_shuffled)
                     shape = out, inner, 1 if node.kwargs.get("kind") is None else 2, style
                     counts[shape] = counts.get(shape, 0) + 1
     products = [
@@ -97,6 +99,8 @@ def candidates(rows: int, out: int, inner: int, element_size: int, gates: int, g
                ) -> list[Parameters]:  # fmt: skip
     """Parameters that may be the fastest for such a product: tiles that won on an H200, with splits for this GPU."""
     found: list[Parameters] = [None]
+    if style.is_shuffled:
+        return found + list(_shuffled(rows, out, inner, gpu, style))
     weight_size = element_size * style.bits / 16
     if rows == 1 and not (style.columns or 1) & (style.columns or 1) - 1:
         found += _vectors(inner, weight_size, gates, gpu)
@@ -118,6 +122,18 @@ def _vectors(inner: int, element_size: float, gates: int, gpu: Gpu) -> Iterator[
         if block_out % gates == 0 and 2 <= stages <= MAX_STAGES and ring * programs <= gpu.shared_memory:
             for warps in usual or [min(max(columns // 256, 1), 16)]:
                 yield Vector(block_out, warps, stages, programs)
+
+
+def _shuffled(rows: int, out: int, inner: int, gpu: Gpu, style: Style) -> Iterator[Wgmma]:
+    usual = shuffled.choose(rows, out, inner, style, gpu)
+    heights = (usual.block_rows // 2, usual.block_rows)
+    for block_rows, boxes, stages, splits in itertools.product(heights, (1, 2, 4), range(3, 9), (1, 2, 4, 8)):
+        width = boxes * shuffled.BOX * 8 // style.bits
+        tiles = triton.cdiv(rows, block_rows) * triton.cdiv(out, shuffled.BLOCK_OUT)
+        is_split = splits == 1 or (inner >= 2 * splits * width and tiles * splits <= 4 * gpu.units)
+        fits = stages * boxes * shuffled.box_bytes(block_rows, style) <= gpu.shared_memory - 8192
+        if block_rows >= 8 and is_split and fits and width % (style.columns or 1) == 0:
+            yield Wgmma(block_rows, boxes, stages, splits)
 
 
 def _splits(tile: Matrix, rows: int, out: int, inner: int, weight_size: float, gpu: Gpu) -> Iterator[Matrix]:
@@ -231,7 +247,7 @@ class Recording:
             weight = args[op.weight]
             (out, inner), style = weight.shape, PLAIN
             if isinstance(weight, PackedWeight):
-                style = style_of(weight.type.fmt, out, kwargs.get("act"))
+                style = style_of(weight.type.fmt, out, kwargs.get("act"), weight.layout is not None)
             calls = self._calls.setdefault((out, inner, 1 if kwargs.get("kind") is None else 2, style), {})
             calls.setdefault((op, *kwargs.items(), *map(_specialized, args)), partial(run, *args, **kwargs))
             return run(*args, **kwargs)

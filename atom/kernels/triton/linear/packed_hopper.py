@@ -1,0 +1,426 @@
+"""Products of some rows by packed weights on NVIDIA's Hopper, in Gluon.
+
+    y = multiply(x, weight, bias, kind, counters, tiles)    # x [T, I], a shuffled weight [O, I] -> [T, O]
+    y = multiply_grouped(x, weight, ends, bias, tiles)      # x [P, I], sorted by expert, weight [E, O, I] -> [P, O]
+
+A program has BLOCK_O rows of the weight and some rows of x. Boxes of both come by TMA, some stages ahead; those of the
+weight while the kernel ahead still runs. A group of warps unpacks a box into the registers of the left operand, where
+hopper/shuffle.py has its columns lie as the tensor cores want them. Columns that share a scale are summed up by
+themselves in float32. Rounding is as in linear.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from atom.graph import PackedWeight
+from atom.kernels.triton.activations import gated
+from atom.kernels.triton.gluon import jit
+from atom.kernels.triton.linear import shuffled
+from atom.kernels.triton.linear.packed import style_of
+from atom.kernels.triton.linear.shuffled import Wgmma
+from atom.kernels.triton.tensor_descriptors import TensorDescriptors
+
+barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # as later versions call it
+BLOCK_O, BOX = gl.constexpr(shuffled.BLOCK_OUT), gl.constexpr(shuffled.BOX)
+WEIGHT = gl.constexpr(gl.NVMMASharedLayout(64, 8, 2))
+GATED = gl.constexpr(gl.NVMMASharedLayout(64, 8, 4))  # of 16 rows each 8 gates, then their ups
+BYTES = gl.constexpr(  # a thread has 16 neighbours of two rows, 8 apart
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]],
+        [], [64, 64],
+    )
+)  # fmt: skip
+OUTPUTS = gl.constexpr(gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1]))  # to store by
+
+# of 4 bytes, as bf16; the exponents of e4m3 and e2m1 are those of bf16 less a power of 2
+E4M3_ASM = gl.constexpr("""{
+.reg .b32 a, b, t;
+shl.b32 t, $2, 8;
+and.b32 a, t, 0x7f007f00;
+and.b32 b, $2, 0x7f007f00;
+shr.u32 a, a, 4;
+shr.u32 b, b, 4;
+lop3.b32 a, t, 0x80008000, a, 0xEA;
+lop3.b32 b, $2, 0x80008000, b, 0xEA;
+mov.b32 t, 0x7b807b80;
+mul.rn.bf16x2 $0, a, t;
+mul.rn.bf16x2 $1, b, t;
+}""")
+U4_ASM = gl.constexpr("""{
+.reg .b32 a, b, c, d;
+shr.u32 b, $4, 4;
+shr.u32 c, $4, 8;
+shr.u32 d, $4, 12;
+and.b32 a, $4, 0x000f000f;
+and.b32 b, b, 0x000f000f;
+and.b32 c, c, 0x000f000f;
+and.b32 d, d, 0x000f000f;
+or.b32 a, a, 0x43004300;
+or.b32 b, b, 0x43004300;
+or.b32 c, c, 0x43004300;
+or.b32 d, d, 0x43004300;
+sub.rn.bf16x2 $0, a, $5;
+sub.rn.bf16x2 $1, b, $5;
+sub.rn.bf16x2 $2, c, $5;
+sub.rn.bf16x2 $3, d, $5;
+}""")
+E2M1_ASM = gl.constexpr("""{
+.reg .b32 a, b, c, d, e, f, g, h, t;
+shl.b32 a, $4, 12;
+shl.b32 b, $4, 8;
+shl.b32 c, $4, 4;
+and.b32 e, a, 0x70007000;
+and.b32 f, b, 0x70007000;
+and.b32 g, c, 0x70007000;
+and.b32 h, $4, 0x70007000;
+shr.u32 e, e, 6;
+shr.u32 f, f, 6;
+shr.u32 g, g, 6;
+shr.u32 h, h, 6;
+lop3.b32 e, a, 0x80008000, e, 0xEA;
+lop3.b32 f, b, 0x80008000, f, 0xEA;
+lop3.b32 g, c, 0x80008000, g, 0xEA;
+lop3.b32 h, $4, 0x80008000, h, 0xEA;
+mov.b32 t, 0x7e807e80;
+mul.rn.bf16x2 $0, e, t;
+mul.rn.bf16x2 $1, f, t;
+mul.rn.bf16x2 $2, g, t;
+mul.rn.bf16x2 $3, h, t;
+}""")
+
+
+@jit
+def _unpack(tile, offset, VALUES: gl.constexpr, LEFT: gl.constexpr):
+    """Bytes [O, 64] of a box -> numbers of the columns that share a scale, each [O, columns]."""
+    ROWS: gl.constexpr = tile.shape[0]
+    if VALUES == "e4m3":
+        numbers = gl.inline_asm_elementwise(E4M3_ASM, "=r,=r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=4)
+        numbers = numbers.reshape([ROWS, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([ROWS, 64])
+        return (gl.convert_layout(numbers, LEFT),)
+    elif VALUES == "u4":
+        even, odd = gl.inline_asm_elementwise(
+            U4_ASM, "=r,=r,=r,=r,r,r,r", [tile, offset], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
+        )
+        numbers = gl.join(even, odd).reshape([ROWS, 4, 4, 2, 2, 2]).permute((0, 2, 5, 3, 1, 4)).reshape([ROWS, 128])
+        return (gl.convert_layout(numbers, LEFT),)
+    else:
+        even, odd = gl.inline_asm_elementwise(
+            E2M1_ASM, "=r,=r,=r,=r,r", [tile], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
+        )
+        numbers = gl.join(even, odd).reshape([ROWS, 4, 2, 2, 2, 2, 2]).permute((0, 6, 4, 1, 5, 2, 3))
+        first, last = numbers.reshape([ROWS, 32, 2, 2]).permute((0, 1, 3, 2)).split()
+        a, b = first.split()
+        c, d = last.split()
+        return (
+            gl.convert_layout(a, LEFT), gl.convert_layout(b, LEFT), gl.convert_layout(c, LEFT),
+            gl.convert_layout(d, LEFT),
+        )  # fmt: skip
+
+
+@jit
+def _load_scale(pointers):
+    """Scales of any dtype as float32: bytes are exponents."""
+    scale = gl.load(pointers)
+    if scale.dtype == gl.uint8:
+        return (scale.to(gl.uint32) << 23).to(gl.float32, bitcast=True)
+    else:
+        return scale.to(gl.float32)
+
+
+@jit
+def _load_scales(scales, blocks, block, NUM: gl.constexpr, PIECES: gl.constexpr):
+    """The scales of each row from a block on, one for each piece; beyond the end any."""
+    pointers = scales + blocks
+    first = _load_scale(pointers + gl.minimum(block, NUM - 1))
+    if PIECES == 1:
+        return (first,)
+    else:
+        second = _load_scale(pointers + gl.minimum(block + 1, NUM - 1))
+        third = _load_scale(pointers + gl.minimum(block + 2, NUM - 1))
+        return first, second, third, _load_scale(pointers + gl.minimum(block + 3, NUM - 1))
+
+
+@jit
+def _multiply_box(numbers, x_boxes, box, sums, PIECES: gl.constexpr):
+    """Add the products of each piece of a box to its sums, which go on while the next box is unpacked."""
+    box = box * PIECES
+    first = warpgroup_mma(numbers[0], x_boxes.index(box).permute((1, 0)), sums[0], is_async=True)
+    if PIECES == 1:
+        return (first,)
+    else:
+        second = warpgroup_mma(numbers[1], x_boxes.index(box + 1).permute((1, 0)), sums[1], is_async=True)
+        third = warpgroup_mma(numbers[2], x_boxes.index(box + 2).permute((1, 0)), sums[2], is_async=True)
+        last = warpgroup_mma(numbers[3], x_boxes.index(box + 3).permute((1, 0)), sums[3], is_async=True)
+        return first, second, third, last
+
+
+@jit
+def _wait_for(sums, PIECES: gl.constexpr):
+    if PIECES == 1:
+        return (warpgroup_mma_wait(0, deps=(sums[0],)),)
+    else:
+        return warpgroup_mma_wait(0, deps=(sums[0], sums[1], sums[2], sums[3]))
+
+
+@jit
+def _load_offset(zeros, blocks, block):
+    """What is subtracted from 128 + a number of 4 bits: u8[O, 64], the same in each column."""
+    ROW: gl.constexpr = gl.SliceLayout(1, BYTES)
+    if zeros is None:
+        offset = gl.full([BLOCK_O], 136.0, gl.bfloat16, ROW)
+    else:
+        offset = (gl.load(zeros + gl.convert_layout(blocks, ROW) + block).to(gl.float32) + 128.0).to(gl.bfloat16)
+    return gl.expand_dims(offset, 1).broadcast_to([BLOCK_O, BOX])
+
+
+@jit
+def _fetch(x, weight, x_row, weight_row, step, slot, memory, WITH_WEIGHT: gl.constexpr, WITH_X: gl.constexpr,
+           BOXES: gl.constexpr, BLOCK_R: gl.constexpr, COLUMNS: gl.constexpr, PIECES: gl.constexpr,
+           KIND: gl.constexpr):  # fmt: skip
+    """Send for a stage: the weight's boxes, those of x, or both."""
+    x_boxes, weight_boxes, ready = memory
+    bar = ready.index(slot)
+    WIDTH: gl.constexpr = COLUMNS // PIECES
+    if WITH_WEIGHT:
+        mbarrier.expect(bar, BOXES * (BLOCK_O * BOX + BLOCK_R * COLUMNS * 2))
+        for number in gl.static_range(BOXES):
+            byte, box = (step * BOXES + number) * BOX, weight_boxes.index(slot * BOXES + number)
+            if KIND is None:
+                tma.async_copy_global_to_shared(weight, [weight_row, byte], bar, box)
+            else:
+                tma.async_copy_global_to_shared(weight, [weight_row // 16, 0, 0, byte], bar, box)
+    if WITH_X:
+        for number in gl.static_range(BOXES * PIECES):
+            column = (step * BOXES * PIECES + number) * WIDTH
+            tma.async_copy_global_to_shared(x, [x_row, column], bar, x_boxes.index(slot * BOXES * PIECES + number))
+
+
+@jit
+def _find_tile(ends, place, EXPERTS: gl.constexpr, BY_ROW: gl.constexpr, BLOCK_R: gl.constexpr):
+    """The expert of a place, its tile's first row, and the expert's last one; there may be no tile.
+
+    BY_ROW: each row is a place, and those have a tile that begin one. Else an expert has room for its tiles from the
+    number of whole ones in the rows before it, and one for each expert.
+    """
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    each = gl.arange(0, triton.next_power_of_2(EXPERTS), layout=LANES)
+    if BY_ROW:
+        later = gl.load(ends + each, mask=each < EXPERTS, other=place + 1)
+        expert = gl.sum((later <= place).to(gl.int32), 0)
+    else:
+        starts = gl.load(ends + each - 1, mask=(each > 0) & (each < EXPERTS), other=0).to(gl.int32)
+        is_reached = (starts // BLOCK_R + each <= place) & (each < EXPERTS)
+        expert = gl.sum(is_reached.to(gl.int32), 0) - 1
+    start = gl.load(ends + expert - 1, mask=expert > 0, other=0).to(gl.int32)
+    end = gl.load(ends + expert, mask=expert < EXPERTS, other=0).to(gl.int32)
+    if BY_ROW:
+        row = gl.where((place - start) % BLOCK_R == 0, place, end)
+    else:
+        row = start + (place - start // BLOCK_R - expert) * BLOCK_R
+    return expert, row, end
+
+
+@jit(do_not_specialize=["rows"])
+def _multiply(
+    x, weight, scales, zeros, bias, ends, y, partial, arrived, rows, OUT: gl.constexpr, INNER: gl.constexpr,
+    VALUES: gl.constexpr, SCALE_ROWS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, EXPERTS: gl.constexpr,
+    BY_ROW: gl.constexpr, KIND: gl.constexpr, BLOCK_R: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
+    SPLITS: gl.constexpr,
+):  # fmt: skip
+    """OUT: of one expert, gates and ups. BY_ROW: see `_find_tile`."""
+    COLUMNS: gl.constexpr = BOX if VALUES == "e4m3" else 2 * BOX  # of a box
+    PIECES: gl.constexpr = 4 if VALUES == "e2m1" else 1  # of a box, which have a scale each
+    EVERY: gl.constexpr = BOXES if SCALE_COLUMNS is None else max(SCALE_COLUMNS // COLUMNS, 1)  # boxes with one scale
+    NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, ACC)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    X: gl.constexpr = gl.NVMMASharedLayout(64 if PIECES > 1 else 128, 16, 2)
+    tl.extra.cuda.gdc_launch_dependents()
+
+    x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * BOXES * PIECES, BLOCK_R, COLUMNS // PIECES], X)
+    if KIND is None:
+        weight_boxes = gl.allocate_shared_memory(gl.uint8, [STAGES * BOXES, BLOCK_O, BOX], WEIGHT)
+        tiles = weight_boxes
+    else:
+        weight_boxes = gl.allocate_shared_memory(gl.uint8, [STAGES * BOXES, BLOCK_O // 16, 2, 8, BOX], GATED)
+        tiles = weight_boxes._reinterpret(gl.uint8, [STAGES * BOXES, BLOCK_O, BOX], WEIGHT)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+    fence_async_shared()
+    barrier()
+    memory = (x_boxes, weight_boxes, ready)
+
+    WIDTH: gl.constexpr = BOXES * COLUMNS  # of a stage
+    ALL: gl.constexpr = (INNER + WIDTH - 1) // WIDTH
+    EACH: gl.constexpr = (ALL + SPLITS - 1) // SPLITS
+    begin = gl.program_id(2) * EACH
+    steps = gl.minimum(ALL - begin, EACH)
+    first_row = gl.program_id(0) * BLOCK_O
+    expert, x_row, end = 0, gl.program_id(1) * BLOCK_R, rows
+    if EXPERTS is not None:
+        tl.extra.cuda.gdc_wait()
+        expert, x_row, end = _find_tile(ends, gl.program_id(1), EXPERTS, BY_ROW, BLOCK_R)
+        if x_row >= end:
+            return
+    weight_row = expert * OUT + first_row
+    for stage in gl.static_range(STAGES):
+        if stage < steps:
+            _fetch(x, weight, x_row, weight_row, begin + stage, stage, memory, True, False, BOXES, BLOCK_R, COLUMNS,
+                   PIECES, KIND)  # fmt: skip
+    if EXPERTS is None:
+        tl.extra.cuda.gdc_wait()
+
+    row = gl.arange(0, BLOCK_O, layout=ROW)
+    own = first_row + row
+    if KIND is not None:  # of 16 rows of a tile 8 gates and their ups
+        own = first_row // 2 + row // 16 * 8 + row % 8 + row // 8 % 2 * (OUT // 2)
+    own = expert * OUT + gl.minimum(own, OUT - 1)
+    blocks = own // SCALE_ROWS * NUM
+    for stage in gl.static_range(STAGES):
+        if stage < steps:
+            _fetch(x, weight, x_row, weight_row, begin + stage, stage, memory, False, True, BOXES, BLOCK_R, COLUMNS,
+                   PIECES, KIND)  # fmt: skip
+    nothing = gl.zeros([BLOCK_O, BLOCK_R], gl.float32, ACC)
+    acc, scale, offset = nothing, None, None
+    if SCALE_COLUMNS is not None:  # of the next boxes, since a load takes long
+        scale = _load_scales(scales, blocks, begin * BOXES // EVERY * PIECES, NUM, PIECES)
+    if VALUES == "u4":
+        offset = _load_offset(zeros, blocks, begin * BOXES // EVERY)
+    for step in range(steps):
+        slot = step % STAGES
+        mbarrier.wait(ready.index(slot), step // STAGES & 1)
+        for group in gl.static_range(BOXES // EVERY):
+            if SCALE_COLUMNS is None:
+                sums = (acc,)
+            elif PIECES == 1:
+                sums = (nothing,)
+            else:
+                sums = (nothing, nothing, nothing, nothing)  # type: ignore[assignment]
+            following = ((begin + step) * BOXES // EVERY + group + 1) * PIECES
+            if SCALE_COLUMNS is not None:
+                next_scale = _load_scales(scales, blocks, following, NUM, PIECES)
+            for number in gl.static_range(EVERY):
+                box = slot * BOXES + group * EVERY + number
+                numbers = _unpack(tiles.index(box).load(BYTES), offset, VALUES, LEFT)
+                sums = _multiply_box(numbers, x_boxes, box, sums, PIECES)
+            sums = _wait_for(sums, PIECES)
+            if SCALE_COLUMNS is None:
+                acc = sums[0]
+            else:
+                for piece in gl.static_range(PIECES):
+                    acc += sums[piece] * scale[piece][:, None]  # type: ignore[index]
+                scale = next_scale
+            if zeros is not None:
+                offset = _load_offset(zeros, blocks, gl.minimum(following, NUM - 1))
+        barrier()  # all have read the stage
+        if step + STAGES < steps:
+            _fetch(x, weight, x_row, weight_row, begin + step + STAGES, slot, memory, True, True, BOXES, BLOCK_R,
+                   COLUMNS, PIECES, KIND)  # fmt: skip
+
+    is_last = True
+    if SPLITS > 1:  # the last split of a tile to arrive sums up all of them, always in one order
+        token = gl.arange(0, BLOCK_R, layout=gl.SliceLayout(0, ACC))
+        tile = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+        place = partial + tile * BLOCK_O * BLOCK_R + row[:, None] * BLOCK_R + token[None, :]
+        stride = gl.num_programs(0) * gl.num_programs(1) * BLOCK_O * BLOCK_R
+        gl.store(place + gl.program_id(2) * stride, acc)
+        barrier()
+        is_last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLITS - 1
+        if is_last:
+            acc = gl.zeros([BLOCK_O, BLOCK_R], gl.float32, ACC)
+            for split in range(SPLITS):
+                acc += gl.load(place + split * stride, cache_modifier=".cg")
+            gl.store(arrived + tile, 0)
+    if is_last:
+        if SCALE_COLUMNS is None:
+            acc *= _load_scale(scales + blocks)[:, None]
+        if bias is not None:
+            acc += gl.load(bias + own).to(gl.float32)[:, None]
+        result = acc.to(y.dtype.element_ty)
+        if KIND is None:
+            _store(result, y, x_row, end, first_row, OUT)
+        else:
+            halves = result.reshape([BLOCK_O // 16, 2, 8, BLOCK_R]).permute((0, 2, 3, 1))
+            gates, ups = halves.reshape([BLOCK_O // 2, BLOCK_R, 2]).split()
+            m = gated(gates.to(gl.float32), ups.to(gl.float32), gates.dtype, KIND).to(gates.dtype)
+            _store(m, y, x_row, end, first_row // 2, OUT // 2)
+
+
+@jit
+def _store(result, y, x_row, end, first_row, OUT: gl.constexpr):
+    """Rows of outputs by tokens, to tokens by outputs."""
+    result = gl.convert_layout(result, OUTPUTS)
+    out = first_row + gl.arange(0, result.shape[0], layout=gl.SliceLayout(1, OUTPUTS))
+    token = x_row + gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, OUTPUTS))
+    places = y + token.to(gl.int64)[None, :] * OUT + out[:, None]
+    gl.store(places, result, mask=(out < OUT)[:, None] & (token < end)[None, :])
+
+
+@functools.cache
+def _x_descriptors(block_rows: int, columns: int) -> TensorDescriptors:
+    return TensorDescriptors((block_rows, columns), gl.NVMMASharedLayout(2 * min(columns, 64), 16, 2))
+
+
+_weight_descriptors = TensorDescriptors((BLOCK_O.value, BOX.value), WEIGHT.value)
+_gated_descriptors = TensorDescriptors((BLOCK_O.value // 16, 2, 8, BOX.value), GATED.value)
+
+
+def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, kind: str | None, counters: Tensor,
+             tiles: Wgmma) -> Tensor:  # fmt: skip
+    """x [T, I], a shuffled weight [O, I], bias [O] -> [T, O], or [T, O / 2] with gates. counters: of
+    `linear.make_counters`; calls that share them must run one after another."""
+    return _launch(x, weight, bias, None, kind, counters, tiles)
+
+
+def multiply_grouped(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None, tiles: Wgmma) -> Tensor:
+    """x [P, I], sorted by expert, a shuffled weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]"""
+    return _launch(x, weight, bias, ends, None, None, tiles)
+
+
+def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, ends: Tensor | None, kind: str | None,
+            counters: Tensor | None, tiles: Wgmma) -> Tensor:  # fmt: skip
+    (*leading, out, inner), rows = weight.shape, len(x)
+    experts, gates = (leading[0] if leading else None), (1 if kind is None else 2)
+    block_rows, boxes, stages, splits = tiles
+    style = style_of(str(weight.type.fmt), out)
+    if x.data_ptr() % 16 or x.stride(0) % 8:
+        x = x.clone(memory_format=torch.contiguous_format)  # the TMA takes rows that begin at 16 bytes
+    values = weight.parts["values"]
+    width, pieces = values.shape[-1], 4 if style.values == "e2m1" else 1
+    if kind is None:
+        weights = _weight_descriptors.find(values, (values.numel() // width, width), (width, 1))
+    else:
+        shape, strides = (out // 16, 2, 8, width), (8 * width, out // 2 * width, width, 1)
+        weights = _gated_descriptors.find(values, shape, strides)
+    columns = BOX.value * 8 // style.bits // pieces
+    y, is_by_row = x.new_empty(rows, out // gates), experts is not None and rows <= experts
+    row_tiles = -(-rows // block_rows)
+    if experts is not None:
+        row_tiles = rows if is_by_row else rows // block_rows + experts
+    num_tiles, partial = -(-out // BLOCK_O.value), None
+    if splits > 1:
+        partial = x.new_empty(splits, row_tiles, num_tiles, BLOCK_O.value, block_rows, dtype=torch.float32)
+    _multiply[(num_tiles, row_tiles, splits)](
+        _x_descriptors(block_rows, columns).find(x, (rows, inner), x.stride()), weights, weight.parts["scales"],
+        weight.parts.get("zeros"), bias, ends, y, partial, counters if splits > 1 else None, rows, out, inner,
+        style.values, style.rows, style.columns, experts, is_by_row, kind, block_rows, boxes, stages, splits,
+        num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+    return y

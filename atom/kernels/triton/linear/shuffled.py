@@ -1,0 +1,63 @@
+"""Choose the tiles of products by shuffled weights.
+
+tiles = choose(32, 6144, 4096, style, gpu)       # what packed_hopper.py runs such a product with
+tiles = choose_grouped(256, 128, style)              # the same of experts
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from atom.kernels.triton.gpu import Gpu
+from atom.kernels.triton.linear.packed import Style
+
+BLOCK_OUT = 64  # rows of a weight that a program takes; where gated, half of them gates
+BOX = 64  # bytes of a row of a weight that one copy brings
+MAX_STAGES = 8
+OTHER_MEMORY = 2048  # bytes of a program's shared memory beside its stages
+
+
+class Wgmma(NamedTuple):
+    """Tiles of a product by a shuffled weight."""
+
+    block_rows: int  # of x that a program takes at most, a power of 2 from 8
+    boxes: int  # of a row of the weight in a stage
+    stages: int  # in memory at a time
+    splits: int = 1  # programs that share out the columns
+
+
+def choose(rows: int, out: int, inner: int, style: Style, gpu: Gpu) -> Wgmma:
+    """The fastest tiles of an H200 with the layers of Qwen3-8B, or close to them.
+
+    All programs are on the GPU at once where they can be, as many on each multiprocessor, whose memory their stages
+    fill: with less, those of a kernel that starts while attention runs would crowd where that has ended.
+    """
+    block_rows = _block_rows(rows, style)
+    per_scale = -(-(style.columns or 1) * style.bits // (8 * BOX))
+    boxes = max(2 if block_rows <= (64 if style.bits == 8 else 32) and style.values != "e2m1" else 1, per_scale)
+    if style.bits == 8 and block_rows == 8:
+        boxes = 4
+    tiles, columns = -(-out // BLOCK_OUT) * -(-rows // block_rows), boxes * BOX * 8 // style.bits
+    splits, wanted = 1, gpu.units * (1.9 if block_rows <= 64 else 0.9)
+    while splits < 8 and tiles * splits < wanted and inner >= 4 * splits * columns:
+        splits *= 2
+    together = min(-(-tiles * splits // gpu.units), 3 if block_rows <= 64 else 2)  # on a multiprocessor
+    fitting = (gpu.shared_memory // together - OTHER_MEMORY) // (boxes * box_bytes(block_rows, style))
+    return Wgmma(block_rows, boxes, min(max(fitting, 3), MAX_STAGES), splits)
+
+
+def choose_grouped(rows: int, experts: int, style: Style) -> Wgmma:
+    """Tiles that hold the rows of most experts, since another tile reads the weight again. rows: of all experts"""
+    block_rows = _block_rows(-(-3 * rows // (2 * experts)), style)
+    boxes = 1 if style.values == "e2m1" or (style.bits == 4 and block_rows > 32) else 2
+    return Wgmma(block_rows, boxes, 3 if boxes == 1 or block_rows > 32 else 4)
+
+
+def box_bytes(block_rows: int, style: Style) -> int:
+    """The shared memory of a box of the weight, and of x beside it."""
+    return BOX * (BLOCK_OUT + block_rows * 16 // style.bits)
+
+
+def _block_rows(rows: int, style: Style) -> int:
+    most = 64 if style.values == "e2m1" else 128  # a box of e2m1 has four sums, which take registers
+    return min(max(8, 1 << (rows - 1).bit_length()), most)

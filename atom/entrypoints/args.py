@@ -111,8 +111,8 @@ class EngineArgs:
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add every flag to the parser, under its name with - and with _."""
         about = "any fields of the configuration, put behind what the flags say"
-        spoken = f"vLLM's JSON of {', '.join(SPECULATIVE)}"
-        add_flag(parser, "speculative-config", metavar="JSON", help=spoken)
+        about_json = f"vLLM's JSON of {', '.join(SPECULATIVE)}"
+        add_flag(parser, "speculative-config", metavar="JSON", help=about_json)
         add_flag(parser, "set", dest="settings", nargs="+", action="extend", metavar="KEY=VALUE", help=about)
         for name, kind, flag in cls.flags():
             options: dict[str, Any] = {"metavar": "N" if kind in (int, float) else "TEXT", "type": kind}

@@ -24,15 +24,13 @@ from torch.fx import Node
 
 from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, Graph, Program
 from atom.graph.graph import call_of, node_leaves, results_of
-from atom.runtime.types import INPUTS
 
 
 def sink_into_head(graph: Graph) -> Graph:
-    for name, head, reader in ((BODY, HEAD, DRAFT_IN), (DRAFT, DRAFT_HEAD, DRAFT)):
-        if graph.programs.keys() >= {name, head}:
-            states = graph.programs[reader].inputs if reader in graph.programs else ()
-            num_read = sum(node.name not in INPUTS for node in states)
-            _sink(graph, graph.programs[name], graph.programs[head], num_read)
+    num_states = len(graph.programs[DRAFT_IN].inputs) if DRAFT_IN in graph.programs else 0
+    for body, head, num_read in ((BODY, HEAD, num_states), (DRAFT, DRAFT_HEAD, int(graph.carries_hidden))):
+        if graph.programs.keys() >= {body, head}:
+            _sink(graph, graph.programs[body], graph.programs[head], num_read)
     return graph
 
 

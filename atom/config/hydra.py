@@ -97,8 +97,8 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
         described = open_checkpoint(str(checkpoint), revision=value("revision"), weights=False)
         hf, generation = described.config, described.generation_config
         name = choose_model(hf, files, str(checkpoint)) if name == "auto" else name
-        is_optional = any(file.name == name and "eagle3" in file.spec for file in files)  # what a checkpoint has
-        names = frozenset(described.names()) if is_optional or hf.get("quantization_config") else names
+        has_options = any(file.name == name and "eagle3" in file.spec for file in files)  # tensors that may be missing
+        names = frozenset(described.names()) if has_options or hf.get("quantization_config") else names
         described.close()
     if not isinstance(name, str):
         raise ConfigError(f"model={name}: it takes the name of one file in conf/model")

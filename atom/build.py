@@ -22,10 +22,10 @@ from torch import Tensor
 
 from atom import weights
 from atom.cache import Cache, digest
-from atom.checkpoint import Checkpoint, Progress, stop_ids
+from atom.checkpoint import DRAFT_PREFIX, Checkpoint, JoinedCheckpoint, Progress, Tokenizer, stop_ids
 from atom.compiler import Compiled, compile_model, has_draft, mesh_of
 from atom.config import Config, ModelConfig
-from atom.config.checkpoint import is_here, open_for
+from atom.config.checkpoint import is_here, open_with_draft
 from atom.errors import ArtifactError, CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.gc_utils import no_collection
 from atom.graph import Graph, Mesh, Recipe, W, ops, show
@@ -71,6 +71,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
                 check_weights(graph, checkpoint, config)
             ranks = start_ranks(config, compiled, placement, started)
             tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
+            check_same_tokens(tokenizer, checkpoint, config)
             tensors = load_weights(graph, checkpoint, config, progress)
             vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
             assert config.cache is not None, "config.load resolves it"
@@ -217,10 +218,12 @@ def connect(ranks: Ranks, config: Config, placement: Placement | None, folder: s
 
 def open_checked(config: Config, progress: Progress, opened: ExitStack) -> Checkpoint:
     """Open the checkpoint and check its header against the configuration; the stack closes it."""
-    checkpoint = open_for(config, progress)
+    checkpoint = open_with_draft(config, progress)
     opened.callback(checkpoint.close)
     if not config.load_dummy:
         weights.check_counts(config.model, checkpoint.tensors)
+        if isinstance(checkpoint, JoinedCheckpoint) and config.draft and not config.draft.eagle3:
+            weights.check_counts(config.draft, checkpoint.other.tensors)
     stop_ids(checkpoint, None)
     return checkpoint
 
@@ -262,7 +265,7 @@ def refuse_act(graph: Graph, config: Config) -> None:
 def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:
     """Check the checkpoint's tensors against the graph, unless weights are random."""
     if not config.load_dummy:
-        weights.check(graph, checkpoint.tensors, [*config.model.ignore, *mtp_patterns(config)])
+        weights.check(graph, checkpoint.tensors, left_out(config))
         weights.check_order(graph, checkpoint)
 
 
@@ -279,7 +282,8 @@ def load_weights(
     tensors = weights.load(graph.recipes(), checkpoint, progress, config.device, cache, coordinates)
     for line in cache.warnings:
         print(f"atom-run: {line}", file=sys.stderr)
-    check_kv_scales(tensors, config.model)
+    check_kv_scales(tensors, config)
+    check_draft_tokens(tensors, config)
     return tensors
 
 
@@ -329,10 +333,15 @@ def keep_kv_scales(store: ScaleStore) -> None:
     store.cache.close()
 
 
-def check_kv_scales(tensors: Mapping[Recipe, Loaded], model: ModelConfig) -> None:
+def check_kv_scales(tensors: Mapping[Recipe, Loaded], config: Config) -> None:
     """Check that scales of keys and values are numbers above 0."""
-    names = [model.weights[role] for role in ("k_scale", "v_scale") if role in model.weights]
-    scales = {name.replace("{layer}", str(layer)) for name in names for layer in range(model.layers + model.mtp_layers)}
+    scales = {
+        prefix + model.weights[role].replace("{layer}", str(layer))
+        for prefix, model in models_of(config).items()
+        for role in ("k_scale", "v_scale")
+        if role in model.weights
+        for layer in range(model.layers + model.mtp_layers)
+    }
     for recipe, tensor in tensors.items():
         if isinstance(recipe, W) and recipe.name in scales:
             assert isinstance(tensor, Tensor), "only experts are lists"
@@ -340,19 +349,57 @@ def check_kv_scales(tensors: Mapping[Recipe, Loaded], model: ModelConfig) -> Non
                 raise CheckpointError(f"tensor {recipe.name} is {value:g}; a scale is a number above 0")
 
 
+def check_draft_tokens(tensors: Mapping[Recipe, Loaded], config: Config) -> None:
+    """Check that a draft of EAGLE-3 maps its tokens to the model's."""
+    stored = {recipe.name: tensor for recipe, tensor in tensors.items() if isinstance(recipe, W)}
+    name = "" if config.draft is None else DRAFT_PREFIX + config.draft.weights.get("d2t", "")
+    if (offsets := stored.get(name)) is None:
+        return
+    assert isinstance(offsets, Tensor), "only experts are lists"
+    tokens = offsets + torch.arange(len(offsets), device=offsets.device)
+    if not ((tokens >= 0) & (tokens < config.model.vocab)).all():
+        raise CheckpointError(
+            f"tensor {name} maps to tokens that the model does not have, of {config.model.vocab}; "
+            "set serve.draft_model to a draft for this model"
+        )
+
+
+def check_same_tokens(tokenizer: Tokenizer | None, checkpoint: Checkpoint, config: Config) -> None:
+    """Check that a whole model that drafts has the same tokens, where both checkpoints have a tokenizer."""
+    if tokenizer is None or not isinstance(checkpoint, JoinedCheckpoint) or config.serve.method != "draft":
+        return
+    other = checkpoint.other.tokenizer(trust_remote_code=config.trust_remote_code)
+    if other is not None and (differing := tokenizer.find_difference(other)) is not None:
+        raise ConfigError(
+            f"serve.draft_model={config.serve.draft_model} has another vocabulary: token {differing} is not "
+            "the model's; take a smaller model of the same family"
+        )
+
+
+def models_of(config: Config) -> dict[str, ModelConfig]:
+    """The model, and the one that drafts for it, by what is put before the names of their tensors."""
+    return {"": config.model, **({} if config.draft is None else {DRAFT_PREFIX: config.draft})}
+
+
+def left_out(config: Config) -> list[str]:
+    """The patterns of stored tensors that nothing reads."""
+    ignored = [prefix + pattern for prefix, model in models_of(config).items() for pattern in model.ignore]
+    return [*ignored, *mtp_patterns(config)]
+
+
 def mtp_patterns(config: Config) -> Sequence[str]:
     """The patterns of tensors of multi-token prediction layers, stored after the last layer, that are left out.
 
     Of the first layer, where it drafts tokens, these are its embedding and head, which equal the model's own.
     """
-    model, layers = config.model, range(config.model.layers, config.model.layers + config.model.mtp_layers)
-
-    def pattern(role: str, layer: int) -> str:
-        return model.weights[role].replace("{layer}", str(layer)) + ".*"
-
-    used = layers[:1] if has_draft(config) else ()
-    own = [pattern(role, layer) for layer in used for role in ("mtp_embedding", "mtp_head")]
-    return [*own, *(pattern("layer", layer) for layer in layers[len(used) :])]
+    found: list[str] = []
+    for prefix, model in models_of(config).items():
+        layers = range(model.layers, model.layers + model.mtp_layers)
+        num_used = int(model is config.model and config.serve.method == "mtp")
+        roles = [(role, layer) for layer in layers[:num_used] for role in ("mtp_embedding", "mtp_head")]
+        roles += [("layer", layer) for layer in layers[num_used:]]
+        found += [f"{prefix}{model.weights[role].replace('{layer}', str(layer))}.*" for role, layer in roles]
+    return found
 
 
 def open_drafter(config: Config) -> Drafter | None:

@@ -15,9 +15,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import drafts
 import tiny
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -27,11 +27,7 @@ AT = f"model.layers.{NUM_LAYERS}."
 
 def save(name: str, target: Path, *, has_copies: bool = False, **changes: Any) -> Path:
     """Write a variant's checkpoint with such a layer. has_copies: it stores the embedding and the head once more"""
-    class_name, differing = tiny.VARIANTS[name]
-    values = {**tiny.SIZES, **differing, "num_hidden_layers": NUM_LAYERS + 1, **changes}
-    torch.manual_seed(0)  # a router whose best experts nearly tie chooses otherwise by rounding
-    model = tiny.randomized(getattr(transformers, class_name)(**values))
-    model.save_pretrained(target, save_original_format="stacked" not in name)
+    model = tiny.save_changed(name, target, **{"num_hidden_layers": NUM_LAYERS + 1, **changes})
     stored, hidden = load_file(target / "model.safetensors"), model.config.hidden_size
     for norm in ("enorm", "hnorm", "shared_head.norm"):
         stored[f"{AT}{norm}.weight"] = 1 + torch.randn(hidden) * 0.2
@@ -47,7 +43,7 @@ def save(name: str, target: Path, *, has_copies: bool = False, **changes: Any) -
     return target
 
 
-class Double:
+class Double(drafts.LayerDouble):
     def __init__(self, folder: Path) -> None:
         self.model = tiny.reference(folder, num_hidden_layers=NUM_LAYERS + 1)
         self.model.config.num_hidden_layers = NUM_LAYERS  # so the last layer is not the model's
@@ -55,13 +51,11 @@ class Double:
 
     @torch.inference_mode()
     def hidden(self, tokens: Tensor) -> Tensor:
-        """tokens i64[T] -> fp32[T, H]"""
         hidden: Tensor = self.model.model(tokens[None]).last_hidden_state[0]
         return hidden
 
     @torch.inference_mode()
     def draft(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """tokens i64[T] at positions 1 to T, hidden fp32[T, H] at positions 0 to T - 1 -> fp32[T, H]"""
         embedded = self.model.model.embed_tokens(tokens)
         joined = torch.cat([self._norm(embedded, "enorm"), self._norm(hidden, "hnorm")], -1)
         x = (joined @ self.stored[f"{AT}eh_proj.weight"].T)[None]
@@ -80,6 +74,9 @@ class Double:
         """hidden fp32[T, H] -> fp32[T, V]"""
         logits: Tensor = self.model.lm_head(hidden)
         return logits
+
+    def tokens(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden).argmax(-1)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.model.config.rms_norm_eps)

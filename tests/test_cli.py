@@ -356,7 +356,7 @@ def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
     assert "dtype=auto                          auto | bf16 | fp16 | fp32; auto: the checkpoint's\n" in out
     listed = {line.split("=")[0].strip() for line in out.split("Fields\n")[1].splitlines()}
     elsewhere = ("model.", "parallel.torchrun.")  # the latter are torchrun's environment
-    own = {key for key in keys(Config) if not key.startswith(elsewhere)} - {"job.kind", "hf", "overrides"}
+    own = {key for key in keys(Config) if not key.startswith(elsewhere)} - {"job.kind", "hf", "overrides", "draft"}
     assert own <= listed
     for line in (
         'serve.http.cors=[]                  origins whose pages may read answers; "*": all',

@@ -132,6 +132,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     experts |= {"n_routed_experts": 8, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
     save_talker(tmp_path / "latent", "DeepseekV3ForCausalLM", **latent, **experts)
+    eagle3 = {"num_hidden_layers": 1, "draft_vocab_size": 200, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    save_talker(tmp_path / "eagle3", "LlamaForCausalLMEagle3", **eagle3)
     save_talker(tmp_path / "stablelm", "StableLmForCausalLM", layer_norm_eps=1e-5, use_qkv_bias=False)
     here = tmp_path / "here"
     (here / "my_conf" / "model").mkdir(parents=True)
@@ -279,8 +281,10 @@ def split_list(words: list[str], mark: str) -> list[list[str]]:
 
 def stand_in(word: str, folder: Path) -> str:
     """The word with a tiny checkpoint for one that is not here."""
-    name = {"elm": "stablelm", "A3B": "mixture", "32B": "wide", "-R1": "latent"}.get(word[-3:], "llama")
-    return re.sub(r"^(checkpoint=|)(/models/\w+|(?:Qwen|deepseek-ai)/[\w.-]+)$", rf"\1{folder}/{name}", word)
+    ends = {"elm": "stablelm", "A3B": "mixture", "32B": "wide", "-R1": "latent", "le3": "eagle3"}
+    name, owners = ends.get(word[-3:], "llama"), "Qwen|deepseek-ai|AngelSlim"
+    pattern = rf"^(checkpoint=|serve.draft_model=|)(/models/\w+|(?:{owners})/[\w.-]+)$"
+    return re.sub(pattern, rf"\1{folder}/{name}", word)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

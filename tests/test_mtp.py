@@ -112,7 +112,7 @@ def assert_drafts(graph: Graph, config: Config, case: Case, mesh: Mesh) -> None:
     tokens, chained = torch.cat([PROMPT[1:], case.further]), torch.cat([hidden[:-1], first[-1:]])
     drafted = run("draft", tokens=tokens, positions=torch.arange(length), hidden=chained)
     assert_same_logits(drafted, case.drafted)
-    assert_same_logits(run("draft_head", hidden=drafted), case.logits)
+    assert torch.equal(run("draft_head", hidden=drafted), case.logits.argmax(-1))
 
 
 @pytest.mark.parametrize("has_copies", [False, True])
@@ -170,8 +170,8 @@ def assert_steps_draft(graph: Graph, config: Config, case: Case) -> None:
         drafted += steps.run("draft", start, tokens=PROMPT[start + 1 : stop + 1], hidden=hidden)
     drafted += steps.run("draft", 38, tokens=case.further, hidden=drafted[-1][-1:])
     assert_same_logits(torch.cat(drafted), case.drafted)
-    (logits,) = steps.programs["draft_head"]({"hidden": torch.cat(drafted)})
-    assert_same_logits(logits, case.logits)
+    (tokens,) = steps.programs["draft_head"]({"hidden": torch.cat(drafted)})
+    assert torch.equal(tokens, case.logits.argmax(-1))
 
 
 @pytest.mark.parametrize("level", [0, 1])

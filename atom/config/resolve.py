@@ -39,9 +39,10 @@ from atom.sampling_params import out_of_range
 ACTIVATIONS = {"swish": "silu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 CACHE_DTYPES = BY_NAME | {"fp8": "fp8_e4m3"}
 NUM_DRAFTED = 3  # tokens of a draft, where the configuration says nothing
+DRAFT_MODEL_METHODS = ("eagle3", "draft")  # of serve.draft_model
 LAYER_TYPES = ("full_attention", "sliding_attention")
 # roles that name a tensor, the others a module
-TENSOR_ROLES = re.compile(r"sinks|[kv]_scale|router_correction|experts_(gate|up|down)(_bias)?")
+TENSOR_ROLES = re.compile(r"sinks|d2t|[kv]_scale|router_correction|experts_(gate|up|down)(_bias)?")
 
 
 def derive(config: Config, names: Collection[str] = ()) -> Config:
@@ -163,6 +164,11 @@ def check(value: Any, at: str = "") -> None:
 def check_speculation(config: Config, device: str) -> None:
     """Check that drafts can be verified, and looked up."""
     serve = config.serve
+    if serve.draft_model is None and serve.method in DRAFT_MODEL_METHODS:
+        raise ConfigError(f"serve.method={serve.method} drafts with another checkpoint; name it in serve.draft_model")
+    if serve.draft_model is not None and serve.method not in DRAFT_MODEL_METHODS:
+        choices = " or ".join(f"serve.method={method}" for method in DRAFT_MODEL_METHODS)
+        raise ConfigError(f"serve.draft_model={serve.draft_model} drafts nothing by itself; set {choices}")
     if serve.acceptance_length is not None:
         stated, num_drafted = f"serve.acceptance_length={serve.acceptance_length:g}", serve.num_speculative_tokens
         if serve.method is None or not config.load_dummy:
@@ -172,7 +178,7 @@ def check_speculation(config: Config, device: str) -> None:
                 f"{stated} is more than a step's token and its drafts; raise serve.num_speculative_tokens"
             )
     runs = config.job.kind not in ("explain", "cache") and config.parallel.tensor * config.parallel.data > 1
-    is_runners = serve.method == "mtp" or (serve.method is not None and device != "cpu")
+    is_runners = serve.method not in (None, "ngram") or (serve.method is not None and device != "cpu")
     if runs and (is_runners or serve.acceptance_length is not None):
         raise UnsupportedError(
             "several ranks draft with serve.method=ngram alone, on a CPU and without serve.acceptance_length; "
@@ -262,7 +268,7 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
         embedding_scale=model.hidden**0.5 if model.embedding_scale_root else model.embedding_scale,
         attention=derive_attention(config, max_model_len),
         mlp=[derive_mlp(mlp, f"model.mlp.{index}") for index, mlp in enumerate(model.mlp)],
-        weights=quantization.find_kv_scales(names, model.weights) | model.weights,
+        weights=quantization.find_kv_scales(names, model.weights) | find_optional(model, names),
         fmt=stored.fmt,
         plain=stored.plain,
         formats=stored.formats,
@@ -497,6 +503,22 @@ def find_modules(model: ModelConfig, names: Collection[str], *roles: str) -> set
     stored = {re.escape(model.weights[role]) for role in roles if role in model.weights}
     pattern = re.compile("|".join(stored).replace(re.escape("{layer}"), "[0-9]+"))
     return {name for name in names if pattern.fullmatch(name)}
+
+
+def find_optional(model: ModelConfig, names: Collection[str]) -> dict[str, str]:
+    """The stored names of roles, without those that this draft of EAGLE-3 has not: an embedding and a map of tokens.
+
+    names: of stored tensors; without any, a draft has what it cannot do without
+    """
+    eagle3 = model.eagle3
+    if eagle3 is None:
+        return model.weights
+    embedding, tokens = f"{model.weights['embedding']}.weight", model.weights["d2t"]
+    has = {
+        "embedding": embedding in names if names else eagle3.target_hidden not in (None, model.hidden),
+        "d2t": tokens in names or eagle3.vocab not in (None, model.vocab),
+    }
+    return {role: name for role, name in model.weights.items() if has.get(role, True)}
 
 
 def stacked_parts(model: ModelConfig) -> dict[str, list[str]]:

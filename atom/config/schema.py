@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 from atom.dtypes import MODEL_DTYPES
 from atom.sampling_params import INT32, SamplingParams, number
 
-SET_BY_LOAD = ("job.kind", "hf", "overrides")  # keys that users cannot set
+SET_BY_LOAD = ("job.kind", "hf", "overrides", "draft")  # keys that users cannot set
 
 
 def one_of(*built: Any, later: Any = ()) -> Any:
@@ -162,6 +162,18 @@ class EmbeddedConfig:
 
 
 @dataclass
+class Eagle3Config:
+    """What a draft of EAGLE-3 has beside the fields of its one layer."""
+
+    input_of: list[int] | None = None  # layers of the model it drafts for, whose input it reads; null: see output_of
+    output_of: list[int] | None = None  # layers whose output it reads; null: the input of layers 2, L / 2, L - 3
+    target_hidden: int | None = number(None, 1)  # hidden size of that model; null: its own
+    vocab: int | None = number(None, 1)  # tokens that it drafts; null: all
+    norm_before_residual: bool = False  # the hidden state is normed before it is the residual, too
+    use_aux_hidden_state: bool = one_of(True)  # it reads hidden states of several layers
+
+
+@dataclass
 class ModelConfig:
     name: str = ""  # the conf/model file, set by load
     architectures: list[str] = field(default_factory=list)
@@ -184,6 +196,7 @@ class ModelConfig:
     mtp_layers: int = number(
         0, 0, MAX_LAYERS
     )  # stored behind the last layer to predict further tokens; not part of the body
+    eagle3: Eagle3Config | None = None  # of a draft for serve.method=eagle3; null: this is a whole model
     weights: dict[str, str] = field(default_factory=dict)  # role -> name in the checkpoint
     stacked: dict[str, list[str]] = field(default_factory=dict)  # stored name -> the roles that it may hold
     ignore: list[str] = field(default_factory=list)  # patterns of stored tensors that the model does not use
@@ -293,8 +306,9 @@ class ServeConfig:
     gpu_memory_utilization: float = number(0.9, 0, 1, above=True)  # share of a GPU's memory to take; a CPU ignores it
     cudagraph_capture_sizes: list[int] | None = None  # decodes in a CUDA graph; null: up to max_num_seqs
     scheduler_delay_factor: float = only(0.0, "delaying the scheduler")  # wait before the next prompt
-    # of drafting tokens; ngram: look them up, mtp: with the model's own layer for it
-    method: str | None = one_of(None, "ngram", "mtp", later=("eagle3",))
+    # of drafting tokens; ngram: look them up, mtp: with the model's own layer for it, others: with draft_model
+    method: str | None = one_of(None, "ngram", "mtp", "eagle3", "draft")
+    draft_model: str | None = None  # folder or hub id: of an EAGLE-3 draft, or of a model with the same vocabulary
     num_speculative_tokens: int | None = number(None, 1, 7)  # that a method drafts for a step; null: 3
     max_verified_tokens: int | None = number(None, 1)  # of a step's decodes, with drafts; null: 8 on a CPU, else 256
     acceptance_length: float | None = number(None, 1, 8)  # tokens a step, by chance; with load_dummy=true alone
@@ -379,6 +393,7 @@ class Config:
         default_factory=dict
     )  # its generation_config.json as fields of sampling, likewise
     overrides: list[str] = field(default_factory=list)  # that this was loaded from, recipes opened, set by load
+    draft: ModelConfig | None = None  # of serve.draft_model, set by load
 
 
 def fields_along(key: str) -> Iterator[Field[Any]]:
@@ -405,7 +420,8 @@ def keys(kind: Any, at: str = "") -> list[str]:
         is_list = get_origin(inner) is list
         inner = get_args(inner)[0] if is_list else inner
         key = f"{at}{name}"
-        result += keys(inner, f"{key}.0." if is_list else f"{key}.") if is_dataclass(inner) else [key]
+        is_block = is_dataclass(inner) and key not in SET_BY_LOAD
+        result += keys(inner, f"{key}.0." if is_list else f"{key}.") if is_block else [key]
     return result
 
 

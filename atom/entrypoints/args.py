@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args, get_origi
 import atom
 from atom.config import Config
 from atom.config.schema import fields_along
-from atom.config.spelling import override, spelled
+from atom.config.spelling import did_you_mean, override, spelled
 from atom.errors import AtomError, ConfigError
 from atom.jobs.report import report
 
@@ -40,6 +40,17 @@ class Flag(NamedTuple):
     short: str = ""  # another name
     null: str = "none"  # the meaning of the default null, for --help
     accepted: Any = None  # for a key that is no field: the value that overrides nothing
+
+
+# field of vLLM's --speculative-config -> ours
+SPECULATIVE = {
+    "method": "serve.method",
+    "model": "serve.draft_model",
+    "num_speculative_tokens": "serve.num_speculative_tokens",
+    "prompt_lookup_min": "serve.prompt_lookup_min",
+    "prompt_lookup_max": "serve.prompt_lookup_max",
+    "synthetic_acceptance_length": "serve.acceptance_length",
+}
 
 
 def flag(*parts: str, **options: Any) -> Any:
@@ -85,17 +96,23 @@ class EngineArgs:
     torch_profiler_dir: str | None = flag(
         "serve.torch_profiler_dir", "folder for profiler traces", null="$ATOM_TORCH_PROFILER_DIR"
     )
-    method: str | None = flag("serve.method", "of drafting tokens, which the model verifies: ngram, mtp", null="none")
+    method: str | None = flag(
+        "serve.method", "of drafting tokens, which the model verifies: ngram, mtp, eagle3, draft", null="none"
+    )
+    draft_model: str | None = flag("serve.draft_model", "folder or hub id of what eagle3 and draft draft with")
     num_speculative_tokens: int | None = flag("serve.num_speculative_tokens", "tokens that a method drafts", null="3")
     spec_decode_acceptance_length: float | None = flag(
         "serve.acceptance_length", "tokens a step, drafts accepted by chance; with --load-dummy", null="as drafts are"
     )
+    speculative_config: str | None = None  # vLLM's JSON of the fields of drafting
     settings: tuple[str, ...] | None = None  # overrides after those of the flags
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add every flag to the parser, under its name with - and with _."""
         about = "any fields of the configuration, put behind what the flags say"
+        about_json = f"vLLM's JSON of {', '.join(SPECULATIVE)}"
+        add_flag(parser, "speculative-config", metavar="JSON", help=about_json)
         add_flag(parser, "set", dest="settings", nargs="+", action="extend", metavar="KEY=VALUE", help=about)
         for name, kind, flag in cls.flags():
             options: dict[str, Any] = {"metavar": "N" if kind in (int, float) else "TEXT", "type": kind}
@@ -126,7 +143,7 @@ class EngineArgs:
         """The overrides of the flags that were given."""
         values = [(flag, getattr(self, name)) for name, _, flag in self.flags()]
         texts = [override(flag.key, value) for flag, value in values if value not in (None, flag.accepted)]
-        return [*texts, *(self.settings or ())]
+        return [*texts, *read_speculative(self.speculative_config or "{}"), *(self.settings or ())]
 
     def load(self) -> Config:
         """Load the configuration of these flags. Hydra is imported for it, which --help does not need."""
@@ -221,6 +238,24 @@ def describe(flag: Flag) -> str:
         return f"{flag.about} (not built yet)" if is_only else flag.about
     words = flag.null if default in (None, []) else spelled(default)
     return f"{flag.about} (default: {words}{'; others are not built yet' if is_only else ''})"
+
+
+def read_speculative(text: str) -> list[str]:
+    """The overrides of a --speculative-config; a method that vLLM calls draft_model is draft."""
+    try:
+        stated = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config={text} is no JSON object ({error})") from None
+    if not isinstance(stated, dict):
+        raise ConfigError(f"--speculative-config={text} is no JSON object")
+    for name in stated:
+        if name not in SPECULATIVE:
+            hint = did_you_mean(name, SPECULATIVE)
+            known = ", ".join(SPECULATIVE)
+            raise ConfigError(f"--speculative-config: there is no such field {name}{hint}; there are: {known}")
+    if stated.get("method") == "draft_model":
+        stated["method"] = "draft"
+    return [override(SPECULATIVE[name], value) for name, value in stated.items()]
 
 
 def open_lists(texts: Sequence[str]) -> tuple[str, ...]:

@@ -3,6 +3,6 @@
 graph = build(config.model, config.dtype, config.serve.kv_cache_dtype)
 """
 
-from atom.frontend.decoder import build
+from atom.frontend.build import build
 
 __all__ = ["build"]

@@ -1,114 +1,88 @@
 """Write a decoder: an embedding, layers of attention and mlp, a head.
 
-    graph = build(config.model, dtype="bf16", cache_dtype="bf16")
-    print(show(graph))
-    graph = build(config.model, "bf16", "bf16", has_draft=True)     # with the layer that drafts tokens
+    write_body(writer)      # of the program `body`
+    write_head(writer)
 
 The blocks of a layer are chosen by the `kind` that the model file says: attention.py and mlp.py have them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.fx import Node
 
-from atom.config import ModelConfig, QuantConfig
-from atom.errors import ConfigError
 from atom.frontend.attention import ATTENTIONS, Rotary, rotaries
 from atom.frontend.mlp import MLPS, mlp_of
 from atom.frontend.writer import Writer
-from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, Graph, Type, ops
+from atom.graph import Dequantize, Recipe, Type, ops
+from atom.graph.recipes import padded
 
-AS_STORED = QuantConfig()
 
+def write_body(writer: Writer, kept: Sequence[int] = (), vocab: int | None = None) -> None:
+    """Write what makes hidden states [T, H] behind the final norm, of tokens and positions i64[T].
 
-def build(
-    model: ModelConfig, dtype: str, cache_dtype: str, quant: QuantConfig = AS_STORED, *, has_draft: bool = False
-) -> Graph:
-    """`body`: tokens and positions i64[T] to hidden states [T, H]; `head`: rows of them [R, H] to logits [R, V].
-
-    has_draft: also the programs of the first layer that predicts further tokens. `draft_in`: what head takes, of each
-    token, to hidden states [T, H] behind the final norm; `draft`: those of positions p, and the tokens at p + 1, to
-    hidden states [T, H], which a further draft takes in their place; `draft_head`: rows of them [R, H] to logits [R, V]
-    of the tokens at p + 2. ConfigError where the model has no such layer.
+    kept: layers whose input is returned behind them; the number of layers: what the last one gives. vocab: see `table`
     """
-    graph = Graph()
-
-    def writer(program: str) -> Writer:
-        return Writer(model, graph.program(program), dtype, cache_dtype, quant)
-
-    _write_body(writer(BODY))
-    _write_head(writer(HEAD))
-    if has_draft:
-        if not model.mtp_layers:
-            raise ConfigError("serve.method=mtp: the model has no layer that predicts further tokens; take another one")
-        _write_draft_in(writer(DRAFT_IN))
-        _write_draft(writer(DRAFT), model.layers)
-        _write_head(writer(DRAFT_HEAD))
-    if quant.asks_act and not any("act" in linear.kwargs for linear in graph.find(ops.linear)):
-        raise ConfigError(f"quant.act={quant.act}: no linear's weights are packed; quant={quant.act} packs them")
-    return graph
+    tokens, positions = write_tokens(writer)
+    turns = rotaries(writer, positions, range(writer.model.layers))
+    states = [embed(writer, tokens, vocab)]
+    for number, rotary in enumerate(turns):
+        states.append(write_layer(writer, states[-1], rotary, number))
+    hidden = writer.norm(states[-1], "final_norm", name="hidden")
+    writer.program.output(hidden, *(states[number] for number in kept))
 
 
-def _write_body(writer: Writer) -> None:
+def write_tokens(writer: Writer) -> tuple[Node, Node]:
+    """The inputs of a program that runs for each token: tokens and positions i64[T]."""
+    tokens, positions = (writer.program.input(name, Type("i64", ("T",))) for name in ("tokens", "positions"))
+    return tokens, positions
+
+
+def write_head(writer: Writer) -> None:
+    """Write what makes logits [R, V] of rows of hidden states [R, H]."""
+    writer.program.output(write_logits(writer, write_rows(writer)))
+
+
+def write_rows(writer: Writer) -> Node:
+    """The input of a program that runs for rows of hidden states."""
+    return writer.program.input("hidden", Type(writer.dtype, ("R", writer.model.hidden)))
+
+
+def write_logits(writer: Writer, hidden: Node, vocab: int | None = None) -> Node:
+    """hidden [R, H] -> [R, V]. vocab: see `table`"""
     model = writer.model
-    tokens = writer.program.input("tokens", Type("i64", ("T",)))
-    positions = writer.program.input("positions", Type("i64", ("T",)))
-    turns = rotaries(writer, positions, range(model.layers))
-    x = _embed(writer, tokens)
-    for layer, rotary in enumerate(turns):
-        x = _layer(writer, x, rotary, layer)
-    writer.program.output(writer.norm(x, "final_norm", name="hidden"))
-
-
-def _write_draft_in(writer: Writer) -> None:
-    """What body returns is behind the final norm already."""
-    writer.program.output(writer.program.input("hidden", Type(writer.dtype, ("T", writer.model.hidden))))
-
-
-def _write_draft(writer: Writer, layer: int) -> None:
-    """Multi-token prediction (DeepSeek-AI 2024), with the model's own embedding, and its head behind it.
-
-    The product of embedding and hidden state side by side is written as the sum of their own products: the sum is
-    merged into the norm behind it, and no pass or kernel has to know of joined values.
-    """
-    model = writer.model
-    tokens = writer.program.input("tokens", Type("i64", ("T",)))
-    positions = writer.program.input("positions", Type("i64", ("T",)))
-    hidden = writer.program.input("hidden", Type(writer.dtype, ("T", model.hidden)))
-    normed = {
-        "mtp_embedding_proj": writer.norm(_embed(writer, tokens), "mtp_embedding_norm", layer, name="e"),
-        "mtp_hidden_proj": writer.norm(hidden, "mtp_hidden_norm", layer, name="h"),
-    }
-    columns = dict.fromkeys(normed, model.hidden)
-    halves = writer.parts(columns, lambda role, n: writer.matrix(role, (model.hidden, n), layer), layer, dim=1)
-    e, h = (
-        writer.multiply(x, writer.packed(half, role, layer), role=role, layer=layer, name=x.name)
-        for (role, x), half in zip(normed.items(), halves, strict=True)
-    )
-    (rotary,) = rotaries(writer, positions, [layer])
-    x = _layer(writer, writer.call(ops.add, e, h, name="x"), rotary, layer)
-    writer.program.output(writer.norm(x, "mtp_norm", layer, name="drafted"))
-
-
-def _embed(writer: Writer, tokens: Node) -> Node:
-    """tokens i64[T] -> [T, H]"""
-    table = writer.matrix("embedding", (writer.model.vocab, writer.model.hidden))
-    return writer.scale(writer.call(ops.embedding, tokens, table, name="x"), writer.model.embedding_scale)
-
-
-def _write_head(writer: Writer) -> None:
-    model = writer.model
-    hidden = writer.program.input("hidden", Type(writer.dtype, ("R", model.hidden)))
     role = "embedding" if model.tied else "head"
-    weight = writer.packed(writer.matrix(role, (model.vocab, model.hidden)), role, None, writer.quant.head)
+    weight = writer.packed(table(writer, role, vocab), role, None, writer.quant.head)
     logits = writer.multiply(hidden, weight, role=role, layer=None, name="logits")
     logits = writer.scale(logits, 1 / model.logits_divisor if model.logits_divisor else None)
     if model.logits_softcap is not None:
         logits = writer.call(ops.softcap, logits, cap=model.logits_softcap, name="logits")
-    writer.program.output(logits)
+    return logits
 
 
-def _layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int) -> Node:
+def embed(writer: Writer, tokens: Node, vocab: int | None = None) -> Node:
+    """tokens i64[T] -> [T, H]. vocab: see `table`"""
+    x = writer.call(ops.embedding, tokens, table(writer, "embedding", vocab), name="x")
+    return writer.scale(x, writer.model.embedding_scale)
+
+
+def table(writer: Writer, role: str, vocab: int | None = None) -> Recipe:
+    """A matrix with a row for each token.
+
+    vocab: that another model has, whose embedding may be padded otherwise: rows are left out, or zero
+    """
+    model, num_rows = writer.model, writer.model.vocab
+    if role == "head" and model.eagle3 is not None:
+        num_rows = model.eagle3.vocab or num_rows
+    matrix = writer.matrix(role, (num_rows, model.hidden))
+    if vocab is None:
+        return matrix
+    return padded(matrix if matrix.type.fmt is None or vocab <= num_rows else Dequantize(matrix), 0, vocab)
+
+
+def write_layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: Node | None = None) -> Node:
+    """x [T, H] -> [T, H]. h: what attention reads, where that is not x, normed"""
     model, norm, mlp = writer.model, writer.model.norm, mlp_of(writer.model, layer)
 
     def attention_of(h: Node) -> Node:
@@ -123,7 +97,8 @@ def _layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int) -> Node:
         total: Node = writer.call(ops.add, a, b, name=name)
         return total
 
-    h = writer.norm(x, "attention_norm", layer) if norm.before else x
+    if h is None:
+        h = writer.norm(x, "attention_norm", layer) if norm.before else x
     if model.residual == "parallel":
         both = add(attention_of(h), mlp_behind(h), name="o")
         return add(x, writer.scale(both, model.residual_scale))

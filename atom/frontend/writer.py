@@ -11,7 +11,7 @@ it, in their order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,9 +20,10 @@ from torch.fx import Node
 from atom.checkpoint.quantization import format_of, matches
 from atom.config import ModelConfig, QuantConfig
 from atom.errors import ConfigError
-from atom.graph import Dequantize, Program, Quantize, Recipe, Shift, Slice, Type, W, ops
+from atom.graph import KV, Dequantize, Program, Quantize, Recipe, Shift, Slice, Type, W, ops
 from atom.graph.formats import FormatError, act_of, fitted
 from atom.graph.ops import Op
+from atom.graph.recipes import renamed
 
 NORMS = {"rms": ops.rms_norm, "layer": ops.layer_norm}
 
@@ -36,15 +37,21 @@ class Writer:
     dtype: str
     cache_dtype: str
     quant: QuantConfig
+    prefix: str = ""  # ahead of the names of weights and caches
 
     def call(self, op: Op, *args: Any, name: str | tuple[str, ...], **kwargs: Any) -> Any:
-        return self.program.call(op, *args, name=name, **kwargs)
+        return self.program.call(op, *map(self._prefixed, args), name=name, **kwargs)
 
-    def linear(self, x: Node, role: str, rows: int, has_bias: bool, layer: int) -> Node:
+    def _prefixed(self, arg: Any) -> Any:
+        if isinstance(arg, KV):
+            return replace(arg, name=self.prefix + arg.name)
+        return renamed(arg, lambda name: self.prefix + name) if isinstance(arg, Recipe) else arg
+
+    def linear(self, x: Node, role: str, rows: int, has_bias: bool, layer: int | None = None) -> Node:
         """x [T, I] -> [T, rows]"""
         return self.linears(x, {role: rows}, has_bias, layer)[0]
 
-    def linears(self, x: Node, rows: dict[str, int], has_bias: bool, layer: int) -> list[Node]:
+    def linears(self, x: Node, rows: dict[str, int], has_bias: bool, layer: int | None) -> list[Node]:
         """x [T, I] -> for each role [T, rows]"""
         inner = x.meta["type"].shape[-1]
         weights = self.parts(rows, lambda role, n: self.stored(self.weight_name(role, layer), (n, inner)), layer)
@@ -85,7 +92,7 @@ class Writer:
         """x times a number, None for 1"""
         return x if by is None else self.call(ops.scale, x, by=by, name=x.name)
 
-    def parts(self, rows: dict[str, int], stored: Callable[[str, int], Recipe], layer: int, suffix: str = "",
+    def parts(self, rows: dict[str, int], stored: Callable[[str, int], Recipe], layer: int | None, suffix: str = "",
               dim: int = 0, in_turns: bool = False) -> list[Recipe]:  # fmt: skip
         """The weights of these roles, of so many rows in `dim`; `stored` makes the recipe of a role's stored tensor."""
         if len(rows) == 1 or len({self.name(role + suffix, layer) for role in rows}) > 1:

@@ -30,7 +30,7 @@ from atom.graph.recipes import KV, Recipe, W, leaves
 from atom.graph.types import BatchType, Type
 
 BODY, HEAD = "body", "head"  # the programs of a step: of each token, and of the rows that sample
-# of a model that drafts tokens: what a draft takes of the body's results; a token further; its logits
+# of a text that drafts tokens: what a draft takes of the body's last results; its hidden states; tokens of these
 DRAFT_IN, DRAFT, DRAFT_HEAD = "draft_in", "draft", "draft_head"
 
 
@@ -131,6 +131,11 @@ class Graph:
     def _leaves(self) -> Iterable[Recipe | KV]:
         every = (leaf for program in self.programs.values() for node in program.nodes for leaf in node_leaves(node))
         return dict.fromkeys(every)
+
+    @property
+    def carries_hidden(self) -> bool:
+        """Whether a draft takes a hidden state, in place of which a further draft takes what it gives."""
+        return DRAFT in self.programs and any(node.name == "hidden" for node in self.programs[DRAFT].inputs)
 
     def stored(self) -> dict[str, W]:
         """The checkpoint's tensors that the recipes read, by name."""

@@ -24,7 +24,7 @@ A recipe that describes no tensor raises a ValueError with the reason when it is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -101,7 +101,7 @@ class Stack:
 
     def of(self, expert: int) -> Recipe:
         """The part of one expert."""
-        return _of_expert(self.part, str(expert))
+        return renamed(self.part, lambda name: name.replace("{expert}", str(expert)))
 
 
 @dataclass(frozen=True)
@@ -609,6 +609,27 @@ def narrow(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
     return Slice(recipe, start, stop, dim)
 
 
+def padded(recipe: Recipe, start: int, stop: int, dim: int = 0) -> Recipe:
+    """The recipe of a range of a plain tensor, with zeros where it goes beyond the end."""
+    size = int(recipe.type.shape[dim])
+    if stop <= size:
+        return narrow(recipe, start, stop, dim)
+    shape = (*recipe.type.shape[:dim], stop - max(start, size), *recipe.type.shape[dim + 1 :])
+    zeros = Full(0, replace(recipe.type, shape=shape))
+    return zeros if start >= size else Cat((narrow(recipe, start, size, dim), zeros), dim)
+
+
+def renamed(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
+    """The recipe with other names of stored tensors and measured scales."""
+    if isinstance(recipe, W | Measured):
+        return replace(recipe, name=rename(recipe.name))
+    if isinstance(recipe, Constant | Offset):
+        return recipe
+    if isinstance(recipe, Cat):
+        return Cat(tuple(renamed(part, rename) for part in recipe.parts), recipe.dim)
+    return replace(recipe, part=renamed(recipe.part, rename))
+
+
 def _words_of_rows(recipe: Repack, start: int, stop: int) -> Recipe | None:
     """The words of a range of rows alone; None where the range cuts words."""
     if recipe.words in formats.BLOCK_WORDS:
@@ -671,14 +692,3 @@ def _parts(recipe: Recipe) -> tuple[Recipe, ...]:
     if isinstance(recipe, W | Constant | Offset):
         return ()
     return recipe.parts if isinstance(recipe, Cat) else (recipe.part,)
-
-
-def _of_expert(recipe: Recipe, expert: str) -> Recipe:
-    """The recipe with an expert's number in its names."""
-    if isinstance(recipe, W):
-        return replace(recipe, name=recipe.name.replace("{expert}", expert))
-    if isinstance(recipe, Constant | Offset):
-        return recipe
-    if isinstance(recipe, Cat):
-        return Cat(tuple(_of_expert(part, expert) for part in recipe.parts), recipe.dim)
-    return replace(recipe, part=_of_expert(recipe.part, expert))

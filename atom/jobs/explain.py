@@ -33,7 +33,7 @@ from atom.config import Config, GPUConfig
 from atom.config.load import load_gpu
 from atom.devices import find_device
 from atom.errors import ConfigError
-from atom.graph import Graph, W, show
+from atom.graph import DRAFT, DRAFT_HEAD, Graph, W, show
 from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.shares import token_shares
 from atom.graph.types import BITS
@@ -152,6 +152,7 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
             node.kwargs["act"] for program in graph.programs.values() for node in program.nodes if "act" in node.kwargs
         ),
         "left_out": mtp_patterns(config),
+        **({"draft_bytes": draft_bytes(graph)} if DRAFT in graph.programs else {}),
         "kv_bytes_per_token": {kind.name: kind.bytes_per_token for kind in kinds},
         **kv_pool(kinds, config),
         **(
@@ -160,6 +161,12 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
             else {}
         ),
     }
+
+
+def draft_bytes(graph: Graph) -> int:
+    """The bytes of weights that are read for a token that is drafted."""
+    shares = token_shares([graph.programs[name] for name in (DRAFT, DRAFT_HEAD)])
+    return int(sum(held_bytes(recipe) * share for recipe, share in shares.items()))
 
 
 def collectives(graph: Graph) -> dict[str, dict[str, int]]:
@@ -237,6 +244,8 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
         yield f"  {fmt}", f"{_size(stored)}{then}" if stored else f"{_size(held)}, packed while they load"
     for act, num_linears in result["activations"].items():
         yield "activations", f"{act} in {num_linears} linears, where there are many rows"
+    if "draft_bytes" in result:
+        yield "drafts", f"{_size(result['draft_bytes'])} of weights are read for a token of a sequence"
     for name in result["left_out"]:
         yield "left out", f"{name}, stored behind the last layer to predict further tokens"
     yield "KV a token", _each(result["kv_bytes_per_token"], "bytes")

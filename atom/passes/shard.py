@@ -68,9 +68,12 @@ def _linears_of_logits(graph: Graph) -> Iterator[Node]:
 
 
 def _is_logits(value: Node) -> bool:
-    """Whether a value of the head is what it returns, but for ops on each element."""
+    """Whether a value of the head is what it returns, or chooses by, but for ops on each element."""
     return all(
-        user.op == "output" or (user.target in (ops.scale, ops.softcap) and _is_logits(user)) for user in value.users
+        user.op == "output"
+        or user.target is ops.argmax
+        or (user.target in (ops.scale, ops.softcap) and _is_logits(user))
+        for user in value.users
     )
 
 

@@ -10,34 +10,44 @@
         logits = linear(hidden, W("lm_head"))               logits = linear(x, W("lm_head"))
 
 Nothing behind the last attention depends on other tokens, so only the rows of a prompt that get logits go through it.
-Declines where there is no attention, where a draft reads the hidden state of each token, where the head does not take
-what the body returns, or where a value that it would then take does not have a row for each token.
+What a draft reads of each token stays a result of the body. A whole model that drafts is a body and a head, too.
+Declines where there is no attention, where a draft reads what the head takes, where the head does not take what the
+body returns, or where a value that it would then take does not have a row for each token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from torch.fx import Node
 
-from atom.graph import BODY, DRAFT_IN, HEAD, KV, Graph, Program
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, Graph, Program
 from atom.graph.graph import call_of, node_leaves, results_of
 
 
 def sink_into_head(graph: Graph) -> Graph:
-    if DRAFT_IN in graph.programs or not graph.programs.keys() >= {BODY, HEAD}:
-        return graph
-    body, head = graph.programs[BODY], graph.programs[HEAD]
-    kept = _ahead_of_attention(body)
+    num_states = len(graph.programs[DRAFT_IN].inputs) if DRAFT_IN in graph.programs else 0
+    for body, head, num_read in ((BODY, HEAD, num_states), (DRAFT, DRAFT_HEAD, int(graph.carries_hidden))):
+        if graph.programs.keys() >= {body, head}:
+            _sink(graph, graph.programs[body], graph.programs[head], num_read)
+    return graph
+
+
+def _sink(graph: Graph, body: Program, head: Program, num_read: int) -> None:
+    """num_read: the last results of the body, which a draft reads of each token"""
+    num_taken = len(head.inputs)
+    results, states = body.results[:num_taken], body.results[len(body.results) - num_read :]
+    kept = _ahead_of_attention(body, states)
     sunk = [call for call in body.nodes if call not in kept]
-    returned, taken = ([node.meta["type"].row for node in nodes] for nodes in (body.results, head.inputs))
+    returned, taken = ([node.meta["type"].row for node in nodes] for nodes in (results, head.inputs))
     if not kept or not sunk or returned != taken:
-        return graph
-    read = {node for call in sunk for node in call.all_input_nodes} | set(body.results)
+        return
+    read = {node for call in sunk for node in call.all_input_nodes} | set(results)
     crossing = [node for node in body.fx.nodes if node in read and call_of(node) not in sunk]
     tokens, rows = (program.inputs[0].meta["type"].shape[:1] for program in (body, head))
     if any(node.meta["type"].shape[:1] != tokens for node in crossing):
-        return graph
+        return
 
     made = Program(head.name)
     copies: dict[Node, Node] = {}
@@ -45,17 +55,16 @@ def sink_into_head(graph: Graph) -> Graph:
         type = node.meta["type"]
         copies[node] = made.input(node.name, replace(type, shape=(*rows, *type.shape[1:])))
     _copy(sunk, made, copies)
-    copies |= zip(head.inputs, (copies[result] for result in body.results), strict=True)
+    copies |= zip(head.inputs, (copies[result] for result in results), strict=True)
     _copy(head.nodes, made, copies)
     made.output(*(copies[result] for result in head.results))
     graph.programs[head.name] = made
 
-    body.fx.output_node().args = (tuple(crossing),)
+    body.fx.output_node().args = ((*crossing, *states),)
     for call in reversed(sunk):
         for node in dict.fromkeys((*results_of(call), call)):
             body.fx.erase_node(node)
     graph.num_rewrites += 1
-    return graph
 
 
 def _copy(calls: list[Node], program: Program, copies: dict[Node, Node]) -> None:
@@ -67,10 +76,11 @@ def _copy(calls: list[Node], program: Program, copies: dict[Node, Node]) -> None
         copies |= zip(results_of(call), results if isinstance(results, tuple) else (results,), strict=True)
 
 
-def _ahead_of_attention(program: Program) -> set[Node]:
-    """The calls with a cache, and all calls and inputs that they depend on."""
+def _ahead_of_attention(program: Program, states: Sequence[Node]) -> set[Node]:
+    """The calls with a cache and those of these states, and all calls and inputs that they depend on."""
     found = {call for call in program.nodes if any(isinstance(leaf, KV) for leaf in node_leaves(call))}
-    waiting = list(found)
+    waiting = [*found, *(call_of(state) for state in states)]
+    found |= set(waiting)
     while waiting:
         new = {call_of(node) for node in waiting.pop().all_input_nodes} - found
         found |= new

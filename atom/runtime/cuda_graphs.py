@@ -70,7 +70,7 @@ def begin(
 ) -> Started:
     """The `Started` of what a model has computed. rows: of a step with prompts"""
     started = Started(slots, computed.logits, None if rows is None else computed.hidden, most)
-    if model.has_draft_layer:
+    if model.has_draft_programs:
         started.follow = partial(model.follow, computed, slots, rows)
     return started
 
@@ -279,7 +279,7 @@ class Graphs:
         assert logits is not None, "each shape has rows that sample"
         first = logits if started.most is None else logits[:, 0]
         started.tails = {kind: self._capture(partial(draw, model, started, first, kind)) for kind in SAMPLING_KINDS}
-        if model.has_draft_layer:
+        if model.has_draft_programs:
             started.follow = self._capture(started.follow)[0].replay
         started.logits, started.hidden = unowned(logits), started.hidden and tuple(map(unowned, started.hidden))
         return started

@@ -103,6 +103,6 @@ def take_largest_step(model: Model, num_tokens: int, num_rows: int) -> None:
     reports = top_logprobs(logits, torch.arange(num_rows, device=model.device), NUM_TOP)
     shaped = logits.to(torch.float32, copy=True)
     model.sample(rows.sampled, shaped, SAMPLING_KINDS[-1], penalties=True)
-    if model.has_draft_layer:
+    if model.has_draft_programs:
         model.follow(computed, rows.sampled, rows)
     del reports  # they are held while tokens are drawn

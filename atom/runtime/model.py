@@ -6,7 +6,7 @@ model = Model(graph, Bindings(weights, code), 16, StepLimits(256, 8192, 4096), d
 model.bind({"full": 1024})
 computed = model.decode(slots)                              # each row computes the newest token of its slot
 tokens = model.sample(slots, computed.logits, "greedy")     # which are the newest ones from now on
-model.follow(computed, slots)                               # where a draft layer follows the model
+model.follow(computed, slots)                               # where programs that draft follow the model
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Computed(NamedTuple):
     inputs: Inputs
     hidden: Hidden  # what its head takes, of each token
     logits: Tensor | None  # [R, V] of rows that sample; of decodes with drafts [S, 1 + drafts, V]
+    states: Hidden = ()  # what its draft_in takes, of each token
 
 
 class Model:
@@ -66,8 +67,9 @@ class Model:
         self.state = RequestState(num_slots, int(logits.shape[-1]), device, self.num_drafts, max_history)
         starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
         self._starts = [starts * queries for queries in range(1, self.num_drafts + 2)]  # of decodes, by drafts
-        self.has_draft_layer = drafting is not None and drafting.has_layer
-        if self.has_draft_layer:  # what the first draft of a slot is read from
+        self.has_draft_programs = drafting is not None and drafting.has_programs
+        self.carries_hidden = self.has_draft_programs and graph.carries_hidden
+        if self.carries_hidden:  # what the first draft of a slot is read from
             (hidden,) = graph.programs[DRAFT].results
             kept = hidden.meta["type"]
             self._drafted = torch.zeros(
@@ -135,7 +137,7 @@ class Model:
         most: i32[S], the drafts of each that may be accepted, which have blocks
         """
         assert self.drafting is not None
-        if self.has_draft_layer:
+        if self.has_draft_programs:
             inputs = self._decode_inputs(slots, most, num_drafts)
             self._draft(slots, inputs, num_drafts)
         else:
@@ -150,18 +152,21 @@ class Model:
         rows = shape.split(packed)
         inputs = self._inputs(shape.num_tokens, shape.num_rows, rows.starts, shape.num_decodes)
         self._step.mixed_inputs(rows, self.state, self.tables, self.block_size, inputs)
-        hidden = self.body(inputs._asdict())
+        hidden, states = self._run_body(inputs)
         if not shape.num_samples:
-            return Computed(inputs, hidden, None)
-        return Computed(inputs, hidden, score(self.head, rows_of(hidden, rows.places.long())))
+            return Computed(inputs, hidden, None, states)
+        return Computed(inputs, hidden, score(self.head, rows_of(hidden, rows.places.long())), states)
 
     def follow(self, computed: Computed, slots: Tensor, rows: PackedRows | None = None) -> None:
-        """Run the draft layer over a step's tokens, which writes its KV, and keep what the next drafts begin with.
+        """Run the draft over a step's tokens, which writes its KV, and keep what the next drafts begin with.
 
-        Comes after the step has sampled, since the layer reads the token behind each. slots: i32[R] that sampled. rows:
-        of a step with prompts; None: of decodes, with drafts or without
+        Comes after the step has sampled, since a draft that takes a hidden state reads the token behind it. slots:
+        i32[R] that sampled. rows: of a step with prompts; None: of decodes, with drafts or without
         """
         inputs, state = computed.inputs, self.state
+        if not self.carries_hidden:
+            self.executables[DRAFT](inputs._asdict())
+            return
         assert state.history is not None
         if rows is None:
             num_queries = len(inputs.tokens) // len(slots)
@@ -173,7 +178,8 @@ class Model:
             owners, places = rows.slots.index_select(0, rows.row_of), rows.places
         behind = owners.long() * state.history.shape[1] + (inputs.positions + 1).clamp(0, state.history.shape[1] - 1)
         tokens = state.history.view(-1).index_select(0, behind).long()
-        (hidden,) = self.executables[DRAFT_IN](dict(zip(self.head.inputs, computed.hidden, strict=True)))
+        draft_in = self.executables[DRAFT_IN]
+        (hidden,) = draft_in(dict(zip(draft_in.inputs, computed.states, strict=True)))
         (drafted,) = self.executables[DRAFT]({**inputs._asdict(), "tokens": tokens, "hidden": hidden})
         self._drafted.index_copy_(0, slots.long(), drafted.index_select(0, places))
 
@@ -210,31 +216,44 @@ class Model:
         self._step.score_drawn(logits, rows, drawn, totals, chosen, ranks)
 
     def _compute(self, inputs: Inputs) -> Computed:
-        hidden = self.body(inputs._asdict())
-        return Computed(inputs, hidden, score(self.head, hidden))
+        hidden, states = self._run_body(inputs)
+        return Computed(inputs, hidden, score(self.head, hidden), states)
+
+    def _run_body(self, inputs: Inputs) -> tuple[Hidden, Hidden]:
+        """What the head takes of its results, and what draft_in does."""
+        results: Hidden = self.body(inputs._asdict())
+        num_states = len(self.executables[DRAFT_IN].inputs) if self.carries_hidden else 0
+        return results[: len(self.head.inputs)], results[len(results) - num_states :]
 
     def _draft(self, slots: Tensor, inputs: Inputs, num_drafts: int) -> None:
-        """Draft with the draft layer, one token behind the other; `inputs` and the state get them."""
+        """Draft with the text's programs, one token behind the other; `inputs` and the state get them."""
         assert self.state.drafts is not None
-        num_rows, batch = len(slots), inputs.batch
-        tokens, positions = (each.view(num_rows, -1) for each in (inputs.tokens, inputs.positions))
-        hidden = self._drafted.index_select(0, slots)
+        tokens = inputs.tokens.view(len(slots), -1)
+        hidden: Hidden = ()
+        lag = int(self.carries_hidden)  # it is of a position and the token behind it, and that of the newest is there
+        if self.carries_hidden:
+            hidden = (self._drafted.index_select(0, slots),)
         for number in range(num_drafts):
-            token = score(self.executables[DRAFT_HEAD], (hidden,)).argmax(-1)
+            if number >= lag:
+                hidden = self._extend_draft(inputs, number - lag, tokens[:, number].contiguous(), hidden)
+            token = score(self.executables[DRAFT_HEAD], hidden)
             tokens[:, number + 1] = token
             self.state.drafts[:, number].index_copy_(0, slots.long(), token)
-            if number + 1 == num_drafts:
-                break
-            mappings = inputs.slots.view(-1, num_rows, 1 + num_drafts)[:, :, number].contiguous()
-            single = Batch(
-                tables=batch.tables,
-                slot_mappings=dict(zip(self.kinds, mappings.unbind(), strict=True)),
-                starts=self._starts[0][: num_rows + 1],
-                lengths=batch.lengths - (num_drafts - number),
-                num_decodes=num_rows,
-            )
-            given = {"tokens": token, "positions": positions[:, number].contiguous(), "hidden": hidden, "batch": single}
-            (hidden,) = self.executables[DRAFT](given)
+
+    def _extend_draft(self, inputs: Inputs, place: int, tokens: Tensor, hidden: Hidden) -> Hidden:
+        """Run the draft of one token i64[S] of each row, at the row's position of this place."""
+        batch, num_rows, num_queries = inputs.batch, len(tokens), inputs.batch.query_len
+        mappings = inputs.slots.view(-1, num_rows, num_queries)[:, :, place].contiguous()
+        single = Batch(
+            tables=batch.tables,
+            slot_mappings=dict(zip(self.kinds, mappings.unbind(), strict=True)),
+            starts=self._starts[0][: num_rows + 1],
+            lengths=batch.lengths - (num_queries - 1 - place),
+            num_decodes=num_rows,
+        )
+        positions = inputs.positions.view(num_rows, -1)[:, place].contiguous()
+        given = {"tokens": tokens, "positions": positions, "batch": single}
+        return self.executables[DRAFT](given | ({"hidden": hidden[0]} if self.carries_hidden else {}))
 
     def _decode_inputs(self, slots: Tensor, most: Tensor | None = None, num_drafts: int = 0) -> Inputs:
         num_rows, query_len = len(slots), 1 + num_drafts

@@ -136,7 +136,7 @@ class Runner:
         return self.model.send(places, torch.int64)
 
     def _sample(self, step: StepInput, started: Started, scored: list[tuple[Scored, list[_Report]]]) -> Pending:
-        """Draw the tokens, after what allocates much, but a draft layer: what has been drawn cannot be drawn again."""
+        """Draw the tokens, after what allocates much, but a draft: what has been drawn cannot be drawn again."""
         logits, report, shaping = started.logits, None, step.shaping
         assert logits is not None, "there are rows that sample"
         first = logits[:, 0] if step.num_drafts else logits  # behind the newest tokens

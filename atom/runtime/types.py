@@ -51,7 +51,7 @@ class Drafting(NamedTuple):
     num_tokens: int  # of a slot, for a step
     min_n: int  # the last tokens that prompt lookup finds again, at least
     max_n: int
-    has_layer: bool = False  # the text's own layer drafts; else tokens are looked up
+    has_programs: bool = False  # programs of the text draft; else tokens are looked up
     rates: tuple[float, ...] = ()  # accept by chance, each draft once those before it were; (): if equal
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from atom.graph import Cat, Full, Offset, Once, Recipe, Share, Slice, W
-from atom.graph.recipes import Constant, cat, narrow
+from atom.graph.recipes import Constant, cat, narrow, padded
 
 
 def localize(recipe: Recipe, coordinates: Mapping[str, int]) -> Recipe:
@@ -28,17 +28,7 @@ def localize(recipe: Recipe, coordinates: Mapping[str, int]) -> Recipe:
         return Full(0, recipe.type) if coordinates[recipe.axis] else part
     if isinstance(recipe, Share):
         start = coordinates[recipe.axis] // recipe.copies * recipe.size
-        return _padded(part, start, start + recipe.size, recipe.dim)
+        return padded(part, start, start + recipe.size, recipe.dim)
     if isinstance(recipe, Slice) and recipe.step == 1:
         return narrow(part, recipe.start, recipe.stop, recipe.dim)
     return replace(recipe, part=part)
-
-
-def _padded(recipe: Recipe, start: int, stop: int, dim: int) -> Recipe:
-    """A range of a tensor, with zeros where it goes beyond the end."""
-    size = int(recipe.type.shape[dim])
-    if stop <= size:
-        return narrow(recipe, start, stop, dim)
-    shape = (*recipe.type.shape[:dim], stop - max(start, size), *recipe.type.shape[dim + 1 :])
-    zeros = Full(0, replace(recipe.type, shape=shape))
-    return zeros if start >= size else Cat((narrow(recipe, start, size, dim), zeros), dim)

@@ -18,7 +18,7 @@ import shutil
 import struct
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,7 @@ import torch
 
 from atom.cache import Cache, digest, key_of
 from atom.cache.files import WEIGHTS
-from atom.checkpoint import Checkpoint, StoredTensor, open_checkpoint
-from atom.checkpoint.base import FileRange
-from atom.checkpoint.tokenizer import Tokenizer
+from atom.checkpoint import Checkpoint, JoinedCheckpoint, open_checkpoint
 from atom.dtypes import DTYPES
 from atom.graph import PackedWeight, Quantize, Recipe, W
 from atom.graph.recipes import packed_while_loading
@@ -53,7 +51,7 @@ class PackedStore:
         self._key = key_of(ingredients)
         found = cache.find(WEIGHTS, self._key) if packed else None
         self._is_kept = found is not None
-        self.checkpoint = checkpoint if found is None else _Beside(checkpoint, open_checkpoint(str(found)))
+        self.checkpoint = checkpoint if found is None else JoinedCheckpoint(checkpoint, open_checkpoint(str(found)))
         self._folder = cache.begin(WEIGHTS) if packed and found is None else None  # None: nothing is written
         self._file, self._has_failed = -1, False
         self._missing = set(packed)  # what is not written yet
@@ -126,38 +124,6 @@ class PackedStore:
         if not self._has_failed:
             print(f"atom-run: packed weights are not kept for the next start: {error}", file=sys.stderr)
         self._has_failed = True
-
-
-class _Beside(Checkpoint):
-    """A checkpoint, and beside its tensors those of another one, whose names begin with a digit."""
-
-    def __init__(self, checkpoint: Checkpoint, other: Checkpoint) -> None:
-        self.location, self.config = checkpoint.location, checkpoint.config
-        self.generation_config = checkpoint.generation_config
-        self._checkpoint, self._other = checkpoint, other
-        self.tensors: Mapping[str, StoredTensor] = {**checkpoint.tensors, **other.tensors}
-
-    def read(self, name: str) -> memoryview:
-        return self._of(name).read(name)
-
-    def read_part(self, name: str, index: int, count: int) -> memoryview:
-        return self._of(name).read_part(name, index, count)
-
-    def read_blocks(self, name: str) -> memoryview:
-        return self._of(name).read_blocks(name)
-
-    def locate(self, name: str) -> FileRange | None:
-        return self._of(name).locate(name)
-
-    def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
-        return self._checkpoint.tokenizer(trust_remote_code=trust_remote_code)
-
-    def close(self) -> None:
-        self._other.close()
-        self._checkpoint.close()
-
-    def _of(self, name: str) -> Checkpoint:
-        return self._other if name in self._other.tensors else self._checkpoint
 
 
 def _parts(recipe: Quantize, name: str) -> dict[str, W]:

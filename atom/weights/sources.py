@@ -52,7 +52,7 @@ class MappedSource(WeightSource):
 
 
 class RandomSource(WeightSource):
-    """Draws from normal(0, 0.02) on the device, in the order of the recipes."""
+    """Draws from normal(0, 0.02) on the device, in the order of the recipes; whole numbers are 0."""
 
     is_random = True
 
@@ -60,4 +60,7 @@ class RandomSource(WeightSource):
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def fill(self, part: Recipe, target: Tensor) -> None:
-        target.normal_(0.0, 0.02, generator=self._generator)
+        if target.is_floating_point():
+            target.normal_(0.0, 0.02, generator=self._generator)
+        else:
+            target.zero_()  # of indices, which must stay within bounds

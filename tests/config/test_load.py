@@ -651,7 +651,7 @@ EVERY_SIZE = {  # that a model file asks the checkpoint for
 
 @pytest.mark.parametrize("file", model_files(), ids=lambda file: file.name)
 def test_every_shipped_model_file_composes(write: Write, file: Any):
-    if file.name != "auto":
+    if file.name not in ("auto", "eagle3"):  # the latter is no model by itself
         model = load([f"model={file.name}", f"checkpoint={write(**EVERY_SIZE)}"]).model
         assert (model.name, model.layers, model.attention.heads) == (file.name, 3, 4)
         assert model.weights["q"].endswith(("q_proj", "qkv_proj"))
@@ -844,7 +844,6 @@ def test_a_wrong_override_is_an_error_of_one_line_with_what_and_where(text: str,
     [
         "serve.kv_cache_dtype=fp8_e5m2",
         "serve.scheduler_delay_factor=0.5",
-        "serve.method=eagle3",
     ],
 )
 def test_a_value_that_is_not_built_yet_is_refused(text: str):

@@ -46,6 +46,7 @@ MEANS = {
     "--enable-dp-attention": "serve.enable_dp_attention=true",
     "--torch-profiler-dir my traces": "serve.torch_profiler_dir='my traces'",
     "--method mtp": "serve.method='mtp'",
+    "--draft-model org/name": "serve.draft_model='org/name'",
     "--num-speculative-tokens 2": "serve.num_speculative_tokens=2",
     "--spec-decode-acceptance-length 1.5": "serve.acceptance_length=1.5",
     "--set seed=3": "seed=3",
@@ -81,7 +82,6 @@ REFUSED = {
     "--kv_cache_dtype fp8_e5m2": "serve.kv_cache_dtype=fp8_e5m2 is not built yet; there is: auto, bf16, fp16, fp32, fp8",
     "--scheduler-delay-factor 0.5": "serve.scheduler_delay_factor=0.5: delaying the scheduler is not built yet",
     "--level 3": "level=3 captures CUDA graphs, device=cpu has none; there is: 0, 1, 2",
-    "--method eagle3": "serve.method=eagle3 is not built yet; there is: null, ngram, mtp",
 }
 
 WRONG = {
@@ -128,6 +128,34 @@ def test_a_flag_is_an_override(typed: str):
     ]
     if value:
         assert parse(f"{name}={value[0]}").overrides() == [MEANS[typed]]
+
+
+def test_vllms_speculative_config_is_our_fields():
+    stated = '{"method": "eagle3", "model": "org/draft", "num_speculative_tokens": 2}'
+    expected = ["serve.method='eagle3'", "serve.draft_model='org/draft'", "serve.num_speculative_tokens=2"]
+    assert parse("--speculative-config", stated).overrides() == expected
+    assert parse("--speculative_config", '{"method": "draft_model"}').overrides() == ["serve.method='draft'"]
+    stated = '{"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 3, "synthetic_acceptance_length": 2.5}'
+    assert parse("--speculative-config", stated).overrides() == [
+        "serve.method='ngram'",
+        "serve.prompt_lookup_max=5",
+        "serve.prompt_lookup_min=3",
+        "serve.acceptance_length=2.5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stated", "reason"),
+    [
+        ('{"metod": "ngram"}', "--speculative-config: there is no such field metod, did you mean method?; there are: "),
+        ('{"draft_tensor_parallel_size": 2}', "there is no such field draft_tensor_parallel_size; there are: method, "),
+        ("{", "--speculative-config={ is no JSON object (Expecting property name"),
+        ("[1]", "--speculative-config=[1] is no JSON object"),
+    ],
+)
+def test_a_speculative_config_that_is_not_understood_is_refused(stated: str, reason: str):
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        parse("--speculative-config", stated).overrides()
 
 
 def test_a_flag_that_is_not_given_overrides_nothing():

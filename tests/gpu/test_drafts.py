@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import mtp
 import pytest
 import tiny
 from gpu.steps import FIELDS, ON_GPU, set_depth
+from test_draft_engine import CASES, VOCAB
 
 from atom import LLMEngine, SamplingParams
 from atom.runtime.speculation import acceptance_rates
@@ -58,20 +58,20 @@ def test_tokens_are_those_of_none(name: str, fields: dict[str, Any], checkpoints
     engine.close()
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("num_drafts", [1, 3])
-def test_a_model_drafts_with_its_own_layer(name: str, num_drafts: int, tmp_path: Path):
-    """On a GPU, in graphs and without, as on a CPU: the same drafts are accepted."""
-    folder = mtp.save(name, tmp_path / "mtp", vocab_size=11, pad_token_id=None)
-    every = [[token % 11 for token in prompt] for prompt in PROMPTS]
+def test_programs_draft_as_on_a_cpu(name: str, num_drafts: int, tmp_path: Path):
+    """In graphs and without: the same drafts are accepted."""
+    case = CASES[name](tmp_path)
+    every = [[token % VOCAB for token in prompt] for prompt in PROMPTS]
     found = []
     for fields in ({"device": "cpu", "level": 1}, {"level": 3}, {"level": 2}):
-        own = {**FIELDS, **fields, "method": "mtp", "num_speculative_tokens": num_drafts, "max_verified_tokens": 256}
+        own = {**FIELDS, **fields, **case.fields, "num_speculative_tokens": num_drafts, "max_verified_tokens": 256}
         if "device" in fields:
             del own["cudagraph_capture_sizes"]
-        engine = LLMEngine(str(folder), **own)
+        engine = LLMEngine(str(case.folder), **own)
         if not found:
-            plain = LLMEngine(str(folder), **{key: own[key] for key in own if key in (*FIELDS, "level")})
+            plain = LLMEngine(str(case.folder), **{key: own[key] for key in own if key in (*FIELDS, "level")})
             expected = [answer["token_ids"] for answer in plain.generate(every, PARAMS)]
             plain.close()
         assert [answer["token_ids"] for answer in engine.generate(every, PARAMS)] == expected

@@ -58,6 +58,31 @@ def test_what_follows_the_last_attention_belongs_to_the_head():
     assert graph.num_rewrites == 1
 
 
+READ = "\n\ndef draft_in(aux_0: fp32[T, 4], aux_1: fp32[T, 4]):\n    aux = join(aux_0, aux_1)\n    return aux"
+STATES = BEFORE.replace("return hidden", "return hidden, x, x_1") + READ
+
+
+def test_what_a_draft_reads_of_each_token_stays_behind_that():
+    graph = sink(STATES)
+    assert text_of(graph).strip() == AFTER.replace("return x_1, h, a_2", "return x_1, h, a_2, x, x_1") + READ
+    assert graph.num_rewrites == 1
+    behind = STATES.replace("return hidden, x, x_1", "return hidden, x, x_2")  # which the last attention is part of
+    body, head, _ = text_of(sink(behind)).strip().split("\n\n")
+    assert body.endswith("x_2 = add(x_1, o)\n    return h, x_2, x, x_2")
+    assert head.splitlines()[1].strip().startswith("hidden, x_3 = add_rms_norm(x_2, h, ")
+
+
+def test_a_model_that_drafts_is_a_body_and_a_head_too():
+    rename = {"def body": "def draft", "def head": "def draft_head"}
+    text, expected = BEFORE, AFTER
+    for old, new in rename.items():
+        text, expected = text.replace(old, new), expected.replace(old, new)
+    assert text_of(sink(text)).strip() == expected
+    carried = text.replace("hidden, x_3", "x_4, x_3").replace("return hidden", "return x_4")
+    carried = carried.replace("sin: fp32[T, 2])", "sin: fp32[T, 2], hidden: fp32[T, 4])")
+    assert text_of(sink(carried)).strip() == carried, "what it gives is what a further draft takes"
+
+
 def test_it_is_done_once():
     graph = sink(AFTER)
     assert text_of(graph).strip() == AFTER

@@ -139,7 +139,7 @@ def test_the_measured_step_shapes_a_copy_of_its_logits(dtype: torch.dtype) -> No
     logits, sampled = torch.zeros(2, 5, dtype=dtype), []
 
     class Model:
-        padding, device, has_draft_layer = 2, "cpu", False
+        padding, device, has_draft_programs = 2, "cpu", False
 
         def send(self, array: Any) -> Any:
             return torch.frombuffer(array, dtype=torch.int32)

@@ -39,8 +39,10 @@ from atom.graph.ops.dense import (
     activate,
     add,
     add_rms_norm,
+    argmax,
     embedding,
     gated_activate,
+    join,
     layer_norm,
     linear,
     mul,
@@ -62,9 +64,9 @@ VIEWS = (split, split_heads, merge_heads)  # ops that move no data
 
 __all__ = [
     "ACTIVATIONS", "LOWERED", "MEETING_AXES", "OPS", "SEMANTIC", "VIEWS", "Op", "activate", "add", "add_norm_linear",
-    "add_rms_norm", "all_gather", "all_reduce", "attend", "attend_latent", "attention", "causal_mask", "combine",
-    "embedding", "experts", "gated_activate", "gated_linear", "gather_tokens", "group", "grouped_linear",
-    "layer_norm", "linear", "local_tokens", "mask_rows", "merge_heads", "mla_attention", "mul", "norm_linear",
+    "add_rms_norm", "all_gather", "all_reduce", "argmax", "attend", "attend_latent", "attention", "causal_mask",
+    "combine", "embedding", "experts", "gated_activate", "gated_linear", "gather_tokens", "group", "grouped_linear",
+    "join", "layer_norm", "linear", "local_tokens", "mask_rows", "merge_heads", "mla_attention", "mul", "norm_linear",
     "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent", "paged_attention", "paged_mla_attention",
     "reduce_scatter", "rms_norm", "rope", "rotary", "router", "scale", "scale_by_rms", "softcap", "split",
     "split_heads", "sum_squares",

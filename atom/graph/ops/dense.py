@@ -93,6 +93,20 @@ def scale(x: Tensor, *, by: float) -> Tensor:
     return x * by
 
 
+def _argmax(logits: Type, offsets: Type | None = None) -> Type:
+    need(len(logits.shape) == 2, f"logits are rows, not {logits}")
+    columns = logits.shape[1:]
+    need(offsets is None or (offsets.shape, offsets.dtype) == (columns, "i64"), f"the offsets are {offsets}")
+    return Type("i64", logits.shape[:1])
+
+
+@op(_argmax)
+def argmax(logits: Tensor, offsets: Tensor | None = None) -> Tensor:
+    """logits [R, V], offsets i64[V] -> i64[R], the column of each row's largest, and its offset added"""
+    best = logits.argmax(-1)
+    return best if offsets is None else best + offsets.index_select(0, best)
+
+
 @op(lambda x, *, cap: x)
 def softcap(x: Tensor, *, cap: float) -> Tensor:
     """x [...] -> [...] within -cap to cap (Gemma Team 2024)"""
@@ -118,6 +132,19 @@ def _activate(x: Type, *, kind: str) -> Type:
 def activate(x: Tensor, *, kind: str) -> Tensor:
     """x [...] -> [...]; kind is a key of ACTIVATIONS"""
     return ACTIVATIONS[kind](x)
+
+
+def _join(*parts: Type) -> Type:
+    need(len(parts) > 0, "there is nothing to join")
+    for part in parts[1:]:
+        need((part.dtype, part.shape[:-1]) == (parts[0].dtype, parts[0].shape[:-1]), f"{parts[0]} and {part} differ")
+    return parts[0].with_last(sum(int(part.shape[-1]) for part in parts))
+
+
+@op(_join)
+def join(*parts: Tensor) -> Tensor:
+    """[..., size] each -> [..., the sum of sizes], side by side"""
+    return torch.cat(parts, -1)
 
 
 def _split(x: Type, *, sizes: Sequence[int]) -> tuple[Type, ...]:

@@ -55,6 +55,23 @@ def test_swigluoai_clamps_gate_and_up_by_hand():
     torch.testing.assert_close(out, torch.tensor([expected]))
 
 
+def test_parts_are_joined_side_by_side():
+    a, b = torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0], [5.0, 6.0]])
+    assert checked(ops.join, a, b, a).tolist() == [[1.0, 3.0, 4.0, 1.0], [2.0, 5.0, 6.0, 2.0]]
+    with pytest.raises(ValueError, match=r"fp32\[T, 6\] and bf16\[T, 2\] differ"):
+        ops.join.infer(Type("fp32", ("T", 6)), Type("bf16", ("T", 2)))
+    with pytest.raises(ValueError, match="there is nothing to join"):
+        ops.join.infer()
+
+
+def test_the_largest_logit_is_a_token_by_its_column_and_offset():
+    logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, -1.0, 4.0], [-3.0, -2.0, -1.0]])
+    assert checked(ops.argmax, logits).tolist() == [1, 0, 2]
+    assert checked(ops.argmax, logits, torch.tensor([10, 20, 0])).tolist() == [21, 10, 2]
+    with pytest.raises(ValueError, match=r"the offsets are i64\[4\]"):
+        ops.argmax.infer(Type("fp32", ("R", 3)), Type("i64", (4,)))
+
+
 def test_a_gated_activation_takes_its_own_attributes_only():
     x = Type("fp32", ("T", 8))
     with pytest.raises(ValueError, match="limit=None and alpha=None for swigluoai: swigluoai takes both"):

@@ -1,0 +1,52 @@
+"""Check the draft model of speculative decoding against the model that it drafts for.
+
+check_kind("eagle3", "AngelSlim/Qwen3-8B_eagle3", hf)      # hf: its config.json
+check_fits(config.model, draft)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from atom.config.schema import Eagle3Config, ModelConfig
+from atom.errors import ConfigError, UnsupportedError
+
+
+def check_kind(method: str, location: str, hf: Mapping[str, Any]) -> None:
+    """Check that a config.json is of what the method takes: a draft of EAGLE-3, or a model."""
+    names = hf.get("architectures")
+    stated = ", ".join(map(str, names)) if isinstance(names, list) and names else "no name"
+    is_eagle3 = hf.get("draft_vocab_size") is not None or "eagle3" in stated.lower()
+    if method == "eagle3" and not is_eagle3:
+        raise UnsupportedError(
+            f"{location} is no draft of EAGLE-3: its config.json has the architecture {stated} and no "
+            "draft_vocab_size; serve.method=draft takes models, and EAGLE-1, Medusa and others are not built"
+        )
+    if method == "draft" and is_eagle3:
+        raise ConfigError(f"{location} is a draft of EAGLE-3; set serve.method=eagle3")
+
+
+def check_fits(model: ModelConfig, draft: ModelConfig) -> None:
+    """Check that a draft of EAGLE-3 reads what the model has."""
+    if (eagle3 := draft.eagle3) is None:
+        return
+    hidden = eagle3.target_hidden or draft.hidden
+    if hidden != model.hidden:
+        raise ConfigError(f"it drafts for a model with a hidden size of {hidden}, not {model.hidden}; take another one")
+    outside = [layer for layer in find_aux_layers(eagle3, model.layers) if not 0 <= layer <= model.layers]
+    if outside:
+        raise ConfigError(f"it reads the input of layer {outside[0]} of the model, which has {model.layers} layers")
+
+
+def find_aux_layers(eagle3: Eagle3Config, num_layers: int) -> list[int]:
+    """The layers of a model, of so many, whose input a draft reads, ascending; num_layers is what the last one gives.
+
+    A layer's input is the sum of residuals, ahead of its norm: eagle/model/modeling_llama_kv.py of SafeAILab/EAGLE,
+    `aux_hidden_state_layers` of vLLM's models. SGLang counts layers by their output (`set_eagle3_layers_to_capture`).
+    """
+    if eagle3.input_of:
+        return sorted(eagle3.input_of)
+    if eagle3.output_of:
+        return sorted(layer + 1 for layer in eagle3.output_of)
+    return sorted((2, num_layers // 2, num_layers - 3))

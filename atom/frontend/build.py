@@ -1,0 +1,54 @@
+"""Write the semantic graph of a model, with the programs that draft tokens.
+
+graph = build(config.model, dtype="bf16", cache_dtype="bf16")
+print(show(graph))
+graph = build(config.model, "bf16", "bf16", method="mtp")                   # with programs that draft tokens
+graph = build(config.model, "bf16", "bf16", method="draft", draft=draft)    # of another model
+"""
+
+from __future__ import annotations
+
+from atom.checkpoint import DRAFT_PREFIX
+from atom.config import ModelConfig, QuantConfig
+from atom.config.draft import find_aux_layers
+from atom.errors import ConfigError
+from atom.frontend.decoder import write_body, write_head
+from atom.frontend.drafts import write_draft_model, write_eagle3, write_mtp
+from atom.frontend.writer import Writer
+from atom.graph import BODY, HEAD, Graph, ops
+
+AS_STORED = QuantConfig()
+
+
+def build(
+    model: ModelConfig,
+    dtype: str,
+    cache_dtype: str,
+    quant: QuantConfig = AS_STORED,
+    *,
+    method: str | None = None,
+    draft: ModelConfig | None = None,
+) -> Graph:
+    """`body`: tokens and positions i64[T] to hidden states [T, H]; `head`: rows of them [R, H] to logits [R, V].
+
+    method: of drafting tokens, as serve.method; drafts.py has the programs of those that the text has programs for.
+    draft: the model of serve.draft_model. ConfigError where the model has no layer that drafts.
+    """
+    graph = Graph()
+
+    def writer(program: str, of: ModelConfig = model) -> Writer:
+        prefix = DRAFT_PREFIX if of is draft else ""
+        return Writer(of, graph.program(program), dtype, cache_dtype, quant, prefix)
+
+    eagle3 = None if draft is None else draft.eagle3
+    write_body(writer(BODY), kept=find_aux_layers(eagle3, model.layers) if eagle3 else ())
+    write_head(writer(HEAD))
+    if method == "mtp":
+        write_mtp(writer)
+    elif draft is not None and eagle3:
+        write_eagle3(writer, draft, graph.programs[BODY].results[1:])
+    elif draft is not None:
+        write_draft_model(writer, draft, model.vocab)
+    if quant.asks_act and not any("act" in linear.kwargs for linear in graph.find(ops.linear)):
+        raise ConfigError(f"quant.act={quant.act}: no linear's weights are packed; quant={quant.act} packs them")
+    return graph

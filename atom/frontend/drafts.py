@@ -1,0 +1,105 @@
+"""Write the programs that draft tokens.
+
+A model's own layer drafts (mtp), or one of another checkpoint (eagle3), or another model.
+
+`draft` makes hidden states [T, …] of tokens and positions i64[T], and `draft_head`, of rows of them [R, …], the tokens
+i64[R] that come next.
+
+With mtp and eagle3, `draft` also takes a hidden state of each position p, and the tokens at p + 1; what it gives, a
+further draft takes in its place. `draft_in` makes the first ones, of the last results of body: with mtp of what the
+head takes, with eagle3 of the inputs of some layers, which body then gives behind that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch.fx import Node
+
+from atom.config import ModelConfig
+from atom.errors import ConfigError
+from atom.frontend.attention import rotaries
+from atom.frontend.decoder import embed, table, write_body, write_layer, write_logits, write_rows, write_tokens
+from atom.frontend.writer import Writer, required
+from atom.graph import DRAFT, DRAFT_HEAD, DRAFT_IN, Type, W, ops
+
+
+class Writers(Protocol):
+    """Gives a writer of a program, of the model or of the one that drafts for it."""
+
+    def __call__(self, program: str, of: ModelConfig = ...) -> Writer: ...
+
+
+def write_mtp(writers: Writers) -> None:
+    """Multi-token prediction (DeepSeek-AI 2024), with the model's own embedding and head.
+
+    The product of embedding and hidden state side by side is written as the sum of their own products: the sum is
+    merged into the norm behind it, and no pass or kernel has to know of joined values.
+    """
+    writer = writers(DRAFT_IN)
+    model = writer.model
+    if not model.mtp_layers:
+        raise ConfigError("serve.method=mtp: the model has no layer that predicts further tokens; take another one")
+    writer.program.output(_write_hidden(writer))  # what body gives is behind the final norm already
+    writer, layer = writers(DRAFT), model.layers
+    (tokens, positions), hidden = write_tokens(writer), _write_hidden(writer)
+    normed = {
+        "mtp_embedding_proj": writer.norm(embed(writer, tokens), "mtp_embedding_norm", layer, name="e"),
+        "mtp_hidden_proj": writer.norm(hidden, "mtp_hidden_norm", layer, name="h"),
+    }
+    columns = dict.fromkeys(normed, model.hidden)
+    halves = writer.parts(columns, lambda role, n: writer.matrix(role, (model.hidden, n), layer), layer, dim=1)
+    e, h = (
+        writer.multiply(x, writer.packed(half, role, layer), role=role, layer=layer, name=x.name)
+        for (role, x), half in zip(normed.items(), halves, strict=True)
+    )
+    (rotary,) = rotaries(writer, positions, [layer])
+    x = write_layer(writer, writer.call(ops.add, e, h, name="x"), rotary, layer)
+    writer.program.output(writer.norm(x, "mtp_norm", layer, name="drafted"))
+    writer = writers(DRAFT_HEAD)
+    _write_tokens_of(writer, write_logits(writer, write_rows(writer)))
+
+
+def write_eagle3(writers: Writers, draft: ModelConfig, states: Sequence[Node]) -> None:
+    """The layer of EAGLE-3 (Li et al. 2025; eagle/model/cnets.py of SafeAILab/EAGLE).
+
+    A further draft begins with what it gives ahead of its final norm. Without an embedding of its own it has the
+    model's, unscaled. states: the results of body that it reads
+    """
+    writer = writers(DRAFT_IN, draft)
+    inputs = [writer.program.input(f"aux_{number}", state.meta["type"]) for number, state in enumerate(states)]
+    joined = writer.call(ops.join, *inputs, name="aux")
+    writer.program.output(writer.linear(joined, "fc", draft.hidden, has_bias=False))
+    writer = writers(DRAFT, draft)
+    (tokens, positions), x = write_tokens(writer), _write_hidden(writer)
+    vocab = writers(DRAFT).model.vocab
+    embedder = writer if "embedding" in draft.weights else writers(DRAFT)
+    e = embedder.call(ops.embedding, tokens, table(embedder, "embedding", vocab), name="e")
+    e, h = writer.norm(e, "attention_norm", name="e"), writer.norm(x, "hidden_norm")
+    (rotary,) = rotaries(writer, positions, [0])
+    residual = h if required(draft.eagle3).norm_before_residual else x
+    joined = writer.call(ops.join, e, h, name="h")
+    writer.program.output(write_layer(writer, residual, rotary, 0, joined))
+    writer, has_map = writers(DRAFT_HEAD, draft), "d2t" in draft.weights
+    hidden = writer.norm(write_rows(writer), "final_norm", name="hidden")
+    _write_tokens_of(writer, write_logits(writer, hidden, None if has_map else vocab))
+
+
+def write_draft_model(writers: Writers, draft: ModelConfig, vocab: int) -> None:
+    """A whole model. vocab: of the model it drafts for, whose embedding may be padded otherwise"""
+    write_body(writers(DRAFT, draft), vocab=vocab)
+    writer = writers(DRAFT_HEAD, draft)
+    _write_tokens_of(writer, write_logits(writer, write_rows(writer), vocab))
+
+
+def _write_hidden(writer: Writer) -> Node:
+    return writer.program.input("hidden", Type(writer.dtype, ("T", writer.model.hidden)))
+
+
+def _write_tokens_of(writer: Writer, logits: Node) -> None:
+    """The tokens i64[R] of the largest logits, of the model's vocabulary."""
+    offsets = []
+    if "d2t" in writer.model.weights:
+        offsets = [W(writer.name("d2t"), Type("i64", logits.meta["type"].shape[1:]))]
+    writer.program.output(writer.call(ops.argmax, logits, *offsets, name="tokens"))

@@ -1,0 +1,172 @@
+"""Drafts of the text's programs, in an engine: those of doubles, and the tokens of none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import drafts
+import eagle3
+import mtp
+import pytest
+import tiny
+import torch
+from test_speculation import EVENTFUL, GREEDY, PARAMS, assert_ends_within, prompts, tokens_of
+from torch import Tensor
+
+from atom import LLMEngine, SamplingParams
+from atom.runtime.cuda_graphs import Graphs
+from atom.runtime.model import Model
+from atom.runtime.runner import Runner
+
+VOCAB = 11  # so few tokens that drafts of random weights are right now and then
+FEW = {"vocab_size": VOCAB, "pad_token_id": None}
+
+
+class Case(NamedTuple):
+    folder: Path
+    fields: dict[str, Any]  # of an engine that drafts
+    double: drafts.Double
+
+
+def mtp_case(at: Path, name: str) -> Case:
+    folder = mtp.save(name, at / "model", **FEW)
+    return Case(folder, {"method": "mtp"}, mtp.Double(folder))
+
+
+def eagle3_case(at: Path, name: str, changes: dict[str, Any], **values: Any) -> Case:
+    tiny.save_changed(name, at / "model", **FEW, **changes)
+    folder = eagle3.save(at / "model", at / "draft", **values)
+    layers = values.get("eagle_aux_hidden_state_layer_ids", ())
+    layers = layers or [1 + layer for layer in values.get("eagle_config", {}).values() for layer in layer]
+    double = eagle3.Double(at / "model", folder, layers)
+    return Case(at / "model", {"method": "eagle3", "draft_model": str(folder)}, double)
+
+
+def draft_case(at: Path, name: str, of: str, **changes: Any) -> Case:
+    tiny.save_changed(name, at / "model", **FEW)
+    tiny.save_changed(of, at / "draft", **{**FEW, **changes})
+    fields = {"method": "draft", "draft_model": str(at / "draft")}
+    return Case(at / "model", fields, drafts.ModelDouble(at / "draft", VOCAB))
+
+
+CASES: dict[str, Callable[[Path], Case]] = {
+    "mtp_deepseek_v3": partial(mtp_case, name="deepseek_v3"),
+    "mtp_glm4_moe": partial(mtp_case, name="glm4_moe"),
+    "eagle3_qwen3": partial(eagle3_case, name="qwen3", changes={"num_hidden_layers": 7}),
+    "eagle3_d2t": partial(eagle3_case, name="llama", changes={}, draft_vocab=7, layer="layers.0"),
+    "eagle3_own_embedding": partial(
+        eagle3_case, name="gemma2", changes={"num_hidden_layers": 4}, draft_vocab=9, has_embedding=True, hidden=40,
+        target_hidden_size=48, norm_before_residual=True, eagle_aux_hidden_state_layer_ids=[0, 1, 3],
+    ),
+    "eagle3_latent": partial(
+        eagle3_case, name="deepseek_v3", changes={"num_hidden_layers": 5},
+        eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+    ),
+    "draft_llama": partial(draft_case, name="qwen3_window", of="llama", num_hidden_layers=1),
+    "draft_fewer_rows": partial(draft_case, name="llama", of="gemma2", vocab_size=9),
+    "draft_more_rows": partial(draft_case, name="qwen3", of="deepseek_v3", vocab_size=14),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def case_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    made: dict[str, Case] = {}
+
+    def get(name: str) -> Case:
+        if name not in made:
+            made[name] = CASES[name](tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+def opened(folder: Path, **fields: Any) -> LLMEngine:
+    fields = {"dtype": "fp32", "device": "cpu", "level": 1, "max_num_seqs": 8, "max_verified_tokens": 100, **fields}
+    return LLMEngine(str(folder), **fields)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_drafts_are_those_of_the_double(
+    name: str, num_drafts: int, case_of: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+):
+    """At each step of an answer, whose prompt came in chunks; drafts that were accepted and rejected lie behind it."""
+    case, draft = case_of(name), Model._draft
+    found: list[tuple[int, list[int]]] = []
+
+    def record(model: Model, slots: Tensor, inputs: Any, num_drafts: int) -> None:
+        draft(model, slots, inputs, num_drafts)
+        assert model.state.drafts is not None
+        found.append((int(model.state.lengths[slots[0]]), model.state.drafts[slots[0], :num_drafts].tolist()))
+
+    monkeypatch.setattr(Model, "_draft", record)
+    engine = opened(case.folder, **case.fields, num_speculative_tokens=num_drafts, max_num_batched_tokens=16)
+    prompt = [token % VOCAB for token in tiny.prompt(39)]
+    answer = engine.generate([prompt], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))[0]["token_ids"]
+    engine.close()
+    tokens = torch.tensor(prompt + answer)
+    assert len(found) >= 24 // (1 + num_drafts) and max(length for length, _ in found) > 50
+    for length, drafted in found:
+        assert length <= len(tokens)
+        assert drafted == case.double.drafts(tokens[:length], len(drafted)), "fewer at the end"
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+@pytest.mark.parametrize("limits", [{}, EVENTFUL], ids=["roomy", "eventful"])
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_those_of_none(
+    name: str, limits: dict[str, Any], run_ahead: int, case_of: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+):
+    case, params = case_of(name), [each for each in PARAMS if each.n == 1]
+    every = [[token % VOCAB for token in prompt] for prompt in prompts(len(params))]
+    plain = opened(case.folder)
+    expected = tokens_of(plain, params, every)
+    plain.close()
+    monkeypatch.setattr("atom.build.Runner", partial(Runner, run_ahead=run_ahead))
+    engine = opened(case.folder, **case.fields, num_speculative_tokens=2, **limits)
+    for _ in range(2):
+        assert tokens_of(engine, params, every) == expected
+    stats = engine.metrics.scheduler
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert not limits or (stats.num_preemptions > 0 and stats.num_chunks > 0)
+    engine.close()
+
+
+@pytest.mark.parametrize("run_ahead", [0, 2])
+@pytest.mark.parametrize("name", ["mtp_glm4_moe", "eagle3_d2t", "draft_llama"])
+def test_padded_steps_give_the_tokens_of_none(
+    name: str, run_ahead: int, case_of: Callable[[str], Case], monkeypatch: pytest.MonkeyPatch
+):
+    """As a CUDA graph pads them."""
+    case, params = case_of(name), [each for each in PARAMS if each.n == 1]
+    every = [[token % VOCAB for token in prompt] for prompt in prompts(len(params))]
+    expected = tokens_of(opened(case.folder), params, every)
+    monkeypatch.setattr("atom.build.Runner", partial(Runner, run_ahead=run_ahead))
+    monkeypatch.setattr(Graphs, "draft_sizes", ((3, 2), (7, 2), (16, 2)))
+    engine = opened(case.folder, **case.fields, num_speculative_tokens=2, max_num_seqs=16)
+    assert tokens_of(engine, params, every) == expected
+    stats = engine.metrics.scheduler
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    engine.close()
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(checkpoints: Callable[[str], Path]):
+    folder = checkpoints("qwen3_window")
+    engine = opened(folder, method="draft", draft_model=str(folder), num_speculative_tokens=3)
+    every = prompts(3)
+    answers = tokens_of(engine, GREEDY, every)
+    stats = engine.metrics.scheduler
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 3 * 20
+    assert_ends_within(engine, every[0], answers[0])
+    engine.close()
+
+
+def test_another_model_of_random_weights_is_hardly_ever_right(checkpoints: Callable[[str], Path]):
+    engine = opened(checkpoints("qwen3"), method="draft", draft_model=str(checkpoints("llama")))
+    tokens_of(engine, GREEDY, prompts(4))
+    stats = engine.metrics.scheduler
+    assert stats.num_accepted_tokens < 0.1 * stats.num_draft_tokens
+    engine.close()

@@ -22,6 +22,15 @@ def number(default: Any, low: float, high: float = math.inf, *, above: bool = Fa
     return field(default=default, metadata={"low": low, "high": high, "above": above})
 
 
+# field of generation_config.json -> field of sampling
+GENERATION = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 INT32 = (1 << 31) - 1
 TOKEN_ID = number(0, 0, INT32).metadata
 BIAS = number(0, -100, 100).metadata

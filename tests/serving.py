@@ -114,7 +114,7 @@ def launch(checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any]
 def wait_for_url(server: Server) -> str:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and server.process.poll() is None:
-        if found := re.search(r" at (http://127\.0\.0\.1:\d+) ", server.log.read_text()):
+        if found := re.search(r" at (https?://127\.0\.0\.1:\d+)\S* ", server.log.read_text()):
             return found[1]
         time.sleep(0.05)
     server.process.kill()

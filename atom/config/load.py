@@ -27,18 +27,7 @@ from atom.config.resolve import check, derive
 from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ServeConfig, keys
 from atom.config.spelling import override, spelled
 from atom.errors import CheckpointError, ConfigError, RequestError, one_line
-from atom.sampling_params import SamplingParams, sampling_number
-
-# field of generation_config.json -> field of sampling
-GENERATION = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-
+from atom.sampling_params import GENERATION, SamplingParams, sampling_number
 
 ITEMS = {int: ((int,), "whole numbers"), float: ((int, float), "numbers"), str: ((str,), "texts")}  # of typed lists
 

@@ -252,6 +252,9 @@ class ParallelConfig:
 class HTTPConfig:
     host: str = "0.0.0.0"  # address to listen on
     port: int = number(8000, 0, 65535)  # 0: a free one
+    root_path: str = ""  # in front of all paths, as /llm, where a proxy serves others beside these
+    ssl_certfile: str | None = None  # PEM file of the certificates of HTTPS; null: HTTP
+    ssl_keyfile: str | None = None  # PEM file of its private key; null: that is in ssl_certfile
     served_model_name: list[str] | None = None  # what requests may call the model; null: the checkpoint's name
     api_keys: str | None = None  # keys, separated by commas, or @FILE with one a line; null: nobody needs one
     cors: list[str] = field(default_factory=list)  # origins whose pages may read answers; "*": all

@@ -65,7 +65,7 @@ def create_app(context: Context, keys: Sequence[str]) -> ASGIApp:
         return Response(status_code=499)  # the client has left
 
     origins = context.config.serve.http.cors
-    guarded: ASGIApp = Guard(app, keys, context.metrics, origins)
+    guarded: ASGIApp = Guard(app, keys, context.metrics, origins, context.config.serve.http.root_path)
     if origins:
         guarded = CORSMiddleware(
             guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]

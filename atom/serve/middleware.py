@@ -36,8 +36,11 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, keys: Sequence[str], metrics: Metrics, origins: Sequence[str] = ()) -> None:
-        self._app, self._metrics, self._origins = app, metrics, origins
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], metrics: Metrics, origins: Sequence[str] = (), root_path: str = ""
+    ) -> None:
+        """root_path: may stand in front of a path, or a proxy has taken it away."""
+        self._app, self._metrics, self._origins, self._root_path = app, metrics, origins, root_path
         self._digests = [digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,6 +48,7 @@ class Guard:
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
             return None  # other protocols are not served
+        scope["path"] = strip_root(scope["path"], self._root_path)
         started, headers = time.perf_counter(), dict(scope["headers"])
         client_id = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = client_id if REQUEST_ID.fullmatch(client_id) else new_id("req")
@@ -102,6 +106,11 @@ class Guard:
         if site := headers.get(b"sec-fetch-site"):
             return site in (b"same-origin", b"none")
         return origin is None or origin.partition(b"://")[2].lower() == headers.get(b"host", b"").lower()
+
+
+def strip_root(path: str, root_path: str) -> str:
+    """The path behind the root path, if it begins with that."""
+    return path.removeprefix(root_path) if path.startswith(f"{root_path}/") else path
 
 
 def find_key(headers: dict[bytes, bytes]) -> bytes:

@@ -38,12 +38,12 @@ TEMPLATE = """\
 {{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
 </tool_call>
 {%- endfor %}<|im_end|>
-{% endfor %}<|im_start|>assistant
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking is defined and not enable_thinking %}<think>
 
 </think>
 
-{% endif %}"""
+{% endif %}{% endif %}"""
 START_SECONDS = 120  # on a busy machine
 STUB = Path(__file__).parent / "serve" / "stub_engine.py"
 

@@ -49,6 +49,8 @@ SAMPLING = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
     "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
     "include_stop_str_in_output": False,
     "skip_special_tokens": True,
     "visible_tokens": None,
@@ -86,7 +88,7 @@ serve.http: drain_seconds heartbeat_seconds
 job: kind output gpu chat stage graph save_recipe objective entry prune verify export import_from trust
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
-sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias defaults
+sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
 sampling: include_stop_str_in_output skip_special_tokens visible_tokens structured_outputs
 : checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf generation overrides
 """

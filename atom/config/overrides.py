@@ -26,7 +26,7 @@ from atom.config.recipes import format_recipe, read_recipe
 from atom.config.spelling import override, spell
 from atom.errors import ConfigError, UnsupportedError, one_line
 
-LISTS_OF_TEXT = ("prompts", "sampling.stop_strings")
+LISTS_OF_TEXT = ("prompts", "sampling.stop_strings", "sampling.bad_words")
 JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.entry", "job.prune", "job.export", "job.import_from",
              "job.dataset_path")  # fmt: skip
 SECRET = "serve.http.api_keys"
@@ -131,7 +131,7 @@ def quote(key: str, value: str, multirun: bool) -> str:
     is_interpolation = "${" in text and key not in LISTS_OF_TEXT
     if (text[0] in "'\"[" or multirun or is_interpolation) and is_value(text, multirun):
         result = text
-    return f"[{result}]" if key == "sampling.stop_strings" and result[0] in "'\"" else result
+    return f"[{result}]" if key in LISTS_OF_TEXT[1:] and result[0] in "'\"" else result
 
 
 def is_value(text: str, multirun: bool) -> bool:

@@ -55,6 +55,7 @@ class Choice:
     index: int  # among all of the request's
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)  # as the texts, of an answer that is not streamed
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     finish: Finish | None = None
@@ -101,6 +102,7 @@ class Answering:
         while self._first_outputs is not None or not self._stream.is_done:
             for output in await self._next():
                 choice = self._record(output)
+                choice.tokens += output.tokens
                 if output.text:
                     choice.texts.append(output.text)
                 if output.logprobs:

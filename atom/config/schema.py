@@ -276,6 +276,7 @@ class HTTPConfig:
     comment_seconds: float = number(15.0, 0, above=True)  # of silence in a stream before a comment is sent
     drain_seconds: float = number(30.0, 0)  # for running requests to end after SIGTERM or Ctrl-C
     heartbeat_seconds: float = number(4.0, 0.5)  # of the engine's silence before it is taken for dead
+    vllm_metrics: bool = False  # /metrics has vLLM's names and buckets too
 
 
 @dataclass
@@ -382,6 +383,11 @@ class Config:
         default_factory=dict
     )  # its generation_config.json as fields of sampling, likewise
     overrides: list[str] = field(default_factory=list)  # that this was loaded from, recipes opened, set by load
+
+    @property
+    def served_names(self) -> list[str]:
+        """The names of the model in requests."""
+        return self.serve.http.served_model_name or [self.checkpoint or self.model.name]
 
 
 def fields_along(key: str) -> Iterator[Field[Any]]:

@@ -68,6 +68,8 @@ VLLM_REFUSED = {
     "no device is left while the server runs; end it instead": "enable-sleep-mode",
     "no traces are sent; /metrics and the line of each request have the times": """
         otlp-traces-endpoint collect-detailed-traces""",
+    "metrics have one set of names; --set serve.http.vllm_metrics=true adds vLLM's": """
+        show-hidden-metrics-for-version""",
     "no client's words are logged: the line of each request has its counts, times and error": """
         enable-log-requests enable-log-outputs max-log-len""",
     "the log is of one level and form; --set serve.http.log=json or text chooses the form": """

@@ -22,10 +22,10 @@ from yaml import YAMLError
 from atom.checkpoint.base import normalize_rope
 from atom.config.folders import CONF
 from atom.config.hydra import attach, compose, find_source, no_such, one_line_errors, resolve, unknown_key
-from atom.config.overrides import ALIASES, HIDDEN, SECRET, is_secret
+from atom.config.overrides import ALIASES, SECRET
 from atom.config.resolve import check, derive
 from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ServeConfig, keys
-from atom.config.spelling import override, spelled
+from atom.config.spelling import HIDDEN, is_secret, override, spelled
 from atom.errors import CheckpointError, ConfigError, RequestError, one_line
 from atom.sampling_params import GENERATION, SamplingParams, sampling_number
 

@@ -23,14 +23,13 @@ from omegaconf import OmegaConf
 
 from atom.config.folders import CONF
 from atom.config.recipes import format_recipe, read_recipe
-from atom.config.spelling import override, spell
+from atom.config.spelling import HIDDEN, is_secret, override, spell
 from atom.errors import ConfigError, UnsupportedError, one_line
 
 LISTS_OF_TEXT = ("prompts", "sampling.stop_strings", "sampling.bad_words")
 JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.entry", "job.prune", "job.export", "job.import_from",
              "job.dataset_path")  # fmt: skip
 SECRET = "serve.http.api_keys"
-HIDDEN = "***"  # shown in place of a secret
 FORMAT_TEXTS = ("quant.fmt", "quant.experts", "quant.head")
 HTTP_TEXTS = ("serve.http.root_path", "serve.http.ssl_certfile", "serve.http.ssl_keyfile")
 TEXTS = (*LISTS_OF_TEXT, *FORMAT_TEXTS, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir",
@@ -177,11 +176,6 @@ def has_secret(text: str) -> bool:
             value = value.get(part) if isinstance(value, Mapping) else None
         key = SECRET
     return key == SECRET and (parsed.is_sweep_override() or is_secret(value))
-
-
-def is_secret(value: Any) -> bool:
-    """Whether this value of SECRET must not be shown."""
-    return value is not None and not str(value).startswith("@")
 
 
 def hide_secret(text: str) -> str:

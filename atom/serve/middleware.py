@@ -3,9 +3,9 @@
     app = Guard(fastapi, keys=read_keys(config.serve.http.api_keys), metrics=metrics)
 
 Access is decided on `scope["path"]`, which the server routes by, and needs a key: `Authorization: Bearer KEY` (OpenAI),
-`x-api-key: KEY` (Anthropic), or the password of Basic (a browser, for the page). Only /health needs none. A browser
-keeps that password and sends it with any page's requests, so a POST from a page of another origin is refused, unless
-it is in `origins`.
+`x-api-key: KEY` (Anthropic), or the password of Basic (a browser, for the page). Only /health and /ping need none. A
+browser keeps that password and sends it with any page's requests, so a POST from a page of another origin is refused,
+unless it is in `origins`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from atom.serve.ids import new_id
 from atom.serve.metrics import Metrics
 
 LOG = logging.getLogger("atom.access")
-PUBLIC_PATH = "/health"
+PUBLIC_PATHS = ("/health", "/ping")
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
-POLLED_PATHS = (PUBLIC_PATH, "/ready", "/metrics")  # polled too often to be logged
+POLLED_PATHS = (*PUBLIC_PATHS, "/ready", "/load", "/metrics")  # polled too often to be logged
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -67,7 +67,7 @@ class Guard:
             await send(message)
 
         try:
-            if scope["path"] != PUBLIC_PATH and not self.has_valid_key(headers):
+            if scope["path"] not in PUBLIC_PATHS and not self.has_valid_key(headers):
                 await refuse_unauthorized(scope)(scope, receive, send_with_id)
             elif scope["method"] not in SAFE_METHODS and not self.is_allowed_origin(headers):
                 await refuse_origin(scope, headers)(scope, receive, send_with_id)

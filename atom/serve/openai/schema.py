@@ -83,6 +83,24 @@ def is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
+def of_types(*known: str) -> BeforeValidator:
+    """Refuse blocks of other types by name: images, documents, and what only the servers of others run."""
+
+    def check(block: object) -> object:
+        stated = block.get("type") if isinstance(block, dict) else None
+        if isinstance(stated, str) and stated not in known:
+            values = {"stated": stated[:64], "known": ", ".join(known)}
+            raise PydanticCustomError("block", "{stated} blocks are not supported here; there is: {known}", values)
+        return block
+
+    return BeforeValidator(check)
+
+
+def tag_of(content: object) -> str:
+    """Which form a content has, text or blocks, so that an error is about that form alone."""
+    return "a-text" if isinstance(content, str) else "a-list"
+
+
 JSONObject = Annotated[dict[str, Any], AfterValidator(plain_json)]
 
 

@@ -64,7 +64,8 @@ def write_load_format(name: str) -> list[str]:
 
 def write_generation(values: Mapping[str, Any]) -> list[str]:
     """The overrides of fields of generation_config.json."""
-    texts = [override(f"sampling.{GENERATION[key]}", value) for key, value in values.items() if key in GENERATION]
+    stated = {GENERATION[key]: value for key, value in values.items() if key in GENERATION and value is not None}
+    texts = [override(f"sampling.{name}", value) for name, value in stated.items()]
     return texts + (["sampling.temperature=0"] if values.get("do_sample") is False else [])
 
 

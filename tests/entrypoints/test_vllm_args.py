@@ -128,7 +128,7 @@ def test_a_command_of_rocm_atom_refuses_the_same_flags():
 
 
 def test_a_folder_has_the_generation_config(tmp_path: Path):
-    written = {"temperature": 0.5, "eos_token_id": 2, "do_sample": True, "max_new_tokens": 7}
+    written = {"temperature": 0.5, "eos_token_id": 2, "do_sample": True, "max_new_tokens": 7, "top_k": None}
     (tmp_path / "generation_config.json").write_text(json.dumps(written))
     overrides = parse(
         ["--generation-config", str(tmp_path), "--override-generation-config", '{"top_p": 0.5}']

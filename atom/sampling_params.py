@@ -22,6 +22,15 @@ def number(default: Any, low: float, high: float = math.inf, *, above: bool = Fa
     return field(default=default, metadata={"low": low, "high": high, "above": above})
 
 
+# field of generation_config.json -> field of sampling
+GENERATION = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 INT32 = (1 << 31) - 1
 TOKEN_ID = number(0, 0, INT32).metadata
 BIAS = number(0, -100, 100).metadata
@@ -56,6 +65,8 @@ class SamplingParams:
     frequency_penalty: float = number(0.0, -2, 2)
     repetition_penalty: float = number(1.0, 0, above=True)
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit, -100 to 100
+    allowed_token_ids: list[int] | None = None  # the only tokens that an answer may have, its end among them
+    bad_words: list[str] | None = None  # texts that it may not have, as they are tokenized at its start and within it
     include_stop_str_in_output: bool = False  # the text ends behind the stop string or stop token, not before it
     skip_special_tokens: bool = True  # special tokens have no text
     visible_tokens: list[str] | None = None  # special tokens that have it all the same, such as <|python_tag|>
@@ -74,15 +85,20 @@ class SamplingParams:
         self.top_k = max(self.top_k, 0)
         if isinstance(self.stop_strings, str):
             self.stop_strings = [self.stop_strings]
-        for name in ("stop_strings", "stop_token_ids", "visible_tokens"):
+        for name in ("stop_strings", "stop_token_ids", "visible_tokens", "allowed_token_ids", "bad_words"):
             if not isinstance(getattr(self, name), list | tuple | None):
                 raise RequestError(f"{name}={getattr(self, name)!r} is not a list")
-        for name in ("stop_strings", "visible_tokens"):
+        for name in ("stop_strings", "visible_tokens", "bad_words"):
             for text in getattr(self, name) or ():
                 if not isinstance(text, str) or not text:
                     raise RequestError(f"{name}: {text!r} is not a string of at least one character")
-        for id in self.stop_token_ids or ():
-            sampling_number("stop_token_ids", id, "int", TOKEN_ID)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for id in getattr(self, name) or ():
+                sampling_number(name, id, "int", TOKEN_ID)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty; give at least one token id")
+        if self.allowed_token_ids is not None and self.structured_outputs is not None:
+            raise RequestError("allowed_token_ids and structured_outputs both say what the answer may be; give one")
         if not isinstance(self.logit_bias, Mapping | None):
             raise RequestError(f"logit_bias={self.logit_bias!r} is not a mapping from token ids to numbers")
         for id, bias in (self.logit_bias or {}).items():
@@ -90,6 +106,11 @@ class SamplingParams:
             sampling_number(f"logit_bias[{id}]", bias, "float", BIAS)
         if self.structured_outputs is not None:
             self.structured_outputs = structured_outputs(self.structured_outputs)
+
+    @property
+    def has_token_rules(self) -> bool:
+        """Whether some tokens are made likelier, or impossible, at every place of the answer."""
+        return bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
 
 
 def structured_outputs(value: Any) -> dict[str, Any]:

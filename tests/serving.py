@@ -38,12 +38,12 @@ TEMPLATE = """\
 {{ {"name": call.function.name, "arguments": call.function.arguments} | tojson }}
 </tool_call>
 {%- endfor %}<|im_end|>
-{% endfor %}<|im_start|>assistant
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% if enable_thinking is defined and not enable_thinking %}<think>
 
 </think>
 
-{% endif %}"""
+{% endif %}{% endif %}"""
 START_SECONDS = 120  # on a busy machine
 STUB = Path(__file__).parent / "serve" / "stub_engine.py"
 
@@ -114,7 +114,7 @@ def launch(checkpoint: Path, folder: Path, *overrides: str, stub: dict[str, Any]
 def wait_for_url(server: Server) -> str:
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and server.process.poll() is None:
-        if found := re.search(r" at (http://127\.0\.0\.1:\d+) ", server.log.read_text()):
+        if found := re.search(r" at (https?://127\.0\.0\.1:\d+)\S* ", server.log.read_text()):
             return found[1]
         time.sleep(0.05)
     server.process.kill()

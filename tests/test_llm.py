@@ -7,12 +7,15 @@ import gzip
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import serving
 import tiny
 import torch
+import transformers
 from law import assert_same_logits, relative_error
 from probe import logits_of
 
@@ -63,6 +66,30 @@ def test_the_tokens_are_those_that_transformers_generates(open_engine: Open, ref
     )
     (answer,) = open_engine("qwen3").generate([prompt], SamplingParams(temperature=0, max_tokens=20))
     assert answer["token_ids"] == expected[0, 30:].tolist()
+
+
+def test_bad_words_and_allowed_tokens_are_those_of_transformers(tmp_path: Path):
+    folder = serving.save_talker(tmp_path / "talker")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    letters = list(range(64, 90))  # the tokens of a … z
+    prompt = list(range(15, 25))  # digits: transformers looks for bad words in the prompt, too
+
+    def generate(bad_words: list[list[int]]) -> list[int]:
+        options = {"bad_words_ids": bad_words} if bad_words else {}
+        inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt))}
+        found = model.generate(**inputs, **options, max_new_tokens=24, do_sample=False,
+                               prefix_allowed_tokens_fn=lambda *_: letters)  # fmt: skip
+        return list(found[0, len(prompt) :].tolist())
+
+    free = generate([])
+    bad = [free[3:5], free[9:12]]
+    words = ["".join(chr(token + 33) for token in each) for each in bad]
+    greedy = SamplingParams(temperature=0, max_tokens=24, allowed_token_ids=letters)
+    engine = LLMEngine(model=str(folder), level=1, dtype="fp32", kv_cache_memory=1 << 22, max_model_len=64)
+    assert engine.generate([prompt], greedy)[0]["token_ids"] == free
+    (answer,) = engine.generate([prompt], replace(greedy, bad_words=words))
+    assert answer["token_ids"] == generate(bad) != free
+    engine.close()
 
 
 @pytest.mark.parametrize("level", [0, 1])

@@ -34,6 +34,7 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=2, ignore_eos=True),
     SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2),
     SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logit_bias={3: 1.5}),
+    SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, allowed_token_ids=[3, 5, 7]),
     SamplingParams(temperature=0, max_tokens=30, min_tokens=9),
 ]
 

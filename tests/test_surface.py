@@ -49,6 +49,8 @@ SAMPLING = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
     "logit_bias": None,
+    "allowed_token_ids": None,
+    "bad_words": None,
     "include_stop_str_in_output": False,
     "skip_special_tokens": True,
     "visible_tokens": None,
@@ -81,13 +83,13 @@ serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory max_model_le
 serve: enable_prefix_caching enforce_eager tensor_parallel_size
 serve: data_parallel_size enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
 serve: scheduler_delay_factor method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
-serve.http: host port served_model_name api_keys cors log chat_template tool_calls max_queue max_input_length max_total_tokens
+serve.http: host port root_path ssl_certfile ssl_keyfile served_model_name api_keys cors log chat_template tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
-serve.http: drain_seconds heartbeat_seconds
+serve.http: drain_seconds heartbeat_seconds vllm_metrics
 job: kind output gpu chat stage graph save_recipe objective entry prune verify export import_from trust
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
-sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias defaults
+sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
 sampling: include_stop_str_in_output skip_special_tokens visible_tokens structured_outputs
 : checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf generation overrides draft
 """
@@ -117,6 +119,14 @@ speculative-config num-speculative-tokens spec-decode-acceptance-length set dtyp
 COMMANDS = {  # ROCm/ATOM's -> their own flags
     "atom.entrypoints.openai_server": """
         host server-port served-model-name api-key chat-template allowed-origins tool-calls max-queue drain-seconds
+        config load-format quantization download-dir kv-cache-memory-bytes num-gpu-blocks-override max-logprobs
+        generation-config override-generation-config tool-call-parser reasoning-parser distributed-executor-backend
+        enable-auto-tool-choice enable-chunked-prefill async-scheduling calculate-kv-scales use-tqdm-on-load
+        disable-custom-all-reduce disable-log-requests disable-log-stats disable-uvicorn-access-log
+        enable-prompt-tokens-details enable-request-id-headers enable-server-load-tracking runner task convert
+        model-impl tokenizer-mode config-format logprobs-mode scheduling-policy response-role
+        chat-template-content-format pipeline-parallel-size decode-context-parallel-size api-server-count
+        cpu-offload-gb root-path ssl-certfile ssl-keyfile max-num-queued-reqs shutdown-timeout
     """,
     "atom.examples.simple_inference": "temperature",
     "atom.examples.profile_offline": "input-length output-length bs random-input",

@@ -9,6 +9,7 @@ stream.close()
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -82,7 +83,9 @@ def ask(url: str, method: str, path: str, body: Any = None, headers: dict[str, s
 
 
 def metrics(url: str, headers: dict[str, str] | None = None) -> dict[str, float]:
-    lines = ask(url, "GET", "/metrics", headers=headers).body.decode().splitlines()
+    """The samples of /metrics by name and labels; model_name is left out of these."""
+    text = re.sub(r',?model_name="[^"]*"', "", ask(url, "GET", "/metrics", headers=headers).body.decode())
+    lines = text.replace("{,", "{").replace("{}", "").splitlines()
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 

@@ -160,17 +160,23 @@ class Tokenizer:
         messages: list[dict[str, Any]],
         *,
         prefill: str = "",
+        is_continued: bool = False,
         cut: Callable[[str], str] = str,
         check: Callable[[int], object] = bool,
         **template_values: Any,
     ) -> tuple[str, list[int]]:
         """Render a chat with the beginning of its answer, and encode it.
 
+        is_continued: the prompt ends where the content of the last message does. RequestError where it is not in it.
         cut: gives the part of the prompt that is used, or raises where it is too long to encode. check: as in `encode`.
         A special token that was written into a message, a value, or the beginning of the answer stays text.
         """
         values = self._break_special(template_values)
-        prompt = cut(self.render_chat(self._break_special(messages), **values) + self._break_special(prefill))
+        broken = self._break_special(messages)
+        prompt = self.render_chat(broken, **values)
+        if is_continued:
+            prompt = end_behind(prompt, broken[-1].get("content") or "")
+        prompt = cut(prompt + self._break_special(prefill))
         parts = prompt.split(BREAK)
         return "".join(parts), [id for part in parts for id in self.encode(part, add_special_tokens=False, check=check)]
 
@@ -204,6 +210,15 @@ class Tokenizer:
             known = f" named default (it has {', '.join(sorted(self._templates))})" if self._templates else ""
             raise RequestError(f"this checkpoint has no chat template{known}; send a plain prompt instead")
         return compile_template(source)
+
+
+def end_behind(prompt: str, content: str) -> str:
+    """A rendered chat up to the end of its last message, as transformers' continue_final_message cuts it."""
+    start, found = content.lstrip(), prompt.rfind(content.strip())
+    if found < 0:
+        raise RequestError("the chat template changes the last message, which cannot be continued then")
+    is_kept = prompt.startswith(start, found)  # with the spaces at its end, which many templates strip
+    return prompt[: found + len(start if is_kept else content.strip())]
 
 
 def control_texts(backend: TokenizerBackend) -> re.Pattern[str] | None:

@@ -24,23 +24,12 @@ from atom.checkpoint.base import normalize_rope
 from atom.config.draft import check_fits, check_kind
 from atom.config.folders import CONF
 from atom.config.hydra import attach, compose, find_source, no_such, one_line_errors, resolve, unknown_key
-from atom.config.overrides import ALIASES, HIDDEN, SECRET, is_secret
+from atom.config.overrides import ALIASES, SECRET
 from atom.config.resolve import check, derive
 from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, ServeConfig, keys
-from atom.config.spelling import override, spelled
+from atom.config.spelling import HIDDEN, is_secret, override, spelled
 from atom.errors import AtomError, CheckpointError, ConfigError, RequestError, one_line
-from atom.sampling_params import SamplingParams, sampling_number
-
-# field of generation_config.json -> field of sampling
-GENERATION = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
-
+from atom.sampling_params import GENERATION, SamplingParams, sampling_number
 
 ITEMS = {int: ((int,), "whole numbers"), float: ((int, float), "numbers"), str: ((str,), "texts")}  # of typed lists
 

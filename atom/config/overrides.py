@@ -23,17 +23,17 @@ from omegaconf import OmegaConf
 
 from atom.config.folders import CONF
 from atom.config.recipes import format_recipe, read_recipe
-from atom.config.spelling import override, spell
+from atom.config.spelling import HIDDEN, is_secret, override, spell
 from atom.errors import ConfigError, UnsupportedError, one_line
 
-LISTS_OF_TEXT = ("prompts", "sampling.stop_strings")
+LISTS_OF_TEXT = ("prompts", "sampling.stop_strings", "sampling.bad_words")
 JOB_TEXTS = ("job.gpu", "job.graph", "job.save_recipe", "job.entry", "job.prune", "job.export", "job.import_from",
              "job.dataset_path")  # fmt: skip
 SECRET = "serve.http.api_keys"
-HIDDEN = "***"  # shown in place of a secret
 FORMAT_TEXTS = ("quant.fmt", "quant.experts", "quant.head")
+HTTP_TEXTS = ("serve.http.root_path", "serve.http.ssl_certfile", "serve.http.ssl_keyfile")
 TEXTS = (*LISTS_OF_TEXT, *FORMAT_TEXTS, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir",
-         "parallel.address", "parallel.key_file", "parallel.host", SECRET, *JOB_TEXTS)  # fmt: skip
+         "parallel.address", "parallel.key_file", "parallel.host", SECRET, *HTTP_TEXTS, *JOB_TEXTS)  # fmt: skip
 ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
 TO_COME = {  # the first part of a key, without "serve." -> the feature that it is for
     "port": "an engine on another machine (serve.http.port is the server's)",
@@ -52,7 +52,7 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
     for text in overrides:
         match = re.fullmatch(r"([+~]{0,2})([^=\s]+)(?:=(.*))?", text, re.DOTALL)
         if not match or (match[3] is None and match[1] != "~"):
-            meant = [as_override(each) for each in overrides if "=" not in each]
+            meant = as_overrides([each for each in overrides if "=" not in each])
             write = " ".join(meant) if all("=" in each for each in meant) else "key=value"
             raise ConfigError(f"'{text}' is no override; write {write or 'key=value'}")
         sign, key, value = match[1], ALIASES.get(match[2], match[2]), match[3]
@@ -88,11 +88,12 @@ def ranks_of(name: str) -> list[str]:
     return [f"parallel.{field}={size}" for field, size in sizes.items() if size > 1] or ["parallel.tensor=1"]
 
 
-def as_override(text: str) -> str:
-    """A word without a key as an override, where it names a job or a checkpoint; else itself."""
-    if re.fullmatch(r"\w+", text) and (CONF / "job" / f"{text}.yaml").is_file():
-        return f"job={text}"
-    return f"checkpoint={text}" if may_be_checkpoint(text) else text
+def as_overrides(words: Sequence[str]) -> list[str]:
+    """Words without a key as overrides: a job; a checkpoint, which may have any name behind a job; else themselves."""
+    jobs = [word for word in words if re.fullmatch(r"\w+", word) and (CONF / "job" / f"{word}.yaml").is_file()]
+    is_command = words[:1] == jobs and len(words) == 2  # as in `serve MODEL`
+    keys = ["job" if word in jobs else "checkpoint" if is_command or may_be_checkpoint(word) else "" for word in words]
+    return [f"{key}={word}" if key else word for key, word in zip(keys, words, strict=True)]
 
 
 def may_be_checkpoint(text: str) -> bool:
@@ -129,7 +130,7 @@ def quote(key: str, value: str, multirun: bool) -> str:
     is_interpolation = "${" in text and key not in LISTS_OF_TEXT
     if (text[0] in "'\"[" or multirun or is_interpolation) and is_value(text, multirun):
         result = text
-    return f"[{result}]" if key == "sampling.stop_strings" and result[0] in "'\"" else result
+    return f"[{result}]" if key in LISTS_OF_TEXT[1:] and result[0] in "'\"" else result
 
 
 def is_value(text: str, multirun: bool) -> bool:
@@ -175,11 +176,6 @@ def has_secret(text: str) -> bool:
             value = value.get(part) if isinstance(value, Mapping) else None
         key = SECRET
     return key == SECRET and (parsed.is_sweep_override() or is_secret(value))
-
-
-def is_secret(value: Any) -> bool:
-    """Whether this value of SECRET must not be shown."""
-    return value is not None and not str(value).startswith("@")
 
 
 def hide_secret(text: str) -> str:

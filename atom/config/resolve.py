@@ -23,6 +23,7 @@ from atom.config.schema import (
     MAX_RANKS,
     AttentionConfig,
     Config,
+    HTTPConfig,
     MLPConfig,
     ModelConfig,
     ParallelConfig,
@@ -62,6 +63,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     if config.level == 3 and (device == "cpu" or serve.enforce_eager):
         why = "serve.enforce_eager=true" if serve.enforce_eager else f"device={device}"
         raise UnsupportedError(f"level=3 captures CUDA graphs, {why} has none; there is: 0, 1, 2")
+    check_http(serve.http)
     if config.tune and (device == "cpu" or config.level == 0 or config.job.kind in ("explain", "cache")):
         why = "level=0 has no kernels for them" if config.level == 0 else f"job={config.job.kind} opens no model"
         why = f"device={device} has none" if device == "cpu" else why
@@ -159,6 +161,14 @@ def check(value: Any, at: str = "") -> None:
             raise ConfigError(f"{key}={item}: there is no such choice{hint}; choices: {', '.join(built)}")
         if "low" in limits and item is not None and (fault := out_of_range(item, limits)):
             raise ConfigError(f"{key}={item} must be {fault}")
+
+
+def check_http(http: HTTPConfig) -> None:
+    """Check what a server is reached by."""
+    if http.root_path and not re.fullmatch(r"(/[\w.~-]+)+", http.root_path):
+        raise ConfigError(f"serve.http.root_path={http.root_path} is no path; write it as /llm")
+    if http.ssl_keyfile is not None and http.ssl_certfile is None:
+        raise ConfigError("serve.http.ssl_keyfile needs serve.http.ssl_certfile; set both")
 
 
 def check_speculation(config: Config, device: str) -> None:

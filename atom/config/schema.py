@@ -265,6 +265,9 @@ class ParallelConfig:
 class HTTPConfig:
     host: str = "0.0.0.0"  # address to listen on
     port: int = number(8000, 0, 65535)  # 0: a free one
+    root_path: str = ""  # in front of all paths, as /llm, where a proxy serves others beside these
+    ssl_certfile: str | None = None  # PEM file of the certificates of HTTPS; null: HTTP
+    ssl_keyfile: str | None = None  # PEM file of its private key; null: that is in ssl_certfile
     served_model_name: list[str] | None = None  # what requests may call the model; null: the checkpoint's name
     api_keys: str | None = None  # keys, separated by commas, or @FILE with one a line; null: nobody needs one
     cors: list[str] = field(default_factory=list)  # origins whose pages may read answers; "*": all
@@ -286,6 +289,7 @@ class HTTPConfig:
     comment_seconds: float = number(15.0, 0, above=True)  # of silence in a stream before a comment is sent
     drain_seconds: float = number(30.0, 0)  # for running requests to end after SIGTERM or Ctrl-C
     heartbeat_seconds: float = number(4.0, 0.5)  # of the engine's silence before it is taken for dead
+    vllm_metrics: bool = False  # /metrics has vLLM's names and buckets too
 
 
 @dataclass
@@ -394,6 +398,11 @@ class Config:
     )  # its generation_config.json as fields of sampling, likewise
     overrides: list[str] = field(default_factory=list)  # that this was loaded from, recipes opened, set by load
     draft: ModelConfig | None = None  # of serve.draft_model, set by load
+
+    @property
+    def served_names(self) -> list[str]:
+        """The names of the model in requests."""
+        return self.serve.http.served_model_name or [self.checkpoint or self.model.name]
 
 
 def fields_along(key: str) -> Iterator[Field[Any]]:

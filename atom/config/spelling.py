@@ -17,6 +17,8 @@ from typing import Any
 
 from atom.errors import ConfigError
 
+HIDDEN = "***"  # shown in place of a secret
+
 
 def override(key: str, value: Any) -> str:
     """The override that sets `key` to a Python value: text, path, number, bool, None, lists and dicts of them."""
@@ -65,3 +67,8 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The end of an error's message: the known name that may be meant."""
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.7)
     return f", did you mean {near[0]}?" if near else ""
+
+
+def is_secret(value: Any) -> bool:
+    """Whether this value of serve.http.api_keys must not be shown: it is the keys themselves, and no file of them."""
+    return value is not None and not str(value).startswith("@")

@@ -1,4 +1,4 @@
-"""ROCm/ATOM's commands: their flags, written as overrides.
+"""ROCm/ATOM's commands: their flags and vLLM's, written as overrides.
 
 python -m atom.entrypoints.openai_server --model /models/qwen3 --server-port 8000
 python -m atom.examples.simple_inference --model /models/qwen3 --temperature 0.6

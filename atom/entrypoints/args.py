@@ -1,4 +1,4 @@
-"""ROCm/ATOM's engine flags, each an override of the one configuration.
+"""Engine flags of ROCm/ATOM and vLLM, each an override of the one configuration.
 
     parser = Parser("python -m my_script", "What it does.")
     EngineArgs.add_cli_args(parser)
@@ -7,7 +7,8 @@
     engine = args.create_engine()
 
 A flag that is not given overrides nothing: defaults, limits and errors are the configuration's, but errors name flags
-in place of keys. Flags are written with - or with _.
+in place of keys. Flags are written with - or with _, and --no-NAME turns off what --NAME turns on. What is known of
+vLLM and ROCm/ATOM and not taken here is refused with a reason (`atom.entrypoints.refused_flags`).
 """
 
 from __future__ import annotations
@@ -25,21 +26,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args, get_origi
 
 import atom
 from atom.config import Config
-from atom.config.schema import fields_along
+from atom.config.schema import fields_along, keys
 from atom.config.spelling import did_you_mean, override, spelled
-from atom.errors import AtomError, ConfigError
+from atom.entrypoints.refused_flags import refusal_of
+from atom.errors import AtomError, ConfigError, UnsupportedError
 from atom.jobs.report import report
 
 if TYPE_CHECKING:
     from typing import Self
 
 
+VLLM, ROCM = "vLLM", "ROCm/ATOM"
+BOTH = (VLLM, ROCM)
+Read = Callable[[str], Any]  # a value of the text that was typed; argparse's ArgumentTypeError where it is none
+Write = Callable[[Any], list[str]]  # the overrides of a value
+
+
 class Flag(NamedTuple):
     key: str  # the key that it overrides
     about: str
     short: str = ""  # another name
-    null: str = "none"  # the meaning of the default null, for --help
-    accepted: Any = None  # for a key that is no field: the value that overrides nothing
+    null: str = "none"  # the meaning of the default null, for --help; where `write` is given, of any default
+    accepted: tuple[Any, ...] = ()  # values that override nothing; those of a flag without a key are all that it takes
+    of: tuple[str, ...] = BOTH  # whose flag it is
+    read: Read | None = None  # None: of the type of its field
+    write: Write | None = None  # None: it sets its key
 
 
 # field of vLLM's --speculative-config -> ours
@@ -53,9 +64,36 @@ SPECULATIVE = {
 }
 
 
-def flag(*parts: str, **options: Any) -> Any:
+def flag(key: str, about: str, short: str = "", **options: Any) -> Any:
     """A field that `Flag` describes; None means that it was not given."""
-    return field(default=None, metadata={"flag": Flag(*parts, **options)})
+    return field(default=None, metadata={"flag": Flag(key, about, short, **options)})
+
+
+def read_count(text: str) -> int:
+    """A number of tokens or bytes as vLLM reads it: 4096, 4k (4000), 4K (4096), 25.6k, 2M, 1G; also 2GiB."""
+    match = re.fullmatch(r"(\d+)(\.\d+)?(?:([kmgt])|([KMGT])(?:iB)?)?", text)
+    if match is None or (match[2] and not match[3]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number as 4096, 4k, 25.6k or 4K")
+    unit = 1000 ** (1 + "kmgt".index(match[3])) if match[3] else 1024 ** (1 + "KMGT".index(match[4])) if match[4] else 1
+    return round(float(match[1] + (match[2] or "")) * unit) if match[2] else int(match[1]) * unit
+
+
+def read_speculative(text: str) -> list[str]:
+    """The overrides of a --speculative-config; a method that vLLM calls draft_model is draft."""
+    try:
+        stated = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config={text} is no JSON object ({error})") from None
+    if not isinstance(stated, dict):
+        raise ConfigError(f"--speculative-config={text} is no JSON object")
+    for name in stated:
+        if name not in SPECULATIVE:
+            hint = did_you_mean(name, SPECULATIVE)
+            known = ", ".join(SPECULATIVE)
+            raise ConfigError(f"--speculative-config: there is no such field {name}{hint}; there are: {known}")
+    if stated.get("method") == "draft_model":
+        stated["method"] = "draft"
+    return [override(SPECULATIVE[name], value) for name, value in stated.items()]
 
 
 @dataclass
@@ -63,63 +101,88 @@ class EngineArgs:
     """The values of the flags; None for a flag that was not given."""
 
     model: str | None = flag("checkpoint", "folder, hub id or .gguf file", null="the embedded model")
-    revision: str | None = flag("revision", "of a hub id", null="main")
+    revision: str | None = flag("revision", "of a hub id", null="main", of=(VLLM,))
     trust_remote_code: bool | None = flag("trust_remote_code", "run the code that a checkpoint's tokenizer brings")
-    dtype: str | None = flag("dtype", "of weights and activations: bf16, fp16, fp32 or auto, the checkpoint's")
-    device: str | None = flag("device", "cpu, cuda (AMD's too) or auto, a GPU where there is one")
-    seed: int | None = flag("seed", "of what is drawn")
+    dtype: str | None = flag(
+        "dtype", "of weights and activations: bf16, fp16, fp32 or auto, the checkpoint's", of=(VLLM,)
+    )
+    device: str | None = flag("device", "cpu, cuda (AMD's too) or auto, a GPU where there is one", of=(VLLM,))
+    seed: int | None = flag("seed", "of what is drawn", of=(VLLM,))
     tensor_parallel_size: int | None = flag("parallel.tensor", "ranks that a layer is divided among", "-tp")
     data_parallel_size: int | None = flag("parallel.replicas", "engines behind one server", "-dp")
     enforce_eager: bool | None = flag("serve.enforce_eager", "capture no CUDA graph")
     enable_prefix_caching: bool | None = flag("serve.enable_prefix_caching", "share the KV of prompts that begin alike")
-    port: int | None = flag("serve.port", "of the engine itself, which listens on none", accepted=8006)
+    port: int | None = flag("serve.port", "of the engine itself, which listens on none", accepted=(8006,), of=(ROCM,))
     kv_cache_dtype: str | None = flag(
         "serve.kv_cache_dtype", "of the KV cache: bf16, fp16, fp32, fp8; auto: the model's"
     )
     block_size: int | None = flag("serve.block_size", "tokens of a KV block")
-    max_model_len: int | None = flag("serve.max_model_len", "tokens of prompt and answer", null="the model's")
-    max_num_batched_tokens: int | None = flag("serve.max_num_batched_tokens", "tokens in a step")
+    max_model_len: int | None = flag(
+        "serve.max_model_len", "tokens of prompt and answer, also as 4k or 4K", null="the model's", read=read_count
+    )
+    max_num_batched_tokens: int | None = flag(
+        "serve.max_num_batched_tokens", "tokens in a step, also as 8k or 8K", read=read_count
+    )
     max_num_seqs: int | None = flag("serve.max_num_seqs", "sequences in a step")
     gpu_memory_utilization: float | None = flag(
         "serve.gpu_memory_utilization", "share of a GPU's memory; on a CPU --set serve.kv_cache_memory=BYTES"
     )
-    scheduler_delay_factor: float | None = flag("serve.scheduler_delay_factor", "wait before the next prompt")
+    scheduler_delay_factor: float | None = flag(
+        "serve.scheduler_delay_factor", "wait before the next prompt", of=(ROCM,)
+    )
     cudagraph_capture_sizes: tuple[str, ...] | None = flag(
         "serve.cudagraph_capture_sizes", "batch sizes of captured CUDA graphs"
     )
     level: int | None = flag(
-        "level", "0 reference ops, 1 fused ops, 2 compiled pieces, 3 CUDA graphs", null="the highest that runs here"
+        "level",
+        "0 reference ops, 1 fused ops, 2 compiled pieces, 3 CUDA graphs",
+        null="the highest that runs here",
+        of=(ROCM,),
     )
-    load_dummy: bool | None = flag("load_dummy", "random weights: only config.json is read")
+    load_dummy: bool | None = flag("load_dummy", "random weights: only config.json is read", of=(ROCM,))
     enable_expert_parallel: bool | None = flag("serve.enable_expert_parallel", "divide experts among ranks")
-    enable_dp_attention: bool | None = flag("serve.enable_dp_attention", "divide attention by request among devices")
+    enable_dp_attention: bool | None = flag(
+        "serve.enable_dp_attention", "divide attention by request among devices", of=(ROCM,)
+    )
     torch_profiler_dir: str | None = flag(
-        "serve.torch_profiler_dir", "folder for profiler traces", null="$ATOM_TORCH_PROFILER_DIR"
+        "serve.torch_profiler_dir", "folder for profiler traces", null="$ATOM_TORCH_PROFILER_DIR", of=(ROCM,)
     )
     method: str | None = flag(
-        "serve.method", "of drafting tokens, which the model verifies: ngram, mtp, eagle3, draft", null="none"
+        "serve.method",
+        "of drafting tokens, which the model verifies: ngram, mtp, eagle3, draft",
+        null="none",
+        of=(ROCM,),
     )
-    draft_model: str | None = flag("serve.draft_model", "folder or hub id of what eagle3 and draft draft with")
-    num_speculative_tokens: int | None = flag("serve.num_speculative_tokens", "tokens that a method drafts", null="3")
+    draft_model: str | None = flag(
+        "serve.draft_model", "folder or hub id of what eagle3 and draft draft with", of=(ROCM,)
+    )
+    num_speculative_tokens: int | None = flag(
+        "serve.num_speculative_tokens", "tokens that a method drafts", null="3", of=(ROCM,)
+    )
     spec_decode_acceptance_length: float | None = flag(
-        "serve.acceptance_length", "tokens a step, drafts accepted by chance; with --load-dummy", null="as drafts are"
+        "serve.acceptance_length",
+        "tokens a step, drafts accepted by chance; with --load-dummy",
+        null="as drafts are",
+        of=(ROCM,),
     )
-    speculative_config: str | None = None  # vLLM's JSON of the fields of drafting
+    speculative_config: str | None = flag(
+        "serve.method", f"JSON of {', '.join(SPECULATIVE)}", null="none", of=(VLLM,), write=read_speculative
+    )
     settings: tuple[str, ...] | None = None  # overrides after those of the flags
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Add every flag to the parser, under its name with - and with _."""
         about = "any fields of the configuration, put behind what the flags say"
-        about_json = f"vLLM's JSON of {', '.join(SPECULATIVE)}"
-        add_flag(parser, "speculative-config", metavar="JSON", help=about_json)
         add_flag(parser, "set", dest="settings", nargs="+", action="extend", metavar="KEY=VALUE", help=about)
         for name, kind, flag in cls.flags():
-            options: dict[str, Any] = {"metavar": "N" if kind in (int, float) else "TEXT", "type": kind}
+            options: dict[str, Any] = {"metavar": "N" if kind in (int, float) else "TEXT", "type": flag.read or kind}
             if get_origin(kind) is tuple:
-                options |= {"nargs": "+", "action": "extend", "type": str}
+                options |= {"nargs": "+", "action": "extend", "type": flag.read or str}
             elif kind is bool:
                 options = {"action": "store_true", "default": None}
+                off = {"dest": name, "action": "store_false", "default": None, "help": argparse.SUPPRESS}
+                add_flag(parser, f"no-{name.replace('_', '-')}", **off)
             names = filter(None, (name.replace("_", "-"), flag.short))
             add_flag(parser, *names, help=describe(flag), **options)
         return parser
@@ -141,9 +204,15 @@ class EngineArgs:
 
     def overrides(self) -> list[str]:
         """The overrides of the flags that were given."""
-        values = [(flag, getattr(self, name)) for name, _, flag in self.flags()]
-        texts = [override(flag.key, value) for flag, value in values if value not in (None, flag.accepted)]
-        return [*texts, *read_speculative(self.speculative_config or "{}"), *(self.settings or ())]
+        texts: list[str] = []
+        for name, _, flag in self.flags():
+            value = getattr(self, name)
+            if value is None or value in flag.accepted:
+                continue
+            if not flag.key and flag.write is None:
+                raise refuse_value(name, value, flag)
+            texts += [override(flag.key, value)] if flag.write is None else flag.write(value)
+        return [*texts, *(self.settings or ())]
 
     def load(self) -> Config:
         """Load the configuration of these flags. Hydra is imported for it, which --help does not need."""
@@ -165,7 +234,10 @@ class Parser(argparse.ArgumentParser):
         """Parse a command line, by default this process's."""
         texts: list[str] = []
         for text in sys.argv[1:] if argv is None else argv:
-            if re.fullmatch(r"-[^h\W\d]", text):  # argparse would take -t for -tp
+            if refusal := refusal_of(text):
+                raise UnsupportedError(f"{text.partition('=')[0]}: {refusal}")
+            is_known = text in self._option_string_actions
+            if re.fullmatch(r"-[^\W\d]", text) and not is_known:  # argparse would take -t for -tp
                 self.error(f"unrecognized arguments: {text}")
             attached = re.fullmatch(r"(-[a-z]{2})(\d+)", text)  # -tp8, which argparse does not take
             texts += attached.groups() if attached else [text]
@@ -200,7 +272,8 @@ def run_command(
     def parse_and_work() -> int:
         args = parser.parse(argv)
         typed = {text.partition("=")[0] for text in args.settings or ()}
-        flags = {flag.key: (name, kind) for name, kind, flag in kind.flags() if flag.key not in typed}
+        known = sorted(kind.flags(), key=lambda each: getattr(args, each[0]) is not None)  # of two, the one given
+        flags = {flag.key: (name, kind) for name, kind, flag in known if flag.key not in typed and flag.write is None}
         try:
             return work(args)
         except AtomError as error:
@@ -227,35 +300,32 @@ def name_flags(text: str, flags: Mapping[str, tuple[str, Any]]) -> str:
     return re.sub(rf"(?<![\w./-])({keys})(?!\w|\.\w)(=\w*)?", spell, text)
 
 
+def refuse_value(name: str, value: Any, flag: Flag) -> UnsupportedError:
+    """The error of a value that a flag without a key does not take."""
+    name = name.replace("_", "-")
+    if isinstance(value, bool):
+        return UnsupportedError(f"--{'' if value else 'no-'}{name}: {flag.about}; leave it out")
+    taken = ", ".join(map(spelled, flag.accepted))
+    return UnsupportedError(f"--{name}={spelled(value)}: {flag.about}; there is: {taken}")
+
+
 def describe(flag: Flag) -> str:
     """Describe a flag, and the default that is in effect."""
-    default, is_only = flag.accepted, True
-    if default is None:
+    if not flag.key:
+        taken = [spelled(value) for value in flag.accepted if not isinstance(value, bool)]
+        return f"{flag.about} ({', '.join(taken)})" if taken else flag.about
+    if flag.write is not None:
+        return f"{flag.about} (default: {flag.null})"
+    if flag.key in keys(Config):
         *_, config_field = fields_along(flag.key)
         default = config_field.default if config_field.default_factory is MISSING else config_field.default_factory()
         is_only = len(config_field.metadata.get("built", ())) == 1
+    else:
+        (default,), is_only = flag.accepted, True
     if isinstance(default, bool):
         return f"{flag.about} (not built yet)" if is_only else flag.about
-    words = flag.null if default in (None, []) else spelled(default)
+    words = flag.null if default in (None, [], "") else spelled(default)
     return f"{flag.about} (default: {words}{'; others are not built yet' if is_only else ''})"
-
-
-def read_speculative(text: str) -> list[str]:
-    """The overrides of a --speculative-config; a method that vLLM calls draft_model is draft."""
-    try:
-        stated = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--speculative-config={text} is no JSON object ({error})") from None
-    if not isinstance(stated, dict):
-        raise ConfigError(f"--speculative-config={text} is no JSON object")
-    for name in stated:
-        if name not in SPECULATIVE:
-            hint = did_you_mean(name, SPECULATIVE)
-            known = ", ".join(SPECULATIVE)
-            raise ConfigError(f"--speculative-config: there is no such field {name}{hint}; there are: {known}")
-    if stated.get("method") == "draft_model":
-        stated["method"] = "draft"
-    return [override(SPECULATIVE[name], value) for name, value in stated.items()]
 
 
 def open_lists(texts: Sequence[str]) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
-"""ROCm/ATOM's server command: `atom-run job=serve` with its flags.
+"""ROCm/ATOM's server command: `atom-run job=serve` with its flags and those of `vllm serve`.
 
 python -m atom.entrypoints.openai_server --model Qwen/Qwen3-0.6B --host 127.0.0.1 --server-port 8000
+python -m atom.entrypoints.openai_server Qwen/Qwen3-0.6B --port 8000 --max-model-len 4k
 python -m atom.entrypoints.openai_server --model /models/llama --served-model-name llama default --api-key @keys.txt
 
 The errors, Ctrl-C and exit codes are those of `atom-run`.
@@ -14,35 +15,56 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atom.cli import run
-from atom.entrypoints.args import EngineArgs, Parser, flag, run_command
+from atom.config.spelling import override
+from atom.entrypoints.args import ROCM, flag, run_command
+from atom.entrypoints.vllm_args import VLLMArgs, VLLMParser, vllm_flag
 
 MAX_TOKENS = 256  # default of max_tokens, as ROCm/ATOM's
 
 
+def write_keys(keys: Sequence[str]) -> list[str]:
+    return [override("serve.http.api_keys", ",".join(keys))]
+
+
 @dataclass
-class ServerArgs(EngineArgs):
+class ServerArgs(VLLMArgs):
     """The values of the flags; None for a flag that was not given."""
 
     host: str | None = flag("serve.http.host", "address to listen on")
-    server_port: int | None = flag("serve.http.port", "of HTTP; 0: a free one")
-    served_model_name: tuple[str, ...] | None = flag(
+    port: int | None = vllm_flag(
+        "serve.http.port", "the same as --server-port, beside which it is ROCm/ATOM's of an engine: none listens here"
+    )
+    server_port: int | None = flag("serve.http.port", "of HTTP; 0: a free one", of=(ROCM,))
+    root_path: str | None = vllm_flag(
+        "serve.http.root_path", "in front of all paths, as /llm, or taken away by a proxy"
+    )
+    ssl_certfile: str | None = vllm_flag("serve.http.ssl_certfile", "of HTTPS: a PEM file of certificates", null="HTTP")
+    ssl_keyfile: str | None = vllm_flag("serve.http.ssl_keyfile", "its key, unless that is in the same file")
+    served_model_name: tuple[str, ...] | None = vllm_flag(
         "serve.http.served_model_name", "what requests may call the model", null="the checkpoint's name"
     )
-    api_key: str | None = flag(
-        "serve.http.api_keys", "keys, separated by commas, or @FILE with one a line", null="$ATOM_API_KEYS"
+    api_key: tuple[str, ...] | None = vllm_flag(
+        "serve.http.api_keys",
+        "keys, also separated by commas, or @FILE with one a line",
+        null="$ATOM_API_KEYS, $VLLM_API_KEY",
+        write=write_keys,
     )
-    chat_template: str | None = flag(
+    chat_template: str | None = vllm_flag(
         "serve.http.chat_template", "a file with a jinja template", null="the checkpoint's"
     )
-    allowed_origins: tuple[str, ...] | None = flag("serve.http.cors", "whose pages may read answers; '*': all")
-    tool_calls: str | None = flag("serve.http.tool_calls", "their format: none, json, tagged_json, python_tag or auto")
-    max_queue: int | None = flag("serve.http.max_queue", "requests that wait; more are answered 429")
-    drain_seconds: float | None = flag("serve.http.drain_seconds", "for running requests to end after SIGTERM")
+    allowed_origins: tuple[str, ...] | None = vllm_flag("serve.http.cors", "whose pages may read answers; '*': all")
+    max_num_queued_reqs: int | None = vllm_flag("serve.http.max_queue", "the same as --max-queue")
+    shutdown_timeout: float | None = vllm_flag("serve.http.drain_seconds", "the same as --drain-seconds")
+    tool_calls: str | None = flag(
+        "serve.http.tool_calls", "their format: none, json, tagged_json, python_tag or auto", of=()
+    )
+    max_queue: int | None = flag("serve.http.max_queue", "requests that wait; more are answered 429", of=())
+    drain_seconds: float | None = flag("serve.http.drain_seconds", "for running requests to end after SIGTERM", of=())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal; the exit code."""
-    parser = Parser("python -m atom.entrypoints.openai_server", "Serves the OpenAI API: atom-run job=serve.")
+    parser = VLLMParser("python -m atom.entrypoints.openai_server", "Serves the OpenAI API: atom-run job=serve.")
     ServerArgs.add_cli_args(parser)
     return run_command(parser, serve, argv, ServerArgs)
 

@@ -16,8 +16,8 @@ from atom.config import Config
 from atom.config.folders import CONF
 from atom.config.hydra import one_line_errors, register, with_search_path
 from atom.config.load import show
-from atom.config.overrides import HIDDEN, SECRET, hide_secret, rewrite, write_recipe
-from atom.config.spelling import override
+from atom.config.overrides import SECRET, hide_secret, rewrite, write_recipe
+from atom.config.spelling import HIDDEN, override
 from atom.devices import open_early
 from atom.errors import ConfigError
 from atom.gc_utils import no_collection

@@ -38,4 +38,4 @@ def find_key(flag: str) -> str | None:
         return "checkpoint"
     known = [key for key in keys(Config) if not key.startswith("model.") and key not in SET_BY_LOAD]
     same = [key for key in known if key.rpartition(".")[2] == flag]
-    return min(same, key=lambda key: key.count("."), default=None)
+    return min(same, key=lambda key: (key.startswith("parallel."), key.count(".")), default=None)

@@ -94,6 +94,7 @@ class Engine:
         """
         tokens = self.vocabulary.tokenize(prompt)
         self.vocabulary.check(params)
+        bad_words = self.vocabulary.encode_bad_words(params.bad_words or ())
         matchers = self._compile_grammar(params)
         with self._lock:
             request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
@@ -112,6 +113,7 @@ class Engine:
                 stop_ids=self.vocabulary.stop_ids,
                 priority=priority,
                 matcher=matchers[index] if matchers else None,
+                bad_words=bad_words,
             )
             self.scheduler.check(sequence)
             sequences.append(sequence)

@@ -37,7 +37,7 @@ class Drafter(Protocol):
 def is_drafted(sequence: Sequence) -> bool:
     """Whether drafts are verified for a sequence: its draws depend on logits alone, and no report is asked for."""
     params, num_output = sequence.params, len(sequence.output) + sequence.num_pending
-    is_free = params.logprobs is None and not params.logit_bias and sequence.matcher is None
+    is_free = params.logprobs is None and not params.has_token_rules and sequence.matcher is None
     return is_free and num_output > 0 and num_output >= params.min_tokens
 
 

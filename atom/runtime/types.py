@@ -90,6 +90,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # eos tokens
     priority: int = 0  # lower is served earlier
     matcher: Matcher | None = None  # None: the answer is not constrained
+    bad_words: list[list[int]] = field(default_factory=list)  # tokens that may not come one behind the other
     arrival: float = field(default_factory=time.perf_counter)  # seconds
 
 
@@ -136,7 +137,7 @@ class Sequence(Answer, SchedulingState, Request):
     @property
     def needs_host(self) -> bool:
         """Whether the next token depends on the tokens themselves, so that no step can be planned ahead."""
-        return self.matcher is not None
+        return self.matcher is not None or any(len(word) > 1 for word in self.bad_words)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at positions start to stop, over prompt and output."""

@@ -6,6 +6,7 @@ vocabulary.tokenize("Hello")        # [19556]
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
@@ -46,10 +47,27 @@ class Vocabulary:
             raise RequestError("the checkpoint has no tokenizer; give prompts as lists of token ids, without job.chat")
         return self.tokenizer.encode_chat(messages)
 
+    def encode_bad_words(self, words: Iterable[str]) -> list[list[int]]:
+        """The tokens of each text, at the start of an answer and behind a space, where that is another one token.
+
+        As vLLM's SamplingParams.update_from_tokenizer has it. RequestError where there is no tokenizer.
+        """
+        found: list[list[int]] = []
+        for word in words:
+            if self.tokenizer is None:
+                raise RequestError("bad_words needs a tokenizer, which the checkpoint has not; use logit_bias")
+            plain, spaced = (
+                self.tokenizer.encode(f"{space}{word.lstrip()}", add_special_tokens=False) for space in ("", " ")
+            )
+            if not plain:
+                raise RequestError(f"bad_words: {word!r} has no token; give a word")
+            found += [plain, spaced] if plain[0] != spaced[0] and len(plain) == len(spaced) else [plain]
+        return found
+
     def check(self, params: SamplingParams) -> None:
         """RequestError where the parameters name a token that the model does not have, or need a tokenizer."""
         if params.stop_strings and self.tokenizer is None:
             raise RequestError("stop_strings needs a tokenizer, which the checkpoint has not; use stop_token_ids")
-        for token in (*(params.stop_token_ids or ()), *(params.logit_bias or ())):
+        for token in (*(params.stop_token_ids or ()), *(params.logit_bias or ()), *(params.allowed_token_ids or ())):
             if not 0 <= token < self.size:
                 raise RequestError(f"{token} is no token id; they are numbers from 0 to {self.size - 1}")

@@ -1,4 +1,4 @@
-"""Operators' routes: /health, /ready, /metrics, /version, models, profiler.
+"""Operators' routes: /health, /ready, /ping, /load, /metrics, /version, /server_info, models, profiler.
 
 curl -i localhost:8000/health
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
-from typing import Any
+from dataclasses import asdict
+from typing import Any, Literal
 
 from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 import atom
+from atom.config import Config
+from atom.config.spelling import HIDDEN, is_secret
 from atom.measurement.hardware import describe_cpus
 from atom.runtime.speculation import draft_statistics
 from atom.serve.context import Context
@@ -46,6 +49,23 @@ def routes(context: Context) -> APIRouter:
     async def ready() -> Response:
         """The same, for load balancers."""
         return await health()
+
+    @router.get("/ping")
+    @router.post("/ping")
+    async def ping() -> Response:
+        """The same, for SageMaker and clients of vLLM."""
+        return await health()
+
+    @router.get("/load")
+    async def load() -> Response:
+        """The sequences that run or wait in all engines, as `server_load`."""
+        return json_response({"server_load": sum(engine.client.num_sequences for engine in context.engines)})
+
+    @router.get("/server_info")
+    async def server_info(config_format: Literal["text", "json"] = "text") -> Response:
+        """The configuration, API keys hidden: as text, or with config_format=json as an object."""
+        shown = describe_config(context.config)
+        return json_response({"vllm_config": shown if config_format == "json" else str(shown)})
 
     @router.get("/metrics")
     async def metrics() -> Response:
@@ -108,6 +128,16 @@ def routes(context: Context) -> APIRouter:
         return json_response({"status": "stopped", "trace": traces[0], "traces": traces})
 
     return router
+
+
+def describe_config(config: Config) -> dict[str, Any]:
+    """The configuration as /server_info shows it: without what it was loaded from, and without API keys."""
+    shown = asdict(config)
+    for name in ("hf", "generation", "overrides"):
+        del shown[name]
+    if is_secret(config.serve.http.api_keys):
+        shown["serve"]["http"]["api_keys"] = HIDDEN
+    return shown
 
 
 def describe_engine(engine: Replica) -> dict[str, Any]:

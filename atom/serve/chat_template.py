@@ -44,12 +44,19 @@ def encode_conversation(
     tools: Sequence[Tool] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     truncate: int | None = None,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
 ) -> Conversation:
     """Render and tokenize a chat. RequestError where the checkpoint's template is missing or refuses these messages.
 
-    truncate: only that many of the last tokens are used; more may be returned.
+    truncate: only that many of the last tokens are used; more may be returned. continue_final_message: the prompt ends
+    where the last message does, as in transformers' apply_chat_template.
     """
     tokenizer = context.need_tokenizer()
+    if continue_final_message and add_generation_prompt:
+        fix = "set add_generation_prompt=false"
+        raise FieldError("continue_final_message", f"continue_final_message opens no other turn; {fix}")
     for name in kwargs or ():
         if name not in TEMPLATE_KWARGS:
             known = ", ".join(TEMPLATE_KWARGS)
@@ -58,7 +65,8 @@ def encode_conversation(
     for call in (call for message in messages for call in message.tool_calls or ()):
         check_size(call.function.arguments.encode(), context.config.serve.http)  # JSON in JSON
     plain = [plain_message(message, tokenizer) for message in messages]
-    return encode_plain(context, plain, tools, kwargs, truncate=truncate)
+    values = dict(kwargs or {}) | {"add_generation_prompt": add_generation_prompt}
+    return encode_plain(context, plain, tools, values, truncate=truncate, is_continued=continue_final_message)
 
 
 def encode_plain(
@@ -68,8 +76,12 @@ def encode_plain(
     kwargs: Mapping[str, Any] | None = None,
     prefill: str = "",
     truncate: int | None = None,
+    is_continued: bool = False,
 ) -> Conversation:
-    """Render and tokenize messages in the template's form. prefill: the beginning of the answer."""
+    """Render and tokenize messages in the template's form. prefill: the beginning of the answer.
+
+    is_continued: the answer begins with the last message.
+    """
     tokenizer, values = context.need_tokenizer(), dict(kwargs or {})
     cut = partial(context.cut, truncate=truncate)
     for message in messages:
@@ -82,7 +94,9 @@ def encode_plain(
     if tools:
         values["tools"] = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
     return Conversation(
-        *tokenizer.prepare_chat(messages, prefill=prefill, cut=cut, check=context.check_count, **values)
+        *tokenizer.prepare_chat(
+            messages, prefill=prefill, is_continued=is_continued, cut=cut, check=context.check_count, **values
+        )
     )
 
 

@@ -40,7 +40,7 @@ class Context:
         self.config = config
         self.engines = engines
         self.metrics = metrics
-        self.names = served_names(config)
+        self.names = config.served_names
         self.tokenizer: Tokenizer | None = None  # before `is_ready`, and where the checkpoint has none
         self.has_tokenizer = asyncio.Event()  # set once it is known whether there is one
         # a terminal has one line for progress bars, the engine's
@@ -164,12 +164,6 @@ class Context:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def served_names(config: Config) -> list[str]:
-    """The names of the model in requests."""
-    default = config.checkpoint or config.model.name
-    return config.serve.http.served_model_name or [default]
 
 
 def read_template(config: Config) -> str | None:

@@ -22,7 +22,7 @@ from atom.config import HTTPConfig
 from atom.serve.errors import body_at, error_body, is_anthropic, shown
 from atom.serve.ids import new_id
 from atom.serve.metrics import Metrics
-from atom.serve.middleware import REQUEST_ID
+from atom.serve.middleware import REQUEST_ID, strip_root
 
 LOG = logging.getLogger("atom.http")
 LINGER_SECONDS = 2.0  # in which a refused client may go on sending: closing at once would lose the response
@@ -118,7 +118,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Send an error response, unless a response has started, and close the connection."""
         self._is_refused = True
         self._stop_read_timer()
-        path = self.url.partition(b"?")[0].decode("latin-1")
+        path = strip_root(self.url.partition(b"?")[0].decode("latin-1"), self.limits.root_path)
         client_id = dict(self.headers or ()).get(b"x-request-id", b"").decode("latin-1")
         request_id = client_id if REQUEST_ID.fullmatch(client_id) else new_id("req")
         fields = {"request_id": request_id, "path": shown(path), "status": int(status), "client": self.client}
@@ -137,7 +137,8 @@ class LimitedProtocol(HttpToolsProtocol):
             for name in ("x-request-id", "request-id") if is_anthropic(path) else ("x-request-id",):
                 head += f"{name}: {request_id}\r\n"
             self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # TLS has none
+                self.transport.write_eof()
             self._write_timer = self._write_timer or self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def _start_read_timer(self) -> None:

@@ -5,24 +5,52 @@
     metrics.render()                          # the text of /metrics
 
 Counts of an engine come from its last heartbeat, those of HTTP are counted here. Of several replicas each has a sample
-with its number, `engine="0"`. The registry is the app's own, so that a process may have two apps.
+with its number, `engine="0"`. What vLLM has too bears its label `model_name` and, with serve.http.vllm_metrics=true,
+is there a second time as in vLLM: prefixed `vllm:`, with its buckets. The registry is the app's own, so that a process
+may have two apps.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
-from typing import TypeVar
+from itertools import accumulate, takewhile
+from math import inf
+from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineState
+from atom.serve.engine.protocol import Finish
 from atom.serve.engine.replicas import Replica, Replicas
 
-LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)  # seconds
-SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)  # seconds
+# vLLM's buckets (vllm/v1/metrics/loggers.py), seconds
+FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+               80.0, 160.0, 640.0, 2560.0)  # fmt: skip
+TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+           1920.0, 7680.0)  # fmt: skip
+ANSWERS = (1, 2, 5, 10, 20)
+# ours beside them, for small models and fast GPUs
+FINE_TOKEN = (0.001, 0.0025, 0.005, 0.02, 0.03)
+FINE_REQUEST = (0.01, 0.025, 0.05, 0.1, 0.2)
+
+# of the metrics of engines, those that vLLM has
+VLLM_ENGINE = {
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "prefix_cache_queries",
+    "prefix_cache_hits", "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
+    "spec_decode_num_accepted_tokens_per_pos",
+}  # fmt: skip
+OLD_NAMES = {  # which older boards of vLLM ask for
+    "inter_token_latency_seconds": "time_per_output_token_seconds",
+    "kv_cache_usage_perc": "gpu_cache_usage_perc",
+    "prefix_cache_queries": "gpu_prefix_cache_queries",
+    "prefix_cache_hits": "gpu_prefix_cache_hits",
+}
+VLLM_REASONS = {"eos": "stop", "stop_sequence": "stop", "max_tokens": "length"}  # others are stop tokens, or the same
 
 Family = TypeVar("Family", GaugeMetricFamily, CounterMetricFamily)
 
@@ -64,41 +92,56 @@ COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
 }
 
 
+class Collector(Protocol):
+    def collect(self) -> Iterable[Metric]: ...
+
+
 class EngineCollector:
     """Collects the engines' state when the metrics are read."""
 
     def __init__(self, engines: Replicas) -> None:
-        self._engines = engines
-        self._label = ["engine"] if len(engines) > 1 else []
+        self._engines, self._model = engines, engines.config.served_names[0]
 
     def collect(self) -> Iterable[Metric]:
         for name, (about, value) in GAUGES.items():
-            yield self._fill(GaugeMetricFamily(f"atom:{name}", about, labels=self._label), value)
+            yield self._fill(GaugeMetricFamily(f"atom:{name}", about, labels=self._labels(name)), value)
         for name, (about, value) in COUNTERS.items():
-            yield self._fill(CounterMetricFamily(f"atom:{name}", about, labels=self._label), value)
+            yield self._fill(CounterMetricFamily(f"atom:{name}", about, labels=self._labels(name)), value)
         yield self._accepted()
 
+    def _labels(self, name: str) -> list[str]:
+        return [*(["model_name"] if name in VLLM_ENGINE else []), *(["engine"] if len(self._engines) > 1 else [])]
+
+    def _values(self, labels: Sequence[str], engine: Replica) -> list[str]:
+        return [{"model_name": self._model, "engine": str(engine.number)}[label] for label in labels]
+
     def _accepted(self) -> Metric:
-        name = "atom:spec_decode_num_accepted_tokens_per_pos"
-        family = CounterMetricFamily(name, "drafts whose token at a position counts", labels=[*self._label, "position"])
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        labels = self._labels(name)
+        about = "drafts whose token at a position counts"
+        family = CounterMetricFamily(f"atom:{name}", about, labels=[*labels, "position"])
         for engine in self._engines:
-            own = [str(engine.number)] if self._label else []
             for position, count in enumerate(engine.client.stats.scheduler.accepted_per_pos):
-                family.add_metric([*own, str(position)], count)
+                family.add_metric([*self._values(labels, engine), str(position)], count)
         return family
 
     def _fill(self, family: Family, value: Callable[[Replica], float]) -> Family:
+        labels = self._labels(family.name.removeprefix("atom:"))
         for engine in self._engines:
-            family.add_metric([str(engine.number)] if self._label else [], value(engine))
+            family.add_metric(self._values(labels, engine), value(engine))
         return family
 
 
 class Histogram:
     """A histogram for one thread: it is updated for every token, so it takes no lock and does not walk the buckets."""
 
-    def __init__(self, name: str, about: str, bounds: Sequence[float]) -> None:
-        self._name, self._about, self._bounds = name, about, bounds
-        self._counts = [0] * (len(bounds) + 1)
+    def __init__(
+        self, name: str, about: str, bounds: Sequence[float], more: Sequence[float] = (), model: str | None = None
+    ) -> None:
+        """bounds: vLLM's buckets; more: those that only we have. model: the label model_name, None for no label."""
+        self._name, self._about, self._model = name, about, model
+        self._vllm_bounds, self._bounds = bounds, sorted({*bounds, *more})
+        self._counts = [0] * (len(self._bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
@@ -106,35 +149,123 @@ class Histogram:
         self._sum += value
 
     def collect(self) -> Iterable[Metric]:
-        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
-        yield HistogramMetricFamily(self._name, self._about, buckets, self._sum)
+        yield self._family(self._bounds)
+
+    def collect_vllm(self) -> Iterable[Metric]:
+        """The same with vLLM's buckets alone."""
+        yield self._family(self._vllm_bounds)
+
+    def _family(self, bounds: Sequence[float]) -> Metric:
+        totals = dict(zip([*self._bounds, inf], accumulate(self._counts), strict=True))
+        names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+        buckets = [(name, float(totals[bound])) for name, bound in zip(names, [*bounds, inf], strict=True)]
+        labels = [] if self._model is None else ["model_name"]
+        family = HistogramMetricFamily(self._name, self._about, labels=labels)
+        family.add_metric([] if self._model is None else [self._model], buckets, self._sum)
+        return family
+
+
+class VLLMCollector:
+    """The metrics that vLLM has too: under its names, with its label `engine` and its words for reasons."""
+
+    def __init__(self, collectors: Sequence[Collector], *, has_one_engine: bool) -> None:
+        self._collectors, self._engine = collectors, {"engine": "0"} if has_one_engine else {}
+
+    def collect(self) -> Iterable[Metric]:
+        for collector in self._collectors:
+            families = collector.collect_vllm() if isinstance(collector, Histogram) else collector.collect()
+            for family in families:
+                name = family.name.removeprefix("atom:")
+                if all("model_name" in sample.labels for sample in family.samples):
+                    yield self._rename(family, name, name)
+                    if name in OLD_NAMES:
+                        yield self._rename(family, name, OLD_NAMES[name])
+
+    def _rename(self, family: Metric, name: str, alias: str) -> Metric:
+        totals: dict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+        for sample in family.samples:
+            labels = self._engine | sample.labels
+            if reason := labels.get("finished_reason"):
+                labels["finished_reason"] = VLLM_REASONS.get(reason, "stop" if reason.startswith("stop_") else reason)
+            if not sample.name.endswith("_created"):
+                totals[sample.name.replace(f"atom:{name}", f"vllm:{alias}", 1), tuple(labels.items())] += sample.value
+        renamed = Metric(f"vllm:{alias}", family.documentation, family.type)
+        for (sample_name, pairs), value in totals.items():
+            renamed.add_sample(sample_name, dict(pairs), value)
+        return renamed
 
 
 class Metrics:
     def __init__(self, engines: Replicas) -> None:
+        config = engines.config
+        self._model = model = config.served_names[0]
         self.registry = CollectorRegistry(auto_describe=False)
-        self.registry.register(EngineCollector(engines))
+        collectors: list[Collector] = [EngineCollector(engines)]
+        self.registry.register(collectors[0])
         ProcessCollector(registry=self.registry)  # process_resident_memory_bytes, process_open_fds, … of this process
 
         def counter(name: str, about: str, *labels: str) -> Counter:
-            return Counter(f"atom:{name}", about, labels, registry=self.registry)
-
-        def histogram(name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
-            found = Histogram(f"atom:{name}", about, buckets)
-            self.registry.register(found)
+            found = Counter(f"atom:{name}", about, ("model_name", *labels), registry=self.registry)
+            collectors.append(found)
             return found
 
-        self.prompt_tokens = counter("prompt_tokens", "tokens of prompts")
-        self.generation_tokens = counter("generation_tokens", "tokens generated")
-        self.requests = counter("request_success", "sequences that ended, by reason", "finished_reason")
-        self.http = counter("http_requests", "answers over HTTP", "path", "status")
+        def histogram(name: str, about: str, bounds: Sequence[float], more: Sequence[float] = ()) -> Histogram:
+            found = Histogram(f"atom:{name}", about, bounds, more, model)
+            self.registry.register(found)
+            collectors.append(found)
+            return found
+
+        sizes = powers_1_2_5(config.serve.max_model_len or config.model.max_position)
+        times = REQUEST, FINE_REQUEST
+        self.prompt_tokens = counter("prompt_tokens", "tokens of prompts").labels(model)
+        self.generation_tokens = counter("generation_tokens", "tokens generated").labels(model)
+        self._requests = counter("request_success", "sequences that ended, by reason", "finished_reason")
+        self.http = Counter("atom:http_requests", "answers over HTTP", ("path", "status"), registry=self.registry)
         self.tasks = Gauge("atom:event_loop_tasks", "tasks of the HTTP process", registry=self.registry)
-        self.ttft = histogram("time_to_first_token_seconds", "from arrival to the first token", LONG)
-        self.itl = histogram("inter_token_latency_seconds", "between two events of a sequence", SHORT)
-        self.tpot = histogram("request_time_per_output_token_seconds", "of a sequence, after its first", SHORT)
-        self.e2e = histogram("e2e_request_latency_seconds", "from arrival to the last token", LONG)
-        self.queue = histogram("request_queue_time_seconds", "from arrival in the engine to admission", LONG)
+        self.ttft = histogram("time_to_first_token_seconds", "from arrival to the first token", FIRST_TOKEN)
+        self.itl = histogram("inter_token_latency_seconds", "between two events of a sequence", TOKEN, FINE_TOKEN)
+        about = "of a sequence, after its first"
+        self.tpot = histogram("request_time_per_output_token_seconds", about, TOKEN, FINE_TOKEN)
+        self._e2e = histogram("e2e_request_latency_seconds", "from arrival to the last token", *times)
+        about = "from arrival in the engine to admission"
+        self._queue = histogram("request_queue_time_seconds", about, *times)
+        self._prefill = histogram("request_prefill_time_seconds", "from admission to the first token", *times)
+        self._decode = histogram("request_decode_time_seconds", "from the first token to the last", *times)
+        self._inference = histogram("request_inference_time_seconds", "from admission to the last token", *times)
+        self._prompt_size = histogram("request_prompt_tokens", "tokens of a sequence's prompt", sizes)
+        self._output_size = histogram("request_generation_tokens", "tokens of a sequence's answer", sizes)
+        about = "tokens of the longest answer to a prompt"
+        self.longest = histogram("request_max_num_generation_tokens", about, sizes)
+        self._max_tokens = histogram("request_params_max_tokens", "max_tokens of a prompt's answers", sizes)
+        self._num_answers = histogram("request_params_n", "answers asked for to a prompt", ANSWERS)
+        if config.serve.http.vllm_metrics:
+            self.registry.register(VLLMCollector(collectors, has_one_engine=len(engines) == 1))
+
+    def record_request(self, num_prompt: int, params: Sequence[SamplingParams]) -> None:
+        """Record a request. num_prompt: tokens of all its prompts; params: of each of them."""
+        self.prompt_tokens.inc(num_prompt)
+        for each in params:
+            self._max_tokens.observe(each.max_tokens)
+            self._num_answers.observe(each.n)
+
+    def record_end(self, finish: Finish, num_prompt: int, seconds: float) -> None:
+        """Record the end of a sequence. num_prompt: tokens of its prompt; seconds: since its request arrived."""
+        self.count_ends(finish.reason)
+        self._e2e.observe(seconds)
+        self._queue.observe(finish.queue)
+        self._prefill.observe(finish.prefill)
+        self._decode.observe(finish.decode)
+        self._inference.observe(finish.prefill + finish.decode)
+        self._prompt_size.observe(num_prompt)
+        self._output_size.observe(finish.num_output)
+
+    def count_ends(self, reason: str, num_sequences: int = 1) -> None:
+        self._requests.labels(self._model, reason).inc(num_sequences)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
+
+
+def powers_1_2_5(most: int) -> list[int]:
+    """1, 2, 5, 10, 20, 50, … up to `most`, as vLLM counts tokens."""
+    return list(takewhile(lambda bound: bound <= most, (step * 10**power for power in range(12) for step in (1, 2, 5))))

@@ -3,9 +3,9 @@
     app = Guard(fastapi, keys=read_keys(config.serve.http.api_keys), metrics=metrics)
 
 Access is decided on `scope["path"]`, which the server routes by, and needs a key: `Authorization: Bearer KEY` (OpenAI),
-`x-api-key: KEY` (Anthropic), or the password of Basic (a browser, for the page). Only /health needs none. A browser
-keeps that password and sends it with any page's requests, so a POST from a page of another origin is refused, unless
-it is in `origins`.
+`x-api-key: KEY` (Anthropic), or the password of Basic (a browser, for the page). Only /health and /ping need none. A
+browser keeps that password and sends it with any page's requests, so a POST from a page of another origin is refused,
+unless it is in `origins`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,18 @@ from atom.serve.ids import new_id
 from atom.serve.metrics import Metrics
 
 LOG = logging.getLogger("atom.access")
-PUBLIC_PATH = "/health"
+PUBLIC_PATHS = ("/health", "/ping")
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
-POLLED_PATHS = (PUBLIC_PATH, "/ready", "/metrics")  # polled too often to be logged
+POLLED_PATHS = (*PUBLIC_PATHS, "/ready", "/load", "/metrics")  # polled too often to be logged
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, keys: Sequence[str], metrics: Metrics, origins: Sequence[str] = ()) -> None:
-        self._app, self._metrics, self._origins = app, metrics, origins
+    def __init__(
+        self, app: ASGIApp, keys: Sequence[str], metrics: Metrics, origins: Sequence[str] = (), root_path: str = ""
+    ) -> None:
+        """root_path: may stand in front of a path, or a proxy has taken it away."""
+        self._app, self._metrics, self._origins, self._root_path = app, metrics, origins, root_path
         self._digests = [digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -45,6 +48,7 @@ class Guard:
             return await self._app(scope, receive, send)
         if scope["type"] != "http":
             return None  # other protocols are not served
+        scope["path"] = strip_root(scope["path"], self._root_path)
         started, headers = time.perf_counter(), dict(scope["headers"])
         client_id = headers.get(b"x-request-id", b"").decode("latin-1")
         request_id = client_id if REQUEST_ID.fullmatch(client_id) else new_id("req")
@@ -63,7 +67,7 @@ class Guard:
             await send(message)
 
         try:
-            if scope["path"] != PUBLIC_PATH and not self.has_valid_key(headers):
+            if scope["path"] not in PUBLIC_PATHS and not self.has_valid_key(headers):
                 await refuse_unauthorized(scope)(scope, receive, send_with_id)
             elif scope["method"] not in SAFE_METHODS and not self.is_allowed_origin(headers):
                 await refuse_origin(scope, headers)(scope, receive, send_with_id)
@@ -102,6 +106,11 @@ class Guard:
         if site := headers.get(b"sec-fetch-site"):
             return site in (b"same-origin", b"none")
         return origin is None or origin.partition(b"://")[2].lower() == headers.get(b"host", b"").lower()
+
+
+def strip_root(path: str, root_path: str) -> str:
+    """The path behind the root path, if it begins with that."""
+    return path.removeprefix(root_path) if path.startswith(f"{root_path}/") else path
 
 
 def find_key(headers: dict[bytes, bytes]) -> bytes:

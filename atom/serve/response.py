@@ -55,6 +55,7 @@ class Choice:
     index: int  # among all of the request's
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)  # as the texts, of an answer that is not streamed
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     finish: Finish | None = None
@@ -79,9 +80,10 @@ class Answering:
         self._metrics = context.metrics
         self._first_outputs: list[Output] | None = None  # from `begin`
         self._first_at = 0.0
-        self.num_prompt = sum(map(len, request.prompts))
+        self._prompt_sizes = list(map(len, request.prompts))
+        self.num_prompt = sum(self._prompt_sizes)
         self.choices = [Choice(index // num_answers, index) for index in range(len(request.prompts) * num_answers)]
-        self._metrics.prompt_tokens.inc(self.num_prompt)
+        self._metrics.record_request(self.num_prompt, request.params)
 
     async def begin(self, receive: Receive, leave: Callable[[], None]) -> None:
         """Wait for the first outputs, for comment_seconds at most; `collect` or `outputs` returns them later.
@@ -101,6 +103,7 @@ class Answering:
         while self._first_outputs is not None or not self._stream.is_done:
             for output in await self._next():
                 choice = self._record(output)
+                choice.tokens += output.tokens
                 if output.text:
                     choice.texts.append(output.text)
                 if output.logprobs:
@@ -162,7 +165,7 @@ class Answering:
         except RequestError as error:
             raise self._request_error(str(error)) from None
         except AtomError:
-            self._metrics.requests.labels("error").inc(sum(choice.finish is None for choice in self.choices))
+            self._metrics.count_ends("error", sum(choice.finish is None for choice in self.choices))
             raise
 
     def _request_error(self, message: str) -> RequestError:
@@ -186,9 +189,11 @@ class Answering:
             choice.last_at = now
         if output.finish is not None:
             choice.finish = output.finish
-            metrics.requests.labels(output.finish.reason).inc()
-            metrics.e2e.observe(now - self._started)
-            metrics.queue.observe(output.finish.queue)
+            metrics.record_end(output.finish, self._prompt_sizes[choice.prompt_index], now - self._started)
+            first = choice.prompt_index * self._num_answers
+            siblings = self.choices[first : first + self._num_answers]
+            if all(each.finish is not None for each in siblings):
+                metrics.longest.observe(max(each.num_tokens for each in siblings))
             if choice.num_tokens > 1:
                 metrics.tpot.observe((choice.last_at - choice.first_at) / (choice.num_tokens - 1))
         return choice

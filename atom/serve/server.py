@@ -16,6 +16,7 @@ import ipaddress
 import logging
 import signal
 import socket
+import ssl
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
@@ -25,7 +26,7 @@ from typing import Any
 import uvicorn
 
 from atom.checkpoint import Tokenizer
-from atom.config import Config
+from atom.config import Config, HTTPConfig
 from atom.config.checkpoint import open_for
 from atom.errors import (
     ArtifactError,
@@ -99,6 +100,7 @@ class Server:
         self._context = Context(config, self._engines, metrics)
         keys = read_keys(http.api_keys)
         app = create_app(self._context, keys)
+        check_certificate(http)
         self._socket = listen(http.host, http.port)
         if not keys and not is_loopback(self._socket):
             fix = "set serve.http.api_keys (or ATOM_API_KEYS, VLLM_API_KEY), or serve.http.host=127.0.0.1"
@@ -114,6 +116,8 @@ class Server:
                 server_header=False,
                 timeout_graceful_shutdown=int(END_SECONDS),
                 timeout_keep_alive=65,
+                ssl_certfile=http.ssl_certfile,
+                ssl_keyfile=http.ssl_keyfile,
             )
         )
         self._end_requested = asyncio.Event()
@@ -247,9 +251,11 @@ class Server:
         await self._context.has_tokenizer.wait()
         settle()
         host, port = self._socket.getsockname()[0], self._port
+        http = self._config.serve.http
+        scheme = "https" if http.ssl_certfile else "http"
         shown = f"[{host}]" if ":" in host else "localhost" if host == "0.0.0.0" else host
         names = ", ".join(self._context.names)
-        LOG.info("%s at http://%s:%d (Ctrl-C drains, twice ends at once)", names, shown, port)
+        LOG.info("%s at %s://%s:%d%s (Ctrl-C drains, twice ends at once)", names, scheme, shown, port, http.root_path)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -284,6 +290,20 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror or error}); {fix}") from None
     listening.listen(BACKLOG)
     return listening
+
+
+def check_certificate(http: HTTPConfig) -> None:
+    """ConfigError where the files of HTTPS cannot be used."""
+    if http.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(http.ssl_certfile, http.ssl_keyfile, lambda: "")
+    except (OSError, ssl.SSLError) as error:
+        files = f"serve.http.ssl_certfile={http.ssl_certfile}"
+        files += f", serve.http.ssl_keyfile={http.ssl_keyfile}" if http.ssl_keyfile else ""
+        raise ConfigError(
+            f"{files}: {getattr(error, 'strerror', None) or error}; give PEM files, the key unlocked"
+        ) from None
 
 
 def is_loopback(listening: socket.socket) -> bool:

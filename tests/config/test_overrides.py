@@ -128,7 +128,8 @@ def test_what_is_no_override_is_refused(text: str):
         ),
         (["seed=1", "./model.gguf"], "'./model.gguf' is no override; write checkpoint=./model.gguf"),
         (["explain"], "'explain' is no override; write job=explain"),
-        (["serve", "nonsense"], "'serve' is no override; write key=value"),
+        (["serve", "Qwen3"], "'serve' is no override; write job=serve checkpoint=Qwen3"),
+        (["serve", "one", "two"], "'serve' is no override; write key=value"),
         (["model=~/qwen3"], "model=~/qwen3: model is the name of a file in conf/model; write checkpoint=~/qwen3"),
     ],
 )

@@ -35,6 +35,13 @@ def row(num_output: int = 0, matcher: Any = None, stop_ids: frozenset[int] = fro
     return 1, Sequence("a", [1, 2, 3], SamplingParams(**params), matcher=matcher, stop_ids=stop_ids), num_output
 
 
+def answered(output: list[int], words: list[list[int]], **params: Any) -> Asked:
+    """The same with an answer so far, of which the prompt is no part."""
+    _, sequence, _ = row(**params)
+    sequence.output, sequence.bad_words = output, words
+    return 1, sequence, len(output)
+
+
 def test_rows_without_biases_bans_and_grammars_have_no_shaping() -> None:
     assert find_shaping([row(), row(num_output=5, min_tokens=5, stop_token_ids=[1])], VOCAB) is None
     assert find_shaping([], VOCAB) is None
@@ -62,6 +69,43 @@ def test_a_grammar_that_allows_nothing_but_stops_counts_before_min_tokens(
     ((place, mask),) = shaping.allowed
     assert (place, np.frombuffer(mask, np.bool_).tolist()) == (1, [token in allowed for token in range(VOCAB)])
     assert bool(shaping.banned) == is_banned
+
+
+@pytest.mark.parametrize(
+    ("output", "banned"),
+    [
+        ([], [4]),
+        ([5], [4, 6]),
+        ([5, 6], [4, 7]),
+        ([5, 5], [4, 6]),
+        ([6, 5, 6], [4, 7]),
+        ([5, 6, 0], [4]),
+        ([3], [4]),  # which stands in the prompt
+    ],
+)
+def test_the_last_token_of_a_bad_word_is_banned_behind_the_others(output: list[int], banned: list[int]) -> None:
+    shaping = find_shaping([answered(output, [[4], [5, 6], [5, 6, 7], [6, 9], [2, 3, 1]], bad_words=["x"])], VOCAB)
+    assert shaping is not None
+    assert sorted(shaping.banned) == [(1, token) for token in banned]
+
+
+def test_only_allowed_tokens_may_come() -> None:
+    shaping = find_shaping([row(allowed_token_ids=[2, 7, 8])], VOCAB)
+    assert shaping is not None
+    ((place, mask),) = shaping.allowed
+    assert (place, np.frombuffer(mask, np.bool_).nonzero()[0].tolist()) == (1, [2, 7])
+
+
+def test_bad_words_are_ignored_where_nothing_else_is_allowed() -> None:
+    for ids, is_banned in (([4], False), ([4, 5], True)):
+        shaping = find_shaping([answered([], [[4]], bad_words=["x"], allowed_token_ids=ids)], VOCAB)
+        assert shaping is not None
+        assert bool(shaping.banned) == is_banned
+
+
+@pytest.mark.parametrize(("words", "needs_host"), [([], False), ([[4]], False), ([[4], [5, 6]], True)])
+def test_only_a_bad_word_of_several_tokens_waits_for_the_tokens(words: list[list[int]], needs_host: bool) -> None:
+    assert answered([], words)[1].needs_host == needs_host
 
 
 @pytest.mark.parametrize("bias", [None, {5: 40.0}, {3: 30.0, 0: 20.0}])

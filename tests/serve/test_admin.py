@@ -7,12 +7,37 @@ from typing import Any
 
 import httpx
 import pytest
+import wire
+from serving import Start
 
 from atom.config.load import load
 from atom.serve.app import create_app
 from atom.serve.context import Context
 from atom.serve.engine.replicas import Replicas
 from atom.serve.metrics import Metrics
+
+
+def test_ping_says_what_health_says_and_load_counts_sequences(start_server: Start):
+    server = start_server(stub={"step_seconds": 0.01})
+    for method in ("GET", "POST"):
+        assert wire.ask(server.url, method, "/ping")[::2] == wire.ask(server.url, "GET", "/health")[::2]
+    assert wire.ask(server.url, "GET", "/load").json == {"server_load": 0}
+    stream = wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 4000, "n": 3})
+    wire.wait_until(lambda: wire.ask(server.url, "GET", "/load").json == {"server_load": 3})
+    stream.close()
+    wire.wait_until(lambda: wire.ask(server.url, "GET", "/load").json == {"server_load": 0})
+
+
+def test_server_info_shows_the_configuration_without_keys(start_server: Start):
+    server = start_server("serve.http.api_keys=sesame", "serve.max_num_seqs=7", stub={})
+    headers = {"authorization": "Bearer sesame"}
+    answer = wire.ask(server.url, "GET", "/server_info?config_format=json", headers=headers)
+    told = answer.json["vllm_config"]
+    assert (told["serve"]["max_num_seqs"], told["serve"]["http"]["api_keys"]) == (7, "***")
+    text = wire.ask(server.url, "GET", "/server_info", headers=headers).json["vllm_config"]
+    assert isinstance(text, str) and "'max_num_seqs': 7" in text
+    assert "sesame" not in answer.body.decode() + text
+    assert wire.ask(server.url, "GET", "/server_info?config_format=xml", headers=headers).status == 400
 
 
 def version(device: str, gpus: str = "") -> dict[str, Any]:

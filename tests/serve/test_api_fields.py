@@ -35,6 +35,10 @@ SAMPLED = {"temperature": 1, "seed": 1}
 ABC = {"structured_outputs": {"regex": "abcdef"}}  # an answer that is known
 TERSE = {"logit_bias": dict.fromkeys(("197", "198", "201", "220"), -100)}  # no space in JSON
 ENDS = {"logit_bias": {EOS: 100}}  # an answer that ends at once
+FIRST_A = {
+    "allowed_token_ids": [64, 65, 257],
+    "logit_bias": {A: 100, B: 50},
+}  # a, where it may be, then b, then the end
 
 EFFORT = {"reasoning_effort": "low"}
 PARTS = [{"type": "text", "text": "Good"}, {"type": "text", "text": "night"}]
@@ -286,6 +290,43 @@ def generation(path: str, base: dict[str, Any]) -> dict[str, Row]:
             "abcde",
         ),
         "stop_token_ids": makes(path, known, known | {"stop_token_ids": [int(C)]}, text, "abcdef", "ab"),
+        "allowed_token_ids": both(
+            makes(path, base | only(A), base | only(B), text, "a" * 8, "b" * 8),
+            refuses(path, base | {"allowed_token_ids": [264]}, "allowed_token_ids"),
+            refuses(path, base | {"allowed_token_ids": []}, "allowed_token_ids"),
+            refuses(path, base | only(A) | {"regex": "a"}, "allowed_token_ids"),
+        ),
+        "bad_words": both(
+            makes(path, base | FIRST_A, base | FIRST_A | {"bad_words": ["aa"]}, text, "a" * 8, "ab" * 4),
+            makes(
+                path,
+                base | FIRST_A | {"bad_words": ["a"]},
+                base | FIRST_A | {"bad_words": ["aab", "aaa", "c"]},
+                text,
+                "b" * 8,
+                "aa",  # and nothing may follow but the end
+            ),
+            refuses(path, base | {"bad_words": [""]}, "bad_words"),
+        ),
+        "return_token_ids": makes(
+            path,
+            known,
+            known | {"return_token_ids": True},
+            lambda it: it.choices[0].get("token_ids"),
+            None,
+            [64, 65, 66, 67, 68, 69],
+        ),
+        "request_id": both(
+            makes(
+                path,
+                base | {"request_id": "mine"},
+                base | {"request_id": "my/0"},
+                lambda it: it.body["id"].partition("-")[2],
+                "mine",
+                "my/0",
+            ),
+            refuses(path, base | {"request_id": "a b"}, "request_id"),
+        ),
         "ignore_eos": makes(path, base | ENDS, base | ENDS | {"ignore_eos": True}, finish_reason, "stop", "length"),
         "skip_special_tokens": makes(
             path,
@@ -389,6 +430,10 @@ def says(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"messages": list(messages), **more}
 
 
+def only(token: str) -> dict[str, Any]:
+    return {"allowed_token_ids": [int(token)], "ignore_eos": True}
+
+
 def user(content: Any, **more: Any) -> dict[str, Any]:
     return {"role": "user", "content": content, **more}
 
@@ -465,6 +510,9 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             ),
             refuses(COMPLETIONS, COMPLETION | {"echo": True, "logprobs": 1, "stream": True}, "echo"),
         ),
+        "add_special_tokens": makes(
+            COMPLETIONS, COMPLETION, COMPLETION | {"add_special_tokens": False}, tokens_in, 12, 11
+        ),
         "suffix": refuses(COMPLETIONS, COMPLETION | {"suffix": "b"}, "suffix"),
     },
     schema.ChatRequest: generation(CHAT, TALK)
@@ -510,6 +558,29 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
         "chat_template_kwargs": both(
             reads_differ(CHAT, TALK, TALK | {"chat_template_kwargs": {"enable_thinking": False}}, tokens_in),
             refuses(CHAT, TALK | {"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+        ),
+        "add_generation_prompt": makes(
+            CHAT,
+            says(user("a"), max_tokens=4),
+            says(user("a"), max_tokens=4, add_generation_prompt=False),
+            tokens_in,
+            len("?user\na?\n?assistant\n"),
+            len("?user\na?\n"),
+        ),
+        "continue_final_message": both(
+            makes(
+                CHAT,
+                says(user("a"), max_tokens=4, add_generation_prompt=False),
+                says(user("a"), max_tokens=4, add_generation_prompt=False, continue_final_message=True),
+                tokens_in,
+                len("?user\na?\n"),
+                len("?user\na"),
+            ),
+            refuses(CHAT, TALK | {"continue_final_message": True}, "continue_final_message"),
+        ),
+        "add_special_tokens": both(
+            is_same(CHAT, TALK, TALK | {"add_special_tokens": False}),
+            refuses(CHAT, TALK | {"add_special_tokens": True}, "add_special_tokens"),
         ),
         "reasoning_effort": both(
             reaches_template(EFFORT, len("low")),
@@ -697,6 +768,19 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             shown(says(user("a")), says(user("a"), chat_template_kwargs={"enable_thinking": False})),
             refuses(TOKENIZE, {"prompt": "a", "chat_template_kwargs": {}}, "chat_template_kwargs"),
         ),
+        "add_generation_prompt": both(
+            differs(TOKENIZE, says(user("a")), says(user("a"), add_generation_prompt=False)),
+            refuses(TOKENIZE, {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
+        ),
+        "continue_final_message": both(
+            differs(
+                TOKENIZE,
+                says(user("a"), add_generation_prompt=False),
+                says(user("a"), add_generation_prompt=False, continue_final_message=True),
+            ),
+            refuses(TOKENIZE, says(user("a"), continue_final_message=True), "continue_final_message"),
+            refuses(TOKENIZE, {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+        ),
         "add_special_tokens": both(
             makes(
                 TOKENIZE,
@@ -740,6 +824,36 @@ def test_a_field_has_its_effect(name: str, request: pytest.FixtureRequest):
     is_odd = bool({name, field} & AT_ODD)
     server: Server = request.getfixturevalue("odd" if is_odd else "server")
     ROWS[getattr(schema, model)][field](server)
+
+
+@pytest.mark.parametrize(("path", "base"), [(COMPLETIONS, COMPLETION), (CHAT, TALK)])
+@pytest.mark.parametrize("more", [{}, ABC, {"n": 2, "temperature": 1, "seed": 1}], ids=["plain", "held", "two"])
+def test_streamed_token_ids_are_those_of_the_whole_answer(
+    server: Server, path: str, base: dict[str, Any], more: dict[str, Any]
+):
+    asked = base | more | {"return_token_ids": True}
+    whole = asking.post(server, path, asked)
+    events = events_of(asking.post(server, path, asked | {"stream": True}))
+    prompts = [found for each in (*events, *(event["choices"][0] for event in events))
+               if (found := each.get("prompt_token_ids"))]  # fmt: skip
+    text, of_chat = base.get("prompt"), {key: base[key] for key in base if key == "messages"}
+    prompt = asking.post(server, TOKENIZE, {"prompt": text} if text else of_chat).body["tokens"]
+    assert prompts == [prompt] * len(whole.choices)
+    assert whole.body.get("prompt_token_ids", whole.choices[0].get("prompt_token_ids")) == prompt
+    for choice in whole.choices:
+        told = [event["choices"][0] for event in events if event["choices"][0]["index"] == choice["index"]]
+        assert [id for each in told for id in each.get("token_ids", ())] == choice["token_ids"]
+    assert sum(len(choice["token_ids"]) for choice in whole.choices) == tokens_out(whole)
+
+
+def test_an_id_is_refused_while_another_request_has_it(server: Server):
+    asked = COMPLETION | {"request_id": "twice"}
+    with asking.begin(server, COMPLETIONS, asked | {"max_tokens": 7000, "ignore_eos": True}):
+        wire.wait_until(lambda: asking.post(server, COMPLETIONS, asked).status == 400)
+        answer = asking.post(server, COMPLETIONS, asked)
+        assert "the request id cmpl-twice is in use; choose another" in answer.error["message"]
+        assert asking.post(server, CHAT, TALK | {"request_id": "twice"}).status == 200, "a chat's has another prefix"
+    wire.wait_until(lambda: asking.post(server, COMPLETIONS, asked).status == 200)
 
 
 def test_a_template_without_reasoning_effort_does_not_get_it(server: Server):

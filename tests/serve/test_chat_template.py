@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from atom.checkpoint import Tokenizer
 from atom.checkpoint.tokenizer import load_tokenizer
 from atom.config.load import load
+from atom.errors import RequestError
 from atom.serve.chat_template import Conversation, encode_conversation, plain_message, read_arguments
 from atom.serve.context import Context
 from atom.serve.engine.replicas import Replicas
@@ -40,6 +42,24 @@ def encode(talker: Path, tokenizer: Tokenizer, messages: list[dict[str, Any]], *
 
 def plain(tokenizer: Tokenizer, **message: Any) -> dict[str, Any]:
     return plain_message(ChatMessage.model_validate(message), tokenizer)
+
+
+@pytest.mark.parametrize("content", ["Well,", "  Well,  ", "a<|im_end|>b", "Well, said I. Well,", "<|im_start|>"])
+def test_the_last_message_is_continued_as_in_transformers(talker: Path, tokenizer: Tokenizer, content: str):
+    messages = [{"role": "user", "content": "Well, well"}, {"role": "assistant", "content": content}]
+    theirs = AutoTokenizer.from_pretrained(talker).apply_chat_template(
+        messages, tokenize=False, continue_final_message=True
+    )
+    told = encode(talker, tokenizer, messages, add_generation_prompt=False, continue_final_message=True)
+    assert told.text == theirs
+    assert told.tokens[-1] == tokenizer.encode(theirs[-1])[-1]
+
+
+def test_a_last_message_that_the_template_changes_is_not_continued(talker: Path, tokenizer: Tokenizer):
+    changed = tokenizer.with_template("{{ messages[0].content | upper }}")
+    with pytest.raises(RequestError, match="the chat template changes the last message"):
+        said = [{"role": "user", "content": "Well"}]
+        encode(talker, changed, said, add_generation_prompt=False, continue_final_message=True)
 
 
 def test_a_conversation_is_rendered_by_the_template(talker: Path, tokenizer: Tokenizer):

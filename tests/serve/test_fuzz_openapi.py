@@ -17,12 +17,16 @@ OPERATIONS = [
     "GET /debug/mtp_stats",
     "GET /docs",
     "GET /health",
+    "GET /load",
     "GET /metrics",
+    "GET /ping",
     "GET /ready",
+    "GET /server_info",
     "GET /v1/models",
     "GET /v1/models/{name}",
     "GET /version",
     "POST /detokenize",
+    "POST /ping",
     "POST /start_profile",
     "POST /stop_profile",
     "POST /tokenize",
@@ -30,7 +34,9 @@ OPERATIONS = [
     "POST /v1/completions",
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
+    "POST /v1/responses",
 ]
+BODILESS = {"POST /ping", "POST /start_profile", "POST /stop_profile"}
 EXAMPLES = [8, pytest.param(200, marks=pytest.mark.slow)]
 QUICK = hypothesis.settings(
     deadline=None,
@@ -44,6 +50,7 @@ LEAST: dict[str, dict[str, Any]] = {  # what is served, and with whatever FREE h
     "/v1/completions": {"prompt": "Hello", "max_tokens": 4},
     "/v1/messages": {"model": "talker", "messages": SAID, "max_tokens": 4},
     "/v1/messages/count_tokens": {"model": "talker", "messages": SAID},
+    "/v1/responses": {"input": "Hello", "max_output_tokens": 4},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1]},
 }
@@ -52,7 +59,7 @@ FREE = {  # fields whose values are good by themselves; of others, no schema say
     "include_stop_str_in_output", "skip_special_tokens", "stream", "user", "cache_salt", "add_special_tokens",
     "parallel_tool_calls",
 }  # fmt: skip
-SHORT = {"max_tokens", "max_completion_tokens"}  # what is generated in a test need not be long
+SHORT = {"max_tokens", "max_completion_tokens", "max_output_tokens"}  # what is generated in a test need not be long
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +77,7 @@ def test_all_operations_are_here(schema: Any):
 
 @pytest.mark.parametrize("examples", EXAMPLES)
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=lambda mode: mode.value)
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if "POST" in name and "profile" not in name])
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "POST" in name and name not in BODILESS])
 def test_no_body_brings_the_server_down(name: str, mode: GenerationMode, examples: int, schema: Any, server: Server):
     method, path = name.split()
     statuses = set()

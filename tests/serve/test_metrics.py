@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import wire
+from prometheus_client.parser import text_string_to_metric_families
 from serving import Server, Start
 
-from atom.serve.metrics import Histogram
+from atom.config.load import load
+from atom.serve.engine.replicas import Replicas
+from atom.serve.metrics import Histogram, Metrics
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +46,19 @@ def test_counts_after_known_requests_are_exact(counted: Server):
             "atom:request_time_per_output_token_seconds_count": 7,
             "atom:e2e_request_latency_seconds_count": 7,
             "atom:request_queue_time_seconds_count": 7,
+            "atom:request_prefill_time_seconds_count": 7,
+            "atom:request_decode_time_seconds_count": 7,
+            "atom:request_inference_time_seconds_count": 7,
+            "atom:request_prompt_tokens_count": 7,
+            "atom:request_prompt_tokens_sum": 28,
+            'atom:request_generation_tokens_bucket{le="5.0"}': 0,
+            'atom:request_generation_tokens_bucket{le="10.0"}': 7,
+            "atom:request_generation_tokens_sum": 42,
+            "atom:request_max_num_generation_tokens_count": 4,
+            "atom:request_max_num_generation_tokens_sum": 24,
+            "atom:request_params_n_sum": 7,
+            "atom:request_params_n_count": 4,
+            "atom:request_params_max_tokens_sum": 24,
             'atom:e2e_request_latency_seconds_bucket{le="+Inf"}': 7,
             "atom:num_requests_running": 0,
             "atom:num_requests_waiting": 0,
@@ -92,6 +109,99 @@ def test_names_and_types_are_in_vllms_style(counted: Server):
         "atom:request_queue_time_seconds": "histogram",
     }
     assert {name: types.get(name) for name in expected} == expected
+
+
+# what the panels of vLLM's own board ask for, old and new (examples/online_serving/prometheus_grafana/grafana.json)
+BOARD = """
+e2e_request_latency_seconds_bucket e2e_request_latency_seconds_count e2e_request_latency_seconds_sum prompt_tokens_total
+generation_tokens_total time_per_output_token_seconds_bucket inter_token_latency_seconds_bucket num_requests_running
+num_requests_waiting time_to_first_token_seconds_bucket gpu_cache_usage_perc kv_cache_usage_perc request_prompt_tokens_bucket
+request_generation_tokens_bucket request_success_total request_queue_time_seconds_sum request_prefill_time_seconds_sum
+request_decode_time_seconds_sum request_inference_time_seconds_sum request_max_num_generation_tokens_sum
+num_preemptions_total prefix_cache_queries_total prefix_cache_hits_total request_params_n_bucket
+request_params_max_tokens_bucket request_time_per_output_token_seconds_bucket
+"""
+
+
+@pytest.fixture(scope="module")
+def doubled(start_server: Start) -> Server:
+    server = start_server("serve.http.vllm_metrics=true", "serve.max_model_len=64", stub={"step_seconds": 0.005})
+    for _ in range(2):
+        assert wire.ask(server.url, "POST", "/v1/completions", BODY | {"n": 2}).status == 200
+    return server
+
+
+def samples(server: Server, prefix: str) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """The samples of /metrics by name, as Prometheus' own parser reads them."""
+    found: dict[str, list[tuple[dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(wire.ask(server.url, "GET", "/metrics").body.decode()):
+        for sample in family.samples:
+            if sample.name.startswith(prefix):
+                found.setdefault(sample.name.removeprefix(prefix), []).append((sample.labels, sample.value))
+    return found
+
+
+def test_vllms_board_finds_its_metrics_by_model(doubled: Server):
+    found = samples(doubled, "vllm:")
+    assert set(BOARD.split()) <= found.keys()
+    assert all(
+        labels["model_name"] == "talker" and labels["engine"] == "0" for each in found.values() for labels, _ in each
+    )
+    assert found["request_success_total"] == [
+        ({"model_name": "talker", "engine": "0", "finished_reason": "length"}, 4.0)
+    ]
+    assert found["generation_tokens_total"][0][1] == 24.0
+    assert found["time_per_output_token_seconds_count"] == found["inter_token_latency_seconds_count"]
+
+
+def test_vllms_metrics_have_vllms_buckets(doubled: Server):
+    """As vLLM 0.11 has them: vllm/v1/metrics/loggers.py."""
+    latency = (
+        "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0 120.0 240.0 480.0 960.0 1920.0 7680.0 +Inf"
+    )
+    expected = {
+        "e2e_request_latency_seconds": latency,
+        "request_decode_time_seconds": latency,
+        "inter_token_latency_seconds": "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 "
+        "+Inf",
+        "request_prompt_tokens": "1.0 2.0 5.0 10.0 20.0 50.0 +Inf",
+        "request_params_n": "1.0 2.0 5.0 10.0 20.0 +Inf",
+    }
+    found, ours = samples(doubled, "vllm:"), samples(doubled, "atom:")
+    for name, bounds in expected.items():
+        told = {labels["le"]: value for labels, value in found[f"{name}_bucket"]}
+        assert list(told) == bounds.split()
+        finer = {labels["le"]: value for labels, value in ours[f"{name}_bucket"]}
+        assert told == {bound: finer[bound] for bound in told}, "counts are those of our buckets"
+
+
+def test_what_vllm_has_bears_the_models_name(doubled: Server):
+    ours, theirs = samples(doubled, "atom:"), samples(doubled, "vllm:")
+    named = {name for name, each in ours.items() if all(labels.get("model_name") == "talker" for labels, _ in each)}
+    assert {name for name in named if not name.endswith("_created")} <= theirs.keys()
+    assert not {"engine_up", "http_requests_total", "engine_steps_total"} & named
+
+
+def test_vllms_names_are_left_out_where_nobody_asked(counted: Server):
+    assert samples(counted, "vllm:") == {} and samples(counted, "atom:")
+
+
+@pytest.mark.parametrize(
+    ("reason", "name"),
+    [("eos", "stop"), ("stop_sequence", "stop"), ("stop_257", "stop"), ("max_tokens", "length"), ("abort", "abort")],
+)
+def test_a_reason_is_named_as_in_vllm(reason: str, name: str):
+    metrics = Metrics(Replicas(load(["serve.http.vllm_metrics=true"])))
+    metrics.count_ends(reason)
+    assert f'vllm:request_success_total{{engine="0",finished_reason="{name}",model_name="' in metrics.render().decode()
+
+
+def test_every_metric_is_in_the_docs():
+    text = Metrics(Replicas(load([]))).render().decode()
+    names = set(re.findall(r"^# TYPE (atom:\w+?)(?:_created)? ", text, re.MULTILINE))
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    assert len(names) > 25
+    assert {name for name in names if f"`{name}" not in page} == set()
 
 
 def test_labels_do_not_grow_with_what_clients_invent(counted: Server):

@@ -57,14 +57,14 @@ def all_routes() -> Iterator[tuple[str, str]]:
     yield from walk(app._app.routes)  # type: ignore[attr-defined]
 
 
-def test_every_route_but_health_needs_a_key(locked: Server):
+def test_every_route_but_health_and_ping_needs_a_key(locked: Server):
     routes = list(all_routes())
     expected = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/models", "/metrics", "/ready", "/version",
-                "/tokenize", "/detokenize", "/start_profile", "/stop_profile", "/docs", "/openapi.json", "/"}  # fmt: skip
+                "/v1/responses", "/load", "/server_info", "/ping", "/tokenize", "/detokenize", "/start_profile", "/stop_profile", "/docs", "/openapi.json", "/"}  # fmt: skip
     assert expected <= {path for _, path in routes}
     for method, path in routes:
         without, wrong = (wire.ask(locked.url, method, path, headers=headers) for headers in ({}, bearer("first-kex")))
-        if path == "/health":
+        if path in ("/health", "/ping"):
             assert without.status == wrong.status == 200
             continue
         assert is_locked_out(without) and is_locked_out(wrong), (method, path)

@@ -98,7 +98,7 @@ def complete(server: Server, **body: Any) -> dict[str, Any]:
 
 def read_metric(server: Server, name: str) -> float:
     with urllib.request.urlopen(f"{server.url}/metrics") as answer:
-        (found,) = re.findall(rf"^atom:{name} (\S+)$", answer.read().decode(), re.MULTILINE)
+        (found,) = re.findall(rf"^atom:{name}(?:{{.*}})? (\S+)$", answer.read().decode(), re.MULTILINE)
     return float(found)
 
 

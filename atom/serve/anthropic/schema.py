@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from atom.serve.openai.schema import Body, Count, Int32, JSONObject, List, Positive, Text
+from atom.serve.openai.schema import Body, Count, Int32, JSONObject, List, Positive, Text, of_types, tag_of
 
 Id = Annotated[str, Field(min_length=1, max_length=256)]
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
@@ -25,24 +25,6 @@ def is_object_schema(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type") != "object":
         raise PydanticCustomError("schema", 'this is no JSON schema of {"type": "object"}')
     return schema
-
-
-def of_types(*known: str) -> BeforeValidator:
-    """Refuse blocks of other types by name: images, documents, and tools that only Anthropic's servers run."""
-
-    def check(block: object) -> object:
-        stated = block.get("type") if isinstance(block, dict) else None
-        if isinstance(stated, str) and stated not in known:
-            values = {"stated": stated[:64], "known": ", ".join(known)}
-            raise PydanticCustomError("block", "{stated} blocks are not supported here; there is: {known}", values)
-        return block
-
-    return BeforeValidator(check)
-
-
-def tag_of(content: object) -> str:
-    """Which form a content has, text or blocks, so that an error is about that form alone."""
-    return "a-text" if isinstance(content, str) else "a-list"
 
 
 class CacheControl(Body):

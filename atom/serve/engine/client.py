@@ -126,8 +126,8 @@ class EngineClient(asyncio.Protocol):
     ) -> RequestStream:
         """Send a request, params for each of its prompts.
 
-        QueueFullError beyond max_queue, RequestError for a request that alone exceeds it, EngineDeadError where the
-        engine is dead.
+        QueueFullError beyond max_queue, RequestError for a request that alone exceeds it or whose id is in use,
+        EngineDeadError where the engine is dead.
         """
         if self.state is not EngineState.READY:
             raise EngineDeadError(f"the engine is {self.state}")
@@ -137,11 +137,12 @@ class EngineClient(asyncio.Protocol):
         if not self.has_room(num_sequences):
             raise QueueFullError(self.num_waiting, self.retry_after())
         ids = [id if len(prompts) == 1 else f"{id}-{index}" for index in range(len(prompts))]
+        if taken := next((each for each in ids if each in self._streams), None):
+            raise RequestError(f"the request id {taken} is in use; choose another")
         stream = RequestStream(ids, num_sequences)
         self.idle.clear()
         self.num_sequences += num_sequences
         for each, prompt, one in zip(ids, prompts, params, strict=True):
-            assert each not in self._streams, f"{each} is taken"
             self._streams[each] = stream
             self._num_sent += 1
             self._unseen.append((self._num_sent, one.n))

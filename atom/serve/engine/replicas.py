@@ -109,6 +109,7 @@ class Replicas:
     def __init__(self, config: Config, command: tuple[str, ...] = WORKER) -> None:
         """command: of an engine's process."""
         serve, num_replicas = config.serve, config.parallel.replicas
+        self.config = config
         self.ready = asyncio.Event()  # one serves, or has served
         self.dead = asyncio.Event()  # all are
         self._replicas = [Replica(config, number, command) for number in range(num_replicas)]

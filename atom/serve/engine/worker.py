@@ -208,17 +208,21 @@ class Worker:
         sequence = output.sequence
         finish = None
         if output.finished:
-            queue_seconds = (sequence.admitted_at or sequence.finished_at or sequence.arrival) - sequence.arrival
+            finished_at = sequence.finished_at or sequence.arrival
+            admitted_at = sequence.admitted_at or finished_at
+            first_token_at = sequence.first_token_at or finished_at
             if sequence.params.prompt_logprobs is not None:
                 self._send_prompt_logprobs(output, sequence.prompt_logprobs)
             finish = Finish(
                 str(output.finish_reason),
                 len(sequence.output),
                 sequence.num_cached,
-                queue_seconds,
+                admitted_at - sequence.arrival,
                 sequence.stop_string,
                 sequence.error,
                 sequence.num_accepted,
+                first_token_at - admitted_at,
+                finished_at - first_token_at,
             )
         logprobs = output.logprobs or None
         self._outputs.append(Output(output.request_id, output.index, output.text, output.token_ids, logprobs, finish))

@@ -64,6 +64,8 @@ class Chat(OpenAIResponder[ChatRequest]):
             talk.tools,
             template_kwargs(context, body),
             body.truncate_prompt_tokens,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=bool(body.continue_final_message),
         )
         self._prompt = conversation.text
         prompt, params = context.fit(conversation.tokens, params, body.truncate_prompt_tokens)
@@ -87,18 +89,27 @@ class Chat(OpenAIResponder[ChatRequest]):
             fields["logprobs"] = logprobs | {"content": raw(logprobs["content"])}
         if self.body.prompt_logprobs is not None:
             fields["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, choice.prompt_logprobs))
+        if self.body.return_token_ids:
+            fields["token_ids"] = choice.tokens
         return fields | {"finish_reason": "tool_calls" if answer.calls else finish_reason(choice)}
 
+    def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        ids = {"prompt_token_ids": self._prompts[0]} if self.body.return_token_ids else {}
+        return super().response_body(choices, usage) | ids
+
     def open(self, answering: Answering) -> Iterable[bytes]:
-        role = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'
-        self._role_chunks = [b"%s%d%s%s" % (self._head, each.index, role, self._tail) for each in answering.choices]
+        role, tail = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null', self._tail
+        if self.body.return_token_ids:
+            tail = b'}],"prompt_token_ids":%s%s' % (json.encode(self._prompts[0]), tail.removeprefix(b"}]"))
+        self._role_chunks = [b"%s%d%s%s" % (self._head, each.index, role, tail) for each in answering.choices]
         self._parsers = [self._talk.parser(self._prompt) for _ in answering.choices]
         self._held: list[list[Logprobs]] = [[] for _ in answering.choices]  # of text that is held back
+        self._held_tokens: list[list[int]] = [[] for _ in answering.choices]
         return ()
 
     def delta(self, choice: Choice, output: Output) -> bytes:
         index, parser, text = choice.index, self._parsers[choice.index], output.text or ""
-        reason, logprobs, has_calls = b"null", b"null", False
+        reason, logprobs, ids, has_calls = b"null", b"null", b"", False
         if parser is None:
             delta = b'{"content":%s}' % json.encode(text) if text else b"{}"
         else:
@@ -106,6 +117,8 @@ class Chat(OpenAIResponder[ChatRequest]):
             has_calls = parser.num_tool_calls > 0
         if self.body.logprobs:
             self._held[index] += output.logprobs or []
+        if self.body.return_token_ids:
+            self._held_tokens[index] += output.tokens
         if output.finish is not None:
             reason = json.encode("tool_calls" if has_calls else finish_reason(choice))
         elif delta == b"{}":
@@ -113,6 +126,8 @@ class Chat(OpenAIResponder[ChatRequest]):
         if self.body.logprobs:
             found, self._held[index] = self._held[index], []
             logprobs = json.encode(chat_logprobs(self.context.tokenizer, found, self.body.top_logprobs or 0))
+        if self.body.return_token_ids:
+            ids, self._held_tokens[index] = b',"token_ids":%s' % json.encode(self._held_tokens[index]), []
         first, self._role_chunks[index] = self._role_chunks[index], b""
-        parts = (first, self._head, index, delta, logprobs, reason, self._tail)
-        return b'%s%s%d,"delta":%s,"logprobs":%s,"finish_reason":%s%s' % parts
+        parts = (first, self._head, index, delta, logprobs, ids, reason, self._tail)
+        return b'%s%s%d,"delta":%s,"logprobs":%s%s,"finish_reason":%s%s' % parts

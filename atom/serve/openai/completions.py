@@ -65,7 +65,9 @@ class Completion(OpenAIResponder[CompletionRequest]):
 
     def _encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            return self.context.encode(prompt, truncate=self.body.truncate_prompt_tokens)
+            body = self.body
+            has_special = body.add_special_tokens is not False
+            return self.context.encode(prompt, add_special_tokens=has_special, truncate=body.truncate_prompt_tokens)
         check_tokens("prompt", prompt, self.context.config)
         return prompt
 
@@ -87,9 +89,9 @@ class Completion(OpenAIResponder[CompletionRequest]):
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         body, tokenizer = self.body, self.context.tokenizer
-        text, logprobs = choice.text, list(choice.logprobs)
+        text, tokens, logprobs = choice.text, choice.tokens, list(choice.logprobs)
         if body.max_tokens == 0:
-            text, logprobs = "", []
+            text, tokens, logprobs = "", [], []
         scored = choice.prompt_logprobs
         echo, first = self._echoes[choice.prompt_index], self._first_tokens[choice.prompt_index]
         fields: dict[str, Any] = {"index": choice.index, "text": echo + text, "logprobs": None}
@@ -99,6 +101,8 @@ class Completion(OpenAIResponder[CompletionRequest]):
             fields["logprobs"]["top_logprobs"] = raw(fields["logprobs"]["top_logprobs"])
         if body.prompt_logprobs is not None:
             fields["prompt_logprobs"] = raw(prompt_logprobs(tokenizer, scored))
+        if body.return_token_ids:
+            fields |= {"prompt_token_ids": self._prompts[choice.prompt_index], "token_ids": tokens}
         return fields | {"finish_reason": "length" if body.max_tokens == 0 else finish_reason(choice)}
 
     def usage(self, answering: Answering) -> dict[str, Any]:
@@ -109,8 +113,9 @@ class Completion(OpenAIResponder[CompletionRequest]):
 
     def open(self, answering: Answering) -> Iterator[bytes]:
         self._offsets = [len(self._echoes[choice.prompt_index]) for choice in answering.choices]
+        self._is_first = [True] * len(answering.choices)
         for choice in answering.choices if self.body.echo else ():
-            yield self._event(choice.index, self._echoes[choice.prompt_index])
+            yield self._event(choice, self._echoes[choice.prompt_index], [])
 
     def delta(self, choice: Choice, output: Output) -> bytes:
         index, text, logprobs, reason = choice.index, output.text or "", b"null", b"null"
@@ -121,8 +126,16 @@ class Completion(OpenAIResponder[CompletionRequest]):
         self._offsets[index] += len(text)
         if output.finish is not None:
             reason = json.encode("length" if is_empty else finish_reason(choice))
-        return self._event(index, "" if is_empty else text, logprobs, reason)
+        return self._event(choice, *("", []) if is_empty else (text, output.tokens), logprobs, reason)
 
-    def _event(self, index: int, text: str, logprobs: bytes = b"null", reason: bytes = b"null") -> bytes:
-        parts = (self._head, index, json.encode(text), logprobs, reason, self._tail)
-        return b'%s%d,"text":%s,"logprobs":%s,"finish_reason":%s%s' % parts
+    def _event(
+        self, choice: Choice, text: str, tokens: list[int], logprobs: bytes = b"null", reason: bytes = b"null"
+    ) -> bytes:
+        index, ids = choice.index, b""
+        if self.body.return_token_ids:
+            ids = b',"token_ids":%s' % json.encode(tokens)
+            if self._is_first[index]:
+                ids += b',"prompt_token_ids":%s' % json.encode(self._prompts[choice.prompt_index])
+                self._is_first[index] = False
+        parts = (self._head, index, json.encode(text), logprobs, ids, reason, self._tail)
+        return b'%s%d,"text":%s,"logprobs":%s%s,"finish_reason":%s%s' % parts

@@ -23,6 +23,8 @@ SAME_NAMES = (
     "min_tokens",
     "include_stop_str_in_output",
     "stop_token_ids",
+    "allowed_token_ids",
+    "bad_words",
     "ignore_eos",
     "skip_special_tokens",
     "seed",
@@ -135,6 +137,9 @@ def check_limits(values: dict[str, Any], body: Generation, config: Config) -> No
     http = config.serve.http
     check_tokens("stop_token_ids", values["stop_token_ids"] or (), config)
     check_tokens("logit_bias", values["logit_bias"] or (), config)
+    check_tokens("allowed_token_ids", values["allowed_token_ids"] or (), config)
+    if values["allowed_token_ids"] is not None and values["structured_outputs"] is not None:
+        raise FieldError("allowed_token_ids", "allowed_token_ids and a constraint both say what the answer may be")
     if values["min_tokens"] > values["max_tokens"]:
         fault = f"min_tokens={values['min_tokens']} is more than max_tokens={values['max_tokens']}"
         raise FieldError("min_tokens", fault)

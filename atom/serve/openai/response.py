@@ -27,7 +27,8 @@ class OpenAIResponder(Responder, Generic[Body]):
     prefix: str  # of ids
 
     def __init__(self, context: Context, body: Body) -> None:
-        super().__init__(context, body.model, new_id(self.prefix), is_streamed=body.stream)
+        id = new_id(self.prefix) if body.request_id is None else f"{self.prefix}-{body.request_id}"
+        super().__init__(context, body.model, id, is_streamed=body.stream)
         self.body = body
         self._created = int(time.time())
         self._has_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
@@ -43,7 +44,7 @@ class OpenAIResponder(Responder, Generic[Body]):
         self, prompts: list[list[int]], params: list[SamplingParams], default_field: str | None = None
     ) -> EngineRequest:
         """default_field: the constraint's field if no field of the body has one."""
-        body, found = self.body, find_constraint(self.body)
+        body, found, self._prompts = self.body, find_constraint(self.body), prompts
         salt = (body.cache_salt or "").encode()
         field = default_field if found is None else found.field
         return EngineRequest(prompts, params, body.user, salt, body.priority or 0, body.n or 1, field)

@@ -83,6 +83,24 @@ def is_unicode(text: str) -> bool:
     return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
 
 
+def of_types(*known: str) -> BeforeValidator:
+    """Refuse blocks of other types by name: images, documents, and what only the servers of others run."""
+
+    def check(block: object) -> object:
+        stated = block.get("type") if isinstance(block, dict) else None
+        if isinstance(stated, str) and stated not in known:
+            values = {"stated": stated[:64], "known": ", ".join(known)}
+            raise PydanticCustomError("block", "{stated} blocks are not supported here; there is: {known}", values)
+        return block
+
+    return BeforeValidator(check)
+
+
+def tag_of(content: object) -> str:
+    """Which form a content has, text or blocks, so that an error is about that form alone."""
+    return "a-text" if isinstance(content, str) else "a-list"
+
+
 JSONObject = Annotated[dict[str, Any], AfterValidator(plain_json)]
 
 
@@ -150,6 +168,12 @@ class Generation(Body):
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: Biases | None = None
+    allowed_token_ids: List[TokenId] | None = Field(None, min_length=1, description="the only tokens of an answer")
+    bad_words: List[Stop] | None = Field(None, max_length=MAX_TOKENS, description="texts that an answer may not have")
+    return_token_ids: bool | None = Field(None, description="prompt_token_ids and token_ids beside the texts")
+    request_id: str | None = Field(
+        None, max_length=128, pattern=r"^[!-~]+$", description="the answer's id, behind its prefix"
+    )
     truncate_prompt_tokens: Positive | None = Field(None, description="the last tokens of the prompt that count")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=1024, description="shares cached prefixes only with its equals"
@@ -169,6 +193,7 @@ class CompletionRequest(Generation):
     max_tokens: Count | None = Field(None, description="16 where the server says nothing; 0 is for echo")
     logprobs: Count | None = Field(None, description="most likely tokens to report at each place")
     echo: bool | None = Field(None, description="the text begins with the prompt")
+    add_special_tokens: bool | None = Field(None, description="false: a text has only those that it spells")
     suffix: None = None
 
 
@@ -239,6 +264,11 @@ class ChatRequest(Generation):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     chat_template_kwargs: TemplateKwargs | None = None
+    add_generation_prompt: bool | None = Field(None, description="false: no turn of the assistant is opened")
+    continue_final_message: bool | None = Field(
+        None, description="the answer goes on where the last message ends; with add_generation_prompt=false"
+    )
+    add_special_tokens: Literal[False] | None = Field(None, description="a template brings its own")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         None, description="goes to a chat template that reads it, a hint to others"
     )
@@ -260,6 +290,8 @@ class TokenizeRequest(Body):
     messages: List[ChatMessage] | None = Field(None, min_length=1)
     tools: List[Tool] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    add_generation_prompt: bool | None = Field(None, description="as in a chat")
+    continue_final_message: bool | None = Field(None, description="as in a chat")
     add_special_tokens: bool | None = Field(None, description="of a prompt; a template brings its own")
 
 

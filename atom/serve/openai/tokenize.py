@@ -29,11 +29,18 @@ def routes(context: Context) -> APIRouter:
         if body.messages is not None:
             if body.add_special_tokens is not None:
                 raise FieldError("add_special_tokens", "add_special_tokens is for a prompt; a template brings its own")
-            messages, tools, values = body.messages, body.tools, body.chat_template_kwargs
-            conversation = await context.in_thread(lambda: encode_conversation(context, messages, tools, values))
-            tokens = conversation.tokens
+            encode_chat = partial(
+                encode_conversation,
+                context,
+                body.messages,
+                body.tools,
+                body.chat_template_kwargs,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                continue_final_message=bool(body.continue_final_message),
+            )
+            tokens = (await context.in_thread(encode_chat)).tokens
         else:
-            for name in ("tools", "chat_template_kwargs"):
+            for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
                 if getattr(body, name) is not None:
                     raise FieldError(name, f"{name} is for messages")
             text, has_special = body.prompt or "", body.add_special_tokens is not False

@@ -1,0 +1,285 @@
+"""Flags of `vllm serve` beyond those of ROCm/ATOM, written as overrides.
+
+parser = VLLMParser("python -m my_server", "What it does.")
+VLLMArgs.add_cli_args(parser)
+args = VLLMArgs.from_cli_args(parser.parse(["/models/qwen3", "--load-format", "dummy"]))
+args.overrides()                                        # ["checkpoint='/models/qwen3'", "load_dummy=true"]
+
+parser.parse(["--config", "server.yaml", "--seed", "2"])     # the flags of the file, but for those of the command line
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from atom.config.spelling import did_you_mean, override
+from atom.entrypoints.args import VLLM, EngineArgs, Parser, flag, read_count
+from atom.errors import ConfigError
+from atom.sampling_params import GENERATION
+
+THINK = ["<think>", "</think>"]
+REASONING_PARSERS = {  # vLLM's name -> the markers around what is thought
+    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "kimi_k2", "minimax_m2", "olmo3"), THINK),
+    "qwen3": THINK,
+    "seed_oss": ["<seed:think>", "</seed:think>"],
+}
+TOOL_PARSERS = {  # vLLM's name -> serve.http.tool_calls, whose own names are taken too
+    **{name: name for name in ("auto", "none", "json", "tagged_json", "python_tag")},
+    "hermes": "tagged_json",
+    "llama3_json": "python_tag",
+    "mistral": "json",
+}
+PACKED = (
+    "awq",
+    "awq_marlin",
+    "gptq",
+    "gptq_marlin",
+    "compressed-tensors",
+    "modelopt",
+    "modelopt_fp4",
+    "mxfp4",
+    "quark",
+)
+
+
+def vllm_flag(key: str, about: str, **options: Any) -> Any:
+    """A field for a flag of vLLM's alone; without a key, `accepted` are the values that change nothing here."""
+    return flag(key, about, of=(VLLM,), **options)
+
+
+def write_load_format(name: str) -> list[str]:
+    if name != "dummy":
+        raise ConfigError(f"--load-format={name}: there is no such choice; choices: auto, safetensors, gguf, dummy")
+    return ["load_dummy=true"]
+
+
+def write_generation(values: Mapping[str, Any]) -> list[str]:
+    """The overrides of fields of generation_config.json."""
+    stated = {GENERATION[key]: value for key, value in values.items() if key in GENERATION and value is not None}
+    texts = [override(f"sampling.{name}", value) for name, value in stated.items()]
+    return texts + (["sampling.temperature=0"] if values.get("do_sample") is False else [])
+
+
+def write_generation_config(name: str) -> list[str]:
+    """auto: the checkpoint's; vllm: none; else a folder with a generation_config.json."""
+    if name == "vllm":
+        return ["sampling.defaults=none"]
+    path = Path(name).expanduser() / "generation_config.json"
+    return ["sampling.defaults=none", *write_generation(read_object(f"--generation-config={name}", read_text(path)))]
+
+
+def override_generation_config(text: str) -> list[str]:
+    name = f"--override-generation-config={text}"
+    values = read_object(name, text)
+    known = [*GENERATION, "do_sample"]
+    if unknown := next((key for key in values if key not in known), None):
+        raise ConfigError(f"{name}: {unknown} is not read{did_you_mean(unknown, known)}; there is: {', '.join(known)}")
+    return write_generation(values)
+
+
+def write_tool_parser(name: str) -> list[str]:
+    return [override("serve.http.tool_calls", choose("--tool-call-parser", name, TOOL_PARSERS))]
+
+
+def write_reasoning_parser(name: str) -> list[str]:
+    return [override("model.reasoning", choose("--reasoning-parser", name, REASONING_PARSERS))]
+
+
+def write_executor(name: str) -> list[str]:
+    launchers = {"mp": "local", "ray": "ray", "external_launcher": "torchrun"}
+    return [override("parallel.launcher", choose("--distributed-executor-backend", name, launchers))]
+
+
+def choose(flag_name: str, name: str, known: Mapping[str, Any]) -> Any:
+    if name not in known:
+        raise ConfigError(f"{flag_name}={name}: there is no such choice; choices: {', '.join(known)}")
+    return known[name]
+
+
+def read_object(name: str, text: str) -> dict[str, Any]:
+    """The JSON object that a flag or a file has. ConfigError where it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} is no JSON object")
+    return found
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {getattr(error, 'strerror', error)}") from None
+
+
+@dataclass
+class VLLMArgs(EngineArgs):
+    """The values of the flags; None for a flag that was not given."""
+
+    model_tag: str | None = None  # the word without a flag, as in `vllm serve MODEL`
+
+    # flags that change something
+    load_format: str | None = vllm_flag(
+        "load_dummy",
+        "auto, safetensors or gguf, which are found out; dummy: random weights",
+        null="auto",
+        accepted=("auto", "safetensors", "gguf"),
+        write=write_load_format,
+    )
+    quantization: str | None = vllm_flag(
+        "quant.fmt", "fp8 packs plain weights; a packed checkpoint's is its own", short="-q", accepted=PACKED
+    )
+    download_dir: str | None = vllm_flag(
+        "cache", "folder for downloads and compiled artifacts", null="~/.cache/atom-run"
+    )
+    kv_cache_memory_bytes: int | None = vllm_flag(
+        "serve.kv_cache_memory", "of the KV cache on a CPU, also as 8G or 8GiB", read=read_count
+    )
+    num_gpu_blocks_override: int | None = vllm_flag("serve.num_kvcache_blocks", "KV blocks", null="as memory holds")
+    max_logprobs: int | None = vllm_flag("serve.http.max_top_n_tokens", "log probabilities of a token, at most")
+    generation_config: str | None = vllm_flag(
+        "sampling.defaults",
+        "auto: the checkpoint's; vllm: none; or a folder that has one",
+        null="auto",
+        accepted=("auto",),
+        write=write_generation_config,
+    )
+    override_generation_config: str | None = vllm_flag(
+        "sampling",
+        "sampling defaults as JSON, with the names of generation_config.json",
+        write=override_generation_config,
+    )
+    tool_call_parser: str | None = vllm_flag(
+        "serve.http.tool_calls",
+        "hermes, llama3_json, mistral, or a name of --tool-calls",
+        null="auto",
+        write=write_tool_parser,
+    )
+    reasoning_parser: str | None = vllm_flag(
+        "model.reasoning",
+        ", ".join(REASONING_PARSERS),
+        null="the model file's",
+        write=write_reasoning_parser,
+    )
+    distributed_executor_backend: str | None = vllm_flag(
+        "parallel.launcher",
+        "of ranks: mp, ray or external_launcher",
+        null="mp",
+        accepted=("uni",),
+        write=write_executor,
+    )
+
+    # flags whose one meaning is what is done here anyway
+    enable_auto_tool_choice: bool | None = vllm_flag("", "calls are read in every chat with tools", accepted=(True,))
+    enable_chunked_prefill: bool | None = vllm_flag("", "long prompts are always computed in chunks", accepted=(True,))
+    async_scheduling: bool | None = vllm_flag("", "a GPU's steps are always planned ahead", accepted=(True,))
+    calculate_kv_scales: bool | None = vllm_flag(
+        "", "scales of an fp8 cache are measured where the checkpoint has none", accepted=(True,)
+    )
+    use_tqdm_on_load: bool | None = vllm_flag("", "loading always shows its progress", accepted=(True,))
+    disable_custom_all_reduce: bool | None = vllm_flag("", "there is no custom all-reduce", accepted=(True,))
+    disable_log_requests: bool | None = vllm_flag("", "no prompt is ever logged", accepted=(True,))
+    disable_log_stats: bool | None = vllm_flag("", "no statistics are logged; /metrics has them", accepted=(True,))
+    disable_uvicorn_access_log: bool | None = vllm_flag(
+        "", "uvicorn logs nothing; the line of each request stays", accepted=(True,)
+    )
+    enable_prompt_tokens_details: bool | None = vllm_flag("", "usage always has them", accepted=(True,))
+    enable_request_id_headers: bool | None = vllm_flag("", "answers always bear X-Request-Id", accepted=(True,))
+    enable_server_load_tracking: bool | None = vllm_flag("", "/load always counts", accepted=(True,))
+    runner: str | None = vllm_flag("", "models generate text here", accepted=("auto", "generate"))
+    task: str | None = vllm_flag("", "models generate text here", accepted=("auto", "generate"))
+    convert: str | None = vllm_flag("", "models are taken as they are", accepted=("auto", "none"))
+    model_impl: str | None = vllm_flag("", "models are atom's own", accepted=("auto", "vllm"))
+    tokenizer_mode: str | None = vllm_flag("", "tokenizers are Hugging Face's", accepted=("auto", "hf", "slow"))
+    config_format: str | None = vllm_flag("", "a checkpoint has a config.json", accepted=("auto", "hf"))
+    logprobs_mode: str | None = vllm_flag("", "reported before biases and penalties", accepted=("raw_logprobs",))
+    scheduling_policy: str | None = vllm_flag(
+        "", "a request's priority counts, then its arrival", accepted=("fcfs", "priority")
+    )
+    response_role: str | None = vllm_flag("", "answers are the assistant's", accepted=("assistant",))
+    chat_template_content_format: str | None = vllm_flag("", "contents are texts", accepted=("auto", "string"))
+    pipeline_parallel_size: int | None = vllm_flag(
+        "", "layers are not divided; --tensor-parallel-size divides each", short="-pp", accepted=(1,)
+    )
+    decode_context_parallel_size: int | None = vllm_flag(
+        "", "a sequence's KV is not divided", short="-dcp", accepted=(1,)
+    )
+    api_server_count: int | None = vllm_flag("", "one process speaks HTTP", short="-asc", accepted=(1,))
+    cpu_offload_gb: float | None = vllm_flag("", "weights are not moved between devices", accepted=(0.0,))
+
+    def overrides(self) -> list[str]:
+        model = self.model_tag
+        if model is None:
+            self.check_format(self.model)
+            return super().overrides()
+        if self.model is not None:
+            raise ConfigError(f"{model} and --model={self.model}: the model is stated twice; leave one out")
+        self.check_format(model)
+        return [override("checkpoint", model), *super().overrides()]
+
+    def check_format(self, model: str | None) -> None:
+        """ConfigError where --load-format is not the checkpoint's."""
+        is_gguf = (model or "").endswith(".gguf")
+        if self.load_format in ("safetensors", "gguf") and is_gguf != (self.load_format == "gguf"):
+            raise ConfigError(f"--load-format={self.load_format}: {model or 'the checkpoint'} is another; leave it out")
+
+
+class VLLMParser(Parser):
+    """Takes the model as a word of its own, too, and flags from a YAML file: --config FILE, as vLLM has them."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(prog, description)
+        self.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+        self.add_argument("--config", metavar="FILE", help="YAML with flags, which count behind those of this line")
+
+    def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
+        return super().parse(open_config(list(sys.argv[1:] if argv is None else argv)))
+
+
+def open_config(argv: list[str]) -> list[str]:
+    """The command line with the flags of its --config in front, but for those that it has itself."""
+    at = next((index for index, text in enumerate(argv) if re.fullmatch("--config(=.*)?", text)), None)
+    if at is None or argv[at:] == ["--config"]:
+        return argv  # which the parser tells
+    path, rest = Path(argv[at].partition("=")[2]), argv[at + 1 :]
+    if argv[at] == "--config":
+        path, rest = Path(rest[0]), rest[1:]
+    try:
+        values = yaml.safe_load(read_text(path.expanduser()))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config={path} is no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config={path} is no mapping from flags to values")
+    own = [*argv[:at], *rest]
+    given = {name for text in own if (name := flag_name(text))}
+    return [*(text for key, value in values.items() for text in spell_flag(str(key), value, given)), *own]
+
+
+def flag_name(text: str) -> str:
+    """The name of a flag, the same for --max_num_seqs=4 and --no-max-num-seqs; "" for another word."""
+    match = re.match(r"--(?:no-)?([\w-]+)", text.replace("_", "-"))
+    return match[1] if match else ""
+
+
+def spell_flag(key: str, value: Any, given: set[str]) -> Iterator[str]:
+    """A flag of a file as words of a command line; none where it is given there, or null."""
+    name = key.replace("_", "-")
+    if value is None or name in given:
+        return
+    if isinstance(value, bool):
+        yield f"--{name}" if value else f"--no-{name}"
+    elif isinstance(value, list):
+        yield from (f"--{name}", *map(str, value))
+    else:
+        yield f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"

@@ -1,0 +1,115 @@
+"""Output items of the Responses API: reasoning, message, function call, whole or streamed.
+
+    items = ItemStream()
+    data = items.push(delta)                     # the bytes of events; b"" where nothing is new
+    data = items.close("completed")              # at the end
+    items.done                                   # [{"type": "message", "content": [...], ...}]
+
+An item ends before the next one begins. Events are numbered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from atom.serve.ids import new_id
+from atom.serve.output.output_parser import Answer, Delta, ToolDelta
+from atom.serve.sse import event
+
+PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # of ids
+PARTS = {"reasoning": "reasoning_text", "message": "output_text"}  # the type of an item's one part
+LOGPROBS: dict[str, dict[str, Any]] = {
+    "reasoning": {},
+    "message": {"logprobs": []},
+}  # fields of its events: there are none
+
+
+class ItemStream:
+    def __init__(self) -> None:
+        self.done: list[dict[str, Any]] = []
+        self._item: dict[str, Any] | None = None  # that is not closed
+        self._texts: list[str] = []  # of it
+        self._num_events = 0
+
+    def push(self, delta: Delta) -> bytes:
+        """The events of a delta, in a model's order: reasoning, the rest of a call, text, further calls."""
+        data = self._say("reasoning", delta.reasoning)
+        calls = list(delta.tools)
+        while calls and calls[0].id is None:
+            data += self._add(calls.pop(0).arguments)
+        data += self._say("message", delta.content)
+        return data + b"".join(map(self._call, calls))
+
+    def close(self, status: str) -> bytes:
+        """End the open item. status: of it, completed or incomplete."""
+        item, text = self._item, "".join(self._texts)
+        if item is None:
+            return b""
+        self._item, self._texts = None, []
+        kind, data = item["type"], b""
+        if kind == "function_call":
+            item["arguments"] = text
+            data += self._tell("response.function_call_arguments.done", item, arguments=text)
+        else:
+            part = self._part(kind, text)
+            data += self._tell(f"response.{PARTS[kind]}.done", item, content_index=0, text=text, **LOGPROBS[kind])
+            data += self._tell("response.content_part.done", item, content_index=0, part=part)
+            item["content"] = [part]
+        item["status"] = status
+        data += self.event("response.output_item.done", output_index=len(self.done), item=item)
+        self.done.append(item)
+        return data
+
+    def event(self, name: str, **fields: Any) -> bytes:
+        """One event with its number."""
+        self._num_events += 1
+        return event({"type": name, "sequence_number": self._num_events - 1, **fields}, name)
+
+    def _say(self, kind: str, text: str) -> bytes:
+        """Add to an item of text, which begins where another kind is open."""
+        if not text:
+            return b""
+        data = b""
+        if self._item is None or self._item["type"] != kind:
+            fields: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant"}
+            data = self._begin(kind, **fields, content=[])
+            data += self._tell("response.content_part.added", self._item, content_index=0, part=self._part(kind, ""))
+        return data + self._add(text)
+
+    def _call(self, call: ToolDelta) -> bytes:
+        data = b"" if call.id is None else self._begin("function_call", call_id=call.id, name=call.name, arguments="")
+        return data + self._add(call.arguments)
+
+    def _begin(self, kind: str, **fields: Any) -> bytes:
+        data = self.close("completed")
+        self._item = {"id": new_id(PREFIXES[kind], "_"), "type": kind, "status": "in_progress", **fields}
+        return data + self.event("response.output_item.added", output_index=len(self.done), item=self._item)
+
+    def _add(self, text: str) -> bytes:
+        item = self._item
+        assert item is not None, "text belongs to an item"
+        if not text:
+            return b""
+        self._texts.append(text)
+        if item["type"] == "function_call":
+            return self._tell("response.function_call_arguments.delta", item, delta=text)
+        name, more = f"response.{PARTS[item['type']]}.delta", LOGPROBS[item["type"]]
+        return self._tell(name, item, content_index=0, delta=text, **more)
+
+    def _tell(self, name: str, item: dict[str, Any] | None, **fields: Any) -> bytes:
+        assert item is not None, "it has begun"
+        return self.event(name, item_id=item["id"], output_index=len(self.done), **fields)
+
+    @staticmethod
+    def _part(kind: str, text: str) -> dict[str, Any]:
+        annotations: dict[str, Any] = {"annotations": []} if kind == "message" else {}
+        return {"type": PARTS[kind], "text": text, **annotations, **LOGPROBS[kind]}
+
+
+def output_items(answer: Answer, status: str) -> list[dict[str, Any]]:
+    """The items of a whole answer. status: of the last one."""
+    items = ItemStream()
+    calls = [ToolDelta(index, call.id, call.name, call.arguments) for index, call in enumerate(answer.calls)]
+    items.push(Delta(answer.content, answer.reasoning, calls))
+    items.close(status)
+    return items.done

@@ -1,0 +1,215 @@
+"""`POST /v1/responses`: OpenAI's Responses API, stateless: text, reasoning, function tools, streaming.
+
+curl localhost:8000/v1/responses -H "Content-Type: application/json" -d '{"input": "Hello!", "stream": true}'
+
+A request becomes that of a chat: the same template, sampling and parsers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from atom.serve.bodies import body_route
+from atom.serve.chat_template import encode_conversation
+from atom.serve.context import Context
+from atom.serve.engine.protocol import Finish, Output
+from atom.serve.ids import new_id
+from atom.serve.openai.chat import template_kwargs
+from atom.serve.openai.params import sampling_params
+from atom.serve.openai.response_items import ItemStream, output_items
+from atom.serve.openai.responses_schema import (
+    FunctionCall,
+    FunctionChoice,
+    FunctionOutput,
+    InputText,
+    Message,
+    PlainFormat,
+    Reasoning,
+    ResponsesRequest,
+    SchemaFormat,
+)
+from atom.serve.openai.schema import (
+    ChatMessage,
+    ChatRequest,
+    Function,
+    NamedFunction,
+    NamedTool,
+    ResponseFormat,
+    Tool,
+    ToolCallMessage,
+)
+from atom.serve.openai.schema import FunctionCall as ChatCall
+from atom.serve.output.output_parser import Delta
+from atom.serve.output.parsers import Talk
+from atom.serve.response import Answering, Choice, EngineRequest, Responder
+
+
+def routes(context: Context) -> APIRouter:
+    router = APIRouter(tags=["OpenAI"], route_class=body_route(context))
+
+    @router.post("/v1/responses")
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation, in items; nothing is stored."""
+        return await ResponsesResponder(context, body).respond(request)
+
+    return router
+
+
+class ResponsesResponder(Responder):
+    def __init__(self, context: Context, body: ResponsesRequest) -> None:
+        super().__init__(context, body.model, new_id("resp", "_"), is_streamed=body.stream)
+        self._body, self._created = body, int(time.time())
+        self._items = ItemStream()
+        self._finish: Finish | None = None
+
+    def make_request(self) -> EngineRequest:
+        context, chat = self.context, as_chat(self._body)
+        self._talk = talk = Talk(
+            context.config, chat.tools, chat.tool_choice, is_parallel=chat.parallel_tool_calls is not False
+        )
+        params = talk.constrain(sampling_params(chat, context.config))
+        kwargs = template_kwargs(context, chat)
+        conversation = encode_conversation(context, chat.messages or [], talk.tools, kwargs)
+        self._prompt = conversation.text
+        prompt, self._params = context.fit(conversation.tokens, params)
+        field = "text" if chat.response_format else "tools"
+        return EngineRequest([prompt], [self._params], chat.user, constraint_field=field)
+
+    def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
+        (choice,) = choices
+        assert choice.finish is not None, "it is done"
+        status = status_of(choice.finish)
+        return self._response(status, output_items(self._talk.read(choice.text, self._prompt), status), usage)
+
+    def open(self, answering: Answering) -> Iterator[bytes]:
+        self._parser = self._talk.parser(self._prompt)
+        for name in ("response.created", "response.in_progress"):
+            yield self._items.event(name, response=self._response("in_progress", []))
+
+    def delta(self, choice: Choice, output: Output) -> bytes:
+        text, self._finish = output.text or "", output.finish
+        if self._parser is None:
+            return self._items.push(Delta(text, "", []))
+        return self._items.push(self._talk.next(self._parser, text, is_last=output.finish is not None))
+
+    def close(self, usage: dict[str, Any]) -> Iterator[bytes]:
+        assert self._finish is not None, "it is done"
+        status = status_of(self._finish)
+        yield self._items.close(status)
+        yield self._items.event(f"response.{status}", response=self._response(status, self._items.done, usage))
+
+    def usage(self, answering: Answering) -> dict[str, Any]:
+        usage = answering.usage()
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},  # of no price here
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},  # they are not counted apart
+            "total_tokens": usage["total_tokens"],
+        }
+
+    def _response(
+        self, status: str, output: list[dict[str, Any]], usage: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        body = self._body.model_dump(by_alias=True, exclude_none=True, exclude={"input"})
+        said = {name: body.get(name) for name in ("instructions", "max_output_tokens", "metadata", "user", "reasoning")}
+        return said | {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "model": self.model,
+            "output": output,
+            "usage": usage,
+            "temperature": self._params.temperature,
+            "top_p": self._params.top_p,
+            "tools": body.get("tools", []),
+            "tool_choice": body.get("tool_choice", "auto"),
+            "parallel_tool_calls": body.get("parallel_tool_calls", True),
+            "text": {"format": {"type": "text"}} | body.get("text", {}),
+            "truncation": "disabled",
+            "previous_response_id": None,
+            "store": False,
+        }
+
+
+def status_of(finish: Finish) -> str:
+    return "incomplete" if finish.reason == "max_tokens" else "completed"
+
+
+def as_chat(body: ResponsesRequest) -> ChatRequest:
+    """The chat that asks for the same."""
+    choice, named, reasoning = body.tool_choice, None, body.reasoning
+    if isinstance(choice, FunctionChoice):
+        named = NamedTool.model_construct(type="function", function=NamedFunction.model_construct(name=choice.name))
+    tools = [
+        Tool.model_construct(
+            type="function", function=Function.model_construct(**each.model_dump(exclude={"type"}, exclude_none=True))
+        )
+        for each in body.tools or ()
+    ]
+    return ChatRequest.model_construct(
+        messages=chat_messages(body),
+        tools=tools or None,
+        tool_choice=named or choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        max_tokens=body.max_output_tokens,
+        response_format=response_format(body.text.format if body.text else None),
+        reasoning_effort=reasoning.effort if reasoning else None,
+        user=body.user,
+    )
+
+
+def response_format(stated: PlainFormat | SchemaFormat | None) -> ResponseFormat | None:
+    if stated is None or stated.type == "text":
+        return None
+    schema = stated if isinstance(stated, SchemaFormat) else None
+    return ResponseFormat.model_construct(type=stated.type, json_schema=schema)
+
+
+def chat_messages(body: ResponsesRequest) -> list[ChatMessage]:
+    """The messages that the items are. Reasoning, text and calls of one turn of the assistant are one message."""
+    messages: list[ChatMessage] = []
+    if body.instructions is not None:
+        messages.append(ChatMessage.model_construct(role="system", content=body.instructions))
+    items = body.input
+    for item in [Message.model_construct(role="user", content=items)] if isinstance(items, str) else items:
+        if isinstance(item, Message) and item.role != "assistant":
+            text, last = join(item.content), messages[-1] if messages else None
+            if item.role != "user" and last is not None and last.role == "system" and len(messages) == 1:
+                last.content = f"{last.content}\n\n{text}"  # templates take one system message, in front
+            else:
+                messages.append(ChatMessage.model_construct(role=item.role, content=text))
+        elif isinstance(item, FunctionOutput):
+            text = join(item.output)
+            messages.append(ChatMessage.model_construct(role="tool", content=text, tool_call_id=item.call_id))
+        else:
+            if not messages or messages[-1].role != "assistant":
+                messages.append(ChatMessage.model_construct(role="assistant", content=""))
+            add_to_turn(messages[-1], item)
+    return messages
+
+
+def add_to_turn(message: ChatMessage, item: Message | FunctionCall | Reasoning) -> None:
+    """Add an item of the assistant's to the message of its turn."""
+    match item:
+        case Message():
+            message.content = f"{message.content}{join(item.content)}"
+        case Reasoning():
+            message.reasoning_content = (message.reasoning_content or "") + join(item.content or [])
+        case FunctionCall():
+            function = ChatCall.model_construct(name=item.name, arguments=item.arguments)
+            call = ToolCallMessage.model_construct(id=item.call_id, type="function", function=function)
+            message.tool_calls = [*(message.tool_calls or ()), call]
+
+
+def join(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)

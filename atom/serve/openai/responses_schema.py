@@ -1,0 +1,171 @@
+"""Request body of OpenAI's Responses API.
+
+Any other field is refused by name.
+
+    ResponsesRequest.model_validate({"input": "Hello"})
+
+Items of an answer may be sent back as they came. Nothing is stored: `store` changes nothing, and what would need a
+stored response (previous_response_id, conversation, background, item references) is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from atom.serve.openai.schema import (
+    HINT,
+    LABEL,
+    Body,
+    JSONObject,
+    JSONSchema,
+    List,
+    Positive,
+    Text,
+    Word,
+    of_types,
+    tag_of,
+)
+
+Id = Annotated[str, Field(max_length=256)]
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputText(Body):
+    type: Literal["input_text", "output_text", "reasoning_text"]
+    text: Text
+    annotations: List[JSONObject] | None = Field(None, description=LABEL)
+    logprobs: List[JSONObject] | None = Field(None, description=LABEL)
+
+
+TextContent = Annotated[InputText, of_types("input_text", "output_text", "reasoning_text")]
+Content = Annotated[Annotated[Text, Tag("a-text")] | Annotated[List[TextContent], Tag("a-list")], Discriminator(tag_of)]
+
+
+class Message(Body):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: Id | None = Field(None, description=LABEL)
+    status: Status | None = Field(None, description=LABEL)
+    phase: Word | None = Field(None, description=LABEL)
+
+
+class FunctionCall(Body):
+    type: Literal["function_call"]
+    call_id: Id
+    name: str = Field(max_length=256)
+    arguments: Text
+    id: Id | None = Field(None, description=LABEL)
+    status: Status | None = Field(None, description=LABEL)
+
+
+class FunctionOutput(Body):
+    type: Literal["function_call_output"]
+    call_id: Id
+    output: Content
+    id: Id | None = Field(None, description=LABEL)
+    status: Status | None = Field(None, description=LABEL)
+
+
+class Reasoning(Body):
+    type: Literal["reasoning"]
+    content: List[InputText] | None = None
+    summary: List[JSONObject] | None = Field(None, description=LABEL)
+    encrypted_content: None = None
+    id: Id | None = Field(None, description=LABEL)
+    status: Status | None = Field(None, description=LABEL)
+
+
+def item_type(item: Any) -> str:
+    """The type of an input item; a message need not say it."""
+    return str(item.get("type", "message")) if isinstance(item, dict) else "message"
+
+
+Item = Annotated[
+    Annotated[Message, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionOutput, Tag("function_call_output")]
+    | Annotated[Reasoning, Tag("reasoning")],
+    Discriminator(item_type),
+    of_types("message", "function_call", "function_call_output", "reasoning"),
+]
+
+
+def refuse_stored(value: Any) -> None:
+    if value is not None:
+        raise PydanticCustomError("stored", "nothing is stored here; send the whole conversation as input")
+
+
+Stored = Annotated[None, BeforeValidator(refuse_stored)]
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_.-]+$")
+    description: Text | None = None
+    parameters: JSONObject | None = None
+    strict: bool | None = Field(None, description="a label: a forced call keeps to its schema, a free one may not")
+
+
+class FunctionChoice(Body):
+    type: Literal["function"]
+    name: str = Field(max_length=64)
+
+
+class PlainFormat(Body):
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(JSONSchema):
+    type: Literal["json_schema"]
+
+
+class TextOptions(Body):
+    format: Annotated[PlainFormat | SchemaFormat, Discriminator("type")] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description=HINT)
+
+
+class ReasoningOptions(Body):
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="goes to a chat template that reads it, a hint to others"
+    )
+    summary: Word | None = Field(None, description="a hint: reasoning comes whole, and no summary of it")
+    generate_summary: Word | None = Field(None, description=HINT)
+
+
+class ResponseStreamOptions(Body):
+    include_obfuscation: bool | None = Field(None, description=HINT)
+
+
+class ResponsesRequest(Body):
+    model: str | None = Field(None, description="one of the served names; the first is meant where there is none")
+    input: Annotated[
+        Annotated[Text, Tag("a-text")] | Annotated[List[Item], Field(min_length=1), Tag("a-list")],
+        Discriminator(tag_of),
+    ]
+    instructions: Text | None = Field(None, description="a system message in front")
+    max_output_tokens: Positive | None = Field(None, description="what remains of the context where nobody says it")
+    temperature: float | None = Field(None, ge=0, le=100, description="0: greedy")
+    top_p: float | None = Field(None, gt=0, le=1)
+    tools: List[Annotated[FunctionTool, of_types("function")]] | None = Field(None, max_length=512)
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    store: bool | None = Field(None, description="a label: nothing is stored")
+    previous_response_id: Stored = Field(None, description="is refused: send the whole conversation as input")
+    conversation: Stored = Field(None, description="is refused: send the whole conversation as input")
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    include: List[Word] | None = Field(None, max_length=16, description="a hint: an answer has all that there is of it")
+    metadata: dict[Word, Word] | None = Field(None, max_length=16, description=LABEL)
+    user: str | None = Field(None, max_length=1024, description="goes to the log")
+    safety_identifier: Word | None = Field(None, description=LABEL)
+    service_tier: Word | None = Field(None, description=LABEL)
+    prompt_cache_key: Word | None = Field(None, description=HINT)
+    prompt_cache_retention: Word | None = Field(None, description=HINT)

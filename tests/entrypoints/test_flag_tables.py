@@ -1,0 +1,51 @@
+"""The tables of flags in docs/ are those of the parser; `scripts/test --update-golden` writes them anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from atom.entrypoints.args import ROCM, VLLM, describe
+from atom.entrypoints.openai_server import ServerArgs
+from atom.entrypoints.refused_flags import ROCM_REFUSED, VLLM_REFUSED
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {"from-vllm.md": (VLLM, VLLM_REFUSED), "from-rocm-atom.md": (ROCM, ROCM_REFUSED)}
+MARKS = "<!-- flags, written by scripts/test --update-golden -->\n", "<!-- end of flags -->\n"
+
+
+def tables(of: str, reasons: dict[str, str]) -> str:
+    """The flags that are taken, with the field that each sets, and those that are refused."""
+    lines = ["| flag | field | meaning |", "|---|---|---|"]
+    for name, _, flag in ServerArgs.flags():
+        if of in flag.of:
+            names = [f"--{name.replace('_', '-')}", *([flag.short] if flag.short else [])]
+            field = f"`{flag.key}`" if flag.key else ""
+            lines.append(f"| {', '.join(f'`{each}`' for each in names)} | {field} | {describe(flag)} |")
+    lines += ["", "Refused:", "", "| flag | instead |", "|---|---|"]
+    for reason, names in reasons.items():
+        spelled = (f"`{'-' if name in ('O', 'cc') else '--'}{name}`" for name in names.split())
+        lines.append(f"| {', '.join(spelled)} | {reason} |")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_tables_of_a_page_are_those_of_the_parser(page: str, request: pytest.FixtureRequest):
+    path = DOCS / page
+    before, rest = path.read_text().split(MARKS[0])
+    written, after = rest.split(MARKS[1])
+    expected = tables(*PAGES[page])
+    if request.config.getoption("--update-golden"):
+        path.write_text(before + MARKS[0] + expected + MARKS[1] + after)
+        written = expected
+    assert written == expected
+
+
+def test_the_guides_flags_are_all_rocm_atoms():
+    """What ROCm/ATOM's serving guide names."""
+    of = {name for name, _, flag in ServerArgs.flags() if ROCM in flag.of}
+    guide = (
+        "model kv_cache_dtype host server_port tensor_parallel_size method num_speculative_tokens torch_profiler_dir"
+    )
+    assert set(guide.split()) <= of

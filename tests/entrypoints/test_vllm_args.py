@@ -1,0 +1,186 @@
+"""The flags of `vllm serve`: what they mean to the configuration, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from atom.config import Config
+from atom.config.load import load
+from atom.entrypoints.args import EngineArgs, Parser
+from atom.entrypoints.openai_server import ServerArgs
+from atom.entrypoints.refused_flags import REFUSED, ROCM_REFUSED, VLLM_REFUSED, refusal_of, refused
+from atom.entrypoints.vllm_args import VLLMParser
+from atom.errors import ConfigError, UnsupportedError
+
+MEANS: dict[str, list[str]] = {
+    "org/name": ["checkpoint='org/name'"],
+    "org/name --seed 1": ["checkpoint='org/name'", "seed=1"],
+    "--served-model-name a b -- org/name": ["checkpoint='org/name'", "serve.http.served_model_name=['a','b']"],
+    "--load-format dummy": ["load_dummy=true"],
+    "--load-format auto": [],
+    "x.gguf --load-format gguf": ["checkpoint='x.gguf'"],
+    "--load-format safetensors": [],
+    "-q fp8": ["quant.fmt='fp8'"],
+    "--quantization awq": [],
+    "--download-dir /data": ["cache='/data'"],
+    "--kv-cache-memory-bytes 8GiB": ["serve.kv_cache_memory=8589934592"],
+    "--num-gpu-blocks-override 7": ["serve.num_kvcache_blocks=7"],
+    "--max-model-len 4k": ["serve.max_model_len=4000"],
+    "--max-model-len 4K": ["serve.max_model_len=4096"],
+    "--max-model-len 25.6k": ["serve.max_model_len=25600"],
+    "--max_num_batched_tokens=2M": ["serve.max_num_batched_tokens=2097152"],
+    "--no-enable-prefix-caching": ["serve.enable_prefix_caching=false"],
+    "--no_enable_prefix_caching": ["serve.enable_prefix_caching=false"],
+    "--enable-prefix-caching --no-enable-prefix-caching": ["serve.enable_prefix_caching=false"],
+    "--no-enforce-eager": ["serve.enforce_eager=false"],
+    "--generation-config auto": [],
+    "--generation-config vllm": ["sampling.defaults=none"],
+    """--override-generation-config '{"top_k": 5, "max_new_tokens": 9}'""": ["sampling.top_k=5", "sampling.max_tokens=9"],
+    """--override-generation-config '{"do_sample": false}'""": ["sampling.temperature=0"],
+    "--tool-call-parser llama3_json": ["serve.http.tool_calls='python_tag'"],
+    "--tool-call-parser mistral --enable-auto-tool-choice": ["serve.http.tool_calls='json'"],
+    "--reasoning-parser deepseek_r1": ["model.reasoning=['<think>','</think>']"],
+    "--distributed-executor-backend mp": ["parallel.launcher='local'"],
+    "--distributed-executor-backend uni": [],
+    "-pp 1 --disable-log-requests --runner generate --cpu-offload-gb 0 --scheduling-policy priority": [],
+    "--allowed-origins '[\"*\"]'": ["serve.http.cors=['*']"],
+}  # fmt: skip
+
+WRONG = {
+    "--max-model-len 4kk": "argument --max-model-len: '4kk' is no number as 4096, 4k, 25.6k or 4K",
+    "--max-model-len 2.5K": "'2.5K' is no number",
+    "--load-format pt": "--load-format=pt: there is no such choice; choices: auto, safetensors, gguf, dummy",
+    "--load-format gguf": "--load-format=gguf: the checkpoint is another; leave it out",
+    "x.gguf --load-format safetensors": "--load-format=safetensors: x.gguf is another; leave it out",
+    "--runner pooling": "--runner=pooling: models generate text here; there is: auto, generate",
+    "-pp 2": "--pipeline-parallel-size=2: layers are not divided; --tensor-parallel-size divides each; there is: 1",
+    "--no-enable-chunked-prefill": "--no-enable-chunked-prefill: long prompts are always computed in chunks; leave",
+    "--tool-call-parser pythonic": "--tool-call-parser=pythonic: there is no such choice; choices: auto, none, json",
+    "--reasoning-parser granite": "--reasoning-parser=granite: there is no such choice; choices: deepseek_r1",
+    "--override-generation-config '{\"temprature\": 1}'": "temprature is not read, did you mean temperature?",
+    "--override-generation-config 5": "--override-generation-config=5 is no JSON object",
+    "--override-generation-config x": "--override-generation-config=x is no JSON",
+    "--generation-config /nowhere": "/nowhere/generation_config.json: No such file or directory",
+    "--config": "argument --config: expected one argument",
+    "--config /nowhere": "/nowhere: No such file or directory",
+    "-O3": "-O3: write --level 0, 1, 2 or 3",
+    "-O 3": "-O: write --level 0, 1, 2 or 3",
+    "--swap_space=4": "--swap_space: blocks that run out are computed again",
+    "--no-enable-lora": "--no-enable-lora: LoRA adapters are not built",
+}
+
+
+def parse(argv: Sequence[str]) -> ServerArgs:
+    parser = VLLMParser("prog", "A test.")
+    ServerArgs.add_cli_args(parser)
+    return ServerArgs.from_cli_args(parser.parse(argv))
+
+
+@pytest.mark.parametrize("typed", MEANS)
+def test_a_flag_of_vllm_is_an_override(typed: str):
+    assert parse(shlex.split(typed)).overrides() == MEANS[typed]
+
+
+@pytest.mark.parametrize("typed", WRONG)
+def test_what_is_not_taken_is_refused_with_a_reason(typed: str):
+    with pytest.raises((ConfigError, UnsupportedError), match=re.escape(WRONG[typed])):
+        parse(shlex.split(typed)).overrides()
+
+
+def test_every_refused_flag_has_one_reason_and_is_taken_nowhere():
+    names = [name for reasons in (VLLM_REFUSED, ROCM_REFUSED) for name, _ in refused(reasons)]
+    assert len(set(names)) == len(names) - 1, "only default-chat-template-kwargs is both vLLM's and ROCm/ATOM's"
+    taken = {name.replace("_", "-") for name, _, _ in ServerArgs.flags()}
+    assert not taken & set(names)
+    for name in names:
+        dashes = "-" if name in ("O", "cc") else "--"
+        with pytest.raises(UnsupportedError, match=f"^{dashes}{name}: {re.escape(REFUSED[name])}$"):
+            parse([f"{dashes}{name}", "1"])
+
+
+@pytest.mark.parametrize("text", ["--seed", "-tp", "-Other", "--model=--swap-space", "O", "--Swap"])
+def test_other_words_are_not_refused(text: str):
+    assert refusal_of(text) is None
+
+
+@pytest.mark.parametrize("hint", re.findall(r"--set (\S+?=\S+)", " ".join(VLLM_REFUSED)))
+def test_a_field_that_a_refusal_names_is_there(hint: str):
+    load([hint.replace("BYTES", "4096").rstrip(",;")])
+
+
+def test_a_flag_that_a_refusal_names_is_there():
+    named = {name for reason in REFUSED.values() for name in re.findall(r"--([a-z][\w-]+)", reason)}
+    taken = {name.replace("_", "-") for name, _, _ in ServerArgs.flags()} | {"set", "help"}
+    assert named <= taken and len(named) > 5
+
+
+def test_a_command_of_rocm_atom_refuses_the_same_flags():
+    parser = Parser("prog", "A test.")
+    EngineArgs.add_cli_args(parser)
+    with pytest.raises(UnsupportedError, match=r"^--request-log: no client's words are logged"):
+        parser.parse(["--request-log", "x.jsonl"])
+
+
+def test_a_folder_has_the_generation_config(tmp_path: Path):
+    written = {"temperature": 0.5, "eos_token_id": 2, "do_sample": True, "max_new_tokens": 7, "top_k": None}
+    (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    overrides = parse(
+        ["--generation-config", str(tmp_path), "--override-generation-config", '{"top_p": 0.5}']
+    ).overrides()
+    config = load(overrides)
+    assert (config.sampling.temperature, config.sampling.top_p, config.sampling.max_tokens) == (0.5, 0.5, 7)
+    assert config.sampling.defaults == "none"
+
+
+def load_yaml(folder: Path, text: str, *argv: str) -> Config:
+    (folder / "server.yaml").write_text(text)
+    return load(parse(["--config", str(folder / "server.yaml"), *argv]).overrides())
+
+
+def test_a_yaml_file_has_flags(tmp_path: Path):
+    text = """
+        # as in vLLM's guide
+        host: "127.0.0.1"
+        port: 6398
+        max_model_len: 4k
+        served-model-name: [one, two]
+        enable-prefix-caching: true
+        enforce_eager: false
+        override-generation-config: {temperature: 0.5}
+        uds: null
+    """
+    config = load_yaml(tmp_path, text)
+    http = config.serve.http
+    assert (http.host, http.port, http.served_model_name) == ("127.0.0.1", 6398, ["one", "two"])
+    assert (config.serve.max_model_len, config.serve.enable_prefix_caching, config.sampling.temperature) == (
+        4000,
+        True,
+        0.5,
+    )
+
+
+def test_the_command_line_counts_before_the_file(tmp_path: Path):
+    text = "seed: 1\nserved_model_name: [one, two]\nenable-prefix-caching: true\nlevel: 0\n"
+    config = load_yaml(tmp_path, text, "--seed=2", "--served-model-name", "three", "--no_enable_prefix_caching")
+    assert (config.seed, config.serve.http.served_model_name) == (2, ["three"])
+    assert (config.serve.enable_prefix_caching, config.level) == (False, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", "is no mapping from flags to values"),
+        ("a: [", "is no YAML"),
+        ("seeed: 1", "unrecognized arguments: --seeed=1, did you mean --seed?"),
+        ("swap-space: 4", "--swap-space: blocks that run out"),
+    ],
+)
+def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path):
+    with pytest.raises((ConfigError, UnsupportedError), match=re.escape(message)):
+        load_yaml(tmp_path, text)

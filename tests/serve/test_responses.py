@@ -1,0 +1,226 @@
+"""The Responses API: OpenAI's own SDK against a real server, and every event over an engine that a test plays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import openai
+import pydantic
+import pytest
+import scripted
+from openai.types.responses import Response, ResponseStreamEvent
+from scripted import Said
+from serving import Server
+
+from atom.checkpoint.tokenizer import load_tokenizer
+from atom.config import Config
+from atom.config.load import load
+
+PATH = "/v1/responses"
+ASK: dict[str, Any] = {"model": "talker", "input": "Hello", "temperature": 0, "max_output_tokens": 16}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "name": "look_up",
+    "description": "Looks a word up.",
+    "parameters": {
+        "type": "object",
+        "properties": {"word": {"enum": ["cat", "dog"]}},
+        "required": ["word"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "cat"}}\n</tool_call>'
+THOUGHT = Said(["<think>", "\nHm", ".\n</think>\n", "\nOne", " moment.\n", CALL[:45], CALL[45:]])
+
+
+class Animal(pydantic.BaseModel):
+    kind: Literal["cat", "dog"]
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_a_response_is_the_answer_to_the_same_chat(client: openai.OpenAI, server: Server):
+    told = client.responses.create(**ASK)
+    chat = client.chat.completions.create(
+        model="talker", messages=[{"role": "user", "content": "Hello"}], temperature=0, max_tokens=16
+    )
+    assert told.output_text == chat.choices[0].message.content != ""
+    assert (told.object, told.status, told.model) == ("response", "incomplete", "talker")
+    assert told.incomplete_details is not None and told.incomplete_details.reason == "max_output_tokens"
+    assert told.usage is not None and chat.usage is not None
+    assert told.usage.input_tokens == chat.usage.prompt_tokens
+    assert (told.usage.output_tokens, told.usage.total_tokens) == (16, chat.usage.total_tokens)
+    assert told.id.startswith("resp_")
+
+
+def test_a_stream_makes_the_same_response(client: openai.OpenAI):
+    whole = client.responses.create(**ASK)
+    events = list(client.responses.create(**ASK, stream=True))
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
+    assert "".join(deltas) == events[-1].response.output_text == whole.output_text
+    assert len(deltas) > 3, "it came in pieces"
+    ending: Any = ASK | {"max_output_tokens": 400, "text_format": Animal}
+    with client.responses.stream(**ending) as stream:  # which insists on an answer that is complete
+        final = stream.get_final_response()
+    assert final.output_text == client.responses.parse(**ending).output_text
+
+
+def test_a_schema_is_parsed_to_its_class(client: openai.OpenAI):
+    told = client.responses.parse(**ASK | {"max_output_tokens": 400, "text_format": Animal})
+    assert isinstance(told.output_parsed, Animal) and told.status == "completed"
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look_up"}], ids=["required", "named"])
+def test_a_forced_call_and_its_result_go_back(client: openai.OpenAI, choice: Any):
+    asked = ASK | {"tools": [TOOL], "tool_choice": choice, "max_output_tokens": 2000, "parallel_tool_calls": False}
+    told = client.responses.create(**asked)
+    (call,) = told.output
+    assert call.type == "function_call" and call.name == "look_up"
+    assert json.loads(call.arguments)["word"] in ("cat", "dog")
+    with client.responses.stream(**asked) as stream:
+        pieces = [event.delta for event in stream if event.type == "response.function_call_arguments.delta"]
+        (streamed,) = stream.get_final_response().output
+    assert streamed.type == "function_call" and "".join(pieces) == streamed.arguments == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "an animal"}
+    history: Any = [{"role": "user", "content": "Hello"}, *told.output, result]
+    again = client.responses.create(**ASK | {"input": history, "tools": [TOOL]})
+    assert again.usage is not None and told.usage is not None
+    assert again.usage.input_tokens > told.usage.input_tokens + len('{"word":"cat"}an animal')
+
+
+def test_what_would_need_a_stored_response_is_refused_by_name(client: openai.OpenAI):
+    for field, value in (("previous_response_id", "resp_1"), ("background", True), ("conversation", "conv_1")):
+        with pytest.raises(openai.BadRequestError, match=field) as refused:
+            client.responses.create(**ASK, **{field: value})
+        assert refused.value.param == field
+    with pytest.raises(openai.BadRequestError, match="send the whole conversation as input"):
+        client.responses.create(**ASK, previous_response_id="resp_1")
+    with pytest.raises(openai.BadRequestError, match="input_image blocks are not supported here"):
+        image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
+        client.responses.create(**ASK | {"input": image})
+    with pytest.raises(openai.BadRequestError, match="item_reference blocks are not supported here"):
+        client.responses.create(**ASK | {"input": [{"type": "item_reference", "id": "msg_1"}]})
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        client.responses.create(**ASK, tools=[{"type": "web_search"}])
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_1")
+
+
+def test_store_and_labels_change_nothing(client: openai.OpenAI):
+    more: dict[str, Any] = {"metadata": {"a": "b"}, "include": ["reasoning.encrypted_content"], "user": "somebody"}
+    more |= {"truncation": "disabled", "text": {"verbosity": "low"}, "reasoning": {"effort": "low", "summary": "auto"}}
+    plain = client.responses.create(**ASK)
+    for store in (True, False):
+        told = client.responses.create(**ASK, store=store, **more)
+        assert told.output_text == plain.output_text and told.metadata == {"a": "b"}
+
+
+def test_an_error_of_the_sampling_has_its_status(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.responses.create(**ASK | {"temperature": -1})
+    wrong: Any = {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}}
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(**ASK, text=wrong, stream=stream)
+        assert refused.value.param == "text"
+
+
+@pytest.fixture(scope="module")
+def configure(talker: Path) -> Callable[..., Config]:
+    @cache
+    def load_talker(*overrides: str) -> Config:
+        return load([f"checkpoint={talker}", "job=serve", "serve.http.served_model_name=[talker]", *overrides])
+
+    return load_talker
+
+
+def test_reasoning_text_and_a_call_are_items(configure: Callable[..., Config]):
+    answer, _ = scripted.post(configure(), THOUGHT, ASK | {"tools": [TOOL]}, PATH)
+    told = Response.model_validate(answer.json())
+    thought, message, call = told.output
+    assert thought.type == "reasoning" and thought.content is not None and thought.content[0].text == "Hm."
+    assert message.type == "message" and message.content[0].type == "output_text"
+    assert message.content[0].text == "One moment."
+    assert call.type == "function_call" and (call.name, json.loads(call.arguments)) == ("look_up", {"word": "cat"})
+    assert told.status == "completed" and {item.status for item in told.output} == {"completed"}
+
+
+def read_events(text: str) -> list[dict[str, Any]]:
+    found = [each.split("\n") for each in text.split("\n\n")[:-1]]
+    events = [json.loads(body.removeprefix("data: ")) for _, body in found]
+    assert [name.removeprefix("event: ") for name, _ in found] == [each["type"] for each in events]
+    return events
+
+
+def test_every_event_of_a_stream(configure: Callable[..., Config]):
+    answer, _ = scripted.post(configure(), THOUGHT, ASK | {"tools": [TOOL], "stream": True}, PATH)
+    events = read_events(answer.text)
+    adapter = pydantic.TypeAdapter[Any](ResponseStreamEvent)
+    for each in events:
+        adapter.validate_python(each)
+    kinds = [each["type"].removeprefix("response.") for each in events]
+    kinds = [kind for at, kind in enumerate(kinds) if not at or kind != kinds[at - 1] or not kind.endswith(".delta")]
+    text = ["content_part.added", "{}.delta", "{}.done", "content_part.done"]
+    call = ["function_call_arguments.delta", "function_call_arguments.done"]
+    assert kinds == [
+        "created", "in_progress",
+        "output_item.added", *(each.format("reasoning_text") for each in text), "output_item.done",
+        "output_item.added", *(each.format("output_text") for each in text), "output_item.done",
+        "output_item.added", *call, "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    items = [each["item"] for each in events if each["type"] == "response.output_item.done"]
+    assert events[-1]["response"]["output"] == items
+    whole = scripted.post(configure(), THOUGHT, ASK | {"tools": [TOOL]}, PATH)[0].json()["output"]
+    ids = ("id", "call_id")
+    assert [{key: item[key] for key in item if key not in ids} for item in items] == [
+        {key: item[key] for key in item if key not in ids} for item in whole
+    ]
+
+
+def test_an_answer_that_is_cut_off_is_incomplete(configure: Callable[..., Config]):
+    said = Said(["One", " moment", CALL[:30]], "max_tokens")
+    answer, _ = scripted.post(configure(), said, ASK | {"tools": [TOOL], "stream": True}, PATH)
+    last = read_events(answer.text)[-1]
+    assert last["type"] == "response.incomplete"
+    assert [item["status"] for item in last["response"]["output"]][-1] == "incomplete"
+
+
+def test_a_conversation_is_that_of_a_chat(configure: Callable[..., Config], talker: Path):
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "A cat?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
+         "content": [{"type": "output_text", "text": "Wait.", "annotations": [], "logprobs": []}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "look_up", "arguments": '{"word": "cat"}'},
+        {"type": "function_call_output", "call_id": "call_1", "output": "an animal"},
+    ]  # fmt: skip
+    call = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"word": "cat"}'}}
+    messages = [
+        {"role": "system", "content": "Speak.\n\nBe brief."},
+        {"role": "user", "content": "A cat?"},
+        {"role": "assistant", "content": "Wait.", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "an animal"},
+    ]
+    tool = {"type": "function", "function": {key: TOOL[key] for key in ("name", "description", "parameters")}}
+    body = {"input": items, "instructions": "Speak.", "tools": [TOOL]}
+    _, (ours,) = scripted.post(configure(), Said(["Hi"]), body, PATH)
+    _, (chats,) = scripted.post(
+        configure(), Said(["Hi"]), {"messages": messages, "tools": [tool]}, "/v1/chat/completions"
+    )
+    tokenizer = load_tokenizer(talker)
+    assert tokenizer is not None
+    assert tokenizer.decode(ours.prompt) == tokenizer.decode(chats.prompt)
+    assert ours.params == chats.params

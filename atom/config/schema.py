@@ -314,7 +314,8 @@ class JobConfig:
     stage: str | None = of("explain", None)  # print the whole text after this pass
     graph: str | None = of("serve generate explain compile bench profile", None)  # run this saved text, not the passes'
     save_recipe: str | None = None  # write the overrides of this run to a file
-    objective: str | None = of("generate bench", None)  # the number of a run that a sweeper of -m compares
+    objective: str | None = of("generate bench", None)  # the number of a run by which -m compares jobs
+    resume: bool = of("generate explain compile cache bench profile", False)  # skip what the last -m has done
     entry: str | None = of("cache", None)  # the beginning of a key: explain this entry, or export it
     prune: str | None = of("cache", None)  # 30d: remove what was unused for longer; 2GiB: what is beyond, by last use
     verify: bool = of("cache", False)  # look at all checksums and owners

@@ -48,7 +48,9 @@ def load_job(overrides: Sequence[str], dirs: Sequence[str] = (), *, is_sweep: bo
     if is_sweep and kind == "serve":
         raise ConfigError("job=serve runs until it is stopped, so -m would never come to the next one; leave out -m")
     if config.job.objective is not None and not is_sweep:
-        raise ConfigError(f"job.objective={config.job.objective} is the number that a sweeper of -m compares: add -m")
+        raise ConfigError(f"job.objective={config.job.objective} is the number by which -m compares jobs: add -m")
+    if config.job.resume and not is_sweep:
+        raise ConfigError("job.resume=true goes on with a sweep: add -m")
     if config.job.objective is not None:
         check_objective(config.job.objective, kind)
     return config

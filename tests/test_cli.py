@@ -250,7 +250,13 @@ def test_a_recipe_is_saved_and_runs_again(tmp_path: Path, job: Any):
     seen = job()
     (tmp_path / "first.yaml").write_text("overrides: [seed=1, level=0]")
     assert main(["recipe=first.yaml", "prompts=it's, ${5}", "seed=2", "job.save_recipe=second.yaml"]) == 0
-    assert read_recipe("second.yaml") == ["seed=1", "level=0", "job=generate", r"prompts='it\'s, \${5}'", "seed=2"]
+    assert read_recipe("second.yaml").overrides == [
+        "seed=1",
+        "level=0",
+        "job=generate",
+        r"prompts='it\'s, \${5}'",
+        "seed=2",
+    ]
     assert main(["recipe=second.yaml"]) == 0
     assert (seen[1].prompts, seen[1].seed, seen[1].level) == ("it's, ${5}", 2, 0)
     assert "model: smollm2" in Path("second.yaml").read_text()
@@ -261,14 +267,14 @@ def test_a_recipe_is_saved_without_keys_with_a_note_on_stderr(said: str, job: An
     seen = job()
     assert main([said, "seed=1", "job.save_recipe=shared.yaml"]) == 0
     assert str(seen[0].serve.http.api_keys).endswith("sesame"), "the run itself has them"
-    assert read_recipe("shared.yaml") == ["job=serve", "seed=1"]
+    assert read_recipe("shared.yaml").overrides == ["job=serve", "seed=1"]
     assert "atom-run: shared.yaml is without serve.http.api_keys" in capsys.readouterr().err
 
 
 def test_a_recipe_keeps_the_name_of_a_file_of_keys(job: Any, capsys: Any):
     job()
     assert main(["serve.http.api_keys=@keys.txt", "job.save_recipe=shared.yaml"]) == 0
-    assert read_recipe("shared.yaml") == ["job=serve", "serve.http.api_keys='@keys.txt'"]
+    assert read_recipe("shared.yaml").overrides == ["job=serve", "serve.http.api_keys='@keys.txt'"]
     assert "api_keys" not in capsys.readouterr().err
 
 
@@ -340,13 +346,13 @@ def test_an_error_of_hydra_is_one_line_too():
     assert (ended.returncode, ended.stdout) == (2, "")
     assert (
         ended.stderr
-        == "atom-run: ConfigError: job=x: there is no such choice; choices: bench, cache, compile, explain, generate, profile, serve\n"
+        == "atom-run: ConfigError: job=x: there is no such choice; choices: bench, cache, compile, explain, generate, profile, recipe, serve\n"
     )
 
 
 def test_tab_completes_groups_and_fields():
     for typed, expected in (
-        ("job=", "job=bench job=cache job=compile job=explain job=generate job=profile job=serve"),
+        ("job=", "job=bench job=cache job=compile job=explain job=generate job=profile job=recipe job=serve"),
         ("serve.max_num_s", "serve.max_num_seqs="),
     ):
         env = {**os.environ, "COMP_LINE": f"atom-run {typed}", "COMP_POINT": "99"}

@@ -154,6 +154,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setitem(sys.modules, stub.__name__, stub)
     really = generate.run
     monkeypatch.setattr(generate, "run", lambda config, *rest: really(made_small(config, tmp_path), *rest))
+    (here / "mine.yaml").write_text("seed: 1\n")
+    monkeypatch.setattr("atom.config.recipes.fetch_file", lambda *_, **__: here / "mine.yaml")
     run_jobs_here(monkeypatch)
     monkeypatch.setattr(EngineArgs, "create_engine", lambda args: load(args.overrides()) and stop())
     monkeypatch.setattr(benchmark_serving, "run", lambda args: 0)
@@ -191,6 +193,8 @@ def run_line(line: str, here: Path) -> None:
     *before, command = split_list(list(lexer), "|")[:2]
     words, *target = split_list(command, ">") if ">" in command else split_list(command, ">>")
     words = [each for word in words for each in STAND_INS.get(word, [stand_in(word, here.parent)])]
+    if "recipe=qwen3_30b_a3b_fp8" in words or "+recipe=laptop" in words:  # their checkpoints are on the hub
+        words += [f"checkpoint={here.parent}/mixture", "device=cpu", "serve.max_model_len=4096"]
     words = [word for word in words if not word.startswith(("hydra.sweeper.", "hydra.launcher."))]
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(sys, "stdin", io.StringIO(" ".join(before[0][1:]) if before else "Hello!"))

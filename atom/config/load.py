@@ -22,8 +22,8 @@ from yaml import YAMLError
 from atom.checkpoint.base import normalize_rope
 from atom.config.folders import CONF
 from atom.config.hydra import attach, compose, find_source, no_such, one_line_errors, resolve, unknown_key
-from atom.config.overrides import ALIASES, HIDDEN, SECRET, is_secret
-from atom.config.resolve import check, derive
+from atom.config.overrides import ALIASES, HIDDEN, SECRET, is_for_sweep, is_secret, rewrite
+from atom.config.resolve import check, derive, respell
 from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ServeConfig, keys
 from atom.config.spelling import override, spelled
 from atom.errors import CheckpointError, ConfigError, RequestError, one_line
@@ -65,6 +65,21 @@ def load(overrides: Sequence[str] = (), *, config_dirs: Sequence[str] = ()) -> C
     embedded = EmbeddedConfig(**source.embedded) if source.embedded else None
     model = replace(config.model, embedded=embedded)
     return derive(replace(config, hf=hf, generation=sampling, overrides=source.overrides, model=model), source.names)
+
+
+def load_settings(overrides: Sequence[str]) -> Config:
+    """Load all that needs no checkpoint: everything but the model, which only has to compose.
+
+    Choices of a sweep are left out. ConfigError and UnsupportedError name the key.
+    """
+    texts = [text for text in rewrite(overrides) if not is_for_sweep(text)]
+    with one_line_errors(Config):
+        composed = compose(Config, texts)
+        with open_dict(composed):
+            del composed["model"]
+        config: Config = respell(build(Config, resolve(composed, {})))
+    check(replace(config, model=cast(Any, None)))
+    return config
 
 
 def sampling_defaults(generation: Mapping[str, Any], composed: DictConfig) -> dict[str, Any]:

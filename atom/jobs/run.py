@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import atom
-from atom.config.overrides import SECRET, rewrite, write_recipe
+from atom.config.overrides import SECRET, rewrite
 from atom.devices import open_early
 from atom.errors import ConfigError
 from atom.gc_utils import no_collection
 from atom.jobs import module_of
+from atom.jobs.save_recipe import save_recipe
 from atom.jobs.start import choose_job, has_objectives, load_job
 from atom.runtime.remote_ranks import serve_rank
 
@@ -40,17 +40,18 @@ def run(
         if config.device == "cuda" and config.job.kind in IN_PROCESS:
             open_early()
         job = module_of(config.job.kind)
-    if config.job.save_recipe:
-        about = {name: getattr(config, name) for name in ("dtype", "device", "level")}
-        about |= {"model": config.model.name, "job": config.job.kind, "atom-run": atom.__version__}
-        if write_recipe(config.job.save_recipe, rewrite(overrides, config_dirs=dirs), about):
-            line = f"{config.job.save_recipe} is without {SECRET}, as others may read it; {SECRET}=@FILE would stay"
-            print(f"atom-run: {line}", file=sys.stderr)
+    texts = rewrite(overrides, config_dirs=dirs)
+    if config.job.save_recipe and save_recipe(config, texts):
+        line = f"{config.job.save_recipe} is without {SECRET}, as others may read it; {SECRET}=@FILE would stay"
+        print(f"atom-run: {line}", file=sys.stderr)
     numbers: dict[str, Any] = {}
     code: int = job.run(config, numbers.update) if has_objectives(config.job.kind) else job.run(config)
     name = config.job.objective
     if code == 0 and name is not None and numbers.get(name) is None:
         raise ConfigError(f"job.objective={name} has no value in this run; choose another")
     if numbers:
-        report({name: numbers[name] for name in job.OBJECTIVES if numbers.get(name) is not None})
+        numbers = {name: numbers[name] for name in job.OBJECTIVES if numbers.get(name) is not None}
+        report(numbers)
+        if config.job.save_recipe:
+            save_recipe(config, texts, numbers)
     return code

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -38,10 +37,9 @@ from atom.errors import AtomError
 from atom.jobs.report import report
 from atom.jobs.run import run
 from atom.jobs.start import choose_job, load_job
-from atom.measurement.hardware import describe_machine
+from atom.measurement.hardware import describe_machine, package_versions
 
 PACKAGE = Path(__file__).parents[1]
-PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")  # that numbers follow from
 # values that no number of a job follows from
 UNRELATED = ("overrides", "recipe", "cache")
 UNRELATED_OF = {
@@ -154,11 +152,8 @@ def own_overrides(overrides: Sequence[str]) -> list[str]:
 def find_versions() -> dict[str, str]:
     """The versions that numbers follow from; of atom, a digest of its files."""
     files = sorted(path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".cpp", ".h", ".json"))
-    found = {"atom": digest("".join(f"{path.relative_to(PACKAGE)}\n{path.read_text()}" for path in files))}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return {**found, "python": platform.python_version()}
+    sources = digest("".join(f"{path.relative_to(PACKAGE)}\n{path.read_text()}" for path in files))
+    return {"atom": sources, **package_versions()}
 
 
 def ingredients(config: Config, cwd: Path) -> dict[str, str]:

@@ -149,7 +149,8 @@ def make_series(results: Sequence[Result]) -> list[Series]:
         overrides = overrides_of(result)
         own = {key: overrides.get(key, "") for key in keys}
         load = own.pop(LOAD, "")
-        panel = ", ".join(f"{key}={own.pop(key)}" for key in LENGTHS if key in own)
+        lengths = [f"{key}={own.pop(key)}" for key in LENGTHS if key in own]
+        panel = ", ".join([*lengths, *([f"points by {LOAD}"] if load else [])])
         num_gpus = result.num_ranks if result.device == "cuda" else 1
         point = Point(1000 / tpot, throughput / num_gpus, load)
         label = " ".join(f"{key}={value}" for key, value in own.items()) or "all jobs"

@@ -23,16 +23,17 @@ PAGE = """<!doctype html>
 <style>
 body {{ font: 15px system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222 }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd }}
+th, td {{ padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #ddd }}
 th:first-child, td:first-child {{ text-align: left }}
 svg {{ max-width: 100%; height: auto }}
+.table {{ overflow-x: auto; font-size: 13px }}
 </style></head><body>
 <h1>{title}</h1>
 {notes}
 {svg}
-<table>
+<div class="table"><table>
 {table}
-</table>
+</table></div>
 </body></html>
 """
 

@@ -49,8 +49,12 @@ def test_a_row_has_what_a_job_differs_in_and_its_numbers():
 
 def test_a_variant_is_a_line_and_lengths_are_plots():
     assert make_series(sort_results(JOBS)) == [
-        ("", "quant=none", ((100.0, 100.0, "1"), (50.0, 1234.5, "16"))),  # 1000 / TPOT, throughput, prompts
-        ("", "quant=fp8", ((125.0, 125.0, "1"),)),
+        (
+            "points by job.num_prompts",
+            "quant=none",
+            ((100.0, 100.0, "1"), (50.0, 1234.5, "16")),
+        ),  # 1000 / TPOT, throughput, prompts
+        ("points by job.num_prompts", "quant=fp8", ((125.0, 125.0, "1"),)),
     ]
     lengths = [result(number, f"job.input_len={size}", 10.0, 5.0) for number, size in enumerate((8, 16))]
     assert [each.panel for each in make_series(lengths)] == ["job.input_len=8", "job.input_len=16"]

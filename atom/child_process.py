@@ -16,18 +16,28 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
+ROOT = Path(__file__).parents[1]  # from where a checkout that is not installed can be imported
+
 
 def start_python(
-    code: str, *arguments: str, stderr: int | IO[Any], has_own_session: bool = True, **environment: str
+    code: str,
+    *arguments: str,
+    stderr: int | IO[Any],
+    has_own_session: bool = True,
+    cwd: Path | None = None,
+    **environment: str,
 ) -> subprocess.Popen[bytes]:
     """Run code in a Python process. environment: variables beside our own.
 
     has_own_session: else it is of this process's group, and is killed with it
+    cwd: its folder; None: that of the package's, which nothing depends on
     """
+    if cwd is not None:
+        code = f"import sys; sys.path[0] = {str(ROOT)!r}; {code}"
     # env sets them, so that nothing here reads the environment, which is for atom.config alone
     return subprocess.Popen(
         ["/usr/bin/env", *map("=".join, environment.items()), sys.executable, "-c", code, *arguments],
-        cwd=Path(__file__).parents[1],  # from where a checkout that is not installed can be imported
+        cwd=cwd or ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=stderr,

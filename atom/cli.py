@@ -40,7 +40,7 @@ def dispatch(argv: list[str]) -> int:
 
 def run(overrides: Sequence[str], dirs: Sequence[str] = ()) -> int:
     """Load the configuration and run its job."""
-    code: int = module_of("command").run(overrides, dirs)
+    code: int = module_of("run").run(overrides, dirs)
     return code
 
 

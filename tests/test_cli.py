@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sweeping import run_jobs_here
 
 import atom
 from atom.cli import main
@@ -38,6 +39,7 @@ Job = Callable[[Config], int]
 def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Job], list[Config]]:
     """Puts a function in the place of job=generate; the configurations that it is run with."""
     monkeypatch.chdir(tmp_path)
+    run_jobs_here(monkeypatch)
 
     def install(run: Job = lambda config: 0) -> list[Config]:
         seen: list[Config] = []
@@ -48,7 +50,7 @@ def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Job], list
 
         for name in ("generate", "serve"):
             module: Any = types.ModuleType(f"atom.jobs.{name}")
-            module.run = record
+            module.run, module.OBJECTIVES = lambda config, *_: record(config), ()
             monkeypatch.setitem(sys.modules, f"atom.jobs.{name}", module)
         return seen
 
@@ -172,14 +174,14 @@ def test_ctrl_c_ends_with_130(tmp_path: Path):
     assert (process.returncode, err) == (130, "atom-run: interrupted\n")
 
 
-def test_a_sweep_runs_each_choice_and_leaves_nothing(capsys: Any, job: Any):
+def test_a_sweep_runs_each_choice(capsys: Any, job: Any):
     seen = job(lambda config: print(config.level, config.model.name) or 0)
     assert main(["-m", "level=0,1", "model=llama,qwen2", 'prompts=["a, b", "costs ${5}"]']) == 0
     out, err = capsys.readouterr()
     assert out == "0 llama\n0 qwen2\n1 llama\n1 qwen2\n"
-    assert err.splitlines()[0] == r"atom-run: job 0: level=0 model=llama prompts=['a, b','costs \${5}']"
+    assert err.splitlines()[1] == r"atom-run: job 0: level=0 model=llama prompts=['a, b','costs \${5}']"
     assert {tuple(config.prompts) for config in seen} == {("a, b", "costs ${5}")}
-    assert os.listdir() == []
+    assert os.listdir() == ["multirun"]
 
 
 def test_a_sweep_chooses_the_model_file_for_each_checkpoint(tmp_path: Path, job: Any):
@@ -191,10 +193,20 @@ def test_a_sweep_chooses_the_model_file_for_each_checkpoint(tmp_path: Path, job:
     assert [config.model.name for config in seen] == ["llama", "qwen3"]
 
 
-def test_a_job_of_a_sweep_that_fails_ends_it(capsys: Any, job: Any):
-    seen = job(lambda config: 1)
-    assert main(["-m", "prompts=hi", "seed=1,2"]) == 1
-    assert len(seen) == 1
+def test_a_job_of_a_sweep_that_fails_leaves_the_others(capsys: Any, job: Any):
+    seen = job(lambda config: config.seed % 3)
+    assert main(["-m", "prompts=hi", "seed=3,2,4"]) == 2, "the exit code of the first that failed"
+    assert [config.seed for config in seen] == [3, 2, 4]
+    err = capsys.readouterr().err
+    assert "atom-run: job 1: failed with exit code 2; log: " in err
+    assert err.endswith("atom-run: 2 of 3 jobs failed: 1, 2\n")
+
+
+def test_a_choice_that_is_not_supported_leaves_the_others(capsys: Any, job: Any):
+    seen = job()
+    assert main(["-m", "prompts=hi", "parallel.tensor=2,3", "device=cpu"]) == 2
+    assert [config.parallel.tensor for config in seen] == [3]
+    assert "atom-run: UnsupportedError: parallel.tensor=2 does not divide 9 heads" in capsys.readouterr().err
 
 
 def test_hydras_own_choices_work_in_a_sweep(job: Any):
@@ -238,7 +250,13 @@ def test_a_recipe_is_saved_and_runs_again(tmp_path: Path, job: Any):
     seen = job()
     (tmp_path / "first.yaml").write_text("overrides: [seed=1, level=0]")
     assert main(["recipe=first.yaml", "prompts=it's, ${5}", "seed=2", "job.save_recipe=second.yaml"]) == 0
-    assert read_recipe("second.yaml") == ["seed=1", "level=0", "job=generate", r"prompts='it\'s, \${5}'", "seed=2"]
+    assert read_recipe("second.yaml").overrides == [
+        "seed=1",
+        "level=0",
+        "job=generate",
+        r"prompts='it\'s, \${5}'",
+        "seed=2",
+    ]
     assert main(["recipe=second.yaml"]) == 0
     assert (seen[1].prompts, seen[1].seed, seen[1].level) == ("it's, ${5}", 2, 0)
     assert "model: smollm2" in Path("second.yaml").read_text()
@@ -249,14 +267,14 @@ def test_a_recipe_is_saved_without_keys_with_a_note_on_stderr(said: str, job: An
     seen = job()
     assert main([said, "seed=1", "job.save_recipe=shared.yaml"]) == 0
     assert str(seen[0].serve.http.api_keys).endswith("sesame"), "the run itself has them"
-    assert read_recipe("shared.yaml") == ["job=serve", "seed=1"]
+    assert read_recipe("shared.yaml").overrides == ["job=serve", "seed=1"]
     assert "atom-run: shared.yaml is without serve.http.api_keys" in capsys.readouterr().err
 
 
 def test_a_recipe_keeps_the_name_of_a_file_of_keys(job: Any, capsys: Any):
     job()
     assert main(["serve.http.api_keys=@keys.txt", "job.save_recipe=shared.yaml"]) == 0
-    assert read_recipe("shared.yaml") == ["job=serve", "serve.http.api_keys='@keys.txt'"]
+    assert read_recipe("shared.yaml").overrides == ["job=serve", "serve.http.api_keys='@keys.txt'"]
     assert "api_keys" not in capsys.readouterr().err
 
 
@@ -328,13 +346,13 @@ def test_an_error_of_hydra_is_one_line_too():
     assert (ended.returncode, ended.stdout) == (2, "")
     assert (
         ended.stderr
-        == "atom-run: ConfigError: job=x: there is no such choice; choices: bench, cache, compile, explain, generate, profile, serve\n"
+        == "atom-run: ConfigError: job=x: there is no such choice; choices: bench, cache, compile, explain, generate, profile, recipe, serve\n"
     )
 
 
 def test_tab_completes_groups_and_fields():
     for typed, expected in (
-        ("job=", "job=bench job=cache job=compile job=explain job=generate job=profile job=serve"),
+        ("job=", "job=bench job=cache job=compile job=explain job=generate job=profile job=recipe job=serve"),
         ("serve.max_num_s", "serve.max_num_seqs="),
     ):
         env = {**os.environ, "COMP_LINE": f"atom-run {typed}", "COMP_POINT": "99"}

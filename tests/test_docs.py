@@ -27,6 +27,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from sweeping import run_jobs_here
 from tokenizers import decoders, models, pre_tokenizers
 from torch.distributed.run import get_args_parser
 
@@ -52,6 +53,8 @@ STAND_INS = {  # for names in capitals, for plugins, which are not installed, an
     "$SLURM_NODEID": ["0"],
     "hydra/sweeper=optuna": ["hydra/sweeper=basic"],
     "hydra/launcher=submitit_slurm": ["hydra/launcher=basic"],
+    "hydra/launcher=joblib": ["hydra/launcher=basic"],
+    "job.resume=true": ["-m", "job=bench", "job.resume=true"],
     "job.objective=NAME": ["-m", "prompts=hi", "job.objective=tokens"],
     "job.objective=phases.decode.share_of_limit": ["-m", "job=bench", "job.objective=phases.decode.share_of_limit"],
 }
@@ -153,6 +156,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setitem(sys.modules, stub.__name__, stub)
     really = generate.run
     monkeypatch.setattr(generate, "run", lambda config, *rest: really(made_small(config, tmp_path), *rest))
+    (here / "mine.yaml").write_text("seed: 1\n")
+    monkeypatch.setattr("atom.config.recipes.fetch_file", lambda *_, **__: here / "mine.yaml")
+    run_jobs_here(monkeypatch)
     monkeypatch.setattr(EngineArgs, "create_engine", lambda args: load(args.overrides()) and stop())
     monkeypatch.setattr(benchmark_serving, "run", lambda args: 0)
     return here
@@ -189,7 +195,9 @@ def run_line(line: str, here: Path) -> None:
     *before, command = split_list(list(lexer), "|")[:2]
     words, *target = split_list(command, ">") if ">" in command else split_list(command, ">>")
     words = [each for word in words for each in STAND_INS.get(word, [stand_in(word, here.parent)])]
-    words = [word for word in words if not word.startswith("hydra.sweeper.")]
+    if "recipe=qwen3_30b_a3b_fp8" in words or "+recipe=laptop" in words:  # their checkpoints are on the hub
+        words += [f"checkpoint={here.parent}/mixture", "device=cpu", "serve.max_model_len=4096"]
+    words = [word for word in words if not word.startswith(("hydra.sweeper.", "hydra.launcher."))]
     with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
         patch.setattr(sys, "stdin", io.StringIO(" ".join(before[0][1:]) if before else "Hello!"))
         patch.setattr("atom.config.resolve.find_device", lambda: "cuda" if "tune=true" in words else "cpu")
@@ -204,7 +212,7 @@ def run_line(line: str, here: Path) -> None:
 
 def run_words(words: list[str], patch: pytest.MonkeyPatch) -> int:
     if words[0].endswith("atom-run"):
-        patch.setattr("atom.jobs.command.serve_rank", lambda config: 0)
+        patch.setattr("atom.jobs.run.serve_rank", lambda config: 0)
         return cli.main(words[1:])
     if "torchrun" in words:
         return run_words(read_torchrun(words[words.index("torchrun") + 1 :], patch), patch)

@@ -86,7 +86,7 @@ serve: scheduler_delay_factor method draft_model num_speculative_tokens max_veri
 serve.http: host port root_path ssl_certfile ssl_keyfile served_model_name api_keys cors log chat_template tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
 serve.http: drain_seconds heartbeat_seconds vllm_metrics
-job: kind output gpu chat stage graph save_recipe objective entry prune verify export import_from trust
+job: kind output gpu chat stage graph save_recipe objective recipes resume entry prune verify export import_from trust
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
@@ -173,6 +173,7 @@ LOCAL_IMPORTS = {
     "atom.checkpoint.hub": "huggingface_hub",
     "atom.compiler.artifact": "torch: job=cache lists entries without it",
     "atom.config.recipes.format_recipe": "yaml: a launch that finds its artifact writes no recipe",
+    "atom.kernels.find_target": "torch, as above",
     "atom.kernels.tuned": "torch, as above",
     "atom.kernels.triton.gpu.load_driver": "triton",
     "atom.kernels.triton.attention.prefill_hopper": "Gluon, which no other GPU needs",
@@ -213,7 +214,7 @@ def test_the_groups_jobs_and_commands():
     }
     assert groups == {
         "gpu": {"a100", "h100", "h200", "l40s", "mi300x", "mi355x", "rtx_4090"},
-        "job": {"bench", "cache", "compile", "explain", "generate", "profile", "serve"},
+        "job": {"bench", "cache", "compile", "explain", "generate", "profile", "recipe", "serve"},
         "model": set(MODEL_FILES.split()),
         "parallel": {
             "tp1",

@@ -19,10 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from atom.benchmarks.benchmark_utils import FlagParser, UsageError, report, say
-from atom.benchmarks.plot import Point, Series, draw_png, write_html
+from atom.benchmarks.benchmark_utils import BenchmarkError, FlagParser, UsageError, report, say
+from atom.measurement.plot import Point, Series, draw_png, write_html
 
 NAME = re.compile(r"(?:(?P<prefix>.*)_)?(?P<key>tp(?P<tp>\d+)_isl(?P<isl>\d+)_osl(?P<osl>\d+)_conc(?P<conc>\d+))")
+UNIT = "output tokens/s (a GPU, where tp is known)"
 COLUMNS = (  # key of a result, title
     ("output_throughput", "output tok/s"),
     ("median_ttft_ms", "median TTFT ms"),
@@ -65,8 +66,11 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output)
     output.parent.mkdir(parents=True, exist_ok=True)
     png, html = Path(f"{output}.png"), Path(f"{output}.html")
-    draw_png(series, png)
-    write_html(series, rows, f"{b.label} against {a.label}", notes, html)
+    try:
+        draw_png(series, png, unit=UNIT)
+        write_html(series, rows, f"{b.label} against {a.label}", notes, html, unit=UNIT)
+    except ModuleNotFoundError as error:
+        raise BenchmarkError(str(error)) from None
     say(f"wrote {png} and {html}")
     return 0
 

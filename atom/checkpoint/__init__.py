@@ -38,6 +38,7 @@ __all__ = [
     "StoredTensor",
     "Tokenizer",
     "WatchedProgress",
+    "fetch_file",
     "open_checkpoint",
     "stop_ids",
 ]
@@ -102,3 +103,10 @@ def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[i
             raise CheckpointError(f"{where} or generation_config.json is no token id and no list of them; mend it")
         ids.update(stated)
     return frozenset(ids)
+
+
+def fetch_file(name: str, path: str, *, revision: str | None = None) -> Path:
+    """Download one file of a hub id, or find it in the hub's cache. Raises CheckpointError."""
+    from atom.checkpoint.hub import download_file
+
+    return download_file(name, path, revision=revision)

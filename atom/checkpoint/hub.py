@@ -41,6 +41,12 @@ def download(name: str, *, revision: str | None = None, weights: bool = True, pr
         return Path(folder)
 
 
+def download_file(name: str, path: str, *, revision: str | None = None) -> Path:
+    """Download one file, or find it in the cache."""
+    with one_line_errors(name, revision, f"{path} of {name}"):
+        return Path(huggingface_hub.hf_hub_download(name, path, revision=revision, tqdm_class=NoBar))
+
+
 def tensor_names(name: str, revision: str) -> Collection[str]:
     """The names in the header of a single weight file, which alone is fetched; empty offline and without that file."""
     with one_line_errors(name, revision, f"the header of {name}/{SINGLE}"):

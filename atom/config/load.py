@@ -24,8 +24,8 @@ from atom.checkpoint.base import normalize_rope
 from atom.config.draft import check_fits, check_kind
 from atom.config.folders import CONF
 from atom.config.hydra import attach, compose, find_source, no_such, one_line_errors, resolve, unknown_key
-from atom.config.overrides import ALIASES, SECRET
-from atom.config.resolve import check, derive
+from atom.config.overrides import ALIASES, SECRET, is_for_sweep, rewrite
+from atom.config.resolve import check, derive, respell
 from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, ServeConfig, keys
 from atom.config.spelling import HIDDEN, is_secret, override, spelled
 from atom.errors import AtomError, CheckpointError, ConfigError, RequestError, one_line
@@ -84,6 +84,21 @@ def load_model(overrides: Sequence[str], config_dirs: Sequence[str]) -> Config:
     embedded = EmbeddedConfig(**source.embedded) if source.embedded else None
     model = replace(config.model, embedded=embedded)
     return derive(replace(config, hf=hf, generation=sampling, overrides=source.overrides, model=model), source.names)
+
+
+def load_settings(overrides: Sequence[str]) -> Config:
+    """Load all that needs no checkpoint: everything but the model, which only has to compose.
+
+    Choices of a sweep are left out. ConfigError and UnsupportedError name the key.
+    """
+    texts = [text for text in rewrite(overrides) if not is_for_sweep(text)]
+    with one_line_errors(Config):
+        composed = compose(Config, texts)
+        with open_dict(composed):
+            del composed["model"]
+        config: Config = respell(build(Config, resolve(composed, {})))
+    check(replace(config, model=cast(Any, None)))
+    return config
 
 
 def sampling_defaults(generation: Mapping[str, Any], composed: DictConfig) -> dict[str, Any]:

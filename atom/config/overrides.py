@@ -1,7 +1,7 @@
 """Rewrite users' overrides into Hydra's grammar.
 
     rewrite(["prompts=What is 2+2?"])               # ["prompts='What is 2+2?'"]
-    rewrite(["recipe=smollm2_greedy", "seed=1"])    # the recipe's overrides, then "seed=1"
+    rewrite(["recipe=smollm2_greedy", "seed=1"])    # the recipe's overrides, then "seed=1"; +recipe= is the same
     rewrite(["serve.port=80"])                      # UnsupportedError: not built yet
 
 One set of rules serves the command line, each job of a sweep, and keyword arguments. It knows keys, not types.
@@ -41,7 +41,7 @@ TO_COME = {  # the first part of a key, without "serve." -> the feature that it 
 
 
 def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multirun: bool = False) -> list[str]:
-    """Rewrite overrides in Hydra's grammar, with recipes opened and put before the rest.
+    """Rewrite overrides in Hydra's grammar, with recipes opened in their order and put before the rest.
 
     A value is plain text unless it is quoted, a list or, with `multirun`, the choices of a sweep. ConfigError for what
     is no override or no recipe, UnsupportedError for what is not built yet.
@@ -65,7 +65,7 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
         if key in TEXTS and value is not None:
             value = quote(key, value, multirun)
         if key == "recipe" and value is not None and not (parsed := parse(f"{key}={value}")).is_sweep_override():
-            opened = read_recipe(plain(parsed), config_dirs)
+            opened = read_recipe(plain(parsed), config_dirs).overrides
             if multirun and not any(is_for_sweep(text) for text in opened):
                 result.append(f"{key}={value}")  # each job opens it
             else:

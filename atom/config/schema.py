@@ -326,13 +326,17 @@ class ServeConfig:
 @dataclass
 class JobConfig:
     kind: str = "serve"  # the conf/job file that was chosen
-    output: str = of("generate explain compile cache bench profile", one_of("text", "json"))  # json: one object a line
+    output: str = of(
+        "generate explain compile cache bench profile recipe", one_of("text", "json")
+    )  # json: one object a line
     gpu: str | None = of("explain", None)  # whether the model fits one; a name in conf/gpu or a YAML file
     chat: bool = of("generate", False, also="bench profile")  # prompts are user messages for the chat template
     stage: str | None = of("explain", None)  # print the whole text after this pass
     graph: str | None = of("serve generate explain compile bench profile", None)  # run this saved text, not the passes'
     save_recipe: str | None = None  # write the overrides of this run to a file
-    objective: str | None = of("generate bench", None)  # the number of a run that a sweeper of -m compares
+    objective: str | None = of("generate bench", None)  # the number of a run by which -m compares jobs
+    recipes: list[str] | None = of("recipe", None)  # names, files, hub files; null: all in recipes/
+    resume: bool = of("generate explain compile cache bench profile", False)  # skip what the last -m has done
     entry: str | None = of("cache", None)  # the beginning of a key: explain this entry, or export it
     prune: str | None = of("cache", None)  # 30d: remove what was unused for longer; 2GiB: what is beyond, by last use
     verify: bool = of("cache", False)  # look at all checksums and owners
@@ -390,7 +394,7 @@ class Config:
     tune: bool = False  # measure this model's linears on this GPU, once, and keep the fastest ways in the cache
     load_dummy: bool = False  # random weights: only config.json is read
     prompts: Any = of("generate", None)  # a prompt, a list of prompts, @FILE, or null for stdin
-    recipe: str | None = None  # name or file of a list of overrides that go before the others
+    recipe: str | None = None  # name, file or org/repo:file.yaml of overrides that go before the others
     cache: str | None = None  # folder for downloads and artifacts; null: ~/.cache/atom-run
     hf: dict[str, Any] = field(default_factory=dict)  # the checkpoint's config.json, set by load
     generation: dict[str, Any] = field(

@@ -7,27 +7,20 @@ import contextlib
 import io
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import hydra
 
-import atom
 from atom.config import Config
 from atom.config.folders import CONF
 from atom.config.hydra import one_line_errors, register, with_search_path
 from atom.config.load import show
-from atom.config.overrides import SECRET, hide_secret, rewrite, write_recipe
+from atom.config.overrides import SECRET, hide_secret, rewrite
 from atom.config.spelling import HIDDEN, override
-from atom.devices import open_early
 from atom.errors import ConfigError
-from atom.gc_utils import no_collection
-from atom.jobs import module_of
-from atom.jobs.report import report
-from atom.jobs.start import choose_job, load_job
+from atom.jobs.run import run
+from atom.jobs.start import choose_job
 from atom.jobs.sweep import sweep
-from atom.runtime.remote_ranks import serve_rank
 
-IN_PROCESS = ("generate", "bench", "profile")  # jobs that run an engine in this process
 HYDRA_SHOWS = ("resolve", "hydra_help", "shell_completion")  # flags of Hydra without a value
 
 
@@ -37,7 +30,7 @@ def run_flags(args: argparse.Namespace) -> int:
     if args.shell_completion or args.hydra_help or args.cfg in ("hydra", "all"):
         return run_hydra(args, hide_secrets(args.overrides, dirs) if args.cfg else args.overrides)
     if args.multirun:
-        return sweep(args.overrides, dirs, run_of_sweep)
+        return sweep(args.overrides, dirs)
     if args.info:
         return run_hydra(args, hide_secrets(rewrite(args.overrides, config_dirs=dirs), dirs))
     if args.cfg:
@@ -45,49 +38,6 @@ def run_flags(args: argparse.Namespace) -> int:
         print(show(texts, config_dirs=dirs, package=args.package, is_resolved=args.resolve), end="")
         return 0
     return run(args.overrides, dirs)
-
-
-def run(overrides: Sequence[str], dirs: Sequence[str] = ()) -> int:
-    """Load the configuration and run its job."""
-    return do_job(overrides, dirs, is_sweep=False)[0]
-
-
-def run_of_sweep(overrides: Sequence[str], dirs: Sequence[str]) -> tuple[int, float | None]:
-    """Run one job of a sweep; its exit code, and its objective if it has one."""
-    ended: list[float | None] = []
-
-    def work() -> int:
-        code, objective = do_job(overrides, dirs, is_sweep=True)
-        ended.append(objective)
-        return code
-
-    return report(work), next(iter(ended), None)
-
-
-def do_job(overrides: Sequence[str], dirs: Sequence[str], *, is_sweep: bool) -> tuple[int, float | None]:
-    overrides = choose_job(overrides, dirs)
-    with no_collection():
-        config = load_job(overrides, dirs, is_sweep=is_sweep)
-        if config.parallel.rank > 0:
-            return serve_rank(config), None
-        if config.device == "cuda" and config.job.kind in IN_PROCESS:
-            open_early()
-        job = module_of(config.job.kind)
-    if config.job.save_recipe:
-        about = {name: getattr(config, name) for name in ("dtype", "device", "level")}
-        about |= {"model": config.model.name, "job": config.job.kind, "atom-run": atom.__version__}
-        if write_recipe(config.job.save_recipe, rewrite(overrides, config_dirs=dirs), about):
-            line = f"{config.job.save_recipe} is without {SECRET}, as others may read it; {SECRET}=@FILE would stay"
-            print(f"atom-run: {line}", file=sys.stderr)
-    name = config.job.objective
-    if name is None:
-        return job.run(config), None
-    numbers: dict[str, Any] = {}
-    if code := job.run(config, numbers.update):
-        return code, None
-    if numbers.get(name) is None:
-        raise ConfigError(f"job.objective={name} has no value in this run; choose another")
-    return 0, numbers[name]
 
 
 def hide_secrets(overrides: Sequence[str], dirs: Sequence[str]) -> list[str]:

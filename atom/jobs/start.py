@@ -20,12 +20,12 @@ from atom.config.spelling import did_you_mean
 from atom.errors import ConfigError
 from atom.jobs import module_of
 
-JOBS = ("serve", "generate", "explain", "compile", "cache", "bench", "profile")  # modules with `run(config)`
+JOBS = ("serve", "generate", "explain", "compile", "cache", "bench", "profile", "recipe")  # modules with `run(config)`
 
 
 def choose_job(overrides: Sequence[str], dirs: Sequence[str] = ()) -> list[str]:
     """Add the job to overrides that name none: the one that a field of theirs implies."""
-    recipes = [text for text in overrides if text.startswith("recipe=")]
+    recipes = [text for text in overrides if text.lstrip("+").startswith("recipe=")]
     for texts in (overrides, rewrite(recipes, config_dirs=dirs)):
         keys = keys_of(texts)
         if "job" in keys:
@@ -37,6 +37,8 @@ def choose_job(overrides: Sequence[str], dirs: Sequence[str] = ()) -> list[str]:
 
 def load_job(overrides: Sequence[str], dirs: Sequence[str] = (), *, is_sweep: bool = False) -> Config:
     """Load overrides that name their job. ConfigError for a typed field of another job."""
+    if "job=recipe" in overrides and "recipe" in keys_of(overrides):
+        raise ConfigError("recipe= takes what a recipe sets; job=recipe job.recipes=[NAME] looks at it")
     config = load(overrides, config_dirs=dirs)
     kind = config.job.kind
     if kind not in JOBS:
@@ -48,7 +50,9 @@ def load_job(overrides: Sequence[str], dirs: Sequence[str] = (), *, is_sweep: bo
     if is_sweep and kind == "serve":
         raise ConfigError("job=serve runs until it is stopped, so -m would never come to the next one; leave out -m")
     if config.job.objective is not None and not is_sweep:
-        raise ConfigError(f"job.objective={config.job.objective} is the number that a sweeper of -m compares: add -m")
+        raise ConfigError(f"job.objective={config.job.objective} is the number by which -m compares jobs: add -m")
+    if config.job.resume and not is_sweep:
+        raise ConfigError("job.resume=true goes on with a sweep: add -m")
     if config.job.objective is not None:
         check_objective(config.job.objective, kind)
     return config

@@ -1,27 +1,23 @@
 """Run a sweep: Hydra's sweeper picks overrides, its launcher runs the jobs.
 
-    sweep(["level=0,1", "prompts=hi"], [], run)                                     # two jobs, one after the other
-    sweep(["hydra/sweeper=optuna", "job=bench", "job.objective=output_throughput", …], [], run)
-    sweep(["hydra/launcher=submitit_slurm", "job=bench", "level=1,2"], [], run)
+    sweep(["level=0,1", "prompts=hi"], [])                                          # two jobs, one after the other
+    sweep(["hydra/sweeper=optuna", "job=bench", "job.objective=output_throughput", …], [])
+    sweep(["hydra/launcher=submitit_slurm", "job=bench", "level=1,2"], [])
 
-Where the choices are known, every configuration is loaded before the first job runs. Files of plugins are kept, and so
-is the output of jobs that run elsewhere: it is shown at the end.
+Each job is a process of its own. Where the choices are known, every configuration is loaded before the first job runs.
+What jobs write is shown while they run one after the other; where a launcher runs them elsewhere, at the end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import shutil
 import sys
-import tempfile
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from hydra import version
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -36,56 +32,102 @@ from omegaconf.errors import OmegaConfBaseException
 
 from atom.config import Config
 from atom.config.hydra import SEARCHPATH, make_search_path, one_line_errors, register, search_path_of
-from atom.config.overrides import hide_secret, parse, plain, rewrite
+from atom.config.overrides import parse, plain, rewrite
 from atom.config.schema import plain_fields
 from atom.config.spelling import override
-from atom.errors import AtomError, ConfigError, one_line
+from atom.errors import AtomError, ConfigError, UnsupportedError, one_line
 from atom.jobs.start import check_objective, choose_job, has_objectives, keys_of, load_job
+from atom.jobs.sweep_job import Result, Sweep, own_overrides, read_results, run_job
+from atom.jobs.sweep_report import report_results
 
-# overrides and config dirs -> the exit code and the job's objective
-Run = Callable[[Sequence[str], Sequence[str]], tuple[int, float | None]]
-RESULTS = "optimization_results.yaml"  # the file name of Hydra's sweepers
+FOLDERS = "multirun"  # where sweeps have their folders, by date and time
+FOUND = "optimization_results.yaml"  # the file name of Hydra's sweepers
+SCHEDULERS = ("submitit_slurm",)  # launchers that give each job GPUs of its own
 
 
 class JobEndedError(AtomError):
-    """A job run by a plugin has ended with a nonzero exit code, and has reported why."""
+    """A job that a sweeper compares has ended with a nonzero exit code, and has reported why."""
 
 
-def sweep(overrides: Sequence[str], dirs: Sequence[str], run: Run) -> int:
-    """Run the jobs of a sweep; its exit code."""
+def sweep(overrides: Sequence[str], dirs: Sequence[str]) -> int:
+    """Run the jobs of a sweep, and report their results; the exit code is that of the first job that failed."""
     texts = rewrite(overrides, config_dirs=dirs, multirun=True)
+    check_fields(texts, dirs)
+    sweeper, launcher = (chosen(texts, f"hydra/{kind}") for kind in ("sweeper", "launcher"))
+    dirs = [str(Path(folder).absolute()) for folder in dirs]
+    with one_line_errors(Config), open_hydra(search_path_of(texts, dirs)) as hydra:
+        if sweeper == "basic":
+            check_choices(choices(texts, hydra), texts, dirs)
+        else:
+            check_fixed(texts, dirs, sweeper)
+        started, is_resumed = datetime.now(), is_set(texts, "job.resume")
+        folder = find_folder(texts, started, is_resumed)
+        jobs = Sweep(
+            folder / "jobs",
+            dirs,
+            Path.cwd(),
+            started.isoformat(),
+            is_resumed=is_resumed,
+            is_shown=launcher == "basic",
+            pins_gpus=launcher not in SCHEDULERS,
+        )
+        jobs.folder.mkdir(parents=True, exist_ok=True)
+        print(f"atom-run: what the sweep writes is in {folder}", file=sys.stderr, flush=True)
+        own = [override("hydra.sweep.dir", str(folder)), "hydra.mode=MULTIRUN"]
+        others = [text for text in texts if not text.startswith("hydra.sweep.dir=")]
+        code = 0
+        try:
+            hydra.multirun("config", functools.partial(run_one, jobs, sweeper == "basic"), [*own, *others])
+        except JobEndedError as error:
+            code = error.exit_code
+        except Exception as error:
+            if sweeper == launcher == "basic" or isinstance(error, AtomError | HydraException | OmegaConfBaseException):
+                raise
+            plugins = f"hydra/sweeper={sweeper} with hydra/launcher={launcher}"
+            raise AtomError(f"{plugins}: {type(error).__name__}: {one_line(error)}") from error
+        finally:
+            results = read_results(jobs)
+            if not jobs.is_shown:
+                show_outputs(results, jobs)
+            report_results(results, folder)
+            if failed := [str(result.number) for result in results if result.code]:
+                print(f"atom-run: {len(failed)} of {len(results)} jobs failed: {', '.join(failed)}", file=sys.stderr)
+            if (found := folder / FOUND).is_file():
+                print(found.read_text("utf-8"), end="")
+    if sweeper == "basic":
+        code = next((result.code for result in results if result.code), 0)
+    return code
+
+
+def check_fields(texts: Sequence[str], dirs: Sequence[str]) -> None:
+    """Raise ConfigError for what is of one run, and for what hides a field from Hydra."""
     if any(text.startswith("job.save_recipe=") for text in texts):
         raise ConfigError("job.save_recipe writes the recipe of one run: leave out -m")
     for path in [Path(folder, name) for folder in dirs for name in plain_fields(Config)]:
         if path.is_dir():
             raise ConfigError(f"{path} makes a config group of the field {path.name}: move it, or leave out -m")
-    sweeper, launcher = (chosen(texts, f"hydra/{kind}") for kind in ("sweeper", "launcher"))
-    is_plain = sweeper == launcher == "basic"
-    dirs = [str(Path(folder).absolute()) for folder in dirs]
-    with one_line_errors(Config), open_hydra(search_path_of(texts, dirs)) as hydra, contextlib.ExitStack() as stack:
-        if sweeper == "basic":
-            for job in choices(texts, hydra):
-                load_job(choose_job([*job, *search_path_overrides(texts)], dirs), dirs, is_sweep=True)
-        else:
-            check_fixed(texts, dirs, sweeper)
-        folder = stack.enter_context(open_folder(texts, is_plain))
-        task = functools.partial(run_job, run, dirs, folder, is_plain, identity(sys.stdout))
-        own = [override("hydra.sweep.dir", str(folder)), "hydra.mode=MULTIRUN"]
-        others = [text for text in texts if not text.startswith("hydra.sweep.dir=")]
-        try:
-            hydra.multirun("config", task, [*own, *others])
-        except JobEndedError as error:
-            return error.exit_code
-        except SystemExit as end:
-            return int(end.code or 0)
-        except Exception as error:
-            if is_plain or isinstance(error, AtomError | HydraException | OmegaConfBaseException):
-                raise
-            plugins = f"hydra/sweeper={sweeper} with hydra/launcher={launcher}"
-            raise AtomError(f"{plugins}: {type(error).__name__}: {one_line(error)}") from error
-        finally:
-            show_outputs(folder)
-    return 0
+
+
+def check_choices(jobs: Iterable[Sequence[str]], texts: Sequence[str], dirs: Sequence[str]) -> None:
+    """Load the configuration of each job; one that is not supported here fails when it is its turn."""
+    for job in jobs:
+        with contextlib.suppress(UnsupportedError):
+            load_job(choose_job([*job, *search_path_overrides(texts)], dirs), dirs, is_sweep=True)
+
+
+def is_set(texts: Iterable[str], key: str) -> bool:
+    """Whether an override sets a field to true."""
+    values = [parse(text).value() for text in texts if text.startswith(f"{key}=")]
+    return values[-1:] == [True]
+
+
+def find_folder(texts: Sequence[str], started: datetime, is_resumed: bool) -> Path:
+    """The sweep's folder: hydra.sweep.dir, else a new one; where it is resumed, that of the latest sweep."""
+    dirs = [text for text in texts if text.startswith("hydra.sweep.dir=")]
+    if dirs:
+        return Path(plain(parse(dirs[-1]))).absolute()
+    earlier = sorted(path.parent for path in Path(FOLDERS).glob("*/*/jobs")) if is_resumed else []
+    return (earlier[-1] if earlier else Path(FOLDERS, started.strftime("%Y-%m-%d/%H-%M-%S"))).absolute()
 
 
 def chosen(texts: Sequence[str], group: str) -> str:
@@ -107,20 +149,6 @@ def open_hydra(paths: Sequence[str]) -> Iterator[Hydra]:
         yield Hydra.create_main_hydra2("atom-run", make_search_path(paths))
     finally:
         GlobalHydra.instance().hydra = outer
-
-
-@contextlib.contextmanager
-def open_folder(texts: Sequence[str], is_plain: bool) -> Iterator[Path]:
-    """Open the sweep's folder: hydra.sweep.dir, else a temporary one, which is kept where plugins may write to it."""
-    dirs = [text for text in texts if text.startswith("hydra.sweep.dir=")]
-    folder = Path(plain(parse(dirs[-1])) if dirs else datetime.now().strftime("multirun/%Y-%m-%d/%H-%M-%S")).absolute()
-    if is_plain and not dirs:
-        with tempfile.TemporaryDirectory(prefix="atom-run-") as temporary:  # for Hydra's multirun.yaml
-            yield Path(temporary)
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    print(f"atom-run: what the sweep writes is in {folder}", file=sys.stderr, flush=True)
-    yield folder
 
 
 def choices(texts: Sequence[str], hydra: Hydra) -> list[list[str]]:
@@ -154,79 +182,49 @@ def check_fixed(texts: Sequence[str], dirs: Sequence[str], sweeper: str) -> None
         raise ConfigError(f"hydra/sweeper={sweeper} compares jobs by a number: {hint}")
 
 
-def run_job(
-    run: Run, dirs: Sequence[str], folder: Path, is_plain: bool, seen: tuple[int, int] | None, _: DictConfig
-) -> float | None:
-    """Run one job of a sweep, in this process or where a launcher runs it; its objective.
+def run_one(sweep: Sweep, is_basic: bool, _: DictConfig) -> float | None:
+    """Run one job, in this process or where a launcher runs it; its objective. A launcher calls this.
 
-    seen: the identity of the visible stdout; other output is kept in the sweep's folder.
+    is_basic: Hydra's own sweeper, which runs all jobs; others are told of a failure, and decide
     """
     register(Config)
     hydra = HydraConfig.get()
     overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
     overrides += search_path_overrides(OmegaConf.to_container(hydra.overrides.hydra, resolve=False))
-    with contextlib.ExitStack() as stack:
-        if identity(sys.stdout) != seen:
-            stack.enter_context(copied(redirect_stdout, sys.stdout, folder / f"{hydra.job.num}.out"))
-            stack.enter_context(copied(redirect_stderr, sys.stderr, folder / f"{hydra.job.num}.err"))
-        print(f"atom-run: job {hydra.job.num}: {' '.join(map(hide_secret, overrides))}", file=sys.stderr, flush=True)
-        try:
-            code, objective = run(overrides, dirs)
-        except Exception:
-            if is_plain:
-                raise
-            traceback.print_exc()  # a bug of ours, printed here since a plugin's error would not say where it was
-            code, objective = 1, None
-        if objective is not None:
-            print(f"atom-run: job {hydra.job.num}: objective {objective}", file=sys.stderr, flush=True)
-    if code and is_plain:
-        raise SystemExit(code)  # ends the sweep
-    if code:
-        error = JobEndedError(f"job {hydra.job.num} has ended with exit code {code}")
-        error.exit_code = code
+    print(heading(hydra.job.num, own_overrides(overrides)), file=sys.stderr, flush=True)
+    result = run_job(sweep, hydra.job.num, overrides)
+    if sweep.is_shown:
+        show_ending(result, sweep)
+    if result.code and not is_basic:
+        error = JobEndedError(f"job {result.number} has ended with exit code {result.code}")
+        error.exit_code = result.code
         raise error
-    return objective
+    return result.objective
 
 
-def identity(stream: TextIO) -> tuple[int, int] | None:
-    """The device and inode that a stream writes to; None where it has no file descriptor."""
-    try:
-        status = os.fstat(stream.fileno())
-    except (OSError, ValueError, AttributeError):
-        return None
-    return status.st_dev, status.st_ino
+def heading(number: int, overrides: Iterable[str]) -> str:
+    return f"atom-run: job {number}: {' '.join(overrides)}"
 
 
-class Copies:
-    """A stream that writes to two streams."""
-
-    def __init__(self, first: TextIO, second: TextIO) -> None:
-        self.first, self.second = first, second
-
-    def write(self, text: str) -> int:
-        self.second.write(text)
-        return self.first.write(text)
-
-    def flush(self) -> None:
-        self.second.flush()
-        self.first.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.first, name)
+def show_ending(result: Result, sweep: Sweep) -> None:
+    """Say how a job has ended, and where what it wrote is."""
+    about = [f"{result.seconds:.1f} s"]
+    if result.is_resumed:
+        about = ["done before"]
+    if result.code:
+        about = [f"failed with exit code {result.code}"]
+    if result.objective is not None:
+        about.append(f"{result.objective_name} {result.objective:g}")
+    line = f"job {result.number}: {', '.join(about)}; log: {sweep.folder / result.log}"
+    print(f"atom-run: {line}", file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def copied(redirect: Any, stream: TextIO, path: Path) -> Iterator[None]:
-    with path.open("w", encoding="utf-8") as file, redirect(Copies(stream, file)):
-        yield
-
-
-def show_outputs(folder: Path) -> None:
-    """Show the output of jobs that ran elsewhere, one after the other, and the sweeper's results."""
-    for path in sorted(folder.glob("[0-9]*.err"), key=lambda path: int(path.stem)):
-        for each, stream in ((path, sys.stderr), (path.with_suffix(".out"), sys.stdout)):
-            with each.open(encoding="utf-8") as file:
+def show_outputs(results: Sequence[Result], sweep: Sweep) -> None:
+    """Show what jobs have written that nobody has seen yet, one after the other."""
+    for result in results:
+        print(heading(result.number, result.overrides), file=sys.stderr)
+        for suffix, stream in ((".err", sys.stderr), (".out", sys.stdout)) if not result.is_resumed else ():
+            with (sweep.folder / result.log).with_suffix(suffix).open(encoding="utf-8", errors="replace") as file:
                 shutil.copyfileobj(file, stream)
             stream.flush()
-    if (results := folder / RESULTS).is_file():
-        print(results.read_text("utf-8"), end="")
+        show_ending(result, sweep)

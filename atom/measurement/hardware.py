@@ -1,18 +1,23 @@
-"""Name the hardware that a result was measured on.
+"""Name the hardware and the packages that a result was measured with.
 
 Results of different machines must not be taken for a change of the program.
 
     describe_machine()      # "8 x NVIDIA H200" or "64 x AMD EPYC 9654 96-Core Processor"
+    package_versions()      # {"torch": "2.11.0+cu130", …, "python": "3.12.3"}
 
 It names and counts models, never a host. It reads /proc and /sys and starts no vendor's tool.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import os
 import platform
 from collections import Counter
 from pathlib import Path
+
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "numpy")  # that numbers follow from
 
 
 def describe_machine(root: Path = Path("/")) -> str:
@@ -35,3 +40,12 @@ def describe_cpus(root: Path = Path("/")) -> str:
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
     return f"{len(names) or os.cpu_count()} x {name}"
+
+
+def package_versions() -> dict[str, str]:
+    """The versions of the packages that are installed, and of Python; nothing is imported."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return {**found, "python": platform.python_version()}

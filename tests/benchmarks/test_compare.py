@@ -83,7 +83,7 @@ def test_throughput_is_drawn_by_gpu_against_interactivity(folders: Path, monkeyp
     from atom.benchmarks import compare
 
     drawn: list[Any] = []
-    monkeypatch.setattr(compare, "draw_png", lambda series, path: drawn.extend(series))
+    monkeypatch.setattr(compare, "draw_png", lambda series, path, unit: drawn.extend(series))
     main(["before", "after"])
     assert [(each.panel, each.label, each.points) for each in drawn] == [
         ("input 1024, output 1024", "before tp8", ((200.0, 100.0, "c4"), (100.0, 250.0, "c16"))),  # 1000/tpot, out/8

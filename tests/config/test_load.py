@@ -1055,11 +1055,6 @@ def test_a_recipe_gives_way_to_the_users_own(tmp_path: Path):
     assert (config.seed, config.level, config.model.name) == (2, 0, "qwen2")
 
 
-def test_every_shipped_recipe_loads():
-    for path in (CONF.parent / "recipes").glob("*.yaml"):
-        assert load([f"recipe={path.stem}"])
-
-
 def test_show_is_what_was_composed():
     assert show(package="model.attention.heads") == "9\n"
     assert "heads: ${hf:num_attention_heads}" in show(package="model.attention")

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sweeping import run_jobs_here
 
 from atom.build import open_engine
 from atom.checkpoint import SilentProgress
@@ -170,7 +171,9 @@ def test_recording_leaves_the_engine_as_it_was(checkpoints: Any):
     assert "commit" not in vars(engine.scheduler)
 
 
-def test_a_sweep_is_an_object_a_run(run: Any, checkpoints: Any):
+def test_a_sweep_is_an_object_a_run(run: Any, checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    run_jobs_here(monkeypatch)
     given = ["job.num_prompts=1,3", "job.input_len=5", "job.output_len=2", "job.output=json"]
     code, out, _ = run("-m", f"checkpoint={checkpoints('llama')}", *given)
     result = [json.loads(line) for line in out.splitlines()]

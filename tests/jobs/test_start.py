@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from sweeping import run_jobs_here
 
 from atom.cli import main
 from atom.config import Config
@@ -30,6 +32,8 @@ from atom.jobs.start import JOBS, check_objective, choose_job, load_job
         (["job.chat=true"], "generate"),
         (["serve.http.port=1"], "serve"),
         (["recipe=smollm2_greedy"], "generate"),
+        (["+recipe=smollm2_greedy"], "generate"),
+        (["job.recipes=[demo]"], "recipe"),
         (["recipe=smollm2_greedy", "job.stage=fuse_qkv"], "explain"),
         (["seed=1"], "serve"),
         (["job=bench", "seed=1"], "bench"),
@@ -44,7 +48,7 @@ def test_a_field_of_one_job_asks_for_it(typed: list[str], job: str):
     [
         (["job=cache", "job.gpu=h200", "prompts=hi"], "job.gpu is a field of job=explain, and this is job=cache: leave"),
         (["job=cache", "prompts=hi"], "prompts is a field of job=generate, and this is job=cache: leave it out, or write job=generate"),
-        (["job.output=json"], "job.output is a field of job=generate, explain, compile, cache, bench, profile, and this is job=serve"),
+        (["job.output=json"], "job.output is a field of job=generate, explain, compile, cache, bench, profile, recipe, and this"),
         (["job.num_prompts=4"], "job.num_prompts is a field of job=bench, profile, and this is job=serve"),
         (["job=bench", "job.num_steps=4"], "job.num_steps is a field of job=profile, and this is job=bench"),
         (["job=cache", "job.graph=x.py"], "job.graph is a field of job=serve, generate,"),
@@ -53,7 +57,7 @@ def test_a_field_of_one_job_asks_for_it(typed: list[str], job: str):
         (["job=explain", "job.import=x"], "job.import is a field of job=cache, and this is job=explain"),
         (["recipe=smollm2_greedy", "job=explain", "prompts=hi"], "prompts is a field of job=generate, and this is"),
         (["job.gpu=h200", "prompts=hi"], "job.gpu is a field of job=explain, prompts of job=generate: a run does one job"),
-        (["prompts=hi", "job.objective=tokens"], "job.objective=tokens is the number that a sweeper of -m compares: add -m"),
+        (["prompts=hi", "job.objective=tokens"], "job.objective=tokens is the number by which -m compares jobs: add -m"),
     ],
 )  # fmt: skip
 def test_a_field_of_another_job_is_refused_by_name(typed: list[str], message: str):
@@ -73,7 +77,7 @@ def test_a_job_of_the_users_own_has_the_fields_of_its_kind(tmp_path: Path):
 
 
 def test_a_recipe_s_fields_of_other_jobs_are_kept_for_these():
-    for job in JOBS:
+    for job in set(JOBS) - {"recipe"}:
         assert load_job(choose_job(["recipe=smollm2_greedy", f"job={job}"])).job.kind == job
 
 
@@ -83,6 +87,11 @@ def test_a_saved_recipe_starts_the_same_job_again(tmp_path: Path):
         write_recipe(f"{tmp_path}/r.yaml", rewrite(choose_job(typed)), {})
         assert load_job(choose_job([saved])).job.kind == job
         assert load_job(choose_job([saved, "prompts=hi"])).job.kind == "generate", "what is typed decides"
+
+
+def test_a_run_that_is_no_sweep_resumes_nothing():
+    with pytest.raises(ConfigError, match=r"^job.resume=true goes on with a sweep: add -m$"):
+        load_job(["job=generate", "job.resume=true"])
 
 
 def test_every_job_that_a_field_names_is_there_and_every_job_has_fields():
@@ -97,11 +106,15 @@ def test_every_job_that_a_field_names_is_there_and_every_job_has_fields():
 QUICK = ["serve.kv_cache_memory=4194304", "sampling.max_tokens=3", "sampling.ignore_eos=true"]
 
 
-def test_an_objective_that_has_no_value_is_an_error(checkpoints: Any, quick_limits: None, capsys: Any):
+def test_an_objective_that_has_no_value_is_an_error(
+    checkpoints: Any, quick_limits: None, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    run_jobs_here(monkeypatch)
     argv = [f"checkpoint={checkpoints('qwen3')}", "level=0", "serve.kv_cache_memory=4194304", "job.num_prompts=1"]
     argv += ["job.input_len=4", "job.output_len=1", "job.num_warmups=0"]
     assert main(["-m", "job=bench", *argv, "job.objective=phases.all.tokens"]) == 0
-    assert "atom-run: job 0: objective 4\n" in capsys.readouterr().err
+    assert re.search(r"atom-run: job 0: [\d.]+ s, phases.all.tokens 4; log: ", capsys.readouterr().err)
     assert main(["-m", "job=bench", *argv, "job.objective=mean_tpot_ms"]) == 2
     assert "atom-run: ConfigError: job.objective=mean_tpot_ms has no value in this run" in capsys.readouterr().err
 

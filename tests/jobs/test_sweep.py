@@ -1,4 +1,4 @@
-"""Sweeps with plugins of Hydra's: a sweeper that wants a number of each job, a launcher whose jobs run elsewhere."""
+"""Sweeps: jobs in processes of their own, resumed ones, and plugins of Hydra's that pick jobs or run them elsewhere."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sweeping import run_jobs_here
 
 from atom.cli import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PLUGINS = '''
 """A sweeper that takes the better of two levels, as optuna's would, and a launcher of processes, as submitit's."""
 import os, pickle
@@ -107,7 +108,7 @@ def test_a_sweeper_gets_the_objective_and_what_it_finds_is_shown_and_kept(run: A
     )
     assert (ended.returncode, "Traceback" in ended.stderr) == (0, False), ended.stderr
     assert ended.stdout.endswith("best_value: 3.0\nvalues:\n- 3.0\n- 3.0\n")
-    assert "atom-run: job 0: objective 3\n" in ended.stderr
+    assert re.search(r"atom-run: job 0: [\d.]+ s, tokens 3; log: ", ended.stderr)
     (results,) = (tmp_path / "here" / "multirun").glob("*/*/optimization_results.yaml")
     assert f"atom-run: what the sweep writes is in {results.parent}\n" in ended.stderr
 
@@ -137,18 +138,24 @@ def test_what_jobs_write_elsewhere_is_kept_and_shown(run: Any, checkpoints: Any,
     answers = [json.loads(line) for line in ended.stdout.splitlines()]
     assert [answer["num_tokens_output"] for answer in answers] == [3, 3]
     (folder,) = (tmp_path / "here" / "multirun").glob("*/*")
-    assert re.findall(r"atom-run: (what .*|job \d): ?", ended.stderr) == ["job 0", "job 1"]
+    assert re.findall(r"^atom-run: (job \d): checkpoint", ended.stderr, re.MULTILINE) == ["job 0", "job 1"]
     assert f"atom-run: what the sweep writes is in {folder}\n" in ended.stderr
-    assert (folder / "0.log").is_file() and (folder / "0.out").read_text() == ended.stdout.splitlines(True)[0]
+    (out,) = (folder / "jobs").glob("0-*.out")
+    assert (folder / "0.log").is_file() and out.read_text() == ended.stdout.splitlines(True)[0]
 
 
-def test_the_error_of_a_job_elsewhere_is_shown_and_its_exit_code_is_the_sweeps(run: Any, checkpoints: Any):
+def test_a_job_elsewhere_that_fails_leaves_the_others_and_its_exit_code_is_the_sweeps(run: Any, checkpoints: Any):
     ended = run(
-        "-m", "hydra/launcher=elsewhere", f"checkpoint={checkpoints('qwen3')}", "level=0", *QUICK, "prompts=[[999]]"
+        "-m",
+        "hydra/launcher=elsewhere",
+        f"checkpoint={checkpoints('qwen3')}",
+        "level=0",
+        *QUICK,
+        "prompts=[[999]],[[1]]",
     )
     assert ended.returncode == 2
     assert "atom-run: RequestError: prompt 0: 999 in the prompt is no token id" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    assert ended.stderr.endswith("atom-run: 1 of 2 jobs failed: 0\n") and "Traceback" not in ended.stderr
 
 
 def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):
@@ -185,6 +192,39 @@ def test_a_sweep_that_would_do_nothing_or_never_end_is_refused(argv: list[str], 
     assert (err.count("\n"), out) == (1, "")
 
 
-def test_a_recipe_may_hold_fields_of_other_jobs_in_a_sweep_too(capsys: Any):
+def test_a_recipe_may_hold_fields_of_other_jobs_in_a_sweep_too(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    run_jobs_here(monkeypatch)
     assert main(["-m", "recipe=smollm2_greedy", "job=explain", "job.stage=semantic", "level=0,1"]) == 0
     assert capsys.readouterr().out.count("def body(") == 2
+
+
+def test_optunas_sweeper_gets_the_objectives_and_its_trials_are_the_table(
+    checkpoints: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper", reason="pip install hydra-optuna-sweeper")
+    monkeypatch.chdir(tmp_path)
+    run_jobs_here(monkeypatch)
+    argv = ["hydra/sweeper=optuna", "hydra.sweeper.direction=maximize", "hydra.sweeper.n_trials=3", "level=0"]
+    argv += [f"checkpoint={checkpoints('qwen3')}", *QUICK, "job.objective=tokens", "sampling.max_tokens=range(2,5)"]
+    assert main(["-m", *argv]) == 0
+    (found,) = tmp_path.glob("multirun/*/*/optimization_results.yaml")
+    results = json.loads((found.parent / "results.json").read_text())
+    trials = [(each["overrides"], each["numbers"]["tokens"]) for each in results]
+    assert len(trials) == 3 and all(f"sampling.max_tokens={tokens}" in own for own, tokens in trials)
+    assert f"best_value: {float(max(tokens for _, tokens in trials))}" in found.read_text()
+    assert found.read_text() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_launchers_of_processes_run_all_jobs(launcher: str, run: Any, checkpoints: Any, tmp_path: Path):
+    plugin = launcher.partition("_")[0]
+    pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher", reason=f"pip install hydra-{plugin}-launcher")
+    argv = [f"hydra/launcher={launcher}", f"checkpoint={checkpoints('qwen3')}", "level=0,1", *QUICK]
+    ended = run("-m", *argv, "prompts=[[1,2]],[[999]]", "hydra.sweep.dir=kept")
+    assert (ended.returncode, "Traceback" in ended.stderr) == (2, False), ended.stderr
+    results = json.loads((tmp_path / "here" / "kept" / "results.json").read_text())
+    assert sorted((each["number"], each["code"]) for each in results) == [(0, 0), (1, 2), (2, 0), (3, 2)]
+    assert ended.stderr.endswith("atom-run: 2 of 4 jobs failed: 1, 3\n")

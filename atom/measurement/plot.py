@@ -4,7 +4,7 @@
     draw_png(series, Path("compare.png"))
     write_html(series, rows, "after against before", ["The hardware differs."], Path("compare.html"))
 
-Interactivity is tokens per second for one user; throughput is a GPU's for all users.
+Interactivity is tokens per second for one user; throughput is that of all users. matplotlib draws, of the extra bench.
 """
 
 from __future__ import annotations
@@ -15,34 +15,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from atom.benchmarks.benchmark_utils import BenchmarkError
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-THROUGHPUT = "throughput: output tokens/s (a GPU, where tp is known)"
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <style>
 body {{ font: 15px system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222 }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .3rem .8rem; text-align: right; border-bottom: 1px solid #ddd }}
+th, td {{ padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #ddd }}
 th:first-child, td:first-child {{ text-align: left }}
 svg {{ max-width: 100%; height: auto }}
+.table {{ overflow-x: auto; font-size: 13px }}
 </style></head><body>
 <h1>{title}</h1>
 {notes}
 {svg}
-<table>
+<div class="table"><table>
 {table}
-</table>
+</table></div>
 </body></html>
 """
 
 
 class Point(NamedTuple):
     interactivity: float  # tokens a second of one user
-    throughput: float  # output tokens a second of one GPU
+    throughput: float  # output tokens a second
     name: str
 
 
@@ -52,40 +50,48 @@ class Series(NamedTuple):
     points: tuple[Point, ...]
 
 
-def draw_png(series: Sequence[Series], path: Path) -> None:
-    draw(series).savefig(path, dpi=120)
+def draw_png(series: Sequence[Series], path: Path, *, unit: str) -> None:
+    """unit: of the throughput."""
+    draw(series, unit).savefig(path, dpi=120)
 
 
 def write_html(
-    series: Sequence[Series], rows: Sequence[Sequence[str]], title: str, notes: Sequence[str], path: Path
+    series: Sequence[Series],
+    rows: Sequence[Sequence[str]],
+    title: str,
+    notes: Sequence[str],
+    path: Path,
+    *,
+    unit: str,
 ) -> None:
-    """rows: the table, its header first. notes: sentences above it."""
+    """rows: the table, its header first. notes: sentences above it. Without a series there is no plot."""
     head, *body = [[html.escape(cell) for cell in row] for row in rows]
     lines = [f"<tr><th>{'</th><th>'.join(head)}</th></tr>"]
     lines += [f"<tr><td>{'</td><td>'.join(cells)}</td></tr>" for cells in body]
     paragraphs = "\n".join(f"<p><strong>{html.escape(note)}</strong></p>" for note in notes)
-    page = PAGE.format(title=html.escape(title), notes=paragraphs, svg=draw_svg(series), table="\n".join(lines))
+    svg = draw_svg(series, unit) if series else ""
+    page = PAGE.format(title=html.escape(title), notes=paragraphs, svg=svg, table="\n".join(lines))
     path.write_text(page, encoding="utf-8")
 
 
-def draw_svg(series: Sequence[Series]) -> str:
+def draw_svg(series: Sequence[Series], unit: str) -> str:
     """Draw an <svg> element to embed in a page."""
+    figure, file = draw(series, unit), io.StringIO()
     import matplotlib
 
-    file = io.StringIO()
     nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "atom"}):
-        draw(series).savefig(file, format="svg", metadata=nothing)
+        figure.savefig(file, format="svg", metadata=nothing)
     text = file.getvalue()
     return text[text.index("<svg") :]
 
 
-def draw(series: Sequence[Series]) -> Figure:
-    """A plot for each panel, side by side."""
+def draw(series: Sequence[Series], unit: str) -> Figure:
+    """A plot for each panel, side by side. ModuleNotFoundError without matplotlib."""
     try:
         from matplotlib.figure import Figure
-    except ImportError:
-        raise BenchmarkError("drawing needs the package matplotlib: pip install 'atom-run[bench]'") from None
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError("drawing needs the package matplotlib: pip install 'atom-run[bench]'") from None
     panels = list(dict.fromkeys(each.panel for each in series)) or [""]
     figure = Figure(figsize=(6.5 * len(panels), 5), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -95,7 +101,7 @@ def draw(series: Sequence[Series]) -> Figure:
             for point in each.points:
                 at = (point.interactivity, point.throughput)
                 axes.annotate(point.name, at, xytext=(4, 4), textcoords="offset points", fontsize=8)
-        axes.set(title=panel, xlabel="interactivity: tokens/s a user", ylabel=THROUGHPUT)
+        axes.set(title=panel, xlabel="interactivity: tokens/s a user", ylabel=f"throughput: {unit}")
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)

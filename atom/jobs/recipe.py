@@ -1,0 +1,85 @@
+"""`job=recipe`: list, check and compare recipes.
+
+atom-run job=recipe                                                  # all in recipes/
+atom-run job=recipe job.recipes=[mine.yaml,org/repo:fast.yaml]       # files, and files on the hub
+atom-run job=recipe job.output=json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from atom.config import Config, QuantConfig
+from atom.config.load import load_settings
+from atom.config.recipes import list_recipes, read_recipe
+from atom.config.schema import ParallelConfig
+from atom.config.spelling import override
+from atom.errors import AtomError, ConfigError
+from atom.jobs.tables import make_table
+
+COLUMNS = ("recipe", "what for", "model", "layout", "quant", "measured")
+UNMEASURED = "not measured"
+
+
+def run(config: Config) -> int:
+    """Print a table or, with job.output=json, an object a recipe; the exit code is 2 where one does not compose."""
+    names, faults = config.job.recipes, []
+    table = make_table(*COLUMNS, left=COLUMNS)
+    for name in [path.stem for path in list_recipes()] if names is None else names:
+        try:
+            described = describe_recipe(name)
+        except AtomError as error:
+            faults.append(f"{name}: {error}")
+            continue
+        if config.job.output == "json":
+            print(json.dumps(described))
+        else:
+            table.add_row(*(str(described[column]) for column in COLUMNS))
+    if table.row_count:
+        width = None if sys.stdout.isatty() else 1000  # lines are not cut in a pipe
+        Console(width=width, markup=False, emoji=False, highlight=False).print(table)
+    for fault in faults:
+        print(f"atom-run: {fault}", file=sys.stderr)
+    return ConfigError.exit_code if faults else 0
+
+
+def describe_recipe(name: str) -> dict[str, str]:
+    """What a recipe is about and sets. ConfigError, with the key, where it does not compose."""
+    recipe = read_recipe(name)
+    config = load_settings([override("recipe", name)])
+    about = recipe.about
+    values = (
+        name,
+        about.get("what", ""),
+        about.get("model") or config.checkpoint or "",
+        layout_of(config.parallel),
+        quant_of(config.quant, config.serve.kv_cache_dtype),
+        describe_figures(about.get("measured")),
+    )
+    return dict(zip(COLUMNS, map(str, values), strict=True))
+
+
+def layout_of(parallel: ParallelConfig) -> str:
+    """The name of a layout, as `parallel=` takes it: tp8_ep, dp2_tp4_ep, dp2."""
+    groups = parallel.data if parallel.experts > 1 else parallel.replicas
+    parts = [f"dp{groups}"] if groups > 1 else []
+    parts += [f"tp{parallel.tensor}"] if parallel.tensor > 1 or not parts else []
+    return "_".join([*parts, *(["ep"] if parallel.experts > 1 else [])])
+
+
+def quant_of(quant: QuantConfig, kv_cache_dtype: str) -> str:
+    """How weights are packed, and the cache."""
+    weights = {"auto": "as stored", "none": "none", None: "none"}.get(quant.fmt, quant.fmt)
+    return f"{weights}, {kv_cache_dtype} KV" if kv_cache_dtype != "auto" else str(weights)
+
+
+def describe_figures(measured: Any) -> str:
+    """The measured figures of `about:`, which job.save_recipe writes as names and numbers."""
+    if isinstance(measured, Mapping):
+        return ", ".join(f"{name} {value}" for name, value in measured.items())
+    return UNMEASURED if measured is None else str(measured)

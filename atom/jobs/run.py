@@ -1,0 +1,57 @@
+"""Load a configuration and run its job.
+
+run(["job=explain", "checkpoint=/models/qwen3"])         # the exit code
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from atom.config.overrides import SECRET, rewrite
+from atom.devices import open_early
+from atom.errors import ConfigError
+from atom.gc_utils import no_collection
+from atom.jobs import module_of
+from atom.jobs.save_recipe import save_recipe
+from atom.jobs.start import choose_job, has_objectives, load_job
+from atom.runtime.remote_ranks import serve_rank
+
+IN_PROCESS = ("generate", "bench", "profile")  # jobs that run an engine in this process
+
+
+def run(
+    overrides: Sequence[str],
+    dirs: Sequence[str] = (),
+    *,
+    is_sweep: bool = False,
+    report: Callable[[Mapping[str, Any]], None] = lambda numbers: None,
+) -> int:
+    """Load the configuration and run its job; the exit code.
+
+    report: is called with the numbers of a job that has any, which are those of its OBJECTIVES
+    """
+    overrides = choose_job(overrides, dirs)
+    with no_collection():
+        config = load_job(overrides, dirs, is_sweep=is_sweep)
+        if config.parallel.rank > 0:
+            return serve_rank(config)
+        if config.device == "cuda" and config.job.kind in IN_PROCESS:
+            open_early()
+        job = module_of(config.job.kind)
+    texts = rewrite(overrides, config_dirs=dirs)
+    if config.job.save_recipe and save_recipe(config, texts):
+        line = f"{config.job.save_recipe} is without {SECRET}, as others may read it; {SECRET}=@FILE would stay"
+        print(f"atom-run: {line}", file=sys.stderr)
+    numbers: dict[str, Any] = {}
+    code: int = job.run(config, numbers.update) if has_objectives(config.job.kind) else job.run(config)
+    name = config.job.objective
+    if code == 0 and name is not None and numbers.get(name) is None:
+        raise ConfigError(f"job.objective={name} has no value in this run; choose another")
+    if numbers:
+        numbers = {name: numbers[name] for name in job.OBJECTIVES if numbers.get(name) is not None}
+        report(numbers)
+        if config.job.save_recipe:
+            save_recipe(config, texts, numbers)
+    return code

@@ -97,7 +97,7 @@ def check_runnable(graph: Graph, path: str, target: Target, *, has_draft: bool =
 def _check_programs(graph: Graph, path: str, has_draft: bool) -> None:
     """Raise ConfigError where a program is missing, or has inputs that the others do not give it."""
     inputs, sources = {BODY: {*INPUTS}}, {HEAD: BODY}
-    if has_draft or DRAFT in graph.programs:
+    if has_draft or {DRAFT_IN, DRAFT_HEAD} & graph.programs.keys():
         inputs[DRAFT] = {*INPUTS}
         sources[DRAFT_HEAD] = DRAFT
     if graph.carries_hidden or DRAFT_IN in graph.programs:

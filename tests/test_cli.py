@@ -374,8 +374,14 @@ def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
     assert "dtype=auto                          auto | bf16 | fp16 | fp32; auto: the checkpoint's\n" in out
     listed = {line.split("=")[0].strip() for line in out.split("Fields\n")[1].splitlines()}
     elsewhere = ("model.", "parallel.torchrun.")  # the latter are torchrun's environment
-    own = {key for key in keys(Config) if not key.startswith(elsewhere)} - {"job.kind", "hf", "overrides", "draft"}
-    assert own <= listed
+    own = {key for key in keys(Config) if not key.startswith(elsewhere)} - {
+        "job.kind",
+        "hf",
+        "generation",
+        "overrides",
+        "draft",
+    }
+    assert own <= listed and "generation" not in listed
     for line in (
         'serve.http.cors=[]                  origins whose pages may read answers; "*": all',
         "level=null                          null | 0 | 1 | 2 | 3; 0 reference ops, 1 kernels, 2 compiled, 3 CUDA graphs; ",

@@ -9,7 +9,8 @@ checks, keys and readers know of no second checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 
 from atom.checkpoint.base import Checkpoint, FileRange, StoredTensor
 from atom.checkpoint.tokenizer import Tokenizer
@@ -44,6 +45,9 @@ class JoinedCheckpoint(Checkpoint):
     def locate(self, name: str) -> FileRange | None:
         checkpoint, stored = self._find(name)
         return checkpoint.locate(stored)
+
+    def files(self) -> Collection[Path]:
+        return sorted({*self._checkpoint.files(), *self.other.files()})
 
     def tokenizer(self, *, trust_remote_code: bool = False) -> Tokenizer | None:
         return self._checkpoint.tokenizer(trust_remote_code=trust_remote_code)

@@ -51,9 +51,9 @@ def load_draft(config: Config, config_dirs: Sequence[str] = ()) -> ModelConfig |
     serve = config.serve
     if serve.draft_model is None or serve.method is None:
         return None
-    dtypes = {"dtype": config.dtype, "serve.kv_cache_dtype": serve.kv_cache_dtype}
+    same = {name: getattr(config, name) for name in ("dtype", "device", "trust_remote_code", "cache")}
     model = {"model": "eagle3"} if serve.method == "eagle3" else {}
-    values = {"checkpoint": serve.draft_model, **dtypes, **model}
+    values = {"checkpoint": serve.draft_model, **same, "serve.kv_cache_dtype": serve.kv_cache_dtype, **model}
     try:
         described = open_checkpoint(serve.draft_model, weights=False)
         described.close()

@@ -74,7 +74,7 @@ class Writer:
         kind = own and own.partition("[")[0]
         if quant.asks_act and fmt is not None and kind != quant.act:
             beside = f"activations in {kind} alone" if kind else "none but plain activations"
-            stored = f"{module} is stored as {fmt}, which is multiplied with {beside}"
+            stored = f"{self.prefix}{module} is stored as {fmt}, which is multiplied with {beside}"
             raise ConfigError(f"quant.act={quant.act}: {stored}; leave quant.act out")
         taken = {"auto": ("fp8", self.model.act), "none": ()}.get(quant.act, (quant.act,))
         return own if kind in taken else None
@@ -111,7 +111,9 @@ class Writer:
         fmt: in place of quant.fmt; plain: none
         """
         fmt, module = fmt or self.quant.fmt, self.name(role, layer)
-        is_packed, is_plain = weight.type.fmt is not None, any(matches(module, each) for each in self.quant.plain)
+        own = self.prefix + module  # which tells a draft's from the model's
+        is_plain = any(matches(each, pattern) for each in {module, own} for pattern in self.quant.plain)
+        is_packed = weight.type.fmt is not None
         is_kept = fmt is None or fmt in ("auto", "none", "plain") or is_plain
         if is_packed and (self.quant.fmt != "auto" or not is_kept):  # a GGUF file's is packed anew
             weight = Dequantize(weight)
@@ -120,7 +122,7 @@ class Writer:
         try:
             return Quantize(weight, fitted(fmt, weight.type))
         except FormatError as error:
-            raise ConfigError(f"quant: {module}: {error}; or name it in quant.plain") from None
+            raise ConfigError(f"quant: {own}: {error}; or name it in quant.plain") from None
 
     def weight(self, role: str, shape: tuple[int, ...], layer: int | None = None, part: str = "weight") -> W:
         """A plain tensor of a module."""

@@ -289,7 +289,7 @@ def _joined(recipe: Cat | Regroup | Slice, made: Sequence[PackedWeight]) -> Pack
 
 
 def _shuffled(recipe: Shuffle, source: WeightSource, device: str) -> Loaded:
-    """Make a tensor in a kernel's layout; experts one by one, so that not all of them are in memory twice."""
+    """Make a tensor in a kernel's layout, part by part, so that not all experts are in memory twice."""
     part, parts = recipe.part, shuffled_alone(recipe)
     is_whole = len(part.type.shape) == 2 or parts[0] is part
     made: list[Tensor | LaidOut | PackedWeight] = []

@@ -31,6 +31,8 @@ def test_names_with_the_prefix_are_those_of_the_other(tmp_path: Path):
         place = joined.locate(name)
         assert place is not None and place.path.read_bytes()[place.start :][: place.size] == content
     assert [path.parent.name for path in joined.files()] == ["one", "two"]
+    one.files = lambda: [Path("one.gguf")]  # type: ignore[method-assign]  # which locates no tensor
+    assert [path.name for path in joined.files()] == ["model.safetensors", "one.gguf"]
     joined.close()
     with pytest.raises(CheckpointError, match=r"two has no tensor norm.weight"):
         joined.read("draft:norm.weight")

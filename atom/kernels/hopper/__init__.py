@@ -49,7 +49,7 @@ def _refuse(target: Target, x: Type, weight: Type | None) -> str | None:
         return "runs on NVIDIA's Hopper alone"
     known, (out, inner) = parse_format(str(weight.fmt)), map(int, weight.shape[-2:])
     rows, columns = known.block
-    is_known = (None if columns == inner else columns) in SCALED_COLUMNS[known.kind]
+    is_known = columns in SCALED_COLUMNS[known.kind]
     is_plain = known.parts.keys() <= {"values", "scales", "zeros"} and not known.has_order
     if not is_known or not is_plain or known.parts["values"].dtype == "i8" or (known.is_whole and rows != 1):
         return f"has no layout of {weight.fmt}"

@@ -20,15 +20,17 @@ from atom.graph.formats import parse_format
 
 LAYOUT = "wgmma"
 GROUP = 64  # bytes of a row
+AT_ONCE = 1 << 26  # bytes, of which some copies are made
 
 
 def shuffle(weight: PackedWeight) -> PackedWeight:
     """A weight [..., O, I] whose values are u8[..., O, bytes], filled up with zeros to whole groups."""
-    values = weight.parts["values"].view(torch.uint8).reshape(*weight.shape[:-1], -1)
-    if parse_format(str(weight.type.fmt)).bits == 4:
-        values = _shuffle_nibbles(F.pad(values, (0, -values.shape[-1] % GROUP)))
-    else:
-        values = _shuffle_bytes(F.pad(values, (0, -values.shape[-1] % GROUP)))
+    reorder = _shuffle_nibbles if parse_format(str(weight.type.fmt)).bits == 4 else _shuffle_bytes
+    stored = weight.parts["values"].view(torch.uint8).reshape(*weight.shape[:-1], -1)
+    stored = F.pad(stored, (0, -stored.shape[-1] % GROUP)) if stored.shape[-1] % GROUP else stored
+    values, at_once = torch.empty_like(stored), max(AT_ONCE // max(stored[0].numel(), 1), 1)
+    for target, some in zip(torch.split(values, at_once), torch.split(stored, at_once), strict=True):
+        target.copy_(reorder(some))
     return replace(weight, parts={**weight.parts, "values": values}, layout=LAYOUT)
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from atom.graph import PackedWeight
-from atom.graph.formats import block_of
+from atom.graph.formats import block_of, parse_format, with_block
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
@@ -181,7 +181,11 @@ def unpacks_experts(weight: PackedWeight) -> bool:
 def unpack_experts(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """A packed weight [E, O, I] as a plain one."""
     experts, out, inner = weight.shape
-    type = replace(weight.type, shape=(experts * out, inner))
+    fmt = str(weight.type.fmt)
+    rows, columns = parse_format(fmt).block
+    if rows is None:  # one scale an expert
+        fmt = with_block(fmt, out, columns)
+    type = replace(weight.type, shape=(experts * out, inner), fmt=fmt)
     parts = {name: part.flatten(0, 1) for name, part in weight.parts.items()}
     return unpack(PackedWeight(type, parts, weight.layout), dtype).view(weight.shape)
 

@@ -91,15 +91,16 @@ class TestLayout:
 
     @pytest.mark.parametrize("fmt", FORMATS)
     def test_unpacked_by_the_kernel_it_is_what_it_was(self, triton_device: str, fmt: str):
-        weight = draw(fmt, 38 if "128, " not in fmt else 256, 384, dtype="fp32", device=triton_device)
+        weight = draw(fmt, 38 if "128, " not in fmt else 256, 2176, dtype="fp32", device=triton_device)
         assert torch.equal(packed.unpack(shuffle(weight), torch.float32), packed.unpack(weight, torch.float32))
         with pytest.raises(AssertionError, match="layout wgmma"):
             shuffle(weight).unpack()
 
-    def test_experts_unpacked_are_what_they_were(self, triton_device: str):
-        weight = draw("mxfp4", 3, 16, 96, dtype="fp32", device=triton_device)
-        unpacked = moe.unpack_experts(shuffle(weight), torch.float32)
-        assert torch.equal(unpacked, moe.unpack_experts(weight, torch.float32)) and unpacked.shape == (3, 16, 96)
+    @pytest.mark.parametrize(("fmt", "inner"), [("mxfp4", 96), ("fp8[1, *]", 1088), ("fp8[*, *]", 192)])
+    def test_experts_unpacked_are_what_they_were(self, triton_device: str, fmt: str, inner: int):
+        weight = draw(fmt, 3, 16, inner, dtype="fp32", device=triton_device)
+        for each in (weight, shuffle(weight)):
+            assert torch.equal(moe.unpack_experts(each, torch.float32), weight.unpack())
 
     @pytest.mark.parametrize("span", [128, 384])
     def test_rows_are_quantized_in_the_order_of_the_weight(self, triton_device: str, span: int):
@@ -142,6 +143,7 @@ class TestChoice:
             ({"fmt": "int4[1, 64]"}, "has no layout of int4"),
             ({"fmt": "int8[1, *]"}, "has no layout of int8"),
             ({"fmt": "fp8[64, 96]"}, "has no layout of fp8"),
+            ({"fmt": "fp8[1, 256]"}, "has no layout of fp8"),
             ({"fmt": "ct_nvfp4"}, "its weight is stored as ct_nvfp4"),
             ({"fmt": "gptq_int4_ordered[1, 128]"}, "has no layout of gptq_int4_ordered"),
             ({"out": 40}, "has no layout of 40 x 256"),
@@ -247,7 +249,7 @@ def assert_near(y: torch.Tensor, truth: torch.Tensor) -> None:
 @pytest.mark.skipif(not IS_HOPPER, reason="there is no Hopper GPU here")
 class TestOnHopper:
     @pytest.mark.parametrize("fmt", FORMATS)
-    @pytest.mark.parametrize("rows", [1, 7, 8, 9, 31, 33, 64, 100, 128, 129, 256])
+    @pytest.mark.parametrize("rows", [1, 7, 8, 9, 31, 33, 64, 100, 128, 129, 256, 300])
     @pytest.mark.parametrize(("out", "inner"), [(256, 384), (144, 1152), (4096, 4096)])
     def test_rows_are_multiplied_like_the_op(self, fmt: str, rows: int, out: int, inner: int):
         if fmt == "fp8[128, 128]" and out == 144:

@@ -314,7 +314,7 @@ def _unpack_shuffled_kernel(
         high = unpack_half(tile, True, tl.float32, VALUES, False) * UP
         numbers = tl.join(low, high).reshape([ROWS, BYTES // 64, 4, 4, 2, 2, 2]).permute((0, 1, 3, 5, 6, 2, 4))
     numbers = numbers.reshape([ROWS, NUM, COLUMNS // NUM])
-    block = tl.program_id(0) * NUM + tl.arange(0, NUM)[None, :]
+    block = (0 if SCALE_COLUMNS is None else tl.program_id(0) * NUM) + tl.arange(0, NUM)[None, :]
     mask = (row < out) & (block < BLOCKS)
     index = row // SCALE_ROWS * BLOCKS + block
     if zeros_ptr is not None:
@@ -368,7 +368,7 @@ def multiply_quantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, act
 def _multiply_fp8(x: Tensor, weight: PackedWeight) -> Tensor:
     rows, values, scales = len(x), weight.parts["values"].view(FP8), weight.parts["scales"]
     is_shuffled = weight.layout is not None
-    if scales.shape[1] == 1:
+    if parse_format(str(weight.type.fmt)).block[0] == 1:
         q, q_scales = quantize_rows(x, x.shape[1], FP8, is_shuffled=is_shuffled)
         y = F.scaled_mm(
             q, values.t(), q_scales, F.ScalingType.RowWise, scales.view(1, -1), F.ScalingType.RowWise,

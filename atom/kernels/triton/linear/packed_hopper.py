@@ -246,6 +246,7 @@ def _multiply(
     PIECES: gl.constexpr = 4 if VALUES == "e2m1" else 1  # of a box, which have a scale each
     EVERY: gl.constexpr = BOXES if SCALE_COLUMNS is None else max(SCALE_COLUMNS // COLUMNS, 1)  # boxes with one scale
     NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
+    gl.static_assert(BOXES % EVERY == 0, "a stage has whole blocks")
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
@@ -302,7 +303,7 @@ def _multiply(
     if SCALE_COLUMNS is not None:  # of the next boxes, since a load takes long
         scale = _load_scales(scales, blocks, begin * BOXES // EVERY * PIECES, NUM, PIECES)
     if VALUES == "u4":
-        offset = _load_offset(zeros, blocks, begin * BOXES // EVERY)
+        offset = _load_offset(zeros, blocks, gl.minimum(begin * BOXES // EVERY, NUM - 1))
     for step in range(steps):
         slot = step % STAGES
         mbarrier.wait(ready.index(slot), step // STAGES & 1)

@@ -50,27 +50,27 @@ class SamplingParams:
 
     temperature: float = number(1.0, 0)  # 0: greedy
     max_tokens: int = number(64, 1, INT32)
-    ignore_eos: bool = False
-    stop_strings: list[str] | None = None
-    top_k: int = number(0, -1, INT32)  # 0 or -1: all
-    top_p: float = number(1.0, 0, 1, above=True)
-    min_p: float = number(0.0, 0, 1)
+    ignore_eos: bool = False  # an answer goes on behind the end token
+    stop_strings: list[str] | None = None  # texts that end an answer
+    top_k: int = number(0, -1, INT32)  # as many of the likeliest tokens; 0 or -1: all
+    top_p: float = number(1.0, 0, 1, above=True)  # of the likeliest tokens, those that add up to this probability
+    min_p: float = number(0.0, 0, 1)  # least probability of a token, as a share of the likeliest one's
     seed: int | None = number(None, -math.inf)  # null: drawn from the engine's seed
     n: int = number(1, 1, 128)  # answers to one prompt
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = None  # tokens that end an answer
     min_tokens: int = number(0, 0, INT32)  # no eos and no stop before as many
     logprobs: int | None = number(None, 0, 20)  # how many most likely tokens to report with each chosen one
     prompt_logprobs: int | None = number(None, 0, 20)  # the same for the prompt's tokens
-    presence_penalty: float = number(0.0, -2, 2)
-    frequency_penalty: float = number(0.0, -2, 2)
-    repetition_penalty: float = number(1.0, 0, above=True)
+    presence_penalty: float = number(0.0, -2, 2)  # subtracted from the logits of tokens that the answer has
+    frequency_penalty: float = number(0.0, -2, 2)  # the same, times how often it has them
+    repetition_penalty: float = number(1.0, 0, above=True)  # divides positive logits of prompt's and answer's tokens
     logit_bias: dict[int, float] | None = None  # token id -> added to its logit, -100 to 100
     allowed_token_ids: list[int] | None = None  # the only tokens that an answer may have, its end among them
     bad_words: list[str] | None = None  # texts that it may not have, as they are tokenized at its start and within it
     include_stop_str_in_output: bool = False  # the text ends behind the stop string or stop token, not before it
     skip_special_tokens: bool = True  # special tokens have no text
     visible_tokens: list[str] | None = None  # special tokens that have it all the same, such as <|python_tag|>
-    structured_outputs: dict[str, Any] | None = None  # what the answer must be: see STRUCTURED_OUTPUTS
+    structured_outputs: dict[str, Any] | None = None  # {kind: value} of json, json_object, regex, grammar or choice
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -154,5 +154,10 @@ def out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
     low, high, above = limits["low"], limits["high"], limits["above"]
     if (isinstance(value, int) or math.isfinite(value)) and low <= value <= high and not (above and value == low):
         return None
-    limit = "a finite number" + ("" if low == -math.inf else f" {'above' if above else 'from'} {low:.15g}")
-    return limit if high == math.inf else f"{limit} to {high:.15g}"
+    return f"a finite number {describe_limits(limits)}".rstrip()
+
+
+def describe_limits(limits: Mapping[str, Any]) -> str:
+    """The limits of a field of `number` in words; empty where there are none."""
+    low = "" if limits["low"] == -math.inf else f"{'above' if limits['above'] else 'from'} {limits['low']}"
+    return low if limits["high"] == math.inf else f"{low} to {limits['high']}".lstrip()

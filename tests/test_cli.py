@@ -199,7 +199,7 @@ def test_a_job_of_a_sweep_that_fails_leaves_the_others(capsys: Any, job: Any):
     assert [config.seed for config in seen] == [3, 2, 4]
     err = capsys.readouterr().err
     assert "atom-run: job 1: failed with exit code 2; log: " in err
-    assert err.endswith("atom-run: 2 of 3 jobs failed: 1, 2\n")
+    assert err.endswith("atom-run: 2 of 3 jobs failed: job 1, job 2\n")
 
 
 def test_a_choice_that_is_not_supported_leaves_the_others(capsys: Any, job: Any):
@@ -374,8 +374,14 @@ def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
     assert "dtype=auto                          auto | bf16 | fp16 | fp32; auto: the checkpoint's\n" in out
     listed = {line.split("=")[0].strip() for line in out.split("Fields\n")[1].splitlines()}
     elsewhere = ("model.", "parallel.torchrun.")  # the latter are torchrun's environment
-    own = {key for key in keys(Config) if not key.startswith(elsewhere)} - {"job.kind", "hf", "overrides", "draft"}
-    assert own <= listed
+    own = {key for key in keys(Config) if not key.startswith(elsewhere)} - {
+        "job.kind",
+        "hf",
+        "generation",
+        "overrides",
+        "draft",
+    }
+    assert own <= listed and "generation" not in listed
     for line in (
         'serve.http.cors=[]                  origins whose pages may read answers; "*": all',
         "level=null                          null | 0 | 1 | 2 | 3; 0 reference ops, 1 kernels, 2 compiled, 3 CUDA graphs; ",

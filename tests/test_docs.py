@@ -322,6 +322,19 @@ def test_no_command_of_a_page_is_passed_over(page: Path):
     assert len(re.findall(r"atom-run [a-z-]|python -m atom\.\w", "\n".join(commands(page.read_text())))) >= len(said)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_what_a_page_links_to_is_there(page: Path):
+    linked = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    files = {link.partition("#")[0] for link in linked if not link.startswith(("http", "#"))}
+    assert [file for file in files if not (page.parent / file).exists()] == []
+
+
+def test_the_map_of_the_docs_has_every_page():
+    linked = re.findall(r"\]\(([^)]+)\)", (ROOT / "docs" / "index.md").read_text())
+    pages = {(ROOT / "docs" / link).resolve() for link in linked}
+    assert pages == set(PAGES) - {ROOT / "docs" / "index.md"}
+
+
 def test_readme_has_the_commands_that_people_begin_with():
     found = commands((ROOT / "README.md").read_text())
     assert "atom-run job.stage=select_kernels > mine.py" in found and "atom-run job.graph=mine.py" in found

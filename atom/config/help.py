@@ -1,24 +1,16 @@
-"""Write the text of `atom-run --help`."""
+"""Write the text of `atom-run --help`; docs/configuration.md has its fields too."""
 
 from __future__ import annotations
 
 import inspect
 import re
 import textwrap
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, fields
+from typing import Any, NamedTuple, get_type_hints
 
 from atom.config.folders import CONF
-from atom.config.schema import (
-    SET_BY_LOAD,
-    Config,
-    HTTPConfig,
-    JobConfig,
-    ParallelConfig,
-    QuantConfig,
-    SamplingConfig,
-    ServeConfig,
-    jobs_of,
-)
+from atom.config.schema import SET_BY_LOAD, Config, block_of, blocks, jobs_of
 from atom.config.spelling import spelled
 
 HELP = """\
@@ -45,6 +37,16 @@ Examples
   atom-run -m job=bench level=1,2 job.num_prompts=1,16 job.input_len=100-1024"""
 
 
+class FieldHelp(NamedTuple):
+    """A field that users can set: its key, the schema's field, and in words its default, choices and meaning."""
+
+    key: str
+    field: Field[Any]
+    default: str
+    choices: str  # separated by |; empty: any value of its type
+    meaning: str
+
+
 def help_text() -> str:
     """The groups, the fields, and examples."""
     files = sorted(CONF.glob("*/*.yaml"))
@@ -56,30 +58,31 @@ def help_text() -> str:
 
 
 def describe_fields() -> str:
-    """Every field but the model's, with default, jobs, choices and comment."""
+    """Every field but the model's and torchrun's, with default, jobs, choices and comment."""
     lines: list[str] = []
-    for at, kind in (
-        ("", Config),
-        ("quant.", QuantConfig),
-        ("parallel.", ParallelConfig),
-        ("serve.", ServeConfig),
-        ("serve.http.", HTTPConfig),
-        ("job.", JobConfig),
-        ("sampling.", SamplingConfig),
-    ):
-        source = "".join(inspect.getsource(each) for each in reversed(kind.__mro__[:-1]))
-        comments = dict(re.findall(r"^    (\w+): .*?  # (?!type: )(.*)$", source, re.MULTILINE))
+    for at, block in blocks(Config):
+        if at.startswith(("model.", "parallel.torchrun.")):
+            continue
         if whole := jobs_of(at.rstrip(".")):
             lines.append(f"  for job={', '.join(whole.names)}:")
-        for each in fields(kind):
-            key = f"{at}{each.name}"
-            default = each.default if each.default_factory is MISSING else each.default_factory()
-            if key in SET_BY_LOAD or is_dataclass(default):
-                continue
-            built = each.metadata.get("built", ())
-            jobs = ", ".join(each.metadata["jobs"].names) if "jobs" in each.metadata else ""
-            choices = " | ".join(map(spelled, built)) if len(built) > 1 else ""
-            words = ": ".join(filter(None, (jobs, "; ".join(filter(None, (choices, comments.get(each.name)))))))
-            lines.append(f"  {f'{key}={spelled(default)}':35} {words}".rstrip())
+        for each in describe_block(at, block):
+            jobs = ", ".join(each.field.metadata["jobs"].names) if "jobs" in each.field.metadata else ""
+            words = ": ".join(filter(None, (jobs, "; ".join(filter(None, (each.choices, each.meaning))))))
+            lines.append(f"  {f'{each.key}={each.default}':35} {words}")
         lines.append("")
     return "\n".join(lines)
+
+
+def describe_block(at: str, block: Any) -> Iterator[FieldHelp]:
+    """The fields of a block that users can set; `at` is the beginning of their keys."""
+    source = "".join(inspect.getsource(each) for each in reversed(block.__mro__[:-1]))
+    comments = dict(re.findall(r"^    (\w+): .*?  # (?!type: )(.*)$", source, re.MULTILINE))
+    types = get_type_hints(block)
+    for each in fields(block):
+        key = f"{at}{each.name}"
+        if key in SET_BY_LOAD or block_of(types[each.name]) is not None:
+            continue
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        built = each.metadata.get("built", ())
+        choices = " | ".join(map(spelled, built)) if len(built) > 1 else ""
+        yield FieldHelp(key, each, spelled(default), choices, comments.get(each.name, ""))

@@ -44,6 +44,9 @@ class Recipe(NamedTuple):
 
 def read_recipe(name: str, config_dirs: Sequence[str] = ()) -> Recipe:
     """Read a recipe: a file, a name in recipes/ (of a config dir or of the project), or org/repo:file.yaml."""
+    if not isinstance(name, str):
+        several = " ".join(f"+recipe={each}" for each in name) if isinstance(name, list) else "recipe=NAME"
+        raise ConfigError(f"recipe={name}: it is one name; write {several}")
     if re.match(r"\w+://", name):
         why = "nothing says whose a page is, and it can change"
         raise ConfigError(f"recipe={name}: {why}; download and read it, or name a file on the hub: org/repo:file.yaml")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 from atom.dtypes import MODEL_DTYPES
 from atom.sampling_params import INT32, SamplingParams, number
 
-SET_BY_LOAD = ("job.kind", "hf", "overrides", "draft")  # keys that users cannot set
+SET_BY_LOAD = ("job.kind", "hf", "generation", "overrides", "draft")  # keys that users cannot set
 
 
 def one_of(*built: Any, later: Any = ()) -> Any:
@@ -54,8 +54,8 @@ MAX_EXPERTS = 1 << 17  # of all layers: the largest models have some 25,000
 
 @dataclass
 class NormConfig:
-    kind: str = one_of("rms", "layer")
-    eps: float = number(1e-6, 0)
+    kind: str = one_of("rms", "layer")  # layer: with a mean
+    eps: float = number(1e-6, 0)  # added to the variance
     bias: bool = False  # layer norm only
     offset: float = 0.0  # added to the stored weight
     before: bool = True  # of attention and mlp
@@ -64,8 +64,8 @@ class NormConfig:
 
 @dataclass
 class RopeConfig:
-    kind: str = one_of("default", "none", "linear", "llama3", "yarn", "longrope", "factors")
-    theta: float = number(10000.0, 0, above=True)
+    kind: str = one_of("default", "none", "linear", "llama3", "yarn", "longrope", "factors")  # scaling; none: no rope
+    theta: float = number(10000.0, 0, above=True)  # base of the frequencies
     partial: float = number(1.0, 0, 1, above=True)  # share of head_dim that is rotated
     dims: int | None = number(None, 1)  # rotated dims of a head; null: that share
     interleaved: bool = False  # dim 2i is rotated with 2i + 1, not with the one half of the dims further on
@@ -75,9 +75,9 @@ class RopeConfig:
     high_freq_factor: float = 4.0  # llama3
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
-    attention_factor: float | None = number(None, 0, 1e6)  # yarn, longrope: scale of cos and sin; null derives it
-    mscale: float | None = number(None, 0, 1e6)  # yarn
-    mscale_all_dim: float | None = number(None, 0, 1e6)  # yarn
+    attention_factor: float | None = number(None, 0, 1_000_000)  # yarn, longrope: scale of cos and sin; null derives it
+    mscale: float | None = number(None, 0, 1_000_000)  # yarn
+    mscale_all_dim: float | None = number(None, 0, 1_000_000)  # yarn
     truncate: bool = True  # yarn: whole dimensions at the ends of the ramp
     factors: list[float] | None = None  # factors: one divisor per frequency
     short_factor: list[float] | None = None  # longrope: factors where max_model_len is at most original_max_position
@@ -86,12 +86,12 @@ class RopeConfig:
 
 @dataclass
 class AttentionConfig:
-    kind: str = one_of("gqa", "mla")
-    heads: int = number(0, 1)
+    kind: str = one_of("gqa", "mla")  # mla: keys and values are one latent vector
+    heads: int = number(0, 1)  # of queries
     kv_heads: int | None = number(None, 1)  # gqa; null: as many as heads
     head_dim: int | None = number(None, 1)  # gqa; null: hidden / heads
     bias: bool = False  # on q, k and v; mla: on q_a and kv_a
-    o_bias: bool = False
+    o_bias: bool = False  # on o
     qk_norm: str = one_of("none", "per_head", "whole")  # gqa; whole: over all heads at once
     scale: float | None = None  # null: scale_dim ** -0.5
     scale_dim: int | None = number(None, 1)  # null: head_dim
@@ -127,10 +127,10 @@ class RouterConfig:
 class MLPConfig:
     kind: str = one_of("gated", "plain", "moe")  # gated: down(act(gate) * up); plain: down(act(up)); moe: of experts
     width: int = number(0, 1)  # of each expert
-    activation: str = one_of("silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai")
+    activation: str = one_of("silu", "gelu", "gelu_tanh", "relu", "relu2", "swigluoai")  # gelu: exact; relu2: relu²
     limit: float = number(7.0, 0, above=True)  # swigluoai: gate and up are clamped to it
     alpha: float = number(1.702, 0, above=True)  # swigluoai
-    bias: bool = False
+    bias: bool = False  # on its linears, those of experts too
     experts: int | None = number(None, 1, MAX_EXPERTS)  # moe
     top_k: int | None = number(None, 1)  # moe: experts of a token
     router: RouterConfig = field(default_factory=RouterConfig)  # moe
@@ -175,13 +175,13 @@ class Eagle3Config:
 
 @dataclass
 class ModelConfig:
-    name: str = ""  # the conf/model file, set by load
-    architectures: list[str] = field(default_factory=list)
+    name: str = ""  # the file in conf/model, set by load
+    architectures: list[str] = field(default_factory=list)  # of config.json, which take this file
     model_types: list[str] = field(default_factory=list)  # of which model_type, where two files list an architecture
     auto: bool = True  # false: taken only by name
-    hidden: int = number(0, 1)
-    layers: int = number(0, 1, MAX_LAYERS)
-    vocab: int = number(0, 1)
+    hidden: int = number(0, 1)  # size of a token's hidden state
+    layers: int = number(0, 1, MAX_LAYERS)  # of the body
+    vocab: int = number(0, 1)  # rows of the embedding
     max_position: int = number(0, 1, (1 << 31) - 1)  # tokens of context that the model was made for
     tied: bool = False  # the head is the embedding
     embedding_scale: float | None = number(None, 0, above=True)  # null: 1
@@ -193,9 +193,7 @@ class ModelConfig:
     norm: NormConfig = field(default_factory=NormConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mlp: list[MLPConfig] = field(default_factory=list)  # the first entry that takes the layer
-    mtp_layers: int = number(
-        0, 0, MAX_LAYERS
-    )  # stored behind the last layer to predict further tokens; not part of the body
+    mtp_layers: int = number(0, 0, MAX_LAYERS)  # stored behind the body's, to predict further tokens
     eagle3: Eagle3Config | None = None  # of a draft for serve.method=eagle3; null: this is a whole model
     weights: dict[str, str] = field(default_factory=dict)  # role -> name in the checkpoint
     stacked: dict[str, list[str]] = field(default_factory=dict)  # stored name -> the roles that it may hold
@@ -311,8 +309,7 @@ class ServeConfig:
     gpu_memory_utilization: float = number(0.9, 0, 1, above=True)  # share of a GPU's memory to take; a CPU ignores it
     cudagraph_capture_sizes: list[int] | None = None  # decodes in a CUDA graph; null: up to max_num_seqs
     scheduler_delay_factor: float = only(0.0, "delaying the scheduler")  # wait before the next prompt
-    # of drafting tokens; ngram: look them up, mtp: with the model's own layer for it, others: with draft_model
-    method: str | None = one_of(None, "ngram", "mtp", "eagle3", "draft")
+    method: str | None = one_of(None, "ngram", "mtp", "eagle3", "draft")  # how to draft; eagle3, draft: by draft_model
     draft_model: str | None = None  # folder or hub id: of an EAGLE-3 draft, or of a model with the same vocabulary
     num_speculative_tokens: int | None = number(None, 1, 7)  # that a method drafts for a step; null: 3
     max_verified_tokens: int | None = number(None, 1)  # of a step's decodes, with drafts; null: 8 on a CPU, else 256
@@ -327,9 +324,7 @@ class ServeConfig:
 @dataclass
 class JobConfig:
     kind: str = "serve"  # the conf/job file that was chosen
-    output: str = of(
-        "generate explain compile cache bench profile recipe", one_of("text", "json")
-    )  # json: one object a line
+    output: str = of("generate explain compile cache bench profile recipe", one_of("text", "json"))  # json: a line each
     gpu: str | None = of("explain", None)  # whether the model fits one; a name in conf/gpu or a YAML file
     chat: bool = of("generate", False, also="bench profile")  # prompts are user messages for the chat template
     stage: str | None = of("explain", None)  # print the whole text after this pass
@@ -398,9 +393,7 @@ class Config:
     recipe: str | None = None  # name, file or org/repo:file.yaml of overrides that go before the others
     cache: str | None = None  # folder for downloads and artifacts; null: ~/.cache/atom-run
     hf: dict[str, Any] = field(default_factory=dict)  # the checkpoint's config.json, set by load
-    generation: dict[str, Any] = field(
-        default_factory=dict
-    )  # its generation_config.json as fields of sampling, likewise
+    generation: dict[str, Any] = field(default_factory=dict)  # its generation_config.json as fields of sampling, too
     overrides: list[str] = field(default_factory=list)  # that this was loaded from, recipes opened, set by load
     draft: ModelConfig | None = None  # of serve.draft_model, set by load
 
@@ -426,27 +419,40 @@ def jobs_of(key: str) -> Jobs | None:
     return next((each.metadata["jobs"] for each in fields_along(key) if "jobs" in each.metadata), None)
 
 
-def keys(kind: Any, at: str = "") -> list[str]:
+def keys(kind: Any) -> list[str]:
     """Every dotted key of a schema; an entry of a list has the number 0."""
-    result: list[str] = []
+    return [
+        f"{at}{name}"
+        for at, block in blocks(kind)
+        for name, each in get_type_hints(block).items()
+        if block_of(each) is None or f"{at}{name}" in SET_BY_LOAD
+    ]
+
+
+def blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Every block of a schema, itself first: the beginning of its keys, its class."""
+    yield at, kind
     for name, each in get_type_hints(kind).items():
-        inner = get_args(each)[0] if get_origin(each) is UnionType else each
-        is_list = get_origin(inner) is list
-        inner = get_args(inner)[0] if is_list else inner
-        key = f"{at}{name}"
-        is_block = is_dataclass(inner) and key not in SET_BY_LOAD
-        result += keys(inner, f"{key}.0." if is_list else f"{key}.") if is_block else [key]
-    return result
+        key, inner = f"{at}{name}", block_of(each)
+        if inner is not None and key not in SET_BY_LOAD:
+            yield from blocks(inner, f"{key}.0." if get_origin(each) is list else f"{key}.")
 
 
 def inner_blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any, bool]]:
     """The blocks of a schema that may be null or are entries of a list: key, class, whether in a list."""
     for name, each in get_type_hints(kind).items():
-        inner = get_args(each)[0] if get_origin(each) in (UnionType, list) else each
-        if is_dataclass(inner):
+        inner = block_of(each)
+        if inner is not None:
             if inner is not each:
                 yield f"{at}{name}", inner, get_origin(each) is list
             yield from inner_blocks(inner, f"{at}{name}.")
+
+
+def block_of(kind: Any) -> Any:
+    """The class of a block, of one that may be null, or of the entries of a list; None where a type is no block."""
+    while get_origin(kind) in (UnionType, list):
+        kind = get_args(kind)[0]
+    return kind if is_dataclass(kind) else None
 
 
 def plain_fields(schema: Any) -> list[str]:

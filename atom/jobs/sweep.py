@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,6 +42,7 @@ from atom.jobs.sweep_job import Result, Sweep, own_overrides, read_results, run_
 from atom.jobs.sweep_report import report_results
 
 FOLDERS = "multirun"  # where sweeps have their folders, by date and time
+ASKED = "asked.json"  # of a sweep: what it was asked for
 FOUND = "optimization_results.yaml"  # the file name of Hydra's sweepers
 SCHEDULERS = ("submitit_slurm",)  # launchers that give each job GPUs of its own
 
@@ -72,6 +74,7 @@ def sweep(overrides: Sequence[str], dirs: Sequence[str]) -> int:
             pins_gpus=launcher not in SCHEDULERS,
         )
         jobs.folder.mkdir(parents=True, exist_ok=True)
+        (folder / ASKED).write_text(json.dumps(fixed_part(texts)))
         print(f"atom-run: what the sweep writes is in {folder}", file=sys.stderr, flush=True)
         own = [override("hydra.sweep.dir", str(folder)), "hydra.mode=MULTIRUN"]
         others = [text for text in texts if not text.startswith("hydra.sweep.dir=")]
@@ -80,6 +83,12 @@ def sweep(overrides: Sequence[str], dirs: Sequence[str]) -> int:
             hydra.multirun("config", functools.partial(run_one, jobs, sweeper == "basic"), [*own, *others])
         except JobEndedError as error:
             code = error.exit_code
+        except KeyboardInterrupt:
+            print(
+                "atom-run: the sweep was interrupted; the same line with job.resume=true goes on with it",
+                file=sys.stderr,
+            )
+            raise
         except Exception as error:
             if sweeper == launcher == "basic" or isinstance(error, AtomError | HydraException | OmegaConfBaseException):
                 raise
@@ -90,7 +99,7 @@ def sweep(overrides: Sequence[str], dirs: Sequence[str]) -> int:
             if not jobs.is_shown:
                 show_outputs(results, jobs)
             report_results(results, folder)
-            if failed := [str(result.number) for result in results if result.code]:
+            if failed := [f"job {result.number}" for result in results if result.code]:
                 print(f"atom-run: {len(failed)} of {len(results)} jobs failed: {', '.join(failed)}", file=sys.stderr)
             if (found := folder / FOUND).is_file():
                 print(found.read_text("utf-8"), end="")
@@ -122,12 +131,23 @@ def is_set(texts: Iterable[str], key: str) -> bool:
 
 
 def find_folder(texts: Sequence[str], started: datetime, is_resumed: bool) -> Path:
-    """The sweep's folder: hydra.sweep.dir, else a new one; where it is resumed, that of the latest sweep."""
+    """The sweep's folder: hydra.sweep.dir, else a new one; where it is resumed, that of the latest such sweep."""
     dirs = [text for text in texts if text.startswith("hydra.sweep.dir=")]
     if dirs:
         return Path(plain(parse(dirs[-1]))).absolute()
-    earlier = sorted(path.parent for path in Path(FOLDERS).glob("*/*/jobs")) if is_resumed else []
-    return (earlier[-1] if earlier else Path(FOLDERS, started.strftime("%Y-%m-%d/%H-%M-%S"))).absolute()
+    asked = json.dumps(fixed_part(texts))
+    earlier = sorted(path for path in Path(FOLDERS).glob(f"*/*/{ASKED}") if path.read_text() == asked)
+    if is_resumed and earlier:
+        return earlier[-1].parent.absolute()
+    if is_resumed:
+        print(f"atom-run: {FOLDERS}/ has no such sweep to go on with, so a new one begins", file=sys.stderr)
+    return Path(FOLDERS, started.strftime("%Y-%m-%d/%H-%M-%S")).absolute()
+
+
+def fixed_part(texts: Iterable[str]) -> dict[str, str | None]:
+    """What tells sweeps apart: their overrides by key, None where choices are swept, which may become more."""
+    parsed = [parse(text) for text in texts if not text.startswith(("job.resume=", "hydra.sweep.dir="))]
+    return {each.get_key_element(): None if each.is_sweep_override() else each.input_line for each in parsed}
 
 
 def chosen(texts: Sequence[str], group: str) -> str:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
+from generated import check_block
 
 from atom.entrypoints.args import ROCM, VLLM, describe
 from atom.entrypoints.openai_server import ServerArgs
 from atom.entrypoints.refused_flags import ROCM_REFUSED, VLLM_REFUSED
 
-DOCS = Path(__file__).parents[2] / "docs"
 PAGES = {"from-vllm.md": (VLLM, VLLM_REFUSED), "from-rocm-atom.md": (ROCM, ROCM_REFUSED)}
-MARKS = "<!-- flags, written by scripts/test --update-golden -->\n", "<!-- end of flags -->\n"
 
 
 def tables(of: str, reasons: dict[str, str]) -> str:
@@ -32,14 +29,7 @@ def tables(of: str, reasons: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_the_tables_of_a_page_are_those_of_the_parser(page: str, request: pytest.FixtureRequest):
-    path = DOCS / page
-    before, rest = path.read_text().split(MARKS[0])
-    written, after = rest.split(MARKS[1])
-    expected = tables(*PAGES[page])
-    if request.config.getoption("--update-golden"):
-        path.write_text(before + MARKS[0] + expected + MARKS[1] + after)
-        written = expected
-    assert written == expected
+    check_block(page, "flags", tables(*PAGES[page]), request)
 
 
 def test_the_guides_flags_are_all_rocm_atoms():

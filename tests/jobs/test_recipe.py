@@ -14,6 +14,7 @@ import yaml
 from atom.cli import main
 from atom.config import recipes as recipe_files
 from atom.config.load import load, load_settings
+from atom.config.overrides import rewrite
 from atom.config.recipes import list_recipes, read_recipe
 from atom.errors import ConfigError
 from atom.jobs.run import run
@@ -170,6 +171,8 @@ def test_what_is_no_experiment_is_refused(content: str, message: str, tmp_path: 
 
 
 def test_a_page_is_no_recipe():
+    with pytest.raises(ConfigError, match=r"it is one name; write \+recipe=demo \+recipe=laptop$"):
+        rewrite(["recipe=[demo,laptop]"])
     with pytest.raises(ConfigError, match=r"^recipe=https://x.org/r.yaml: nothing says whose a page is"):
         read_recipe("https://x.org/r.yaml")
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from sweeping import run_jobs_here
 
 from atom.cli import main
+from atom.jobs.sweep import ASKED, find_folder, fixed_part
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = '''
@@ -155,7 +157,7 @@ def test_a_job_elsewhere_that_fails_leaves_the_others_and_its_exit_code_is_the_s
     )
     assert ended.returncode == 2
     assert "atom-run: RequestError: prompt 0: 999 in the prompt is no token id" in ended.stderr
-    assert ended.stderr.endswith("atom-run: 1 of 2 jobs failed: 0\n") and "Traceback" not in ended.stderr
+    assert ended.stderr.endswith("atom-run: 1 of 2 jobs failed: job 0\n") and "Traceback" not in ended.stderr
 
 
 def test_an_error_of_a_plugin_is_one_line(run: Any, tmp_path: Path):
@@ -227,4 +229,21 @@ def test_launchers_of_processes_run_all_jobs(launcher: str, run: Any, checkpoint
     assert (ended.returncode, "Traceback" in ended.stderr) == (2, False), ended.stderr
     results = json.loads((tmp_path / "here" / "kept" / "results.json").read_text())
     assert sorted((each["number"], each["code"]) for each in results) == [(0, 0), (1, 2), (2, 0), (3, 2)]
-    assert ended.stderr.endswith("atom-run: 2 of 4 jobs failed: 1, 3\n")
+    assert ended.stderr.endswith("atom-run: 2 of 4 jobs failed: job 1, job 3\n")
+
+
+def test_a_sweep_goes_on_where_its_like_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    """Of the same overrides, but for the choices that are swept; a later sweep of others is left alone."""
+    monkeypatch.chdir(tmp_path)
+    mine, others = ["job=bench", "level=1,2", "seed=1"], ["job=bench", "level=1,2", "seed=2"]
+    for day, texts in ((1, mine), (2, others)):
+        folder = find_folder(texts, datetime(2026, 1, day), False)
+        folder.mkdir(parents=True)
+        (folder / ASKED).write_text(json.dumps(fixed_part(texts)))
+    later = datetime(2026, 1, 3)
+    assert find_folder([*mine, "job.resume=true"], later, True) == tmp_path / "multirun/2026-01-01/00-00-00"
+    assert find_folder(["job=bench", "level=1,2,3", "seed=1"], later, True).parent.name == "2026-01-01"
+    assert capsys.readouterr().err == ""
+    assert find_folder(["job=bench", "level=1,2"], later, True).parent.name == "2026-01-03"
+    assert "has no such sweep to go on with" in capsys.readouterr().err
+    assert find_folder(["hydra.sweep.dir=kept", *mine], later, True) == tmp_path / "kept"

@@ -88,8 +88,8 @@ def commands(page: str) -> list[str]:
         else:
             text.append(line)
     for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
-        if COMMAND.match(line.removeprefix("ExecStart=")) or re.search(r"\| *atom-run ", line):
-            found.append(line.removeprefix("ExecStart="))
+        if COMMAND.match(line) or re.search(r"\| *atom-run ", line):
+            found.append(line)
     for span in re.findall(r"`([^`]+)`", "\n".join(text)):
         words = span.replace("\n", " ")
         if (COMMAND.match(words) and " " in words) or re.fullmatch(r"scripts/[\w-]+", words):

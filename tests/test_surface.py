@@ -85,7 +85,7 @@ serve: data_parallel_size enable_expert_parallel enable_dp_attention gpu_memory_
 serve: scheduler_delay_factor method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
 serve.http: host port root_path ssl_certfile ssl_keyfile served_model_name api_keys cors log chat_template tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
-serve.http: drain_seconds heartbeat_seconds vllm_metrics
+serve.http: drain_seconds heartbeat_seconds vllm_metrics notify_socket
 job: kind output gpu chat stage graph save_recipe objective recipes resume entry prune verify export import_from trust
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
@@ -105,6 +105,7 @@ ENVIRONMENT = {
     "ATOM_PROFILER_MORE",
     "ATOM_TORCH_PROFILER_DIR",
     "CUDA_VISIBLE_DEVICES",
+    "NOTIFY_SOCKET",
     "VLLM_API_KEY",
     *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),  # torchrun's
 }

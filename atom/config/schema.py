@@ -288,6 +288,7 @@ class HTTPConfig:
     drain_seconds: float = number(30.0, 0)  # for running requests to end after SIGTERM or Ctrl-C
     heartbeat_seconds: float = number(4.0, 0.5)  # of the engine's silence before it is taken for dead
     vllm_metrics: bool = False  # /metrics has vLLM's names and buckets too
+    notify_socket: str | None = None  # of systemd, which is told READY=1 and STOPPING=1; null: nobody is told
 
 
 @dataclass

@@ -49,6 +49,7 @@ from atom.serve.engine.replicas import Replicas
 from atom.serve.http import limited_protocol
 from atom.serve.metrics import Metrics
 from atom.serve.middleware import read_keys
+from atom.serve.systemd import notify
 
 LOG = logging.getLogger("atom.serve")
 TICK_SECONDS = 0.5  # between two checks of the engines
@@ -195,6 +196,7 @@ class Server:
         """Wait until no request runs, or the end is forced."""
         engines, seconds = self._engines, self._config.serve.http.drain_seconds
         engines.drain()
+        notify(self._config.serve.http.notify_socket, "STOPPING=1")
         LOG.info("draining", extra={"fields": {"seconds": seconds}})
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
@@ -246,7 +248,7 @@ class Server:
         self._engines.close(str(error))
 
     async def _announce(self) -> None:
-        """Print the server's address once it serves."""
+        """Print the server's address, and tell systemd, once it serves."""
         await self._engines.ready.wait()
         await self._context.has_tokenizer.wait()
         settle()
@@ -256,6 +258,7 @@ class Server:
         shown = f"[{host}]" if ":" in host else "localhost" if host == "0.0.0.0" else host
         names = ", ".join(self._context.names)
         LOG.info("%s at %s://%s:%d%s (Ctrl-C drains, twice ends at once)", names, scheme, shown, port, http.root_path)
+        notify(http.notify_socket, "READY=1")
 
 
 class _Uvicorn(uvicorn.Server):

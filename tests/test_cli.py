@@ -78,7 +78,7 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["foo=1"], "atom-run: ConfigError: foo: there is no such field; there are: model, "),
+        (["foo=1"], "atom-run: ConfigError: foo: there is no such field; there are: checkpoint, "),
         (["checkpoint=/nowhere"], "atom-run: CheckpointError: no checkpoint '/nowhere'"),
         (
             ["parallel=tp8", "device=cpu"],
@@ -374,13 +374,8 @@ def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
     assert "dtype=auto                          auto | bf16 | fp16 | fp32; auto: the checkpoint's\n" in out
     listed = {line.split("=")[0].strip() for line in out.split("Fields\n")[1].splitlines()}
     elsewhere = ("model.", "parallel.torchrun.")  # the latter are torchrun's environment
-    own = {key for key in keys(Config) if not key.startswith(elsewhere)} - {
-        "job.kind",
-        "hf",
-        "generation",
-        "overrides",
-        "draft",
-    }
+    set_by_load = {"job.kind", "hf", "generation", "overrides", "draft"}
+    own = {key for key in keys(Config) if not key.startswith(elsewhere)} - set_by_load
     assert own <= listed and "generation" not in listed
     for line in (
         'serve.http.cors=[]                  origins whose pages may read answers; "*": all',

@@ -161,7 +161,10 @@ def write_recipe(path: str, overrides: Iterable[str], about: Mapping[str, Any]) 
     """Write a recipe of these overrides. Whether API keys were among them, which a recipe does not hold."""
     own = [text for text in overrides if not text.startswith("job.save_recipe=")]
     kept = [text for text in own if not has_secret(text)]
-    Path(path).expanduser().write_text(format_recipe(kept, about), "utf-8")
+    try:
+        Path(path).expanduser().write_text(format_recipe(kept, about), "utf-8")
+    except OSError as error:
+        raise ConfigError(f"job.save_recipe={path} cannot be written: {error.strerror}") from None
     return len(kept) < len(own)
 
 

@@ -178,7 +178,8 @@ def check_speculation(config: Config, device: str) -> None:
         raise ConfigError(f"serve.method={serve.method} drafts with another checkpoint; name it in serve.draft_model")
     if serve.draft_model is not None and serve.method not in DRAFT_MODEL_METHODS:
         choices = " or ".join(f"serve.method={method}" for method in DRAFT_MODEL_METHODS)
-        raise ConfigError(f"serve.draft_model={serve.draft_model} drafts nothing by itself; set {choices}")
+        why = "drafts nothing by itself" if serve.method is None else f"is not read by serve.method={serve.method}"
+        raise ConfigError(f"serve.draft_model={serve.draft_model} {why}; set {choices}")
     if serve.acceptance_length is not None:
         stated, num_drafted = f"serve.acceptance_length={serve.acceptance_length:g}", serve.num_speculative_tokens
         if serve.method is None or not config.load_dummy:

@@ -40,7 +40,9 @@ def write_mtp(writers: Writers) -> None:
     writer = writers(DRAFT_IN)
     model = writer.model
     if not model.mtp_layers:
-        raise ConfigError("serve.method=mtp: the model has no layer that predicts further tokens; take another one")
+        raise ConfigError(
+            "serve.method=mtp: the model has no layer that predicts further tokens; take serve.method=ngram"
+        )
     writer.program.output(_write_hidden(writer))  # what body gives is behind the final norm already
     writer, layer = writers(DRAFT), model.layers
     (tokens, positions), hidden = write_tokens(writer), _write_hidden(writer)

@@ -112,6 +112,10 @@ def test_what_is_no_draft_for_the_model_is_refused(
 def test_a_draft_and_a_model_take_their_own_methods(model: list[str], write: Write, checkpoints: Any):
     with pytest.raises(ConfigError, match=r"^serve.method=eagle3 drafts with another checkpoint; name it in serve.dr"):
         load([*model, "serve.method=eagle3"])
+    with pytest.raises(
+        ConfigError, match=r"^serve.draft_model=x is not read by serve.method=ngram; set serve.method=e"
+    ):
+        load([*model, "serve.method=ngram", "serve.draft_model=x"])
     with pytest.raises(ConfigError, match=r"^serve.draft_model=x drafts nothing by itself; set serve.method=eagle3 or"):
         load([*model, "serve.draft_model=x"])
     with pytest.raises(ConfigError, match=r"is a draft of EAGLE-3; set serve.method=eagle3$"):

@@ -218,3 +218,10 @@ def test_a_written_recipe_gives_the_same_overrides(tmp_path_factory: pytest.Temp
     own = rewrite([override("prompts", prompts), "seed=3"])
     write_recipe(str(path), [*own, f"job.save_recipe={path}"], {"model": "x"})
     assert rewrite([f"recipe={path}"]) == own
+
+
+def test_a_recipe_that_cannot_be_written_is_one_line():
+    with pytest.raises(
+        ConfigError, match=r"^job.save_recipe=/nope/x.yaml cannot be written: No such file or directory$"
+    ):
+        write_recipe("/nope/x.yaml", ["seed=3"], {})

@@ -98,10 +98,12 @@ def test_every_refused_flag_has_one_reason_and_is_taken_nowhere():
     assert len(set(names)) == len(names) - 1, "only default-chat-template-kwargs is both vLLM's and ROCm/ATOM's"
     taken = {name.replace("_", "-") for name, _, _ in ServerArgs.flags()}
     assert not taken & set(names)
+    parser = VLLMParser("prog", "A test.")
+    ServerArgs.add_cli_args(parser)
     for name in names:
         dashes = "-" if name in ("O", "cc") else "--"
         with pytest.raises(UnsupportedError, match=f"^{dashes}{name}: {re.escape(REFUSED[name])}$"):
-            parse([f"{dashes}{name}", "1"])
+            parser.parse([f"{dashes}{name}", "1"])
 
 
 @pytest.mark.parametrize("text", ["--seed", "-tp", "-Other", "--model=--swap-space", "O", "--Swap"])

@@ -247,6 +247,7 @@ def test_a_saved_recipe_says_what_it_ran_on_and_what_it_measured(checkpoints: An
     assert "tokens_per_second " in capsys.readouterr().out.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_saved_recipe_has_the_key_of_the_artifact_that_job_compile_makes(
     checkpoints: Any, tmp_path: Path, capsys: Any
 ):

@@ -78,14 +78,20 @@ def read_count(text: str) -> int:
     return round(float(match[1] + (match[2] or "")) * unit) if match[2] else int(match[1]) * unit
 
 
+def read_object(name: str, text: str) -> dict[str, Any]:
+    """The JSON object that a flag or a file has. ConfigError where it is none."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} is no JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} is no JSON object")
+    return found
+
+
 def read_speculative(text: str) -> list[str]:
     """The overrides of a --speculative-config; a method that vLLM calls draft_model is draft."""
-    try:
-        stated = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--speculative-config={text} is no JSON object ({error})") from None
-    if not isinstance(stated, dict):
-        raise ConfigError(f"--speculative-config={text} is no JSON object")
+    stated = read_object(f"--speculative-config={text}", text)
     for name in stated:
         if name not in SPECULATIVE:
             hint = did_you_mean(name, SPECULATIVE)

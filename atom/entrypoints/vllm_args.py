@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from atom.config.spelling import did_you_mean, override
-from atom.entrypoints.args import VLLM, EngineArgs, Parser, flag, read_count
+from atom.entrypoints.args import VLLM, EngineArgs, Parser, flag, read_count, read_object
 from atom.errors import ConfigError
 from atom.sampling_params import GENERATION
 
@@ -103,17 +103,6 @@ def choose(flag_name: str, name: str, known: Mapping[str, Any]) -> Any:
     if name not in known:
         raise ConfigError(f"{flag_name}={name}: there is no such choice; choices: {', '.join(known)}")
     return known[name]
-
-
-def read_object(name: str, text: str) -> dict[str, Any]:
-    """The JSON object that a flag or a file has. ConfigError where it is none."""
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} is no JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name} is no JSON object")
-    return found
 
 
 def read_text(path: Path) -> str:

@@ -149,7 +149,7 @@ def test_vllms_speculative_config_is_our_fields():
     [
         ('{"metod": "ngram"}', "--speculative-config: there is no such field metod, did you mean method?; there are: "),
         ('{"draft_tensor_parallel_size": 2}', "there is no such field draft_tensor_parallel_size; there are: method, "),
-        ("{", "--speculative-config={ is no JSON object (Expecting property name"),
+        ("{", "--speculative-config={ is no JSON (Expecting property name"),
         ("[1]", "--speculative-config=[1] is no JSON object"),
     ],
 )

@@ -1,7 +1,7 @@
 """Choose the tiles of products by shuffled weights.
 
-tiles = choose(32, 6144, 4096, style, gpu)       # what packed_hopper.py runs such a product with
-tiles = choose_grouped(256, 128, style)              # the same of experts
+tiles = choose(32, 6144, 4096, style, gpu)    # what packed_hopper.py runs such a product with
+tiles = choose_grouped(256, 128, style)       # the same of experts
 """
 
 from __future__ import annotations

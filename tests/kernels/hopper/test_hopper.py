@@ -239,10 +239,10 @@ def make(*shape: int) -> torch.Tensor:
     return torch.randn(shape).cuda().bfloat16()
 
 
-def assert_near(y: torch.Tensor, truth: torch.Tensor) -> None:
-    """But for the rounding of y: sums are in float32, of products that are exact."""
+def assert_near(y: torch.Tensor, truth: torch.Tensor, share: float = 1e-4) -> None:
+    """But for the rounding of y: sums are in float32, of products that are exact. share: of the largest"""
     assert y.shape == truth.shape and y.isfinite().all()
-    assert ((y - truth).abs() <= 0.005 * truth.abs() + 1e-4 * truth.abs().max()).all()
+    assert ((y - truth).abs() <= 0.005 * truth.abs() + share * truth.abs().max()).all()
 
 
 @pytest.mark.gpu
@@ -258,9 +258,12 @@ class TestOnHopper:
         x, bias = make(rows, inner + 8)[:, :inner], make(out)
         truth = x.double() @ packed.unpack(weight, torch.float32).double().t()
         products = Products()
-        assert_near(products.linear(x, shuffle(weight)).double(), truth)
+        share = (
+            1e-4 if rows <= 256 else 2e-3
+        )  # of more rows the weight is unpacked, and rounded to bf16 with its scales
+        assert_near(products.linear(x, shuffle(weight)).double(), truth, share)
         again = [products.linear(x, shuffle(weight), bias) for _ in range(3)]
-        assert_near(again[0].double(), truth + bias.double())
+        assert_near(again[0].double(), truth + bias.double(), share)
         assert all(torch.equal(again[0], each) for each in again)
 
     @pytest.mark.parametrize("fmt", FORMATS)

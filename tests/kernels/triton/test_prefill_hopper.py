@@ -16,6 +16,7 @@ from kernels.paged import KIND, Case, change, make_case, move, reference
 from kernels.triton.test_binary_cache import PTXAS
 from triton import knobs
 
+from atom.kernels.triton.attention.context import Context
 from atom.kernels.triton.attention.paged import PagedAttention
 from atom.kernels.triton.attention.prefill import suits_hopper
 from atom.kernels.triton.gpu import Gpu
@@ -33,7 +34,16 @@ def is_chosen(gpu: Gpu = H200, tokens: int = 600, num_decodes: int = 0, heads: i
 
 @pytest.mark.parametrize(
     "given",
-    [{}, {"tokens": 513}, {"dtype": torch.float16}, {"dim": 64}, {"kv_heads": 8}, {"heads": 128}, {"block_size": 48}],
+    [
+        {},
+        {"tokens": 513},
+        {"dtype": torch.float16},
+        {"dim": 64},
+        {"kv_heads": 8},
+        {"heads": 128},
+        {"block_size": 48},
+        {"cache_dtype": torch.float8_e4m3fn},
+    ],
 )
 def test_it_takes_many_tokens_of_prompts(given: dict[str, Any]):
     assert is_chosen(**given)
@@ -44,7 +54,7 @@ def test_it_takes_many_tokens_of_prompts(given: dict[str, Any]):
     [
         {"gpu": Gpu(108, 163 << 10, (8, 0))}, {"gpu": Gpu(148, 227 << 10, (10, 0))}, {"gpu": Gpu(304, 64 << 10, (0, 0))},
         {"tokens": 512}, {"tokens": 520, "num_decodes": 8}, {"dtype": torch.float32}, {"cache_dtype": torch.float16},
-        {"dim": 96}, {"dim": 256}, {"heads": 6}, {"heads": 256}, {"block_size": 8}, {"block_size": 40}, {"offset": 4},
+        {"cache_dtype": torch.float8_e4m3fn, "window": 512}, {"dim": 96}, {"dim": 256}, {"heads": 6}, {"heads": 256}, {"block_size": 8}, {"block_size": 40}, {"offset": 4},
         {"window": 4096}, {"softcap": 30.0},
     ],
 )  # fmt: skip
@@ -127,7 +137,7 @@ def run(case: Case, scale: float = 0.1) -> torch.Tensor:
     out = torch.full_like(q, math.nan, memory_format=torch.contiguous_format)
     tickets = torch.zeros(2, dtype=torch.int32, device=q.device)
     table, (starts, lengths, num_decodes) = batch.tables[KIND], batch[2:5]
-    prefill_hopper.prefill(q, cache.blocks, table, starts, lengths, num_decodes, sinks, out, scale, tickets)
+    prefill_hopper.prefill(q, cache.blocks, table, starts, lengths, num_decodes, sinks, None, None, out, scale, tickets)
     assert not tickets.any()
     return out
 
@@ -179,6 +189,20 @@ class TestOnHopper:
         out = PagedAttention()(*case, scale=0.1)
         assert len(calls) == 1
         assert_right(out, change(case, num_decodes=0))
+
+    @pytest.mark.parametrize("room", [1000, 140, 1])  # positions that are unpacked
+    @pytest.mark.parametrize("num_spare", [0, 9])
+    def test_over_fp8_it_takes_what_is_unpacked_and_the_other_kernel_the_rest(self, room, num_spare):
+        case = make([3, 40], [(127, 130), (500, 700), (2, 40)], kv_heads=2, heads=8, dim=128, has_sinks=True)
+        scales = torch.tensor([0.7, 1.3], device="cuda")
+        entries = (case.cache.blocks / scales.view(2, 1, 1)).to(torch.float8_e4m3fn)
+        q = torch.cat((case.q, case.q[:1].expand(num_spare, -1, -1)))
+        attend = PagedAttention()
+        attend._context = Context(room * 2 * 2 * 128 * 2)
+        out = attend(*change(case, entries, q=q), *scales.split(1), scale=0.1)
+        truth = reference(change(case, entries.float() * scales.view(2, 1, 1)), wide=True, scale=0.1)
+        assert relative_error(out[: len(case.q)], truth) < 0.004
+        assert not out[len(case.q) :].any()
 
     def test_the_rows_of_decodes_are_left_alone(self):
         assert run(make([5, 40], [(20, 20)], heads=4, dim=128))[:2].isnan().all()

@@ -17,7 +17,7 @@ all kernels before it, lies between the step's inputs and the first layer.
 
 A sequence may have several queries, its last positions: they share a tile of queries with the heads of a group, so that
 keys and values are read once for all of them. Their own keys are in the cache, without `newest`, and so are those of a
-cache in fp8: Triton 3.6 gives wrong numbers for what it has just rounded to fp8.
+cache in fp8: Triton 3.6 gives wrong numbers for what it has just rounded to fp8. On Hopper decode_hopper.py does these.
 """
 
 from __future__ import annotations
@@ -81,6 +81,20 @@ def choose(num_sequences: int, dim: int, element_size: int, entry_size: int, gpu
         is_fit = num_sequences < 4 and dim <= 128  # ptxas 12.9 crashes on what larger heads take of registers
         return Parameters(programs_per_unit=4, num_stages=2) if is_fit else MANY_SMALL
     return MANY_SMALL if num_sequences > MANY else Parameters()
+
+
+def suits_hopper(gpu: Gpu, q: Tensor, cache: Tensor, rows: int, softcap: float | None) -> bool:
+    """Whether the kernel of decode_hopper.py takes these arguments. rows: heads of a group, for each query"""
+    return (
+        gpu.runs_gluon
+        and q.dtype == torch.bfloat16
+        and cache.dtype == torch.float8_e4m3fn
+        and cache.shape[-1] == 128
+        and rows <= 32
+        and cache.shape[1] % 16 == 0
+        and cache.data_ptr() % 16 == 0
+        and softcap is None
+    )
 
 
 @jit
@@ -299,8 +313,16 @@ class Decode:
         _, block_size, _, kv_heads, _ = cache.shape
         group = heads // kv_heads
         rows = group * query_len
+        gpu = find_gpu(q.device)
+        if self._parameters is None and suits_hopper(gpu, q, cache, rows, softcap):
+            from atom.kernels.triton.attention import decode_hopper  # imports what only NVIDIA's GPUs need
+
+            programs = -(-gpu.units * decode_hopper.PROGRAMS_PER_UNIT // kv_heads)
+            memory = self._find_memory(q.device, kv_heads, programs, rows, dim)
+            return decode_hopper.decode(q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
+                                        window, query_len, programs, memory)  # fmt: skip
         sizes, options = _cut_up(num_decodes, kv_heads, rows, dim, newest is not None, product_size(q, cache),
-                                 cache.element_size(), find_gpu(q.device), self._parameters)  # fmt: skip
+                                 cache.element_size(), gpu, self._parameters)  # fmt: skip
         programs = sizes[0]
         sums, stats, tickets = self._find_memory(q.device, kv_heads, programs, rows, dim)
         k = v = cos = sin = q_norm = k_norm = slots = None

@@ -18,6 +18,7 @@ from torch import Tensor
 from atom.graph import Batch, PagedCache
 from atom.kernels.triton.attention import decode, prefill
 from atom.kernels.triton.attention.common import has_rows
+from atom.kernels.triton.attention.context import Context
 from atom.kernels.triton.attention.rope import norm_rope_write
 
 
@@ -28,6 +29,7 @@ class _Attention:
         """The kernels' parameters, None for their defaults."""
         self._decode, self._prefilling = decode.Decode(decoding), prefilling
         self._tickets: Tensor | None = None  # of prompts, for good: graphs hold it
+        self._context = Context()
 
     def _attend(self, q: Tensor, rotated: Tensor, newest: decode.Newest | None, cache: PagedCache, batch: Batch,
                 sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, scale: float, window: int | None,
@@ -44,7 +46,7 @@ class _Attention:
             if self._tickets is None:
                 self._tickets = torch.zeros(2, dtype=torch.int32, device=q.device)
             prefill.prefill(rotated, blocks, table, batch.starts, batch.lengths, num_decodes, sinks, k_scale, v_scale,
-                            out, scale, window, softcap, self._tickets, self._prefilling)  # fmt: skip
+                            out, scale, window, softcap, self._tickets, self._context, self._prefilling)  # fmt: skip
         return out
 
 

@@ -1,11 +1,12 @@
 """Prefill attention: causal tiles of queries over the paged context.
 
     args = q, cache, table, starts, lengths, num_decodes, sinks, k_scale, v_scale, out
-    prefill(*args, scale, window, softcap, tickets)
+    prefill(*args, scale, window, softcap, tickets, context)
 
 A tile has consecutive queries of one sequence, each with all query heads of one kv head, so that keys and values are
 read once for the group. The launch depends on the numbers of tokens and sequences alone: each program finds its tile in
-`starts`, and the longest tiles of a sequence come first. Long prompts on Hopper go to prefill_hopper.py.
+`starts`, and the longest tiles of a sequence come first. Long prompts on Hopper go to prefill_hopper.py, those over a
+cache in fp8 unpacked, as far as there is memory for that.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from atom.kernels.triton.attention.common import (
     store_attended,
     wait_for_inputs,
 )
+from atom.kernels.triton.attention.context import PIECE, Context
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
 
@@ -62,7 +64,7 @@ def suits_hopper(
     return (
         gpu.runs_gluon
         and q.dtype in (torch.bfloat16, torch.float16)
-        and q.dtype == cache.dtype
+        and cache.dtype in (q.dtype, torch.float8_e4m3fn)
         and num_tokens - num_decodes > FEW_TOKENS
         and dim in (64, 128)
         and 64 % (heads // kv_heads) == 0
@@ -78,14 +80,15 @@ def suits_hopper(
     do_not_specialize_on_alignment=["table", "starts", "lengths"],
 )
 def _prefill(
-    q, cache, table, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, num_decodes,
+    q, cache, table, plan, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, num_decodes,
     table_stride, q_stride, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One tile: BLOCK_M // GROUP queries by GROUP heads of the kv head program_id(1), of HEADS.
 
-    Tokens behind the last sequence are one more, which sees nothing and gives zeros.
+    Tokens behind the last sequence are one more, which sees nothing and gives zeros. plan: of context.py; sequences
+    that are unpacked are left out.
     """
     wait_for_inputs(PDL)
     QUERIES: tl.constexpr = BLOCK_M // GROUP
@@ -98,6 +101,9 @@ def _prefill(
         return
     owner, before = find_owner(counts, tile)
     sequence = num_decodes + owner
+    behind = 0 if plan is None else tl.load(plan)
+    if sequence < behind:
+        return
     first = tl.load(starts + sequence)
     end = tl.load(starts + sequence + 1, mask=sequence < num_sequences, other=num_tokens)
     length = tl.load(lengths + sequence, mask=sequence < num_sequences, other=0)
@@ -148,18 +154,25 @@ def _prefill(
 
 def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
             sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float,
-            window: int | None, softcap: float | None, tickets: Tensor,
+            window: int | None, softcap: float | None, tickets: Tensor, context: Context,
             parameters: Parameters | None = None) -> None:  # fmt: skip
     """Rows from num_decodes on of q and out [T, N, D]; shapes as in the op, tickets as in prefill_hopper."""
     num_tokens, heads, dim = q.shape
     _, block_size, _, kv_heads, _ = cache.shape
     num_sequences, group = lengths.shape[0], heads // kv_heads
-    gpu = find_gpu(q.device)
+    gpu, plan = find_gpu(q.device), None
     if parameters is None:
         if suits_hopper(gpu, q, cache, num_decodes, window, softcap):
             from atom.kernels.triton.attention import prefill_hopper  # imports what only NVIDIA's GPUs need
 
-            return prefill_hopper.prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale, tickets)
+            blocks, places = cache, table
+            if cache.dtype != q.dtype:
+                blocks, places, plan = context.unpack(cache, table, lengths, num_decodes, q.dtype)
+            prefill_hopper.prefill(q, blocks, places, starts, lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
+                                   tickets, plan)  # fmt: skip
+            most = table.shape[1] * block_size * (num_sequences - num_decodes)
+            if plan is None or most <= len(blocks) * PIECE:
+                return
         parameters = choose(max(16, next_power_of_2(dim)), product_size(q, cache), cache.element_size(), gpu)
     rows, positions, num_warps, num_stages, max_registers = parameters
     options = gpu.options if max_registers is None else {**gpu.options, "maxnreg": max_registers}
@@ -167,7 +180,7 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     num_prefills = num_sequences - num_decodes
     num_tiles = (num_tokens - num_decodes) // (rows // group) + num_prefills + 1
     _prefill[(num_tiles, kv_heads)](
-        q, cache, table, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, num_decodes,
+        q, cache, table, plan, starts, lengths, sinks, k_scale, v_scale, out, num_tokens, num_sequences, num_decodes,
         table.stride(0), q.stride(0), scale, softcap, window, block_size, kv_heads, group, dim,
         sequence_bucket(num_prefills + 1), rows, positions, max(16, next_power_of_2(dim)), num_warps=num_warps,
         num_stages=num_stages, **options,

@@ -2,7 +2,9 @@
 
 It computes what prefill.py does, for many tokens a third faster.
 
-    prefill(q, cache, table, starts, lengths, num_decodes, sinks, out, scale, tickets)
+    args = q, cache, table, starts, lengths, num_decodes, sinks, k_scale, v_scale, out
+    prefill(*args, scale, tickets)
+    prefill(*args, scale, tickets, plan)    # of what context.py unpacked
 
 A program on each multiprocessor takes one tile after another, by tickets, the longest of a sequence first. One of its
 warps finds the tile and loads its queries by TMA and, some positions of a block at a time, its keys and values, ahead
@@ -143,7 +145,7 @@ def produce_tile(cache, pieces, blocks, length, stop, head, num_tiles, base, mem
 
 
 @jit
-def produce(cache, pieces, queries, table, starts, lengths, tickets, num_tokens, num_sequences, num_decodes,
+def produce(cache, pieces, queries, table, plan, starts, lengths, tickets, num_tokens, num_sequences, num_decodes,
             table_stride, together, memory, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
             DIM: gl.constexpr):  # fmt: skip
     """Produce this program's tiles one after another: the plan, queries, keys and values of each."""
@@ -152,15 +154,20 @@ def produce(cache, pieces, queries, table, starts, lengths, tickets, num_tokens,
     PARTS: gl.constexpr = DIM // COLUMNS
     num_places = (num_tokens - num_decodes) // QUERIES + num_sequences - num_decodes + 1
     item, number, base = gl.program_id(0), 0, 0
+    behind = num_sequences + 1
+    if plan is not None:
+        behind = gl.load(plan)
     while item < num_places * HEADS:
         taken = take_ticket(tickets, "relaxed")
         heads, within = item // (num_places * together), item % (num_places * together)
         tile, head = num_places - 1 - within // together, heads * together + within % together
         sequence, first, place = find_tile(starts, num_sequences, num_decodes, tile, QUERIES)
         end = gl.load(starts + sequence + 1, mask=sequence < num_sequences, other=num_tokens)
-        if (place >= 0) & (first + place < end):
+        if (place >= 0) & (first + place < end) & (sequence < behind):
             length = gl.load(lengths + sequence, mask=sequence < num_sequences, other=0)
             blocks = table + sequence.to(gl.int64) * table_stride
+            if plan is not None:
+                blocks = table + gl.load(plan + 1 + sequence, mask=sequence < num_sequences, other=0)
             oldest = length - (end - first) + place
             stop = gl.minimum(oldest + QUERIES, length)
             num_tiles = gl.maximum(gl.cdiv(stop, POSITIONS), 1)
@@ -189,19 +196,19 @@ def produce(cache, pieces, queries, table, starts, lengths, tickets, num_tokens,
 
 
 @jit
-def soften(scores, best, total, position, newest, FACTOR: gl.constexpr, MASKED: gl.constexpr):
+def soften(scores, best, total, position, newest, factor, MASKED: gl.constexpr):
     """Products of queries and keys from `position` on -> their weights, and the softmax so far."""
     if MASKED:
         positions = position + gl.arange(0, POSITIONS, layout=gl.SliceLayout(0, scores.type.layout))
         scores = gl.where(positions[None, :] <= newest[:, None], scores, float("-inf"))
-    higher = gl.maximum(best, gl.max(scores, 1) * FACTOR)
-    weights = gl.exp2(scores * FACTOR - higher[:, None])
+    higher = gl.maximum(best, gl.max(scores, 1) * factor)
+    weights = gl.exp2(scores * factor - higher[:, None])
     fade = gl.exp2(best - higher)
     return weights, higher, fade, total * fade + gl.sum(weights, 1)
 
 
 @jit
-def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, position, newest, FACTOR: gl.constexpr,
+def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, position, newest, factor,
               MASKED: gl.constexpr, WHO: gl.constexpr):  # fmt: skip
     """The product with the keys of this turn, and beside it the one of the last turn's weights with its values."""
     _, _, _, _, _, _, _, k_ready, k_free, v_ready, v_free, turns = memory
@@ -216,7 +223,7 @@ def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, po
     mbarrier.arrive(turns.index(1 - WHO))
     scores = warpgroup_mma_wait(1, deps=(scores,))
     mbarrier.arrive(k_free.index(slot))
-    new_weights, best, fade, total = soften(scores, best, total, position, newest, FACTOR, MASKED)
+    new_weights, best, fade, total = soften(scores, best, total, position, newest, factor, MASKED)
     acc, weights = warpgroup_mma_wait(0, deps=(acc, weights))
     mbarrier.arrive(v_free.index(last))
     acc = acc * gl.convert_layout(fade, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -225,7 +232,7 @@ def take_turn(queries, keys, values, memory, acc, weights, best, total, turn, po
 
 
 @jit
-def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_tiles, base, memory, FACTOR: gl.constexpr,
+def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_tiles, base, memory, factor, v_scale,
                  HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, WHO: gl.constexpr):  # fmt: skip
     """Half of the rows of a tile attend to all tiles of keys and values; `base` of these went before."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, POSITIONS, 16])
@@ -250,16 +257,16 @@ def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_ti
     mbarrier.arrive(turns.index(1 - WHO))
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(k_free.index(slot))
-    weights, best, _, total = soften(scores, best, total, (num_tiles - 1) * POSITIONS, newest, FACTOR, True)
+    weights, best, _, total = soften(scores, best, total, (num_tiles - 1) * POSITIONS, newest, factor, True)
     weights = gl.convert_layout(weights.to(queries.dtype), WEIGHTS)
     for step in range(1, num_masked):
         position = (num_tiles - 1 - step) * POSITIONS
         acc, weights, best, total = take_turn(
-            queries, keys, values, memory, acc, weights, best, total, base + step, position, newest, FACTOR, True, WHO
+            queries, keys, values, memory, acc, weights, best, total, base + step, position, newest, factor, True, WHO
         )
     for step in range(num_masked, num_tiles):
         acc, weights, best, total = take_turn(
-            queries, keys, values, memory, acc, weights, best, total, base + step, 0, newest, FACTOR, False, WHO
+            queries, keys, values, memory, acc, weights, best, total, base + step, 0, newest, factor, False, WHO
         )
     head, begin, end = read_plan(plan, 2), read_plan(plan, 3), read_plan(plan, 4)
     mbarrier.arrive(free)
@@ -277,6 +284,8 @@ def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_ti
         fade = gl.exp2(best - higher)
         total = total * fade + gl.exp2(sink - higher)
     share = fade / gl.where(total > 0, total, 1.0)
+    if v_scale is not None:
+        share = share * v_scale
     acc = acc * gl.convert_layout(share, gl.SliceLayout(1, ATTENDED))[:, None]
     attended.store(acc.to(attended.dtype))  # to bring the columns of a row together
     lines = WHO * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, LINES))
@@ -288,9 +297,14 @@ def consume_tile(out, sinks, plan, queries, free, keys, values, attended, num_ti
 
 
 @jit
-def consume(out, sinks, memory, FACTOR: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
-            WHO: gl.constexpr):  # fmt: skip
+def consume(out, sinks, k_scale, v_scale, memory, FACTOR: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
+            DIM: gl.constexpr, WHO: gl.constexpr):  # fmt: skip
     """Attend half of the rows of each of this program's tiles."""
+    factor = FACTOR
+    if k_scale is not None:
+        factor = factor * gl.load(k_scale)
+    if v_scale is not None:
+        v_scale = gl.load(v_scale)
     plans, q_boxes, k_boxes, v_boxes, outs, q_ready, q_free, _, _, _, _, _ = memory
     q_tiles = q_boxes._reinterpret(q_boxes.dtype, [4, HALF, DIM], SHARED)
     keys = k_boxes._reinterpret(k_boxes.dtype, [STAGES, POSITIONS, DIM], SHARED)
@@ -302,7 +316,7 @@ def consume(out, sinks, memory, FACTOR: gl.constexpr, HEADS: gl.constexpr, GROUP
         side = number % 2
         consume_tile(
             out, sinks, plans.index(side), q_tiles.index(side * 2 + WHO), q_free.index(side), keys, values,
-            outs.index(WHO), num_tiles, base, memory, FACTOR, HEADS, GROUP, DIM, WHO,
+            outs.index(WHO), num_tiles, base, memory, factor, v_scale, HEADS, GROUP, DIM, WHO,
         )  # fmt: skip
         number += 1
         base += num_tiles
@@ -315,14 +329,15 @@ def consume(out, sinks, memory, FACTOR: gl.constexpr, HEADS: gl.constexpr, GROUP
     do_not_specialize_on_alignment=["table", "starts", "lengths"],
 )
 def _prefill(
-    queries, cache, pieces, table, starts, lengths, sinks, out, tickets, num_tokens, num_sequences, num_decodes,
-    table_stride, together, FACTOR: gl.constexpr, BLOCK_SIZE: gl.constexpr, HEADS: gl.constexpr, GROUP: gl.constexpr,
-    DIM: gl.constexpr,
+    queries, cache, pieces, table, plan, starts, lengths, sinks, k_scale, v_scale, out, tickets, num_tokens,
+    num_sequences, num_decodes, table_stride, together, FACTOR: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Tiles of ROWS // GROUP queries by the GROUP heads of one of HEADS kv heads; `together` of these before the next.
 
     Tokens behind the last sequence are one more, which sees nothing and gives zeros. tickets i32[2]: of tiles and of
-    programs that are done; the last of these leaves zeros.
+    programs that are done; the last of these leaves zeros. plan: of context.py, where the cache is what it unpacked;
+    sequences that are not there are left out.
     """
     wait_for_inputs(True)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -354,10 +369,10 @@ def _prefill(
     memory = (plans, q_boxes, k_boxes, v_boxes, outs, q_ready, q_free, k_ready, k_free, v_ready, v_free, turns)
     gl.warp_specialize(
         [
-            (consume, (out, sinks, memory, FACTOR, HEADS, GROUP, DIM, 0)),
-            (consume, (out, sinks, memory, FACTOR, HEADS, GROUP, DIM, 1)),
-            (produce, (cache, pieces, queries, table, starts, lengths, tickets, num_tokens, num_sequences, num_decodes,
-                       table_stride, together, memory, BLOCK_SIZE, HEADS, GROUP, DIM)),
+            (consume, (out, sinks, k_scale, v_scale, memory, FACTOR, HEADS, GROUP, DIM, 0)),
+            (consume, (out, sinks, k_scale, v_scale, memory, FACTOR, HEADS, GROUP, DIM, 1)),
+            (produce, (cache, pieces, queries, table, plan, starts, lengths, tickets, num_tokens, num_sequences,
+                       num_decodes, table_stride, together, memory, BLOCK_SIZE, HEADS, GROUP, DIM)),
         ],
         [4, 1],  # warps
         [208, 88],  # registers a thread
@@ -373,10 +388,12 @@ def _query_descriptors(group: int) -> TensorDescriptors:
 
 
 def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Tensor, num_decodes: int,
-            sinks: Tensor | None, out: Tensor, scale: float, tickets: Tensor) -> None:  # fmt: skip
+            sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float,
+            tickets: Tensor, plan: Tensor | None = None) -> None:  # fmt: skip
     """Rows from num_decodes on of q and out [T, N, D]; shapes as in ops.paged_attention.
 
     tickets: i32[2] of zeros, which are zeros again behind it: calls that have the same must run one after another.
+    plan: of context.py, where the cache and table are what it unpacked from fp8 of k_scale and v_scale.
     """
     num_tokens, heads, dim = q.shape
     num_blocks, block_size, _, kv_heads, _ = cache.shape
@@ -390,7 +407,7 @@ def prefill(q: Tensor, cache: Tensor, table: Tensor, starts: Tensor, lengths: Te
     pieces = _piece_descriptors.find(cache, (num_blocks * block_size, row), (row, 1))
     num_places = (num_tokens - num_decodes) // (ROWS.value // group) + num_prefills + 1
     _prefill[(min(find_gpu(q.device).units, num_places * kv_heads),)](
-        queries, cache, pieces, table, starts, lengths, sinks, out, tickets, num_tokens, num_sequences,
-        num_decodes, table.stride(0), together, scale * LOG2E.value, block_size, kv_heads, group, dim,
+        queries, cache, pieces, table, plan, starts, lengths, sinks, k_scale, v_scale, out, tickets, num_tokens,
+        num_sequences, num_decodes, table.stride(0), together, scale * LOG2E.value, block_size, kv_heads, group, dim,
         num_warps=4, maxnreg=168, launch_pdl=True,
     )  # fmt: skip

@@ -1,0 +1,100 @@
+"""Unpack the context of prompts from a cache in fp8, for kernels that multiply what a cache keeps as it is.
+
+    context = Context().unpack(cache, table, lengths, num_decodes, dtype)
+    context.blocks, context.table    # in `dtype`, without scales; each sequence's blocks side by side
+    context.plan                     # i32: the first sequence that is not there, then for each where its blocks begin
+
+The memory is taken once, for the context of as many sequences as it holds. In a step of many tokens to unpack them all
+costs less than a hundredth of what attention over them does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from atom.kernels.triton.attention.common import find_owner, look_up, sequence_bucket, wait_for_inputs
+from atom.kernels.triton.gpu import find_gpu
+from atom.kernels.triton.jit import jit
+from atom.kernels.triton.unpack import unpack_bytes
+
+MAX_BYTES = 512 << 20  # of what is unpacked at a time: 131,072 positions of Qwen3-8B
+PIECE = 16  # positions that a program unpacks at a time, a block of what it makes
+COLUMNS = 512
+PROGRAMS_PER_UNIT = 8
+
+
+class Unpacked(NamedTuple):
+    blocks: Tensor  # [blocks, PIECE, 2, K, D]
+    table: Tensor  # i32[1, blocks]: 0, 1, ...
+    plan: Tensor  # i32[1 + sequences, or more]
+
+
+@jit(do_not_specialize=["num_sequences", "num_decodes", "table_stride"],
+     do_not_specialize_on_alignment=["table", "lengths"])  # fmt: skip
+def _unpack(cache, table, lengths, out, plan, num_sequences, num_decodes, table_stride, CAPACITY: tl.constexpr,
+            BLOCK_SIZE: tl.constexpr, ROW: tl.constexpr, BLOCK_S: tl.constexpr, PIECE: tl.constexpr,
+            COLUMNS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    wait_for_inputs(PDL)
+    sequences = num_decodes + tl.arange(0, BLOCK_S)
+    is_sequence = sequences < num_sequences
+    counts = tl.cdiv(tl.load(lengths + sequences, mask=is_sequence, other=0), PIECE)
+    ends = tl.cumsum(counts, 0)
+    is_there = is_sequence & (ends <= CAPACITY)
+    behind = num_decodes + tl.sum(is_there.to(tl.int32), 0)
+    if tl.program_id(0) == 0:
+        # tokens of no sequence count as one more, which sees nothing
+        tl.store(plan, tl.where(behind == num_sequences, behind + 1, behind))
+        tl.store(plan + 1 + sequences, ends - counts, mask=is_there)
+    counts = tl.where(is_there, counts, 0)
+    for piece in range(tl.program_id(0), tl.sum(counts, 0), tl.num_programs(0)):
+        owner, before = find_owner(counts, piece)
+        sequence = num_decodes + owner
+        length = tl.load(lengths + sequence)
+        positions = (piece - before) * PIECE + tl.arange(0, PIECE)
+        blocks = look_up(table + sequence.to(tl.int64) * table_stride, positions, length, BLOCK_SIZE)
+        rows = cache + (blocks.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE) * ROW
+        targets = out + (piece * PIECE + tl.arange(0, PIECE)).to(tl.int64) * ROW
+        for first in range(0, ROW, COLUMNS):
+            columns = first + tl.arange(0, COLUMNS)
+            is_read = (positions < length)[:, None] & (columns < ROW)[None, :]
+            tile = tl.load(rows[:, None] + columns[None, :], mask=is_read, other=0)
+            numbers = unpack_bytes(tile, None, "fp8", out.dtype.element_ty, PDL)
+            tl.store(targets[:, None] + columns[None, :], numbers, mask=(columns < ROW)[None, :])
+
+
+class Context:
+    """The memory for what is unpacked; its calls must run one after another, and what one gave ends with the next."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._memory: dict[tuple[Any, ...], Unpacked] = {}  # by shape, for good: graphs hold it
+
+    def unpack(self, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int, dtype: torch.dtype) -> Unpacked:
+        """cache fp8[blocks, block size, 2, K, D], table i32[S, blocks of a sequence], lengths i32[S]; the first
+        num_decodes sequences are left out"""
+        _, block_size, _, kv_heads, dim = cache.shape
+        gpu, row, num_sequences = find_gpu(cache.device), 2 * kv_heads * dim, len(lengths)
+        unpacked = self._find_memory(cache, sequence_bucket(num_sequences), dtype)
+        _unpack[(gpu.units * PROGRAMS_PER_UNIT,)](
+            cache.view(torch.uint8), table, lengths, unpacked.blocks, unpacked.plan, num_sequences, num_decodes,
+            table.stride(0), len(unpacked.blocks), block_size, row, sequence_bucket(num_sequences - num_decodes), PIECE,
+            COLUMNS, num_warps=4, **gpu.options,
+        )  # fmt: skip
+        return unpacked
+
+    def _find_memory(self, cache: Tensor, num_sequences: int, dtype: torch.dtype) -> Unpacked:
+        num_blocks, block_size, _, kv_heads, dim = cache.shape
+        most = self._max_bytes // (PIECE * 2 * kv_heads * dim * dtype.itemsize)
+        count = min(num_blocks * block_size // PIECE, max(most, 1))
+        key = (count, kv_heads, dim, num_sequences, dtype)
+        if key not in self._memory:
+            self._memory[key] = Unpacked(
+                torch.empty((count, PIECE, 2, kv_heads, dim), dtype=dtype, device=cache.device),
+                torch.arange(count, dtype=torch.int32, device=cache.device)[None],
+                torch.zeros(num_sequences + 1, dtype=torch.int32, device=cache.device),
+            )
+        return self._memory[key]

@@ -1,0 +1,155 @@
+"""Decodes over fp8 on Hopper: when the kernel is chosen, that it compiles, and on such a GPU what it computes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels.checks import relative_error
+from kernels.paged import Case, change, make_case, move, reference
+
+from atom.kernels.triton.attention.decode import suits_hopper
+from atom.kernels.triton.attention.paged import PagedAttention
+from atom.kernels.triton.gpu import Gpu
+
+FP8 = torch.float8_e4m3fn
+H200 = Gpu(132, 227 << 10, (9, 0))
+
+
+def is_chosen(gpu: Gpu = H200, dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype = FP8, dim: int = 128,
+              rows: int = 4, block_size: int = 16, offset: int = 0, softcap: float | None = None) -> bool:  # fmt: skip
+    shape = torch.Size((3, block_size, 2, 2, dim))
+    cache = torch.zeros(shape.numel() + offset, dtype=cache_dtype)[offset:].view(shape)
+    return suits_hopper(gpu, torch.zeros(1, 8, dim, dtype=dtype), cache, rows, softcap)
+
+
+@pytest.mark.parametrize("given", [{}, {"rows": 1}, {"rows": 32}, {"block_size": 256}, {"block_size": 48}])
+def test_it_takes(given: dict[str, Any]):
+    assert is_chosen(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"gpu": Gpu(108, 163 << 10, (8, 0))}, {"gpu": Gpu(148, 227 << 10, (10, 0))}, {"dtype": torch.float16},
+        {"cache_dtype": torch.bfloat16}, {"dim": 64}, {"rows": 33}, {"block_size": 24}, {"offset": 8}, {"softcap": 30.0},
+    ],
+)  # fmt: skip
+def test_it_leaves_to_the_other_kernel(given: dict[str, Any]):
+    assert not is_chosen(**given)
+
+
+COMPILE = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from atom.kernels.triton.attention import decode, decode_hopper
+from kernels.triton.test_decode_hopper import FP8, H200
+
+class Driver:
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 0
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+
+class Compile:
+    def __init__(self, kernel):
+        self.kernel = kernel
+    def __getitem__(self, grid):
+        def compile(*args, **options):
+            made = self.kernel.warmup(*args, grid=grid, **options)
+            assert made.metadata.shared <= H200.shared_memory // decode_hopper.PROGRAMS_PER_UNIT - 1024
+            ptx = made.asm["ptx"]
+            assert ptx.count("wgmma.mma_async") == 16 and ".local" not in ptx
+            assert ptx.count("ld.shared.v4.b32") >= 4, "a thread reads 16 bytes of a key at once"
+            print("compiled")
+        return compile
+
+triton.runtime.driver.set_active(Driver())
+decode.find_gpu = lambda device: H200
+decode_hopper._decode = Compile(decode_hopper._decode)
+numbers, scale = torch.zeros(9, 9, dtype=torch.int32), torch.ones(1)
+cache = torch.zeros(4, 16, 2, 8, 128).to(FP8)
+for heads, queries, window, sinks, scales in ((32, 1, None, None, (scale, scale)), (32, 4, 100, scale, (None, None))):
+    q = torch.zeros(4 * queries, heads, 128, dtype=torch.bfloat16)
+    args = q, cache, numbers, numbers[0], 4, sinks, *scales, torch.empty_like(q), 0.1, window, None, None, queries
+    decode.Decode()(*args)
+"""
+
+
+def test_it_compiles_for_such_a_gpu():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[3]
+    environment["PYTHONPATH"] = os.pathsep.join((str(root), str(root / "tests"), environment.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], cwd=root, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["compiled"] * 2
+    assert "serialized" not in done.stderr, "of wgmma: ptxas warns where products would wait for each other"
+
+
+IS_HOPPER = torch.cuda.is_available() and torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
+
+
+def run(case: Case, query_len: int = 1, scales: torch.Tensor | None = None, **attributes: Any) -> torch.Tensor:
+    """Decodes alone, three times with the same memory; the entries are fp8 of these scales of keys and values."""
+    entries = case.cache.blocks.to(FP8) if scales is None else (case.cache.blocks / scales.view(2, 1, 1)).to(FP8)
+    case = change(case, entries, num_decodes=len(case.batch.lengths), query_len=query_len)
+    attend, pair = PagedAttention(), (None, None) if scales is None else scales.split(1)
+    outs = [attend(*case, *pair, **attributes) for _ in range(3)]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    return outs[0]
+
+
+def expected(case: Case, scales: torch.Tensor | None = None, **attributes: Any) -> torch.Tensor:
+    """In float32 over the numbers that fp8 holds."""
+    by = torch.ones(2) if scales is None else scales.cpu()
+    case = move(case, "cpu")
+    entries = (case.cache.blocks.nan_to_num().float() / by.view(2, 1, 1)).to(FP8).float() * by.view(2, 1, 1)
+    return reference(change(case, entries), wide=True, **attributes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="there is no Hopper GPU here")
+class TestOnHopper:
+    @pytest.mark.parametrize(
+        ("kv_heads", "group", "block_size"), [(1, 1, 16), (2, 4, 48), (8, 4, 16), (3, 7, 32), (1, 32, 16)]
+    )
+    @pytest.mark.parametrize("window", [None, 1, 100])
+    @pytest.mark.parametrize("has_sinks", [False, True])
+    def test_lengths_around_the_ends_of_tiles(self, kv_heads, group, block_size, window, has_sinks, monkeypatch):
+        from atom.kernels.triton.attention import decode_hopper
+
+        calls, launch = [], decode_hopper.decode
+        monkeypatch.setattr(decode_hopper, "decode", lambda *args: (calls.append(args), launch(*args)))
+        lengths = [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 500, 2000]
+        case = make_case(lengths, kv_heads=kv_heads, heads=kv_heads * group, dim=128, block_size=block_size,
+                         window=window, dtype=torch.bfloat16, has_sinks=has_sinks)  # fmt: skip
+        scales = torch.tensor([0.7, 1.3], device="cuda")
+        out = run(move(case, "cuda"), scales=scales, scale=0.1, window=window)
+        assert len(calls) == 3
+        assert relative_error(out.cpu(), expected(case, scales, scale=0.1, window=window)) < 0.004
+
+    @pytest.mark.parametrize("window", [None, 70])
+    @pytest.mark.parametrize("queries", [2, 4, 8])
+    def test_several_queries_see_what_is_before_each(self, queries, window):
+        """A sequence of several queries is what a chunk of a prompt is."""
+        prefills = [(queries, length) for length in (queries, 64, 66, 129, 700, 3000)]
+        case = make_case((), prefills, kv_heads=2, heads=8, dim=128, window=window, dtype=torch.bfloat16)
+        out = run(move(case, "cuda"), queries, scale=0.1, window=window)
+        assert relative_error(out.cpu(), expected(case, scale=0.1, window=window)) < 0.004
+
+    @pytest.mark.parametrize("lengths", [[40000], [30000, 5, 1], [1] * 300, [900] * 129])
+    def test_long_ones_and_many_are_cut_up(self, lengths):
+        case = make_case(lengths, kv_heads=4, heads=16, dim=128, dtype=torch.bfloat16)
+        assert relative_error(run(move(case, "cuda"), scale=0.1).cpu(), expected(case, scale=0.1)) < 0.004
+
+    def test_a_sequence_of_no_positions_gives_zeros(self):
+        case = make_case([70, 9, 200], kv_heads=2, heads=8, dim=128, dtype=torch.bfloat16)
+        case.batch.lengths[1] = 0
+        out = run(move(case, "cuda"), scale=0.1)
+        assert not out[1].any() and out[0].any() and out.isfinite().all()

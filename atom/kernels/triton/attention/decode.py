@@ -83,17 +83,19 @@ def choose(num_sequences: int, dim: int, element_size: int, entry_size: int, gpu
     return MANY_SMALL if num_sequences > MANY else Parameters()
 
 
-def suits_hopper(gpu: Gpu, q: Tensor, cache: Tensor, rows: int, softcap: float | None) -> bool:
-    """Whether the kernel of decode_hopper.py takes these arguments. rows: heads of a group, for each query"""
+def suits_hopper(gpu: Gpu, q: Tensor, cache: Tensor, num_sequences: int, query_len: int) -> bool:
+    """Whether the kernel of decode_hopper.py takes these and is faster: for many sequences of few rows it is not."""
+    dim, is_fp8 = cache.shape[-1], cache.dtype == torch.float8_e4m3fn
+    rows = q.shape[1] // cache.shape[3] * query_len
     return (
         gpu.runs_gluon
-        and q.dtype == torch.bfloat16
-        and cache.dtype == torch.float8_e4m3fn
-        and cache.shape[-1] == 128
+        and q.dtype in ((torch.bfloat16,) if is_fp8 else (torch.bfloat16, torch.float16))
+        and (is_fp8 or cache.dtype == q.dtype)
+        and dim in ((128,) if is_fp8 else (64, 128))
         and rows <= 32
+        and (is_fp8 or rows >= 8 or num_sequences <= MANY)
         and cache.shape[1] % 16 == 0
         and cache.data_ptr() % 16 == 0
-        and softcap is None
     )
 
 
@@ -147,8 +149,8 @@ def _attend_newest(
     value = tl.load((v_row + 0 * rows)[:, None] + columns, mask=is_column, other=0.0)
     value = value.to(entry.dtype.element_ty)
     norms = None if q_norm is None else tl.where(rows < GROUP, q_norm, k_norm)
-    rotated = rotate_heads(tl.where(rows < GROUP, q_rows, k_row), row + 0 * rows, rows >= 0, cos, sin, norms, EPS,
-                        INTERLEAVED, DIM, HALF, BLOCK_D)  # fmt: skip
+    rotated = rotate_heads(tl.where(rows < GROUP, q_rows, k_row), columns, row + 0 * rows, rows >= 0, cos, sin, norms,
+                        EPS, INTERLEAVED, DIM, HALF)  # fmt: skip
     key = rotated.to(entry.dtype.element_ty)
     queries = tl.where((rows < GROUP)[:, None], rotated.to(q_rows.dtype.element_ty).to(DOT), key.to(DOT))
     is_written = is_last & (rows == GROUP)[:, None] & is_column
@@ -308,23 +310,23 @@ class Decode:
                  k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float, window: int | None,
                  softcap: float | None, newest: Newest | None = None, query_len: int = 1) -> None:  # fmt: skip
         """Rows 0 to num_decodes * query_len of q and out [T, N, D]; shapes as in ops.norm_rope_attention."""
-        assert newest is None or (query_len == 1 and k_scale is v_scale is None), "their keys are in the cache"
+        assert newest is None or query_len == 1, "their keys are in the cache"
         _, heads, dim = q.shape
         _, block_size, _, kv_heads, _ = cache.shape
         group = heads // kv_heads
         rows = group * query_len
         gpu = find_gpu(q.device)
-        if self._parameters is None and suits_hopper(gpu, q, cache, rows, softcap):
+        if self._suits_hopper(q, cache, num_decodes, query_len):
             from atom.kernels.triton.attention import decode_hopper  # imports what only NVIDIA's GPUs need
 
-            programs = -(-gpu.units * decode_hopper.PROGRAMS_PER_UNIT // kv_heads)
-            memory = self._find_memory(q.device, kv_heads, programs, rows, dim)
+            find_memory = functools.partial(self._find_memory, q.device, kv_heads, rows, dim)
             return decode_hopper.decode(q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
-                                        window, query_len, programs, memory)  # fmt: skip
+                                        window, softcap, newest, query_len, find_memory)  # fmt: skip
+        assert newest is None or k_scale is v_scale is None, "their keys are in the cache"
         sizes, options = _cut_up(num_decodes, kv_heads, rows, dim, newest is not None, product_size(q, cache),
                                  cache.element_size(), gpu, self._parameters)  # fmt: skip
         programs = sizes[0]
-        sums, stats, tickets = self._find_memory(q.device, kv_heads, programs, rows, dim)
+        sums, stats, tickets = self._find_memory(q.device, kv_heads, rows, dim, programs)
         k = v = cos = sin = q_norm = k_norm = slots = None
         eps, interleaved, half, k_stride, v_stride = 0.0, False, 0, 0, 0
         if newest is not None:
@@ -336,7 +338,14 @@ class Decode:
             softcap, window, block_size, kv_heads, group, query_len, dim, *sizes, **options,
         )  # fmt: skip
 
-    def _find_memory(self, device: torch.device, kv_heads: int, programs: int, rows: int, dim: int
+    def takes_newest(self, q: Tensor, cache: Tensor) -> bool:
+        """Whether decodes of one query each may come with `newest`."""
+        return cache.element_size() > 1 or self._suits_hopper(q, cache, 1, 1)
+
+    def _suits_hopper(self, q: Tensor, cache: Tensor, num_sequences: int, query_len: int) -> bool:
+        return self._parameters is None and suits_hopper(find_gpu(q.device), q, cache, num_sequences, query_len)
+
+    def _find_memory(self, device: torch.device, kv_heads: int, rows: int, dim: int, programs: int
                      ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """sums fp32[kv_heads, programs, 2, rows, dim], stats fp32[kv_heads, programs, 2, rows, 2] with the best score
         and the total, tickets i32[kv_heads, programs].

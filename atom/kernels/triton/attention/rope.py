@@ -43,9 +43,9 @@ def rotate(own, other, c, s, columns, HALF: tl.constexpr, INTERLEAVED: tl.conste
 
 
 @jit
-def _load_pairs(heads, is_row, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Heads at the pointers [R] -> fp32[R, BLOCK_D] twice: each dim, and the dim that it is rotated with."""
-    columns, heads, is_row = tl.arange(0, BLOCK_D)[None, :], heads[:, None], is_row[:, None]
+def _load_pairs(heads, columns, is_row, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Heads at the pointers [R] -> fp32[R, C] twice: each of the columns [1, C], and what it is rotated with."""
+    heads, is_row = heads[:, None], is_row[:, None]
     own = tl.load(heads + columns, mask=is_row & (columns < DIM), other=0.0).to(tl.float32)
     other = own
     if HALF > 0:
@@ -55,19 +55,18 @@ def _load_pairs(heads, is_row, DIM: tl.constexpr, HALF: tl.constexpr, INTERLEAVE
 
 
 @jit
-def rotate_heads(heads, tokens, is_row, cos, sin, norms, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
-                 DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Heads at the pointers [R], of tokens i64[R], by norms at pointers [R] -> fp32[R, BLOCK_D], normed, and their
-    first 2 HALF dims rotated."""
-    columns = tl.arange(0, BLOCK_D)[None, :]
-    own, other = _load_pairs(heads, is_row, DIM, HALF, INTERLEAVED, BLOCK_D)
+def rotate_heads(heads, columns, tokens, is_row, cos, sin, norms, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
+                 DIM: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+    """Heads at the pointers [R], of tokens i64[R], by norms at pointers [R] -> fp32[R, C], normed, and their first 2
+    HALF dims rotated; columns [1, C]: all DIM in any order, and some behind them."""
+    own, other = _load_pairs(heads, columns, is_row, DIM, HALF, INTERLEAVED)
     if HALF > 0:
         angles = tokens[:, None] * HALF + find_angle(columns, HALF, INTERLEAVED)
         is_turning = is_row[:, None] & (columns < 2 * HALF)
         c = tl.load(cos + angles, mask=is_turning, other=1.0)
         s = tl.load(sin + angles, mask=is_turning, other=0.0)
     if norms is not None:
-        weight, other_weight = _load_pairs(norms, is_row, DIM, HALF, INTERLEAVED, BLOCK_D)
+        weight, other_weight = _load_pairs(norms, columns, is_row, DIM, HALF, INTERLEAVED)
         factor = tl.rsqrt(tl.sum(own * own, 1) / DIM + EPS)[:, None]
         own *= factor * weight
         other *= factor * other_weight
@@ -80,10 +79,9 @@ def rotate_heads(heads, tokens, is_row, cos, sin, norms, EPS: tl.constexpr, INTE
 def store_rotated(heads, out, scale, tokens, is_row, cos, sin, norm, EPS: tl.constexpr, INTERLEAVED: tl.constexpr,
                  DIM: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
     """rotate_heads, by one norm, to the pointers out [R]; scale: as in to_entry"""
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(DIM)
     norms = None if norm is None else norm + 0 * tokens
-    rotated = rotate_heads(heads, tokens, is_row, cos, sin, norms, EPS, INTERLEAVED, DIM, HALF, BLOCK_D)
-    columns = tl.arange(0, BLOCK_D)[None, :]
+    columns = tl.arange(0, triton.next_power_of_2(DIM))[None, :]
+    rotated = rotate_heads(heads, columns, tokens, is_row, cos, sin, norms, EPS, INTERLEAVED, DIM, HALF)
     entries = to_entry(rotated, scale, out.dtype.element_ty)
     tl.store(out[:, None] + columns, entries, mask=is_row[:, None] & (columns < DIM))
 

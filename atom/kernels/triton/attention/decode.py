@@ -83,17 +83,16 @@ def choose(num_sequences: int, dim: int, element_size: int, entry_size: int, gpu
     return MANY_SMALL if num_sequences > MANY else Parameters()
 
 
-def suits_hopper(gpu: Gpu, q: Tensor, cache: Tensor, num_sequences: int, query_len: int) -> bool:
-    """Whether the kernel of decode_hopper.py takes these and is faster: for many sequences of few rows it is not."""
+def suits_hopper(gpu: Gpu, q: Tensor, cache: Tensor, query_len: int) -> bool:
+    """Whether the kernel of decode_hopper.py takes these and is faster: of plain entries, for the rows of its tile."""
     dim, is_fp8 = cache.shape[-1], cache.dtype == torch.float8_e4m3fn
     rows = q.shape[1] // cache.shape[3] * query_len
     return (
         gpu.runs_gluon
         and q.dtype in ((torch.bfloat16,) if is_fp8 else (torch.bfloat16, torch.float16))
         and (is_fp8 or cache.dtype == q.dtype)
-        and dim in ((128,) if is_fp8 else (64, 128))
-        and rows <= 32
-        and (is_fp8 or rows >= 8 or num_sequences <= MANY)
+        and dim == 128
+        and (1 if is_fp8 else 8) <= rows <= 32
         and cache.shape[1] % 16 == 0
         and cache.data_ptr() % 16 == 0
     )
@@ -310,19 +309,18 @@ class Decode:
                  k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float, window: int | None,
                  softcap: float | None, newest: Newest | None = None, query_len: int = 1) -> None:  # fmt: skip
         """Rows 0 to num_decodes * query_len of q and out [T, N, D]; shapes as in ops.norm_rope_attention."""
-        assert newest is None or query_len == 1, "their keys are in the cache"
+        assert newest is None or (query_len == 1 and k_scale is v_scale is None), "their keys are in the cache"
         _, heads, dim = q.shape
         _, block_size, _, kv_heads, _ = cache.shape
         group = heads // kv_heads
         rows = group * query_len
         gpu = find_gpu(q.device)
-        if self._suits_hopper(q, cache, num_decodes, query_len):
+        if self._parameters is None and suits_hopper(gpu, q, cache, query_len):
             from atom.kernels.triton.attention import decode_hopper  # imports what only NVIDIA's GPUs need
 
             find_memory = functools.partial(self._find_memory, q.device, kv_heads, rows, dim)
             return decode_hopper.decode(q, cache, table, lengths, num_decodes, sinks, k_scale, v_scale, out, scale,
                                         window, softcap, newest, query_len, find_memory)  # fmt: skip
-        assert newest is None or k_scale is v_scale is None, "their keys are in the cache"
         sizes, options = _cut_up(num_decodes, kv_heads, rows, dim, newest is not None, product_size(q, cache),
                                  cache.element_size(), gpu, self._parameters)  # fmt: skip
         programs = sizes[0]
@@ -337,13 +335,6 @@ class Decode:
             tickets, num_decodes, table.stride(0), q.stride(0), k_stride, v_stride, eps, interleaved, half, scale,
             softcap, window, block_size, kv_heads, group, query_len, dim, *sizes, **options,
         )  # fmt: skip
-
-    def takes_newest(self, q: Tensor, cache: Tensor) -> bool:
-        """Whether decodes of one query each may come with `newest`."""
-        return cache.element_size() > 1 or self._suits_hopper(q, cache, 1, 1)
-
-    def _suits_hopper(self, q: Tensor, cache: Tensor, num_sequences: int, query_len: int) -> bool:
-        return self._parameters is None and suits_hopper(find_gpu(q.device), q, cache, num_sequences, query_len)
 
     def _find_memory(self, device: torch.device, kv_heads: int, rows: int, dim: int, programs: int
                      ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip

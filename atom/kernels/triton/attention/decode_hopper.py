@@ -79,12 +79,6 @@ mov.b32 t, 0x7b807b80;
 mul.rn.bf16x2 $0, a, t;
 mul.rn.bf16x2 $1, b, t;
 }""")
-TO_E4M3_ASM = gl.constexpr("""{
-.reg .b16 a, b;
-cvt.rn.satfinite.e4m3x2.f32 a, $2, $1;
-cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;
-mov.b32 $0, {a, b};
-}""")
 # of 4 neighbours in two rows, as bf16: a pair of rows for each
 VALUES_ASM = gl.constexpr("""{
 .reg .b32 a, b, c, d, e, f, g, h, t;
@@ -149,21 +143,6 @@ def _clear_values(values, position, oldest, stop, DIM: gl.constexpr):
         seen = position + gl.arange(0, POSITIONS, layout=gl.SliceLayout(1, LINES))
         is_seen = (seen >= oldest) & (seen < stop)
         values.store(gl.where(is_seen[:, None], values.load(LINES), 0.0))
-
-
-@jit
-def _to_entry(x, scale, dtype: gl.constexpr, IS_FP8: gl.constexpr):
-    """fp32 -> what the cache keeps of it, and the number that is read there, in `dtype`."""
-    if not IS_FP8:
-        entry = x.to(dtype)
-        return entry, entry
-    else:
-        if scale is not None:
-            x = x / scale
-        entry = gl.inline_asm_elementwise(TO_E4M3_ASM, "=r,r,r,r,r", [x], dtype=gl.uint8, is_pure=True, pack=4)
-        bits = entry.to(gl.uint32)
-        bits = (bits & 0x80) << 24 | (bits & 0x7F) << 20
-        return entry, (bits.to(gl.float32, bitcast=True) * 2.0**120).to(dtype)
 
 
 @jit
@@ -275,24 +254,23 @@ def _load_queries(q, q_stride, row, head, cos, sin, q_norm, EPS: gl.constexpr, I
 
 @jit
 def _attend_newest(
-    queries, k_row, v_row, cos, sin, k_norm, k_scale, v_scale, entry, row, EPS: gl.constexpr, INTERLEAVED: gl.constexpr,
+    queries, k_row, v_row, cos, sin, k_norm, entry, row, EPS: gl.constexpr, INTERLEAVED: gl.constexpr,
     HALF: gl.constexpr, SCALE: gl.constexpr, SOFTCAP: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr,
-    IS_FP8: gl.constexpr, TILE: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
     """Write the newest key and value of sequence `row` to `entry` -> the scores [BLOCK_M] of its key, and its value."""
-    dtype: gl.constexpr = queries.dtype
     first = gl.arange(0, 1, layout=gl.SliceLayout(1, QUERIES_BY))
-    columns = _find_column(gl.arange(0, DIM, layout=gl.SliceLayout(0, QUERIES_BY)), IS_FP8)[None, :]
+    columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, QUERIES_BY))[None, :]
     norms = None if k_norm is None else k_norm + 0 * first
     rotated = rotate_heads(k_row + 0 * first, columns, row + 0 * first, first == 0, cos, sin, norms, EPS, INTERLEAVED,
                            DIM, HALF)  # fmt: skip
-    kept, key = _to_entry(rotated, k_scale, dtype, IS_FP8)
-    gl.store(entry + columns, kept)
+    key = rotated.to(queries.dtype)
+    gl.store(entry + columns, key)
     products = gl.sum(queries.to(gl.float32) * key.to(gl.float32), 1)
-    scores = cap_scores(products, k_scale, SCALE, SOFTCAP) * score_factor(k_scale, SCALE, SOFTCAP)
-    dims = _find_dim(gl.arange(0, DIM, layout=gl.SliceLayout(1, TILE)), IS_FP8)
-    kept, value = _to_entry(gl.load(v_row + dims).to(gl.float32), v_scale, dtype, IS_FP8)
-    gl.store(entry + HEADS * DIM + dims, kept)
+    scores = cap_scores(products, None, SCALE, SOFTCAP) * score_factor(None, SCALE, SOFTCAP)
+    dims = gl.arange(0, DIM, layout=gl.SliceLayout(1, TILE))
+    value = gl.load(v_row + dims)
+    gl.store(entry + HEADS * DIM + dims, value)
     return gl.convert_layout(scores, gl.SliceLayout(0, TILE)), value.to(gl.float32)
 
 
@@ -390,8 +368,8 @@ def _decode(
         if NEWEST and run_end == after:
             entry = cache + (gl.load(slots + row) * (2 * HEADS) + head) * DIM
             scores, value = _attend_newest(
-                own, k + row * k_stride + head * DIM, v + row * v_stride + head * DIM, cos, sin, k_norm, k_scale,
-                v_scale, entry, row, EPS, INTERLEAVED, HALF, SCALE, SOFTCAP, HEADS, DIM, IS_FP8, TILE,
+                own, k + row * k_stride + head * DIM, v + row * v_stride + head * DIM, cos, sin, k_norm, entry, row,
+                EPS, INTERLEAVED, HALF, SCALE, SOFTCAP, HEADS, DIM, TILE,
             )  # fmt: skip
             is_seen = stop >= 0
             best = gl.where(is_seen, scores, best)
@@ -478,19 +456,19 @@ class Tiling(NamedTuple):
     max_registers: int  # a thread
 
 
-def choose(dim: int, entry_size: int) -> Tiling:
+def choose(entry_size: int) -> Tiling:
     """entry_size: of a number of the cache, in bytes"""
-    return Tiling(4, 3, 128) if dim * entry_size <= 128 else Tiling(2, 3, 240)
+    return Tiling(4, 3, 128) if entry_size == 1 else Tiling(2, 3, 240)
 
 
 def decode(q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, num_decodes: int, sinks: Tensor | None,
            k_scale: Tensor | None, v_scale: Tensor | None, out: Tensor, scale: float, window: int | None,
            softcap: float | None, newest: tuple[Any, ...] | None, query_len: int, find_memory: Callable[[int], Any],
            tiling: Tiling | None = None) -> None:  # fmt: skip
-    """As `decode.Decode`; find_memory: of so many programs for each kv head"""
+    """As `decode.Decode`; find_memory: of so many programs for each kv head; newest: not of entries in fp8"""
     num_blocks, block_size, _, kv_heads, dim = cache.shape
     group, row = q.shape[1] // kv_heads, 2 * kv_heads * dim
-    per_unit, stages, max_registers = tiling or choose(dim, cache.element_size())
+    per_unit, stages, max_registers = tiling or choose(cache.element_size())
     programs = -(-find_gpu(q.device).units * per_unit // kv_heads)
     if cache.element_size() == 1:
         cache = cache.view(torch.uint8)

@@ -68,7 +68,7 @@ class NormRopeAttention(_Attention):
         or not."""
         assert has_rows(k) and has_rows(v), "heads must lie side by side"
         assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin have gaps"
-        is_one_launch = batch.query_len == 1 and self._decode.takes_newest(q, cache.blocks)
+        is_one_launch = batch.query_len == 1 and cache.blocks.element_size() > 1
         rotated, newest = q, None
         if (
             not is_one_launch or batch.num_decodes < q.shape[0]

@@ -23,6 +23,8 @@ from atom.runtime.cuda_graphs import Graphs
 from atom.runtime.model import Model
 from atom.runtime.runner import Runner
 
+pytestmark = pytest.mark.early
+
 VOCAB = 11  # so few tokens that drafts of random weights are right now and then
 FEW = {"vocab_size": VOCAB, "pad_token_id": None}
 

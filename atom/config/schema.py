@@ -404,9 +404,13 @@ class Config:
         return self.serve.http.served_model_name or [self.checkpoint or self.model.name]
 
 
-@functools.cache
 def types_of(kind: Any) -> Mapping[str, Any]:
     """The type of each field of a block, read from its text once."""
+    return _types_of(kind)
+
+
+@functools.cache
+def _types_of(kind: Any) -> Mapping[str, Any]:
     return MappingProxyType(get_type_hints(kind))
 
 

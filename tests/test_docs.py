@@ -42,6 +42,8 @@ from atom.entrypoints.args import EngineArgs
 from atom.jobs import bench, generate
 from atom.jobs.workload import open_workload
 
+pytestmark = pytest.mark.early
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"(?:\S*/)?(atom-run|python -m atom\.\w|scripts/[a-z]|torchrun|srun .* torchrun)")

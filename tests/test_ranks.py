@@ -37,6 +37,8 @@ from atom.runtime.remote_ranks import without_secrets
 
 __all__ = ["thread_ranks"]
 
+pytestmark = pytest.mark.early
+
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 Open = Callable[..., LLMEngine]
 EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max_num_batched_tokens": 16,
@@ -277,9 +279,10 @@ def test_ranks_multiply_by_the_packed_numbers_of_one(
 
 
 def test_the_ranks_of_a_compiled_model_compile_nothing(
-    thread_ranks: list[ThreadRanks], checkpoints: Callable[[str], Path], tmp_path: Path, one_compiler: None,
-    monkeypatch: pytest.MonkeyPatch,
-):  # fmt: skip
+    thread_ranks: list[ThreadRanks], tmp_path: Path, one_compiler: None, monkeypatch: pytest.MonkeyPatch
+):
+    model = tmp_path / "model"  # of one layer, which has the fewest pieces
+    tiny.save_changed("llama", model, num_hidden_layers=1)
     compiled: list[int] = []
 
     def compile_and_count(texts: list[str], device: str) -> Any:
@@ -290,13 +293,13 @@ def test_the_ranks_of_a_compiled_model_compile_nothing(
     prompts = [tiny.prompt(20), tiny.prompt(5, seed=1)]
     tokens = []
     for ranks in (2, 2):
-        engine = LLMEngine(str(checkpoints("llama")), dtype="fp32", level=2, kv_cache_memory=1 << 22,
+        engine = LLMEngine(str(model), dtype="fp32", level=2, kv_cache_memory=1 << 22,
                            cache=str(tmp_path), tensor_parallel_size=ranks)  # fmt: skip
         tokens.append([answer["token_ids"] for answer in engine.generate(prompts, GREEDY)])
         engine.close()
     assert len(compiled) == 1 and tokens[0] == tokens[1]
     fields = [
-        f"checkpoint={checkpoints('llama')}",
+        f"checkpoint={model}",
         "dtype=fp32",
         "level=2",
         f"cache={tmp_path}",
@@ -307,7 +310,7 @@ def test_the_ranks_of_a_compiled_model_compile_nothing(
     of_cache = compile_model(config)
     assert of_cache.report.hit and show(of_cache.graph) != show(compile_graph(config)), "comments are not kept"
     assert build.digest_of(of_cache.graph) == build.digest_of(compile_graph(config)), "by which ranks are compared"
-    alone = LLMEngine(str(checkpoints("llama")), dtype="fp32", level=1, kv_cache_memory=1 << 22)
+    alone = LLMEngine(str(model), dtype="fp32", level=1, kv_cache_memory=1 << 22)
     assert tokens[0] == [answer["token_ids"] for answer in alone.generate(prompts, GREEDY)]
 
 

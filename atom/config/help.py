@@ -7,10 +7,10 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple
 
 from atom.config.folders import CONF
-from atom.config.schema import SET_BY_LOAD, Config, block_of, blocks, jobs_of
+from atom.config.schema import SET_BY_LOAD, Config, block_of, blocks, jobs_of, types_of
 from atom.config.spelling import spelled
 
 HELP = """\
@@ -77,7 +77,7 @@ def describe_block(at: str, block: Any) -> Iterator[FieldHelp]:
     """The fields of a block that users can set; `at` is the beginning of their keys."""
     source = "".join(inspect.getsource(each) for each in reversed(block.__mro__[:-1]))
     comments = dict(re.findall(r"^    (\w+): .*?  # (?!type: )(.*)$", source, re.MULTILINE))
-    types = get_type_hints(block)
+    types = types_of(block)
     for each in fields(block):
         key = f"{at}{each.name}"
         if key in SET_BY_LOAD or block_of(types[each.name]) is not None:

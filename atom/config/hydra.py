@@ -148,12 +148,18 @@ def read_files(source: ConfigSource) -> Iterator[ModelFile]:
         return
     for path in sorted(Path(source.path, "model").glob("*.yaml")):
         try:
-            spec = yaml.load(path.read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)) or {}
+            spec = parse_yaml(path.read_text("utf-8")) or {}
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"{path}: {one_line(error)}") from None
         if not isinstance(spec, dict):
             raise ConfigError(f"{path}: a model file holds the fields of model, not {type(spec).__name__}")
         yield ModelFile(path, spec)
+
+
+@functools.lru_cache(256)
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text; every load reads all model files, which are the same ones nearly always."""
+    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def embedded_file(files: Sequence[ModelFile], name: str = "auto") -> ModelFile:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 from yaml import YAMLError
@@ -26,7 +26,7 @@ from atom.config.folders import CONF
 from atom.config.hydra import attach, compose, find_source, no_such, one_line_errors, resolve, unknown_key
 from atom.config.overrides import ALIASES, SECRET, is_for_sweep, rewrite
 from atom.config.resolve import check, derive, respell
-from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, ServeConfig, keys
+from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, ServeConfig, keys, types_of
 from atom.config.spelling import HIDDEN, is_secret, override, spelled
 from atom.errors import AtomError, CheckpointError, ConfigError, RequestError, one_line
 from atom.sampling_params import GENERATION, SamplingParams, sampling_number
@@ -195,7 +195,7 @@ def build(kind: Any, value: Any, at: str = "") -> Any:
         if value == "???" and kind is not Any:
             raise ConfigError(f"{at}=??? has no value; set it")
         return value
-    kinds, prefix = get_type_hints(kind), f"{at}." if at else ""
+    kinds, prefix = types_of(kind), f"{at}." if at else ""
     for name in value:
         if name not in kinds:
             raise unknown_key(f"{prefix}{name}", Config)

@@ -7,7 +7,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields, is_dataclass
 from types import MappingProxyType, UnionType
 from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
@@ -403,6 +404,16 @@ class Config:
         return self.serve.http.served_model_name or [self.checkpoint or self.model.name]
 
 
+def types_of(kind: Any) -> Mapping[str, Any]:
+    """The type of each field of a block, read from its text once."""
+    return _types_of(kind)
+
+
+@functools.cache
+def _types_of(kind: Any) -> Mapping[str, Any]:
+    return MappingProxyType(get_type_hints(kind))
+
+
 def fields_along(key: str) -> Iterator[Field[Any]]:
     """The fields along a dotted key, the field itself last, as far as they exist."""
     kind: Any = Config
@@ -411,7 +422,7 @@ def fields_along(key: str) -> Iterator[Field[Any]]:
         if config_field is None:
             return
         yield config_field
-        kind = get_type_hints(kind)[name]
+        kind = types_of(kind)[name]
 
 
 def jobs_of(key: str) -> Jobs | None:
@@ -419,20 +430,21 @@ def jobs_of(key: str) -> Jobs | None:
     return next((each.metadata["jobs"] for each in fields_along(key) if "jobs" in each.metadata), None)
 
 
-def keys(kind: Any) -> list[str]:
+@functools.cache
+def keys(kind: Any) -> tuple[str, ...]:
     """Every dotted key of a schema; an entry of a list has the number 0."""
-    return [
+    return tuple(
         f"{at}{name}"
         for at, block in blocks(kind)
-        for name, each in get_type_hints(block).items()
+        for name, each in types_of(block).items()
         if block_of(each) is None or f"{at}{name}" in SET_BY_LOAD
-    ]
+    )
 
 
 def blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any]]:
     """Every block of a schema, itself first: the beginning of its keys, its class."""
     yield at, kind
-    for name, each in get_type_hints(kind).items():
+    for name, each in types_of(kind).items():
         key, inner = f"{at}{name}", block_of(each)
         if inner is not None and key not in SET_BY_LOAD:
             yield from blocks(inner, f"{key}.0." if get_origin(each) is list else f"{key}.")
@@ -440,7 +452,7 @@ def blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 def inner_blocks(kind: Any, at: str = "") -> Iterator[tuple[str, Any, bool]]:
     """The blocks of a schema that may be null or are entries of a list: key, class, whether in a list."""
-    for name, each in get_type_hints(kind).items():
+    for name, each in types_of(kind).items():
         inner = block_of(each)
         if inner is not None:
             if inner is not each:
@@ -457,4 +469,4 @@ def block_of(kind: Any) -> Any:
 
 def plain_fields(schema: Any) -> list[str]:
     """The fields of a schema that are no blocks."""
-    return [name for name, kind in get_type_hints(schema).items() if not is_dataclass(kind)]
+    return [name for name, kind in types_of(schema).items() if not is_dataclass(kind)]

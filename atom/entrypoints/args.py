@@ -22,11 +22,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, get_args, get_origin
 
 import atom
 from atom.config import Config
-from atom.config.schema import fields_along, keys
+from atom.config.schema import fields_along, keys, types_of
 from atom.config.spelling import did_you_mean, override, spelled
 from atom.entrypoints.refused_flags import refusal_of
 from atom.errors import AtomError, ConfigError, UnsupportedError
@@ -202,7 +202,7 @@ class EngineArgs:
     @classmethod
     def flags(cls) -> Iterator[tuple[str, Any, Flag]]:
         """The flags: name, type, description."""
-        kinds = get_type_hints(cls)
+        kinds = types_of(cls)
         for each in fields(cls):
             if "flag" in each.metadata:
                 (kind,) = (inner for inner in get_args(kinds[each.name]) if inner is not NoneType)

@@ -29,6 +29,8 @@ from atom.runtime.model import Model
 from atom.runtime.program import Bindings
 from atom.runtime.types import StepLimits
 
+pytestmark = pytest.mark.early
+
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 

@@ -193,7 +193,7 @@ def test_padding_between_decodes_and_prompts_and_behind_them_changes_nothing(
 ):
     """As in the steps that are captured, which have room for more decodes, rows and tokens than come."""
     asked = greedy(3, 11, 14, 5, 1, 7, 9, max_tokens=6, prompt_logprobs=2)
-    if not level:
+    if (name, level) == ("qwen3", 0):  # the ways to sample know no model
         asked += [(tiny.prompt(9), SamplingParams(max_tokens=5, seed=4, **way)) for way in EVERY_WAY]
     target = HOPPER if level and place == Place("cpu", "triton") else None
     engine = open_runner(checkpoints(name), place, 1, target, level=level, max_num_batched_tokens=12)

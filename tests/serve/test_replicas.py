@@ -15,6 +15,8 @@ import serving
 import wire
 from serving import Server, Start
 
+pytestmark = pytest.mark.early
+
 STUB = {"names": True, "caches": True, "profiles": True, "pause_seconds": 0.2}
 DP2 = ("parallel=dp2", "serve.enable_prefix_caching=true")
 ENDLESS = {"prompt": [0, 9], "max_tokens": 8000}

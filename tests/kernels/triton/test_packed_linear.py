@@ -23,6 +23,8 @@ from atom.kernels.triton.linear.linear import Matrix, Vector
 from atom.kernels.triton.linear.tune import Product, Trial, agrees, candidates
 from atom.weights.quantize import quantize
 
+pytestmark = pytest.mark.early
+
 H200 = Gpu(132, 227 << 10, (9, 0), "NVIDIA H200")
 SMALL = Gpu(128, 99 << 10, (8, 9), "small")
 AMD = Gpu(304, 64 << 10, (0, 0), "amd")
@@ -86,7 +88,7 @@ def assert_near(y, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 33])
+@pytest.mark.parametrize("rows", [1, 8, 9, 33])
 def test_rows_are_multiplied_like_the_op(triton_device, rows, fmt):
     out, inner = 19, FORMATS[fmt]
     weight = make_weight(triton_device, fmt, out, inner)

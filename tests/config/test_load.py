@@ -912,8 +912,6 @@ def test_drafts_are_accepted_by_chance_where_weights_are_random():
             load(more)
     with pytest.raises(ConfigError, match=r"^serve.acceptance_length=4.5 is more than a step's token and its drafts"):
         load(["serve.method=ngram", "serve.acceptance_length=4.5", "load_dummy=true", "device=cpu"])
-    with pytest.raises(UnsupportedError, match=r"^several ranks draft with serve.method=ngram alone"):
-        load([*texts, "load_dummy=true", "parallel=tp3"])
 
 
 def test_replicas_are_for_serving_and_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch):

@@ -86,7 +86,6 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             kv_cache_dtype=dtype if serve.kv_cache_dtype == "auto" else serve.kv_cache_dtype,
             max_model_len=max_model_len,
             num_speculative_tokens=None if serve.method is None else serve.num_speculative_tokens or NUM_DRAFTED,
-            max_verified_tokens=serve.max_verified_tokens or (8 if device == "cpu" else 256),
         ),
         dtype=dtype,
         device=device,

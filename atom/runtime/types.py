@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from atom.runtime.draft_table import DraftTable
 from atom.sampling_params import SamplingParams
 
 INPUTS = ("tokens", "positions", "batch")  # what a step provides to a lowered body, by name
@@ -38,6 +39,7 @@ class StepLimits:
     max_num_batched_tokens: int  # of a step
     max_model_len: int  # tokens of a sequence
     max_verified_tokens: int = 8  # of a step's decodes, drafts included, up to which tokens are drafted
+    draft_table: DraftTable | None = None  # says in place of these how many are drafted
 
     @property
     def max_decodes(self) -> int:

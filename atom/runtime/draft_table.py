@@ -1,4 +1,4 @@
-"""Choose how many tokens are drafted: by the number of sequences, and by what is accepted.
+"""Choose how many tokens to draft, by sequences and by acceptance.
 
     table = DraftTable({1: [4.0, 4.4, 4.8], 32: [5.3, 6.0, 7.4]})     # a step with 0, 1 and 2 drafts of each
     acceptance = Acceptance(2)

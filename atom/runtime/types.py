@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Rates
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from atom.runtime.draft_table import DraftTable
 from atom.sampling_params import SamplingParams
 
 INPUTS = ("tokens", "positions", "batch")  # what a step provides to a lowered body, by name
@@ -29,6 +29,16 @@ class CacheKind:
     name: str  # "full", "window_4096"
     bytes_per_token: int  # over all layers of this kind
     window: int | None = None  # tokens that a query sees, itself included; None: all
+
+
+class DraftTable(Protocol):
+    """How many tokens pay; `runtime.draft_table` has it."""
+
+    def best(self, num_decodes: int, rates: Rates[float]) -> int:
+        """The number of drafts of each decode that gives the most tokens a second. rates: at which each is accepted"""
+
+    def choices(self, num_decodes: int) -> list[int]:
+        """The numbers of drafts that may be the best."""
 
 
 @dataclass(frozen=True)

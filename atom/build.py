@@ -46,11 +46,12 @@ from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.speculation import Drafter, NgramDrafter, RunnerDrafter, acceptance_rates
 from atom.runtime.step_builder import StepBuilder
-from atom.runtime.tune import tune, use_measured
+from atom.runtime.tune import tune, tune_drafts, use_measured, use_measured_drafts
 from atom.runtime.types import CacheKind, Drafting, StepLimits
 from atom.runtime.vocabulary import Vocabulary
 from atom.weights.evaluate import Loaded
 
+VERIFIED_TOKENS = {"cpu": 8, "cuda": 128}  # serve.max_verified_tokens where nothing is said or measured
 SAMPLED = 1024  # elements of a weight, by which hosts compare theirs
 
 
@@ -96,7 +97,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
         caching = serve.enable_prefix_caching
         caches = [KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=caching) for _ in mesh.leaders]
         drafter = open_drafter(config)
-        schedulers = [Scheduler(cache, limits_of(config), runner.run_ahead, drafter) for cache in caches]
+        schedulers = [Scheduler(cache, runner.model.limits, runner.run_ahead, drafter) for cache in caches]
         builders = [StepBuilder(runner.capacity) for _ in mesh.leaders]
         print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
         if text := _describe_sampling(config):
@@ -488,7 +489,7 @@ def open_runner(
 
 
 def use_parameters(model: Model, config: Config, progress: Progress) -> None:
-    """Use the parameters measured for linears on this GPU; tune=true first measures the missing ones."""
+    """Use what was measured on this GPU, of linears and steps with drafts; tune=true first measures what is missing."""
     assert config.cache is not None, "config.load resolves it"
     cache, tuner = Path(config.cache), find_tuner(config.device, model.device)
 
@@ -499,6 +500,10 @@ def use_parameters(model: Model, config: Config, progress: Progress) -> None:
         use_measured(model, tuner, cache, log)
     if tuner is not None and config.tune:
         tune(model, tuner, cache, progress, log)
+    if tuner is not None and model.drafting is not None and config.serve.max_verified_tokens is None:
+        text = digest_of(model.graph)
+        measured = (tune_drafts if config.tune else use_measured_drafts)(model, tuner, cache, text, log)
+        model.limits = replace(model.limits, draft_table=measured)
 
 
 def _describe_pool(kinds: Sequence[CacheKind], num_blocks: dict[str, int], config: Config) -> str:
@@ -522,8 +527,8 @@ def _describe_sampling(config: Config) -> str:
 def limits_of(config: Config) -> StepLimits:
     serve = config.serve
     assert serve.max_model_len is not None, "config.load resolves it"
-    assert serve.max_verified_tokens is not None, "likewise"
-    return StepLimits(serve.max_num_seqs, serve.max_num_batched_tokens, serve.max_model_len, serve.max_verified_tokens)
+    verified = serve.max_verified_tokens or VERIFIED_TOKENS[config.device]
+    return StepLimits(serve.max_num_seqs, serve.max_num_batched_tokens, serve.max_model_len, verified)
 
 
 def cache_kinds(graph: Graph) -> list[CacheKind]:

@@ -16,6 +16,7 @@ import pytest
 import tiny
 import torch
 from test_speculation import EVENTFUL, GREEDY, PARAMS, assert_ends_within, prompts, tokens_of
+from thread_ranks import ThreadRanks, thread_ranks
 from torch import Tensor
 
 from atom import LLMEngine, SamplingParams
@@ -24,6 +25,7 @@ from atom.runtime.model import Model
 from atom.runtime.runner import Runner
 
 pytestmark = pytest.mark.early
+__all__ = ["thread_ranks"]
 
 VOCAB = 11  # so few tokens that drafts of random weights are right now and then
 FEW = {"vocab_size": VOCAB, "pad_token_id": None}
@@ -159,6 +161,36 @@ def test_tokens_are_those_of_none(
     stats = engine.metrics.scheduler
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert limits == "roomy" or (stats.num_preemptions > 0 and stats.num_chunks > 0)
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("mtp_deepseek_v3", {"tensor_parallel_size": 2}),
+        ("mtp_glm4_moe", {"parallel.data": 2}),
+        ("eagle3_own_embedding", {"tensor_parallel_size": 2}),
+        ("draft_fewer_rows", {"tensor_parallel_size": 2}),
+    ],
+)
+def test_ranks_and_groups_draft_alike(
+    name: str, fields: dict[str, Any], thread_ranks: list[ThreadRanks], case_of: Callable[[str], Case]
+):
+    """With the parts of another rank, they would draft other tokens; a group may have no sequence."""
+    case, params = case_of(name), PARAMS[:2] + PARAMS[3:5]
+    every = [[token % VOCAB for token in prompt] for prompt in prompts(len(params))]
+    one = opened(case.folder, **case.fields, num_speculative_tokens=2, **EVENTFUL)
+    expected, counts = tokens_of(one, params, every), one.metrics.scheduler
+    engine = opened(case.folder, **case.fields, num_speculative_tokens=2, **EVENTFUL, **fields)
+    assert tokens_of(engine, params, every) == expected
+    stats = engine.metrics.scheduler
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens and stats.num_chunks > 0
+    if "tensor_parallel_size" in fields:
+        assert stats.num_preemptions > 0
+        assert (stats.num_drafts, stats.accepted_per_pos) == (counts.num_drafts, counts.accepted_per_pos)
+    before = stats.num_accepted_tokens
+    assert tokens_of(engine, params[:1], every[:1]) == expected[:1]
+    assert engine.metrics.scheduler.num_accepted_tokens > before
     engine.close()
 
 

@@ -208,6 +208,22 @@ def test_several_ranks_measure_what_one_does(checkpoint: Path, thread_ranks: lis
     engine.close()
 
 
+def test_those_of_a_draft_are_measured_over_the_same_prompt(checkpoint: Path):
+    """A model that drafts for itself has scales of its own, which are equal."""
+    engine = open_engine(checkpoint, "serve.method=draft", f"serve.draft_model={checkpoint}")
+    found = scales_of(engine)
+    tokens_of = engine.generate([TOKENS], GREEDY)
+    stats = engine.metrics.scheduler
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+    engine.close()
+    drafts = {name.removeprefix("draft:"): scale for name, scale in found.items() if name.startswith("draft:")}
+    assert drafts == {name: scale for name, scale in found.items() if not name.startswith("draft:")}
+    assert len(set(drafts.values())) > 1
+    engine = open_engine(checkpoint)
+    assert engine.generate([TOKENS], GREEDY)[0]["token_ids"] == tokens_of[0]["token_ids"]
+    engine.close()
+
+
 def test_the_text_is_the_same_before_and_after_and_can_be_read(checkpoint: Path):
     def text() -> str:
         return show(semantic_graph(load([f"checkpoint={checkpoint}", "quant.kv=fp8", f"cache={checkpoint}.cache"])))

@@ -53,7 +53,8 @@ def load_draft(config: Config, config_dirs: Sequence[str] = ()) -> ModelConfig |
         return None
     same = {name: getattr(config, name) for name in ("dtype", "device", "trust_remote_code", "cache")}
     model = {"model": "eagle3"} if serve.method == "eagle3" else {}
-    values = {"checkpoint": serve.draft_model, **same, "serve.kv_cache_dtype": serve.kv_cache_dtype, **model}
+    divided = {"parallel.tensor": config.parallel.tensor, "serve.kv_cache_dtype": serve.kv_cache_dtype}
+    values = {"checkpoint": serve.draft_model, **same, **divided, **model}
     try:
         described = open_checkpoint(serve.draft_model, weights=False)
         described.close()

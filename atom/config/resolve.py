@@ -86,7 +86,6 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             kv_cache_dtype=dtype if serve.kv_cache_dtype == "auto" else serve.kv_cache_dtype,
             max_model_len=max_model_len,
             num_speculative_tokens=None if serve.method is None else serve.num_speculative_tokens or NUM_DRAFTED,
-            max_verified_tokens=serve.max_verified_tokens or (8 if device == "cpu" else 256),
         ),
         dtype=dtype,
         device=device,
@@ -188,13 +187,6 @@ def check_speculation(config: Config, device: str) -> None:
             raise ConfigError(
                 f"{stated} is more than a step's token and its drafts; raise serve.num_speculative_tokens"
             )
-    runs = config.job.kind not in ("explain", "cache") and config.parallel.tensor * config.parallel.data > 1
-    is_runners = serve.method not in (None, "ngram") or (serve.method is not None and device != "cpu")
-    if runs and (is_runners or serve.acceptance_length is not None):
-        raise UnsupportedError(
-            "several ranks draft with serve.method=ngram alone, on a CPU and without serve.acceptance_length; "
-            "leave parallel out"
-        )
     least, most = serve.prompt_lookup_min, serve.prompt_lookup_max
     if least > most:
         raise ConfigError(f"serve.prompt_lookup_min={least} is more than serve.prompt_lookup_max={most}; raise that")

@@ -313,7 +313,7 @@ class ServeConfig:
     method: str | None = one_of(None, "ngram", "mtp", "eagle3", "draft")  # how to draft; eagle3, draft: by draft_model
     draft_model: str | None = None  # folder or hub id: of an EAGLE-3 draft, or of a model with the same vocabulary
     num_speculative_tokens: int | None = number(None, 1, 7)  # that a method drafts for a step; null: 3
-    max_verified_tokens: int | None = number(None, 1)  # of a step's decodes, with drafts; null: 8 on a CPU, else 256
+    max_verified_tokens: int | None = number(None, 1)  # decodes and drafts; null: see docs/speculation.md
     acceptance_length: float | None = number(None, 1, 8)  # tokens a step, by chance; with load_dummy=true alone
     prompt_lookup_min: int = number(2, 1, 16)  # last tokens, at least, that ngram looks up in prompt and answer
     prompt_lookup_max: int = number(4, 1, 16)  # at most; the most come first

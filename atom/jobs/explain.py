@@ -24,7 +24,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from atom.build import cache_kinds, mtp_patterns
+from atom.build import cache_kinds, digest_of, limits_of, mtp_patterns
 from atom.cache import Cache, key_of
 from atom.compiler import compile_graph, describe_piece, find_failure, mesh_of, pieces_of
 from atom.compiler.artifact import semantic_graph
@@ -38,7 +38,7 @@ from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.shares import token_shares
 from atom.graph.types import BITS
 from atom.jobs.layouts import CONTEXT, fit, kv_pool, layouts
-from atom.kernels import Target, find_target
+from atom.kernels import Target, find_target, tuned
 from atom.passes import PassReport
 from atom.pieces import identity
 
@@ -153,6 +153,7 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
         ),
         "left_out": mtp_patterns(config),
         **({"draft_bytes": draft_bytes(graph)} if DRAFT in graph.programs else {}),
+        **({} if config.serve.method is None else {"draft_counts": draft_counts(config), **draft_times(graph, config)}),
         "kv_bytes_per_token": {kind.name: kind.bytes_per_token for kind in kinds},
         **kv_pool(kinds, config),
         **(
@@ -161,6 +162,25 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
             else {}
         ),
     }
+
+
+def draft_counts(config: Config) -> dict[int, int]:
+    """The most that each sequence drafts where no step was measured, by the most sequences that draft so many."""
+    most, verified = config.serve.num_speculative_tokens or 0, limits_of(config).max_verified_tokens
+    counts = {verified // (1 + count): count for count in range(1, most + 1) if verified > count}
+    return dict(sorted(counts.items()))
+
+
+def draft_times(graph: Graph, config: Config) -> dict[str, Any]:
+    """What tune=true has measured of steps of this text: by GPU and sequences, microseconds with 0, 1, … drafts."""
+    if config.cache is None or config.serve.max_verified_tokens is not None:
+        return {}
+    text, found = digest_of(graph)[:16], dict[str, dict[str, list[float]]]()
+    for gpu, tables in tuned.read_all(Path(config.cache)).items():
+        keys = [key.split() for key in tables.get(tuned.DRAFTS, {})]
+        if times := {size: tables[tuned.DRAFTS][f"{size} {key}"] for size, key in keys if key == text}:
+            found[gpu] = dict(sorted(times.items(), key=lambda each: int(each[0])))
+    return {"draft_times": found} if found else {}
 
 
 def draft_bytes(graph: Graph) -> int:
@@ -246,6 +266,13 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
         yield "activations", f"{act} in {num_linears} linears, where there are many rows"
     if "draft_bytes" in result:
         yield "drafts", f"{_size(result['draft_bytes'])} of weights are read for a token of a sequence"
+    if "draft_counts" in result:
+        counts = "".join(f"{count} up to {size} sequences, " for size, count in result["draft_counts"].items())
+        yield "drafted", f"{counts}above none" if counts else "none"
+    for gpu, each in result.get("draft_times", {}).items():
+        for size, times in each.items():
+            measured = ", ".join(f"{time / 1e3:.3f}" for time in times)
+            yield f"  {gpu}", f"{measured} ms a step of {size} sequences with 0, 1, … drafts of each"
     for name in result["left_out"]:
         yield "left out", f"{name}, stored behind the last layer to predict further tokens"
     yield "KV a token", _each(result["kv_bytes_per_token"], "bytes")

@@ -173,7 +173,7 @@ class Tuner(Protocol):
     """Tunes matrix products: measures the fastest kernel parameters for a GPU in a model's own steps."""
 
     gpu: str  # the GPU's name in files of parameters
-    table: str  # the table of these kernels in such a file: one of `tuned.KERNELS`
+    table: str  # the table of these kernels in such a file: one of `tuned.FITS`
 
     def products(self, graph: Graph) -> Sequence[Any]:
         """The products of a text, those that read most first; each has out, inner and num_calls."""

@@ -29,7 +29,22 @@ from typing import Any
 from torch.fx import Node
 
 from atom.errors import UnsupportedError
-from atom.graph import HEAD, Cat, Dequantize, Graph, Mesh, Offset, Once, Program, Recipe, Regroup, Share, Stack, ops
+from atom.graph import (
+    DRAFT_HEAD,
+    HEAD,
+    Cat,
+    Dequantize,
+    Graph,
+    Mesh,
+    Offset,
+    Once,
+    Program,
+    Recipe,
+    Regroup,
+    Share,
+    Stack,
+    ops,
+)
 from atom.graph.formats import block_size, parse_format, with_block
 from atom.graph.graph import call_of, results_of
 from atom.graph.ops import Op
@@ -54,17 +69,17 @@ def shard(graph: Graph, context: PassContext) -> Graph:
     mesh = context.mesh
     if mesh.num_ranks == 1:
         return graph
-    tables = {node.args[1] for node in _linears_of_logits(graph)}
+    tables = {node.args[1] for name in (HEAD, DRAFT_HEAD) for node in _linears_of_logits(graph, name)}
     for name, program in graph.programs.items():
         graph.programs[name] = _Writer(program, mesh, tables).write()
         graph.num_rewrites += 1
     return graph
 
 
-def _linears_of_logits(graph: Graph) -> Iterator[Node]:
-    """The linears whose outputs are the vocabulary."""
-    if HEAD in graph.programs:
-        yield from (node for node in graph.programs[HEAD].nodes if node.target is ops.linear and _is_logits(node))
+def _linears_of_logits(graph: Graph, program: str) -> Iterator[Node]:
+    """The linears of a program whose outputs are the vocabulary."""
+    if program in graph.programs:
+        yield from (node for node in graph.programs[program].nodes if node.target is ops.linear and _is_logits(node))
 
 
 def _is_logits(value: Node) -> bool:

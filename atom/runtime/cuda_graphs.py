@@ -184,12 +184,15 @@ class Graphs:
         begin(self._model, self._model.decode(slots), slots).follow()
 
     def _find_draft_sizes(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
-        """Numbers of decodes, and of drafts of each: as many as the scheduler gives the fewest that take this size."""
-        most, fewer, found = self._model.limits.max_verified_tokens, 0, []
-        for size in sorted(sizes):
-            num_drafts = min(self._model.num_drafts, most // (fewer + 1) - 1)
-            if num_drafts > 0:
-                found.append((size, num_drafts))
+        """Numbers of decodes, and of drafts of each: those of the table, else as many as the scheduler gives the fewest
+        that take this size."""
+        limits, fewer, found = self._model.limits, 0, list[tuple[int, int]]()
+        for size in sorted(sizes) if self._model.num_drafts else ():
+            if limits.draft_table is None:
+                choices = {min(self._model.num_drafts, limits.max_verified_tokens // (fewer + 1) - 1)}
+            else:
+                choices = {each for num in range(fewer + 1, size + 1) for each in limits.draft_table.choices(num)}
+            found += [(size, num_drafts) for num_drafts in sorted(choices) if num_drafts > 0]
             fewer = size
         return found
 
@@ -218,9 +221,10 @@ class Graphs:
             model.sample(slots, logits, kind)
         if model.num_drafts:
             slots, most = self._pad_drafts(1)
-            behind = logits.new_zeros(1, 1 + model.num_drafts, model.state.vocab)  # whose rows lie apart
-            for kind in SAMPLING_KINDS:
-                model.verify(slots, most, behind.unbind(1), kind)
+            for num_drafts in sorted({model.num_drafts, *(each for _, each in self._draft_sizes)}):
+                behind = logits.new_zeros(1, 1 + num_drafts, model.state.vocab)  # whose rows lie apart
+                for kind in SAMPLING_KINDS:
+                    model.verify(slots, most, behind.unbind(1), kind)
         first, total = torch.zeros(1, dtype=torch.int64, device=model.device), torch.zeros(1, device=model.device)
         model.score_drawn(logits, first, first, total, torch.zeros_like(total), first.int())
 

@@ -23,7 +23,7 @@ from atom.errors import RequestError
 from atom.runtime.bisect_failures import take
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.scheduler import Scheduler
-from atom.runtime.step_builder import StepBuilder, shape_of
+from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import BatchShape, Scored, StepInput
 from atom.runtime.types import Plan, Sampled, Sequence
 
@@ -161,8 +161,11 @@ class DataParallelBuilder:
     def build(self, plan: Plan) -> StepInput:
         """Build the steps of a plan. What they send counts as known to the runners, until `retract`."""
         plans = split(plan, len(self.groups))
-        shape = common_shape([shape_of(each) for each in plans])
-        steps = [group.build(each, shape) for group, each in zip(self.groups, plans, strict=True)]
+        parts = list(zip(self.groups, plans, strict=True))
+        shape = common_shape([group.shape_of(each) for group, each in parts])
+        counts = [group.count_drafts(each) for group, each in parts]
+        num_drafts = max((0 if count is None else count for count in counts), default=0) * (None not in counts)
+        steps = [group.build(each, shape, num_drafts) for group, each in parts]
         pad_scored(steps)
         first, *first.others = steps
         return first

@@ -121,7 +121,11 @@ class KVScales:
             model.bind(dict.fromkeys(model.kinds, 1 + num_blocks))
             model.use({**kernels, **_measuring(model.graph, kernels, largest)})
             model.tables[:, 0, :num_blocks] = torch.arange(1, 1 + num_blocks, dtype=torch.int32, device=model.device)
-            model.mix(BatchShape(num_tokens, 1, 0), model.send(packed))
+            shape, sent = BatchShape(num_tokens, 1, 0), model.send(packed)
+            computed, rows = model.mix(shape, sent), shape.split(sent)
+            if model.has_draft_programs:
+                model.state.set_history(0, bytearray(np.array(tokens, np.int32)))
+                model.follow(computed, rows.sampled, rows)
         finally:
             model.use(kernels)
             model.clear_slots()

@@ -24,9 +24,11 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from atom.errors import RequestError
+from atom.runtime.draft_table import Acceptance
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.speculation import Drafter, RunnerDrafter, is_drafted
+from atom.runtime.step_input import NUM_REPORTED
 from atom.runtime.types import Plan, Sampled, ScheduledRequest, Sequence, StepLimits
 
 
@@ -65,6 +67,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # by priority
         self.running: dict[Sequence, None] = {}  # in the order of admission
         self._drafter = drafter
+        self._acceptance = Acceptance(NUM_REPORTED)
         self._run_ahead = run_ahead  # plans behind the oldest that is pending
         self._in_flight: Counter[Sequence] = Counter()  # plans that are not committed, by sequence
         self._leaving: set[Sequence] = set()  # preempted once they are in no plan
@@ -148,11 +151,12 @@ class Scheduler:
         planned: dict[Sequence, int] = {}
         budget = self.limits.max_num_batched_tokens
         kept = 0 if self._drafter is None else self._keep_for_prompts(bool(prompts))
+        most_drafts = self._most_drafts(len(decodes))
         for at, sequence in enumerate(decodes + prompts):
             if not budget or sequence not in self.running or sequence in self._leaving:  # preempted for an earlier one
                 continue
             if self._drafter is not None:
-                self._draft(sequence, len(decodes), budget - max(len(decodes) - at, 1) - kept)
+                self._draft(sequence, most_drafts, budget - max(len(decodes) - at, 1) - kept)
             while not (num_tokens := self._extend(sequence, budget)):
                 if sequence.num_unverified:  # its commit may leave it behind what has no room
                     break
@@ -206,6 +210,7 @@ class Scheduler:
                     sequence.logprobs.append(logprobs)
                 tokens = [token, *sampled.accepted[at]] if at in sampled.accepted else [token]
                 sequence.num_planned -= 1 + len(row.drafts) - len(tokens)  # the rest was rejected
+                self._acceptance.count(len(row.drafts), len(tokens) - 1)
                 if self._take(sequence, tokens, sampled.num_drafted.get(at, 0), finish):
                     ended.append(sequence)
             if sequence in self._leaving and sequence not in self._in_flight:
@@ -278,10 +283,21 @@ class Scheduler:
         most = self.limits.max_num_batched_tokens
         return most if isinstance(self._drafter, RunnerDrafter) else most // 2
 
-    def _draft(self, sequence: Sequence, num_decodes: int, budget: int) -> None:
+    def _most_drafts(self, num_decodes: int) -> int:
+        """The most that each of a step's decodes may draft: where times are known, what gives the most a second."""
+        if self._drafter is None or not num_decodes:
+            return 0
+        if (table := self.limits.draft_table) is None:
+            return self.limits.max_verified_tokens // num_decodes - 1
+        best = table.best(num_decodes, self._acceptance.rates)
+        if not best:
+            self._acceptance.forget()
+        return best
+
+    def _draft(self, sequence: Sequence, most: int, budget: int) -> None:
         """Draft what may follow the newest token of a decode, no further than its answer can go.
 
-        num_decodes: of the step. budget: tokens that neither they nor this one need
+        most: drafts of a decode of this step. budget: tokens that neither the other decodes nor this one need
         """
         sequence.drafts = []
         if self._drafter is None or self._num_left(sequence) != 1 or not is_drafted(sequence):
@@ -290,7 +306,7 @@ class Scheduler:
             sequence.params.max_tokens - self._fewest(sequence),
             self.limits.max_model_len - sequence.num_tokens - sequence.num_pending,
         )
-        most = min(num_left - 1, budget, self.limits.max_verified_tokens // num_decodes - 1)
+        most = min(num_left - 1, budget, most)
         if most > 0:
             sequence.drafts = self._drafter.draft(sequence, most)
 

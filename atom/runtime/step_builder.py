@@ -54,13 +54,15 @@ class StepBuilder:
         self._capacity = capacity
         self._residents: list[_Resident | None] = [None] * capacity.num_slots
 
-    def build(self, plan: Plan, least: BatchShape | None = None) -> StepInput:
+    def build(self, plan: Plan, least: BatchShape | None = None, num_drafts: int | None = None) -> StepInput:
         """Build the step of a plan. What it sends counts as known to the runner, until `retract`.
 
-        least: a shape that holds the plan's, for the step to have
+        least: a shape that holds the plan's, for the step to have. num_drafts: that the runner drafts for each row;
+        None: as `count_drafts` says of this plan
         """
         capacity, residents = self._capacity, self._residents
-        num_drafts = self._count_drafts(plan, least)
+        if num_drafts is None:
+            num_drafts = self.count_drafts(plan) or 0
         if capacity.num_drafts and not num_drafts:
             plan = without_drafts(plan)
         admitted: list[Sequence] = []
@@ -124,6 +126,10 @@ class StepBuilder:
             step.drafts = find_drafts(plan)
         return step
 
+    def shape_of(self, plan: Plan) -> BatchShape:
+        """The shape of a plan's batch, without padding; where the runner drafts, without drafts."""
+        return shape_of(without_drafts(plan) if self._capacity.num_drafts else plan)
+
     def retract(self, plan: Plan) -> None:
         """Take back the newest plan, whose step did not take place, or not to its end: its rows are sent anew.
 
@@ -150,14 +156,14 @@ class StepBuilder:
             blocks, tables, [0] * len(tables), sequence.num_tokens, SAMPLING_KINDS.index(kind), *flags, is_special
         )
 
-    def _count_drafts(self, plan: Plan, least: BatchShape | None) -> int:
-        """Count the most that the runner drafts for a row: some if it knows the newest tokens of all rows."""
-        if not self._capacity.num_drafts or least is not None or plan.num_decodes < len(plan.rows):
-            return 0
+    def count_drafts(self, plan: Plan) -> int | None:
+        """Count the most that the runner drafts for a row; None where it does not know the newest tokens of all."""
+        if not self._capacity.num_drafts or plan.num_decodes < len(plan.rows):
+            return None
         for row in plan.rows:
             resident = self._residents[row.sequence.slot]
             if resident is None or resident.blocks is not row.sequence.blocks or row.start < resident.num_known:
-                return 0
+                return None
         return max((len(row.drafts) for row in plan.rows), default=0)
 
     def _pack_decodes(self, plan: Plan, num_drafts: int, least: BatchShape | None) -> tuple[BatchShape, bytearray]:
@@ -171,7 +177,7 @@ class StepBuilder:
             size = next((size for size in capacity.decode_sizes if size >= num_rows), num_rows)
         slots.extend([capacity.num_slots] * (size - len(slots)))
         if num_drafts:
-            slots.extend([len(row.drafts) for row in plan.rows] + [0] * (size - num_rows))
+            slots.extend([len(row.drafts) for row in plan.rows] + [0] * (size - len(plan.rows)))
         num_tokens = size * (1 + num_drafts)
         return BatchShape(num_tokens, size, num_tokens, size), bytearray(slots)
 

@@ -5,6 +5,7 @@ The fastest parameters of each are kept.
     tuner = find_tuner("cuda", model.device)
     use_measured(model, tuner, Path(cache), log)       # what was found on this machine before
     tune(model, tuner, Path(cache), progress, log)     # what nobody has measured
+    table = tune_drafts(model, tuner, Path(cache), text, log)     # steps with drafts, of a model that drafts
 
 For each number of rows that has parameters of its own, as many slots are filled with CONTEXT tokens, and the captured
 step is timed with one product's candidates after the other, while the other products keep the best known so far. What
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,11 +31,14 @@ from atom.cache.files import Unfit, reason_of
 from atom.checkpoint import Progress
 from atom.errors import CapacityError, is_out_of_memory
 from atom.kernels import Tuner, tuned
+from atom.runtime.cuda_graphs import begin, draw
+from atom.runtime.draft_table import DraftTable
 from atom.runtime.model import Model
 from atom.runtime.step_input import pack_admission
-from atom.sampling_params import SamplingParams
+from atom.sampling_params import SAMPLING_KINDS, SamplingParams
 
 CONTEXT = 300  # tokens of each row, the newest included
+TIMINGS = 3  # of a step with drafts, the least of which counts
 SECONDS = 0.01  # least seconds of replays that make one timing
 Log = Callable[[str], object]  # takes a line for the user
 Capture = Callable[[Callable[[], object]], Callable[[], float]]  # captures a function; the result times it in seconds
@@ -54,20 +59,111 @@ def tune(model: Model, tuner: Tuner, cache: Path, progress: Progress, log: Log, 
     """
     products, max_rows = tuner.products(model.graph), model.limits.max_decodes
     known = tuned.read(tuner.gpu, cache)[tuner.table]
-    buckets = [size for before, size in zip((0, *tuned.BUCKETS), tuned.BUCKETS, strict=False) if before < max_rows]
-    unknown = {size: [each for each in products if tuner.key(size, each) not in known] for size in buckets}
+    unknown = {size: [each for each in products if tuner.key(size, each) not in known] for size in _buckets(max_rows)}
     unknown = {size: missing for size, missing in unknown.items() if missing}
     if not unknown:
         has = f"knows all {len(products)} linears" if products else "finds no linear of 16-bit weights"
         log(f"tune=true {has} of this model on {tuner.gpu}: nothing is measured")
         return
-    trial, num_blocks = tuner.trial(tuner.known(known)), {kv.kind: len(tensor) for kv, tensor in model.caches.items()}
+    trial = tuner.trial(tuner.known(known))
     tuning = _Tuning(model, tuner, trial, cache, progress, log, capture or _capture_on_gpu())
-    most = min(max(unknown), max_rows)
-    try:
-        model.bind(_pool(model, most))
+    with _pool_of(model, min(max(unknown), max_rows)):
         for size, missing in unknown.items():
             tuning.measure(size, min(size, max_rows), missing)
+        found = known | {key: tuner.to_entry(chosen) for key, chosen in trial.chosen.items()}
+        model.use(tuner.kernels(tuner.known(found)))
+
+
+def use_measured_drafts(model: Model, tuner: Tuner, cache: Path, text: str, log: Log) -> DraftTable | None:
+    """The table of steps with drafts that was measured on this machine; None where some are missing.
+
+    text: the digest of the model's text
+    """
+    known, missing = _split_drafts(model, tuned.read(tuner.gpu, cache)[tuned.DRAFTS], text)
+    return None if missing else _describe_table(known, log)
+
+
+@torch.inference_mode()
+def tune_drafts(
+    model: Model, tuner: Tuner, cache: Path, text: str, log: Log, capture: Capture | None = None
+) -> DraftTable:
+    """Measure how long steps take with each number of drafts, and without, where that is not known, and keep it.
+
+    A step is timed with its draw, and with the draft's own layers behind it. The rest as in `tune`.
+    """
+    known, missing = _split_drafts(model, tuned.read(tuner.gpu, cache)[tuned.DRAFTS], text)
+    if missing:
+        capture = capture or _capture_on_gpu()
+        with _pool_of(model, min(max(missing), model.limits.max_decodes)):
+            for size in missing:
+                rows = _admit(model, min(size, model.limits.max_decodes))
+                known[size] = _time_drafts(model, rows, capture)
+                if len(rows) == size:
+                    entry = {_key_of_drafts(size, text): known[size]}
+                    try:
+                        tuned.keep(tuner.gpu, cache, tuned.DRAFTS, entry)
+                    except (Unfit, OSError) as error:
+                        log(f"{cache} takes no file ({reason_of(error)}): what is found is for this run alone")
+    return _describe_table(known, log)
+
+
+def _time_drafts(model: Model, slots: Tensor, capture: Capture) -> list[float]:
+    """Microseconds of a step of these slots i32[S] with 0, 1, … drafts of each, the least of some timings."""
+    index, times = slots.long(), list[float]()
+    known = model.state.tokens.index_select(0, index), model.state.lengths.index_select(0, index)
+    for num_drafts in range(model.num_drafts + 1):
+        time = capture(partial(_step_with_drafts, model, slots, num_drafts, known))
+        times.append(round(min(time() for _ in range(TIMINGS)) * 1e6, 3))
+    return times
+
+
+def _step_with_drafts(model: Model, slots: Tensor, num_drafts: int, known: tuple[Tensor, Tensor]) -> None:
+    """A step with its draw. known: the newest tokens and lengths that it begins with, however often it is taken"""
+    for kept, values in zip((model.state.tokens, model.state.lengths), known, strict=True):
+        kept.index_copy_(0, slots.long(), values)
+    if num_drafts:
+        most = torch.full_like(slots, num_drafts)
+        started = begin(model, model.decode_drafts(slots, most, num_drafts), slots, most=most)
+    else:
+        started = begin(model, model.decode(slots), slots)
+    assert started.logits is not None, "decodes sample"
+    draw(model, started, started.logits[:, 0] if num_drafts else started.logits, SAMPLING_KINDS[0])
+    started.follow()
+
+
+def _split_drafts(model: Model, known: tuned.Table, text: str) -> tuple[dict[int, list[float]], list[int]]:
+    """The times that are known, by sequences of a step, and the sizes of steps whose times are not."""
+    keys = {size: _key_of_drafts(size, text) for size in _buckets(model.limits.max_decodes)}
+    found = {size: known[key] for size, key in keys.items() if len(known.get(key, ())) > model.num_drafts}
+    return found, [size for size in keys if size not in found]
+
+
+def _key_of_drafts(size: int, text: str) -> str:
+    return f"{size} {text[:16]}"
+
+
+def _describe_table(times: dict[int, list[float]], log: Log) -> DraftTable:
+    table = DraftTable(times)
+    counts = ", ".join(f"{max(table.choices(size), default=0)} up to {size}" for size in times)
+    log(f"drafts of a sequence, at most, by sequences of a step, as measured: {counts}; above none")
+    return table
+
+
+def _buckets(max_rows: int) -> list[int]:
+    """The numbers of rows to measure, up to the one that holds max_rows."""
+    return [size for before, size in zip((0, *tuned.BUCKETS), tuned.BUCKETS, strict=False) if before < max_rows]
+
+
+@contextmanager
+def _pool_of(model: Model, most: int) -> Iterator[None]:
+    """Give a model the KV of so many contexts; its slots, tables and KV are empty again afterwards.
+
+    CapacityError, with what to do, where memory does not suffice.
+    """
+    num_blocks = {kv.kind: len(tensor) for kv, tensor in model.caches.items()}
+    try:
+        model.bind(_pool(model, most))
+        yield
     except (RuntimeError, CapacityError) as error:
         if not isinstance(error, CapacityError) and not is_out_of_memory(error):
             raise
@@ -75,8 +171,6 @@ def tune(model: Model, tuner: Tuner, cache: Path, progress: Progress, log: Log, 
             f"tune=true: steps of {most} decodes ran out of memory: "
             f"lower serve.max_num_seqs (to {max(most // 2, 1)}), or leave tune=true out"
         ) from None
-    found = known | {key: tuner.to_entry(chosen) for key, chosen in trial.chosen.items()}
-    model.use(tuner.kernels(tuner.known(found)))
     model.clear_slots()
     model.bind(num_blocks)
 
@@ -188,7 +282,7 @@ def _pool(model: Model, num_rows: int) -> dict[str, int]:
 
 
 def _length(model: Model) -> int:
-    return min(CONTEXT, model.tables.shape[2] * model.block_size)
+    return min(CONTEXT, model.limits.max_model_len)
 
 
 def _admit(model: Model, num_rows: int) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Rates
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -30,6 +31,16 @@ class CacheKind:
     window: int | None = None  # tokens that a query sees, itself included; None: all
 
 
+class DraftTable(Protocol):
+    """How many tokens pay; `runtime.draft_table` has it."""
+
+    def best(self, num_decodes: int, rates: Rates[float]) -> int:
+        """The number of drafts of each decode that gives the most tokens a second. rates: at which each is accepted"""
+
+    def choices(self, num_decodes: int) -> list[int]:
+        """The numbers of drafts that may be the best."""
+
+
 @dataclass(frozen=True)
 class StepLimits:
     """The most that a step and a sequence may hold."""
@@ -38,6 +49,7 @@ class StepLimits:
     max_num_batched_tokens: int  # of a step
     max_model_len: int  # tokens of a sequence
     max_verified_tokens: int = 8  # of a step's decodes, drafts included, up to which tokens are drafted
+    draft_table: DraftTable | None = None  # says in place of these how many are drafted
 
     @property
     def max_decodes(self) -> int:

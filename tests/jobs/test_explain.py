@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from atom.build import cache_kinds, plan_kv
+from atom.build import cache_kinds, digest_of, plan_kv
 from atom.cache import Cache
 from atom.cli import main
 from atom.compiler import compile_graph
 from atom.config.load import load, load_gpu
 from atom.errors import CapacityError
+from atom.kernels import tuned
 from atom.runtime.model import Model
 from atom.runtime.program import Bindings
 from atom.runtime.types import StepLimits
@@ -633,3 +634,17 @@ def test_the_limits_of_a_decode_are_those_of_a_rank_and_of_what_ranks_exchange(e
         read = result["active_weights_bytes"] + num * 1024 * kv
         seconds = read / gpu.bandwidth + limit["collective_seconds"]
         assert limit["tokens_per_second"] == pytest.approx(num / seconds, rel=0.002)
+
+
+def test_it_says_how_many_tokens_are_drafted_and_what_was_measured(
+    explain: Any, run: Any, checkpoints: Any, tmp_path: Path
+):
+    texts = [f"checkpoint={checkpoints('qwen3')}", "device=cpu", "serve.method=ngram", f"cache={tmp_path}"]
+    assert explain(*texts)["draft_counts"] == {"2": 3, "4": 1}
+    text = digest_of(compile_graph(load(texts)))[:16]
+    tuned.keep("Some GPU", tmp_path, tuned.DRAFTS, {f"8 {text}": [1000.0, 1250.0], f"1 {'0' * 16}": [1.0, 2.0]})
+    _, out, _ = run(*texts)
+    assert "3 up to 2 sequences, 1 up to 4 sequences, above none" in out
+    assert "1.000, 1.250 ms a step of 8 sequences with 0, 1, … drafts of each" in out and out.count("ms a step") == 1
+    stated = explain(*texts, "serve.max_verified_tokens=6")
+    assert stated["draft_counts"] == {"1": 3, "2": 2, "3": 1} and "draft_times" not in stated

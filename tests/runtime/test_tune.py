@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from atom import build, weights
+from atom import LLMEngine, SamplingParams, build, weights
 from atom.checkpoint import SilentProgress
 from atom.compiler import compile_graph
 from atom.config.load import engine_overrides, load
@@ -23,6 +24,7 @@ from atom.kernels.triton.linear import linear
 from atom.kernels.triton.linear import tune as kernels
 from atom.kernels.triton.linear.linear import Matrix, Parameters
 from atom.runtime import tune as tuning
+from atom.runtime.cuda_graphs import Graphs
 from atom.runtime.model import Model
 from atom.runtime.program import Bindings
 from atom.runtime.types import StepLimits
@@ -293,3 +295,44 @@ def test_a_start_reads_the_cache_folder_and_measures_where_it_is_asked_to(
     assert start() == "" and model._bindings.kernels
     file.write_text("{")
     assert start() == f"atom-run: {file}: it is damaged, ignored\n"
+
+
+def test_steps_with_drafts_are_measured_kept_and_known_the_next_time(
+    checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A step of 1 ms with 0.1 ms more for each draft and sequence, which is taken as it is on a GPU."""
+    folder = checkpoints("qwen3")
+    fields = {"dtype": "fp32", "device": "cpu", "level": 1, "max_num_seqs": 12, "max_model_len": 64}
+    engine = LLMEngine(str(folder), method="draft", draft_model=str(folder), num_speculative_tokens=2, **fields)
+    model, tuner, lines, taken = engine._engine.runner.model, Mock(gpu="Test GPU"), list[str](), list[tuple[int, int]]()
+    prompts, params = [[1, 2, 3, 4], [5, 6]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    expected = [answer["token_ids"] for answer in engine.generate(prompts, params)]
+    before = {kv.kind: len(cache) for kv, cache in model.caches.items()}
+
+    def capture(run: Any) -> Callable[[], float]:
+        for _ in range(2):
+            run()
+        taken.append((len(run.args[1]), run.args[2]))
+        return lambda: 1e-3 + 1e-4 * taken[-1][0] * taken[-1][1]
+
+    table = tuning.tune_drafts(model, tuner, tmp_path, "ab" * 32, lines.append, capture)
+    assert taken == [(size, count) for size in (1, 8, 12) for count in (0, 1, 2)], "12 rows in place of 16"
+    assert table.times == {1: [1000, 1100, 1200], 8: [1000, 1800, 2600], 16: [1000, 2200, 3400]}
+    assert lines == ["drafts of a sequence, at most, by sequences of a step, as measured: 2 up to 1, 2 up to 8, "
+                     "0 up to 16; above none"]  # fmt: skip
+    written = json.loads((tmp_path / "tuned" / "test_gpu.json").read_text())
+    assert written["drafts"] == {f"{size} {'ab' * 8}": table.times[size] for size in (1, 8)}
+    assert model.state.lengths.tolist() == [1] * 13 and not model.tables.any()
+    assert {kv.kind: len(cache) for kv, cache in model.caches.items()} == before
+    assert [answer["token_ids"] for answer in engine.generate(prompts, params)] == expected
+    tuning.tune_drafts(model, tuner, tmp_path, "ab" * 32, lines.append, capture)
+    assert taken[9:] == [(12, 0), (12, 1), (12, 2)], "what was not kept"
+    assert tuning.use_measured_drafts(model, tuner, tmp_path, "ab" * 32, lines.append) is None
+    model.limits = StepLimits(8, 64, 64)
+    known = tuning.use_measured_drafts(model, tuner, tmp_path, "ab" * 32, lines.append)
+    assert known is not None and known.times == {size: table.times[size] for size in (1, 8)}
+    assert tuning.use_measured_drafts(model, tuner, tmp_path, "cd" * 32, lines.append) is None
+    graphs = Graphs(model)
+    model.limits = StepLimits(8, 64, 64, draft_table=known)
+    assert graphs._find_draft_sizes([1, 4, 8]) == [(size, count) for size in (1, 4, 8) for count in (1, 2)]
+    engine.close()

@@ -7,13 +7,16 @@ take_in(Path(other), read_all(Path(cache)))              # add to one cache fold
 
 A key says what a kernel's choice depends on: of a linear the rows up to which it holds, outputs, inputs, 2 where half
 of the outputs are gates, and of a packed weight how it holds numbers, as in "1 6144 4096 1 e4m3[1,*]". ["library"] is
-where the vendor's library is the fastest. What is not listed follows from the kernel's own rule. A file in
+where the vendor's library is the fastest. What is not listed follows from the kernel's own rule. In the table "drafts"
+an entry is of steps of a model that drafts, by their sequences and the text's digest: microseconds with 0, 1, … drafts
+of each. A file in
 <cache>/tuned holds for the versions of atom and Triton that it names.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections import Counter
@@ -36,7 +39,6 @@ from atom.cache.files import (
 )
 
 FOLDER = "tuned"  # of the cache folder
-KERNELS = ("linear",)
 BUCKETS = (1, 8, 16, 32, 64, 128, 256)  # rows up to which parameters of a linear hold
 GPU = re.compile(r"[a-z0-9_]{1,100}")  # the stem of a file's name
 # see `kernels.triton.linear.packed.Style`
@@ -49,6 +51,8 @@ FORMS = {  # by style: the least number of values in an entry, and the range of 
     "matrix": (4, [TILES, TILES, WARPS, STAGES, SIZES[:4], COUNTS, [0, *SIZES], SIZES[3:]]),
     "library": (0, []),
 }
+DRAFTS = "drafts"  # the table of steps
+DRAFTS_KEY = re.compile(rf"({'|'.join(map(str, BUCKETS))}) [0-9a-f]{{16}}")
 Table = dict[str, list[Any]]  # of a kernel, by key
 Measured = dict[str, Table]  # by kernel
 
@@ -66,16 +70,16 @@ def read(gpu: str, cache: Path, warn: Callable[[str], object] = lambda line: Non
     `warn` gets a line; the same goes for entries that these kernels do not take.
     """
     packaged, own = _packaged(gpu), read_own(gpu, cache, warn)
-    return {kernel: packaged.get(kernel, {}) | own.get(kernel, {}) for kernel in KERNELS}
+    return {kernel: packaged.get(kernel, {}) | own.get(kernel, {}) for kernel in FITS}
 
 
 def read_own(gpu: str, cache: Path, warn: Callable[[str], object] = lambda line: None) -> Measured:
     """The parameters of this cache folder alone."""
     path = file_of(gpu, cache)
     written = _load(path, warn)
-    found = {kernel: {key: entry for key, entry in written.get(kernel, {}).items() if _fits(key, entry)}
-             for kernel in KERNELS}  # fmt: skip
-    if num_others := sum(len(written.get(kernel, {})) - len(found[kernel]) for kernel in KERNELS):
+    found = {kernel: {key: entry for key, entry in written.get(kernel, {}).items() if FITS[kernel](key, entry)}
+             for kernel in FITS}  # fmt: skip
+    if num_others := sum(len(written.get(kernel, {})) - len(found[kernel]) for kernel in FITS):
         warn(f"{path}: entries that these kernels do not take are ignored: {num_others}")
     return {kernel: table for kernel, table in found.items() if table}
 
@@ -107,11 +111,11 @@ def take_in(cache: Path, measured: Mapping[str, Any]) -> Counter[str]:
         if not GPU.fullmatch(gpu) or not isinstance(tables, dict):
             continue
         own = read_own(gpu, cache)
-        for kernel in KERNELS:
+        for kernel in FITS:
             table = tables.get(kernel)
             known = own.get(kernel, {})
             found = table.items() if isinstance(table, dict) else ()
-            if new := {key: entry for key, entry in found if key not in known and _fits(key, entry)}:
+            if new := {key: entry for key, entry in found if key not in known and FITS[kernel](key, entry)}:
                 keep(gpu, cache, kernel, new)
                 taken[gpu] += len(new)
     return taken
@@ -167,7 +171,14 @@ def _parse(raw: bytes) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def _fits(key: str, entry: Any) -> bool:
+def _is_times(key: str, entry: Any) -> bool:
+    """Whether these are the key and the times of steps with drafts."""
+    if DRAFTS_KEY.fullmatch(key) is None or not isinstance(entry, list) or not 2 <= len(entry) <= 8:
+        return False
+    return all(type(each) is float and 0 < each < math.inf for each in entry)
+
+
+def _is_product(key: str, entry: Any) -> bool:
     """Whether these are a linear's key and parameters that its kernels take."""
     product = KEY.fullmatch(key)
     if product is None or not isinstance(entry, list) or not entry or entry[0] not in list(FORMS):
@@ -179,6 +190,9 @@ def _fits(key: str, entry: Any) -> bool:
     rows, gates = map(int, product.groups())
     is_right = all(type(number) is int and number in each for number, each in zip(numbers, allowed, strict=False))
     return is_right and (style != "vector" or (rows == 1 and numbers[0] >= gates))
+
+
+FITS: dict[str, Callable[[str, Any], bool]] = {"linear": _is_product, DRAFTS: _is_times}  # by table
 
 
 def _show(measured: Mapping[str, Mapping[str, Any]]) -> bytes:

@@ -1,0 +1,78 @@
+"""Choose how many tokens to draft, by sequences and by acceptance.
+
+    table = DraftTable({1: [4.0, 4.4, 4.8], 32: [5.3, 6.0, 7.4]})     # a step with 0, 1 and 2 drafts of each
+    acceptance = Acceptance(2)
+    table.best(20, acceptance.rates)                                  # 2, as long as most are accepted
+
+`tune=true` measures the steps (`runtime.tune`); the scheduler counts what is accepted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+
+WINDOW = 256  # drafts that are remembered, about; and steps without any in which most of them are forgotten
+
+
+class DraftTable:
+    """How long steps of decodes take, with drafts and without."""
+
+    def __init__(self, times: Mapping[int, Sequence[float]]) -> None:
+        """times: by sequences of a step, what it takes with 0, 1, … drafts of each. Above the most none is drafted"""
+        self.times = {size: list(times[size]) for size in sorted(times)}
+        self._sizes = list(self.times)
+
+    def best(self, num_decodes: int, rates: Sequence[float]) -> int:
+        """The number of drafts with the most tokens per time. rates: of each, once those before it were accepted"""
+        times = self._of(num_decodes)
+        if not times:
+            return 0
+        tokens = chance = 1.0
+        best, most = 0, tokens / times[0]
+        for number, (rate, time) in enumerate(zip(rates, times[1:], strict=False), 1):
+            chance *= rate
+            tokens += chance
+            if tokens / time > most:
+                best, most = number, tokens / time
+        return best
+
+    def choices(self, num_decodes: int) -> list[int]:
+        """The numbers of drafts that may be the best, smallest first: those that pay if all are accepted."""
+        times = self._of(num_decodes)
+        return [number for number, time in enumerate(times) if number and (1 + number) * times[0] > time]
+
+    def _of(self, num_decodes: int) -> list[float]:
+        at = bisect_left(self._sizes, num_decodes)
+        return self.times[self._sizes[at]] if at < len(self._sizes) else []
+
+
+class Acceptance:
+    """How often each draft of a step is accepted, once those before it were.
+
+    What was hardly tried counts as accepted, so that it is tried.
+    """
+
+    def __init__(self, num_drafts: int) -> None:
+        self._tried, self._accepted = [0.0] * num_drafts, [0.0] * num_drafts
+
+    @property
+    def rates(self) -> list[float]:
+        return [(right + 1) / (tried + 1) for right, tried in zip(self._accepted, self._tried, strict=True)]
+
+    def count(self, num_drafts: int, num_accepted: int) -> None:
+        """Count the drafts of a sequence in a step."""
+        for at in range(min(num_drafts, num_accepted + 1)):
+            if self._tried[at] >= WINDOW:
+                self._scale(at, 0.5)
+            self._tried[at] += 1
+            self._accepted[at] += at < num_accepted
+
+    def forget(self) -> None:
+        """Note a step that did not draft because it would not pay: some day it is tried again."""
+        for at in range(len(self._tried)):
+            self._scale(at, 1 - 1 / WINDOW)
+
+    def _scale(self, at: int, factor: float) -> None:
+        self._tried[at] *= factor
+        self._accepted[at] *= factor

@@ -70,14 +70,17 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # the text ends behind the stop string or stop token, not before it
     skip_special_tokens: bool = True  # special tokens have no text
     visible_tokens: list[str] | None = None  # special tokens that have it all the same, such as <|python_tag|>
+    mark_visible_tokens: bool = False  # with U+FDD1 before each, which tells them from the same text spelled out
     structured_outputs: dict[str, Any] | None = None  # {kind: value} of json, json_object, regex, grammar or choice
+
+    reasoning: dict[str, str] | None = None  # before what structured_outputs constrains: {begin, end, then}
 
     def __post_init__(self) -> None:
         for each in fields(self):
             if "low" in each.metadata:
                 value = sampling_number(each.name, getattr(self, each.name), str(each.type), each.metadata)
                 setattr(self, each.name, value)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "mark_visible_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r} is not true or false")
         if self.min_tokens > (self.max_tokens or math.inf):  # a SamplingConfig's may be null
@@ -104,6 +107,10 @@ class SamplingParams:
         for id, bias in (self.logit_bias or {}).items():
             sampling_number("logit_bias: token id", id, "int", TOKEN_ID)
             sampling_number(f"logit_bias[{id}]", bias, "float", BIAS)
+        if self.reasoning is not None:
+            check_reasoning(self.reasoning)
+            if self.structured_outputs is None:
+                raise RequestError("reasoning says what structured_outputs do not constrain; give both")
         if self.structured_outputs is not None:
             self.structured_outputs = structured_outputs(self.structured_outputs)
 
@@ -111,6 +118,13 @@ class SamplingParams:
     def has_token_rules(self) -> bool:
         """Whether some tokens are made likelier, or impossible, at every place of the answer."""
         return bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+
+
+def check_reasoning(value: Any) -> None:
+    """Check a mapping with an end, and maybe a beginning and what follows the end."""
+    is_mapping = isinstance(value, Mapping) and all(isinstance(text, str) for text in value.values())
+    if not is_mapping or not set(value) <= {"begin", "end", "then"} or not value.get("end"):
+        raise RequestError(f'reasoning={value!r} is not {{"begin": …, "end": …, "then": …}}; end is needed')
 
 
 def structured_outputs(value: Any) -> dict[str, Any]:

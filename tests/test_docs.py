@@ -144,6 +144,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (here / "my_conf" / "model").mkdir(parents=True)
     (yaml,) = re.findall(r"```yaml\n# stablelm.yaml\n(.*?)```", (ROOT / "docs/add-a-model.md").read_text(), re.DOTALL)
     (here / "my_conf" / "model" / "stablelm.yaml").write_text(yaml)
+    (own_format,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/tool-calls.md").read_text(), re.DOTALL)
+    (here / "weather.yaml").write_text(own_format)
     (here / "questions.txt").write_text("Why?\nHow?\n")
     (here / "keys.txt").write_text("sesame\n")
     (here / "key").write_text("0123456789abcdef\n")

@@ -54,7 +54,9 @@ SAMPLING = {
     "include_stop_str_in_output": False,
     "skip_special_tokens": True,
     "visible_tokens": None,
+    "mark_visible_tokens": False,
     "structured_outputs": None,
+    "reasoning": None,
 }
 
 CONFIG = """
@@ -90,13 +92,18 @@ job: kind output gpu chat stage graph save_recipe objective recipes resume entry
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
-sampling: include_stop_str_in_output skip_special_tokens visible_tokens structured_outputs
+sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_visible_tokens structured_outputs reasoning
 : checkpoint revision trust_remote_code dtype device seed level tune load_dummy prompts recipe cache hf generation overrides draft
 """
 
 MODEL_FILES = """
 arcee auto decoder deepseek_v3 dots1 eagle3 ernie4_5 exaone4 gemma2 gemma3 glm glm4 glm4_moe gpt_oss granite granitemoe kimi_k2 llama
 minimax_m2 mistral mixtral nemotron olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm2 smollm3 starcoder2
+"""
+
+TOOL_FORMATS = """
+deepseek_v3 deepseek_v31 glm45 granite harmony json kimi_k2 minimax_m2 mistral olmo3 phi4_mini python_tag pythonic qwen3_coder
+seed_oss tagged_json
 """
 
 ENVIRONMENT = {
@@ -217,6 +224,7 @@ def test_the_groups_jobs_and_commands():
         "gpu": {"a100", "h100", "h200", "l40s", "mi300x", "mi355x", "rtx_4090"},
         "job": {"bench", "cache", "compile", "explain", "generate", "profile", "recipe", "serve"},
         "model": set(MODEL_FILES.split()),
+        "tool_calls": set(TOOL_FORMATS.split()),
         "parallel": {
             "tp1",
             "tp2",

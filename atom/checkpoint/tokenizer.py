@@ -38,6 +38,19 @@ LONG = 4096  # characters or tokens that take longer than other threads should w
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # read by transformers alone
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a call: an object, and its JSON where a template joins it to other texts, as DeepSeek's do."""
+
+    def __add__(self, other: Any) -> Any:
+        return self._text() + other
+
+    def __radd__(self, other: Any) -> Any:
+        return other + self._text()
+
+    def _text(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+
 class TokenizerBackend(Protocol):
     """The methods of `tokenizers.Tokenizer` that are used."""
 
@@ -172,7 +185,7 @@ class Tokenizer:
         A special token that was written into a message, a value, or the beginning of the answer stays text.
         """
         values = self._break_special(template_values)
-        broken = self._break_special(messages)
+        broken = [with_arguments(message) for message in self._break_special(messages)]
         prompt = self.render_chat(broken, **values)
         if is_continued:
             prompt = end_behind(prompt, broken[-1].get("content") or "")
@@ -189,6 +202,11 @@ class Tokenizer:
             control=self._control,
             bounds=self._bounds,
         )
+
+    @cached_property
+    def template_text(self) -> str:
+        """The texts of all chat templates, which show how the model writes calls of tools."""
+        return "\n".join(self._templates.values())
 
     def template_variables(self) -> frozenset[str]:
         """The variables that the default template may read: messages, tools, enable_thinking, ..."""
@@ -210,6 +228,20 @@ class Tokenizer:
             known = f" named default (it has {', '.join(sorted(self._templates))})" if self._templates else ""
             raise RequestError(f"this checkpoint has no chat template{known}; send a plain prompt instead")
         return compile_template(source)
+
+
+def with_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls have `Arguments`."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    whole = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            call = call | {"function": function | {"arguments": Arguments(function["arguments"])}}
+        whole.append(call)
+    return message | {"tool_calls": whole}
 
 
 def end_behind(prompt: str, content: str) -> str:

@@ -28,6 +28,7 @@ from atom.config.overrides import ALIASES, SECRET, is_for_sweep, rewrite
 from atom.config.resolve import check, derive, respell
 from atom.config.schema import Config, EmbeddedConfig, GPUConfig, ModelConfig, ServeConfig, keys, types_of
 from atom.config.spelling import HIDDEN, is_secret, override, spelled
+from atom.config.tool_formats import read_format
 from atom.errors import AtomError, CheckpointError, ConfigError, RequestError, one_line
 from atom.sampling_params import GENERATION, SamplingParams, sampling_number
 
@@ -82,6 +83,7 @@ def load_model(overrides: Sequence[str], config_dirs: Sequence[str]) -> Config:
         raise ConfigError(
             "generation is the checkpoint's generation_config.json and cannot be set; set sampling's fields"
         )
+    check_tool_calls(config)
     embedded = EmbeddedConfig(**source.embedded) if source.embedded else None
     model = replace(config.model, embedded=embedded)
     return derive(replace(config, hf=hf, generation=sampling, overrides=source.overrides, model=model), source.names)
@@ -100,6 +102,14 @@ def load_settings(overrides: Sequence[str]) -> Config:
         config: Config = respell(build(Config, resolve(composed, {})))
     check(replace(config, model=cast(Any, None)))
     return config
+
+
+def check_tool_calls(config: Config) -> None:
+    """Check the formats of tool calls that are set."""
+    if config.model.tool_calls is not None:
+        read_format(config.model.tool_calls)
+    if config.serve.http.tool_calls not in ("auto", "none", None):
+        read_format(config.serve.http.tool_calls)
 
 
 def sampling_defaults(generation: Mapping[str, Any], composed: DictConfig) -> dict[str, Any]:

@@ -204,7 +204,7 @@ class ModelConfig:
     plain: list[str] = field(default_factory=list)  # patterns of those that are plain, beside quantization_config's
     formats: dict[str, str] = field(default_factory=dict)  # pattern of modules -> their own stored format
     act: str | None = one_of(None, "int8")  # that quantization_config says linears multiply beside packed weights
-    tool_calls: str | None = one_of(None, "json", "tagged_json", "python_tag")  # how calls are written; null: not so
+    tool_calls: str | None = None  # the format of calls: a name in conf/tool_calls, or a YAML file; null: not known
     reasoning: list[str] | None = None  # the markers before and behind what is thought before an answer; null: none
     gguf: GGUFConfig = field(default_factory=GGUFConfig)
     embedded: EmbeddedConfig | None = None  # what runs without a checkpoint; null after load where there is one
@@ -272,7 +272,7 @@ class HTTPConfig:
     cors: list[str] = field(default_factory=list)  # origins whose pages may read answers; "*": all
     log: str = one_of("auto", "json", "text")  # lines on stderr; auto: text on a terminal, else JSON
     chat_template: str | None = None  # a file that takes the place of the checkpoint's template
-    tool_calls: str | None = one_of("auto", "none", "json", "tagged_json", "python_tag")  # auto: the model file's
+    tool_calls: str | None = "auto"  # auto: by chat template, else model file; none, a name, a YAML file
     max_queue: int = number(1024, 1)  # requests that wait for each engine; more are answered 429
     max_input_length: int | None = number(None, 1)  # tokens of a prompt; null: what max_total_tokens leaves
     max_total_tokens: int | None = number(None, 1)  # tokens of prompt and answer; null: max_model_len

@@ -56,7 +56,7 @@ class ServerArgs(VLLMArgs):
     max_num_queued_reqs: int | None = vllm_flag("serve.http.max_queue", "the same as --max-queue")
     shutdown_timeout: float | None = vllm_flag("serve.http.drain_seconds", "the same as --drain-seconds")
     tool_calls: str | None = flag(
-        "serve.http.tool_calls", "their format: none, json, tagged_json, python_tag or auto", of=()
+        "serve.http.tool_calls", "their format: auto, none, a name in conf/tool_calls, or a YAML file", of=()
     )
     max_queue: int | None = flag("serve.http.max_queue", "requests that wait; more are answered 429", of=())
     drain_seconds: float | None = flag("serve.http.drain_seconds", "for running requests to end after SIGTERM", of=())

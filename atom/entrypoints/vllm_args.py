@@ -22,21 +22,32 @@ from typing import Any
 import yaml
 
 from atom.config.spelling import did_you_mean, override
+from atom.config.tool_formats import format_names
 from atom.entrypoints.args import VLLM, EngineArgs, Parser, flag, read_count, read_object
 from atom.errors import ConfigError
 from atom.sampling_params import GENERATION
 
 THINK = ["<think>", "</think>"]
 REASONING_PARSERS = {  # vLLM's name -> the markers around what is thought
-    **dict.fromkeys(("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "kimi_k2", "minimax_m2", "olmo3"), THINK),
-    "qwen3": THINK,
+    **dict.fromkeys(
+        ("deepseek_r1", "deepseek_v3", "ernie45", "glm45", "kimi_k2", "minimax_m2", "olmo3", "qwen3", "step3p5"), THINK
+    ),
+    "granite": ["Here is my thought process:", "Here is my response:"],
+    "mistral": ["[THINK]", "[/THINK]"],
     "seed_oss": ["<seed:think>", "</seed:think>"],
 }
-TOOL_PARSERS = {  # vLLM's name -> serve.http.tool_calls, whose own names are taken too
-    **{name: name for name in ("auto", "none", "json", "tagged_json", "python_tag")},
+HARMONY = "openai_gptoss"  # vLLM's name for reasoning in channels
+TOOL_PARSERS = {  # vLLM's name -> serve.http.tool_calls; those of conf/tool_calls are taken too
     "hermes": "tagged_json",
+    "ernie45": "tagged_json",
+    "granite4": "tagged_json",
     "llama3_json": "python_tag",
-    "mistral": "json",
+    "llama4_json": "python_tag",
+    "llama4_pythonic": "pythonic",
+    "openai": "harmony",
+    "phi4_mini_json": "phi4_mini",
+    "qwen3_xml": "qwen3_coder",
+    "xlam": "json",
 }
 PACKED = (
     "awq",
@@ -87,11 +98,16 @@ def override_generation_config(text: str) -> list[str]:
 
 
 def write_tool_parser(name: str) -> list[str]:
-    return [override("serve.http.tool_calls", choose("--tool-call-parser", name, TOOL_PARSERS))]
+    known = TOOL_PARSERS | {own: own for own in ("auto", "none", *format_names())}
+    is_file = Path(name).suffix in (".yaml", ".yml")
+    chosen = str(Path(name).expanduser()) if is_file else choose("--tool-call-parser", name, known)
+    return [override("serve.http.tool_calls", chosen)]
 
 
 def write_reasoning_parser(name: str) -> list[str]:
-    return [override("model.reasoning", choose("--reasoning-parser", name, REASONING_PARSERS))]
+    if name == HARMONY:
+        return [override("model.tool_calls", "harmony")]
+    return [override("model.reasoning", choose("--reasoning-parser", name, REASONING_PARSERS | {HARMONY: None}))]
 
 
 def write_executor(name: str) -> list[str]:
@@ -151,13 +167,13 @@ class VLLMArgs(EngineArgs):
     )
     tool_call_parser: str | None = vllm_flag(
         "serve.http.tool_calls",
-        "hermes, llama3_json, mistral, or a name of --tool-calls",
+        f"{', '.join(sorted({*TOOL_PARSERS, *format_names()}))}, or a YAML file",
         null="auto",
         write=write_tool_parser,
     )
     reasoning_parser: str | None = vllm_flag(
         "model.reasoning",
-        ", ".join(REASONING_PARSERS),
+        ", ".join(sorted([*REASONING_PARSERS, HARMONY])),
         null="the model file's",
         write=write_reasoning_parser,
     )

@@ -22,6 +22,7 @@ from typing import Protocol
 
 from atom.sampling_params import SamplingParams
 
+MARK = "\ufdd1"  # stands before a marked special token: a noncharacter of Unicode, which is shown nowhere else
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers make of bytes that are no character, or not yet
 RARE = "\U0010fffd"  # a character that no vocabulary has: it becomes bytes
 MAX_HELD = 64  # tokens that may wait for others before they are shown as they are, so that their cost has a bound
@@ -131,7 +132,10 @@ class Detokenizer:
 
 
 class _Showing:
-    """A tokenizer that decodes special tokens to text: all of them, or those in `visible_tokens`."""
+    """A tokenizer that decodes special tokens to text: all of them, or those in `visible_tokens`.
+
+    With `mark_visible_tokens`, those have a MARK before them, which tells them from the same text in other tokens.
+    """
 
     def __init__(self, tokenizer: TextCodec, params: SamplingParams) -> None:
         self.encode = tokenizer.encode
@@ -139,10 +143,22 @@ class _Showing:
         self._hides = params.skip_special_tokens
         encoded = [tokenizer.encode(text, add_special_tokens=False) for text in params.visible_tokens or ()]
         self._has_text = {ids[0]: True for ids in encoded if len(ids) == 1}  # other texts are no token, and always seen
+        self._marked = frozenset(self._has_text) if params.mark_visible_tokens else None
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         shown = [id for id in ids if not self._hides or self._is_shown(id)]
-        return self._tokenizer.decode(shown, skip_special_tokens=False)
+        text = self._tokenizer.decode(shown, skip_special_tokens=False)
+        return text if self._marked is None else self._mark(shown, text.replace(MARK, BROKEN))
+
+    def _mark(self, ids: Sequence[int], text: str) -> str:
+        """Put a mark before each marked token."""
+        assert self._marked is not None, "there are marked tokens"
+        places = [index for index, id in enumerate(ids) if id in self._marked]
+        for index in reversed(places):
+            before = self._tokenizer.decode(ids[:index], skip_special_tokens=False).replace(MARK, BROKEN)
+            if text.startswith(before):
+                text = f"{before}{MARK}{text[len(before) :]}"
+        return text
 
     def _is_shown(self, id: int) -> bool:
         if id not in self._has_text:

@@ -253,7 +253,7 @@ class Engine:
         with self._lock:
             if self._grammars is None:
                 self._grammars = GrammarCompiler(self.vocabulary)
-        return [self._grammars.compile(params.structured_outputs) for _ in range(params.n)]
+        return [self._grammars.compile(params.structured_outputs, params.reasoning) for _ in range(params.n)]
 
     def _take_token(self, sequence: Sequence) -> str | None:
         """Detokenize a sequence's newest token; its finish reason, if any."""

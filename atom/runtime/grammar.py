@@ -33,6 +33,7 @@ STEP_FUEL = 100_000  # work on one mask: some 10 ms
 COMPILE_SECONDS = 5.0
 NUM_KEPT = 32  # compiled grammars
 MAX_KEPT = 1 << 18  # characters of these; compiled, one takes up to 200 bytes
+MAX_END = 32  # tokens of the end of reasoning
 SPACE = (
     r"[ \t\n\r]{1,64}"  # between the parts of a JSON text: a model may indent it, and not go on with spaces for ever
 )
@@ -67,6 +68,65 @@ class GrammarMatcher:
             raise RequestError(f"structured_outputs: {_summarize(self._state.get_error())}")
 
 
+class ReasoningMatcher:
+    """The state of a sequence whose answer keeps to a grammar behind reasoning, which is free.
+
+    The answer does not end within its reasoning. Where nothing stands between the two, reasoning is optional: the
+    answer begins with its first token or with the grammar's.
+    """
+
+    def __init__(self, matcher: GrammarMatcher, vocabulary: Vocabulary, reasoning: Mapping[str, str]) -> None:
+        """reasoning: begin, which the prompt has already if it is empty; end; and then, the text behind the end"""
+        tokenizer = vocabulary.tokenizer
+        assert tokenizer is not None, "a grammar needs one"
+
+        def encode(name: str) -> list[int]:
+            return tokenizer.encode(reasoning.get(name, ""), add_special_tokens=False)
+
+        self._matcher, self._decode, self._stop_ids = matcher, tokenizer.decode, sorted(vocabulary.stop_ids)
+        self._end_text, self._end, self._then = reasoning["end"], encode("end"), encode("then")
+        begin = encode("begin")
+        self._opener = begin[0] if len(begin) == 1 and not self._then else None  # of reasoning that is optional
+        self._forced = begin if self._then else []
+        self._is_free = bool(self._then) or not begin
+        self._tail: list[int] = []  # the last tokens of the reasoning
+
+    def allowed(self, vocab: int) -> npt.NDArray[np.bool_]:
+        """bool[vocab]: the tokens allowed next. RequestError where the grammar is too complex."""
+        if self._forced:
+            found = np.zeros(vocab, np.bool_)
+            found[self._forced[0]] = True
+        elif self._is_free:
+            found = np.ones(vocab, np.bool_)
+            found[[id for id in self._stop_ids if id < vocab]] = False
+        else:
+            found = self._matcher.allowed(vocab)
+            if self._opener is not None:
+                found[self._opener] = True
+        return found
+
+    def push(self, token: int) -> bool:
+        """Take the sampled token; whether the answer is complete. RequestError where the token is not allowed."""
+        opener, self._opener = self._opener, None
+        if self._forced:
+            if token != self._forced[0]:
+                raise RequestError("structured_outputs: the answer's header has another token")
+            self._forced = self._forced[1:]
+        elif self._is_free:
+            self._tail = [*self._tail, token][-MAX_END:]
+            if self._tail[-len(self._end) :] == self._end or self._is_spelled():
+                self._is_free, self._forced = False, self._then
+        elif opener is not None and token == opener:
+            self._is_free = True
+        else:
+            return self._matcher.push(token)
+        return False
+
+    def _is_spelled(self) -> bool:
+        """Whether the reasoning ends in an end that is no token of its own, in other tokens than its text has alone."""
+        return len(self._end) > 1 and self._end_text in self._decode(self._tail)
+
+
 class GrammarCompiler:
     """Compiles grammars for one tokenizer. UnsupportedError without llguidance, RequestError where it does not fit."""
 
@@ -92,15 +152,21 @@ class GrammarCompiler:
             ) from None
         if misread := find_misread(tokenizer, self._tokenizer):
             raise RequestError(f"structured_outputs cannot be used with the checkpoint's tokenizer ({misread})")
-        self._library = llguidance
+        self._library, self._vocabulary = llguidance, vocabulary
         self._limits = llguidance.LLParserLimits(
             step_lexer_fuel=STEP_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
         )
         self._known: OrderedDict[str, GrammarMatcher] = OrderedDict()
         self._lock = threading.Lock()  # of these
 
-    def compile(self, wanted: Mapping[str, Any]) -> GrammarMatcher:
-        """Compile a matcher for `SamplingParams.structured_outputs`. RequestError where these are wrong."""
+    def compile(
+        self, wanted: Mapping[str, Any], reasoning: Mapping[str, str] | None = None
+    ) -> GrammarMatcher | ReasoningMatcher:
+        """Compile a matcher for structured_outputs behind reasoning. RequestError where these are wrong."""
+        matcher = self._compile(wanted)
+        return matcher if reasoning is None else ReasoningMatcher(matcher, self._vocabulary, reasoning)
+
+    def _compile(self, wanted: Mapping[str, Any]) -> GrammarMatcher:
         grammar = self._write(wanted)
         with self._lock:
             known = self._known.get(grammar)

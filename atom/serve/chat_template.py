@@ -83,6 +83,7 @@ def encode_plain(
     is_continued: the answer begins with the last message.
     """
     tokenizer, values = context.need_tokenizer(), dict(kwargs or {})
+    messages = [name_thoughts(message, tokenizer.template_text) for message in messages]
     cut = partial(context.cut, truncate=truncate)
     for message in messages:
         if message["role"] != "assistant":  # templates leave out thoughts of the assistant
@@ -124,6 +125,17 @@ def plain_message(message: ChatMessage, tokenizer: Tokenizer) -> dict[str, Any]:
             for call in sorted(message.tool_calls, key=lambda call: call.index or 0)
         ]
     return plain
+
+
+def name_thoughts(message: dict[str, Any], template: str) -> dict[str, Any]:
+    """A message whose reasoning has the template's name: gpt-oss calls it thinking, and takes no text beside a call."""
+    if "message.thinking" not in template or not message.get("reasoning_content"):
+        return message
+    thoughts = [message["reasoning_content"]]
+    if message.get("tool_calls") and message["content"]:
+        thoughts.append(message["content"])
+        message = message | {"content": ""}
+    return message | {"thinking": "\n".join(thoughts)}
 
 
 def template_id(id: str) -> str:

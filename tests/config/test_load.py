@@ -694,20 +694,23 @@ def test_the_pre_tokenizers_of_ggufs_split_text_as_llama_cpp_does():
 
 
 WRITTEN = {  # model file -> how its models call tools, and where their reasoning stands
-    "deepseek_v3": (None, "think"),
+    "deepseek_v3": ("deepseek_v3", "think"),
     "exaone4": ("tagged_json", "think"),
-    "glm4_moe": (None, "think"),
-    "kimi_k2": (None, "think"),
+    "glm4_moe": ("glm45", "think"),
+    "gpt_oss": ("harmony", None),
+    "granite": ("granite", None),
+    "granitemoe": ("granite", None),
+    "kimi_k2": ("kimi_k2", "think"),
     "llama": ("python_tag", None),
-    "minimax_m2": (None, "think"),
-    "mistral": ("json", None),
-    "mixtral": ("json", None),
-    "olmo3": (None, "think"),
+    "minimax_m2": ("minimax_m2", "think"),
+    "mistral": ("mistral", None),
+    "mixtral": ("mistral", None),
+    "olmo3": ("olmo3", "think"),
     "qwen2": ("tagged_json", "think"),
     "qwen2_moe": ("tagged_json", "think"),
     "qwen3": ("tagged_json", "think"),
     "qwen3_moe": ("tagged_json", "think"),
-    "seed_oss": (None, "seed:think"),
+    "seed_oss": ("seed_oss", "seed:think"),
     "smollm3": ("tagged_json", "think"),
 }
 
@@ -728,9 +731,11 @@ def test_reasoning_has_two_markers(markers: str):
 
 
 def test_an_unknown_way_to_call_tools_is_refused():
-    message = "model.tool_calls=xml is not built yet; there is: null, json, tagged_json, python_tag"
-    with pytest.raises(UnsupportedError, match=re.escape(message)):
-        load(["model.tool_calls=xml"])
+    for key in ("model.tool_calls", "serve.http.tool_calls"):
+        with pytest.raises(
+            ConfigError, match=r"tool_calls=xml: there is no such format; choices: deepseek_v3, .*, or a file"
+        ):
+            load([f"{key}=xml"])
     assert load(["model.tool_calls=json"]).model.tool_calls == "json"
 
 

@@ -116,7 +116,10 @@ def test_a_flag_of_the_server_is_a_field_of_http(argv: str, field: str, value: A
             "atom-run: ConfigError: unrecognized arguments: --sever-port, did you mean --server-port?",
         ),
         ("--server-port 99999", "atom-run: ConfigError: --server-port=99999 must be a finite number from 0 to 65535"),
-        ("--tool-calls hermes", "atom-run: ConfigError: --tool-calls=hermes: there is no such choice"),
+        (
+            "--tool-calls hermes",
+            "atom-run: ConfigError: tool_calls=hermes: there is no such format; choices: deepseek_v3",
+        ),
         ("--port 99999", "atom-run: ConfigError: --port=99999 must be a finite number from 0 to 65535"),
         ("--shutdown-timeout -1", "atom-run: ConfigError: --shutdown-timeout=-1.0 must be a finite number from 0"),
         ("a/b --model c", "atom-run: ConfigError: a/b and --model=c: the model is stated twice; leave one out"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from atom.runtime import detokenizer as module
-from atom.runtime.detokenizer import Detokenizer
+from atom.runtime.detokenizer import MARK, Detokenizer
 from atom.sampling_params import SamplingParams
 
 CORPUS = ["the cat sat on the mat, the end.\n", "hello world! hello there\n\n", "naïve café 你好 你们 😀 👍🏽"]
@@ -290,3 +290,13 @@ def test_a_token_of_plain_text_costs_a_few_tokens_of_decoding():
     for token in ids:
         detokenizer.push(token)
     assert codec("byte_level").num_decoded <= len(ids) * 3 + 4
+
+
+def test_a_marked_token_differs_from_its_spelling():
+    spelled = [*"<|call|>"]
+    shown = shown_by("byte_level", ["a", OTHER, *spelled, SPECIAL], visible_tokens=[OTHER], mark_visible_tokens=True)
+    assert "".join(shown) == f"a{MARK}{OTHER}{OTHER}"
+    assert shown[1] == MARK + OTHER
+    ids = codec("byte_level").encode(f"a{MARK}b")
+    (*_, (_, _, text)) = stream("byte_level", [], ids, visible_tokens=[OTHER], mark_visible_tokens=True)
+    assert text == f"a{BROKEN}b", "no text has the mark"

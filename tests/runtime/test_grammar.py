@@ -373,3 +373,69 @@ def test_a_tokenizer_that_llguidance_takes_for_another_is_refused():
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     with pytest.raises(RequestError, match=r"tokenizer \(' ' is read as '▁'\)"):
         GrammarCompiler(Vocabulary(backend.get_vocab_size(), frozenset({1}), Tokenizer(backend)))
+
+
+def spell(matcher: Any, tokenizer: Tokenizer, text: str) -> bool:
+    """Push a text's tokens, each of which must be allowed; whether the answer is complete."""
+    is_complete = False
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        assert matcher.allowed(49152)[token], tokenizer.decode([token])
+        is_complete = matcher.push(token)
+    return is_complete
+
+
+def allows(matcher: Any, tokenizer: Tokenizer, text: str) -> bool:
+    return bool(matcher.allowed(49152)[tokenizer.encode(text, add_special_tokens=False)[0]])
+
+
+def test_a_grammar_begins_behind_reasoning_that_the_prompt_has_opened(compiler: GrammarCompiler, tokenizer: Tokenizer):
+    for end in ("<repo_name>", "</think>"):  # one token; several
+        matcher = compiler.compile({"regex": "[0-9]{2}"}, {"begin": "", "end": end})
+        assert not matcher.allowed(49152)[EOS], "it does not end in its reasoning"
+        assert not spell(matcher, tokenizer, f"a {{42}} b{end}")
+        assert not allows(matcher, tokenizer, "a")
+        assert spell(matcher, tokenizer, "42") or matcher.allowed(49152)[EOS]
+
+
+def test_reasoning_may_be_left_out_where_the_prompt_does_not_open_it(compiler: GrammarCompiler, tokenizer: Tokenizer):
+    reasoning = {"begin": "<file_sep>", "end": "<repo_name>"}
+    matcher = compiler.compile({"regex": "[0-9]{2}"}, reasoning)
+    assert allows(matcher, tokenizer, "4") and not allows(matcher, tokenizer, "a")
+    spell(matcher, tokenizer, "<file_sep>a<repo_name>4")
+    assert not allows(matcher, tokenizer, "a")
+    matcher = compiler.compile({"regex": "[0-9]{2}"}, reasoning)
+    spell(matcher, tokenizer, "4")
+    assert not allows(matcher, tokenizer, "<file_sep>"), "an answer that has begun does not begin to think"
+
+
+def test_headers_around_reasoning_are_forced(compiler: GrammarCompiler, tokenizer: Tokenizer):
+    reasoning = {"begin": "<file_sep>think<reponame>", "end": "<repo_name>", "then": "<file_sep>final<reponame>"}
+    matcher = compiler.compile({"regex": "[0-9]{2}"}, reasoning)
+    assert matcher.allowed(49152).sum() == 1
+    spell(matcher, tokenizer, "<file_sep>think<reponame>")
+    assert matcher.allowed(49152).sum() > 40_000
+    spell(matcher, tokenizer, "hm<repo_name>")
+    assert matcher.allowed(49152).sum() == 1
+    spell(matcher, tokenizer, "<file_sep>final<reponame>4")
+    assert not allows(matcher, tokenizer, "a")
+
+
+def test_an_engine_thinks_before_it_keeps_to_a_grammar(engine: LLMEngine, tokenizer: Tokenizer):
+    (end,) = tokenizer.encode("<repo_name>", add_special_tokens=False)
+    bias = {
+        "logit_bias": {end: 11.0},
+        "visible_tokens": ["<repo_name>"],
+        "reasoning": {"begin": "", "end": "<repo_name>"},
+    }
+    asked = SamplingParams(seed=1, n=4, max_tokens=400, structured_outputs={"regex": "[0-9]{2}"}, **bias)
+    answers = engine.generate(["x"], asked)
+    ended = [answer["text"] for answer in answers if answer["finish_reason"] == "eos"]
+    assert ended and all(re.search("<repo_name>[0-9]{2}$", text) for text in ended)
+
+
+@pytest.mark.parametrize("reasoning", ["x", {}, {"begin": "a"}, {"end": 1}, {"end": "a", "other": "b"}])
+def test_what_is_no_reasoning_is_refused(reasoning: Any):
+    with pytest.raises(RequestError, match="reasoning="):
+        SamplingParams(structured_outputs={"regex": "a"}, reasoning=reasoning)
+    with pytest.raises(RequestError, match="give both"):
+        SamplingParams(reasoning={"end": "a"})

@@ -33,7 +33,7 @@ TALK: dict[str, Any] = {
 }
 SAMPLED = {"temperature": 1, "seed": 1}
 ABC = {"structured_outputs": {"regex": "abcdef"}}  # an answer that is known
-TERSE = {"logit_bias": dict.fromkeys(("197", "198", "201", "220"), -100)}  # no space in JSON
+TERSE = {"logit_bias": dict.fromkeys(("197", "198", "201", "220", "259"), -100)}  # no space in JSON, and no thinking
 ENDS = {"logit_bias": {EOS: 100}}  # an answer that ends at once
 FIRST_A = {
     "allowed_token_ids": [64, 65, 257],
@@ -389,8 +389,8 @@ def generation(path: str, base: dict[str, Any]) -> dict[str, Row]:
         "user": reaches_log(path, base),
         "response_format": makes(
             path,
-            base | {"response_format": {"type": "text"}},
-            base | {"response_format": {"type": "json_object"}},
+            base | TERSE | {"response_format": {"type": "text"}},
+            base | TERSE | {"response_format": {"type": "json_object"}},
             lambda it: it.text.startswith("{"),
             False,
             True,
@@ -639,8 +639,8 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
     schema.ResponseFormat: {
         "type": makes(
             CHAT,
-            TALK | {"response_format": {"type": "text"}},
-            TALK | {"response_format": {"type": "json_object"}},
+            TALK | TERSE | {"response_format": {"type": "text"}},
+            TALK | TERSE | {"response_format": {"type": "json_object"}},
             lambda it: it.text.startswith("{"),
             False,
             True,

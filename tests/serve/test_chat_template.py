@@ -11,7 +11,7 @@ from atom.checkpoint import Tokenizer
 from atom.checkpoint.tokenizer import load_tokenizer
 from atom.config.load import load
 from atom.errors import RequestError
-from atom.serve.chat_template import Conversation, encode_conversation, plain_message, read_arguments
+from atom.serve.chat_template import Conversation, encode_conversation, name_thoughts, plain_message, read_arguments
 from atom.serve.context import Context
 from atom.serve.engine.replicas import Replicas
 from atom.serve.errors import FieldError
@@ -120,3 +120,26 @@ def test_a_template_value_that_is_not_on_the_list(talker: Path, tokenizer: Token
     with pytest.raises(FieldError, match=r"chat_template_kwargs\.messages is not taken") as refused:
         encode(talker, tokenizer, [{"role": "user", "content": "a"}], kwargs={"messages": "b"})
     assert refused.value.param == "chat_template_kwargs"
+
+
+def test_arguments_are_text_where_a_template_joins_them_to_other_texts(tokenizer: Tokenizer):
+    """As the templates of DeepSeek V3, R1 and V3.1 do."""
+    written = "{% for call in messages[0].tool_calls %}{{ '<' + call['function']['arguments'] + '>' }}{% endfor %}"
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"city": "Zürich <|im_end|>"}}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    told, tokens = tokenizer.with_template(written).prepare_chat([message])
+    assert told == '<{"city": "Zürich <|im_end|>"}>'
+    assert max(tokens) < 256, "bytes alone"
+    kept = tokenizer.with_template("{{ messages[0].tool_calls[0].function.arguments | tojson }}").prepare_chat(
+        [message]
+    )
+    assert kept[0] == '{"city": "Zürich <|im_end|>"}'
+
+
+def test_reasoning_has_the_name_that_a_template_reads():
+    message = {"role": "assistant", "content": "I look.", "reasoning_content": "Hm."}
+    assert name_thoughts(message, "{{ message.reasoning_content }}") == message
+    template = "{{ message.thinking }}"  # gpt-oss'
+    assert name_thoughts(message, template) == message | {"thinking": "Hm."}
+    called = message | {"tool_calls": [{}]}
+    assert name_thoughts(called, template) == called | {"content": "", "thinking": "Hm.\nI look."}

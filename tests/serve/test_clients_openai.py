@@ -15,8 +15,8 @@ from serving import Server, Start
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
 TALK: dict[str, Any] = {"model": "talker", "messages": MESSAGES, "temperature": 0, "max_tokens": 16}
 PROMPT: dict[str, Any] = {"model": "talker", "prompt": "Hello", "temperature": 0, "max_tokens": 16}
-# no space between the parts of JSON, of which a model without sense would write pages
-TERSE: dict[str, Any] = {"logit_bias": dict.fromkeys(("197", "198", "201", "220"), -100), "max_tokens": 200}
+# no space in JSON, of which a model without sense would write pages, and no thinking, which it would not end
+TERSE: dict[str, Any] = {"logit_bias": dict.fromkeys(("197", "198", "201", "220", "259"), -100), "max_tokens": 200}
 
 
 class Animal(pydantic.BaseModel):

@@ -70,14 +70,14 @@ def test_a_stream_makes_the_same_response(client: openai.OpenAI):
     assert events[0].type == "response.created" and events[-1].type == "response.incomplete"
     assert "".join(deltas) == events[-1].response.output_text == whole.output_text
     assert len(deltas) > 3, "it came in pieces"
-    ending: Any = ASK | {"max_output_tokens": 400, "text_format": Animal}
+    ending: Any = ASK | {"max_output_tokens": 2000, "text_format": Animal}
     with client.responses.stream(**ending) as stream:  # which insists on an answer that is complete
         final = stream.get_final_response()
     assert final.output_text == client.responses.parse(**ending).output_text
 
 
 def test_a_schema_is_parsed_to_its_class(client: openai.OpenAI):
-    told = client.responses.parse(**ASK | {"max_output_tokens": 400, "text_format": Animal})
+    told = client.responses.parse(**ASK | {"max_output_tokens": 2000, "text_format": Animal})
     assert isinstance(told.output_parsed, Animal) and told.status == "completed"
 
 

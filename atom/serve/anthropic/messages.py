@@ -60,7 +60,7 @@ class MessageResponder(Responder):
     def make_request(self) -> EngineRequest:
         params = self._params()
         self._talk, conversation = prepare(self.context, self._body)
-        params = self._talk.constrain(params)
+        params = self._talk.constrain(params, conversation.text)
         self._prompt, prompt = conversation.text, conversation.tokens
         if len(prompt) > (longest := self.context.max_input_length):
             raise FieldError("messages", f"prompt is too long: {len(prompt)} tokens > {longest} maximum")

@@ -53,10 +53,11 @@ def prepare(context: Context, body: CountRequest) -> Prepared:
     is_parallel = not (isinstance(choice, FreeChoice) and choice.disable_parallel_tool_use)
     tools = [openai_tool(tool) for tool in body.tools or ()]
     new_call_id = partial(new_id, "toolu", "_")
-    talk = Talk(context.config, tools, openai_choice(body), is_parallel=is_parallel, new_id=new_call_id)
+    choice_of_tools = openai_choice(body)
+    talk = Talk(context.config, tools, choice_of_tools, context.tokenizer, is_parallel=is_parallel, new_id=new_call_id)
     turns = list(read_turns(body))
     prefill = take_prefill(turns)
-    switches = thinking_switches(context, body)
+    switches = thinking_switches(context, body, has_reasoning=talk.has_reasoning)
     conversation = encode_plain(context, plain_messages(turns), talk.tools, switches, prefill)
     reasoning = context.config.model.reasoning
     if prefill and reasoning and is_opened(conversation.text.removesuffix(prefill), (reasoning[0], reasoning[1])):
@@ -78,7 +79,7 @@ def openai_choice(body: CountRequest) -> str | NamedTool | None:
     return None if choice is None else {"auto": "auto", "any": "required", "none": "none"}[choice.type]
 
 
-def thinking_switches(context: Context, body: CountRequest) -> dict[str, bool]:
+def thinking_switches(context: Context, body: CountRequest, *, has_reasoning: bool) -> dict[str, bool]:
     """The template's variables for thinking; empty where the request does not mention it."""
     thinking = body.thinking
     if thinking is None:
@@ -88,7 +89,6 @@ def thinking_switches(context: Context, body: CountRequest) -> dict[str, bool]:
         raise FieldError("thinking", f"thinking.budget_tokens is not supported: {reason}")
     variables = context.need_tokenizer().template_variables()
     switches = {name: thinking.type != "disabled" for name in SWITCHES if name in variables}
-    has_reasoning = context.config.model.reasoning is not None
     if thinking.type == "disabled":
         if has_reasoning and not switches:
             raise FieldError("thinking", "thinking cannot be disabled: this model's template has no switch for it")

@@ -54,10 +54,11 @@ class Chat(OpenAIResponder[ChatRequest]):
             raise FieldError(
                 "messages", "messages is missing" if body.messages is None else "messages and prompt are one"
             )
+        is_parallel = body.parallel_tool_calls is not False
         self._talk = talk = Talk(
-            context.config, body.tools, body.tool_choice, is_parallel=body.parallel_tool_calls is not False
+            context.config, body.tools, body.tool_choice, context.tokenizer, is_parallel=is_parallel
         )
-        params = talk.constrain(sampling_params(body, context.config))
+        params = sampling_params(body, context.config)
         conversation = encode_conversation(
             context,
             body.messages or body.prompt or [],
@@ -68,6 +69,7 @@ class Chat(OpenAIResponder[ChatRequest]):
             continue_final_message=bool(body.continue_final_message),
         )
         self._prompt = conversation.text
+        params = talk.constrain(params, conversation.text)
         prompt, params = context.fit(conversation.tokens, params, body.truncate_prompt_tokens)
         return self.engine_request([prompt], [params], "tools")  # a forced call constrains the answer
 

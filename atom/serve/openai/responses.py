@@ -68,13 +68,15 @@ class ResponsesResponder(Responder):
 
     def make_request(self) -> EngineRequest:
         context, chat = self.context, as_chat(self._body)
+        is_parallel = chat.parallel_tool_calls is not False
         self._talk = talk = Talk(
-            context.config, chat.tools, chat.tool_choice, is_parallel=chat.parallel_tool_calls is not False
+            context.config, chat.tools, chat.tool_choice, context.tokenizer, is_parallel=is_parallel
         )
-        params = talk.constrain(sampling_params(chat, context.config))
+        params = sampling_params(chat, context.config)
         kwargs = template_kwargs(context, chat)
         conversation = encode_conversation(context, chat.messages or [], talk.tools, kwargs)
         self._prompt = conversation.text
+        params = talk.constrain(params, conversation.text)
         prompt, self._params = context.fit(conversation.tokens, params)
         field = "text" if chat.response_format else "tools"
         return EngineRequest([prompt], [self._params], chat.user, constraint_field=field)

@@ -15,7 +15,7 @@ pieces in which they arrive.
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -73,21 +73,42 @@ class TextBuffer:
         yield from self.skip(pattern)
         return self.text[start : self.at]
 
-    def move_until(self, marker: str, out: list[str]) -> Reading[bool]:
+    def read_until(self, marker: str) -> Reading[str]:
+        """Read the text before a marker, and skip the marker. ParseError where the text ends without it."""
+        start = searched = self.at
+        while (found := self.text.find(marker, searched)) < 0:
+            if self.is_ended:
+                raise ParseError
+            searched = max(start, len(self.text) - len(marker) + 1)
+            yield
+        self.at = found + len(marker)
+        return self.text[start:found]
+
+    def starts_with_any(self, words: Iterable[str]) -> Reading[str | None]:
+        """The first of these words with which the text continues."""
+        for word in words:
+            if (yield from self.starts_with(word)):
+                return word
+        return None
+
+    def move_until(self, markers: tuple[str, ...], out: list[str]) -> Reading[str | None]:
         """Move the text before a marker to `out` as it arrives, without the newlines that touch the marker.
 
-        True: the next character is the one after the marker. False: there is no marker, and all the text is moved.
+        The marker found: the next character is the one after it. None: there is no marker, and all the text is moved.
+        No marker is the beginning of another.
         """
         while True:
-            found = self.text.find(marker)
-            if found < 0 and self.is_ended:
+            places = [(found, marker) for marker in markers if (found := self.text.find(marker)) >= 0]
+            first, marker = min(places, default=(len(self.text), ""))
+            partial = len(self.text) if self.is_ended else min(partial_marker(each, self.text) for each in markers)
+            if not marker and self.is_ended:
                 out.append(self.take(len(self.text)))
-                return False
-            end = found if found >= 0 else partial_marker(marker, self.text)
+                return None
+            end = min(first, partial)
             out.append(self.take(len(self.text[:end].rstrip("\n"))))
-            if found >= 0:
+            if marker and first <= partial:
                 self.at = self.text.index(marker) + len(marker)
-                return True
+                return marker
             yield
 
 

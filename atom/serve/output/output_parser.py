@@ -2,7 +2,7 @@
 
     tags = ("<think>", "</think>")
     splitter = ReasoningSplitter(tags, is_inside=is_opened(prompt, tags))
-    parser = OutputParser(splitter, CallReader(FORMATS["tagged_json"], names))
+    parser = OutputParser(splitter, CallReader(read_format("tagged_json"), names))
     for text in answer:
         delta = parser.push(text)          # Delta(content="", reasoning="Let me", tools=[])
     delta = parser.finish()                # what was held back
@@ -20,8 +20,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from atom.config.tool_formats import ToolFormat
+from atom.runtime.detokenizer import MARK
+from atom.serve.output.channel_parser import ChannelSplitter
 from atom.serve.output.reasoning_parser import ReasoningSplitter, is_opened
-from atom.serve.output.tool_parser import FORMATS, CallReader, ToolDelta
+from atom.serve.output.tool_parser import CallReader, ToolDelta
 from atom.serve.output.tool_schema import tool_names, tool_schema
 
 __all__ = [
@@ -60,18 +63,26 @@ class Answer(NamedTuple):
     calls: list[ToolCall]
 
 
-def markers(tool_format: str | None, reasoning: tuple[str, str] | None) -> list[str]:
+def markers(tool_format: ToolFormat | None, reasoning: tuple[str, str] | None) -> list[str]:
     """The markers that the parser needs in the text, though they may be special tokens."""
-    tags = FORMATS[tool_format][:2] if tool_format else ()
-    return [text for text in (*tags, *(reasoning or ())) if text]
+    return [*(tool_format.markers if tool_format else ()), *(reasoning or ())]
 
 
 class OutputParser:
     """Parses one answer. It holds back only text that may begin a marker or a call."""
 
-    def __init__(self, splitter: ReasoningSplitter | None, reader: CallReader | None) -> None:
-        """splitter: None where reasoning is not parsed; reader: None where calls are not"""
-        self._splitter, self._reader = splitter, reader
+    def __init__(
+        self,
+        splitter: ReasoningSplitter | ChannelSplitter | None,
+        reader: CallReader | None,
+        *,
+        is_marked: bool = False,
+    ) -> None:
+        """splitter: None where reasoning is not parsed; reader: None where calls are not
+
+        is_marked: the text has a MARK before some special tokens, which is left out of the answer
+        """
+        self._splitter, self._reader, self._is_marked = splitter, reader, is_marked
 
     @property
     def num_tool_calls(self) -> int:
@@ -85,16 +96,23 @@ class OutputParser:
             reasoning, text = self._splitter.push(text)
         if self._reader and text:
             text, tools = self._reader.push(text)
-        return Delta(text, reasoning, tools)
+            reasoning += self._reader.take_reasoning()
+        return self._unmarked(Delta(text, reasoning, tools))
 
     def finish(self) -> Delta:
         """End the text; the rest of the answer."""
         reasoning, content = self._splitter.finish() if self._splitter else ("", "")
         if not self._reader:
-            return Delta(content, reasoning, [])
+            return self._unmarked(Delta(content, reasoning, []))
         content, tools = self._reader.push(content)
         rest, more = self._reader.finish()
-        return Delta(content + rest, reasoning, tools + more)
+        return self._unmarked(Delta(content + rest, reasoning + self._reader.take_reasoning(), tools + more))
+
+    def _unmarked(self, delta: Delta) -> Delta:
+        if not self._is_marked:
+            return delta
+        tools = [tool._replace(arguments=tool.arguments.replace(MARK, "")) for tool in delta.tools]
+        return Delta(delta.content.replace(MARK, ""), delta.reasoning.replace(MARK, ""), tools)
 
 
 def gather(deltas: Iterable[Delta]) -> Answer:

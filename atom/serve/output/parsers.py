@@ -1,7 +1,7 @@
 """Choose the output parser of a chat, by model and tools.
 
-talk = Talk(config, body.tools, body.tool_choice)
-params = talk.constrain(params)                  # a forced call constrains the answer
+talk = Talk(config, body.tools, body.tool_choice, tokenizer)
+params = talk.constrain(params, prompt)          # a forced call constrains the answer, behind its reasoning
 answer = talk.read(text, prompt)                 # content, reasoning, calls
 parser = talk.parser(prompt)                     # for a streamed answer; None: all of it is content
 """
@@ -10,13 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
+from atom.checkpoint import Tokenizer
 from atom.config import Config
+from atom.config.tool_formats import ToolFormat, detect_format, read_format
 from atom.errors import RequestError
+from atom.runtime.detokenizer import MARK
 from atom.sampling_params import SamplingParams
 from atom.serve.errors import FieldError
 from atom.serve.openai.schema import NamedTool, Tool
+from atom.serve.output.channel_parser import ChannelReader, ChannelSplitter
 from atom.serve.output.output_parser import (
     Answer,
     Delta,
@@ -28,7 +33,19 @@ from atom.serve.output.output_parser import (
     tool_schema,
 )
 from atom.serve.output.reasoning_parser import ReasoningSplitter
-from atom.serve.output.tool_parser import FORMATS, CallReader, new_call_id
+from atom.serve.output.tool_parser import CallReader, new_call_id
+
+
+def choose_format(config: Config, tokenizer: Tokenizer | None) -> str | None:
+    """The format of the model's calls: as set, as its chat template shows, or the model file's."""
+    if config.serve.http.tool_calls != "auto":
+        return config.serve.http.tool_calls
+    return (tokenizer and detect_format(tokenizer.template_text)) or config.model.tool_calls
+
+
+@lru_cache(maxsize=64)
+def is_token(tokenizer: Tokenizer, text: str) -> bool:
+    return len(tokenizer.encode(text, add_special_tokens=False)) == 1
 
 
 class Talk:
@@ -37,6 +54,7 @@ class Talk:
         config: Config,
         tools: Sequence[Tool] | None,
         choice: str | NamedTool | None,
+        tokenizer: Tokenizer | None = None,
         *,
         is_parallel: bool = True,
         new_id: Callable[[], str] = new_call_id,
@@ -45,8 +63,9 @@ class Talk:
         if choice not in (None, "none") and not tools:
             raise FieldError("tool_choice", "tool_choice needs tools")
         self.tools = None if choice == "none" else tools or None  # the tools in the prompt
-        stated = config.serve.http.tool_calls
-        self._format = config.model.tool_calls if stated == "auto" else None if stated == "none" else stated
+        name = choose_format(config, tokenizer)
+        self._format = read_format(name) if name not in (None, "none") else None
+        self._channels = self._format if self._format and self._format.channels else find_channels(config, tokenizer)
         self._reasoning = (config.model.reasoning[0], config.model.reasoning[1]) if config.model.reasoning else None
         self._is_parallel, self._new_id = is_parallel, new_id
         self._named = choice.function.name if isinstance(choice, NamedTool) else None
@@ -58,39 +77,93 @@ class Talk:
             self._names = tool_names(self._plain) if self.tools else []
             if is_forced:
                 forced = choice.model_dump() if isinstance(choice, NamedTool) else "required"
-                self._schema = tool_schema(self._plain, forced, self._format, is_parallel=is_parallel)
+                self._schema = tool_schema(self._plain, forced, name, is_parallel=is_parallel)
         except RequestError as error:
             raise FieldError("tool_choice" if str(error).startswith("tool_choice") else "tools", str(error)) from None
         if is_forced:
-            self._format = "json"
+            self._format = read_format("json")
         elif self.tools and self._format is None:
             fix = "set serve.http.tool_calls, or force a call with tool_choice"
-            raise FieldError("tools", f"this model's file names no format of tool calls; {fix}")
+            raise FieldError("tools", f"neither the model's file nor its template has a format of tool calls; {fix}")
+        self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in self._plain}
+        self._mark_tokens(tokenizer)
 
-    def constrain(self, params: SamplingParams) -> SamplingParams:
-        """Add the constraint of a forced call, and the markers to decode; call it before `read` or `parser`."""
+    def _mark_tokens(self, tokenizer: Tokenizer | None) -> None:
+        """Put a mark before markers that are tokens of the checkpoint, where a format counts them as such alone."""
+        formats = [each for each in (self._channels, self._format if self.tools else None) if each]
+        seen = markers(self._format if self.tools else None, None if self._channels else self._reasoning)
+        self._visible = list(dict.fromkeys([*markers(self._channels, None), *seen]))
+        self._is_marked = tokenizer is not None and any(each.tokens for each in formats)
+        if tokenizer is None or not self._is_marked:
+            return
+        known = {text for text in self._visible if is_token(tokenizer, text)}
+        self._channels = self._channels and self._channels.mark(MARK, known.__contains__)
+        self._format = self._format and self._format.mark(MARK, known.__contains__)
+        if self._reasoning:
+            first, last = ((MARK if text in known else "") + text for text in self._reasoning)
+            self._reasoning = first, last
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether the model says what it thinks before it answers."""
+        return bool(self._channels or self._reasoning)
+
+    def constrain(self, params: SamplingParams, prompt: str) -> SamplingParams:
+        """Add the constraint of a forced call, behind reasoning, and the markers to decode."""
         if self._schema is not None:
             if params.structured_outputs is not None:
                 raise FieldError("tool_choice", "a forced tool call and response_format both say what the answer is")
             params = replace(params, structured_outputs={"json": self._schema})
-        self._is_constrained = params.structured_outputs is not None
-        visible = markers(self._format if self.tools else None, self._reasoning_markers)
-        return replace(params, visible_tokens=visible) if visible else params
+        if params.structured_outputs is not None:
+            params = replace(params, reasoning=self._reasoning_before(prompt))
+        if not self._visible:
+            return params
+        return replace(params, visible_tokens=self._visible, mark_visible_tokens=self._is_marked)
 
-    @property
-    def _reasoning_markers(self) -> tuple[str, str] | None:
-        """The markers of reasoning; None for a constrained answer, which has none."""
-        return None if self._is_constrained else self._reasoning
+    def _reasoning_before(self, prompt: str) -> dict[str, str] | None:
+        """What comes before a constrained answer; None where it begins with the answer."""
+        if self._channels and (each := self._channels.channels):
+            header = f"{each.channel}{{}}{each.body}"
+            parts = {"begin": header.format(each.reasoning), "end": each.end[0]}
+            parts["then"] = each.prompt + header.format(each.content)
+            return {name: text.replace(MARK, "") for name, text in parts.items()}
+        if not self._reasoning:
+            return None
+        first, last = (text.replace(MARK, "") for text in self._reasoning)
+        if prompt.rstrip().endswith(last):
+            return None
+        return {"begin": "" if is_opened(prompt, (first, last)) else first, "end": last}
 
     def parser(self, prompt: str, *, is_streamed: bool = True) -> OutputParser | None:
         """The parser of an answer to a rendered prompt; None where all of it is content."""
-        splitter = reader = None
-        if tags := self._reasoning_markers:
-            splitter = ReasoningSplitter(tags, is_inside=is_opened(prompt, tags))
+        splitter: ReasoningSplitter | ChannelSplitter | None = None
+        reader: CallReader | None = None
+        if self._channels:
+            if self._is_marked:
+                prompt = self._mark_prompt(prompt)
+            tools = self._schemas if self._format and self._format.channels else {}
+            channels = ChannelReader(self._channels, tools, self._new_id, prompt=prompt, is_streamed=is_streamed)
+            if tools:
+                return OutputParser(None, channels, is_marked=self._is_marked)
+            splitter = ChannelSplitter(channels)
+        elif tags := self._reasoning:
+            plain = tags[0].replace(MARK, ""), tags[1]
+            splitter = ReasoningSplitter(tags, is_inside=is_opened(prompt, plain))
         if self.tools:
-            call_format = FORMATS[self._format] if self._format and not self._named else None
-            reader = CallReader(call_format, self._names, self._new_id, named=self._named, is_streamed=is_streamed)
-        return OutputParser(splitter, reader) if splitter or reader else None
+            call_format = self._format if not self._named else None
+            reader = CallReader(call_format, self._schemas, self._new_id, named=self._named, is_streamed=is_streamed)
+        return OutputParser(splitter, reader, is_marked=self._is_marked) if splitter or reader else None
+
+    def _mark_prompt(self, prompt: str) -> str:
+        """The end of a prompt, where the template has opened a message, with marks."""
+        assert self._channels is not None and self._channels.channels is not None, "there are channels"
+        each = self._channels.channels
+        start, body = (text.replace(MARK, "") for text in (each.start, each.body))
+        opened = prompt[max(0, prompt.rfind(start)) :]
+        channel = each.channel.replace(MARK, "")
+        for plain, marked in ((start, each.start), (channel, each.channel), (body, each.body)):
+            opened = opened.replace(plain, marked, 1)
+        return opened
 
     def read(self, text: str, prompt: str) -> Answer:
         """Parse a whole answer."""
@@ -126,3 +199,10 @@ class Talk:
                 for call in calls
             ]
         return delta
+
+
+def find_channels(config: Config, tokenizer: Tokenizer | None) -> ToolFormat | None:
+    """The format of a model whose answers have channels, whatever is set for its calls."""
+    name = (tokenizer and detect_format(tokenizer.template_text)) or config.model.tool_calls
+    found = read_format(name) if name else None
+    return found if found and found.channels else None

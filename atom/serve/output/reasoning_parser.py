@@ -58,7 +58,7 @@ class ReasoningSplitter:
             return
         yield from text.skip(NEWLINES)
         text.take(text.at)
-        if (yield from text.move_until(self._close, self._reasoning)):
+        if (yield from text.move_until((self._close,), self._reasoning)):
             yield from text.skip(NEWLINES)
             text.take(text.at)
         self._is_over = True

@@ -1,6 +1,6 @@
 """Parse the tool calls of an answer while it is generated.
 
-    reader = CallReader(FORMATS["tagged_json"], {"f"})
+    reader = CallReader(read_format("tagged_json"), {"f": {"type": "object"}})
     content, deltas = reader.push('Sure.\\n<tool_call>{"name": "f", "arguments": {"a": ')
     content, deltas         # "Sure.", [ToolDelta(index=0, id="call_1", name="f", arguments='{"a": ')]
     content, deltas = reader.push("1}}</tool_call>")
@@ -16,32 +16,70 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+from atom.config.tool_formats import FIELD, ToolFormat, openers
 from atom.serve.output.incremental_json import expect, read_items, read_json, read_json_string, read_python
 from atom.serve.output.incremental_text import NEWLINES, SPACE, ParseError, Reading, TextBuffer
+from atom.serve.output.parameter_values import write_value
 
-BETWEEN = re.compile(r"[ \t\r\n;]*")  # between the calls of one answer
-NAME = re.compile(r"[\w.-]*")  # of a function, written as a call
+NAME = re.compile(r"[\w.-]*")  # of a function, written as a call in Python
+WORD = re.compile("[^\\s<>|｜\"'=,;(){}\\[\\]\ufdd1]*")  # {name} or {id}
+KEY = re.compile('[^<>"\\n\ufdd1]*')  # {key}
 KEYS = {"name": "name", "arguments": "arguments", "parameters": "arguments", "id": "id", "type": "type"}  # of a call
 
 
-class ToolFormat(NamedTuple):
-    """The format of a model's calls: an object {"name": …, "arguments" or "parameters": {…}} or a list of these."""
+class Piece(NamedTuple):
+    """A part of a call's or parameter's form."""
 
-    opener: str  # the text before the calls
-    closer: str = ""  # the text after them
-    is_bare: bool = False  # an answer may begin with a call, without the opener
-    is_pythonic: bool = False  # a list may hold [f(a=1)], and further objects and lists may follow
+    kind: str  # text, space, or the name of a field
+    text: str = ""  # a text; of a value, the text behind it
+    trims: bool = False  # of a value: a newline that touches it belongs to the form
 
 
-FORMATS = {
-    "json": ToolFormat("[TOOL_CALLS]", is_bare=True),
-    "tagged_json": ToolFormat("<tool_call>", "</tool_call>"),
-    "python_tag": ToolFormat("<|python_tag|>", is_bare=True, is_pythonic=True),
-}
+class Form(NamedTuple):
+    """A format, made ready to be read."""
+
+    openers: dict[str, bool]  # a text with which calls begin -> whether it is a part of the first one
+    calls: list[list[Piece]]
+    parameter: list[Piece]
+    ids: list[re.Pattern[str]]  # what {id} may be
+    between: re.Pattern[str]  # characters between the calls of a block
+
+
+@lru_cache(maxsize=64)
+def make_form(tool_format: ToolFormat) -> Form:
+    firsts = {opener: opener not in tool_format.begin for opener in openers(tool_format) if opener}
+    parts = {"name": "(?P<name>.+)", "index": r"\d+"}
+    ids = [
+        "".join(parts.get(text, ".*") if index % 2 else re.escape(text) for index, text in enumerate(FIELD.split(id)))
+        for id in tool_format.id
+    ]
+    between = re.compile(rf"[ \t\r\n{re.escape(tool_format.separator)}]*")
+    calls = [split_form(call) for call in tool_format.call]
+    return Form(firsts, calls, split_form(tool_format.parameter), list(map(re.compile, ids)), between)
+
+
+def split_form(text: str) -> list[Piece]:
+    """Split `<a>{name} {value}</a>` into its pieces."""
+    pieces: list[Piece] = []
+    for index, part in enumerate(FIELD.split(text)):
+        if index % 2:
+            pieces.append(Piece(part))
+            continue
+        pieces += [Piece("space" if word.isspace() else "text", word) for word in re.split(r"(\s+)", part) if word]
+    for index, piece in enumerate(pieces):
+        if piece.kind == "value":
+            around = pieces[index - 1 : index + 2]
+            trims = any(each.kind == "space" and "\n" in each.text for each in around)
+            rest = [each for each in pieces[index + 1 :] if each.kind != "space"]
+            kept = pieces[:index] if pieces[index - 1].kind != "space" or not trims else pieces[: index - 1]
+            behind = pieces.index(rest[0], index) + 1
+            return [*kept, Piece("value", rest[0].text, trims), *pieces[behind:]]
+    return pieces
 
 
 class ToolDelta(NamedTuple):
@@ -58,7 +96,9 @@ class Call:
     """The call that is being read."""
 
     name: str | None = None
+    id: str | None = None  # the model's own
     arguments: str | None = None  # JSON, once it is complete
+    has_begun: bool = False  # its arguments have, so that it is of no other form
     sent: int | None = None  # arguments are sent up to this index of the text; None: they are not streamed
 
 
@@ -73,14 +113,15 @@ class CallReader:
     def __init__(
         self,
         tool_format: ToolFormat | None,
-        tools: Collection[str] | None,
+        tools: Mapping[str, Any] | Collection[str] | None,
         new_id: Callable[[], str] = new_call_id,
         *,
         named: str | None = None,
         is_streamed: bool = True,
     ) -> None:
         """
-        tools: the functions that can be called; a call of any other is content. None: any function
+        tools: the functions that can be called, and the JSON schemas of their parameters, by which texts become
+            values; a call of any other is content. None: any function
         named: the whole text is the arguments of this function; it has no format
         is_streamed: arguments are returned while they arrive; else only complete calls are, and one that breaks off is
             content
@@ -89,10 +130,12 @@ class CallReader:
         self.num_calls = 0  # complete ones
         self._format = tool_format
         self._tools = tools
+        self._schemas = tools if isinstance(tools, Mapping) else {}
         self._new_id = new_id
         self._is_streamed = is_streamed
         self._text = TextBuffer()
         self._content: list[str] = []
+        self._reasoning: list[str] = []
         self._deltas: list[ToolDelta] = []
         self._num_started = 0
         self._call = Call()
@@ -109,6 +152,12 @@ class CallReader:
         self._deltas = []
         return content, deltas
 
+    def take_reasoning(self) -> str:
+        """The new reasoning, where the format has channels for it."""
+        reasoning = "".join(self._reasoning)
+        self._reasoning.clear()
+        return reasoning
+
     def finish(self) -> tuple[str, list[ToolDelta]]:
         """End the text; the rest of it."""
         self._text.is_ended = True
@@ -117,50 +166,164 @@ class CallReader:
     def _read(self) -> Reading[None]:
         text, tool_format = self._text, self._format
         assert tool_format is not None, "no function is forced"
+        form = make_form(tool_format)
         yield from text.skip(SPACE)
-        is_call = yield from text.starts_with(tool_format.opener)
-        if is_call:
-            text.at += len(tool_format.opener)
-        elif tool_format.is_bare:
+        opener = yield from text.starts_with_any(form.openers)
+        is_call = opener is not None
+        if opener is not None:
+            text.at += 0 if form.openers[opener] else len(opener)
+        elif tool_format.bare:
             is_call = (yield from text.peek()) in ("{", "[")
         while True:
             if is_call:
-                yield from self._read_block(tool_format)
+                yield from self._read_block(tool_format, form)
             text.at = 0
-            is_call = yield from text.move_until(tool_format.opener, self._content)
-            if not is_call:
+            if not form.openers:
+                yield from self._read_content()
                 return
+            opener = yield from text.move_until(tuple(form.openers), self._content)
+            if opener is None:
+                return
+            is_call = True
+            if form.openers[opener]:
+                text.at -= len(opener)
 
-    def _read_block(self, tool_format: ToolFormat) -> Reading[None]:
-        """Read calls between an opener and a closer. The text before them is content if there are none."""
+    def _read_content(self) -> Reading[None]:
+        """Take the rest of the text as content."""
+        while True:
+            self._content.append(self._text.take(len(self._text.text)))
+            if self._text.is_ended:
+                return
+            yield
+
+    def _read_block(self, tool_format: ToolFormat, form: Form) -> Reading[None]:
+        """Read calls between an opener and what is behind them. The text is content where there are none."""
         text = self._text
         try:
             yield from text.skip(SPACE)
             is_call = True
             while is_call:
-                yield from self._read_calls(tool_format)
-                yield from text.skip(BETWEEN if tool_format.is_pythonic else SPACE)
-                is_call = tool_format.is_pythonic and (yield from text.peek()) in ("{", "[")
+                yield from self._read_call(form)
+                yield from text.skip(form.between)
+                is_call = yield from self._is_call(tool_format, form)
         except ParseError:
             self._move_to_content()
             return
-        if tool_format.closer and (yield from text.starts_with(tool_format.closer)):
-            text.at += len(tool_format.closer)
+        if (end := (yield from text.starts_with_any(tool_format.end))) is not None:
+            text.at += len(end)
             yield from text.skip(NEWLINES)
         text.take(text.at)
 
-    def _read_calls(self, tool_format: ToolFormat) -> Reading[None]:
+    def _is_call(self, tool_format: ToolFormat, form: Form) -> Reading[bool]:
+        """Whether another call follows in a block."""
+        firsts = [call[0].text for call in form.calls if call[0].kind == "text"]
+        if firsts or not tool_format.separator:
+            return (yield from self._text.starts_with_any(firsts)) is not None
+        char = yield from self._text.peek()
+        return char in ("{", "[") or bool(tool_format.end and char.isidentifier())
+
+    def _read_call(self, form: Form) -> Reading[None]:
+        """Read a call, or a list of calls, in the first form that it has."""
+        text, num_calls = self._text, self.num_calls
+        start = furthest = text.at
+        for pieces in form.calls:
+            try:
+                return (yield from self._read_form(pieces, form))
+            except ParseError:
+                if self._call.has_begun or self.num_calls != num_calls:
+                    raise
+                furthest, text.at, self._call = max(furthest, text.at), start, Call()
+        text.at = furthest
+        raise ParseError
+
+    def _read_form(self, pieces: list[Piece], form: Form) -> Reading[None]:
+        text, call = self._text, self._call
+        for index, piece in enumerate(pieces):
+            match piece.kind:
+                case "name":
+                    call.name = self._check_name((yield from text.read(WORD)))
+                case "id":
+                    self._take_id((yield from text.read(WORD)), form)
+                case "json" | "python":
+                    return (yield from self._read_calls(is_python=piece.kind == "python"))
+                case "arguments":
+                    yield from text.skip(SPACE)
+                    yield from self._read_arguments()
+                    yield from self._read_tail(pieces[index + 1 :])
+                    self._end_call()
+                    return
+                case "parameters":
+                    yield from self._read_parameters(form)
+                case _:
+                    yield from self._read_piece(piece)
+        self._end_call()
+
+    def _read_piece(self, piece: Piece) -> Reading[None]:
+        """Skip a text or a space of a form."""
+        if piece.kind == "space":
+            yield from self._text.skip(SPACE)
+            return
+        if not (yield from self._text.starts_with(piece.text)):
+            raise ParseError
+        self._text.at += len(piece.text)
+
+    def _read_tail(self, pieces: list[Piece]) -> Reading[None]:
+        """Skip what a form has behind an object, which may be missing: the object says where it ends."""
+        end = self._text.at
+        try:
+            for piece in pieces:
+                yield from self._read_piece(piece)
+        except ParseError:
+            self._text.at = end
+
+    def _take_id(self, id: str, form: Form) -> None:
+        """Take the model's id of a call, in which its name may be."""
+        self._call.id = check_unicode(id) or None
+        if form.ids:
+            names = [match["name"] for each in form.ids if (match := each.fullmatch(id))]
+            known = (name for name in names if self._tools is None or name in self._tools)
+            self._call.name = self._check_name(next(known, ""))
+
+    def _read_parameters(self, form: Form) -> Reading[None]:
+        """Read parameters, each with a key and a value, as arguments."""
+        text, call, parts = self._text, self._call, dict[str, str]()
+        assert call.name is not None, "its name stands before its parameters"
+        while True:
+            yield from text.skip(SPACE)
+            if not (yield from text.starts_with(form.parameter[0].text)):
+                break
+            self._begin_call()
+            key = ""
+            for piece in form.parameter:
+                if piece.kind == "key":
+                    key = (yield from text.read(KEY)).strip()
+                elif piece.kind != "value":
+                    yield from self._read_piece(piece)
+                elif not key or key in parts:
+                    raise ParseError
+                else:
+                    if piece.trims and (yield from text.starts_with("\n")):
+                        text.at += 1
+                    value = yield from text.read_until(piece.text)
+                    value = value.removesuffix("\n") if piece.trims else value
+                    parts[key] = write_value(value, self._schemas.get(call.name), key)
+            member = check_unicode(f"{json.dumps(key, ensure_ascii=False)}: {parts[key]}")
+            self._send_piece(f"{'{' if len(parts) == 1 else ', '}{member}")
+            parts[key] = member
+        call.arguments = "{" + ", ".join(parts.values()) + "}"
+
+    def _read_calls(self, *, is_python: bool) -> Reading[None]:
         """Read one call, or a list of calls."""
         text, num_calls = self._text, self.num_calls
         if (yield from text.peek()) != "[":
-            return (yield from self._read_object())
-        yield from read_items(text, "]", lambda: self._read_item(tool_format))
+            return (yield from self._read_item(is_python=is_python))
+        yield from read_items(text, "]", lambda: self._read_item(is_python=is_python))
         if self.num_calls == num_calls:
             raise ParseError
         text.take(text.at)
 
-    def _read_item(self, tool_format: ToolFormat) -> Reading[None]:
-        is_object = not tool_format.is_pythonic or (yield from self._text.peek()) == "{"
+    def _read_item(self, *, is_python: bool) -> Reading[None]:
+        is_object = not is_python or (yield from self._text.peek()) == "{"
         yield from self._read_object() if is_object else self._read_python()
 
     def _read_object(self) -> Reading[None]:
@@ -191,9 +354,9 @@ class CallReader:
         text, call, start = self._text, self._call, self._text.at
         if (yield from text.peek()) != "{":
             raise ParseError
-        if self._is_streamed and call.name is not None:
-            self._start_call("")
-            call.sent = start
+        if call.name is not None:
+            self._begin_call()
+            call.sent = start if self._is_streamed else None
         yield from read_json(text)
         self._send()
         call.arguments = text.text[start : text.at]
@@ -229,19 +392,22 @@ class CallReader:
             text.take(text.at)
         except ParseError:
             self._move_to_content()
-        while not text.is_ended:
-            self._content.append(text.take(len(text.text)))
-            yield
-        self._content.append(text.take(len(text.text)))
+        yield from self._read_content()
 
     def _check_name(self, name: str) -> str:
         if not name or (self._tools is not None and name not in self._tools):
             raise ParseError
         return check_unicode(name)
 
+    def _begin_call(self) -> None:
+        """Note that a call of this name has arguments, and send its id and name if arguments are streamed."""
+        if self._is_streamed and not self._call.has_begun:
+            self._start_call("")
+        self._call.has_begun = True
+
     def _start_call(self, arguments: str) -> None:
         """Send the id and the name of a call, with these arguments."""
-        self._deltas.append(ToolDelta(self._num_started, self._new_id(), self._call.name, arguments))
+        self._deltas.append(ToolDelta(self._num_started, self._call.id or self._new_id(), self._call.name, arguments))
         self._num_started += 1
 
     def _send(self) -> None:
@@ -250,7 +416,13 @@ class CallReader:
             return
         piece = self._text.text[self._call.sent : self._text.at]
         self._call.sent = self._text.at
+        self._send_piece(piece)
+
+    def _send_piece(self, piece: str) -> None:
+        """Send the next piece of the arguments of the call that was started last, if they are streamed."""
         last = self._deltas[-1] if self._deltas else None
+        if not self._is_streamed:
+            return
         if last is not None and last.index == self._num_started - 1:
             self._deltas[-1] = last._replace(arguments=last.arguments + piece)
         elif piece:
@@ -258,9 +430,12 @@ class CallReader:
 
     def _end_call(self) -> None:
         """Count the complete call, and drop its text."""
-        if self._call.sent is None:
-            assert self._call.arguments is not None, "a whole call has arguments"
-            self._start_call(self._call.arguments)
+        call = self._call
+        assert call.arguments is not None, "a whole call has arguments"
+        if not (call.has_begun and self._is_streamed):
+            self._start_call(call.arguments)
+        elif call.sent is None:
+            self._send_piece("}")
         self._call = Call()
         self.num_calls += 1
         self._text.take(self._text.at)

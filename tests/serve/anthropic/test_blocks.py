@@ -7,10 +7,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atom.config.tool_formats import read_format
 from atom.serve.anthropic.blocks import BlockStream, content_blocks
 from atom.serve.output.output_parser import Answer, Delta, OutputParser, ToolCall, ToolDelta, gather
 from atom.serve.output.reasoning_parser import ReasoningSplitter
-from atom.serve.output.tool_parser import FORMATS, CallReader
+from atom.serve.output.tool_parser import CallReader
 
 TAGS = ("<think>", "</think>")
 ANSWER = (
@@ -114,7 +115,9 @@ def test_what_ends_a_call_comes_before_the_text_and_the_call_behind_it():
 
 def open_parser(is_streamed: bool = True) -> OutputParser:
     numbers = itertools.count(1)
-    reader = CallReader(FORMATS["tagged_json"], ["f", "g"], lambda: f"toolu_{next(numbers)}", is_streamed=is_streamed)
+    reader = CallReader(
+        read_format("tagged_json"), ["f", "g"], lambda: f"toolu_{next(numbers)}", is_streamed=is_streamed
+    )
     return OutputParser(ReasoningSplitter(TAGS), reader)
 
 

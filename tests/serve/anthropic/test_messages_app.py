@@ -245,7 +245,7 @@ def test_thinking_that_the_template_opens_is_a_block_without_its_marker(ask: Ask
          "an answer of this model begins with its thinking, not with a given text; "
          'end with a message of the user, or send thinking={"type": "disabled"}'),
         ({"tools": [TOOL]}, ["serve.http.tool_calls=none"],
-         "this model's file names no format of tool calls; set serve.http.tool_calls, or force a call with tool_choice"),
+         "neither the model's file nor its template has a format of tool calls; set serve.http.tool_calls, or force a call with tool_choice"),
     ],
 )  # fmt: skip
 def test_what_this_model_cannot_do_is_refused(body: Any, overrides: list[str], message: str, ask: Asker):

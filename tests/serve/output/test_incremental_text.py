@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from atom.serve.output.incremental_text import SPACE, Reading, TextBuffer, partial_marker
+from atom.serve.output.incremental_text import SPACE, ParseError, Reading, TextBuffer, partial_marker
 
 
 def run(reading: Reading[object]) -> object:
@@ -51,24 +51,24 @@ def test_characters_of_a_class_are_read_across_pieces():
 
 def test_text_is_given_out_up_to_the_newlines_before_a_marker():
     text, out = TextBuffer(), list[str]()
-    reading = text.move_until("<a>", out)
+    reading = text.move_until(("<a>",), out)
     for piece, given in [("x\n", "x"), ("\ny<", "\n\ny"), ("b\n", "<b"), ("\n<", ""), ("a", "")]:
         text.push(piece)
         assert run(reading) is None
         assert "".join(out) == given
         out.clear()
     text.push(">z")
-    assert run(reading) is True
+    assert run(reading) == "<a>"
     assert (text.take(text.at), text.text, out) == ("\n\n<a>", "z", [""])
 
 
 def test_without_a_marker_all_is_given_out_in_the_end():
     text, out = TextBuffer(), list[str]()
     text.push("x\n<")
-    reading = text.move_until("<a>", out)
+    reading = text.move_until(("<a>",), out)
     assert run(reading) is None
     text.is_ended = True
-    assert run(reading) is False
+    assert run(reading) is None
     assert ("".join(out), text.text) == ("x\n<", "")
 
 
@@ -93,3 +93,25 @@ def test_a_marker_may_begin_where_the_text_ends(text: str, start: int):
 def test_a_marker_that_repeats_itself_begins_as_early_as_it_can():
     assert partial_marker("aab", "xaa") == 1
     assert partial_marker("aab", "aaa") == 1
+
+
+def test_the_first_of_several_markers_counts_and_a_part_of_one_is_waited_for():
+    text, out = TextBuffer(), list[str]()
+    reading = text.move_until(("<a>b", "a>"), out)
+    text.push("x<a>")
+    assert run(reading) is None and out == ["x"], "it may still be the longer one"
+    text.push("c")
+    assert run(reading) == "a>"
+    assert ("".join(out), text.text[text.at :]) == ("x<", "c")
+
+
+def test_a_text_is_read_up_to_a_marker_or_not_at_all():
+    text = TextBuffer()
+    text.push("a</")
+    reading = text.read_until("</p>")
+    assert run(reading) is None
+    text.push("p>b")
+    assert run(reading) == "a" and text.text[text.at :] == "b"
+    reading, text.is_ended = text.read_until("</p>"), True
+    with pytest.raises(ParseError):
+        run(reading)

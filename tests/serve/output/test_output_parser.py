@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.config.schema import ModelConfig
+from atom.config.tool_formats import read_format
 from atom.serve.output.output_parser import (
     Answer,
     Delta,
@@ -20,7 +19,7 @@ from atom.serve.output.output_parser import (
     markers,
 )
 from atom.serve.output.reasoning_parser import ReasoningSplitter
-from atom.serve.output.tool_parser import FORMATS, CallReader, new_call_id
+from atom.serve.output.tool_parser import CallReader, new_call_id
 
 TAGS = ("<think>", "</think>")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -35,7 +34,7 @@ def make(
 ) -> OutputParser:
     splitter = ReasoningSplitter(reasoning, is_inside=is_in_reasoning) if reasoning else None
     has_calls = tool_format or "named" in options
-    reader = CallReader(FORMATS[tool_format] if tool_format else None, tools, **options) if has_calls else None
+    reader = CallReader(read_format(tool_format) if tool_format else None, tools, **options) if has_calls else None
     return OutputParser(splitter, reader)
 
 
@@ -132,12 +131,7 @@ def test_an_id_is_a_random_one():
 def test_the_texts_that_must_survive_decoding(
     tool_format: str | None, reasoning: tuple[str, str] | None, expected: list[str]
 ):
-    assert markers(tool_format, reasoning) == expected
-
-
-def test_the_formats_that_a_model_file_can_name_are_those_that_are_read():
-    (field,) = (each for each in dataclasses.fields(ModelConfig) if each.name == "tool_calls")
-    assert field.metadata["built"] == (None, *FORMATS)
+    assert markers(read_format(tool_format) if tool_format else None, reasoning) == expected
 
 
 fragments = st.sampled_from(["<think>", "</think>", CALL, "\n", "<", "tool_call>", "a", " ", CALL[:30], '{"name": "f"'])

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.serve.output.tool_parser import FORMATS, CallReader, ToolDelta
+from atom.config.tool_formats import format_names, read_format
+from atom.serve.output.tool_parser import CallReader, ToolDelta
 
+FORMATS = [name for name in format_names() if read_format(name).call]
 TOOLS = ("f", "get_weather")
 PARIS = '{"city": "Paris"}'
 
@@ -17,7 +19,7 @@ PARIS = '{"city": "Paris"}'
 def reader(tool_format: str | None, **options: Any) -> CallReader:
     numbers = itertools.count(1)
     options = {"tools": TOOLS, "new_id": lambda: f"id{next(numbers)}", **options}
-    return CallReader(FORMATS[tool_format] if tool_format else None, **options)
+    return CallReader(read_format(tool_format) if tool_format else None, **options)
 
 
 def read(tool_format: str | None, pieces: list[str], **options: Any) -> tuple[str, list[tuple[str, str]], int]:

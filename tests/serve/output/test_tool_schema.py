@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from atom.config.tool_formats import read_format
 from atom.errors import RequestError
 from atom.serve.output.output_parser import OutputParser, gather, tool_names, tool_schema
-from atom.serve.output.tool_parser import FORMATS, CallReader
+from atom.serve.output.tool_parser import CallReader
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -110,7 +111,7 @@ def test_what_the_schema_gives_is_read_back():
     for tool_format, key in [(None, "arguments"), ("python_tag", "parameters")]:
         text = f'[{{"name": "f", "{key}": {{"city": "Paris"}}}}, {{"name": "g", "{key}": {{}}}}]'
         assert accepts(tool_schema(tools, "required", tool_format), text)
-        parser = OutputParser(None, CallReader(FORMATS["json"], tool_names(tools)))
+        parser = OutputParser(None, CallReader(read_format("json"), tool_names(tools)))
         answer = gather([parser.push(text), parser.finish()])
         assert [call[:2] for call in answer.calls] == [("f", '{"city": "Paris"}'), ("g", "{}")]
         assert (answer.content, parser.num_tool_calls) == ("", 2)

@@ -1,0 +1,203 @@
+"""Read the formats of tool calls, which are YAML files.
+
+    read_format("kimi_k2").call          # ("<|tool_call_begin|>{id}<|tool_call_argument_begin|>{arguments}…",)
+    read_format("mine.yaml")             # a user's own; ConfigError where it is no format
+    detect_format(chat_template)         # "kimi_k2"; None where the template has the markers of none
+
+A call is a text with fields in braces: `<invoke name="{name}"> {parameters} </invoke>`. A space in it stands for any
+space or none. docs/tool-calls.md explains the keys.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from atom.config.folders import CONF
+from atom.config.spelling import did_you_mean
+from atom.errors import ConfigError
+
+FIELD = re.compile(r"\{(name|arguments|parameters|json|python|id|key|value|index)\}")
+MARKER = re.compile(r"<[^<>\s{}]+>|\[[A-Z_]+\]")  # within a text: what may be a token of the checkpoint
+HOLDS = ("{arguments}", "{parameters}", "{json}", "{python}")  # a call has one of these
+NAMED = ("{name}", "{id}")
+Replace = Callable[[re.Match[str]], str]
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The markers of an answer that is several messages: header, body marker, body, end marker."""
+
+    start: str  # before the role of a message
+    channel: str  # before the name of its channel
+    body: str  # between header and body
+    end: tuple[str, ...]  # any of them is behind a body
+    prompt: str  # how a prompt opens the answer's first message
+    reasoning: str  # the channel of what is thought; others are content
+    content: str  # the channel of a constrained answer
+    recipient: str  # in the header of a call, behind to=, with {name} in it
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a model writes calls of tools."""
+
+    begin: tuple[str, ...] = ()  # any of them is before the calls; "": nothing
+    call: tuple[str, ...] = ()  # one call; the first of them that reads it counts
+    end: tuple[str, ...] = ()  # any of them may be behind the calls
+    parameter: str = ""  # one of {parameters}
+    id: tuple[str, ...] = ()  # what {id} consists of, where the name is in it
+    separator: str = ""  # characters that may be between the calls of a block, beside space
+    bare: bool = False  # an answer may begin with a call in JSON or a list, without begin
+    tokens: bool = False  # a marker that is a token of the checkpoint counts only as that token, not spelled out
+    channels: Channels | None = None  # in place of all of these but tokens
+    template: tuple[str, ...] = ()  # texts that a chat template has if its model writes calls so
+
+    @property
+    def markers(self) -> list[str]:
+        """The texts that may be special tokens of the checkpoint, each once."""
+        whole = [*self.begin, *self.end]
+        texts = [*whole, *self.call, self.parameter]
+        if self.channels:
+            each = self.channels
+            whole = texts = [each.start, each.channel, each.body, *each.end]
+        found = [marker for text in texts for marker in ([text] if text in whole else MARKER.findall(text))]
+        return list(dict.fromkeys(filter(None, found)))
+
+    def mark(self, mark: str, is_token: Callable[[str], bool]) -> ToolFormat:
+        """The format of a text that has a mark before each of the markers that is a token."""
+        known = sorted(filter(is_token, self.markers), key=len, reverse=True)
+        if not known:
+            return self
+        pattern = re.compile("|".join(map(re.escape, known)))
+
+        def marked(text: str) -> str:
+            return pattern.sub(lambda match: mark + match[0], text)
+
+        def all_marked(texts: Iterable[str]) -> tuple[str, ...]:
+            return tuple(map(marked, texts))
+
+        channels = self.channels and replace(
+            self.channels,
+            start=marked(self.channels.start),
+            channel=marked(self.channels.channel),
+            body=marked(self.channels.body),
+            end=all_marked(self.channels.end),
+            prompt=marked(self.channels.prompt),
+        )
+        return replace(
+            self,
+            begin=all_marked(self.begin),
+            call=all_marked(self.call),
+            end=all_marked(self.end),
+            parameter=marked(self.parameter),
+            channels=channels,
+        )
+
+
+def format_names() -> list[str]:
+    """The formats that are shipped."""
+    return sorted(file.stem for file in (CONF / "tool_calls").glob("*.yaml"))
+
+
+@cache
+def read_format(name: str) -> ToolFormat:
+    """Read a shipped format by its name, or a user's file. ConfigError where there is none, or it is no format."""
+    shipped = CONF / "tool_calls" / f"{name}.yaml"
+    path = shipped if name in format_names() else Path(name).expanduser()
+    if path is not shipped and path.suffix not in (".yaml", ".yml"):
+        known = format_names()
+        own = "or a file, FORMAT.yaml"
+        raise ConfigError(f"tool_calls={name}: there is no such format{did_you_mean(name, known)}; "
+                          f"choices: {', '.join(known)}, {own}")  # fmt: skip
+    try:
+        values = yaml.safe_load(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"tool_calls={name}: {getattr(error, 'strerror', None) or error}") from None
+    return make_format(values, f"tool_calls={name}")
+
+
+def detect_format(template: str) -> str | None:
+    """The shipped format of a chat template: the one of which it has all texts, and most of them."""
+    found = [(len(texts), name) for name, texts in known_templates().items() if all(map(template.__contains__, texts))]
+    return max(found)[1] if found else None
+
+
+@cache
+def known_templates() -> dict[str, tuple[str, ...]]:
+    """Format -> the texts that a chat template has if its model writes calls so."""
+    return {name: texts for name in format_names() if (texts := read_format(name).template)}
+
+
+def make_format(values: Any, at: str) -> ToolFormat:
+    """Check the content of a file. ConfigError, which begins with `at`, where it is no format."""
+    made = ToolFormat(**read_keys(ToolFormat, values, at))
+    if made.channels:
+        if made.begin or made.call or made.end or made.parameter or "{name}" not in made.channels.recipient:
+            raise ConfigError(f"{at}: channels stand in place of the other keys, and have a recipient with {{name}}")
+        return made
+    if not made.call:
+        raise ConfigError(f"{at}: call is missing, as in call: '<call>{{name}} {{arguments}}</call>'")
+    for call in made.call:
+        check_call(made, call, at)
+    if not made.bare and not all(openers(made)):
+        raise ConfigError(f"{at}: a call begins with nothing that tells it from content; state begin, or bare: true")
+    if clash := next(((a, b) for a in made.begin for b in made.begin if a and a != b and b.startswith(a)), None):
+        raise ConfigError(f"{at}: begin: {clash[1]!r} begins with {clash[0]!r}; one of them can never be told")
+    return made
+
+
+def openers(tool_format: ToolFormat) -> list[str]:
+    """The texts with which calls begin: begin, or where that is nothing, what a call has before its first field."""
+    firsts = [FIELD.split(call)[0].strip() for call in tool_format.call]
+    begins = tool_format.begin or ("",)
+    found = [opener for begin in begins for opener in ([begin] if begin else firsts)]
+    return list(dict.fromkeys(found))
+
+
+def check_call(made: ToolFormat, call: str, at: str) -> None:
+    held = [field for field in HOLDS if field in call]
+    if len(held) != 1 or call.count(held[0]) != 1:
+        raise ConfigError(f"{at}: call: {call!r} must have one of {', '.join(HOLDS)}")
+    is_whole = held[0] in ("{json}", "{python}")
+    if not is_whole and not any(call.find(field) in range(call.find(held[0])) for field in NAMED):
+        raise ConfigError(f"{at}: call: {call!r} must have {{name}}, or {{id}}, before {held[0]}")
+    if "{name}" not in call and "{id}" in call and not any("{name}" in id for id in made.id):
+        raise ConfigError(f"{at}: id must say where the name is, as in id: 'functions.{{name}}:{{index}}'")
+    if held[0] == "{parameters}" and not re.fullmatch(
+        r"\s*[^\s{].*\{key\}.*[^\s}]\s*\{value\}\s*[^\s{].*", made.parameter, re.DOTALL
+    ):
+        example = "<parameter={key}>{value}</parameter>"
+        raise ConfigError(f"{at}: parameter: {made.parameter!r} must be texts around {{key}} and {{value}}: {example}")
+
+
+def read_keys(kind: type, values: Any, at: str) -> dict[str, Any]:
+    """The values of a block, checked by the types of its dataclass."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{at}: {values!r} is no mapping of keys")
+    types = {each.name: str(each.type) for each in fields(kind)}
+    if unknown := next((key for key in values if key not in types), None):
+        known = ", ".join(types)
+        raise ConfigError(f"{at}: there is no key {unknown}{did_you_mean(str(unknown), types)}; there is: {known}")
+    if kind is Channels and (missing := [name for name in types if name not in values]):
+        raise ConfigError(f"{at}: {', '.join(missing)} is missing")
+    return {key: read_value(types[key], value, f"{at}: {key}") for key, value in values.items()}
+
+
+def read_value(kind: str, value: Any, at: str) -> Any:
+    if kind.startswith("Channels"):
+        return Channels(**read_keys(Channels, value, at))
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise ConfigError(f"{at}={value!r} is not true or false")
+        return value
+    texts = value if isinstance(value, list) and kind != "str" else [value]
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"{at}={value!r} is no text{'' if kind == 'str' else ', or list of texts'}")
+    return value if kind == "str" else tuple(texts)

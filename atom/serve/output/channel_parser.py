@@ -1,0 +1,141 @@
+"""Parse an answer that is several messages, each with a channel: OpenAI's harmony format.
+
+    <|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.f
+    <|constrain|>json<|message|>{"a": 1}<|call|>
+
+    reader = ChannelReader(read_format("harmony"), {"f": {}})
+    content, deltas = reader.push(text)
+    reader.take_reasoning()           # "Let me see."
+
+A message to a function that nobody has, or whose body is no object, is content, with its header.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from atom.config.tool_formats import ToolFormat
+from atom.serve.output.incremental_text import SPACE, ParseError, Reading
+from atom.serve.output.tool_parser import CallReader, new_call_id
+
+RECIPIENT = re.compile(r"\bto=([^\s<\ufdd1]+)")
+CHANNEL = re.compile(r"\s*([\w-]+)")
+HEADER_SIZE = 512  # characters: a longer one is no header
+
+
+class ChannelReader(CallReader):
+    """Splits a text into reasoning, content and calls."""
+
+    def __init__(
+        self,
+        tool_format: ToolFormat,
+        tools: Mapping[str, Any],
+        new_id: Callable[[], str] = new_call_id,
+        *,
+        prompt: str = "",
+        is_streamed: bool = True,
+    ) -> None:
+        """prompt: an answer may begin within a message that it has opened"""
+        super().__init__(tool_format, tools, new_id, is_streamed=is_streamed)
+        assert tool_format.channels is not None, "such a format has them"
+        self._channels = tool_format.channels
+        self._last: list[str] | None = None  # where the last message went, if it was text
+        opened = prompt[prompt.rfind(self._channels.start) :]
+        if opened != prompt and opened.rstrip() != self._channels.prompt and self._channels.body in opened:
+            self.push(opened)
+            self.take_reasoning()
+
+    def _read(self) -> Reading[None]:
+        text, marks = self._text, self._channels
+        name = re.compile(re.escape(marks.recipient).replace(re.escape("{name}"), "(.+)"))
+        while True:
+            yield from text.skip(SPACE)
+            if not (yield from text.peek()):
+                text.at = 0
+                self._content.append(text.take(len(text.text)) if self._last is None else "")
+                return
+            header = yield from self._read_header()
+            if header is None:  # no message
+                text.at = 0
+                if (yield from text.move_until((marks.start, marks.channel), self._content)) is None:
+                    return
+                text.at = 0
+                continue
+            recipient = RECIPIENT.search(header)
+            if recipient is not None:
+                function = name.fullmatch(recipient[1])
+                yield from self._read_message_call(function[1] if function else "")
+                self._last = None
+                out = self._content  # what is behind a call, or is none
+            else:
+                channel = CHANNEL.match(header.partition(marks.channel)[2])
+                out = self._reasoning if channel and channel[1] == marks.reasoning else self._content
+                if self._last is out:
+                    out.append("\n")
+                self._last = out
+                text.take(text.at)
+            if not (yield from self._read_body(out)):
+                return
+
+    def _read_header(self) -> Reading[str | None]:
+        """Read up to the body's marker; None where no message begins here."""
+        text, marks = self._text, self._channels
+        start = text.at
+        if (yield from text.starts_with_any((marks.start, marks.channel, "to="))) is None:
+            return None
+        while (found := text.text.find(marks.body, start)) < 0:
+            if text.is_ended or len(text.text) - start > HEADER_SIZE:
+                text.at = start
+                yield from self._give_up_header()
+                return None
+            yield
+        text.at = found + len(marks.body)
+        return text.text[start:found]
+
+    def _give_up_header(self) -> Reading[None]:
+        """Take the marker at which a header would begin as content."""
+        text, marks = self._text, self._channels
+        marker = (yield from text.starts_with_any((marks.start, marks.channel))) or "to="
+        self._content.append(text.take(text.at + len(marker)))
+
+    def _read_message_call(self, name: str) -> Reading[None]:
+        """Read the arguments of a call behind its header."""
+        text, marks = self._text, self._channels
+        try:
+            self._call.name = self._check_name(name)
+            yield from text.skip(SPACE)
+            yield from self._read_arguments()
+            yield from text.skip(SPACE)
+            if (yield from text.peek()) and (yield from text.starts_with_any((*marks.end, marks.start))) is None:
+                raise ParseError
+            self._end_call()
+        except ParseError:
+            self._move_to_content()
+
+    def _read_body(self, out: list[str]) -> Reading[bool]:
+        """Read a message's text up to its end; whether another message may follow."""
+        text, marks = self._text, self._channels
+        marker = yield from text.move_until((*marks.end, marks.start), out)
+        if marker is None:
+            return False
+        if marker == marks.start:
+            text.at -= len(marker)
+        text.take(text.at)
+        return True
+
+
+class ChannelSplitter:
+    """Splits a text into reasoning and content; in place of a ReasoningSplitter."""
+
+    def __init__(self, reader: ChannelReader) -> None:
+        self._reader = reader
+
+    def push(self, text: str) -> tuple[str, str]:
+        content, _ = self._reader.push(text)
+        return self._reader.take_reasoning(), content
+
+    def finish(self) -> tuple[str, str]:
+        content, _ = self._reader.finish()
+        return self._reader.take_reasoning(), content

@@ -1,0 +1,253 @@
+"""Every shipped format reads what its family's chat template writes, wherever the text is cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atom.config.tool_formats import detect_format, format_names, make_format, read_format
+from atom.errors import ConfigError
+from atom.serve.output.channel_parser import ChannelReader
+from atom.serve.output.tool_parser import CallReader
+
+DOCS = Path(__file__).parents[3] / "docs" / "tool-calls.md"
+PARAMETERS = {
+    "city": {"type": "string"},
+    "days": {"type": "integer"},
+    "units": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+    "at": {"$ref": "#/$defs/Place"},
+    "now": {"type": "boolean"},
+}
+SCHEMA = {"type": "object", "properties": PARAMETERS, "$defs": {"Place": {"type": "object"}}}
+TOOLS = {"get_weather": SCHEMA, "f": {"type": "object", "properties": {}}}
+CALLS = [("get_weather", {"city": "Paris", "days": 3}), ("f", {})]
+
+# what two calls look like, as the chat templates of the families write them
+WRITTEN = {
+    "json": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, {"name": "f", "arguments": {}}]',
+    "tagged_json": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+    "python_tag": '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}; {"name": "f", "parameters": {}}',
+    "pythonic": '[get_weather(city="Paris", days=3), f()]',
+    "olmo3": '<function_calls>get_weather(city="Paris", days=3)\nf()</function_calls>',
+    "mistral": '[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 3}[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{}',
+    "granite": '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, {"name": "f", "arguments": {}}]',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
+    '{"city": "Paris", "days": 3}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```'
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris", "days": 3}'
+    "<｜tool▁call▁end｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+    '{"city": "Paris", "days": 3}<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{}'
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "glm45": "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
+    "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>f\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+    '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "</function>\n</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n<parameter=days>3</parameter>\n"
+    "</function>\n</seed:tool_call>\n<seed:tool_call>\n<function=f>\n</function>\n</seed:tool_call>",
+    "phi4_mini": 'functools[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, {"name": "f", "arguments": {}}]',
+    "harmony": "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+    '{"city": "Paris", "days": 3}<|end|><|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>',
+}  # fmt: skip
+IDS = {"kimi_k2": ["functions.get_weather:0", "functions.f:1"], "mistral": ["id1", "abc123def"]}
+
+
+def make_reader(tool_format: Any, **options: Any) -> CallReader:
+    numbers = itertools.count(1)
+    options = {"tools": TOOLS, "new_id": lambda: f"id{next(numbers)}", **options}
+    return (ChannelReader if tool_format.channels else CallReader)(tool_format, **options)
+
+
+def read(tool_format: Any, pieces: list[str], **options: Any) -> tuple[str, str, list[tuple[str, str, str]], int]:
+    """Content, reasoning, the ids, names and arguments of calls that began, and how many of them are whole."""
+    reader = make_reader(tool_format, **options)
+    content, reasoning, calls = "", "", list[tuple[str, str, str]]()
+    for text, deltas in [*map(reader.push, pieces), reader.finish()]:
+        content, reasoning = content + text, reasoning + reader.take_reasoning()
+        for index, id, name, arguments in deltas:
+            if id is not None:
+                assert index == len(calls)
+                calls.append((id, name or "", ""))
+            calls[index] = (*calls[index][:2], calls[index][2] + arguments)
+    return content, reasoning, calls, reader.num_calls
+
+
+def test_every_format_is_shown_here():
+    assert sorted(WRITTEN) == format_names()
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_a_template_writes_is_read_at_any_cut(name: str):
+    tool_format, text = read_format(name), WRITTEN[name]
+    expected = read(tool_format, [text])
+    content, _, calls, num_calls = expected
+    assert (content.strip(), num_calls) == ("", 2)
+    assert [(name, json.loads(arguments)) for _, name, arguments in calls] == CALLS
+    assert [id for id, *_ in calls] == IDS.get(name, ["id1", "id2"])
+    cuts = [list(text), *([text[:cut], text[cut:]] for cut in range(len(text)))]
+    assert all(read(tool_format, pieces) == expected for pieces in cuts)
+    assert read(tool_format, list(text), is_streamed=False) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name not in ("pythonic", "harmony")])
+def test_text_before_a_call_is_content(name: str):
+    content, _, calls, num_calls = read(read_format(name), list(f"I look.\n{WRITTEN[name]}"))
+    assert (content, num_calls, len(calls)) == ("I look.", 2, 2)
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_text_that_breaks_off_is_never_lost(name: str):
+    tool_format, text = read_format(name), WRITTEN[name].replace("get_weather", "nobody")
+    broken = read(tool_format, [text], is_streamed=False)
+    assert "nobody" in broken[0] and "Paris" in broken[0]
+    for cut in range(len(text)):
+        part = read(tool_format, [text[:cut]], is_streamed=False)
+        assert part[3] or part[0] + part[1] == text[:cut].strip() or tool_format.channels or part[0] == text[:cut]
+
+
+WORDS = sorted(
+    {part for text in WRITTEN.values() for part in re.split(r"(<[^<>]*>|\[[A-Z_]+\]|\s|[{}()=,:])", text) if part}
+)
+answers = st.lists(st.sampled_from([*WORDS, *WRITTEN.values()]), max_size=12).map("".join)
+
+
+@settings(max_examples=400, deadline=None)
+@given(answers, st.sampled_from(sorted(WRITTEN)), st.lists(st.integers(0, 200), max_size=6), st.booleans())
+def test_calls_do_not_depend_on_where_a_text_is_cut(text: str, name: str, cuts: list[int], is_streamed: bool):
+    tool_format = read_format(name)
+    ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(ends)]
+    whole = read(tool_format, [text], is_streamed=is_streamed)
+    assert read(tool_format, pieces, is_streamed=is_streamed) == whole
+    assert read(tool_format, list(text), is_streamed=is_streamed) == whole
+    content, reasoning, calls, num_calls = read(tool_format, [text], is_streamed=False)
+    assert (content, reasoning, num_calls) == (whole[0], whole[1], whole[3])
+    assert len(calls) == num_calls and all(isinstance(json.loads(each), dict) for *_, each in calls)
+    assert calls or tool_format.channels or content == text
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("city", "3", "3"),
+        ("city", "null", "null"),
+        ("city", ' "a"\n<b>', ' "a"\n<b>'),
+        ("days", "3", 3),
+        ("days", "many", "many"),
+        ("days", "1e999x", "1e999x"),
+        ("units", "null", None),
+        ("units", "5", "5"),
+        ("at", '{"x": [1]}', {"x": [1]}),
+        ("at", "{'x': None}", {"x": None}),
+        ("now", "True", True),
+        ("now", "false", False),
+        ("other", "3", 3),
+        ("other", "a", "a"),
+        ("other", '"a"', '"a"'),
+    ],
+)
+def test_the_schema_says_what_a_parameter_is(key: str, text: str, value: Any):
+    told = f"<seed:tool_call><function=get_weather><parameter={key}>{text}</parameter></function></seed:tool_call>"
+    _, _, calls, _ = read(read_format("seed_oss"), [told])
+    assert json.loads(calls[0][2]) == {key: value}
+
+
+def test_parameters_are_streamed_one_by_one():
+    reader = make_reader(read_format("qwen3_coder"))
+    assert reader.push("<function=get_weather>\n<parameter=city>\nPar") == ("", [(0, "id1", "get_weather", "")])
+    assert reader.push("is\n</parameter>\n")[1] == [(0, None, None, '{"city": "Paris"')]
+    assert reader.push("<parameter=days>3</parameter>")[1] == [(0, None, None, ', "days": 3')]
+    assert reader.num_calls == 0
+    assert reader.push("</function>")[1] == [(0, None, None, "}")]
+    assert reader.num_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>", ("Yes.", "Hm.")),
+        ("<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>Yes.", ("I look.\nYes.", "")),
+        ("Yes.", ("Yes.", "")),
+        ("<|channel|>analysis<|message|>Hm", ("", "Hm")),
+        ("<|channel|>fin", ("<|channel|>fin", "")),
+        (
+            "<|channel|>commentary to=functions.nobody<|message|>{}<|call|>",
+            ("<|channel|>commentary to=functions.nobody<|message|>{}", ""),
+        ),
+    ],
+)  # fmt: skip
+def test_channels_are_reasoning_and_content(text: str, expected: tuple[str, str]):
+    for pieces in ([text], list(text)):
+        assert read(read_format("harmony"), pieces) == (*expected, [], 0)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("'<tool_call>\\n{\"name\": ' … '\\n</tool_call>'", "tagged_json"),
+        ("<tool_call>\n<function=f>\n<parameter=p>\n</parameter>\n</function>\n</tool_call>", "qwen3_coder"),
+        ("<tool_call>{function-name}\n<arg_key>{k}</arg_key>\n<arg_value>{v}</arg_value>\n</tool_call>", "glm45"),
+        (
+            "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name + '\\n' + '```json'",
+            "deepseek_v3",
+        ),
+        ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments", "deepseek_v31"),
+        ("{%- set toolcall_begin_token = '<minimax:tool_call>' -%}", "minimax_m2"),
+        ("<seed:tool_call>\n<function=f>\n<parameter=p>", "seed_oss"),
+        ("<|tool_calls_section_begin|>", "kimi_k2"),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "harmony"),
+        ("{{ message.content }}", None),
+    ],
+)
+def test_a_chat_template_shows_its_format(template: str, name: str | None):
+    assert detect_format(template) == name
+
+
+def test_the_format_of_the_docs_is_read(tmp_path: Path):
+    (block,) = re.findall(r"```yaml\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    (tmp_path / "weather.yaml").write_text(block)
+    (told,) = re.findall(r"It reads `(.*?)`", DOCS.read_text())
+    for pieces in ([told], list(told)):
+        calls = [("id1", "get_weather", '{"city": "Paris"}')]
+        assert read(read_format(str(tmp_path / "weather.yaml")), pieces) == ("", "", calls, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("[]", "is no mapping"),
+        ("begin: <a>", "call is missing"),
+        ("{begin: <a>, call: '{json}', ends: x}", "there is no key ends"),
+        ("{begin: 1, call: '{json}'}", "begin=1 is no text"),
+        ("{begin: <a>, call: '{json}', bare: 1}", "bare=1 is not true or false"),
+        ("{begin: <a>, call: '{name}'}", "must have one of {arguments}"),
+        ("{begin: <a>, call: '{arguments}'}", "must have {name}, or {id}, before"),
+        ("{begin: <a>, call: '{id} {arguments}'}", "id must say where the name is"),
+        ("{begin: <a>, call: '{name} {parameters}'}", "must be texts around {key} and {value}"),
+        ("{call: '{json}'}", "nothing that tells it from content"),
+        ("{begin: [<a>, <a>b], call: '{json}'}", "begins with"),
+        ("{channels: {start: a}}", "is missing"),
+    ],
+)
+def test_a_file_that_is_no_format_is_refused(text: str, fault: str):
+    with pytest.raises(ConfigError, match=f"tool_calls=x: .*{re.escape(fault)}"):
+        make_format(yaml.safe_load(text), "tool_calls=x")
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="No such file"):
+        read_format(str(tmp_path / "none.yaml"))
+    (tmp_path / "bad.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        read_format(str(tmp_path / "bad.yaml"))

@@ -291,7 +291,8 @@ def stand_in(word: str, folder: Path) -> str:
     """The word with a tiny checkpoint for one that is not here."""
     ends = {"elm": "stablelm", "A3B": "mixture", "32B": "wide", "-R1": "latent", "le3": "eagle3"}
     name, owners = ends.get(word[-3:], "llama"), "Qwen|deepseek-ai|AngelSlim"
-    pattern = rf"^(checkpoint=|serve.draft_model=|)(/models/\w+|(?:{owners})/[\w.-]+)$"
+    hub = rf"(?:https://huggingface\.co/)?(?:{owners})/[\w./:-]+"
+    pattern = rf"^(checkpoint=|serve.draft_model=|)(/models/\w+|{hub})$"
     return re.sub(pattern, rf"\1{folder}/{name}", word)
 
 

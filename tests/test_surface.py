@@ -67,7 +67,7 @@ parallel: tensor data experts replicas visible_devices launcher address key_file
 parallel.torchrun: rank world_size local_world_size master_addr master_port run_id
 model.norm: kind eps bias offset before after
 model.attention: kind heads kv_heads head_dim bias o_bias qk_norm scale scale_dim softcap sinks
-model.attention: full_rope rope_layers window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim
+model.attention: full_rope rope_layers no_rope_every window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim
 model.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim truncate factors
 model.attention.rope: short_factor long_factor
@@ -77,7 +77,7 @@ model.attention.window_rope: short_factor long_factor
 model.mlp.0: kind width activation limit alpha bias experts top_k shared shared_width shared_gate transposed interleaved
 model.mlp.0: every first skip
 model.mlp.0.router: method score bias groups top_groups renormalize scale
-model.gguf: architecture interleaved split ignore_merges
+model.gguf: architecture interleaved norm_offset split ignore_merges
 model.embedded: requirement member sha256 config generation
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory max_model_len max_num_seqs max_num_batched_tokens
 serve: enable_prefix_caching enforce_eager tensor_parallel_size

@@ -42,6 +42,7 @@ class GGUFFacts(NamedTuple):
     """Facts that GGUF files leave out."""
 
     interleaved: Mapping[str, int] = MappingProxyType({})  # projection -> heads stored with rotary rows in pairs
+    norm_offset: float = 0.0  # what the weights of norms are stored with, beside the hub's
     split: Mapping[str, str] = MappingProxyType({})  # tokenizer.ggml.pre -> regular expression of its pre-tokenizer
     ignore_merges: Collection[str] = ()  # those that look words up whole, and begin texts with BOS
 

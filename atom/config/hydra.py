@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import operator
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -266,6 +267,7 @@ def register(schema: Any) -> None:
     OmegaConf.register_new_resolver("stated", look_up_null, replace=True)
     OmegaConf.register_new_resolver("generation", look_up_sampling, replace=True)
     OmegaConf.register_new_resolver("if", choose, replace=True)
+    OmegaConf.register_new_resolver("equal", operator.eq, replace=True)
 
 
 def resolve(composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, Any] | None = None) -> dict[str, Any]:

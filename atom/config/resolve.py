@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atom.checkpoint import quantization
+from atom.checkpoint.address import short_name
 from atom.checkpoint.quantization import Quantization, check_pattern
 from atom.checkpoint.stacked import find_stacked
 from atom.config.parallel import derive_parallel
@@ -115,6 +116,7 @@ def respell(config: Config) -> Config:
         cache_dtype = config.quant.kv
     return replace(
         config,
+        checkpoint=config.checkpoint and short_name(config.checkpoint),
         dtype=BY_NAME.get(config.dtype, config.dtype),
         model=replace(config.model, mlp=mlp),
         parallel=parallel,

@@ -109,7 +109,8 @@ class AttentionConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     window_rope: RopeConfig | None = None  # of the layers with the window; null: as the others
     full_rope: bool = True  # layers without a window have a rope
-    rope_layers: list[int] | None = None  # by layer: 0 has no rope; null: all have one
+    rope_layers: list[int] | None = None  # by layer: 0 has no rope; null: all have one, beside no_rope_every
+    no_rope_every: int | None = number(None, 1)  # layers without a rope: each of that number, where rope_layers is null
 
 
 @dataclass
@@ -148,6 +149,7 @@ class MLPConfig:
 class GGUFConfig:
     architecture: str | None = None  # general.architecture of the files that this model reads
     interleaved: dict[str, int] = field(default_factory=dict)  # projection -> heads stored with rotary rows in pairs
+    norm_offset: float = 0.0  # what the weights of norms are stored with, beside the hub's
     split: dict[str, str] = field(default_factory=dict)  # tokenizer.ggml.pre -> regular expression of its pre-tokenizer
     ignore_merges: list[str] = field(default_factory=list)  # those that look words up whole, and begin texts with BOS
 
@@ -380,7 +382,7 @@ class Config:
     serve: ServeConfig = field(default_factory=ServeConfig)
     job: JobConfig = field(default_factory=JobConfig)
     sampling: SamplingConfig = of("serve generate bench profile", field(default_factory=SamplingConfig))
-    checkpoint: str | None = None  # folder, hub id or .gguf file; null: the embedded default
+    checkpoint: str | None = None  # folder, .gguf file, hub id or address, owner/name:Q4_K_M; null: the embedded one
     revision: str | None = None  # of a hub id
     trust_remote_code: bool = False  # run the code that a checkpoint's tokenizer brings
     dtype: str = one_of("auto", *MODEL_DTYPES)  # auto: the checkpoint's

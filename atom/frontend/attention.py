@@ -98,8 +98,9 @@ def rotaries(writer: Writer, positions: Node, layers: Iterable[int]) -> list[Rot
 
 def rope_of(attention: AttentionConfig, layer: int) -> RopeConfig | None:
     """The layer's rope, or None."""
-    is_full, listed = window_of(attention, layer) is None, attention.rope_layers
-    if (is_full and not attention.full_rope) or (listed is not None and not listed[layer]):
+    is_full, listed, every = window_of(attention, layer) is None, attention.rope_layers, attention.no_rope_every
+    has_none = every is not None and (layer + 1) % every == 0 if listed is None else not listed[layer]
+    if has_none or (is_full and not attention.full_rope):
         return None
     rope = attention.rope if is_full else attention.window_rope or attention.rope
     return None if rope.kind == "none" else rope

@@ -33,10 +33,13 @@ GATING = {"softmax": gguf.ExpertGatingFuncType.SOFTMAX, "sigmoid": gguf.ExpertGa
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
-def convert(folder: Path, path: Path, *, old_mla: bool = False, max_tensors: int = 0) -> Path:
+def convert(
+    folder: Path, path: Path, *, old_mla: bool = False, max_tensors: int = 0, rounded: str = "", packed: bool = False
+) -> Path:
     """Write the checkpoint of a folder to a GGUF file in fp32; the path of its first part, where it is split.
 
-    old_mla: as before llama.cpp wrote the halves of kv_b_proj. max_tensors: of a part
+    old_mla: as before llama.cpp wrote the halves of kv_b_proj. max_tensors: of a part. rounded: the type that matrices
+    are rounded to; packed: they are stored in it, too
     """
     config = json.loads((folder / "config.json").read_text())
     arch = ARCHITECTURES[config["architectures"][0]]
@@ -51,7 +54,13 @@ def convert(folder: Path, path: Path, *, old_mla: bool = False, max_tensors: int
     for name, tensor in RULES.get(arch, unchanged)(stack_experts(stored), config | {"old_mla": old_mla}):
         mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert mapped is not None, name
-        writer.add_tensor(mapped, np.ascontiguousarray(tensor.numpy()))
+        array, kind = np.ascontiguousarray(tensor.numpy()), gguf.GGMLQuantizationType.F32
+        if rounded and tensor.ndim > 1 and "mlp.gate." not in name:
+            kind = gguf.GGMLQuantizationType[rounded]
+            array = gguf.quants.quantize(array, kind)
+        if not packed:
+            array, kind = gguf.quants.dequantize(array, kind), gguf.GGMLQuantizationType.F32
+        writer.add_tensor(mapped, array, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

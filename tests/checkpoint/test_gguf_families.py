@@ -46,6 +46,38 @@ def test_a_file_gives_the_logits_of_transformers(case: str, tmp_path: Path) -> N
     engine.close()
 
 
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+}
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "rope_parameters": YARN}
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "options"),
+    [
+        ("qwen3_moe", SIZES, {}),
+        ("deepseek_v3", SIZES | LATENT, {}),
+        ("deepseek_v3", SIZES | LATENT, {"old_mla": True}),
+    ],
+)
+def test_packed_tensors_are_those_that_they_round_to(
+    variant: str, changes: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    tiny.save_changed(variant, tmp_path / "checkpoint", **changes)
+    made = []
+    for packed in (False, True):
+        path = tmp_path / f"{packed}.gguf"
+        gguf_files.convert(tmp_path / "checkpoint", path, rounded="Q8_0", packed=packed, **options)
+        engine = LLMEngine(model=str(path), level=0, dtype="fp32", kv_cache_memory=1 << 22)
+        made.append(logits_of(engine, tiny.prompt(20)))
+        engine.close()
+    assert_same_logits(made[1], made[0])
+
+
 def test_the_page_has_every_architecture_that_a_model_file_reads() -> None:
     specs = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / "conf" / "model").glob("*.yaml")}
     read = {

@@ -142,6 +142,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (here / "my_conf" / "model").mkdir(parents=True)
     (yaml,) = re.findall(r"```yaml\n# stablelm.yaml\n(.*?)```", (ROOT / "docs/add-a-model.md").read_text(), re.DOTALL)
     (here / "my_conf" / "model" / "stablelm.yaml").write_text(yaml)
+    (module,) = re.findall(r"```python\n# my_passes.py\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.DOTALL)
+    (here / "my_passes.py").write_text(module)
     (here / "questions.txt").write_text("Why?\nHow?\n")
     (here / "keys.txt").write_text("sesame\n")
     (here / "key").write_text("0123456789abcdef\n")

@@ -62,6 +62,8 @@ model: name architectures model_types auto hidden layers vocab max_position tied
 model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_softcap mtp_layers stacked fmt plain formats
 model: act tool_calls reasoning
 model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state
+passes: extra sink_into_head fuse_qkv fuse_gate_up fuse_norm_residual fuse_linear_gate fuse_norm_linear
+passes: fuse_norm_rope_attention
 quant: fmt experts head plain act kv
 parallel: tensor data experts replicas visible_devices launcher address key_file host
 parallel.torchrun: rank world_size local_world_size master_addr master_port run_id
@@ -137,6 +139,7 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
 IMPORT_ORDER = """
 errors | gc_utils | devices | dtypes | child_process | measurement
 cache | checkpoint | sampling_params
+plugins
 config | graph
 kernels | runtime.types
 pieces | frontend | passes | weights
@@ -185,7 +188,7 @@ LOCAL_IMPORTS = {
 # Where a module is imported by a name that is found at run time.
 IMPORTERS = """
 __init__ entrypoints.args jobs.__init__ kernels.inductor.piece_compiler kernels.registry kernels.step
-kernels.triton.__init__
+kernels.triton.__init__ plugins
 """
 
 

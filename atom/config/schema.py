@@ -229,6 +229,24 @@ class QuantConfig:
 
 
 @dataclass
+class PassesConfig:
+    """Passes of users, and those of ours that may be left out."""
+
+    extra: list[str] = field(default_factory=list)  # module:function, ahead of select_kernels; …@NAME: of that pass
+    sink_into_head: bool = True  # the last layer's work for the rows that have logits alone
+    fuse_qkv: bool = True  # one linear for queries, keys and values
+    fuse_gate_up: bool = True  # one linear for gate and up
+    fuse_norm_residual: bool = True  # a sum and the norm that reads it
+    fuse_linear_gate: bool = True  # a linear and the activation behind it
+    fuse_norm_linear: bool = True  # a norm and the linear that reads it
+    fuse_norm_rope_attention: bool = True  # norms, rope and the write to the cache
+
+    @property
+    def left_out(self) -> list[str]:
+        return [each.name for each in fields(self) if getattr(self, each.name) is False]
+
+
+@dataclass
 class TorchrunConfig:
     """What torchrun tells the processes that it starts, in their environment."""
 
@@ -378,6 +396,7 @@ class SamplingConfig(SamplingParams):
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
+    passes: PassesConfig = field(default_factory=PassesConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     job: JobConfig = field(default_factory=JobConfig)

@@ -58,7 +58,7 @@ SAMPLING = {
 }
 
 CONFIG = """
-model: name architectures model_types auto hidden layers vocab max_position tied residual weights ignore
+model: name architectures model_types auto hidden layers vocab max_position tied head_bias residual weights ignore
 model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_softcap mtp_layers stacked fmt plain formats
 model: act tool_calls reasoning
 model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state
@@ -69,7 +69,7 @@ parallel: tensor data experts replicas visible_devices launcher address key_file
 parallel.torchrun: rank world_size local_world_size master_addr master_port run_id
 model.norm: kind eps bias offset before after
 model.attention: kind heads kv_heads head_dim bias o_bias qk_norm scale scale_dim softcap sinks
-model.attention: full_rope rope_layers no_rope_every window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim
+model.attention: qkv_by_head full_rope rope_layers no_rope_every window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim
 model.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim truncate factors
 model.attention.rope: short_factor long_factor
@@ -99,6 +99,7 @@ sampling: include_stop_str_in_output skip_special_tokens visible_tokens structur
 MODEL_FILES = """
 arcee auto decoder deepseek_v3 dots1 eagle3 ernie4_5 exaone4 gemma2 gemma3 glm glm4 glm4_moe gpt_oss granite granitemoe kimi_k2 llama
 minimax_m2 mistral mixtral nemotron olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm2 smollm3 starcoder2
+gpt_neox phi
 """
 
 ENVIRONMENT = {

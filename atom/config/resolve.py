@@ -263,8 +263,10 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
         raise ConfigError(f"model.norm.bias: a norm of kind {model.norm.kind} has none, a layer norm has")
     if not (model.norm.before or model.norm.after):
         raise ConfigError("model.norm: before and after are both false; a layer needs one of them")
-    if model.residual == "parallel" and not model.norm.before:
-        raise ConfigError("model.residual=parallel: attention and mlp read one norm, so model.norm.before must be true")
+    if model.residual != "sequential" and not model.norm.before:
+        raise ConfigError(
+            f"model.residual={model.residual}: attention and mlp read a norm, so model.norm.before must be true"
+        )
     for key, value in model.assumes.items():
         if (stated := config.hf.get(key)) not in (None, value):
             known = f"there is: {spelled(value)}"

@@ -91,6 +91,7 @@ class AttentionConfig:
     kv_heads: int | None = number(None, 1)  # gqa; null: as many as heads
     head_dim: int | None = number(None, 1)  # gqa; null: hidden / heads
     bias: bool = False  # on q, k and v; mla: on q_a and kv_a
+    qkv_by_head: bool = False  # gqa: one stored tensor has q, k and v of the first head, then of the next
     o_bias: bool = False  # on o
     qk_norm: str = one_of("none", "per_head", "whole")  # gqa; whole: over all heads at once
     scale: float | None = None  # null: scale_dim ** -0.5
@@ -186,12 +187,13 @@ class ModelConfig:
     vocab: int = number(0, 1)  # rows of the embedding
     max_position: int = number(0, 1, (1 << 31) - 1)  # tokens of context that the model was made for
     tied: bool = False  # the head is the embedding
+    head_bias: bool = False  # on the head
     embedding_scale: float | None = number(None, 0, above=True)  # null: 1
     embedding_scale_root: bool = False  # the scale is the square root of hidden
     residual_scale: float | None = number(None, 0, above=True)  # of what attention and mlp add; null: 1
     logits_divisor: float | None = number(None, 0, above=True)  # null: 1
     logits_softcap: float | None = number(None, 0, above=True)  # logits stay within it
-    residual: str = one_of("sequential", "parallel")  # parallel: attention and mlp read the same norm
+    residual: str = one_of("sequential", "parallel", "parallel_norms")  # parallel: attention and mlp read one norm
     norm: NormConfig = field(default_factory=NormConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mlp: list[MLPConfig] = field(default_factory=list)  # the first entry that takes the layer

@@ -27,7 +27,8 @@ def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
     model, attention = writer.model, writer.model.attention
     heads, kv_heads, dim = attention.heads, required(attention.kv_heads), required(attention.head_dim)
     rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
-    q, k, v = writer.linears(h, rows, attention.bias, layer)
+    by_head = heads if attention.qkv_by_head else 1
+    q, k, v = writer.linears(h, rows, attention.bias, layer, by_head)
     if attention.qk_norm == "whole":
         q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
     q, k, v = (

@@ -100,6 +100,8 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
         schedulers = [Scheduler(cache, runner.model.limits, runner.run_ahead, drafter) for cache in caches]
         builders = [StepBuilder(runner.capacity) for _ in mesh.leaders]
         print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
+        if "vision_config" in config.hf:
+            print(f"atom-run: {config.checkpoint} also reads images; here its text model runs alone", file=sys.stderr)
         if text := _describe_sampling(config):
             print(f"atom-run: {text}", file=sys.stderr)
         engine = Engine(

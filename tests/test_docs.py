@@ -146,6 +146,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (here / "my_conf" / "model" / "stablelm.yaml").write_text(yaml)
     (own_format,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/tool-calls.md").read_text(), re.DOTALL)
     (here / "weather.yaml").write_text(own_format)
+    (module,) = re.findall(r"```python\n# my_passes.py\n(.*?)```", (ROOT / "docs/extend.md").read_text(), re.DOTALL)
+    (here / "my_passes.py").write_text(module)
     (here / "questions.txt").write_text("Why?\nHow?\n")
     (here / "keys.txt").write_text("sesame\n")
     (here / "key").write_text("0123456789abcdef\n")
@@ -295,7 +297,8 @@ def stand_in(word: str, folder: Path) -> str:
     """The word with a tiny checkpoint for one that is not here."""
     ends = {"elm": "stablelm", "A3B": "mixture", "32B": "wide", "-R1": "latent", "le3": "eagle3"}
     name, owners = ends.get(word[-3:], "llama"), "Qwen|deepseek-ai|AngelSlim"
-    pattern = rf"^(checkpoint=|serve.draft_model=|)(/models/\w+|(?:{owners})/[\w.-]+)$"
+    hub = rf"(?:https://huggingface\.co/)?(?:{owners})/[\w./:-]+"
+    pattern = rf"^(checkpoint=|serve.draft_model=|)(/models/\w+|{hub})$"
     return re.sub(pattern, rf"\1{folder}/{name}", word)
 
 

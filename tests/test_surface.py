@@ -60,16 +60,18 @@ SAMPLING = {
 }
 
 CONFIG = """
-model: name architectures model_types auto hidden layers vocab max_position tied residual weights ignore
+model: name architectures model_types auto hidden layers vocab max_position tied head_bias residual weights ignore
 model: assumes embedding_scale embedding_scale_root residual_scale logits_divisor logits_softcap mtp_layers stacked fmt plain formats
 model: act tool_calls reasoning
 model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_aux_hidden_state
+passes: extra sink_into_head fuse_qkv fuse_gate_up fuse_norm_residual fuse_linear_gate fuse_norm_linear
+passes: fuse_norm_rope_attention
 quant: fmt experts head plain act kv
 parallel: tensor data experts replicas visible_devices launcher address key_file host
 parallel.torchrun: rank world_size local_world_size master_addr master_port run_id
 model.norm: kind eps bias offset before after
 model.attention: kind heads kv_heads head_dim bias o_bias qk_norm scale scale_dim softcap sinks
-model.attention: full_rope rope_layers window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim
+model.attention: qkv_by_head full_rope rope_layers no_rope_every window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim
 model.attention.rope: kind theta partial dims interleaved factor original_max_position low_freq_factor high_freq_factor
 model.attention.rope: beta_fast beta_slow attention_factor mscale mscale_all_dim truncate factors
 model.attention.rope: short_factor long_factor
@@ -79,7 +81,7 @@ model.attention.window_rope: short_factor long_factor
 model.mlp.0: kind width activation limit alpha bias experts top_k shared shared_width shared_gate transposed interleaved
 model.mlp.0: every first skip
 model.mlp.0.router: method score bias groups top_groups renormalize scale
-model.gguf: architecture interleaved split ignore_merges
+model.gguf: architecture interleaved norm_offset split ignore_merges
 model.embedded: requirement member sha256 config generation
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory max_model_len max_num_seqs max_num_batched_tokens
 serve: enable_prefix_caching enforce_eager tensor_parallel_size
@@ -99,6 +101,7 @@ sampling: include_stop_str_in_output skip_special_tokens visible_tokens mark_vis
 MODEL_FILES = """
 arcee auto decoder deepseek_v3 dots1 eagle3 ernie4_5 exaone4 gemma2 gemma3 glm glm4 glm4_moe gpt_oss granite granitemoe kimi_k2 llama
 minimax_m2 mistral mixtral nemotron olmo2 olmo3 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm2 smollm3 starcoder2
+gpt_neox phi
 """
 
 TOOL_FORMATS = """
@@ -144,6 +147,7 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
 IMPORT_ORDER = """
 errors | gc_utils | devices | dtypes | child_process | measurement
 cache | checkpoint | sampling_params
+plugins
 config | graph
 kernels | runtime.types
 pieces | frontend | passes | weights
@@ -192,7 +196,7 @@ LOCAL_IMPORTS = {
 # Where a module is imported by a name that is found at run time.
 IMPORTERS = """
 __init__ entrypoints.args jobs.__init__ kernels.inductor.piece_compiler kernels.registry kernels.step
-kernels.triton.__init__
+kernels.triton.__init__ plugins
 """
 
 

@@ -1,6 +1,6 @@
 """Open a checkpoint: config, tensors under their hub names, tokenizer.
 
-A checkpoint is a folder, a hub id or a .gguf file.
+A checkpoint is a folder, a hub id, a page of the hub or a .gguf file.
 
     checkpoint = open_checkpoint("org/name")
     tokenizer = checkpoint.tokenizer()
@@ -14,10 +14,10 @@ It imports no torch, and transformers only for a tokenizer that nothing else can
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from atom.checkpoint.address import choose_gguf, parse_address
 from atom.checkpoint.base import NO_FACTS, Checkpoint, GGUFFacts, StoredTensor
 from atom.checkpoint.folder import FolderCheckpoint
 from atom.checkpoint.joined import DRAFT_PREFIX, JoinedCheckpoint
@@ -53,7 +53,7 @@ def open_checkpoint(
     weights: bool = True,
     progress: Progress = SILENT,
 ) -> Checkpoint:
-    """Open a folder, a .gguf file or, where no such path exists, a hub id.
+    """Open a folder, a .gguf file or, where no such path exists, what a hub id or an address of the hub names.
 
     revision: of a hub id. gguf: facts that a GGUF file leaves out. stacked: the parts of tensors that may be stored as
     one, see `unstack`. weights: False reads and downloads only the description of the model. Raises CheckpointError,
@@ -76,17 +76,34 @@ def open_checkpoint(
 
         checkpoint = GGUFCheckpoint(path, gguf)
     else:
-        if location.endswith(".gguf") or not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", location):
-            message = "no such folder or .gguf file, and no hub id (owner/name)"
-            raise CheckpointError(f"no checkpoint {location!r}: {message}")
-        from atom.checkpoint.hub import download, tensor_names
-
-        folder = download(location, revision=revision, weights=weights, progress=progress)
-        commit = folder.name  # of which the description is, whatever the revision's name means by now
-        checkpoint = FolderCheckpoint(
-            folder, location=location, weights=weights, fetch_names=lambda: tensor_names(location, commit)
-        )
+        checkpoint = _open_from_hub(location, revision, gguf, weights, progress)
     return unstack(checkpoint, stacked)
+
+
+def _open_from_hub(
+    location: str, revision: str | None, gguf: GGUFFacts, weights: bool, progress: Progress
+) -> Checkpoint:
+    """Open what a hub id or an address names; a GGUF file is downloaded whole even for its description, the header."""
+    address = parse_address(location)
+    if address is None or (location.endswith(".gguf") and address.repo == location):
+        message = "no such folder or .gguf file, and no hub id (owner/name, owner/name-GGUF:Q4_K_M)"
+        raise CheckpointError(f"no checkpoint {location!r}: {message}")
+    if revision is not None and address.revision not in (None, "main", revision):
+        raise CheckpointError(
+            f"{location} is of the revision {address.revision}, not {revision}; leave one of them out"
+        )
+    from atom.checkpoint.hub import download, download_file, list_files, tensor_names
+
+    name, revision = address.repo, revision or address.revision
+    if not address.may_be_gguf:
+        folder = download(name, revision=revision, weights=weights, progress=progress)
+        commit = folder.name  # of which the description is, whatever the revision's name means by now
+        return FolderCheckpoint(folder, location=name, weights=weights, fetch_names=lambda: tensor_names(name, commit))
+    from atom.checkpoint.gguf import GGUFCheckpoint
+
+    files = choose_gguf(address, list_files(name, revision=revision))
+    first, *_ = [download_file(name, file, revision=revision, progress=progress) for file in files]
+    return GGUFCheckpoint(first, gguf, location=f"{name}/{files[0]}")
 
 
 def stop_ids(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> frozenset[int]:

@@ -30,6 +30,8 @@ ROPE_KEYS = (  # keys of config.json that move into rope_parameters
     "original_max_position_embeddings",
 )
 
+ROPE_TYPES = {"su": "longrope", "mrope": "default"}  # an old name; of text alone, three equal positions are one
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -42,6 +44,7 @@ class GGUFFacts(NamedTuple):
     """Facts that GGUF files leave out."""
 
     interleaved: Mapping[str, int] = MappingProxyType({})  # projection -> heads stored with rotary rows in pairs
+    norm_offset: float = 0.0  # what the weights of norms are stored with, beside the hub's
     split: Mapping[str, str] = MappingProxyType({})  # tokenizer.ggml.pre -> regular expression of its pre-tokenizer
     ignore_merges: Collection[str] = ()  # those that look words up whole, and begin texts with BOS
 
@@ -155,7 +158,7 @@ def normalize_one_rope(
     """original: the context that the model was trained on, before the parameters' own value."""
     rope = {key: value for key, value in parameters.items() if key != "type"}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    rope["rope_type"] = "longrope" if kind == "su" else kind  # an old name
+    rope["rope_type"] = ROPE_TYPES.get(kind, kind) if isinstance(kind, str) else kind
     for key in ("rope_theta", "partial_rotary_factor"):
         if config.get(key) is not None:
             rope.setdefault(key, config[key])

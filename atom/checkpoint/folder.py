@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -25,6 +26,10 @@ from atom.errors import CheckpointError, UnsupportedError
 MAX_HEADER = 100 << 20  # bytes, as the safetensors library has it
 MAX_DIMS = 16
 INDEX = "model.safetensors.index.json"
+OF_WHOLE = ("architectures", "tie_word_embeddings")  # of a config with a text_config; the head is outside that model
+VISION = "vision_config"  # what config.json has of a model that also reads images
+NO_TEXT = re.compile(r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\.")
+TEXT = re.compile(r"^(?:language_model\.(?=lm_head|model\.)|(model\.)language_model\.)")
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
 
 # A tensor, its bytes in the mapped file, and the file and the byte that they start at.
@@ -43,14 +48,20 @@ class FolderCheckpoint(Checkpoint):
         """fetch_names: asked for the names of tensors where the folder has neither weights nor an index"""
         self.location = location or str(folder)
         self._folder, self._fetch_names = folder, fetch_names
-        self.config = with_modelopt(normalize_rope(with_layer_config(read_config(folder))), folder)
+        self.config = with_modelopt(normalize_rope(with_inner_configs(read_config(folder))), folder)
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else {}
         stored = read_headers(folder) if weights else {}
+        if VISION in self.config:
+            stored = {ours: entry for name, entry in stored.items() if (ours := text_name(name)) is not None}
         self.tensors = {name: entry[0] for name, entry in stored.items()}
         self._stored = stored
 
     def names(self) -> Collection[str]:
+        names = self._stated_names()
+        return {ours for name in names if (ours := text_name(name))} if VISION in self.config else names
+
+    def _stated_names(self) -> Collection[str]:
         if self.tensors:
             return self.tensors.keys()
         if (self._folder / "model.safetensors").exists():
@@ -85,10 +96,25 @@ def read_config(folder: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def with_layer_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A config with the fields that speculators writes into an object of their own, for a draft's layer."""
-    inner = config.get("transformer_layer_config")
+def with_inner_configs(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with the fields that stand in an object of their own: of a draft's layer, of a model that reads images.
+
+    The first are speculators'; the second have the text's own values, but for those that only the whole has.
+    """
+    inner, text = config.get("transformer_layer_config"), config.get("text_config")
+    if isinstance(text, dict):
+        own = {
+            key: value for key, value in text.items() if value is not None and not (key in OF_WHOLE and key in config)
+        }
+        return {key: value for key, value in config.items() if key != "text_config"} | own
     return {**inner, **config} if isinstance(inner, dict) else config
+
+
+def text_name(name: str) -> str | None:
+    """The name that a tensor of a model that also reads images has in the text model; None for what reads images."""
+    if NO_TEXT.match(name):
+        return None
+    return TEXT.sub(r"\1", name)
 
 
 def with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -5,12 +5,14 @@ Its metadata become a config, its tensors have their hub names, and quantized on
 checkpoint = GGUFCheckpoint(Path("tiny.gguf"), GGUFFacts(interleaved={"q_proj": 9, "k_proj": 3}))
 checkpoint.config["gguf_architecture"], checkpoint.config["hidden_size"]
 checkpoint.read("model.layers.0.mlp.up_proj.weight")
+
+A file that was split is read whole, whichever of its parts is named.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import numpy as np
 
 from atom.checkpoint import quantization
 from atom.checkpoint.base import Checkpoint, GGUFFacts, StoredTensor
+from atom.checkpoint.gguf_config import FACTORS, make_config, whole_number
 from atom.checkpoint.gguf_reader import PLAIN, Array, GGUFTensor, Type, dequantize, read_gguf
 from atom.checkpoint.gguf_tokenizer import build_tokenizer
 from atom.checkpoint.tokenizer import Tokenizer
@@ -37,45 +40,45 @@ NAMES = {  # name in the file: the usual name on the hub, within a layer for ten
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+    "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-SIZES = {  # integers below `{architecture}.`: their names in config.json
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "feed_forward_length": "intermediate_size",
-    "context_length": "max_position_embeddings",
-    "vocab_size": "vocab_size",
-    "attention.sliding_window": "sliding_window",
+BARE = {  # names that have neither .weight nor .bias on the hub
+    "attn_sinks.weight": "self_attn.sinks",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
 }
-NORMS = {"attention.layer_norm_rms_epsilon": "rms_norm_eps", "attention.layer_norm_epsilon": "layer_norm_eps"}
-SCALING = {  # keys below `{architecture}.rope.scaling.`: their names in rope_parameters
-    "factor": "factor",
-    "original_context_length": "original_max_position_embeddings",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-}
-NEUTRAL_AT_1 = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")  # of the same; not supported otherwise
-FACTORS = "rope_freqs.weight"  # a divisor for each rotary frequency
+BESIDE_POST_NORM = {"ffn_norm": "pre_feedforward_layernorm"}  # in a layer with a post_attention_norm
+PART = re.compile(r"(?P<base>.*)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
 
 
 class GGUFCheckpoint(Checkpoint):
-    def __init__(self, path: Path, facts: GGUFFacts) -> None:
-        """facts: what the file leaves out; of its tokenizer, see gguf_tokenizer.py"""
-        self.location = str(path)
+    def __init__(self, path: Path, facts: GGUFFacts, *, location: str | None = None) -> None:
+        """facts: what the file leaves out; of its tokenizer, see gguf_tokenizer.py. location: its name in errors"""
+        self.location = location or str(path)
         self._facts = facts
-        self._metadata, tensors = read_gguf(path)
-        parts = whole_number(path, "split.count", self._metadata.get("split.count", 0))
-        if parts > 1:
-            raise UnsupportedError(f"{path} is one of {parts} parts; merge them with llama-gguf-split --merge")
+        self._paths, self._metadata, tensors = read_parts(path)
         check_types(path, tensors)
-        factors = tensors.pop(FACTORS, None)
-        self._stored = {hub_name(name): tensor for name, tensor in tensors.items()}
+        factors = {name: tensors.pop(stored) for name, stored in FACTORS.items() if stored in tensors}
+        self._stored = hub_names(tensors)
         if len(self._stored) != len(tensors):
             raise CheckpointError(f"{path} has two tensors of one name on the hub")
         self._heads = {name: heads for name in self._stored if (heads := self._find_heads(name, facts.interleaved))}
@@ -83,7 +86,11 @@ class GGUFCheckpoint(Checkpoint):
             name: StoredTensor(PLAIN.get(tensor.type, "fp32"), tensor.shape, blocks_shape(tensor))
             for name, tensor in self._stored.items()
         }
-        divisors = np.frombuffer(factors.data, np.float32).tolist() if factors else None
+        self._halves = find_halves(self._stored)
+        for whole, halves in self._halves.items():
+            heads, rank, nope = self.tensors.pop(halves[0]).shape
+            self.tensors[whole] = StoredTensor("fp32", (heads * (nope + self.tensors.pop(halves[1]).shape[1]), rank))
+        divisors = {name: np.frombuffer(tensor.data, np.float32).tolist() for name, tensor in factors.items()}
         self.config = make_config(path, self._metadata, self.tensors, divisors)
         if formats := find_formats(self._stored):
             self.config[quantization.KEY] = {"quant_method": "gguf", "formats": formats}
@@ -94,12 +101,16 @@ class GGUFCheckpoint(Checkpoint):
         self.generation_config = {"eos_token_id": ends} if ends else {}
 
     def files(self) -> list[Path]:
-        return [Path(self.location)]
+        return self._paths
 
     def read(self, name: str) -> memoryview:
+        if name in self._halves:
+            return self._join_halves(*self._halves[name])
         if name not in self._stored:
             raise CheckpointError(f"{self.location} has no tensor {name}")
         tensor = self._stored[name]
+        if self._facts.norm_offset and name.endswith("norm.weight"):
+            return (floats(tensor) - np.float32(self._facts.norm_offset)).reshape(-1).data.cast("B")
         if name in self._heads:
             return self._in_order(name, dequantize(tensor))
         return tensor.data if tensor.type in PLAIN else dequantize(tensor).data.cast("B")
@@ -112,6 +123,11 @@ class GGUFCheckpoint(Checkpoint):
         """The bytes of a tensor with rotary rows in pairs, of rows in the hub's order."""
         pairs = numbers.reshape(self._heads[name], -1, 2, numbers.size // self._stored[name].shape[0])
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(-1).data.cast("B")  # _find_heads has checked this
+
+    def _join_halves(self, keys: str, values: str) -> memoryview:
+        """The rows of keys [H, rank, nope] and of values [H, V, rank], head by head, as the hub has them."""
+        joined = np.concatenate([floats(self._stored[keys]).swapaxes(1, 2), floats(self._stored[values])], axis=1)
+        return np.ascontiguousarray(joined).reshape(-1).data.cast("B")
 
     def read_part(self, name: str, index: int, count: int) -> memoryview:
         tensor = self._stored.get(name)
@@ -149,8 +165,9 @@ def check_types(path: Path, tensors: Mapping[str, GGUFTensor]) -> None:
             dequantize(GGUFTensor(kind, (), memoryview(bytes(size))))
         except NotImplementedError:
             raise UnsupportedError(f"{path}: tensor {name} has the type {kind.name}, which is not read") from None
-    if FACTORS in tensors and tensors[FACTORS].type is not Type.F32:
-        raise UnsupportedError(f"{path}: tensor {FACTORS} has the type {tensors[FACTORS].type.name}, not F32")
+    for name in FACTORS.values():
+        if name in tensors and tensors[name].type is not Type.F32:
+            raise UnsupportedError(f"{path}: tensor {name} has the type {tensors[name].type.name}, not F32")
 
 
 def blocks_shape(tensor: GGUFTensor) -> tuple[int, ...] | None:
@@ -175,81 +192,72 @@ def find_formats(tensors: Mapping[str, GGUFTensor]) -> dict[str, str]:
     return formats
 
 
-def hub_name(name: str) -> str:
-    """The usual name on the hub; a tensor without one keeps its own, for an error to name it."""
+def read_parts(path: Path) -> tuple[list[Path], dict[str, Any], dict[str, GGUFTensor]]:
+    """Read a file, or all parts of a split one: its paths, the first part's metadata, the tensors of all."""
+    metadata, tensors = read_gguf(path)
+    count = whole_number(path, "split.count", metadata.get("split.count", 0))
+    if count < 2:
+        return [path], metadata, tensors
+    match = PART.fullmatch(path.name)
+    if match is None or int(match["parts"]) != count:
+        raise CheckpointError(f"{path} is one of {count} parts; give it back its name, NAME-00001-of-{count:05}.gguf")
+    paths = part_paths(path)
+    if missing := [part.name for part in paths if not part.is_file()]:
+        raise CheckpointError(f"{path} is one of {count} parts, and {missing[0]} is not beside it; download it too")
+    parts = [(metadata, tensors) if part == path else read_gguf(part) for part in paths]
+    whole: dict[str, GGUFTensor] = {}
+    for part, (_, own) in zip(paths, parts, strict=True):
+        if twice := own.keys() & whole.keys():
+            raise CheckpointError(f"{part} has the tensor {min(twice)}, which a part before it has too")
+        whole |= own
+    metadata = parts[0][0]
+    stated = whole_number(path, "split.tensors.count", metadata.get("split.tensors.count", len(whole)))
+    if stated != len(whole):
+        raise CheckpointError(f"the parts of {path} have {len(whole)} tensors, not {stated}; download them again")
+    return paths, metadata, whole
+
+
+def part_paths(path: Path) -> list[Path]:
+    """The paths of all parts of a split file, by the name of one; the path alone where the name is no part's."""
+    match = PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    count = int(match["parts"])
+    return [path.with_name(f"{match['base']}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
+
+
+def floats(tensor: GGUFTensor) -> Array:
+    """A tensor's numbers as fp32, in its shape."""
+    size = gguf.GGML_QUANT_SIZES[tensor.type][1]
+    blocks = np.frombuffer(tensor.data, np.uint8).reshape(-1, size)
+    numbers = gguf.quants.dequantize(blocks, tensor.type) if tensor.type in PLAIN else dequantize(tensor)
+    return numbers.reshape(tensor.shape)
+
+
+def hub_names(tensors: Mapping[str, GGUFTensor]) -> dict[str, GGUFTensor]:
+    """The tensors by their usual names on the hub; one without such a name keeps its own, for an error to name it."""
+    found = (re.fullmatch(r"blk\.(\d+)\.post_attention_norm\.weight", name) for name in tensors)
+    with_post_norm = {match[1] for match in found if match}
+    return {hub_name(name, with_post_norm): tensor for name, tensor in tensors.items()}
+
+
+def hub_name(name: str, with_post_norm: Collection[str]) -> str:
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)(\.weight|\.bias)", name)
-    if not match or match[2] not in NAMES:
+    if not match:
         return name
     layer, stem, last = match.groups()
-    return f"model.layers.{layer}.{NAMES[stem]}{last}" if layer else NAMES[stem] + last
+    names = NAMES | BESIDE_POST_NORM if layer in with_post_norm else NAMES
+    usual = BARE.get(stem + last) or (names[stem] + last if stem in names else None)
+    if usual is None:
+        return name
+    return f"model.layers.{layer}.{usual}" if layer else usual
 
 
-def make_config(
-    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], divisors: list[float] | None
-) -> dict[str, Any]:
-    """Make the config.json of the same model, as far as the metadata goes; never `architectures`."""
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str | None):
-        raise CheckpointError(f"{path}: general.architecture is {str(architecture)[:100]!r}, not a name")
-    prefix = f"{architecture}."
-    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    config: dict[str, Any] = {"gguf_architecture": architecture}
-    config |= {name: whole_number(path, key, own[key]) for key, name in SIZES.items() if key in own}
-    config |= {name: number(path, key, own[key]) for key, name in NORMS.items() if key in own}
-    for name in ("bos_token_id", "eos_token_id"):
-        if (key := f"tokenizer.ggml.{name}") in metadata:
-            config[name] = whole_number(path, key, metadata[key])
-    if config.get("sliding_window") == 0:
-        del config["sliding_window"]
-    if "num_attention_heads" in config:
-        config.setdefault("num_key_value_heads", config["num_attention_heads"])
-    if "model.embed_tokens.weight" in tensors:
-        config["vocab_size"] = tensors["model.embed_tokens.weight"].shape[0]
-    config["tie_word_embeddings"] = "lm_head.weight" not in tensors
-    config["attention_bias"] = "model.layers.0.self_attn.o_proj.bias" in tensors
-    config["mlp_bias"] = "model.layers.0.mlp.down_proj.bias" in tensors
-    config["rope_parameters"] = make_rope(path, own, config, divisors)
-    return config
-
-
-def make_rope(
-    path: Path, own: Mapping[str, Any], config: Mapping[str, Any], divisors: list[float] | None
-) -> dict[str, Any]:
-    """Make `rope_parameters` from the keys below `{architecture}.`; a table of divisors is rope_type "factors"."""
-    rope: dict[str, Any] = {"rope_type": "default"}
-    if "rope.freq_base" in own:
-        rope["rope_theta"] = number(path, "rope.freq_base", own["rope.freq_base"])
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
-    head_dim = config.get("head_dim") or (hidden // heads if heads and hidden else None)
-    if head_dim and "rope.dimension_count" in own:
-        rotated = whole_number(path, "rope.dimension_count", own["rope.dimension_count"])
-        rope |= {"partial_rotary_factor": rotated / head_dim} if rotated != head_dim else {}
-
-    scaling = {key.removeprefix("rope.scaling."): own[key] for key in own if key.startswith("rope.scaling.")}
-    kind = str(scaling.pop("type", "linear"))  # llama.cpp's default
-    scaling.pop("finetuned", None)
-    scaling.setdefault("factor", own.get("rope.scale_linear", 1.0))
-    scaling = {key: number(path, f"rope.scaling.{key}", value) for key, value in scaling.items()}
-    if kind == "none" or (kind == "linear" and scaling["factor"] in (0, 1)):
-        return rope if divisors is None else rope | {"rope_type": "factors", "factors": divisors}
-    odd = [key for key, value in scaling.items() if key not in SCALING and not (key in NEUTRAL_AT_1 and value == 1)]
-    odd += [FACTORS] if divisors is not None else []
-    if kind not in ("linear", "yarn") or odd:
-        raise UnsupportedError(f"{path}: rope.scaling.type {' with '.join([repr(kind), *odd])} is not supported")
-    return rope | {"rope_type": kind} | {name: scaling[key] for key, name in SCALING.items() if key in scaling}
-
-
-def whole_number(path: Path, key: str, value: Any) -> int:
-    """A size; where the file has one for each layer, they must be equal."""
-    values = value.tolist() if isinstance(value, np.ndarray) else [value]
-    if any(each != values[0] for each in values):
-        raise UnsupportedError(f"{path}: {key} differs from layer to layer")
-    if not values or type(values[0]) is not int or values[0] < 0:
-        raise CheckpointError(f"{path}: {key} is {value!r}, not a whole number")
-    return int(values[0])
-
-
-def number(path: Path, key: str, value: Any) -> int | float:
-    if type(value) not in (int, float):
-        raise CheckpointError(f"{path}: {key} is {value!r}, not a number")
-    return value  # type: ignore[no-any-return]
+def find_halves(names: Collection[str]) -> dict[str, tuple[str, str]]:
+    """The keys' and the values' half of each kv_b_proj of latent attention that is stored as two tensors."""
+    keys = [name for name in names if name.endswith("k_b_proj.weight")]
+    return {
+        name.replace("k_b_proj", "kv_b_proj"): (name, values)
+        for name in keys
+        if (values := name.replace("k_b_proj", "v_b_proj")) in names
+    }

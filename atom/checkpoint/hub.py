@@ -41,10 +41,23 @@ def download(name: str, *, revision: str | None = None, weights: bool = True, pr
         return Path(folder)
 
 
-def download_file(name: str, path: str, *, revision: str | None = None) -> Path:
+def download_file(name: str, path: str, *, revision: str | None = None, progress: Progress = SILENT) -> Path:
     """Download one file, or find it in the cache."""
-    with one_line_errors(name, revision, f"{path} of {name}"):
+    at = f"{path} of {name}"
+    with one_line_errors(name, revision, at), progress.task(f"Fetching {at} from the hub"):
         return Path(huggingface_hub.hf_hub_download(name, path, revision=revision, tqdm_class=NoBar))
+
+
+def list_files(name: str, *, revision: str | None = None) -> list[str]:
+    """The paths of a repository's files; offline, of those in the cache."""
+    with one_line_errors(name, revision, f"the list of files of {name}"):
+        try:
+            return huggingface_hub.list_repo_files(name, revision=revision)
+        except (errors.HfHubHTTPError, errors.HFValidationError):
+            raise
+        except Exception:  # offline, or no way to the hub: the HTTP library beneath has errors of its own
+            folder = Path(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True))
+            return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
 
 
 def tensor_names(name: str, revision: str) -> Collection[str]:

@@ -39,6 +39,9 @@ class StackedCheckpoint(Checkpoint):
             raise CheckpointError(f"{self.location} has no tensor {name}")
         return self.read_part(name, 0, 1)
 
+    def read_blocks(self, name: str) -> memoryview:
+        return self._stored.read_blocks(name)  # a part has none
+
     def read_part(self, name: str, index: int, count: int) -> memoryview:
         source, part, num_parts = self._parts.get(name, (name, 0, 1))
         return self._stored.read_part(source, part * count + index, num_parts * count)

@@ -27,9 +27,10 @@ from atom.graph import Graph, Mesh, parse, show
 from atom.graph.types import BITS
 from atom.kernels import Target, find_target, find_versions, highest_level
 from atom.pieces import find_pieces, identity, sources_of
+from atom.plugins import PASSES, digest_of, module_of
 
 # the overrides that a graph depends on, beside the final values below
-IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|(model|quant)([.@].*)?)(=|$)")
+IN_RECIPE = re.compile(r"[+~]*(checkpoint|revision|(model|quant|passes)([.@].*)?)(=|$)")
 
 
 def level_of(config: Config) -> int:
@@ -63,11 +64,19 @@ def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
         "dtype": config.dtype,
         "kv_cache_dtype": config.serve.kv_cache_dtype,
         "quant": json.dumps(asdict(config.quant)),
+        "passes": json.dumps(asdict(config.passes)),
+        "sources of plug-ins": plugin_sources(config),
         "draft": str(config.serve.method) if has_draft(config) else "none",
         "parallel": json.dumps(asdict(mesh_of(config))),
         "level": str(min(level_of(config), 2)),  # 3 runs the text of 2
         **machine_ingredients(target),
     }
+
+
+def plugin_sources(config: Config) -> str:
+    """A digest of the users' modules whose passes rewrite the graph."""
+    modules = {module_of(stated.partition("@")[0], PASSES) for stated in config.passes.extra}
+    return digest("".join(digest_of(module) for module in sorted(modules))) if modules else "none"
 
 
 def machine_ingredients(target: Target) -> dict[str, str]:

@@ -45,7 +45,13 @@ def compile_graph(
     """
     level, target = level_of(config), target or find_target(config.device)
     lower_here = functools.partial(
-        lower, level=level, target=target, watch=watch, keeps_act=config.quant.asks_act, mesh=mesh_of(config)
+        lower,
+        level=level,
+        target=target,
+        watch=watch,
+        keeps_act=config.quant.asks_act,
+        mesh=mesh_of(config),
+        passes=config.passes,
     )
     if config.job.graph is None:
         return lower_here(semantic_graph(config))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import operator
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ from atom.config.overrides import may_be_checkpoint, no_model, parse, plain, rew
 from atom.config.schema import inner_blocks, keys, plain_fields
 from atom.config.spelling import did_you_mean, override
 from atom.errors import AtomError, CheckpointError, ConfigError, UnsupportedError, one_line
+from atom.plugins import CONF as CONF_PACKAGES
+from atom.plugins import named
 
 SEARCHPATH = "hydra.searchpath="
 COMPOSING = threading.Lock()  # Hydra composes through a singleton
@@ -107,12 +110,13 @@ def find_source(overrides: Sequence[str] = (), config_dirs: Sequence[str] = ()) 
 
 
 def search_path_of(overrides: Iterable[str], config_dirs: Sequence[str] = ()) -> list[str]:
-    """The search path after conf/ and the paths of plugins: the config dirs, then hydra.searchpath."""
+    """The search path after conf/ and the paths of plugins: the config dirs, then hydra.searchpath, then packages."""
     stated = [text for text in overrides if text.startswith(SEARCHPATH)]
     paths: Any = parse(stated[-1]).value() if stated else []
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise ConfigError(f"{stated[-1]}: it takes a list of folders, as in hydra.searchpath=[file://FOLDER]")
-    return [*(f"file://{Path(folder).absolute()}" for folder in config_dirs), *paths]
+    packages = [f"pkg://{package}" for package in named(CONF_PACKAGES).values()]
+    return [*(f"file://{Path(folder).absolute()}" for folder in config_dirs), *paths, *packages]
 
 
 def with_search_path(overrides: Sequence[str], config_dirs: Sequence[str] = ()) -> list[str]:
@@ -272,6 +276,7 @@ def register(schema: Any) -> None:
     OmegaConf.register_new_resolver("stated", look_up_null, replace=True)
     OmegaConf.register_new_resolver("generation", look_up_sampling, replace=True)
     OmegaConf.register_new_resolver("if", choose, replace=True)
+    OmegaConf.register_new_resolver("equal", operator.eq, replace=True)
 
 
 def resolve(composed: DictConfig, hf: Mapping[str, Any], sampling: Mapping[str, Any] | None = None) -> dict[str, Any]:

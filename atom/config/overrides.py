@@ -97,8 +97,8 @@ def as_overrides(words: Sequence[str]) -> list[str]:
 
 
 def may_be_checkpoint(text: str) -> bool:
-    """Whether a word looks like a folder, a hub id, or a GGUF file."""
-    is_path = re.fullmatch(r"[\w.-]+/[\w.-]+|(/|~/|\.{1,2}/)\S+|\S+\.gguf", text) is not None
+    """Whether a word looks like a folder, a hub id, an address, or a GGUF file."""
+    is_path = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?|(/|~/|\.{1,2}/|https?://)\S+|\S+\.gguf", text) is not None
     return is_path or Path(text, "config.json").is_file()
 
 

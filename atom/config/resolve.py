@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atom.checkpoint import quantization
+from atom.checkpoint.address import short_name
 from atom.checkpoint.quantization import Quantization, check_pattern
 from atom.checkpoint.stacked import find_stacked
 from atom.config.parallel import derive_parallel
@@ -114,6 +115,7 @@ def respell(config: Config) -> Config:
         cache_dtype = config.quant.kv
     return replace(
         config,
+        checkpoint=config.checkpoint and short_name(config.checkpoint),
         dtype=BY_NAME.get(config.dtype, config.dtype),
         model=replace(config.model, mlp=mlp),
         parallel=parallel,
@@ -253,8 +255,10 @@ def derive_model(config: Config, max_model_len: int, names: Collection[str]) -> 
         raise ConfigError(f"model.norm.bias: a norm of kind {model.norm.kind} has none, a layer norm has")
     if not (model.norm.before or model.norm.after):
         raise ConfigError("model.norm: before and after are both false; a layer needs one of them")
-    if model.residual == "parallel" and not model.norm.before:
-        raise ConfigError("model.residual=parallel: attention and mlp read one norm, so model.norm.before must be true")
+    if model.residual != "sequential" and not model.norm.before:
+        raise ConfigError(
+            f"model.residual={model.residual}: attention and mlp read a norm, so model.norm.before must be true"
+        )
     for key, value in model.assumes.items():
         if (stated := config.hf.get(key)) not in (None, value):
             known = f"there is: {spelled(value)}"

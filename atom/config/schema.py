@@ -92,6 +92,7 @@ class AttentionConfig:
     kv_heads: int | None = number(None, 1)  # gqa; null: as many as heads
     head_dim: int | None = number(None, 1)  # gqa; null: hidden / heads
     bias: bool = False  # on q, k and v; mla: on q_a and kv_a
+    qkv_by_head: bool = False  # gqa: one stored tensor has q, k and v of the first head, then of the next
     o_bias: bool = False  # on o
     qk_norm: str = one_of("none", "per_head", "whole")  # gqa; whole: over all heads at once
     scale: float | None = None  # null: scale_dim ** -0.5
@@ -110,7 +111,8 @@ class AttentionConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     window_rope: RopeConfig | None = None  # of the layers with the window; null: as the others
     full_rope: bool = True  # layers without a window have a rope
-    rope_layers: list[int] | None = None  # by layer: 0 has no rope; null: all have one
+    rope_layers: list[int] | None = None  # by layer: 0 has no rope; null: all have one, beside no_rope_every
+    no_rope_every: int | None = number(None, 1)  # layers without a rope: each of that number, where rope_layers is null
 
 
 @dataclass
@@ -149,6 +151,7 @@ class MLPConfig:
 class GGUFConfig:
     architecture: str | None = None  # general.architecture of the files that this model reads
     interleaved: dict[str, int] = field(default_factory=dict)  # projection -> heads stored with rotary rows in pairs
+    norm_offset: float = 0.0  # what the weights of norms are stored with, beside the hub's
     split: dict[str, str] = field(default_factory=dict)  # tokenizer.ggml.pre -> regular expression of its pre-tokenizer
     ignore_merges: list[str] = field(default_factory=list)  # those that look words up whole, and begin texts with BOS
 
@@ -185,12 +188,13 @@ class ModelConfig:
     vocab: int = number(0, 1)  # rows of the embedding
     max_position: int = number(0, 1, (1 << 31) - 1)  # tokens of context that the model was made for
     tied: bool = False  # the head is the embedding
+    head_bias: bool = False  # on the head
     embedding_scale: float | None = number(None, 0, above=True)  # null: 1
     embedding_scale_root: bool = False  # the scale is the square root of hidden
     residual_scale: float | None = number(None, 0, above=True)  # of what attention and mlp add; null: 1
     logits_divisor: float | None = number(None, 0, above=True)  # null: 1
     logits_softcap: float | None = number(None, 0, above=True)  # logits stay within it
-    residual: str = one_of("sequential", "parallel")  # parallel: attention and mlp read the same norm
+    residual: str = one_of("sequential", "parallel", "parallel_norms")  # parallel: attention and mlp read one norm
     norm: NormConfig = field(default_factory=NormConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     mlp: list[MLPConfig] = field(default_factory=list)  # the first entry that takes the layer
@@ -225,6 +229,24 @@ class QuantConfig:
     def asks_act(self) -> bool:
         """Whether a format of activations is asked for, and so refused where there is no product in it."""
         return self.act not in ("auto", "none")
+
+
+@dataclass
+class PassesConfig:
+    """Passes of users, and those of ours that may be left out."""
+
+    extra: list[str] = field(default_factory=list)  # module:function, ahead of select_kernels; …@NAME: of that pass
+    sink_into_head: bool = True  # the last layer's work for the rows that have logits alone
+    fuse_qkv: bool = True  # one linear for queries, keys and values
+    fuse_gate_up: bool = True  # one linear for gate and up
+    fuse_norm_residual: bool = True  # a sum and the norm that reads it
+    fuse_linear_gate: bool = True  # a linear and the activation behind it
+    fuse_norm_linear: bool = True  # a norm and the linear that reads it
+    fuse_norm_rope_attention: bool = True  # norms, rope and the write to the cache
+
+    @property
+    def left_out(self) -> list[str]:
+        return [each.name for each in fields(self) if getattr(self, each.name) is False]
 
 
 @dataclass
@@ -377,11 +399,12 @@ class SamplingConfig(SamplingParams):
 class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     quant: QuantConfig = field(default_factory=QuantConfig)
+    passes: PassesConfig = field(default_factory=PassesConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     job: JobConfig = field(default_factory=JobConfig)
     sampling: SamplingConfig = of("serve generate bench profile", field(default_factory=SamplingConfig))
-    checkpoint: str | None = None  # folder, hub id or .gguf file; null: the embedded default
+    checkpoint: str | None = None  # folder, .gguf file, hub id or address, owner/name:Q4_K_M; null: the embedded one
     revision: str | None = None  # of a hub id
     trust_remote_code: bool = False  # run the code that a checkpoint's tokenizer brings
     dtype: str = one_of("auto", *MODEL_DTYPES)  # auto: the checkpoint's

@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 
+from atom.checkpoint.address import parse_address
 from atom.config.spelling import did_you_mean, override
 from atom.config.tool_formats import format_names
 from atom.entrypoints.args import VLLM, EngineArgs, Parser, flag, read_count, read_object
@@ -235,7 +236,8 @@ class VLLMArgs(EngineArgs):
 
     def check_format(self, model: str | None) -> None:
         """ConfigError where --load-format is not the checkpoint's."""
-        is_gguf = (model or "").endswith(".gguf")
+        address = parse_address(model or "")
+        is_gguf = (model or "").endswith(".gguf") or (address is not None and address.may_be_gguf)
         if self.load_format in ("safetensors", "gguf") and is_gguf != (self.load_format == "gguf"):
             raise ConfigError(f"--load-format={self.load_format}: {model or 'the checkpoint'} is another; leave it out")
 

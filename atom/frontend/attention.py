@@ -27,7 +27,8 @@ def gqa(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
     model, attention = writer.model, writer.model.attention
     heads, kv_heads, dim = attention.heads, required(attention.kv_heads), required(attention.head_dim)
     rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
-    q, k, v = writer.linears(h, rows, attention.bias, layer)
+    by_head = heads if attention.qkv_by_head else 1
+    q, k, v = writer.linears(h, rows, attention.bias, layer, by_head)
     if attention.qk_norm == "whole":
         q, k = writer.norm(q, "q_norm", layer, name="q"), writer.norm(k, "k_norm", layer, name="k")
     q, k, v = (
@@ -98,8 +99,9 @@ def rotaries(writer: Writer, positions: Node, layers: Iterable[int]) -> list[Rot
 
 def rope_of(attention: AttentionConfig, layer: int) -> RopeConfig | None:
     """The layer's rope, or None."""
-    is_full, listed = window_of(attention, layer) is None, attention.rope_layers
-    if (is_full and not attention.full_rope) or (listed is not None and not listed[layer]):
+    is_full, listed, every = window_of(attention, layer) is None, attention.rope_layers, attention.no_rope_every
+    has_none = every is not None and (layer + 1) % every == 0 if listed is None else not listed[layer]
+    if has_none or (is_full and not attention.full_rope):
         return None
     rope = attention.rope if is_full else attention.window_rope or attention.rope
     return None if rope.kind == "none" else rope

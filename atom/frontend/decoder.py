@@ -54,7 +54,8 @@ def write_logits(writer: Writer, hidden: Node, vocab: int | None = None) -> Node
     model = writer.model
     role = "embedding" if model.tied else "head"
     weight = writer.packed(table(writer, role, vocab), role, None, writer.quant.head)
-    logits = writer.multiply(hidden, weight, role=role, layer=None, name="logits")
+    bias = [table_bias(writer, int(weight.type.shape[0]))] if model.head_bias else []
+    logits = writer.multiply(hidden, weight, *bias, role=role, layer=None, name="logits")
     logits = writer.scale(logits, 1 / model.logits_divisor if model.logits_divisor else None)
     if model.logits_softcap is not None:
         logits = writer.call(ops.softcap, logits, cap=model.logits_softcap, name="logits")
@@ -81,6 +82,11 @@ def table(writer: Writer, role: str, vocab: int | None = None) -> Recipe:
     return padded(matrix if matrix.type.fmt is None or vocab <= num_rows else Dequantize(matrix), 0, vocab)
 
 
+def table_bias(writer: Writer, rows: int) -> Recipe:
+    """The head's bias [rows], for which it may be padded; a tied head has a name for it, too."""
+    return padded(writer.weight("head", (writer.model.vocab,), None, "bias"), 0, rows)
+
+
 def write_layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: Node | None = None) -> Node:
     """x [T, H] -> [T, H]. h: what attention reads, where that is not x, normed"""
     model, norm, mlp = writer.model, writer.model.norm, mlp_of(writer.model, layer)
@@ -99,8 +105,9 @@ def write_layer(writer: Writer, x: Node, rotary: Rotary | None, layer: int, h: N
 
     if h is None:
         h = writer.norm(x, "attention_norm", layer) if norm.before else x
-    if model.residual == "parallel":
-        both = add(attention_of(h), mlp_behind(h), name="o")
+    if model.residual != "sequential":
+        own = h if model.residual == "parallel" else writer.norm(x, "mlp_norm", layer)
+        both = add(attention_of(h), mlp_behind(own), name="o")
         return add(x, writer.scale(both, model.residual_scale))
     x = add(x, writer.scale(attention_of(h), model.residual_scale))
     h = writer.norm(x, "mlp_norm", layer) if norm.before else x

@@ -23,7 +23,7 @@ from atom.errors import ConfigError
 from atom.graph import KV, Dequantize, Program, Quantize, Recipe, Shift, Slice, Type, W, ops
 from atom.graph.formats import FormatError, act_of, fitted
 from atom.graph.ops import Op
-from atom.graph.recipes import renamed
+from atom.graph.recipes import cat, renamed
 
 NORMS = {"rms": ops.rms_norm, "layer": ops.layer_norm}
 
@@ -51,13 +51,15 @@ class Writer:
         """x [T, I] -> [T, rows]"""
         return self.linears(x, {role: rows}, has_bias, layer)[0]
 
-    def linears(self, x: Node, rows: dict[str, int], has_bias: bool, layer: int | None) -> list[Node]:
-        """x [T, I] -> for each role [T, rows]"""
+    def linears(self, x: Node, rows: dict[str, int], has_bias: bool, layer: int | None, turns: int = 1) -> list[Node]:
+        """x [T, I] -> for each role [T, rows]. turns: see `parts`"""
         inner = x.meta["type"].shape[-1]
-        weights = self.parts(rows, lambda role, n: self.stored(self.weight_name(role, layer), (n, inner)), layer)
+        weights = self.parts(
+            rows, lambda role, n: self.stored(self.weight_name(role, layer), (n, inner)), layer, turns=turns
+        )
         args = [weights]
         if has_bias:
-            args.append(self.parts(rows, lambda role, n: self.weight(role, (n,), layer, "bias"), layer))
+            args.append(self.parts(rows, lambda role, n: self.weight(role, (n,), layer, "bias"), layer, turns=turns))
         args[0] = [self.packed(weight, role, layer) for role, weight in zip(rows, weights, strict=True)]
         return [self.multiply(x, *recipes, role=role, layer=layer) for role, *recipes in zip(rows, *args, strict=True)]
 
@@ -93,16 +95,23 @@ class Writer:
         return x if by is None else self.call(ops.scale, x, by=by, name=x.name)
 
     def parts(self, rows: dict[str, int], stored: Callable[[str, int], Recipe], layer: int | None, suffix: str = "",
-              dim: int = 0, in_turns: bool = False) -> list[Recipe]:  # fmt: skip
-        """The weights of these roles, of so many rows in `dim`; `stored` makes the recipe of a role's stored tensor."""
+              dim: int = 0, in_turns: bool = False, turns: int = 1) -> list[Recipe]:  # fmt: skip
+        """The weights of these roles, of so many rows in `dim`; `stored` makes the recipe of a role's stored tensor.
+
+        turns: into how many runs the rows of a role are divided in one that several share; in_turns: each by itself
+        """
         if len(rows) == 1 or len({self.name(role + suffix, layer) for role in rows}) > 1:
             return [stored(role, n) for role, n in rows.items()]
         total = sum(rows.values())
         whole = stored(next(iter(rows)), total)
         if in_turns:
             return [Slice(whole, first, total, dim, len(rows)) for first in range(len(rows))]
+        ends = [end // turns for end in accumulate(rows.values())]
         return [
-            Slice(whole, end - n, end, dim) for end, n in zip(accumulate(rows.values()), rows.values(), strict=True)
+            cat(
+                tuple(Slice(whole, at + end - n // turns, at + end, dim) for at in range(0, total, total // turns)), dim
+            )
+            for end, n in zip(ends, rows.values(), strict=True)
         ]
 
     def packed(self, weight: Recipe, role: str, layer: int | None, fmt: str | None = None) -> Recipe:

@@ -22,6 +22,8 @@ from atom.graph import LaidOut, PackedWeight, Program, Type
 from atom.graph.graph import results_of, type_of
 from atom.graph.ops import Op
 from atom.kernels.backend import Backend, Communicator, Kernel, PieceCompiler, Rendezvous, Target, Tuner
+from atom.kernels.reference import BACKEND as REFERENCE
+from atom.kernels.reference import body_kernel
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +48,8 @@ ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
 }
 BACKENDS = tuple(dict.fromkeys(name for levels in ORDER.values() for name in levels[-1]))
+
+KNOWN = frozenset(kernel.op for kernel in REFERENCE.kernels)  # ops that are not plugged in
 
 
 def find_backend(name: str) -> Backend:
@@ -73,8 +77,10 @@ def find_step_kernels(device: str, backend: str | None = None) -> StepKernels:
 
 
 def candidates(op: Op, backends: Sequence[Backend]) -> Iterator[Kernel]:
-    """The kernels of an op from these backends, in their order."""
-    return (kernel for backend in backends for kernel in backend.kernels if kernel.op is op)
+    """The kernels of an op from these backends, in their order; of a user's op, its body."""
+    found = [kernel for backend in backends for kernel in backend.kernels if kernel.op is op]
+    is_plugged_in = op not in KNOWN and any(backend.name == "reference" for backend in backends)
+    return iter([*found, body_kernel(op)] if is_plugged_in else found)
 
 
 def find_kernel(op: Op, backend: str) -> Kernel:

@@ -6,6 +6,7 @@ graph = lower(graph, level=1, target=Target("cpu"), watch=print)      # a PassRe
 
 from __future__ import annotations
 
+import functools
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
-from atom.errors import PassError
+from atom.config import PassesConfig
+from atom.config.spelling import did_you_mean
+from atom.errors import ConfigError, PassError
 from atom.graph import Graph, Mesh, ops, show, verify
 from atom.graph.mesh import ALONE
 from atom.kernels import Target
@@ -31,6 +34,7 @@ from atom.passes.select_kernels import select_kernels
 from atom.passes.shard import shard
 from atom.passes.sink_into_head import sink_into_head
 from atom.passes.split_pieces import split_pieces
+from atom.plugins import PASSES, find_function
 
 # (pass, the level from which it runs, the level of ops that is legal behind it)
 PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
@@ -48,6 +52,46 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
     (select_kernels, 0, ops.LOWERED),
     (split_pieces, 2, ops.LOWERED),
 )
+
+
+Step = tuple[Callable[..., Graph], int, str]
+LAST = select_kernels.__name__  # ahead of which users' passes run, unless they name another
+
+
+def steps_of(passes: PassesConfig) -> list[Step]:
+    """The pipeline without the passes that are left out, with those of users ahead of the passes that they name.
+
+    ConfigError where there is no such pass, or two of one name.
+    """
+    steps: list[Step] = list(PIPELINE)
+    names = [rewrite.__name__ for rewrite, _, _ in PIPELINE]
+    for stated in passes.extra:
+        spec, _, follower = stated.partition("@")
+        rewrite = find_function(spec, PASSES)
+        if follower and follower not in names:
+            hint = did_you_mean(follower, names)
+            raise ConfigError(f"passes.extra: {stated}: there is no pass {follower}{hint}; passes: {', '.join(names)}")
+        own = [each.__name__ for each, _, _ in steps]
+        if rewrite.__name__ in own:
+            raise ConfigError(f"passes.extra: {stated}: there is a pass {rewrite.__name__} already; rename it")
+        place = own.index(follower or LAST)
+        steps.insert(place, (functools.wraps(rewrite)(_checked(rewrite)), 0, steps[max(place - 1, 0)][2]))
+    return [step for step in steps if step[0].__name__ not in passes.left_out]
+
+
+def _checked(rewrite: Callable[..., Any]) -> Callable[..., Graph]:
+    """A user's pass, whose errors are ours."""
+
+    def run(graph: Graph, **context: Any) -> Graph:
+        try:
+            made = rewrite(graph, **context)
+        except Exception as error:
+            raise PassError(f"{rewrite.__name__}: {type(error).__name__}: {error}") from error
+        if not isinstance(made, Graph):
+            raise PassError(f"{rewrite.__name__} returned {type(made).__name__}, not the graph")
+        return made
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -69,19 +113,21 @@ def lower(
     mesh: Mesh = ALONE,
     *,
     keeps_act: bool = False,
+    passes: PassesConfig | None = None,
 ) -> Graph:
-    """Run the passes of a level, from the first one named. keeps_act: see `PassContext`.
+    """Run the passes of a level, from the first one named. keeps_act: see `PassContext`. passes: None: all of ours
 
     PassError names the pass whose graph is wrong, the passes before it, and the file with the text.
     """
     done: list[str] = []
     context = PassContext.of(target, level, mesh, keeps_act=keeps_act)
-    names = [rewrite.__name__ for rewrite, _, _ in PIPELINE]
-    for rewrite, from_level, graph_level in PIPELINE[names.index(first) :]:
-        if level < from_level:
+    behind = [rewrite.__name__ for rewrite, _, _ in PIPELINE]
+    behind = behind[: behind.index(first)]  # of the passes that have been run
+    for rewrite, from_level, graph_level in steps_of(passes or PassesConfig()):
+        if level < from_level or rewrite.__name__ in behind:
             continue
         before, started = graph.num_rewrites, time.perf_counter()
-        graph = rewrite(graph, context) if "context" in signature(rewrite).parameters else rewrite(graph)
+        graph = rewrite(graph, context=context) if "context" in signature(rewrite).parameters else rewrite(graph)
         seconds = time.perf_counter() - started
         name = rewrite.__name__
         try:

@@ -238,7 +238,7 @@ def test_rows_that_do_not_divide_into_pairs_of_heads_are_refused(tmp_path: Path)
 
 
 def test_tensors_come_under_their_usual_names_and_strangers_keep_theirs(tmp_path: Path) -> None:
-    names = [*HUB_NAMES, "blk.0.post_ffw_norm", "rope_factors_long"]
+    names = [*HUB_NAMES, "blk.0.ssm_norm", "cls"]
     path = write(tmp_path / "tiny.gguf", {f"{name}.weight": (random(32), Type.F32) for name in names})
     expected = {f"{HUB_NAMES.get(name, name)}.weight" for name in names}
     assert open_checkpoint(str(path)).tensors.keys() == expected
@@ -433,7 +433,6 @@ def test_a_damaged_or_malicious_file_is_one_line(tmp_path: Path, content: bytes,
         (header(version=0x03000000), "or big-endian"),
         (header(tensors=[("w", [32], 99, 0)]), "tensor w has the unknown type 99"),
         (header(tensors=[("w", [32], int(Type.Q8_1), 0)]) + bytes(64), "tensor w has the type Q8_1, which is not read"),
-        (header(metadata={"split.count": 3}), "is one of 3 parts; merge them"),
     ],
 )
 def test_a_file_that_is_not_read_here_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -511,3 +510,45 @@ def test_the_config_shipped_for_the_embedded_checkpoint_agrees_with_its_metadata
     assert normalize_rope(shipped)["rope_parameters"] == ours.pop("rope_parameters")
     same = ours.keys() & shipped.keys()
     assert len(same) >= 12 and {key: ours[key] for key in same} == {key: shipped[key] for key in same}
+
+
+NUM_LAYER_TENSORS = 9
+
+
+def write_split(folder: Path, *, without: int | None = None) -> Path:
+    """layer_tensors in three parts, as llama-gguf-split makes them; the second part's path."""
+    writer = gguf.GGUFWriter(folder / "tiny.gguf", "tiny", split_max_tensors=NUM_LAYER_TENSORS)
+    for key, value in SIZES.items():
+        add(writer, f"tiny.{key}", value)
+    for name, (array, kind) in layer_tensors().items():
+        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(folder.glob("tiny-*.gguf"))
+    if without is not None:
+        parts[without].unlink()
+    return parts[1]
+
+
+def test_a_split_file_is_whole_whichever_part_is_named(tmp_path: Path) -> None:
+    second = write_split(tmp_path)
+    checkpoint = open_checkpoint(str(second))
+    whole = open_checkpoint(str(write(tmp_path / "whole.gguf", layer_tensors())))
+    assert checkpoint.config == whole.config and checkpoint.tensors == whole.tensors
+    assert all(checkpoint.read(name) == whole.read(name) for name in whole.tensors)
+    assert [path.name for path in checkpoint.files()] == [f"tiny-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("part", [0, 2])
+def test_a_missing_part_is_named(tmp_path: Path, part: int) -> None:
+    second = write_split(tmp_path, without=part)
+    with pytest.raises(CheckpointError, match=rf"is one of 3 parts, and tiny-0000{part + 1}-of-00003\.gguf is not"):
+        open_checkpoint(str(second))
+
+
+def test_a_part_under_another_name_is_refused(tmp_path: Path) -> None:
+    moved = write_split(tmp_path).rename(tmp_path / "model.gguf")
+    with pytest.raises(CheckpointError, match="is one of 3 parts; give it back its name"):
+        open_checkpoint(str(moved))

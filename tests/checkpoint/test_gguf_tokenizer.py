@@ -295,3 +295,21 @@ def test_sentencepiece_files_agree_with_transformers(tmp_path: Path) -> None:
     for text in ["then", "the  hen\nate", "an 👍 é", "then the then\tan ", "athenéthe"]:
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
         assert ours.decode(ours.encode(text)) == text
+
+
+# what the tokenizer.json of DeepSeek-V3 and R1 splits by, one after another
+DEEPSEEK_V3 = [
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.sampled_from("aBé \n\t19½中ひヶ゛ー가.,!'\"_$€+\u0301\u200b‘"), max_size=24))
+def test_one_expression_splits_as_the_three_of_deepseek(text: str) -> None:
+
+    ours = pre_tokenizers.Split(Regex(SPLIT["deepseek-v3"]), behavior="isolated")
+    theirs = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(each), behavior="isolated") for each in DEEPSEEK_V3])
+    assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)

@@ -636,6 +636,7 @@ def test_latent_attention_has_no_use_for_kv_heads(write: Write):
 
 
 EVERY_SIZE = {  # that a model file asks the checkpoint for
+    "rotary_pct": 0.5,
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
@@ -654,7 +655,7 @@ def test_every_shipped_model_file_composes(write: Write, file: Any):
     if file.name not in ("auto", "eagle3"):  # the latter is no model by itself
         model = load([f"model={file.name}", f"checkpoint={write(**EVERY_SIZE)}"]).model
         assert (model.name, model.layers, model.attention.heads) == (file.name, 3, 4)
-        assert model.weights["q"].endswith(("q_proj", "qkv_proj"))
+        assert model.weights["q"].endswith(("q_proj", "qkv_proj", "query_key_value"))
 
 
 def test_the_pre_tokenizers_of_ggufs_split_text_as_llama_cpp_does():

@@ -1,0 +1,191 @@
+"""Make a config.json of a GGUF file's metadata.
+
+    config = make_config(path, metadata, tensors, divisors)
+    config["hidden_size"], config["rope_parameters"]
+
+Keys that no family reads are passed over; a rope that atom does not have is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from atom.checkpoint.base import StoredTensor
+from atom.errors import CheckpointError, UnsupportedError
+
+SIZES = {  # integers below `{architecture}.`: their names in config.json, of which a family reads one
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+    "attention.sliding_window": "sliding_window",
+    "attention.q_lora_rank": "q_lora_rank",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "expert_count": "num_experts num_local_experts n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_count": "n_shared_experts",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+FLOATS = {
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "expert_weights_scale": "routed_scaling_factor",
+}
+FLAGS = {"expert_weights_norm": "norm_topk_prob"}
+GATING = {1: "softmax", 2: "sigmoid"}  # of expert_gating_func
+SCALING = {  # keys below `{architecture}.rope.scaling.`: their names in rope_parameters
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+NEUTRAL_AT_1 = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")  # of the same; not supported otherwise
+FACTORS = {  # names in rope_parameters: tensors with a divisor for each rotary frequency
+    "factors": "rope_freqs.weight",
+    "short_factor": "rope_factors_short.weight",
+    "long_factor": "rope_factors_long.weight",
+}
+
+
+def make_config(
+    path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], divisors: dict[str, list[float]]
+) -> dict[str, Any]:
+    """Make the config.json of the same model, as far as the metadata goes; never `architectures`.
+
+    divisors: the rotary tables, by their names in rope_parameters
+    """
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str | None):
+        raise CheckpointError(f"{path}: general.architecture is {str(architecture)[:100]!r}, not a name")
+    prefix = f"{architecture}."
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    config: dict[str, Any] = {"gguf_architecture": architecture}
+    for key in own.keys() & SIZES.keys():
+        config |= dict.fromkeys(SIZES[key].split(), whole_number(path, key, own[key]))
+    config |= {name: number(path, key, own[key]) for key, name in FLOATS.items() if key in own}
+    config |= {name: bool(own[key]) for key, name in FLAGS.items() if key in own}
+    for name in ("bos_token_id", "eos_token_id"):
+        if (key := f"tokenizer.ggml.{name}") in metadata:
+            config[name] = whole_number(path, key, metadata[key])
+    config["sliding_window"] = config.get("sliding_window") or None
+    config |= layer_pattern(path, own.get("attention.sliding_window_pattern"))
+    if "num_attention_heads" in config:
+        config.setdefault("num_key_value_heads", config["num_attention_heads"])
+    if "model.embed_tokens.weight" in tensors:
+        config["vocab_size"] = tensors["model.embed_tokens.weight"].shape[0]
+    config["tie_word_embeddings"] = "lm_head.weight" not in tensors
+    config["attention_bias"] = "model.layers.0.self_attn.o_proj.bias" in tensors
+    config["mlp_bias"] = "model.layers.0.mlp.down_proj.bias" in tensors
+    is_latent = "kv_lora_rank" in config
+    config |= describe_latent(path, own) if is_latent else {}
+    config |= describe_routing(path, own, tensors) if "num_experts" in config else {}
+    config["rope_parameters"] = make_rope(path, own, None if is_latent else head_dim_of(config), divisors)
+    return config
+
+
+def head_dim_of(config: Mapping[str, Any]) -> int | None:
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    return config.get("head_dim") or (hidden // heads if heads and hidden else None)
+
+
+def layer_pattern(path: Path, stated: Any) -> dict[str, Any]:
+    """Which layers have the window: one flag a layer, or a number, of which each such layer has none."""
+    if stated is None:
+        return {}
+    if isinstance(stated, np.ndarray):
+        return {"layer_types": ["sliding_attention" if has_window else "full_attention" for has_window in stated]}
+    return {"sliding_window_pattern": whole_number(path, "attention.sliding_window_pattern", stated)}
+
+
+def describe_latent(path: Path, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The dims of a head in latent attention; files from before `…_mla` have them in the keys of other attention."""
+    keys = ["attention.key_length", "attention.value_length", "rope.dimension_count"]
+    keys[:2] = [f"{key}_mla" if f"{key}_mla" in own else key for key in keys[:2]]
+    if missing := [key for key in keys if key not in own]:
+        raise CheckpointError(f"{path} has no {missing[0]}, which latent attention needs; convert it again")
+    key_dim, value_dim, rotated = (whole_number(path, key, own[key]) for key in keys)
+    return {"qk_rope_head_dim": rotated, "qk_nope_head_dim": key_dim - rotated, "v_head_dim": value_dim}
+
+
+def describe_routing(path: Path, own: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
+    """How tokens choose experts, as the configs of DeepSeek say it."""
+    has_correction = any(name.endswith("e_score_correction_bias") for name in tensors)
+    described = {"topk_method": "noaux_tc" if has_correction else "group_limited_greedy"}
+    if "expert_gating_func" in own:
+        stated = whole_number(path, "expert_gating_func", own["expert_gating_func"])
+        if stated not in GATING:
+            raise UnsupportedError(f"{path}: expert_gating_func {stated} is not supported; there is: 1, 2")
+        described["scoring_func"] = GATING[stated]
+    return described
+
+
+def make_rope(
+    path: Path, own: Mapping[str, Any], head_dim: int | None, divisors: dict[str, list[float]]
+) -> dict[str, Any]:
+    """Make `rope_parameters` from the keys below `{architecture}.`; a table of divisors is rope_type "factors".
+
+    head_dim: of which a part may be rotated; None: the metadata count the rotated dims alone
+    """
+    rope: dict[str, Any] = {"rope_type": "default"}
+    if "rope.freq_base" in own:
+        rope["rope_theta"] = number(path, "rope.freq_base", own["rope.freq_base"])
+    if head_dim and "rope.dimension_count" in own:
+        rotated = whole_number(path, "rope.dimension_count", own["rope.dimension_count"])
+        rope |= {"partial_rotary_factor": rotated / head_dim} if rotated != head_dim else {}
+    if "rope.freq_base_swa" in own:
+        theta = number(path, "rope.freq_base_swa", own["rope.freq_base_swa"])
+        rope["sliding_attention"] = {"rope_type": "default", "rope_theta": theta}
+
+    scaling = {key.removeprefix("rope.scaling."): own[key] for key in own if key.startswith("rope.scaling.")}
+    kind = str(scaling.pop("type", "linear"))  # llama.cpp's default
+    scaling.pop("finetuned", None)
+    scaling.setdefault("factor", own.get("rope.scale_linear", 1.0))
+    scaling = {key: number(path, f"rope.scaling.{key}", value) for key, value in scaling.items()}
+    renamed = {name: scaling[key] for key, name in SCALING.items() if key in scaling}
+    if "long_factor" in divisors:
+        named = {"attention_factor": scaling["attn_factor"]} if "attn_factor" in scaling else {}
+        original = {key: value for key, value in renamed.items() if key != "factor"}
+        return rope | {"rope_type": "longrope"} | divisors | named | original
+    if kind == "none" or (kind == "linear" and scaling["factor"] in (0, 1)):
+        return rope | {"rope_type": "factors"} | divisors if divisors else rope
+    if kind == "yarn" and head_dim is None and "yarn_log_multiplier" in scaling:
+        weight = scaling.pop("yarn_log_multiplier") / 0.1  # which llama.cpp multiplies with ahead of time
+        renamed |= {"mscale": weight, "mscale_all_dim": weight}
+    odd = [key for key, value in scaling.items() if key not in SCALING and not (key in NEUTRAL_AT_1 and value == 1)]
+    odd += [FACTORS[name] for name in divisors]
+    if kind not in ("linear", "yarn") or odd:
+        raise UnsupportedError(f"{path}: rope.scaling.type {' with '.join([repr(kind), *odd])} is not supported")
+    return rope | {"rope_type": kind} | renamed
+
+
+def whole_number(path: Path, key: str, value: Any) -> int:
+    """A size; where the file has one for each layer, they must be equal."""
+    values = value.tolist() if isinstance(value, np.ndarray) else [value]
+    if any(each != values[0] for each in values):
+        raise UnsupportedError(f"{path}: {key} differs from layer to layer")
+    if not values or type(values[0]) is not int or values[0] < 0:
+        raise CheckpointError(f"{path}: {key} is {value!r}, not a whole number")
+    return int(values[0])
+
+
+def number(path: Path, key: str, value: Any) -> int | float:
+    if type(value) not in (int, float):
+        raise CheckpointError(f"{path}: {key} is {value!r}, not a number")
+    return value  # type: ignore[no-any-return]

@@ -1,0 +1,75 @@
+"""Find what users plug in: functions of their modules, folders of their packages.
+
+    rewrite = find_function("my_passes:clip_gates", PASSES)     # or by the name of an entry point in that group
+    digest_of("my_passes")                                      # changes with each file that the module is made of
+
+Modules are found where Python finds them, then in the current folder.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from atom.cache import digest
+from atom.errors import ConfigError, first_line
+
+PASSES = "atom.passes"  # groups of entry points: functions that rewrite a graph
+CONF = "atom.conf"  # packages with folders like those of conf/
+
+
+@cache
+def named(group: str) -> dict[str, str]:
+    """What installed packages plug in: `module:function` or a package, by the name of the entry point."""
+    return {each.name: each.value for each in entry_points(group=group)}
+
+
+def find_function(stated: str, group: str) -> Callable[..., Any]:
+    """The function of `module:function`, or of an entry point. ConfigError where there is none."""
+    module, _, name = named(group).get(stated, stated).partition(":")
+    if not name:
+        there = ", ".join(named(group)) or "none"
+        raise ConfigError(f"{stated} is no entry point of {group} (there is: {there}); or write module:function")
+    function = getattr(import_module(module), name, None)
+    if not callable(function):
+        raise ConfigError(f"{stated}: {module} has no function {name}")
+    return function  # type: ignore[no-any-return]
+
+
+def import_module(name: str, path: Iterable[str] = ()) -> ModuleType:
+    """Import a user's module. path: where else to look for modules. ConfigError says why it cannot be imported."""
+    sys.path += [folder for folder in (*path, os.getcwd()) if folder not in sys.path]
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # it is the user's code
+        raise ConfigError(f"cannot import {name} ({type(error).__name__}: {first_line(error)})") from error
+
+
+def module_of(stated: str, group: str) -> str:
+    """The name of the module that a function is in."""
+    return named(group).get(stated, stated).partition(":")[0]
+
+
+def digest_of(module: str) -> str:
+    """A digest of the files of a module: its whole package, or it and what it has imported of its own folder."""
+    top = import_module(module.partition(".")[0])
+    import_module(module)
+    if hasattr(top, "__path__"):
+        files = {file for folder in top.__path__ for file in Path(folder).rglob("*.py")}
+    else:
+        folder = file_of(top).parent
+        loaded = {file_of(each) for each in list(sys.modules.values()) if getattr(each, "__file__", None)}
+        files = {file for file in loaded if file.parent == folder and file.suffix == ".py" and file.is_file()}
+    root = os.path.commonpath(files)
+    return digest("".join(f"{file.relative_to(root)}\n{file.read_text()}" for file in sorted(files)))
+
+
+def file_of(module: ModuleType) -> Path:
+    return Path(module.__file__ or "").absolute()

@@ -1,0 +1,91 @@
+"""GGUF files of every family that is read: the logits of transformers in float32."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import pytest
+import tiny
+import yaml
+from law import assert_same_logits
+from probe import logits_of
+
+from atom import LLMEngine
+
+ROOT = Path(__file__).parents[2]
+GEMMA3 = {"query_pre_attn_scalar": 256}
+YARN = {**tiny.YARN_MLA, "mscale": tiny.YARN_MLA["mscale_all_dim"]}  # a file has one number for both
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # variant of `tiny`, changes, how it is converted
+    "gemma3": ("gemma3", GEMMA3, {}),
+    "gemma3_softcap": ("gemma3_untied", GEMMA3, {}),
+    "qwen3_moe": ("qwen3_moe", {}, {}),
+    "phi3": ("phi3_window_tied", {}, {}),
+    "phi3_longrope": ("phi3_longrope_long", {}, {}),
+    "gpt_oss": ("gpt_oss", {"num_hidden_layers": 4}, {}),
+    "granite": ("granite", {}, {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "no_rope_layers": None}, {}),
+    "deepseek_v2": ("deepseek_v2_groups", {"rope_parameters": YARN}, {}),
+    "deepseek_v2_old": ("deepseek_v2", {}, {"old_mla": True}),
+    "deepseek_v3": ("deepseek_v3", {"rope_parameters": YARN}, {}),
+    "split": ("qwen3_moe_dense_list", {"mlp_only_layers": [], "norm_topk_prob": True}, {"max_tensors": 9}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_gives_the_logits_of_transformers(case: str, tmp_path: Path) -> None:
+    variant, changes, options = CASES[case]
+    folder = tmp_path / "checkpoint"
+    tiny.save_changed(variant, folder, **changes)
+    path = gguf_files.convert(folder, tmp_path / "tiny.gguf", **options)
+    engine = LLMEngine(model=str(path), level=0, dtype="fp32", kv_cache_memory=1 << 22)
+    tokens = tiny.prompt(40)
+    assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(folder), tokens))
+    engine.close()
+
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+}
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32, "rope_parameters": YARN}
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "options"),
+    [
+        ("qwen3_moe", SIZES, {}),
+        ("deepseek_v3", SIZES | LATENT, {}),
+        ("deepseek_v3", SIZES | LATENT, {"old_mla": True}),
+    ],
+)
+def test_packed_tensors_are_those_that_they_round_to(
+    variant: str, changes: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    tiny.save_changed(variant, tmp_path / "checkpoint", **changes)
+    made = []
+    for packed in (False, True):
+        path = tmp_path / f"{packed}.gguf"
+        gguf_files.convert(tmp_path / "checkpoint", path, rounded="Q8_0", packed=packed, **options)
+        engine = LLMEngine(model=str(path), level=0, dtype="fp32", kv_cache_memory=1 << 22)
+        made.append(logits_of(engine, tiny.prompt(20)))
+        engine.close()
+    assert_same_logits(made[1], made[0])
+
+
+def test_the_page_has_every_architecture_that_a_model_file_reads() -> None:
+    specs = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in (ROOT / "conf" / "model").glob("*.yaml")}
+    read = {
+        (each["gguf"]["architecture"], name)
+        for name, each in specs.items()
+        if (each.get("gguf") or {}).get("architecture")
+    }
+    listed = set(
+        re.findall(r"^\| `(\S+)` \| `(\S+)` \|", (ROOT / "docs" / "checkpoints.md").read_text("utf-8"), re.MULTILINE)
+    )
+    assert listed == read - {("llama", "mistral")}

@@ -1,0 +1,225 @@
+"""Write tiny GGUF files of `transformers` models, by the rules of llama.cpp's conversion scripts.
+
+path = gguf_files.convert(folder, tmp_path / "tiny.gguf")
+
+Names of tensors are those that the `gguf` package maps; metadata are what its writer's methods write.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+ARCHITECTURES = {
+    "Gemma3ForCausalLM": gguf.MODEL_ARCH.GEMMA3,
+    "Qwen3MoeForCausalLM": gguf.MODEL_ARCH.QWEN3MOE,
+    "Phi3ForCausalLM": gguf.MODEL_ARCH.PHI3,
+    "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+    "GraniteForCausalLM": gguf.MODEL_ARCH.GRANITE,
+    "SmolLM3ForCausalLM": gguf.MODEL_ARCH.SMOLLM3,
+    "DeepseekV2ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+    "DeepseekV3ForCausalLM": gguf.MODEL_ARCH.DEEPSEEK2,
+}
+GATING = {"softmax": gguf.ExpertGatingFuncType.SOFTMAX, "sigmoid": gguf.ExpertGatingFuncType.SIGMOID}
+Tensors = Iterator[tuple[str, torch.Tensor]]
+
+
+def convert(
+    folder: Path, path: Path, *, old_mla: bool = False, max_tensors: int = 0, rounded: str = "", packed: bool = False
+) -> Path:
+    """Write the checkpoint of a folder to a GGUF file in fp32; the path of its first part, where it is split.
+
+    old_mla: as before llama.cpp wrote the halves of kv_b_proj. max_tensors: of a part. rounded: the type that matrices
+    are rounded to; packed: they are stored in it, too
+    """
+    config = json.loads((folder / "config.json").read_text())
+    arch = ARCHITECTURES[config["architectures"][0]]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch], split_max_tensors=max_tensors)
+    write_parameters(writer, arch, config, old_mla)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    stored = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    rope = config["rope_parameters"]
+    for kind in ("short", "long"):
+        if f"{kind}_factor" in rope:
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+    for name, tensor in RULES.get(arch, unchanged)(stack_experts(stored), config | {"old_mla": old_mla}):
+        mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert mapped is not None, name
+        array, kind = np.ascontiguousarray(tensor.numpy()), gguf.GGMLQuantizationType.F32
+        if rounded and tensor.ndim > 1 and "mlp.gate." not in name:
+            kind = gguf.GGMLQuantizationType[rounded]
+            array = gguf.quants.quantize(array, kind)
+        if not packed:
+            array, kind = gguf.quants.dequantize(array, kind), gguf.GGMLQuantizationType.F32
+        writer.add_tensor(mapped, array, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path if not max_tensors else min(path.parent.glob(f"{path.stem}-*.gguf"))
+
+
+def write_parameters(writer: gguf.GGUFWriter, arch: Any, config: dict[str, Any], old_mla: bool) -> None:
+    rope = config["rope_parameters"]
+    full = rope.get("full_attention", rope)
+    heads, latent = config["num_attention_heads"], "kv_lora_rank" in config
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(1 if latent and not old_mla else config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(full["rope_theta"])
+    if not latent:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+        writer.add_rope_dimension_count(int(head_dim * full.get("partial_rotary_factor", 1.0)))
+    kind = full["rope_type"]
+    if kind in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(full["factor"])
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(full["original_max_position_embeddings"])
+    if kind == "longrope":
+        original = full["original_max_position_embeddings"]
+        scale = config["max_position_embeddings"] / original
+        writer.add_rope_scaling_orig_ctx_len(original)
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0)
+    if config.get("sliding_window") or arch is gguf.MODEL_ARCH.PHI3:
+        writer.add_sliding_window(config.get("sliding_window") or 0)
+    experts = config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size", config["intermediate_size"]))
+    write = WRITERS.get(arch)
+    if write:
+        write(writer, config, rope, old_mla)
+
+
+def write_gemma3(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any], _: bool) -> None:
+    assert config["query_pre_attn_scalar"] == 256, "llama.cpp knows no other"
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    if config["final_logit_softcapping"]:
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+
+
+def write_granite(writer: gguf.GGUFWriter, config: dict[str, Any], *_: Any) -> None:
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+
+
+def write_deepseek2(writer: gguf.GGUFWriter, config: dict[str, Any], rope: dict[str, Any], old_mla: bool) -> None:
+    rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    key, value = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(key if old_mla else rank + rotated)
+    writer.add_value_length(value if old_mla else rank)
+    if not old_mla:
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(value)
+    writer.add_rope_dimension_count(rotated)
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["norm_topk_prob"]:
+        writer.add_expert_weights_norm(True)
+    if config.get("n_group"):
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+    writer.add_expert_gating_func(GATING["sigmoid" if "V3" in config["architectures"][0] else "softmax"])
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+WRITERS: dict[Any, Callable[..., None]] = {
+    gguf.MODEL_ARCH.GEMMA3: write_gemma3,
+    gguf.MODEL_ARCH.GRANITE: write_granite,
+    gguf.MODEL_ARCH.DEEPSEEK2: write_deepseek2,
+}
+
+
+def stack_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The experts of a layer as one tensor a projection."""
+    stacked: dict[str, list[tuple[int, torch.Tensor]]] = {}
+    others = {}
+    for name, tensor in tensors.items():
+        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+\.weight)", name):
+            stacked.setdefault(f"{match[1]}.{match[3]}", []).append((int(match[2]), tensor))
+        else:
+            others[name] = tensor
+    for name, parts in stacked.items():
+        others[name] = torch.stack([tensor for _, tensor in sorted(parts, key=lambda part: part[0])])
+    return others
+
+
+def unchanged(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> Tensors:
+    yield from tensors.items()
+
+
+def with_larger_norms(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> Tensors:
+    for name, tensor in tensors.items():
+        yield name, tensor + 1 if name.endswith("norm.weight") else tensor
+
+
+def with_rows_in_pairs(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Tensors:
+    counts = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, tensor in tensors.items():
+        if heads := next((count for part, count in counts.items() if part in name), None):
+            halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
+            tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+        yield name, tensor
+
+
+def without_turns(tensors: dict[str, torch.Tensor], _: dict[str, Any]) -> Tensors:
+    """gpt-oss: gate and up are two tensors, [out, in]; sinks are called a weight."""
+    for name, tensor in tensors.items():
+        if "experts" in name:
+            is_bias = name.endswith("_bias")
+            stem, suffix = name.removesuffix("_bias"), ".bias" if is_bias else ".weight"
+            tensor = tensor if is_bias else tensor.transpose(1, 2)
+            if "gate_up_proj" in stem:
+                yield stem.replace("gate_up", "gate") + suffix, tensor[:, 0::2]
+                yield stem.replace("gate_up", "up") + suffix, tensor[:, 1::2]
+            else:
+                yield stem + suffix, tensor
+        else:
+            yield f"{name}.weight" if name.endswith("sinks") else name, tensor
+
+
+def with_halves(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Tensors:
+    """DeepSeek: the keys' half of kv_b_proj transposed, the values' half as it is."""
+    sizes = [config["qk_nope_head_dim"], config["v_head_dim"]]
+    for name, tensor in tensors.items():
+        if name.endswith("kv_b_proj.weight") and not config["old_mla"]:
+            heads = tensor.view(config["num_attention_heads"], sum(sizes), -1)
+            keys, values = heads.split(sizes, 1)
+            yield name.replace("kv_b_proj", "k_b_proj"), keys.transpose(1, 2)
+            yield name.replace("kv_b_proj", "v_b_proj"), values
+        else:
+            yield name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor
+
+
+RULES: dict[Any, Callable[..., Tensors]] = {
+    gguf.MODEL_ARCH.GEMMA3: with_larger_norms,
+    gguf.MODEL_ARCH.GRANITE: with_rows_in_pairs,
+    gguf.MODEL_ARCH.SMOLLM3: with_rows_in_pairs,
+    gguf.MODEL_ARCH.GPT_OSS: without_turns,
+    gguf.MODEL_ARCH.DEEPSEEK2: with_halves,
+}

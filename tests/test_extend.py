@@ -1,0 +1,157 @@
+"""docs/extend.md is true: its examples run, and what they change is part of the keys."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from law import assert_same_logits
+from probe import logits_of
+
+from atom import LLMEngine, plugins
+from atom.compiler import compile_graph
+from atom.compiler.artifact import launch_ingredients, recipe_of
+from atom.config.load import load
+from atom.errors import ConfigError, PassError
+from atom.graph import show
+from atom.graph.ops import OPS
+from atom.kernels import find_target
+
+DOC = Path(__file__).parents[1] / "docs" / "extend.md"
+EXTRA = "passes.extra=[my_passes:clip_gates@shard]"
+
+
+class Clipped(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(x).clamp(max=0.1)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """my_passes.py of the page, in the current folder."""
+    (text,) = re.findall(r"```python\n# my_passes.py\n(.*?)```", DOC.read_text(), re.DOTALL)
+    (tmp_path / "my_passes.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield tmp_path / "my_passes.py"
+    sys.modules.pop("my_passes", None)
+    OPS.pop("clipped_silu", None)
+
+
+def ingredients(*overrides: str, folder: Path) -> dict[str, str]:
+    return launch_ingredients(load([f"checkpoint={folder}", "device=cpu", *overrides]), find_target("cpu"))
+
+
+@pytest.mark.parametrize("level", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_pass_of_a_user_runs_with_an_op_of_its_own(
+    module: Path, checkpoints: Callable[[str], Path], tmp_path: Path, level: int
+) -> None:
+    folder = checkpoints("llama")
+    engine = LLMEngine(
+        model=str(folder), level=level, dtype="fp32", kv_cache_memory=1 << 22, cache=str(tmp_path / "cache"),
+        **{"passes.extra": ["my_passes:clip_gates@shard"]},
+    )  # fmt: skip
+    model, tokens = tiny.reference(folder), tiny.prompt(20)
+    plain = tiny.logits(model, tokens)
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Clipped()
+    assert_same_logits(logits_of(engine, tokens), tiny.logits(model, tokens))
+    assert not torch.allclose(plain, tiny.logits(model, tokens), rtol=1e-2)
+    engine.close()
+
+
+def test_a_changed_module_or_one_that_it_imports_is_another_key(module: Path, checkpoints: Any) -> None:
+    folder = checkpoints("llama")
+    (module.parent / "limits.py").write_text("LIMIT = 0.1\n")
+    module.write_text("from limits import LIMIT\n" + module.read_text())
+    plain, first = ingredients(folder=folder), ingredients(EXTRA, folder=folder)
+    assert first == ingredients(EXTRA, folder=folder)
+    assert plain["model"] == first["model"] and plain != first
+    (module.parent / "limits.py").write_text("LIMIT = 0.2\n")
+    second = ingredients(EXTRA, folder=folder)
+    assert {key for key in first if first[key] != second[key]} == {"sources of plug-ins"}
+    sys.modules.pop("limits")
+
+
+def test_an_installed_package_names_its_passes_and_its_models(
+    module: Path, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = module.parent / "my_package"
+    (package / "conf" / "model").mkdir(parents=True)
+    for folder in (package, package / "conf"):
+        (folder / "__init__.py").write_text("")
+    (package / "conf" / "model" / "mine.yaml").write_text("defaults: [llama, _self_]\nauto: false\n")
+    module.rename(package / "my_passes.py")
+    about = module.parent / "my_package-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    found = re.findall(r"```toml\n\[project\.entry-points\.\"(.*?)\"\]\n(.*?)```", DOC.read_text(), re.DOTALL)
+    (about / "entry_points.txt").write_text("".join(f"[{group}]\n{body}" for group, body in found).replace('"', ""))
+    monkeypatch.syspath_prepend(str(module.parent))
+    plugins.named.cache_clear()
+    importlib.invalidate_caches()
+    try:
+        config = load([f"checkpoint={checkpoints('llama')}", "model=mine", "passes.extra=[clip_gates]", "device=cpu"])
+        assert config.model.name == "mine" and "passes.extra=[clip_gates]" in recipe_of(config)
+        first = launch_ingredients(config, find_target("cpu"))
+        (package / "other.py").write_text("")
+        assert launch_ingredients(config, find_target("cpu")) != first
+    finally:
+        plugins.named.cache_clear()
+        for name in [name for name in sys.modules if name.startswith("my_package")]:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("fuse_qkv", "qkv = "),
+        ("fuse_gate_up", "gate_up = "),
+        ("fuse_norm_residual", "add_rms_norm("),
+    ],
+)
+def test_a_pass_that_is_left_out_changes_nothing(name: str, call: str, checkpoints: Any) -> None:
+    off = f"passes.{name}=false"
+    rest = [f"checkpoint={checkpoints('llama')}", "device=cpu", "level=1", "passes.fuse_norm_linear=false"]
+    with_it, without = (show(compile_graph(load([*rest, *more]))) for more in ([], [off]))
+    assert call in with_it and call not in without
+    target = find_target("cpu")
+    assert launch_ingredients(load(rest), target) != launch_ingredients(load([*rest, off]), target)
+
+
+def test_the_numbers_are_the_same_without_any_fusion(checkpoints: Any) -> None:
+    names = load(["passes.extra=[]"]).passes.__dataclass_fields__.keys() - {"extra"}
+    off = {f"passes.{name}": False for name in names}
+    folder = checkpoints("qwen3")
+    engine = LLMEngine(model=str(folder), level=1, dtype="fp32", kv_cache_memory=1 << 22, **off)
+    assert_same_logits(logits_of(engine, tiny.prompt(20)), tiny.logits(tiny.reference(folder), tiny.prompt(20)))
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("extra", "error", "message"),
+    [
+        ("nowhere:f", ConfigError, r"cannot import nowhere \(ModuleNotFoundError"),
+        ("my_passes:nope", ConfigError, "my_passes has no function nope"),
+        ("clip", ConfigError, r"clip is no entry point of atom\.passes .*; or write module:function"),
+        ("my_passes:clip_gates@fuse_qvk", ConfigError, "there is no pass fuse_qvk, did you mean fuse_qkv"),
+        ("my_passes:gone", PassError, "gone returned NoneType, not the graph"),
+        ("my_passes:falls", PassError, "falls: ZeroDivisionError: division by zero"),
+        ("my_passes:fuse_qkv", ConfigError, "there is a pass fuse_qkv already; rename it"),
+    ],
+)
+def test_a_pass_that_cannot_be_run_is_named(
+    module: Path, checkpoints: Any, extra: str, error: type[Exception], message: str
+) -> None:
+    with module.open("a") as file:
+        file.write("\ndef gone(graph): pass\ndef falls(graph): 1 / 0\ndef fuse_qkv(graph): return graph\n")
+    with pytest.raises(error, match=message):
+        compile_graph(load([f"checkpoint={checkpoints('llama')}", "device=cpu", "level=0", f"passes.extra=[{extra}]"]))

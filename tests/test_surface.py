@@ -215,7 +215,7 @@ def test_the_groups_jobs_and_commands():
     }
     assert groups == {
         "gpu": {"a100", "h100", "h200", "l40s", "mi300x", "mi355x", "rtx_4090"},
-        "job": {"bench", "cache", "compile", "explain", "generate", "profile", "recipe", "serve"},
+        "job": {"bench", "cache", "chat", "compile", "explain", "generate", "profile", "recipe", "serve"},
         "model": set(MODEL_FILES.split()),
         "parallel": {
             "tp1",

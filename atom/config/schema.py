@@ -326,9 +326,11 @@ class JobConfig:
     kind: str = "serve"  # the conf/job file that was chosen
     output: str = of("generate explain compile cache bench profile recipe", one_of("text", "json"))  # json: a line each
     gpu: str | None = of("explain", None)  # whether the model fits one; a name in conf/gpu or a YAML file
-    chat: bool = of("generate", False, also="bench profile")  # prompts are user messages for the chat template
+    chat: bool = of("generate", False, also="bench profile")  # prompts are user messages; none on a terminal: job=chat
     stage: str | None = of("explain", None)  # print the whole text after this pass
-    graph: str | None = of("serve generate explain compile bench profile", None)  # run this saved text, not the passes'
+    graph: str | None = of(
+        "serve generate chat explain compile bench profile", None
+    )  # run this saved text, not the passes'
     save_recipe: str | None = None  # write the overrides of this run to a file
     objective: str | None = of("generate bench", None)  # the number of a run by which -m compares jobs
     recipes: list[str] | None = of("recipe", None)  # names, files, hub files; null: all in recipes/
@@ -379,7 +381,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     job: JobConfig = field(default_factory=JobConfig)
-    sampling: SamplingConfig = of("serve generate bench profile", field(default_factory=SamplingConfig))
+    sampling: SamplingConfig = of("serve generate chat bench profile", field(default_factory=SamplingConfig))
     checkpoint: str | None = None  # folder, hub id or .gguf file; null: the embedded default
     revision: str | None = None  # of a hub id
     trust_remote_code: bool = False  # run the code that a checkpoint's tokenizer brings

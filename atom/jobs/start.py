@@ -20,7 +20,17 @@ from atom.config.spelling import did_you_mean
 from atom.errors import ConfigError
 from atom.jobs import module_of
 
-JOBS = ("serve", "generate", "explain", "compile", "cache", "bench", "profile", "recipe")  # modules with `run(config)`
+JOBS = (
+    "serve",
+    "generate",
+    "chat",
+    "explain",
+    "compile",
+    "cache",
+    "bench",
+    "profile",
+    "recipe",
+)  # modules with `run(config)`
 
 
 def choose_job(overrides: Sequence[str], dirs: Sequence[str] = ()) -> list[str]:
@@ -47,8 +57,8 @@ def load_job(overrides: Sequence[str], dirs: Sequence[str] = (), *, is_sweep: bo
         if kind not in jobs.names:
             where = f"{key} is a field of job={', '.join(jobs.names)}, and this is job={kind}"
             raise ConfigError(f"{where}: leave it out, or write job={jobs.names[0]}")
-    if is_sweep and kind == "serve":
-        raise ConfigError("job=serve runs until it is stopped, so -m would never come to the next one; leave out -m")
+    if is_sweep and kind in ("serve", "chat"):
+        raise ConfigError(f"job={kind} runs until it is stopped, so -m would never come to the next one; leave out -m")
     if config.job.objective is not None and not is_sweep:
         raise ConfigError(f"job.objective={config.job.objective} is the number by which -m compares jobs: add -m")
     if config.job.resume and not is_sweep:

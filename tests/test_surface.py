@@ -158,6 +158,7 @@ LOCAL_IMPORTS = {
     "llguidance": "the extra structured",
     "matplotlib": "the extra bench",
     "ray": "the extra ray",
+    "readline": "it changes input(), and is not on Windows",
     "resource": "a benchmark's client may run on Windows",
     "triton": "the extra cuda",
     "uvloop": "not for Windows",

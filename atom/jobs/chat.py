@@ -143,7 +143,7 @@ def typed_history(file: Path | None) -> Iterator[None]:
     if file is None or not sys.stdin.isatty():
         yield
         return
-    import readline  # which changes what input() does
+    import readline
 
     if file.exists():
         readline.read_history_file(file)

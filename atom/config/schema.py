@@ -325,9 +325,7 @@ class ServeConfig:
 @dataclass
 class JobConfig:
     kind: str = "serve"  # the conf/job file that was chosen
-    output: str = of(
-        "generate explain compile cache bench profile recipe", one_of(*OUTPUTS)
-    )  # json: a line; html: a page
+    output: str = of("generate explain compile cache bench profile recipe", one_of(*OUTPUTS))  # html: a page
     gpu: str | None = of("explain", None)  # whether the model fits one; a name in conf/gpu or a YAML file
     chat: bool = of("generate", False, also="bench profile")  # prompts are user messages; none on a terminal: job=chat
     stage: str | None = of("explain", None)  # print the whole text after this pass

@@ -156,7 +156,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (here / "ShareGPT.json").write_text(json.dumps([{"conversations": turns}] * 200))
     monkeypatch.chdir(here)
     monkeypatch.setenv("ATOM_CACHE", str(tmp_path / "cache"))
-    for name in ("serve", "compile", "bench", "profile"):
+    for name in ("serve", "chat", "compile", "bench", "profile"):
         stub: Any = types.ModuleType(f"atom.jobs.{name}")
         stub.run, stub.OBJECTIVES = start, bench.OBJECTIVES
         monkeypatch.setitem(sys.modules, stub.__name__, stub)

@@ -169,6 +169,7 @@ LOCAL_IMPORTS = {
     "llguidance": "the extra structured",
     "matplotlib": "the extra bench",
     "ray": "the extra ray",
+    "readline": "it changes input(), and is not on Windows",
     "resource": "a benchmark's client may run on Windows",
     "triton": "the extra cuda",
     "uvloop": "not for Windows",
@@ -226,7 +227,7 @@ def test_the_groups_jobs_and_commands():
     }
     assert groups == {
         "gpu": {"a100", "h100", "h200", "l40s", "mi300x", "mi355x", "rtx_4090"},
-        "job": {"bench", "cache", "compile", "explain", "generate", "profile", "recipe", "serve"},
+        "job": {"bench", "cache", "chat", "compile", "explain", "generate", "profile", "recipe", "serve"},
         "model": set(MODEL_FILES.split()),
         "tool_calls": set(TOOL_FORMATS.split()),
         "parallel": {

@@ -31,6 +31,7 @@ Fields
 
 Examples
   atom-run prompts="What is 2+2?" job.chat=true
+  atom-run job=chat checkpoint=Qwen/Qwen3-0.6B
   atom-run checkpoint=Qwen/Qwen3-0.6B prompts='["Once upon a time", "The capital of France is"]' sampling.temperature=0
   atom-run checkpoint=/models/llama prompts=@questions.txt job.output=json sampling.max_tokens=200
   atom-run job=explain job.stage=fuse_qkv checkpoint=/models/llama

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from atom.config.schema import Config, ParallelConfig
 from atom.errors import ConfigError, UnsupportedError, one_line
 
-ENGINE_JOBS = ("serve", "generate", "bench", "profile")  # the others start no rank
+ENGINE_JOBS = ("serve", "generate", "chat", "bench", "profile")  # the others start no rank
 MIN_KEY_BYTES = 16
 UNIX = "unix:"  # and a name: an abstract socket, of which the kernel tells whose it is
 MAKE_KEY = "(umask 077; openssl rand -hex 32 > key) makes one, which each host needs a copy of"

@@ -48,6 +48,7 @@ def of(jobs: str, default: Any, *, also: str = "") -> Any:
     return made
 
 
+OUTPUTS = ("text", "json", "html")  # of a job; explain, bench and profile have a page
 MAX_LAYERS = 512  # of a model, whose text has some 20 lines a layer: the deepest models have some 300
 MAX_RANKS = 1 << 10  # of an engine
 MAX_EXPERTS = 1 << 17  # of all layers: the largest models have some 25,000
@@ -347,11 +348,11 @@ class ServeConfig:
 @dataclass
 class JobConfig:
     kind: str = "serve"  # the conf/job file that was chosen
-    output: str = of("generate explain compile cache bench profile recipe", one_of("text", "json"))  # json: a line each
+    output: str = of("generate explain compile cache bench profile recipe", one_of(*OUTPUTS))  # html: a page
     gpu: str | None = of("explain", None)  # whether the model fits one; a name in conf/gpu or a YAML file
-    chat: bool = of("generate", False, also="bench profile")  # prompts are user messages for the chat template
+    chat: bool = of("generate", False, also="bench profile")  # prompts are user messages; none on a terminal: job=chat
     stage: str | None = of("explain", None)  # print the whole text after this pass
-    graph: str | None = of("serve generate explain compile bench profile", None)  # run this saved text, not the passes'
+    graph: str | None = of("serve generate chat explain compile bench profile", None)  # run this text, not the passes'
     save_recipe: str | None = None  # write the overrides of this run to a file
     objective: str | None = of("generate bench", None)  # the number of a run by which -m compares jobs
     recipes: list[str] | None = of("recipe", None)  # names, files, hub files; null: all in recipes/
@@ -403,7 +404,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     job: JobConfig = field(default_factory=JobConfig)
-    sampling: SamplingConfig = of("serve generate bench profile", field(default_factory=SamplingConfig))
+    sampling: SamplingConfig = of("serve generate chat bench profile", field(default_factory=SamplingConfig))
     checkpoint: str | None = None  # folder, .gguf file, hub id or address, owner/name:Q4_K_M; null: the embedded one
     revision: str | None = None  # of a hub id
     trust_remote_code: bool = False  # run the code that a checkpoint's tokenizer brings

@@ -3,6 +3,7 @@
 atom-run job=bench checkpoint=/models/qwen3 job.num_prompts=32 job.input_len=1024 job.output_len=256
 atom-run job=bench load_dummy=true job.input_len=100-1024 job.output_len=100-1024 sampling.temperature=0.6
 atom-run job=bench job.dataset_path=ShareGPT.json job.num_prompts=200 job.output=json
+atom-run job=bench job.num_prompts=32 job.output=html > page.html     # the latencies as curves
 atom-run -m job=bench level=1,2 job.num_prompts=1,16
 """
 
@@ -28,6 +29,7 @@ from atom.compiler import Compiled, mesh_of
 from atom.config import Config
 from atom.config.overrides import hide_secret
 from atom.gc_utils import settle
+from atom.jobs.bench_page import make_page
 from atom.jobs.roofline import Costs, Limits, measure_limits, read_costs, step_work, total
 from atom.jobs.tables import make_table
 from atom.jobs.workload import Draw, Step, WorkloadRequest, open_workload, recording, submit
@@ -89,6 +91,8 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
     report({**result, **phases})
     if config.job.output == "json":
         print(json.dumps(result))
+    elif config.job.output == "html":
+        print(make_page(result, [output for run in runs for output in run.outputs]))
     else:
         show(result)
     if result["failed"]:

@@ -8,6 +8,7 @@ atom-run job=explain job.gpu=h200                     # the sizes beside a GPU o
 atom-run job=explain job.gpu=h200 device=cuda         # and a GPU's text, whether or not there is one here
 atom-run job=explain parallel=tp4                     # the text and the sizes of each of 4 ranks
 atom-run job=explain job.output=json
+atom-run job=explain job.output=html > page.html      # one page: passes, pieces, kernels, memory, limits
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from atom.graph import DRAFT, DRAFT_HEAD, Graph, W, show
 from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.shares import token_shares
 from atom.graph.types import BITS
+from atom.jobs.explain_page import make_page
 from atom.jobs.layouts import CONTEXT, fit, kv_pool, layouts
 from atom.kernels import Target, find_target, tuned
 from atom.passes import PassReport
@@ -79,8 +81,15 @@ def run(config: Config) -> int:
         passes = [{"name": s.name, "changes": s.num_changes, "seconds": s.seconds} for s in stages[1:]]
         print(json.dumps({"passes": passes, **result}))
         return 0
-    for before, after in itertools.pairwise(stages):
-        print(f"{after.name}: {after.num_changes} changes, {after.seconds * 1e3:.1f} ms")
+    pairs = list(itertools.pairwise(stages))
+    if config.job.output == "html":
+        shown = [(describe_stage(after), [*folded_diff(before.text, after.text)]) for before, after in pairs]
+        print(
+            make_page(graph, shown, (stages[0].text, stages[-1].text), result, list(describe(result, config)), config)
+        )
+        return 0
+    for before, after in pairs:
+        print(describe_stage(after))
         for line in folded_diff(before.text, after.text):
             print(f"  {line}")
         print()
@@ -96,6 +105,10 @@ def _find(stages: list[Stage], name: str) -> Stage:
         if stage.name == name:
             return stage
     raise ConfigError(f"job.stage={name}: there is no such stage; stages: {', '.join(stage.name for stage in stages)}")
+
+
+def describe_stage(stage: Stage) -> str:
+    return f"{stage.name}: {stage.num_changes} changes, {stage.seconds * 1e3:.1f} ms"
 
 
 def folded_diff(before: str, after: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ A piece counts as a kernel; on a CPU operators are shown too.
 atom-run job=profile checkpoint=/models/qwen3 job.num_prompts=32 job.input_len=1024 job.output_len=64
 atom-run job=profile load_dummy=true job.num_steps=8 serve.torch_profiler_dir=traces
 atom-run job=profile job.output=json | jq .phases.decode.rows
+atom-run job=profile job.output=html > page.html     # the timeline of a step, kernels against their limit
 
 Prefill steps are one trace, and the decode steps behind them another.
 """
@@ -24,9 +25,10 @@ from torch.profiler import record_function
 from atom.config import Config
 from atom.graph import Graph, Program, ops
 from atom.jobs.bench import describe_run, open_warm
+from atom.jobs.profile_page import make_page
 from atom.jobs.roofline import Costs, Limits, Work, step_work, total, wait_for
 from atom.jobs.tables import make_table
-from atom.jobs.trace import KINDS, Summary, summarize
+from atom.jobs.trace import KINDS, Event, Summary, middle_step, summarize
 from atom.jobs.workload import Record, Step, recording, submit
 from atom.kernels import find_piece_compiler
 from atom.pieces import find_pieces
@@ -51,11 +53,14 @@ def run(config: Config) -> int:
         for name, executable in model.executables.items():
             label_calls(executable, name_calls(graph.programs[name], len(executable._steps), numbers))
     phases: dict[str, Any] = {}
+    windows: dict[str, list[Event]] = {}  # of a phase, the events of about one step
     with recording(engine) as record:
         ids = submit(engine, draw(engine), config)
         for name, path, steps in trace_phases(engine, record, config):
             with gzip.open(path) as file:
-                summary = summarize(json.load(file))
+                trace = json.load(file)
+            summary = summarize(trace)
+            windows[name] = middle_step(trace, len(steps))
             phases[name] = {"trace": str(path), **describe(summary, steps, costs, limits, pieces)}
         for id in ids:
             engine.abort(id)
@@ -66,6 +71,8 @@ def run(config: Config) -> int:
     }
     if config.job.output == "json":
         print(json.dumps(result))
+    elif config.job.output == "html":
+        print(make_page(result, windows))
     else:
         show(result)
     return 0

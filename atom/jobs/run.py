@@ -18,7 +18,7 @@ from atom.jobs.save_recipe import save_recipe
 from atom.jobs.start import choose_job, has_objectives, load_job
 from atom.runtime.remote_ranks import serve_rank
 
-IN_PROCESS = ("generate", "bench", "profile")  # jobs that run an engine in this process
+IN_PROCESS = ("generate", "chat", "bench", "profile")  # jobs that run an engine in this process
 
 
 def run(

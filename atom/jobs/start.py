@@ -10,6 +10,7 @@ conf/job may: its fields imply a job only where no typed field does, and are nev
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 from atom.config import Config
@@ -20,7 +21,18 @@ from atom.config.spelling import did_you_mean
 from atom.errors import ConfigError
 from atom.jobs import module_of
 
-JOBS = ("serve", "generate", "explain", "compile", "cache", "bench", "profile", "recipe")  # modules with `run(config)`
+WITH_PAGE = ("explain", "bench", "profile")  # for job.output=html
+JOBS = (
+    "serve",
+    "generate",
+    "chat",
+    "explain",
+    "compile",
+    "cache",
+    "bench",
+    "profile",
+    "recipe",
+)  # modules with `run(config)`
 
 
 def choose_job(overrides: Sequence[str], dirs: Sequence[str] = ()) -> list[str]:
@@ -47,8 +59,10 @@ def load_job(overrides: Sequence[str], dirs: Sequence[str] = (), *, is_sweep: bo
         if kind not in jobs.names:
             where = f"{key} is a field of job={', '.join(jobs.names)}, and this is job={kind}"
             raise ConfigError(f"{where}: leave it out, or write job={jobs.names[0]}")
-    if is_sweep and kind == "serve":
-        raise ConfigError("job=serve runs until it is stopped, so -m would never come to the next one; leave out -m")
+    if is_sweep and kind in ("serve", "chat"):
+        raise ConfigError(f"job={kind} runs until it is stopped, so -m would never come to the next one; leave out -m")
+    if config.job.output == "html":
+        check_html(kind, is_sweep)
     if config.job.objective is not None and not is_sweep:
         raise ConfigError(f"job.objective={config.job.objective} is the number by which -m compares jobs: add -m")
     if config.job.resume and not is_sweep:
@@ -56,6 +70,16 @@ def load_job(overrides: Sequence[str], dirs: Sequence[str] = (), *, is_sweep: bo
     if config.job.objective is not None:
         check_objective(config.job.objective, kind)
     return config
+
+
+def check_html(kind: str, is_sweep: bool) -> None:
+    """Raise ConfigError where a job writes no page, or a terminal would show its text."""
+    if kind not in WITH_PAGE:
+        raise ConfigError(f"job.output=html: job={kind} has no page; {', '.join(WITH_PAGE)} have one")
+    if is_sweep:
+        raise ConfigError("job.output=html: a sweep writes a page of its own; leave it out")
+    if sys.stdout.isatty():
+        raise ConfigError("job.output=html writes a page to stdout: add > page.html")
 
 
 def has_objectives(job: str) -> bool:

@@ -57,17 +57,38 @@ class Event(NamedTuple):
 
 def summarize(trace: Mapping[str, Any]) -> Summary:
     """Summarize a Chrome trace: the device's timeline if there is one, else that of the busiest thread. ConfigError."""
+    timeline, events = read_timeline(trace)
+    return summarize_device(events) if timeline == "device" else summarize_host(events)
+
+
+def middle_step(trace: Mapping[str, Any], num_steps: int) -> list[Event]:
+    """The events in the middle of a trace, for as long as one of its steps takes on average; times count from there."""
+    _, events = read_timeline(trace)
+    start, stop = min(event.start for event in events), max(event.stop for event in events)
+    each = (stop - start) / num_steps
+    start += each * (num_steps // 2)
+    seen = sorted((event for event in events if start < event.stop and event.start < start + each), key=nested)
+    return [event._replace(start=max(event.start - start, 0.0), stop=min(event.stop - start, each)) for event in seen]
+
+
+def nested(event: Event) -> tuple[float, float]:
+    """By this, events are sorted so that those in an event follow it."""
+    return event.start, -event.stop
+
+
+def read_timeline(trace: Mapping[str, Any]) -> tuple[str, list[Event]]:
+    """The device's timeline if there is one, else that of the busiest thread; which, and its events. ConfigError."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     on_device = [event for event in events if event.get("cat") in ON_DEVICE]
     if on_device:
-        return summarize_device([read_event(event) for event in on_device])
+        return "device", [read_event(event) for event in on_device]
     threads: dict[Any, list[Event]] = defaultdict(list)
     for event in events:
         if event.get("cat") in ON_HOST:
             threads[event["tid"]].append(read_event(event))
     if not threads:
         raise ConfigError("the trace has no events: the profiler of this torch sees neither operators nor kernels")
-    return summarize_host(max(threads.values(), key=len))
+    return "host", max(threads.values(), key=len)
 
 
 def read_event(event: Mapping[str, Any]) -> Event:
@@ -92,7 +113,7 @@ def summarize_host(events: list[Event]) -> Summary:
     calls, micros = Counter[str](), defaultdict[str, float](float)
     open_events: list[tuple[float, str]] = []  # when each ends, and its row
     with_rows: list[Event] = []
-    for event in sorted(events, key=lambda event: (event.start, -event.stop)):
+    for event in sorted(events, key=nested):
         while open_events and open_events[-1][0] <= event.start:
             open_events.pop()
         outer = open_events[-1][1] if open_events else None

@@ -9,33 +9,15 @@ Interactivity is tokens per second for one user; throughput is that of all users
 
 from __future__ import annotations
 
-import html
 import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from atom.measurement import page
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>
-body {{ font: 15px system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem; color: #222 }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #ddd }}
-th:first-child, td:first-child {{ text-align: left }}
-svg {{ max-width: 100%; height: auto }}
-.table {{ overflow-x: auto; font-size: 13px }}
-</style></head><body>
-<h1>{title}</h1>
-{notes}
-{svg}
-<div class="table"><table>
-{table}
-</table></div>
-</body></html>
-"""
 
 
 class Point(NamedTuple):
@@ -65,13 +47,8 @@ def write_html(
     unit: str,
 ) -> None:
     """rows: the table, its header first. notes: sentences above it. Without a series there is no plot."""
-    head, *body = [[html.escape(cell) for cell in row] for row in rows]
-    lines = [f"<tr><th>{'</th><th>'.join(head)}</th></tr>"]
-    lines += [f"<tr><td>{'</td><td>'.join(cells)}</td></tr>" for cells in body]
-    paragraphs = "\n".join(f"<p><strong>{html.escape(note)}</strong></p>" for note in notes)
-    svg = draw_svg(series, unit) if series else ""
-    page = PAGE.format(title=html.escape(title), notes=paragraphs, svg=svg, table="\n".join(lines))
-    path.write_text(page, encoding="utf-8")
+    svg = f'<div class="drawn">{draw_svg(series, unit)}</div>' if series else ""
+    path.write_text(page.write_page(title, [page.notes(notes), svg, page.table(rows)]), encoding="utf-8")
 
 
 def draw_svg(series: Sequence[Series], unit: str) -> str:

@@ -1,53 +1,58 @@
-"""`GET /`: a page with a chat and metrics plots, self-contained.
+"""`GET /`: a page with a chat and metrics plots, from `web/`.
 
     app.include_router(page.routes(context))
 
-Its Content-Security-Policy allows the script and the style of this file by their hashes, requests to its own origin,
-and nothing else. Where API keys are set, the browser prompts for one (Basic, the key is the password) and sends it with
-every request of the page.
+Its Content-Security-Policy allows scripts, styles and requests of its own origin, and nothing else. Where API keys are
+set, the browser prompts for one (Basic, the key is the password) and sends it with every request of the page.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from importlib import resources
 
-from fastapi import APIRouter
+from fastapi import APIRouter, HTTPException, Response
 from fastapi.responses import HTMLResponse
 
 from atom.serve.context import Context
 
+TYPES = {"css": "text/css", "js": "text/javascript"}
+
 
 def routes(_: Context) -> APIRouter:
     router = APIRouter(tags=["page"])
-    html = resources.files("atom.serve").joinpath("page.html").read_text("utf-8")
+    files = {each.name: each.read_text("utf-8") for each in resources.files("atom.serve").joinpath("web").iterdir()}
+    html = files.pop("index.html")
 
     @router.get("/", response_class=HTMLResponse)
     async def page() -> HTMLResponse:
         """Chat with the model and watch the server."""
-        return HTMLResponse(html, headers=headers(html))
+        return HTMLResponse(html, headers=headers("'self'", "'self'"))
+
+    @router.get("/page/{name}", include_in_schema=False)
+    async def page_file(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404)
+        return Response(files[name], media_type=TYPES[name.rpartition(".")[2]], headers=headers())
 
     return router
 
 
-def headers(html: str) -> dict[str, str]:
-    """The headers of a page: its policy, and that it is not cached."""
+def headers(scripts: str = "'none'", styles: str = "'none'") -> dict[str, str]:
+    """The headers of a page: its policy, and that it is not cached. scripts, styles: the sources that it may have."""
     return {
-        "content-security-policy": policy(html),
+        "content-security-policy": policy(scripts, styles),
         "cache-control": "no-cache",
         "referrer-policy": "no-referrer",
         "x-content-type-options": "nosniff",
     }
 
 
-def policy(html: str) -> str:
-    """The Content-Security-Policy of a page: its own script and style by hash, requests to its own origin only."""
+def policy(scripts: str, styles: str) -> str:
+    """The Content-Security-Policy of a page: requests to its own origin only."""
     rules = {
         "default-src": "'none'",
-        "script-src": hashes("script", html),
-        "style-src": hashes("style", html),
+        "script-src": scripts,
+        "style-src": styles,
         "img-src": "data:",  # the icon
         "connect-src": "'self'",
         "base-uri": "'none'",
@@ -56,10 +61,3 @@ def policy(html: str) -> str:
         "require-trusted-types-for": "'script'",  # text never becomes HTML
     }
     return "; ".join(f"{name} {value}" for name, value in rules.items())
-
-
-def hashes(tag: str, html: str) -> str:
-    """The sources of a policy that allow the content of these tags."""
-    inlined = re.findall(rf"<{tag}\b[^>]*>(.*?)</{tag}>", html, re.DOTALL)
-    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in inlined]
-    return " ".join(f"'sha256-{digest}'" for digest in digests) or "'none'"

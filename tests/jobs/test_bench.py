@@ -357,3 +357,14 @@ def test_prefix_hits_are_reported(measured: Any, checkpoints: Any):
                     "sampling.temperature=1")  # fmt: skip
     assert result["num_prefix_hit_tokens"] == 2 * 36, "of each sibling, all blocks but that of the last token"
     assert result["phases"]["all"]["tokens"] == 40 + 2 * 4 + 3
+
+
+def test_the_page_draws_every_latency(run: Any, checkpoints: Any):
+    given = (f"checkpoint={checkpoints('llama')}", "job.num_prompts=3", "job.input_len=9", "job.output_len=5")
+    code, out, err = run(*given, "job.output=html")
+    assert code == 0, err
+    for label in ("Time to First Token", "Time per Output Token", "Inter-token Latency", "End-to-end Latency"):
+        assert f"<h2>{label}" in out
+    points = [len(each.split()) - 1 for each in re.findall(r'<polyline points="([^"]*)"', out)]
+    assert points == [3, 3, 3 * 4, 3], "requests, and tokens behind the first"
+    assert "% of the limit</text>" in out

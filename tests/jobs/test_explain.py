@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import io
 import json
 import os
@@ -648,3 +649,35 @@ def test_it_says_how_many_tokens_are_drafted_and_what_was_measured(
     assert "1.000, 1.250 ms a step of 8 sequences with 0, 1, … drafts of each" in out and out.count("ms a step") == 1
     stated = explain(*texts, "serve.max_verified_tokens=6")
     assert stated["draft_counts"] == {"1": 3, "2": 2, "3": 1} and "draft_times" not in stated
+
+
+# the page
+
+
+def test_the_page_has_passes_sizes_kernels_and_their_reasons(run: Any, published: Any):
+    given = (published("qwen3_30b_a3b"), "job.gpu=h200", "device=cuda")
+    code, out, err = run(*given, "job.output=html")
+    assert code == 0, err
+    _, text, _ = run(*given)
+    page = html.unescape(re.sub(r"<[^>]+>", "\n", out))
+    for line in ("30,532,122,624 in all, 3,041,867,776 active", "fits: behind the weights is room for"):
+        assert line in text and line in page
+    folded = re.findall(r"<summary>(\w+): (\d+) changes", out)
+    assert ("fuse_qkv", "48") in folded and "split_pieces" not in dict(folded), "a pass without a diff has no fold"
+    assert re.search(r'<span class="add">\+ +qkv = linear\(h, cat', out)
+    assert re.search(r"<td>grouped_linear</td><td>triton</td><td>96</td>", out)
+    assert "at most 132,156 tokens/s" in page and "The line is where the GPU's memory ends: 139.80 GiB." in page
+
+
+def test_the_page_of_a_cpu_has_its_pieces_and_why_kernels_refused(run: Any, checkpoints: Any, tmp_path: Path):
+    code, out, err = run(f"checkpoint={checkpoints('qwen3')}", f"cache={tmp_path}", "level=2", "job.output=html")
+    assert code == 0, err
+    assert re.search(r"<h2>Pieces</h2>.*<td>not cached</td>", out, re.DOTALL)
+    kernels = out[out.index("<h2>Kernels</h2>") : out.index("<h2>Pieces</h2>")]
+    assert re.search(r"<td>[^<]*: [^<]+</td></tr>", kernels), "a reason of a backend"
+
+
+@pytest.mark.parametrize("argv", [["job=compile"], ["job=generate"], ["-m", "job=explain"]])
+def test_what_has_no_page_says_so(argv: list[str], checkpoints: Any, capsys: Any):
+    assert main([*argv, f"checkpoint={checkpoints('qwen3')}", "job.output=html"]) != 0
+    assert "job.output=html: " in capsys.readouterr().err

@@ -17,8 +17,9 @@ from atom.compiler import compile_graph
 from atom.config.load import load
 from atom.graph import Type, parse
 from atom.jobs.profile import describe, find_piece_kernels, match_products, name_calls
+from atom.jobs.profile_page import make_boxes
 from atom.jobs.roofline import Costs, Limits, Product
-from atom.jobs.trace import Row, Summary
+from atom.jobs.trace import Row, Summary, middle_step
 from atom.jobs.workload import Step
 from atom.kernels import Target
 from atom.passes import lower
@@ -187,3 +188,26 @@ def test_a_folder_that_cannot_be_written_to_is_one_line(run: Any, checkpoints: A
     code, out, err = run(f"checkpoint={checkpoints('llama')}", f"serve.torch_profiler_dir={tmp_path}/file")
     assert (code, out) == (2, "")
     assert err.splitlines()[-1].startswith("atom-run: ConfigError: serve.torch_profiler_dir: ")
+
+
+def test_the_page_has_the_timeline_of_a_step_and_limits(run: Any, checkpoints: Any, tmp_path: Path):
+    code, out, err = run(
+        f"checkpoint={checkpoints('qwen3')}", "job.num_prompts=2", "job.input_len=9", "job.num_steps=4",
+        f"serve.torch_profiler_dir={tmp_path}", "job.output=html",
+    )  # fmt: skip
+    assert code == 0, err
+    assert re.search(r"<h2>prefill: .*<h2>decode: ", out, re.DOTALL)
+    assert out.count("<title>cpp.paged_attention: ") >= 3 + 3, "a box for each layer, in either phase"
+    assert len(re.findall(r"ms, [\d.]+%; \d+% of its limit", out)) >= 4, "attention and matrix of each phase"
+
+
+def test_a_step_in_the_middle_of_a_trace_is_cut_out():
+    events = [("a", 0, 30), ("b", 5, 10), ("c", 28, 20), ("d", 50, 10), ("e", 70, 20)]  # name, start, duration in µs
+    trace = {"traceEvents": [
+        {"ph": "X", "cat": "cpu_op", "tid": 1, "name": name, "ts": 1000 + at, "dur": long} for name, at, long in events
+    ]}  # fmt: skip
+    found = [(event.name, event.start, event.stop) for event in middle_step(trace, 3)]  # the 2nd of 3: from 30 to 60
+    assert found == [("c", 0, 18), ("d", 20, 30)]
+    assert [(box.name, box.lane) for box in make_boxes(middle_step(trace, 1))] == [
+        ("a", 0), ("b", 1), ("c", 1), ("d", 0), ("e", 0),
+    ]  # fmt: skip

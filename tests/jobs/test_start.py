@@ -52,7 +52,7 @@ def test_a_field_of_one_job_asks_for_it(typed: list[str], job: str):
         (["job.num_prompts=4"], "job.num_prompts is a field of job=bench, profile, and this is job=serve"),
         (["job=bench", "job.num_steps=4"], "job.num_steps is a field of job=profile, and this is job=bench"),
         (["job=cache", "job.graph=x.py"], "job.graph is a field of job=serve, generate,"),
-        (["job=explain", "sampling.top_k=3"], "sampling.top_k is a field of job=serve, generate, bench, profile, and"),
+        (["job=explain", "sampling.top_k=3"], "sampling.top_k is a field of job=serve, generate, chat, bench, profile, and"),
         (["job=generate", "serve.http={port: 3}"], "serve.http is a field of job=serve, and this is job=generate"),
         (["job=explain", "job.import=x"], "job.import is a field of job=cache, and this is job=explain"),
         (["recipe=smollm2_greedy", "job=explain", "prompts=hi"], "prompts is a field of job=generate, and this is"),

@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import markdown_it
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from serving import Server, Start
@@ -176,7 +177,7 @@ def test_settings_are_the_fields_of_the_request(server: Server, visit: Open):
     answer_with(page, events({"content": "yes"}))
     with page.expect_request("**/v1/chat/completions") as asked:
         opened.send("One\nline and another")
-    base = {"model": "talker", "stream": True, "stream_options": {"include_usage": True}}
+    base = {"model": "talker", "stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     question = {"role": "user", "content": "One\nline and another"}
     assert asked.value.post_data_json == {**base, "max_tokens": 512, "messages": [question]}, "empty ones are left out"
     page.get_by_role("button", name="New chat").click()
@@ -260,11 +261,11 @@ def test_text_stays_text_with_its_code_reasoning_and_calls(server: Server, visit
     expect(article.locator(".meta")).to_have_text(
         "TTFT 250 ms · 50 tokens/s · 50 tokens · cut at the limit · prompt 7, 4 of them cached"
     )
-    assert article.locator("> .text").text_content() == f"{evil} uses a < b:\nif a < b:\n    passso **there** ```"
-    assert article.locator("> .text > code").all_text_contents() == ["a < b"]
+    expect(article.locator("> .text > p")).to_have_text([f"{evil} uses a < b:", "so there ```"])
+    assert article.locator("> .text > p > code").all_text_contents() == ["a < b"]
     assert article.locator("pre code").all_text_contents() == ["if a < b:\n    pass"]
     expect(article.locator(".call")).to_have_text('weather({"in": "Bonn"})')
-    expect(article.get_by_text("Hm <img")).to_be_hidden()
+    expect(article.get_by_text("Hm <img")).to_have_count(0)
     article.get_by_text("Reasoning").click()
     expect(article.get_by_text("Hm <img")).to_be_visible()
     assert page.locator(".user > .text").text_content() == evil
@@ -394,11 +395,263 @@ def test_a_phone_shows_one_part_at_a_time(server: Server, visit: Open):
     page = opened.page
     page.set_viewport_size({"width": 400, "height": 800})
     chat, plots = page.get_by_role("region", name="Chat"), page.get_by_role("region", name="Plots")
-    for name, shown, hidden in (("Plots", plots, chat), ("Chat", chat, plots)):
-        page.get_by_role("group", name="View").get_by_role("button", name=name).click()
+    chats = page.get_by_role("navigation", name="Chats")
+    for name, shown, hidden in (("Plots", plots, chat), ("Chats", chats, plots), ("Chat", chat, chats)):
+        page.get_by_role("group", name="View").get_by_role("button", name=name, exact=True).click()
         expect(shown).to_be_visible()
         expect(hidden).to_be_hidden()
         assert page.evaluate("document.documentElement.scrollWidth") == 400
     opened.set(Temperature=1)
     assert page.evaluate("document.documentElement.scrollWidth") == 400
     expect(page.get_by_role("button", name="Send")).to_be_in_viewport()
+
+
+RENDER = """async text => {
+    const {renderMarkdown} = await import("/page/markdown.js");
+    const target = document.createElement("div");
+    const started = performance.now();
+    renderMarkdown(target, text);
+    for (const each of target.querySelectorAll(".head")) each.remove();
+    for (const each of target.querySelectorAll("*"))
+        for (const {name} of [...each.attributes]) if (!["href", "start"].includes(name)) each.removeAttribute(name);
+    return {html: target.innerHTML, seconds: (performance.now() - started) / 1000,
+            depth: Math.max(0, ...[...target.querySelectorAll("*")].map(each => {
+                let depth = 0;
+                for (let at = each; at !== target; at = at.parentNode) depth++;
+                return depth;
+            }))};
+}"""
+
+
+@pytest.fixture(scope="module")
+def render(browser: Browser, server: Server) -> Callable[[str], dict[str, Any]]:
+    """Renders Markdown in the page, under its policy: the HTML without what only styles it, seconds, and its depth."""
+    page = browser.new_page()
+    page.goto(server.url)
+    return lambda text: page.evaluate(RENDER, text)
+
+
+def test_markdown_is_what_commonmark_says(render: Callable[[str], dict[str, Any]]):
+    texts = [
+        "# A *heading* #\n\nText with **bold**, *em*, ***both***, __bold__, snake_case_name and ~~gone~~.\nNext line.",
+        "* a\n* b\n\nbehind\n\n7. seven\n8. eight `x * y * z`\n   - deeper **y**\n     - deepest\n9. nine",
+        "- loose\n\n- items\n\n  with more\n- ```py\n  code()\n\n  more()\n  ```",
+        "> quoted **text**\n>\n> - list\n\n***\n\n````\n```\ninner\n```\n````\nno blank line",
+        "| a | b |\n|:--|---:|\n| 1 | `2` |\n| x \\| y |\n\ntext | no table",
+        '[one](https://a.org/x_(y)?a=1 "Title"), [*two*](<http://b.org/>) and <https://c.org>. \\*plain\\* [no] (link)',
+        "`` a ` b `` and ` c ` but `open\n\n2 * 3 * 4, a*b*c, **open and *closed*\nhard  \nbreak\\\nthere",
+        "~~~js title\nlet a = `b`;\n~~~\n<b>html</b> &amp; ![alt](https://x.org/i.png)",
+    ]
+    parser = markdown_it.MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    for text in texts:
+        assert plain_html(render(text)["html"]) == plain_html(parser.render(text)), text
+
+
+def plain_html(html: str) -> str:
+    """HTML with nothing that is shown alike: wrappers, attributes of style, images as links, spaces between blocks."""
+    html = re.sub(r'<img src="([^"]*)" alt="([^"]*)"[^>]*>', r'<a href="\1">\2</a>', html)
+    html = re.sub(r'</?div>| (?:class|style|title)="[^"]*"', "", html).replace("<s>", "<del>").replace("</s>", "</del>")
+    html = html.replace("&quot;", '"').replace("<br />", "<br>").replace("<hr />", "<hr>")
+    html = html.replace("<tbody></tbody>", "").replace("\n</code>", "</code>").replace("&amp;amp;", "&amp;")
+    return re.sub(
+        r"\s+", " ", re.sub(r"\s*(</?(?:p|h\d|ul|ol|li|pre|blockquote|hr|br|table|t\w+)\b[^>]*>)\s*", r"\1", html)
+    ).strip()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a](javascript:alert(1)) [b](JaVaScRiPt:alert(1)) [c](data:text/html,x) [d](vbscript:x) <javascript:alert(1)>",
+        "[a](\tjavascript:alert(1)) [b](java\nscript:alert(1)) [c](//evil.org) [d](/stop_profile) ![e](file:///etc/passwd)",
+        "<script>alert(1)</script>\n\n<img src=x onerror=alert(1)>\n\n<style>*{display:none}</style>\n\n<iframe src=/>",
+        "```<script>\n</code></pre><script>alert(1)</script>",
+    ],
+)  # fmt: skip
+def test_hostile_markdown_stays_text(text: str, render: Callable[[str], dict[str, Any]]):
+    html = render(text)["html"]
+    assert set(re.findall(r"<(\w+)", html)) <= {"p", "br", "div", "pre", "code"}, html
+    shown = re.sub(r"\W", "", re.sub(r"<[^>]*>|&\w+;", "", html))
+    assert "alert1" in shown or "evil" in shown
+
+
+@pytest.mark.parametrize(
+    "piece",
+    ["*", "**a ", "[", "[a](", "![", "`", "`a``", "> ", "- ", "1. ", "# ", "_a*b~~", "|-", "<http:", "\\", " \t", "a\n- b\n  ", "~~~\n", "("],
+)  # fmt: skip
+def test_huge_markdown_takes_no_time_and_no_depth(piece: str, render: Callable[[str], dict[str, Any]]):
+    for length in (60_000, 300_000):
+        result = render((piece * length)[:length])
+        assert result["seconds"] < 5 and result["depth"] < 60
+
+
+def test_markdown_that_grows_keeps_what_is_there(server: Server, visit: Open):
+    text = "Intro\n\n```py\nfor x in y:\n    pass\n```\n\n- a\n- **b**\n\n| a |\n|---|\n| 1 |\n\nEnd"
+    same = visit(server.url).page.evaluate(
+        """async text => {
+        const {renderMarkdown} = await import("/page/markdown.js");
+        const [grown, whole] = [document.createElement("div"), document.createElement("div")];
+        let first = null, button = null;
+        for (let end = 1; end <= text.length; end++) {
+            renderMarkdown(grown, text.slice(0, end));
+            if (end === 8) first = grown.firstChild;
+            if (end === 20) button = grown.querySelector("button");
+        }
+        renderMarkdown(whole, text);
+        return [grown.innerHTML === whole.innerHTML, first === grown.firstChild, button === grown.querySelector("button")];
+    }""",
+        text,
+    )
+    assert same == [True, True, True]
+
+
+def test_code_is_copied(server: Server, visit: Open):
+    opened = visit(server.url, permissions=["clipboard-read", "clipboard-write"])
+    answer_with(opened.page, events({"content": "See:\n```py\na = 1\nb = 2\n```"}))
+    opened.send("Code, please")
+    opened.page.locator(".code").get_by_role("button", name="Copy").click()
+    expect(opened.page.locator(".code").get_by_role("button", name="Copied")).to_be_visible()
+    assert opened.page.evaluate("navigator.clipboard.readText()") == "a = 1\nb = 2"
+    opened.page.get_by_role("group", name="Answer").get_by_role("button", name="Copy").click()
+    expect(opened.page.get_by_role("group", name="Answer").get_by_role("button", name="Copied")).to_be_visible()
+    assert opened.page.evaluate("navigator.clipboard.readText()") == "See:\n```py\na = 1\nb = 2\n```"
+
+
+def test_chats_are_kept_listed_exported_and_deleted(server: Server, visit: Open):
+    opened = visit(server.url)
+    page = opened.page
+    chats = page.get_by_role("navigation", name="Chats")
+    for question, answer in (("First one", "Answer *1*"), ("Second <b>", "Answer 2")):
+        answer_with(page, events({"content": answer}))
+        opened.send(question)
+        expect(page.locator(".assistant .meta")).to_contain_text("TTFT")
+        chats.get_by_role("button", name="New chat").click()
+        expect(page.get_by_role("article")).to_have_count(0)
+    page.reload()
+    expect(chats.get_by_role("listitem")).to_have_text(["Second <b>×", "First one×"])
+    chats.get_by_role("button", name="First one", exact=True).click()
+    expect(page.get_by_role("article")).to_have_count(2)
+    expect(page.locator(".assistant em")).to_have_text("1")
+    expect(chats.locator("[aria-current]")).to_have_text("First one")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        opened.send("More")
+    assert [each["content"] for each in asked.value.post_data_json["messages"]] == ["First one", "Answer *1*", "More"]
+    expect(page.get_by_role("article")).to_have_count(4)
+    expect(page.locator(".assistant .meta").last).to_contain_text("TTFT")
+    expect(chats.get_by_role("listitem")).to_have_text(["First one×", "Second <b>×"])
+    with page.expect_download() as saved:
+        chats.get_by_role("button", name="Export chat").click()
+    assert saved.value.suggested_filename == "First-one.md"
+    assert "# First one\n\n## You\n\nFirst one\n\n## talker\n\nAnswer *1*\n" in saved.value.path().read_text()
+    with page.expect_download() as saved:
+        chats.get_by_role("button", name="Export all").click()
+    assert [each["title"] for each in json.loads(saved.value.path().read_text())] == ["First one", "Second <b>"]
+    page.on("dialog", lambda dialog: dialog.accept())
+    chats.get_by_role("button", name="Delete First one").click()
+    expect(page.get_by_role("article")).to_have_count(0)
+    page.reload()
+    expect(chats.get_by_role("listitem")).to_have_text(["Second <b>×"])
+    assert opened.errors == []
+
+
+def test_messages_are_edited_and_answers_made_anew_and_continued(server: Server, visit: Open):
+    opened = visit(server.url)
+    page = opened.page
+
+    def asked_by(act: Callable[[], None], *deltas: dict[str, Any]) -> dict[str, Any]:
+        page.unroute("**/v1/chat/completions")
+        answer_with(page, events(*deltas))
+        with page.expect_request("**/v1/chat/completions") as asked:
+            act()
+        expect(page.locator(".assistant .meta").last).to_contain_text("TTFT")
+        return asked.value.post_data_json
+
+    asked_by(lambda: opened.send("One"), {"content": "half an"})
+    request = asked_by(page.get_by_role("button", name="Continue").click, {"content": " answer"})
+    assert request["messages"][-1] == {"role": "assistant", "content": "half an"}
+    assert (request["continue_final_message"], request["add_generation_prompt"]) == (True, False)
+    expect(page.locator(".assistant > .text")).to_have_text("half an answer")
+    request = asked_by(page.get_by_role("button", name="Regenerate").click, {"content": "another"})
+    assert request["messages"] == [{"role": "user", "content": "One"}] and "continue_final_message" not in request
+    expect(page.locator(".assistant > .text")).to_have_text("another")
+    asked_by(lambda: opened.send("Two"), {"content": "second"})
+    page.get_by_role("button", name="Edit").first.click()
+    box = page.get_by_role("textbox", name="Edit message")
+    expect(box).to_be_focused()
+    box.press("Escape")
+    expect(page.get_by_role("article")).to_have_count(4)
+    page.get_by_role("button", name="Edit").first.click()
+    box.fill("Uno")
+    request = asked_by(lambda: box.press("Enter"), {"content": "first"})
+    assert request["messages"] == [{"role": "user", "content": "Uno"}]
+    expect(page.get_by_role("article")).to_have_count(2)
+    page.unroute("**/v1/chat/completions")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=503, body="busy"))
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.get_by_role("alert").last).to_have_text("busy (503)")
+    expect(page.locator(".assistant > .text")).to_have_text("first")
+
+
+def test_a_continued_answer_goes_on_where_it_was_cut(server: Server, visit: Open):
+    opened = visit(server.url)
+    opened.set(Max_tokens=5, Temperature=0, Other_fields={"regex": "[a-z]{5,10}"})
+    opened.send("Hello")
+    text = opened.page.locator(".assistant > .text")
+    expect(text).to_have_text(re.compile(r"^[a-z]{5}$"))
+    first = text.text_content() or ""
+    opened.page.get_by_role("button", name="Continue").click()
+    expect(text).to_have_text(re.compile(rf"^{first}[a-z]{{5}}$"))
+
+
+def test_settings_and_folded_plots_are_kept(server: Server, visit: Open):
+    opened = visit(server.url)
+    page = opened.page
+    opened.set(System_prompt="Be brief.", Temperature=0.5)
+    views = page.get_by_role("group", name="View")
+    views.get_by_role("button", name="Plots").click()
+    expect(page.get_by_role("region", name="Plots")).to_be_hidden()
+    page.reload()
+    expect(page.get_by_role("status")).to_have_text("ready")
+    expect(page.get_by_role("region", name="Plots")).to_be_hidden()
+    expect(views.get_by_role("button", name="Plots")).to_have_attribute("aria-pressed", "false")
+    answer_with(page, events({"content": "yes"}))
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.get_by_role("button", name="Compare TCP and UDP in a table.").click()
+    body = asked.value.post_data_json
+    assert (body["temperature"], body["messages"][0]["content"]) == (0.5, "Be brief.")
+    assert body["messages"][1] == {"role": "user", "content": "Compare TCP and UDP in a table."}
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_role("button", name="Defaults").click()
+    page.reload()
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_label("Temperature")).to_have_value("")
+    expect(page.get_by_label("Max tokens")).to_have_value("512")
+
+
+def test_the_pace_is_shown_while_it_streams_and_escape_stops(server: Server, visit: Open):
+    opened = visit(server.url)
+    opened.set(Max_tokens=7000, Other_fields={"ignore_eos": True})
+    opened.send("Talk.")
+    expect(opened.page.locator(".assistant .meta")).to_have_text(re.compile(r"^[1-9]\d* tokens · [\d.]+k? tokens/s$"))
+    opened.page.keyboard.press("Escape")
+    expect(opened.page.locator(".assistant .meta")).to_have_text("stopped")
+
+
+def test_a_screen_reader_is_told_whole_answers(server: Server, visit: Open):
+    opened = visit(server.url)
+    page = opened.page
+    answer_with(page, events({"content": "# Title\n\n- item"}))
+    opened.send("Hello")
+    expect(page.locator("[aria-live=polite]")).to_have_text("# Title\n\n- item", use_inner_text=False)
+    tree = page.get_by_role("log", name="Conversation").aria_snapshot()
+    for line in (
+        'article "You"',
+        'article "talker"',
+        'heading "Title" [level=1]',
+        "listitem: item",
+        'button "Regenerate"',
+    ):
+        assert line in tree, tree
+    expect(page.get_by_role("log")).to_have_attribute("aria-live", "off")  # or each token would be said
+    unnamed = page.evaluate("""() => [...document.querySelectorAll("button, input, select, textarea")].filter(
+        each => !(each.ariaLabel || each.textContent.trim() || each.labels?.length)).map(each => each.outerHTML)""")
+    assert unnamed == []

@@ -1,0 +1,156 @@
+"""`job=chat`: a conversation with the model in the terminal.
+
+atom-run job=chat checkpoint=Qwen/Qwen3-0.6B
+atom-run job.chat=true                       # the same on a terminal, where no prompts are given
+printf 'Hello\\nAnd again?\\n' | atom-run job=chat
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from atom.config import Config
+from atom.errors import ConfigError, RequestError
+from atom.llm import LLMEngine
+from atom.runtime.types import RequestOutput
+from atom.sampling_params import SamplingParams
+from atom.serve.output.parsers import Talk
+
+HELP = "/clear begins anew, /exit or Ctrl-D ends, Ctrl-C stops an answer, Up brings back a line"
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters by which a text would steer the terminal
+NUM_LINES = 1000  # of the history of what was typed
+
+
+def run(config: Config) -> int:
+    """Read a line, answer it, until there are no more; RequestErrors are shown and the chat goes on."""
+    if config.sampling.n != 1:
+        raise ConfigError(f"sampling.n={config.sampling.n}: a chat has one answer; leave it out")
+    engine = LLMEngine.from_config(config)
+    if engine.tokenizer is None:
+        raise ConfigError("the checkpoint has no tokenizer, so it cannot chat")
+    chat = Chat(engine, config)
+    if sys.stdin.isatty():
+        print(HELP, file=sys.stderr)
+    with typed_history(Path(config.cache) / "chat_history" if config.cache else None):
+        for line in read_lines():
+            match line.strip():
+                case "":
+                    continue
+                case "/exit" | "/quit":
+                    break
+                case "/clear":
+                    chat.messages.clear()
+                case "/help":
+                    print(HELP, file=sys.stderr)
+                case command if re.fullmatch(r"/\w+", command):
+                    print(f"{command} is no command; {HELP}", file=sys.stderr)
+                case _:
+                    chat.ask(line)
+    return 0
+
+
+class Chat:
+    """A conversation; what was said is sent again with each question."""
+
+    def __init__(self, engine: LLMEngine, config: Config) -> None:
+        self.engine, self.config = engine, config
+        self.messages: list[dict[str, Any]] = []
+        self.talk = Talk(config, None, None)
+        self.params = self.talk.constrain(SamplingParams(**config.sampling.values()))
+        self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+    def ask(self, question: str) -> None:
+        """Show the answer to a question as it comes. A question that cannot be answered is forgotten."""
+        self.messages.append({"role": "user", "content": question})
+        try:
+            self.messages.append({"role": "assistant", "content": self.answer()})
+        except RequestError as error:
+            self.messages.pop()
+            print(f"atom-run: RequestError: {error}", file=sys.stderr)
+
+    def answer(self) -> str:
+        """Show the answer to the messages; its content, as far as it came before Ctrl-C."""
+        assert self.engine.tokenizer is not None, "run checks it"
+        prompt, tokens = self.engine.tokenizer.prepare_chat(self.messages)
+        params, limit = self.params, self.config.serve.max_model_len
+        if self.config.sampling.max_tokens is None and limit is not None:  # all that fit, as in a chat that is served
+            params = replace(params, max_tokens=max(1, limit - len(tokens)))
+        parser, content, error = self.talk.parser(prompt), "", ""
+
+        def show(output: RequestOutput) -> None:
+            nonlocal content, error
+            text, reasoning = output.text or "", ""
+            if parser is not None:
+                text, reasoning, _ = self.talk.next(parser, text, is_last=output.finished)
+            content += text
+            error = output.sequence.error or ""
+            self.print(reasoning, style="dim")
+            if text and not content.strip("\n"):
+                return  # empty lines between reasoning and answer
+            self.print(text)
+
+        with interrupts() as is_interrupted:
+            (id,) = self.engine.add_request([tokens], params, show)
+            while not self.engine.is_finished():
+                if is_interrupted():
+                    self.engine.abort(id)
+                self.engine.step()
+        self.console.print()
+        if error:
+            raise RequestError(error)
+        return content
+
+    def print(self, text: str, style: str | None = None) -> None:
+        if text:
+            self.console.print(CONTROL.sub("�", text), end="", style=style)
+            self.console.file.flush()
+
+
+def read_lines() -> Iterator[str]:
+    """The lines that are typed, or piped in. Ctrl-C discards the one that is being typed."""
+    while True:
+        try:
+            yield input("> " if sys.stdin.isatty() else "")
+        except KeyboardInterrupt:
+            print()
+        except EOFError:
+            return
+
+
+@contextmanager
+def interrupts() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C is noticed instead of raised: a step of the engine ends as it should."""
+    found: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: found.append(number))
+    try:
+        yield lambda: bool(found)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def typed_history(file: Path | None) -> Iterator[None]:
+    """Lines can be edited and brought back on a terminal, those of former chats too."""
+    if file is None or not sys.stdin.isatty():
+        yield
+        return
+    import readline
+
+    if file.exists():
+        readline.read_history_file(file)
+    readline.set_history_length(NUM_LINES)
+    try:
+        yield
+    finally:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(mode=0o600)
+        readline.write_history_file(file)

@@ -1,0 +1,59 @@
+"""Write the page of `job=profile job.output=html`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from atom.jobs.trace import KINDS, Event, kind_of
+from atom.measurement import page
+from atom.measurement.page import Bar, Box
+
+COLORS = {kind: at for at, kind in enumerate((*KINDS, "piece", "other"))}
+LEAST_SHARE = 0.001  # of a row that has a bar
+
+
+def make_page(result: dict[str, Any], windows: Mapping[str, Sequence[Event]]) -> str:
+    """windows: of each phase, the events of about one step, sorted by their start."""
+    parts = [page.paragraph(f"level {result['level']}, on {result['hardware']}, {result['date']}"), page.legend(COLORS)]
+    for phase, about in result["phases"].items():
+        each = about["timeline_seconds"] / about["steps"]
+        parts.append(page.heading(f"{phase}: {each * 1e3:,.3f} ms a step on the {about['timeline']}'s timeline"))
+        parts.append(
+            page.paragraph(
+                f"{about['steps']:,} steps, {about['tokens']:,} tokens; below, one step's time from their middle"
+            )
+        )
+        parts.append(page.timeline(make_boxes(windows[phase]), each))
+        rows = [*about["kinds"], *about["products"], *(row for row in about["rows"] if row["share"] >= LEAST_SHARE)]
+        parts.append(page.bars([make_bar(row) for row in rows if row["seconds"]]))
+        parts.append(
+            page.paragraph("A mark in a bar is the least time that this machine's limits allow, where it is known.")
+        )
+    return page.write_page(f"Profile of {result['model']}, {result['dtype']}", parts)
+
+
+def make_boxes(events: Sequence[Event]) -> list[Box]:
+    """The events as boxes; those inside others are in lanes below."""
+    boxes: list[Box] = []
+    ends: list[float] = []  # of the events that are open
+    for event in events:
+        while ends and ends[-1] <= event.start:
+            ends.pop()
+        boxes.append(Box(event.name, event.start / 1e6, event.stop / 1e6, len(ends), COLORS[color_of(event.name)]))
+        ends.append(event.stop)
+    return boxes
+
+
+def color_of(name: str) -> str:
+    return kind_of(name) or ("piece" if name.startswith("piece ") else "other")
+
+
+def make_bar(row: Mapping[str, Any]) -> Bar:
+    text = f"{row['seconds'] * 1e3:,.3f} ms, {row['share']:.1%}"
+    if "share_of_limit" in row:
+        text += f"; {row['share_of_limit']:.0%} of its limit"
+    color = COLORS.get(
+        row.get("kind") or row["name"], COLORS["matrix" if row["name"].startswith("weight ") else "other"]
+    )
+    return Bar(row["name"], row["seconds"], text, color, row.get("limit_seconds"))

@@ -1,0 +1,202 @@
+"""Write self-contained HTML pages: tables, folds, bars, curves, timelines.
+
+    write_page("after against before", [notes(["The hardware differs."]), table(rows)])     # the page's text
+    fold("fuse_qkv: 90 changes", diff(lines))
+    bars([Bar("weights", 16e9, "16 GB")], limit=80e9)
+    curves({"p": [0.1, 0.2, 0.4]}, "ms")
+
+Every function takes plain text and gives HTML, in which that text is escaped. A page asks nobody for anything, and
+follows the reader's light or dark mode.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><title>{title}</title>
+<style>
+:root {{ --ground: #fff; --text: #1b2022; --quiet: #566064; --line: #dcdfe0; --tint: #f3f5f5; --bad: #b3261e;
+  --c0: #0b7468; --c1: #a35200; --c2: #3b5bb5; --c3: #9a3d87; --c4: #8a959a }}
+@media (prefers-color-scheme: dark) {{ :root {{ --ground: #121617; --text: #e5e9ea; --quiet: #a7b2b6; --line: #30383b;
+  --tint: #1a1f21; --bad: #ff8a80; --c0: #4cc3b3; --c1: #f0a050; --c2: #8fabff; --c3: #e08fd0; --c4: #6d797e }} }}
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 75rem; padding: 0 1rem;
+  background: var(--ground); color: var(--text) }}
+h1 {{ font-size: 1.5rem; overflow-wrap: anywhere }} h2 {{ font-size: 1.15rem; margin: 2rem 0 .5rem }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+th, td {{ padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top }}
+th:first-child, td:first-child {{ text-align: left }}
+.left :is(th, td) {{ text-align: left; overflow-wrap: anywhere }}
+.table, pre, .plot {{ overflow-x: auto; font-size: 13px }}
+pre {{ margin: .3rem 0 1rem; padding: .6rem .8rem; background: var(--tint); border: 1px solid var(--line);
+  border-radius: 6px }}
+pre, code, summary code {{ font-family: ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace }}
+pre .add {{ color: var(--c0) }} pre .gone {{ color: var(--bad) }}
+summary {{ cursor: pointer; padding: .15rem 0 }}
+svg {{ max-width: 100%; height: auto; font: 12px system-ui, sans-serif }}
+svg text {{ fill: var(--text) }} svg text.quiet {{ fill: var(--quiet) }} svg .grid {{ stroke: var(--line) }}
+.drawn > svg {{ background: #fff }} .drawn svg text {{ fill: #222 }}
+.quiet {{ color: var(--quiet); margin: .2rem 0 }}
+</style></head><body>
+<h1>{title}</h1>
+{body}
+</body></html>
+"""
+NUM_COLORS = 5
+WIDTH, LABEL, NOTE = 1100, 260, 240  # of bars and timelines; of the texts on both sides of bars
+NARROWEST = 0.1  # of a box that is drawn
+
+
+class Bar(NamedTuple):
+    label: str
+    value: float
+    text: str  # what the value is, with its unit
+    color: int = 0
+    least: float | None = None  # a mark within the bar: a limit
+
+
+class Box(NamedTuple):
+    """What lasted for some time."""
+
+    name: str
+    start: float
+    stop: float
+    lane: int
+    color: int
+
+
+def write_page(title: str, parts: Iterable[str]) -> str:
+    """A page of some parts."""
+    return PAGE.format(title=html.escape(title), body="\n".join(parts))
+
+
+def heading(text: str) -> str:
+    return f"<h2>{html.escape(text)}</h2>"
+
+
+def notes(lines: Iterable[str]) -> str:
+    """Sentences, each a paragraph."""
+    return "\n".join(f"<p><strong>{html.escape(line)}</strong></p>" for line in lines)
+
+
+def paragraph(text: str) -> str:
+    return f'<p class="quiet">{html.escape(text)}</p>'
+
+
+def table(rows: Sequence[Sequence[str]], *, has_text: bool = False) -> str:
+    """A table, its header first. has_text: all columns are flush left."""
+    head, *body = [[html.escape(cell) for cell in row] for row in rows]
+    lines = [f"<tr><th>{'</th><th>'.join(head)}</th></tr>"]
+    lines += [f"<tr><td>{'</td><td>'.join(cells)}</td></tr>" for cells in body]
+    shape = "table left" if has_text else "table"
+    return '<div class="{}"><table>\n{}\n</table></div>'.format(shape, "\n".join(lines))
+
+
+def fold(summary: str, body: str, *, is_open: bool = False) -> str:
+    """A part that is folded; its body is HTML."""
+    return f"<details{' open' if is_open else ''}><summary>{html.escape(summary)}</summary>\n{body}\n</details>"
+
+
+def code(text: str) -> str:
+    return f'<pre tabindex="0">{html.escape(text)}</pre>'
+
+
+def diff(lines: Iterable[str]) -> str:
+    """Lines of a diff, those that came and went in colors."""
+    kinds = {"+": "add", "-": "gone"}
+    shown = [f'<span class="{kinds.get(line[:1], "")}">{html.escape(line)}</span>' for line in lines]
+    return '<pre tabindex="0">{}</pre>'.format("\n".join(shown))
+
+
+def bars(shown: Sequence[Bar], *, limit: float | None = None) -> str:
+    """Bars from one zero, a line where the limit of all is, and marks of their own limits."""
+    most = max([limit or 0.0, *(max(each.value, each.least or 0.0) for each in shown)]) or 1.0
+    scale, lines = (WIDTH - LABEL - NOTE) / most, []
+    for at, each in enumerate(shown):
+        y, width = 24 * at + 4, max(each.value * scale, 0.5)
+        lines.append(f'<text x="{LABEL - 8}" y="{y + 13}" text-anchor="end">{shorten(each.label, 40)}</text>')
+        lines.append(f'<rect x="{LABEL}" y="{y}" width="{width:.1f}" height="18" rx="2" fill="var(--c{each.color})"/>')
+        if each.least is not None:
+            x = LABEL + each.least * scale
+            lines.append(
+                f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 2}" y2="{y + 20}" stroke="var(--text)" stroke-width="2"/>'
+            )
+        right = LABEL + max(each.value, each.least or 0.0) * scale + 8
+        lines.append(f'<text class="quiet" x="{right:.1f}" y="{y + 13}">{html.escape(each.text)}</text>')
+    height = 24 * len(shown) + 4
+    if limit is not None:
+        x = LABEL + limit * scale
+        lines.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}" stroke="var(--bad)" stroke-width="2"/>')
+    return svg(WIDTH, height, lines)
+
+
+def timeline(boxes: Sequence[Box], seconds: float) -> str:
+    """What ran when, nested calls in lanes below; a box tells a pointer its name and time.
+
+    Those that would be too narrow to be seen are left out.
+    """
+    scale, lanes = WIDTH / seconds, 1 + max((box.lane for box in boxes), default=0)
+    lines = []
+    for box in boxes:
+        x, width = box.start * scale, (box.stop - box.start) * scale
+        if width < NARROWEST:
+            continue
+        title = f"{html.escape(box.name)}: {(box.stop - box.start) * 1e6:,.1f} µs"
+        shape = f'x="{x:.2f}" y="{22 * box.lane}" width="{width:.2f}" height="20" fill="var(--c{box.color})"'
+        lines.append(f"<rect {shape}><title>{title}</title></rect>")
+    height = 22 * lanes
+    for tick in ticks(seconds * 1e3):
+        x, anchor = tick / 1e3 * scale, "end" if tick / 1e3 > 0.95 * seconds else "middle" if tick else "start"
+        lines.append(f'<text class="quiet" x="{x:.1f}" y="{height + 14}" text-anchor="{anchor}">{tick:g} ms</text>')
+    return svg(WIDTH, height + 20, lines)
+
+
+def curves(values: Mapping[str, Sequence[float]], unit: str) -> str:
+    """Which share of some values is no more than what is on the axis: a curve for each name."""
+    width, height, left = 620, 240, 46
+    lines, top = [], max((max(each) for each in values.values() if each), default=0.0) or 1.0
+    for share in (0.0, 0.5, 0.9, 1.0):
+        y = height - 30 - share * (height - 45)
+        lines.append(f'<line class="grid" x1="{left}" x2="{width - 10}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        lines.append(f'<text class="quiet" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{share:.0%}</text>')
+    scale = (width - left - 20) / top
+    for tick in ticks(top):
+        at = f'x="{left + tick * scale:.1f}" y="{height - 12}" text-anchor="middle"'
+        lines.append(f'<text class="quiet" {at}>{tick:g}{f" {unit}" if not tick else ""}</text>')
+    for which, (name, each) in enumerate(values.items()):
+        ordered = sorted(each)
+        points = [(0.0, ordered[0])] if ordered else []
+        points += [((at + 1) / len(ordered), value) for at, value in enumerate(ordered)]
+        path = " ".join(f"{left + x * scale:.1f},{height - 30 - share * (height - 45):.1f}" for share, x in points)
+        color = f"var(--c{which % NUM_COLORS})"
+        lines.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"/>')
+        if len(values) > 1:
+            at = f'x="{width - 14}" y="{height - 40 - 16 * which}" text-anchor="end" style="fill: {color}"'
+            lines.append(f"<text {at}>{html.escape(name)}</text>")
+    return svg(width, height, lines)
+
+
+def ticks(top: float) -> list[float]:
+    """Round numbers from 0 to some end, about five."""
+    power = 10 ** math.floor(math.log10(top / 4))
+    step = next(each * power for each in (1, 2, 5, 10) if top / (each * power) <= 6)
+    return [round(step * at, 12) for at in range(int(top / step + 1e-9) + 1)]
+
+
+def svg(width: float, height: float, lines: Sequence[str]) -> str:
+    shape = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img"'
+    return f'<div class="plot"><svg {shape}>\n{chr(10).join(lines)}\n</svg></div>'
+
+
+def legend(names: Iterable[str]) -> str:
+    """The names of the colors, in order."""
+    shown = (f'<span style="color: var(--c{at})">■</span> {html.escape(name)}' for at, name in enumerate(names))
+    return f"<p>{' &nbsp; '.join(shown)}</p>"
+
+
+def shorten(text: str, most: int) -> str:
+    return html.escape(text if len(text) <= most else f"{text[: most - 1]}…")

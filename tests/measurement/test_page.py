@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import itertools
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from atom.measurement import page
+from atom.measurement.page import Bar, Box
+
+EVIL = "<script>alert('1')</script> & \"2\""
+
+
+def parsed(part: str) -> ElementTree.Element:
+    return ElementTree.fromstring(f"<div>{part}</div>")
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        page.table([("a", EVIL), ("1", EVIL)]),
+        page.fold(EVIL, page.code(EVIL)),
+        page.diff([f"+{EVIL}", "-x", "y"]),
+        page.bars([Bar(EVIL, 1.0, EVIL, 0, 0.5)], limit=2.0),
+        page.timeline([Box(EVIL, 0.0, 0.5, 0, 0)], 1.0),
+        page.curves({EVIL: [1.0], "b": [2.0]}, "ms"),
+        page.legend([EVIL]).replace("&nbsp;", " "),
+        page.notes([EVIL]) + page.heading(EVIL) + page.paragraph(EVIL),
+    ],
+)
+def test_text_stays_text_and_every_part_is_well_formed(part: str):
+    texts = "".join(parsed(part).itertext())
+    assert EVIL[:20] in texts and not any(each.tag == "script" for each in parsed(part).iter())
+
+
+def test_bars_and_marks_share_one_scale():
+    shown = [Bar("a", 1.0, "one"), Bar("b", 2.0, "two", least=4.0)]
+    drawn = parsed(page.bars(shown))
+    first, second = (float(each.attrib["width"]) for each in drawn.iter("rect"))
+    (mark,) = drawn.iter("line")
+    assert second == pytest.approx(2 * first, abs=0.1)
+    assert float(mark.attrib["x1"]) - page.LABEL == pytest.approx(4 * first, abs=0.2)
+    texts = {each.text: float(each.attrib["x"]) for each in drawn.iter("text")}
+    assert texts["two"] < page.WIDTH, "it is not cut off"
+
+
+def test_a_box_is_where_and_as_long_as_it_ran():
+    drawn = parsed(page.timeline([Box("a", 0.2, 0.7, 1, 2), Box("short", 0.1, 0.1 + 1e-9, 0, 0)], 1.0))
+    (box,) = drawn.iter("rect")
+    assert (float(box.attrib["x"]), float(box.attrib["width"])) == (0.2 * page.WIDTH, 0.5 * page.WIDTH)
+    assert box.find("title").text == "a: 500,000.0 µs"
+
+
+def test_a_curve_is_the_share_of_values_up_to_each():
+    (line,) = parsed(page.curves({"p": [4.0, 1.0, 2.0, 3.0]}, "ms")).iter("polyline")
+    points = [tuple(map(float, each.split(","))) for each in line.attrib["points"].split()]
+    (left, bottom), *rest = points
+    heights = [(bottom - y) / (bottom - rest[-1][1]) for _, y in rest]
+    assert heights == pytest.approx([0.25, 0.5, 0.75, 1.0], abs=0.01)
+    steps = [after[0] - before[0] for before, after in itertools.pairwise(rest)]
+    assert rest[0][0] == left and steps == pytest.approx([steps[0]] * 3, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("top", "expected"), [(10, [0, 2, 4, 6, 8, 10]), (0.07, [0, 0.02, 0.04, 0.06]), (1234, [0, 500, 1000])]
+)
+def test_ticks_are_round_numbers(top: float, expected: list[float]):
+    assert page.ticks(top) == pytest.approx(expected)
+
+
+def test_a_page_needs_nothing_else():
+    text = page.write_page(EVIL, [page.heading("x")])
+    assert not re.search(r"<script|src=|href=|url\(|@import", text)
+    assert "prefers-color-scheme: dark" in text

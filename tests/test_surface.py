@@ -189,6 +189,7 @@ LOCAL_IMPORTS = {
     "atom.kernels.find_target": "torch, as above",
     "atom.kernels.tuned": "torch, as above",
     "atom.kernels.triton.gpu.load_driver": "triton",
+    "atom.kernels.triton.attention.decode_hopper": "Gluon, which no other GPU needs",
     "atom.kernels.triton.attention.prefill_hopper": "Gluon, which no other GPU needs",
     "atom.kernels.triton.linear.gate_hopper": "Gluon, as above",
     "atom.kernels.triton.linear.packed_hopper": "Gluon, as above",

@@ -65,7 +65,6 @@ class Chat:
         self.engine, self.config = engine, config
         self.messages: list[dict[str, Any]] = []
         self.talk = Talk(config, None, None)
-        self.params = self.talk.constrain(SamplingParams(**config.sampling.values()))
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def ask(self, question: str) -> None:
@@ -81,7 +80,8 @@ class Chat:
         """Show the answer to the messages; its content, as far as it came before Ctrl-C."""
         assert self.engine.tokenizer is not None, "run checks it"
         prompt, tokens = self.engine.tokenizer.prepare_chat(self.messages)
-        params, limit = self.params, self.config.serve.max_model_len
+        params = self.talk.constrain(SamplingParams(**self.config.sampling.values()), prompt)
+        limit = self.config.serve.max_model_len
         if self.config.sampling.max_tokens is None and limit is not None:  # all that fit, as in a chat that is served
             params = replace(params, max_tokens=max(1, limit - len(tokens)))
         parser, content, error = self.talk.parser(prompt), "", ""

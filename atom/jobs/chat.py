@@ -65,6 +65,7 @@ class Chat:
         self.engine, self.config = engine, config
         self.messages: list[dict[str, Any]] = []
         self.talk = Talk(config, None, None)
+        self.params = SamplingParams(**config.sampling.values())
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
     def ask(self, question: str) -> None:
@@ -80,7 +81,7 @@ class Chat:
         """Show the answer to the messages; its content, as far as it came before Ctrl-C."""
         assert self.engine.tokenizer is not None, "run checks it"
         prompt, tokens = self.engine.tokenizer.prepare_chat(self.messages)
-        params = self.talk.constrain(SamplingParams(**self.config.sampling.values()), prompt)
+        params = self.talk.constrain(self.params, prompt)
         limit = self.config.serve.max_model_len
         if self.config.sampling.max_tokens is None and limit is not None:  # all that fit, as in a chat that is served
             params = replace(params, max_tokens=max(1, limit - len(tokens)))

@@ -1,4 +1,6 @@
-"""Unpack the context of prompts from a cache in fp8, for kernels that multiply what a cache keeps as it is.
+"""Unpack the context of prompts from a cache in fp8.
+
+It is for kernels that multiply what a cache keeps as it is.
 
     context = Context().unpack(cache, table, lengths, num_decodes, dtype)
     context.blocks, context.table    # in `dtype`, without scales; each sequence's blocks side by side

@@ -66,17 +66,19 @@ def run(config: Config) -> int:
     def watch(report: PassReport) -> None:
         stages.append(Stage(report.name, report.num_changes, report.seconds, show(report.graph)))
 
-    is_elsewhere = gpu is not None and config.device == "cuda" and find_device() == "cpu"
-    graph = compile_graph(config, watch, Target("cuda") if is_elsewhere else None)
+    target = None
+    if gpu is not None and config.device == "cuda" and find_device() == "cpu":
+        target = Target("cuda", frozenset(gpu.features))
+    graph = compile_graph(config, watch, target)
     if config.job.stage is not None:
         sys.stdout.write(show_saved(config.job.stage, _find(stages, config.job.stage).text))
         return 0
     # keys of pieces depend on this machine
-    result = {**({} if is_elsewhere else pieces(graph, config)), **sizes(graph, config)}
+    result = {**(pieces(graph, config) if target is None else {}), **sizes(graph, config)}
     if gpu is not None:
         result["gpu"] = limits(gpu, graph, result, config)
         if mesh_of(config).num_ranks == 1 and config.job.graph is None:
-            result["gpu"]["layouts"] = list(layouts(gpu, config, Target("cuda") if is_elsewhere else None))
+            result["gpu"]["layouts"] = list(layouts(gpu, config, target))
     if config.job.output == "json":
         passes = [{"name": s.name, "changes": s.num_changes, "seconds": s.seconds} for s in stages[1:]]
         print(json.dumps({"passes": passes, **result}))

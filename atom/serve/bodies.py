@@ -25,10 +25,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from atom.config import HTTPConfig
+from atom.config.spelling import did_you_mean
 from atom.errors import RequestError
 from atom.serve.context import Context
 
 CHUNK = 1 << 18  # bytes that are counted at a time
+HINTS = 4  # faults whose field is compared with those that there are
+GUIDED = "guided_"  # of vLLM's former names: guided_json, guided_regex, guided_choice, guided_grammar
 
 
 class BodyRoute(APIRoute):
@@ -80,8 +83,20 @@ def read_body(data: bytes, kind: str, model: type[BaseModel], limits: HTTPConfig
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        faults = [fault | {"loc": ("body", *fault["loc"])} for fault in error.errors(include_url=False)]
+        faults: list[Any] = [fault | {"loc": ("body", *fault["loc"])} for fault in error.errors(include_url=False)]
+        for fault in faults[:HINTS]:
+            fault["msg"] += hint(fault, model)
         raise RequestValidationError(faults, body=value) from None
+
+
+def hint(fault: Any, model: type[BaseModel]) -> str:
+    """What may be meant by a field of the body that the model does not have."""
+    _, name, *within = [*map(str, fault["loc"]), ""]
+    if fault["type"] != "extra_forbidden" or within != [""]:
+        return ""
+    if name.startswith(GUIDED) and "structured_outputs" in model.model_fields:
+        return f', take structured_outputs: {{"{name.removeprefix(GUIDED)[:16]}": …}}'
+    return did_you_mean(name[:64], model.model_fields)
 
 
 def is_json(kind: str) -> bool:

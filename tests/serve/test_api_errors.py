@@ -12,7 +12,9 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from serving import Server
 
+from atom.config import HTTPConfig
 from atom.serve.app import describe
+from atom.serve.bodies import read_body
 from atom.serve.openai.schema import ChatRequest, CompletionRequest
 
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -206,3 +208,21 @@ def test_a_fault_is_named_without_the_alternatives_of_a_union():
         "stop: Input should be a valid string or Input should be a valid list",
     )
     assert fault(CompletionRequest, {"prompt": "a", "x y": 1}) == ("x y", "x y: Extra inputs are not permitted")
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ("max_token", ", did you mean max_tokens?"),
+        ("guided_json", ', take structured_outputs: {"json": …}'),
+        ("guided_choice", ', take structured_outputs: {"choice": …}'),
+        ("colour", ""),
+    ],
+)
+def test_a_field_that_is_not_known_is_told_from_those_that_are(field: str, hint: str):
+    body = json.dumps({"prompt": "a", field: 1, "stream_options": {"max_token": 1}}).encode()
+    with pytest.raises(RequestValidationError) as caught:
+        read_body(body, "application/json", CompletionRequest, HTTPConfig())
+    _, message = describe(caught.value)
+    inner = "stream_options.max_token: Extra inputs are not permitted"
+    assert sorted(message.split("; ")) == sorted([f"{field}: Extra inputs are not permitted{hint}", inner])

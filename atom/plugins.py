@@ -8,6 +8,7 @@ Modules are found where Python finds them, then in the current folder.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import sys
@@ -38,7 +39,7 @@ def find_function(stated: str, group: str) -> Callable[..., Any]:
         there = ", ".join(named(group)) or "none"
         raise ConfigError(f"{stated} is no entry point of {group} (there is: {there}); or write module:function")
     function = getattr(import_module(module), name, None)
-    if not callable(function):
+    if not callable(function) or not hasattr(function, "__name__"):
         raise ConfigError(f"{stated}: {module} has no function {name}")
     return function  # type: ignore[no-any-return]
 
@@ -64,11 +65,26 @@ def digest_of(module: str) -> str:
     if hasattr(top, "__path__"):
         files = {file for folder in top.__path__ for file in Path(folder).rglob("*.py")}
     else:
-        folder = file_of(top).parent
-        loaded = {file_of(each) for each in list(sys.modules.values()) if getattr(each, "__file__", None)}
-        files = {file for file in loaded if file.parent == folder and file.suffix == ".py" and file.is_file()}
+        files = with_imports(file_of(top))
+    if not files:
+        raise ConfigError(f"{module} is no Python source, so a change of it could not be told")
     root = os.path.commonpath(files)
     return digest("".join(f"{file.relative_to(root)}\n{file.read_text()}" for file in sorted(files)))
+
+
+def with_imports(file: Path) -> set[Path]:
+    """A source file and those beside it that it imports, by its text: not by what a process happens to have loaded."""
+    found, waiting = set[Path](), [file]
+    while waiting:
+        each = waiting.pop()
+        if each in found or each.suffix != ".py" or not each.is_file():
+            continue
+        found.add(each)
+        for node in ast.walk(ast.parse(each.read_bytes())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            waiting += [file.with_name(f"{name}.py") for name in names]
+    return found
 
 
 def file_of(module: ModuleType) -> Path:

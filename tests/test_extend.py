@@ -18,11 +18,13 @@ from probe import logits_of
 from atom import LLMEngine, plugins
 from atom.compiler import compile_graph
 from atom.compiler.artifact import launch_ingredients, recipe_of
+from atom.config import PassesConfig
 from atom.config.load import load
 from atom.errors import ConfigError, PassError
 from atom.graph import show
 from atom.graph.ops import OPS
 from atom.kernels import find_target
+from atom.passes.pipeline import steps_of
 
 DOC = Path(__file__).parents[1] / "docs" / "extend.md"
 EXTRA = "passes.extra=[my_passes:clip_gates@shard]"
@@ -108,6 +110,22 @@ def test_an_installed_package_names_its_passes_and_its_models(
         plugins.named.cache_clear()
         for name in [name for name in sys.modules if name.startswith("my_package")]:
             del sys.modules[name]
+
+
+def test_what_a_module_imports_is_told_by_its_text(tmp_path: Path) -> None:
+    texts = {"a": "def f():\n    import b, json", "b": "import a\nfrom d import X", "d": "X = 1", "e": ""}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    assert {file.stem for file in plugins.with_imports(tmp_path / "a.py")} == {"a", "b", "d"}
+
+
+def test_a_saved_text_is_not_rewritten_again_by_passes_before_its_stage(module: Path) -> None:
+    named = PassesConfig(extra=["my_passes:clip_gates@fuse_qkv"], fuse_gate_up=False)
+    names = [
+        [step.__name__ for step, _, _ in steps_of(named, *first)] for first in ((), ("fuse_qkv",), ("fuse_gate_up",))
+    ]
+    assert names[0][1:4] == ["sink_into_head", "clip_gates", "fuse_qkv"]
+    assert names[1] == names[0][2:] and names[2] == names[0][4:]
 
 
 @pytest.mark.parametrize(

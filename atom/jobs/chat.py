@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Chat:
     def __init__(self, engine: LLMEngine, config: Config) -> None:
         self.engine, self.config = engine, config
         self.messages: list[dict[str, Any]] = []
-        self.talk = Talk(config, None, None)
+        self.talk = Talk(config, None, None, engine.tokenizer)
         self.params = SamplingParams(**config.sampling.values())
         self.console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
 
@@ -146,12 +146,13 @@ def typed_history(file: Path | None) -> Iterator[None]:
         return
     import readline
 
-    if file.exists():
+    with suppress(OSError):  # there is none, or none that can be read
         readline.read_history_file(file)
     readline.set_history_length(NUM_LINES)
     try:
         yield
     finally:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch(mode=0o600)
-        readline.write_history_file(file)
+        with suppress(OSError):  # a cache folder that takes no file
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch(mode=0o600)
+            readline.write_history_file(file)

@@ -55,11 +55,12 @@ PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
 
 
 Step = tuple[Callable[..., Graph], int, str]
+FIRST = PIPELINE[0][0].__name__
 LAST = select_kernels.__name__  # ahead of which users' passes run, unless they name another
 
 
-def steps_of(passes: PassesConfig) -> list[Step]:
-    """The pipeline without the passes that are left out, with those of users ahead of the passes that they name.
+def steps_of(passes: PassesConfig, first: str = FIRST) -> list[Step]:
+    """The pipeline behind the pass before `first`, without those left out, with users' ahead of the passes they name.
 
     ConfigError where there is no such pass, or two of one name.
     """
@@ -76,7 +77,9 @@ def steps_of(passes: PassesConfig) -> list[Step]:
             raise ConfigError(f"passes.extra: {stated}: there is a pass {rewrite.__name__} already; rename it")
         place = own.index(follower or LAST)
         steps.insert(place, (functools.wraps(rewrite)(_checked(rewrite)), 0, steps[max(place - 1, 0)][2]))
-    return [step for step in steps if step[0].__name__ not in passes.left_out]
+    own = [each.__name__ for each, _, _ in steps]
+    start = own.index(names[names.index(first) - 1]) + 1 if first != FIRST else 0
+    return [step for step in steps[start:] if step[0].__name__ not in passes.left_out]
 
 
 def _checked(rewrite: Callable[..., Any]) -> Callable[..., Graph]:
@@ -109,7 +112,7 @@ def lower(
     level: int,
     target: Target,
     watch: Callable[[PassReport], Any] = lambda _: None,
-    first: str = PIPELINE[0][0].__name__,
+    first: str = FIRST,
     mesh: Mesh = ALONE,
     *,
     keeps_act: bool = False,
@@ -121,10 +124,8 @@ def lower(
     """
     done: list[str] = []
     context = PassContext.of(target, level, mesh, keeps_act=keeps_act)
-    behind = [rewrite.__name__ for rewrite, _, _ in PIPELINE]
-    behind = behind[: behind.index(first)]  # of the passes that have been run
-    for rewrite, from_level, graph_level in steps_of(passes or PassesConfig()):
-        if level < from_level or rewrite.__name__ in behind:
+    for rewrite, from_level, graph_level in steps_of(passes or PassesConfig(), first):
+        if level < from_level:
             continue
         before, started = graph.num_rewrites, time.perf_counter()
         graph = rewrite(graph, context=context) if "context" in signature(rewrite).parameters else rewrite(graph)

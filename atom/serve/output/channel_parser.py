@@ -85,8 +85,9 @@ class ChannelReader(CallReader):
         start = text.at
         if (yield from text.starts_with_any((marks.start, marks.channel, "to="))) is None:
             return None
-        while (found := text.text.find(marks.body, start)) < 0:
-            if text.is_ended or len(text.text) - start > HEADER_SIZE:
+        stop = start + HEADER_SIZE + len(marks.body)
+        while (found := text.text.find(marks.body, start, stop)) < 0:
+            if text.is_ended or len(text.text) >= stop:
                 text.at = start
                 yield from self._give_up_header()
                 return None

@@ -17,7 +17,6 @@ from typing import Any
 from atom.serve.output.incremental_json import read_json, read_python
 from atom.serve.output.incremental_text import ParseError, Reading, T, TextBuffer
 
-MAX_DEPTH = 8  # of references and choices in a schema
 KINDS = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}  # by first character
 
 
@@ -40,28 +39,31 @@ def write_value(text: str, schema: Any, key: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def find_types(schema: Any, root: Any, depth: int = 0) -> Iterator[str]:
-    """The types that a schema allows; nothing where it does not say."""
-    if not isinstance(schema, Mapping) or depth > MAX_DEPTH:
-        return
-    stated = schema.get("type")
-    yield from (each for each in (stated if isinstance(stated, list) else [stated]) if isinstance(each, str))
-    if schema.get("nullable") is True:
-        yield "null"
-    if stated is None:
-        options = schema.get("enum", [schema["const"]] if "const" in schema else ())
-        for value in options if isinstance(options, list) else ():
-            first = json.dumps(value)[0]
-            yield KINDS.get(first, "integer" if isinstance(value, int) else "number")
-    for name in ("anyOf", "oneOf", "allOf"):
-        for each in schema[name] if isinstance(schema.get(name), list) else ():
-            yield from find_types(each, root, depth + 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        found = root
-        for part in reference[2:].split("/"):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        yield from find_types(found, root, depth + 1)
+def find_types(schema: Any, root: Any) -> Iterator[str]:
+    """The types that a schema allows; nothing where it does not say. What references repeat is read once."""
+    seen, waiting = set[int](), [schema]
+    while waiting:
+        each = waiting.pop()
+        if not isinstance(each, Mapping) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        stated = each.get("type")
+        yield from (kind for kind in (stated if isinstance(stated, list) else [stated]) if isinstance(kind, str))
+        if each.get("nullable") is True:
+            yield "null"
+        if stated is None:
+            options = each.get("enum", [each["const"]] if "const" in each else ())
+            for value in options if isinstance(options, list) else ():
+                first = json.dumps(value)[0]
+                yield KINDS.get(first, "integer" if isinstance(value, int) else "number")
+        for name in ("anyOf", "oneOf", "allOf"):
+            waiting += each[name] if isinstance(each.get(name), list) else ()
+        reference = each.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            found = root
+            for part in reference[2:].split("/"):
+                found = found.get(part) if isinstance(found, Mapping) else None
+            waiting.append(found)
 
 
 def is_json(text: str) -> bool:

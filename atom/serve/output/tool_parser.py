@@ -60,7 +60,7 @@ def make_form(tool_format: ToolFormat) -> Form:
     ]
     between = re.compile(rf"[ \t\r\n{re.escape(tool_format.separator)}]*")
     calls = [split_form(call) for call in tool_format.call]
-    return Form(firsts, calls, split_form(tool_format.parameter), list(map(re.compile, ids)), between)
+    return Form(firsts, calls, split_form(tool_format.parameter.strip()), list(map(re.compile, ids)), between)
 
 
 def split_form(text: str) -> list[Piece]:

@@ -25,8 +25,10 @@ PARAMETERS = {
     "units": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     "at": {"$ref": "#/$defs/Place"},
     "now": {"type": "boolean"},
+    "often": {"$ref": "#/$defs/Often"},
 }
-SCHEMA = {"type": "object", "properties": PARAMETERS, "$defs": {"Place": {"type": "object"}}}
+OFTEN = {"anyOf": [{"$ref": "#/$defs/Often"}] * 99 + [{"type": "integer"}]}  # a schema of endless depth
+SCHEMA = {"type": "object", "properties": PARAMETERS, "$defs": {"Place": {"type": "object"}, "Often": OFTEN}}
 TOOLS = {"get_weather": SCHEMA, "f": {"type": "object", "properties": {}}}
 CALLS = [("get_weather", {"city": "Paris", "days": 3}), ("f", {})]
 
@@ -137,6 +139,14 @@ def test_calls_do_not_depend_on_where_a_text_is_cut(text: str, name: str, cuts: 
     assert calls or tool_format.channels or content == text
 
 
+@pytest.mark.parametrize("size", [512, 513])
+def test_a_header_of_more_than_512_characters_is_text_at_any_cut(size: int):
+    text = f"<|channel|>{'analysis'.ljust(size - 11)}<|message|>Hm."
+    cuts = [[text[at : at + step] for at in range(0, len(text), step)] for step in (1, 7, 999)]
+    found = {read(read_format("harmony"), pieces)[:2] for pieces in cuts}
+    assert found == {("", "Hm.") if size == 512 else (text, "")}
+
+
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [
@@ -152,6 +162,7 @@ def test_calls_do_not_depend_on_where_a_text_is_cut(text: str, name: str, cuts: 
         ("at", "{'x': None}", {"x": None}),
         ("now", "True", True),
         ("now", "false", False),
+        ("often", "3", 3),
         ("other", "3", 3),
         ("other", "a", "a"),
         ("other", '"a"', '"a"'),

@@ -346,13 +346,13 @@ def test_an_error_of_hydra_is_one_line_too():
     assert (ended.returncode, ended.stdout) == (2, "")
     assert (
         ended.stderr
-        == "atom-run: ConfigError: job=x: there is no such choice; choices: bench, cache, compile, explain, generate, profile, recipe, serve\n"
+        == "atom-run: ConfigError: job=x: there is no such choice; choices: bench, cache, chat, compile, explain, generate, profile, recipe, serve\n"
     )
 
 
 def test_tab_completes_groups_and_fields():
     for typed, expected in (
-        ("job=", "job=bench job=cache job=compile job=explain job=generate job=profile job=recipe job=serve"),
+        ("job=", "job=bench job=cache job=chat job=compile job=explain job=generate job=profile job=recipe job=serve"),
         ("serve.max_num_s", "serve.max_num_seqs="),
     ):
         env = {**os.environ, "COMP_LINE": f"atom-run {typed}", "COMP_POINT": "99"}
@@ -370,7 +370,10 @@ def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
     out = capsys.readouterr().out
     assert "\n  model: arcee, auto, decoder, deepseek_v3," in out
     assert "\n  job.gpu is one of a100, h100," in out
-    assert "checkpoint=null                     folder, hub id or .gguf file; null: the embedded default\n" in out
+    assert (
+        "checkpoint=null                     folder, .gguf file, hub id or address, owner/name:Q4_K_M; null: the embedded one\n"
+        in out
+    )
     assert "dtype=auto                          auto | bf16 | fp16 | fp32; auto: the checkpoint's\n" in out
     listed = {line.split("=")[0].strip() for line in out.split("Fields\n")[1].splitlines()}
     elsewhere = ("model.", "parallel.torchrun.")  # the latter are torchrun's environment
@@ -385,7 +388,7 @@ def test_help_names_groups_fields_and_examples(flag: str, capsys: Any):
         "for job=serve:\n  serve.http.host=",
     ):
         assert line in out
-    assert out.split("Examples\n")[1].count("atom-run ") == 5
+    assert out.split("Examples\n")[1].count("atom-run ") == 6
     assert max(map(len, out.splitlines())) <= 140
 
 

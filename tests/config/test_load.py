@@ -822,7 +822,7 @@ def test_the_cache_folder_is_atom_caches_or_in_the_home(monkeypatch: pytest.Monk
         ("cache=${nope}/x", "cache: Interpolation key 'nope' not found"),
         (
             "job=explian",
-            r"job=explian: there is no such choice, did you mean explain\?; choices: bench, cache, compile, explain, generate",
+            r"job=explian: there is no such choice, did you mean explain\?; choices: bench, cache, chat, compile, explain, generate",
         ),
         ("model=lama", r"model=lama: there is no such choice, did you mean llama\?; choices: .*auto, .*llama,"),
         ("model=null", "model=None: it takes the name of one file"),

@@ -93,10 +93,16 @@ def test_a_streamed_chat_adds_up_to_the_whole_one(server: Server):
         assert list(itertools.chain(*told)) == choice["logprobs"]["content"]
 
 
+HELLO = {
+    "messages": [{"role": "user", "content": "Hello"}],
+    "chat_template_kwargs": {"enable_thinking": False},  # before a constrained answer a model may think
+}
+
+
 @pytest.mark.parametrize(("character", "num_tokens"), [("a", 1), ("é", 2), ("漢", 3), ("🙂", 4)])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_each_token_that_completes_text_is_an_event(server: Server, path: str, character: str, num_tokens: int):
-    asked = {"prompt": "Hello"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "Hello"}]}
+    asked = {"prompt": "Hello"} if path == COMPLETIONS else HELLO
     body = asked | {"regex": character + "{10}", "max_tokens": 50, "stream_options": {"include_usage": True}}
     *events, last = asking.stream(server, path, body)
     texts = [joined([event], 1)[0] for event in events]
@@ -149,7 +155,7 @@ def test_the_log_probabilities_of_a_prompt_are_transformers(server: Server, refe
 
 
 def test_the_bytes_of_tokens_are_those_of_the_text(server: Server):
-    body = {"messages": [{"role": "user", "content": "Hello"}], "regex": "é漢🙂!", "logprobs": True}
+    body = HELLO | {"regex": "é漢🙂!", "logprobs": True}
     answer = asking.post(server, CHAT, body)
     content = answer.choices[0]["logprobs"]["content"]
     assert [token["bytes"] for token in content] == [[byte] for byte in "é漢🙂!".encode()]

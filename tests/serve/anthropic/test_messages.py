@@ -99,7 +99,7 @@ def test_a_forced_call_holds_to_its_schema_and_its_result_goes_back(
     client: anthropic.Anthropic, choice: dict[str, Any]
 ):
     single = {**choice, "disable_parallel_tool_use": True}
-    ask = {**ASK, "max_tokens": 400, "tools": [TOOL], "tool_choice": single}
+    ask = {**ASK, **QUIET, "max_tokens": 400, "tools": [TOOL], "tool_choice": single}
     message = client.messages.create(**ask)
     (call,) = message.content
     assert (call.type, call.name, message.stop_reason) == ("tool_use", "look_up", "tool_use")
@@ -113,7 +113,7 @@ def test_a_forced_call_holds_to_its_schema_and_its_result_goes_back(
 
 def test_a_forced_call_is_streamed_as_pieces_of_its_input(client: anthropic.Anthropic):
     choice = {"type": "tool", "name": "look_up"}
-    with client.messages.stream(**{**ASK, "max_tokens": 200}, tools=[TOOL], tool_choice=choice) as stream:
+    with client.messages.stream(**{**ASK, **QUIET, "max_tokens": 200}, tools=[TOOL], tool_choice=choice) as stream:
         pieces = [event.partial_json for event in stream if event.type == "input_json"]
         message = stream.get_final_message()
     (call,) = message.content

@@ -328,9 +328,11 @@ def one_line_errors(schema: Any) -> Iterator[None]:
 
 
 def explain(error: BaseException, schema: Any) -> AtomError:
-    chain: list[Any] = [error]
-    while cause := chain[-1].__cause__ or chain[-1].__context__:
+    chain: list[Any] = []
+    cause: Any = error
+    while cause is not None and not any(cause is each for each in chain):  # an error that is raised anew may be its own
         chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
     if own := [each for each in chain if isinstance(each, AtomError)]:
         return own[0]
     for each in chain:

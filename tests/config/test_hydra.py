@@ -6,9 +6,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from omegaconf.errors import ConfigKeyError
 
 from atom.config import Config
-from atom.config.hydra import choose_model, compose, find_source, model_files, resolve, unknown_key
+from atom.config.hydra import choose_model, compose, explain, find_source, model_files, resolve, unknown_key
 from atom.config.load import load
 from atom.config.schema import keys, plain_fields
 from atom.errors import ConfigError
@@ -148,3 +149,10 @@ def test_load_works_in_threads_and_leaves_nothing(tmp_path: Path, monkeypatch: p
         thread.join()
     assert sorted(seeds) == [0, 1, 2]
     assert os.listdir() == []
+
+
+def test_an_error_whose_causes_go_round_is_told_in_a_line():
+    """As one that is kept and raised anew may be its own cause."""
+    first, second = ConfigKeyError("one\ntwo"), ConfigKeyError("three")
+    first.__cause__, second.__cause__ = second, first
+    assert isinstance(error := explain(first, Config), ConfigError) and "\n" not in str(error)

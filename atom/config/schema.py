@@ -376,11 +376,11 @@ class JobConfig:
 class GPUConfig:
     """A GPU of `job.gpu`: a file of conf/gpu or of the user."""
 
-    features: list[str] = field(default_factory=list)  # that kernels ask for: vendor and architecture; none: any
     memory: int = number(0, 1)  # bytes
     bandwidth: float = number(0.0, 0, above=True)  # bytes/s read
     rates: dict[str, float] = field(default_factory=dict)  # dtype -> FLOP/s of matrix products, dense
     all_reduce: dict[int, dict[int, float]] = field(default_factory=dict)  # ranks -> bytes of a tensor -> seconds
+    features: list[str] = field(default_factory=list)  # that kernels ask for: vendor and architecture; none: any
 
 
 @dataclass

@@ -181,14 +181,15 @@ def choose_model(hf: Mapping[str, Any], files: Sequence[ModelFile], checkpoint: 
     automatic = [file for file in files if file.spec.get("auto", True)]
     is_gguf = "gguf_architecture" in hf
     if is_gguf:
-        names = [name for name in [hf["gguf_architecture"]] if name is not None]
+        key, names = "gguf_architecture", [name for name in [hf["gguf_architecture"]] if name is not None]
         known = [((file.spec.get("gguf") or {}).get("architecture"), file) for file in automatic]
     else:
-        names = hf.get("architectures") or []
-        if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-            stated = f"architectures={json.dumps(names)[:100]} in its config.json"
-            raise CheckpointError(f"{checkpoint}: {stated} is no list of names; mend it, or choose with model=NAME")
+        key, names = "architectures", hf.get("architectures") or []
         known = [(name, file) for file in automatic for name in file.spec.get("architectures") or ()]
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        stated = f"{key}={json.dumps(hf[key])[:100]} in its config.json"
+        what = "name" if is_gguf else "list of names"
+        raise CheckpointError(f"{checkpoint}: {stated} is no {what}; mend it, or choose with model=NAME")
     matching = {file.name: file for name, file in known if name in names}
     if not matching:
         listed = ", ".join(sorted({name for name, _ in known if name}))

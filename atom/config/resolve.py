@@ -359,8 +359,6 @@ def derive_rope(rope: RopeConfig, dims: int, at: str, max_position: int, max_mod
     factor = max_position / original if rope.kind in ("yarn", "longrope") and not rope.factor else rope.factor
     if rope.kind in ("linear", "llama3") and not factor:
         raise ConfigError(f"{at}: kind {rope.kind} needs a factor")
-    if rope.kind == "yarn" and min(rope.beta_fast, rope.beta_slow) <= 0:
-        raise ConfigError(f"{at}: beta_fast={rope.beta_fast} and beta_slow={rope.beta_slow} must both be above 0")
     rope = replace(rope, original_max_position=original, factor=factor or 1.0, dims=rotated)
     if rope.kind == "longrope":
         rope = choose_factors(rope, at, max_model_len)

@@ -73,10 +73,10 @@ class RopeConfig:
     interleaved: bool = False  # dim 2i is rotated with 2i + 1, not with the one half of the dims further on
     factor: float = number(0.0, 0)  # context extension: linear, llama3, yarn; 0: not stated
     original_max_position: int | None = number(None, 1)  # tokens: llama3, yarn; null: the model's max_position
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn
-    beta_slow: float = 1.0  # yarn
+    low_freq_factor: float = number(1.0, 0, above=True)  # llama3
+    high_freq_factor: float = number(4.0, 0, above=True)  # llama3
+    beta_fast: float = number(32.0, 0, above=True)  # yarn
+    beta_slow: float = number(1.0, 0, above=True)  # yarn
     attention_factor: float | None = number(None, 0, 1_000_000)  # yarn, longrope: scale of cos and sin; null derives it
     mscale: float | None = number(None, 0, 1_000_000)  # yarn
     mscale_all_dim: float | None = number(None, 0, 1_000_000)  # yarn

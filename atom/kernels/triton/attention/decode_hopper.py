@@ -41,6 +41,7 @@ from atom.kernels.triton.attention.rope import rotate_heads
 from atom.kernels.triton.gluon import jit
 from atom.kernels.triton.gpu import find_gpu, next_power_of_2
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors
+from atom.kernels.triton.unpack import EVEN_ODD_FP8_PTX
 
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # as later versions call it
 POSITIONS = gl.constexpr(64)  # of keys and values in a tile
@@ -65,20 +66,6 @@ PARTS_BY = gl.constexpr(gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1
 LINES = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # to clear values by
 SEQUENCES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
-# of 4 neighbours, as bf16, whose exponents are those of e4m3 less a power of 2: the even ones, then the odd ones
-KEYS_ASM = gl.constexpr("""{
-.reg .b32 a, b, t;
-shl.b32 t, $2, 8;
-and.b32 a, t, 0x7f007f00;
-and.b32 b, $2, 0x7f007f00;
-shr.u32 a, a, 4;
-shr.u32 b, b, 4;
-lop3.b32 a, t, 0x80008000, a, 0xEA;
-lop3.b32 b, $2, 0x80008000, b, 0xEA;
-mov.b32 t, 0x7b807b80;
-mul.rn.bf16x2 $0, a, t;
-mul.rn.bf16x2 $1, b, t;
-}""")
 # of 4 neighbours in two rows, as bf16: a pair of rows for each
 VALUES_ASM = gl.constexpr("""{
 .reg .b32 a, b, c, d, e, f, g, h, t;
@@ -121,7 +108,7 @@ def _find_dim(row, IS_FP8: gl.constexpr):
 @jit
 def _unpack_keys(tile, LEFT: gl.constexpr):
     """Bytes [positions, columns] -> [positions, places], as `_find_column` has them"""
-    numbers = gl.inline_asm_elementwise(KEYS_ASM, "=r,=r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=4)
+    numbers = gl.inline_asm_elementwise(EVEN_ODD_FP8_PTX, "=r,=r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=4)
     numbers = numbers.reshape([POSITIONS, 4, 8, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([POSITIONS, 128])
     return gl.convert_layout(numbers, LEFT)
 

@@ -33,6 +33,7 @@ from atom.kernels.triton.linear import shuffled
 from atom.kernels.triton.linear.packed import style_of
 from atom.kernels.triton.linear.shuffled import Wgmma
 from atom.kernels.triton.tensor_descriptors import TensorDescriptors
+from atom.kernels.triton.unpack import EVEN_ODD_FP8_PTX
 
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # as later versions call it
 BLOCK_O, BOX = gl.constexpr(shuffled.BLOCK_OUT), gl.constexpr(shuffled.BOX)
@@ -47,19 +48,6 @@ BYTES = gl.constexpr(  # a thread has 16 neighbours of two rows, 8 apart
 OUTPUTS = gl.constexpr(gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1]))  # to store by
 
 # of 4 bytes, as bf16; the exponents of e4m3 and e2m1 are those of bf16 less a power of 2
-E4M3_ASM = gl.constexpr("""{
-.reg .b32 a, b, t;
-shl.b32 t, $2, 8;
-and.b32 a, t, 0x7f007f00;
-and.b32 b, $2, 0x7f007f00;
-shr.u32 a, a, 4;
-shr.u32 b, b, 4;
-lop3.b32 a, t, 0x80008000, a, 0xEA;
-lop3.b32 b, $2, 0x80008000, b, 0xEA;
-mov.b32 t, 0x7b807b80;
-mul.rn.bf16x2 $0, a, t;
-mul.rn.bf16x2 $1, b, t;
-}""")
 U4_ASM = gl.constexpr("""{
 .reg .b32 a, b, c, d;
 shr.u32 b, $4, 4;
@@ -108,7 +96,9 @@ def _unpack(tile, offset, VALUES: gl.constexpr, LEFT: gl.constexpr):
     """Bytes [O, 64] of a box -> numbers of the columns that share a scale, each [O, columns]."""
     ROWS: gl.constexpr = tile.shape[0]
     if VALUES == "e4m3":
-        numbers = gl.inline_asm_elementwise(E4M3_ASM, "=r,=r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=4)
+        numbers = gl.inline_asm_elementwise(
+            EVEN_ODD_FP8_PTX, "=r,=r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=4
+        )
         numbers = numbers.reshape([ROWS, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([ROWS, 64])
         return (gl.convert_layout(numbers, LEFT),)
     elif VALUES == "u4":

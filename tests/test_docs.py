@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tokenize
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from atom.config.load import load
 from atom.config.overrides import ALIASES
 from atom.config.schema import keys
 from atom.entrypoints.args import EngineArgs
+from atom.graph.ops import OPS
 from atom.jobs import bench, generate
 from atom.jobs.workload import open_workload
 
@@ -121,7 +122,7 @@ def save_talker(folder: Path, architecture: str, **changes: Any) -> None:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder that commands run in, with what the pages speak of in it and beside it; costly jobs only start."""
     save_talker(tmp_path / "llama", "LlamaForCausalLM")
     save_talker(tmp_path / "wide", "LlamaForCausalLM", num_attention_heads=16, num_key_value_heads=8, head_dim=16)
@@ -167,7 +168,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run_jobs_here(monkeypatch)
     monkeypatch.setattr(EngineArgs, "create_engine", lambda args: load(args.overrides()) and stop())
     monkeypatch.setattr(benchmark_serving, "run", lambda args: 0)
-    return here
+    yield here
+    sys.modules.pop("my_passes", None)
+    OPS.pop("clipped_silu", None)
 
 
 def start(config: Config, report: Callable[[dict[str, float]], None] = lambda numbers: None) -> int:

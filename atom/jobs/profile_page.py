@@ -20,11 +20,10 @@ def make_page(result: dict[str, Any], windows: Mapping[str, Sequence[Event]]) ->
         each = about["timeline_seconds"] / about["steps"]
         parts.append(page.heading(f"{phase}: {each * 1e3:,.3f} ms a step on the {about['timeline']}'s timeline"))
         parts.append(
-            page.paragraph(
-                f"{about['steps']:,} steps, {about['tokens']:,} tokens; below, one step's time from their middle"
-            )
+            page.paragraph(f"{about['steps']:,} steps, {about['tokens']:,} tokens; below, the one in the middle")
         )
-        parts.append(page.timeline(make_boxes(windows[phase]), each))
+        boxes = make_boxes(windows[phase])
+        parts.append(page.timeline(boxes, max(box.stop for box in boxes)))
         rows = [*about["kinds"], *about["products"], *(row for row in about["rows"] if row["share"] >= LEAST_SHARE)]
         parts.append(page.bars([make_bar(row) for row in rows if row["seconds"]]))
         parts.append(

@@ -62,13 +62,12 @@ def summarize(trace: Mapping[str, Any]) -> Summary:
 
 
 def middle_step(trace: Mapping[str, Any], num_steps: int) -> list[Event]:
-    """The events in the middle of a trace, for as long as one of its steps takes on average; times count from there."""
+    """The events of the step in the middle of a trace: each step has as many. Times count from its first."""
     _, events = read_timeline(trace)
-    start, stop = min(event.start for event in events), max(event.stop for event in events)
-    each = (stop - start) / num_steps
-    start += each * (num_steps // 2)
-    seen = sorted((event for event in events if start < event.stop and event.start < start + each), key=nested)
-    return [event._replace(start=max(event.start - start, 0.0), stop=min(event.stop - start, each)) for event in seen]
+    events = sorted(events, key=nested)
+    first, last = (len(events) * step // num_steps for step in (num_steps // 2, num_steps // 2 + 1))
+    start = events[first].start
+    return [event._replace(start=event.start - start, stop=event.stop - start) for event in events[first:last]]
 
 
 def nested(event: Event) -> tuple[float, float]:

@@ -202,12 +202,13 @@ def test_the_page_has_the_timeline_of_a_step_and_limits(run: Any, checkpoints: A
 
 
 def test_a_step_in_the_middle_of_a_trace_is_cut_out():
-    events = [("a", 0, 30), ("b", 5, 10), ("c", 28, 20), ("d", 50, 10), ("e", 70, 20)]  # name, start, duration in µs
+    # name, start, duration in µs: three steps of three events, the second of them slow
+    events = [("a", 0, 30), ("b", 5, 10), ("c", 28, 20), ("a", 50, 300), ("b", 60, 10), ("c", 355, 20)]
+    events += [("a", 380, 20), ("b", 385, 5), ("c", 400, 9)]
     trace = {"traceEvents": [
         {"ph": "X", "cat": "cpu_op", "tid": 1, "name": name, "ts": 1000 + at, "dur": long} for name, at, long in events
     ]}  # fmt: skip
-    found = [(event.name, event.start, event.stop) for event in middle_step(trace, 3)]  # the 2nd of 3: from 30 to 60
-    assert found == [("c", 0, 18), ("d", 20, 30)]
-    assert [(box.name, box.lane) for box in make_boxes(middle_step(trace, 1))] == [
-        ("a", 0), ("b", 1), ("c", 1), ("d", 0), ("e", 0),
-    ]  # fmt: skip
+    found = [(event.name, event.start, event.stop) for event in middle_step(trace, 3)]
+    assert found == [("a", 0, 300), ("b", 10, 20), ("c", 305, 325)]
+    overlapping = {"traceEvents": trace["traceEvents"][:3]}
+    assert [(box.name, box.lane) for box in make_boxes(middle_step(overlapping, 1))] == [("a", 0), ("b", 1), ("c", 1)]

@@ -203,8 +203,8 @@ def measure_machine() -> dict[str, Any]:
     from atom.jobs.roofline import measure_limits
 
     versions = {"atom": atom.__version__, "torch": str(torch.__version__), "triton": triton.__version__}
-    limits = measure_limits("cuda", "bf16")
-    return {"hardware": describe_device("cuda"), "versions": versions, "limits": vars(limits)}
+    limits = measure_limits("cuda", "bf16", ["fp8"])
+    return {"hardware": describe_device("cuda"), "versions": versions, "limits": limits.measured()}
 
 
 def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[str, Figure]:
@@ -427,7 +427,7 @@ def write_section(about: dict[str, Any], figures: Sequence[Figure]) -> str:
     return (
         f"{about['hardware']}, {about['date']}; {versions}, commit {about['commit']}; `{about['command']}`. "
         f"Measured in the same run: {limits['bandwidth'] / 1e12:.2f} TB/s read, "
-        f"{limits['flops'] / 1e12:.0f} TFLOP/s of bf16 products.\n\n"
+        f"{limits['flops'] / 1e12:.0f} TFLOP/s of bf16 products, {limits['fp8'] / 1e12:.0f} of fp8.\n\n"
         "| | | vLLM 0.26 | limit | atom, median (best) | of the limit | to reach | reached |\n"
         "|---|---|---|---|---|---|---|---|\n" + "".join(f"| {' | '.join(cells(figure))} |\n" for figure in figures)
     )

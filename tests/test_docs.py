@@ -156,6 +156,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     turns = [{"value": "What is it, and why is it so?"}, {"value": "It is what it is, and nobody knows."}]
     (here / "ShareGPT.json").write_text(json.dumps([{"conversations": turns}] * 200))
     monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("ATOM_CACHE", str(tmp_path / "cache"))
     for name in ("serve", "chat", "compile", "bench", "profile"):
         stub: Any = types.ModuleType(f"atom.jobs.{name}")

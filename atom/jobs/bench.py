@@ -30,7 +30,7 @@ from atom.config import Config
 from atom.config.overrides import hide_secret
 from atom.gc_utils import settle
 from atom.jobs.bench_page import make_page
-from atom.jobs.roofline import Costs, Limits, measure_limits, read_costs, step_work, total
+from atom.jobs.roofline import PRODUCTS, Costs, Limits, acts_of, measure_limits, read_costs, step_work, total
 from atom.jobs.tables import make_table
 from atom.jobs.workload import Draw, Step, WorkloadRequest, open_workload, recording, submit
 from atom.measurement.hardware import describe_cpus
@@ -105,13 +105,14 @@ def open_warm(config: Config) -> tuple[Draw, Compiled, dict[str, Costs], Limits,
     """The workload, the model, its costs, the machine's limits, and an engine that is warmed up."""
     draw, progress = open_workload(config), RichProgress()
     compiled = compile_with(config, progress)
-    limits = measure_limits(config.device, config.dtype)  # before an engine takes the memory
+    costs = read_costs(compiled.graph)
+    limits = measure_limits(config.device, config.dtype, acts_of(costs))  # before an engine takes the memory
     if config.device == "cpu":  # which ranks share
         limits = limits.of_each(mesh_of(config).num_ranks)
     engine = open_engine(config, progress, compiled)
     for _ in range(config.job.num_warmups):
         answer(engine, draw(engine), config)
-    return draw, compiled, read_costs(compiled.graph), limits, engine
+    return draw, compiled, costs, limits, engine
 
 
 def answer(engine: Engine, requests: list[WorkloadRequest], config: Config) -> Run:
@@ -176,7 +177,7 @@ def compare(runs: Sequence[Run], costs: dict[str, Costs], limits: Limits) -> dic
     phases = {name: compare_steps(steps, costs, limits) for name, steps in {**by_phase, "all": timed}.items() if steps}
     num_output = sum(output.output_tokens or 0 for run in runs for output in run.outputs)
     return {
-        "limits": {"bandwidth": limits.bandwidth, "flops": limits.flops},
+        "limits": limits.measured(),
         "phases": phases,
         "output_throughput_limit": num_output / phases["all"]["limit_seconds"],
     }
@@ -234,4 +235,5 @@ def show(result: dict[str, Any]) -> None:
     console.print(
         f"limits measured in this run: {limits['bandwidth'] / 1e9:,.1f} GB/s read, "
         f"{limits['flops'] / 1e12:,.2f} TFLOP/s of matrix products"
+        + "".join(f", {limits[act] / 1e12:,.2f} in {act}" for act in PRODUCTS if act in limits)
     )

@@ -25,7 +25,7 @@ from atom.errors import CapacityError, ConfigError, UnsupportedError
 from atom.graph import Graph, Mesh
 from atom.graph.graph import results_of
 from atom.graph.recipes import held_bytes
-from atom.jobs.roofline import Limits, read_costs, step_work, total
+from atom.jobs.roofline import PRODUCTS, Limits, read_costs, step_work, total
 from atom.jobs.workload import Step
 from atom.kernels import Target
 from atom.runtime.kv_cache import num_blocks_needed
@@ -78,12 +78,17 @@ def fit(gpu: GPUConfig, graph: Graph, weights_bytes: int, config: Config) -> dic
     }
 
 
+def limits_of(gpu: GPUConfig) -> Limits:
+    """The rates of a GPU's file; products that it has none for take no time."""
+    return Limits(gpu.bandwidth, gpu.rates.get("bf16", inf), **{act: gpu.rates.get(act) for act in PRODUCTS})
+
+
 def decode_limits(graph: Graph, gpu: GPUConfig, mesh: Mesh) -> list[dict[str, Any]]:
     """The most tokens a second that some requests get, by number; with it, the seconds of a step's collectives.
 
     The latter are None where the GPU's file has no times for as many ranks; then they do not count.
     """
-    costs, limits = read_costs(graph), Limits(gpu.bandwidth, gpu.rates.get("bf16", inf))
+    costs, limits = read_costs(graph), limits_of(gpu)
     result = []
     for num_requests in NUM_REQUESTS:
         num_rows = -(-num_requests // mesh.data)  # of the fullest group

@@ -66,7 +66,7 @@ def run(config: Config) -> int:
             engine.abort(id)
     result = {
         **describe_run(config, compiled.level),
-        "limits": {"bandwidth": limits.bandwidth, "flops": limits.flops},
+        "limits": limits.measured(),
         "phases": phases,
     }
     if config.job.output == "json":

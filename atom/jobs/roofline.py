@@ -2,10 +2,10 @@
 
 What a step has to read and to multiply is divided by these rates.
 
-    limits = measure_limits("cpu", "bf16")              # bytes/s read, FLOP/s of matrix products
     costs = read_costs(compile_graph(config))
-    work = step_work(costs, step)                       # {"matrix": Work(bytes, flops), "attention": Work(…)}
-    limits.seconds(total(work.values()))                # no step of these rows takes less
+    limits = measure_limits("cpu", "bf16", acts_of(costs))  # bytes/s read, FLOP/s of matrix products
+    work = step_work(costs, step)                           # {"matrix": Work(bytes, flops), "attention": Work(…)}
+    limits.seconds(total(work.values()))                    # no step of these rows takes less
 
 It counts the weights, each read once a step (the head's where a row samples, an expert's with the probability that a
 token chose it), the KV that the rows see, and the operations on both; not activations, nor what is written.
@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import Node
 
 from atom.graph import KV, TORCH_DTYPES, Graph, Program, Recipe, ops
@@ -44,10 +46,12 @@ PRODUCT_SIZES = [1 << power for power in range(9, 15)]
 
 class Work(NamedTuple):
     bytes: float = 0.0  # read
-    flops: float = 0.0
+    flops: float = 0.0  # on numbers of the run's dtype
+    fp8: float = 0.0  # operations on such numbers
+    int8: float = 0.0
 
     def times(self, count: int) -> Work:
-        return Work(self.bytes * count, self.flops * count)
+        return Work(*(each * count for each in self))
 
 
 def total(works: Iterable[Work]) -> Work:
@@ -58,14 +62,21 @@ def total(works: Iterable[Work]) -> Work:
 class Limits:
     bandwidth: float  # bytes/s read
     flops: float  # FLOP/s of matrix products, in the dtype of the run
+    fp8: float | None = None  # the same of such numbers; None: as those of the run's dtype
+    int8: float | None = None
 
     def of_each(self, ranks: int) -> Limits:
         """What each of several ranks has of a machine that they share."""
-        return Limits(self.bandwidth / ranks, self.flops / ranks)
+        return Limits(**{name: rate / ranks for name, rate in self.measured().items()})
 
     def seconds(self, work: Work) -> float:
         """The least seconds of some work, where reading and computing overlap."""
-        return max(work.bytes / self.bandwidth, work.flops / self.flops)
+        eight_bits = work.fp8 / (self.fp8 or self.flops) + work.int8 / (self.int8 or self.flops)
+        return max(work.bytes / self.bandwidth, work.flops / self.flops + eight_bits)
+
+    def measured(self) -> dict[str, float]:
+        """The rates that are known, by name."""
+        return {name: rate for name, rate in vars(self).items() if rate is not None}
 
 
 class Product(NamedTuple):
@@ -77,12 +88,13 @@ class Product(NamedTuple):
     share: float = 1.0  # share of the weight that a row is multiplied with: the experts that it chose
     parts: int = 1  # of the experts, of which each rank has one
     groups: int = 1  # whose rows come together
+    act: str = "flops"  # the field of Work that its operations count for
 
     def work(self, num_rows: int) -> Work:
         """The work of a product; of experts, the expected share that some row needs is read."""
         num_rows *= self.groups
         num_bytes = self.num_bytes * share_read(self.share, self.shape[0] * self.parts, self.parts, num_rows)
-        return Work(num_bytes, 2.0 * num_rows * self.num_elements * self.share)
+        return Work(num_bytes, **{self.act: 2.0 * num_rows * self.num_elements * self.share})
 
 
 @cache
@@ -144,6 +156,11 @@ def read_costs(graph: Graph) -> dict[str, Costs]:
     return {name: program_costs(program) for name, program in graph.programs.items()}
 
 
+def acts_of(costs: Mapping[str, Costs]) -> set[str]:
+    """The formats of 8 bits of the activations that products multiply."""
+    return {product.act for each in costs.values() for product in each.products} & PRODUCTS.keys()
+
+
 def program_costs(program: Program) -> Costs:
     costs = Costs()
     for node in program.nodes:
@@ -173,7 +190,9 @@ def find_product(node: Node, weights: Sequence[Recipe]) -> Product | None:
         group = call_of(node.args[2])
         parts = group.args[2].ranks if len(group.args) > 2 else 1
         groups = group.args[0].meta["type"].bytes_per_token // group.args[0].meta["type"].row.num_bytes
-    return Product(shape, sum(map(held_bytes, weights)), matrix.num_elements, float(token_share(node)), parts, groups)
+    act = str(node.kwargs.get("act", "flops")).partition("[")[0]
+    num_bytes, share = sum(map(held_bytes, weights)), float(token_share(node))
+    return Product(shape, num_bytes, matrix.num_elements, share, parts, groups, act)
 
 
 def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:
@@ -205,9 +224,16 @@ def visible_pairs(start: int, num_tokens: int, window: int) -> int:
     return growing + (num_tokens - num_growing) * window
 
 
-def measure_limits(device: str, dtype: str) -> Limits:
-    """Measure this machine's limits, which takes some seconds; all memory is freed afterwards."""
-    limits = Limits(measure_reads(device, TORCH_DTYPES[dtype]), measure_products(device, TORCH_DTYPES[dtype]))
+def measure_limits(device: str, dtype: str, acts: Iterable[str] = ()) -> Limits:
+    """Measure this machine's limits, which takes some seconds; all memory is freed afterwards.
+
+    acts: formats of 8 bits whose products are measured too. They take no longer than those of dtype, which such numbers
+    can be made into.
+    """
+    bandwidth = measure_reads(device, TORCH_DTYPES[dtype])
+    flops = measure_products(device, TORCH_DTYPES[dtype], torch.mm)
+    rates = {act: max(flops, measure_products(device, *PRODUCTS[act])) for act in acts}
+    limits = Limits(bandwidth, flops, **rates)
     if device != "cpu":
         torch.accelerator.empty_cache()
     return limits
@@ -224,16 +250,30 @@ def measure_reads(device: str, dtype: torch.dtype) -> float:
     return max(data.nbytes / fastest(read, device) for read in reads)
 
 
-def measure_products(device: str, dtype: torch.dtype) -> float:
+def measure_products(device: str, dtype: torch.dtype, multiply: Callable[[Tensor, Tensor], Tensor]) -> float:
     """Measure FLOP/s of products of square matrices, which grow until one takes long enough."""
     best = 0.0
     for size in PRODUCT_SIZES:
-        a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-        seconds = fastest(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        seconds = fastest(lambda a=a, b=b: multiply(a, b.t()), device)  # type: ignore[misc]
         best = max(best, 2 * size**3 / seconds)
         if seconds > PRODUCT_SECONDS:
             break
     return best
+
+
+def multiply_fp8(a: Tensor, b: Tensor) -> Tensor:
+    scale = torch.ones((), device=a.device)
+    return F.scaled_mm(
+        a, b, scale, F.ScalingType.TensorWise, scale, F.ScalingType.TensorWise,
+        output_dtype=torch.bfloat16, use_fast_accum=True,
+    )  # fmt: skip
+
+
+PRODUCTS: dict[str, tuple[torch.dtype, Callable[[Tensor, Tensor], Tensor]]] = {
+    "fp8": (torch.float8_e4m3fn, multiply_fp8),
+    "int8": (torch.int8, torch._int_mm),
+}
 
 
 @torch.inference_mode()

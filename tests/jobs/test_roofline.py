@@ -24,6 +24,7 @@ from atom.jobs.roofline import (
     Limits,
     Product,
     Work,
+    acts_of,
     measure_limits,
     read_costs,
     share_read,
@@ -224,8 +225,8 @@ def test_the_work_is_the_same_by_a_gpus_text(name: str, tmp_path: Path):
     step = Step(0.0, array("q", [300, 7]), [(0, 100), (16, 5)], 3)
     first, second = (step_work(read_costs(graph), step) for graph in graphs)
     assert first["attention"].bytes > 0 and first["attention"] == second["attention"]
-    assert first["matrix"].flops == second["matrix"].flops
-    assert first == second
+    assert first["matrix"].bytes == second["matrix"].bytes
+    assert first["matrix"].flops == second["matrix"].flops + second["matrix"].fp8, "which a CPU multiplies unpacked"
 
 
 def test_experts_that_a_gpu_keeps_packed_are_read_packed(tmp_path: Path):
@@ -238,6 +239,20 @@ def test_experts_that_a_gpu_keeps_packed_are_read_packed(tmp_path: Path):
         num_bytes = 32 * rows * (2880 // 2 + 2880 // 32 + 2)  # values, scales, a bias in bf16
         assert each.num_bytes == num_bytes
         assert each.work(1).bytes == pytest.approx(num_bytes * 4 / 32)
+
+
+@pytest.mark.parametrize(("quant", "act"), [("fp8", "fp8"), ("fp8_block", "fp8"), ("int8", "int8"), ("int4", "flops")])
+def test_operations_count_as_those_of_the_numbers_that_are_multiplied(quant: str, act: str, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    asked = ["quant.act=int8"] if act == "int8" else []
+    target = Target("cuda", frozenset({"nvidia", "sm_90"}))
+    costs = read_costs(compile_graph(load([f"checkpoint={tmp_path}", f"quant={quant}", *asked]), target=target))
+    assert acts_of(costs) == {act} - {"flops"}
+    work = total(each.work(10) for each in costs.values())
+    layers = 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288)
+    head = 4096 * 151936  # in bf16
+    counted = Counter({act: 2 * 10 * layers}) + Counter(flops=2 * 10 * head)
+    assert work._replace(bytes=0) == Work(**counted)
 
 
 def test_a_window_bounds_what_is_read_and_seen(costs_of: Any):
@@ -259,6 +274,9 @@ def test_reading_and_computing_overlap():
     limits = Limits(bandwidth=10.0, flops=100.0)
     assert limits.seconds(Work(50.0, 100.0)) == 5.0
     assert limits.seconds(Work(10.0, 300.0)) == 3.0
+    assert limits.seconds(Work(10.0, 300.0, fp8=100.0, int8=100.0)) == 5.0, "at the rate of others: not measured"
+    assert Limits(10.0, 100.0, fp8=400.0).seconds(Work(10.0, 300.0, fp8=400.0)) == 4.0
+    assert Limits(10.0, 100.0, fp8=400.0).of_each(2) == Limits(5.0, 50.0, 200.0)
 
 
 def test_a_program_without_rows_costs_nothing():
@@ -272,7 +290,9 @@ def test_a_program_without_rows_costs_nothing():
 @pytest.mark.usefixtures("quick_limits")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_this_machine_has_limits(dtype: str):
-    limits = measure_limits("cpu", dtype)
+    limits = measure_limits("cpu", dtype, ["fp8", "int8"])
+    assert limits.measured().keys() == {"bandwidth", "flops", "fp8", "int8"}
+    assert limits.flops <= min(limits.fp8 or 0.0, limits.int8 or 0.0) < 1e15
     assert 1e8 < limits.bandwidth < 1e13
     assert 1e6 < limits.flops < 1e15
 

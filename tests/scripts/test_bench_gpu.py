@@ -14,7 +14,7 @@ from atom.config.load import load
 from scripts import bench_gpu
 from scripts.bench_gpu import BEGIN, END, ROWS, Figure, Row, measure_model, replace_section, write_section
 
-LIMITS = {"bandwidth": 4.47e12, "flops": 804e12}
+LIMITS = {"bandwidth": 4.47e12, "flops": 804e12, "fp8": 1411e12}
 ABOUT = {
     "hardware": "A GPU",
     "date": "2026-11-21",

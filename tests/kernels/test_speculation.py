@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -92,39 +93,57 @@ def test_a_draft_counts_once_those_before_it_did(place: Place, num_rows: int, is
     assert num_accepted or num_rows < 100
 
 
-@pytest.mark.parametrize(("kind", "top_k", "most"), [("random", 0, 61.1), ("filtered", 8, 24.3)])
-def test_draws_behind_drafts_follow_the_models_distribution(place: Place, kind: str, top_k: int, most: float):
-    """Chi-square over 20,000 seeds: of the draws at the newest tokens, and of those behind the drafts that were right.
+@pytest.mark.parametrize(
+    ("kind", "params", "most"),
+    [("random", {}, 61.1), ("filtered", {"top_k": 8}, 24.3), ("filtered", {"top_p": 0.8}, 61.1)],
+    ids=["all", "top_k", "top_p"],
+)
+def test_draws_behind_drafts_follow_the_models_distribution(
+    place: Place, kind: str, params: dict[str, Any], most: float
+):
+    """Chi-square over 60,000 seeds: of the draws at the newest tokens, and of those behind the drafts that were right.
 
-    most: its 99.9th percentile, by degrees of freedom
+    most: its 99.9th percentile, by as many degrees of freedom as tokens can be drawn, or more
     """
     if place.backend == "triton" and place.device == "cpu":
         pytest.skip("Triton's interpreter takes too long for so many rows")
-    num_rows, vocab = 20_000, 32
-    state = RequestState(num_rows, vocab, place.device, 1)
+    num_rows, vocab, depths = 60_000, 32, 3
+    state = RequestState(num_rows, vocab, place.device, depths - 1)
     assert state.drafts is not None
-    params = SamplingParams(temperature=0.8, top_k=top_k)
-    state.admit(bytearray(b"".join(pack_admission(slot, 5, params, seed=slot * 7919) for slot in range(num_rows))))
-    logits = torch.randn(2, vocab, generator=torch.Generator().manual_seed(3))
-    draft = int(logits[0].argmax())
-    state.drafts.fill_(draft)
+    asked = SamplingParams(temperature=0.8, **params)
+    state.admit(bytearray(b"".join(pack_admission(slot, 5, asked, seed=slot * 7919) for slot in range(num_rows))))
+    logits = torch.randn(depths, vocab, generator=torch.Generator().manual_seed(3))
+    # a request's drafts are of the two likeliest tokens, others for its neighbor
+    likeliest = logits[:-1].topk(2).indices.T  # [2, depths - 1]
+    drafts = likeliest[torch.arange(num_rows) % 2]
+    state.drafts[:num_rows] = drafts.to(place.device)
     kernels = find_step_kernels(place.device, place.backend)
-    left = torch.arange(num_rows, dtype=torch.int32, device=place.device).repeat(2, 1)
-    drawn = torch.empty(2, num_rows, dtype=torch.int64, device=place.device)
-    limits = torch.ones(num_rows, dtype=torch.int32, device=place.device)
-    for depth in range(2):
+    left = torch.arange(num_rows, dtype=torch.int32, device=place.device).repeat(depths, 1)
+    drawn = torch.empty(depths, num_rows, dtype=torch.int64, device=place.device)
+    limits = torch.full((num_rows,), depths - 1, dtype=torch.int32, device=place.device)
+    for depth in range(depths):
         if depth:
             kernels.accept(drawn, left, limits, state, depth, None)
         rows = logits[depth].to(place.device).repeat(num_rows, 1)
         kernels.sample(rows, left[depth], state, kind, drawn[depth], False)
-    is_right = (drawn[0] == draft).cpu()
-    assert torch.equal(left[1].cpu() < num_rows, is_right) and 2000 < is_right.sum() < 18_000
-    for own, found in ((logits[0], drawn[0].cpu()), (logits[1], drawn[1].cpu()[is_right])):
-        scaled = own.double() / 0.8
-        if top_k:
-            scaled[scaled < scaled.topk(top_k).values[-1]] = -torch.inf
-        expected = scaled.softmax(0) * len(found)
-        counts = torch.bincount(found, minlength=vocab).double()
+    found, is_next = drawn.cpu(), torch.ones(num_rows, dtype=torch.bool)
+    for depth, own in enumerate(logits.double() / 0.8):
+        if depth:
+            is_next &= found[depth - 1] == drafts[:, depth - 1]
+        assert torch.equal(left[depth].cpu() < num_rows, is_next) and is_next.sum() > 1000
+        expected = probabilities(own, **params) * is_next.sum()
+        counts = torch.bincount(found[depth, is_next], minlength=vocab).double()
         is_kept = expected > 0
         assert not counts[~is_kept].any()
         assert ((counts - expected)[is_kept].square() / expected[is_kept]).sum() < most
+
+
+def probabilities(scaled: torch.Tensor, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
+    """The distribution of scaled logits [V] of float64: the top_k likeliest, or those that top_p needs."""
+    kept = scaled.clone()
+    if top_k:
+        kept[scaled < scaled.topk(top_k).values[-1]] = -torch.inf
+    if top_p < 1:
+        sorted_p, order = scaled.softmax(0).sort(descending=True)
+        kept[order[sorted_p.cumsum(0) - sorted_p >= top_p]] = -torch.inf
+    return kept.softmax(0)

@@ -96,6 +96,7 @@ AWQ = {"values": Part(".qweight", "u8", "bytes", "awq"), "zeros": Part(".qzeros"
 GPTQ_V2 = {"values": Part(".qweight", "u8", "bytes", "gptq"), "zeros": Part(".qzeros", "u8", words="gptq"),
            "scales": AWQ["scales"]}  # fmt: skip
 GPTQ = {**GPTQ_V2, "zeros": Part(".qzeros", "u8", words="gptq_minus_1")}
+CT_INTS, CT_INTS_Z = {"values": CT_VALUES, "scales": SCALE}, {"values": CT_VALUES, "scales": SCALE, "zeros": CT_ZEROS}
 GPTQ_ORDER, CT_ORDER = {"groups": Part(".g_idx", "i32", "columns")}, {"groups": Part("_g_idx", "i32", "columns")}
 GGUF_SCALE, GGUF_MIN = Part("", "fp16", words="block_scales"), Part("", "fp16", words="block_mins")
 GGUF_PAIRS, GGUF_BYTES = Part("", "u8", "bytes", "block_pairs"), Part("", "u8", "bytes", "block_bytes")
@@ -110,18 +111,21 @@ FORMATS: dict[str, Format] = {
     "int8": _format(8, 32, (1, None), "scaled", values=INT8, scales=SCALE),
     "int8z": Format(8, 24, (1, 128)),  # with a zero point a block
     "ct_int8": _format(8, 32, (1, None), "scaled", values=INT8, scales=SCALE),
-    "ct_packed_int8": _format(8, 16, (1, None), "int8", values=CT_VALUES, scales=SCALE),
-    "ct_packed_int8z": _format(8, 24, (1, None), "int8", values=CT_VALUES, scales=SCALE, zeros=CT_ZEROS),
+    "ct_packed_int8": _format(8, 16, (1, None), "int8", **CT_INTS),
+    "ct_packed_int8z": _format(8, 24, (1, None), "int8", **CT_INTS_Z),
     "gptq_int8": _format(8, 24, (1, 128), "int8", **GPTQ),
     "gptq_v2_int8": _format(8, 24, (1, 128), "int8", **GPTQ_V2),
     "int4": _format(4, 16, (1, 128), "int4", values=CT_VALUES._replace(words=""), scales=Part("_scale", "fp16")),
     "int4z": Format(4, 20, (1, 128)),
-    "ct_packed_int4": _format(4, 16, (1, 128), "int4", values=CT_VALUES, scales=SCALE),
-    "ct_packed_int4z": _format(4, 20, (1, 128), "int4", values=CT_VALUES, scales=SCALE, zeros=CT_ZEROS),
+    "ct_packed_int4": _format(4, 16, (1, 128), "int4", **CT_INTS),
+    "ct_packed_int4z": _format(4, 20, (1, 128), "int4", **CT_INTS_Z),
     "awq_int4": _format(4, 20, (1, 128), "int4", **AWQ),
     "gptq_int4": _format(4, 20, (1, 128), "int4", **GPTQ),
     "gptq_v2_int4": _format(4, 20, (1, 128), "int4", **GPTQ_V2),
-    "ct_packed_int4_ordered": _format(4, 16, (1, 128), "int4", values=CT_VALUES, scales=SCALE, **CT_ORDER),
+    "ct_packed_int4_ordered": _format(4, 16, (1, 128), "int4", **CT_INTS, **CT_ORDER),
+    "ct_packed_int4z_ordered": _format(4, 20, (1, 128), "int4", **CT_INTS_Z, **CT_ORDER),
+    "ct_packed_int8_ordered": _format(8, 16, (1, 128), "int8", **CT_INTS, **CT_ORDER),
+    "ct_packed_int8z_ordered": _format(8, 24, (1, 128), "int8", **CT_INTS_Z, **CT_ORDER),
     "gptq_int4_ordered": _format(4, 20, (1, 128), "int4", **GPTQ, **GPTQ_ORDER),
     "gptq_v2_int4_ordered": _format(4, 20, (1, 128), "int4", **GPTQ_V2, **GPTQ_ORDER),
     "gptq_int8_ordered": _format(8, 24, (1, 128), "int8", **GPTQ, **GPTQ_ORDER),

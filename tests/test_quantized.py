@@ -214,6 +214,8 @@ LAYOUTS = {
     "W4A16": packed(4, group=8),
     "W4A16 ordered": packed(4, group=8, is_ordered=True),
     "W4A16 asymmetric": packed(4, group=8, symmetric=False),
+    "W4A16 asymmetric ordered": packed(4, group=8, symmetric=False, is_ordered=True),
+    "W8A16 asymmetric ordered": packed(8, group=8, symmetric=False, is_ordered=True),
     "W4A16 channel": packed(4),
     "W8A16": packed(8),
     "W8A16 asymmetric": packed(8, group=8, symmetric=False),

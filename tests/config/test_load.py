@@ -227,6 +227,8 @@ QUARK = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}}
         (compressed("pack-quantized"), "ct_packed_int4[1, 32]"),
         (compressed("pack-quantized", symmetric=False), "ct_packed_int4z[1, 32]"),
         (compressed("pack-quantized", actorder="group"), "ct_packed_int4_ordered[1, 32]"),
+        (compressed("pack-quantized", actorder="group", symmetric=False), "ct_packed_int4z_ordered[1, 32]"),
+        (compressed("pack-quantized", actorder="group", num_bits=8), "ct_packed_int8_ordered[1, 32]"),
         (compressed("pack-quantized", actorder="weight"), "ct_packed_int4[1, 32]"),
         (compressed("nvfp4-pack-quantized", type="float", strategy="tensor_group"), "ct_nvfp4"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt_nvfp4"),

@@ -5,7 +5,8 @@ answers have their full length and are greedy unless the row says more; a figure
 the first submission to the last token, its limit what `job=bench` works out. The rows of a model and its formats share
 a process and an engine, and each has one run that does not count. A start is the time from exec to the first token on
 stdout, of a process of its own; cold is one with empty folders for caches and temporary files, warm the next one with
-the same folders. Medians count. What loads weights is held against its own readers, when they do nothing but read the
+the same folders. Medians count. A row with drafts is held against the same without, which is then measured, too; the
+drafts are accepted by chance. What loads weights is held against its own readers, when they do nothing but read the
 same files into pinned memory.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -47,7 +49,7 @@ PROMPT = list(range(100, 228))  # of a start
 
 
 class Row(NamedTuple):
-    """A workload; `before` is vLLM 0.26's figure on an H200, `target` our goal there."""
+    """A workload; `before` is vLLM 0.26's figure on an H200, `target` our goal there, or how often another row's."""
 
     title: str
     model: str  # a file of tests/configs
@@ -59,11 +61,13 @@ class Row(NamedTuple):
     counted: str = "output"  # or input: the tokens of the figure
     sampling: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()  # overrides of the engine
+    than: str = ""  # the row whose figure, in the same run, times `target` is to be reached
 
-    @property
-    def overrides(self) -> list[str]:
+    def overrides(self, folder: Path) -> list[str]:
+        """folder: with a config.json, and those of drafts"""
         sizes = [f"job.{name}={getattr(self, name)}" for name in ("num_prompts", "input_len", "output_len")]
-        return ["job=bench", "load_dummy=true", *sizes, *self.sampling, *self.setup]
+        setup = [each.format(folder=folder) for each in self.setup]
+        return [f"checkpoint={folder}", "job=bench", "load_dummy=true", *sizes, *self.sampling, *setup]
 
     @property
     def engine(self) -> tuple[str, tuple[str, ...]]:
@@ -75,8 +79,11 @@ FP8 = ("quant=fp8", "quant.head=fp8", "quant.kv=fp8")
 INT4 = ("quant=int4", "quant.head=fp8", "quant.kv=fp8")
 BLOCKS = ("quant=fp8_block",)
 MTP = ("model.mtp_layers=1", "serve.method=mtp", "serve.num_speculative_tokens=1", "serve.acceptance_length=1.8")
-# by chance: 2.5 tokens of 4 in the mean, 2 of 2 where one is drafted; what is to be reached are multiples of none
+# by chance: 2.5 tokens of 4 in the mean, 2 of 2 where one is drafted
 DRAFTS = ("serve.method=ngram", "serve.acceptance_length=2.5")
+EAGLE3 = ("serve.method=eagle3", "serve.draft_model={folder}/qwen3_8b_eagle3", "serve.acceptance_length=2.5")
+TABLE = (*EAGLE3, "tune=true", "cache={folder}/cache")  # where no other row finds what it measured
+OFF = ("serve.method=ngram", "serve.max_verified_tokens=1")
 
 
 def decodes(
@@ -89,6 +96,14 @@ def decodes(
         yield Row(what, model, count, length, "256", before, target, setup=setup)
 
 
+def multiples(title: str, of: str, factors: dict[int, float], setup: tuple[str, ...]) -> Iterator[Row]:
+    """Rows like others, whose names end in their requests, with more setup. factors: of their figures, to be reached"""
+    for count, factor in factors.items():
+        row = ROWS[than := f"{of}-{count}"]
+        what = f"{row.title}, {title}: {factor:g} × without"
+        yield row._replace(title=what, before=None, target=factor, setup=(*row.setup, *setup), than=than)
+
+
 def named(name: str, rows: Iterable[Row]) -> dict[str, Row]:
     return {f"{name}-{row.num_prompts}": row for row in rows}
 
@@ -97,6 +112,7 @@ ROWS = {
     "8b-1": Row("Qwen3-8B, 1 request, 128 in / 256 out", "qwen3_8b", 1, "128", "256", 191, 265),
     "8b-32": Row("Qwen3-8B, 32 requests, 1024 in / 256 out", "qwen3_8b", 32, "1024", "256", 3320, 4200),
     "8b-128": Row("Qwen3-8B, 128 requests, 1024 in / 256 out", "qwen3_8b", 128, "1024", "256", 5428, 6750),
+    "8b-256": Row("Qwen3-8B, 256 requests, 1024 in / 256 out", "qwen3_8b", 256, "1024", "256", None, 1, than="8b-128"),
     "8b-prefill": Row("Qwen3-8B, prefill 8 × 8192", "qwen3_8b", 8, "8192", "1", 37650, 43500, "input"),
     "0.6b-1": Row("Qwen3-0.6B, 1 request, 128 in / 512 out", "qwen3_0.6b", 1, "128", "512", 616, 2000),
     "0.6b-256": Row(
@@ -108,21 +124,21 @@ ROWS = {
         "Qwen3-8B fp8, prefill 8 × 8192", "qwen3_8b", 8, "8192", "1", 52720, 62000, "input", setup=FP8
     ),
     **named("8b-int4", decodes("Qwen3-8B int4, fp8 KV", "qwen3_8b", [(None, 600), (None, 6500), (None, 9000)], INT4)),
-    **named(
-        "8b-drafts",
-        decodes("Qwen3-8B, up to 2.5 tokens a step", "qwen3_8b", [(None, 530), (None, 7560), (None, 6750)], DRAFTS),
-    ),
     **named("v2-lite", decodes("DeepSeek-V2-Lite", "deepseek_v2_lite", [(291, 650), (2973, 3600), (7295, 9500)])),
-    **named(
-        "v2-lite-mtp",
-        decodes("DeepSeek-V2-Lite, 1.8 a step", "deepseek_v2_lite", [(None, 943), (None, 5040), (None, 9500)], MTP),
-    ),
     **named("gpt-oss-20b", decodes("gpt-oss-20b", "gpt_oss_20b", [(None, 700), (None, 8000), (None, 18000)])),
     **named(
         "30b-a3b-fp8",
         decodes("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", [(236, 650), (2316, 3600), (None, 8500)], BLOCKS),
     ),
 }  # fmt: skip
+SPEED_UPS = {1: 2.0, 32: 1.8, 128: 1.0, 256: 1.0}
+ROWS |= {
+    **named("8b-drafts", multiples("2.5 looked up a step", "8b", SPEED_UPS, DRAFTS)),
+    **named("8b-eagle3", multiples("EAGLE-3 of 2.5 a step", "8b", SPEED_UPS, EAGLE3)),
+    **named("8b-eagle3-table", multiples("the same, drafts by measured times", "8b", SPEED_UPS, TABLE)),
+    **named("8b-off", multiples("drafts that never come", "8b", dict.fromkeys(SPEED_UPS, 0.995), OFF)),
+    **named("v2-lite-mtp", multiples("MTP of 1.8 a step", "v2-lite", {1: 1.45, 32: 1.4, 128: 1.0}, MTP)),
+}
 GRAPHS, START, LOAD, LARGE_MODEL = "8b-graphs", "start", "load", "qwen3_8b"
 NAMES = (*ROWS, GRAPHS, START, LOAD)
 LOAD_LAYERS, LOAD_SHARE = 4, 0.8  # layers of the large model; the share of the rate of reading alone that is the goal
@@ -170,6 +186,7 @@ def main() -> int:
     names = options.only.split(",")
     if unknown := [name for name in names if name not in NAMES]:
         parser.error(f"there is no row {unknown[0]}; rows: {', '.join(NAMES)}")
+    names = with_compared(names)
     if find_device() == "cpu":
         print("bench-gpu: there is no GPU here that torch can use", file=sys.stderr)
         return 2
@@ -186,6 +203,15 @@ def main() -> int:
     if {*names} == {*NAMES}:
         DOCS.write_text(replace_section(DOCS.read_text(), write_section(about, list(figures.values()))))
     return 0 if all(figure.is_met for figure in figures.values()) else 1
+
+
+def with_compared(names: Sequence[str]) -> list[str]:
+    """Rows, and ahead of them those that they are held against."""
+    found = dict.fromkeys(names)
+    for name in names:
+        while name in ROWS and (name := ROWS[name].than):
+            found[name] = None
+    return sorted(found, key=NAMES.index)
 
 
 def alone(work: Callable[..., Any], *given: Any) -> Any:
@@ -218,6 +244,9 @@ def measure(names: Sequence[str], runs: int, limits: dict[str, float]) -> dict[s
             with reported(", ".join(chosen)):
                 figures |= alone(measure_model, engine[0], {name: figures[name] for name in chosen}, runs, limits)
     figures = {name: figure for name, figure in figures.items() if name in names}
+    for name, figure in figures.items():
+        if name in ROWS and (than := ROWS[name].than):
+            figure.target = ROWS[name].target * figures[than].median if figures[than].values else math.nan
     if START in names:
         starts = {
             f"{START}-{kind}": Figure(f"Qwen3-8B, process start to first token, {kind}", "s", *figure)
@@ -253,7 +282,7 @@ def measure_model(model: str, figures: dict[str, Figure], runs: int, limits: dic
 
     timed = timing(RichProgress)()
     with checkpoint(model) as folder:
-        configs = {name: load([f"checkpoint={folder}", *ROWS[name].overrides]) for name in figures if name in ROWS}
+        configs = {name: load(ROWS[name].overrides(folder)) for name in figures if name in ROWS}
         config = next(iter(configs.values()), None) or load([f"checkpoint={folder}", "job=bench", "load_dummy=true"])
         costs, engine = read_costs(compile_graph(config)), open_engine(config, timed)
     if GRAPHS in figures:
@@ -309,10 +338,13 @@ def count_tokens(output: Any, counted: str) -> int:
 
 @contextmanager
 def checkpoint(model: str) -> Iterator[Path]:
-    """A folder with a config.json and no weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(CONFIGS / f"{model}.json", Path(folder, "config.json"))
-        yield Path(folder)
+    """A folder with a config.json and no weights; those of its drafts are in folders there."""
+    with tempfile.TemporaryDirectory() as name:
+        for path in CONFIGS.glob(f"{model}*.json"):
+            folder = Path(name) if path.stem == model else Path(name, path.stem)
+            folder.mkdir(exist_ok=True)
+            shutil.copy(path, folder / "config.json")
+        yield Path(name)
 
 
 def measure_load(runs: int) -> Figure:

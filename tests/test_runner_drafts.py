@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from test_speculation import EVENTFUL, GREEDY, PARAMS, Open, assert_ends_within, prompts, tokens_of
+from test_speculation import (
+    BUSY,
+    EVENTFUL,
+    GREEDY,
+    PARAMS,
+    Open,
+    assert_ends_within,
+    count_beside_prompts,
+    prompts,
+    tokens_of,
+)
 from torch import Tensor
 
 from atom import LLMEngine, SamplingParams
@@ -55,18 +65,22 @@ def tell(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("run_ahead", RUN_AHEADS)
-@pytest.mark.parametrize("limits", [{}, EVENTFUL], ids=["roomy", "eventful"])
-def test_looked_up_tokens_are_those_of_none(run_ahead: int, limits: dict[str, Any], open_engine: Open, drafting: Any):
+@pytest.mark.parametrize("limits", [{}, EVENTFUL, BUSY], ids=["roomy", "eventful", "busy"])
+def test_looked_up_tokens_are_those_of_none(
+    run_ahead: int, limits: dict[str, Any], open_engine: Open, drafting: Any, monkeypatch: pytest.MonkeyPatch
+):
     params = [each for each in PARAMS if each.n == 1]
     every = prompts(len(params))
     expected = tokens_of(open_engine("qwen3_window"), params, every)
     drafting(run_ahead)
+    counts = count_beside_prompts(monkeypatch)
     engine = open_engine("qwen3_window", method="ngram", **limits, max_verified_tokens=100)
     for _ in range(2):  # the second time with prefix hits, where they are cached
         assert tokens_of(engine, params, every) == expected
     stats = engine.metrics.scheduler
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
-    if limits:
+    assert limits != BUSY or 0 < counts["accepted"] < counts["drafted"], "in steps that hold prompts"
+    if limits == EVENTFUL:
         assert stats.num_preemptions > 0 and stats.num_chunks > 0
     assert (stats.num_ahead > 0) == (run_ahead > 0)
     assert_all_is_free(engine)

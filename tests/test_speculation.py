@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +14,7 @@ from thread_ranks import ThreadRanks, thread_ranks
 from atom import LLMEngine, SamplingParams
 from atom.runtime.kv_cache import KVCache
 from atom.runtime.metrics import SchedulerStats
+from atom.runtime.runner import Pending
 from atom.runtime.scheduler import Scheduler, finish_reason
 from atom.runtime.speculation import DraftLog, NgramDrafter, RunnerDrafter, draft_statistics
 from atom.runtime.types import CacheKind, Plan, Sampled, ScheduledRequest, Sequence, StepLimits
@@ -74,8 +75,24 @@ def tokens_of(engine: LLMEngine, params: Any, every: list[list[int]]) -> list[li
     return [answer["token_ids"] for answer in engine.generate(every, params)]
 
 
+def count_beside_prompts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count the runner's drafts, from now on, in steps that hold prompts too, and those that are accepted."""
+    counts, wait = Counter[str](), Pending.wait
+
+    def count(pending: Pending) -> Sampled:
+        sampled, step = wait(pending), pending.step
+        if not step.is_decode and step.shape.num_rows > step.shape.num_decodes:
+            counts["drafted"] += sum(sampled.num_drafted.values())
+            counts["accepted"] += sum(map(len, sampled.accepted.values()))
+        return sampled
+
+    monkeypatch.setattr(Pending, "wait", count)
+    return counts
+
+
 EVENTFUL = {"num_kvcache_blocks": 22, "block_size": 4, "max_model_len": 76, "max_num_batched_tokens": 16,
             "enable_prefix_caching": True}  # fmt: skip
+BUSY = {"max_num_seqs": 3, "max_num_batched_tokens": 10}  # prompts come in many chunks, beside decodes
 
 
 def test_ngram_gives_the_tokens_of_none(open_engine: Open):
@@ -350,8 +367,7 @@ def test_a_sequence_that_is_admitted_again_leaves_its_drafts_behind():
     assert (row.num_tokens, row.drafts, row.samples) == (6, (), True)
 
 
-def test_drafts_of_the_runner_leave_a_step_to_prompts():
-    """As many decodes as a step has tokens for with their drafts, and a prompt behind them."""
+def test_drafts_of_the_runner_leave_half_of_a_step_to_prompts():
     cache = KVCache([FULL], {"full": 100}, 4, enable_prefix_caching=False)
     scheduler = Scheduler(cache, StepLimits(5, 16, 64, 100), 1, RunnerDrafter(3))
     for at in range(4):
@@ -359,8 +375,9 @@ def test_drafts_of_the_runner_leave_a_step_to_prompts():
     scheduler.commit(scheduler.schedule(), Sampled([2] * 4, [None] * 4), lambda each: None)
     assert [row.num_tokens for row in scheduler.schedule().rows] == [4] * 4
     scheduler.add(Sequence("late", [1] * 20, SamplingParams(max_tokens=30)))
-    assert [row.num_tokens for row in scheduler.schedule().rows] == [1, 1, 1, 1, 12]
-    assert [row.num_tokens for row in scheduler.schedule().rows] == [1, 1, 1, 1, 8]
+    assert [row.num_tokens for row in scheduler.schedule().rows] == [4, 2, 1, 1, 8]
+    assert [row.num_tokens for row in scheduler.schedule().rows] == [4, 2, 1, 1, 8]
+    assert [row.num_tokens for row in scheduler.schedule().rows] == [4, 2, 1, 1, 4]
     assert [row.num_tokens for row in scheduler.schedule().rows] == [4, 4, 4, 3, 1], "once it is there"
 
 

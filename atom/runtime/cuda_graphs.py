@@ -50,9 +50,10 @@ class Started:
     """The rows of a step that sample: their slots i32[R], logits [R, V], and the captured ways to sample of them."""
 
     slots: Tensor
-    logits: Tensor | None  # of decodes with drafts [R, 1 + drafts, V]
+    logits: Tensor | None
+    behind: tuple[Tensor, ...] = ()  # logits [D, V] behind the first drafts of the first rows, and so on
     hidden: Hidden | None = None  # of a step with prompts
-    most: Tensor | None = None  # i32[R], of decodes with drafts, those that may be accepted
+    most: Tensor | None = None  # i32[R], the drafts of each that may be accepted
     follow: Callable[[], object] = lambda: None  # runs what follows the sampling
     tails: dict[str, tuple[torch.cuda.CUDAGraph, Drawn]] = field(default_factory=dict)
 
@@ -69,7 +70,9 @@ def begin(
     model: Model, computed: Computed, slots: Tensor, rows: PackedRows | None = None, most: Tensor | None = None
 ) -> Started:
     """The `Started` of what a model has computed. rows: of a step with prompts"""
-    started = Started(slots, computed.logits, None if rows is None else computed.hidden, most)
+    if rows is not None:
+        most = rows.most
+    started = Started(slots, computed.logits, computed.behind, None if rows is None else computed.hidden, most)
     if model.has_draft_programs:
         started.follow = partial(model.follow, computed, slots, rows)
     return started
@@ -78,9 +81,9 @@ def begin(
 def draw(model: Model, started: Started, logits: Tensor, kind: str, penalties: bool = False) -> Drawn:
     """Sample rows that were started, and behind their drafts. logits: [R, V] behind the newest tokens"""
     slots = started.slots[: len(logits)]
-    if started.most is None or started.logits is None:
+    if started.most is None or not started.behind:
         return model.sample(slots, logits, kind, penalties)[None], None
-    behind = started.logits[: len(logits)].unbind(1)[1:]
+    behind = [each[: len(logits)] for each in started.behind]
     return model.verify(slots, started.most[: len(logits)], [logits, *behind], kind, penalties)
 
 
@@ -119,8 +122,8 @@ class Graphs:
     def start(self, step: StepInput) -> Started | None:
         """Start a step; None where its shape was not captured."""
         shape, size = step.shape, step.shape.num_rows
-        if step.num_drafts:
-            drafting = size, step.num_drafts
+        if step.is_decode and shape.num_drafts:
+            drafting = size, shape.num_drafts
             if drafting not in self._drafts:
                 return None
             found = self._drafts[drafting] = self._drafts[drafting] or self._capture_drafts(*drafting)
@@ -175,7 +178,9 @@ class Graphs:
             for num_tokens in (*(num for num in PROMPT_TOKENS if num < most), most):
                 if 0 <= num_tokens <= largest - num_decodes:
                     num_rows = num_decodes + min(num_tokens + 1, num_left + 1, PROMPT_ROWS)
-                    shapes.append(BatchShape(num_decodes + num_tokens, num_rows, num_rows, num_decodes))
+                    plain = BatchShape(num_decodes + num_tokens, num_rows, num_rows, num_decodes)
+                    drafting = (plain.drafting(num_drafts) for num_drafts in self._choices(fewer + 1, num_decodes))
+                    shapes += [plain, *(shape for shape in drafting if shape.num_tokens <= largest)]
             fewer = num_decodes
         return sorted(shapes, key=lambda each: (each.num_tokens, each.num_rows))
 
@@ -186,15 +191,22 @@ class Graphs:
     def _find_draft_sizes(self, sizes: Sequence[int]) -> list[tuple[int, int]]:
         """Numbers of decodes, and of drafts of each: those of the table, else as many as the scheduler gives the fewest
         that take this size."""
-        limits, fewer, found = self._model.limits, 0, list[tuple[int, int]]()
-        for size in sorted(sizes) if self._model.num_drafts else ():
-            if limits.draft_table is None:
-                choices = {min(self._model.num_drafts, limits.max_verified_tokens // (fewer + 1) - 1)}
-            else:
-                choices = {each for num in range(fewer + 1, size + 1) for each in limits.draft_table.choices(num)}
-            found += [(size, num_drafts) for num_drafts in sorted(choices) if num_drafts > 0]
+        fewer, found = 0, list[tuple[int, int]]()
+        for size in sorted(sizes):
+            found += [(size, num_drafts) for num_drafts in self._choices(fewer + 1, size)]
             fewer = size
         return found
+
+    def _choices(self, least: int, most: int) -> list[int]:
+        """The numbers of drafts that so many decodes may have, smallest first."""
+        limits, num_drafts = self._model.limits, self._model.num_drafts
+        if not num_drafts or not most:
+            return []
+        if limits.draft_table is None:
+            choices = {min(num_drafts, limits.max_verified_tokens // max(least, 1) - 1)}
+        else:
+            choices = {each for num in range(max(least, 1), most + 1) for each in limits.draft_table.choices(num)}
+        return sorted(each for each in choices if each > 0)
 
     def _rehearse_drafts(self, size: int, num_drafts: int) -> None:
         slots, most = self._pad_drafts(size)
@@ -281,11 +293,11 @@ class Graphs:
         """What a graph starts that has just been captured; captures what comes behind it."""
         model, logits = self._model, started.logits
         assert logits is not None, "each shape has rows that sample"
-        first = logits if started.most is None else logits[:, 0]
-        started.tails = {kind: self._capture(partial(draw, model, started, first, kind)) for kind in SAMPLING_KINDS}
+        started.tails = {kind: self._capture(partial(draw, model, started, logits, kind)) for kind in SAMPLING_KINDS}
         if model.has_draft_programs:
             started.follow = self._capture(started.follow)[0].replay
-        started.logits, started.hidden = unowned(logits), started.hidden and tuple(map(unowned, started.hidden))
+        started.logits, started.behind = unowned(logits), tuple(map(unowned, started.behind))
+        started.hidden = started.hidden and tuple(map(unowned, started.hidden))
         return started
 
     def _capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:

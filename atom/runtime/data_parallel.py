@@ -162,9 +162,8 @@ class DataParallelBuilder:
         """Build the steps of a plan. What they send counts as known to the runners, until `retract`."""
         plans = split(plan, len(self.groups))
         parts = list(zip(self.groups, plans, strict=True))
-        shape = common_shape([group.shape_of(each) for group, each in parts])
-        counts = [group.count_drafts(each) for group, each in parts]
-        num_drafts = max((0 if count is None else count for count in counts), default=0) * (None not in counts)
+        num_drafts = max(group.count_drafts(each) for group, each in parts)
+        shape = common_shape([group.shape_of(each) for group, each in parts]).drafting(num_drafts)
         steps = [group.build(each, shape, num_drafts) for group, each in parts]
         pad_scored(steps)
         first, *first.others = steps

@@ -35,7 +35,8 @@ class Computed(NamedTuple):
 
     inputs: Inputs
     hidden: Hidden  # what its head takes, of each token
-    logits: Tensor | None  # [R, V] of rows that sample; of decodes with drafts [S, 1 + drafts, V]
+    logits: Tensor | None  # [R, V] of rows that sample
+    behind: tuple[Tensor, ...] = ()  # of decodes with drafts, which come first: [D, V] behind the first ones, and so on
     states: Hidden = ()  # what its draft_in takes, of each token
 
 
@@ -137,25 +138,33 @@ class Model:
         most: i32[S], the drafts of each that may be accepted, which have blocks
         """
         assert self.drafting is not None
-        if self.has_draft_programs:
-            inputs = self._decode_inputs(slots, most, num_drafts)
-            self._draft(slots, inputs, num_drafts)
-        else:
-            self._step.find_ngrams(slots, self.state, self.drafting.min_n, self.drafting.max_n)
-            inputs = self._decode_inputs(slots, most, num_drafts)
+        self._find_ngrams(slots)
+        inputs = self._decode_inputs(slots, most, num_drafts)
+        self._draft(slots, inputs)
         computed = self._compute(inputs)
         assert computed.logits is not None
-        return computed._replace(logits=computed.logits.view(len(slots), 1 + num_drafts, -1))
+        first, *behind = computed.logits.view(len(slots), 1 + num_drafts, -1).unbind(1)
+        return computed._replace(logits=first, behind=tuple(behind))
 
     def mix(self, shape: BatchShape, packed: Tensor) -> Computed:
         """A step of this shape."""
         rows = shape.split(packed)
-        inputs = self._inputs(shape.num_tokens, shape.num_rows, rows.starts, shape.num_decodes)
+        num_decodes, num_drafts = shape.num_decodes, shape.num_drafts
+        decoding = rows.slots[:num_decodes] if num_drafts else rows.slots[:0]
+        self._find_ngrams(decoding)
+        inputs = self._inputs(shape.num_tokens, shape.num_rows, rows.starts, num_decodes, 1 + num_drafts)
         self._step.mixed_inputs(rows, self.state, self.tables, self.block_size, inputs)
+        self._draft(decoding, inputs)
         hidden, states = self._run_body(inputs)
         if not shape.num_samples:
-            return Computed(inputs, hidden, None, states)
-        return Computed(inputs, hidden, score(self.head, rows_of(hidden, rows.places.long())), states)
+            return Computed(inputs, hidden, None, states=states)
+        places = rows.places.long()
+        if num_drafts:
+            drafted = places[:num_decodes] + torch.arange(1, 1 + num_drafts, device=self.device)[:, None]
+            places = torch.cat([places, drafted.clamp(max=shape.num_tokens - 1).view(-1)])
+        sizes = [shape.num_samples] + [num_decodes] * num_drafts
+        first, *behind = torch.split(score(self.head, rows_of(hidden, places)), sizes)
+        return Computed(inputs, hidden, first, tuple(behind), states)
 
     def follow(self, computed: Computed, slots: Tensor, rows: PackedRows | None = None) -> None:
         """Run the draft over a step's tokens, which writes its KV, and keep what the next drafts begin with.
@@ -168,14 +177,16 @@ class Model:
             self.executables[DRAFT](inputs._asdict())
             return
         assert state.history is not None
+        num_queries = inputs.batch.query_len
         if rows is None:
-            num_queries = len(inputs.tokens) // len(slots)
             owners = slots.repeat_interleave(num_queries)
-            num_accepted = state.lengths.index_select(0, slots) - 2 - inputs.positions[::num_queries]
             places = torch.arange(len(slots), device=self.device) * num_queries
-            places += num_accepted.clamp(0, num_queries - 1)  # padding has none; a rehearsal has any number
         else:
             owners, places = rows.slots.index_select(0, rows.row_of), rows.places
+        if num_queries > 1:
+            num_accepted = state.lengths.index_select(0, slots) - 2 - inputs.positions.index_select(0, places)
+            # a prompt and padding have none; a rehearsal has any number
+            places = (places + num_accepted.clamp(0, num_queries - 1)).clamp(max=len(inputs.positions) - 1)
         behind = owners.long() * state.history.shape[1] + (inputs.positions + 1).clamp(0, state.history.shape[1] - 1)
         tokens = state.history.view(-1).index_select(0, behind).long()
         draft_in = self.executables[DRAFT_IN]
@@ -194,8 +205,8 @@ class Model:
     ) -> tuple[Tensor, Tensor]:
         """Sample behind each draft that equals the draw before it; the newest tokens of their slots are the last drawn.
 
-        logits: [S, V] behind the newest token, then behind each draft; the rest as in `decode_drafts` -> tokens
-        i64[1 + drafts, S], -1 where none was drawn, and the drafts i64[S, drafts]
+        logits: [S, V] behind the newest token, then behind each draft, of all rows or the first ones; the rest as in
+        `decode_drafts` -> tokens i64[1 + drafts, S], -1 where none was drawn, and the drafts i64[S, drafts]
         """
         assert self.state.drafts is not None
         drafts = self.state.drafts.index_select(0, slots)[:, : len(logits) - 1]
@@ -204,7 +215,8 @@ class Model:
         for depth, rows in enumerate(logits):
             if depth:
                 self._step.accept(drawn, left, most, self.state, depth, self._rates)
-            self._step.sample(rows, left[depth], self.state, kind, drawn[depth], penalties)
+            num_rows = len(rows)
+            self._step.sample(rows, left[depth, :num_rows], self.state, kind, drawn[depth, :num_rows], penalties)
         if self._rates is not None:
             drafts = drafts.clamp(min=0)  # what was not found is accepted by chance, too
         return drawn.masked_fill_(left == self.padding, -1), drafts
@@ -217,7 +229,7 @@ class Model:
 
     def _compute(self, inputs: Inputs) -> Computed:
         hidden, states = self._run_body(inputs)
-        return Computed(inputs, hidden, score(self.head, hidden), states)
+        return Computed(inputs, hidden, score(self.head, hidden), states=states)
 
     def _run_body(self, inputs: Inputs) -> tuple[Hidden, Hidden]:
         """What the head takes of its results, and what draft_in does."""
@@ -225,10 +237,21 @@ class Model:
         num_states = len(self.executables[DRAFT_IN].inputs) if self.carries_hidden else 0
         return results[: len(self.head.inputs)], results[len(results) - num_states :]
 
-    def _draft(self, slots: Tensor, inputs: Inputs, num_drafts: int) -> None:
-        """Draft with the text's programs, one token behind the other; `inputs` and the state get them."""
+    def _find_ngrams(self, slots: Tensor) -> None:
+        """Draft for slots i32[S] by what stood there before, where no program does."""
+        if len(slots) and self.drafting and not self.has_draft_programs:
+            self._step.find_ngrams(slots, self.state, self.drafting.min_n, self.drafting.max_n)
+
+    def _draft(self, slots: Tensor, inputs: Inputs) -> None:
+        """Draft with the text's programs, if any, one token behind the other; `inputs` and the state get them.
+
+        slots: i32[D] of the decodes in `inputs`, which have the drafts
+        """
+        if not len(slots) or not self.has_draft_programs:
+            return
         assert self.state.drafts is not None
-        tokens = inputs.tokens.view(len(slots), -1)
+        num_drafts, num_tokens = inputs.batch.query_len - 1, len(slots) * inputs.batch.query_len
+        tokens = inputs.tokens[:num_tokens].view(len(slots), -1)
         hidden: Hidden = ()
         lag = int(self.carries_hidden)  # it is of a position and the token behind it, and that of the newest is there
         if self.carries_hidden:
@@ -243,15 +266,16 @@ class Model:
     def _extend_draft(self, inputs: Inputs, place: int, tokens: Tensor, hidden: Hidden) -> Hidden:
         """Run the draft of one token i64[S] of each row, at the row's position of this place."""
         batch, num_rows, num_queries = inputs.batch, len(tokens), inputs.batch.query_len
-        mappings = inputs.slots.view(-1, num_rows, num_queries)[:, :, place].contiguous()
+        some = slice(num_rows * num_queries)
+        mappings = inputs.slots[:, some].view(-1, num_rows, num_queries)[:, :, place].contiguous()
         single = Batch(
-            tables=batch.tables,
+            tables={kind: table[:num_rows] for kind, table in batch.tables.items()},
             slot_mappings=dict(zip(self.kinds, mappings.unbind(), strict=True)),
             starts=self._starts[0][: num_rows + 1],
-            lengths=batch.lengths - (num_queries - 1 - place),
+            lengths=batch.lengths[:num_rows] - (num_queries - 1 - place),
             num_decodes=num_rows,
         )
-        positions = inputs.positions.view(num_rows, -1)[:, place].contiguous()
+        positions = inputs.positions[some].view(num_rows, -1)[:, place].contiguous()
         given = {"tokens": tokens, "positions": positions, "batch": single}
         return self.executables[DRAFT](given | ({"hidden": hidden[0]} if self.carries_hidden else {}))
 

@@ -103,9 +103,9 @@ class Runner:
 
     def _start(self, step: StepInput) -> Started:
         packed = self.model.send(step.packed)
-        if step.num_drafts:
+        if step.is_decode and step.shape.num_drafts:
             slots, most = packed.view(2, -1)
-            return begin(self.model, self.model.decode_drafts(slots, most, step.num_drafts), slots, most=most)
+            return begin(self.model, self.model.decode_drafts(slots, most, step.shape.num_drafts), slots, most=most)
         if step.is_decode:
             return begin(self.model, self.model.decode(packed), packed)
         rows = step.shape.split(packed)
@@ -139,9 +139,8 @@ class Runner:
         """Draw the tokens, after what allocates much, but a draft: what has been drawn cannot be drawn again."""
         logits, report, shaping = started.logits, None, step.shaping
         assert logits is not None, "there are rows that sample"
-        first = logits[:, 0] if step.num_drafts else logits  # behind the newest tokens
         if step.logprobs:
-            report = self._report(first, [row for row, _ in step.logprobs], max(num for _, num in step.logprobs))
+            report = self._report(logits, [row for row, _ in step.logprobs], max(num for _, num in step.logprobs))
         is_plain, accepted = shaping is None and not step.has_penalties, {}
         # beside plain batches, a start compiles only the last kind
         kind = step.sampling if is_plain else SAMPLING_KINDS[-1]
@@ -149,15 +148,15 @@ class Runner:
             graph, (drawn, drafts) = started.tails[step.sampling]
             graph.replay()
         else:
-            shaped = first if not step.drafts else first[: len(step.reported)]
+            shaped = logits if not step.drafts else logits[: len(step.reported)]
             if shaping is not None:
-                shaped = shape_logits(first[: len(step.reported)], shaping, self.model.send)
+                shaped = shape_logits(logits[: len(step.reported)], shaping, self.model.send)
             drawn, drafts = draw(self.model, started, shaped, kind, step.has_penalties)
         try:
             if step.drafts:
                 accepted = self._verify(step, logits, drawn[0], kind)
             if report is not None:
-                self.model.score_drawn(first, report.rows, drawn[0], report.totals, report.chosen, report.ranks)
+                self.model.score_drawn(logits, report.rows, drawn[0], report.totals, report.chosen, report.ranks)
             pending = Pending(step, self._reported, scored, report, None, accepted)
             if self.model.num_drafts:
                 pending.drawn, pending.drafts = self._fetch(drawn), None if drafts is None else self._fetch(drafts)
@@ -235,7 +234,8 @@ class Pending:
             found = enumerate(zip(*behind, strict=True))
             accepted = {row: [token for token in each if token >= 0] for row, each in found}
         if self.drafts is not None:
-            most = np.frombuffer(step.packed, np.int32)[step.shape.num_rows :][: len(tokens)]
+            packed, num_rows = np.frombuffer(step.packed, np.int32), step.shape.num_rows
+            most = (packed[num_rows:] if step.is_decode else step.shape.split(packed).most)[: len(tokens)]
             counts = np.minimum((self.drafts[: len(tokens)] >= 0).sum(1).numpy(), most).tolist()
             num_drafted = {row: count for row, count in enumerate(counts) if count}
         logprobs: list[Logprobs | None] = [None] * len(tokens)

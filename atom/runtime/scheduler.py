@@ -276,12 +276,9 @@ class Scheduler:
         return num_tokens
 
     def _keep_for_prompts(self, has_prompts: bool) -> int:
-        """The tokens of a step that are not for drafts: all where a runner that drafts would leave them out."""
+        """The tokens of a step that are not for drafts."""
         can_admit = bool(self.waiting and self._slots) and self.waiting[0] is not self._refused
-        if not has_prompts and not can_admit:
-            return 0
-        most = self.limits.max_num_batched_tokens
-        return most if isinstance(self._drafter, RunnerDrafter) else most // 2
+        return self.limits.max_num_batched_tokens // 2 if has_prompts or can_admit else 0
 
     def _most_drafts(self, num_decodes: int) -> int:
         """The most that each of a step's decodes may draft: where times are known, what gives the most a second."""

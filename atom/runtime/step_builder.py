@@ -20,6 +20,7 @@ import numpy as np
 
 from atom.runtime.logit_processors import find_shaping, is_shaped
 from atom.runtime.step_input import (
+    NO_DRAFT,
     NUM_REPORTED,
     BatchShape,
     Capacity,
@@ -57,12 +58,12 @@ class StepBuilder:
     def build(self, plan: Plan, least: BatchShape | None = None, num_drafts: int | None = None) -> StepInput:
         """Build the step of a plan. What it sends counts as known to the runner, until `retract`.
 
-        least: a shape that holds the plan's, for the step to have. num_drafts: that the runner drafts for each row;
+        least: a shape that holds the plan's, for the step to have. num_drafts: that the runner drafts for each decode;
         None: as `count_drafts` says of this plan
         """
         capacity, residents = self._capacity, self._residents
         if num_drafts is None:
-            num_drafts = self.count_drafts(plan) or 0
+            num_drafts = self.count_drafts(plan)
         if capacity.num_drafts and not num_drafts:
             plan = without_drafts(plan)
         admitted: list[Sequence] = []
@@ -95,13 +96,14 @@ class StepBuilder:
                 if resident.is_special:
                     special.append((len(reported), row, resident))
                 reported.append(slot * NUM_REPORTED + (start + num_tokens - len(drafts)) % NUM_REPORTED)
-        is_decode = is_decode and (least is None or least.num_decodes == least.num_tokens)
-        shape, packed = self._pack_decodes(plan, num_drafts, least) if is_decode else self._pack(plan, rows, least)
+        is_decode = is_decode and (least is None or least.num_decoded == least.num_tokens)
+        if is_decode:
+            shape, packed = self._pack_decodes(plan, num_drafts, least)
+        else:
+            shape, packed = self._pack(plan, rows, num_drafts, least)
         step = StepInput(
             shape=shape, is_decode=is_decode, packed=packed, reported=reported, sampling=SAMPLING_KINDS[sampling]
         )
-        if num_drafts:
-            step.num_drafts = shape.num_tokens // shape.num_rows - 1
         if admitted:
             packs = [pack_admission(each.slot, each.num_tokens, each.params, each.seed) for each in admitted]
             step.admissions = bytearray(b"".join(packs))
@@ -123,7 +125,7 @@ class StepBuilder:
             step.shaping = find_shaping(shaped, capacity.vocab)
         if not is_decode:
             step.scored = find_scored(plan, shape)
-            step.drafts = find_drafts(plan)
+            step.drafts = [] if num_drafts else find_drafts(plan)
         return step
 
     def shape_of(self, plan: Plan) -> BatchShape:
@@ -156,15 +158,15 @@ class StepBuilder:
             blocks, tables, [0] * len(tables), sequence.num_tokens, SAMPLING_KINDS.index(kind), *flags, is_special
         )
 
-    def count_drafts(self, plan: Plan) -> int | None:
-        """Count the most that the runner drafts for a row; None where it does not know the newest tokens of all."""
-        if not self._capacity.num_drafts or plan.num_decodes < len(plan.rows):
-            return None
-        for row in plan.rows:
-            resident = self._residents[row.sequence.slot]
-            if resident is None or resident.blocks is not row.sequence.blocks or row.start < resident.num_known:
-                return None
-        return max((len(row.drafts) for row in plan.rows), default=0)
+    def count_drafts(self, plan: Plan) -> int:
+        """Count the most that the runner drafts for a row; it does where it knows the newest token."""
+        if not self._capacity.num_drafts:
+            return 0
+        return max((len(row.drafts) for row in plan.rows if row.drafts and self._is_known(row)), default=0)
+
+    def _is_known(self, row: ScheduledRequest) -> bool:
+        resident = self._residents[row.sequence.slot]
+        return resident is not None and resident.blocks is row.sequence.blocks and row.start >= resident.num_known
 
     def _pack_decodes(self, plan: Plan, num_drafts: int, least: BatchShape | None) -> tuple[BatchShape, bytearray]:
         """Pack decodes, with so many drafts or more where that is captured."""
@@ -179,36 +181,49 @@ class StepBuilder:
         if num_drafts:
             slots.extend([len(row.drafts) for row in plan.rows] + [0] * (size - len(plan.rows)))
         num_tokens = size * (1 + num_drafts)
-        return BatchShape(num_tokens, size, num_tokens, size), bytearray(slots)
+        return BatchShape(num_tokens, size, num_tokens, size, num_drafts), bytearray(slots)
 
-    def _pack(self, plan: Plan, residents: list[_Resident], least: BatchShape | None) -> tuple[BatchShape, bytearray]:
+    def _pack(
+        self, plan: Plan, residents: list[_Resident], num_drafts: int, least: BatchShape | None
+    ) -> tuple[BatchShape, bytearray]:
         """Pack the rows and tokens of a step with prompts, in the smallest captured shape that holds `least`, if any.
 
         The rest behind its decodes, and behind all rows, is padding.
         """
-        own, pairs = shape_of(plan), zip(plan.rows, residents, strict=True)
-        rows = [each for row, resident in pairs for each in split(row, resident)]
-        least = least or own
+        least = least or (self.shape_of(plan).drafting(num_drafts) if num_drafts else shape_of(plan))
         shape = next((each for each in self._capacity.mixed_shapes if each.holds(least)), least)
         packed = shape.pad(self._capacity.num_slots)
-        slots, starts, ends, sampled, indices, given, row_of = shape.split(np.frombuffer(packed, np.int32))
+        slots, starts, ends, sampled, indices, given, row_of, most = shape.split(np.frombuffer(packed, np.int32))
+        if shape.num_drafts:
+            own = self.shape_of(plan).drafting(shape.num_drafts)
+            decodes = zip(plan.rows[: own.num_decodes], residents, strict=False)
+            rows = [drafting(row, resident, shape.num_drafts) for row, resident in decodes]
+            others = zip(plan.rows[own.num_decodes :], residents[own.num_decodes :], strict=True)
+        else:
+            own, rows, others = shape_of(plan), [], zip(plan.rows, residents, strict=True)
+        rows += [each for row, resident in others for each in split(row, resident)]
         num_left = shape.num_decodes - own.num_decodes
-        num_rows, num_tokens = own.num_rows + num_left, own.num_tokens + num_left
-        numbers = np.array([(row.slot, len(row.tokens), row.end, row.draw) for row in rows], np.int64).reshape(-1, 4)
-        row_slots, counts, row_ends, draws = numbers.T
+        num_rows, num_tokens = own.num_rows + num_left, own.num_tokens + num_left * (1 + shape.num_drafts)
+        numbers = np.array(
+            [(row.slot, len(row.tokens), row.end, row.draw, row.num_drafts) for row in rows], np.int64
+        ).reshape(-1, 5)
+        row_slots, counts, row_ends, draws, drafts = numbers.T
         places, stops = np.arange(own.num_rows), np.cumsum(counts)
         places[own.num_decodes :] += num_left
-        stops[own.num_decodes :] += num_left
+        stops[own.num_decodes :] += num_tokens - own.num_tokens
         slots[places] = row_slots
         starts[places], starts[num_rows:] = stops - counts, num_tokens
         ends[places] = row_ends
         (chosen,) = (draws >= 0).nonzero()
         chosen = chosen[draws[chosen].argsort(kind="stable")]  # draws behind drafts come last
-        sampled[: len(chosen)], indices[: len(chosen)] = slots[places[chosen]], stops[chosen] - 1
+        lasts = stops - 1  # but for drafts
+        lasts[: own.num_decodes] -= shape.num_drafts
+        sampled[: len(chosen)], indices[: len(chosen)] = slots[places[chosen]], lasts[chosen]
+        most[: len(chosen)] = drafts[chosen]
         tokens = [token for row in rows for token in row.tokens]
-        given[: own.num_decodes] = tokens[: own.num_decodes]
-        given[shape.num_decodes : num_tokens] = tokens[own.num_decodes :]
-        row_of[shape.num_decodes : num_tokens] = np.repeat(places, counts)[own.num_decodes :]
+        given[: own.num_decoded] = tokens[: own.num_decoded]
+        given[shape.num_decoded : num_tokens] = tokens[own.num_decoded :]
+        row_of[shape.num_decoded : num_tokens] = np.repeat(places, counts)[own.num_decoded :]
         row_of[num_tokens:] = num_rows
         return shape, packed
 
@@ -223,9 +238,10 @@ class _Row(NamedTuple):
     """A row of a batch."""
 
     slot: int
-    tokens: list[int]  # -1: the runner knows it
+    tokens: list[int]  # as in PackedRows.given
     end: int  # positions known after the step; 0: the runner knows
     draw: int  # -1: it does not sample; 0: it does; 1: behind a draft
+    num_drafts: int = 0  # of the runner that may be accepted
 
 
 def split(row: ScheduledRequest, resident: _Resident) -> list[_Row]:
@@ -238,6 +254,14 @@ def split(row: ScheduledRequest, resident: _Resident) -> list[_Row]:
         _Row(slot, sequence.tokens(start, end), end, draw),
         *(_Row(slot, [token], end + at, 1) for at, token in enumerate(drafts, 1)),
     ]
+
+
+def drafting(row: ScheduledRequest, resident: _Resident, num_drafts: int) -> _Row:
+    """The row of a decode, with so many tokens behind it: what the runner drafts, where it knows the newest token."""
+    (alone,) = split(row._replace(num_tokens=1, drafts=()), resident)
+    most = len(row.drafts) if row.start >= resident.num_known else 0
+    tokens = [-2 - number if number < most else NO_DRAFT for number in range(num_drafts)]
+    return alone._replace(tokens=alone.tokens + tokens, num_drafts=most)
 
 
 def shape_of(plan: Plan) -> BatchShape:
@@ -269,8 +293,8 @@ def find_scored(plan: Plan, shape: BatchShape) -> list[Scored]:
     """Find the rows whose prompts are to be scored. shape: of the batch, padding decodes included."""
     scored, last = [], 0
     for at, row in enumerate(plan.rows):
-        first = shape.num_decodes if at == plan.num_decodes else last
-        last = first + row.num_tokens
+        first = shape.num_decoded if at == plan.num_decodes else last
+        last = first + (1 + shape.num_drafts if at < plan.num_decodes else row.num_tokens)
         num_top, prompt = row.sequence.params.prompt_logprobs, row.sequence.prompt
         if num_top is not None and row.start < len(prompt):
             targets = prompt[row.start + 1 : row.start + 1 + row.num_tokens]

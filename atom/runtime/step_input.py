@@ -22,6 +22,7 @@ from atom.runtime.types import Sampled
 from atom.sampling_params import SamplingParams
 
 NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than the steps that may be in flight, or a draft
+NO_DRAFT = -2 - NUM_REPORTED  # in place of a token: none; -2 stands for a slot's first draft, -3 for the second one
 ADMISSION = struct.Struct("=qqQq6d")  # slot, tokens known, seed, top_k and the other numbers of `pack_admission`
 
 
@@ -33,27 +34,41 @@ class PackedRows(NamedTuple):
     ends: Any  # [S]: positions known after the step, or 0 where the slot has the length
     sampled: Any  # [R]: slots of the rows that sample
     places: Any  # [R]: theirs among the tokens
-    given: Any  # [T]: tokens, or -1 where the slot has it
+    given: Any  # [T]: tokens, or -1 where the slot has it; further down its drafts, see NO_DRAFT
     row_of: Any  # [T]
+    most: Any  # [R]: drafts behind the first of these tokens that may be accepted
 
 
 class BatchShape(msgspec.Struct, frozen=True):
-    """T tokens of S rows, R of which sample. The first D rows are decodes of one token each, the others prompts.
+    """T tokens of S rows, R of which sample. The first D rows are decodes, the others prompts.
 
-    A drafted token is a decode of its own, in the slot of its sequence.
+    A decode has one token, and those that the runner drafts for it. A token that the host has drafted is a decode of
+    its own, in the slot of its sequence.
     """
 
     num_tokens: int
     num_rows: int
     num_samples: int
     num_decodes: int = 0
+    num_drafts: int = 0  # of each decode, by the runner
+
+    @property
+    def num_decoded(self) -> int:
+        """The tokens of decodes, which come first."""
+        return self.num_decodes * (1 + self.num_drafts)
+
+    def drafting(self, num_drafts: int) -> BatchShape:
+        """The same with so many drafts of each decode. It has none yet"""
+        num_tokens = self.num_tokens + self.num_decodes * num_drafts
+        return msgspec.structs.replace(self, num_tokens=num_tokens, num_drafts=num_drafts)
 
     def holds(self, other: BatchShape) -> bool:
         """Whether the other shape fits, with one more row for padding where there are padding tokens."""
-        num_tokens, num_more = (each.num_tokens - each.num_decodes for each in (other, self))
+        num_tokens, num_more = (each.num_tokens - each.num_decoded for each in (other, self))
         num_rows = other.num_rows - other.num_decodes + (num_tokens < num_more)
         return (
             other.num_decodes <= self.num_decodes
+            and other.num_drafts <= self.num_drafts
             and num_tokens <= num_more
             and num_rows <= self.num_rows - self.num_decodes
             and other.num_samples <= self.num_samples
@@ -62,16 +77,19 @@ class BatchShape(msgspec.Struct, frozen=True):
     def split(self, packed: Any) -> PackedRows:
         """The parts of an array or a tensor i32, in their order."""
         rows, samples, tokens = self.num_rows, self.num_samples, self.num_tokens
-        bounds = accumulate((rows, rows + 1, rows, samples, samples, tokens, tokens), initial=0)
+        bounds = accumulate((rows, rows + 1, rows, samples, samples, tokens, tokens, samples), initial=0)
         return PackedRows(*(packed[start:stop] for start, stop in pairwise(bounds)))
 
     def pad(self, slot: int) -> bytearray:
         """A batch of padding alone, i32 as in `split`. slot: that of padding."""
-        packed = bytearray(4 * (3 * self.num_rows + 1 + 2 * self.num_samples + 2 * self.num_tokens))
+        packed = bytearray(4 * (3 * self.num_rows + 1 + 3 * self.num_samples + 2 * self.num_tokens))
         rows = self.split(np.frombuffer(packed, np.int32))
         rows.slots[:] = rows.sampled[:] = slot
-        for each in (rows.starts, rows.row_of):
-            each[:] = np.minimum(np.arange(len(each)), self.num_decodes)
+        num_queries = 1 + self.num_drafts
+        rows.starts[:] = np.minimum(np.arange(self.num_rows + 1) * num_queries, self.num_decoded)
+        rows.row_of[:] = np.minimum(np.arange(self.num_tokens) // num_queries, self.num_decodes)
+        if self.num_drafts:  # which see themselves, as other decodes of padding do
+            rows.ends[: self.num_decodes] = 1
         return packed
 
 
@@ -137,7 +155,6 @@ class StepInput(msgspec.Struct, kw_only=True):
     shape: BatchShape
     is_decode: bool  # each row computes the newest token of its slot: the host sends no token
     packed: bytearray  # i32: the rows' slots [S] where is_decode, then `most` [S] if it drafts; else BatchShape.split
-    num_drafts: int = 0  # tokens that the runner drafts for each row of decodes; at most `most` of them are accepted
     admissions: bytearray = bytearray()  # see pack_admission, one behind the other
     counted: list[Counted] = []  # of admissions with penalties
     histories: list[History] = []  # of admissions, where the runner drafts

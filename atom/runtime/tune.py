@@ -127,7 +127,7 @@ def _step_with_drafts(model: Model, slots: Tensor, num_drafts: int, known: tuple
     else:
         started = begin(model, model.decode(slots), slots)
     assert started.logits is not None, "decodes sample"
-    draw(model, started, started.logits[:, 0] if num_drafts else started.logits, SAMPLING_KINDS[0])
+    draw(model, started, started.logits, SAMPLING_KINDS[0])
     started.follow()
 
 

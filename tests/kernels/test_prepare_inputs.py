@@ -118,7 +118,7 @@ class World:
 def pack(shape: BatchShape, rows: list[Row], num_decodes: int) -> Tensor:
     """The rows in a shape, decodes first; what is left is padding."""
     packed = torch.frombuffer(shape.pad(NUM_SLOTS), dtype=torch.int32)
-    slots, starts, ends, _, _, given, row_of = shape.split(packed)
+    slots, starts, ends, _, _, given, row_of, _ = shape.split(packed)
     num_left, at = shape.num_decodes - num_decodes, 0
     for place, row in enumerate(rows):
         at += num_left * (place == num_decodes)
@@ -171,6 +171,8 @@ def test_decodes_with_drafts(place: Place, block_size: int, num_drafts: int, num
     limits = torch.tensor(most + [0] * num_padding, dtype=torch.int32)
     inputs, state = world.inputs(len(slots) * (1 + num_drafts), len(slots)), world.on_device()
     state.drafts = drafts.to(place.device)
+    batch = inputs.batch._replace(num_decodes=len(slots), query_len=1 + num_drafts)
+    inputs = inputs._replace(batch=batch)
     find_step_kernels(place.device, place.backend).decode_inputs(
         slots.to(place.device), state, world.tables.to(place.device), block_size, inputs, limits.to(place.device)
     )

@@ -55,7 +55,7 @@ def graphs() -> Graphs:
     for num_tokens in (8, 16):
         shape = BatchShape(num_tokens, 3, 3)
         packed = torch.frombuffer(shape.pad(PADDING), dtype=torch.int32)
-        started = Started(shape.split(packed).sampled, torch.zeros(3, 3), (torch.zeros(num_tokens, 2),))
+        started = Started(shape.split(packed).sampled, torch.zeros(3, 3), (), (torch.zeros(num_tokens, 2),))
         found._mixed[shape] = _Captured(Replays(), packed, started)  # type: ignore[arg-type]
     return found
 

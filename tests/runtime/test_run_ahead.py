@@ -113,7 +113,7 @@ class Device:
         given = [-1] * len(rows)
         slots = np.frombuffer(step.packed, np.int32)
         if not step.is_decode:
-            slots, starts, ends, _, _, tokens_given, _ = step.shape.split(slots)
+            slots, starts, ends, _, _, tokens_given, *_ = step.shape.split(slots)
             assert [int(end) for end in ends if end] == [
                 row.start + row.num_tokens for row in rows if self.is_given(row)
             ]

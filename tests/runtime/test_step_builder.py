@@ -51,9 +51,12 @@ def pack(plan: Plan, *shapes: BatchShape, told: tuple[int, ...] = (4,)) -> tuple
 
 
 def parts(shape: BatchShape, packed: bytearray) -> dict[str, list[int]]:
-    names = ("slots", "starts", "ends", "sampled", "places", "given", "row_of")
+    names = ("slots", "starts", "ends", "sampled", "places", "given", "row_of", "most")
     split = shape.split(np.frombuffer(packed, np.int32))
-    return {name: part.tolist() for name, part in zip(names, split, strict=True)}
+    found = {name: part.tolist() for name, part in zip(names, split, strict=True)}
+    if not any(found["most"]):
+        del found["most"]
+    return found
 
 
 def test_a_plan_is_laid_out_row_by_row() -> None:

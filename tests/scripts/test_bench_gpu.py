@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import eagle3
 import pytest
 
 from atom.config.load import load
@@ -74,7 +76,7 @@ def test_the_page_has_a_place_for_the_table():
 def test_a_row_is_a_workload_of_a_model_that_is_there(name: str):
     row = ROWS[name]
     with bench_gpu.checkpoint(row.model) as folder:
-        config = load([f"checkpoint={folder}", "device=cpu", *row.overrides])
+        config = load([*row.overrides(folder), "device=cpu", "tune=false"])
     assert (config.job.kind, config.dtype, config.load_dummy) == ("bench", "bf16", True)
     stated = f"{config.job.num_prompts} {config.job.input_len} {config.job.output_len}"
     assert stated == f"{row.num_prompts} {row.input_len} {row.output_len}"
@@ -110,6 +112,36 @@ def test_rows_are_measured_in_one_engine_until_one_fails(tiny_rows: dict[str, Ro
     shown = capsys.readouterr().err
     assert "sampled: " in shown and "of its limit" in shown
     assert "job.input_len" in shown and "bench-gpu: tiny failed" in shown
+
+
+def test_a_row_with_a_draft_is_held_against_the_same_without(
+    tiny_rows: dict[str, Row], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "draft").mkdir()
+    eagle3.write_config(tmp_path / "draft", json.loads((tmp_path / "tiny.json").read_text()), draft_vocab_size=7)
+    shutil.move(tmp_path / "draft" / "config.json", tmp_path / "tiny_eagle3.json")
+    plain = tiny_rows["prefill"]._replace(output_len="9", counted="output")
+    drafts = ("serve.method=eagle3", "serve.draft_model={folder}/tiny_eagle3", "serve.acceptance_length=2.5")
+    drafted = plain._replace(setup=(*plain.setup, *drafts), target=1.5, than="plain")
+    for name, row in {"plain": plain, "drafted": drafted}.items():
+        monkeypatch.setitem(tiny_rows, name, row)
+    monkeypatch.setattr(bench_gpu, "alone", lambda work, *given: work(*given))
+    monkeypatch.setattr(bench_gpu, "NAMES", (*tiny_rows, bench_gpu.GRAPHS))
+    figures = bench_gpu.measure(bench_gpu.with_compared(["drafted"]), 1, LIMITS)
+    assert [len(each.values) for each in figures.values()] == [1, 1]
+    assert figures["drafted"].target == 1.5 * figures["plain"].median
+
+
+def test_drafts_are_held_against_the_rows_that_they_change():
+    drafted = {name: row for name, row in ROWS.items() if "serve.method" in " ".join(row.setup)}
+    assert len(drafted) == 19
+    for name, row in drafted.items():
+        plain = ROWS[row.than]
+        assert name.endswith(f"-{plain.num_prompts}") and row.setup[: len(plain.setup)] == plain.setup
+        assert (row.model, row.num_prompts, row.output_len) == (plain.model, plain.num_prompts, plain.output_len)
+    assert bench_gpu.with_compared(["v2-lite-mtp-32", "8b-eagle3-256", "start"]) == [
+        "8b-128", "8b-256", "v2-lite-32", "8b-eagle3-256", "v2-lite-mtp-32", "start",
+    ]  # fmt: skip
 
 
 def test_a_start_that_fails_is_reported_with_its_reason(tmp_path: Path):

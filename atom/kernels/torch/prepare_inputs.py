@@ -43,7 +43,7 @@ def decode_inputs(
 
 
 def mixed_inputs(rows: Rows, state: State, tables: Tensor, block_size: int, inputs: Inputs) -> None:
-    """Inputs of S rows of T tokens.
+    """Inputs of S rows of T tokens, some of them drafts of decodes.
 
     A slot whose rows were given gets its length. Tokens of a padding row write to block 0, and attend to nothing where
     it has none.
@@ -54,13 +54,22 @@ def mixed_inputs(rows: Rows, state: State, tables: Tensor, block_size: int, inpu
     known = state.lengths[index]
     torch.where(is_stated | is_padding, ends, known, out=lengths)
     state.lengths[index[is_stated]] = ends[is_stated]
+    num_drafts, has_kv = inputs.batch.query_len - 1, ~is_padding[row]
+    lengths[: inputs.batch.num_decodes] += num_drafts
     _copy_tables(tables, index, block_size, inputs)
-    owner, last = index[row], torch.where(is_stated, ends, known)[row]
-    positions = last - (rows.starts[1:][row] - torch.arange(len(given)))
-    torch.mul(positions, ~is_padding[row], out=inputs.positions)
+    owner = index[row]
+    positions = lengths[row] - (rows.starts[1:][row] - torch.arange(len(given)))
+    torch.mul(positions, has_kv, out=inputs.positions)
     torch.where(given < 0, state.tokens[owner], given.long(), out=inputs.tokens)
     _find_slots(tables, owner, inputs.positions, block_size, inputs)
-    inputs.slots.mul_(~is_padding[row])
+    if num_drafts:
+        assert state.drafts is not None
+        number = -2 - given.long()
+        is_draft = (number >= 0) & (number < num_drafts)
+        inputs.tokens[number >= 0] = 0
+        inputs.tokens[is_draft] = state.drafts[owner[is_draft], number[is_draft]].clamp(min=0)
+        has_kv &= (number < 0) | is_draft
+    inputs.slots.mul_(has_kv)
 
 
 def _copy_tables(tables: Tensor, index: Tensor, block_size: int, inputs: Inputs) -> None:

@@ -46,16 +46,17 @@ def _launch(
     inputs: Inputs,
 ) -> None:
     """rows: None where all are decodes"""
-    drafts, stride, num_drafts = None, 0, 0
-    if most is not None and state.drafts is not None:
-        drafts, stride, num_drafts = state.drafts, state.drafts.stride(0), len(inputs.tokens) // len(slots) - 1
+    drafts, stride, num_drafts = None, 0, inputs.batch.query_len - 1
+    if num_drafts:
+        assert state.drafts is not None
+        drafts, stride = state.drafts, state.drafts.stride(0)
     given, row_of, starts, ends = (rows.given, rows.row_of, rows.starts, rows.ends) if rows else (None,) * 4
     (num_kinds, _, width), num_rows, num_tokens = tables.shape, slots.shape[0], 0 if given is None else given.shape[0]
     _prepare[(num_rows + -(-num_tokens // TOKENS), num_kinds)](
         slots, given, row_of, starts, ends, most, drafts, state.tokens, state.lengths, tables, inputs.tokens,
         inputs.positions, inputs.batch.lengths, inputs.slots, inputs.tables, inputs.slots.stride(0),
-        inputs.tables.stride(0), num_rows, num_tokens, state.num_slots, width, stride, NUM_DRAFTS=num_drafts,
-        BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
+        inputs.tables.stride(0), num_rows, inputs.batch.num_decodes, num_tokens, state.num_slots, width, stride,
+        NUM_DRAFTS=num_drafts, BLOCK_SIZE=block_size, ENTRIES=ENTRIES, TOKENS=TOKENS,
     )  # fmt: skip
 
 
@@ -68,12 +69,12 @@ def _extend(tables, entries, num_entries, ENTRIES: tl.constexpr):
 
 
 @jit(
-    do_not_specialize=["num_rows", "num_tokens", "slots_stride", "tables_stride"],
+    do_not_specialize=["num_rows", "num_decodes", "num_tokens", "slots_stride", "tables_stride"],
     do_not_specialize_on_alignment=["rows", "given", "row_of", "starts", "ends", "most", "positions"],
 )
 def _prepare(
     rows, given, row_of, starts, ends, most, drafts, newest, known, slot_tables, tokens, positions, lengths, slots,
-    tables, slots_stride, tables_stride, num_rows, num_tokens, num_slots, width, drafts_stride,
+    tables, slots_stride, tables_stride, num_rows, num_decodes, num_tokens, num_slots, width, drafts_stride,
     NUM_DRAFTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, ENTRIES: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     program, kind = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -81,12 +82,13 @@ def _prepare(
     slots += kind * slots_stride
     if program < num_rows:  # a row: its table and length
         slot = tl.load(rows + program).to(tl.int64)
-        end = tl.load(known + slot) + NUM_DRAFTS
+        end = tl.load(known + slot)
         if ends is not None:
             stated = tl.load(ends + program)
             end = tl.where((stated > 0) | (slot == num_slots), stated, end)
             if (stated > 0) & (kind == 0):
                 tl.store(known + slot, end)
+        end += tl.where(program < num_decodes, NUM_DRAFTS, 0)
         tl.store(lengths + program, end)
         target = tables + kind * tables_stride + program.to(tl.int64) * width
         entries = tl.arange(0, ENTRIES)
@@ -114,11 +116,19 @@ def _prepare(
         owner = tl.load(rows + row, mask=is_there, other=0).to(tl.int64)
         last = tl.load(ends + row, mask=is_there, other=1)
         last = tl.where(last > 0, last, tl.load(known + owner, mask=is_there & (last == 0), other=1))
+        last += tl.where(row < num_decodes, NUM_DRAFTS, 0)
         has_kv = is_there & (owner < num_slots)
         place = tl.where(has_kv, last - (tl.load(starts + row + 1, mask=is_there, other=0) - at), 0)
-        token = tl.load(given + at, mask=is_there, other=0).to(tl.int64)
-        token = tl.where(token < 0, tl.load(newest + owner, mask=is_there & (token < 0), other=0), token)
+        given_token = tl.load(given + at, mask=is_there, other=0).to(tl.int64)
+        is_known = given_token < 0
+        token = tl.where(is_known, tl.load(newest + owner, mask=is_there & is_known, other=0), given_token)
+        if NUM_DRAFTS > 0:
+            number = -2 - given_token
+            is_draft = (number >= 0) & (number < NUM_DRAFTS)
+            draft = tl.load(drafts + owner * drafts_stride + number, mask=is_there & is_draft, other=0)
+            token = tl.where(number >= 0, tl.maximum(draft, 0), token)
+            has_kv = has_kv & ((number < 0) | is_draft)
         blocks = tl.load(slot_tables + owner * width + place // BLOCK_SIZE, mask=has_kv, other=0).to(tl.int64)
-        tl.store(slots + at, blocks * BLOCK_SIZE + place % BLOCK_SIZE, mask=is_there)
+        tl.store(slots + at, tl.where(has_kv, blocks * BLOCK_SIZE + place % BLOCK_SIZE, 0), mask=is_there)
         tl.store(tokens + at, token, mask=is_there)
         tl.store(positions + at, place.to(tl.int64), mask=is_there)

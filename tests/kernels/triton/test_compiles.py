@@ -124,7 +124,7 @@ speculation.find_ngrams(rows, drafting, 2, 4)
 for rates in (None, torch.ones(3)):
     speculation.accept(torch.zeros(4, 3).long(), rows.repeat(4, 1), rows, drafting, 1, rates)
 sampling.sample(bf16(3, 500), rows, drafting, "filtered", torch.zeros(3, dtype=torch.int64))
-split = PackedRows(rows, starts, rows, rows, rows, slots.int(), slots.int())
+split = PackedRows(rows, starts, rows, rows, rows, slots.int(), slots.int(), rows)
 prepare_inputs.mixed_inputs(split, state, tables, 16, inputs)
 prepare_inputs.extend_tables(tables, torch.zeros(2, 3, dtype=torch.int32))
 for kind in ("greedy", "random", "filtered"):

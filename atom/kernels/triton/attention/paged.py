@@ -45,8 +45,12 @@ class _Attention:
         if num_decodes * batch.query_len < q.shape[0]:
             if self._tickets is None:
                 self._tickets = torch.zeros(2, dtype=torch.int32, device=q.device)
-            prefill.prefill(rotated, blocks, table, batch.starts, batch.lengths, num_decodes, sinks, k_scale, v_scale,
-                            out, scale, window, softcap, self._tickets, self._context, self._prefilling)  # fmt: skip
+            starts, num_more = batch.starts, num_decodes * (batch.query_len - 1)
+            if num_more:  # it takes decodes to have one query each
+                starts = starts - num_more
+            prefill.prefill(rotated[num_more:], blocks, table, starts, batch.lengths, num_decodes, sinks, k_scale,
+                            v_scale, out[num_more:], scale, window, softcap, self._tickets, self._context,
+                            self._prefilling)  # fmt: skip
         return out
 
 

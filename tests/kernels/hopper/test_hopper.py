@@ -201,7 +201,7 @@ class Compile:
             made = self.kernel.warmup(*args, grid=grid, **options)
             assert made.metadata.shared <= H200.shared_memory
             ptx = made.asm["ptx"]
-            assert ptx.count("wgmma.mma_async") and ".local" not in ptx
+            assert ("wgmma.mma_async" in ptx) != ("mma.sync" in ptx) and ".local" not in ptx
             print("compiled")
         return compile
 

@@ -5,8 +5,8 @@
 
 A program has BLOCK_O rows of the weight and some rows of x. Boxes of both come by TMA, some stages ahead; those of the
 weight while the kernel ahead still runs. A group of warps unpacks a box into the registers of the left operand, where
-hopper/shuffle.py has its columns lie as the tensor cores want them. Columns that share a scale are summed up by
-themselves in float32. Rounding is as in linear.py.
+hopper/shuffle.py has its columns lie as the tensor cores want them: wgmma, or for 8 rows mma, which takes less time for
+so few. Columns that share a scale are summed up by themselves in float32. Rounding is as in linear.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -43,6 +44,12 @@ BYTES = gl.constexpr(  # a thread has 16 neighbours of two rows, 8 apart
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [0, 8], [8, 0]], [[0, 16], [0, 32], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]],
         [], [64, 64],
+    )
+)  # fmt: skip
+SCALES = gl.constexpr(  # a thread has four neighbours of the two rows
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]],
+        [], [64, 4],
     )
 )  # fmt: skip
 OUTPUTS = gl.constexpr(gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1]))  # to store by
@@ -122,45 +129,60 @@ def _unpack(tile, offset, VALUES: gl.constexpr, LEFT: gl.constexpr):
 
 
 @jit
-def _load_scale(pointers):
-    """Scales of any dtype as float32: bytes are exponents."""
-    scale = gl.load(pointers)
-    if scale.dtype == gl.uint8:
-        return (scale.to(gl.uint32) << 23).to(gl.float32, bitcast=True)
+def _as_scale(stored):
+    """A scale of any dtype as float32: bytes are exponents."""
+    if stored.dtype == gl.uint8:
+        return (stored.to(gl.uint32) << 23).to(gl.float32, bitcast=True)
     else:
-        return scale.to(gl.float32)
+        return stored.to(gl.float32)
 
 
 @jit
 def _load_scales(scales, blocks, block, NUM: gl.constexpr, PIECES: gl.constexpr):
     """The scales of each row from a block on, one for each piece; beyond the end any."""
-    pointers = scales + blocks
-    first = _load_scale(pointers + gl.minimum(block, NUM - 1))
     if PIECES == 1:
-        return (first,)
+        return (_as_scale(gl.load(scales + blocks + gl.minimum(block, NUM - 1))),)
     else:
-        second = _load_scale(pointers + gl.minimum(block + 1, NUM - 1))
-        third = _load_scale(pointers + gl.minimum(block + 2, NUM - 1))
-        return first, second, third, _load_scale(pointers + gl.minimum(block + 3, NUM - 1))
+        ROW: gl.constexpr = blocks.type.layout
+        rows = gl.expand_dims(gl.convert_layout(blocks, gl.SliceLayout(1, SCALES)), 1)
+        own = block + gl.arange(0, 4, layout=gl.SliceLayout(0, SCALES))[None, :]
+        stored = gl.load(scales + rows + own, mask=own < NUM, other=0)
+        even, odd = _as_scale(stored).reshape([BLOCK_O, 2, 2]).split()
+        first, third = even.split()
+        second, last = odd.split()
+        return (
+            gl.convert_layout(first, ROW), gl.convert_layout(second, ROW), gl.convert_layout(third, ROW),
+            gl.convert_layout(last, ROW),
+        )  # fmt: skip
 
 
 @jit
-def _multiply_box(numbers, x_boxes, box, sums, PIECES: gl.constexpr):
-    """Add the products of each piece of a box to its sums, which go on while the next box is unpacked."""
+def _multiply_piece(numbers, x_box, sums, ACC: gl.constexpr):
+    """Sums of a piece of a box, which may still go on while the next box is unpacked."""
+    if ACC.version[0] == 3:
+        return warpgroup_mma(numbers, x_box.permute((1, 0)), sums, is_async=True)
+    else:
+        return mma_v2(numbers, x_box.permute((1, 0)).load(gl.DotOperandLayout(1, ACC, 2)), sums)
+
+
+@jit
+def _multiply_box(numbers, x_boxes, box, sums, PIECES: gl.constexpr, ACC: gl.constexpr):
+    """Add the products of each piece of a box to its sums."""
     box = box * PIECES
-    first = warpgroup_mma(numbers[0], x_boxes.index(box).permute((1, 0)), sums[0], is_async=True)
+    first = _multiply_piece(numbers[0], x_boxes.index(box), sums[0], ACC)
     if PIECES == 1:
         return (first,)
     else:
-        second = warpgroup_mma(numbers[1], x_boxes.index(box + 1).permute((1, 0)), sums[1], is_async=True)
-        third = warpgroup_mma(numbers[2], x_boxes.index(box + 2).permute((1, 0)), sums[2], is_async=True)
-        last = warpgroup_mma(numbers[3], x_boxes.index(box + 3).permute((1, 0)), sums[3], is_async=True)
-        return first, second, third, last
+        second = _multiply_piece(numbers[1], x_boxes.index(box + 1), sums[1], ACC)
+        third = _multiply_piece(numbers[2], x_boxes.index(box + 2), sums[2], ACC)
+        return first, second, third, _multiply_piece(numbers[3], x_boxes.index(box + 3), sums[3], ACC)
 
 
 @jit
-def _wait_for(sums, PIECES: gl.constexpr):
-    if PIECES == 1:
+def _wait_for(sums, PIECES: gl.constexpr, ACC: gl.constexpr):
+    if ACC.version[0] == 2:
+        return sums
+    elif PIECES == 1:
         return (warpgroup_mma_wait(0, deps=(sums[0],)),)
     else:
         return warpgroup_mma_wait(0, deps=(sums[0], sums[1], sums[2], sums[3]))
@@ -237,7 +259,10 @@ def _multiply(
     EVERY: gl.constexpr = BOXES if SCALE_COLUMNS is None else max(SCALE_COLUMNS // COLUMNS, 1)  # boxes with one scale
     NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
     gl.static_assert(BOXES % EVERY == 0, "a stage has whole blocks")
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])
+    if BLOCK_R == 8:
+        ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
+    else:
+        ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -310,8 +335,8 @@ def _multiply(
             for number in gl.static_range(EVERY):
                 box = slot * BOXES + group * EVERY + number
                 numbers = _unpack(tiles.index(box).load(BYTES), offset, VALUES, LEFT)
-                sums = _multiply_box(numbers, x_boxes, box, sums, PIECES)
-            sums = _wait_for(sums, PIECES)
+                sums = _multiply_box(numbers, x_boxes, box, sums, PIECES, ACC)
+            sums = _wait_for(sums, PIECES, ACC)
             if SCALE_COLUMNS is None:
                 acc = sums[0]
             else:
@@ -341,7 +366,7 @@ def _multiply(
             gl.store(arrived + tile, 0)
     if is_last:
         if SCALE_COLUMNS is None:
-            acc *= _load_scale(scales + blocks)[:, None]
+            acc *= _as_scale(gl.load(scales + blocks))[:, None]
         if bias is not None:
             acc += gl.load(bias + own).to(gl.float32)[:, None]
         result = acc.to(y.dtype.element_ty)

@@ -34,16 +34,19 @@ def choose(rows: int, out: int, inner: int, style: Style, gpu: Gpu) -> Wgmma:
     """
     block_rows = _block_rows(rows, style)
     per_scale = -(-(style.columns or 1) * style.bits // (8 * BOX))
-    boxes = max(2 if block_rows <= (64 if style.bits == 8 else 32) and style.values != "e2m1" else 1, per_scale)
-    if style.bits == 8 and block_rows == 8:
-        boxes = 4
+    boxes = max(4 if block_rows == 8 else 2 if block_rows <= (64 if style.bits == 8 else 32) else 1, per_scale)
     tiles, columns = -(-out // BLOCK_OUT) * -(-rows // block_rows), boxes * BOX * 8 // style.bits
     splits, wanted = 1, gpu.units * (1.9 if block_rows <= 64 else 0.9)
     while splits < 8 and tiles * splits < wanted and inner >= 4 * splits * columns:
         splits *= 2
-    together = min(-(-tiles * splits // gpu.units), 3 if block_rows <= 64 else 2)  # on a multiprocessor
+    most = 2 if block_rows > 64 else 4 if style.bits == 4 and block_rows == 8 else 3  # on a multiprocessor
+    if block_rows <= 32:  # long sums are cut further while the parts are long enough to pay
+        splits = max(
+            n for n in (splits, 6, 8) if n == splits or splits < n <= min(most * gpu.units // tiles, inner // 1024)
+        )
+    together = min(-(-tiles * splits // gpu.units), most)
     fitting = (gpu.shared_memory // together - OTHER_MEMORY) // (boxes * box_bytes(block_rows, style))
-    return Wgmma(block_rows, boxes, min(max(fitting, 3), MAX_STAGES), splits)
+    return Wgmma(block_rows, boxes, min(max(fitting, 2 if block_rows <= 32 else 3), MAX_STAGES), splits)
 
 
 def choose_grouped(rows: int, experts: int, style: Style) -> Wgmma:

@@ -127,7 +127,7 @@ def _vectors(inner: int, element_size: float, gates: int, gpu: Gpu) -> Iterator[
 def _shuffled(rows: int, out: int, inner: int, gpu: Gpu, style: Style) -> Iterator[Wgmma]:
     usual = shuffled.choose(rows, out, inner, style, gpu)
     heights = (usual.block_rows // 2, usual.block_rows)
-    for block_rows, boxes, stages, splits in itertools.product(heights, (1, 2, 4), range(3, 9), (1, 2, 4, 8)):
+    for block_rows, boxes, stages, splits in itertools.product(heights, (1, 2, 4), range(2, 9), (1, 2, 4, 6, 8)):
         width = boxes * shuffled.BOX * 8 // style.bits
         tiles = triton.cdiv(rows, block_rows) * triton.cdiv(out, shuffled.BLOCK_OUT)
         is_split = splits == 1 or (inner >= 2 * splits * width and tiles * splits <= 4 * gpu.units)

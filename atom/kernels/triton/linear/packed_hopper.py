@@ -262,7 +262,7 @@ def _multiply(
     if BLOCK_R == 8:
         ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
     else:
-        ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])
+        ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_R, 16])  # type: ignore[no-redef]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()

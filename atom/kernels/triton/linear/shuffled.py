@@ -52,6 +52,8 @@ def choose(rows: int, out: int, inner: int, style: Style, gpu: Gpu) -> Wgmma:
 def choose_grouped(rows: int, experts: int, style: Style) -> Wgmma:
     """Tiles that hold the rows of most experts, since another tile reads the weight again. rows: of all experts"""
     block_rows = _block_rows(-(-3 * rows // (2 * experts)), style)
+    if block_rows == 8:
+        return Wgmma(block_rows, 4 if style.bits == 8 else 2, 2)
     boxes = 1 if style.values == "e2m1" or (style.bits == 4 and block_rows > 32) else 2
     return Wgmma(block_rows, boxes, 3 if boxes == 1 or block_rows > 32 else 4)
 

@@ -36,8 +36,6 @@ def _accepts_linear(target: Target, x: Type, *types: Any, **attributes: Any) -> 
 
 
 def _accepts_grouped(target: Target, x: Type, weight: Type, *types: Any) -> str | None:
-    if weight.fmt is not None and parse_format(weight.fmt).kind == "mxfp4":
-        return "multiplies experts of mxfp4 no faster"
     return _refuse(target, x, weight if weight.fmt else None) or accepts_grouped(target, x, weight, *types)
 
 

@@ -123,8 +123,6 @@ class TestChoice:
     @pytest.mark.parametrize("fmt", FORMATS)
     @pytest.mark.parametrize("op", [ops.linear, ops.gated_linear, ops.norm_linear, ops.grouped_linear])
     def test_it_takes(self, op: Any, fmt: str):
-        if op is ops.grouped_linear and fmt == "mxfp4":
-            pytest.skip("is left to the backend triton")
         x, weight = (
             Type("bf16", ("T", 256)),
             Type("bf16", (3, 256, 256) if op is ops.grouped_linear else (256, 256), fmt),
@@ -149,7 +147,6 @@ class TestChoice:
             ({"out": 40}, "has no layout of 40 x 256"),
             ({"inner": 96}, "has no layout of 256 x 96"),
             ({"fmt": None}, "takes packed weights alone"),
-            ({"op": ops.grouped_linear, "fmt": "mxfp4"}, "experts of mxfp4 no faster"),
             ({"op": ops.grouped_linear, "fmt": None}, "takes packed weights alone"),
         ],
     )

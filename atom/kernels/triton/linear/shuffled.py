@@ -6,6 +6,7 @@ tiles = choose_grouped(256, 128, style)       # the same of experts
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from atom.kernels.triton.gpu import Gpu
@@ -51,7 +52,8 @@ def choose(rows: int, out: int, inner: int, style: Style, gpu: Gpu) -> Wgmma:
 
 def choose_grouped(rows: int, experts: int, style: Style) -> Wgmma:
     """Tiles that hold the rows of most experts, since another tile reads the weight again. rows: of all experts"""
-    block_rows = _block_rows(-(-3 * rows // (2 * experts)), style)
+    room = 3 if style.values == "e2m1" else 1.5  # to unpack these again costs most
+    block_rows = _block_rows(math.ceil(room * rows / experts), style)
     if block_rows == 8:
         return Wgmma(block_rows, 4 if style.bits == 8 else 2, 2)
     boxes = 1 if style.values == "e2m1" or (style.bits == 4 and block_rows > 32) else 2

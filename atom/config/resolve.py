@@ -288,9 +288,6 @@ def derive_attention(config: Config, max_model_len: int) -> AttentionConfig:
     model, attention, at = config.model, config.model.attention, "model.attention"
     head_dim = mla_head_dim(attention) if attention.kind == "mla" else gqa_head_dim(model)
     kv_heads, types = attention.kv_heads or attention.heads, attention.layer_types
-    if attention.kind == "mla" and config.serve.kv_cache_dtype == "fp8_e4m3":
-        built = ", ".join(MODEL_DTYPES)
-        raise UnsupportedError(f"serve.kv_cache_dtype=fp8 is not built for {at}.kind=mla; there is: auto, {built}")
     if attention.kind == "gqa" and attention.heads % kv_heads:
         raise ConfigError(f"{at}.heads={attention.heads} is no multiple of kv_heads={kv_heads}")
     if types is not None and len(types) < model.layers:

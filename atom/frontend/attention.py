@@ -11,6 +11,7 @@ from atom.config import AttentionConfig, RopeConfig
 from atom.frontend.rope import rope_freqs, rotary_scale
 from atom.frontend.writer import Writer, required
 from atom.graph import KV, Recipe, Type, W, ops
+from atom.graph.ops.latent import latent_entry
 from atom.graph.recipes import Measured
 
 
@@ -77,10 +78,11 @@ def mla(writer: Writer, h: Node, rotary: Rotary | None, layer: int) -> Node:
     latent = writer.norm(latent, "kv_a_norm", layer, name="latent")
     k_rope = writer.call(ops.split_heads, k_rope, heads=1, name="k_rope")
     q_rope, k_rope = rotate(writer, q_rope, rotary, "q_rope"), rotate(writer, k_rope, rotary, "k_rope")
-    cache = KV(writer.name("layer", layer), Type(writer.cache_dtype, (rank + rotated,)))
+    cache = KV(writer.name("layer", layer), latent_entry(writer.cache_dtype, writer.dtype, rank, rotated))
+    scales = [scale_of(writer, "k_scale", layer)] if cache.type.dtype == "fp8_e4m3" else []
     kv_b = writer.stored(writer.weight_name("kv_b", layer), (heads * (plain + value), rank))
     scale = required(attention.scale)
-    a = writer.call(ops.mla_attention, q, q_rope, latent, k_rope, kv_b, cache, scale=scale, name="a")
+    a = writer.call(ops.mla_attention, q, q_rope, latent, k_rope, kv_b, cache, *scales, scale=scale, name="a")
     return writer.linear(writer.call(ops.merge_heads, a, name="a"), "o", model.hidden, attention.o_bias, layer)
 
 

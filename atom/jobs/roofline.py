@@ -202,7 +202,7 @@ def attention_costs(node: Node, cache: KV, weight: Product | None) -> Attention:
         flops = 4 * heads * dim
         return Attention(node.kwargs.get("window"), cache.type.num_bytes, flops, flops)
     rows, rank = weight.shape  # latent: [N (P + U), L], where a head has P = dim plain dims and U of a value
-    entry, value = cache.type.num_elements, rows // heads - dim
+    entry, value = rank + int(node.args[1].meta["type"].shape[-1]), rows // heads - dim
     absorbed, expanded = entry + rank, dim + entry - rank + value
     return Attention(None, cache.type.num_bytes, 2 * heads * absorbed, 2 * heads * expanded, weight)
 

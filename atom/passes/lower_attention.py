@@ -45,7 +45,7 @@ def _lower(graph: Graph, attention: Node) -> None:
 
 
 def _lower_latent(graph: Graph, attention: Node) -> None:
-    q, rotated, latent, k_rope, kv_b, cache = attention.args
+    q, rotated, latent, k_rope, kv_b, cache, *scales = attention.args
     batch = graph.program_of(attention).input("batch", BATCH)
     q_rope, k_rope, cos, sin, attributes = _before_rope(rotated, k_rope)
     norm = None
@@ -53,10 +53,11 @@ def _lower_latent(graph: Graph, attention: Node) -> None:
         attributes |= latent.kwargs
         latent, norm = latent.args
     written = graph.insert(
-        attention, ops.norm_rope_write_latent, q_rope, latent, k_rope, cos, sin, norm, cache, batch, name="q_rope",
-        **attributes,
+        attention, ops.norm_rope_write_latent, q_rope, latent, k_rope, cos, sin, norm, cache, batch, *scales,
+        name="q_rope", **attributes,
     )  # fmt: skip
-    paged = graph.insert(attention, ops.paged_mla_attention, q, written, kv_b, cache, batch, **attention.kwargs)
+    args = q, written, kv_b, cache, batch, *scales
+    paged = graph.insert(attention, ops.paged_mla_attention, *args, **attention.kwargs)
     graph.replace({attention: paged} if q_rope is rotated else {attention: paged, rotated: written})
 
 

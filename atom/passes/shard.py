@@ -193,11 +193,12 @@ class _Writer:
         return self._call(node, ops.attention, *map(self._value, (q, k, v)), own, *sinks, *more[1:], state=Divided())
 
     def mla_attention(self, node: Node) -> None:
-        q, q_rope, latent, k_rope, kv_b, cache = node.args
+        q, q_rope, latent, k_rope, kv_b, cache, *scales = node.args
         if not isinstance(self._state(q), Divided):
             return self.copy(node)
         queries, entry = map(self._value, (q, q_rope)), map(self.whole, (latent, k_rope))
-        return self._call(node, ops.mla_attention, *queries, *entry, self._share(kv_b), cache, state=Divided())
+        args = *queries, *entry, self._share(kv_b), cache, *scales
+        return self._call(node, ops.mla_attention, *args, state=Divided())
 
     def mul(self, node: Node) -> None:
         a, b = node.args

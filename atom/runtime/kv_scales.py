@@ -39,7 +39,7 @@ from atom.weights.packed_store import describe_file
 
 HEADROOM = 2.0  # of other prompts' numbers over those of this one
 MAX_TOKENS = 512  # of the prompt
-WRITES = (ops.norm_rope_write, ops.norm_rope_attention)
+WRITES = (ops.norm_rope_write, ops.norm_rope_attention, ops.norm_rope_write_latent)
 FILE = "kv_scales.json"
 
 # prose, names, numbers, code, a table, markup and some other scripts: what makes keys large differs from model to model
@@ -147,17 +147,25 @@ def _after_scales(op: Op, run: Callable[..., Any], largest: Largest) -> Callable
     def write(*args: Any, **attributes: Any) -> Any:
         call = op.signature.bind(*args, **attributes)
         call.apply_defaults()
-        given = call.arguments
-        keys = given["k"]
-        if given["k_norm"] is not None:
-            keys = ops.rms_norm(keys, given["k_norm"], eps=given["eps"])
-        if given["cos"] is not None:
-            keys = ops.rope(keys, given["cos"], given["sin"], interleaved=given["interleaved"])
-        for scale, numbers in ((given["k_scale"], keys), (given["v_scale"], given["v"])):
+        for scale, numbers in _scaled(op, call.arguments):
             scale.fill_(scale_of(largest(numbers.abs().max().float().view(1, 1)).item()))
         return run(*args, **attributes)
 
     return write
+
+
+def _scaled(op: Op, given: Mapping[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """The scales that a write takes, each with the numbers that it is of."""
+    if op is ops.norm_rope_write_latent:
+        return [(given["k_scale"], _normed(given["latent"], given["norm"], given))]
+    keys = _normed(given["k"], given["k_norm"], given)
+    if given["cos"] is not None:
+        keys = ops.rope(keys, given["cos"], given["sin"], interleaved=given["interleaved"])
+    return [(given["k_scale"], keys), (given["v_scale"], given["v"])]
+
+
+def _normed(x: Tensor, norm: Tensor | None, given: Mapping[str, Any]) -> Tensor:
+    return x if norm is None else ops.rms_norm(x, norm, eps=given["eps"])
 
 
 def scale_of(largest: float) -> float:

@@ -95,7 +95,7 @@ def _sinks(sinks: Type | None, q: Type) -> None:
     need(sinks is None or sinks.shape == (q.shape[1],), f"the sinks are {sinks} for q {q}")
 
 
-def _scales(cache: KV, *scales: Type | None) -> None:
+def need_scales(cache: KV, *scales: Type | None) -> None:
     for scale in scales:
         need(scale is None or cache.type.dtype == FP8, f"a scale of entries in {FP8}, the cache keeps {cache.type}")
         need(scale in (None, Type("fp32", (1,))), f"a scale of entries is {scale}, not fp32[1]")
@@ -106,7 +106,7 @@ def _attention(q: Type, k: Type, v: Type, cache: KV, sinks: Type | None = None, 
                softcap: float | None = None) -> Type:  # fmt: skip
     _window(cache, window)
     _sinks(sinks, q)
-    _scales(cache, k_scale, v_scale)
+    need_scales(cache, k_scale, v_scale)
     tokens, heads, dim = q.shape
     need(k == v and k.shape[0] == tokens and k.shape[2] == dim, f"q is {q}, k {k}, v {v}")
     divide(heads, int(k.shape[1]))
@@ -135,7 +135,7 @@ def _norm_rope_write(q: Type, k: Type, v: Type, cos: Type | None, sin: Type | No
                      v_scale: Type | None = None, *, eps: float = 0.0, interleaved: bool = False) -> Type:  # fmt: skip
     need_batch(batch)
     need(cache.type.shape == (2, *k.shape[1:]), f"the cache keeps {cache.type} of k {k}")
-    _scales(cache, k_scale, v_scale)
+    need_scales(cache, k_scale, v_scale)
     return q
 
 
@@ -180,7 +180,7 @@ def _paged_attention(q: Type, cache: KV, batch: BatchType, sinks: Type | None = 
     need_batch(batch)
     _window(cache, window)
     _sinks(sinks, q)
-    _scales(cache, k_scale, v_scale)
+    need_scales(cache, k_scale, v_scale)
     need(len(q.shape) == 3 and q.shape[2] == cache.type.shape[2], f"q is {q}, the cache keeps {cache.type}")
     return q
 

@@ -2,7 +2,8 @@
 
 A token has one latent entry for all heads, which is expanded or absorbed.
 
-Shapes by letter: L latent dims, P dims of a head without position, R rotated ones, U dims of a value.
+Shapes by letter: L latent dims, P dims of a head without position, R rotated ones, U dims of a value, E of an entry:
+L + R, or in fp8 the L bytes of the latent and those of the rotated key, which stays in the model's dtype.
 """
 
 from __future__ import annotations
@@ -12,96 +13,127 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atom.graph.batch import Batch, PagedCache
-from atom.graph.ops.attention import attend, cached_entries, need_batch, rope
+from atom.graph.ops.attention import FP8, attend, cached_entries, need_batch, need_scales, rope, to_entry, write_entries
 from atom.graph.ops.base import LOWERED, SEMANTIC, divide, op
 from atom.graph.ops.dense import rms_norm
 from atom.graph.recipes import KV
 from atom.graph.types import BatchType, Type, need
 
 
-def attend_latent(q_nope: Tensor, q_rope: Tensor, entries: Tensor, kv_b: Tensor, scale: float) -> Tensor:
+def latent_entry(cache_dtype: str, dtype: str, rank: int, rotated: int) -> Type:
+    """The type of a token's entry, of a model in `dtype`."""
+    if cache_dtype != FP8:
+        return Type(cache_dtype, (rank + rotated,))
+    size = Type(dtype, (1,)).num_bytes
+    need(rank % size == 0, f"{rank} latent dims in {FP8} are no multiple of the {size} bytes of a number in {dtype}")
+    return Type(FP8, (rank + rotated * size,))
+
+
+def join_entries(latent: Tensor, k_rope: Tensor, dtype: torch.dtype, k_scale: Tensor | None = None) -> Tensor:
+    """latent [T, L] and k_rope [T, R] -> entries [T, E] as a cache of this dtype keeps them"""
+    if dtype is not torch.float8_e4m3fn:
+        return torch.cat((latent, k_rope), dim=-1).to(dtype)
+    parts = to_entry(latent, dtype, k_scale), k_rope.contiguous()
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=-1).view(dtype)
+
+
+def split_entries(
+    entries: Tensor, rank: int, dtype: torch.dtype, k_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """entries [C, E] of a model in `dtype` -> latent [C, L] and k_rope [C, R]"""
+    latent, k_rope = entries[:, :rank], entries[:, rank:]
+    if entries.dtype is not torch.float8_e4m3fn:
+        return latent, k_rope
+    return latent.float() if k_scale is None else latent.float() * k_scale, k_rope.view(dtype)
+
+
+def attend_latent(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, scale: float) -> Tensor:
     """One sequence, its latents expanded to keys and values (DeepSeek-AI 2024, section 2.1).
 
-    q_nope [Q, N, P] and q_rope [Q, N, R] at the last Q of C positions, entries [C, L + R], kv_b [N (P + U), L] ->
-    [Q, N, U]
+    q_nope [Q, N, P] and q_rope [Q, N, R] at the last Q of C positions, latent [C, L], k_rope [C, R], kv_b [N (P + U),
+    L] -> [Q, N, U]
     """
-    (_, heads, plain), rank = q_nope.shape, kv_b.shape[1]
-    expanded = F.linear(entries[:, :rank].to(kv_b.dtype), kv_b).view(len(entries), heads, len(kv_b) // heads)
-    k_rope = entries[:, rank:].to(kv_b.dtype).unsqueeze(1).expand(-1, heads, -1)
-    keys = torch.cat((expanded[..., :plain], k_rope), dim=-1)
+    heads, plain = q_nope.shape[1:]
+    expanded = F.linear(latent.to(kv_b.dtype), kv_b).view(len(latent), heads, len(kv_b) // heads)
+    rotated = k_rope.to(kv_b.dtype).unsqueeze(1).expand(-1, heads, -1)
+    keys = torch.cat((expanded[..., :plain], rotated), dim=-1)
     return attend(torch.cat((q_nope, q_rope), dim=-1), keys, expanded[..., plain:], scale)
 
 
-def _latent(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV) -> Type:
+def _latent(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, k_scale: Type | None) -> Type:
     """The type of latent attention's result [T, N, U]."""
+    need_scales(cache, k_scale)
     need(cache.window is None, f"latent attention has no window, the cache keeps {cache.window} tokens")
     (tokens, heads, plain), rank = q_nope.shape, int(kv_b.shape[1])
     need(q_rope.shape[:2] == (tokens, heads), f"q without position is {q_nope}, rotated {q_rope}")
-    need(cache.type.shape == (rank + int(q_rope.shape[2]),), f"the cache keeps {cache.type} of {rank} latent dims")
+    entry = latent_entry(cache.type.dtype, q_rope.dtype, rank, int(q_rope.shape[2]))
+    need(cache.type == entry, f"the cache keeps {cache.type} of {rank} latent dims, not {entry}")
     value = divide(kv_b.shape[0], int(heads)) - int(plain)
     need(value > 0, f"kv_b is {kv_b} for q {q_nope}")
     return Type(q_nope.dtype, (tokens, heads, value))
 
 
-def _mla_attention(q_nope: Type, q_rope: Type, latent: Type, k_rope: Type, kv_b: Type, cache: KV, *,
-                   scale: float) -> Type:  # fmt: skip
+def _mla_attention(q_nope: Type, q_rope: Type, latent: Type, k_rope: Type, kv_b: Type, cache: KV,
+                   k_scale: Type | None = None, *, scale: float) -> Type:  # fmt: skip
     need(latent.shape[-1] == kv_b.shape[1], f"the latent is {latent}, kv_b {kv_b}")
     need(k_rope.shape == (q_rope.shape[0], 1, q_rope.shape[2]), f"q is {q_rope}, its key {k_rope}")
-    return _latent(q_nope, q_rope, kv_b, cache)
+    return _latent(q_nope, q_rope, kv_b, cache, k_scale)
 
 
 @op(_mla_attention, level=SEMANTIC, weight=4)
 def mla_attention(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor,
-                  cache: PagedCache | None, *, scale: float) -> Tensor:  # fmt: skip
+                  cache: PagedCache | None, k_scale: Tensor | None = None, *, scale: float) -> Tensor:  # fmt: skip
     """Multi-head latent attention (DeepSeek-AI 2024), causal: the T tokens are one whole sequence.
 
     q_nope [T, N, P], q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], kv_b [N (P + U), L] -> [T, N, U]; the cache,
-    where a lowered graph keeps latent and k_rope, is not touched.
+    where a lowered graph keeps latent and k_rope, is not touched, and so the scale of its latents is not needed.
     """
-    return attend_latent(q_nope, q_rope, torch.cat((latent, k_rope.squeeze(1)), dim=-1), kv_b, scale)
+    return attend_latent(q_nope, q_rope, latent, k_rope.squeeze(1), kv_b, scale)
 
 
 def _norm_rope_write_latent(q_rope: Type, latent: Type, k_rope: Type, cos: Type | None, sin: Type | None,
-                            norm: Type | None, cache: KV, batch: BatchType, *, eps: float = 0.0,
-                            interleaved: bool = False) -> Type:  # fmt: skip
+                            norm: Type | None, cache: KV, batch: BatchType, k_scale: Type | None = None, *,
+                            eps: float = 0.0, interleaved: bool = False) -> Type:  # fmt: skip
     need_batch(batch)
-    entry = int(latent.shape[-1]) + int(k_rope.shape[-1])
-    need(cache.type.shape == (entry,), f"the cache keeps {cache.type} of {latent} and {k_rope}")
+    need_scales(cache, k_scale)
+    entry = latent_entry(cache.type.dtype, k_rope.dtype, int(latent.shape[-1]), int(k_rope.shape[-1]))
+    need(cache.type == entry, f"the cache keeps {cache.type} of {latent} and {k_rope}")
     return q_rope
 
 
 @op(_norm_rope_write_latent, level=LOWERED, state=True)
 def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tensor | None,
-                           norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
-                           interleaved: bool = False) -> Tensor:  # fmt: skip
+                           norm: Tensor | None, cache: PagedCache, batch: Batch, k_scale: Tensor | None = None, *,
+                           eps: float = 0.0, interleaved: bool = False) -> Tensor:  # fmt: skip
     """Norm the latent, rotate q_rope and k_rope, write latent and k_rope to the cache, give q_rope.
 
     q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, R / 2], norm [L], cache [blocks, block size,
-    L + R] -> q_rope [T, N, R]
+    E], k_scale fp32[1], of latents in fp8, see `to_entry` -> q_rope [T, N, R]
     """
     if norm is not None:
         latent = rms_norm(latent, norm, eps=eps)
     if cos is not None and sin is not None:
         q_rope, k_rope = (rope(x, cos, sin, interleaved=interleaved) for x in (q_rope, k_rope))
-    entries = torch.cat((latent, k_rope.squeeze(1)), dim=-1).to(cache.blocks.dtype)
-    cache.blocks.view(-1, entries.shape[-1]).index_copy_(0, batch.slot_mappings[cache.kind], entries)
+    write_entries(cache, batch, join_entries(latent, k_rope.squeeze(1), cache.blocks.dtype, k_scale))
     return q_rope
 
 
-def _paged_mla_attention(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, batch: BatchType, *,
-                         scale: float) -> Type:  # fmt: skip
+def _paged_mla_attention(q_nope: Type, q_rope: Type, kv_b: Type, cache: KV, batch: BatchType,
+                         k_scale: Type | None = None, *, scale: float) -> Type:  # fmt: skip
     need_batch(batch)
-    return _latent(q_nope, q_rope, kv_b, cache)
+    return _latent(q_nope, q_rope, kv_b, cache, k_scale)
 
 
 @op(_paged_mla_attention, level=LOWERED, weight=2)
-def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch, *,
-                        scale: float) -> Tensor:  # fmt: skip
+def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch,
+                        k_scale: Tensor | None = None, *, scale: float) -> Tensor:  # fmt: skip
     """Latent attention of a batch's sequences over the blocks that their rows of the table list.
 
-    q_nope [T, N, P], q_rope [T, N, R], kv_b [N (P + U), L], cache [blocks, block size, L + R] -> [T, N, U]
+    q_nope [T, N, P], q_rope [T, N, R], kv_b [N (P + U), L], cache [blocks, block size, E], k_scale fp32[1], which
+    multiplies latents in fp8 -> [T, N, U]
     """
     out = q_nope.new_zeros(*q_nope.shape[:2], kv_b.shape[0] // q_nope.shape[1] - q_nope.shape[2])
     for own, entries in cached_entries(cache, batch):
-        out[own] = attend_latent(q_nope[own], q_rope[own], entries, kv_b, scale)
+        parts = split_entries(entries, kv_b.shape[1], q_rope.dtype, k_scale)
+        out[own] = attend_latent(q_nope[own], q_rope[own], *parts, kv_b, scale)
     return out

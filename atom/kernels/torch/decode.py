@@ -28,8 +28,8 @@ class Decodes:
     """The decodes of one step."""
 
     def __init__(self, workspace: Workspace, budget: int, cache: Tensor, value_dim: int, table: Tensor, lengths: Tensor,
-                 heads: int, window: int | None) -> None:  # fmt: skip
-        """budget in bytes of fp32 keys and values, cache and value_dim as in Reader, table i32[S, M], lengths [S]"""
+                 heads: int, window: int | None, tail: torch.dtype | None = None) -> None:  # fmt: skip
+        """budget in bytes of fp32 keys and values, cache, value_dim and tail as in Reader, table i32[S, M], lengths [S]"""
         block_size = cache.shape[1]
         lengths = lengths.long()
         first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp_(min=0)
@@ -49,7 +49,7 @@ class Decodes:
         step = max(1, at_once // size)
         ranges = [slice(start, start + step) for start in range(0, len(slots), step)]
         self._groups = [
-            (parts, _Group(workspace, Reader(workspace, cache, value_dim, slots[parts]), mask[parts], heads))
+            (parts, _Group(workspace, Reader(workspace, cache, value_dim, slots[parts], tail), mask[parts], heads))
             for parts in ranges
         ]
         self._is_whole = bool((num_parts == 1).all())  # each sequence is one part

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from atom.graph import Batch, PagedCache
+from atom.graph.ops.latent import split_entries
 from atom.kernels.torch.plan import Plans
 from atom.kernels.torch.prefill import Prefill
 from atom.kernels.torch.softmax import Rule
@@ -38,18 +39,18 @@ class PagedLatentAttention:
         self._weight_bytes = workspace_bytes
         self._expanded_bytes = expanded_bytes
 
-    def __call__(self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch, *,
-                 scale: float) -> Tensor:  # fmt: skip
+    def __call__(self, q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch,
+                 k_scale: Tensor | None = None, *, scale: float) -> Tensor:  # fmt: skip
         """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
         (tokens, heads, plain), rank = q_nope.shape, kv_b.shape[1]
         weight = kv_b.view(heads, -1, rank)
         blocks = cache.blocks.view(*cache.blocks.shape[:2], 1, 1, -1)
-        rule = Rule(scale)
-        plan = self._plans.find(PagedCache(blocks, cache.kind), rank, heads, None, batch)
+        rule = Rule(scale, value_scale=1.0 if k_scale is None else float(k_scale))
+        plan = self._plans.find(PagedCache(blocks, cache.kind), rank, heads, None, batch, q_rope.dtype)
         num_decodes = plan.num_decodes
         out = q_nope.new_zeros(tokens, heads, weight.shape[1] - plain)
         if num_decodes:
-            q = self._absorb(q_nope[:num_decodes], q_rope[:num_decodes], weight)
+            q = self._absorb(q_nope[:num_decodes], q_rope[:num_decodes], weight, rule)
             self._sum_values(plan.decodes.attend(q, blocks, rule), weight, out[:num_decodes])
         for prefill in plan.prefills:
             own = prefill.tokens
@@ -62,7 +63,7 @@ class PagedLatentAttention:
                          rule: Rule, out: Tensor) -> None:  # fmt: skip
         """q_nope [Q, N, P], q_rope [Q, N, R] -> out [Q, N, U]"""
         prefill.reader.read(cache)
-        q = self._absorb(q_nope, q_rope, weight)
+        q = self._absorb(q_nope, q_rope, weight, rule)
         sums = self._workspace.take("sums", *q.shape[:2], weight.shape[2])
         prefill.attend(q, prefill.reader.keys, prefill.reader.values, rule, sums)
         self._sum_values(sums, weight, out)
@@ -71,8 +72,11 @@ class PagedLatentAttention:
                          rule: Rule, out: Tensor) -> None:  # fmt: skip
         """q_nope [Q, N, P], q_rope [Q, N, R] -> out [Q, N, U]"""
         plain, value_dim = q_nope.shape[2], out.shape[2]
-        entries = prefill.reader.gather(cache).flatten(1).to(weight.dtype)
-        latents, k_rope = torch.split(entries, [weight.shape[2], q_rope.shape[2]], dim=1)
+        entries = prefill.reader.gather(cache).flatten(1)
+        latents, k_rope = split_entries(entries, weight.shape[2], q_rope.dtype)
+        if rule.value_scale != 1.0:
+            latents, rule = latents * rule.value_scale, rule._replace(value_scale=1.0)
+        latents = latents.to(weight.dtype)
         q = torch.cat((q_nope, q_rope), dim=2)
         for some in _slices(len(weight), self._expanded_bytes // (len(entries) * (q.shape[2] + value_dim) * 4)):
             expanded = F.linear(latents, weight[some].flatten(0, 1)).view(len(entries), -1, plain + value_dim)
@@ -83,12 +87,14 @@ class PagedLatentAttention:
             wide_values = self._workspace.take("values", *values.shape).copy_(values)
             prefill.attend(q[:, some], wide_keys, wide_values, rule, out[:, some])
 
-    def _absorb(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor) -> Tensor:
+    def _absorb(self, q_nope: Tensor, q_rope: Tensor, weight: Tensor, rule: Rule) -> Tensor:
         """q_nope [Q, N, P], q_rope [Q, N, R] -> fp32[Q, N, L + R], in the workspace"""
         rank = weight.shape[2]
         q = self._workspace.take("absorbed", *q_rope.shape[:2], rank + q_rope.shape[2])
         for some, rows in self._widen(weight[:, : q_nope.shape[2]]):
             q[:, some, :rank].copy_(torch.bmm(q_nope[:, some].transpose(0, 1).float(), rows).transpose(0, 1))
+        if rule.value_scale != 1.0:  # that of the latents
+            q[..., :rank].mul_(rule.value_scale)
         q[..., rank:].copy_(q_rope)
         return q
 

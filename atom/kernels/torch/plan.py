@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from atom.graph import Batch, PagedCache
 from atom.kernels.torch.decode import Decodes
 from atom.kernels.torch.prefill import Prefill
@@ -38,23 +40,27 @@ class Plans:
         self._batch: Batch | None = None  # of the step that the plans are of
         self._plans: dict[object, AttentionPlan] = {}  # by what may differ between layers
 
-    def find(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch) -> AttentionPlan:
-        """The plan for layers of equal arguments; cache.blocks and value_dim as in Reader, the others as in ops."""
+    def find(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch,
+             tail: torch.dtype | None = None) -> AttentionPlan:  # fmt: skip
+        """The plan for layers of equal arguments; cache.blocks, value_dim and tail as in Reader, the others as in ops."""
         if batch is not self._batch:
             self._plans.clear()
             self._batch = batch
-        key = (cache.kind, window, heads, value_dim, cache.blocks.shape, cache.blocks.dtype)
+        key = (cache.kind, window, heads, value_dim, cache.blocks.shape, cache.blocks.dtype, tail)
         if key not in self._plans:
-            self._plans[key] = self._make(cache, value_dim, heads, window, batch)
+            self._plans[key] = self._make(cache, value_dim, heads, window, batch, tail)
         return self._plans[key]
 
-    def _make(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch) -> AttentionPlan:
+    def _make(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch,
+              tail: torch.dtype | None) -> AttentionPlan:  # fmt: skip
         table, blocks, num_decodes = batch.tables[cache.kind], cache.blocks, batch.num_single_query
         decodes = Decodes(self._workspace, self._budget, blocks, value_dim, table[:num_decodes],
-                          batch.lengths[:num_decodes], heads, window)  # fmt: skip
+                          batch.lengths[:num_decodes], heads, window, tail)  # fmt: skip
         bounds, ends = batch.starts.tolist(), batch.lengths.tolist()
         prefills = [
-            Prefill(self._workspace, blocks, value_dim, table[row], slice(*bounds[row : row + 2]), ends[row], window)
+            Prefill(
+                self._workspace, blocks, value_dim, table[row], slice(*bounds[row : row + 2]), ends[row], window, tail
+            )
             for row in range(num_decodes, len(ends))
             if bounds[row] < bounds[row + 1]
         ]

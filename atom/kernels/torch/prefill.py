@@ -29,8 +29,8 @@ class Prefill:
     """One sequence of one step."""
 
     def __init__(self, workspace: Workspace, cache: Tensor, value_dim: int, table: Tensor, tokens: slice, length: int,
-                 window: int | None) -> None:  # fmt: skip
-        """cache and value_dim as in Reader, table i32[M]; tokens of the step are the last of `length` positions"""
+                 window: int | None, tail: torch.dtype | None = None) -> None:  # fmt: skip
+        """cache, value_dim and tail as in Reader, table i32[M]; tokens of the step are the last of `length` positions"""
         self._workspace = workspace
         self._window = window
         self._start = length - (tokens.stop - tokens.start)  # position of the first query
@@ -39,7 +39,9 @@ class Prefill:
         positions = torch.arange(self._base, length)
         slots = table[positions // block_size] * block_size + positions % block_size
         self.tokens = tokens
-        self.reader = Reader(workspace, cache, value_dim, slots.unsqueeze(0))  # of the positions that a query sees
+        self.reader = Reader(
+            workspace, cache, value_dim, slots.unsqueeze(0), tail
+        )  # of the positions that a query sees
 
     def _first_seen(self, position: int) -> int:
         return 0 if self._window is None else max(0, position - self._window + 1)

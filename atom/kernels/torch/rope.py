@@ -15,6 +15,7 @@ from torch import Tensor
 
 from atom.graph import Batch, PagedCache
 from atom.graph.ops.attention import to_entry, write_entries
+from atom.graph.ops.latent import join_entries
 from atom.kernels.torch.norm import normalize_, rms_norm
 
 
@@ -44,10 +45,10 @@ def norm_rope_write(q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Te
 
 
 def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tensor | None,
-                           norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
-                           interleaved: bool = False) -> Tensor:  # fmt: skip
+                           norm: Tensor | None, cache: PagedCache, batch: Batch, k_scale: Tensor | None = None, *,
+                           eps: float = 0.0, interleaved: bool = False) -> Tensor:  # fmt: skip
     """q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, R / 2], norm [L], cache [blocks, block
-    size, L + R] -> q_rope [T, N, R], a view of more"""
+    size, E], k_scale fp32[1] -> q_rope [T, N, R], a view of more"""
     rotated = torch.cat((q_rope, k_rope), dim=1)
     if cos is not None and sin is not None:
         wide = rotated.float()
@@ -55,8 +56,7 @@ def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: 
         rotated = wide.to(q_rope.dtype)
     if norm is not None:
         latent = rms_norm(latent, norm, eps=eps)
-    entries = torch.cat((latent, rotated[:, -1]), dim=-1).to(cache.blocks.dtype)
-    cache.blocks.view(-1, entries.shape[-1]).index_copy_(0, batch.slot_mappings[cache.kind], entries)
+    write_entries(cache, batch, join_entries(latent, rotated[:, -1], cache.blocks.dtype, k_scale))
     return rotated[:, :-1]
 
 

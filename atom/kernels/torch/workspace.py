@@ -39,28 +39,41 @@ class Reader:
     """I times C slots of a cache: `keys` fp32[I K, C, D] and `values` fp32[I K, C, U], once `read` has run.
 
     A slot holds planes of K heads: the first is of keys, and values are the first U dims of the last, which may be the
-    same one.
+    same one. In fp8 the dims behind them may be bytes of numbers in another dtype, the tail's.
     """
 
-    def __init__(self, workspace: Workspace, cache: Tensor, value_dim: int, slots: Tensor) -> None:
+    def __init__(self, workspace: Workspace, cache: Tensor, value_dim: int, slots: Tensor,
+                 tail: torch.dtype | None = None) -> None:  # fmt: skip
         """cache [blocks, block size, planes, K, D], slots i64[I, C]: block number * block size + place in the block"""
         (num, size), (planes, kv_heads, dim) = slots.shape, cache.shape[2:]
+        tail = tail if cache.dtype is FP8 else None
+
+        def by_head(numbers: Tensor) -> Tensor:
+            return numbers.view(num, size, planes, kv_heads, -1).permute(2, 0, 3, 1, 4)
+
         self._slots = slots.flatten().int()
         self._stored = workspace.take("stored", num * size, planes, kv_heads, dim, dtype=cache.dtype)
-        self._halves = workspace.take("halves", *self._stored.shape, dtype=torch.int16) if cache.dtype is FP8 else None
-        numbers = self._stored if self._halves is None else self._halves.view(torch.float16)
-        self._by_head = numbers.view(num, size, planes, kv_heads, dim).permute(2, 0, 3, 1, 4)
-        self._wide = workspace.take("wide", *self._by_head.shape)
-        wide = self._wide.view(planes, num * kv_heads, size, dim)
+        self._numbers, self._tail, self._halves = self._stored, None, None
+        if tail is not None:
+            self._numbers, self._tail = self._stored[..., :value_dim], by_head(self._stored[..., value_dim:].view(tail))
+        if cache.dtype is FP8:
+            self._halves = workspace.take("halves", *self._numbers.shape, dtype=torch.int16)
+        self._by_head = by_head(self._numbers if self._halves is None else self._halves.view(torch.float16))
+        wide_dim = self._by_head.shape[-1] + (0 if self._tail is None else self._tail.shape[-1])
+        self._wide = workspace.take("wide", *self._by_head.shape[:-1], wide_dim)
+        wide = self._wide.view(planes, num * kv_heads, size, wide_dim)
         self.keys, self.values = wide[0], wide[-1, ..., :value_dim]
 
     def read(self, cache: Tensor) -> None:
-        stored = self.gather(cache)
+        self.gather(cache)
         if self._halves is None:
             self._wide.copy_(self._by_head)
-        else:  # the bits of e4m3 as those of an fp16, a 256th; torch converts ten times slower
-            self._halves.copy_(stored.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(0xBF80 - (1 << 16))
-            self._wide.copy_(self._by_head).mul_(256)
+            return
+        # the bits of e4m3 as those of an fp16, a 256th; torch converts ten times slower
+        self._halves.copy_(self._numbers.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(0xBF80 - (1 << 16))
+        self._wide[..., : self._by_head.shape[-1]].copy_(self._by_head).mul_(256)
+        if self._tail is not None:
+            self._wide[..., self._by_head.shape[-1] :].copy_(self._tail)
 
     def gather(self, cache: Tensor) -> Tensor:
         """The slots as they are stored, [I C, planes, K, D]."""

@@ -93,6 +93,10 @@ def accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any) 
     dim = int(q.shape[-1])
     if dim > MAX_HEAD_DIM:
         return f"heads have {dim} dims, more than {MAX_HEAD_DIM}"
+    return accepts_cache(target, *types)
+
+
+def accepts_cache(target: Target, *types: Any, **_attributes: Any) -> str | None:
     is_fp8 = any(isinstance(each, KV) and each.type.dtype == "fp8_e4m3" for each in types)
     older = [name for name in target.features if name.startswith("sm_") and int(name[3:]) < FP8_CAPABILITY]
     return f"fp8_e4m3 needs sm_{FP8_CAPABILITY}, not {older[0]}" if is_fp8 and older else None
@@ -147,11 +151,11 @@ def _refuse_packed(weight: Type) -> str | None:
     return f"{inner} columns are odd" if known.bits == 4 and inner % 2 else None
 
 
-def accepts_latent(_target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *_types: Any,
+def accepts_latent(target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *types: Any,
                    **_attributes: Any) -> str | None:  # fmt: skip
     rank, rotated = int(kv_b.shape[1]), int(q_rope.shape[2])
     if rank <= MAX_RANK and rotated <= MAX_ROTATED:
-        return None
+        return accepts_cache(target, *types)
     return f"entries have {rank} + {rotated} dims, more than {MAX_RANK} + {MAX_ROTATED}"
 
 
@@ -206,7 +210,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.norm_rope_write, "attention.rope", accepts=accepts_attention),
     _kernel(ops.paged_attention, "attention.paged", "PagedAttention", accepts_attention),
     _kernel(ops.norm_rope_attention, "attention.paged", "NormRopeAttention", accepts_attention),
-    _kernel(ops.norm_rope_write_latent, "attention.latent"),
+    _kernel(ops.norm_rope_write_latent, "attention.latent", accepts=accepts_cache),
     _kernel(ops.paged_mla_attention, "attention.latent", accepts=accepts_latent),
     _kernel(ops.router, "moe"),
     _kernel(ops.group, "moe", accepts=accepts_group),

@@ -57,26 +57,27 @@ def choose_tiles(rows: int, entry: int, element_size: int, shared: int, queries:
 
 
 def norm_rope_write_latent(q_rope: Tensor, latent: Tensor, k_rope: Tensor, cos: Tensor | None, sin: Tensor | None,
-                           norm: Tensor | None, cache: PagedCache, batch: Batch, *, eps: float = 0.0,
-                           interleaved: bool = False) -> Tensor:  # fmt: skip
+                           norm: Tensor | None, cache: PagedCache, batch: Batch, k_scale: Tensor | None = None, *,
+                           eps: float = 0.0, interleaved: bool = False) -> Tensor:  # fmt: skip
     """q_rope [T, N, R], latent [T, L], k_rope [T, 1, R], cos and sin fp32[T, P], norm [L], cache [blocks, block
-    size, L + R] -> q_rope [T, N, R]"""
+    size, E], k_scale fp32[1] -> q_rope [T, N, R]"""
     blocks = cache.blocks
     assert all(x.stride(-1) == 1 for x in (q_rope, latent, k_rope)) and blocks.is_contiguous(), "rows have gaps"
     assert cos is None or sin is None or (cos.is_contiguous() and sin.is_contiguous()), "cos and sin must be contiguous"
     (tokens, heads, rope_dim), rank = q_rope.shape, latent.shape[1]
-    half, gpu = 0 if cos is None else cos.shape[1], find_gpu(q_rope.device)
+    half, gpu, keys = 0 if cos is None else cos.shape[1], find_gpu(q_rope.device), _view_keys(blocks, k_rope.dtype)
     rotated = q_rope.new_empty(q_rope.shape) if half else q_rope
     _write_kernel[(tokens, 1 + -(-heads // 32) if half else 1)](
-        q_rope, latent, k_rope, cos, sin, norm, blocks, batch.slot_mappings[cache.kind], rotated, q_rope.stride(0),
-        q_rope.stride(1), latent.stride(0), k_rope.stride(0), EPS=eps, INTERLEAVED=interleaved, HEADS=heads, RANK=rank,
-        ROTATED=rope_dim, HALF=half, BLOCK_N=32, **gpu.options,
+        q_rope, latent, k_rope, cos, sin, norm, blocks, keys, k_scale, batch.slot_mappings[cache.kind], rotated,
+        q_rope.stride(0), q_rope.stride(1), latent.stride(0), k_rope.stride(0), EPS=eps, INTERLEAVED=interleaved,
+        HEADS=heads, RANK=rank, ROTATED=rope_dim, ENTRY=blocks.shape[-1], KEY_ENTRY=keys.shape[-1], HALF=half,
+        BLOCK_N=32, **gpu.options,
     )  # fmt: skip
     return rotated
 
 
-def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch, *,
-                        scale: float) -> Tensor:  # fmt: skip
+def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: PagedCache, batch: Batch,
+                        k_scale: Tensor | None = None, *, scale: float) -> Tensor:  # fmt: skip
     """Shapes as in the op. A token of no sequence and a sequence of no positions give zeros."""
     blocks, table, num_decodes = cache.blocks, batch.tables[cache.kind], batch.num_decodes
     num_queries = num_decodes * batch.query_len
@@ -87,7 +88,7 @@ def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Pag
     if num_decodes:
         some = slice(0, num_queries)
         q = _absorb(q_nope[some], weight)
-        sums = _attend(q, q_rope[some], blocks, table[:num_decodes], None, batch.lengths[:num_decodes], scale)
+        sums = _attend(q, q_rope[some], blocks, table[:num_decodes], None, batch.lengths[:num_decodes], k_scale, scale)
         _sum_values(sums, weight, out[some])
     if tokens > num_queries:
         others = slice(num_queries, tokens)
@@ -96,9 +97,14 @@ def paged_mla_attention(q_nope: Tensor, q_rope: Tensor, kv_b: Tensor, cache: Pag
         for first in range(0, heads, at_once):
             some = slice(first, first + at_once)
             q = _absorb(q_nope[others, some], weight[some])
-            sums = _attend(q, q_rope[others, some], blocks, table, starts, lengths, scale)
+            sums = _attend(q, q_rope[others, some], blocks, table, starts, lengths, k_scale, scale)
             _sum_values(sums, weight[some], out[others, some])
     return out
+
+
+def _view_keys(cache: Tensor, dtype: torch.dtype) -> Tensor:
+    """The cache as its rotated keys are read, which end each entry: beside latents in fp8 they are in `dtype`."""
+    return cache.view(dtype) if cache.dtype is torch.float8_e4m3fn else cache
 
 
 def _absorb(q_nope: Tensor, weight: Tensor) -> Tensor:
@@ -112,14 +118,15 @@ def _sum_values(sums: Tensor, weight: Tensor, out: Tensor) -> None:
 
 
 def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Tensor | None, lengths: Tensor,
-            scale: float) -> Tensor:  # fmt: skip
+            k_scale: Tensor | None, scale: float) -> Tensor:  # fmt: skip
     """Absorbed queries q [N, T, L] and q_rope [T, N, R] of sequences one behind another -> sums of entries [N, T, L].
 
     Starts count from an earlier token, the first of them is q's; without, each sequence has as many tokens as others.
     """
     (heads, tokens, rank), rope_dim, sequences = q.shape, q_rope.shape[2], len(lengths)
     block_l, block_r = (max(16, next_power_of_2(dim)) for dim in (rank, rope_dim))  # a product's tiles have 16 at least
-    gpu, element_size = find_gpu(q.device), max(q.element_size(), cache.element_size())
+    gpu, keys = find_gpu(q.device), _view_keys(cache, q_rope.dtype)
+    element_size = max(q.element_size(), cache.element_size())
     queries = tokens // sequences if starts is None else 0  # 0: each sequence has its own number
     rows = heads * tokens // sequences
     tiles = choose_tiles(rows, block_l + block_r, element_size, gpu.shared_memory, queries)
@@ -136,11 +143,12 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
         parts = q.new_empty(num_splits, heads, tokens, rank, dtype=torch.float32)
         weights = q.new_empty(num_splits, heads, tokens, dtype=torch.float32)
     _attend_kernel[(num_tiles, num_splits)](
-        q, q_rope, cache, table, starts, lengths, sums if parts is None else parts, weights, sequences, tokens,
-        num_splits, scale * math.log2(math.e), table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads,
-        RANK=rank, ROTATED=rope_dim, BLOCK_SIZE=cache.shape[1], QUERIES=queries,
-        BLOCK_S=1 if starts is None else sequence_bucket(sequences), BLOCK_M=tiles.rows, BLOCK_N=tiles.positions,
-        BLOCK_L=block_l, BLOCK_R=block_r, num_warps=tiles.num_warps, num_stages=tiles.num_stages, **gpu.options,
+        q, q_rope, cache, keys, k_scale, table, starts, lengths, sums if parts is None else parts, weights, sequences,
+        tokens, num_splits, scale * math.log2(math.e), table.stride(0), q_rope.stride(0), q_rope.stride(1), HEADS=heads,
+        RANK=rank, ROTATED=rope_dim, ENTRY=cache.shape[-1], KEY_ENTRY=keys.shape[-1], BLOCK_SIZE=cache.shape[1],
+        QUERIES=queries, BLOCK_S=1 if starts is None else sequence_bucket(sequences), BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.positions, BLOCK_L=block_l, BLOCK_R=block_r, num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages, **gpu.options,
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(heads * tokens, -(-rank // 128))](
@@ -150,19 +158,25 @@ def _attend(q: Tensor, q_rope: Tensor, cache: Tensor, table: Tensor, starts: Ten
 
 
 @jit(do_not_specialize_on_alignment=["slots"])
-def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, slots, rotated, q_stride, head_stride, latent_stride,
-                  k_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
-                  ROTATED: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """One token's entry, then the queries of some of its heads."""
+def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, keys, k_scale, slots, rotated, q_stride, head_stride,
+                  latent_stride, k_stride, EPS: tl.constexpr, INTERLEAVED: tl.constexpr, HEADS: tl.constexpr,
+                  RANK: tl.constexpr, ROTATED: tl.constexpr, ENTRY: tl.constexpr, KEY_ENTRY: tl.constexpr,
+                  HALF: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One token's entry, then the queries of some of its heads.
+
+    cache and keys: one memory, entries as ENTRY numbers of latents, and as KEY_ENTRY of rotated keys
+    """
+    if k_scale is not None:
+        k_scale = tl.load(k_scale)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         row = tl.zeros([1], tl.int64)
-        entry = cache + tl.load(slots + token) * (RANK + ROTATED) + row
-        store_rotated(latent + token * latent_stride + row, entry, None, token + row, row == 0, cos, sin, norm, EPS,
-                     INTERLEAVED, RANK, 0)  # fmt: skip
-        store_rotated(k_rope + token * k_stride + row, entry + RANK, None, token + row, row == 0, cos, sin, None, EPS,
-                     INTERLEAVED, ROTATED, HALF)  # fmt: skip
+        slot = tl.load(slots + token) + row
+        store_rotated(latent + token * latent_stride + row, cache + slot * ENTRY, k_scale, token + row, row == 0, cos,
+                     sin, norm, EPS, INTERLEAVED, RANK, 0)  # fmt: skip
+        store_rotated(k_rope + token * k_stride + row, keys + slot * KEY_ENTRY + (KEY_ENTRY - ROTATED), None, token
+                     + row, row == 0, cos, sin, None, EPS, INTERLEAVED, ROTATED, HALF)  # fmt: skip
     else:
         heads = (tl.program_id(1) - 1) * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = q_rope + token * q_stride + heads * head_stride
@@ -175,16 +189,18 @@ def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, slots, rotated,
     do_not_specialize=["num_sequences", "num_tokens", "num_splits", "table_stride"],
     do_not_specialize_on_alignment=["table", "starts", "lengths"],
 )
-def _attend_kernel(q, q_rope, cache, table, starts, lengths, out, weights, num_sequences, num_tokens, num_splits, scale,
-                   table_stride, q_stride, head_stride, HEADS: tl.constexpr, RANK: tl.constexpr, ROTATED: tl.constexpr,
-                   BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
-                   ):  # fmt: skip
+def _attend_kernel(q, q_rope, cache, keys, k_scale, table, starts, lengths, out, weights, num_sequences, num_tokens,
+                   num_splits, scale, table_stride, q_stride, head_stride, HEADS: tl.constexpr, RANK: tl.constexpr,
+                   ROTATED: tl.constexpr, ENTRY: tl.constexpr, KEY_ENTRY: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                   QUERIES: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                   BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """A tile of rows, pairs of token and head, over its context or, with weights fp32[splits, N, T], over a part of it.
 
     q [N, T, L] -> out [N, T, L], or parts fp32[splits, N, T, L] and the log2 of what each weighs. Without starts each
-    sequence has QUERIES tokens.
+    sequence has QUERIES tokens. cache and keys: as in _write_kernel.
     """
+    if k_scale is not None:
+        k_scale = tl.load(k_scale)
     wait_for_inputs(PDL)
     if starts is None:
         tiles_each: tl.constexpr = (HEADS * QUERIES + BLOCK_M - 1) // BLOCK_M
@@ -240,13 +256,15 @@ def _attend_kernel(q, q_rope, cache, table, starts, lengths, out, weights, num_s
         is_there = (positions < stop)[:, None]
         # multiples of 1 alone: Triton takes sums of a block's start and places in it for multiples of the block's size
         slots = tl.multiple_of(block.to(tl.int64) * BLOCK_SIZE + positions % BLOCK_SIZE, 1)
-        entries = cache + slots[:, None] * (RANK + ROTATED)
+        entries, key_entries = cache + slots[:, None] * ENTRY, keys + slots[:, None] * KEY_ENTRY + (KEY_ENTRY - ROTATED)
         following = positions + BLOCK_N  # its blocks are looked up one iteration ahead of the entries
         block = tl.load(blocks + following // BLOCK_SIZE, mask=following < stop, other=0)
         latents = tl.load(entries + columns[None, :], mask=is_there & (columns < RANK)[None, :], other=0.0)
-        rotated = tl.load(entries + RANK + dims[None, :], mask=is_there & (dims < ROTATED)[None, :], other=0.0)
+        rotated = tl.load(key_entries + dims[None, :], mask=is_there & (dims < ROTATED)[None, :], other=0.0)
         latents, rotated = latents.to(q_latents.dtype), rotated.to(q_rotated.dtype)
         scores = tl.dot(q_latents, tl.trans(latents), input_precision="ieee")
+        if k_scale is not None:
+            scores *= k_scale
         scores = tl.dot(q_rotated, tl.trans(rotated), scores, input_precision="ieee") * scale
         is_seen = (positions[None, :] <= newest[:, None]) & (positions < stop)[None, :]
         scores = tl.where(is_seen, scores, float("-inf"))
@@ -259,6 +277,8 @@ def _attend_kernel(q, q_rope, cache, table, starts, lengths, out, weights, num_s
     has_seen = total > 0
     total = tl.where(has_seen, total, 1.0)
     acc = acc / total[:, None]
+    if k_scale is not None:
+        acc *= k_scale
     if weights is not None:
         tl.store(weights + out_places, tl.where(has_seen, best + tl.log2(total), NOTHING), mask=is_row)
     tl.store(out + out_places[:, None] * RANK + columns[None, :], acc.to(out.dtype.element_ty), mask=is_value)

@@ -68,12 +68,13 @@ def find_kv_scales(names: Collection[str], weights: Mapping[str, str]) -> dict[s
     has neither. Of one alone, the other gets the usual name, which is then found missing.
 
     weights: the names of other roles. A scale is the attention's own (compressed-tensors), the projection's (modelopt),
-    its output's (Quark), or one for both.
+    its output's (Quark), or one for both. Latent attention's are named alike, as if it had projections of keys and
+    values; that of the keys is the latents'.
     """
     stored = {re.sub("[0-9]+", "{layer}", name) for name in names if name.endswith("_scale")}
     found, usual = dict[str, str](), dict[str, str]()
     for role in ("k", "v"):
-        module = weights.get(role, "")
+        module = weights.get(role) or weights.get("kv_b", "").replace("kv_b", role)
         attention, scale = module.rpartition(".")[0], f"{role}_scale"
         usual[scale] = f"{attention}.{scale}"
         for name in (usual[scale], f"{module}.{scale}", f"{module}.output_scale", f"{attention}.kv_scale"):

@@ -34,7 +34,7 @@ from atom.config.schema import (
 )
 from atom.config.spelling import did_you_mean, spelled
 from atom.devices import count_devices, find_device
-from atom.dtypes import BY_NAME, FORMATS, MODEL_DTYPES, ONLINE
+from atom.dtypes import BY_NAME, FORMATS, ONLINE
 from atom.errors import CheckpointError, ConfigError, UnsupportedError
 from atom.sampling_params import out_of_range
 

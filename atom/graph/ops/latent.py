@@ -25,26 +25,32 @@ def latent_entry(cache_dtype: str, dtype: str, rank: int, rotated: int) -> Type:
     if cache_dtype != FP8:
         return Type(cache_dtype, (rank + rotated,))
     size = Type(dtype, (1,)).num_bytes
-    need(rank % size == 0, f"{rank} latent dims in {FP8} are no multiple of the {size} bytes of a number in {dtype}")
-    return Type(FP8, (rank + rotated * size,))
+    return Type(FP8, (find_keys(rank, size) + rotated * size,))
+
+
+def find_keys(rank: int, size: int) -> int:
+    """Where the rotated key begins behind a latent in fp8, in bytes: at a multiple of its numbers' size."""
+    return -(-rank // size) * size
 
 
 def join_entries(latent: Tensor, k_rope: Tensor, dtype: torch.dtype, k_scale: Tensor | None = None) -> Tensor:
     """latent [T, L] and k_rope [T, R] -> entries [T, E] as a cache of this dtype keeps them"""
     if dtype is not torch.float8_e4m3fn:
         return torch.cat((latent, k_rope), dim=-1).to(dtype)
-    parts = to_entry(latent, dtype, k_scale), k_rope.contiguous()
-    return torch.cat([part.view(torch.uint8) for part in parts], dim=-1).view(dtype)
+    rank = latent.shape[-1]
+    latent = F.pad(to_entry(latent, dtype, k_scale).view(torch.uint8), (0, find_keys(rank, k_rope.itemsize) - rank))
+    return torch.cat((latent, k_rope.contiguous().view(torch.uint8)), dim=-1).view(dtype)
 
 
 def split_entries(
     entries: Tensor, rank: int, dtype: torch.dtype, k_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """entries [C, E] of a model in `dtype` -> latent [C, L] and k_rope [C, R]"""
-    latent, k_rope = entries[:, :rank], entries[:, rank:]
+    latent = entries[:, :rank]
     if entries.dtype is not torch.float8_e4m3fn:
-        return latent, k_rope
-    return latent.float() if k_scale is None else latent.float() * k_scale, k_rope.view(dtype)
+        return latent, entries[:, rank:]
+    k_rope = entries[:, find_keys(rank, dtype.itemsize) :].view(dtype)
+    return latent.float() if k_scale is None else latent.float() * k_scale, k_rope
 
 
 def attend_latent(q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, kv_b: Tensor, scale: float) -> Tensor:

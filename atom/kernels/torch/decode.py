@@ -29,7 +29,7 @@ class Decodes:
 
     def __init__(self, workspace: Workspace, budget: int, cache: Tensor, value_dim: int, table: Tensor, lengths: Tensor,
                  heads: int, window: int | None, tail: torch.dtype | None = None) -> None:  # fmt: skip
-        """budget in bytes of fp32 keys and values, cache, value_dim and tail as in Reader, table i32[S, M], lengths [S]"""
+        """budget in bytes of fp32 keys and values; cache, value_dim, tail as in Reader; table i32[S, M], lengths [S]"""
         block_size = cache.shape[1]
         lengths = lengths.long()
         first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp_(min=0)

@@ -42,7 +42,7 @@ class Plans:
 
     def find(self, cache: PagedCache, value_dim: int, heads: int, window: int | None, batch: Batch,
              tail: torch.dtype | None = None) -> AttentionPlan:  # fmt: skip
-        """The plan for layers of equal arguments; cache.blocks, value_dim and tail as in Reader, the others as in ops."""
+        """The plan for layers of equal arguments; cache.blocks, value_dim, tail as in Reader, the others as in ops."""
         if batch is not self._batch:
             self._plans.clear()
             self._batch = batch

@@ -30,7 +30,7 @@ class Prefill:
 
     def __init__(self, workspace: Workspace, cache: Tensor, value_dim: int, table: Tensor, tokens: slice, length: int,
                  window: int | None, tail: torch.dtype | None = None) -> None:  # fmt: skip
-        """cache, value_dim and tail as in Reader, table i32[M]; tokens of the step are the last of `length` positions"""
+        """cache, value_dim, tail as in Reader; table i32[M]; tokens of the step are the last of `length` positions"""
         self._workspace = workspace
         self._window = window
         self._start = length - (tokens.stop - tokens.start)  # position of the first query

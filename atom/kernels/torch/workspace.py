@@ -17,6 +17,8 @@ import math
 import torch
 from torch import Tensor
 
+from atom.graph.ops.latent import find_keys
+
 FP8 = torch.float8_e4m3fn
 
 
@@ -39,7 +41,7 @@ class Reader:
     """I times C slots of a cache: `keys` fp32[I K, C, D] and `values` fp32[I K, C, U], once `read` has run.
 
     A slot holds planes of K heads: the first is of keys, and values are the first U dims of the last, which may be the
-    same one. In fp8 the dims behind them may be bytes of numbers in another dtype, the tail's.
+    same one. In fp8 the dims behind them may be bytes of numbers in another dtype, the tail's, as of latents.
     """
 
     def __init__(self, workspace: Workspace, cache: Tensor, value_dim: int, slots: Tensor,
@@ -55,7 +57,8 @@ class Reader:
         self._stored = workspace.take("stored", num * size, planes, kv_heads, dim, dtype=cache.dtype)
         self._numbers, self._tail, self._halves = self._stored, None, None
         if tail is not None:
-            self._numbers, self._tail = self._stored[..., :value_dim], by_head(self._stored[..., value_dim:].view(tail))
+            first = find_keys(value_dim, tail.itemsize)
+            self._numbers, self._tail = self._stored[..., :value_dim], by_head(self._stored[..., first:].view(tail))
         if cache.dtype is FP8:
             self._halves = workspace.take("halves", *self._numbers.shape, dtype=torch.int16)
         self._by_head = by_head(self._numbers if self._halves is None else self._halves.view(torch.float16))

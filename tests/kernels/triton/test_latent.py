@@ -247,10 +247,14 @@ from atom.kernels.triton.attention import latent
 from atom.kernels.triton.gpu import Gpu
 
 class Compile:
+    def __init__(self, kernel):
+        self.kernel = kernel
     def __getitem__(self, grid):
         return self
     def __call__(self, *args, **options):
-        types = {torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", int: "i32", float: "fp32"}
+        types = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv",
+                 torch.int32: "*i32", torch.int64: "*i64", int: "i32", float: "fp32"}
+        kernel = self.kernel
         given = dict(zip(kernel.arg_names, args)) | {name: options.pop(name) for name in kernel.arg_names if name in options}
         is_constant = {p.name: p.is_constexpr or given[p.name] is None for p in kernel.params}
         signature = {name: "constexpr" if is_constant[name] else types[getattr(value, "dtype", type(value))]
@@ -258,20 +262,35 @@ class Compile:
         constants = {name: value for name, value in given.items() if is_constant[name]}
         aligned = {(i,): [["tt.divisibility", 16]] for i, type in enumerate(signature.values()) if type[0] == "*"}
         made = triton.compile(ASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", 90, 32), options)
-        print(*(int(size, 16) for size in re.findall(r"cp\\.async\\.c.*?(0x\\w+),", made.asm["ptx"])))
+        assert made.metadata.shared <= 227 << 10, (kernel.__name__, made.metadata.shared)
+        if kernel.__name__ == "_attend_kernel":
+            print(*(int(size, 16) for size in re.findall(r"cp\\.async\\.c.*?(0x\\w+),", made.asm["ptx"])))
 
 latent.find_gpu = lambda device: Gpu(132, 227 << 10, (9, 0))
-kernel, latent._attend_kernel = latent._attend_kernel, Compile()
+for name in ("_attend_kernel", "_write_kernel", "_merge_kernel"):
+    setattr(latent, name, Compile(getattr(latent, name)))
+
+def batch(num_decodes):
+    return Batch({"latent": torch.zeros(1, 8).int()}, {"latent": torch.zeros(2).long()}, torch.tensor([0, 2]).int(),
+                 torch.tensor([2]).int(), num_decodes, 2)
+
 for rank, rotated in ((12, 6), (64, 8)):
     q_nope, q_rope = torch.zeros(2, 3, 8 + rotated, dtype=torch.float16).split([8, rotated], 2)
     cache = PagedCache(torch.zeros(2, 16, rank + rotated, dtype=torch.float16), "latent")
     kv_b = torch.zeros(3 * 18, rank, dtype=torch.float16)
-    batch = Batch({"latent": torch.zeros(1, 1).int()}, {}, torch.tensor([0, 2]).int(), torch.tensor([2]).int(), 0)
-    latent.paged_mla_attention(q_nope, q_rope, kv_b, cache, batch, scale=1.0)
+    latent.paged_mla_attention(q_nope, q_rope, kv_b, cache, batch(0), scale=1.0)
+
+scale, cache = torch.ones(1), PagedCache(torch.zeros(8, 16, 640).to(torch.float8_e4m3fn), "latent")
+for num_decodes in (0, 1):
+    q_nope, q_rope = torch.zeros(2, 128, 192, dtype=torch.bfloat16).split([128, 64], 2)
+    kv_b, entry = torch.zeros(128 * 256, 512, dtype=torch.bfloat16), torch.zeros(2, 576, dtype=torch.bfloat16)
+    latent.paged_mla_attention(q_nope, q_rope, kv_b, cache, batch(num_decodes), scale, scale=1.0)
+angle, norm = torch.zeros(2, 32), torch.ones(512, dtype=torch.bfloat16)
+latent.norm_rope_write_latent(q_rope, entry[:, :512], entry[:, None, 512:], angle, angle, norm, cache, batch(0), scale)
 """
 
 
-def test_entries_are_copied_by_as_many_bytes_as_each_of_them_is_aligned_to(tmp_path, monkeypatch):
+def test_kernels_compile_and_copy_entries_by_as_many_bytes_as_each_is_aligned_to(tmp_path, monkeypatch):
     """In a process of its own, without the interpreter, and without a GPU."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -279,4 +298,4 @@ def test_entries_are_copied_by_as_many_bytes_as_each_of_them_is_aligned_to(tmp_p
     done = subprocess.run([sys.executable, "-c", COMPILE], cwd=root, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     widest = [max(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert widest == [4, 16]  # of entries of 36 bytes, and of 144
+    assert widest == [4, 16, 16, 16]  # of entries of 36 bytes, of 144, and of 640 in fp8, for a prompt and for a decode

@@ -175,8 +175,9 @@ def _write_kernel(q_rope, latent, k_rope, cos, sin, norm, cache, keys, k_scale, 
         slot = tl.load(slots + token) + row
         store_rotated(latent + token * latent_stride + row, cache + slot * ENTRY, k_scale, token + row, row == 0, cos,
                      sin, norm, EPS, INTERLEAVED, RANK, 0)  # fmt: skip
-        store_rotated(k_rope + token * k_stride + row, keys + slot * KEY_ENTRY + (KEY_ENTRY - ROTATED), None, token
-                     + row, row == 0, cos, sin, None, EPS, INTERLEAVED, ROTATED, HALF)  # fmt: skip
+        rotated_key = keys + slot * KEY_ENTRY + (KEY_ENTRY - ROTATED)
+        store_rotated(k_rope + token * k_stride + row, rotated_key, None, token + row, row == 0, cos, sin, None, EPS,
+                     INTERLEAVED, ROTATED, HALF)  # fmt: skip
     else:
         heads = (tl.program_id(1) - 1) * BLOCK_N + tl.arange(0, BLOCK_N)
         rows = q_rope + token * q_stride + heads * head_stride

@@ -1,5 +1,7 @@
 """fp8 KV, against transformers whose cache rounds keys and values through float8_e4m3fn, in float32.
 
+Of latent attention it rounds the latents, which are what its projection kv_b reads.
+
 The rounding is plain torch's: divide by the layer's scale, clamp to 448, convert, multiply. Where a number lies between
 two of fp8, sums in another order may round it to the other, a sixteenth off: so logits are those of the reference for
 most prompts, and near them for all.
@@ -25,11 +27,21 @@ from atom import LLMEngine, SamplingParams
 from atom.build import cache_kinds
 from atom.compiler import compile_graph
 from atom.config.load import load
-from atom.errors import AtomError, CheckpointError, UnsupportedError
+from atom.errors import AtomError, CheckpointError
 
 NEAR = 0.02
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-MODELS = ["llama", "qwen3", "qwen3_window", "mistral_window", "gemma2", "gpt_oss", "olmo3"]
+MODELS = [
+    "llama",
+    "qwen3",
+    "qwen3_window",
+    "mistral_window",
+    "gemma2",
+    "gpt_oss",
+    "olmo3",
+    "deepseek_v2",
+    "deepseek_v3",
+]
 Scales = Callable[[int], tuple[float, float]]  # of a layer: of its keys and values
 
 
@@ -54,7 +66,17 @@ def ones(_layer: int) -> tuple[float, float]:
 @torch.inference_mode()
 def rounded_logits(model: Any, tokens: list[int], scales: Scales = ones) -> Tensor:
     """[T, V]"""
-    logits: Tensor = model(torch.tensor([tokens]), past_key_values=RoundingCache(scales)).logits[0].float()
+    hooks = [
+        attention.kv_b_proj.register_forward_pre_hook(
+            lambda _module, args, layer=layer: (round_fp8(args[0], scales(layer)[0]),)
+        )
+        for layer, attention in enumerate(each.self_attn for each in model.model.layers)
+        if hasattr(attention, "kv_b_proj")
+    ]
+    cache = DynamicCache() if hooks else RoundingCache(scales)
+    logits: Tensor = model(torch.tensor([tokens]), past_key_values=cache).logits[0].float()
+    for hook in hooks:
+        hook.remove()
     return logits
 
 
@@ -111,7 +133,7 @@ def test_logits_are_those_of_a_cache_that_rounds(
 
 
 @pytest.mark.parametrize("level", [0, 1])
-@pytest.mark.parametrize("name", ["llama", "qwen3_window"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_window", "deepseek_v3"])
 def test_prefix_hits_chunks_and_preemptions_change_nothing(
     name: str, level: int, open_engine: Open, checkpoints: Any, references: Any
 ):
@@ -277,13 +299,35 @@ def test_a_token_takes_a_byte_for_each_number(checkpoints: Any):
     assert kinds == {"full": 2 * 2 * 24, "window_7": 2 * 24}, "layers x (k and v) x dim"
 
 
-@pytest.mark.parametrize("typed", ["fp8", "fp8_e4m3"])
-def test_a_latent_cache_is_refused_by_name(checkpoints: Any, typed: str):
-    with pytest.raises(UnsupportedError) as error:
-        load([f"checkpoint={checkpoints('deepseek_v3')}", f"serve.kv_cache_dtype={typed}"])
-    assert str(error.value) == (
-        "serve.kv_cache_dtype=fp8 is not built for model.attention.kind=mla; there is: auto, bf16, fp16, fp32"
+@pytest.mark.parametrize(("dtype", "size"), [("bf16", 2), ("fp32", 4)])
+def test_a_latent_takes_a_byte_for_each_number_and_its_rotated_key_stays(checkpoints: Any, dtype: str, size: int):
+    overrides = [f"checkpoint={checkpoints('deepseek_v3')}", "quant.kv=fp8", f"dtype={dtype}"]
+    (kind,) = cache_kinds(compile_graph(load(overrides)))
+    assert kind.bytes_per_token == 3 * (18 + -18 % size + 8 * size), (
+        "layers x (latent, up to where a key begins, and key)"
     )
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.kv_scale"])
+def test_the_scale_of_latents_is_the_checkpoints(
+    name: str, tmp_path: Path, checkpoints: Any, references: Any, open_engine: Open, capsys: pytest.CaptureFixture[str]
+):
+    plain, folder = checkpoints("deepseek_v3"), tmp_path / "scales"
+    tensors, stated = load_file(plain / "model.safetensors"), json.loads((plain / "config.json").read_text())
+    for layer in range(stated["num_hidden_layers"]):
+        tensors[f"model.layers.{layer}.{name}"] = torch.tensor([scales_of_layer(layer)[0]])
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    quantized = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {},
+        "format": "dense",
+        "kv_cache_scheme": scheme,
+    }
+    (folder / "config.json").write_text(json.dumps({**stated, "quantization_config": quantized}))
+    assert_same(open_engine(folder), references("deepseek_v3"), scales_of_layer)
+    assert "kv scales" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("typed", ["fp8_e5m2", "fp8_e4m4", "int8"])

@@ -173,6 +173,42 @@ def test_what_is_kept_and_is_none_is_measured_again(content: str, checkpoint: Pa
     engine.close()
 
 
+def test_the_scale_of_latents_is_measured_by_one_rank_and_by_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, thread_ranks: list[ThreadRanks]
+):
+    name, fields = tiny.VARIANTS["deepseek_v3"]
+    monkeypatch.setitem(tiny.VARIANTS, "large latents", (name, {**fields, "vocab_size": 300}))
+    folder = tiny.save("large latents", tmp_path / "checkpoint")
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        for module, factor in (("kv_a_layernorm", UP), ("kv_b_proj", 1 / UP)):
+            tensors[name] = tensors[name] * factor if f"{module}.weight" in name else tensors[name]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    add_tokenizer(folder)
+    engine, model = open_engine(folder), tiny.reference(folder)
+    prompt, found = list(engine._engine.vocabulary.tokenize(PROMPT))[:256], scales_of(engine)
+    ours = logits_of(engine, TOKENS)
+    engine.close()
+
+    largest: dict[str, float] = {}
+    for layer, each in enumerate(model.model.layers):
+
+        def note(_module: Any, args: Any, _out: Any, name: str = f"model.layers.{layer}.k_scale") -> None:
+            largest[name] = args[0].abs().max().item()
+
+        each.self_attn.kv_b_proj.register_forward_hook(note)
+    tiny.logits(model, prompt)
+    assert found.keys() == largest.keys()
+    for layer, scale in found.items():
+        assert math.log2(scale).is_integer() and scale > 1
+        assert 2 * largest[layer] / 448 * 0.95 < scale < 4 * largest[layer] / 448 * 1.05
+    engine = open_engine(folder, "parallel=tp2", f"cache={folder}.ranks")
+    assert scales_of(engine) == found
+    engine.close()
+    rounded = rounded_logits(model, TOKENS, lambda layer: (found[f"model.layers.{layer}.k_scale"], 1.0))
+    assert relative_error(ours, rounded) < NEAR
+
+
 def test_where_nothing_can_be_measured_a_line_says_that_1_is_used(checkpoint: Path, capsys: pytest.CaptureFixture[str]):
     def line(*overrides: str) -> str:
         engine = open_engine(checkpoint, *overrides)

@@ -416,6 +416,13 @@ def test_kv_bytes_a_token_are_those_that_the_pool_allocates(name: str, sizes: An
         assert result["kv_tokens"][kind] == (num - 1) * block_size, "block 0 is nobody's"
 
 
+def test_latents_in_fp8_keep_their_rotated_keys(explain: Any, published: Any):
+    """512 bytes, and 64 numbers in bf16."""
+    result = explain(published("deepseek_v3"), "quant.kv=fp8")
+    assert result["kv_bytes_per_token"] == {"latent": 61 * (512 + 64 * 2)}
+    assert result["kv_pool_bytes"] // (61 * 640) == result["kv_tokens"]["latent"] + 16, "block 0 is nobody's"
+
+
 def test_kv_bytes_by_kind_of_a_model_with_a_window(explain: Any, checkpoints: Any):
     result = explain(f"checkpoint={checkpoints('qwen3_window')}", "dtype=bf16")
     assert result["kv_bytes_per_token"] == {"full": 2 * 2 * 24 * 2, "window_7": 2 * 24 * 2}, (

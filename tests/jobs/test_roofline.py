@@ -50,17 +50,18 @@ H200 = Limits(4.47e12, 804e12)
 
 
 @pytest.fixture(scope="module")
-def costs_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], dict[str, Costs]]:
+def costs_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Costs]]:
     """The costs of a config.json: a dict, or a name in tests/configs."""
 
     @functools.cache
-    def read(text: str) -> dict[str, Costs]:
+    def read(text: str, *overrides: str) -> dict[str, Costs]:
         folder = tmp_path_factory.mktemp("model")
         (folder / "config.json").write_text(text)
-        return read_costs(compile_graph(load([f"checkpoint={folder}", "level=1", "device=cpu"])))
+        return read_costs(compile_graph(load([f"checkpoint={folder}", "level=1", "device=cpu", *overrides])))
 
-    def costs_of(stated: Any) -> dict[str, Costs]:
-        return read((CONFIGS / f"{stated}.json").read_text() if isinstance(stated, str) else json.dumps(stated))
+    def costs_of(stated: Any, *overrides: str) -> dict[str, Costs]:
+        text = (CONFIGS / f"{stated}.json").read_text() if isinstance(stated, str) else json.dumps(stated)
+        return read(text, *overrides)
 
     return costs_of
 
@@ -196,6 +197,12 @@ def test_latents_are_seen_absorbed_by_decodes_and_expanded_by_prompts(costs_of: 
     assert attention.num_bytes == (512 + 64) * 2
     assert attention.decode_flops == 2 * 128 * ((512 + 64) + 512)
     assert attention.prefill_flops == 2 * 128 * ((128 + 64) + 128)
+
+
+def test_latents_in_fp8_are_fewer_bytes_and_as_many_operations(costs_of: Any):
+    plain, packed = (costs_of("deepseek_v3", *way)["body"].attention[0] for way in ([], ["quant.kv=fp8"]))
+    assert packed.num_bytes == 512 + 64 * 2
+    assert (packed.decode_flops, packed.prefill_flops) == (plain.decode_flops, plain.prefill_flops)
 
 
 def test_the_products_of_a_layer_are_in_the_order_of_the_text(costs_of: Any):

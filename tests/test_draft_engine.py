@@ -241,3 +241,13 @@ def test_another_model_of_random_weights_is_hardly_ever_right(checkpoints: Calla
     stats = engine.metrics.scheduler
     assert stats.num_accepted_tokens < 0.1 * stats.num_draft_tokens
     engine.close()
+
+
+def test_drafts_over_latents_in_fp8_change_no_token(case_of: Callable[[str], Case]):
+    case, answers = case_of("mtp_deepseek_v3"), []
+    for fields in ({}, {**case.fields, "num_speculative_tokens": 2}):
+        with closing(opened(case.folder, **fields, kv_cache_dtype="fp8")) as engine:
+            answers.append(tokens_of(engine, SINGLE, EVERY))
+            stats = engine.metrics.scheduler
+    assert answers[0] == answers[1]
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens

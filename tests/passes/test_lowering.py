@@ -263,3 +263,11 @@ def test_a_pass_that_breaks_the_graph_is_named_with_those_before_it(tmp_path: Pa
         match=rf"^break_it \(after shard\): body: a is .*; its text: {tmp_path}/atom-break_it-.*\.py$",
     ):
         lower(parse(BEFORE), 1, Target("cpu"))
+
+
+def test_the_scale_of_latents_goes_to_their_write_and_their_attention():
+    """An entry in fp8 is 6 bytes, 2 of padding, and a rotated key of 2 numbers in fp32."""
+    plain = 'KV("0", fp32[8])'
+    packed, scale = 'KV("0", fp8_e4m3[16])', 'measured("0.k_scale")'
+    lowered = text_of(lower_attention(parse(LATENT.replace(plain, f"{packed}, {scale}"))))
+    assert lowered.strip() == LATENT_AFTER.replace(f"{plain}, batch", f"{packed}, batch, {scale}")

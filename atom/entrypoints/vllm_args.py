@@ -25,7 +25,7 @@ from atom.checkpoint.address import parse_address
 from atom.config.spelling import did_you_mean, override
 from atom.config.tool_formats import format_names
 from atom.entrypoints.args import VLLM, EngineArgs, Parser, flag, read_count, read_object
-from atom.errors import ConfigError
+from atom.errors import ConfigError, UnsupportedError
 from atom.sampling_params import GENERATION
 
 THINK = ["<think>", "</think>"]
@@ -251,14 +251,23 @@ class VLLMParser(Parser):
         self.add_argument("--config", metavar="FILE", help="YAML with flags, which count behind those of this line")
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
-        return super().parse(open_config(list(sys.argv[1:] if argv is None else argv)))
+        own = list(sys.argv[1:] if argv is None else argv)
+        if own[:1] == ["serve"] and len(own) > 1:  # of `vllm serve MODEL`
+            own = own[1:]
+        path, stated, own = open_config(own)
+        try:
+            super().parse(stated)  # alone, so that an error names the file
+        except (ConfigError, UnsupportedError) as error:
+            error.args = (f"{path}: {error}",)
+            raise
+        return super().parse([*stated, *own])
 
 
-def open_config(argv: list[str]) -> list[str]:
-    """The command line with the flags of its --config in front, but for those that it has itself."""
+def open_config(argv: list[str]) -> tuple[Path | None, list[str], list[str]]:
+    """The file of --config, its flags but for those that the command line has itself, and the rest of that line."""
     at = next((index for index, text in enumerate(argv) if re.fullmatch("--config(=.*)?", text)), None)
     if at is None or argv[at:] == ["--config"]:
-        return argv  # which the parser tells
+        return None, [], argv  # which the parser tells
     path, rest = Path(argv[at].partition("=")[2]), argv[at + 1 :]
     if argv[at] == "--config":
         path, rest = Path(rest[0]), rest[1:]
@@ -270,7 +279,7 @@ def open_config(argv: list[str]) -> list[str]:
         raise ConfigError(f"--config={path} is no mapping from flags to values")
     own = [*argv[:at], *rest]
     given = {name for text in own if (name := flag_name(text))}
-    return [*(text for key, value in values.items() for text in spell_flag(str(key), value, given)), *own]
+    return path, [text for key, value in values.items() for text in spell_flag(str(key), value, given)], own
 
 
 def flag_name(text: str) -> str:

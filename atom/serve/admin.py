@@ -94,7 +94,7 @@ def routes(context: Context) -> APIRouter:
             "object": "model",
             "created": created,
             "owned_by": "atom",
-            "root": context.names[0],
+            "root": context.config.checkpoint or context.config.model.name,
             "parent": None,
             "max_model_len": context.config.serve.max_model_len,
         }

@@ -20,6 +20,8 @@ from atom.errors import ConfigError, UnsupportedError
 
 MEANS: dict[str, list[str]] = {
     "org/name": ["checkpoint='org/name'"],
+    "serve org/name --seed 1": ["checkpoint='org/name'", "seed=1"],
+    "serve": ["checkpoint='serve'"],
     "org/name --seed 1": ["checkpoint='org/name'", "seed=1"],
     "--served-model-name a b -- org/name": ["checkpoint='org/name'", "serve.http.served_model_name=['a','b']"],
     "--load-format dummy": ["load_dummy=true"],
@@ -185,8 +187,9 @@ def test_the_command_line_counts_before_the_file(tmp_path: Path):
     [
         ("[1, 2]", "is no mapping from flags to values"),
         ("a: [", "is no YAML"),
-        ("seeed: 1", "unrecognized arguments: --seeed=1, did you mean --seed?"),
-        ("swap-space: 4", "--swap-space: blocks that run out"),
+        ("seeed: 1", "server.yaml: unrecognized arguments: --seeed=1, did you mean --seed?"),
+        ("swap-space: 4", "server.yaml: --swap-space: blocks that run out"),
+        ("max-num-seqs: many", "server.yaml: argument --max-num-seqs: invalid int value: 'many'"),
     ],
 )
 def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path):

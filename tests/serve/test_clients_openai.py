@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import asking
@@ -34,8 +35,9 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_the_models_are_listed(client: openai.OpenAI):
-    assert [model.id for model in client.models.list()] == ["talker"]
+def test_the_models_are_listed(client: openai.OpenAI, talker: Path):
+    (model,) = client.models.list()
+    assert (model.id, model.to_dict()["root"]) == ("talker", str(talker))
     assert client.models.retrieve("talker").owned_by == "atom"
     with pytest.raises(openai.NotFoundError, match="org/other"):
         client.models.retrieve("org/other")

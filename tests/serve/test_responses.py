@@ -224,3 +224,33 @@ def test_a_conversation_is_that_of_a_chat(configure: Callable[..., Config], talk
     assert tokenizer is not None
     assert tokenizer.decode(ours.prompt) == tokenizer.decode(chats.prompt)
     assert ours.params == chats.params
+
+
+SAMPLING: dict[str, Any] = {
+    "top_k": 5, "min_p": 0.1, "min_tokens": 2, "seed": 7, "stop": ["x", "y"], "stop_token_ids": [9], "ignore_eos": True,
+    "include_stop_str_in_output": True, "skip_special_tokens": False, "presence_penalty": 0.5, "frequency_penalty": 0.4,
+    "repetition_penalty": 1.2, "logit_bias": {"7": 2}, "bad_words": ["dog"], "allowed_token_ids": [7, 9],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [SAMPLING, {"structured_outputs": {"regex": "a+"}}], ids=["sampling", "constraint"])
+def test_vllms_fields_are_those_of_a_chat(configure: Callable[..., Config], more: dict[str, Any]):
+    _, (ours,) = scripted.post(configure(), Said(["Hi"]), {"input": "Hello"} | more, PATH)
+    chat = {"messages": [{"role": "user", "content": "Hello"}]}
+    _, (chats,) = scripted.post(configure(), Said(["Hi"]), chat | more, "/v1/chat/completions")
+    _, (plain,) = scripted.post(configure(), Said(["Hi"]), {"input": "Hello"}, PATH)
+    assert ours.params == chats.params
+    changed = {name for name in more if hasattr(plain.params, name)}
+    assert all(getattr(ours.params, name) != getattr(plain.params, name) for name in changed)
+    assert changed == more.keys() - {"stop"}
+
+
+def test_vllms_fields_reach_the_engine(client: openai.OpenAI):
+    told = client.responses.create(**ASK, extra_body={"structured_outputs": {"regex": "a{3}"}, "request_id": "mine"})
+    assert (told.id, told.output_text) == ("resp_mine", "aaa")
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**ASK, extra_body={"structured_outputs": {"regex": "a{3"}})
+    assert refused.value.param == "structured_outputs"
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**ASK, extra_body={"chat_template_kwargs": {"chat_template": "x"}})
+    assert refused.value.param == "chat_template_kwargs"

@@ -19,7 +19,7 @@ from atom.serve.context import Context
 from atom.serve.engine.protocol import Finish, Output
 from atom.serve.ids import new_id
 from atom.serve.openai.chat import template_kwargs
-from atom.serve.openai.params import sampling_params
+from atom.serve.openai.params import find_constraint, sampling_params
 from atom.serve.openai.response_items import ItemStream, output_items
 from atom.serve.openai.responses_schema import (
     FunctionCall,
@@ -39,6 +39,7 @@ from atom.serve.openai.schema import (
     NamedFunction,
     NamedTool,
     ResponseFormat,
+    Sampling,
     Tool,
     ToolCallMessage,
 )
@@ -46,6 +47,9 @@ from atom.serve.openai.schema import FunctionCall as ChatCall
 from atom.serve.output.output_parser import Delta
 from atom.serve.output.parsers import Talk
 from atom.serve.response import Answering, Choice, EngineRequest, Responder
+
+# field of the chat that constrains the answer -> ours; None: a forced call
+CONSTRAINT_FIELDS = {"response_format": "text", "structured_outputs": "structured_outputs", None: "tools"}
 
 
 def routes(context: Context) -> APIRouter:
@@ -61,7 +65,8 @@ def routes(context: Context) -> APIRouter:
 
 class ResponsesResponder(Responder):
     def __init__(self, context: Context, body: ResponsesRequest) -> None:
-        super().__init__(context, body.model, new_id("resp", "_"), is_streamed=body.stream)
+        id = new_id("resp", "_") if body.request_id is None else f"resp_{body.request_id}"
+        super().__init__(context, body.model, id, is_streamed=body.stream)
         self._body, self._created = body, int(time.time())
         self._items = ItemStream()
         self._finish: Finish | None = None
@@ -78,8 +83,10 @@ class ResponsesResponder(Responder):
         self._prompt = conversation.text
         params = talk.constrain(params, conversation.text)
         prompt, self._params = context.fit(conversation.tokens, params)
-        field = "text" if chat.response_format else "tools"
-        return EngineRequest([prompt], [self._params], chat.user, constraint_field=field)
+        constraint = find_constraint(chat)
+        field = CONSTRAINT_FIELDS[constraint.field if constraint else None]
+        salt = (chat.cache_salt or "").encode()
+        return EngineRequest([prompt], [self._params], chat.user, salt, chat.priority or 0, constraint_field=field)
 
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         (choice,) = choices
@@ -161,12 +168,11 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
         tools=tools or None,
         tool_choice=named or choice,
         parallel_tool_calls=body.parallel_tool_calls,
-        temperature=body.temperature,
-        top_p=body.top_p,
         max_tokens=body.max_output_tokens,
         response_format=response_format(body.text.format if body.text else None),
         reasoning_effort=reasoning.effort if reasoning else None,
-        user=body.user,
+        chat_template_kwargs=body.chat_template_kwargs,
+        **{name: getattr(body, name) for name in Sampling.model_fields},
     )
 
 

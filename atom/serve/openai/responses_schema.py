@@ -23,6 +23,8 @@ from atom.serve.openai.schema import (
     JSONSchema,
     List,
     Positive,
+    Sampling,
+    TemplateKwargs,
     Text,
     Word,
     of_types,
@@ -140,22 +142,19 @@ class ResponseStreamOptions(Body):
     include_obfuscation: bool | None = Field(None, description=HINT)
 
 
-class ResponsesRequest(Body):
-    model: str | None = Field(None, description="one of the served names; the first is meant where there is none")
+class ResponsesRequest(Sampling):
     input: Annotated[
         Annotated[Text, Tag("a-text")] | Annotated[List[Item], Field(min_length=1), Tag("a-list")],
         Discriminator(tag_of),
     ]
     instructions: Text | None = Field(None, description="a system message in front")
     max_output_tokens: Positive | None = Field(None, description="what remains of the context where nobody says it")
-    temperature: float | None = Field(None, ge=0, le=100, description="0: greedy")
-    top_p: float | None = Field(None, gt=0, le=1)
     tools: List[Annotated[FunctionTool, of_types("function")]] | None = Field(None, max_length=512)
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    stream: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
     stream_options: ResponseStreamOptions | None = None
     store: bool | None = Field(None, description="a label: nothing is stored")
     previous_response_id: Stored = Field(None, description="is refused: send the whole conversation as input")
@@ -164,7 +163,6 @@ class ResponsesRequest(Body):
     truncation: Literal["disabled"] | None = None
     include: List[Word] | None = Field(None, max_length=16, description="a hint: an answer has all that there is of it")
     metadata: dict[Word, Word] | None = Field(None, max_length=16, description=LABEL)
-    user: str | None = Field(None, max_length=1024, description="goes to the log")
     safety_identifier: Word | None = Field(None, description=LABEL)
     service_tier: Word | None = Field(None, description=LABEL)
     prompt_cache_key: Word | None = Field(None, description=HINT)

@@ -144,8 +144,8 @@ class StructuredOutputs(Body):
     grammar: Text | None = None
 
 
-class Generation(Body):
-    """The fields that completions and chats share."""
+class Sampling(Body):
+    """How an answer is sampled and scheduled: the fields that chats, completions and responses share."""
 
     model: str | None = Field(None, description="one of the served names; the first is meant where there is none")
     temperature: float | None = Field(None, ge=0, le=100, description="0: greedy")
@@ -159,29 +159,34 @@ class Generation(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = Field(None, description="false shows special tokens in the text")
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
-    n: Positive | None = None
-    best_of: Positive | None = Field(None, description="answers made, of which the n most likely are returned")
-    prompt_logprobs: Count | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     logit_bias: Biases | None = None
     allowed_token_ids: List[TokenId] | None = Field(None, min_length=1, description="the only tokens of an answer")
     bad_words: List[Stop] | None = Field(None, max_length=MAX_TOKENS, description="texts that an answer may not have")
-    return_token_ids: bool | None = Field(None, description="prompt_token_ids and token_ids beside the texts")
     request_id: str | None = Field(
         None, max_length=128, pattern=r"^[!-~]+$", description="the answer's id, behind its prefix"
     )
-    truncate_prompt_tokens: Positive | None = Field(None, description="the last tokens of the prompt that count")
     cache_salt: str | None = Field(
         None, min_length=1, max_length=1024, description="shares cached prefixes only with its equals"
     )
     priority: Int32 | None = Field(None, description="lower ones go first")
     user: str | None = Field(None, max_length=1024, description="goes to the log")
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+
+
+class Generation(Sampling):
+    """The fields that completions and chats share."""
+
+    stream_options: StreamOptions | None = None
+    n: Positive | None = None
+    best_of: Positive | None = Field(None, description="answers made, of which the n most likely are returned")
+    prompt_logprobs: Count | None = None
+    return_token_ids: bool | None = Field(None, description="prompt_token_ids and token_ids beside the texts")
+    truncate_prompt_tokens: Positive | None = Field(None, description="the last tokens of the prompt that count")
+    response_format: ResponseFormat | None = None
     regex: Text | None = Field(None, description="structured_outputs.regex")
     grammar: Text | None = Field(None, description="structured_outputs.grammar")
 

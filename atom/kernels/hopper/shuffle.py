@@ -5,6 +5,10 @@
 A thread of four that share a row of a product's left operand takes 16 consecutive bytes of each group; they hold its
 columns of all the products of 16 columns that the group is made of. So it loads them at once, and what it unpacks
 from them is where the tensor cores want it. Scales and zeros stay as they are.
+
+Of four numbers of e2m1 in 16 bits, a shift (for the third a rotation of 32 bits, of which the other half has its sign)
+and a mask make bits of bf16, a power of 2 too small: its sign is bit 15, its lowest exponents and highest mantissa bit
+are 8 to 6. Those of the fourth are there but for the last.
 """
 
 from __future__ import annotations
@@ -20,12 +24,15 @@ from atom.graph.formats import parse_format
 
 LAYOUT = "wgmma"
 GROUP = 64  # bytes of a row
+# of each of four numbers in 16 bits: where its mantissa, its exponent and its sign go; from 16 on into the other half
+E2M1_BITS = (0, 1, 2, 9), (4, 5, 6, 13), (10, 11, 12, 3 + 16), (14, 7, 8, 15)
 AT_ONCE = 1 << 26  # bytes, of which some copies are made
 
 
 def shuffle(weight: PackedWeight) -> PackedWeight:
     """A weight [..., O, I] whose values are u8[..., O, bytes], filled up with zeros to whole groups."""
-    reorder = _shuffle_nibbles if parse_format(str(weight.type.fmt)).bits == 4 else _shuffle_bytes
+    fmt = parse_format(str(weight.type.fmt))
+    reorder = _shuffle_bytes if fmt.bits == 8 else _shuffle_e2m1 if fmt.kind == "mxfp4" else _shuffle_nibbles
     stored = weight.parts["values"].view(torch.uint8).reshape(*weight.shape[:-1], -1)
     stored = F.pad(stored, (0, -stored.shape[-1] % GROUP)) if stored.shape[-1] % GROUP else stored
     values, at_once = torch.empty_like(stored), max(AT_ONCE // max(stored[0].numel(), 1), 1)
@@ -48,3 +55,14 @@ def _shuffle_nibbles(values: Tensor) -> Tensor:
     low, high = q_t_h_c.select(-2, 0), q_t_h_c.select(-2, 1)  # q, t, c
     pairs = (low & 15 | high << 4, low >> 4 | high & 0xF0)  # of j = 0, of j = 1
     return torch.stack(pairs, -1).permute(*range(dims), -2, -4, -1, -3).reshape(values.shape)
+
+
+def _shuffle_e2m1(values: Tensor) -> Tensor:
+    """`_shuffle_nibbles`, then the bits of each four numbers."""
+    words = _shuffle_nibbles(values).view(torch.int32)
+    shuffled = torch.zeros_like(words)
+    for number, places in enumerate(E2M1_BITS):
+        for bit, place in enumerate(places):
+            for half in (0, 16):
+                shuffled |= (words >> (half + 4 * number + bit) & 1) << (half ^ place)
+    return shuffled.view(torch.uint8)

@@ -72,9 +72,9 @@ class TestLayout:
             byte = 64 * group + 16 * thread + 4 * product + 2 * turn + eighth
             assert torch.equal(moved[:, byte], stored[:, column])
 
-    @pytest.mark.parametrize(("fmt", "inner"), [("int4[1, 128]", 256), ("mxfp4", 160)])
-    def test_a_thread_finds_its_columns_of_4_bits_in_16_neighbours(self, fmt: str, inner: int):
-        weight = draw(fmt, 3, inner)
+    def test_a_thread_finds_its_columns_of_int4_in_16_neighbours(self):
+        inner = 256
+        weight = draw("int4[1, 128]", 3, inner)
         stored = weight.parts["values"].reshape(3, -1)
         numbers = torch.stack((stored & 15, stored >> 4), -1).view(3, inner)
         moved = shuffle(weight).parts["values"]
@@ -88,6 +88,26 @@ class TestLayout:
             assert torch.equal(halves[:, byte, eighth], numbers[:, column])
             seen[:, byte, eighth] = 1
         assert not halves[seen == 0].any(), "what fills up a row is zero"
+
+    def test_words_of_e2m1_hold_bits_of_bf16(self):
+        """Where int4's have a number, shifts, one rotation and masks find it as bf16, 2^126 times too small."""
+        inner = 160
+        weight = draw("mxfp4", 3, inner)
+        stored = weight.parts["values"].reshape(3, -1)
+        numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[torch.stack((stored & 7, stored >> 4 & 7), -1).long()]
+        numbers = numbers.where(torch.stack((stored & 8, stored & 128), -1) == 0, -numbers).view(3, inner)
+        words = shuffle(weight).parts["values"].view(torch.int32).long() & 0xFFFFFFFF
+        found = (
+            words << 6 & 0x81C081C0,
+            words << 2 & 0x81C081C0,
+            (words << 28 | words >> 4) & 0x81C081C0,
+            words >> 8 & 0x00400040 | words & 0x81808180,
+        )
+        as_bf16 = torch.stack(found, -1).to(torch.uint32).view(torch.bfloat16).view(3, -1, 4, 2).double() * 2.0**126
+        for column in range(inner):
+            group, within = divmod(column, 128)
+            word = 16 * group + within % 8 // 2 * 4 + within // 32
+            assert torch.equal(as_bf16[:, word, within // 8 % 4, within % 2], numbers[:, column].double())
 
     @pytest.mark.parametrize("fmt", FORMATS)
     def test_unpacked_by_the_kernel_it_is_what_it_was(self, triton_device: str, fmt: str):

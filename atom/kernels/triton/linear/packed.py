@@ -303,16 +303,19 @@ def _unpack_shuffled_kernel(
     NUM: tl.constexpr = 1 if SCALE_COLUMNS is None else COLUMNS // SCALE_COLUMNS  # blocks of a row here
     BLOCKS: tl.constexpr = 1 if SCALE_COLUMNS is None else triton.cdiv(INNER, SCALE_COLUMNS)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None].to(tl.int64)
-    byte = (tl.program_id(0) * BYTES + tl.arange(0, BYTES))[None, :]
-    tile = tl.load(values_ptr + row * ROW_BYTES + byte, mask=(row < out) & (byte < ROW_BYTES), other=0)
-    UP: tl.constexpr = 2.0 ** exponent_of(VALUES, tl.float32)
-    if PER_BYTE == 1:  # the inverse of hopper/shuffle.py
-        numbers = unpack_bytes(tile, tl.float32, VALUES, False) * UP
-        numbers = numbers.reshape([ROWS, BYTES // 64, 4, 4, 2, 2]).permute((0, 1, 3, 5, 2, 4))
+    if VALUES == "e2m1":
+        numbers = _load_shuffled_e2m1(values_ptr, row, out, ROW_BYTES, ROWS, BYTES)
     else:
-        low = unpack_half(tile, False, tl.float32, VALUES, False) * UP
-        high = unpack_half(tile, True, tl.float32, VALUES, False) * UP
-        numbers = tl.join(low, high).reshape([ROWS, BYTES // 64, 4, 4, 2, 2, 2]).permute((0, 1, 3, 5, 6, 2, 4))
+        byte = (tl.program_id(0) * BYTES + tl.arange(0, BYTES))[None, :]
+        tile = tl.load(values_ptr + row * ROW_BYTES + byte, mask=(row < out) & (byte < ROW_BYTES), other=0)
+        UP: tl.constexpr = 2.0 ** exponent_of(VALUES, tl.float32)
+        if PER_BYTE == 1:  # the inverse of hopper/shuffle.py
+            numbers = unpack_bytes(tile, tl.float32, VALUES, False) * UP
+            numbers = numbers.reshape([ROWS, BYTES // 64, 4, 4, 2, 2]).permute((0, 1, 3, 5, 2, 4))
+        else:
+            low = unpack_half(tile, False, tl.float32, VALUES, False) * UP
+            high = unpack_half(tile, True, tl.float32, VALUES, False) * UP
+            numbers = tl.join(low, high).reshape([ROWS, BYTES // 64, 4, 4, 2, 2, 2]).permute((0, 1, 3, 5, 6, 2, 4))
     numbers = numbers.reshape([ROWS, NUM, COLUMNS // NUM])
     block = (0 if SCALE_COLUMNS is None else tl.program_id(0) * NUM) + tl.arange(0, NUM)[None, :]
     mask = (row < out) & (block < BLOCKS)
@@ -323,6 +326,26 @@ def _unpack_shuffled_kernel(
     y = numbers.reshape([ROWS, COLUMNS]).to(y_ptr.dtype.element_ty)
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     tl.store(y_ptr + row * INNER + column, y, mask=(row < out) & (column < INNER))
+
+
+@jit
+def _load_shuffled_e2m1(values_ptr, row, out, ROW_BYTES: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
+    """Numbers f32[ROWS, groups, 4, 2, 2, 4, 2] in the order of the columns. row: [ROWS, 1]"""
+    word = (tl.program_id(0) * BYTES // 4 + tl.arange(0, BYTES // 4))[None, :]
+    words = values_ptr.to(tl.pointer_type(tl.uint32)) + row * (ROW_BYTES // 4) + word
+    bits = tl.load(words, mask=(row < out) & (word < ROW_BYTES // 4), other=0)
+    first, second = _float_pairs(bits << 6), _float_pairs(bits << 2)
+    third, last = _float_pairs(bits << 28 | bits >> 4), _float_pairs(bits & 0x81808180 | bits >> 8 & 0x00400040)
+    numbers = tl.join(tl.join(first, second), tl.join(third, last))
+    return numbers.reshape([ROWS, BYTES // 64, 4, 4, 2, 2, 2]).permute((0, 1, 3, 6, 5, 2, 4))
+
+
+@jit
+def _float_pairs(bits):
+    """The two numbers of words [O, N] whose bits are where bf16 has them, f32[O, N, 2]."""
+    bits = bits & 0x81C081C0
+    low, high = (bits << 16).to(tl.float32, bitcast=True), (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return tl.join(low, high) * 2.0**126
 
 
 @jit

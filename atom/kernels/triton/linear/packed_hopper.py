@@ -52,6 +52,14 @@ SCALES = gl.constexpr(  # a thread has four neighbours of the two rows
         [], [64, 4],
     )
 )  # fmt: skip
+WORDS = gl.constexpr(  # as BYTES, which a thread's four words of each row are, of four blocks of 32 columns
+    gl.DistributedLinearLayout(
+        [[0, 0, 0, 1], [0, 0, 0, 2], [0, 0, 1, 0], [0, 0, 2, 0], [8, 0, 0, 0]],
+        [[0, 1, 0, 0], [0, 2, 0, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]], [[16, 0, 0, 0], [32, 0, 0, 0]],
+        [], [64, 4, 4, 4],
+    )
+)  # fmt: skip
+UP_EXPONENT = gl.constexpr(32)
 OUTPUTS = gl.constexpr(gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1]))  # to store by
 
 # of 4 bytes, as bf16; the exponents of e4m3 and e2m1 are those of bf16 less a power of 2
@@ -74,91 +82,71 @@ sub.rn.bf16x2 $2, c, $5;
 sub.rn.bf16x2 $3, d, $5;
 }""")
 E2M1_ASM = gl.constexpr("""{
-.reg .b32 a, b, c, d, e, f, g, h, t;
-shl.b32 a, $4, 12;
-shl.b32 b, $4, 8;
-shl.b32 c, $4, 4;
-and.b32 e, a, 0x70007000;
-and.b32 f, b, 0x70007000;
-and.b32 g, c, 0x70007000;
-and.b32 h, $4, 0x70007000;
-shr.u32 e, e, 6;
-shr.u32 f, f, 6;
-shr.u32 g, g, 6;
-shr.u32 h, h, 6;
-lop3.b32 e, a, 0x80008000, e, 0xEA;
-lop3.b32 f, b, 0x80008000, f, 0xEA;
-lop3.b32 g, c, 0x80008000, g, 0xEA;
-lop3.b32 h, $4, 0x80008000, h, 0xEA;
-mov.b32 t, 0x7e807e80;
-mul.rn.bf16x2 $0, e, t;
-mul.rn.bf16x2 $1, f, t;
-mul.rn.bf16x2 $2, g, t;
-mul.rn.bf16x2 $3, h, t;
+.reg .b32 a, b, c, d, e;
+shl.b32 a, $4, 6;
+shl.b32 b, $4, 2;
+shf.l.wrap.b32 c, $4, $4, 28;
+shr.u32 d, $4, 8;
+and.b32 a, a, 0x81c081c0;
+and.b32 b, b, 0x81c081c0;
+and.b32 c, c, 0x81c081c0;
+and.b32 e, $4, 0x81808180;
+lop3.b32 d, d, 0x00400040, e, 0xEA;
+mul.rn.bf16x2 $0, a, $5;
+mul.rn.bf16x2 $1, b, $5;
+mul.rn.bf16x2 $2, c, $5;
+mul.rn.bf16x2 $3, d, $5;
 }""")
 
 
 @jit
-def _unpack(tile, offset, VALUES: gl.constexpr, LEFT: gl.constexpr):
-    """Bytes [O, 64] of a box -> numbers of the columns that share a scale, each [O, columns]."""
+def _unpack(tile, operand, VALUES: gl.constexpr, LEFT: gl.constexpr):
+    """Bytes [O, 64] of a box -> its numbers [O, columns]. operand: of `_load_offset` or `_load_factor`"""
     ROWS: gl.constexpr = tile.shape[0]
     if VALUES == "e4m3":
         numbers = gl.inline_asm_elementwise(
             EVEN_ODD_FP8_PTX, "=r,=r,r", [tile], dtype=gl.bfloat16, is_pure=True, pack=4
         )
         numbers = numbers.reshape([ROWS, 4, 4, 2, 2]).permute((0, 2, 3, 1, 4)).reshape([ROWS, 64])
-        return (gl.convert_layout(numbers, LEFT),)
-    elif VALUES == "u4":
+    else:
+        ASM: gl.constexpr = U4_ASM if VALUES == "u4" else E2M1_ASM
         even, odd = gl.inline_asm_elementwise(
-            U4_ASM, "=r,=r,=r,=r,r,r,r", [tile, offset], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
+            ASM, "=r,=r,=r,=r,r,r,r,r,r", [tile, operand], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
         )
         numbers = gl.join(even, odd).reshape([ROWS, 4, 4, 2, 2, 2]).permute((0, 2, 5, 3, 1, 4)).reshape([ROWS, 128])
-        return (gl.convert_layout(numbers, LEFT),)
-    else:
-        even, odd = gl.inline_asm_elementwise(
-            E2M1_ASM, "=r,=r,=r,=r,r", [tile], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4
-        )
-        numbers = gl.join(even, odd).reshape([ROWS, 4, 2, 2, 2, 2, 2]).permute((0, 6, 4, 1, 5, 2, 3))
-        first, last = numbers.reshape([ROWS, 32, 2, 2]).permute((0, 1, 3, 2)).split()
-        a, b = first.split()
-        c, d = last.split()
-        return (
-            gl.convert_layout(a, LEFT), gl.convert_layout(b, LEFT), gl.convert_layout(c, LEFT),
-            gl.convert_layout(d, LEFT),
-        )  # fmt: skip
+    return gl.convert_layout(numbers, LEFT)
 
 
 @jit
-def _as_scale(stored):
-    """A scale of any dtype as float32: bytes are exponents."""
-    if stored.dtype == gl.uint8:
-        return (stored.to(gl.uint32) << 23).to(gl.float32, bitcast=True)
+def _load_offset(zeros, blocks, block):
+    """What is subtracted from 128 + a number of 4 bits: pairs of bf16, i32[O, 64], the same in each column."""
+    ROW: gl.constexpr = gl.SliceLayout(1, BYTES)
+    if zeros is None:
+        offset = gl.full([BLOCK_O], 0x43084308, gl.int32, ROW)  # 136
     else:
-        return stored.to(gl.float32)
+        zero = gl.load(zeros + gl.convert_layout(blocks, ROW) + block)
+        offset = 0x43004300 + zero.to(gl.int32) * 0x00010001
+    return gl.expand_dims(offset, 1).broadcast_to([BLOCK_O, BOX])
 
 
 @jit
-def _load_scales(scales, blocks, block, NUM: gl.constexpr, PIECES: gl.constexpr):
-    """The scales of each row from a block on, one for each piece; beyond the end any."""
-    if PIECES == 1:
-        return (_as_scale(gl.load(scales + blocks + gl.minimum(block, NUM - 1))),)
-    else:
-        ROW: gl.constexpr = blocks.type.layout
-        rows = gl.expand_dims(gl.convert_layout(blocks, gl.SliceLayout(1, SCALES)), 1)
-        own = block + gl.arange(0, 4, layout=gl.SliceLayout(0, SCALES))[None, :]
-        stored = gl.load(scales + rows + own, mask=own < NUM, other=0)
-        even, odd = _as_scale(stored).reshape([BLOCK_O, 2, 2]).split()
-        first, third = even.split()
-        second, last = odd.split()
-        return (
-            gl.convert_layout(first, ROW), gl.convert_layout(second, ROW), gl.convert_layout(third, ROW),
-            gl.convert_layout(last, ROW),
-        )  # fmt: skip
+def _load_factor(scales, blocks, block, NUM: gl.constexpr):
+    """Of four blocks of columns, whose scales are exponents, what makes bits of e2m1 numbers: pairs of bf16, i32[O, 64].
+
+    Those of e2m1 are where bf16 has its own, so that they are 2^126 times too small; the sums stay UP times too small.
+    """
+    rows = gl.expand_dims(gl.convert_layout(blocks, gl.SliceLayout(1, SCALES)), 1)
+    own = block + gl.arange(0, 4, layout=gl.SliceLayout(0, SCALES))[None, :]
+    stored = gl.load(scales + rows + own, mask=own < NUM, other=0)
+    pairs = (stored.to(gl.int32) + (126 - UP_EXPONENT)) * 0x00800080
+    pairs = gl.convert_layout(pairs, gl.SliceLayout(1, gl.SliceLayout(3, WORDS)))
+    pairs = gl.expand_dims(gl.expand_dims(pairs, 1), 3).broadcast_to([BLOCK_O, 4, 4, 4])
+    return gl.convert_layout(pairs.reshape([BLOCK_O, BOX]), BYTES)
 
 
 @jit
-def _multiply_piece(numbers, x_box, sums, ACC: gl.constexpr):
-    """Sums of a piece of a box, which may still go on while the next box is unpacked."""
+def _multiply_box(numbers, x_box, sums, ACC: gl.constexpr):
+    """Add the products of a box to its sums, which may still go on while the next box is unpacked."""
     if ACC.version[0] == 3:
         return warpgroup_mma(numbers, x_box.permute((1, 0)), sums, is_async=True)
     else:
@@ -166,47 +154,37 @@ def _multiply_piece(numbers, x_box, sums, ACC: gl.constexpr):
 
 
 @jit
-def _multiply_box(numbers, x_boxes, box, sums, PIECES: gl.constexpr, ACC: gl.constexpr):
-    """Add the products of each piece of a box to its sums."""
-    box = box * PIECES
-    first = _multiply_piece(numbers[0], x_boxes.index(box), sums[0], ACC)
-    if PIECES == 1:
-        return (first,)
-    else:
-        second = _multiply_piece(numbers[1], x_boxes.index(box + 1), sums[1], ACC)
-        third = _multiply_piece(numbers[2], x_boxes.index(box + 2), sums[2], ACC)
-        return first, second, third, _multiply_piece(numbers[3], x_boxes.index(box + 3), sums[3], ACC)
+def _wait_for(sums, ACC: gl.constexpr):
+    return warpgroup_mma_wait(0, deps=(sums,)) if ACC.version[0] == 3 else sums
 
 
 @jit
-def _wait_for(sums, PIECES: gl.constexpr, ACC: gl.constexpr):
-    if ACC.version[0] == 2:
-        return sums
-    elif PIECES == 1:
-        return (warpgroup_mma_wait(0, deps=(sums[0],)),)
-    else:
-        return warpgroup_mma_wait(0, deps=(sums[0], sums[1], sums[2], sums[3]))
+def _load_scales(scales, blocks, block, NUM: gl.constexpr, COUNT: gl.constexpr):
+    """The scales, f32[O] each, of COUNT blocks of columns; beyond the end any."""
+    loaded = ()
+    for number in gl.static_range(COUNT):
+        loaded = loaded + (gl.load(scales + blocks + gl.minimum(block + number, NUM - 1)).to(gl.float32),)
+    return loaded
 
 
 @jit
-def _load_offset(zeros, blocks, block):
-    """What is subtracted from 128 + a number of 4 bits: u8[O, 64], the same in each column."""
-    ROW: gl.constexpr = gl.SliceLayout(1, BYTES)
-    if zeros is None:
-        offset = gl.full([BLOCK_O], 136.0, gl.bfloat16, ROW)
-    else:
-        offset = (gl.load(zeros + gl.convert_layout(blocks, ROW) + block).to(gl.float32) + 128.0).to(gl.bfloat16)
-    return gl.expand_dims(offset, 1).broadcast_to([BLOCK_O, BOX])
+def _load_operands(scales, zeros, blocks, block, NUM: gl.constexpr, COUNT: gl.constexpr, VALUES: gl.constexpr):
+    """What COUNT boxes are unpacked with, i32[O, 64] each: pairs of bf16. block: of the first box"""
+    loaded = ()
+    for number in gl.static_range(COUNT):
+        if VALUES == "u4":
+            loaded = loaded + (_load_offset(zeros, blocks, gl.minimum(block + number, NUM - 1)),)
+        else:
+            loaded = loaded + (_load_factor(scales, blocks, (block + number) * 4, NUM),)
+    return loaded
 
 
 @jit
 def _fetch(x, weight, x_row, weight_row, step, slot, memory, WITH_WEIGHT: gl.constexpr, WITH_X: gl.constexpr,
-           BOXES: gl.constexpr, BLOCK_R: gl.constexpr, COLUMNS: gl.constexpr, PIECES: gl.constexpr,
-           KIND: gl.constexpr):  # fmt: skip
+           BOXES: gl.constexpr, BLOCK_R: gl.constexpr, COLUMNS: gl.constexpr, KIND: gl.constexpr):  # fmt: skip
     """Send for a stage: the weight's boxes, those of x, or both."""
     x_boxes, weight_boxes, ready = memory
     bar = ready.index(slot)
-    WIDTH: gl.constexpr = COLUMNS // PIECES
     if WITH_WEIGHT:
         mbarrier.expect(bar, BOXES * (BLOCK_O * BOX + BLOCK_R * COLUMNS * 2))
         for number in gl.static_range(BOXES):
@@ -216,9 +194,9 @@ def _fetch(x, weight, x_row, weight_row, step, slot, memory, WITH_WEIGHT: gl.con
             else:
                 tma.async_copy_global_to_shared(weight, [weight_row // 16, 0, 0, byte], bar, box)
     if WITH_X:
-        for number in gl.static_range(BOXES * PIECES):
-            column = (step * BOXES * PIECES + number) * WIDTH
-            tma.async_copy_global_to_shared(x, [x_row, column], bar, x_boxes.index(slot * BOXES * PIECES + number))
+        for number in gl.static_range(BOXES):
+            column = (step * BOXES + number) * COLUMNS
+            tma.async_copy_global_to_shared(x, [x_row, column], bar, x_boxes.index(slot * BOXES + number))
 
 
 @jit
@@ -255,9 +233,10 @@ def _multiply(
 ):  # fmt: skip
     """OUT: of one expert, gates and ups. BY_ROW: see `_find_tile`."""
     COLUMNS: gl.constexpr = BOX if VALUES == "e4m3" else 2 * BOX  # of a box
-    PIECES: gl.constexpr = 4 if VALUES == "e2m1" else 1  # of a box, which have a scale each
-    EVERY: gl.constexpr = BOXES if SCALE_COLUMNS is None else max(SCALE_COLUMNS // COLUMNS, 1)  # boxes with one scale
+    SCALES_SUMS: gl.constexpr = SCALE_COLUMNS is not None and VALUES != "e2m1"
+    EVERY: gl.constexpr = 1 if SCALE_COLUMNS is None else max(SCALE_COLUMNS // COLUMNS, 1)  # boxes with one scale
     NUM: gl.constexpr = 1 if SCALE_COLUMNS is None else (INNER + SCALE_COLUMNS - 1) // SCALE_COLUMNS
+    COUNT: gl.constexpr = BOXES // EVERY
     gl.static_assert(BOXES % EVERY == 0, "a stage has whole blocks")
     if BLOCK_R == 8:
         ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8])
@@ -266,10 +245,10 @@ def _multiply(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, ACC)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    X: gl.constexpr = gl.NVMMASharedLayout(64 if PIECES > 1 else 128, 16, 2)
+    X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     tl.extra.cuda.gdc_launch_dependents()
 
-    x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * BOXES * PIECES, BLOCK_R, COLUMNS // PIECES], X)
+    x_boxes = gl.allocate_shared_memory(x.dtype, [STAGES * BOXES, BLOCK_R, COLUMNS], X)
     if KIND is None:
         weight_boxes = gl.allocate_shared_memory(gl.uint8, [STAGES * BOXES, BLOCK_O, BOX], WEIGHT)
         tiles = weight_boxes
@@ -299,7 +278,7 @@ def _multiply(
     for stage in gl.static_range(STAGES):
         if stage < steps:
             _fetch(x, weight, x_row, weight_row, begin + stage, stage, memory, True, False, BOXES, BLOCK_R, COLUMNS,
-                   PIECES, KIND)  # fmt: skip
+                   KIND)  # fmt: skip
     if EXPERTS is None:
         tl.extra.cuda.gdc_wait()
 
@@ -312,43 +291,43 @@ def _multiply(
     for stage in gl.static_range(STAGES):
         if stage < steps:
             _fetch(x, weight, x_row, weight_row, begin + stage, stage, memory, False, True, BOXES, BLOCK_R, COLUMNS,
-                   PIECES, KIND)  # fmt: skip
-    nothing = gl.zeros([BLOCK_O, BLOCK_R], gl.float32, ACC)
-    acc, scale, offset = nothing, None, None
-    if SCALE_COLUMNS is not None:  # of the next boxes, since a load takes long
-        scale = _load_scales(scales, blocks, begin * BOXES // EVERY * PIECES, NUM, PIECES)
-    if VALUES == "u4":
-        offset = _load_offset(zeros, blocks, gl.minimum(begin * BOXES // EVERY, NUM - 1))
+                   KIND)  # fmt: skip
+    acc = gl.zeros([BLOCK_O, BLOCK_R], gl.float32, ACC)
+    block = begin * COUNT
+    factors, operands = None, None  # of the next boxes, since a load takes long
+    if SCALES_SUMS:
+        factors = _load_scales(scales, blocks, block, NUM, COUNT)
+    if VALUES != "e4m3":
+        operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES)
     for step in range(steps):
         slot = step % STAGES
         mbarrier.wait(ready.index(slot), step // STAGES & 1)
-        for group in gl.static_range(BOXES // EVERY):
-            if SCALE_COLUMNS is None:
-                sums = (acc,)
-            elif PIECES == 1:
-                sums = (nothing,)
-            else:
-                sums = (nothing, nothing, nothing, nothing)  # type: ignore[assignment]
-            following = ((begin + step) * BOXES // EVERY + group + 1) * PIECES
-            if SCALE_COLUMNS is not None:
-                next_scale = _load_scales(scales, blocks, following, NUM, PIECES)
+        block += COUNT
+        if SCALES_SUMS:
+            next_factors = _load_scales(scales, blocks, block, NUM, COUNT)
+        if VALUES != "e4m3":
+            next_operands = _load_operands(scales, zeros, blocks, block, NUM, COUNT, VALUES)
+        for group in gl.static_range(COUNT):
+            sums = gl.zeros([BLOCK_O, BLOCK_R], gl.float32, ACC) if SCALES_SUMS else acc
             for number in gl.static_range(EVERY):
                 box = slot * BOXES + group * EVERY + number
-                numbers = _unpack(tiles.index(box).load(BYTES), offset, VALUES, LEFT)
-                sums = _multiply_box(numbers, x_boxes, box, sums, PIECES, ACC)
-            sums = _wait_for(sums, PIECES, ACC)
-            if SCALE_COLUMNS is None:
-                acc = sums[0]
+                operand = None if VALUES == "e4m3" else operands[group]  # type: ignore[index]
+                numbers = _unpack(tiles.index(box).load(BYTES), operand, VALUES, LEFT)
+                sums = _multiply_box(numbers, x_boxes.index(box), sums, ACC)
+            if SCALES_SUMS:
+                acc += _wait_for(sums, ACC) * factors[group][:, None]  # type: ignore[index]
             else:
-                for piece in gl.static_range(PIECES):
-                    acc += sums[piece] * scale[piece][:, None]  # type: ignore[index]
-                scale = next_scale
-            if zeros is not None:
-                offset = _load_offset(zeros, blocks, gl.minimum(following, NUM - 1))
+                acc = sums
+        if SCALES_SUMS:
+            factors = next_factors
+        else:
+            acc = _wait_for(acc, ACC)
+        if VALUES != "e4m3":
+            operands = next_operands
         barrier()  # all have read the stage
         if step + STAGES < steps:
             _fetch(x, weight, x_row, weight_row, begin + step + STAGES, slot, memory, True, True, BOXES, BLOCK_R,
-                   COLUMNS, PIECES, KIND)  # fmt: skip
+                   COLUMNS, KIND)  # fmt: skip
 
     is_last = True
     if SPLITS > 1:  # the last split of a tile to arrive sums up all of them, always in one order
@@ -365,8 +344,10 @@ def _multiply(
                 acc += gl.load(place + split * stride, cache_modifier=".cg")
             gl.store(arrived + tile, 0)
     if is_last:
+        if VALUES == "e2m1":
+            acc *= 1 << UP_EXPONENT
         if SCALE_COLUMNS is None:
-            acc *= _as_scale(gl.load(scales + blocks))[:, None]
+            acc *= gl.load(scales + blocks).to(gl.float32)[:, None]
         if bias is not None:
             acc += gl.load(bias + own).to(gl.float32)[:, None]
         result = acc.to(y.dtype.element_ty)
@@ -419,13 +400,13 @@ def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, ends: Tensor |
     if x.data_ptr() % 16 or x.stride(0) % 8:
         x = x.clone(memory_format=torch.contiguous_format)  # the TMA takes rows that begin at 16 bytes
     values = weight.parts["values"]
-    width, pieces = values.shape[-1], 4 if style.values == "e2m1" else 1
+    width = values.shape[-1]
     if kind is None:
         weights = _weight_descriptors.find(values, (values.numel() // width, width), (width, 1))
     else:
         shape, strides = (out // 16, 2, 8, width), (8 * width, out // 2 * width, width, 1)
         weights = _gated_descriptors.find(values, shape, strides)
-    columns = BOX.value * 8 // style.bits // pieces
+    columns = BOX.value * 8 // style.bits
     y, is_by_row = x.new_empty(rows, out // gates), experts is not None and rows <= experts
     row_tiles = -(-rows // block_rows)
     if experts is not None:

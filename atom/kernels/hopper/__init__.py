@@ -63,7 +63,9 @@ def _kernels() -> Iterator[Kernel]:
         load = loader("linear.linear", f"Products.{op.name}")
         yield Kernel(op, "hopper", accepts, load, packed_layout=LAYOUT)
     accepts = on_device("cuda", _accepts_grouped, packed=PACKED)
-    yield Kernel(ops.grouped_linear, "hopper", accepts, loader("moe", "grouped_linear"), packed_layout=LAYOUT)
+    yield Kernel(
+        ops.grouped_linear, "hopper", accepts, loader("moe", "ShuffledExperts.grouped_linear"), packed_layout=LAYOUT
+    )
 
 
 BACKEND = Backend("hopper", tuple(_kernels()), layouts={LAYOUT: shuffle}, find_features=find_features)

@@ -26,6 +26,7 @@ from atom.graph.formats import block_of, parse_format, with_block
 from atom.kernels.triton.attention.common import find_owner, wait_for_inputs
 from atom.kernels.triton.gpu import Gpu, find_gpu, next_power_of_2
 from atom.kernels.triton.jit import jit
+from atom.kernels.triton.linear.linear import make_counters
 from atom.kernels.triton.linear.packed import style_of, unpack
 from atom.kernels.triton.linear.shuffled import choose_grouped
 from atom.kernels.triton.unpack import as_bytes, packing_of, spread, unpack_bytes, unpack_pairs, unpack_scales
@@ -137,11 +138,7 @@ def grouped_linear(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, bias:
     if suits_library(x, weight):
         return multiply_by_library(x, weight, ends, bias)
     if isinstance(weight, PackedWeight):
-        return (
-            multiply_packed(x, weight, ends, bias)
-            if weight.layout is None
-            else multiply_shuffled(x, weight, ends, bias)
-        )
+        return multiply_packed(x, weight, ends, bias)
     assert x.stride(1) == 1 and weight.is_contiguous(), "rows have gaps"
     (rows, inner), (experts, out, _) = x.shape, weight.shape
     y = x.new_empty(rows, out)
@@ -226,15 +223,27 @@ def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor 
     return y
 
 
-def multiply_shuffled(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None) -> Tensor:
-    """grouped_linear of a shuffled weight"""
-    from atom.kernels.triton.linear import packed_hopper  # imports what only NVIDIA's GPUs need
+class ShuffledExperts:
+    """The products by shuffled experts of one model, which must run one after another: they share the counters of
+    splits."""
 
-    experts, out, _ = weight.shape
-    if not len(x):
-        return x.new_empty(0, out)
-    tiles = choose_grouped(len(x), experts, style_of(str(weight.type.fmt), out, None, True))
-    return packed_hopper.multiply_grouped(x, weight, ends, bias, tiles)
+    def __init__(self) -> None:
+        self._arrived: Tensor | None = None  # for good: graphs hold it
+
+    def grouped_linear(self, x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [P, I], sorted by expert, weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]"""
+        from atom.kernels.triton.linear import packed_hopper  # imports what only NVIDIA's GPUs need
+
+        if suits_library(x, weight):
+            return multiply_by_library(x, weight, ends, bias)
+        (rows, inner), (experts, out, _) = x.shape, weight.shape
+        if not rows:
+            return x.new_empty(0, out)
+        if self._arrived is None:
+            self._arrived = make_counters(x.device)
+        style = style_of(str(weight.type.fmt), out, None, True)
+        tiles = choose_grouped(rows, experts, out, inner, style, find_gpu(x.device))
+        return packed_hopper.multiply_grouped(x, weight, ends, bias, self._arrived, tiles)
 
 
 def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:

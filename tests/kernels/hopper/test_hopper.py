@@ -186,7 +186,7 @@ class TestChoice:
             assert isinstance(chosen, Wgmma)
             tried = [each for each in candidates(rows, out, inner, 2, 1, H200, style) if isinstance(each, Wgmma)]
             assert chosen in tried or out == 64
-            for tiles in (chosen, *tried, shuffled.choose_grouped(rows, 8, style)):
+            for tiles in (chosen, *tried, shuffled.choose_grouped(rows, 8, out, inner, style, H200)):
                 ring = tiles.stages * tiles.boxes * shuffled.box_bytes(tiles.block_rows, style)
                 assert ring <= H200.shared_memory - 8192 and tiles.block_rows >= 8
                 assert tiles.boxes * GROUP * 8 // style.bits % (style.columns or 1) == 0, "a stage has whole blocks"
@@ -223,7 +223,7 @@ class Compile:
         return compile
 
 triton.runtime.driver.set_active(Driver())
-linear.find_gpu = lambda device: H200
+linear.find_gpu = moe.find_gpu = lambda device: H200
 linear.normalize = lambda a, b, norm, eps: (a, a)
 packed_hopper._multiply = Compile(packed_hopper._multiply)
 for fmt in FORMATS:
@@ -233,7 +233,7 @@ for fmt in FORMATS:
     linear.Products().linear(x, weight)
     experts = shuffle(draw(fmt, 4, 256, 512))
     for rows in (3, 40):
-        moe.multiply_shuffled(x[:rows], experts, torch.zeros(4, dtype=torch.int64), None)
+        moe.ShuffledExperts().grouped_linear(x[:rows], experts, torch.zeros(4, dtype=torch.int64))
 """
 
 
@@ -307,11 +307,13 @@ class TestOnHopper:
 
     @pytest.mark.parametrize("fmt", FORMATS)
     @pytest.mark.parametrize(
-        "counts", [[1, 0, 0], [0, 3, 0], [0, 0, 9], [2, 0, 17], [200, 1, 55], [0, 300, 0], [0, 0, 0]]
-    )
-    def test_each_expert_multiplies_its_rows(self, fmt: str, counts: list[int]):
+        ("counts", "inner"),
+        [([1, 0, 0], 384), ([0, 3, 0], 384), ([0, 0, 9], 384), ([2, 0, 17], 384), ([200, 1, 55], 384),
+         ([0, 300, 0], 384), ([0, 0, 0], 384), ([1, 0, 2], 4096), ([0, 12, 1], 4096), ([40, 0, 1], 4096)],
+    )  # fmt: skip
+    def test_each_expert_multiplies_its_rows(self, fmt: str, counts: list[int], inner: int):
         """And one without rows is not read."""
-        experts, out, inner = 24, 256, 384
+        experts, out = 24, 256
         counts = [*counts, *[0] * (experts - 3)]
         weight, bias = draw(fmt, experts, out, inner, device="cuda"), make(experts, out)
         plain = moe.unpack_experts(weight, torch.float32).double()
@@ -326,7 +328,7 @@ class TestOnHopper:
         truth = torch.cat(
             [rows.double() @ plain[expert].t() + bias[expert].double() for expert, rows in enumerate(parts)]
         )
-        y = moe.grouped_linear(x, shuffle(bad), ends, bias)
+        y = moe.ShuffledExperts().grouped_linear(x, shuffle(bad), ends, bias)
         if sum(counts):
             assert_near(y[: sum(counts)].double(), truth)
 

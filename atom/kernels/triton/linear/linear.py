@@ -248,7 +248,14 @@ def choose(rows: int, out: int, inner: int, element_size: int, gates: int, gpu: 
         return choose_packed(rows, out, inner, element_size, gpu, style)
     columns = next_power_of_2(inner)
     row_size = columns * element_size
+    has_few = gpu.has_dependent_launch and gpu.shared_memory > LARGE_MEMORY[0] and out < 64 * gpu.units
     memory, step = LARGE_MEMORY if gpu.has_dependent_launch and gpu.shared_memory > LARGE_MEMORY[0] else MEMORY
+    if rows == 1 and has_few and row_size * gates <= FEW_MEMORY:
+        # measured on an H200 with 2,048 to 6,144 rows of 2,880 and 4,096 columns
+        block_out = max(gates, FEW_MEMORY // row_size)
+        while block_out > gates and out < 4 * block_out * gpu.units:
+            block_out //= 2
+        return Vector(block_out, warps=4, stages=3, programs=4)
     if rows == 1 and row_size * gates <= memory:
         block_out = max(gates, step // row_size)
         while block_out > gates and out < 2 * block_out * gpu.units:

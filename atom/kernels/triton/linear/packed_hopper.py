@@ -1,7 +1,7 @@
 """Products of some rows by packed weights on NVIDIA's Hopper, in Gluon.
 
     y = multiply(x, weight, bias, kind, counters, tiles)    # x [T, I], a shuffled weight [O, I] -> [T, O]
-    y = multiply_grouped(x, weight, ends, bias, tiles)      # x [P, I], sorted by expert, weight [E, O, I] -> [P, O]
+    y = multiply_grouped(x, weight, ends, bias, counters, tiles)    # x [P, I], sorted by expert, weight [E, O, I]
 
 A program has BLOCK_O rows of the weight and some rows of x. Boxes of both come by TMA, some stages ahead; those of the
 weight while the kernel ahead still runs. A group of warps unpacks a box into the registers of the left operand, where
@@ -131,9 +131,10 @@ def _load_offset(zeros, blocks, block):
 
 @jit
 def _load_factor(scales, blocks, block, NUM: gl.constexpr):
-    """Of four blocks of columns, whose scales are exponents, what makes bits of e2m1 numbers: pairs of bf16, i32[O, 64].
+    """What makes numbers of the bits of e2m1, by the exponents of four blocks of columns: pairs of bf16, i32[O, 64].
 
-    Those of e2m1 are where bf16 has its own, so that they are 2^126 times too small; the sums stay UP times too small.
+    The bits lie where bf16 has its own, so that they are 2^126 times too small. Sums stay 2^UP_EXPONENT times too small:
+    scales from 2^-94 to 2^33 fit in.
     """
     rows = gl.expand_dims(gl.convert_layout(blocks, gl.SliceLayout(1, SCALES)), 1)
     own = block + gl.arange(0, 4, layout=gl.SliceLayout(0, SCALES))[None, :]
@@ -163,7 +164,7 @@ def _load_scales(scales, blocks, block, NUM: gl.constexpr, COUNT: gl.constexpr):
     """The scales, f32[O] each, of COUNT blocks of columns; beyond the end any."""
     loaded = ()
     for number in gl.static_range(COUNT):
-        loaded = loaded + (gl.load(scales + blocks + gl.minimum(block + number, NUM - 1)).to(gl.float32),)
+        loaded += (gl.load(scales + blocks + gl.minimum(block + number, NUM - 1)).to(gl.float32),)  # type: ignore[assignment]
     return loaded
 
 
@@ -173,9 +174,9 @@ def _load_operands(scales, zeros, blocks, block, NUM: gl.constexpr, COUNT: gl.co
     loaded = ()
     for number in gl.static_range(COUNT):
         if VALUES == "u4":
-            loaded = loaded + (_load_offset(zeros, blocks, gl.minimum(block + number, NUM - 1)),)
+            loaded += (_load_offset(zeros, blocks, gl.minimum(block + number, NUM - 1)),)  # type: ignore[assignment]
         else:
-            loaded = loaded + (_load_factor(scales, blocks, (block + number) * 4, NUM),)
+            loaded += (_load_factor(scales, blocks, (block + number) * 4, NUM),)  # type: ignore[assignment]
     return loaded
 
 
@@ -386,13 +387,15 @@ def multiply(x: Tensor, weight: PackedWeight, bias: Tensor | None, kind: str | N
     return _launch(x, weight, bias, None, kind, counters, tiles)
 
 
-def multiply_grouped(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None, tiles: Wgmma) -> Tensor:
-    """x [P, I], sorted by expert, a shuffled weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]"""
-    return _launch(x, weight, bias, ends, None, None, tiles)
+def multiply_grouped(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None, counters: Tensor,
+                     tiles: Wgmma) -> Tensor:  # fmt: skip
+    """x [P, I], sorted by expert, a shuffled weight [E, O, I], ends i64[E], bias [E, O] -> [P, O]; counters: as in
+    `multiply`"""
+    return _launch(x, weight, bias, ends, None, counters, tiles)
 
 
 def _launch(x: Tensor, weight: PackedWeight, bias: Tensor | None, ends: Tensor | None, kind: str | None,
-            counters: Tensor | None, tiles: Wgmma) -> Tensor:  # fmt: skip
+            counters: Tensor, tiles: Wgmma) -> Tensor:  # fmt: skip
     (*leading, out, inner), rows = weight.shape, len(x)
     experts, gates = (leading[0] if leading else None), (1 if kind is None else 2)
     block_rows, boxes, stages, splits = tiles

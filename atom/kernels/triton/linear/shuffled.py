@@ -1,7 +1,7 @@
 """Choose the tiles of products by shuffled weights.
 
-tiles = choose(32, 6144, 4096, style, gpu)    # what packed_hopper.py runs such a product with
-tiles = choose_grouped(256, 128, style)       # the same of experts
+tiles = choose(32, 6144, 4096, style, gpu)                  # what packed_hopper.py runs such a product with
+tiles = choose_grouped(256, 128, 1536, 2048, style, gpu)    # the same of experts
 """
 
 from __future__ import annotations
@@ -37,9 +37,7 @@ def choose(rows: int, out: int, inner: int, style: Style, gpu: Gpu) -> Wgmma:
     per_scale = -(-(style.columns or 1) * style.bits // (8 * BOX))
     boxes = max(4 if block_rows == 8 else 2 if block_rows <= (64 if style.bits == 8 else 32) else 1, per_scale)
     tiles, columns = -(-out // BLOCK_OUT) * -(-rows // block_rows), boxes * BOX * 8 // style.bits
-    splits, wanted = 1, gpu.units * (1.9 if block_rows <= 64 else 0.9)
-    while splits < 8 and tiles * splits < wanted and inner >= 4 * splits * columns:
-        splits *= 2
+    splits = _split(tiles, inner, columns, gpu.units * (1.9 if block_rows <= 64 else 0.9))
     most = 2 if block_rows > 64 else 4 if style.bits == 4 and block_rows == 8 else 3  # on a multiprocessor
     if block_rows <= 32:  # long sums are cut further while the parts are long enough to pay
         splits = max(
@@ -50,14 +48,29 @@ def choose(rows: int, out: int, inner: int, style: Style, gpu: Gpu) -> Wgmma:
     return Wgmma(block_rows, boxes, min(max(fitting, 2 if block_rows <= 32 else 3), MAX_STAGES), splits)
 
 
-def choose_grouped(rows: int, experts: int, style: Style) -> Wgmma:
-    """Tiles that hold the rows of most experts, since another tile reads the weight again. rows: of all experts"""
-    room = 3 if style.values == "e2m1" else 1.5  # to unpack these again costs most
-    block_rows = _block_rows(math.ceil(room * rows / experts), style)
+def choose_grouped(rows: int, experts: int, out: int, inner: int, style: Style, gpu: Gpu) -> Wgmma:
+    """Tiles that hold the rows of most experts, since another tile reads the weight again. rows: of all experts
+
+    Where each row has its own expert, few programs share out the columns, too.
+    """
+    room = 2 if style.values == "e2m1" else 1.5  # these take longer to unpack again
+    block_rows = _block_rows(max(math.ceil(room * rows / experts), 16 if style.values == "e2m1" else 8), style)
+    if rows <= experts:
+        columns = 4 * BOX * 8 // style.bits
+        splits = _split(rows * -(-out // BLOCK_OUT), inner, columns, 1.9 * gpu.units)
+        return Wgmma(8, 4, 3, splits)
     if block_rows == 8:
         return Wgmma(block_rows, 4 if style.bits == 8 else 2, 2)
-    boxes = 1 if style.values == "e2m1" or (style.bits == 4 and block_rows > 32) else 2
-    return Wgmma(block_rows, boxes, 3 if boxes == 1 or block_rows > 32 else 4)
+    boxes = 1 if style.bits == 4 and block_rows > 32 else 2
+    return Wgmma(block_rows, boxes, 2 if style.values == "e2m1" else 3 if boxes == 1 or block_rows > 32 else 4)
+
+
+def _split(tiles: int, inner: int, columns: int, wanted: float) -> int:
+    """How many programs share out the columns of a tile, so that there are as many as wanted. columns: of a stage"""
+    splits = 1
+    while splits < 8 and tiles * splits < wanted and inner >= 4 * splits * columns:
+        splits *= 2
+    return splits
 
 
 def box_bytes(block_rows: int, style: Style) -> int:

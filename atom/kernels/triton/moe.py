@@ -192,9 +192,16 @@ def multiply_by_library(x: Tensor, weight: Tensor | PackedWeight, ends: Tensor, 
     plain = unpack_experts(weight, x.dtype) if isinstance(weight, PackedWeight) else weight
     y: Tensor = F.grouped_mm(x, plain.transpose(1, 2), offs=ends.to(torch.int32))
     if bias is not None:
-        experts = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True)
-        y += bias[experts.clamp_(max=len(bias) - 1)]  # a rehearsal, which launches nothing, has rows of no expert
+        add_bias(y, bias, ends)
     return y
+
+
+def add_bias(y: Tensor, bias: Tensor, ends: Tensor) -> None:
+    """Add to each row of y [P, O], sorted by expert, the bias [E, O] of its expert; ends i64[E]."""
+    (experts, width), gpu = bias.shape, find_gpu(y.device)
+    _add_bias_kernel[(len(y), -(-width // 2048))](
+        y, bias, ends, EXPERTS=experts, WIDTH=width, BLOCK_E=next_power_of_2(experts), BLOCK_W=2048, **gpu.options
+    )
 
 
 def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor | None = None,
@@ -500,6 +507,22 @@ def _packed_grouped_linear_kernel(
         total += tl.load(bias + weight_rows)[:, None].to(tl.float32)
     pointers = out + rows.to(tl.int64)[None, :] * OUT + columns[:, None]
     tl.store(pointers, total.to(out.dtype.element_ty), mask=(rows < end)[None, :] & (columns < OUT)[:, None])
+
+
+@jit
+def _add_bias_kernel(y, bias, ends, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_E: tl.constexpr,
+                     BLOCK_W: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Some columns of a row of y, to which its expert's bias is added."""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0)
+    each = tl.arange(0, BLOCK_E)
+    expert = tl.sum((tl.load(ends + each, mask=each < EXPERTS, other=row + 1) <= row).to(tl.int32), 0)
+    columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
+    is_value = (columns < WIDTH) & (expert < EXPERTS)  # a rehearsal, whose ends are zero, has rows of no expert
+    place = y + row.to(tl.int64) * WIDTH + columns
+    sums = tl.load(place, mask=is_value, other=0.0).to(tl.float32)
+    sums += tl.load(bias + expert * WIDTH + columns, mask=is_value, other=0.0).to(tl.float32)
+    tl.store(place, sums.to(y.dtype.element_ty), mask=is_value)
 
 
 @jit(do_not_specialize=["pairs"])

@@ -43,6 +43,15 @@ def check_grouped_linear(
     assert_as_near(y, ops.grouped_linear.body(x, weight, ends, bias), truth, 1.5 if rounds_twice else 1.1)
 
 
+def test_a_bias_is_added_to_the_rows_of_its_expert(triton_device: str):
+    y, bias = torch.randn(9, 2050, device=triton_device), torch.randn(5, 2050, device=triton_device)
+    owners = [0, 0, 2, 2, 2, 4]
+    ends = torch.tensor([2, 2, 5, 5, 6], device=triton_device)
+    truth = torch.cat((y[:6] + bias[owners], y[6:]))  # the last three rows are of no expert
+    moe.add_bias(y, bias, ends)
+    assert torch.equal(y, truth)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("counts", "out", "inner"), [
     ([1], 1, 1),

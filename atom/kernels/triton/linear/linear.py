@@ -71,6 +71,8 @@ MIN_BYTES = 32  # of a row of a packed weight in a group: of fewer no registers 
 MEMORY = 98304, 16384  # bytes of a processor that a product of one row takes, and of them in a step
 # where there are more: so much that two programs never share a processor, while attention still keeps another one
 LARGE_MEMORY = 131072, 32768
+# the same of a step of four programs on a processor, where a weight has few rows for each
+FEW_MEMORY = 16384
 
 
 class Vector(NamedTuple):

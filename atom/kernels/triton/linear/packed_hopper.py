@@ -131,7 +131,7 @@ def _load_offset(zeros, blocks, block):
 
 @jit
 def _load_factor(scales, blocks, block, NUM: gl.constexpr):
-    """What makes numbers of the bits of e2m1, by the exponents of four blocks of columns: pairs of bf16, i32[O, 64].
+    """What unpacks e2m1, by the exponents of four blocks of columns: pairs of bf16, i32[O, 64].
 
     The bits lie where bf16 has its own, so that they are 2^126 times too small. Sums stay 2^UP_EXPONENT times too small:
     scales from 2^-94 to 2^33 fit in.

@@ -18,13 +18,14 @@ import torch
 
 from atom.build import (
     RankOpening,
-    check_same_weights,
+    compare_ranks,
     compile_with,
+    describe_rank,
     digest_of,
+    gather_kv_scales,
     load_weights,
     open_checked,
     open_runner,
-    sample_weights,
     set_kv_scales,
 )
 from atom.checkpoint import SilentProgress
@@ -67,7 +68,7 @@ def open_rank(link: RankLink) -> tuple[Runner, bool]:
         torch.set_num_threads(opening.num_threads)
     with ExitStack() as opened, contextlib.redirect_stderr(io.StringIO()):  # the driver has said the same
         checkpoint = open_checked(config, progress, opened)
-        compiled = compile_with(config, progress, checkpoint)
+        compiled = compile_with(config, progress, checkpoint, mesh.stage(opening.rank))
         if digest_of(compiled.graph) != opening.text:
             raise ArtifactError(
                 "it has compiled another text than the process that drives: are their versions the same?"
@@ -78,13 +79,14 @@ def open_rank(link: RankLink) -> tuple[Runner, bool]:
             f"atom-run: rank {opening.rank} has compiled {num_compiled} pieces, which {config.cache} did not have",
             file=sys.stderr,
         )
-    check_same_weights(link.exchange(sample_weights(tensors)))
+    kinds_of = compare_ranks(link.exchange(describe_rank(compiled.graph, tensors)), mesh)
     plan, *_ = link.exchange(b"")
     folder = link.receive().decode()
     rendezvous = Rendezvous(opening.rank, mesh, opening.host, link.exchange, Path(folder) if folder else None)
     communicator = connect_rank(config.device, rendezvous)
     scales = KVScales(compiled.graph, tensors)
     measure = set_kv_scales(scales, msgspec.msgpack.decode(plan, type=ScalePlan), mesh, communicator)
-    runner, _ = open_runner(compiled, tensors, config, progress, measure, communicator)
+    runner, _ = open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of)
+    gather_kv_scales(scales, link.exchange)
     settle()
     return runner, opening.rank in mesh.leaders

@@ -51,15 +51,17 @@ class Model:
         device: str,
         backend: str | None = None,
         drafting: Drafting | None = None,
+        kinds: Sequence[str] | None = None,
     ) -> None:
         """bindings: without caches, for which `bind` comes first. backend: that prepares and samples a step. drafting:
-        of tokens that decodes verify; None: there are none, or the host gives them"""
+        of tokens that decodes verify; None: there are none, or the host gives them. kinds: of caches, those of all
+        stages of a pipeline; None: the graph's"""
         self.graph, self.block_size, self.limits = graph, block_size, limits
         self.device = torch.device(device)
         self.is_cpu = self.device.type == "cpu"
         self._step = find_step_kernels(self.device.type, backend)
         self._bindings = bindings
-        self.kinds = list(dict.fromkeys(cache.kind for cache in graph.caches()))
+        self.kinds = list(kinds or dict.fromkeys(cache.kind for cache in graph.caches()))
         logits = logits_type(graph)
         self.logits_dtype = TORCH_DTYPES[logits.dtype]
         self.drafting, self.num_drafts = drafting, drafting.num_tokens if drafting else 0

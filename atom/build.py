@@ -150,7 +150,7 @@ def start_ranks(config: Config, compiled: Compiled, placement: Placement | None,
     others = (compile_graph(lowered, stage=stage) for stage in range(1, mesh.pipeline))
     texts, before = [*map(digest_of, (compiled.graph, *others))], torch.get_num_threads()
     if placement is None:
-        num_threads: int | None = max(before // mesh.ranks_per_stage, 1)  # they share the cores, but stages take turns
+        num_threads: int | None = max(before // mesh.num_ranks, 1)  # they share the cores
         channels: Sequence[Channel] = [RankProcess(RANK) for _ in range(1, mesh.num_ranks)]
         places = [(config, LOOPBACK)] * len(channels)
     else:

@@ -28,7 +28,7 @@ from atom.config import Config, ModelConfig
 from atom.config.checkpoint import is_here, open_with_draft
 from atom.errors import ArtifactError, CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.gc_utils import no_collection
-from atom.graph import Graph, Mesh, Recipe, W, ops, show
+from atom.graph import HEAD, Graph, Mesh, Recipe, W, ops, show
 from atom.kernels import Communicator, Rendezvous, connect_rank, find_tuner
 from atom.runtime import memory
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
@@ -46,6 +46,7 @@ from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.speculation import Drafter, NgramDrafter, RunnerDrafter, acceptance_rates
 from atom.runtime.step_builder import StepBuilder
+from atom.runtime.step_input import NUM_REPORTED
 from atom.runtime.tune import tune, tune_drafts, use_measured, use_measured_drafts
 from atom.runtime.types import CacheKind, Drafting, StepLimits
 from atom.runtime.vocabulary import Vocabulary
@@ -101,7 +102,8 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
         caching = serve.enable_prefix_caching
         caches = [KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=caching) for _ in mesh.leaders]
         drafter = open_drafter(config)
-        schedulers = [Scheduler(cache, runner.model.limits, runner.run_ahead, drafter) for cache in caches]
+        num_stages = 1 + runner.run_ahead if stages_overlap(config) else 1
+        schedulers = [Scheduler(cache, runner.model.limits, runner.run_ahead, drafter, num_stages) for cache in caches]
         builders = [StepBuilder(runner.capacity) for _ in mesh.leaders]
         print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
         if "vision_config" in config.hf:
@@ -490,6 +492,11 @@ def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None)
     )
 
 
+def stages_overlap(config: Config) -> bool:
+    """Whether stages compute steps of different sequences at a time. Drafts of the host follow known tokens alone."""
+    return mesh_of(config).pipeline > 1 and config.serve.method is None
+
+
 def kinds_of_all(kinds_of: Sequence[Sequence[CacheKind]]) -> list[CacheKind]:
     """The cache kinds of all stages, each once."""
     return list({kind.name: kind for kinds in kinds_of for kind in kinds}.values())
@@ -518,12 +525,14 @@ def open_runner(
     kinds = kinds_of_all(kinds_of := kinds_of or [cache_kinds(compiled.graph)])
     with nullcontext() if is_cpu else memory.no_memory_at_start(serve):
         bindings = Bindings(tensors, compiled.code, communicator=communicator)
-        drafting = drafting_of(config)
+        drafting, head = drafting_of(config), compiled.graph.programs[HEAD]
         model = Model(
             compiled.graph, bindings, serve.block_size, limits_of(config), device=config.device, drafting=drafting,
             kinds=[kind.name for kind in kinds],
+            defers_logits=stages_overlap(config) and any(node.target is ops.receive for node in head.nodes),
         )  # fmt: skip
-        runner = Runner(model)
+        ahead = {"run_ahead": min(mesh_of(config).pipeline, NUM_REPORTED) - 1} if stages_overlap(config) else {}
+        runner = Runner(model, **ahead)
         num_blocks = (
             plan_stages(kinds_of, config) if is_cpu else {kind.name: 2 for kind in kinds}
         )  # to walk through steps

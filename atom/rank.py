@@ -10,6 +10,7 @@ import contextlib
 import io
 import sys
 import traceback
+from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -33,10 +34,14 @@ from atom.compiler import mesh_of
 from atom.errors import ArtifactError, AtomError
 from atom.gc_utils import no_collection, settle
 from atom.kernels import Rendezvous, connect_rank
+from atom.runtime.driver import WAIT
 from atom.runtime.kv_scales import KVScales, ScalePlan
 from atom.runtime.ranks import RankLink
-from atom.runtime.runner import Runner
+from atom.runtime.runner import Pending, Runner
 from atom.runtime.step_input import StepInput
+from atom.runtime.types import Sampled
+
+DECODER = msgspec.msgpack.Decoder(StepInput)
 
 
 def main(link: RankLink) -> None:
@@ -44,16 +49,26 @@ def main(link: RankLink) -> None:
     try:
         runner, is_leader = open_rank(link)
         link.done()
-        decoder = msgspec.msgpack.Decoder(StepInput)
+        pending: deque[Pending] = deque()
         while True:
-            sampled = runner.execute(decoder.decode(link.receive())).wait()
-            if is_leader:
+            sampled = take(link.receive(), runner, pending)
+            if is_leader and sampled is not None:
                 link.answer(msgspec.msgpack.encode(sampled))
     except Exception as error:
         if not isinstance(error, AtomError):
             traceback.print_exc()
         link.fail(error)
         sys.exit(1)
+
+
+def take(body: bytes, runner: Runner, pending: deque[Pending]) -> Sampled | None:
+    """Take a step that the driver tells, or finish the oldest one; what was sampled, if one was finished.
+
+    pending: steps that were not finished
+    """
+    if body != WAIT:
+        pending.append(runner.execute(DECODER.decode(body)))
+    return pending.popleft().wait() if runner.model.defers_logits == (body == WAIT) else None
 
 
 @no_collection()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -23,8 +24,9 @@ from atom.checkpoint import SilentProgress
 from atom.compiler import mesh_of
 from atom.config import Config
 from atom.graph import TORCH_DTYPES, Mesh, ops
+from atom.rank import take
 from atom.runtime.kv_scales import KVScales, ScalePlan
-from atom.runtime.step_input import StepInput
+from atom.runtime.runner import Pending
 
 
 class Meeting:
@@ -103,9 +105,10 @@ class ThreadRanks:
             measure = build.set_kv_scales(scales, plan, mesh_of(config), communicator)
             runner, _ = build.open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of)
             build.gather_kv_scales(scales, partial(self.meeting.exchange, rank))
+            pending: deque[Pending] = deque()
             while (step := steps.get()) is not None:
-                sampled = runner.execute(msgspec.msgpack.decode(step, type=StepInput)).wait()
-                if rank in self.answers:
+                sampled = take(step, runner, pending)
+                if rank in self.answers and sampled is not None:
                     self.answers[rank].put(msgspec.msgpack.encode(sampled))
         except BaseException:
             for barrier in (self.meeting.barrier, *self.meeting.stages):

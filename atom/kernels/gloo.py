@@ -19,6 +19,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -98,9 +99,10 @@ class _Peers:
         self._check: Callable[[], object] = lambda: None
         self._group = gloo(self._store, self.place, self.size, options)
         self._group._set_default_timeout(TIMEOUT)
-        self._shared, self._waiter = None, None
+        self._shared = None
         if axis == ops.STAGES:  # which wait long for each other, and should not take a core meanwhile
-            self._waiter = Waiter()
+            self._senders, self._receiver = [Waiter() for _ in peers], Waiter()
+            self._sent: deque[Future[None]] = deque()  # what may not have been taken yet
         elif folder:
             self._shared = SharedMemory(self.place, self.size, folder / name, self._barrier)
 
@@ -129,12 +131,20 @@ class _Peers:
         return self.all_reduce(x)[own]
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send a tensor to the rank at this place, and wait until it has been taken."""
-        self._wait_for_one(self._group.send([x.contiguous()], to, 0))
+        """Send a copy of a tensor to the rank at this place, which takes it later."""
+        while self._sent and self._sent[0].done():
+            self._sent.popleft().result()
+        copied = x.clone(memory_format=torch.contiguous_format)
+        self._sent.append(self._senders[to].start(self._group.send([copied], to, 0), copied))
 
     def receive(self, x: Tensor, source: int) -> None:
         """Fill a tensor with what the rank at this place sends."""
-        self._wait_for_one(self._group.recv([x], source, 0))
+        done = self._receiver.start(self._group.recv([x], source, 0), x)
+        while True:  # here gloo cannot wait for a while only: it would end all connections then
+            try:
+                return done.result(LOOK.total_seconds())
+            except TimeoutError:
+                self._check_or_leave()
 
     def watch(self, check: Callable[[], object]) -> None:
         """Have a collective that waits call this, which raises where a rank is gone."""
@@ -154,16 +164,6 @@ class _Peers:
                 if work.is_completed() or time.monotonic() > end:
                     raise
 
-    def _wait_for_one(self, work: Any) -> None:
-        """Wait for one rank. Here gloo cannot wait for a while only: it would end all connections then."""
-        assert self._waiter is not None, "stages alone send"
-        done = self._waiter.start(work)
-        while True:
-            try:
-                return done.result(LOOK.total_seconds())
-            except TimeoutError:
-                self._check_or_leave()
-
     def _check_or_leave(self) -> None:
         try:
             self._check()
@@ -177,29 +177,32 @@ class _Peers:
 
 
 class Waiter:
-    """A thread that waits for transfers, one after the other."""
+    """A thread that waits for transfers, one after the other, whose tensors it holds meanwhile."""
 
     def __init__(self) -> None:
-        self._works: queue.SimpleQueue[tuple[Any, Future[None]] | None] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         threading.Thread(target=_wait_for_works, args=(self._works,), name="transfers", daemon=True).start()
         weakref.finalize(self, self._works.put, None)
 
-    def start(self, work: Any) -> Future[None]:
-        """Wait for this transfer next; what it is done with."""
+    def start(self, work: Any, x: Tensor) -> Future[None]:
+        """Wait for a transfer of this tensor next; what has a result once it is over."""
         done: Future[None] = Future()
-        self._works.put((work, done))
+        self._works.put((work, x, done))
         return done
 
 
-def _wait_for_works(works: queue.SimpleQueue[tuple[Any, Future[None]] | None]) -> None:
+Transfer = tuple[Any, Tensor, Future[None]]
+
+
+def _wait_for_works(works: queue.SimpleQueue[Transfer | None]) -> None:
     while (each := works.get()) is not None:
-        work, done = each
+        work, _, done = each
         try:
             work.wait()
             done.set_result(None)
         except RuntimeError as error:
             done.set_exception(error)
-        del each, work, done
+        del each, work, done, _
 
 
 class ExchangeStore(torch.distributed.Store):  # type: ignore[misc, name-defined]

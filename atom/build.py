@@ -23,19 +23,19 @@ from torch import Tensor
 from atom import weights
 from atom.cache import Cache, digest
 from atom.checkpoint import DRAFT_PREFIX, Checkpoint, JoinedCheckpoint, Progress, Tokenizer, stop_ids
-from atom.compiler import Compiled, compile_model, has_draft, mesh_of
+from atom.compiler import Compiled, compile_graph, compile_model, has_draft, mesh_of, semantic_graph
 from atom.config import Config, ModelConfig
 from atom.config.checkpoint import is_here, open_with_draft
 from atom.errors import ArtifactError, CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.gc_utils import no_collection
-from atom.graph import Graph, Mesh, Recipe, W, ops, show
+from atom.graph import HEAD, Graph, Mesh, Recipe, W, ops, show
 from atom.kernels import Communicator, Rendezvous, connect_rank, find_tuner
 from atom.runtime import memory
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.driver import Driver
 from atom.runtime.engine import Engine
 from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
-from atom.runtime.kv_scales import PROMPT, KVScales, ScalePlan, ScaleStore
+from atom.runtime.kv_scales import PROMPT, KVScales, ScalePlan, ScaleStore, measured_names
 from atom.runtime.model import Model
 from atom.runtime.profiler import Profiler
 from atom.runtime.program import Bindings
@@ -46,6 +46,7 @@ from atom.runtime.runner import Runner
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.speculation import Drafter, NgramDrafter, RunnerDrafter, acceptance_rates
 from atom.runtime.step_builder import StepBuilder
+from atom.runtime.step_input import NUM_REPORTED
 from atom.runtime.tune import tune, tune_drafts, use_measured, use_measured_drafts
 from atom.runtime.types import CacheKind, Drafting, StepLimits
 from atom.runtime.vocabulary import Vocabulary
@@ -66,7 +67,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
         with ExitStack() as opened:
             checkpoint = open_checked(config, progress, opened) if is_here(config) else None  # else downloaded last
             compiled = compiled or compile_with(config, progress, checkpoint)
-            graph, kinds = compiled.graph, cache_kinds(compiled.graph)
+            graph = compiled.graph
             if checkpoint is None:
                 checkpoint = open_checked(config, progress, opened)
                 check_weights(graph, checkpoint, config)
@@ -77,27 +78,32 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             vocabulary = Vocabulary(config.model.vocab, stop_ids(checkpoint, tokenizer), tokenizer)
             assert config.cache is not None, "config.load resolves it"
             scales = KVScales(graph, tensors)
-            store = ScaleStore(scales, checkpoint, Cache(Path(config.cache)))
+            store = ScaleStore(measured_names(whole_graph(graph, config)), checkpoint, Cache(Path(config.cache)))
             plan = plan_kv_scales(store, vocabulary, config)
         serve, mesh = config.serve, mesh_of(config)
         if ranks is None:
+            kinds = cache_kinds(graph)
             measure = set_kv_scales(scales, plan, mesh)
             runner, num_blocks = open_runner(compiled, tensors, config, progress, measure)
+            values = scales.values()
         else:
             with TemporaryDirectory(prefix="atom-run-") as folder:
-                check_same_weights(ranks.exchange(sample_weights(tensors)))
+                kinds_of = compare_ranks(ranks.exchange(describe_rank(graph, tensors)), mesh)
+                kinds = kinds_of_all(kinds_of)
                 ranks.exchange(msgspec.msgpack.encode(plan))
                 communicator = connect(ranks, config, placement, folder)
                 measure = set_kv_scales(scales, plan, mesh, communicator)
-                runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, communicator)
+                runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of)
+                values = gather_kv_scales(scales, ranks.exchange)
                 ranks.wait()
             ranks.limit_silence(serve.http.heartbeat_seconds)
         if plan.tokens:
-            keep_kv_scales(store)
+            keep_kv_scales(store, values, scales.num_tokens)
         caching = serve.enable_prefix_caching
         caches = [KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=caching) for _ in mesh.leaders]
         drafter = open_drafter(config)
-        schedulers = [Scheduler(cache, runner.model.limits, runner.run_ahead, drafter) for cache in caches]
+        num_stages = 1 + runner.run_ahead if stages_overlap(config) else 1
+        schedulers = [Scheduler(cache, runner.model.limits, runner.run_ahead, drafter, num_stages) for cache in caches]
         builders = [StepBuilder(runner.capacity) for _ in mesh.leaders]
         print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
         if "vision_config" in config.hf:
@@ -123,7 +129,7 @@ class RankOpening(msgspec.Struct):
     config: Config  # its level is that of the text
     rank: int
     num_threads: int | None  # None: as many as torch takes by itself
-    text: str  # digest of the lowered text
+    text: str  # digest of the lowered text of its stage
     host: str  # the rank's address for the others
 
 
@@ -139,19 +145,21 @@ def place_ranks(config: Config, started: ExitStack) -> Placement | None:
 
 def start_ranks(config: Config, compiled: Compiled, placement: Placement | None, started: ExitStack) -> Ranks | None:
     """Start the other ranks of an engine, which load their weights; None for one rank. The stack ends them."""
-    num_ranks = mesh_of(config).num_ranks
-    if num_ranks == 1:
+    mesh = mesh_of(config)
+    if mesh.num_ranks == 1:
         return None
-    text, before = digest_of(compiled.graph), torch.get_num_threads()
+    lowered = replace(config, level=compiled.level)
+    others = (compile_graph(lowered, stage=stage) for stage in range(1, mesh.pipeline))
+    texts, before = [*map(digest_of, (compiled.graph, *others))], torch.get_num_threads()
     if placement is None:
-        num_threads: int | None = max(before // num_ranks, 1)  # they share the cores
-        channels: Sequence[Channel] = [RankProcess(RANK) for _ in range(1, num_ranks)]
+        num_threads: int | None = max(before // mesh.num_ranks, 1)  # they share the cores
+        channels: Sequence[Channel] = [RankProcess(RANK) for _ in range(1, mesh.num_ranks)]
         places = [(config, LOOPBACK)] * len(channels)
     else:
         num_threads, channels = placement.num_threads, (joined := placement.join())
         places = [(config_of(each, rank, config), each.host) for rank, each in enumerate(joined, 1)]
     openings = [
-        RankOpening(replace(own, level=compiled.level), rank, num_threads, text, host)
+        RankOpening(replace(own, level=compiled.level), rank, num_threads, texts[mesh.stage(rank)], host)
         for rank, (own, host) in enumerate(places, 1)
     ]
     ranks = Ranks(channels, list(map(msgspec.msgpack.encode, openings)))
@@ -189,6 +197,28 @@ def digest_of(graph: Graph) -> str:
     return digest("\n".join(line.partition("    # ")[0] for line in show(graph).splitlines()))
 
 
+class RankModel(msgspec.Struct):
+    """What a rank tells all others of its model."""
+
+    weights: bytes  # a digest of samples
+    kinds: list[CacheKind]  # of its layers
+
+
+def describe_rank(graph: Graph, tensors: Mapping[Recipe, Loaded]) -> bytes:
+    """What all ranks exchange once their weights are loaded, for `compare_ranks`."""
+    return msgspec.msgpack.encode(RankModel(sample_weights(tensors), cache_kinds(graph)))
+
+
+def compare_ranks(described: Sequence[bytes], mesh: Mesh) -> list[list[CacheKind]]:
+    """Check that the ranks of a stage have the same weights; the cache kinds of each stage."""
+    models = msgspec.msgpack.Decoder(RankModel)
+    ranks = [models.decode(each) for each in described]
+    firsts = range(0, mesh.num_ranks, mesh.ranks_per_stage)
+    for first in firsts:
+        check_same_weights([rank.weights for rank in ranks[first : first + mesh.ranks_per_stage]], first)
+    return [ranks[first].kinds for first in firsts]
+
+
 def sample_weights(tensors: Mapping[Recipe, Loaded]) -> bytes:
     """A digest of the beginnings of the weights that all ranks have whole: norms, routers, often the embedding."""
     sampled = hashlib.sha256()
@@ -198,11 +228,11 @@ def sample_weights(tensors: Mapping[Recipe, Loaded]) -> bytes:
     return sampled.digest()
 
 
-def check_same_weights(samples: Sequence[bytes]) -> None:
-    """Raise CheckpointError where a rank, on a host of its own, has loaded other weights than the driver."""
-    others = [str(rank) for rank, sample in enumerate(samples) if sample != samples[0]]
+def check_same_weights(samples: Sequence[bytes], first: int = 0) -> None:
+    """Raise CheckpointError where a rank, on a host of its own, has other weights than the first of its stage."""
+    others = ", ".join(str(rank) for rank, sample in enumerate(samples, first) if sample != samples[0])
     if others:
-        raise CheckpointError(f"rank {', '.join(others)} has other weights than rank 0: each host needs the same files")
+        raise CheckpointError(f"rank {others} has other weights than rank {first}: each host needs the same files")
 
 
 def connect(ranks: Ranks, config: Config, placement: Placement | None, folder: str) -> Communicator:
@@ -231,8 +261,8 @@ def open_checked(config: Config, progress: Progress, opened: ExitStack) -> Check
     return checkpoint
 
 
-def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | None = None) -> Compiled:
-    """Compile the model, and report the time and the cache's warnings on stderr.
+def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | None = None, stage: int = 0) -> Compiled:
+    """Compile the model, or a stage of its pipeline, and report the time and the cache's warnings on stderr.
 
     A checkpoint on this disk is checked against the configuration first.
     """
@@ -249,7 +279,7 @@ def compile_with(config: Config, progress: Progress, checkpoint: Checkpoint | No
     try:
         if checkpoint is None and is_here(config):
             checkpoint = open_checked(config, progress, opened)
-        return compile_model(config, progress, cache, check=check)
+        return compile_model(config, progress, cache, check=check, stage=stage)
     finally:
         opened.close()
         for line in cache.warnings:
@@ -268,8 +298,14 @@ def refuse_act(graph: Graph, config: Config) -> None:
 def check_weights(graph: Graph, checkpoint: Checkpoint, config: Config) -> None:
     """Check the checkpoint's tensors against the graph, unless weights are random."""
     if not config.load_dummy:
+        graph = whole_graph(graph, config)
         weights.check(graph, checkpoint.tensors, left_out(config))
         weights.check_order(graph, checkpoint)
+
+
+def whole_graph(graph: Graph, config: Config) -> Graph:
+    """A graph with all weights and caches of the model: that of a stage is of some layers."""
+    return graph if mesh_of(config).pipeline == 1 else semantic_graph(config)
 
 
 def load_weights(
@@ -292,7 +328,7 @@ def load_weights(
 
 def plan_kv_scales(store: ScaleStore, vocabulary: Vocabulary, config: Config) -> ScalePlan:
     """Plan where the scales of an fp8 cache come from that the checkpoint does not have."""
-    if not store.scales.tensors:
+    if not store.names:
         return ScalePlan()
     if not config.load_dummy and (kept := store.read()):
         return ScalePlan(kept)
@@ -324,13 +360,19 @@ def set_kv_scales(
     return lambda model: scales.measure(model, plan.tokens, largest)
 
 
-def keep_kv_scales(store: ScaleStore) -> None:
-    """Keep scales that were measured for the next start."""
+def gather_kv_scales(scales: KVScales, exchange: Callable[[bytes], list[bytes]]) -> dict[str, float]:
+    """The scales of all stages, each of which has those of its layers; all ranks call this at the same time."""
+    every = exchange(msgspec.msgpack.encode(scales.values()))
+    return {name: value for own in every for name, value in msgspec.msgpack.decode(own, type=dict[str, float]).items()}
+
+
+def keep_kv_scales(store: ScaleStore, values: Mapping[str, float], num_tokens: int) -> None:
+    """Keep scales that were measured over so many tokens for the next start."""
     try:
-        store.write()
+        store.write(values)
     except ArtifactError as error:
         store.cache.warnings.append(f"the next start measures them again: {error}")
-    what = f"kv scales: the checkpoint has none, measured over {store.scales.num_tokens} tokens"
+    what = f"kv scales: the checkpoint has none, measured over {num_tokens} tokens"
     for line in (*store.cache.warnings, what):
         print(f"atom-run: {line}", file=sys.stderr)
     store.cache.close()
@@ -450,6 +492,22 @@ def plan_kv(kinds: Sequence[CacheKind], config: Config, left: int | None = None)
     )
 
 
+def stages_overlap(config: Config) -> bool:
+    """Whether stages compute steps of different sequences at a time. Drafts of the host follow known tokens alone."""
+    return mesh_of(config).pipeline > 1 and config.serve.method is None
+
+
+def kinds_of_all(kinds_of: Sequence[Sequence[CacheKind]]) -> list[CacheKind]:
+    """The cache kinds of all stages, each once."""
+    return list({kind.name: kind for kinds in kinds_of for kind in kinds}.values())
+
+
+def plan_stages(kinds_of: Sequence[Sequence[CacheKind]], config: Config) -> dict[str, int]:
+    """Plan the KV blocks of all stages: of each cache kind as many as the stage with the fewest has."""
+    plans = [plan_kv(kinds, config) for kinds in kinds_of]
+    return {kind.name: min(plan[kind.name] for plan in plans if kind.name in plan) for kind in kinds_of_all(kinds_of)}
+
+
 def open_runner(
     compiled: Compiled,
     tensors: Mapping[Recipe, Loaded],
@@ -457,20 +515,27 @@ def open_runner(
     progress: Progress,
     measure: Callable[[Model], object] | None = None,
     communicator: Communicator | None = None,
+    kinds_of: Sequence[Sequence[CacheKind]] | None = None,
 ) -> tuple[Runner, dict[str, int]]:
     """Open the runner; with it the KV blocks. On a GPU its graphs are captured, and the pool takes the free memory.
 
-    measure: called with the model before anything is captured
+    measure: called with the model before anything is captured. kinds_of: of the caches of each stage of a pipeline
     """
-    serve, kinds, is_cpu = config.serve, cache_kinds(compiled.graph), config.device == "cpu"
+    serve, is_cpu = config.serve, config.device == "cpu"
+    kinds = kinds_of_all(kinds_of := kinds_of or [cache_kinds(compiled.graph)])
     with nullcontext() if is_cpu else memory.no_memory_at_start(serve):
         bindings = Bindings(tensors, compiled.code, communicator=communicator)
-        drafting = drafting_of(config)
+        drafting, head = drafting_of(config), compiled.graph.programs[HEAD]
         model = Model(
-            compiled.graph, bindings, serve.block_size, limits_of(config), device=config.device, drafting=drafting
-        )
-        runner = Runner(model)
-        num_blocks = plan_kv(kinds, config) if is_cpu else {kind.name: 2 for kind in kinds}  # to walk through steps
+            compiled.graph, bindings, serve.block_size, limits_of(config), device=config.device, drafting=drafting,
+            kinds=[kind.name for kind in kinds],
+            defers_logits=stages_overlap(config) and any(node.target is ops.receive for node in head.nodes),
+        )  # fmt: skip
+        ahead = {"run_ahead": min(mesh_of(config).pipeline, NUM_REPORTED) - 1} if stages_overlap(config) else {}
+        runner = Runner(model, **ahead)
+        num_blocks = (
+            plan_stages(kinds_of, config) if is_cpu else {kind.name: 2 for kind in kinds}
+        )  # to walk through steps
         runner.bind(num_blocks)
         if is_cpu:
             if measure is not None:

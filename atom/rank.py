@@ -10,6 +10,7 @@ import contextlib
 import io
 import sys
 import traceback
+from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,13 +19,14 @@ import torch
 
 from atom.build import (
     RankOpening,
-    check_same_weights,
+    compare_ranks,
     compile_with,
+    describe_rank,
     digest_of,
+    gather_kv_scales,
     load_weights,
     open_checked,
     open_runner,
-    sample_weights,
     set_kv_scales,
 )
 from atom.checkpoint import SilentProgress
@@ -32,10 +34,14 @@ from atom.compiler import mesh_of
 from atom.errors import ArtifactError, AtomError
 from atom.gc_utils import no_collection, settle
 from atom.kernels import Rendezvous, connect_rank
+from atom.runtime.driver import WAIT
 from atom.runtime.kv_scales import KVScales, ScalePlan
 from atom.runtime.ranks import RankLink
-from atom.runtime.runner import Runner
+from atom.runtime.runner import Pending, Runner
 from atom.runtime.step_input import StepInput
+from atom.runtime.types import Sampled
+
+DECODER = msgspec.msgpack.Decoder(StepInput)
 
 
 def main(link: RankLink) -> None:
@@ -43,16 +49,26 @@ def main(link: RankLink) -> None:
     try:
         runner, is_leader = open_rank(link)
         link.done()
-        decoder = msgspec.msgpack.Decoder(StepInput)
+        pending: deque[Pending] = deque()
         while True:
-            sampled = runner.execute(decoder.decode(link.receive())).wait()
-            if is_leader:
+            sampled = take(link.receive(), runner, pending)
+            if is_leader and sampled is not None:
                 link.answer(msgspec.msgpack.encode(sampled))
     except Exception as error:
         if not isinstance(error, AtomError):
             traceback.print_exc()
         link.fail(error)
         sys.exit(1)
+
+
+def take(body: bytes, runner: Runner, pending: deque[Pending]) -> Sampled | None:
+    """Take a step that the driver tells, or finish the oldest one; what was sampled, if one was finished.
+
+    pending: steps that were not finished
+    """
+    if body != WAIT:
+        pending.append(runner.execute(DECODER.decode(body)))
+    return pending.popleft().wait() if runner.model.defers_logits == (body == WAIT) else None
 
 
 @no_collection()
@@ -67,7 +83,7 @@ def open_rank(link: RankLink) -> tuple[Runner, bool]:
         torch.set_num_threads(opening.num_threads)
     with ExitStack() as opened, contextlib.redirect_stderr(io.StringIO()):  # the driver has said the same
         checkpoint = open_checked(config, progress, opened)
-        compiled = compile_with(config, progress, checkpoint)
+        compiled = compile_with(config, progress, checkpoint, mesh.stage(opening.rank))
         if digest_of(compiled.graph) != opening.text:
             raise ArtifactError(
                 "it has compiled another text than the process that drives: are their versions the same?"
@@ -78,13 +94,14 @@ def open_rank(link: RankLink) -> tuple[Runner, bool]:
             f"atom-run: rank {opening.rank} has compiled {num_compiled} pieces, which {config.cache} did not have",
             file=sys.stderr,
         )
-    check_same_weights(link.exchange(sample_weights(tensors)))
+    kinds_of = compare_ranks(link.exchange(describe_rank(compiled.graph, tensors)), mesh)
     plan, *_ = link.exchange(b"")
     folder = link.receive().decode()
     rendezvous = Rendezvous(opening.rank, mesh, opening.host, link.exchange, Path(folder) if folder else None)
     communicator = connect_rank(config.device, rendezvous)
     scales = KVScales(compiled.graph, tensors)
     measure = set_kv_scales(scales, msgspec.msgpack.decode(plan, type=ScalePlan), mesh, communicator)
-    runner, _ = open_runner(compiled, tensors, config, progress, measure, communicator)
+    runner, _ = open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of)
+    gather_kv_scales(scales, link.exchange)
     settle()
     return runner, opening.rank in mesh.leaders

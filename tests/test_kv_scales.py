@@ -227,16 +227,24 @@ def test_where_nothing_can_be_measured_a_line_says_that_1_is_used(checkpoint: Pa
     assert line() == f"atom-run: kv scales: {has}; 1.0 is used"
 
 
-def test_several_ranks_measure_what_one_does(checkpoint: Path, thread_ranks: list[ThreadRanks]):
+@pytest.mark.parametrize("layout", ["tp2", "tp2_pp2"])
+def test_several_ranks_measure_what_one_does(
+    layout: str, checkpoint: Path, thread_ranks: list[ThreadRanks], capsys: pytest.CaptureFixture[str]
+):
     engine = open_engine(checkpoint)
     alone = scales_of(engine)
     engine.close()
-    assert len(set(alone.values())) > 1
-    engine = open_engine(checkpoint, "parallel=tp2", f"cache={checkpoint}.ranks")
+    assert len(set(alone.values())) > 1 and "measured over" in capsys.readouterr().err
+    kept = f"cache={checkpoint}.ranks"
+    engine = open_engine(checkpoint, f"parallel={layout}", kept)
+    found = scales_of(engine)  # of the first stage
+    assert found and found.items() <= alone.items() and "measured over" in capsys.readouterr().err
+    engine.close()
+    engine = open_engine(checkpoint, kept)  # which reads them
     assert scales_of(engine) == alone
     engine.close()
-    engine = open_engine(checkpoint, "parallel=tp2", f"cache={checkpoint}.ranks")  # which reads them
-    assert scales_of(engine) == alone
+    engine = open_engine(checkpoint, f"parallel={layout}", kept)
+    assert scales_of(engine) == found and "measured over" not in capsys.readouterr().err
     tokens = engine.generate([TOKENS], SamplingParams(temperature=0, max_tokens=8))[0]["token_ids"]
     engine.close()
     engine = open_engine(checkpoint)

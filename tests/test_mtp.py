@@ -99,7 +99,7 @@ def assert_drafts(graph: Graph, config: Config, case: Case, mesh: Mesh) -> None:
     tensors = [load_all(graph, config, mesh.coordinates(rank) if mesh.num_ranks > 1 else None) for rank in ranks]
 
     def run(program: str, **inputs: Tensor) -> Tensor:
-        results = interpret_ranks(graph, program, [inputs] * mesh.num_ranks, [t.__getitem__ for t in tensors], mesh)
+        results = interpret_ranks([graph], program, [inputs] * mesh.num_ranks, [t.__getitem__ for t in tensors], mesh)
         assert all(torch.equal(results[0], other) for other in results[1:])
         result: Tensor = results[0]
         return result

@@ -92,6 +92,29 @@ def test_groups_generate_the_tokens_of_the_reference(
     assert thread_ranks[0].meeting.num_collectives > 2 * metrics.num_steps
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        *((name, {"pipeline_parallel_size": 2}) for name in ("llama_tied", "deepseek_v3", "gemma3", "gpt_oss")),
+        ("qwen3_moe", {"parallel.pipeline": 3, "tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("llama_tied", {"pipeline_parallel_size": 2, "method": "ngram", "num_speculative_tokens": 3}),
+        ("gpt_oss", {"parallel.pipeline": 2, "parallel.data": 2, "parallel.experts": 2}),
+    ],
+)
+def test_stages_generate_the_tokens_of_the_reference(
+    name: str, fields: dict[str, Any], thread_ranks: list[ThreadRanks], open_engine: Open, references: Any
+):
+    engine = open_engine(name, **EVENTFUL, **fields)
+    shared = tiny.prompt(30)
+    prompts = [shared, tiny.prompt(25, seed=1), shared[:17] + tiny.prompt(24, seed=2)]
+    for batch in (prompts, prompts[::-1]):
+        for answer, prompt in zip(engine.generate(batch, GREEDY), batch, strict=True):
+            tiny.assert_greedy(answer, prompt, references(name))
+    metrics = engine.metrics.scheduler
+    assert metrics.num_chunks > 0 and metrics.num_prefix_hit_tokens > 0
+    assert thread_ranks[0].meeting.num_collectives > metrics.num_steps
+
+
 def rank_processes() -> list[int]:
     """The processes of ranks that this one has started."""
     shown = subprocess.run(
@@ -104,7 +127,14 @@ SEEDED = SamplingParams(temperature=1.0, top_p=0.9, min_p=0.02, seed=7, max_toke
 SCORED = SamplingParams(temperature=0, max_tokens=5, logprobs=3, prompt_logprobs=2, logit_bias={3: 2.0}, min_tokens=3)
 
 
-@pytest.mark.parametrize("divided", [{"tensor_parallel_size": 2, "enable_expert_parallel": True}, {"parallel.data": 2}])
+@pytest.mark.parametrize(
+    "divided",
+    [
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        {"parallel.data": 2},
+        {"pipeline_parallel_size": 2},
+    ],
+)
 def test_processes_of_ranks_give_what_one_gives(divided: dict[str, Any], open_engine: Open):
     prompts, params = [tiny.prompt(20), tiny.prompt(33, seed=1), tiny.prompt(9, seed=2)], [GREEDY, SEEDED, SCORED]
     alone = open_engine("qwen3_moe").generate(prompts, params)
@@ -124,11 +154,14 @@ def test_processes_of_ranks_give_what_one_gives(divided: dict[str, Any], open_en
     assert rank_processes() == []
 
 
+@pytest.mark.parametrize("divided", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 @pytest.mark.parametrize(
     ("number", "reason"), [(signal.SIGKILL, "rank 1 has ended"), (signal.SIGSTOP, "rank 1 has been silent")]
 )
-def test_a_rank_that_dies_or_stops_ends_the_engine(number: signal.Signals, reason: str, open_engine: Open):
-    engine = open_engine("llama", tensor_parallel_size=2)
+def test_a_rank_that_dies_or_stops_ends_the_engine(
+    number: signal.Signals, reason: str, divided: dict[str, int], open_engine: Open
+):
+    engine = open_engine("llama", **divided)
     engine.generate([[1, 2, 3]], GREEDY)
     (pid,) = rank_processes()
     os.kill(pid, number)
@@ -206,6 +239,10 @@ def test_ranks_answer_in_turn_and_hear_all_that_they_are_told():
     [
         ("llama", {"tensor_parallel_size": 3}, UnsupportedError, "parallel.tensor=3 does not divide 4 heads with 2 of keys and values; there is: 1, 2, 4"),
         ("llama", {"tensor_parallel_size": 2, "parallel.tensor": 4}, ConfigError, "set one of them"),
+        ("llama", {"pipeline_parallel_size": 2, "parallel.pipeline": 3}, ConfigError, "set one of them"),
+        ("llama", {"pipeline_parallel_size": 4}, ConfigError, "parallel.pipeline=4: the model has 3 layers; set parallel.pipeline to as many at most"),
+        ("llama", {"pipeline_parallel_size": 2, "job.graph": "mine.py"}, ConfigError, "job.graph=mine.py is one text, and each stage has its own; set parallel.pipeline=1"),
+        ("llama", {"pipeline_parallel_size": 2, "method": "mtp"}, UnsupportedError, "parallel.pipeline=2 with serve.method=mtp is not built yet; set serve.method=ngram, or divide each layer with parallel.tensor"),
         ("llama", {"tensor_parallel_size": 2, "enable_expert_parallel": True}, ConfigError, "the model has no experts"),
         ("llama", {"parallel.data": 2}, ConfigError, "parallel.data=2: the model has no experts that groups could share"),
         ("qwen3_moe", {"parallel.data": 2, "parallel.experts": 3}, ConfigError, r"parallel.experts=3 must divide the 2 ranks of parallel.tensor \* parallel.data"),

@@ -67,7 +67,7 @@ model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_au
 passes: extra sink_into_head fuse_qkv fuse_gate_up fuse_norm_residual fuse_linear_gate fuse_norm_linear
 passes: fuse_norm_rope_attention
 quant: fmt experts head plain act kv
-parallel: tensor data experts replicas visible_devices launcher address key_file host
+parallel: tensor data experts pipeline replicas visible_devices launcher address key_file host
 parallel.torchrun: rank world_size local_world_size master_addr master_port run_id
 model.norm: kind eps bias offset before after
 model.attention: kind heads kv_heads head_dim bias o_bias qk_norm scale scale_dim softcap sinks
@@ -84,13 +84,13 @@ model.mlp.0.router: method score bias groups top_groups renormalize scale
 model.gguf: architecture interleaved norm_offset split ignore_merges
 model.embedded: requirement member sha256 config generation
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory max_model_len max_num_seqs max_num_batched_tokens
-serve: enable_prefix_caching enforce_eager tensor_parallel_size
+serve: enable_prefix_caching enforce_eager tensor_parallel_size pipeline_parallel_size
 serve: data_parallel_size enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
 serve: scheduler_delay_factor method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
 serve.http: host port root_path ssl_certfile ssl_keyfile served_model_name api_keys cors log chat_template tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
 serve.http: drain_seconds heartbeat_seconds vllm_metrics notify_socket
-job: kind output gpu chat stage graph save_recipe objective recipes resume entry prune verify export import_from trust
+job: kind output gpu chat stage pipeline_rank graph save_recipe objective recipes resume entry prune verify export import_from trust
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
 sampling: prompt_logprobs presence_penalty frequency_penalty repetition_penalty logit_bias allowed_token_ids bad_words defaults
@@ -121,7 +121,7 @@ ENVIRONMENT = {
 }
 
 ENGINE_FLAGS = """
-help model trust-remote-code tensor-parallel-size data-parallel-size enforce-eager enable-prefix-caching port kv-cache-dtype
+help model trust-remote-code pipeline-parallel-size tensor-parallel-size data-parallel-size enforce-eager enable-prefix-caching port kv-cache-dtype
 block-size max-model-len max-num-batched-tokens max-num-seqs gpu-memory-utilization scheduler-delay-factor
 cudagraph-capture-sizes level load-dummy enable-expert-parallel enable-dp-attention torch-profiler-dir method draft-model
 speculative-config num-speculative-tokens spec-decode-acceptance-length set dtype seed revision device
@@ -136,7 +136,7 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
         disable-custom-all-reduce disable-log-requests disable-log-stats disable-uvicorn-access-log
         enable-prompt-tokens-details enable-request-id-headers enable-server-load-tracking runner task convert
         model-impl tokenizer-mode config-format logprobs-mode scheduling-policy response-role
-        chat-template-content-format pipeline-parallel-size decode-context-parallel-size api-server-count
+        chat-template-content-format decode-context-parallel-size api-server-count
         cpu-offload-gb root-path ssl-certfile ssl-keyfile max-num-queued-reqs shutdown-timeout
     """,
     "atom.examples.simple_inference": "temperature",

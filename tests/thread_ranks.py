@@ -6,8 +6,10 @@ with thread_ranks(monkeypatch):
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -21,9 +23,10 @@ from atom import build
 from atom.checkpoint import SilentProgress
 from atom.compiler import mesh_of
 from atom.config import Config
-from atom.graph import Mesh, ops
+from atom.graph import TORCH_DTYPES, Mesh, ops
+from atom.rank import take
 from atom.runtime.kv_scales import KVScales, ScalePlan
-from atom.runtime.step_input import StepInput
+from atom.runtime.runner import Pending
 
 
 class Meeting:
@@ -32,16 +35,28 @@ class Meeting:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
         self.barrier, self.brought = threading.Barrier(mesh.num_ranks, timeout=60), [()] * mesh.num_ranks
+        self.stages = [threading.Barrier(mesh.ranks_per_stage, timeout=60) for _ in range(mesh.pipeline)]
+        pairs = itertools.product(range(mesh.num_ranks), repeat=2)
+        self.sent: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {pair: queue.SimpleQueue() for pair in pairs}
         self.num_collectives = 0
 
-    def meet(self, rank: int, op: ops.Op, *tensors: Tensor, axis: str, **attributes: int) -> Any:
-        self.brought[rank] = tensors
-        self.barrier.wait()
+    def meet(self, rank: int, op: ops.Op, *tensors: Tensor, axis: str, **attributes: Any) -> Any:
         peers = self.mesh.peers(rank, axis)
+        self.num_collectives += rank == 0
+        if op is ops.send:
+            self.sent[rank, peers[attributes["to"]]].put(*tensors)
+            return op(*tensors, axis=axis, **attributes)
+        if op is ops.receive:
+            sent = self.sent[peers[attributes["source"]], rank].get(timeout=60)
+            assert sent.shape == (len(tensors[0]), attributes["columns"])
+            assert sent.dtype == TORCH_DTYPES[attributes["dtype"]]
+            return op(sent, axis=axis, **attributes)
+        barrier = self.stages[self.mesh.stage(rank)]
+        self.brought[rank] = tensors
+        barrier.wait()
         met = zip(*(self.brought[peer] for peer in peers), strict=True)
         result = op(*met, axis=axis, **attributes)[peers.index(rank)]
-        self.num_collectives += rank == 0
-        self.barrier.wait()
+        barrier.wait()
         return result
 
     def exchange(self, rank: int, own: bytes) -> list[bytes]:
@@ -80,19 +95,24 @@ class ThreadRanks:
             config, progress = self.config, SilentProgress()
             with ExitStack() as opened:
                 checkpoint = build.open_checked(config, progress, opened)
-                compiled = build.compile_with(config, progress, checkpoint)
+                compiled = build.compile_with(config, progress, checkpoint, self.meeting.mesh.stage(rank))
                 tensors = build.load_weights(compiled.graph, checkpoint, config, progress, rank)
-            build.check_same_weights(self.meeting.exchange(rank, build.sample_weights(tensors)))
+            described = self.meeting.exchange(rank, build.describe_rank(compiled.graph, tensors))
+            kinds_of = build.compare_ranks(described, self.meeting.mesh)
             plan = msgspec.msgpack.decode(self.meeting.exchange(rank, b"")[0], type=ScalePlan)
             communicator = ThreadCommunicator(self.meeting, rank)
-            measure = build.set_kv_scales(KVScales(compiled.graph, tensors), plan, mesh_of(config), communicator)
-            runner, _ = build.open_runner(compiled, tensors, config, progress, measure, communicator)
+            scales = KVScales(compiled.graph, tensors)
+            measure = build.set_kv_scales(scales, plan, mesh_of(config), communicator)
+            runner, _ = build.open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of)
+            build.gather_kv_scales(scales, partial(self.meeting.exchange, rank))
+            pending: deque[Pending] = deque()
             while (step := steps.get()) is not None:
-                sampled = runner.execute(msgspec.msgpack.decode(step, type=StepInput)).wait()
-                if rank in self.answers:
+                sampled = take(step, runner, pending)
+                if rank in self.answers and sampled is not None:
                     self.answers[rank].put(msgspec.msgpack.encode(sampled))
         except BaseException:
-            self.meeting.barrier.abort()
+            for barrier in (self.meeting.barrier, *self.meeting.stages):
+                barrier.abort()
             raise
 
     def tell(self, bodies: Sequence[bytes]) -> None:

@@ -54,11 +54,11 @@ def has_draft(config: Config) -> bool:
 def mesh_of(config: Config) -> Mesh:
     """The ranks of an engine."""
     parallel = config.parallel
-    return Mesh(parallel.tensor, parallel.experts, parallel.data)
+    return Mesh(parallel.tensor, parallel.experts, parallel.data, parallel.pipeline)
 
 
-def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
-    """All ingredients of a lowered graph and its code, in words; equal ones are one artifact."""
+def launch_ingredients(config: Config, target: Target, stage: int = 0) -> dict[str, str]:
+    """All ingredients of a lowered graph and its code, in words; equal ones are one artifact. stage: of the pipeline"""
     return {
         "model": digest(show(semantic_graph(config))),
         "dtype": config.dtype,
@@ -68,6 +68,7 @@ def launch_ingredients(config: Config, target: Target) -> dict[str, str]:
         "sources of plug-ins": plugin_sources(config),
         "draft": str(config.serve.method) if has_draft(config) else "none",
         "parallel": json.dumps(asdict(mesh_of(config))),
+        "stage": str(stage),
         "level": str(min(level_of(config), 2)),  # 3 runs the text of 2
         **machine_ingredients(target),
     }

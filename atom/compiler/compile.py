@@ -37,11 +37,14 @@ from atom.pieces import Piece, PieceCode, PieceError, compile_pieces, find_piece
 
 
 def compile_graph(
-    config: Config, watch: Callable[[PassReport], Any] = lambda _: None, target: Target | None = None
+    config: Config,
+    watch: Callable[[PassReport], Any] = lambda _: None,
+    target: Target | None = None,
+    stage: int = 0,
 ) -> Graph:
     """Compile the lowered graph; `watch` gets a report after each pass. A saved text continues behind its stage.
 
-    target: by default this machine.
+    target: by default this machine. stage: of the pipeline
     """
     level, target = level_of(config), target or find_target(config.device)
     lower_here = functools.partial(
@@ -51,6 +54,7 @@ def compile_graph(
         watch=watch,
         keeps_act=config.quant.asks_act,
         mesh=mesh_of(config),
+        stage=stage,
         passes=config.passes,
     )
     if config.job.graph is None:
@@ -89,10 +93,11 @@ def compile_model(
     progress: Progress = SILENT,
     cache: Cache | None = None,
     check: Callable[[Graph], Any] = lambda _: None,
+    stage: int = 0,
 ) -> Compiled:
     """Compile the graph and the code of its pieces, or find them in the cache; below level 2 there are no pieces.
 
-    `check` gets the graph before anything is compiled.
+    `check` gets the graph before anything is compiled. stage: of the pipeline
     `cache.warnings` says what was ignored in the folder, and which level is used instead of the highest.
     UnsupportedError where level=2 needs a compiler that is missing, PassError where a piece gives wrong results,
     ArtifactError where a compiler fails.
@@ -100,10 +105,10 @@ def compile_model(
     assert config.cache is not None, "config.load resolves it"
     cache = cache or Cache(Path(config.cache))
     with keep_binaries(config.device, cache):
-        compiled = _compile_with_pieces(config, progress, cache, check) if level_of(config) >= 2 else None
+        compiled = _compile_with_pieces(config, progress, cache, check, stage) if level_of(config) >= 2 else None
         if compiled is None:
             config = replace(config, level=min(level_of(config), 1))
-            graph = compile_graph(config)
+            graph = compile_graph(config, stage=stage)
             check(graph)
             report = Report("", False, "pieces begin at level 2", 0, 0, 0, {})
             compiled = Compiled(graph, {}, report, level_of(config))
@@ -113,17 +118,17 @@ def compile_model(
 
 
 def _compile_with_pieces(
-    config: Config, progress: Progress, cache: Cache, check: Callable[[Graph], Any]
+    config: Config, progress: Progress, cache: Cache, check: Callable[[Graph], Any], stage: int
 ) -> Compiled | None:
     """Compile a model of level 2 or 3; None where a compiler is missing or a piece is wrong, and level 1 will do."""
     clock, target = _Clock(), find_target(config.device)
     key, ingredients, cached = "", {}, None
     if config.job.graph is None:
-        ingredients = launch_ingredients(config, target)
+        ingredients = launch_ingredients(config, target, stage)
         key = key_of(ingredients)
         clock.stop("key")
         cached = read_artifact(cache, key)
-    graph = cached or compile_graph(config)
+    graph = cached or compile_graph(config, stage=stage)
     check(graph)
     clock.stop("graph")
     pieces = pieces_of(graph)

@@ -76,15 +76,15 @@ def rewrite(overrides: Iterable[str], *, config_dirs: Sequence[str] = (), multir
 
 
 def ranks_of(name: str) -> list[str]:
-    """The overrides of a parallel layout without a file, as tp3, tp6_ep, dp3, dp2_tp2 or dp3_ep; empty for others."""
-    match = re.fullmatch(r"(?:dp([1-9]\d*))?(?:(?(1)_)tp([1-9]\d*))?(_ep)?", name)
-    if not match or not (match[1] or match[2]) or (CONF / "parallel" / f"{name}.yaml").is_file():
+    """The overrides of a parallel layout without a file, as tp3, tp6_ep, tp2_pp2 or dp2_tp2; empty for others."""
+    match = re.fullmatch(r"(?:dp([1-9]\d*)_)?(?:tp([1-9]\d*)_)?(?:pp([1-9]\d*)_)?(ep_)?", f"{name}_")
+    if not match or not any(match.groups()[:3]) or (CONF / "parallel" / f"{name}.yaml").is_file():
         return []
-    num, tensor = int(match[1] or 1), int(match[2] or 1)
-    if match[3]:  # groups that share experts are of one engine
-        sizes = {"tensor": tensor, "data": num, "experts": num * tensor}
+    num, tensor, stages = (int(each or 1) for each in match.groups()[:3])
+    if match[4]:  # groups that share experts are of one engine
+        sizes = {"tensor": tensor, "data": num, "experts": num * tensor, "pipeline": stages}
     else:
-        sizes = {"tensor": tensor, "replicas": num}
+        sizes = {"tensor": tensor, "pipeline": stages, "replicas": num}
     return [f"parallel.{field}={size}" for field, size in sizes.items() if size > 1] or ["parallel.tensor=1"]
 
 

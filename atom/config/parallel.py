@@ -37,7 +37,7 @@ def derive_parallel(config: Config) -> ParallelConfig:
     if parallel.replicas > 1:
         instead = "leave it out, or start a server for each"
         raise UnsupportedError(f"parallel.replicas={parallel.replicas} with {at} is not built yet; {instead}")
-    if parallel.tensor * parallel.data == 1:
+    if parallel.num_ranks == 1:
         raise ConfigError(f"{at} starts several ranks, and this engine has one; set parallel=tp2 or more")
     if parallel.launcher == "torchrun":
         parallel = with_torchrun(parallel)
@@ -62,7 +62,7 @@ def with_torchrun(parallel: ParallelConfig) -> ParallelConfig:
         start = "start it as torchrun --no-python … atom-run …, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         raise ConfigError(f"parallel.launcher=torchrun: the environment has no RANK and WORLD_SIZE; {start}")
     rank, world_size = _whole("RANK", said.rank), _whole("WORLD_SIZE", said.world_size)
-    if world_size != (num_ranks := parallel.tensor * parallel.data):
+    if world_size != (num_ranks := parallel.num_ranks):
         fix = f"set parallel=tp{world_size}, or torchrun's --nnodes and --nproc-per-node"
         raise ConfigError(f"torchrun starts {world_size} processes, and the engine has {num_ranks} ranks; {fix}")
     if rank >= world_size:

@@ -101,7 +101,8 @@ def respell(config: Config) -> Config:
     parallel, serve = config.parallel, config.serve
     if serve.enable_dp_attention and parallel.data == 1:
         parallel, serve = divide_attention(parallel, serve)
-    for name, other in (("tensor", "tensor_parallel_size"), ("replicas", "data_parallel_size")):
+    others = {"tensor": "tensor_parallel_size", "pipeline": "pipeline_parallel_size", "replicas": "data_parallel_size"}
+    for name, other in others.items():
         ours, theirs = getattr(parallel, name), getattr(serve, other)
         if theirs not in (1, ours):
             if ours != 1:
@@ -123,6 +124,7 @@ def respell(config: Config) -> Config:
             serve,
             kv_cache_dtype=CACHE_DTYPES.get(cache_dtype, cache_dtype),
             tensor_parallel_size=parallel.tensor,
+            pipeline_parallel_size=parallel.pipeline,
             data_parallel_size=parallel.replicas,
             enable_expert_parallel=parallel.experts > 1,
             enable_dp_attention=parallel.data > 1,
@@ -197,9 +199,11 @@ def check_speculation(config: Config, device: str) -> None:
 def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
     """Check that ranks can divide the model."""
     ranks, data, experts = config.parallel.tensor, config.parallel.data, config.parallel.experts
-    if ranks * data > 1 and device != "cpu" and config.job.kind not in ("explain", "cache"):
-        stated = f"parallel.tensor={ranks}" if data == 1 else f"parallel.data={data}"
+    if config.parallel.num_ranks > 1 and device != "cpu" and config.job.kind not in ("explain", "cache"):
+        stated = next(f"parallel.{name}={size}" for name in ("data", "tensor", "pipeline")
+                      if (size := getattr(config.parallel, name)) > 1)  # fmt: skip
         raise UnsupportedError(f"{stated}: ranks on GPUs are not built yet; there is: device=cpu")
+    check_pipeline(config, model)
     if not divides_heads(ranks, model.attention):
         most = min(model.attention.heads, MAX_RANKS)  # config.json may state any number of heads
         fitting = [each for each in range(1, most + 1) if divides_heads(each, model.attention)]
@@ -221,6 +225,25 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
         raise ConfigError(f"{stated}: the model has no experts; leave it out")
     if experts > max(fewest, 1):
         raise ConfigError(f"{stated}: a layer has {fewest} experts; set parallel.experts to as many at most")
+
+
+def check_pipeline(config: Config, model: ModelConfig) -> None:
+    """Check that layers can be divided into stages."""
+    num_stages, method = config.parallel.pipeline, config.serve.method
+    stated, job = f"parallel.pipeline={num_stages}", config.job
+    if job.pipeline_rank >= num_stages:
+        raise ConfigError(f"job.pipeline_rank={job.pipeline_rank}: {stated} has no such stage; set less")
+    if num_stages == 1:
+        return
+    if num_stages > model.layers:
+        raise ConfigError(f"{stated}: the model has {model.layers} layers; set parallel.pipeline to as many at most")
+    if method not in (None, "ngram"):
+        instead = "set serve.method=ngram, or divide each layer with parallel.tensor"
+        raise UnsupportedError(f"{stated} with serve.method={method} is not built yet; {instead}")
+    if job.kind == "profile":
+        raise UnsupportedError(f"{stated} with job=profile is not built yet; profile it with parallel.pipeline=1")
+    if job.graph is not None:
+        raise ConfigError(f"job.graph={job.graph} is one text, and each stage has its own; set parallel.pipeline=1")
 
 
 def check_replicas(config: Config, device: str) -> None:

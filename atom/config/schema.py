@@ -269,6 +269,7 @@ class ParallelConfig:
     tensor: int = number(1, 1, MAX_RANKS)  # ranks, which divide heads, widths and the vocabulary
     data: int = number(1, 1, MAX_RANKS)  # groups of these, with sequences of their own, which share a mixture's experts
     experts: int = number(1, 1, MAX_RANKS)  # parts of all ranks, which divide experts; ranks of a part divide widths
+    pipeline: int = number(1, 1, MAX_RANKS)  # stages of layers, each with so many ranks
     replicas: int = number(1, 1, MAX_RANKS)  # engines behind one server, each with the whole model
     visible_devices: str | None = None  # GPUs, of which each replica gets one; null: 0,1,… of those that there are
     launcher: str = one_of("local", "torchrun", "ray")  # what starts ranks; local: the engine, as processes beside it
@@ -276,6 +277,11 @@ class ParallelConfig:
     key_file: str | None = None  # of a secret of all hosts, which torchrun's ranks on several show each other
     host: str | None = None  # address of this host for other ranks; null: the one by which it reaches the driver
     torchrun: TorchrunConfig = field(default_factory=TorchrunConfig)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of an engine."""
+        return self.tensor * self.data * self.pipeline
 
     @property
     def rank(self) -> int:
@@ -327,6 +333,7 @@ class ServeConfig:
     enable_prefix_caching: bool = False  # share the KV of prompts that begin alike
     enforce_eager: bool = False  # capture no CUDA graph: level 2 at most
     tensor_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.tensor
+    pipeline_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.pipeline
     data_parallel_size: int = number(1, 1, MAX_RANKS)  # the same as parallel.replicas
     enable_expert_parallel: bool = False  # the same as parallel.experts=… of all ranks
     enable_dp_attention: bool = False  # parallel.data: tensor_parallel_size ranks in data_parallel_size groups
@@ -352,6 +359,7 @@ class JobConfig:
     gpu: str | None = of("explain", None)  # whether the model fits one; a name in conf/gpu or a YAML file
     chat: bool = of("generate", False, also="bench profile")  # prompts are user messages; none on a terminal: job=chat
     stage: str | None = of("explain", None)  # print the whole text after this pass
+    pipeline_rank: int = of("explain", number(0, 0, MAX_RANKS))  # the stage whose text and sizes are shown
     graph: str | None = of("serve generate chat explain compile bench profile", None)  # run this text, not the passes'
     save_recipe: str | None = None  # write the overrides of this run to a file
     objective: str | None = of("generate bench", None)  # the number of a run by which -m compares jobs

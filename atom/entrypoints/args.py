@@ -115,6 +115,9 @@ class EngineArgs:
     device: str | None = flag("device", "cpu, cuda (AMD's too) or auto, a GPU where there is one", of=(VLLM,))
     seed: int | None = flag("seed", "of what is drawn", of=(VLLM,))
     tensor_parallel_size: int | None = flag("parallel.tensor", "ranks that a layer is divided among", "-tp")
+    pipeline_parallel_size: int | None = flag(
+        "parallel.pipeline", "stages that layers are divided into", "-pp", of=(VLLM,)
+    )
     data_parallel_size: int | None = flag("parallel.replicas", "engines behind one server", "-dp")
     enforce_eager: bool | None = flag("serve.enforce_eager", "capture no CUDA graph")
     enable_prefix_caching: bool | None = flag("serve.enable_prefix_caching", "share the KV of prompts that begin alike")

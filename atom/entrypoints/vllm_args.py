@@ -215,9 +215,6 @@ class VLLMArgs(EngineArgs):
     )
     response_role: str | None = vllm_flag("", "answers are the assistant's", accepted=("assistant",))
     chat_template_content_format: str | None = vllm_flag("", "contents are texts", accepted=("auto", "string"))
-    pipeline_parallel_size: int | None = vllm_flag(
-        "", "layers are not divided; --tensor-parallel-size divides each", short="-pp", accepted=(1,)
-    )
     decode_context_parallel_size: int | None = vllm_flag(
         "", "a sequence's KV is not divided", short="-dcp", accepted=(1,)
     )

@@ -183,6 +183,15 @@ def call_of(node: Node) -> Node:
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
+def copy_calls(calls: Iterable[Node], program: Program, copies: dict[Node, Node]) -> None:
+    """Copy calls into a program. `copies` maps old nodes to new ones; the new results are added to it."""
+    for call in calls:
+        names = tuple(result.name for result in results_of(call))
+        args = [copies[arg] if isinstance(arg, Node) else arg for arg in call.args]
+        results = program.call(call.target, *args, name=names, **call.kwargs)
+        copies |= zip(results_of(call), results if isinstance(results, tuple) else (results,), strict=True)
+
+
 def _erase_unused(nodes: Iterable[Node]) -> None:
     waiting = list(nodes)[::-1]
     erased: set[Node] = set()

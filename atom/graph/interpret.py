@@ -2,14 +2,15 @@
 
 hidden = interpret(graph, "body", {"tokens": …, "positions": …}, weights=loaded.__getitem__)
 logits = interpret(graph, "head", {"hidden": hidden}, weights=loaded.__getitem__)
-hidden = interpret_ranks(graph, "body", [inputs] * 2, [first.__getitem__, second.__getitem__], Mesh(2))
+hidden = interpret_ranks([graph], "body", [inputs] * 2, [first.__getitem__, second.__getitem__], Mesh(2))
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from atom.dtypes import DTYPES, GRAPH_DTYPES
+from atom.graph import ops
 from atom.graph.batch import PagedCache
-from atom.graph.graph import Graph
+from atom.graph.graph import Graph, Program
 from atom.graph.mesh import ALONE, Mesh
 from atom.graph.recipes import KV, Recipe
 
@@ -27,26 +29,61 @@ TORCH_DTYPES: dict[str, torch.dtype] = {dtype: getattr(torch, DTYPES[dtype].name
 
 Weights = Callable[[Recipe], torch.Tensor]
 Caches = Callable[[KV], torch.Tensor | None]
+Mail = dict[tuple[int, int], deque[torch.Tensor]]  # what was sent and not received yet, by sender and receiver
 
 
 def interpret(
     graph: Graph, program: str, inputs: Mapping[str, Any], weights: Weights, caches: Caches = lambda _: None
 ) -> Any:
     """Run one program: its result, or a tuple where it has several."""
-    return interpret_ranks(graph, program, [inputs], [weights], caches=[caches])[0]
+    return interpret_ranks([graph], program, [inputs], [weights], caches=[caches])[0]
 
 
 def interpret_ranks(
-    graph: Graph,
+    graphs: Sequence[Graph],
     program: str,
     inputs: Sequence[Mapping[str, Any]],
     weights: Sequence[Weights],
     mesh: Mesh = ALONE,
     caches: Sequence[Caches] | None = None,
 ) -> list[Any]:
-    """Run one program on the ranks of a mesh, call by call; the result of each."""
-    values: list[dict[Node, Any]] = [{} for _ in inputs]
+    """Run one program on the ranks of a mesh, call by call; the result of each.
+
+    graphs: of each stage. A stage that receives what was not sent yet waits while others run.
+    """
+    mail: Mail = defaultdict(deque)
     blocks_of = caches or [lambda _: None for _ in inputs]
+    results: dict[int, list[Any]] = {}
+    waiting = {
+        stage: _run(graph.programs[program], stage * mesh.ranks_per_stage, inputs, weights, mesh, blocks_of, mail)
+        for stage, graph in enumerate(graphs)
+    }
+    while waiting:
+        before = {pair: len(sent) for pair, sent in mail.items()}
+        ended = len(results)
+        for stage, run in list(waiting.items()):
+            try:
+                next(run)
+            except StopIteration as end:
+                results[stage] = end.value
+                del waiting[stage]
+        is_stuck = ended == len(results) and before == {pair: len(sent) for pair, sent in mail.items()}
+        assert not is_stuck, f"stages {[*waiting]} of {program} wait for what nobody sends"
+    return [result for stage in range(len(graphs)) for result in results[stage]]
+
+
+def _run(
+    program: Program,
+    first: int,
+    inputs: Sequence[Mapping[str, Any]],
+    weights: Sequence[Weights],
+    mesh: Mesh,
+    blocks_of: Sequence[Caches],
+    mail: Mail,
+) -> Generator[None, None, list[Any]]:
+    """Run the program of a stage on its ranks, of which this is the first; yields where there is nothing to receive."""
+    ranks = range(first, first + mesh.ranks_per_stage)
+    values: dict[int, dict[Node, Any]] = {rank: {} for rank in ranks}
 
     def value(arg: Any, rank: int) -> Any:
         if isinstance(arg, Node):
@@ -56,15 +93,23 @@ def interpret_ranks(
             return None if blocks is None else PagedCache(blocks, arg.kind)
         return weights[rank](arg) if isinstance(arg, Recipe) else arg
 
-    for node in graph.programs[program].fx.nodes:
-        args = [map_aggregate(node.args, functools.partial(value, rank=rank)) for rank in range(len(inputs))]
+    for node in program.fx.nodes:
+        args = {rank: map_aggregate(node.args, functools.partial(value, rank=rank)) for rank in ranks}
         if node.op == "output":
-            return [results[0] if len(results) == 1 else results for (results,) in args]
-        for rank, own in enumerate(args):
+            return [results[0] if len(results) == 1 else results for (results,) in args.values()]
+        for rank, own in args.items():
             if node.op == "placeholder":
                 result = inputs[rank][node.name]
             elif node.target is operator.getitem:
                 result = own[0][node.args[1]]
+            elif node.target is ops.send:
+                mail[rank, mesh.peers(rank, ops.STAGES)[node.kwargs["to"]]].append(own[0])
+                result = ops.send(*own, **node.kwargs)
+            elif node.target is ops.receive:
+                pair = mesh.peers(rank, ops.STAGES)[node.kwargs["source"]], rank
+                while not mail[pair]:
+                    yield
+                result = ops.receive(mail[pair].popleft(), **node.kwargs)
             elif node.target.is_collective:
                 peers = mesh.peers(rank, node.kwargs["axis"])
                 met = zip(*(args[peer] for peer in peers), strict=True)
@@ -72,4 +117,4 @@ def interpret_ranks(
             else:
                 result = node.target(*own, **node.kwargs)
             values[rank][node] = result
-    raise AssertionError(f"{program} has no output")
+    raise AssertionError(f"{program.name} has no output")

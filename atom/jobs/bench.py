@@ -16,6 +16,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from rich.console import Console
 import atom
 from atom.build import compile_with, open_engine
 from atom.checkpoint import RichProgress
-from atom.compiler import Compiled, mesh_of
+from atom.compiler import Compiled, compile_graph, mesh_of
 from atom.config import Config
 from atom.config.overrides import hide_secret
 from atom.gc_utils import settle
@@ -105,10 +106,12 @@ def open_warm(config: Config) -> tuple[Draw, Compiled, dict[str, Costs], Limits,
     """The workload, the model, its costs, the machine's limits, and an engine that is warmed up."""
     draw, progress = open_workload(config), RichProgress()
     compiled = compile_with(config, progress)
-    costs = read_costs(compiled.graph)
+    # stages take a step one after the other: it costs as much as that of one
+    whole = replace(config, parallel=replace(config.parallel, pipeline=1))
+    costs = read_costs(compiled.graph if whole == config else compile_graph(whole))
     limits = measure_limits(config.device, config.dtype, acts_of(costs))  # before an engine takes the memory
     if config.device == "cpu":  # which ranks share
-        limits = limits.of_each(mesh_of(config).num_ranks)
+        limits = limits.of_each(mesh_of(config).ranks_per_stage)
     engine = open_engine(config, progress, compiled)
     for _ in range(config.job.num_warmups):
         answer(engine, draw(engine), config)

@@ -14,7 +14,7 @@ from atom.build import compile_with, open_runner
 from atom.cache import Cache
 from atom.checkpoint import RichProgress
 from atom.compiler import Report, compile_model
-from atom.compiler.artifact import level_of
+from atom.compiler.artifact import level_of, mesh_of
 from atom.config import Config
 from atom.errors import ConfigError
 from atom.weights import load_dummy
@@ -24,22 +24,30 @@ def run(config: Config) -> int:
     """Compile and print the report."""
     if level_of(config) < 2:
         raise ConfigError(f"level={config.level} has nothing to compile; pieces begin at level=2")
-    report = compile_for_cpu(config) if config.device == "cpu" else compile_for_gpu(config)
+    stages = range(mesh_of(config).pipeline)
+    if config.device == "cpu":
+        reports = [compile_for_cpu(config, stage) for stage in stages]
+    else:
+        reports = [compile_for_gpu(config)]
     if config.job.output == "json":
-        fields = report._asdict()
-        print(json.dumps({name: fields[name] for name in ("key", "hit", "reason", "pieces", "compiled", "seconds")}))
+        names = ("key", "hit", "reason", "pieces", "compiled", "seconds")
+        shown = [{name: getattr(report, name) for name in names} for report in reports]
+        print(json.dumps(shown[0] if len(stages) == 1 else {"stages": shown}))
         return 0
-    for name, value in describe(report):
-        print(f"{name:<10}{value}")
+    for stage, report in enumerate(reports):
+        if len(stages) > 1:
+            print(f"{'stage':<10}{stage}")
+        for name, value in describe(report):
+            print(f"{name:<10}{value}")
     return 0
 
 
-def compile_for_cpu(config: Config) -> Report:
-    """Compile for a CPU, whose memory may be too small to run the model."""
+def compile_for_cpu(config: Config, stage: int) -> Report:
+    """Compile for a CPU, whose memory may be too small to run the model. stage: of the pipeline"""
     assert config.cache is not None, "config.load resolves it"
     cache = Cache(Path(config.cache))
     try:
-        return compile_model(config, RichProgress(), cache).report
+        return compile_model(config, RichProgress(), cache, stage=stage).report
     finally:
         for line in cache.warnings:
             print(f"atom-run: {line}", file=sys.stderr)

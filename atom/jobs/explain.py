@@ -19,22 +19,22 @@ import json
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from atom.build import cache_kinds, digest_of, limits_of, mtp_patterns
 from atom.cache import Cache, key_of
-from atom.compiler import compile_graph, describe_piece, find_failure, mesh_of, pieces_of
+from atom.compiler import compile_graph, describe_piece, find_failure, level_of, mesh_of, pieces_of
 from atom.compiler.artifact import semantic_graph
 from atom.compiler.saved_graph import WRITTEN, show_saved
 from atom.config import Config, GPUConfig
 from atom.config.load import load_gpu
 from atom.devices import find_device
 from atom.errors import ConfigError
-from atom.graph import DRAFT, DRAFT_HEAD, Graph, W, show
+from atom.graph import DRAFT, DRAFT_HEAD, Graph, W, ops, show
 from atom.graph.recipes import held_by_format, held_bytes, leaves
 from atom.graph.shares import token_shares
 from atom.graph.types import BITS
@@ -69,14 +69,21 @@ def run(config: Config) -> int:
     target = None
     if gpu is not None and config.device == "cuda" and find_device() == "cpu":
         target = Target("cuda", frozenset(gpu.features))
-    graph = compile_graph(config, watch, target)
+    graph = compile_graph(config, watch, target, config.job.pipeline_rank)
     if config.job.stage is not None:
         sys.stdout.write(show_saved(config.job.stage, _find(stages, config.job.stage).text))
         return 0
     # keys of pieces depend on this machine
-    result = {**(pieces(graph, config) if target is None else {}), **sizes(graph, config)}
+    result = pieces(graph, config) if target is None else {}
+    lowered = replace(config, level=min(level_of(config), 1))
+    graphs = [  # of all stages
+        graph if stage == config.job.pipeline_rank else compile_graph(lowered, target=target, stage=stage)
+        for stage in range(mesh_of(config).pipeline)
+    ]
+    described = [sizes(each, config, graphs) for each in graphs]
+    result |= described[config.job.pipeline_rank]
     if gpu is not None:
-        result["gpu"] = limits(gpu, graph, result, config)
+        result["gpu"] = limits(gpu, graphs, described, config)
         if mesh_of(config).num_ranks == 1 and config.job.graph is None:
             result["gpu"]["layouts"] = list(layouts(gpu, config, target))
     if config.job.output == "json":
@@ -134,13 +141,13 @@ def folded_diff(before: str, after: str) -> Iterator[str]:
         yield f"… and {num_folded} lines like these"
 
 
-def sizes(graph: Graph, config: Config) -> dict[str, Any]:
+def sizes(graph: Graph, config: Config, graphs: Sequence[Graph] = ()) -> dict[str, Any]:
     """Parameters, bytes of weights, linears by their activations' format, KV bytes a token, and what the pool holds.
 
     Active parameters are those that one token is multiplied with: without the experts that it does not choose, and
     without the embedding, of which it takes one row, unless that is the head too. Most published figures count so, some
     with the embedding. A format's bytes are those in the checkpoint and those in memory, which differ where it is
-    dequantized; a plain tensor counts in the dtype that it is computed in.
+    dequantized; a plain tensor counts in the dtype that it is computed in. graphs: of all stages of a pipeline
     """
     shares, kinds = token_shares(graph.programs.values()), cache_kinds(graph)
     share_of: dict[W, Fraction] = defaultdict(Fraction)
@@ -170,12 +177,22 @@ def sizes(graph: Graph, config: Config) -> dict[str, Any]:
         **({"draft_bytes": draft_bytes(graph)} if DRAFT in graph.programs else {}),
         **({} if config.serve.method is None else {"draft_counts": draft_counts(config), **draft_times(graph, config)}),
         "kv_bytes_per_token": {kind.name: kind.bytes_per_token for kind in kinds},
-        **kv_pool(kinds, config),
+        **kv_pool(kinds, config, [cache_kinds(each) for each in graphs if each is not graph]),
         **(
             {"ranks": asdict(mesh_of(config)), "collectives": collectives(graph)}
             if mesh_of(config).num_ranks > 1
             else {}
         ),
+        **({"stages": list(map(stage_sizes, graphs))} if len(graphs) > 1 else {}),
+    }
+
+
+def stage_sizes(graph: Graph) -> dict[str, int]:
+    """The layers of a stage, and what each of its ranks has of them."""
+    return {
+        "layers": len(graph.caches()),
+        "weights_bytes": sum(map(held_bytes, graph.recipes())),
+        "kv_bytes_per_token": sum(kind.bytes_per_token for kind in cache_kinds(graph)),
     }
 
 
@@ -206,13 +223,14 @@ def draft_bytes(graph: Graph) -> int:
 
 def collectives(graph: Graph) -> dict[str, dict[str, int]]:
     """The collectives of a step by op: how many there are, and the bytes that a rank brings to all of them for a token,
-    or for a row that samples."""
+    or gets of `receive`, or for a row that samples."""
     found: dict[str, dict[str, int]] = {}
     nodes = (node for program in graph.programs.values() for node in program.nodes if node.target.is_collective)
     for node in nodes:
         of = found.setdefault(node.target.name, {"times": 0, "bytes_per_token": 0})
         of["times"] += 1
-        of["bytes_per_token"] += sum(arg.meta["type"].bytes_per_token for arg in node.args)
+        values = (node,) if node.target is ops.receive else node.args
+        of["bytes_per_token"] += sum(value.meta["type"].bytes_per_token for value in values)
     return found
 
 
@@ -234,20 +252,22 @@ def pieces(graph: Graph, config: Config) -> dict[str, Any]:
     return {"pieces": counts.total(), "distinct_pieces": distinct}
 
 
-def limits(gpu: GPUConfig, graph: Graph, result: dict[str, Any], config: Config) -> dict[str, Any]:
+def limits(
+    gpu: GPUConfig, graphs: Sequence[Graph], described: Sequence[dict[str, Any]], config: Config
+) -> dict[str, Any]:
     """A GPU's room and limits. That of prefill is two operations an active parameter, at the rate of its format, or of
-    bf16 where the GPU states none; without attention.
+    bf16 where the GPU states none; without attention. graphs: of all stages, whose sizes are described
     """
-    bf16 = gpu.rates.get("bf16")
-    rates = {fmt: gpu.rates.get(fmt.partition("[")[0], bf16) for fmt in result["formats"]}
-    ranks = mesh_of(config).num_ranks
-    products = ((2 * each["active_parameters"] / ranks, rates[fmt]) for fmt, each in result["formats"].items())
+    bf16, formats = gpu.rates.get("bf16"), [each for sizes in described for each in sizes["formats"].items()]
+    rates = {fmt: gpu.rates.get(fmt.partition("[")[0], bf16) for fmt, _ in formats}
+    ranks = mesh_of(config).ranks_per_stage
+    products = ((2 * each["active_parameters"] / ranks, rates[fmt]) for fmt, each in formats)
     seconds = [operations / rate for operations, rate in products if rate]
     return {
         "name": config.job.gpu,
         "memory_bytes": gpu.memory,
         "bandwidth": gpu.bandwidth,
-        **fit(gpu, graph, result["weights_bytes"], config),
+        **fit(gpu, graphs, config),
         "prefill_tokens_per_second": 1 / sum(seconds) if all(rates.values()) else None,
     }
 
@@ -267,6 +287,10 @@ def describe(result: dict[str, Any], config: Config) -> Iterator[tuple[str, str]
     if "ranks" in result:
         sizes = ", ".join(f"{axis} {size}" for axis, size in result["ranks"].items() if size > 1)
         yield "ranks", f"{mesh_of(config).num_ranks} ({sizes}); bytes and limits are of each"
+        for stage, each in enumerate(result.get("stages", ())):
+            held, kv_bytes = _size(each["weights_bytes"]), each["kv_bytes_per_token"]
+            shown = "; the one that is shown" if stage == config.job.pipeline_rank else ""
+            yield f"  stage {stage}", f"{each['layers']} layers, {held}, {kv_bytes:,} bytes of KV a token{shown}"
         for name, each in result["collectives"].items():
             yield f"  {name}", f"{each['times']} times a step, {each['bytes_per_token']:,} bytes a token in all"
     yield "parameters", f"{result['parameters']:,} in all, {result['active_parameters']:,} active"

@@ -1,6 +1,6 @@
 """What GPUs would give a model: room for KV, limits of decode.
 
-    limits = decode_limits(graph, gpu, mesh)             # of 1 and 32 requests, by the text of a rank
+    limits = decode_limits([graph], gpu, mesh)           # of 1 and 32 requests, by the text of each stage's ranks
     for layout in layouts(gpu, config, target): …        # the same for tp2, tp4_ep, …
 
 A limit is the roofline of a step and the collectives in it, one after the other. A collective takes as long as the
@@ -11,18 +11,18 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
 
-from atom.build import cache_kinds, plan_kv
+from atom.build import cache_kinds, kinds_of_all, plan_stages
 from atom.compiler import compile_graph, level_of, mesh_of
 from atom.config import Config, GPUConfig
 from atom.config.resolve import divides_heads
 from atom.config.schema import ParallelConfig
 from atom.errors import CapacityError, ConfigError, UnsupportedError
-from atom.graph import Graph, Mesh
+from atom.graph import Graph, Mesh, ops
 from atom.graph.graph import results_of
 from atom.graph.recipes import held_bytes
 from atom.jobs.roofline import PRODUCTS, Limits, read_costs, step_work, total
@@ -37,12 +37,15 @@ NUM_REQUESTS = (1, 32)  # whose limits are shown
 CONTEXT = 1024  # tokens that each of these sees
 
 
-def kv_pool(kinds: list[CacheKind], config: Config) -> dict[str, Any]:
-    """The capacity of the configured pool: tokens by cache kind, and the longest sequence, up to max_model_len."""
-    serve = config.serve
+def kv_pool(kinds: list[CacheKind], config: Config, others: Sequence[list[CacheKind]] = ()) -> dict[str, Any]:
+    """The capacity of the configured pool: tokens by cache kind, and the longest sequence, up to max_model_len.
+
+    others: the kinds of other stages, which have as many blocks
+    """
+    serve, kinds_of = config.serve, [kinds, *others]
     lengths = range(1, (serve.max_model_len or 0) + 1)
-    longest = bisect_left(lengths, True, key=lambda length: _plan(kinds, config, length) is None)
-    num_blocks = _plan(kinds, config, longest) or {kind.name: 0 for kind in kinds}
+    longest = bisect_left(lengths, True, key=lambda length: _plan(kinds_of, config, length) is None)
+    num_blocks = _plan(kinds_of, config, longest) or {kind.name: 0 for kind in kinds_of_all(kinds_of)}
     num_usable = {name: max(num - 1, 0) for name, num in num_blocks.items()}  # without block 0, that of padding
     return {
         "kv_pool_bytes": sum(num_blocks[kind.name] * serve.block_size * kind.bytes_per_token for kind in kinds),
@@ -51,30 +54,39 @@ def kv_pool(kinds: list[CacheKind], config: Config) -> dict[str, Any]:
     }
 
 
-def _plan(kinds: list[CacheKind], config: Config, length: int) -> dict[str, int] | None:
+def _plan(kinds_of: Sequence[list[CacheKind]], config: Config, length: int) -> dict[str, int] | None:
     """The pool's blocks by cache kind for sequences of this length; None where it does not hold one."""
     serve = replace(config.serve, max_model_len=length)
     try:
-        num_blocks = plan_kv(kinds, replace(config, serve=serve))
+        num_blocks = plan_stages(kinds_of, replace(config, serve=serve))
     except (CapacityError, ConfigError):
         return None
     step = min(length, serve.max_num_batched_tokens)
-    needed = {kind.name: 1 + num_blocks_needed(kind, serve.block_size, length, step) for kind in kinds}
+    needed = {kind.name: 1 + num_blocks_needed(kind, serve.block_size, length, step) for kind in kinds_of_all(kinds_of)}
     return num_blocks if all(needed[name] <= num for name, num in num_blocks.items()) else None
 
 
-def fit(gpu: GPUConfig, graph: Graph, weights_bytes: int, config: Config) -> dict[str, Any]:
-    """Whether weights and the KV of one sequence of max_model_len fit in all of a GPU's memory, and its limits."""
-    mesh, left = mesh_of(config), max(gpu.memory - weights_bytes, 0)  # of each rank
-    serve = replace(config.serve, kv_cache_memory=left * mesh.num_ranks, num_kvcache_blocks=None)
-    pool = kv_pool(cache_kinds(graph), replace(config, serve=serve))
+def fit(gpu: GPUConfig, graphs: Sequence[Graph], config: Config) -> dict[str, Any]:
+    """Whether weights and the KV of one sequence of max_model_len fit in all of a GPU's memory, and its limits.
+
+    graphs: of all stages
+    """
+    mesh, pools = mesh_of(config), []
+    weights_bytes = [sum(map(held_bytes, graph.recipes())) for graph in graphs]
+    for graph, held in zip(graphs, weights_bytes, strict=True):
+        left = max(gpu.memory - held, 0)  # of each rank
+        serve = replace(config.serve, kv_cache_memory=left * mesh.num_ranks, num_kvcache_blocks=None)
+        pools.append(kv_pool(cache_kinds(graph), replace(config, serve=serve)))
+    longest = min(pool["kv_longest_sequence"] for pool in pools)
+    names = dict.fromkeys(name for pool in pools for name in pool["kv_tokens"])
+    fewest = {name: min(pool["kv_tokens"].get(name, inf) for pool in pools) for name in names}
     return {
-        "weights_fit": weights_bytes <= gpu.memory,
-        "fits": pool["kv_longest_sequence"] == serve.max_model_len,
-        "kv_tokens": {name: num * mesh.data for name, num in pool["kv_tokens"].items()},
-        "kv_longest_sequence": pool["kv_longest_sequence"],
-        "gpus_for_weights": -(-weights_bytes // gpu.memory),
-        "decode": decode_limits(graph, gpu, mesh),
+        "weights_fit": max(weights_bytes) <= gpu.memory,
+        "fits": longest == config.serve.max_model_len,
+        "kv_tokens": {name: num * mesh.data for name, num in fewest.items()},
+        "kv_longest_sequence": longest,
+        "gpus_for_weights": -(-max(weights_bytes) // gpu.memory),
+        "decode": decode_limits(graphs, gpu, mesh),
     }
 
 
@@ -83,29 +95,34 @@ def limits_of(gpu: GPUConfig) -> Limits:
     return Limits(gpu.bandwidth, gpu.rates.get("bf16", inf), **{act: gpu.rates.get(act) for act in PRODUCTS})
 
 
-def decode_limits(graph: Graph, gpu: GPUConfig, mesh: Mesh) -> list[dict[str, Any]]:
+def decode_limits(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh) -> list[dict[str, Any]]:
     """The most tokens a second that some requests get, by number; with it, the seconds of a step's collectives.
 
-    The latter are None where the GPU's file has no times for as many ranks; then they do not count.
+    The latter are None where the GPU's file has no times for as many ranks; then they do not count. graphs: of all
+    stages, which take a step one after the other
     """
-    costs, limits = read_costs(graph), limits_of(gpu)
+    limits = limits_of(gpu)
     result = []
     for num_requests in NUM_REQUESTS:
         num_rows = -(-num_requests // mesh.data)  # of the fullest group
         step = Step(0.0, array("q", [CONTEXT] * num_rows), [], num_rows)
-        collectives = collective_seconds(graph, gpu, mesh, num_rows)
-        seconds = limits.seconds(total(step_work(costs, step).values())) + (collectives or 0.0)
+        collectives = collective_seconds(graphs, gpu, mesh, num_rows)
+        work = (total(step_work(read_costs(graph), step).values()) for graph in graphs)
+        seconds = sum(map(limits.seconds, work)) + (collectives or 0.0)
         rate = num_requests / seconds
         result.append({"requests": num_requests, "tokens_per_second": rate, "collective_seconds": collectives})
     return result
 
 
-def collective_seconds(graph: Graph, gpu: GPUConfig, mesh: Mesh, num_rows: int) -> float | None:
+def collective_seconds(graphs: Sequence[Graph], gpu: GPUConfig, mesh: Mesh, num_rows: int) -> float | None:
     """The seconds of the collectives of a step with so many rows; None where they are not known."""
     seconds = 0.0
-    nodes = (node for program in graph.programs.values() for node in program.nodes if node.target.is_collective)
+    programs = (program for graph in graphs for program in graph.programs.values())
+    nodes = (node for program in programs for node in program.nodes if node.target.is_collective)
     for node in nodes:
-        ranks = mesh.size(node.kwargs["axis"])
+        if node.target is ops.send:  # what takes time is to receive it
+            continue
+        ranks = 2 if node.target is ops.receive else mesh.size(node.kwargs["axis"])
         if ranks not in gpu.all_reduce:
             return None
         given, taken = (
@@ -158,5 +175,4 @@ def _layout(gpu: GPUConfig, config: Config, target: Target | None) -> dict[str, 
         graph = compile_graph(replace(config, level=min(level_of(config), 1)), target=target)
     except UnsupportedError as error:
         return {"refused": str(error)}
-    weights_bytes = sum(map(held_bytes, graph.recipes()))
-    return {"weights_bytes": weights_bytes, **fit(gpu, graph, weights_bytes, config)}
+    return {"weights_bytes": sum(map(held_bytes, graph.recipes())), **fit(gpu, [graph], config)}

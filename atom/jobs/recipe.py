@@ -68,7 +68,8 @@ def layout_of(parallel: ParallelConfig) -> str:
     """The name of a layout, as `parallel=` takes it: tp8_ep, dp2_tp4_ep, dp2."""
     groups = parallel.data if parallel.experts > 1 else parallel.replicas
     parts = [f"dp{groups}"] if groups > 1 else []
-    parts += [f"tp{parallel.tensor}"] if parallel.tensor > 1 or not parts else []
+    parts += [f"tp{parallel.tensor}"] if parallel.tensor > 1 or (not parts and parallel.pipeline == 1) else []
+    parts += [f"pp{parallel.pipeline}"] if parallel.pipeline > 1 else []
     return "_".join([*parts, *(["ep"] if parallel.experts > 1 else [])])
 
 

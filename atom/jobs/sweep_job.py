@@ -133,7 +133,7 @@ def describe_job(sweep: Sweep, number: int, overrides: Sequence[str]) -> tuple[R
         job=config.job.kind,
         output=config.job.output,
         device=config.device,
-        num_ranks=config.parallel.tensor * config.parallel.data,
+        num_ranks=config.parallel.num_ranks,
         objective_name=config.job.objective,
     )
     return result, visible_gpus(config) if config.device == "cuda" and sweep.pins_gpus else []

@@ -46,7 +46,7 @@ class Target:
 class Communicator(Protocol):
     """What a rank's collectives run on: each gives what the op of its name does, of the ranks along an axis.
 
-    Every rank makes the same calls in the same order. A sum has the same bits on all of them.
+    Every rank of a stage makes the same calls in the same order. A sum has the same bits on all of them.
     """
 
     def all_reduce(self, x: Tensor, *, axis: str) -> Tensor: ...
@@ -58,6 +58,10 @@ class Communicator(Protocol):
     ) -> tuple[Tensor, ...]: ...
 
     def reduce_scatter(self, x: Tensor, *, axis: str, ranks: int) -> Tensor: ...
+
+    def send(self, x: Tensor, *, axis: str, to: int) -> Tensor: ...
+
+    def receive(self, like: Tensor, *, axis: str, source: int, columns: int, dtype: str) -> Tensor: ...
 
     def watch(self, check: Callable[[], object]) -> None:
         """Have a collective that waits call this now and then: it raises where a rank is gone."""

@@ -4,8 +4,9 @@
     total = communicator.all_reduce(x, axis="tensor")
 
 On one host, small tensors meet in memory that the ranks share, where each waits for the others. Larger ones, and those
-of ranks on several hosts, take torch's gloo: each rank listens at its host's own address, which the others are told
-over the connections to the driver. Gloo's data is neither encrypted nor authenticated.
+of ranks on several hosts, take torch's gloo, and so does what stages send each other: each rank listens at its host's
+own address, which the others are told over the connections to the driver. Gloo's data is neither encrypted nor
+authenticated.
 """
 
 from __future__ import annotations
@@ -14,8 +15,13 @@ import ctypes
 import mmap
 import os
 import platform
+import queue
+import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +33,7 @@ import torch.distributed
 from torch import Tensor
 
 from atom.errors import EngineDeadError, UnsupportedError
-from atom.graph import ops
+from atom.graph import TORCH_DTYPES, ops
 from atom.graph.ops import Op
 from atom.kernels.backend import Backend, Kernel, LoadContext, Rendezvous, on_device
 
@@ -43,7 +49,8 @@ SPINS = 20  # looks at a counter before the processor is given to others, and th
 class GlooCommunicator:
     def __init__(self, rendezvous: Rendezvous) -> None:
         mesh = rendezvous.mesh
-        self._along = {axis: _Peers(rendezvous, axis) for axis in ops.MEETING_AXES if mesh.size(axis) > 1}
+        axes = (*ops.MEETING_AXES, ops.STAGES)
+        self._along = {axis: _Peers(rendezvous, axis) for axis in axes if mesh.size(axis) > 1}
 
     def all_reduce(self, x: Tensor, *, axis: str) -> Tensor:
         return self._along[axis].all_reduce(x)
@@ -61,6 +68,15 @@ class GlooCommunicator:
 
     def reduce_scatter(self, x: Tensor, *, axis: str, ranks: int) -> Tensor:
         return self._along[axis].reduce_scatter(x)
+
+    def send(self, x: Tensor, *, axis: str, to: int) -> Tensor:
+        self._along[axis].send(x, to)
+        return x
+
+    def receive(self, like: Tensor, *, axis: str, source: int, columns: int, dtype: str) -> Tensor:
+        x = torch.empty(len(like), columns, dtype=TORCH_DTYPES[dtype])
+        self._along[axis].receive(x, source)
+        return x
 
     def watch(self, check: Callable[[], object]) -> None:
         """Have a collective that waits call this, which raises where a rank is gone."""
@@ -83,7 +99,12 @@ class _Peers:
         self._check: Callable[[], object] = lambda: None
         self._group = gloo(self._store, self.place, self.size, options)
         self._group._set_default_timeout(TIMEOUT)
-        self._shared = folder and SharedMemory(self.place, self.size, folder / name, self._barrier)
+        self._shared = None
+        if axis == ops.STAGES:  # which wait long for each other, and should not take a core meanwhile
+            self._senders, self._receiver = [Waiter() for _ in peers], Waiter()
+            self._sent: deque[Future[None]] = deque()  # what may not have been taken yet
+        elif folder:
+            self._shared = SharedMemory(self.place, self.size, folder / name, self._barrier)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._shared and self._shared.takes(x):
@@ -108,6 +129,22 @@ class _Peers:
         if self._shared and self._shared.takes(x):
             return add([each[own] for each in self._shared.exchange(x)])
         return self.all_reduce(x)[own]
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Send a copy of a tensor to the rank at this place, which takes it later."""
+        while self._sent and self._sent[0].done():
+            self._sent.popleft().result()
+        copied = x.clone(memory_format=torch.contiguous_format)
+        self._sent.append(self._senders[to].start(self._group.send([copied], to, 0), copied))
+
+    def receive(self, x: Tensor, source: int) -> None:
+        """Fill a tensor with what the rank at this place sends."""
+        done = self._receiver.start(self._group.recv([x], source, 0), x)
+        while True:  # here gloo cannot wait for a while only: it would end all connections then
+            try:
+                return done.result(LOOK.total_seconds())
+            except TimeoutError:
+                self._check_or_leave()
 
     def watch(self, check: Callable[[], object]) -> None:
         """Have a collective that waits call this, which raises where a rank is gone."""
@@ -137,6 +174,35 @@ class _Peers:
 
     def _barrier(self) -> None:
         self._group.barrier().wait()
+
+
+class Waiter:
+    """A thread that waits for transfers, one after the other, whose tensors it holds meanwhile."""
+
+    def __init__(self) -> None:
+        self._works: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
+        threading.Thread(target=_wait_for_works, args=(self._works,), name="transfers", daemon=True).start()
+        weakref.finalize(self, self._works.put, None)
+
+    def start(self, work: Any, x: Tensor) -> Future[None]:
+        """Wait for a transfer of this tensor next; what has a result once it is over."""
+        done: Future[None] = Future()
+        self._works.put((work, x, done))
+        return done
+
+
+Transfer = tuple[Any, Tensor, Future[None]]
+
+
+def _wait_for_works(works: queue.SimpleQueue[Transfer | None]) -> None:
+    while (each := works.get()) is not None:
+        work, _, done = each
+        try:
+            work.wait()
+            done.set_result(None)
+        except RuntimeError as error:
+            done.set_exception(error)
+        del each, work, done, _
 
 
 class ExchangeStore(torch.distributed.Store):  # type: ignore[misc, name-defined]

@@ -21,11 +21,14 @@ class PassContext:
     target: Target
     backends: tuple[Backend, ...]  # backends whose kernels a text may name, the preferred first
     mesh: Mesh = ALONE
+    stage: int = 0  # of the mesh's pipeline, whose text this is
     keeps_act: bool = False  # the format of activations was asked for: it stays where no kernel takes it
 
     @classmethod
-    def of(cls, target: Target, level: int, mesh: Mesh = ALONE, *, keeps_act: bool = False) -> PassContext:
-        return cls(target, backends_of(target.device, level), mesh, keeps_act)
+    def of(
+        cls, target: Target, level: int, mesh: Mesh = ALONE, *, stage: int = 0, keeps_act: bool = False
+    ) -> PassContext:
+        return cls(target, backends_of(target.device, level), mesh, stage, keeps_act)
 
     @property
     def piece_compiler(self) -> PieceCompiler | None:

@@ -34,10 +34,12 @@ from atom.passes.select_kernels import select_kernels
 from atom.passes.shard import shard
 from atom.passes.sink_into_head import sink_into_head
 from atom.passes.split_pieces import split_pieces
+from atom.passes.split_stages import split_stages
 from atom.plugins import PASSES, find_function
 
 # (pass, the level from which it runs, the level of ops that is legal behind it)
 PIPELINE: tuple[tuple[Callable[..., Graph], int, str], ...] = (
+    (split_stages, 0, ops.SEMANTIC),
     (shard, 0, ops.SEMANTIC),
     (sink_into_head, 1, ops.SEMANTIC),
     (fuse_qkv, 1, ops.SEMANTIC),
@@ -115,15 +117,18 @@ def lower(
     first: str = FIRST,
     mesh: Mesh = ALONE,
     *,
+    stage: int = 0,
     keeps_act: bool = False,
     passes: PassesConfig | None = None,
 ) -> Graph:
-    """Run the passes of a level, from the first one named. keeps_act: see `PassContext`. passes: None: all of ours
+    """Run the passes of a level, from the first one named.
+
+    stage, keeps_act: see `PassContext`. passes: None: all of ours
 
     PassError names the pass whose graph is wrong, the passes before it, and the file with the text.
     """
     done: list[str] = []
-    context = PassContext.of(target, level, mesh, keeps_act=keeps_act)
+    context = PassContext.of(target, level, mesh, stage=stage, keeps_act=keeps_act)
     for rewrite, from_level, graph_level in steps_of(passes or PassesConfig(), first):
         if level < from_level:
             continue

@@ -6,11 +6,11 @@
     x = add(x, o)                                   o = all_reduce(o)
                                                     x = add(x, o)
 
-It comes first, so that every later pass sees the shapes of one rank; the text is the same for all ranks. A value is
-whole on each rank, divided along its last dim or its heads, or partial: the ranks' values add up to it. A linear of a
-whole value divides its outputs where attention or an mlp reads them; one of a divided value is partial, and is summed
-where something reads it that needs the sum. (Shoeybi et al. 2019; the heads of grouped queries: a kv head is copied
-where ranks are more.)
+It comes ahead of all others but split_stages, so that these see the shapes of one rank; the text is the same for all
+ranks of a stage. A value is whole on each rank, divided along its last dim or its heads, or partial: the ranks' values
+add up to it. A linear of a whole value divides its outputs where attention or an mlp reads them; one of a divided value
+is partial, and is summed where something reads it that needs the sum. (Shoeybi et al. 2019; the heads of grouped
+queries: a kv head is copied where ranks are more.)
 
 All this is of the ranks along `tensor`. Along `data`, ranks have tokens of their own, which meet in experts alone:
 
@@ -67,7 +67,7 @@ Handler = Callable[["_Writer", Node], None]
 
 def shard(graph: Graph, context: PassContext) -> Graph:
     mesh = context.mesh
-    if mesh.num_ranks == 1:
+    if mesh.ranks_per_stage == 1:
         return graph
     tables = {node.args[1] for name in (HEAD, DRAFT_HEAD) for node in _linears_of_logits(graph, name)}
     for name, program in graph.programs.items():

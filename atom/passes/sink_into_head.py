@@ -11,8 +11,8 @@
 
 Nothing behind the last attention depends on other tokens, so only the rows of a prompt that get logits go through it.
 What a draft reads of each token stays a result of the body. A whole model that drafts is a body and a head, too.
-Declines where there is no attention, where a draft reads what the head takes, where the head does not take what the
-body returns, or where a value that it would then take does not have a row for each token.
+Declines where there is no attention, where a draft reads what the head takes or another stage receives it, where the
+head does not take what the body returns, or where a value that it would then take does not have a row for each token.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, Graph, Program
-from atom.graph.graph import call_of, node_leaves, results_of
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, Graph, Program, ops
+from atom.graph.graph import call_of, copy_calls, node_leaves, results_of
 
 
 def sink_into_head(graph: Graph) -> Graph:
@@ -41,7 +41,7 @@ def _sink(graph: Graph, body: Program, head: Program, num_read: int) -> None:
     kept = _ahead_of_attention(body, states)
     sunk = [call for call in body.nodes if call not in kept]
     returned, taken = ([node.meta["type"].row for node in nodes] for nodes in (results, head.inputs))
-    if not kept or not sunk or returned != taken:
+    if not kept or not sunk or returned != taken or any(call.target is ops.send for call in sunk):
         return
     read = {node for call in sunk for node in call.all_input_nodes} | set(results)
     crossing = [node for node in body.fx.nodes if node in read and call_of(node) not in sunk]
@@ -54,9 +54,9 @@ def _sink(graph: Graph, body: Program, head: Program, num_read: int) -> None:
     for node in crossing:
         type = node.meta["type"]
         copies[node] = made.input(node.name, replace(type, shape=(*rows, *type.shape[1:])))
-    _copy(sunk, made, copies)
+    copy_calls(sunk, made, copies)
     copies |= zip(head.inputs, (copies[result] for result in results), strict=True)
-    _copy(head.nodes, made, copies)
+    copy_calls(head.nodes, made, copies)
     made.output(*(copies[result] for result in head.results))
     graph.programs[head.name] = made
 
@@ -65,15 +65,6 @@ def _sink(graph: Graph, body: Program, head: Program, num_read: int) -> None:
         for node in dict.fromkeys((*results_of(call), call)):
             body.fx.erase_node(node)
     graph.num_rewrites += 1
-
-
-def _copy(calls: list[Node], program: Program, copies: dict[Node, Node]) -> None:
-    """Copy calls into a program. `copies` maps old nodes to new ones; the new results are added to it."""
-    for call in calls:
-        names = tuple(result.name for result in results_of(call))
-        args = [copies[arg] if isinstance(arg, Node) else arg for arg in call.args]
-        results = program.call(call.target, *args, name=names, **call.kwargs)
-        copies |= zip(results_of(call), results if isinstance(results, tuple) else (results,), strict=True)
 
 
 def _ahead_of_attention(program: Program, states: Sequence[Node]) -> set[Node]:

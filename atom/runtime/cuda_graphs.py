@@ -54,6 +54,7 @@ class Started:
     behind: tuple[Tensor, ...] = ()  # logits [D, V] behind the first drafts of the first rows, and so on
     hidden: Hidden | None = None  # of a step with prompts
     most: Tensor | None = None  # i32[R], the drafts of each that may be accepted
+    unscored: Hidden = ()  # what the head takes of these rows, where it has not run
     follow: Callable[[], object] = lambda: None  # runs what follows the sampling
     tails: dict[str, tuple[torch.cuda.CUDAGraph, Drawn]] = field(default_factory=dict)
 
@@ -73,6 +74,7 @@ def begin(
     if rows is not None:
         most = rows.most
     started = Started(slots, computed.logits, computed.behind, None if rows is None else computed.hidden, most)
+    started.unscored = computed.unscored
     if model.has_draft_programs:
         started.follow = partial(model.follow, computed, slots, rows)
     return started

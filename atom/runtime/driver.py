@@ -22,6 +22,7 @@ from atom.runtime.runner import Pending, Runner
 from atom.runtime.step_input import Capacity, StepInput
 from atom.runtime.types import Sampled
 
+WAIT = b""  # what ranks are told in place of a step
 FAULT_SECONDS = 1.0  # in which it shows that a rank has ended, once a collective has failed
 
 
@@ -47,6 +48,11 @@ class Driver:
             bodies = list(map(msgspec.msgpack.encode, steps))
             self._ranks.tell([bodies[group] for group in self._groups[1:]])
             return RanksPending(self.runner.execute(step), self, self._leaders)
+
+    def tell_to_wait(self) -> None:
+        """Have stages that run ahead finish the oldest step; the last one has done so."""
+        if self.runner.model.defers_logits:
+            self._ranks.tell([WAIT] * (len(self._groups) - 1))
 
     def receive(self, rank: int) -> Sampled:
         """What the group of a rank sampled in the oldest step that was not received."""
@@ -78,4 +84,5 @@ class RanksPending:
     def wait(self) -> Sampled:
         """Wait for all groups; what they sampled."""
         with self.driver.fatal():
+            self.driver.tell_to_wait()
             return replace(self.own.wait(), others=list(map(self.driver.receive, self.leaders)))

@@ -1,12 +1,12 @@
 """Measure the scales of an fp8 cache over a prompt, and keep them.
 
     scales = KVScales(graph, tensors)             # those that the text calls measured, 1.0 each
-    store = ScaleStore(scales, checkpoint, cache)
+    store = ScaleStore(measured_names(graph), checkpoint, cache)
     if values := store.read():                    # what an earlier start has measured
         scales.use(values)
     else:
         scales.measure(model, tokens[:512])
-        store.write()
+        store.write(scales.values())
 
 The prompt is one step of the model itself. Each layer's scales are set from its keys and values right before these are
 written, so that the layers behind it read what they will read later. The tensors are filled in place, ahead of any CUDA
@@ -85,6 +85,11 @@ class ScalePlan(msgspec.Struct):
 
     values: dict[str, float] = {}  # by name, where an earlier start has measured them
     tokens: list[int] = []  # else a prompt to measure them over
+
+
+def measured_names(graph: Graph) -> list[str]:
+    """The names of the scales of a graph that no file has."""
+    return [recipe.name for recipe in graph.recipes() if isinstance(recipe, Measured)]
 
 
 class KVScales:
@@ -176,11 +181,11 @@ def scale_of(largest: float) -> float:
 class ScaleStore:
     """Measured scales in the cache folder, by the checkpoint's files: their names, sizes and times."""
 
-    def __init__(self, scales: KVScales, checkpoint: Checkpoint, cache: Cache) -> None:
-        self.scales, self.cache = scales, cache
+    def __init__(self, names: Sequence[str], checkpoint: Checkpoint, cache: Cache) -> None:
+        self.names, self.cache = frozenset(names), cache
         ingredients = {
             "files": "; ".join(map(describe_file, checkpoint.files())),
-            "scales": digest(" ".join(scales.tensors)),
+            "scales": digest(" ".join(sorted(names))),
             "prompt": digest(PROMPT),
         }
         self._key = key_of(ingredients)
@@ -195,11 +200,11 @@ class ScaleStore:
             kept = json.loads((folder / FILE).read_bytes()[:MAX_JSON])
         except (OSError, ValueError):
             return {}
-        if not isinstance(kept, dict) or kept.keys() != self.scales.tensors.keys():
+        if not isinstance(kept, dict) or kept.keys() != self.names:
             return {}
         return kept if all(isinstance(value, float) and 0 < value < math.inf for value in kept.values()) else {}
 
-    def write(self) -> None:
+    def write(self, values: Mapping[str, float]) -> None:
         """Keep the scales for the next start."""
-        content = json.dumps(self.scales.values()).encode()
+        content = json.dumps(values).encode()
         self.cache.publish(WEIGHTS, self._key, {FILE: content}, self._about)

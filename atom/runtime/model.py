@@ -38,6 +38,7 @@ class Computed(NamedTuple):
     logits: Tensor | None  # [R, V] of rows that sample
     behind: tuple[Tensor, ...] = ()  # of decodes with drafts, which come first: [D, V] behind the first ones, and so on
     states: Hidden = ()  # what its draft_in takes, of each token
+    unscored: Hidden = ()  # what its head takes of rows that sample, where logits are computed later
 
 
 class Model:
@@ -51,15 +52,19 @@ class Model:
         device: str,
         backend: str | None = None,
         drafting: Drafting | None = None,
+        kinds: Sequence[str] | None = None,
+        defers_logits: bool = False,
     ) -> None:
         """bindings: without caches, for which `bind` comes first. backend: that prepares and samples a step. drafting:
-        of tokens that decodes verify; None: there are none, or the host gives them"""
+        of tokens that decodes verify; None: there are none, or the host gives them. kinds: of caches, those of all
+        stages of a pipeline; None: the graph's. defers_logits: the head runs later, as another stage computes them"""
         self.graph, self.block_size, self.limits = graph, block_size, limits
         self.device = torch.device(device)
         self.is_cpu = self.device.type == "cpu"
         self._step = find_step_kernels(self.device.type, backend)
         self._bindings = bindings
-        self.kinds = list(dict.fromkeys(cache.kind for cache in graph.caches()))
+        self.defers_logits = defers_logits
+        self.kinds = list(kinds or dict.fromkeys(cache.kind for cache in graph.caches()))
         logits = logits_type(graph)
         self.logits_dtype = TORCH_DTYPES[logits.dtype]
         self.drafting, self.num_drafts = drafting, drafting.num_tokens if drafting else 0
@@ -162,8 +167,11 @@ class Model:
         if num_drafts:
             drafted = places[:num_decodes] + torch.arange(1, 1 + num_drafts, device=self.device)[:, None]
             places = torch.cat([places, drafted.clamp(max=shape.num_tokens - 1).view(-1)])
+        sampled = rows_of(hidden, places)
+        if self.defers_logits:
+            return Computed(inputs, hidden, None, states=states, unscored=sampled)
         sizes = [shape.num_samples] + [num_decodes] * num_drafts
-        first, *behind = torch.split(score(self.head, rows_of(hidden, places)), sizes)
+        first, *behind = torch.split(score(self.head, sampled), sizes)
         return Computed(inputs, hidden, first, tuple(behind), states)
 
     def follow(self, computed: Computed, slots: Tensor, rows: PackedRows | None = None) -> None:
@@ -229,6 +237,8 @@ class Model:
 
     def _compute(self, inputs: Inputs) -> Computed:
         hidden, states = self._run_body(inputs)
+        if self.defers_logits:
+            return Computed(inputs, hidden, None, states=states, unscored=hidden)
         return Computed(inputs, hidden, score(self.head, hidden), states=states)
 
     def _run_body(self, inputs: Inputs) -> tuple[Hidden, Hidden]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,6 +92,20 @@ class Runner:
         if step.table_entries:
             model.extend_tables(step.table_entries)
         started = self.graphs.start(step) or self._start(step)
+        if model.defers_logits and (started.unscored or step.scored):
+            return Pending(step, self._reported, [], None, None, finish=partial(self._finish_later, step, started))
+        return self._finish(step, started)
+
+    @torch.inference_mode()
+    def _finish_later(self, step: StepInput, started: Started) -> Pending:
+        """Finish a step whose logits were deferred."""
+        if started.unscored:
+            started.logits = score(self.model.head, started.unscored)
+        return self._finish(step, started)
+
+    def _finish(self, step: StepInput, started: Started) -> Pending:
+        """Sample, once the body has run."""
+        model = self.model
         scored = [(each, self._score_prompt(started.hidden, each)) for each in step.scored if started.hidden]
         if step.drafts:  # which do not count yet
             slots = model.send(np.array([each.slot for each in step.drafts]), torch.int64)
@@ -220,9 +235,12 @@ class Pending:
     accepted: dict[int, list[int]] = field(default_factory=dict)  # row that samples -> what was drawn behind drafts
     drawn: Tensor | None = None  # i64[draws, R], -1 where none was drawn, of a runner that drafts; None: in `reported`
     drafts: Tensor | None = None  # i64[R, drafts], -1 where there was none
+    finish: Callable[[], Pending] | None = None  # samples, where that was deferred
 
     def wait(self) -> Sampled:
         """Wait for the device; what was sampled."""
+        if self.finish is not None:
+            return self.finish().wait()
         if self.event is not None:
             self.event.synchronize()
         step, accepted = self.step, self.accepted

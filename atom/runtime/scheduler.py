@@ -13,6 +13,9 @@ A plan names no token. Tokens are appended, blocks published and sequences ended
 until then a sequence keeps its blocks and its slot, even if it is aborted. Where steps run ahead, a sequence of a
 pending plan is planned again, past its end where that was not foreseen; else it waits for its commit. Drafts of a
 pending plan count as accepted until then: positions and blocks are planned for the most that there may be.
+
+Stages of a pipeline compute a plan each: a sequence whose next token is being computed waits for it, and a plan has a
+part of the decodes, so that there are as many plans as stages.
 """
 
 from __future__ import annotations
@@ -56,8 +59,15 @@ class Scheduler:
     does not fit alone: so every sequence ends.
     """
 
-    def __init__(self, cache: KVCache, limits: StepLimits, run_ahead: int = 0, drafter: Drafter | None = None) -> None:
-        """drafter: of tokens that decodes verify; where steps run ahead, the runner's"""
+    def __init__(
+        self,
+        cache: KVCache,
+        limits: StepLimits,
+        run_ahead: int = 0,
+        drafter: Drafter | None = None,
+        num_stages: int = 1,
+    ) -> None:
+        """drafter: of tokens that decodes verify; where steps run ahead, the runner's. num_stages: with a plan each"""
         assert not run_ahead or drafter is None or isinstance(drafter, RunnerDrafter), "a draft follows known tokens"
         assert limits.max_decodes > 0, "a step needs room for a sequence and a token"
         self.cache, self.limits = cache, limits
@@ -69,6 +79,7 @@ class Scheduler:
         self._drafter = drafter
         self._acceptance = Acceptance(NUM_REPORTED)
         self._run_ahead = run_ahead  # plans behind the oldest that is pending
+        self._num_stages = num_stages
         self._in_flight: Counter[Sequence] = Counter()  # plans that are not committed, by sequence
         self._leaving: set[Sequence] = set()  # preempted once they are in no plan
         self._slots = list(range(self.max_num_seqs - 1, -1, -1))  # free ones
@@ -148,6 +159,9 @@ class Scheduler:
                 (decodes if num_left == 1 else prompts).append(sequence)
         decodes.sort(key=_priority)
         prompts.sort(key=_priority)
+        if self._num_stages > 1:
+            num_decodes = len(decodes) + sum(sequence.num_pending > 0 for sequence in self.running)
+            del decodes[-(-num_decodes // self._num_stages) :]
         planned: dict[Sequence, int] = {}
         budget = self.limits.max_num_batched_tokens
         kept = 0 if self._drafter is None else self._keep_for_prompts(bool(prompts))
@@ -329,7 +343,8 @@ class Scheduler:
                 self._fewest(sequence) >= sequence.params.max_tokens
                 or sequence.num_tokens + sequence.num_pending >= self.limits.max_model_len
             )
-            if not self._run_ahead or sequence.needs_host or is_last:
+            waits = sequence.needs_host or (self._num_stages > 1 and sequence.num_pending > 0)
+            if not self._run_ahead or waits or is_last:
                 return 0
         return sequence.num_tokens + sequence.num_pending - sequence.num_planned
 

@@ -110,7 +110,7 @@ def test_passes_before_the_stage_leave_what_was_edited_alone(configure: Configur
         (
             "nope",
             "semantic",
-            r"mine.py:1: there is no stage 'nope'; stages: semantic, shard, sink_into_head, .*split_pieces$",
+            r"mine.py:1: there is no stage 'nope'; stages: semantic, split_stages, shard, sink_into_head, .*split_pieces$",
         ),
         ("lower_attention", "fuse_qkv", r"mine.py: body: a attention is not legal in a lowered graph$"),
     ],

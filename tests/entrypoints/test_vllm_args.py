@@ -56,7 +56,8 @@ MEANS: dict[str, list[str]] = {
     "--reasoning-parser deepseek_r1": ["model.reasoning=['<think>','</think>']"],
     "--distributed-executor-backend mp": ["parallel.launcher='local'"],
     "--distributed-executor-backend uni": [],
-    "-pp 1 --disable-log-requests --runner generate --cpu-offload-gb 0 --scheduling-policy priority": [],
+    "-tp 2 -pp 3": ["parallel.tensor=2", "parallel.pipeline=3"],
+    "--disable-log-requests --runner generate --cpu-offload-gb 0 --scheduling-policy priority": [],
     "--allowed-origins '[\"*\"]'": ["serve.http.cors=['*']"],
 }  # fmt: skip
 
@@ -67,7 +68,6 @@ WRONG = {
     "--load-format gguf": "--load-format=gguf: the checkpoint is another; leave it out",
     "x.gguf --load-format safetensors": "--load-format=safetensors: x.gguf is another; leave it out",
     "--runner pooling": "--runner=pooling: models generate text here; there is: auto, generate",
-    "-pp 2": "--pipeline-parallel-size=2: layers are not divided; --tensor-parallel-size divides each; there is: 1",
     "--no-enable-chunked-prefill": "--no-enable-chunked-prefill: long prompts are always computed in chunks; leave",
     "--tool-call-parser jamba": "--tool-call-parser=jamba: there is no such choice; choices: hermes, ernie45",
     "--reasoning-parser hunyuan_a13b": "--reasoning-parser=hunyuan_a13b: there is no such choice; choices: deepseek_r1",

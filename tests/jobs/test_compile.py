@@ -77,6 +77,16 @@ def test_json_has_the_fields_of_the_report(run: Any, cache: Cache):
     assert fields["key"] == cache.entries("artifacts")[0].key
 
 
+def test_each_stage_of_a_pipeline_is_compiled(run: Any, cache: Cache):
+    code, out, _ = run("parallel.pipeline=3", "job.output=json")
+    stages = json.loads(out)["stages"]
+    assert code == 0 and {each["key"] for each in stages} == {entry.key for entry in cache.entries("artifacts")}
+    code, out, _ = run("parallel.pipeline=3")
+    assert [line for line in out.splitlines() if line.startswith(("stage ", "          hit"))] == [
+        line for stage in range(3) for line in (f"stage     {stage}", "          hit")
+    ]
+
+
 def test_what_is_wrong_with_the_cache_folder_is_reported(run: Any, cache: Cache):
     run()
     damaged = cache.folder / "pieces" / cache.entries("pieces")[0].key

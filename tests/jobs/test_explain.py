@@ -113,7 +113,7 @@ def test_no_weights_are_needed_and_an_unknown_stage_names_the_known(run: Any, ch
     code, out, _ = run(f"checkpoint={tmp_path}", "job.stage=semantic")
     assert code == 0 and out.startswith("# job.stage=semantic\ndef body(tokens: i64[T], positions: i64[T]):\n")
     code, _, err = run(f"checkpoint={tmp_path}", "job.stage=nope")
-    stages = "semantic, shard, sink_into_head, fuse_qkv, fuse_gate_up, fuse_norm_residual, lower_moe, lower_attention, quantize"
+    stages = "semantic, split_stages, shard, sink_into_head, fuse_qkv, fuse_gate_up, fuse_norm_residual, lower_moe, lower_attention, quantize"
     assert (
         code == 2 and f"stages: {stages}, fuse_linear_gate, fuse_norm_linear, fuse_norm_rope_attention, select" in err
     )
@@ -589,7 +589,7 @@ def test_each_of_several_ranks_is_explained(explain: Any, run: Any, published: A
     one, four = (
         explain(published("qwen3_30b_a3b"), "load_dummy=true", f"parallel={each}") for each in ("tp1", "tp4_ep")
     )
-    assert "ranks" not in one and four["ranks"] == {"tensor": 4, "experts": 4, "data": 1}
+    assert "ranks" not in one and four["ranks"] == {"tensor": 4, "experts": 4, "data": 1, "pipeline": 1}
     assert four["collectives"] == {
         "all_reduce": {"times": 2 * layers, "bytes_per_token": 2 * layers * hidden * 2},
         "all_gather": {"times": 1, "bytes_per_token": vocab // 4 * 2},
@@ -603,6 +603,33 @@ def test_each_of_several_ranks_is_explained(explain: Any, run: Any, published: A
     )
     code, out, _ = run(published("qwen3_30b_a3b"), "load_dummy=true", "parallel=tp4_ep", "job.gpu=h200")
     assert code == 0 and "all_reduce: 2 changes" not in out and "  all_reduce" in out and "  tp2 " not in out
+
+
+def test_each_stage_of_a_pipeline_is_explained(explain: Any, run: Any, published: Any):
+    """A model whose embedding is its head, in two stages that hold it each, and one layer more on the first."""
+    config = json.loads((CONFIGS / "qwen3_0.6b.json").read_text())
+    hidden, vocab, one = config["hidden_size"], config["vocab_size"], (published("qwen3_0.6b"), "model.layers=3")
+    whole = explain(*one, "job.gpu=h200")
+    first, last = (explain(*one, "parallel=pp2", f"job.pipeline_rank={stage}", "job.gpu=h200") for stage in range(2))
+    assert first["stages"] == last["stages"] and [each["layers"] for each in first["stages"]] == [2, 1]
+    assert [each["weights_bytes"] for each in first["stages"]] == [first["weights_bytes"], last["weights_bytes"]]
+    frequencies, table, norm = config["head_dim"] // 2 * 4, 2 * vocab * hidden, 2 * hidden
+    layer = (whole["weights_bytes"] - table - norm - frequencies) // 3
+    assert first["weights_bytes"] == table + 2 * layer + frequencies
+    assert last["weights_bytes"] == table + layer + norm + frequencies
+    row, logits = 2 * hidden, 2 * vocab
+    assert first["collectives"]["send"] == last["collectives"]["receive"] == {"times": 1, "bytes_per_token": row}
+    assert last["collectives"]["send"] == first["collectives"]["receive"] == {"times": 1, "bytes_per_token": logits}
+    assert first["gpu"] == last["gpu"] and first["kv_tokens"] == last["kv_tokens"]
+    slower, alone = (each["gpu"]["decode"][0]["tokens_per_second"] for each in (first, whole))
+    assert 0.9 * alone < slower < alone, "a step passes all stages"
+    code, out, _ = run(*one, "parallel=pp2", "job.gpu=h200")
+    assert code == 0 and re.search(r"^  stage 0 +2 layers, .* a token; the one that is shown$", out, re.MULTILINE)
+    code, _, err = run(*one, "parallel=pp2", "job.pipeline_rank=2")
+    assert (code, err) == (
+        2,
+        "atom-run: ConfigError: job.pipeline_rank=2: parallel.pipeline=2 has no such stage; set less\n",
+    )
 
 
 def test_layouts_of_several_gpus_are_those_that_they_would_be_explained_with(explain: Any, published: Any):

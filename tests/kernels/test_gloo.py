@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from atom.errors import EngineDeadError
-from atom.graph import Mesh
+from atom.graph import TORCH_DTYPES, Mesh
 from atom.kernels import Rendezvous
 from atom.kernels.gloo import SHARED_BYTES, GlooCommunicator
 
@@ -127,3 +127,44 @@ def test_ranks_meet_along_each_axis_of_their_mesh(columns: int, is_one_host: boo
         assert torch.equal(weights, torch.tensor(halves).view(6, 1).expand(6, 2))
         assert torch.equal(rows, torch.cat([ids + each for each in pair]))
         assert scattered.shape == (3, columns) and scattered.unique().tolist() == [sum(10.0**each for each in pair)]
+
+
+@pytest.mark.parametrize("is_one_host", [True, False])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_stages_send_to_the_ranks_of_their_place(dtype: str, is_one_host: bool, tmp_path: Path):
+    mesh, sizes = Mesh(tensor=2, pipeline=3), [(1, 5), (7, 3), (3, FITS)]
+
+    def work(rank: int, communicator: GlooCommunicator) -> list[Tensor]:
+        stage, got = mesh.stage(rank), []
+        for number, shape in enumerate(sizes):
+            x = of(rank % 2, shape, TORCH_DTYPES[dtype], number)
+            if stage:
+                like, columns = torch.zeros(shape[0], dtype=torch.int64), shape[1]
+                x = communicator.receive(like, axis="pipeline", source=stage - 1, columns=columns, dtype=dtype) + 1
+                got.append(x)
+            if stage < 2:
+                sent = communicator.send(x.T.contiguous().T, axis="pipeline", to=stage + 1)
+                assert torch.equal(sent, x)
+        return got
+
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(work, range(6), connect_all(mesh, tmp_path if is_one_host else None, pool)))
+    assert found[:2] == [[], []]
+    for rank in range(2, 6):
+        for number, (got, shape) in enumerate(zip(found[rank], sizes, strict=True)):
+            expected = of(rank % 2, shape, TORCH_DTYPES[dtype], number)
+            for _ in range(mesh.stage(rank)):
+                expected = expected + 1
+            assert torch.equal(got, expected)
+
+
+def test_a_stage_that_waits_is_told_of_one_that_is_gone(tmp_path: Path):
+    def check() -> None:
+        raise EngineDeadError("rank 1 has ended")
+
+    with ThreadPoolExecutor(2) as pool:
+        communicator, other = connect_all(Mesh(pipeline=2), tmp_path, pool)
+        communicator.watch(check)
+        with pytest.raises(EngineDeadError, match="rank 1 has ended"):
+            communicator.receive(torch.ones(3), axis="pipeline", source=1, columns=2, dtype="fp32")
+        del other

@@ -202,6 +202,7 @@ def test_level_0_only_lowers():
     reports: list[PassReport] = []
     lower(parse(BEFORE), 0, Target("cpu"), reports.append)
     assert [report.name for report in reports] == [
+        "split_stages",
         "shard",
         "lower_moe",
         "lower_attention",
@@ -260,7 +261,7 @@ def test_a_pass_that_breaks_the_graph_is_named_with_those_before_it(tmp_path: Pa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(
         PassError,
-        match=rf"^break_it \(after shard\): body: a is .*; its text: {tmp_path}/atom-break_it-.*\.py$",
+        match=rf"^break_it \(after split_stages\): body: a is .*; its text: {tmp_path}/atom-break_it-.*\.py$",
     ):
         lower(parse(BEFORE), 1, Target("cpu"))
 

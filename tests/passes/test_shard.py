@@ -44,8 +44,8 @@ def logits_of_ranks(overrides: list[str], tokens: list[int], mesh: Mesh) -> list
         {"tokens": torch.tensor(prompts[mesh.coordinates(rank)["data"]]), "positions": torch.arange(len(tokens))}
         for rank in range(mesh.num_ranks)
     ]
-    hidden = interpret_ranks(graph, "body", inputs, read, mesh)
-    return interpret_ranks(graph, "head", [{"hidden": each} for each in hidden], read, mesh)
+    hidden = interpret_ranks([graph], "body", inputs, read, mesh)
+    return interpret_ranks([graph], "head", [{"hidden": each} for each in hidden], read, mesh)
 
 
 @pytest.mark.parametrize("name", tiny.VARIANTS)

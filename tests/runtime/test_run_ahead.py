@@ -6,6 +6,7 @@ A token's KV is its whole past, and the next token a hash of that: who reads ano
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import zlib
 from collections import Counter
@@ -197,10 +198,13 @@ class World:
     """An engine over a device, and every request that it has had."""
 
     def __init__(self, kinds: list[CacheKind], *, run_ahead: int, num_blocks: int = 60, block_size: int = 4,
-                 prefix: bool = False, max_num_seqs: int = 8, budget: int = 64, max_model_len: int = 100) -> None:  # fmt: skip
+                 prefix: bool = False, max_num_seqs: int = 8, budget: int = 64, max_model_len: int = 100,
+                 has_stages: bool = False) -> None:  # fmt: skip
         cache = KVCache(kinds, {kind.name: num_blocks for kind in kinds}, block_size, enable_prefix_caching=prefix)
         self.device = Device(run_ahead, cache, self.fail)
-        self.scheduler = Scheduler(cache, StepLimits(max_num_seqs, budget, max_model_len), run_ahead)
+        self.num_stages = 1 + run_ahead if has_stages else 1
+        limits = StepLimits(max_num_seqs, budget, max_model_len)
+        self.scheduler = Scheduler(cache, limits, run_ahead, num_stages=self.num_stages)
         self.engine = Engine(
             self.device,  # type: ignore[arg-type]
             self.scheduler,
@@ -246,6 +250,9 @@ class World:
         except ValueError:
             self.engine.end_failed()
         assert len(self.engine._pending) <= self.device.run_ahead
+        assert self.num_stages == 1 or all(each.num_pending <= 1 for each in self.sequences), (
+            "its newest token is unknown"
+        )
         slots = [*self.scheduler._slots, *(each.slot for each in self.sequences if each.slot >= 0)]
         assert sorted(slots) == list(range(self.scheduler.max_num_seqs)), "each slot is one sequence's, or free"
 
@@ -292,6 +299,19 @@ def test_each_has_the_tokens_that_it_has_alone_and_what_came_behind_its_end_is_t
     assert (world.stats.num_ahead > 0, world.stats.num_overrun > 0) == (depth > 0, depth > 0)
     assert world.num_sampled() == sum(len(each.output) for each in world.sequences) + world.stats.num_overrun
     assert world.stats.num_chunks > 0
+
+
+def test_stages_take_turns_with_parts_of_the_decodes_and_compute_chunks_behind_each_other() -> None:
+    world = World([FULL], run_ahead=2, has_stages=True, budget=16, num_blocks=100)
+    for _ in range(7):
+        world.add(prompt(2), max_tokens=20, ignore_eos=True)
+    world.add(prompt(50), max_tokens=20, ignore_eos=True)
+    world.finish()
+    plans = [[row.sequence for row in plan.rows] for plan in world.device.plans if len(plan.rows) == plan.num_decodes]
+    assert {len(plan) for plan in plans[20:30]} <= {2, 3}, "8 sequences among 3 stages"
+    assert not any({*one} & {*other} for one, other in itertools.pairwise(plans[20:30]))
+    assert world.stats.num_ahead > 0 and world.stats.num_chunks > 1, "chunks need no token"
+    assert world.stats.num_overrun == 0
 
 
 def test_where_max_tokens_ends_a_sequence_nothing_is_computed_behind_it(depth: int) -> None:
@@ -406,6 +426,7 @@ class Serving(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.integers(1, 20),
         max_model_len=st.integers(10, 40),
+        has_stages=st.booleans(),
     )
     def begin(self, num_tokens: int, block_size: int, **limits: Any) -> None:
         self.world = World(num_blocks=1 + -(-num_tokens // block_size), block_size=block_size, **limits)

@@ -52,23 +52,23 @@ def start_hosts(talker: Path, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     launched: list[Server] = []
     key, wrong = save_key(tmp_path / "key"), save_key(tmp_path / "wrong")
 
-    def launch(rank: int, key: Path, name: str) -> Server:
+    def launch(rank: int, key: Path, name: str, layout: str) -> Server:
         folder = tmp_path / name
         folder.mkdir()
         where = [f"parallel.torchrun.rank={rank}", f"parallel.host=127.0.0.{rank + 1}", f"parallel.key_file={key}"]
         fields = ["parallel.torchrun.world_size=2", f"parallel.address=tcp://127.0.0.1:{port}"]
-        server = serving.launch(talker, folder, "parallel=tp2", "parallel.launcher=torchrun", *where, *fields)
+        server = serving.launch(talker, folder, f"parallel={layout}", "parallel.launcher=torchrun", *where, *fields)
         launched.append(server)
         return server
 
-    def start() -> Hosts:
-        server = launch(0, key, "first")
+    def start(layout: str = "tp2") -> Hosts:
+        server = launch(0, key, "first", layout)
         address = f"tcp://127.0.0.1:{port}"
         with pytest.raises(ConfigError, match=r"parallel\.key_file must hold the same on each host"):
             find_driver(address, read_key(str(wrong)), 1, "127.0.0.2")
         refused = "a connection from 127.0.0.2 is refused: it has another key"
         wire.wait_until(lambda: refused in server.log.read_text())
-        supervisor = launch(1, key, "second")
+        supervisor = launch(1, key, "second", layout)
         return Hosts(server._replace(url=serving.wait_for_url(server)), supervisor)
 
     port = free_port()
@@ -80,10 +80,19 @@ def start_hosts(talker: Path, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
 
 
 @pytest.mark.parametrize(
-    "gone", ["host", pytest.param("rank", marks=pytest.mark.slow), pytest.param("driver", marks=pytest.mark.slow)]
+    ("layout", "gone"),
+    [
+        ("tp2", "host"),
+        *(
+            pytest.param(layout, gone, marks=pytest.mark.slow)
+            for layout, gone in (("pp2", "host"), ("tp2", "rank"), ("tp2", "driver"))
+        ),
+    ],
 )
-def test_two_hosts_answer_as_one_until_one_is_gone(gone: str, start_hosts: Callable[[], Hosts], talker: Path):
-    hosts = start_hosts()
+def test_two_hosts_answer_as_one_until_one_is_gone(
+    layout: str, gone: str, start_hosts: Callable[..., Hosts], talker: Path
+):
+    hosts = start_hosts(layout)
     server, supervisor, rank = hosts.server, hosts.supervisor.process, hosts.rank
     answer = wire.ask(server.url, "POST", "/v1/completions", PROMPT)
     assert answer.json["choices"][0]["text"] == answer_alone(talker, [0, 9], max_tokens=40, ignore_eos=True)

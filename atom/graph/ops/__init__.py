@@ -25,13 +25,16 @@ from atom.graph.ops.attention import (
 from atom.graph.ops.base import LOWERED, OPS, SEMANTIC, Op
 from atom.graph.ops.collective import (
     MEETING_AXES,
+    STAGES,
     all_gather,
     all_reduce,
     gather_tokens,
     local_tokens,
     mask_rows,
+    receive,
     reduce_scatter,
     scale_by_rms,
+    send,
     sum_squares,
 )  # fmt: skip
 from atom.graph.ops.dense import (
@@ -63,11 +66,11 @@ from atom.graph.ops.moe import combine, experts, group, grouped_linear, router
 VIEWS = (split, split_heads, merge_heads)  # ops that move no data
 
 __all__ = [
-    "ACTIVATIONS", "LOWERED", "MEETING_AXES", "OPS", "SEMANTIC", "VIEWS", "Op", "activate", "add", "add_norm_linear",
-    "add_rms_norm", "all_gather", "all_reduce", "argmax", "attend", "attend_latent", "attention", "causal_mask",
-    "combine", "embedding", "experts", "gated_activate", "gated_linear", "gather_tokens", "group", "grouped_linear",
-    "join", "layer_norm", "linear", "local_tokens", "mask_rows", "merge_heads", "mla_attention", "mul", "norm_linear",
-    "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent", "paged_attention", "paged_mla_attention",
-    "reduce_scatter", "rms_norm", "rope", "rotary", "router", "scale", "scale_by_rms", "softcap", "split",
-    "split_heads", "sum_squares",
+    "ACTIVATIONS", "LOWERED", "MEETING_AXES", "OPS", "SEMANTIC", "STAGES", "VIEWS", "Op", "activate", "add",
+    "add_norm_linear", "add_rms_norm", "all_gather", "all_reduce", "argmax", "attend", "attend_latent", "attention",
+    "causal_mask", "combine", "embedding", "experts", "gated_activate", "gated_linear", "gather_tokens", "group",
+    "grouped_linear", "join", "layer_norm", "linear", "local_tokens", "mask_rows", "merge_heads", "mla_attention",
+    "mul", "norm_linear", "norm_rope_attention", "norm_rope_write", "norm_rope_write_latent", "paged_attention",
+    "paged_mla_attention", "receive", "reduce_scatter", "rms_norm", "rope", "rotary", "router", "scale",
+    "scale_by_rms", "send", "softcap", "split", "split_heads", "sum_squares",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Ops of several ranks: collectives, and what a rank computes of its part alone.
 
 The body of a collective takes the tensors of the ranks along an axis of the mesh, and gives what each of them gets, so
-that one process can interpret ranks side by side.
+that one process can interpret ranks side by side. `send` and `receive` are of two ranks, whose texts differ.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from atom.graph.ops.base import divide_rows, multiply, op
 from atom.graph.types import Type, need
 
 MEETING_AXES = ("tensor", "data")  # of the mesh, along which ranks meet in collectives
+STAGES = "pipeline"  # the axis along which ranks send
 
 
 def _all_reduce(x: Type, *, axis: str) -> Type:
@@ -67,6 +68,28 @@ def reduce_scatter(xs: Sequence[Tensor], *, axis: str, ranks: int) -> list[Tenso
     gather_tokens took from this one"""
     (total, *_) = all_reduce(xs, axis=axis)
     return list(total.chunk(ranks))
+
+
+def _send(x: Type, *, axis: str, to: int) -> Type:
+    need(axis == STAGES, f"ranks send along {STAGES}, not along {axis!r}")
+    return x
+
+
+@op(_send, collective=True)
+def send(x: Tensor, *, axis: str, to: int) -> Tensor:
+    """x [...] -> itself; the rank at this place on the axis receives it"""
+    return x
+
+
+def _receive(like: Type, *, axis: str, source: int, columns: int, dtype: str) -> Type:
+    return _send(Type(dtype, (like.shape[0], columns)), axis=axis, to=source)
+
+
+@op(_receive, collective=True)
+def receive(sent: Tensor, *, axis: str, source: int, columns: int, dtype: str) -> Tensor:
+    """A tensor [T, ...] of as many rows -> [T, columns], what the rank at this place on the axis sends; the body takes
+    what was sent"""
+    return sent
 
 
 def _local_tokens(tokens: Type, offset: Type, *, size: int) -> tuple[Type, Type]:

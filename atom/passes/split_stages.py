@@ -1,0 +1,122 @@
+"""Keep the layers of one stage of a pipeline.
+
+    x = embedding(tokens, W("embed"))            x = embedding(tokens, W("embed"))
+    …  # layer 0                                 …  # layer 0
+    x = add(x, m)                                x = add(x, m)
+    …  # layer 1                           ->    x = send(x, axis="pipeline", to=1)
+                                                 return x
+    return hidden
+                                                 def head(hidden: bf16[R, …]):
+    def head(hidden: bf16[R, …]):                    logits = receive(hidden, axis="pipeline", source=1, …)
+        logits = linear(hidden, W("lm_head"))
+
+The body of the next stage begins with what it receives in place of `x`, and rotates positions by itself. The last stage
+computes logits, and sends them to all others, so that each draws the same tokens as the last one does.
+
+Layers are the calls that read a cache. Stages have as many of them; what remains goes to those before the last one,
+which has the head, as in vLLM. Two stages meet at the last value from which all that follows can be computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch.fx import Node
+
+from atom.errors import UnsupportedError
+from atom.graph import BODY, DRAFT, HEAD, KV, Graph, Program, ops
+from atom.graph.graph import call_of, copy_calls, node_leaves
+from atom.passes.context import PassContext
+
+
+def split_stages(graph: Graph, context: PassContext) -> Graph:
+    num_stages, stage = context.mesh.pipeline, context.stage
+    if num_stages == 1:
+        return graph
+    assert DRAFT not in graph.programs, "config.load refuses drafts"
+    body, head = graph.programs[BODY], graph.programs[HEAD]
+    layers = [call for call in body.nodes if any(isinstance(leaf, KV) for leaf in node_leaves(call))]
+    counts = layers_of_stages(len(layers), num_stages)
+    starts = [sum(counts[:number]) for number in range(num_stages)]
+    borders = [_border(body, layers[:start], layers[start]) for start in starts[1:]]
+    given = borders[stage - 1] if stage else None
+    is_last = stage == num_stages - 1
+    graph.programs[BODY] = _body_of_stage(body, given, body.results[0] if is_last else borders[stage], context)
+    if is_last:
+        _send_logits(graph, head, num_stages)
+    else:
+        graph.programs[HEAD] = _head_of_stage(head, borders[stage], num_stages - 1)
+    graph.num_rewrites += 1
+    return graph
+
+
+def layers_of_stages(num_layers: int, num_stages: int) -> list[int]:
+    """How many layers each stage has."""
+    least, more = divmod(num_layers, num_stages)
+    return [least + (num_stages - 1 - more <= stage < num_stages - 1) for stage in range(num_stages)]
+
+
+def _border(body: Program, before: Sequence[Node], layer: Node) -> Node:
+    """The last value ahead of a layer that is all that is read from there on of the layers before it."""
+    nodes = list(body.fx.nodes)
+    for node in reversed(nodes[nodes.index(before[-1]) : nodes.index(layer)]):
+        type = node.meta["type"]
+        is_row = not isinstance(type, tuple) and len(type.shape) == 2
+        if is_row and not {*before} & _needed(body.results, node):
+            return node
+    raise UnsupportedError(f"{layer.name} takes more than one value of the layers before it; set parallel.pipeline=1")
+
+
+def _needed(results: Sequence[Node], given: Node | None) -> set[Node]:
+    """What results are computed of, where this value is given."""
+    found: set[Node] = set()
+    waiting = list(results)
+    while waiting:
+        node = waiting.pop()
+        if node is not given and node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def _body_of_stage(body: Program, given: Node | None, result: Node, context: PassContext) -> Program:
+    """The body from one value to another; without the first from the tokens."""
+    made = Program(body.name)
+    copies = {node: made.input(node.name, node.meta["type"]) for node in body.inputs}
+    if given is not None:
+        like = next(iter(copies.values()))
+        copies[given] = _receive(made, like, given, context.stage - 1)
+    needed = {call_of(node) for node in _needed([result], given)}
+    copy_calls([node for node in body.nodes if node in needed], made, copies)
+    sent = copies[result]
+    if context.stage < context.mesh.pipeline - 1:
+        sent = made.call(ops.send, sent, axis=ops.STAGES, to=context.stage + 1, name=result.name)
+    made.output(sent)
+    return made
+
+
+def _head_of_stage(head: Program, hidden: Node, last: int) -> Program:
+    """The head of a stage before the last one: of rows of the body's result as many logits."""
+    made = Program(head.name)
+    rows = head.inputs[0].meta["type"].shape[:1]
+    type = hidden.meta["type"]
+    like = made.input(head.inputs[0].name, replace(type, shape=(*rows, *type.shape[1:])))
+    made.output(_receive(made, like, head.results[0], last))
+    return made
+
+
+def _receive(program: Program, like: Node, value: Node, source: int) -> Node:
+    type = value.meta["type"]
+    received: Node = program.call(
+        ops.receive, like, axis=ops.STAGES, source=source, columns=type.shape[-1], dtype=type.dtype, name=value.name
+    )
+    return received
+
+
+def _send_logits(graph: Graph, head: Program, num_stages: int) -> None:
+    output = head.fx.output_node()
+    (logits,) = head.results
+    for stage in range(num_stages - 1):
+        logits = graph.insert(output, ops.send, logits, axis=ops.STAGES, to=stage, name=logits.name)
+    output.args = ((logits,),)

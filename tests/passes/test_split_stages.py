@@ -1,0 +1,147 @@
+"""The stages of a pipeline, interpreted side by side in one process, against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from law import assert_same_logits
+
+from atom import weights
+from atom.checkpoint import SilentProgress
+from atom.compiler import semantic_graph
+from atom.config.checkpoint import open_for
+from atom.config.load import load
+from atom.errors import UnsupportedError
+from atom.graph import Graph, Mesh, interpret_ranks, ops, parse, show, verify
+from atom.kernels import Target
+from atom.passes.context import PassContext
+from atom.passes.shard import shard
+from atom.passes.split_stages import layers_of_stages, split_stages
+
+BEFORE = """\
+def body(tokens: i64[T], positions: i64[T]):
+    cos, sin = rotary(positions, rope_freqs(4, 10000.0))
+    x = embedding(tokens, W("embed", fp32[7, 4]))
+    q = split_heads(x, heads=1)
+    q_1 = rope(q, cos, sin)
+    a = attention(q_1, q_1, q_1, KV("0", fp32[2, 1, 4]), scale=0.5)
+    a_1 = merge_heads(a)
+    m = activate(a_1, kind="relu")
+    x_1 = add(x, m)
+    h = rms_norm(x_1, W("norm", fp32[4]), eps=1e-06)
+    q_2 = split_heads(h, heads=1)
+    q_3 = rope(q_2, cos, sin)
+    a_2 = attention(q_3, q_3, q_3, KV("1", fp32[2, 1, 4]), scale=0.5)
+    a_3 = merge_heads(a_2)
+    x_2 = add(x_1, a_3)
+    return x_2
+
+def head(hidden: fp32[R, 4]):
+    logits = linear(hidden, W("embed", fp32[7, 4]))
+    return logits"""
+
+FIRST = """\
+def body(tokens: i64[T], positions: i64[T]):
+    cos, sin = rotary(positions, rope_freqs(4, 10000.0))
+    x = embedding(tokens, W("embed", fp32[7, 4]))
+    q = split_heads(x, heads=1)
+    q_1 = rope(q, cos, sin)
+    a = attention(q_1, q_1, q_1, KV("0", fp32[2, 1, 4]), scale=0.5)
+    a_1 = merge_heads(a)
+    m = activate(a_1, kind="relu")
+    x_1 = add(x, m)
+    x_2 = send(x_1, axis="pipeline", to=1)
+    return x_2
+
+def head(hidden: fp32[R, 4]):
+    logits = receive(hidden, axis="pipeline", source=1, columns=7, dtype="fp32")
+    return logits"""
+
+LAST = """\
+def body(tokens: i64[T], positions: i64[T]):
+    x_1 = receive(tokens, axis="pipeline", source=0, columns=4, dtype="fp32")
+    cos, sin = rotary(positions, rope_freqs(4, 10000.0))
+    h = rms_norm(x_1, W("norm", fp32[4]), eps=1e-06)
+    q_2 = split_heads(h, heads=1)
+    q_3 = rope(q_2, cos, sin)
+    a_2 = attention(q_3, q_3, q_3, KV("1", fp32[2, 1, 4]), scale=0.5)
+    a_3 = merge_heads(a_2)
+    x_2 = add(x_1, a_3)
+    return x_2
+
+def head(hidden: fp32[R, 4]):
+    logits = linear(hidden, W("embed", fp32[7, 4]))
+    logits_1 = send(logits, axis="pipeline", to=0)
+    return logits_1"""
+
+
+def plain(graph: Graph) -> str:
+    """The text without comments."""
+    return "\n".join(line.partition("    # ")[0] for line in show(graph).splitlines())
+
+
+def context(stage: int, num_stages: int) -> PassContext:
+    return PassContext.of(Target("cpu"), 0, Mesh(pipeline=num_stages), stage=stage)
+
+
+def test_a_stage_has_its_layers_and_the_values_at_its_ends():
+    assert [plain(split_stages(parse(BEFORE), context(stage, 2))).strip() for stage in range(2)] == [FIRST, LAST]
+    assert show(split_stages(parse(BEFORE), context(0, 1))) == show(parse(BEFORE))
+
+
+def test_a_layer_that_reads_two_values_of_an_earlier_one_is_refused():
+    crossing = BEFORE.replace("x_2 = add(x_1, a_3)", "b = merge_heads(a)\n    x_2 = add(b, a_3)")
+    with pytest.raises(UnsupportedError, match=r"more than one value.*set parallel\.pipeline=1"):
+        split_stages(parse(crossing), context(0, 2))
+
+
+def test_layers_that_remain_go_before_the_last_stage():
+    # as vllm.distributed.utils.get_pp_indices
+    counts = {(4, 2): [2, 2], (5, 2): [3, 2], (7, 3): [2, 3, 2], (8, 3): [3, 3, 2], (3, 3): [1, 1, 1]}
+    assert {sizes: layers_of_stages(*sizes) for sizes in counts} == counts
+
+
+@torch.inference_mode()
+def logits_of_stages(checkpoint: Path, tokens: list[int], mesh: Mesh) -> list[torch.Tensor]:
+    """The logits of each rank."""
+    config = load([f"checkpoint={checkpoint}", "dtype=fp32"])
+    graphs = []
+    for stage in range(mesh.pipeline):
+        context = PassContext.of(Target("cpu"), 0, mesh, stage=stage)
+        graphs.append(shard(split_stages(semantic_graph(config), context), context))
+        verify(graphs[-1], ops.SEMANTIC)
+        assert show(parse(show(graphs[-1]))) == show(graphs[-1])
+    assert {name for graph in graphs for name in graph.stored()} == semantic_graph(config).stored().keys()
+    assert sum(len(graph.caches()) for graph in graphs) == config.model.layers
+    opened, read = open_for(config, SilentProgress()), []
+    for rank in range(mesh.num_ranks):
+        recipes = graphs[mesh.stage(rank)].recipes()
+        read.append(weights.load(recipes, opened, SilentProgress(), coordinates=mesh.coordinates(rank)).__getitem__)
+    inputs = {"tokens": torch.tensor(tokens), "positions": torch.arange(len(tokens))}
+    hidden = interpret_ranks(graphs, "body", [inputs] * mesh.num_ranks, read, mesh)
+    return interpret_ranks(graphs, "head", [{"hidden": each} for each in hidden], read, mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        *((name, Mesh(pipeline=2)) for name in tiny.MODEL_FILES),
+        ("llama_tied", Mesh(pipeline=3)),
+        ("llama_tied", Mesh(tensor=2, pipeline=2)),
+        ("deepseek_v3", Mesh(tensor=2, experts=2, pipeline=3)),
+        ("qwen3_moe", Mesh(tensor=2, experts=4, data=2, pipeline=2)),
+    ],
+    ids=str,
+)
+def test_stages_give_the_logits_of_transformers(
+    name: str, mesh: Mesh, checkpoints: Callable[[str], Path], references: Any
+):
+    tokens = tiny.prompt(33)
+    made = logits_of_stages(checkpoints(name), tokens, mesh)
+    assert_same_logits(made[0], tiny.logits(references(name), tokens))
+    assert all(torch.equal(made[0], other) for other in made[1:])

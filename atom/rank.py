@@ -36,6 +36,7 @@ from atom.runtime.kv_scales import KVScales, ScalePlan
 from atom.runtime.ranks import RankLink
 from atom.runtime.runner import Runner
 from atom.runtime.step_input import StepInput
+from atom.runtime.types import BlockCopies
 
 
 def main(link: RankLink) -> None:
@@ -43,9 +44,13 @@ def main(link: RankLink) -> None:
     try:
         runner, is_leader = open_rank(link)
         link.done()
-        decoder = msgspec.msgpack.Decoder(StepInput)
+        decoder = msgspec.msgpack.Decoder(StepInput | BlockCopies)
         while True:
-            sampled = runner.execute(decoder.decode(link.receive())).wait()
+            told = decoder.decode(link.receive())
+            if isinstance(told, BlockCopies):
+                runner.copy(told)
+                continue
+            sampled = runner.execute(told).wait()
             if is_leader:
                 link.answer(msgspec.msgpack.encode(sampled))
     except Exception as error:

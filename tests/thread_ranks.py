@@ -24,6 +24,7 @@ from atom.config import Config
 from atom.graph import Mesh, ops
 from atom.runtime.kv_scales import KVScales, ScalePlan
 from atom.runtime.step_input import StepInput
+from atom.runtime.types import BlockCopies
 
 
 class Meeting:
@@ -88,7 +89,11 @@ class ThreadRanks:
             measure = build.set_kv_scales(KVScales(compiled.graph, tensors), plan, mesh_of(config), communicator)
             runner, _ = build.open_runner(compiled, tensors, config, progress, measure, communicator)
             while (step := steps.get()) is not None:
-                sampled = runner.execute(msgspec.msgpack.decode(step, type=StepInput)).wait()
+                told = msgspec.msgpack.decode(step, type=StepInput | BlockCopies)
+                if isinstance(told, BlockCopies):
+                    runner.copy(told)
+                    continue
+                sampled = runner.execute(told).wait()
                 if rank in self.answers:
                     self.answers[rank].put(msgspec.msgpack.encode(sampled))
         except BaseException:

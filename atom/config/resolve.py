@@ -65,6 +65,11 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
         why = "serve.enforce_eager=true" if serve.enforce_eager else f"device={device}"
         raise UnsupportedError(f"level=3 captures CUDA graphs, {why} has none; there is: 0, 1, 2")
     check_http(serve.http)
+    if serve.swap_space and not serve.enable_prefix_caching:
+        raise ConfigError(
+            f"serve.swap_space={serve.swap_space} keeps KV that is found again by its prefix; "
+            "set serve.enable_prefix_caching=true"
+        )
     if config.tune and (device == "cpu" or config.level == 0 or config.job.kind in ("explain", "cache")):
         why = "level=0 has no kernels for them" if config.level == 0 else f"job={config.job.kind} opens no model"
         why = f"device={device} has none" if device == "cpu" else why

@@ -34,6 +34,8 @@ from atom.runtime import memory
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.driver import Driver
 from atom.runtime.engine import Engine
+from atom.runtime.host_blocks import HostBlocks, plan_host_blocks
+from atom.runtime.host_blocks import measure as measure_swap
 from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
 from atom.runtime.kv_scales import PROMPT, KVScales, ScalePlan, ScaleStore, measured_names
 from atom.runtime.model import Model
@@ -53,6 +55,7 @@ from atom.runtime.vocabulary import Vocabulary
 from atom.weights.evaluate import Loaded
 
 VERIFIED_TOKENS = {"cpu": 8, "cuda": 128}  # serve.max_verified_tokens where nothing is said or measured
+TIMED_TOKENS = {"cpu": 64, "cuda": 2048}  # of the prompt whose time is compared with that of loading its KV
 SAMPLED = 1024  # elements of a weight, by which hosts compare theirs
 
 
@@ -100,12 +103,25 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
         if plan.tokens:
             keep_kv_scales(store, values, scales.num_tokens)
         caching = serve.enable_prefix_caching
-        caches = [KVCache(kinds, num_blocks, serve.block_size, enable_prefix_caching=caching) for _ in mesh.leaders]
+        host = runner.host
+        caches = [
+            KVCache(
+                kinds,
+                num_blocks,
+                serve.block_size,
+                enable_prefix_caching=caching,
+                num_host_blocks=None if host is None else host.num_blocks,
+                costs=None if host is None else host.costs,
+            )
+            for _ in mesh.leaders
+        ]
         drafter = open_drafter(config)
         num_stages = 1 + runner.run_ahead if stages_overlap(config) else 1
         schedulers = [Scheduler(cache, runner.model.limits, runner.run_ahead, drafter, num_stages) for cache in caches]
         builders = [StepBuilder(runner.capacity) for _ in mesh.leaders]
         print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
+        if host is not None:
+            print(f"atom-run: {_describe_host(host, serve.block_size)}", file=sys.stderr)
         if "vision_config" in config.hf:
             print(f"atom-run: {config.checkpoint} also reads images; here its text model runs alone", file=sys.stderr)
         if text := _describe_sampling(config):
@@ -533,6 +549,8 @@ def open_runner(
         )  # fmt: skip
         ahead = {"run_ahead": min(mesh_of(config).pipeline, NUM_REPORTED) - 1} if stages_overlap(config) else {}
         runner = Runner(model, **ahead)
+        if serve.swap_space:
+            runner.host = HostBlocks(model, plan_host_blocks(kinds, serve.block_size, serve.swap_space))
         num_blocks = (
             plan_stages(kinds_of, config) if is_cpu else {kind.name: 2 for kind in kinds}
         )  # to walk through steps
@@ -540,6 +558,7 @@ def open_runner(
         if is_cpu:
             if measure is not None:
                 measure(runner.model)
+            measure_costs(runner, config)
             return runner, num_blocks
         use_parameters(runner.model, config, progress)
         sizes = memory.capture_sizes(serve) if compiled.level == 3 else []
@@ -552,7 +571,15 @@ def open_runner(
         with progress.task("capturing CUDA graphs"):
             # a server captures all before it is ready; a run of some prompts needs only few sizes
             runner.graphs.capture(sizes, is_lazy=config.job.kind == "generate")
+        measure_costs(runner, config)
     return runner, num_blocks
+
+
+def measure_costs(runner: Runner, config: Config) -> None:
+    """Measure what it takes to load KV from the host, where some is kept, and to compute it."""
+    if runner.host is not None:
+        num_tokens = min(TIMED_TOKENS[config.device], config.serve.max_num_batched_tokens)
+        runner.host.costs = measure_swap(runner.model, runner.host, num_tokens)
 
 
 def use_parameters(model: Model, config: Config, progress: Progress) -> None:
@@ -582,6 +609,15 @@ def _describe_pool(kinds: Sequence[CacheKind], num_blocks: dict[str, int], confi
         for kind in kinds
     )
     return f"KV: {num_tokens} tokens, {num_requests} requests at max_model_len"
+
+
+def _describe_host(host: HostBlocks, block_size: int) -> str:
+    assert host.costs is not None, "they were measured"
+    num_tokens, costs = (max(host.num_blocks.values()) - 1) * block_size, host.costs
+    times = (
+        f"{costs.load_token_seconds * 1e6:.3g} us a token to load, {costs.compute_token_seconds * 1e6:.3g} to compute"
+    )
+    return f"KV on the host: {num_tokens} tokens, {times}"
 
 
 def _describe_sampling(config: Config) -> str:

@@ -39,9 +39,9 @@ from atom.runtime.kv_scales import KVScales, ScalePlan
 from atom.runtime.ranks import RankLink
 from atom.runtime.runner import Pending, Runner
 from atom.runtime.step_input import StepInput
-from atom.runtime.types import Sampled
+from atom.runtime.types import BlockCopies, Sampled
 
-DECODER = msgspec.msgpack.Decoder(StepInput)
+DECODER = msgspec.msgpack.Decoder(StepInput | BlockCopies)
 
 
 def main(link: RankLink) -> None:
@@ -62,12 +62,16 @@ def main(link: RankLink) -> None:
 
 
 def take(body: bytes, runner: Runner, pending: deque[Pending]) -> Sampled | None:
-    """Take a step that the driver tells, or finish the oldest one; what was sampled, if one was finished.
+    """Take a step or copies that the driver tells, or finish the oldest step; what was sampled, if one was finished.
 
     pending: steps that were not finished
     """
-    if body != WAIT:
-        pending.append(runner.execute(DECODER.decode(body)))
+    told = None if body == WAIT else DECODER.decode(body)
+    if isinstance(told, BlockCopies):
+        runner.copy(told)
+        return None
+    if told is not None:
+        pending.append(runner.execute(told))
     return pending.popleft().wait() if runner.model.defers_logits == (body == WAIT) else None
 
 

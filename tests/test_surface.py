@@ -83,7 +83,7 @@ model.mlp.0: every first skip
 model.mlp.0.router: method score bias groups top_groups renormalize scale
 model.gguf: architecture interleaved norm_offset split ignore_merges
 model.embedded: requirement member sha256 config generation
-serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory max_model_len max_num_seqs max_num_batched_tokens
+serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory swap_space max_model_len max_num_seqs max_num_batched_tokens
 serve: enable_prefix_caching enforce_eager tensor_parallel_size pipeline_parallel_size
 serve: data_parallel_size enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
 serve: scheduler_delay_factor method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
@@ -130,7 +130,7 @@ speculative-config num-speculative-tokens spec-decode-acceptance-length set dtyp
 COMMANDS = {  # ROCm/ATOM's -> their own flags
     "atom.entrypoints.openai_server": """
         host server-port served-model-name api-key chat-template allowed-origins tool-calls max-queue drain-seconds
-        config load-format quantization download-dir kv-cache-memory-bytes num-gpu-blocks-override max-logprobs
+        config load-format quantization download-dir kv-cache-memory-bytes swap-space num-gpu-blocks-override max-logprobs
         generation-config override-generation-config tool-call-parser reasoning-parser distributed-executor-backend
         enable-auto-tool-choice enable-chunked-prefill async-scheduling calculate-kv-scales use-tqdm-on-load
         disable-custom-all-reduce disable-log-requests disable-log-stats disable-uvicorn-access-log

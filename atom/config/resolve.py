@@ -65,6 +65,11 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
         why = "serve.enforce_eager=true" if serve.enforce_eager else f"device={device}"
         raise UnsupportedError(f"level=3 captures CUDA graphs, {why} has none; there is: 0, 1, 2")
     check_http(serve.http)
+    if serve.swap_space and not serve.enable_prefix_caching:
+        raise ConfigError(
+            f"serve.swap_space={serve.swap_space} keeps KV that is found again by its prefix; "
+            "set serve.enable_prefix_caching=true"
+        )
     if config.tune and (device == "cpu" or config.level == 0 or config.job.kind in ("explain", "cache")):
         why = "level=0 has no kernels for them" if config.level == 0 else f"job={config.job.kind} opens no model"
         why = f"device={device} has none" if device == "cpu" else why
@@ -240,6 +245,8 @@ def check_pipeline(config: Config, model: ModelConfig) -> None:
     if method not in (None, "ngram"):
         instead = "set serve.method=ngram, or divide each layer with parallel.tensor"
         raise UnsupportedError(f"{stated} with serve.method={method} is not built yet; {instead}")
+    if config.serve.swap_space:
+        raise UnsupportedError(f"{stated} with serve.swap_space is not built yet; set serve.swap_space=0")
     if job.kind == "profile":
         raise UnsupportedError(f"{stated} with job=profile is not built yet; profile it with parallel.pipeline=1")
     if job.graph is not None:

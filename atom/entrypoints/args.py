@@ -78,6 +78,13 @@ def read_count(text: str) -> int:
     return round(float(match[1] + (match[2] or "")) * unit) if match[2] else int(match[1]) * unit
 
 
+def read_gib(text: str) -> int:
+    """A number of GiB, as 4 or 0.5, in bytes."""
+    if not re.fullmatch(r"\d+(\.\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of GiB as 4 or 0.5")
+    return round(float(text) * (1 << 30))
+
+
 def read_object(name: str, text: str) -> dict[str, Any]:
     """The JSON object that a flag or a file has. ConfigError where it is none."""
     try:

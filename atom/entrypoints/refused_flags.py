@@ -1,6 +1,6 @@
 """Flags of vLLM and ROCm/ATOM that are refused, and what to use instead.
 
-refusal_of("--swap-space=4")        # "blocks that run out are computed again, never swapped; leave it out"
+refusal_of("--preemption-mode=swap")        # "whether blocks are swapped follows from --swap-space; leave it out"
 refusal_of("--seed")                # None: it is taken, or unknown
 
 The parser refuses by this list; docs/from-vllm.md and docs/from-rocm-atom.md show it, which tests/entrypoints holds.
@@ -48,10 +48,11 @@ VLLM_REFUSED = {
         all2all-backend enable-dbo dbo-decode-token-threshold dbo-prefill-token-threshold enable-eplb eplb-config
         expert-placement-strategy num-redundant-experts eplb-window-size eplb-step-interval eplb-log-balancedness
         disable-nccl-for-dp-synchronization""",
-    "blocks that run out are computed again, never swapped; leave it out": "swap-space preemption-mode",
+    "whether blocks are swapped follows from --swap-space; leave it out": "preemption-mode",
+    "--swap-space keeps KV in host memory; leave it out": "kv-offloading-size kv-offloading-backend",
     "prefixes are told apart by a hash and compared on a hit; leave it out": "prefix-caching-hash-algo",
     "no KV leaves its engine; leave it out": """
-        kv-transfer-config kv-events-config kv-offloading-size kv-offloading-backend kv-sharing-fast-prefill""",
+        kv-transfer-config kv-events-config kv-sharing-fast-prefill""",
     "models with such a state are not built; leave it out": """
         mamba-cache-dtype mamba-ssm-cache-dtype mamba-block-size""",
     "the scheduler plans a step by --max-num-batched-tokens and --max-num-seqs alone; leave it out": """
@@ -107,6 +108,6 @@ REFUSED = dict(refused(VLLM_REFUSED)) | dict(refused(ROCM_REFUSED))
 
 
 def refusal_of(text: str) -> str | None:
-    """Why a word of a command line is refused, as --swap-space=4, --no-enable-lora or -O3; None where it is not."""
+    """Why a word of a command line is refused, as --preemption-mode=swap or -O3; None where it is not."""
     match = re.match(r"--(?:no-)?([\w-]+)|-(O|cc)(?=$|[\W\d])", text)
     return None if match is None else REFUSED.get(match[2] or match[1].replace("_", "-"))

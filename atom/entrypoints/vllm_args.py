@@ -24,7 +24,7 @@ import yaml
 from atom.checkpoint.address import parse_address
 from atom.config.spelling import did_you_mean, override
 from atom.config.tool_formats import format_names
-from atom.entrypoints.args import VLLM, EngineArgs, Parser, flag, read_count, read_object
+from atom.entrypoints.args import VLLM, EngineArgs, Parser, flag, read_count, read_gib, read_object
 from atom.errors import ConfigError, UnsupportedError
 from atom.sampling_params import GENERATION
 
@@ -151,6 +151,9 @@ class VLLMArgs(EngineArgs):
     )
     kv_cache_memory_bytes: int | None = vllm_flag(
         "serve.kv_cache_memory", "of the KV cache on a CPU, also as 8G or 8GiB", read=read_count
+    )
+    swap_space: int | None = vllm_flag(
+        "serve.swap_space", "GiB of host memory a GPU, for KV that its pool has no room for", read=read_gib, null="none"
     )
     num_gpu_blocks_override: int | None = vllm_flag("serve.num_kvcache_blocks", "KV blocks", null="as memory holds")
     max_logprobs: int | None = vllm_flag("serve.http.max_top_n_tokens", "log probabilities of a token, at most")

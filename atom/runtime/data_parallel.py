@@ -19,13 +19,15 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, MutableMapping
 from operator import attrgetter
 
+from msgspec.structs import replace
+
 from atom.errors import RequestError
 from atom.runtime.bisect_failures import take
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import BatchShape, Scored, StepInput
-from atom.runtime.types import Plan, Sampled, Sequence
+from atom.runtime.types import BlockCopies, Plan, Sampled, Sequence
 
 ANSWER_TOKENS = 64  # of a prompt, whose computation costs a group as much as the answer of a sequence that it has
 
@@ -68,6 +70,12 @@ class DataParallelScheduler:
         num_used, num_blocks = zip(*(group.fullest for group in self.groups), strict=True)
         return sum(num_used), sum(num_blocks)
 
+    @property
+    def host_usage(self) -> tuple[int, int]:
+        """Blocks of host memory that hold something, and all of them."""
+        num_used, num_blocks = zip(*(group.host_usage for group in self.groups), strict=True)
+        return sum(num_used), sum(num_blocks)
+
     def check(self, sequence: Sequence) -> None:
         """Raise RequestError for a sequence that can never run."""
         if sequence.id in self._queued:
@@ -96,7 +104,9 @@ class DataParallelScheduler:
         plans = [group.schedule() for group in self.groups]
         decodes = [row for plan in plans for row in plan.rows[: plan.num_decodes]]
         others = [row for plan in plans for row in plan.rows[plan.num_decodes :]]
-        return Plan(decodes + others, len(decodes))
+        copies = [plan.copies or BlockCopies() for plan in plans]
+        first = replace(copies[0], others=copies[1:]) if any(plan.copies for plan in plans) else None
+        return Plan(decodes + others, len(decodes), first)
 
     def commit(self, plan: Plan, sampled: Sampled, finish: Callable[[Sequence], str | None]) -> list[Sequence]:
         """Take in what a step sampled; the sequences that it ended."""
@@ -121,23 +131,24 @@ class DataParallelScheduler:
         num_promised = [0] * len(self.groups)  # blocks
         while self.waiting:
             sequence = self.waiting[0]
-            cached = [group.num_cached(sequence) for group in self.groups]
+            cached = [group.find_cached(sequence) for group in self.groups]
             open_groups = [
                 at
                 for at, group in enumerate(self.groups)
-                if num_open[at] and group.has_room(sequence, cached[at], num_promised[at])
+                if num_open[at] and group.has_room(sequence, cached[at].num_shared, num_promised[at])
             ]
             if not open_groups:
                 return
             del self.waiting[0], self._queued[sequence.id]
-            group = min(open_groups, key=lambda at: costs[at] - cached[at])
+            group = min(open_groups, key=lambda at: costs[at] - cached[at].num_tokens)
             if sequence.parent is not None and sequence.parent.group in open_groups:
                 group = sequence.parent.group
             sequence.group = group
             self.groups[group].add(sequence)
             num_open[group] -= 1
-            num_promised[group] += -(-(sequence.num_tokens - cached[group]) // self.groups[group].cache.block_size) + 1
-            costs[group] += _cost(sequence) - cached[group]
+            num_new = sequence.num_tokens - cached[group].num_shared
+            num_promised[group] += -(-num_new // self.groups[group].cache.block_size) + 1
+            costs[group] += _cost(sequence) - cached[group].num_tokens
 
 
 def _cost(sequence: Sequence) -> int:

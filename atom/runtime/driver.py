@@ -20,7 +20,7 @@ from atom.graph import Mesh
 from atom.runtime.ranks import Ranks
 from atom.runtime.runner import Pending, Runner
 from atom.runtime.step_input import Capacity, StepInput
-from atom.runtime.types import Sampled
+from atom.runtime.types import BlockCopies, Sampled
 
 WAIT = b""  # what ranks are told in place of a step
 FAULT_SECONDS = 1.0  # in which it shows that a rank has ended, once a collective has failed
@@ -53,6 +53,16 @@ class Driver:
         """Have stages that run ahead finish the oldest step; the last one has done so."""
         if self.runner.model.defers_logits:
             self._ranks.tell([WAIT] * (len(self._groups) - 1))
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Start copies of blocks of each group. EngineDeadError, now and from then on, where it fails on any rank."""
+        if self._dead is not None:
+            raise self._dead
+        with self.fatal():
+            groups, copies.others = (copies, *copies.others), []
+            bodies = list(map(msgspec.msgpack.encode, groups))
+            self._ranks.tell([bodies[group] for group in self._groups[1:]])
+            self.runner.copy(copies)
 
     def receive(self, rank: int) -> Sampled:
         """What the group of a rank sampled in the oldest step that was not received."""

@@ -165,6 +165,7 @@ class Engine:
         """The engine's load now, and its counts since the start."""
         scheduler, metrics = self.scheduler, self.metrics
         num_used, num_blocks = scheduler.fullest
+        num_host_used, num_host = scheduler.host_usage
         return replace(
             metrics,
             scheduler=copy(scheduler.stats),
@@ -173,6 +174,8 @@ class Engine:
             num_waiting=scheduler.num_waiting,
             num_blocks=num_blocks,
             num_blocks_used=num_used,
+            num_host_blocks=num_host,
+            num_host_blocks_used=num_host_used,
         )
 
     def step(self, on_plan: Callable[[], object] | None = None) -> list[Sequence]:
@@ -226,6 +229,8 @@ class Engine:
         """Start the parts of a plan; those that failed are retracted."""
         self._failed = {}
         try:
+            if plan.copies is not None:
+                self.runner.copy(plan.copies)
             parts = execute(self.runner, self.builder, plan)
         except BaseException as error:
             self.scheduler.retract(plan)

@@ -10,18 +10,29 @@ Room, sharing, prefix hits and the plan of memory are decided here.
     cache.free(sequence)                                    # and stay so until their room is needed
 
 Each cache kind has a pool. Entry i of a sequence's table is the block of positions i * block_size and on, 0 for none.
+
+A pool may have another one behind it, in host memory. What its cached blocks hold is copied there before they are used
+for something else, whosever it was: an evicted prefix, a preempted sequence, an idle conversation. A prefix that is
+found there alone takes blocks again and is copied back. These copies go with the plan of a step:
+
+    plan = Plan(rows, num_decodes, cache.take_copies(planned))    # saves come before loads
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as SequenceOf
+from itertools import islice
+from typing import NamedTuple
 
 from atom.errors import CapacityError, ConfigError
 from atom.runtime.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache, pack
-from atom.runtime.types import CacheKind, Sequence, StepLimits
+from atom.runtime.types import BlockCopies, CacheKind, Sequence, StepLimits, SwapCosts
+
+SAVED_AHEAD = 256  # blocks of a pool that are to be on the host before they are needed
+SAVED_BYTES = 64 << 20  # at most beside a step, which takes longer than these copies
 
 
 def num_blocks_needed(kind: CacheKind, block_size: int, num_tokens: int, step: int = 1) -> int:
@@ -95,28 +106,35 @@ def plan_memory(
 class BlockPool:
     """The blocks of one cache kind: held by tables, free and blank, or free and cached until they are taken."""
 
-    def __init__(self, kind: CacheKind, num_blocks: int, prefixes: PrefixCache) -> None:
+    def __init__(
+        self, kind: CacheKind, num_blocks: int, prefixes: PrefixCache, name: str = "", host: BlockPool | None = None
+    ) -> None:
+        """name: in `Prefix.blocks`; the kind's by default. host: where the content of cached blocks is kept"""
         assert num_blocks > 1, f"{kind.name}: a pool needs a block beside block 0"
-        self.kind, self.name, self.window = kind, kind.name, kind.window
+        self.kind, self.name, self.window = kind, name or kind.name, kind.window
         self.num_blocks = num_blocks
         self.num_holders = [0] * num_blocks
         self.prefix: list[Prefix | None] = [None] * num_blocks  # whose last tokens the block holds
         self.blank = list(range(num_blocks - 1, 0, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self.host = host
+        self.saves: list[tuple[int, int]] = []  # of blocks to the host's, to come with the next plan
+        self.is_overwritten = False  # one of these blocks is taken already
         self._prefixes = prefixes
 
     @property
     def num_free(self) -> int:
         return len(self.blank) + len(self.cached)
 
-    def take(self) -> int:
+    def take(self, *, to_load: bool = False) -> int:
+        """Take a free block. to_load: what is copied there comes behind what is saved from there"""
         if self.blank:
             block = self.blank.pop()
         else:
             block, _ = self.cached.popitem(last=False)
-            prefix, self.prefix[block] = self.prefix[block], None
-            assert prefix, "a cached block has a prefix"
-            self._prefixes.forget(prefix, self.name)
+            self.is_overwritten |= self._save(block) and not to_load
+            self._prefixes.forget(self._prefix_of(block), self.name)
+            self.prefix[block] = None
         self.num_holders[block] = 1
         return block
 
@@ -139,9 +157,45 @@ class BlockPool:
         self.prefix[block] = prefix
         prefix.blocks[self.name] = block
 
+    def save_ahead(self, most: int) -> None:
+        """Save at most so many of the blocks that are taken next."""
+        assert self.host is not None
+        ahead = min(SAVED_AHEAD, self.host.num_blocks // 2) - len(self.blank)
+        for block in islice(self.cached, max(ahead, 0)):
+            if most <= 0:
+                break
+            most -= self._save(block)
+
+    def has(self, prefix: Prefix, on_host: bool) -> bool:
+        """Whether it holds the prefix's last tokens, or the host does."""
+        return self.name in prefix.blocks or (on_host and self.host is not None and self.host.name in prefix.blocks)
+
+    def _save(self, block: int) -> bool:
+        """Have a cached block copied to the host, if it is not there; whether it is to be."""
+        prefix, host = self._prefix_of(block), self.host
+        if host is None or host.name in prefix.blocks or not host.num_free:
+            return False
+        copy = host.take()
+        host.publish(copy, prefix)
+        host.release(copy)
+        self.saves.append((block, copy))
+        return True
+
+    def _prefix_of(self, block: int) -> Prefix:
+        prefix = self.prefix[block]
+        assert prefix, "a cached block has a prefix"
+        return prefix
+
     def first_seen(self, query: int, block_size: int) -> int:
         """The index of the first block that a query at this position sees."""
         return 0 if self.window is None else max(query - self.window + 1, 0) // block_size
+
+
+class Cached(NamedTuple):
+    """The cached prefix of a sequence."""
+
+    num_tokens: int
+    num_shared: int  # of these, in blocks that it need not allocate
 
 
 class KVCache:
@@ -155,16 +209,30 @@ class KVCache:
         *,
         enable_prefix_caching: bool,
         salt: bytes = b"",
+        num_host_blocks: Mapping[str, int] | None = None,
+        costs: SwapCosts | None = None,
     ) -> None:
-        """num_blocks: with block 0, where padding reads and writes. salt: all that the KV of this engine depends on."""
+        """num_blocks: with block 0, where padding reads and writes. salt: all that the KV of this engine depends on.
+
+        num_host_blocks: likewise, in host memory, if any. costs: of loading from there; None: it always pays
+        """
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.prefixes = PrefixCache()
-        self.pools = [BlockPool(kind, num_blocks[kind.name], self.prefixes) for kind in kinds]
+        self.costs = costs
+        self.host_pools = {
+            kind.name: BlockPool(kind, num_host_blocks[kind.name], self.prefixes, f"host:{kind.name}")
+            for kind in kinds
+            if num_host_blocks is not None
+        }
+        self.pools = [
+            BlockPool(kind, num_blocks[kind.name], self.prefixes, host=self.host_pools.get(kind.name)) for kind in kinds
+        ]
         self._full = [pool for pool in self.pools if pool.window is None]
         self._windows = [pool for pool in self.pools if pool.window is not None]
         self._salt = salt
         self._published: dict[Sequence, tuple[Prefix, int]] = {}  # its last prefix in the tree, and how many blocks
+        self._loads: dict[Sequence, dict[str, list[tuple[int, int]]]] = {}  # by kind: blocks, and those of the host
 
     @property
     def num_free(self) -> dict[str, int]:
@@ -183,27 +251,69 @@ class KVCache:
         num_used, num_blocks = self.fullest
         return num_used / num_blocks
 
-    def has_room(self, num_tokens: int, num_cached: int, spare: int) -> bool:
-        """Whether a sequence of that many tokens, of which some are cached, fits now and leaves so many blocks."""
+    @property
+    def host_usage(self) -> tuple[int, int]:
+        """Blocks of the host that hold something, and all of them; of the kind that has most there."""
+        pools = self.host_pools.values()
+        counts = ((pool.num_blocks - 1 - len(pool.blank), pool.num_blocks - 1) for pool in pools)
+        return max(counts, default=(0, 0), key=lambda count: count[0])
+
+    def has_room(self, num_tokens: int, num_shared: int, spare: int) -> bool:
+        """Whether a sequence of that many tokens, of which some are shared, fits now and leaves so many blocks."""
         needs = ((pool, num_blocks_needed(pool.kind, self.block_size, num_tokens)) for pool in self.pools)
-        return all(pool.num_free - spare >= needed - num_cached // self.block_size for pool, needed in needs)
+        return all(pool.num_free - spare >= needed - num_shared // self.block_size for pool, needed in needs)
 
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Whether a sequence of that many tokens fits when it is alone."""
         needs = ((pool, num_blocks_needed(pool.kind, self.block_size, num_tokens)) for pool in self.pools)
         return all(needed < pool.num_blocks for pool, needed in needs)
 
-    def match_prefix(self, sequence: Sequence) -> int:
-        """Give the sequence the longest prefix that all kinds have, less than all its tokens; its number of tokens."""
-        if path := self._find_prefix(sequence):
+    def match_prefix(self, sequence: Sequence, spare: int = 0) -> int | None:
+        """Give the sequence the longest prefix that all kinds have, less than all its tokens; its number of tokens.
+
+        Blocks that the host alone has are allocated, to be loaded, if those of all its tokens would leave `spare` in
+        each pool; None where they would not, with nothing taken.
+        """
+        path = self._find_prefix(sequence)
+        loaded = (at for at in range(len(path)) if self.host_pools and self._is_loaded(path, at))
+        num_shared = next(loaded, len(path))
+        if num_shared < len(path) and not self._has_room_to_load(sequence, path, spare):
+            return None
+        if path:
             tables = {pool.name: [prefix.blocks.get(pool.name, 0) for prefix in path] for pool in self.pools}
             self._share(sequence, len(path), tables)
-            self._set_published(sequence, path[-1], len(path))
+            if num_shared < len(path):
+                self._load(sequence, path)
+        if num_shared:
+            self._set_published(sequence, path[num_shared - 1], num_shared)
         return len(path) * self.block_size
 
-    def num_cached(self, sequence: Sequence) -> int:
-        """The number of tokens that `match_prefix` would give the sequence."""
-        return len(self._find_prefix(sequence)) * self.block_size
+    def find_cached(self, sequence: Sequence) -> Cached:
+        """What `match_prefix` would give the sequence."""
+        path = self._find_prefix(sequence)
+        num_loaded = sum(self._is_loaded(path, at) for at in range(len(path))) if self.host_pools else 0
+        return Cached(len(path) * self.block_size, (len(path) - num_loaded) * self.block_size)
+
+    def num_loading(self, sequence: Sequence) -> int:
+        """The sequence's tokens whose copies come with the next plan: they are there in the step behind it."""
+        return max(map(len, self._loads.get(sequence, {}).values()), default=0) * self.block_size
+
+    def take_copies(self, planned: Collection[Sequence]) -> BlockCopies | None:
+        """The copies that come with the plan of these sequences; None without any."""
+        if not self.host_pools:
+            return None
+        saves, loads = dict[str, list[tuple[int, int]]](), dict[str, list[tuple[int, int]]]()
+        is_urgent = any(pool.is_overwritten for pool in self.pools) or any(each in self._loads for each in planned)
+        for pool in self.pools:
+            pool.save_ahead(SAVED_BYTES // (self.block_size * pool.kind.bytes_per_token) or 1)
+            if pool.saves:
+                saves[pool.name] = pool.saves
+            pool.saves, pool.is_overwritten = [], False
+        for sequence in list(self._loads):
+            for kind, pairs in self._loads[sequence].items():
+                loads.setdefault(kind, []).extend(pairs)
+            self._forget_loads(sequence)
+        return BlockCopies(saves, loads, is_urgent) if saves or loads else None
 
     def fork(self, parent: Sequence, child: Sequence) -> int:
         """Give the child the full blocks, less than all, of the prompt that its parent computed; their tokens.
@@ -267,27 +377,83 @@ class KVCache:
         sequence.blocks = {}
         if sequence in self._published:
             self.prefixes.leave(self._published.pop(sequence)[0])
+        if sequence in self._loads:
+            self._forget_loads(sequence)
+            for pool in self.pools:  # another one may write to its blocks, that are to be saved
+                pool.is_overwritten |= bool(pool.saves)
 
     def _find_prefix(self, sequence: Sequence) -> list[Prefix]:
-        """The longest prefix that all kinds have, less than all the sequence's tokens, block by block."""
+        """The longest prefix that all kinds have, less than all the sequence's tokens, block by block.
+
+        With what the host alone has, if it pays to load that.
+        """
         if not self.enable_prefix_caching:
             return []
         limit = (sequence.num_tokens - 1) // self.block_size
         content, width = pack(sequence.tokens(0, limit * self.block_size)), self.block_size * TOKEN_BYTES
         prefix = self.prefixes.find(None, self._salt + sequence.salt)
         path: list[Prefix] = []
-        since = {pool.name: 0 for pool in self._windows}  # where the unbroken run of its blocks begins
-        num_hit = 0
         for index in range(limit):
             prefix = prefix and self.prefixes.find(prefix, content[index * width : (index + 1) * width])
-            if not prefix or any(pool.name not in prefix.blocks for pool in self._full):
+            if not prefix or not all(pool.has(prefix, on_host=True) for pool in self._full):
                 break
             path.append(prefix)
-            since = {name: first if name in prefix.blocks else index + 1 for name, first in since.items()}
+        num_hit = self._count_hit(path, on_host=False)
+        if self.host_pools:
+            num_found = self._count_hit(path, on_host=True)
+            if self.costs is None or self.costs.pays((num_found - num_hit) * self.block_size):
+                num_hit = num_found
+        return path[:num_hit]
+
+    def _count_hit(self, path: list[Prefix], on_host: bool) -> int:
+        """The most prefixes of a path, each a block, behind which a query finds all that it sees."""
+        since = {pool.name: 0 for pool in self._windows}  # where the unbroken run of its blocks begins
+        num_hit = 0
+        for index, prefix in enumerate(path):
+            if not all(pool.has(prefix, on_host) for pool in self._full):
+                break
+            for pool in self._windows:
+                if not pool.has(prefix, on_host):
+                    since[pool.name] = index + 1
             query = (index + 1) * self.block_size
             if all(since[pool.name] <= pool.first_seen(query, self.block_size) for pool in self._windows):
                 num_hit = index + 1
-        return path[:num_hit]
+        return num_hit
+
+    def _is_loaded(self, path: list[Prefix], at: int) -> bool:
+        """Whether who hits a path loads a block of this place of it."""
+        query, blocks = len(path) * self.block_size, path[at].blocks
+        return any(pool.name not in blocks and at >= pool.first_seen(query, self.block_size) for pool in self.pools)
+
+    def _has_room_to_load(self, sequence: Sequence, path: list[Prefix], spare: int) -> bool:
+        """Whether the blocks of a path that are to be loaded, and of full kinds all others, leave so many blocks."""
+        for pool in self.pools:
+            first = pool.first_seen(len(path) * self.block_size, self.block_size)
+            shared = [block for prefix in path[first:] if (block := prefix.blocks.get(pool.name))]
+            num_blocks = len(path) if pool.window is not None else -(-sequence.num_tokens // self.block_size)
+            num_idle = sum(not pool.num_holders[block] for block in shared)
+            if num_blocks - first - len(shared) > pool.num_free - num_idle - spare:
+                return False
+        return True
+
+    def _load(self, sequence: Sequence, path: list[Prefix]) -> None:
+        """Allocate the blocks that a sequence's tables lack, to be loaded from the host, which holds its own."""
+        loads = self._loads[sequence] = {}
+        for pool in self.pools:
+            if (host := pool.host) is not None:
+                first = pool.first_seen(len(path) * self.block_size, self.block_size)
+                missing = [at for at in range(first, len(path)) if not sequence.blocks[pool.name][at]]
+                loads[pool.name] = [(at, host.share(path[at].blocks[host.name])) for at in missing]
+        for pool in self.pools:
+            table, pairs = sequence.blocks[pool.name], loads[pool.name]
+            for place, (at, copy) in enumerate(pairs):
+                table[at] = pool.take(to_load=True)
+                pairs[place] = table[at], copy
+
+    def _forget_loads(self, sequence: Sequence) -> None:
+        for kind, pairs in self._loads.pop(sequence).items():
+            for _, copy in pairs:
+                self.host_pools[kind].release(copy)
 
     def _publish(self, sequence: Sequence) -> None:
         prefix, index = self._published.get(sequence, (None, 0))
@@ -316,8 +482,8 @@ class KVCache:
         self._published[sequence] = prefix, num_blocks
 
     def _share(self, sequence: Sequence, num_blocks: int, tables: Mapping[str, list[int]]) -> None:
-        """Share the first `num_blocks` blocks of other tables: those that the sequence's next query sees."""
+        """Share the first `num_blocks` blocks of other tables, if any: those that the sequence's next query sees."""
         for pool in self.pools:
             first = pool.first_seen(num_blocks * self.block_size, self.block_size)
-            shared = [pool.share(block) for block in tables[pool.name][first:num_blocks]]
+            shared = [block and pool.share(block) for block in tables[pool.name][first:num_blocks]]
             sequence.blocks[pool.name] = [0] * first + shared

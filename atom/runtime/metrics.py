@@ -21,6 +21,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     num_preemptions: int = 0
     num_prefix_queries: int = 0  # tokens that the prefix cache was asked for at admissions
     num_prefix_hit_tokens: int = 0  # that the prefix cache gave at admissions
+    num_host_queries: int = 0  # of the tokens asked for, those that the host's blocks were asked for
+    num_host_hit_tokens: int = 0  # of the tokens that the prefix cache gave, those loaded from the host
+    num_saved_blocks: int = 0  # copied to the host
+    num_loaded_blocks: int = 0  # copied from there
     num_forked_tokens: int = 0  # that siblings took over from their parent
     num_ahead: int = 0  # rows planned while the one before them was not committed
     num_overrun: int = 0  # tokens sampled behind the end of their sequence
@@ -42,8 +46,15 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_waiting: int = 0  # sequences
     num_blocks: int = 0  # of the kind of KV blocks that is fullest
     num_blocks_used: int = 0  # of these, held by sequences
+    num_host_blocks: int = 0  # of the kind of KV blocks that has most of them in host memory
+    num_host_blocks_used: int = 0  # of these, with content
 
     @property
     def kv_cache_usage(self) -> float:
         """The share of the blocks that is held, 0 to 1."""
         return self.num_blocks_used / max(self.num_blocks, 1)
+
+    @property
+    def host_cache_usage(self) -> float:
+        """The share of the blocks in host memory that have content, 0 to 1."""
+        return self.num_host_blocks_used / max(self.num_host_blocks, 1)

@@ -23,10 +23,11 @@ from torch import Tensor
 from atom.errors import CapacityError, EngineDeadError, is_out_of_memory
 from atom.kernels.logprobs import top_logprobs
 from atom.runtime.cuda_graphs import Graphs, Started, begin, draw
+from atom.runtime.host_blocks import HostBlocks
 from atom.runtime.model import Model
 from atom.runtime.program import Hidden, rows_of, score
 from atom.runtime.step_input import NUM_REPORTED, BatchShape, Capacity, Scored, Shaping, StepInput
-from atom.runtime.types import Logprobs, Sampled
+from atom.runtime.types import BlockCopies, Logprobs, Sampled
 from atom.sampling_params import SAMPLING_KINDS
 
 RUN_AHEAD = 2  # steps behind the one that is waited for: the host may take as long for a step as a GPU for two
@@ -40,6 +41,7 @@ class Runner:
         self.run_ahead = (0 if self.model.is_cpu else RUN_AHEAD) if run_ahead is None else run_ahead
         assert self.run_ahead < NUM_REPORTED, f"the host can read {NUM_REPORTED} tokens of a slot"
         self.graphs = Graphs(self.model)
+        self.host: HostBlocks | None = None  # where blocks are copied to, if anywhere
         self._dead: EngineDeadError | None = None  # why no further step can be started
 
     @property
@@ -81,8 +83,26 @@ class Runner:
             knob = "kv_cache_memory" if self.model.is_cpu else "gpu_memory_utilization"
             raise out_of_memory(step.shape, f"serve.{knob}") from error
 
+    def copy(self, copies: BlockCopies) -> None:
+        """Start copies of blocks beside the next step. EngineDeadError, now and from then on, where that fails.
+
+        Blocks that were not copied would be taken for those that were.
+        """
+        assert self.host is not None, "only a cache with blocks on the host plans copies"
+        if self._dead is not None:
+            raise self._dead
+        try:
+            self.host.copy(copies)
+        except BaseException as error:
+            self._dead = EngineDeadError(f"copying KV to the host or back failed: {type(error).__name__}")
+            if not isinstance(error, Exception):
+                raise
+            raise self._dead from error
+
     def _execute(self, step: StepInput) -> Pending:
         model = self.model
+        if self.host is not None:
+            self.host.join()
         if step.admissions:
             model.state.admit(step.admissions)
             for each in step.counted:

@@ -28,7 +28,7 @@ from operator import attrgetter
 
 from atom.errors import RequestError
 from atom.runtime.draft_table import Acceptance
-from atom.runtime.kv_cache import KVCache
+from atom.runtime.kv_cache import Cached, KVCache
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.speculation import Drafter, RunnerDrafter, is_drafted
 from atom.runtime.step_input import NUM_REPORTED
@@ -107,13 +107,18 @@ class Scheduler:
         """Used blocks and all blocks of the fullest pool."""
         return self.cache.fullest
 
-    def has_room(self, sequence: Sequence, num_cached: int, num_promised: int) -> bool:
-        """Whether blocks are free for a sequence, of which some tokens are cached, beside those promised to others."""
-        return self.cache.has_room(sequence.num_tokens, num_cached, num_promised + len(self.running))
+    @property
+    def host_usage(self) -> tuple[int, int]:
+        """Blocks of host memory that hold something, and all of them."""
+        return self.cache.host_usage
 
-    def num_cached(self, sequence: Sequence) -> int:
-        """The number of a sequence's tokens that it need not compute here."""
-        return 0 if sequence.params.prompt_logprobs is not None else self.cache.num_cached(sequence)
+    def has_room(self, sequence: Sequence, num_shared: int, num_promised: int) -> bool:
+        """Whether blocks are free for a sequence, of which some tokens are shared, beside those promised to others."""
+        return self.cache.has_room(sequence.num_tokens, num_shared, num_promised + len(self.running))
+
+    def find_cached(self, sequence: Sequence) -> Cached:
+        """The sequence's tokens that it need not compute here."""
+        return Cached(0, 0) if sequence.params.prompt_logprobs is not None else self.cache.find_cached(sequence)
 
     def check(self, sequence: Sequence) -> None:
         """Raise RequestError for a sequence that can never run."""
@@ -190,7 +195,11 @@ class Scheduler:
         for sequence, num_tokens in planned.items():
             row = self._plan(sequence, num_tokens)
             (decode_rows if row.is_decode else other_rows).append(row)
-        return Plan(decode_rows + other_rows, len(decode_rows))
+        copies = self.cache.take_copies(planned) if planned else None
+        if copies is not None:
+            self.stats.num_saved_blocks += sum(map(len, copies.saves.values()))
+            self.stats.num_loaded_blocks += sum(map(len, copies.loads.values()))
+        return Plan(decode_rows + other_rows, len(decode_rows), copies)
 
     def commit(self, plan: Plan, sampled: Sampled, finish: Callable[[Sequence], str | None]) -> list[Sequence]:
         """Take in what a step sampled; the sequences that it ended.
@@ -253,6 +262,8 @@ class Scheduler:
                 insort_left(self.waiting, sequence, key=_priority)
                 break
             self.running[sequence] = None
+            if planned and self.cache.num_loading(sequence):  # beside this step
+                continue
             planned[sequence] = num_tokens
             budget -= num_tokens
         for sequence in reversed(siblings):
@@ -269,7 +280,10 @@ class Scheduler:
         num_cached = num_forked = 0
         sequence.drafts = []  # those of a plan that preempted it
         if sequence.params.prompt_logprobs is None:  # these need every position computed
-            num_cached = self.cache.match_prefix(sequence)
+            found = self.cache.match_prefix(sequence, spare=len(self.running))
+            if found is None:
+                return 0
+            num_cached = found
             if not num_cached and sequence.parent in self.running:
                 num_forked = self.cache.fork(sequence.parent, sequence)
         sequence.num_computed = sequence.num_planned = num_cached + num_forked
@@ -285,6 +299,10 @@ class Scheduler:
             sequence.num_cached = num_cached
         if self.cache.enable_prefix_caching and sequence.params.prompt_logprobs is None:
             self.stats.num_prefix_queries += sequence.num_tokens
+            if self.cache.host_pools:
+                num_loading = self.cache.num_loading(sequence)
+                self.stats.num_host_queries += sequence.num_tokens - num_cached + num_loading
+                self.stats.num_host_hit_tokens += num_loading
         self.stats.num_prefix_hit_tokens += num_cached
         self.stats.num_forked_tokens += num_forked
         return num_tokens

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from atom.runtime.types import Sampled
+from atom.runtime.types import BlockCopies, Sampled
 from atom.sampling_params import SamplingParams
 
 NUM_REPORTED = 8  # last tokens of a slot that the host can read: more than the steps that may be in flight, or a draft
@@ -149,7 +149,7 @@ class Draft(msgspec.Struct):
     length: int  # tokens known
 
 
-class StepInput(msgspec.Struct, kw_only=True):
+class StepInput(msgspec.Struct, kw_only=True, tag=True):
     """A step. Its batch may be padded to a shape that the runner has captured."""
 
     shape: BatchShape
@@ -183,6 +183,9 @@ class Runner(Protocol):
 
     def execute(self, step: StepInput) -> Pending:
         """Start a step. One that raised did not take place: it may be built and started again."""
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Start copies of blocks beside the next step."""
 
 
 def pack_admission(slot: int, num_tokens: int, params: SamplingParams, seed: int) -> bytes:

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Rates
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -172,12 +173,37 @@ class ScheduledRequest(NamedTuple):
         return self.samples and self.num_tokens == 1 + len(self.drafts)
 
 
+class BlockCopies(msgspec.Struct, tag=True):
+    """Copies of blocks to host memory, and then from there, by cache kind: pairs of a block and one of the host.
+
+    They begin once the steps before are over, and run beside the next one. The step behind that waits for them.
+    """
+
+    saves: dict[str, list[tuple[int, int]]] = {}
+    loads: dict[str, list[tuple[int, int]]] = {}
+    is_urgent: bool = False  # the next step waits for them, too
+    others: list[BlockCopies] = []  # of the other data groups
+
+
+class SwapCosts(NamedTuple):
+    """What it takes to load KV from host memory, and to compute it."""
+
+    load_seconds: float  # of each load
+    load_token_seconds: float  # and of each of its tokens
+    compute_token_seconds: float
+
+    def pays(self, num_tokens: int) -> bool:
+        """Whether so many tokens are loaded in less time than they are computed in."""
+        return self.load_seconds + num_tokens * self.load_token_seconds < num_tokens * self.compute_token_seconds
+
+
 @dataclass(frozen=True)
 class Plan:
     """A step. Rows of one token that sample come first (decodes, with drafts), then the others (prefill chunks)."""
 
     rows: list[ScheduledRequest]
     num_decodes: int
+    copies: BlockCopies | None = None  # beside it; they are made once, whatever becomes of the step
 
     @property
     def num_tokens(self) -> int:

@@ -42,7 +42,8 @@ FINE_REQUEST = (0.01, 0.025, 0.05, 0.1, 0.2)
 VLLM_ENGINE = {
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "prefix_cache_queries",
     "prefix_cache_hits", "spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens",
-    "spec_decode_num_accepted_tokens_per_pos",
+    "spec_decode_num_accepted_tokens_per_pos", "external_prefix_cache_queries", "external_prefix_cache_hits",
+    "cpu_cache_usage_perc",
 }  # fmt: skip
 OLD_NAMES = {  # which older boards of vLLM ask for
     "inter_token_latency_seconds": "time_per_output_token_seconds",
@@ -60,6 +61,10 @@ GAUGES: dict[str, tuple[str, Callable[[Replica], float]]] = {
     "kv_cache_usage_perc": ("share of the KV blocks in use, 0 to 1", lambda engine: engine.client.stats.kv_cache_usage),
     "kv_cache_blocks": ("KV blocks in all", lambda engine: engine.client.stats.num_blocks),
     "kv_cache_blocks_used": ("KV blocks in use", lambda engine: engine.client.stats.num_blocks_used),
+    "cpu_cache_usage_perc": (
+        "share of the KV blocks in host memory that have content, 0 to 1",
+        lambda engine: engine.client.stats.host_cache_usage,
+    ),
     "engine_up": ("whether the engine serves, 1 or 0", lambda engine: engine.client.state is EngineState.READY),
 }
 COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
@@ -74,6 +79,14 @@ COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
     "prefix_cache_hits": (
         "prompt tokens that it had",
         lambda engine: engine.client.stats.scheduler.num_prefix_hit_tokens,
+    ),
+    "external_prefix_cache_queries": (
+        "of the prompt tokens looked up, those looked up in host memory",
+        lambda engine: engine.client.stats.scheduler.num_host_queries,
+    ),
+    "external_prefix_cache_hits": (
+        "of the prompt tokens that the prefix cache had, those loaded from host memory",
+        lambda engine: engine.client.stats.scheduler.num_host_hit_tokens,
     ),
     "spec_decode_num_drafts": (
         "steps of a sequence that verified drafted tokens",

@@ -32,6 +32,7 @@ MEANS: dict[str, list[str]] = {
     "--quantization awq": [],
     "--download-dir /data": ["cache='/data'"],
     "--kv-cache-memory-bytes 8GiB": ["serve.kv_cache_memory=8589934592"],
+    "--swap-space 0.5": ["serve.swap_space=536870912"],
     "--num-gpu-blocks-override 7": ["serve.num_kvcache_blocks=7"],
     "--max-model-len 4k": ["serve.max_model_len=4000"],
     "--max-model-len 4K": ["serve.max_model_len=4096"],
@@ -64,6 +65,7 @@ MEANS: dict[str, list[str]] = {
 WRONG = {
     "--max-model-len 4kk": "argument --max-model-len: '4kk' is no number as 4096, 4k, 25.6k or 4K",
     "--max-model-len 2.5K": "'2.5K' is no number",
+    "--swap-space 4GiB": "argument --swap-space: '4GiB' is no number of GiB as 4 or 0.5",
     "--load-format pt": "--load-format=pt: there is no such choice; choices: auto, safetensors, gguf, dummy",
     "--load-format gguf": "--load-format=gguf: the checkpoint is another; leave it out",
     "x.gguf --load-format safetensors": "--load-format=safetensors: x.gguf is another; leave it out",
@@ -79,7 +81,7 @@ WRONG = {
     "--config /nowhere": "/nowhere: No such file or directory",
     "-O3": "-O3: write --level 0, 1, 2 or 3",
     "-O 3": "-O: write --level 0, 1, 2 or 3",
-    "--swap_space=4": "--swap_space: blocks that run out are computed again",
+    "--preemption_mode=swap": "--preemption_mode: whether blocks are swapped follows from --swap-space",
     "--no-enable-lora": "--no-enable-lora: LoRA adapters are not built",
 }
 
@@ -114,7 +116,7 @@ def test_every_refused_flag_has_one_reason_and_is_taken_nowhere():
             parser.parse([f"{dashes}{name}", "1"])
 
 
-@pytest.mark.parametrize("text", ["--seed", "-tp", "-Other", "--model=--swap-space", "O", "--Swap"])
+@pytest.mark.parametrize("text", ["--seed", "-tp", "-Other", "--model=--preemption-mode", "O", "--Swap"])
 def test_other_words_are_not_refused(text: str):
     assert refusal_of(text) is None
 
@@ -188,7 +190,7 @@ def test_the_command_line_counts_before_the_file(tmp_path: Path):
         ("[1, 2]", "is no mapping from flags to values"),
         ("a: [", "is no YAML"),
         ("seeed: 1", "server.yaml: unrecognized arguments: --seeed=1, did you mean --seed?"),
-        ("swap-space: 4", "server.yaml: --swap-space: blocks that run out"),
+        ("preemption-mode: swap", "server.yaml: --preemption-mode: whether blocks are swapped"),
         ("max-num-seqs: many", "server.yaml: argument --max-num-seqs: invalid int value: 'many'"),
     ],
 )

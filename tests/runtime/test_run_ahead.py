@@ -27,7 +27,17 @@ from atom.runtime.kv_cache import KVCache
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.step_builder import StepBuilder
 from atom.runtime.step_input import ADMISSION, NUM_REPORTED, Capacity, StepInput
-from atom.runtime.types import CacheKind, Logprobs, Plan, RequestOutput, Sampled, ScheduledRequest, Sequence, StepLimits
+from atom.runtime.types import (
+    BlockCopies,
+    CacheKind,
+    Logprobs,
+    Plan,
+    RequestOutput,
+    Sampled,
+    ScheduledRequest,
+    Sequence,
+    StepLimits,
+)
 from atom.runtime.vocabulary import Vocabulary
 from atom.sampling_params import SamplingParams
 
@@ -100,9 +110,30 @@ class Device:
             tuple[Plan, list[dict[str, set[int]]]]
         ] = []  # with the blocks that each row may read or write
         self.plans: list[Plan] = []
+        self.rows: dict[tuple[str, int, int], object] = {}  # of the host: kind, block, place in it -> likewise
+        self.beside: list[BlockCopies] = []  # copies beside the step that was started last, or is next
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Copies happen as late as they may, and what they save must still be there."""
+        self.finish_copies()
+        self.beside = [copies]
+        if copies.is_urgent:
+            self.finish_copies()
+
+    def finish_copies(self) -> None:
+        for copies in self.beside:
+            for to, of, pairs in ((self.rows, self.cells, copies.saves), (self.cells, self.rows, copies.loads)):
+                for kind, blocks in pairs.items():
+                    for block, row in blocks:
+                        source, target = (block, row) if to is self.rows else (row, block)
+                        for place in range(self.cache.block_size):
+                            to[kind, target, place] = of[kind, source, place]
+        self.beside = []
 
     def execute(self, told: Told) -> Started:
         plan, step = told
+        if plan.copies not in self.beside:  # they were beside the step before
+            self.finish_copies()
         self.fail(plan, None)
         rows, named = plan.rows, [self.blocks_named(row) for row in plan.rows]
         assert len({row.sequence.slot for row in rows}) == len(rows)
@@ -168,6 +199,9 @@ class Device:
                 for plan, named in self.pending:
                     for other, blocks in zip(plan.rows, named, strict=True):
                         assert other.sequence is sequence or block not in blocks[pool.name], "a step that runs names it"
+                for copies in self.beside:
+                    blocks_copied = [each for each, _ in copies.loads.get(pool.name, [])]
+                    assert block not in blocks_copied, "a copy that runs writes there"
                 self.cells[pool.name, block, place % size] = pasts[place]
             for place in range(0 if pool.window is None else max(row.start - pool.window + 1, 0), stop):
                 assert self.cells[pool.name, table[place // size], place % size] == pasts[place]
@@ -199,8 +233,10 @@ class World:
 
     def __init__(self, kinds: list[CacheKind], *, run_ahead: int, num_blocks: int = 60, block_size: int = 4,
                  prefix: bool = False, max_num_seqs: int = 8, budget: int = 64, max_model_len: int = 100,
-                 has_stages: bool = False) -> None:  # fmt: skip
-        cache = KVCache(kinds, {kind.name: num_blocks for kind in kinds}, block_size, enable_prefix_caching=prefix)
+                 num_host_blocks: int = 0, has_stages: bool = False) -> None:  # fmt: skip
+        pools, host = ({kind.name: num for kind in kinds} for num in (num_blocks, num_host_blocks))
+        cache = KVCache(kinds, pools, block_size, enable_prefix_caching=prefix, num_host_blocks=host if prefix and
+                        num_host_blocks else None)  # fmt: skip
         self.device = Device(run_ahead, cache, self.fail)
         self.num_stages = 1 + run_ahead if has_stages else 1
         limits = StepLimits(max_num_seqs, budget, max_model_len)
@@ -264,7 +300,8 @@ class World:
         assert not self.engine.has_work, "some never end"
         assert not self.device.pending and not self.scheduler._in_flight and not self.scheduler._leaving
         assert sorted(self.scheduler._slots) == list(range(self.scheduler.max_num_seqs))
-        assert all(pool.num_free == pool.num_blocks - 1 for pool in self.scheduler.cache.pools)
+        cache = self.scheduler.cache
+        assert all(pool.num_free == pool.num_blocks - 1 for pool in [*cache.pools, *cache.host_pools.values()])
         assert Counter(self.ended) == Counter(self.sequences), "each ends once"
         for each in self.sequences:
             expected = alone(each, self.scheduler.limits.max_model_len)
@@ -427,6 +464,7 @@ class Serving(RuleBasedStateMachine):
         budget=st.integers(1, 20),
         max_model_len=st.integers(10, 40),
         has_stages=st.booleans(),
+        num_host_blocks=st.sampled_from([0, 2, 10, 60]),
     )
     def begin(self, num_tokens: int, block_size: int, **limits: Any) -> None:
         self.world = World(num_blocks=1 + -(-num_tokens // block_size), block_size=block_size, **limits)
@@ -510,3 +548,25 @@ def test_a_tiny_pool_under_load_ends_every_sequence(
     assert stats.num_preemptions > 0 and stats.num_chunks > 0
     assert (stats.num_ahead > 0, stats.num_overrun > 0) == (depth > 0, depth > 0)
     assert stats.num_prefix_hit_tokens > 0 if prefix else stats.num_forked_tokens > 0
+
+
+@pytest.mark.parametrize(("kinds", "num_blocks"), [*zip(KINDS, [30, 20, 30, 30], strict=True)])
+def test_conversations_that_take_turns_in_a_tiny_pool_are_loaded_from_the_host(
+    kinds: list[CacheKind], num_blocks: int, depth: int
+) -> None:
+    world = World(kinds, run_ahead=depth, num_blocks=num_blocks, block_size=2, prefix=True, max_num_seqs=6, budget=9,
+                  max_model_len=30, num_host_blocks=400)  # fmt: skip
+    talks = [[66 + number, 67, 68 - number % 3] for number in range(24)]
+    for turn in range(6):
+        for number, talk in enumerate(talks):
+            (sequence,) = world.add(talk[:], max_tokens=2, ignore_eos=True)
+            if (turn, number) in ((3, 2), (5, 7)):
+                world.engine.abort(sequence.request_id)
+            while world.scheduler.num_waiting > 3:
+                world.step()
+        world.finish()
+        talks = [[*(each.prompt + each.output)[:26], 68] for each in world.sequences[-len(talks) :]]
+    stats = world.stats
+    assert stats.num_saved_blocks > 0 and stats.num_loaded_blocks > 0
+    assert stats.num_prefix_hit_tokens >= stats.num_host_hit_tokens > stats.num_prefix_hit_tokens / 3
+    assert any(plan.copies and plan.copies.loads and not plan.copies.is_urgent for plan in world.device.plans)

@@ -226,7 +226,7 @@ def test_one_that_was_refused_is_not_looked_up_again_while_nothing_changes(monke
     add(scheduler, make("a", 20))
     step(scheduler)
     lookups = []
-    monkeypatch.setattr(scheduler.cache, "match_prefix", lambda sequence: lookups.append(sequence.id) or 0)
+    monkeypatch.setattr(scheduler.cache, "match_prefix", lambda sequence, spare: lookups.append(sequence.id) or 0)
     add(scheduler, make("b", 20))
     for _ in range(5):
         step(scheduler)

@@ -99,6 +99,8 @@ def test_names_and_types_are_in_vllms_style(counted: Server):
         "atom:num_preemptions_total": "counter",
         "atom:prefix_cache_queries_total": "counter",
         "atom:prefix_cache_hits_total": "counter",
+        "atom:external_prefix_cache_hits_total": "counter",
+        "atom:cpu_cache_usage_perc": "gauge",
         "atom:prompt_tokens_total": "counter",
         "atom:generation_tokens_total": "counter",
         "atom:request_success_total": "counter",

@@ -133,8 +133,8 @@ def _load_offset(zeros, blocks, block):
 def _load_factor(scales, blocks, block, NUM: gl.constexpr):
     """What unpacks e2m1, by the exponents of four blocks of columns: pairs of bf16, i32[O, 64].
 
-    The bits lie where bf16 has its own, so that they are 2^126 times too small. Sums stay 2^UP_EXPONENT times too small:
-    scales from 2^-94 to 2^33 fit in.
+    The bits lie where bf16 has its own, so that they are 2^126 times too small. Sums stay 2^UP_EXPONENT times too
+    small: scales from 2^-94 to 2^33 fit in.
     """
     rows = gl.expand_dims(gl.convert_layout(blocks, gl.SliceLayout(1, SCALES)), 1)
     own = block + gl.arange(0, 4, layout=gl.SliceLayout(0, SCALES))[None, :]

@@ -1,0 +1,181 @@
+"""Copy KV blocks to host memory and back, beside the steps.
+
+    host = HostBlocks(model, {"full": 4096})           # on each rank, of its own share of the KV
+    host.costs = measure(model, host, 2048)            # whether loading is faster than computing
+    host.copy(BlockCopies(saves={"full": [(7, 1)]}))   # block 7 to the host's block 1
+    host.join()                                        # a step behind these copies comes after them
+
+A block of the host is one row of bytes: what all layers of a kind keep in a block, one behind the other. On a GPU it is
+pinned, and a stream of its own gathers blocks in a staging buffer there and moves rows that lie side by side at once.
+A CPU copies the same way, and waits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atom.errors import CapacityError, naming_a_lack_of_memory
+from atom.runtime.kv_cache import SAVED_BYTES
+from atom.runtime.model import Model
+from atom.runtime.request_state import zeros
+from atom.runtime.step_input import BatchShape
+from atom.runtime.types import BlockCopies, CacheKind, SwapCosts
+
+NUM_TIMED = 3  # of which the fastest counts
+
+Pairs = Sequence[tuple[int, int]]
+
+
+def plan_host_blocks(kinds: Sequence[CacheKind], block_size: int, memory_bytes: int) -> dict[str, int]:
+    """Blocks of each kind in so much host memory, block 0 included: equally many. CapacityError where it holds none."""
+    size = block_size * sum(kind.bytes_per_token for kind in kinds)
+    if memory_bytes < 2 * size:
+        raise CapacityError(f"serve.swap_space={memory_bytes} is less than two blocks of KV: raise it to {2 * size}")
+    return {kind.name: memory_bytes // size for kind in kinds}
+
+
+class HostBlocks:
+    def __init__(self, model: Model, num_blocks: Mapping[str, int]) -> None:
+        """num_blocks: by cache kind, block 0 included. CapacityError where memory does not hold them, or pin them."""
+        self.num_blocks = num_blocks
+        self.costs: SwapCosts | None = None
+        self._model = model
+        caches = model.graph.caches()
+        widths = {
+            kind: [model.block_size * cache.type.num_bytes for cache in caches if cache.kind == kind]
+            for kind in num_blocks
+        }
+        divisor = math.gcd(*(width for each in widths.values() for width in each))
+        self._unit = torch.int64 if divisor % torch.int64.itemsize == 0 else torch.uint8
+        self._widths = {kind: [width // self._unit.itemsize for width in each] for kind, each in widths.items()}
+        sizes = {kind: sum(each) for kind, each in self._widths.items()}
+        self._stream = None if model.is_cpu else torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
+        self._last: torch.cuda.Event | None = None  # the end of the newest copies, which no step waits for yet
+        self._due: torch.cuda.Event | None = None  # likewise of those that the next step waits for
+        num_bytes = sum(num_blocks[kind] * size for kind, size in sizes.items()) * self._unit.itemsize
+        with naming_a_lack_of_memory(f"serve.swap_space: the system has no {num_bytes} bytes for it; lower it"):
+            self._rows = {
+                kind: zeros((num_blocks[kind], size), self._unit, torch.device("cpu")) for kind, size in sizes.items()
+            }
+            num_staged = max(SAVED_BYTES // self._unit.itemsize, *sizes.values())
+            self._staging = torch.empty(num_staged, dtype=self._unit, device=model.device)
+        if self._stream is not None:
+            for rows in self._rows.values():
+                pin(rows)
+                weakref.finalize(self, unpin, rows.data_ptr()).atexit = False
+
+    def copy(self, copies: BlockCopies) -> None:
+        """Start copies, once the steps before are over: saves before loads."""
+        self._last = None
+        if self._stream is None:
+            self._copy(copies)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy(copies)
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        if copies.is_urgent:
+            torch.cuda.current_stream().wait_event(done)
+        else:
+            self._last = done
+
+    def join(self) -> None:
+        """Have the next step wait for the copies beside the last one."""
+        if self._due is not None:
+            torch.cuda.current_stream().wait_event(self._due)
+        self._due, self._last = self._last, None
+
+    @torch.inference_mode()
+    def _copy(self, copies: BlockCopies) -> None:
+        for named, run in ((copies.saves, self._save), (copies.loads, self._load)):
+            for kind, pairs in named.items():
+                size = len(self._staging) // sum(self._widths[kind])
+                for start in range(0, len(pairs), size):
+                    run(kind, pairs[start : start + size])
+
+    def _save(self, kind: str, pairs: Pairs) -> None:
+        staged, index = self._staged(kind, pairs)
+        for cache, part in zip(self._caches(kind), torch.split(staged, self._widths[kind], dim=1), strict=True):
+            torch.index_select(cache, 0, index, out=part)
+        for place, row, count in runs(pairs):
+            self._rows[kind][row : row + count].copy_(staged[place : place + count], non_blocking=True)
+
+    def _load(self, kind: str, pairs: Pairs) -> None:
+        staged, index = self._staged(kind, pairs)
+        for place, row, count in runs(pairs):
+            staged[place : place + count].copy_(self._rows[kind][row : row + count], non_blocking=True)
+        for cache, part in zip(self._caches(kind), torch.split(staged, self._widths[kind], dim=1), strict=True):
+            cache.index_copy_(0, index, part)
+
+    def _staged(self, kind: str, pairs: Pairs) -> tuple[Tensor, Tensor]:
+        """The staging rows of so many blocks, and the blocks i64[N]."""
+        size = sum(self._widths[kind])
+        index = self._model.send(np.array([block for block, _ in pairs]), torch.int64)
+        return self._staging[: len(pairs) * size].view(len(pairs), size), index
+
+    def _caches(self, kind: str) -> Iterator[Tensor]:
+        """The caches of a kind, a row for each block."""
+        for cache, tensor in self._model.caches.items():
+            if cache.kind == kind:
+                yield tensor.view(torch.uint8).view(len(tensor), -1).view(self._unit)
+
+
+def runs(pairs: Pairs) -> Iterator[tuple[int, int, int]]:
+    """Where rows of the host follow each other: place of the first pair, its row, and how many."""
+    start = 0
+    for place in range(1, len(pairs) + 1):
+        if place == len(pairs) or pairs[place][1] != pairs[place - 1][1] + 1:
+            yield start, pairs[start][1], place - start
+            start = place
+
+
+def pin(tensor: Tensor) -> None:
+    """Pin memory that torch did not allocate: its own allocator takes the next power of two."""
+    num_bytes = tensor.nbytes
+    if error := int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)):  # type: ignore[no-untyped-call]
+        raise CapacityError(
+            f"serve.swap_space: {num_bytes} bytes of host memory cannot be pinned (CUDA error {error}): lower it, or "
+            "raise the limit of locked memory (ulimit -l)"
+        )
+
+
+def unpin(address: int) -> None:
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def measure(model: Model, host: HostBlocks, num_tokens: int) -> SwapCosts:
+    """Measure loads of one block and of many, and a prompt of so many tokens; they write to block 0 alone."""
+    most = min(num_tokens // model.block_size, *host.num_blocks.values())
+
+    def load(count: int) -> None:
+        pairs = [(0, row) for row in reversed(range(count))]  # none behind its neighbour: each is a copy of its own
+        host.copy(BlockCopies(loads=dict.fromkeys(host.num_blocks, pairs), is_urgent=True))
+
+    num_blocks, shape = max(most - 1, 2), BatchShape(num_tokens, 1, 1)
+    packed = shape.pad(model.padding)
+    one, many = _time(model, lambda: load(1)), _time(model, lambda: load(num_blocks))
+    prompt = _time(model, lambda: model.mix(shape, model.send(packed)))
+    of_block = max(many - one, 0.0) / (num_blocks - 1)
+    return SwapCosts(max(one - of_block, 0.0), of_block / model.block_size, prompt / num_tokens)
+
+
+@torch.inference_mode()
+def _time(model: Model, run: Callable[[], object]) -> float:
+    """Seconds of the fastest run."""
+    times = []
+    for _ in range(NUM_TIMED):
+        start = time.perf_counter()
+        run()
+        if not model.is_cpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)

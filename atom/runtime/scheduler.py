@@ -23,6 +23,8 @@ from collections import Counter
 from collections.abc import Callable
 from operator import attrgetter
 
+import numpy as np
+
 from atom.errors import RequestError
 from atom.runtime.draft_table import Acceptance
 from atom.runtime.kv_cache import KVCache
@@ -102,7 +104,7 @@ class Scheduler:
 
     def num_cached(self, sequence: Sequence) -> int:
         """The number of a sequence's tokens that it need not compute here."""
-        return 0 if sequence.params.prompt_logprobs is not None else self.cache.num_cached(sequence)
+        return 0 if sequence.needs_prompt else self.cache.num_cached(sequence)
 
     def check(self, sequence: Sequence) -> None:
         """Raise RequestError for a sequence that can never run."""
@@ -111,13 +113,15 @@ class Scheduler:
             raise RequestError(f"the id {sequence.id} is in use, choose another")
         if not num_prompt:
             raise RequestError("the prompt is empty, give at least one token")
-        if num_prompt >= self.limits.max_model_len:
+        is_pooled = sequence.pooling is not None
+        if num_prompt >= self.limits.max_model_len + is_pooled:
+            fault = "is longer than" if is_pooled else "leaves no room for an answer in"
             raise RequestError(
-                f"a prompt of {num_prompt} tokens leaves no room for an answer in max_model_len="
+                f"a prompt of {num_prompt} tokens {fault} max_model_len="
                 f"{self.limits.max_model_len}, shorten it or raise max_model_len"
             )
         num_tokens = min(num_prompt + sequence.params.max_tokens, self.limits.max_model_len)
-        if not self.cache.can_ever_fit(num_tokens - 1):  # the KV of the last token is never computed
+        if not self.cache.can_ever_fit(max(num_tokens - 1, num_prompt)):  # the KV of the last token is never computed
             raise RequestError(
                 f"prompt and max_tokens are {num_tokens} tokens, more than the whole KV cache holds, "
                 "shorten them or raise kv_cache_memory (num_kvcache_blocks where it is set)"
@@ -202,6 +206,11 @@ class Scheduler:
             if place in sampled.prompt_logprobs:
                 known = sequence.prompt_logprobs or [None]
                 sequence.prompt_logprobs = [*known[: row.start + 1], *sampled.prompt_logprobs[place]]
+            if place in sampled.pooled:
+                pooled = np.frombuffer(sampled.pooled[place], np.float32).astype(np.float64)
+                if sequence.pooled is not None and row.start:  # else it may have been preempted
+                    pooled += sequence.pooled
+                sequence.pooled = pooled
             if answer is None:
                 self.stats.num_chunks += 1
             else:
@@ -246,7 +255,7 @@ class Scheduler:
 
     def _waits_for_parent(self, sequence: Sequence) -> bool:
         parent = sequence.parent
-        if parent not in self.running or sequence.params.prompt_logprobs is not None:
+        if parent not in self.running or sequence.needs_prompt:
             return False
         return parent.num_computed < len(parent.prompt)
 
@@ -254,7 +263,7 @@ class Scheduler:
         """Allocate a cached prefix and room for tokens after it; the number of these tokens, 0 if nothing was taken."""
         num_cached = num_forked = 0
         sequence.drafts = []  # those of a plan that preempted it
-        if sequence.params.prompt_logprobs is None:  # these need every position computed
+        if not sequence.needs_prompt:
             num_cached = self.cache.match_prefix(sequence)
             if not num_cached and sequence.parent in self.running:
                 num_forked = self.cache.fork(sequence.parent, sequence)
@@ -269,7 +278,7 @@ class Scheduler:
         if sequence.admitted_at is None:
             sequence.admitted_at = time.perf_counter()
             sequence.num_cached = num_cached
-        if self.cache.enable_prefix_caching and sequence.params.prompt_logprobs is None:
+        if self.cache.enable_prefix_caching and not sequence.needs_prompt:
             self.stats.num_prefix_queries += sequence.num_tokens
         self.stats.num_prefix_hit_tokens += num_cached
         self.stats.num_forked_tokens += num_forked

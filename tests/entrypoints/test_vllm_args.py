@@ -57,6 +57,12 @@ MEANS: dict[str, list[str]] = {
     "--distributed-executor-backend mp": ["parallel.launcher='local'"],
     "--distributed-executor-backend uni": [],
     "-pp 1 --disable-log-requests --runner generate --cpu-offload-gb 0 --scheduling-policy priority": [],
+    "--runner pooling": ["serve.pooler_config.pooling_type=LAST"],
+    "--task embed --pooler-config '{\"seq_pooling_type\":\"MEAN\",\"use_activation\":false}'": [
+        "serve.pooler_config.pooling_type=LAST",
+        "serve.pooler_config.pooling_type='MEAN'",
+        "serve.pooler_config.normalize=false",
+    ],
     "--allowed-origins '[\"*\"]'": ["serve.http.cors=['*']"],
 }  # fmt: skip
 
@@ -66,7 +72,9 @@ WRONG = {
     "--load-format pt": "--load-format=pt: there is no such choice; choices: auto, safetensors, gguf, dummy",
     "--load-format gguf": "--load-format=gguf: the checkpoint is another; leave it out",
     "x.gguf --load-format safetensors": "--load-format=safetensors: x.gguf is another; leave it out",
-    "--runner pooling": "--runner=pooling: models generate text here; there is: auto, generate",
+    "--runner draft": "draft: a decoder's embeddings are served, and its text; give pooling, or embed",
+    '--pooler-config \'{"pooling_type":"CLS"}\'': "pooling_type=CLS: there is no such choice; choices: LAST, MEAN",
+    "--pooler-config '{\"step_tag_id\":1}'": "step_tag_id is not read; there is: pooling_type, normalize",
     "-pp 2": "--pipeline-parallel-size=2: layers are not divided; --tensor-parallel-size divides each; there is: 1",
     "--no-enable-chunked-prefill": "--no-enable-chunked-prefill: long prompts are always computed in chunks; leave",
     "--tool-call-parser jamba": "--tool-call-parser=jamba: there is no such choice; choices: hermes, ernie45",

@@ -22,7 +22,7 @@ Vector = npt.NDArray[np.float32]
 
 def pooling_engine(open_engine: Open, name: str, pooling: str, **fields: Any) -> Any:
     """The engine within, with steps of 16 tokens, so that the longest prompt takes three."""
-    opened = open_engine(name, max_num_batched_tokens=16, **{"pooler_config.pooling_type": pooling, **fields})
+    opened = open_engine(name, max_num_batched_tokens=16, **{"serve.pooler_config.pooling_type": pooling, **fields})
     return opened.engine if hasattr(opened, "engine") else opened._engine
 
 

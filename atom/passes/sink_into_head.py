@@ -37,7 +37,7 @@ def sink_into_head(graph: Graph) -> Graph:
 
 
 def _sink(graph: Graph, body: Program, heads: list[Program], num_read: int) -> None:
-    """heads: of the same results of the body. num_read: the last results of the body, which a draft reads of each token"""
+    """heads: of the same results of the body. num_read: the last results of the body, which a draft reads"""
     head = heads[0]
     num_taken = len(head.inputs)
     results, states = body.results[:num_taken], body.results[len(body.results) - num_read :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import asking
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -40,7 +40,7 @@ def test_the_sdk_gets_the_normalized_last_state_in_base64_and_as_numbers(client:
 
 
 def test_texts_are_their_tokens_and_are_cut_behind_the_first_ones(client: openai.OpenAI, server: Server):
-    tokens = asking.post(server, "/tokenize", {"prompt": "Hello you"}).json["tokens"]
+    tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": "Hello you"}).json()["tokens"]
     both = client.embeddings.create(model="talker", input=["Hello you", "Hello"])
     for given, cut in ((tokens, {}), ("Hello you and others", {"truncate_prompt_tokens": len(tokens)})):
         same = client.embeddings.create(model="talker", input=given, extra_body=cut).data[0].embedding

@@ -75,13 +75,14 @@ def test_cached_prefixes_and_preemption_change_nothing(
         assert_near(embed(engine, pooling, [prompt]), references("qwen3"), pooling, [prompt])
     hits = engine.scheduler.stats.num_prefix_hit_tokens
     assert hits > 0 if pooling == "LAST" else hits == 0
-    first = engine.prepare(shared, ONE, pooling=pooling)[0]
+    fresh = tiny.prompt(48, seed=11)
+    first = engine.prepare(fresh, ONE, pooling=pooling)[0]
     engine.submit([first])
     engine.step()
     engine.scheduler._preempt(first)
     while engine.has_work:
         engine.step()
-    assert_near([first.embedding], references("qwen3"), pooling, [shared])
+    assert_near([first.embedding], references("qwen3"), pooling, [fresh])
     with pytest.raises(RequestError, match="65 tokens is longer than max_model_len=64"):
         engine.prepare(tiny.prompt(65), ONE, pooling=pooling)
 

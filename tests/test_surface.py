@@ -86,7 +86,8 @@ model.embedded: requirement member sha256 config generation
 serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory swap_space max_model_len max_num_seqs max_num_batched_tokens
 serve: enable_prefix_caching enforce_eager tensor_parallel_size pipeline_parallel_size
 serve: data_parallel_size enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
-serve: scheduler_delay_factor method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
+serve.pooler_config: pooling_type normalize
+serve: pooler_config scheduler_delay_factor method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
 serve.http: host port root_path ssl_certfile ssl_keyfile served_model_name api_keys cors log chat_template tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
 serve.http: drain_seconds heartbeat_seconds vllm_metrics notify_socket
@@ -134,7 +135,7 @@ COMMANDS = {  # ROCm/ATOM's -> their own flags
         generation-config override-generation-config tool-call-parser reasoning-parser distributed-executor-backend
         enable-auto-tool-choice enable-chunked-prefill async-scheduling calculate-kv-scales use-tqdm-on-load
         disable-custom-all-reduce disable-log-requests disable-log-stats disable-uvicorn-access-log
-        enable-prompt-tokens-details enable-request-id-headers enable-server-load-tracking runner task convert
+        enable-prompt-tokens-details enable-request-id-headers enable-server-load-tracking runner task convert pooler-config
         model-impl tokenizer-mode config-format logprobs-mode scheduling-policy response-role
         chat-template-content-format decode-context-parallel-size api-server-count
         cpu-offload-gb root-path ssl-certfile ssl-keyfile max-num-queued-reqs shutdown-timeout

@@ -43,12 +43,19 @@ def level_of(config: Config) -> int:
 def semantic_graph(config: Config) -> Graph:
     """The semantic graph of a configuration's model."""
     method, cache_dtype = config.serve.method, config.serve.kv_cache_dtype
-    return build(config.model, config.dtype, cache_dtype, config.quant, method=method, draft=config.draft)
+    return build(
+        config.model, config.dtype, cache_dtype, config.quant, method=method, draft=config.draft, pools=pools(config)
+    )
 
 
 def has_draft(config: Config) -> bool:
     """Whether programs of the text draft tokens."""
     return config.serve.method not in (None, "ngram")
+
+
+def pools(config: Config) -> bool:
+    """Whether the text has a program for embeddings."""
+    return config.serve.pooler_config.pooling_type is not None
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -67,6 +74,7 @@ def launch_ingredients(config: Config, target: Target, stage: int = 0) -> dict[s
         "passes": json.dumps(asdict(config.passes)),
         "sources of plug-ins": plugin_sources(config),
         "draft": str(config.serve.method) if has_draft(config) else "none",
+        "pools": str(pools(config)).lower(),
         "parallel": json.dumps(asdict(mesh_of(config))),
         "stage": str(stage),
         "level": str(min(level_of(config), 2)),  # 3 runs the text of 2
@@ -138,6 +146,7 @@ def recipe_of(config: Config) -> list[str]:
         **{f"parallel.{name}": size for name, size in asdict(mesh_of(config)).items() if size > 1},
         "serve.kv_cache_dtype": config.serve.kv_cache_dtype,
         **({"serve.method": config.serve.method} if has_draft(config) else {}),
+        **({"serve.pooler_config.pooling_type": config.serve.pooler_config.pooling_type} if pools(config) else {}),
         **({"serve.draft_model": config.serve.draft_model} if config.draft else {}),
         "serve.max_model_len": config.serve.max_model_len,
     }
@@ -170,14 +179,15 @@ def _differing(config: Config, ingredients: dict[str, str], entry: Entry) -> lis
     named = [name for name in {**ingredients, **theirs} if theirs.get(name) != ingredients.get(name)]
     if "dtype" in named and all(each.get("kv_cache_dtype") == each.get("dtype") for each in (ingredients, theirs)):
         named.remove("kv_cache_dtype")
-    if "model" in named and {"dtype", "kv_cache_dtype", "quant", "draft"} & set(named):
+    if "model" in named and {"dtype", "kv_cache_dtype", "quant", "draft", "pools"} & set(named):
         try:
             quant = QuantConfig(**json.loads(str(theirs.get("quant"))))
             dtypes = [str(theirs.get(name)) for name in ("dtype", "kv_cache_dtype")]
             if set(dtypes) <= set(BITS):
                 method = str(theirs.get("draft"))
                 draft = config.draft if method == config.serve.method else None
-                graph = build(config.model, dtypes[0], dtypes[1], quant, method=method, draft=draft)
+                has_pool = theirs.get("pools") == "true"
+                graph = build(config.model, dtypes[0], dtypes[1], quant, method=method, draft=draft, pools=has_pool)
                 if digest(show(graph)) == theirs["model"]:  # the text names its dtypes and formats
                     named.remove("model")
         except (ValueError, TypeError, ConfigError):  # theirs is of a model that takes other formats

@@ -23,6 +23,7 @@ from atom.compiler.artifact import (
     launch_ingredients,
     level_of,
     mesh_of,
+    pools,
     publish_artifact,
     read_artifact,
     semantic_graph,
@@ -62,7 +63,7 @@ def compile_graph(
     graph, first = read_saved(Path(config.job.graph))
     graph = lower_here(graph, first=first)
     check_ranks(graph, config.job.graph, mesh_of(config))
-    check_runnable(graph, config.job.graph, target, has_draft=has_draft(config))
+    check_runnable(graph, config.job.graph, target, has_draft=has_draft(config), pools=pools(config))
     return graph
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from torch.fx import Node
 
 from atom.errors import ConfigError, PassError
-from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, Graph, Mesh, Once, Shuffle, ops, parse, verify
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, POOL, Graph, Mesh, Once, Shuffle, ops, parse, verify
 from atom.graph.graph import type_of
 from atom.graph.recipes import ranked_parts
 from atom.kernels import Target, find_kernel
@@ -78,10 +78,10 @@ def check_ranks(graph: Graph, path: str, mesh: Mesh) -> None:
         raise ConfigError(f"job.graph={path} is of one rank, and parallel.tensor={mesh.num_ranks}: save it with that")
 
 
-def check_runnable(graph: Graph, path: str, target: Target, *, has_draft: bool = False) -> None:
+def check_runnable(graph: Graph, path: str, target: Target, *, has_draft: bool = False, pools: bool = False) -> None:
     """Raise ConfigError where a saved text has an input, a kernel or a layout that nothing provides, or not the
-    programs of a draft where the run needs them."""
-    _check_programs(graph, path, has_draft)
+    programs of a draft or of embeddings where the run needs them."""
+    _check_programs(graph, path, has_draft, pools)
     for node in _nodes(graph):
         backend = node.meta.get("kernel", "reference")
         kernel = find_kernel(node.target, backend)
@@ -94,9 +94,11 @@ def check_runnable(graph: Graph, path: str, target: Target, *, has_draft: bool =
             raise ConfigError(f"job.graph={path}: {node.name}: {backend}.{node.target.name}: {reason}")
 
 
-def _check_programs(graph: Graph, path: str, has_draft: bool) -> None:
+def _check_programs(graph: Graph, path: str, has_draft: bool, pools: bool) -> None:
     """Raise ConfigError where a program is missing, or has inputs that the others do not give it."""
     inputs, sources = {BODY: {*INPUTS}}, {HEAD: BODY}
+    if pools or POOL in graph.programs:
+        sources[POOL] = BODY
     if has_draft or {DRAFT_IN, DRAFT_HEAD} & graph.programs.keys():
         inputs[DRAFT] = {*INPUTS}
         sources[DRAFT_HEAD] = DRAFT

@@ -245,6 +245,8 @@ def check_pipeline(config: Config, model: ModelConfig) -> None:
     if method not in (None, "ngram"):
         instead = "set serve.method=ngram, or divide each layer with parallel.tensor"
         raise UnsupportedError(f"{stated} with serve.method={method} is not built yet; {instead}")
+    if config.serve.pooler_config.pooling_type is not None:
+        raise UnsupportedError(f"{stated} with embeddings is not built yet; divide each layer with parallel.tensor")
     if config.serve.swap_space:
         raise UnsupportedError(f"{stated} with serve.swap_space is not built yet; set serve.swap_space=0")
     if job.kind == "profile":

@@ -322,6 +322,12 @@ class HTTPConfig:
 
 
 @dataclass
+class PoolerConfig:
+    pooling_type: str | None = one_of(None, "LAST", "MEAN")  # tokens that an embedding is made of; null: none is served
+    normalize: bool = True  # embeddings have the length 1
+
+
+@dataclass
 class ServeConfig:
     kv_cache_dtype: str = one_of("auto", *MODEL_DTYPES, "fp8", "fp8_e4m3", later=("fp8_e5m2",))  # auto: dtype
     block_size: int = number(16, 1)  # tokens of a KV block
@@ -350,6 +356,7 @@ class ServeConfig:
     prompt_lookup_max: int = number(4, 1, 16)  # at most; the most come first
     torch_profiler_dir: str | None = None  # folder of the profiler's traces; null: it cannot be started
     profiler_more: bool = False  # shapes, stacks and memory in them
+    pooler_config: PoolerConfig = field(default_factory=PoolerConfig)
     http: HTTPConfig = of("serve", field(default_factory=HTTPConfig))
 
 

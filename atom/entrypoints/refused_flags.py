@@ -22,8 +22,8 @@ VLLM_REFUSED = {
         mm-encoder-attn-backend interleave-mm-strings skip-mm-profiling video-pruning-rate allowed-local-media-path
         allowed-media-domains disable-chunked-mm-input enable-multimodal-encoder-data-parallel io-processor-plugin
         enable-prompt-embeds""",
-    "models generate text here, and pool nothing; leave it out": """
-        pooler-config override-pooler-config""",
+    "it is vLLM's older name; give --pooler-config": """
+        override-pooler-config""",
     "it is the checkpoint's own; give a checkpoint that has the right one": """
         tokenizer tokenizer-revision code-revision hf-config-path skip-tokenizer-init""",
     "set the environment's HF_TOKEN": "hf-token",

@@ -116,6 +116,27 @@ def write_executor(name: str) -> list[str]:
     return [override("parallel.launcher", choose("--distributed-executor-backend", name, launchers))]
 
 
+def write_pooling(name: str) -> list[str]:
+    """embed and the like: embeddings as Qwen3-Embedding's, for which --pooler-config may say otherwise."""
+    if name not in ("pooling", "embed", "embedding"):
+        raise ConfigError(f"{name}: a decoder's embeddings are served, and its text; give pooling, or embed")
+    return ["serve.pooler_config.pooling_type=LAST"]
+
+
+def write_pooler_config(text: str) -> list[str]:
+    """The overrides of vLLM's PoolerConfig, by its older names and its newer ones."""
+    name = f"--pooler-config={text}"
+    values, names = read_object(name, text), {"seq_pooling_type": "pooling_type", "use_activation": "normalize"}
+    found = {"pooling_type": "LAST"} | {names.get(key, key): value for key, value in values.items()}
+    known = ["pooling_type", "normalize"]
+    if unknown := next((key for key in found if key not in known), None):
+        known += names
+        raise ConfigError(f"{name}: {unknown} is not read{did_you_mean(unknown, known)}; there is: {', '.join(known)}")
+    kind = str(found["pooling_type"]).upper()
+    found["pooling_type"] = choose("--pooler-config: pooling_type", kind, {"LAST": "LAST", "MEAN": "MEAN"})
+    return [override(f"serve.pooler_config.{key}", value) for key, value in found.items()]
+
+
 def choose(flag_name: str, name: str, known: Mapping[str, Any]) -> Any:
     if name not in known:
         raise ConfigError(f"{flag_name}={name}: there is no such choice; choices: {', '.join(known)}")
@@ -181,6 +202,32 @@ class VLLMArgs(EngineArgs):
         null="the model file's",
         write=write_reasoning_parser,
     )
+    runner: str | None = vllm_flag(
+        "serve.pooler_config.pooling_type",
+        "pooling: `/v1/embeddings` of the last token, beside what generates text",
+        null="auto",
+        accepted=("auto", "generate"),
+        write=write_pooling,
+    )
+    task: str | None = vllm_flag(
+        "serve.pooler_config.pooling_type",
+        "embed: the same as --runner=pooling",
+        null="auto",
+        accepted=("auto", "generate"),
+        write=write_pooling,
+    )
+    convert: str | None = vllm_flag(
+        "serve.pooler_config.pooling_type",
+        "embed: the same as --runner=pooling",
+        null="auto",
+        accepted=("auto", "none"),
+        write=write_pooling,
+    )
+    pooler_config: str | None = vllm_flag(
+        "serve.pooler_config",
+        "JSON with pooling_type, LAST or MEAN, and normalize; counts behind --runner",
+        write=write_pooler_config,
+    )
     distributed_executor_backend: str | None = vllm_flag(
         "parallel.launcher",
         "of ranks: mp, ray or external_launcher",
@@ -206,9 +253,6 @@ class VLLMArgs(EngineArgs):
     enable_prompt_tokens_details: bool | None = vllm_flag("", "usage always has them", accepted=(True,))
     enable_request_id_headers: bool | None = vllm_flag("", "answers always bear X-Request-Id", accepted=(True,))
     enable_server_load_tracking: bool | None = vllm_flag("", "/load always counts", accepted=(True,))
-    runner: str | None = vllm_flag("", "models generate text here", accepted=("auto", "generate"))
-    task: str | None = vllm_flag("", "models generate text here", accepted=("auto", "generate"))
-    convert: str | None = vllm_flag("", "models are taken as they are", accepted=("auto", "none"))
     model_impl: str | None = vllm_flag("", "models are atom's own", accepted=("auto", "vllm"))
     tokenizer_mode: str | None = vllm_flag("", "tokenizers are Hugging Face's", accepted=("auto", "hf", "slow"))
     config_format: str | None = vllm_flag("", "a checkpoint has a config.json", accepted=("auto", "hf"))

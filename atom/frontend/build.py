@@ -12,10 +12,10 @@ from atom.checkpoint import DRAFT_PREFIX
 from atom.config import ModelConfig, QuantConfig
 from atom.config.draft import find_aux_layers
 from atom.errors import ConfigError
-from atom.frontend.decoder import write_body, write_head
+from atom.frontend.decoder import write_body, write_head, write_pool
 from atom.frontend.drafts import write_draft_model, write_eagle3, write_mtp
 from atom.frontend.writer import Writer
-from atom.graph import BODY, HEAD, Graph, ops
+from atom.graph import BODY, HEAD, POOL, Graph, ops
 
 AS_STORED = QuantConfig()
 
@@ -28,11 +28,13 @@ def build(
     *,
     method: str | None = None,
     draft: ModelConfig | None = None,
+    pools: bool = False,
 ) -> Graph:
     """`body`: tokens and positions i64[T] to hidden states [T, H]; `head`: rows of them [R, H] to logits [R, V].
 
     method: of drafting tokens, as serve.method; drafts.py has the programs of those that the text has programs for.
-    draft: the model of serve.draft_model. ConfigError where the model has no layer that drafts.
+    draft: the model of serve.draft_model. pools: `pool` makes, of rows of hidden states, the vectors [R, H] that
+    embeddings are pooled of. ConfigError where the model has no layer that drafts.
     """
     graph = Graph()
 
@@ -43,6 +45,8 @@ def build(
     eagle3 = None if draft is None else draft.eagle3
     write_body(writer(BODY), kept=find_aux_layers(eagle3, model.layers) if eagle3 else ())
     write_head(writer(HEAD))
+    if pools:
+        write_pool(writer(POOL))
     if method == "mtp":
         write_mtp(writer)
     elif draft is not None and eagle3:

@@ -44,6 +44,11 @@ def write_head(writer: Writer) -> None:
     writer.program.output(write_logits(writer, write_rows(writer)))
 
 
+def write_pool(writer: Writer) -> None:
+    """Write what makes the vectors [R, H] that embeddings are pooled of, of rows of hidden states [R, H]."""
+    writer.program.output(write_rows(writer))
+
+
 def write_rows(writer: Writer) -> Node:
     """The input of a program that runs for rows of hidden states."""
     return writer.program.input("hidden", Type(writer.dtype, ("R", writer.model.hidden)))

@@ -30,6 +30,7 @@ from atom.graph.recipes import KV, Recipe, W, leaves
 from atom.graph.types import BatchType, Type
 
 BODY, HEAD = "body", "head"  # the programs of a step: of each token, and of the rows that sample
+POOL = "pool"  # of rows that are pooled, where a text makes embeddings
 # of a text that drafts tokens: what a draft takes of the body's last results; its hidden states; tokens of these
 DRAFT_IN, DRAFT, DRAFT_HEAD = "draft_in", "draft", "draft_head"
 

@@ -10,7 +10,8 @@
         logits = linear(hidden, W("lm_head"))               logits = linear(x, W("lm_head"))
 
 Nothing behind the last attention depends on other tokens, so only the rows of a prompt that get logits go through it.
-What a draft reads of each token stays a result of the body. A whole model that drafts is a body and a head, too.
+What makes embeddings takes rows of the same results, and gets a copy of these calls. What a draft reads of each token
+stays a result of the body. A whole model that drafts is a body and a head, too.
 Declines where there is no attention, where a draft reads what the head takes or another stage receives it, where the
 head does not take what the body returns, or where a value that it would then take does not have a row for each token.
 """
@@ -22,7 +23,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, Graph, Program, ops
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, Graph, Program, ops
 from atom.graph.graph import call_of, copy_calls, node_leaves, results_of
 
 
@@ -30,12 +31,14 @@ def sink_into_head(graph: Graph) -> Graph:
     num_states = len(graph.programs[DRAFT_IN].inputs) if DRAFT_IN in graph.programs else 0
     for body, head, num_read in ((BODY, HEAD, num_states), (DRAFT, DRAFT_HEAD, int(graph.carries_hidden))):
         if graph.programs.keys() >= {body, head}:
-            _sink(graph, graph.programs[body], graph.programs[head], num_read)
+            heads = (HEAD, POOL) if head == HEAD else (head,)
+            _sink(graph, graph.programs[body], [graph.programs[n] for n in heads if n in graph.programs], num_read)
     return graph
 
 
-def _sink(graph: Graph, body: Program, head: Program, num_read: int) -> None:
-    """num_read: the last results of the body, which a draft reads of each token"""
+def _sink(graph: Graph, body: Program, heads: list[Program], num_read: int) -> None:
+    """heads: of the same results of the body. num_read: the last results of the body, which a draft reads"""
+    head = heads[0]
     num_taken = len(head.inputs)
     results, states = body.results[:num_taken], body.results[len(body.results) - num_read :]
     kept = _ahead_of_attention(body, states)
@@ -49,16 +52,17 @@ def _sink(graph: Graph, body: Program, head: Program, num_read: int) -> None:
     if any(node.meta["type"].shape[:1] != tokens for node in crossing):
         return
 
-    made = Program(head.name)
-    copies: dict[Node, Node] = {}
-    for node in crossing:
-        type = node.meta["type"]
-        copies[node] = made.input(node.name, replace(type, shape=(*rows, *type.shape[1:])))
-    copy_calls(sunk, made, copies)
-    copies |= zip(head.inputs, (copies[result] for result in results), strict=True)
-    copy_calls(head.nodes, made, copies)
-    made.output(*(copies[result] for result in head.results))
-    graph.programs[head.name] = made
+    for head in heads:
+        made = Program(head.name)
+        copies: dict[Node, Node] = {}
+        for node in crossing:
+            type = node.meta["type"]
+            copies[node] = made.input(node.name, replace(type, shape=(*rows, *type.shape[1:])))
+        copy_calls(sunk, made, copies)
+        copies |= zip(head.inputs, (copies[result] for result in results), strict=True)
+        copy_calls(head.nodes, made, copies)
+        made.output(*(copies[result] for result in head.results))
+        graph.programs[head.name] = made
 
     body.fx.output_node().args = ((*crossing, *states),)
     for call in reversed(sunk):

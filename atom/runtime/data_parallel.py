@@ -177,6 +177,9 @@ class DataParallelBuilder:
         shape = common_shape([group.shape_of(each) for group, each in parts]).drafting(num_drafts)
         steps = [group.build(each, shape, num_drafts) for group, each in parts]
         pad_scored(steps)
+        num_pooled = max(step.num_pooled for step in steps)
+        for step in steps:
+            step.num_pooled = num_pooled
         first, *first.others = steps
         return first
 

@@ -87,10 +87,12 @@ class Engine:
         request_id: str | None = None,
         salt: bytes = b"",
         priority: int = 0,
+        pooling: str | None = None,
     ) -> list[Sequence]:
         """Make the n sequences of a request, nothing queued yet. RequestError where it cannot be served.
 
         salt: requests of another salt share no cached prefix with this one. priority: lower is served earlier.
+        pooling: LAST or MEAN, for an embedding of the prompt; the one token behind it counts for nothing.
         """
         tokens = self.vocabulary.tokenize(prompt)
         self.vocabulary.check(params)
@@ -112,6 +114,7 @@ class Engine:
                 parent=sequences[0] if sequences else None,
                 stop_ids=self.vocabulary.stop_ids,
                 priority=priority,
+                pooling=pooling,
                 matcher=matchers[index] if matchers else None,
                 bad_words=bad_words,
             )

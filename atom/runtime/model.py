@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from atom.errors import naming_a_lack_of_memory
-from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, TORCH_DTYPES, Batch, Graph, Type
+from atom.graph import BODY, DRAFT, DRAFT_HEAD, DRAFT_IN, HEAD, KV, POOL, TORCH_DTYPES, Batch, Graph, Type
 from atom.graph.shares import token_shares
 from atom.kernels import find_step_kernels
 from atom.kernels.step import Inputs
@@ -90,6 +90,12 @@ class Model:
     def padding(self) -> int:
         """The slot of padding rows."""
         return self.state.num_slots
+
+    @cached_property
+    def hidden_size(self) -> int:
+        """H of the vectors that are pooled."""
+        (vectors,) = self.graph.programs[POOL].results
+        return int(vectors.meta["type"].shape[-1])
 
     @cached_property
     def flops_a_token(self) -> float:
@@ -234,6 +240,10 @@ class Model:
     ) -> None:
         """See `kernels.torch.sampling.score_drawn`."""
         self._step.score_drawn(logits, rows, drawn, totals, chosen, ranks)
+
+    def pool(self, hidden: Hidden, places: Tensor, owners: Tensor, sums: Tensor) -> None:
+        """Add the vectors of tokens at places i64[R] to the sums fp32[P, H] of their owners i64[R]."""
+        sums.index_add_(0, owners, score(self.executables[POOL], rows_of(hidden, places)).float())
 
     def _compute(self, inputs: Inputs) -> Computed:
         hidden, states = self._run_body(inputs)

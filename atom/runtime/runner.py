@@ -127,14 +127,15 @@ class Runner:
         """Sample, once the body has run."""
         model = self.model
         scored = [(each, self._score_prompt(started.hidden, each)) for each in step.scored if started.hidden]
+        pooled = self._pool(started.hidden, step) if step.num_pooled and started.hidden else None
         if step.drafts:  # which do not count yet
             slots = model.send(np.array([each.slot for each in step.drafts]), torch.int64)
             lengths = model.send(np.array([each.length for each in step.drafts], np.int32))
             model.state.lengths.index_copy_(0, slots, lengths)
         if not step.reported:
             started.follow()
-            return Pending(step, self._reported, scored, None, self._record())
-        return self._sample(step, started, scored)
+            return Pending(step, self._reported, scored, None, self._record(), pooled=pooled)
+        return self._sample(step, started, scored, pooled)
 
     def _start(self, step: StepInput) -> Started:
         packed = self.model.send(step.packed)
@@ -162,6 +163,21 @@ class Runner:
             reports.append(report._replace(chosen=self._fetch(chosen), ranks=self._fetch(ranks)))
         return reports
 
+    def _pool(self, hidden: Hidden, step: StepInput) -> Tensor:
+        """Sum up what goes into embeddings; fp32[P, H] on the host. hidden: of all tokens of the step"""
+        model, num = self.model, len(step.pooled)
+        places, owners = np.zeros(step.num_pooled, np.int64), np.full(step.num_pooled, num)  # those of padding
+        if step.pooled:
+            found = [np.arange(each.first, each.first + each.num_tokens) for each in step.pooled]
+            joined = np.concatenate(found)
+            places[: len(joined)] = joined
+            owners[: len(joined)] = np.repeat(np.arange(num), [each.num_tokens for each in step.pooled])
+        sums = torch.zeros(num + 1, model.hidden_size, dtype=torch.float32, device=model.device)
+        for start in range(0, step.num_pooled, HEAD_ROWS):
+            some = slice(start, start + HEAD_ROWS)
+            model.pool(hidden, model.send(places[some], torch.int64), model.send(owners[some], torch.int64), sums)
+        return self._fetch(sums[:num])
+
     def _places(self, first: int, num_targets: int, num_rows: int) -> slice | Tensor:
         """Where rows that the head computes are among a step's tokens: those of targets, then padding."""
         if num_targets == num_rows:
@@ -170,7 +186,9 @@ class Runner:
         places[:num_targets] = range(first, first + num_targets)
         return self.model.send(places, torch.int64)
 
-    def _sample(self, step: StepInput, started: Started, scored: list[tuple[Scored, list[_Report]]]) -> Pending:
+    def _sample(
+        self, step: StepInput, started: Started, scored: list[tuple[Scored, list[_Report]]], pooled: Tensor | None
+    ) -> Pending:
         """Draw the tokens, after what allocates much, but a draft: what has been drawn cannot be drawn again."""
         logits, report, shaping = started.logits, None, step.shaping
         assert logits is not None, "there are rows that sample"
@@ -192,7 +210,7 @@ class Runner:
                 accepted = self._verify(step, logits, drawn[0], kind)
             if report is not None:
                 self.model.score_drawn(logits, report.rows, drawn[0], report.totals, report.chosen, report.ranks)
-            pending = Pending(step, self._reported, scored, report, None, accepted)
+            pending = Pending(step, self._reported, scored, report, None, accepted, pooled=pooled)
             if self.model.num_drafts:
                 pending.drawn, pending.drafts = self._fetch(drawn), None if drafts is None else self._fetch(drafts)
             pending.event = self._record()
@@ -254,6 +272,7 @@ class Pending:
     event: torch.cuda.Event | None
     accepted: dict[int, list[int]] = field(default_factory=dict)  # row that samples -> what was drawn behind drafts
     drawn: Tensor | None = None  # i64[draws, R], -1 where none was drawn, of a runner that drafts; None: in `reported`
+    pooled: Tensor | None = None  # fp32[P, H]
     drafts: Tensor | None = None  # i64[R, drafts], -1 where there was none
     finish: Callable[[], Pending] | None = None  # samples, where that was deferred
 
@@ -290,7 +309,9 @@ class Pending:
             for prompt, reports in self.scored
             if prompt.targets
         }
-        return Sampled(tokens, logprobs, prompts, accepted, num_drafted)
+        sums: Any = [] if self.pooled is None else self.pooled.numpy()
+        pooled = {each.row: one.tobytes() for each, one in zip(step.pooled, sums, strict=True)}
+        return Sampled(tokens, logprobs, prompts, accepted, num_drafted, pooled)
 
 
 class _Report(NamedTuple):

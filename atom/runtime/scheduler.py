@@ -26,6 +26,8 @@ from collections import Counter
 from collections.abc import Callable
 from operator import attrgetter
 
+import numpy as np
+
 from atom.errors import RequestError
 from atom.runtime.draft_table import Acceptance
 from atom.runtime.kv_cache import Cached, KVCache
@@ -118,7 +120,7 @@ class Scheduler:
 
     def find_cached(self, sequence: Sequence) -> Cached:
         """The sequence's tokens that it need not compute here."""
-        return Cached(0, 0) if sequence.params.prompt_logprobs is not None else self.cache.find_cached(sequence)
+        return Cached(0, 0) if sequence.needs_prompt else self.cache.find_cached(sequence)
 
     def check(self, sequence: Sequence) -> None:
         """Raise RequestError for a sequence that can never run."""
@@ -127,13 +129,15 @@ class Scheduler:
             raise RequestError(f"the id {sequence.id} is in use, choose another")
         if not num_prompt:
             raise RequestError("the prompt is empty, give at least one token")
-        if num_prompt >= self.limits.max_model_len:
+        is_pooled = sequence.pooling is not None
+        if num_prompt >= self.limits.max_model_len + is_pooled:
+            fault = "is longer than" if is_pooled else "leaves no room for an answer in"
             raise RequestError(
-                f"a prompt of {num_prompt} tokens leaves no room for an answer in max_model_len="
+                f"a prompt of {num_prompt} tokens {fault} max_model_len="
                 f"{self.limits.max_model_len}, shorten it or raise max_model_len"
             )
         num_tokens = min(num_prompt + sequence.params.max_tokens, self.limits.max_model_len)
-        if not self.cache.can_ever_fit(num_tokens - 1):  # the KV of the last token is never computed
+        if not self.cache.can_ever_fit(max(num_tokens - 1, num_prompt)):  # the KV of the last token is never computed
             raise RequestError(
                 f"prompt and max_tokens are {num_tokens} tokens, more than the whole KV cache holds, "
                 "shorten them or raise kv_cache_memory (num_kvcache_blocks where it is set)"
@@ -225,6 +229,11 @@ class Scheduler:
             if place in sampled.prompt_logprobs:
                 known = sequence.prompt_logprobs or [None]
                 sequence.prompt_logprobs = [*known[: row.start + 1], *sampled.prompt_logprobs[place]]
+            if place in sampled.pooled:
+                pooled = np.frombuffer(sampled.pooled[place], np.float32).astype(np.float64)
+                if sequence.pooled is not None and row.start:  # else it may have been preempted
+                    pooled += sequence.pooled
+                sequence.pooled = pooled
             if answer is None:
                 self.stats.num_chunks += 1
             else:
@@ -271,7 +280,7 @@ class Scheduler:
 
     def _waits_for_parent(self, sequence: Sequence) -> bool:
         parent = sequence.parent
-        if parent not in self.running or sequence.params.prompt_logprobs is not None:
+        if parent not in self.running or sequence.needs_prompt:
             return False
         return parent.num_computed < len(parent.prompt)
 
@@ -279,7 +288,7 @@ class Scheduler:
         """Allocate a cached prefix and room for tokens after it; the number of these tokens, 0 if nothing was taken."""
         num_cached = num_forked = 0
         sequence.drafts = []  # those of a plan that preempted it
-        if sequence.params.prompt_logprobs is None:  # these need every position computed
+        if not sequence.needs_prompt:
             found = self.cache.match_prefix(sequence, spare=len(self.running))
             if found is None:
                 return 0
@@ -297,7 +306,7 @@ class Scheduler:
         if sequence.admitted_at is None:
             sequence.admitted_at = time.perf_counter()
             sequence.num_cached = num_cached
-        if self.cache.enable_prefix_caching and sequence.params.prompt_logprobs is None:
+        if self.cache.enable_prefix_caching and not sequence.needs_prompt:
             self.stats.num_prefix_queries += sequence.num_tokens
             if self.cache.host_pools:
                 num_loading = self.cache.num_loading(sequence)

@@ -13,6 +13,7 @@ runner: a row whose token the host did not give computes the newest one of its s
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from atom.runtime.step_input import (
     Counted,
     Draft,
     History,
+    Pooled,
     Scored,
     StepInput,
     pack_admission,
@@ -125,6 +127,8 @@ class StepBuilder:
             step.shaping = find_shaping(shaped, capacity.vocab)
         if not is_decode:
             step.scored = find_scored(plan, shape)
+            step.pooled = find_pooled(plan, shape)
+            step.num_pooled = sum(each.num_tokens for each in step.pooled)
             step.drafts = [] if num_drafts else find_drafts(plan)
         return step
 
@@ -291,12 +295,31 @@ def has_penalties(sequence: Sequence) -> bool:
 
 def find_scored(plan: Plan, shape: BatchShape) -> list[Scored]:
     """Find the rows whose prompts are to be scored. shape: of the batch, padding decodes included."""
-    scored, last = [], 0
-    for at, row in enumerate(plan.rows):
-        first = shape.num_decoded if at == plan.num_decodes else last
-        last = first + (1 + shape.num_drafts if at < plan.num_decodes else row.num_tokens)
+    scored = []
+    for at, (row, first) in enumerate(zip(plan.rows, find_firsts(plan, shape), strict=True)):
         num_top, prompt = row.sequence.params.prompt_logprobs, row.sequence.prompt
         if num_top is not None and row.start < len(prompt):
             targets = prompt[row.start + 1 : row.start + 1 + row.num_tokens]
             scored.append(Scored(at, first, targets, num_top, len(targets)))
     return scored
+
+
+def find_pooled(plan: Plan, shape: BatchShape) -> list[Pooled]:
+    """Find the rows of embeddings that have tokens which are pooled. shape: as in `find_scored`"""
+    pooled = []
+    for at, (row, first) in enumerate(zip(plan.rows, find_firsts(plan, shape), strict=True)):
+        pooling, num_prompt = row.sequence.pooling, len(row.sequence.prompt)
+        if pooling == "MEAN" and row.start < num_prompt:
+            pooled.append(Pooled(at, first, row.num_tokens))
+        elif pooling == "LAST" and row.start < num_prompt <= row.start + row.num_tokens:
+            pooled.append(Pooled(at, first + num_prompt - row.start - 1, 1))
+    return pooled
+
+
+def find_firsts(plan: Plan, shape: BatchShape) -> Iterator[int]:
+    """The index of each row's first token in the batch. shape: as in `find_scored`"""
+    last = 0
+    for at, row in enumerate(plan.rows):
+        first = shape.num_decoded if at == plan.num_decodes else last
+        last = first + (1 + shape.num_drafts if at < plan.num_decodes else row.num_tokens)
+        yield first

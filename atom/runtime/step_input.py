@@ -139,6 +139,14 @@ class Scored(msgspec.Struct):
     num_rows: int  # that the head computes: targets, and padding where other data groups have more
 
 
+class Pooled(msgspec.Struct):
+    """A row, some tokens of which go into an embedding."""
+
+    row: int
+    first: int  # index of the first of them in the batch
+    num_tokens: int
+
+
 class Draft(msgspec.Struct):
     """Tokens that are verified: the first where the row draws it, the others where the row of the one before does."""
 
@@ -165,6 +173,8 @@ class StepInput(msgspec.Struct, kw_only=True, tag=True):
     shaping: Shaping | None = None
     logprobs: list[tuple[int, int]] = []  # row that samples, how many of the most likely tokens beside its own
     scored: list[Scored] = []
+    pooled: list[Pooled] = []
+    num_pooled: int = 0  # tokens that the pool computes: those of `pooled`, and padding as other data groups have more
     drafts: list[Draft] = []
     others: list[StepInput] = []  # of the other data groups, of the same shape
 

@@ -102,6 +102,7 @@ class Request:
     parent: Sequence | None = None  # the sibling whose prompt blocks this sequence shares, once they are computed
     stop_ids: frozenset[int] = frozenset()  # eos tokens
     priority: int = 0  # lower is served earlier
+    pooling: str | None = None  # LAST or MEAN: an embedding is made of these tokens of the prompt; None: no embedding
     matcher: Matcher | None = None  # None: the answer is not constrained
     bad_words: list[list[int]] = field(default_factory=list)  # tokens that may not come one behind the other
     arrival: float = field(default_factory=time.perf_counter)  # seconds
@@ -131,6 +132,7 @@ class Answer:
     num_accepted: int = 0  # tokens of it that were drafted
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
+    pooled: npt.NDArray[np.float64] | None = None  # [H], the sum over tokens that are pooled, so far
     finish_reason: str | None = None  # eos | max_tokens | stop_sequence | stop_{id} | abort | error
     stop_string: str | None = None  # the stop string that was met
     error: str | None = None  # the message, where finish_reason is error
@@ -146,6 +148,18 @@ class Sequence(Answer, SchedulingState, Request):
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + len(self.output)
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether each token of the prompt must be computed, whatever is cached."""
+        return self.params.prompt_logprobs is not None or self.pooling == "MEAN"
+
+    @property
+    def embedding(self) -> npt.NDArray[np.float32] | None:
+        """The mean [H] over the tokens that are pooled, once all are computed."""
+        if self.pooled is None:
+            return None
+        return (self.pooled / (len(self.prompt) if self.pooling == "MEAN" else 1)).astype(np.float32)
 
     @property
     def needs_host(self) -> bool:
@@ -219,6 +233,7 @@ class Sampled:
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # plan's row -> for positions start + 1 …
     accepted: dict[int, list[int]] = field(default_factory=dict)  # row that samples -> tokens behind its first
     num_drafted: dict[int, int] = field(default_factory=dict)  # likewise, drafts that were verified, if any
+    pooled: dict[int, bytes] = field(default_factory=dict)  # plan's row -> fp32[H], the sum over tokens that are pooled
     others: list[Sampled] = field(default_factory=list)  # of the other data groups
 
 

@@ -24,7 +24,7 @@ from atom.serve.anthropic import messages
 from atom.serve.context import Context
 from atom.serve.errors import error_body, error_response, refuse, shown
 from atom.serve.middleware import Guard
-from atom.serve.openai import chat, completions, responses, tokenize
+from atom.serve.openai import chat, completions, embeddings, responses, tokenize
 
 TITLE = "atom"
 ABOUT = "The APIs of OpenAI and Anthropic, served by atom"
@@ -37,7 +37,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 def create_app(context: Context, keys: Sequence[str]) -> ASGIApp:
     """Create the app. keys: the API keys; where there are none, no request needs one."""
     app = FastAPI(title=TITLE, description=ABOUT, version=atom.__version__, openapi_url=None, responses=REFUSALS)
-    for module in (completions, chat, responses, messages, tokenize, admin, page):
+    for module in (completions, chat, responses, embeddings, messages, tokenize, admin, page):
         app.include_router(module.routes(context))
     app.include_router(docs.routes(app.openapi))
 

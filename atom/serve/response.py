@@ -30,7 +30,7 @@ from atom.serve.engine.stream import RequestStream
 from atom.serve.errors import MAX_MESSAGE, FieldError, body_at, json_response, shown, status_of
 from atom.serve.sse import EventStream, event, until_gone
 
-SHORT = 1024  # log probabilities: to write so many is faster than to wake a thread
+SHORT = 1024  # log probabilities, or bytes of embeddings: to write so many is faster than to wake a thread
 REFUSED = f"{RequestError.__name__}: "  # prefix of the engine's message for an error of the request
 
 
@@ -45,6 +45,7 @@ class EngineRequest:
     priority: int = 0
     num_kept: int = 1  # of the n answers to each prompt, the most likely
     constraint_field: str | None = None  # the field that constrains the answer; the engine may refuse it
+    pooling: str | None = None  # LAST or MEAN, for embeddings
 
 
 @dataclass
@@ -58,6 +59,7 @@ class Choice:
     tokens: list[int] = field(default_factory=list)  # as the texts, of an answer that is not streamed
     logprobs: list[Logprobs] = field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
+    embedding: bytes = b""  # fp32[H]
     finish: Finish | None = None
     first_at: float = 0.0
     last_at: float = 0.0
@@ -125,9 +127,10 @@ class Answering:
         self._raise_errors()
 
     async def write(self, make: Callable[[], Response]) -> Response:
-        """Make the response, in a thread where there are many log probabilities."""
+        """Make the response, in a thread where there are many numbers."""
         lists = [each for choice in self.choices for each in (choice.logprobs, choice.prompt_logprobs) if each]
         size = sum(len(each) * (1 + len(each[-1].top if each[-1] else ())) for each in lists)
+        size += sum(len(choice.embedding) for choice in self.choices)
         return make() if size <= SHORT else await asyncio.to_thread(make)
 
     def usage(self) -> dict[str, Any]:
@@ -177,6 +180,7 @@ class Answering:
         choice = self.choices[self._stream.prompt_index[output.id] * self._num_answers + output.index]
         metrics, now = self._metrics, time.perf_counter()
         choice.prompt_logprobs += output.prompt_logprobs or ()
+        choice.embedding = output.embedding or choice.embedding
         if output.tokens:
             metrics.generation_tokens.inc(len(output.tokens))
             if not choice.num_tokens:
@@ -242,17 +246,17 @@ class Responder(ABC):
     def response_body(self, choices: list[Choice], usage: dict[str, Any]) -> dict[str, Any]:
         """The body of a response that is not streamed."""
 
-    @abstractmethod
     def open(self, answering: Answering) -> Iterable[bytes]:
         """The events before the first output."""
+        return ()
 
-    @abstractmethod
     def delta(self, choice: Choice, output: Output) -> bytes:
         """The event of an output; empty where all of it is held back."""
+        return b""
 
-    @abstractmethod
     def close(self, usage: dict[str, Any]) -> Iterable[bytes]:
         """The events after the last output."""
+        return ()
 
     def usage(self, answering: Answering) -> dict[str, Any]:
         return answering.usage()
@@ -269,6 +273,7 @@ class Responder(ABC):
             id=self.id,
             salt=submission.salt,
             priority=submission.priority,
+            pooling=submission.pooling,
             pin=pin,
         )
         request.state.log["engine"] = stream.engine

@@ -59,6 +59,12 @@ MEANS: dict[str, list[str]] = {
     "--distributed-executor-backend uni": [],
     "-tp 2 -pp 3": ["parallel.tensor=2", "parallel.pipeline=3"],
     "--disable-log-requests --runner generate --cpu-offload-gb 0 --scheduling-policy priority": [],
+    "--runner pooling": ["serve.pooler_config.pooling_type=LAST"],
+    "--task embed --pooler-config '{\"seq_pooling_type\":\"MEAN\",\"use_activation\":false}'": [
+        "serve.pooler_config.pooling_type=LAST",
+        "serve.pooler_config.pooling_type='MEAN'",
+        "serve.pooler_config.normalize=false",
+    ],
     "--allowed-origins '[\"*\"]'": ["serve.http.cors=['*']"],
 }  # fmt: skip
 
@@ -69,7 +75,9 @@ WRONG = {
     "--load-format pt": "--load-format=pt: there is no such choice; choices: auto, safetensors, gguf, dummy",
     "--load-format gguf": "--load-format=gguf: the checkpoint is another; leave it out",
     "x.gguf --load-format safetensors": "--load-format=safetensors: x.gguf is another; leave it out",
-    "--runner pooling": "--runner=pooling: models generate text here; there is: auto, generate",
+    "--runner draft": "draft: a decoder's embeddings are served, and its text; give pooling, or embed",
+    '--pooler-config \'{"pooling_type":"CLS"}\'': "pooling_type=CLS: there is no such choice; choices: LAST, MEAN",
+    "--pooler-config '{\"step_tag_id\":1}'": "step_tag_id is not read; there is: pooling_type, normalize",
     "--no-enable-chunked-prefill": "--no-enable-chunked-prefill: long prompts are always computed in chunks; leave",
     "--tool-call-parser jamba": "--tool-call-parser=jamba: there is no such choice; choices: hermes, ernie45",
     "--reasoning-parser hunyuan_a13b": "--reasoning-parser=hunyuan_a13b: there is no such choice; choices: deepseek_r1",

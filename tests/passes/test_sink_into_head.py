@@ -58,6 +58,15 @@ def test_what_follows_the_last_attention_belongs_to_the_head():
     assert graph.num_rewrites == 1
 
 
+POOL = "\n\ndef pool(hidden: fp32[R, 4]):\n    return hidden"
+
+
+def test_what_makes_embeddings_gets_a_copy_of_what_the_head_takes():
+    body, head, pool = text_of(sink(BEFORE + POOL)).strip().split("\n\n")
+    assert f"{body}\n\n{head}" == AFTER
+    assert pool.splitlines()[1:-1] == head.splitlines()[1:-2] and pool.endswith("return hidden")
+
+
 READ = "\n\ndef draft_in(aux_0: fp32[T, 4], aux_1: fp32[T, 4]):\n    aux = join(aux_0, aux_1)\n    return aux"
 STATES = BEFORE.replace("return hidden", "return hidden, x, x_1") + READ
 

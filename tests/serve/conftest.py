@@ -33,4 +33,4 @@ def start_server(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture(scope="session")
 def server(start_server: Start) -> Server:
     """One for all tests that do not harm it."""
-    return start_server()
+    return start_server("serve.pooler_config.pooling_type=LAST")

@@ -72,7 +72,14 @@ class StubEngine:
         return bool(self.waiting or self.running)
 
     def prepare(
-        self, prompt: list[int], params: SamplingParams, *, request_id: str, salt: bytes, priority: int
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        salt: bytes,
+        priority: int,
+        pooling: str | None,
     ) -> list[Sequence]:
         if prompt[0] == UNPREPARED:
             raise KeyError("a fault")

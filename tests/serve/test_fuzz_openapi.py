@@ -32,6 +32,7 @@ OPERATIONS = [
     "POST /tokenize",
     "POST /v1/chat/completions",
     "POST /v1/completions",
+    "POST /v1/embeddings",
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
     "POST /v1/responses",
@@ -51,6 +52,7 @@ LEAST: dict[str, dict[str, Any]] = {  # what is served, and with whatever FREE h
     "/v1/messages": {"model": "talker", "messages": SAID, "max_tokens": 4},
     "/v1/messages/count_tokens": {"model": "talker", "messages": SAID},
     "/v1/responses": {"input": "Hello", "max_output_tokens": 4},
+    "/v1/embeddings": {"input": "Hello"},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [1]},
 }

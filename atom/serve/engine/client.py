@@ -123,6 +123,7 @@ class EngineClient(asyncio.Protocol):
         id: str,
         salt: bytes = b"",
         priority: int = 0,
+        pooling: str | None = None,
     ) -> RequestStream:
         """Send a request, params for each of its prompts.
 
@@ -147,7 +148,7 @@ class EngineClient(asyncio.Protocol):
             self._num_sent += 1
             self._unseen.append((self._num_sent, one.n))
             self._num_unseen += one.n
-            self._send(Submit(each, prompt, one, salt, priority))
+            self._send(Submit(each, prompt, one, salt, priority, pooling))
         return stream
 
     def retry_after(self) -> int:

@@ -42,6 +42,7 @@ class Submit(Message):
     params: SamplingParams
     salt: bytes = b""
     priority: int = 0
+    pooling: str | None = None  # LAST or MEAN, for an embedding
 
 
 class Abort(Message):
@@ -79,6 +80,7 @@ class Output(msgspec.Struct, array_like=True, gc=False):
     logprobs: list[Logprobs] | None = None
     finish: Finish | None = None
     prompt_logprobs: list[Logprobs | None] | None = None  # of the next positions of the prompt
+    embedding: bytes | None = None  # fp32[H], at the end
 
 
 class Ready(Message):

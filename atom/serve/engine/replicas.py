@@ -159,6 +159,7 @@ class Replicas:
         id: str,
         salt: bytes = b"",
         priority: int = 0,
+        pooling: str | None = None,
         pin: int | None = None,
     ) -> RequestStream:
         """Send a request to a replica, params for each of its prompts. The errors of `EngineClient.submit`.
@@ -170,11 +171,11 @@ class Replicas:
         replica = self[number]
         if replica.client.state is not EngineState.READY:
             raise EngineDeadError(f"{replica.name} is {replica.client.state}")
-        stream = replica.client.submit(prompts, params, id=id, salt=salt, priority=priority)
+        stream = replica.client.submit(prompts, params, id=id, salt=salt, priority=priority, pooling=pooling)
         stream.engine = number
         sent = self._router.send(number, request)
         if self._router.remembers:
-            stream.watch = Learner(self._router, sent, stream, params).note
+            stream.watch = Learner(self._router, sent, stream, params, pooling).note
         return stream
 
     def abort(self, stream: RequestStream) -> None:
@@ -291,8 +292,16 @@ class Replicas:
 class Learner:
     """Tells the router what a request's answers are and how much of its prompts was cached."""
 
-    def __init__(self, router: Router, sent: Sent, stream: RequestStream, params: list[SamplingParams]) -> None:
+    def __init__(
+        self,
+        router: Router,
+        sent: Sent,
+        stream: RequestStream,
+        params: list[SamplingParams],
+        pooling: str | None = None,
+    ) -> None:
         self._router, self._sent, self._stream, self._params = router, sent, stream, params
+        self._pooling = pooling
         self._tokens: defaultdict[tuple[int, int], list[int]] = defaultdict(list)  # by prompt and answer
 
     def note(self, output: Output) -> None:
@@ -300,8 +309,9 @@ class Learner:
         tokens = self._tokens[prompt, output.index]
         tokens += output.tokens
         if output.finish is not None and output.finish.reason != "error":
-            # the siblings of the first answer take over what it has; with scores of the prompt nothing is looked up
-            is_asked = output.index == 0 and self._params[prompt].prompt_logprobs is None
+            # the siblings of the first answer take over what it has; what needs the whole prompt looks nothing up
+            needs_prompt = self._params[prompt].prompt_logprobs is not None or self._pooling == "MEAN"
+            is_asked = output.index == 0 and not needs_prompt
             self._router.finish(self._sent, prompt, tokens, output.finish.num_cached if is_asked else None)
 
 

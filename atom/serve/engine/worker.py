@@ -181,7 +181,12 @@ class Worker:
 
         try:
             sequences: list[Sequence] = self.engine.prepare(
-                message.prompt, message.params, request_id=message.id, salt=message.salt, priority=message.priority
+                message.prompt,
+                message.params,
+                request_id=message.id,
+                salt=message.salt,
+                priority=message.priority,
+                pooling=message.pooling,
             )
         except AtomError as error:
             reason = error
@@ -215,7 +220,7 @@ class Worker:
                 self._send_prompt_logprobs(output, sequence.prompt_logprobs)
             finish = Finish(
                 str(output.finish_reason),
-                len(sequence.output),
+                len(sequence.output) if sequence.pooling is None else 0,
                 sequence.num_cached,
                 admitted_at - sequence.arrival,
                 sequence.stop_string,
@@ -224,8 +229,11 @@ class Worker:
                 first_token_at - admitted_at,
                 finished_at - first_token_at,
             )
-        logprobs = output.logprobs or None
-        self._outputs.append(Output(output.request_id, output.index, output.text, output.token_ids, logprobs, finish))
+        made = Output(output.request_id, output.index, output.text, output.token_ids, output.logprobs or None, finish)
+        if sequence.pooling is not None:  # the token behind the prompt is not shown
+            made.text, made.tokens = "", []
+            made.embedding = None if sequence.embedding is None else sequence.embedding.tobytes()
+        self._outputs.append(made)
 
     def _send_prompt_logprobs(self, output: RequestOutput, scored: list[Logprobs | None]) -> None:
         """Send the log probabilities of a prompt in portions, so that the HTTP process serves others in between."""

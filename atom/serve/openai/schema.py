@@ -289,6 +289,29 @@ class ChatRequest(Generation):
     prompt_cache_options: JSONObject | None = Field(None, description=HINT)
 
 
+class EmbeddingRequest(Body):
+    model: str | None = Field(None, description="one of the served names; the first is meant where there is none")
+    input: Text | List[Text] | List[TokenId] | List[List[TokenId]] = Field(
+        description="a text or token ids, or several of these; where a text spells a special token, it is that token"
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: float32, little-endian")
+    dimensions: Positive | None = Field(None, description="the first numbers alone, normalized behind that")
+    normalize: bool | None = Field(None, description="the server's serve.pooler_config.normalize where it is left out")
+    use_activation: bool | None = Field(None, description="another name of normalize")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, lt=1 << 31, description="the first tokens of an input that count; -1: as many as the server takes"
+    )
+    add_special_tokens: bool | None = Field(None, description="false: a text has only those that it spells")
+    request_id: str | None = Field(
+        None, max_length=128, pattern=r"^[!-~]+$", description="the answer's id, behind its prefix"
+    )
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=1024, description="shares cached prefixes only with its equals"
+    )
+    priority: Int32 | None = Field(None, description="lower ones go first")
+    user: str | None = Field(None, max_length=1024, description="goes to the log")
+
+
 class TokenizeRequest(Body):
     model: str | None = None
     prompt: Text | None = Field(None, description="where it spells a special token, it is that token")

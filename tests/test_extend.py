@@ -124,8 +124,8 @@ def test_a_saved_text_is_not_rewritten_again_by_passes_before_its_stage(module: 
     names = [
         [step.__name__ for step, _, _ in steps_of(named, *first)] for first in ((), ("fuse_qkv",), ("fuse_gate_up",))
     ]
-    assert names[0][1:4] == ["sink_into_head", "clip_gates", "fuse_qkv"]
-    assert names[1] == names[0][2:] and names[2] == names[0][4:]
+    assert names[0][2:5] == ["sink_into_head", "clip_gates", "fuse_qkv"]
+    assert names[1] == names[0][3:] and names[2] == names[0][5:]
 
 
 @pytest.mark.parametrize(

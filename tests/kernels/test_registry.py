@@ -146,6 +146,7 @@ def test_pieces_of_a_device_have_one_compiler():
         assert all(backend.piece_compiler is None for backend in backends_of(device, 1)), "they begin at level 2"
 
 
+STAGES = {ops.send, ops.receive}
 COLLECTIVES = {ops.all_reduce, ops.all_gather, ops.gather_tokens, ops.reduce_scatter}
 
 
@@ -162,7 +163,14 @@ def test_collectives_are_those_of_the_communicator():
             kernel.load(LoadContext())
 
 
-@pytest.mark.parametrize("op", [op for op in ops.OPS.values() if op not in COLLECTIVES], ids=lambda op: op.name)
+def test_stages_have_the_communicators_calls():
+    for op in STAGES:
+        assert find_kernel(op, "gloo").accepts(Target("cpu"), Type("fp32", ("T", 8))) is None
+        with pytest.raises(UnsupportedError, match="is for several ranks, and this is one"):
+            find_kernel(op, "gloo").load(LoadContext())
+
+
+@pytest.mark.parametrize("op", [op for op in ops.OPS.values() if op not in COLLECTIVES | STAGES], ids=lambda op: op.name)
 def test_the_reference_takes_every_other_op(op: ops.Op):
     assert find_kernel(op, "reference").accepts(Target("nowhere")) is None
     assert find_kernel(op, "reference").load(LoadContext()) is op.body

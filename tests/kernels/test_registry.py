@@ -170,7 +170,9 @@ def test_stages_have_the_communicators_calls():
             find_kernel(op, "gloo").load(LoadContext())
 
 
-@pytest.mark.parametrize("op", [op for op in ops.OPS.values() if op not in COLLECTIVES | STAGES], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "op", [op for op in ops.OPS.values() if op not in COLLECTIVES | STAGES], ids=lambda op: op.name
+)
 def test_the_reference_takes_every_other_op(op: ops.Op):
     assert find_kernel(op, "reference").accepts(Target("nowhere")) is None
     assert find_kernel(op, "reference").load(LoadContext()) is op.body

@@ -6,6 +6,7 @@ A field that is added to `atom.serve.openai.schema` fails here until it has a ro
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -23,9 +24,10 @@ from tokenizers import processors
 
 from atom.serve.openai import schema
 
-TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+TOKENIZE, DETOKENIZE, EMBEDDINGS = "/tokenize", "/detokenize", "/v1/embeddings"
 A, B, C, EOS, END_OF_TEXT = "64", "65", "66", "257", "258"  # tokens of the talker's
 COMPLETION: dict[str, Any] = {"prompt": "Hello there", "max_tokens": 8, "temperature": 0}
+EMBEDDED: dict[str, Any] = {"input": "Hello there"}
 TALK: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Hello there"}],
     "max_tokens": 8,
@@ -60,6 +62,7 @@ def odd(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serv
     template = folder / "template.jinja"
     template.write_text("{{ messages | tojson }}{{ tools | tojson }}{{ reasoning_effort }}")
     settings = ["serve.enable_prefix_caching=true", "serve.max_num_seqs=1", f"serve.http.chat_template={template}"]
+    settings.append("serve.pooler_config.pooling_type=LAST")
     server = serving.start(checkpoint, folder, *settings)
     yield server
     server.process.kill()
@@ -218,6 +221,35 @@ def salts(path: str, base: dict[str, Any]) -> Row:
     return check
 
 
+def numbers(answer: Answer) -> list[Any]:
+    return [each["embedding"] for each in answer.body["data"]]
+
+
+def length(answer: Answer) -> float:
+    return round(math.hypot(*answer.body["data"][0]["embedding"]), 3)
+
+
+def embeds_apart(one: dict[str, Any], other: dict[str, Any]) -> Row:
+    """Both are embedded, and not as the same numbers."""
+
+    def check(server: Server) -> None:
+        first, second = (asking.post(server, EMBEDDINGS, body) for body in (one, other))
+        assert (first.status, second.status) == (200, 200), (first.body, second.body)
+        assert numbers(first) != numbers(second)
+
+    return check
+
+
+def keeps_length(field: str) -> Row:
+    """Embeddings have the length 1 unless it is false."""
+
+    def check(server: Server) -> None:
+        told = [asking.post(server, EMBEDDINGS, EMBEDDED | more) for more in ({}, {field: True}, {field: False})]
+        assert length(told[0]) == length(told[1]) == 1 != length(told[2])
+
+    return check
+
+
 def goes_first(path: str, base: dict[str, Any]) -> Row:
     """Of two that wait, the one that came later is served first, since its number is lower."""
 
@@ -233,7 +265,7 @@ def goes_first(path: str, base: dict[str, Any]) -> Row:
             return thread
 
         running = []
-        with asking.begin(server, path, base | {"max_tokens": 7000, "ignore_eos": True}):  # leaves no room
+        with asking.begin(server, COMPLETIONS, COMPLETION | {"max_tokens": 7000, "ignore_eos": True}):  # leaves no room
             for priority in (5, 1):
                 running.append(ask(priority))
                 wire.wait_until(lambda: asking.num_waiting(server) == len(running))
@@ -755,6 +787,37 @@ ROWS: dict[type[schema.Body], dict[str, Row]] = {
             ),
             refuses(CHAT, FORCED | {"tool_choice": named("nothing")}, "tool_choice"),
         )
+    },
+    schema.EmbeddingRequest: {
+        "model": refuses(EMBEDDINGS, EMBEDDED | {"model": "nobody"}, "model", 404),
+        "input": both(
+            embeds_apart({"input": "a"}, {"input": "b"}),
+            makes(EMBEDDINGS, {"input": "a"}, {"input": ["a", "b"]}, lambda it: len(it.body["data"]), 1, 2),
+            makes(EMBEDDINGS, {"input": [64, 65]}, {"input": [[64], [65, 66]]}, tokens_in, 2, 3),
+        ),
+        "encoding_format": makes(
+            EMBEDDINGS, EMBEDDED, EMBEDDED | {"encoding_format": "base64"}, lambda it: type(numbers(it)[0]), list, str
+        ),
+        "dimensions": makes(
+            EMBEDDINGS, EMBEDDED | {"dimensions": 3}, EMBEDDED | {"dimensions": 2}, lambda it: len(numbers(it)[0]), 3, 2
+        ),
+        "normalize": keeps_length("normalize"),
+        "use_activation": keeps_length("use_activation"),
+        "truncate_prompt_tokens": makes(
+            EMBEDDINGS, {"input": [64, 65, 66]}, {"input": [64, 65, 66], "truncate_prompt_tokens": 2}, tokens_in, 3, 2
+        ),
+        "add_special_tokens": makes(EMBEDDINGS, EMBEDDED, EMBEDDED | {"add_special_tokens": False}, tokens_in, 12, 11),
+        "request_id": makes(
+            EMBEDDINGS,
+            EMBEDDED | {"request_id": "mine"},
+            EMBEDDED | {"request_id": "my/0"},
+            lambda it: it.body["id"].partition("-")[2],
+            "mine",
+            "my/0",
+        ),
+        "cache_salt": salts(EMBEDDINGS, {"input": "embedded " * 30}),
+        "priority": goes_first(EMBEDDINGS, EMBEDDED),
+        "user": reaches_log(EMBEDDINGS, EMBEDDED),
     },
     schema.TokenizeRequest: {
         "model": refuses(TOKENIZE, {"prompt": "a", "model": "nobody"}, "model", 404),

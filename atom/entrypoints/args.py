@@ -42,6 +42,9 @@ Read = Callable[[str], Any]  # a value of the text that was typed; argparse's Ar
 Write = Callable[[Any], list[str]]  # the overrides of a value
 
 
+Group = argparse.ArgumentParser | argparse._ArgumentGroup
+
+
 class Flag(NamedTuple):
     key: str  # the key that it overrides
     about: str
@@ -52,6 +55,19 @@ class Flag(NamedTuple):
     read: Read | None = None  # None: of the type of its field
     write: Write | None = None  # None: it sets its key
 
+
+# what the key of a flag begins with, the first counts -> the group of --help that the flag is in
+GROUPS = {
+    **dict.fromkeys(("checkpoint", "revision", "trust_remote_code", "dtype", "load_dummy", "quant.", "cache"), "model"),
+    **dict.fromkeys(("model.", "sampling", "serve.pooler_config"), "answers and embeddings"),
+    **dict.fromkeys(("parallel.", "serve.enable_expert_parallel", "serve.enable_dp_attention"), "several devices"),
+    **dict.fromkeys(("serve.method", "serve.draft_model", "serve.num_speculative", "serve.acceptance"), "drafts"),
+    **dict.fromkeys(("serve.http.tool_calls", "serve.http.max_top_n_tokens"), "answers and embeddings"),
+    "serve.http.": "server",
+    **dict.fromkeys(("serve.", "device", "seed", "level"), "engine"),
+}
+UNCHANGED = "taken as vLLM has them, with no effect here"
+TITLES = ("model", "engine", "several devices", "drafts", "answers and embeddings", "server", UNCHANGED)
 
 # field of vLLM's --speculative-config -> ours
 SPECULATIVE = {
@@ -188,7 +204,8 @@ class EngineArgs:
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add every flag to the parser, under its name with - and with _."""
+        """Add every flag to the parser, under its name with - and with _, in groups by what it sets."""
+        groups = {title: parser.add_argument_group(title) for title in TITLES}
         about = "any fields of the configuration, put behind what the flags say"
         add_flag(parser, "set", dest="settings", nargs="+", action="extend", metavar="KEY=VALUE", help=about)
         for name, kind, flag in cls.flags():
@@ -200,7 +217,7 @@ class EngineArgs:
                 off = {"dest": name, "action": "store_false", "default": None, "help": argparse.SUPPRESS}
                 add_flag(parser, f"no-{name.replace('_', '-')}", **off)
             names = filter(None, (name.replace("_", "-"), flag.short))
-            add_flag(parser, *names, help=describe(flag), **options)
+            add_flag(groups[group_of(flag)], *names, help=describe(flag), **options)
         return parser
 
     @classmethod
@@ -267,7 +284,14 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}{hint}; {self.prog} --help shows what there is")
 
 
-def add_flag(parser: argparse.ArgumentParser, name: str, *others: str, **options: Any) -> None:
+def group_of(flag: Flag) -> str:
+    """The title that --help has a flag under."""
+    if not flag.key:
+        return UNCHANGED
+    return next(title for prefix, title in GROUPS.items() if flag.key.startswith(prefix))
+
+
+def add_flag(parser: Group, name: str, *others: str, **options: Any) -> None:
     """Add a flag under its name with - and, which the help does not show, with _."""
     parser.add_argument(f"--{name}", *others, **options)
     if "-" in name:

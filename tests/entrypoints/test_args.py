@@ -14,6 +14,7 @@ import pytest
 from atom import LLMEngine
 from atom.config.load import load
 from atom.entrypoints.args import EngineArgs, Parser, name_flags, run_command
+from atom.entrypoints.openai_server import ServerArgs
 from atom.errors import ConfigError, UnsupportedError
 
 MEANS = {
@@ -245,6 +246,26 @@ def test_the_help_shows_the_default_that_applies(name: str):
     shown = re.search(r"\(default: (.*?)(; others are not built yet)?\)", entry)
     assert (shown[1] if shown else None) == DEFAULTS[name]
     assert "_" not in "".join(re.findall(r"--[\w-]+", text)), "only the spelling with - is listed"
+
+
+def test_the_help_has_each_flag_in_a_group():
+    parser = Parser("prog", "A test.")
+    ServerArgs.add_cli_args(parser)
+    first = {}
+    for part in parser.format_help().split("\n\n")[2:]:
+        title, *entries = part.splitlines()
+        first[title] = entries[0].split()[0]
+        assert len(re.findall(r"^  -", part, re.MULTILINE)) <= 25
+    assert first == {
+        "options:": "-h,",
+        "model:": "--model",
+        "engine:": "--device",
+        "several devices:": "--tensor-parallel-size",
+        "drafts:": "--method",
+        "answers and embeddings:": "--max-logprobs",
+        "server:": "--port",
+        "taken as vLLM has them, with no effect here:": "--enable-auto-tool-choice",
+    }
 
 
 def test_the_help_marks_what_is_not_built():

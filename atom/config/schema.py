@@ -301,6 +301,7 @@ class HTTPConfig:
     cors: list[str] = field(default_factory=list)  # origins whose pages may read answers; "*": all
     log: str = one_of("auto", "json", "text")  # lines on stderr; auto: text on a terminal, else JSON
     chat_template: str | None = None  # a file that takes the place of the checkpoint's template
+    chat_template_kwargs: Any = None  # a mapping of variables of templates, under a request's own
     tool_calls: str | None = "auto"  # auto: by chat template, else model file; none, a name, a YAML file
     max_queue: int = number(1024, 1)  # requests that wait for each engine; more are answered 429
     max_input_length: int | None = number(None, 1)  # tokens of a prompt; null: what max_total_tokens leaves

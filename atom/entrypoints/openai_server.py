@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from atom.cli import run
 from atom.config.spelling import override
-from atom.entrypoints.args import ROCM, flag, run_command
+from atom.entrypoints.args import ROCM, flag, read_object, run_command
 from atom.entrypoints.vllm_args import VLLMArgs, VLLMParser, vllm_flag
 
 MAX_TOKENS = 256  # default of max_tokens, as ROCm/ATOM's
@@ -24,6 +24,11 @@ MAX_TOKENS = 256  # default of max_tokens, as ROCm/ATOM's
 
 def write_keys(keys: Sequence[str]) -> list[str]:
     return [override("serve.http.api_keys", ",".join(keys))]
+
+
+def write_template_kwargs(text: str) -> list[str]:
+    name = f"--default-chat-template-kwargs={text}"
+    return [override("serve.http.chat_template_kwargs", read_object(name, text))]
 
 
 @dataclass
@@ -51,6 +56,11 @@ class ServerArgs(VLLMArgs):
     )
     chat_template: str | None = vllm_flag(
         "serve.http.chat_template", "a file with a jinja template", null="the checkpoint's"
+    )
+    default_chat_template_kwargs: str | None = flag(
+        "serve.http.chat_template_kwargs",
+        "JSON of variables of the template, under a request's own chat_template_kwargs",
+        write=write_template_kwargs,
     )
     allowed_origins: tuple[str, ...] | None = vllm_flag("serve.http.cors", "whose pages may read answers; '*': all")
     max_num_queued_reqs: int | None = vllm_flag("serve.http.max_queue", "the same as --max-queue")

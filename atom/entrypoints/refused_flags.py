@@ -75,7 +75,6 @@ VLLM_REFUSED = {
         enable-log-requests enable-log-outputs max-log-len""",
     "the log is of one level and form; --set serve.http.log=json or text chooses the form": """
         uvicorn-log-level log-config-file log-error-stack disable-access-log-for-endpoints aggregate-engine-logging""",
-    "a request says so itself: chat_template_kwargs": "default-chat-template-kwargs",
     "a request says so itself: stream_options.include_usage": "enable-force-include-usage",
     "a request says so itself: return_token_ids": "return-tokens-as-token-ids",
     "a request says so itself: tools with tool_choice=none are left out of the prompt": """
@@ -92,7 +91,6 @@ VLLM_REFUSED = {
         h11-max-incomplete-event-size h11-max-header-count""",
 }
 ROCM_REFUSED = {
-    "a request says so itself: chat_template_kwargs": "default-chat-template-kwargs",
     "no client's words are logged: the line of each request has its counts, times and error": "request-log",
 }
 

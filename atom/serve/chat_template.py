@@ -82,7 +82,8 @@ def encode_plain(
 
     is_continued: the answer begins with the last message.
     """
-    tokenizer, values = context.need_tokenizer(), dict(kwargs or {})
+    tokenizer = context.need_tokenizer()
+    values = {**(context.config.serve.http.chat_template_kwargs or {}), **(kwargs or {})}
     messages = [name_thoughts(message, tokenizer.template_text) for message in messages]
     cut = partial(context.cut, truncate=truncate)
     for message in messages:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +30,7 @@ LOG = logging.getLogger("atom.serve")
 NUM_THREADS = 4  # threads that tokenize and render
 TEMPLATE_SECONDS = 10.0  # after which a chat is refused
 CUT_TOKENS = 64  # spare tokens before the last ones: where a text is cut, its first tokens change
+OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "prefill")
 SHORT = 4096  # bytes of a body that are decoded or tokenized faster than a thread wakes up
 
 T = TypeVar("T")
@@ -167,8 +168,14 @@ class Context:
 
 
 def read_template(config: Config) -> str | None:
-    """The text of serve.http.chat_template."""
-    path = config.serve.http.chat_template
+    """The text of serve.http.chat_template. ConfigError also where the variables of templates have a name of ours."""
+    path, variables = config.serve.http.chat_template, config.serve.http.chat_template_kwargs
+    if not isinstance(variables, Mapping | None):
+        raise ConfigError(
+            f"serve.http.chat_template_kwargs={variables} is no mapping; write {{enable_thinking: false}}"
+        )
+    if taken := next((name for name in variables or () if name in OWN_VARIABLES), None):
+        raise ConfigError(f"serve.http.chat_template_kwargs: {taken} is set for each request; leave it out")
     if path is None:
         return None
     try:

@@ -94,6 +94,7 @@ def test_dtype_seed_and_device_are_those_of_the_configuration(serve: Any):
         ("--max-logprobs 5", "max_top_n_tokens", 5),
         ("--api-key @keys.txt", "api_keys", "@keys.txt"),
         ("--chat-template my.jinja", "chat_template", "my.jinja"),
+        ('--default-chat-template-kwargs {"a":{"b":[1]}}', "chat_template_kwargs", {"a": {"b": [1]}}),
         ("--allowed-origins *", "cors", ["*"]),
         ('--allowed-origins ["http://a","http://b"]', "cors", ["http://a", "http://b"]),
         ("--tool-calls json", "tool_calls", "json"),

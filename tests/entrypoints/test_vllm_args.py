@@ -113,7 +113,7 @@ def test_what_is_not_taken_is_refused_with_a_reason(typed: str):
 
 def test_every_refused_flag_has_one_reason_and_is_taken_nowhere():
     names = [name for reasons in (VLLM_REFUSED, ROCM_REFUSED) for name, _ in refused(reasons)]
-    assert len(set(names)) == len(names) - 1, "only default-chat-template-kwargs is both vLLM's and ROCm/ATOM's"
+    assert len(set(names)) == len(names)
     taken = {name.replace("_", "-") for name, _, _ in ServerArgs.flags()}
     assert not taken & set(names)
     parser = VLLMParser("prog", "A test.")

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 from atom.checkpoint import Tokenizer
 from atom.checkpoint.tokenizer import load_tokenizer
 from atom.config.load import load
-from atom.errors import RequestError
+from atom.errors import ConfigError, RequestError
 from atom.serve.chat_template import Conversation, encode_conversation, name_thoughts, plain_message, read_arguments
-from atom.serve.context import Context
+from atom.serve.context import Context, read_template
 from atom.serve.engine.replicas import Replicas
 from atom.serve.errors import FieldError
 from atom.serve.metrics import Metrics
@@ -26,9 +26,11 @@ def tokenizer(talker: Path) -> Tokenizer:
     return tokenizer
 
 
-def encode(talker: Path, tokenizer: Tokenizer, messages: list[dict[str, Any]], **more: Any) -> Conversation:
+def encode(
+    talker: Path, tokenizer: Tokenizer, messages: list[dict[str, Any]], overrides: tuple[str, ...] = (), **more: Any
+) -> Conversation:
     async def run() -> Conversation:
-        config = load([f"checkpoint={talker}"])
+        config = load([f"checkpoint={talker}", *overrides])
         engines = Replicas(config)
         context = Context(config, engines, Metrics(engines))
         context.tokenizer = tokenizer
@@ -120,6 +122,23 @@ def test_a_template_value_that_is_not_on_the_list(talker: Path, tokenizer: Token
     with pytest.raises(FieldError, match=r"chat_template_kwargs\.messages is not taken") as refused:
         encode(talker, tokenizer, [{"role": "user", "content": "a"}], kwargs={"messages": "b"})
     assert refused.value.param == "chat_template_kwargs"
+
+
+def test_template_values_of_the_server_stand_under_those_of_a_request(talker: Path, tokenizer: Tokenizer):
+    shows = tokenizer.with_template("{{ enable_thinking }} {{ style.tone }}")
+    ours = ("serve.http.chat_template_kwargs={enable_thinking:false,style:{tone:dry}}",)
+    said = [{"role": "user", "content": "a"}]
+    assert encode(talker, shows, said, ours).text == "False dry"
+    assert encode(talker, shows, said, ours, kwargs={"enable_thinking": True}).text == "True dry"
+
+
+def test_a_template_value_that_each_request_sets_is_refused_at_the_start(talker: Path):
+    with pytest.raises(ConfigError, match=r"serve\.http\.chat_template_kwargs: tools is set for each request"):
+        read_template(load([f"checkpoint={talker}", "serve.http.chat_template_kwargs={tools:1}"]))
+    with pytest.raises(
+        ConfigError, match=r"serve\.http\.chat_template_kwargs=1 is no mapping; write \{enable_thinking"
+    ):
+        read_template(load([f"checkpoint={talker}", "serve.http.chat_template_kwargs=1"]))
 
 
 def test_arguments_are_text_where_a_template_joins_them_to_other_texts(tokenizer: Tokenizer):

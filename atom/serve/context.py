@@ -30,7 +30,10 @@ LOG = logging.getLogger("atom.serve")
 NUM_THREADS = 4  # threads that tokenize and render
 TEMPLATE_SECONDS = 10.0  # after which a chat is refused
 CUT_TOKENS = 64  # spare tokens before the last ones: where a text is cut, its first tokens change
-OWN_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "prefill")
+OWN_VARIABLES = {  # of each request, or names that the rendering of chats has itself
+    "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
+    "prefill", "is_continued", "cut", "check",
+}  # fmt: skip
 SHORT = 4096  # bytes of a body that are decoded or tokenized faster than a thread wakes up
 
 T = TypeVar("T")

@@ -133,8 +133,9 @@ def test_template_values_of_the_server_stand_under_those_of_a_request(talker: Pa
 
 
 def test_a_template_value_that_each_request_sets_is_refused_at_the_start(talker: Path):
-    with pytest.raises(ConfigError, match=r"serve\.http\.chat_template_kwargs: tools is set for each request"):
-        read_template(load([f"checkpoint={talker}", "serve.http.chat_template_kwargs={tools:1}"]))
+    for name in ("tools", "cut"):
+        with pytest.raises(ConfigError, match=rf"serve\.http\.chat_template_kwargs: {name} is set for each request"):
+            read_template(load([f"checkpoint={talker}", f"serve.http.chat_template_kwargs={{{name}:1}}"]))
     with pytest.raises(
         ConfigError, match=r"serve\.http\.chat_template_kwargs=1 is no mapping; write \{enable_thinking"
     ):

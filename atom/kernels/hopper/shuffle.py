@@ -6,9 +6,9 @@ A thread of four that share a row of a product's left operand takes 16 consecuti
 columns of all the products of 16 columns that the group is made of. So it loads them at once, and what it unpacks
 from them is where the tensor cores want it. Scales and zeros stay as they are.
 
-Of four numbers of e2m1 in 16 bits, a shift (for the third a rotation of 32 bits, of which the other half has its sign)
-and a mask make bits of bf16, a power of 2 too small: its sign is bit 15, its lowest exponents and highest mantissa bit
-are 8 to 6. Those of the fourth are there but for the last.
+Numbers of e2m1 become bf16, 2^126 times too small, once their sign is bit 15 and their other bits are 8 to 6. So each
+four in 16 bits are stored such that a shift and a mask put the first two there, and a rotation of 32 bits the third,
+whose sign is in the other half. Of the fourth only the mantissa has to be moved.
 """
 
 from __future__ import annotations

@@ -231,8 +231,10 @@ def multiply_packed(x: Tensor, weight: PackedWeight, ends: Tensor, bias: Tensor 
 
 
 class ShuffledExperts:
-    """The products by shuffled experts of one model, which must run one after another: they share the counters of
-    splits."""
+    """The products by shuffled experts of one model.
+
+    They must run one after another, since they share the counters of splits.
+    """
 
     def __init__(self) -> None:
         self._arrived: Tensor | None = None  # for good: graphs hold it

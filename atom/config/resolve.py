@@ -500,7 +500,7 @@ def derive_format(config: Config, names: Collection[str]) -> Quantization:
 
 def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
     """What weights are packed to while they load, as formats with their blocks."""
-    quant = config.quant
+    quant = derive_method(config)
     for pattern in quant.plain:
         check_pattern(pattern, "quant.plain", ConfigError)
     stated = {"quant.fmt": quant.fmt or "none", "quant.experts": quant.experts, "quant.head": quant.head}
@@ -512,6 +512,30 @@ def derive_quant(config: Config, model: ModelConfig) -> QuantConfig:
         has = f"the checkpoint's weights are packed already, as {model.fmt or next(iter(model.formats.values()))}"
         raise ConfigError(f"{packed[0]}={stated[packed[0]]}: {has}; leave it out, or quant=none unpacks them")
     return replace(quant, fmt=fmt, experts=experts, head=head or "plain", kv="auto")
+
+
+def derive_method(config: Config) -> QuantConfig:
+    """Hold quant.method against the checkpoint's quant_method; of plain weights it is the format to pack them to."""
+    quant, method = config.quant, config.quant.method
+    if method is None:
+        return quant
+    known = list(dict.fromkeys((*quantization.READERS, *ONLINE)))
+    if method not in known:
+        hint = f"there is no such choice{did_you_mean(method, known)}; choices: {', '.join(known)}"
+        raise ConfigError(f"quant.method={method}: {hint}")
+    stated = config.hf.get(quantization.KEY) or {}
+    stored = stated.get("quant_method") if isinstance(stated, dict) else None
+    if stored == method:
+        return replace(quant, method=None)
+    if stored is not None:
+        has = f"the quant_method={stored} of the checkpoint's quantization_config"
+        raise ConfigError(f"quant.method={method} is not {has}; leave it out")
+    if method not in ONLINE:
+        hint = f"a plain one is packed to {', '.join(ONLINE)} while it loads"
+        raise ConfigError(f"quant.method={method}: the checkpoint has no quantization_config; {hint}")
+    if quant.fmt != "auto":
+        raise ConfigError(f"quant.method={method} and quant.fmt={quant.fmt}: set one of them")
+    return replace(quant, fmt=method, method=None)
 
 
 def online_format(key: str, stated: str, words: Collection[str]) -> str:

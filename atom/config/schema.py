@@ -225,6 +225,7 @@ class QuantConfig:
     plain: list[str] = field(default_factory=list)  # patterns of modules that stay plain
     act: str = one_of("auto", "none", "fp8", "int8")  # of what packed linears multiply; auto: fp8, int8 as stored
     kv: str = one_of("auto", "fp8")  # of the KV cache; auto: serve.kv_cache_dtype
+    method: str | None = None  # quant_method that a packed checkpoint must have, and that a plain one is packed to
 
     @property
     def asks_act(self) -> bool:

@@ -50,17 +50,11 @@ TOOL_PARSERS = {  # vLLM's name -> serve.http.tool_calls; those of conf/tool_cal
     "qwen3_xml": "qwen3_coder",
     "xlam": "json",
 }
-PACKED = (
-    "awq",
-    "awq_marlin",
-    "gptq",
-    "gptq_marlin",
-    "compressed-tensors",
-    "modelopt",
-    "modelopt_fp4",
-    "mxfp4",
-    "quark",
-)
+QUANTIZATIONS = {  # vLLM's name -> the quant_method in a checkpoint; others are the same
+    "awq_marlin": "awq",
+    "gptq_marlin": "gptq",
+    "modelopt_fp4": "modelopt",
+}
 
 
 def vllm_flag(key: str, about: str, **options: Any) -> Any:
@@ -165,7 +159,11 @@ class VLLMArgs(EngineArgs):
         write=write_load_format,
     )
     quantization: str | None = vllm_flag(
-        "quant.fmt", "fp8 packs plain weights; a packed checkpoint's is its own", short="-q", accepted=PACKED
+        "quant.method",
+        "of the checkpoint, as it says itself; fp8 packs plain weights",
+        short="-q",
+        null="the checkpoint's",
+        read=lambda name: QUANTIZATIONS.get(name, name),
     )
     download_dir: str | None = vllm_flag(
         "cache", "folder for downloads and compiled artifacts", null="~/.cache/atom-run"

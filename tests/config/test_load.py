@@ -245,6 +245,49 @@ def test_the_stored_format_is_read_from_the_checkpoint(write: Write, stated: dic
     assert Type("bf16", (256, 256), model.fmt).num_bytes > 0, "the graph knows it too"
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize(
+    ("stated", "method", "fmt"),
+    [
+        (FP8, "fp8", "auto"),
+        ({"quant_method": "awq", "group_size": 128}, "awq", "auto"),
+        (compressed("pack-quantized"), "compressed-tensors", "auto"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt", "auto"),
+        (None, "fp8", "fp8[1, *]"),
+        (None, "int4", "int4[1, 128]"),
+    ],
+)
+def test_quant_method_is_the_checkpoints_or_packs_a_plain_one(write: Write, stated: Any, method: str, fmt: str):
+    path = write(quantization_config=stated)
+    quant = load([f"checkpoint={path}", f"quant.method={method}"]).quant
+    assert quant.fmt == fmt
+    assert quant == load([f"checkpoint={path}", f"quant.fmt={fmt!r}"]).quant, "artifacts are the same"
+
+
+@pytest.mark.parametrize(
+    ("stated", "overrides", "message"),
+    [
+        (
+            {"quant_method": "awq", "group_size": 128},
+            ["quant.method=fp8"],
+            r"quant\.method=fp8 .* quant_method=awq .*leave",
+        ),
+        (FP8, ["quant.method=gptq"], r"quant\.method=gptq .* quant_method=fp8"),
+        (FP8, ["quant.method=fp8_block"], r"quant\.method=fp8_block .* quant_method=fp8"),
+        (None, ["quant.method=awq"], r"quant\.method=awq: the checkpoint has no quantization_config; .*fp8"),
+        (None, ["quant.method=bitsandbytes"], r"quant\.method=bitsandbytes: there is no such choice; .*awq"),
+        (None, ["quant.method=fp8", "quant=int8"], r"quant\.method=fp8 and quant\.fmt=.*int8.*: set one of them"),
+    ],
+)
+def test_a_quant_method_that_is_not_the_checkpoints_is_refused(
+    write: Write, stated: Any, overrides: list[str], message: str
+):
+    with pytest.raises(ConfigError, match=message):
+        load([f"checkpoint={write(quantization_config=stated)}", *overrides])
+
+
 @pytest.mark.parametrize(
     ("method", "kind"),
     [

@@ -36,7 +36,7 @@ from atom.config.hydra import SEARCHPATH, make_search_path, one_line_errors, reg
 from atom.config.overrides import parse, plain, rewrite
 from atom.config.schema import plain_fields
 from atom.config.spelling import override
-from atom.errors import AtomError, ConfigError, UnsupportedError, one_line
+from atom.errors import AtomError, ConfigError, one_line
 from atom.jobs.start import check_objective, choose_job, has_objectives, keys_of, load_job
 from atom.jobs.sweep_job import Result, Sweep, own_overrides, read_results, run_job
 from atom.jobs.sweep_report import report_results
@@ -118,10 +118,14 @@ def check_fields(texts: Sequence[str], dirs: Sequence[str]) -> None:
 
 
 def check_choices(jobs: Iterable[Sequence[str]], texts: Sequence[str], dirs: Sequence[str]) -> None:
-    """Load the configuration of each job; one that is not supported here fails when it is its turn."""
+    """Load the configuration of each job. ConfigError ends the sweep; a job with another error fails in its turn."""
     for job in jobs:
-        with contextlib.suppress(UnsupportedError):
+        try:
             load_job(choose_job([*job, *search_path_overrides(texts)], dirs), dirs, is_sweep=True)
+        except ConfigError:
+            raise
+        except AtomError:  # of a checkpoint, or not supported here: the job itself reports it
+            continue
 
 
 def is_set(texts: Iterable[str], key: str) -> bool:

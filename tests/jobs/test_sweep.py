@@ -194,6 +194,23 @@ def test_a_sweep_that_would_do_nothing_or_never_end_is_refused(argv: list[str], 
     assert (err.count("\n"), out) == (1, "")
 
 
+def test_a_checkpoint_that_cannot_be_read_fails_alone(
+    checkpoints: Any, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    run_jobs_here(monkeypatch)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    (tmp_path / "empty").mkdir()
+    locations = ["org/name", str(tmp_path / "broken"), str(checkpoints("qwen3")), str(tmp_path / "empty")]
+    assert main(["-m", "job=explain", f"checkpoint={','.join(locations)}"]) != 0
+    err = capsys.readouterr().err
+    assert "atom-run: 3 of 4 jobs failed: job 0, job 1, job 3" in err
+    assert "empty has no config.json" in err
+    assert re.search(r"broken/config\.json", err)
+
+
 def test_a_recipe_may_hold_fields_of_other_jobs_in_a_sweep_too(
     capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -8,11 +8,11 @@ atom-run job=recipe job.output=json
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from rich.console import Console
 
 from atom.config import Config, QuantConfig
 from atom.config.load import load_settings
@@ -20,16 +20,17 @@ from atom.config.recipes import list_recipes, read_recipe
 from atom.config.schema import ParallelConfig
 from atom.config.spelling import override
 from atom.errors import AtomError, ConfigError
-from atom.jobs.tables import make_table
 
 COLUMNS = ("recipe", "what for", "model", "layout", "quant", "measured")
+SHORT = ("recipe", "layout", "quant")  # columns of the table; the others have lines of their own
+MAX_WIDTH = 100  # columns, also in a pipe
 UNMEASURED = "not measured"
 
 
 def run(config: Config) -> int:
     """Print a table or, with job.output=json, an object a recipe; the exit code is 2 where one does not compose."""
     names, faults = config.job.recipes, []
-    table = make_table(*COLUMNS, left=COLUMNS)
+    rows: list[dict[str, str]] = []
     for name in [path.stem for path in list_recipes()] if names is None else names:
         try:
             described = describe_recipe(name)
@@ -39,13 +40,24 @@ def run(config: Config) -> int:
         if config.job.output == "json":
             print(json.dumps(described))
         else:
-            table.add_row(*(str(described[column]) for column in COLUMNS))
-    if table.row_count:
-        width = None if sys.stdout.isatty() else 1000  # lines are not cut in a pipe
-        Console(width=width, markup=False, emoji=False, highlight=False).print(table)
+            rows.append(described)
+    if rows:
+        print_table(rows)
     for fault in faults:
         print(f"atom-run: {fault}", file=sys.stderr)
     return ConfigError.exit_code if faults else 0
+
+
+def print_table(rows: Sequence[Mapping[str, str]]) -> None:
+    """Print the short columns side by side, and under each recipe the long ones, folded at the terminal's width."""
+    width = min(shutil.get_terminal_size((MAX_WIDTH, 0)).columns, MAX_WIDTH)
+    sizes = [max(len(text) for text in (column, *(row[column] for row in rows))) for column in SHORT]
+    for row in ({column: column for column in COLUMNS}, *rows):
+        print("  ".join(row[column].ljust(size) for column, size in zip(SHORT, sizes, strict=True)).rstrip())
+        for column in COLUMNS:
+            if column not in SHORT and row[column] and row[column] != column:
+                name = f"    {column + ':':10}"
+                print(textwrap.fill(row[column], width, initial_indent=name, subsequent_indent=" " * len(name)))
 
 
 def describe_recipe(name: str) -> dict[str, str]:

@@ -276,6 +276,10 @@ class Parser(argparse.ArgumentParser):
             texts += attached.groups() if attached else [text]
         return self.parse_args(texts)
 
+    def locate(self, text: str) -> str:
+        """An error's text, with the file that has the flag it names ahead; here flags have no file."""
+        return text
+
     def error(self, message: str) -> NoReturn:
         unknown = re.search(r"unrecognized arguments: --([\w-]+)", message)
         names = re.findall(r"--([\w-]+)", self.format_help())
@@ -317,7 +321,7 @@ def run_command(
         try:
             return work(args)
         except AtomError as error:
-            error.args = (name_flags(str(error), flags),)
+            error.args = (parser.locate(name_flags(str(error), flags)),)
             raise
 
     return report(parse_and_work)

@@ -289,6 +289,8 @@ class VLLMParser(Parser):
 
     def __init__(self, prog: str, description: str) -> None:
         super().__init__(prog, description)
+        self.file: Path | None = None  # of --config
+        self.flags_of_file: set[str] = set()
         self.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
         self.add_argument("--config", metavar="FILE", help="YAML with flags, which count behind those of this line")
 
@@ -302,7 +304,12 @@ class VLLMParser(Parser):
         except (ConfigError, UnsupportedError) as error:
             error.args = (f"{path}: {error}",)
             raise
+        self.file, self.flags_of_file = path, {name for text in stated if (name := flag_name(text))}
         return super().parse([*stated, *own])
+
+    def locate(self, text: str) -> str:
+        named = {flag_name(word) for word in re.findall(r"(?<![\w-])--[\w-]+", text)}
+        return f"{self.file}: {text}" if named & self.flags_of_file else text
 
 
 def open_config(argv: list[str]) -> tuple[Path | None, list[str], list[str]]:

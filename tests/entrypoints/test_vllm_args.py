@@ -7,16 +7,20 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from atom.config import Config
 from atom.config.load import load
+from atom.entrypoints import openai_server
 from atom.entrypoints.args import EngineArgs, Parser
 from atom.entrypoints.openai_server import ServerArgs
 from atom.entrypoints.refused_flags import REFUSED, ROCM_REFUSED, VLLM_REFUSED, refusal_of, refused
 from atom.entrypoints.vllm_args import VLLMParser
 from atom.errors import ConfigError, UnsupportedError
+
+CONFIGS = Path(__file__).parents[1] / "configs"
 
 MEANS: dict[str, list[str]] = {
     "org/name": ["checkpoint='org/name'"],
@@ -205,3 +209,24 @@ def test_the_command_line_counts_before_the_file(tmp_path: Path):
 def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path):
     with pytest.raises((ConfigError, UnsupportedError), match=re.escape(message)):
         load_yaml(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-num-seqs: 0", r"server\.yaml: .*--max-num-seqs=0"),
+        ("pooler_config: {pooling_type: CLS}", r"server\.yaml: --pooler-config: pooling_type=CLS"),
+        ("quantization: awq", r"server\.yaml: --quantization=awq: the checkpoint has no quantization_config"),
+        ("seed: 1", r"ConfigError: --max-num-seqs=0|ConfigError: .*--max-num-seqs"),
+    ],
+)
+def test_a_value_of_a_file_that_is_refused_late_names_file_and_key(
+    text: str, message: str, tmp_path: Path, capsys: Any
+):
+    (tmp_path / "config.json").write_text((CONFIGS / "qwen3_0.6b.json").read_text())
+    (tmp_path / "server.yaml").write_text(f"model: {tmp_path}\n{text}\n")
+    argv = ["--max-num-seqs=0"] if text == "seed: 1" else []
+    assert openai_server.main(["--config", str(tmp_path / "server.yaml"), *argv]) == 2
+    err = capsys.readouterr().err
+    assert re.search(message, err), err
+    assert ("server.yaml" in err) == (not argv)

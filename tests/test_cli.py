@@ -99,6 +99,11 @@ def test_a_job_gets_its_configuration_and_gives_the_exit_code(job: Any):
             ["model=a/b"],
             "atom-run: ConfigError: model=a/b: model is the name of a file in conf/model; write checkpoint=a/b",
         ),
+        (
+            ["serve", "a/b", "-pp", "2"],
+            "atom-run: ConfigError: -pp is a flag of vLLM: write parallel.pipeline=2, or python -m atom.entrypoints.openai_server -pp 2\n",
+        ),
+        (["-tp2"], "atom-run: ConfigError: -tp is a flag of vLLM: write parallel.tensor=2, or python -m atom.entry"),
         (["--bogus"], "atom-run: ConfigError: unrecognized arguments: --bogus; atom-run --help shows what there is"),
         (["--cfg", "job", "-m"], "atom-run: ConfigError: only one of"),
         (["--cfg", "nope"], "atom-run: ConfigError: argument --cfg/-c: invalid choice"),

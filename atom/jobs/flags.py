@@ -11,6 +11,8 @@ from hydra._internal.utils import get_args_parser
 from atom.config.schema import SET_BY_LOAD, Config, keys
 from atom.errors import ConfigError
 
+VLLM_FLAGS = {"-tp": "parallel.tensor", "-pp": "parallel.pipeline", "-dp": "parallel.replicas", "-q": "quant.method"}
+
 
 def parse_flags(argv: list[str]) -> argparse.Namespace:
     """Parse a command line. ConfigError for what is no flag, with the field that may be meant."""
@@ -20,6 +22,12 @@ def parse_flags(argv: list[str]) -> argparse.Namespace:
         key = find_key(flag[1].replace("-", "_")) if flag else None
         raise ConfigError(f"{message}{f', write {key}=…' if key else ''}; atom-run --help shows what there is")
 
+    for at, text in enumerate(argv):
+        short = re.fullmatch(r"(-[a-z]+)(\d*)", text)
+        if short and (key := VLLM_FLAGS.get(short[1])):
+            value = short[2] or next(iter(argv[at + 1 :]), "N")
+            command = f"python -m atom.entrypoints.openai_server {short[1]} {value}"
+            raise ConfigError(f"{short[1]} is a flag of vLLM: write {key}={value}, or {command}")
     parser: argparse.ArgumentParser = get_args_parser()
     own = parser.add_argument_group(conflict_handler="resolve")
     own.add_argument("--config-dir", "-cd", action="append", default=[])  # Hydra's own takes one only

@@ -47,7 +47,8 @@ svg text {{ fill: var(--text) }} svg text.quiet {{ fill: var(--quiet) }} svg .gr
 </body></html>
 """
 NUM_COLORS = 5
-WIDTH, LABEL, NOTE = 1100, 260, 240  # of bars and timelines; of the texts on both sides of bars
+WIDTH, LABEL, NOTE = 1100, 308, 240  # of bars and timelines; of the texts on both sides of bars
+CHARACTER = 7.5  # the width of a character of these texts, about
 NARROWEST = 0.1  # of a box that is drawn
 
 
@@ -118,7 +119,8 @@ def bars(shown: Sequence[Bar], *, limit: float | None = None) -> str:
     scale, lines = (WIDTH - LABEL - NOTE) / most, []
     for at, each in enumerate(shown):
         y, width = 24 * at + 4, max(each.value * scale, 0.5)
-        lines.append(f'<text x="{LABEL - 8}" y="{y + 13}" text-anchor="end">{shorten(each.label, 40)}</text>')
+        label = shorten(each.label, int((LABEL - 8) / CHARACTER))
+        lines.append(f'<text x="{LABEL - 8}" y="{y + 13}" text-anchor="end">{label}</text>')
         lines.append(f'<rect x="{LABEL}" y="{y}" width="{width:.1f}" height="18" rx="2" fill="var(--c{each.color})"/>')
         if each.least is not None:
             x = LABEL + each.least * scale
@@ -126,6 +128,8 @@ def bars(shown: Sequence[Bar], *, limit: float | None = None) -> str:
                 f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{y - 2}" y2="{y + 20}" stroke="var(--text)" stroke-width="2"/>'
             )
         right = LABEL + max(each.value, each.least or 0.0) * scale + 8
+        if limit is not None and right - 8 <= (line := LABEL + limit * scale) < right + CHARACTER * len(each.text):
+            right = line + 8  # the line would strike the text out
         lines.append(f'<text class="quiet" x="{right:.1f}" y="{y + 13}">{html.escape(each.text)}</text>')
     height = 24 * len(shown) + 4
     if limit is not None:

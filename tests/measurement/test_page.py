@@ -34,6 +34,14 @@ def test_text_stays_text_and_every_part_is_well_formed(part: str):
     assert EVIL[:20] in texts and not any(each.tag == "script" for each in parsed(part).iter())
 
 
+def test_the_line_of_a_limit_strikes_no_text_out():
+    drawn = parsed(page.bars([Bar("left for KV", 95.0, "95.00 GiB", 1), Bar("weights", 5.0, "5.00 GiB")], limit=100.0))
+    (line,) = (each for each in drawn.iter() if each.tag.endswith("line"))
+    notes = [each for each in drawn.iter() if each.tag.endswith("text") and each.get("class") == "quiet"]
+    near, far = (float(each.get("x")) - float(line.get("x1")) for each in notes)
+    assert near > 0 and far < -100
+
+
 def test_bars_and_marks_share_one_scale():
     shown = [Bar("a", 1.0, "one"), Bar("b", 2.0, "two", least=4.0)]
     drawn = parsed(page.bars(shown))

@@ -87,6 +87,24 @@ def test_cached_prefixes_and_preemption_change_nothing(
         engine.prepare(tiny.prompt(65), ONE, pooling=pooling)
 
 
+def test_an_embedding_that_is_aborted_on_its_way_frees_its_blocks_and_leaves_the_others(
+    open_engine: Open, references: Callable[[str], Any]
+):
+    engine = pooling_engine(open_engine, "qwen3", "MEAN")
+    free = engine.scheduler.cache.num_free
+    aborted, kept = (engine.prepare(PROMPTS[3], ONE, pooling="MEAN")[0] for _ in range(2))
+    engine.submit([aborted])
+    engine.submit([kept])
+    engine.step()
+    assert aborted.finish_reason is None and engine.is_running(aborted.request_id), "its prompt takes three steps"
+    engine.abort(aborted.request_id)
+    while engine.has_work:
+        engine.step()
+    assert aborted.finish_reason == "abort"
+    assert engine.scheduler.cache.num_free == free
+    assert_near([kept.embedding], references("qwen3"), "MEAN", [PROMPTS[3]])
+
+
 @pytest.mark.parametrize("divided", [{"tensor_parallel_size": 2}, {"parallel.tensor": 2, "parallel.data": 2}])
 def test_ranks_give_what_the_reference_gives(
     divided: dict[str, Any], open_engine: Open, references: Callable[[str], Any]

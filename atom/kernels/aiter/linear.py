@@ -14,13 +14,13 @@ from atom.kernels.aiter.functions import Aiter
 
 
 def rms_norm(aiter: Aiter, x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1]).contiguous()  # heads of a joined product are not
     return aiter["rms_norm"](rows, weight, eps).view(x.shape)  # type: ignore[no-any-return]
 
 
 def add_rms_norm(aiter: Aiter, a: Tensor, b: Tensor, weight: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
-    normed, total = torch.empty_like(a), torch.empty_like(a)
-    aiter["add_rms_norm"](normed, a, b, total, weight, eps)
+    normed, total = (torch.empty_like(a, memory_format=torch.contiguous_format) for _ in range(2))
+    aiter["add_rms_norm"](normed, a.contiguous(), b.contiguous(), total, weight, eps)
     return normed, total
 
 
@@ -28,15 +28,15 @@ def gated_activate(aiter: Aiter, x: Tensor, *, kind: str, limit: float | None = 
                    alpha: float | None = None) -> Tensor:  # fmt: skip
     """kind is silu"""
     out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
-    aiter["silu_and_mul"](out, x)
+    aiter["silu_and_mul"](out, x.contiguous())
     return out
 
 
 def linear(aiter: Aiter, x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None, *,
            act: str | None = None) -> Tensor:  # fmt: skip
     if not isinstance(weight, PackedWeight):
-        return aiter["linear"](x, weight, bias)  # type: ignore[no-any-return]
-    values = weight.parts["values"]
+        return aiter["linear"](x.contiguous(), weight, bias)  # type: ignore[no-any-return]
+    values, x = weight.parts["values"], x.contiguous()
     if _is_by_token(act):
         quantized, scales = aiter["quantize_tokens"](x, quant_dtype=values.dtype)
     else:
@@ -53,7 +53,7 @@ def norm_linear(aiter: Aiter, x: Tensor, norm: Tensor, weight: Tensor | PackedWe
                 eps: float, kind: str | None = None, act: str | None = None) -> Tensor:  # fmt: skip
     if isinstance(weight, PackedWeight) and _is_by_token(act):
         quantized, scales = _rows_for(x, weight)
-        aiter["rms_norm_quantize"](quantized, x, scales, norm, eps)
+        aiter["rms_norm_quantize"](quantized, x.contiguous(), scales, norm, eps)
         y = _multiply(aiter, quantized, scales, weight, bias, act, x.dtype)
     else:
         y = linear(aiter, rms_norm(aiter, x, norm, eps=eps), weight, bias, act=act)
@@ -64,8 +64,9 @@ def add_norm_linear(aiter: Aiter, a: Tensor, b: Tensor, norm: Tensor, weight: Te
                     bias: Tensor | None = None, *, eps: float, kind: str | None = None,
                     act: str | None = None) -> tuple[Tensor, Tensor]:  # fmt: skip
     if isinstance(weight, PackedWeight) and _is_by_token(act):
-        (quantized, scales), total = _rows_for(a, weight), torch.empty_like(a)
-        aiter["add_rms_norm_quantize"](quantized, a, b, total, scales, norm, eps)
+        quantized, scales = _rows_for(a, weight)
+        total = torch.empty_like(a, memory_format=torch.contiguous_format)
+        aiter["add_rms_norm_quantize"](quantized, a.contiguous(), b.contiguous(), total, scales, norm, eps)
         y = _multiply(aiter, quantized, scales, weight, bias, act, a.dtype)
     else:
         normed, total = add_rms_norm(aiter, a, b, norm, eps=eps)
@@ -79,7 +80,8 @@ def _is_by_token(act: str | None) -> bool:
 
 def _rows_for(x: Tensor, weight: PackedWeight) -> tuple[Tensor, Tensor]:
     """Memory for rows in the fp8 of a weight, and for their scales."""
-    return torch.empty_like(x, dtype=weight.parts["values"].dtype), x.new_empty(len(x), 1, dtype=torch.float32)
+    dtype = weight.parts["values"].dtype
+    return torch.empty(x.shape, dtype=dtype, device=x.device), x.new_empty(len(x), 1, dtype=torch.float32)
 
 
 def _multiply(

@@ -17,7 +17,6 @@ from atom.kernels.aiter.functions import (
     Place,
     Refused,
     find_place,
-    find_root,
     find_version,
     read_signature,
     refuse_signature,
@@ -25,16 +24,6 @@ from atom.kernels.aiter.functions import (
 from atom.kernels.aiter.shuffle import shuffle_tiles
 
 RECORDED = read_contract()["functions"]
-
-
-@pytest.fixture(scope="module")
-def sources(request: pytest.FixtureRequest) -> Path:
-    """AITER's own: of --aiter-source, else of the installed package."""
-    given = request.config.getoption("--aiter-source")
-    root = Path(given) if given else find_root()
-    if root is None:
-        pytest.skip("amd-aiter is not installed, and there is no --aiter-source")
-    return root
 
 
 @pytest.fixture(scope="module")

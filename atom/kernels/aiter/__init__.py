@@ -71,7 +71,10 @@ def _calls(*functions: str, then: Accepts) -> Accepts:
     return accepts
 
 
-def _accepts_norm(_target: Target, x: Type, *_types: Any, **_attributes: Any) -> str | None:
+def _accepts_norm(_target: Target, x: Type, *types: Any, **_attributes: Any) -> str | None:
+    """types: the norm's weight is the last"""
+    if types[-1].dtype != x.dtype:
+        return f"norms {x.dtype} by a weight in it, not in {types[-1].dtype}"
     return _refuse_dtype(x) or (f"rows have {x.shape[-1]} columns, more than {MAX_NORM}"
                                 if int(x.shape[-1]) > MAX_NORM else None)  # fmt: skip
 
@@ -96,7 +99,7 @@ def _accepts_linear(place: int, target: Target, x: Type, *types: Any, kind: str 
     reason = _refuse_dtype(x) if weight.fmt is None and act is None else _refuse_packed(target, x, weight, act)
     if reason is None and kind is not None:
         reason = refuse_target(target, "silu_and_mul") or _accepts_gate(target, x.with_last(weight.shape[0]), kind=kind)
-    return reason or (None if eps is None else _accepts_norm(target, x))
+    return reason or (None if eps is None else _accepts_norm(target, x, types[place - 1]))
 
 
 def _refuse_packed(target: Target, x: Type, weight: Type, act: str | None) -> str | None:
@@ -143,7 +146,9 @@ def _accepts_write(target: Target, q: Type, k: Type, _v: Type, cos: Type | None,
         return "norms q and k both or neither"
     if cache.type.dtype != k.dtype:
         return f"does not bound entries of {cache.type.dtype}"
-    return _refuse_dtype(q) or (refuse_target(target, "rms_norm") if q_norm is not None else None)
+    if q.dtype != "bf16":  # newer versions take no other
+        return f"writes bf16, not {q.dtype}"
+    return None if q_norm is None else refuse_target(target, "rms_norm") or _accepts_norm(target, q, q_norm)
 
 
 def _accepts_both(target: Target, *types: Any, **attributes: Any) -> str | None:

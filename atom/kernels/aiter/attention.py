@@ -21,7 +21,9 @@ def norm_rope_write(aiter: Aiter, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, 
     """cos and sin fp32[T, D / 2]: a row for each token, so a token's position in them is its place."""
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(aiter, q, q_norm, eps=eps), rms_norm(aiter, k, k_norm, eps=eps)
-    keys, values = cache.blocks.unbind(2)
+    _, _, both, heads, dim = cache.blocks.shape
+    # blocks of one entry, since AITER wants powers of two: a slot is a block of these
+    keys, values = cache.blocks.view(-1, 1, both, heads, dim).unbind(2)
     places = torch.arange(len(q), device=q.device)
     rotated, *_ = aiter["rope_and_write"](
         q, k, v, keys, values, batch.slot_mappings[cache.kind], places, cos, sin, k_scale, v_scale,

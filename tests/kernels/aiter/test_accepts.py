@@ -20,7 +20,7 @@ LACKING = Target("cuda", MI300X.features | {"no aiter.attention: x:y: it wants m
 
 LAYER = """\
 def f(x: bf16[T, 256], r: bf16[T, 256], cos: fp32[T, 32], sin: fp32[T, 32], batch: Batch):
-    h, s = add_rms_norm(x, r, W("norm", bf16[256]), eps=1e-06)
+    h, s = add_rms_norm(x, r, W("norm", {norm}[256]), eps=1e-06)
     qkv = linear(h, W("qkv", bf16[512, 256]{fmt}){act})
     q, k, v = split(qkv, sizes=(256, 128, 128))
     heads = split_heads(q, heads=4)
@@ -34,9 +34,14 @@ def f(x: bf16[T, 256], r: bf16[T, 256], cos: fp32[T, 32], sin: fp32[T, 32], batc
     return y"""
 
 
-def text(target: Target, weight: str = "", act: str = "", cache: str = "bf16", kind: str = "silu") -> str:
+def text(target: Target, weight: str = "", act: str = "", cache: str = "bf16", kind: str = "silu",
+         norm: str = "bf16") -> str:  # fmt: skip
     source = LAYER.format(
-        fmt=f', fmt="{weight}"' if weight else "", act=f', act="{act}"' if act else "", cache=cache, kind=kind
+        fmt=f', fmt="{weight}"' if weight else "",
+        act=f', act="{act}"' if act else "",
+        cache=cache,
+        kind=kind,
+        norm=norm,
     )
     return show(lower(parse(source), 1, target, first="quantize"))
 
@@ -65,6 +70,7 @@ def test_a_layer_is_aiters(target: Target, weight: str, act: str):
             {"weight": "fp8[1, *]"},
             "aiter: weights in fp8[1, *] are multiplied by activations in fp8[1, *] alone",
         ),
+        (MI300X, {"norm": "fp32"}, "aiter: norms bf16 by a weight in it, not in fp32"),
         (MI300X, {"cache": "fp8_e4m3"}, "aiter: does not bound entries of fp8_e4m3"),
         (Target("cuda", frozenset({"amd", "gfx90a"})), {}, "aiter: runs on gfx942 and gfx950 alone"),
     ],

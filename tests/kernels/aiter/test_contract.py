@@ -38,6 +38,14 @@ def test_the_recorded_version_takes_what_atom_passes(name: str, recorded: Path):
     assert place in RECORDED and name in DOUBLES
 
 
+def test_newer_sources_have_other_places_and_take_the_same(tmp_path: Path):
+    """Six functions, as files of AITER's repository at later commits than the wheel have them."""
+    newer = json.loads(CONTRACT.with_name("newer.json").read_text())["functions"]
+    root = write_sources(tmp_path, newer)
+    found = {name: find_place(function, root) for name, function in FUNCTIONS.items()}
+    assert {*newer} == {place for place in found.values() if isinstance(place, Place)}
+
+
 def test_the_contract_names_no_function_that_atom_does_not_call():
     assert {*RECORDED} <= {place for function in FUNCTIONS.values() for place in function.places}
 

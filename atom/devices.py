@@ -28,10 +28,18 @@ def find_device() -> str:
     return "cuda" if count_devices() else "cpu"
 
 
+def is_built_for_amd() -> bool:
+    return (_torch_folder() / "libtorch_hip.so").exists()
+
+
+def _torch_folder() -> Path:
+    spec = find_spec("torch")
+    return Path(spec.origin).parent / "lib" if spec is not None and spec.origin else Path()
+
+
 def count_devices() -> int:
     """Count the GPUs that torch is built for and that the driver has for this process."""
-    spec = find_spec("torch")
-    folder = Path(spec.origin).parent / "lib" if spec is not None and spec.origin else Path()
+    folder = _torch_folder()
     counts = (_num_devices(folder, *driver) for built, driver in VENDORS.items() if (folder / built).exists())
     return next((count for count in counts if count > 0), 0)
 

@@ -110,3 +110,10 @@ def test_the_context_is_made_ahead_where_the_driver_can(monkeypatch: pytest.Monk
 def test_another_vendors_context_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     play(monkeypatch, tmp_path, HIP, {"libamdhip64.so": (0, 0, 1)})
     devices._retain_context()  # here, since an exception in a thread fails no test
+
+
+def test_rocm_is_refused_where_torch_is_not_built_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "_torch_folder", lambda: tmp_path)
+    assert not devices.is_built_for_amd()
+    (tmp_path / "libtorch_hip.so").touch()
+    assert devices.is_built_for_amd()

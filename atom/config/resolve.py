@@ -33,7 +33,7 @@ from atom.config.schema import (
     ServeConfig,
 )
 from atom.config.spelling import did_you_mean, spelled
-from atom.devices import count_devices, find_device
+from atom.devices import count_devices, find_device, is_built_for_amd
 from atom.dtypes import BY_NAME, FORMATS, ONLINE
 from atom.errors import CheckpointError, ConfigError, UnsupportedError
 from atom.sampling_params import out_of_range
@@ -60,7 +60,9 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
         limit = f"the {model.max_position} tokens of context that the model was made for"
         raise ConfigError(f"serve.max_model_len={max_model_len} is more than {limit}")
     dtype = stored_dtype(config.hf) if config.dtype == "auto" else config.dtype
-    device = find_device() if config.device == "auto" else config.device
+    device = find_device() if config.device == "auto" else "cuda" if config.device == "rocm" else config.device
+    if config.device == "rocm" and config.job.kind != "explain" and not is_built_for_amd():
+        raise UnsupportedError("device=rocm: the torch that is installed here is not built for AMD's GPUs")
     if config.level == 3 and (device == "cpu" or serve.enforce_eager):
         why = "serve.enforce_eager=true" if serve.enforce_eager else f"device={device}"
         raise UnsupportedError(f"level=3 captures CUDA graphs, {why} has none; there is: 0, 1, 2")

@@ -428,7 +428,7 @@ class Config:
     revision: str | None = None  # of a hub id
     trust_remote_code: bool = False  # run the code that a checkpoint's tokenizer brings
     dtype: str = one_of("auto", *MODEL_DTYPES)  # auto: the checkpoint's
-    device: str = one_of("auto", "cpu", "cuda")  # cuda: a GPU, AMD's too; auto: one where there is one
+    device: str = one_of("auto", "cpu", "cuda", "rocm")  # cuda: a GPU, AMD's too; rocm: AMD's; auto: a GPU where one is
     seed: int = number(0, -(1 << 63), (1 << 63) - 1)  # of what is drawn: tokens, random weights and prompts
     level: int | None = one_of(None, 0, 1, 2, 3)  # 0 reference ops, 1 kernels, 2 compiled, 3 CUDA graphs; null: highest
     tune: bool = False  # measure this model's linears on this GPU, once, and keep the fastest ways in the cache

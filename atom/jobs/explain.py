@@ -6,6 +6,7 @@ atom-run job=explain                                  # each pass: changes, time
 atom-run job=explain job.stage=fuse_qkv > graph.py    # the whole text at that point, which job.graph=graph.py runs
 atom-run job=explain job.gpu=h200                     # the sizes beside a GPU of conf/gpu
 atom-run job=explain job.gpu=h200 device=cuda         # and a GPU's text, whether or not there is one here
+atom-run job=explain job.gpu=mi300x device=rocm       # of AMD's as well, by AITER
 atom-run job=explain parallel=tp4                     # the text and the sizes of each of 4 ranks
 atom-run job=explain job.output=json
 atom-run job=explain job.output=html > page.html      # one page: passes, pieces, kernels, memory, limits

@@ -101,13 +101,9 @@ class Kernel:
     layout: str | None = None  # of its op's weight: one of its backend's layouts; None: as stored
     packed_layout: str | None = None  # of a packed weight
     packed_type: Callable[[Type], Type] | None = None  # the type of its tensor
+    is_for_packed: bool = False  # it takes packed weights alone
     trace: Callable[..., Any] | None = None  # its function in a compiled piece; None: it runs between pieces
     build: Callable[..., object] | None = None  # compiles what it needs for weights of these types; None: nothing
-
-    @property
-    def is_for_packed(self) -> bool:
-        """Whether it takes packed weights alone."""
-        return self.layout is None and self.packed_layout is not None
 
     @property
     def has_layouts(self) -> bool:
@@ -231,3 +227,4 @@ class Backend:
     connect: Callable[[Rendezvous], Communicator] | None = None
     step_kernels: Callable[[], StepKernels] | None = None  # that prepare a step's inputs and sample its tokens
     find_tuner: Callable[[torch.device], Tuner] | None = None  # what it can tune on a device; None: nothing
+    vendor: str | None = None  # the feature of the GPUs that it is for; None: of all

@@ -86,7 +86,7 @@ def int8_linear(x: Tensor, weight: LaidOut, bias: Tensor | None = None, *, act: 
 KERNELS = (
     Kernel(
         ops.linear, "int8", on_device("cpu", accepts_int8, packed=("scaled",), acts=("int8",)), lambda _: int8_linear,
-        packed_layout="panels", packed_type=packed_type, trace=int8_linear, build=build_for,
+        packed_layout="panels", packed_type=packed_type, is_for_packed=True, trace=int8_linear, build=build_for,
     ),
 )  # fmt: skip
 

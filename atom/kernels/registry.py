@@ -42,9 +42,9 @@ ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "cuda": (
         ("reference",),
-        ("hopper", "triton", "reference"),
-        ("hopper", "triton", "generated", "reference"),
-        ("hopper", "triton", "generated", "reference"),
+        ("aiter", "hopper", "triton", "reference"),
+        ("aiter", "hopper", "triton", "generated", "reference"),
+        ("aiter", "hopper", "triton", "generated", "reference"),
     ),
 }
 BACKENDS = tuple(dict.fromkeys(name for levels in ORDER.values() for name in levels[-1]))

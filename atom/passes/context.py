@@ -28,7 +28,9 @@ class PassContext:
     def of(
         cls, target: Target, level: int, mesh: Mesh = ALONE, *, stage: int = 0, keeps_act: bool = False
     ) -> PassContext:
-        return cls(target, backends_of(target.device, level), mesh, stage, keeps_act)
+        backends = backends_of(target.device, level)
+        known = tuple(each for each in backends if each.vendor is None or each.vendor in target.features)
+        return cls(target, known, mesh, stage, keeps_act)
 
     @property
     def piece_compiler(self) -> PieceCompiler | None:

@@ -715,3 +715,18 @@ def test_the_page_of_a_cpu_has_its_pieces_and_why_kernels_refused(run: Any, chec
 def test_what_has_no_page_says_so(argv: list[str], checkpoints: Any, capsys: Any):
     assert main([*argv, f"checkpoint={checkpoints('qwen3')}", "job.output=html"]) != 0
     assert "job.output=html: " in capsys.readouterr().err
+
+
+def test_amds_gpus_get_a_text_of_aiter_without_one_here(run: Any, published: Any):
+    here = (published("qwen3_0.6b"), "device=rocm", "level=1", "job.stage=select_kernels")
+    for gpu in ("mi300x", "mi355x"):
+        code, out, err = run(*here, f"job.gpu={gpu}")
+        assert code == 0, err
+        assert "= aiter.add_norm_linear(" in out and "= aiter.norm_rope_attention(" in out
+    code, out, err = run(*here, "job.gpu=h200")
+    assert code == 0 and "aiter" not in out, err
+
+
+def test_rocm_is_refused_to_run_where_torch_is_for_others(capsys: pytest.CaptureFixture[str], checkpoints: Any):
+    assert main(["job=compile", f"checkpoint={checkpoints('llama')}", "device=rocm"]) != 0
+    assert "device=rocm: the torch that is installed here is not built for AMD's GPUs" in capsys.readouterr().err

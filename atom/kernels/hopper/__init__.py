@@ -61,11 +61,10 @@ def _kernels() -> Iterator[Kernel]:
     accepts: Accepts = on_device("cuda", _accepts_linear, packed=PACKED, acts=ACTS)
     for op in (ops.linear, ops.gated_linear, ops.norm_linear, ops.add_norm_linear):
         load = loader("linear.linear", f"Products.{op.name}")
-        yield Kernel(op, "hopper", accepts, load, packed_layout=LAYOUT)
+        yield Kernel(op, "hopper", accepts, load, packed_layout=LAYOUT, is_for_packed=True)
     accepts = on_device("cuda", _accepts_grouped, packed=PACKED)
-    yield Kernel(
-        ops.grouped_linear, "hopper", accepts, loader("moe", "ShuffledExperts.grouped_linear"), packed_layout=LAYOUT
-    )
+    load = loader("moe", "ShuffledExperts.grouped_linear")
+    yield Kernel(ops.grouped_linear, "hopper", accepts, load, packed_layout=LAYOUT, is_for_packed=True)
 
 
 BACKEND = Backend("hopper", tuple(_kernels()), layouts={LAYOUT: shuffle}, find_features=find_features)

@@ -1,0 +1,194 @@
+"""The backend `aiter`: AMD's own kernels for its CDNA GPUs, of the package amd-aiter.
+
+AITER is imported when a kernel is first called. What the installed version lacks is found out by reading its sources,
+and is among a machine's features, so that a text says why a call of it is left to `triton`.
+
+    h = aiter.add_rms_norm(x, r, W("norm", …), eps=1e-06)
+    y = aiter.linear(h, shuffle(W("y", …, fmt="fp8[1, *]"), "aiter"), act="fp8[1, *]")
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from atom.graph import KV, ops
+from atom.graph.formats import act_of, parse_format
+from atom.graph.ops import Op
+from atom.graph.types import Type
+from atom.kernels.aiter.functions import FUNCTIONS, MISSING, Aiter, Refused, find_place, find_root, find_version
+from atom.kernels.aiter.shuffle import FNUZ, LAYOUT, shuffle
+from atom.kernels.backend import Accepts, Backend, Kernel, LoadContext, Target, on_device
+
+VENDOR = "amd"
+AITER = "aiter"  # the feature of a machine that has amd-aiter
+LACKS = "no aiter."  # begins a feature that says what its version lacks: "no aiter.attention: there is none"
+ARCHES = (FNUZ, "gfx950")  # that AITER has kernels for
+DTYPES = ("bf16", "fp16")
+MAX_NORM = 8192  # columns of a row that norms keep in registers
+MAX_HEAD_DIM = 256
+ROWS, SPAN = 16, 128  # of fp8 weights: rows of a tile; columns that share a scale, of which products take whole ones
+FP8 = "fp8_e4m3"
+
+
+def find_features() -> frozenset[str]:
+    """Of a machine with AMD's GPUs: whether AITER is there, and which functions its version lacks."""
+    root = None if torch.version.hip is None else find_root()
+    if root is None:
+        return frozenset()
+    answers = {name: find_place(function, root) for name, function in FUNCTIONS.items()}
+    lacking = {f"{LACKS}{name}: {each}" for name, each in answers.items() if isinstance(each, Refused)}
+    return frozenset({AITER, *lacking})
+
+
+def find_versions() -> dict[str, str]:
+    """The version of AITER, where this machine's kernels may be its."""
+    found = None if torch.version.hip is None else find_version()
+    return {} if found is None else {AITER: found}
+
+
+def refuse_target(target: Target, *functions: str) -> str | None:
+    """Why a machine cannot call these functions; None: it can."""
+    if not target.features & {*ARCHES}:
+        return f"runs on {' and '.join(ARCHES)} alone"
+    if AITER not in target.features:
+        return f"{MISSING}: the extra amd brings it"
+    lacking = (f"{LACKS}{name}: " for name in functions)
+    found = (each for start in lacking for each in sorted(target.features) if each.startswith(start))
+    return next((f"this version of AITER lacks {each.removeprefix(LACKS)}" for each in found), None)
+
+
+def _calls(*functions: str, then: Accepts) -> Accepts:
+    """What a kernel accepts that calls these functions, and that `then` accepts."""
+
+    def accepts(target: Target, *types: Any, **attributes: Any) -> str | None:
+        return refuse_target(target, *functions) or then(target, *types, **attributes)
+
+    return accepts
+
+
+def _accepts_norm(_target: Target, x: Type, *types: Any, **_attributes: Any) -> str | None:
+    """types: the norm's weight is the last"""
+    if types[-1].dtype != x.dtype:
+        return f"norms {x.dtype} by a weight in it, not in {types[-1].dtype}"
+    return _refuse_dtype(x) or (f"rows have {x.shape[-1]} columns, more than {MAX_NORM}"
+                                if int(x.shape[-1]) > MAX_NORM else None)  # fmt: skip
+
+
+def _refuse_dtype(x: Type) -> str | None:
+    return None if x.dtype in DTYPES else f"computes in {' and '.join(DTYPES)}, not in {x.dtype}"
+
+
+def _accepts_gate(_target: Target, x: Type, *, kind: str, **_attributes: Any) -> str | None:
+    if kind != "silu":
+        return f"has silu gates alone, not {kind}"
+    return _refuse_dtype(x) or (f"gates have {int(x.shape[-1]) // 2} columns, no multiple of 8"
+                                if int(x.shape[-1]) % 16 else None)  # fmt: skip
+
+
+def _accepts_linear(place: int, target: Target, x: Type, *types: Any, kind: str | None = None, act: str | None = None,
+                    eps: float | None = None) -> str | None:  # fmt: skip
+    """Of linears with or without a norm ahead (eps) and gates behind (kind). place: of the weight, behind x"""
+    if len(x.shape) != 2:
+        return "takes rows in two dims"
+    weight: Type = types[place]
+    reason = _refuse_dtype(x) if weight.fmt is None and act is None else _refuse_packed(target, x, weight, act)
+    if reason is None and kind is not None:
+        reason = refuse_target(target, "silu_and_mul") or _accepts_gate(target, x.with_last(weight.shape[0]), kind=kind)
+    return reason or (None if eps is None else _accepts_norm(target, x, types[place - 1]))
+
+
+def _refuse_packed(target: Target, x: Type, weight: Type, act: str | None) -> str | None:
+    """Why AITER has no product of activations in this format by this weight; None: it has one."""
+    if weight.fmt is None:
+        return "has products of quantized activations by packed weights alone"
+    known, (out, inner) = parse_format(weight.fmt), map(int, weight.shape)
+    if known.kind != "scaled" or known.parts["values"].dtype != FP8 or known.parts.keys() != {"values", "scales"}:
+        return f"has no layout of {weight.fmt}"
+    if act is None or act_of(weight.fmt) != act:
+        return f"weights in {weight.fmt} are multiplied by activations in {act_of(weight.fmt)} alone, not in {act or x}"
+    rows, columns = known.block
+    if (rows, columns) not in ((1, None), (SPAN, SPAN)):
+        return f"has no scales of blocks as in {weight.fmt}"
+    if x.dtype != "bf16":
+        return f"products of {act} are bf16, not {x.dtype}"
+    if out % (ROWS if rows == 1 else SPAN) or inner % SPAN:
+        return f"has no layout of {out} x {inner}"
+    return refuse_target(
+        target, *(("quantize_tokens", "linear_by_token") if rows == 1 else ("quantize_spans", "linear_by_block"))
+    )
+
+
+def _accepts_attention(target: Target, q: Type, *types: Any, **_attributes: Any) -> str | None:
+    dim, cache = int(q.shape[-1]), next(each for each in types if isinstance(each, KV))
+    if dim > MAX_HEAD_DIM:
+        return f"heads have {dim} dims, more than {MAX_HEAD_DIM}"
+    if cache.type.dtype == FP8 and FNUZ in target.features:
+        return f"a cache of {FP8} is read on later GPUs than {FNUZ}, which has e4m3fnuz"
+    return _refuse_dtype(q)
+
+
+def _accepts_write(target: Target, q: Type, k: Type, _v: Type, cos: Type | None, _sin: Type | None,
+                   q_norm: Type | None, k_norm: Type | None, cache: KV, *_types: Any,
+                   **_attributes: Any) -> str | None:  # fmt: skip
+    dim = int(q.shape[-1])
+    if cos is None:
+        return "writes rotated keys alone"
+    if 2 * int(cos.shape[-1]) != dim:
+        return f"rotates all {dim} dims of a head, not {2 * int(cos.shape[-1])}"
+    if dim & (dim - 1):
+        return f"heads have {dim} dims, no power of two"
+    if (q_norm is None) != (k_norm is None):
+        return "norms q and k both or neither"
+    if cache.type.dtype != k.dtype:
+        return f"does not bound entries of {cache.type.dtype}"
+    if q.dtype != "bf16":  # newer versions take no other
+        return f"writes bf16, not {q.dtype}"
+    return None if q_norm is None else refuse_target(target, "rms_norm") or _accepts_norm(target, q, q_norm)
+
+
+def _accepts_both(target: Target, *types: Any, **attributes: Any) -> str | None:
+    return _accepts_write(target, *types, **attributes) or _accepts_attention(target, *types, **attributes)
+
+
+def _kernel(op: Op, module: str, accepts: Accepts, *functions: str, acts: tuple[str, ...] = ()) -> Kernel:
+    """A kernel that calls these functions of AITER. acts: the formats of activations that it multiplies"""
+
+    def load(context: LoadContext) -> Callable[..., Any]:
+        function = getattr(importlib.import_module(f"{__name__}.{module}"), op.name)
+        return partial(function, context.share(Aiter))
+
+    accepts = on_device("cuda", _calls(*functions, then=accepts), packed=("scaled",) if acts else (), acts=acts)
+    return Kernel(op, "aiter", accepts, load, packed_layout=LAYOUT if acts else None)
+
+
+def _linear(op: Op, *functions: str) -> Kernel:
+    accepts = partial(_accepts_linear, op.weights[0] - 1)
+    return _kernel(op, "linear", accepts, "linear", *functions, acts=("fp8",))
+
+
+KERNELS = (
+    _kernel(ops.rms_norm, "linear", _accepts_norm, "rms_norm"),
+    _kernel(ops.add_rms_norm, "linear", _accepts_norm, "add_rms_norm"),
+    _kernel(ops.gated_activate, "linear", _accepts_gate, "silu_and_mul"),
+    _linear(ops.linear),
+    _linear(ops.gated_linear),
+    _linear(ops.norm_linear, "rms_norm", "rms_norm_quantize"),
+    _linear(ops.add_norm_linear, "add_rms_norm", "add_rms_norm_quantize"),
+    _kernel(ops.norm_rope_write, "attention", _accepts_write, "rope_and_write"),
+    _kernel(ops.paged_attention, "attention", _accepts_attention, "attention"),
+    _kernel(ops.norm_rope_attention, "attention", _accepts_both, "rope_and_write", "attention"),
+)
+
+BACKEND = Backend(
+    "aiter",
+    KERNELS,
+    layouts={LAYOUT: shuffle},
+    find_features=find_features,
+    find_versions=find_versions,
+    vendor=VENDOR,
+)

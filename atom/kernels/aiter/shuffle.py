@@ -1,0 +1,55 @@
+"""Lay packed weights out for AITER, in tiles of 16 x 16 bytes.
+
+    weight = shuffle(packed)    # once: values in tiles; on gfx942 in fp8_e4m3fnuz, whose scales are twice as large
+
+A tile is 16 rows of two lanes of 16 bytes. The tiles of a strip of 16 rows follow each other, and within one the rows
+of the first lane come before those of the second: what a thread loads is 16 neighbouring bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from atom.graph import PackedWeight
+
+LAYOUT = "aiter"
+ROWS, LANE, LANES = 16, 16, 2  # of a tile: rows, bytes of a lane, lanes
+FNUZ = "gfx942"  # whose matrix cores multiply fp8_e4m3fnuz; later ones fp8_e4m3fn
+NEGATIVE_ZERO = 0x80  # which is the NaN of e4m3fnuz
+
+
+def find_arch() -> str:
+    """The architecture of the AMD GPU that this process sees first, "" without one."""
+    if torch.version.hip is None or not torch.cuda.is_available():
+        return ""
+    name: str = torch.cuda.get_device_properties(0).gcnArchName
+    return name.partition(":")[0]
+
+
+def shuffle(weight: PackedWeight) -> PackedWeight:
+    """A weight [O, I] in fp8, laid out for the GPU that is here."""
+    return lay_out(weight, find_arch())
+
+
+def lay_out(weight: PackedWeight, arch: str) -> PackedWeight:
+    values, scales = weight.parts["values"], weight.parts["scales"].float()
+    if arch == FNUZ:
+        values, scales = to_fnuz(values), scales * 2
+    tiles = shuffle_tiles(values.view(torch.uint8)).view(values.dtype)
+    return replace(weight, parts={**weight.parts, "values": tiles, "scales": scales.contiguous()}, layout=LAYOUT)
+
+
+def shuffle_tiles(values: Tensor) -> Tensor:
+    """u8[O, bytes] -> the same shape, in tiles; O and bytes are multiples of 16 and 32"""
+    rows, columns = values.shape
+    tiles = values.view(rows // ROWS, ROWS, columns // (LANE * LANES), LANES, LANE)
+    return tiles.permute(0, 2, 3, 1, 4).reshape(rows, columns)
+
+
+def to_fnuz(values: Tensor) -> Tensor:
+    """fp8_e4m3fn -> fp8_e4m3fnuz of half the number: its bits, since the exponent's bias is one more"""
+    bits = values.view(torch.uint8)
+    return bits.where(bits != NEGATIVE_ZERO, 0).view(torch.float8_e4m3fnuz)

@@ -1,0 +1,75 @@
+"""AITER's own Triton kernels, called as on an AMD GPU, against the ops' bodies; they need AITER's sources.
+
+They run in Triton's interpreter, or on this machine's GPU, whichever vendor's. The package itself is not imported, since
+that looks for ROCm: of it only these kernels' modules are, and what they ask of the GPU is answered here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from kernels.paged import cached, make_case
+from torch.utils._pytree import tree_map_only
+
+from atom.graph import ops
+from atom.kernels.aiter import attention
+from atom.kernels.aiter.functions import Aiter
+
+
+@pytest.fixture
+def aiter(sources: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Aiter]:
+    for name in loaded():
+        monkeypatch.delitem(sys.modules, name)
+    utils = "aiter.ops.triton.utils"
+    for name in ("aiter", "aiter.ops", "aiter.ops.triton", utils, f"{utils}._triton"):
+        package = ModuleType(name)
+        package.__path__ = [str(sources.joinpath(*name.split(".")))]
+        monkeypatch.setitem(sys.modules, name, package)
+    for name, answers in (("device_info", {"get_num_sms": 2}), ("_triton.arch_info", {"get_arch": "gfx950"})):
+        module = ModuleType(f"{utils}.{name}")
+        module.__dict__.update({key: lambda answer=answer: answer for key, answer in answers.items()})
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        parent, _, last = module.__name__.rpartition(".")
+        setattr(sys.modules[parent], last, module)
+    yield Aiter(sources)
+    for name in loaded():
+        del sys.modules[name]
+
+
+def loaded() -> list[str]:
+    return [name for name in sys.modules if name.partition(".")[0] == "aiter"]
+
+
+def on(device: str, values: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda each: each.to(device, copy=True), values)
+
+
+@pytest.mark.parametrize(("window", "softcap", "has_sinks"), [(None, None, False), (5, None, True), (None, 3.0, False)])
+@pytest.mark.parametrize("prefills", [[], [(5, 9), (1, 20), (3, 3)]], ids=["decodes", "mixed"])
+def test_attention(
+    aiter: Aiter, triton_device: str, prefills: list[tuple[int, int]], window: int | None, softcap: float | None,
+    has_sinks: bool,
+):  # fmt: skip
+    shape: dict[str, Any] = {"kv_heads": 2, "heads": 4, "dim": 16, "window": window, "has_sinks": has_sinks}
+    case, clean = (make_case([17, 6], prefills, foreign=foreign, **shape) for foreign in (0.5, 0.0))
+    attributes = {"scale": 0.3, "window": window, "softcap": softcap}
+    given = attention.paged_attention(aiter, *on(triton_device, case), **attributes).cpu()
+    torch.testing.assert_close(given, ops.paged_attention(*clean, **attributes), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_and_cache_write(aiter: Aiter, triton_device: str, interleaved: bool):
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(5, heads, 16, generator=random) for heads in (6, 2, 2))
+    angles = ops.rotary(torch.tensor([3, 9, 0, 1, 2]), torch.linspace(1, 0.1, 8))
+    args = (q, k, v, *angles, None, None, *cached(torch.zeros(3, 4, 2, 2, 16), torch.tensor([7, 2, 0, 11, 9])))
+    own = on(triton_device, args)
+    given = attention.norm_rope_write(aiter, *own, interleaved=interleaved).cpu()
+    torch.testing.assert_close(given, ops.norm_rope_write(*args, interleaved=interleaved), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own[7].blocks.cpu(), args[7].blocks, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,157 @@
+"""What the kernels of `aiter` hand to AITER's functions gives what the ops' bodies give: layouts, scales, order.
+
+The functions are doubles in plain torch with AITER's recorded signatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernels.aiter_doubles import library, read_contract, unshuffled, write_sources
+from kernels.paged import NAN, cached, make_case
+from torch import Tensor
+
+from atom.graph import PackedWeight, Type, ops
+from atom.graph.ops import Op
+from atom.kernels.aiter import attention, linear
+from atom.kernels.aiter.shuffle import lay_out, to_fnuz
+
+ARCHES = ("gfx942", "gfx950")
+Run = Callable[..., Any]
+
+
+class Kernels:
+    """The kernels of `aiter` over doubles, and the names of those that were called."""
+
+    def __init__(self, root: Path) -> None:
+        self.calls: list[str] = []
+        self._aiter = library(root, read_contract()["functions"], self.calls)
+
+    def __getitem__(self, op: Op) -> Run:
+        return partial(getattr(attention if hasattr(attention, op.name) else linear, op.name), self._aiter)
+
+
+@pytest.fixture
+def kernels(tmp_path: Path) -> Kernels:
+    return Kernels(write_sources(tmp_path, read_contract()["functions"]))
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[-1])).to(dtype)
+
+
+def packed(fmt: str, out: int, inner: int) -> PackedWeight:
+    block = (1, inner) if fmt == "fp8[1, *]" else (128, 128)
+    shape = out // block[0], inner // block[1]
+    values = random(out, inner, dtype=torch.float32).mul_(40).to(torch.float8_e4m3fn)
+    values.view(torch.uint8)[0, :2] = 0x80  # a negative zero, which is the NaN of e4m3fnuz
+    scales = torch.linspace(0.001, 0.02, shape[0] * shape[1]).view(shape)
+    return PackedWeight(Type("bf16", (out, inner), fmt), {"values": values, "scales": scales})
+
+
+def check(given: Any, wanted: Any, tolerance: float = 0.02) -> None:
+    for one, other in zip(*((each,) if isinstance(each, Tensor) else each for each in (given, wanted)), strict=True):
+        torch.testing.assert_close(
+            one.float(), other.float(), rtol=tolerance, atol=tolerance * float(other.abs().max())
+        )
+
+
+def test_every_pattern_of_e4m3_is_half_as_large_in_e4m3fnuz():
+    bits = torch.tensor([each for each in range(256) if each & 0x7F != 0x7F], dtype=torch.uint8)  # not NaN
+    values = bits.view(torch.float8_e4m3fn)
+    assert torch.equal(to_fnuz(values).float() * 2, values.float())
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_a_laid_out_weight_has_the_numbers_of_the_stored_one(arch: str):
+    weight = packed("fp8[128, 128]", 256, 128)
+    laid_out = lay_out(weight, arch)
+    spread = laid_out.parts["scales"].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    numbers = unshuffled(laid_out.parts["values"]).float() * spread
+    assert torch.equal(numbers.bfloat16(), weight.unpack())
+    is_fnuz = laid_out.parts["values"].dtype is torch.float8_e4m3fnuz
+    assert is_fnuz == (arch == "gfx942")
+
+
+def test_norms_and_gates(kernels: Kernels):
+    x, r, w = random(5, 32), random(5, 32) * 2, random(32)
+    check(kernels[ops.rms_norm](x, w, eps=1e-6), ops.rms_norm(x, w, eps=1e-6))
+    heads = random(5, 3, 16).transpose(0, 1)
+    check(kernels[ops.rms_norm](heads, w[:16], eps=1e-6), ops.rms_norm(heads, w[:16], eps=1e-6))
+    part = random(5, 48)[:, 8:40]  # of a joined product
+    check(kernels[ops.rms_norm](part, w, eps=1e-6), ops.rms_norm(part, w, eps=1e-6))
+    check(kernels[ops.add_rms_norm](x, part, w, eps=1e-5), ops.add_rms_norm(x, part, w, eps=1e-5))
+    check(kernels[ops.add_rms_norm](part, r, w, eps=1e-5), ops.add_rms_norm(part, r, w, eps=1e-5))
+    check(kernels[ops.gated_activate](x, kind="silu"), ops.gated_activate(x, kind="silu"))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "arch"), [("", "gfx950"), *((fmt, arch) for fmt in ("fp8[1, *]", "fp8[128, 128]") for arch in ARCHES)]
+)
+def test_linears(kernels: Kernels, fmt: str, arch: str):
+    x, r, norm, bias = random(7, 300)[:, :256], random(7, 256) * 3, random(256), random(256)
+    stored: Any = packed(fmt, 256, 256) if fmt else random(256, 256)
+    weight: Any = lay_out(stored, arch) if fmt else stored
+    act = {"fp8[1, *]": "fp8[1, *]", "fp8[128, 128]": "fp8[1, 128]"}.get(fmt)
+    tolerance = 0.06 if fmt else 0.02  # activations are rounded to other numbers where the largest is not 448
+    for op, args, attributes in (
+        (ops.linear, (x, weight, bias), {}),
+        (ops.linear, (x, weight), {}),
+        (ops.gated_linear, (x, weight), {"kind": "silu"}),
+        (ops.norm_linear, (x, norm, weight, bias), {"eps": 1e-6}),
+        (ops.norm_linear, (x, norm, weight), {"eps": 1e-6, "kind": "silu"}),
+        (ops.add_norm_linear, (x, r, norm, weight, bias), {"eps": 1e-6}),
+        (ops.add_norm_linear, (x, r, norm, weight), {"eps": 1e-6, "kind": "silu"}),
+    ):
+        wanted = op(*(stored if each is weight else each for each in args), act=act, **attributes)
+        check(kernels[op](*args, act=act, **attributes), wanted, tolerance)
+    assert ("rms_norm_quantize" in kernels.calls) == (fmt == "fp8[1, *]"), "norm and quantization are one call"
+
+
+@pytest.mark.parametrize(("interleaved", "has_norms"), [(False, False), (True, True)])
+def test_rope_and_cache_write(kernels: Kernels, interleaved: bool, has_norms: bool):
+    q, k, v = random(5, 6, 16), random(5, 2, 16), random(5, 2, 16) * 2
+    cos, sin = ops.rotary(torch.tensor([3, 9, 0, 1, 2]), torch.linspace(1, 0.1, 8))
+    norms = (random(16), random(16) + 1) if has_norms else (None, None)
+    slots, found = torch.tensor([7, 2, 0, 11, 9]), []
+    for run in (kernels[ops.norm_rope_write], ops.norm_rope_write):
+        blocks = torch.zeros(3, 4, 2, 2, 16, dtype=torch.bfloat16)
+        out = run(q, k, v, cos, sin, *norms, *cached(blocks, slots), eps=1e-6, interleaved=interleaved)
+        found.append((out, blocks))
+    check(*found)
+
+
+@pytest.mark.parametrize(
+    "attributes", [{}, {"window": 5}, {"softcap": 3.0}, {"has_sinks": True}], ids=lambda each: "_".join(each) or "plain"
+)
+@pytest.mark.parametrize("prefills", [[], [(5, 9), (1, 20), (3, 3)]], ids=["decodes", "mixed"])
+def test_paged_attention(kernels: Kernels, attributes: dict[str, Any], prefills: list[tuple[int, int]]):
+    has_sinks, window = attributes.get("has_sinks", False), attributes.get("window")
+    shape = {"kv_heads": 2, "heads": 4, "dim": 16, "window": window, "has_sinks": has_sinks}
+    case, clean = (make_case([17, 6], prefills, foreign=foreign, **shape) for foreign in (NAN, 0.0))
+    run = {"scale": 0.3, "window": window, "softcap": attributes.get("softcap")}
+    check(kernels[ops.paged_attention](*case, **run), ops.paged_attention(*clean, **run), 1e-4)
+
+
+def test_scales_of_an_fp8_cache_multiply_its_entries(kernels: Kernels):
+    case = make_case([9, 4], [(3, 8)], kv_heads=2, heads=4, dim=16, cache_dtype=torch.float8_e4m3fn, foreign=1.0)
+    scales = torch.tensor([0.5]), torch.tensor([3.0])
+    check(kernels[ops.paged_attention](*case, *scales, scale=0.3), ops.paged_attention(*case, *scales, scale=0.3), 1e-4)
+
+
+def test_attention_behind_its_write(kernels: Kernels):
+    case = make_case([5, 9], kv_heads=2, heads=4, dim=16, foreign=0.5)
+    slots = {case.cache.kind: torch.tensor([20, 33])}
+    batch = case.batch._replace(slot_mappings=slots)
+    k, v = random(2, 2, 16, dtype=torch.float32), random(2, 2, 16, dtype=torch.float32)
+    angles, found = ops.rotary(torch.tensor([4, 8]), torch.linspace(1, 0.1, 8)), []
+    for run in (kernels[ops.norm_rope_attention], ops.norm_rope_attention):
+        cache = case.cache._replace(blocks=case.cache.blocks.clone())
+        out = run(case.q, k, v, *angles, None, None, cache, batch, scale=0.3)
+        found.append((out, cache.blocks))
+    check(*found, 1e-4)

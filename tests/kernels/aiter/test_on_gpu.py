@@ -1,0 +1,91 @@
+"""The kernels of `aiter` on an AMD GPU with amd-aiter, against the ops' bodies on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kernels.paged import make_case
+from torch.utils._pytree import tree_map_only
+
+from atom.graph import PackedWeight, Type, ops
+from atom.graph.ops import Op
+from atom.kernels import LoadContext, find_kernel
+from atom.kernels.aiter import find_features
+from atom.kernels.aiter.shuffle import shuffle
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _has_aiter() -> None:
+    if not torch.cuda.is_available() or "aiter" not in find_features():
+        pytest.skip("there is no AMD GPU with amd-aiter here")
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(shape[-1])).to(BF16)
+
+
+def to_gpu(values: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda each: each.cuda(), values)
+
+
+def check(op: Op, args: tuple[Any, ...], attributes: dict[str, Any], own: tuple[Any, ...] | None = None) -> None:
+    """own: the arguments on the GPU, where they are others than the same"""
+    given = find_kernel(op, "aiter").load(LoadContext())(*(own or to_gpu(args)), **attributes)
+    wanted = op(*args, **attributes)
+    for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in (given, wanted)), strict=True):
+        bound = 0.06 * float(other.abs().max())
+        torch.testing.assert_close(one.cpu().float(), other.float(), rtol=0.06, atol=bound)
+
+
+def test_norms_and_gates():
+    x, r, w = random(33, 1024), random(33, 1024) * 2, random(1024)
+    check(ops.rms_norm, (x, w), {"eps": 1e-6})
+    check(ops.add_rms_norm, (x, r, w), {"eps": 1e-6})
+    check(ops.gated_activate, (x,), {"kind": "silu"})
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 512])
+@pytest.mark.parametrize("act", [None, "fp8[1, *]", "fp8[1, 128]"])
+def test_linears(tokens: int, act: str | None):
+    x, norm, weight = random(tokens, 1024), random(1024), random(2048, 1024)
+    stored: Any = weight
+    own: Any = weight.cuda()
+    if act is not None:
+        fmt, block = ("fp8[1, *]", (1, 1024)) if act == "fp8[1, *]" else ("fp8[128, 128]", (128, 128))
+        scales = torch.rand(2048 // block[0], 1024 // block[1]) / 100 + 0.001
+        values = weight.float().mul(40).to(torch.float8_e4m3fn)
+        stored = PackedWeight(Type("bf16", (2048, 1024), fmt), {"values": values, "scales": scales})
+        on_gpu = {name: part.cuda() for name, part in stored.parts.items()}
+        own = shuffle(PackedWeight(stored.type, on_gpu))
+    check(ops.linear, (x, stored), {"act": act}, (x.cuda(), own))
+    fused = {"eps": 1e-6, "kind": "silu", "act": act}
+    check(ops.norm_linear, (x, norm, stored), fused, (x.cuda(), norm.cuda(), own))
+    check(ops.add_norm_linear, (x, x, norm, stored), fused, (x.cuda(), x.cuda(), norm.cuda(), own))
+
+
+@pytest.mark.parametrize("prefills", [[], [(70, 200), (1, 20)]], ids=["decodes", "mixed"])
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks"), [(None, None, False), (16, None, True), (None, 20.0, False)]
+)
+def test_attention(prefills: list[tuple[int, int]], window: int | None, softcap: float | None, has_sinks: bool):
+    shape: dict[str, Any] = {"kv_heads": 2, "heads": 8, "dim": 128, "dtype": BF16}
+    case = make_case([170, 6], prefills, window=window, has_sinks=has_sinks, foreign=0.0, **shape)
+    check(ops.paged_attention, tuple(case), {"scale": 0.09, "window": window, "softcap": softcap})
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_and_cache_write(interleaved: bool):
+    case = make_case([17, 30], kv_heads=2, heads=8, dim=128, dtype=BF16, foreign=0.0)
+    batch = case.batch._replace(slot_mappings={case.cache.kind: torch.tensor([16, 45])})
+    k, v, norm = random(2, 2, 128), random(2, 2, 128), random(128)
+    angles = ops.rotary(torch.tensor([16, 29]), torch.linspace(1, 0.01, 64))
+    args = (case.q, k, v, *angles, norm, norm, case.cache, batch)
+    own = to_gpu(args)
+    check(ops.norm_rope_write, args, {"eps": 1e-6, "interleaved": interleaved}, own)
+    torch.testing.assert_close(own[7].blocks.cpu().float(), case.cache.blocks.float(), rtol=0.06, atol=0.06)

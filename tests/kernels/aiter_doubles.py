@@ -1,0 +1,209 @@
+"""Doubles of AITER's functions: the recorded signatures around bodies in plain torch.
+
+aiter = library(read_contract())
+aiter["rms_norm"](x, weight, 1e-6)      # through rmsnorm2d_fwd(input, weight, epsilon, …) of the contract
+
+A body does what AITER documents or its own tests check with, and checks the layouts that it is given.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from atom.kernels.aiter.functions import FUNCTIONS, Aiter
+
+CONTRACT = Path(__file__).parent / "aiter" / "contract.json"
+
+
+def read_contract() -> dict[str, Any]:
+    """`source`: what was read; `functions`: by place, parameters and defaults"""
+    contract: dict[str, Any] = json.loads(CONTRACT.read_text())
+    return contract
+
+
+def write_sources(folder: Path, functions: dict[str, str]) -> Path:
+    """A source tree with functions of these signatures, which `read_signature` reads."""
+    for place, signature in functions.items():
+        module, _, name = place.partition(":")
+        path = folder.joinpath(*module.split(".")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(f"def {name}({signature}): ...\n")
+    return folder
+
+
+def library(root: Path, functions: dict[str, str], calls: list[str] | None = None) -> Aiter:
+    """AITER as a contract has it. root: of its sources. calls: the names of functions are appended"""
+    names = {place: name for name, function in FUNCTIONS.items() for place in function.places}
+
+    def load(place: str) -> Callable[..., Any]:
+        body = DOUBLES[names[place]]
+
+        def run(given: dict[str, Any]) -> Any:
+            if calls is not None:
+                calls.append(names[place])
+            if names[place] not in ("rope_and_write", "attention"):  # which take strides
+                assert all(each.is_contiguous() for each in given.values() if isinstance(each, Tensor)), place
+            return body(**{key: value for key, value in given.items() if value is not ...})
+
+        scope: dict[str, Any] = {"run": run}
+        exec(f"def double({functions[place]}): return run(locals())", scope)
+        double: Callable[..., Any] = scope["double"]
+        return double
+
+    return Aiter(root, load)
+
+
+def largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max  # 448 of e4m3fn, 240 of e4m3fnuz
+
+
+def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
+    return scaled * weight.float()
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    scales = x.float().abs().amax(-1, keepdim=True) / largest(dtype)
+    return (x.float() / scales).to(dtype), scales
+
+
+def rms_norm(input: Tensor, weight: Tensor, epsilon: float, **_: Any) -> Tensor:
+    assert input.dim() == 2
+    return norm(input, weight, epsilon).to(input.dtype)
+
+
+def add_rms_norm(out: Tensor, input: Tensor, residual_in: Tensor, residual_out: Tensor, weight: Tensor,
+                 epsilon: float, **_: Any) -> None:  # fmt: skip
+    residual_out.copy_(input + residual_in)
+    out.copy_(norm(residual_out, weight, epsilon))
+
+
+def rms_norm_quantize(out: Tensor, input: Tensor, yscale: Tensor, weight: Tensor, epsilon: float, **_: Any) -> None:
+    values, scales = quantize(norm(input, weight, epsilon), out.dtype)
+    assert yscale.shape == scales.shape and yscale.dtype is torch.float32
+    out.copy_(values)
+    yscale.copy_(scales)
+
+
+def add_rms_norm_quantize(out: Tensor, input: Tensor, residual_in: Tensor, residual_out: Tensor, yscale: Tensor,
+                          weight: Tensor, epsilon: float, **_: Any) -> None:  # fmt: skip
+    residual_out.copy_(input + residual_in)
+    rms_norm_quantize(out, residual_out, yscale, weight, epsilon)
+
+
+def silu_and_mul(out: Tensor, input: Tensor) -> None:
+    width = out.shape[-1]
+    out.copy_(F.silu(input[..., :width].float()) * input[..., width:].float())
+
+
+def quantize_tokens(x: Tensor, quant_dtype: torch.dtype, **_: Any) -> tuple[Tensor, Tensor]:
+    return quantize(x, quant_dtype)
+
+
+def quantize_spans(x: Tensor, quant_dtype: torch.dtype, group_size: int, transpose_scale: bool,
+                   **_: Any) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Scales of the shape [T, spans], whose memory is that of [spans, T] where they are transposed."""
+    values, scales = quantize(x.view(len(x), -1, group_size), quant_dtype)
+    scales = scales.squeeze(-1)
+    return values.flatten(1), scales.t().contiguous().view(scales.shape) if transpose_scale else scales
+
+
+def linear(A: Tensor, B: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+    return F.linear(A, B, bias)
+
+
+def unshuffled(values: Tensor) -> Tensor:
+    """Undo the layout (16, 16) of AITER's shuffle_weight, of one byte each, address by address."""
+    rows, columns = values.shape
+    row, column = torch.arange(rows).unsqueeze(1), torch.arange(columns)
+    strip, tile, lane = row // 16 * 16 * columns, column // 32 * 512, column % 32 // 16 * 256
+    return values.view(torch.uint8).flatten()[strip + tile + lane + row % 16 * 16 + column % 16].view(values.dtype)
+
+
+def linear_by_token(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, dtype: torch.dtype,
+                    **_: Any) -> Tensor:  # fmt: skip
+    assert XQ.dtype is WQ.dtype and x_scale.shape == (len(XQ), 1) and w_scale.numel() == len(WQ)
+    assert w_scale.dtype is torch.float32 and w_scale.is_contiguous()
+    y = F.linear(XQ.float() * x_scale, unshuffled(WQ).float() * w_scale.view(-1, 1))
+    return y.to(dtype)
+
+
+def linear_by_block(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, dtype: torch.dtype,
+                    **_: Any) -> Tensor:  # fmt: skip
+    (tokens, inner), out = XQ.shape, len(WQ)
+    assert x_scale.shape == (tokens, inner // 128) and w_scale.shape == (out // 128, inner // 128)
+    by_token = x_scale.reshape(-1).view(inner // 128, tokens).t()
+    x = XQ.float() * by_token.repeat_interleave(128, 1)
+    weight = unshuffled(WQ).float() * w_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return F.linear(x, weight).to(dtype)
+
+
+def rope_and_write(
+    q: Tensor, k: Tensor, v: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor, pos: Tensor,
+    cos: Tensor, sin: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, is_neox: bool, flash_layout: bool,
+    output_zeros: bool = True, **_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    assert flash_layout and not output_zeros and k_scale is None and v_scale is None
+    (_, block_size, heads, dim), half = key_cache.shape, q.shape[-1] // 2
+    assert cos.shape[-1] == half and dim == 2 * half and heads == k.shape[1]
+
+    def rotate(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        for token, place in enumerate(pos.tolist()):
+            for i in range(half):
+                one, other = (i, i + half) if is_neox else (2 * i, 2 * i + 1)
+                a, b, c, s = x[token, :, one].float(), x[token, :, other].float(), cos[place, i], sin[place, i]
+                out[token, :, one], out[token, :, other] = a * c - b * s, b * c + a * s
+        return out
+
+    q_out, k_out = rotate(q), rotate(k)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            key_cache[slot // block_size, slot % block_size] = k_out[token]
+            value_cache[slot // block_size, slot % block_size] = v[token]
+    return q_out, k_out, key_cache, value_cache
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, cu_seqlens_q: Tensor, max_seqlen_q: int, seqused_k: Tensor,
+    max_seqlen_k: int, softmax_scale: float, causal: bool, window_size: tuple[int, int], block_table: Tensor,
+    softcap: float, q_descale: None, k_descale: Tensor | None, v_descale: Tensor | None,
+    sinks: Tensor | None = None, **_: Any,
+) -> None:  # fmt: skip
+    assert causal and q_descale is None
+    starts, lengths, block_size = cu_seqlens_q.tolist(), seqused_k.tolist(), k.shape[1]
+    assert max_seqlen_q >= max(last - first for first, last in itertools.pairwise(starts))
+    assert max_seqlen_k >= max(lengths)
+    group = q.shape[1] // k.shape[2]
+    for row, length in enumerate(lengths):
+        for place, token in enumerate(range(starts[row], starts[row + 1])):
+            position = length - (starts[row + 1] - starts[row]) + place
+            least = 0 if window_size[0] < 0 else max(0, position - window_size[0])
+            at = torch.arange(least, position + 1)
+            blocks = block_table[row, at // block_size].long(), at % block_size
+            for head in range(q.shape[1]):
+                keys, values = (each[(*blocks, head // group)].float() for each in (k, v))
+                keys = keys if k_descale is None else keys * k_descale
+                values = values if v_descale is None else values * v_descale
+                scores = keys @ q[token, head].float() * softmax_scale
+                scores = torch.tanh(scores / softcap) * softcap if softcap > 0 else scores
+                weights = scores if sinks is None else torch.cat((scores, sinks[head].float().view(1)))
+                out[token, head] = weights.softmax(0)[: len(at)] @ values
+
+
+DOUBLES: dict[str, Callable[..., Any]] = {
+    each.__name__: each
+    for each in (
+        rms_norm, add_rms_norm, rms_norm_quantize, add_rms_norm_quantize, silu_and_mul, quantize_tokens,
+        quantize_spans, linear, linear_by_token, linear_by_block, rope_and_write, attention,
+    )
+}  # fmt: skip

@@ -335,6 +335,8 @@ class ServeConfig:
     num_kvcache_blocks: int | None = number(None, 1)  # null: as many as kv_cache_memory holds
     kv_cache_memory: int = number(4 << 30, 1)  # bytes of an engine's KV pool on a CPU; a GPU gives it what is left
     swap_space: int = number(0, 0)  # bytes of host memory a rank, for KV that its pool has no room for; 0: none
+    kv_cache_dir: str | None = None  # folder of files for KV that leaves swap_space; they outlive the server
+    kv_cache_dir_bytes: int = number(64 << 30, 1)  # that they may take; what was used longest ago is removed
     max_model_len: int | None = number(None, 1)  # tokens of prompt and answer; null: the model's
     max_num_seqs: int = number(512, 1)  # sequences in a step
     max_num_batched_tokens: int = number(16384, 1)  # tokens in a step

@@ -156,7 +156,9 @@ class Server:
     async def _end(self) -> str:
         """Wait for the engines to end, unless the end is forced or they are dead; return how they ended."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + (0.0 if self._has_reported_death else END_SECONDS)
+        serve = self._config.serve
+        keep_seconds = 0.0 if serve.kv_cache_dir is None else serve.http.drain_seconds  # to write KV to files
+        end = loop.time() + (0.0 if self._has_reported_death else END_SECONDS + keep_seconds)
         while not self._engines.has_ended() and not self._is_forced and loop.time() < end:
             await asyncio.sleep(POLL_SECONDS)
         return await self._engines.end()

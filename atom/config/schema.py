@@ -320,6 +320,8 @@ class HTTPConfig:
     heartbeat_seconds: float = number(4.0, 0.5)  # of the engine's silence before it is taken for dead
     vllm_metrics: bool = False  # /metrics has vLLM's names and buckets too
     notify_socket: str | None = None  # of systemd, which is told READY=1 and STOPPING=1; null: nobody is told
+    listen_fds: int = number(0, 0)  # sockets that systemd passes, of which there may be one; 0: host and port count
+    listen_pid: int = number(0, 0)  # of the process that it passes them to
 
 
 @dataclass
@@ -357,6 +359,7 @@ class ServeConfig:
     acceptance_length: float | None = number(None, 1, 8)  # tokens a step, by chance; with load_dummy=true alone
     prompt_lookup_min: int = number(2, 1, 16)  # last tokens, at least, that ngram looks up in prompt and answer
     prompt_lookup_max: int = number(4, 1, 16)  # at most; the most come first
+    idle_exit_seconds: float | None = number(None, 0, above=True)  # without a request, before it ends; null: never
     torch_profiler_dir: str | None = None  # folder of the profiler's traces; null: it cannot be started
     profiler_more: bool = False  # shapes, stacks and memory in them
     pooler_config: PoolerConfig = field(default_factory=PoolerConfig)

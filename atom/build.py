@@ -37,6 +37,7 @@ from atom.runtime.engine import Engine
 from atom.runtime.host_blocks import HostBlocks, plan_host_blocks
 from atom.runtime.host_blocks import measure as measure_swap
 from atom.runtime.kv_cache import KVCache, num_blocks_needed, plan_memory
+from atom.runtime.kv_files import KVFiles
 from atom.runtime.kv_scales import PROMPT, KVScales, ScalePlan, ScaleStore, measured_names
 from atom.runtime.model import Model
 from atom.runtime.profiler import Profiler
@@ -53,6 +54,7 @@ from atom.runtime.tune import tune, tune_drafts, use_measured, use_measured_draf
 from atom.runtime.types import CacheKind, Drafting, StepLimits
 from atom.runtime.vocabulary import Vocabulary
 from atom.weights.evaluate import Loaded
+from atom.weights.packed_store import describe_file
 
 VERIFIED_TOKENS = {"cpu": 8, "cuda": 128}  # serve.max_verified_tokens where nothing is said or measured
 TIMED_TOKENS = {"cpu": 64, "cuda": 2048}  # of the prompt whose time is compared with that of loading its KV
@@ -83,6 +85,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             scales = KVScales(graph, tensors)
             store = ScaleStore(measured_names(whole_graph(graph, config)), checkpoint, Cache(Path(config.cache)))
             plan = plan_kv_scales(store, vocabulary, config)
+            stored = [f"seed {config.seed}"] if config.load_dummy else list(map(describe_file, checkpoint.files()))
         serve, mesh = config.serve, mesh_of(config)
         if ranks is None:
             kinds = cache_kinds(graph)
@@ -104,14 +107,21 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             keep_kv_scales(store, values, scales.num_tokens)
         caching = serve.enable_prefix_caching
         host = runner.host
+        if host is not None and serve.kv_cache_dir is not None:
+            kept_in, sizes = Path(serve.kv_cache_dir).expanduser(), host.num_bytes
+            host.files = KVFiles(kept_in, serve.kv_cache_dir_bytes, sizes, pin_memory=config.device != "cpu")
+        files = None if host is None else host.files
+        salt = b"" if files is None else identify_kv(graph, stored, values, serve.block_size)
         caches = [
             KVCache(
                 kinds,
                 num_blocks,
                 serve.block_size,
                 enable_prefix_caching=caching,
+                salt=salt,
                 num_host_blocks=None if host is None else host.num_blocks,
                 costs=None if host is None else host.costs,
+                files=files,
             )
             for _ in mesh.leaders
         ]
@@ -134,6 +144,8 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             seed=config.seed + replica,
             profiler=Profiler(serve.torch_profiler_dir, is_detailed=serve.profiler_more),
             ranks=ranks,
+            files=files,
+            keep=None if files is None else lambda: runner.keep(caches[0].cached_blocks(), serve.http.drain_seconds),
         )
         weakref.finalize(engine, started.pop_all().close)  # what the stack would end now ends with the engine
         return engine
@@ -380,6 +392,16 @@ def gather_kv_scales(scales: KVScales, exchange: Callable[[bytes], list[bytes]])
     """The scales of all stages, each of which has those of its layers; all ranks call this at the same time."""
     every = exchange(msgspec.msgpack.encode(scales.values()))
     return {name: value for own in every for name, value in msgspec.msgpack.decode(own, type=dict[str, float]).items()}
+
+
+def identify_kv(graph: Graph, stored: Sequence[str], scales: Mapping[str, float], block_size: int) -> bytes:
+    """A digest of all that KV depends on beside tokens: the text, which has dtypes and layouts, and the weights.
+
+    stored: descriptions of the weights' files
+    """
+    caches = [f"{cache.name} {cache.kind} {cache.type}" for cache in graph.caches()]
+    parts = [digest_of(graph), *stored, *caches, f"{block_size} {sorted(scales.items())}"]
+    return hashlib.sha256("\n".join(parts).encode()).digest()
 
 
 def keep_kv_scales(store: ScaleStore, values: Mapping[str, float], num_tokens: int) -> None:

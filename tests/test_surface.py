@@ -83,14 +83,14 @@ model.mlp.0: every first skip
 model.mlp.0.router: method score bias groups top_groups renormalize scale
 model.gguf: architecture interleaved norm_offset split ignore_merges
 model.embedded: requirement member sha256 config generation
-serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory swap_space max_model_len max_num_seqs max_num_batched_tokens
+serve: kv_cache_dtype block_size num_kvcache_blocks kv_cache_memory swap_space kv_cache_dir kv_cache_dir_bytes idle_exit_seconds max_model_len max_num_seqs max_num_batched_tokens
 serve: enable_prefix_caching enforce_eager tensor_parallel_size pipeline_parallel_size
 serve: data_parallel_size enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
 serve.pooler_config: pooling_type normalize
 serve: scheduler_delay_factor method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
 serve.http: host port root_path ssl_certfile ssl_keyfile served_model_name api_keys cors log chat_template chat_template_kwargs tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
-serve.http: drain_seconds heartbeat_seconds vllm_metrics notify_socket
+serve.http: drain_seconds heartbeat_seconds vllm_metrics notify_socket listen_fds listen_pid
 job: kind output gpu chat stage pipeline_rank graph save_recipe objective recipes resume entry prune verify export import_from trust
 job: num_prompts input_len output_len dataset_path num_warmups num_iters num_steps
 sampling: temperature max_tokens ignore_eos stop_strings top_k top_p min_p seed n stop_token_ids min_tokens logprobs
@@ -117,6 +117,8 @@ ENVIRONMENT = {
     "ATOM_TORCH_PROFILER_DIR",
     "CUDA_VISIBLE_DEVICES",
     "NOTIFY_SOCKET",
+    "LISTEN_FDS",
+    "LISTEN_PID",
     "VLLM_API_KEY",
     *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),  # torchrun's
 }

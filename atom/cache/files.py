@@ -147,11 +147,18 @@ def discard(path: Path) -> None:
 def sweep_unfinished(parent: Path) -> None:
     """Remove unfinished folders of processes that are dead, and those that are too old."""
     for name in os.listdir(parent):
-        if match := UNFINISHED.fullmatch(name):
-            with contextlib.suppress(OSError):
-                is_ours = match[1] == _host() and not _is_alive(int(match[2]))
-                if is_ours or time.time() - (parent / name).lstat().st_mtime > UNFINISHED_SECONDS:
-                    shutil.rmtree(parent / name, ignore_errors=True)
+        if is_abandoned(parent / name):
+            shutil.rmtree(parent / name, ignore_errors=True)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether a path is unfinished, and its process dead or long at it."""
+    if not (match := UNFINISHED.fullmatch(path.name)):
+        return False
+    with contextlib.suppress(OSError):
+        is_ours = match[1] == _host() and not _is_alive(int(match[2]))
+        return is_ours or time.time() - path.lstat().st_mtime > UNFINISHED_SECONDS
+    return False
 
 
 def _is_alive(pid: int) -> bool:

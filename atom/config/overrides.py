@@ -33,6 +33,7 @@ SECRET = "serve.http.api_keys"
 FORMAT_TEXTS = ("quant.fmt", "quant.experts", "quant.head")
 HTTP_TEXTS = ("serve.http.root_path", "serve.http.ssl_certfile", "serve.http.ssl_keyfile")
 TEXTS = (*LISTS_OF_TEXT, *FORMAT_TEXTS, "checkpoint", "revision", "cache", "recipe", "serve.torch_profiler_dir",
+         "serve.kv_cache_dir",
          "parallel.address", "parallel.key_file", "parallel.host", SECRET, *HTTP_TEXTS, *JOB_TEXTS)  # fmt: skip
 ALIASES = {"serve.kv_cache_block_size": "serve.block_size", "job.import": "job.import_from"}
 TO_COME = {  # the first part of a key, without "serve." -> the feature that it is for

@@ -72,6 +72,10 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
             f"serve.swap_space={serve.swap_space} keeps KV that is found again by its prefix; "
             "set serve.enable_prefix_caching=true"
         )
+    if serve.kv_cache_dir is not None and not serve.swap_space:
+        raise ConfigError(
+            f"serve.kv_cache_dir={serve.kv_cache_dir} keeps what leaves host memory; set serve.swap_space too"
+        )
     if config.tune and (device == "cpu" or config.level == 0 or config.job.kind in ("explain", "cache")):
         why = "level=0 has no kernels for them" if config.level == 0 else f"job={config.job.kind} opens no model"
         why = f"device={device} has none" if device == "cpu" else why
@@ -211,6 +215,7 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
                       if (size := getattr(config.parallel, name)) > 1)  # fmt: skip
         raise UnsupportedError(f"{stated}: ranks on GPUs are not built yet; there is: device=cpu")
     check_pipeline(config, model)
+    check_files(config)
     if not divides_heads(ranks, model.attention):
         most = min(model.attention.heads, MAX_RANKS)  # config.json may state any number of heads
         fitting = [each for each in range(1, most + 1) if divides_heads(each, model.attention)]
@@ -255,6 +260,15 @@ def check_pipeline(config: Config, model: ModelConfig) -> None:
         raise UnsupportedError(f"{stated} with job=profile is not built yet; profile it with parallel.pipeline=1")
     if job.graph is not None:
         raise ConfigError(f"job.graph={job.graph} is one text, and each stage has its own; set parallel.pipeline=1")
+
+
+def check_files(config: Config) -> None:
+    """Check that one rank has all KV of an engine, where it is kept in files."""
+    parallel = config.parallel
+    for name in ("tensor", "pipeline", "data"):
+        if config.serve.kv_cache_dir is not None and (size := getattr(parallel, name)) > 1:
+            instead = "leave serve.kv_cache_dir out, or use parallel.replicas"
+            raise UnsupportedError(f"parallel.{name}={size} with serve.kv_cache_dir is not built yet; {instead}")
 
 
 def check_replicas(config: Config, device: str) -> None:

@@ -321,6 +321,8 @@ class HTTPConfig:
     heartbeat_seconds: float = number(4.0, 0.5)  # of the engine's silence before it is taken for dead
     vllm_metrics: bool = False  # /metrics has vLLM's names and buckets too
     notify_socket: str | None = None  # of systemd, which is told READY=1 and STOPPING=1; null: nobody is told
+    listen_fds: int = number(0, 0)  # sockets that systemd passes, of which there may be one; 0: host and port count
+    listen_pid: int = number(0, 0)  # of the process that it passes them to
 
 
 @dataclass
@@ -336,6 +338,8 @@ class ServeConfig:
     num_kvcache_blocks: int | None = number(None, 1)  # null: as many as kv_cache_memory holds
     kv_cache_memory: int = number(4 << 30, 1)  # bytes of an engine's KV pool on a CPU; a GPU gives it what is left
     swap_space: int = number(0, 0)  # bytes of host memory a rank, for KV that its pool has no room for; 0: none
+    kv_cache_dir: str | None = None  # folder of files for KV that leaves swap_space; they outlive the server
+    kv_cache_dir_bytes: int = number(64 << 30, 1)  # that they may take; what was used longest ago is removed
     max_model_len: int | None = number(None, 1)  # tokens of prompt and answer; null: the model's
     max_num_seqs: int = number(512, 1)  # sequences in a step
     max_num_batched_tokens: int = number(16384, 1)  # tokens in a step
@@ -356,6 +360,7 @@ class ServeConfig:
     acceptance_length: float | None = number(None, 1, 8)  # tokens a step, by chance; with load_dummy=true alone
     prompt_lookup_min: int = number(2, 1, 16)  # last tokens, at least, that ngram looks up in prompt and answer
     prompt_lookup_max: int = number(4, 1, 16)  # at most; the most come first
+    idle_exit_seconds: float | None = number(None, 0, above=True)  # without a request, before it ends; null: never
     torch_profiler_dir: str | None = None  # folder of the profiler's traces; null: it cannot be started
     profiler_more: bool = False  # shapes, stacks and memory in them
     pooler_config: PoolerConfig = field(default_factory=PoolerConfig)

@@ -25,6 +25,7 @@ from atom.runtime.bisect_failures import Part, describe, execute
 from atom.runtime.data_parallel import DataParallelBuilder, DataParallelScheduler
 from atom.runtime.detokenizer import Detokenizer
 from atom.runtime.grammar import GrammarCompiler
+from atom.runtime.kv_files import KVFiles
 from atom.runtime.metrics import EngineStats
 from atom.runtime.output import Stream
 from atom.runtime.profiler import Profiler
@@ -35,6 +36,8 @@ from atom.runtime.step_input import Runner
 from atom.runtime.types import Matcher, Plan, Sequence, StreamCallback
 from atom.runtime.vocabulary import Vocabulary
 from atom.sampling_params import SamplingParams
+
+FETCH_SECONDS = 0.01  # to wait for files, where nothing else is to be done, before messages are read again
 
 
 class Engine:
@@ -50,14 +53,17 @@ class Engine:
         seed: int,
         profiler: Profiler | None = None,
         ranks: Ranks | None = None,
+        files: KVFiles | None = None,
+        keep: Callable[[], object] | None = None,
     ) -> None:
-        """ranks: that take the runner's steps too"""
+        """ranks: that take the runner's steps too. files: of KV; keep: writes what is still in memory, at the end"""
         self.runner = runner
         self.scheduler = scheduler
         self.builder = builder
         self.vocabulary = vocabulary
         self.profiler = profiler or Profiler(None)
         self._ranks = ranks
+        self._files, self._keep = files, keep
         self.metrics = EngineStats(scheduler.stats)
         self._streams: dict[str, Stream] = {}  # by sequence id
         self._requests: dict[str, list[Sequence]] = {}
@@ -152,7 +158,12 @@ class Engine:
             self._ranks.watch(callback)
 
     def close(self) -> None:
-        """End the processes of other ranks."""
+        """Write the KV that is to be kept in files, and end the processes of other ranks."""
+        if self._keep is not None:
+            keep, self._keep = self._keep, None
+            keep()
+        if self._files is not None:
+            self._files.close()
         if self._ranks is not None:
             self._ranks.close()
 
@@ -179,6 +190,8 @@ class Engine:
             num_blocks_used=num_used,
             num_host_blocks=num_host,
             num_host_blocks_used=num_host_used,
+            num_read_blocks=0 if self._files is None else self._files.num_read,
+            num_written_blocks=0 if self._files is None else self._files.num_written,
         )
 
     def step(self, on_plan: Callable[[], object] | None = None) -> list[Sequence]:
@@ -200,6 +213,8 @@ class Engine:
             if not plan.rows:
                 break
             self._pending.append(self._execute(plan))
+        if self._files is not None and not self._pending and self.scheduler.has_work:
+            self._files.wait(FETCH_SECONDS)
         if self._pending:
             outcomes = [each if isinstance(each, Exception) else each.wait() for _, each in self._pending[0]]
             for (part, _), outcome in zip(self._pending.popleft(), outcomes, strict=True):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from atom.errors import CapacityError, naming_a_lack_of_memory
 from atom.runtime.kv_cache import SAVED_BYTES
+from atom.runtime.kv_files import Block, KVFiles
 from atom.runtime.model import Model
 from atom.runtime.request_state import zeros
 from atom.runtime.step_input import BatchShape
@@ -46,6 +47,7 @@ class HostBlocks:
         """num_blocks: by cache kind, block 0 included. CapacityError where memory does not hold them, or pin them."""
         self.num_blocks = num_blocks
         self.costs: SwapCosts | None = None
+        self.files: KVFiles | None = None  # where blocks go that are pushed out of host memory
         self._model = model
         caches = model.graph.caches()
         widths = {
@@ -56,10 +58,11 @@ class HostBlocks:
         self._unit = torch.int64 if divisor % torch.int64.itemsize == 0 else torch.uint8
         self._widths = {kind: [width // self._unit.itemsize for width in each] for kind, each in widths.items()}
         sizes = {kind: sum(each) for kind, each in self._widths.items()}
+        self.num_bytes = {kind: size * self._unit.itemsize for kind, size in sizes.items()}  # of a block
         self._stream = None if model.is_cpu else torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
         self._last: torch.cuda.Event | None = None  # the end of the newest copies, which no step waits for yet
         self._due: torch.cuda.Event | None = None  # likewise of those that the next step waits for
-        num_bytes = sum(num_blocks[kind] * size for kind, size in sizes.items()) * self._unit.itemsize
+        num_bytes = sum(num_blocks[kind] * size for kind, size in self.num_bytes.items())
         with naming_a_lack_of_memory(f"serve.swap_space: the system has no {num_bytes} bytes for it; lower it"):
             self._rows = {
                 kind: zeros((num_blocks[kind], size), self._unit, torch.device("cpu")) for kind, size in sizes.items()
@@ -72,7 +75,7 @@ class HostBlocks:
                 weakref.finalize(self, unpin, rows.data_ptr()).atexit = False
 
     def copy(self, copies: BlockCopies) -> None:
-        """Start copies, once the steps before are over: saves before loads."""
+        """Start copies, once the steps before are over: writes, fills, saves, then loads."""
         self._last = None
         if self._stream is None:
             self._copy(copies)
@@ -93,13 +96,67 @@ class HostBlocks:
             torch.cuda.current_stream().wait_event(self._due)
         self._due, self._last = self._last, None
 
+    def keep(self, kept: Iterable[tuple[str, int, int, bytes]], seconds: float) -> None:
+        """Write blocks to files, the most important first, for so long: a kind, a block or one of the host, a key."""
+        assert self.files is not None, "only a cache with files keeps blocks"
+        if not self._model.is_cpu:
+            torch.cuda.synchronize()
+        end = time.perf_counter() + seconds
+        for age, (kind, block, row, key) in enumerate(kept):
+            if time.perf_counter() > end:
+                break
+            if not self.files.has(key, kind):
+                content = self._rows[kind][row] if row else self._read(kind, block)
+                self.files.write([Block(key, kind, content.view(torch.uint8), age=age)])
+                self.files.flush(end - time.perf_counter())
+
+    @torch.inference_mode()
+    def _read(self, kind: str, block: int) -> Tensor:
+        return torch.cat([cache[block] for cache in self._caches(kind)]).cpu()
+
     @torch.inference_mode()
     def _copy(self, copies: BlockCopies) -> None:
+        for kind, written in copies.writes.items():
+            self._write(kind, written)
+        for kind, filled in copies.fills.items():
+            for row, content in filled:
+                self._fill(kind, row, content)
         for named, run in ((copies.saves, self._save), (copies.loads, self._load)):
             for kind, pairs in named.items():
                 size = len(self._staging) // sum(self._widths[kind])
                 for start in range(0, len(pairs), size):
                     run(kind, pairs[start : start + size])
+
+    def _write(self, kind: str, written: Sequence[tuple[int, bytes]]) -> None:
+        """Have files written of rows that something else is copied to next."""
+        assert self.files is not None, "only a cache with files plans writes"
+        blocks, ready = [], None
+        if self._stream is not None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready = event.synchronize
+        for row, key in written:
+            held = self._rows[kind][row]
+            content = torch.empty_like(held, pin_memory=self._stream is not None)
+            if self._stream is None:
+                content.copy_(held)
+            else:  # by the device, since the stream has yet to write the row
+                staged = self._staging[: len(held)]
+                staged.copy_(held, non_blocking=True)
+                content.copy_(staged, non_blocking=True)
+            blocks.append(Block(key, kind, content.view(torch.uint8), ready))
+        if self._stream is not None:
+            event.record()
+        self.files.write(blocks)
+
+    def _fill(self, kind: str, row: int, content: Tensor) -> None:
+        """Copy what was read from a file to a row of the host, by the device, whose stream may still read the row."""
+        held = self._rows[kind][row]
+        if self._stream is None:
+            held.copy_(content.view(self._unit))
+        else:
+            staged = self._staging[: len(held)]
+            staged.copy_(content.view(self._unit), non_blocking=True)
+            held.copy_(staged, non_blocking=True)
 
     def _save(self, kind: str, pairs: Pairs) -> None:
         staged, index = self._staged(kind, pairs)

@@ -20,14 +20,17 @@ found there alone takes blocks again and is copied back. These copies go with th
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import islice
 from typing import NamedTuple
 
 from atom.errors import CapacityError, ConfigError
+from atom.runtime.kv_files import Fetch, KVFiles, chain, digest_of
 from atom.runtime.prefix_cache import TOKEN_BYTES, Prefix, PrefixCache, pack
 from atom.runtime.types import BlockCopies, CacheKind, Sequence, StepLimits, SwapCosts
 
@@ -120,6 +123,10 @@ class BlockPool:
         self.host = host
         self.saves: list[tuple[int, int]] = []  # of blocks to the host's, to come with the next plan
         self.is_overwritten = False  # one of these blocks is taken already
+        self.files: KVFiles | None = None  # where the host's blocks go
+        self.writes: list[tuple[int, bytes]] = []  # blocks of the host to files, by key, to come with the next plan
+        self.fills: list[tuple[int, object]] = []  # blocks of the host from files, likewise
+        self.fresh: set[int] = set()  # blocks of the host that the next plan's copies write to
         self._prefixes = prefixes
 
     @property
@@ -133,6 +140,8 @@ class BlockPool:
         else:
             block, _ = self.cached.popitem(last=False)
             self.is_overwritten |= self._save(block) and not to_load
+            if self.files is not None:
+                self.writes.append((block, digest_of(self._prefix_of(block))))
             self._prefixes.forget(self._prefix_of(block), self.name)
             self.prefix[block] = None
         self.num_holders[block] = 1
@@ -170,14 +179,25 @@ class BlockPool:
         """Whether it holds the prefix's last tokens, or the host does."""
         return self.name in prefix.blocks or (on_host and self.host is not None and self.host.name in prefix.blocks)
 
+    @property
+    def can_refill(self) -> bool:
+        """Whether a block of the host is free that the next plan's copies leave alone."""
+        return bool(self.blank) or (bool(self.cached) and next(iter(self.cached)) not in self.fresh)
+
+    def refill(self, prefix: Prefix) -> int:
+        """Take a block of the host for the content of a prefix, which the next plan's copies bring."""
+        block = self.take()
+        self.publish(block, prefix)
+        self.release(block)
+        self.fresh.add(block)
+        return block
+
     def _save(self, block: int) -> bool:
         """Have a cached block copied to the host, if it is not there; whether it is to be."""
         prefix, host = self._prefix_of(block), self.host
-        if host is None or host.name in prefix.blocks or not host.num_free:
+        if host is None or host.name in prefix.blocks or not host.can_refill:
             return False
-        copy = host.take()
-        host.publish(copy, prefix)
-        host.release(copy)
+        copy = host.refill(prefix)
         self.saves.append((block, copy))
         return True
 
@@ -211,12 +231,14 @@ class KVCache:
         salt: bytes = b"",
         num_host_blocks: Mapping[str, int] | None = None,
         costs: SwapCosts | None = None,
+        files: KVFiles | None = None,
     ) -> None:
         """num_blocks: with block 0, where padding reads and writes. salt: all that the KV of this engine depends on.
 
-        num_host_blocks: likewise, in host memory, if any. costs: of loading from there; None: it always pays
+        num_host_blocks: likewise, in host memory, if any. costs: of loading from there; None: it always pays.
+        files: where blocks go that are pushed out of there
         """
-        self.block_size = block_size
+        self.block_size, self._width = block_size, block_size * TOKEN_BYTES
         self.enable_prefix_caching = enable_prefix_caching
         self.prefixes = PrefixCache()
         self.costs = costs
@@ -228,11 +250,15 @@ class KVCache:
         self.pools = [
             BlockPool(kind, num_blocks[kind.name], self.prefixes, host=self.host_pools.get(kind.name)) for kind in kinds
         ]
+        self.files = files
+        for host in self.host_pools.values():
+            host.files = files
         self._full = [pool for pool in self.pools if pool.window is None]
         self._windows = [pool for pool in self.pools if pool.window is not None]
         self._salt = salt
         self._published: dict[Sequence, tuple[Prefix, int]] = {}  # its last prefix in the tree, and how many blocks
         self._loads: dict[Sequence, dict[str, list[tuple[int, int]]]] = {}  # by kind: blocks, and those of the host
+        self._fetches: dict[Sequence, Fetch] = {}
 
     @property
     def num_free(self) -> dict[str, int]:
@@ -309,11 +335,99 @@ class KVCache:
             if pool.saves:
                 saves[pool.name] = pool.saves
             pool.saves, pool.is_overwritten = [], False
+        writes, fills = dict[str, list[tuple[int, bytes]]](), dict[str, list[tuple[int, object]]]()
+        for kind, host in self.host_pools.items():
+            if host.writes:
+                writes[kind] = host.writes
+            if host.fills:
+                fills[kind] = host.fills
+            host.writes, host.fills = [], []
+            host.fresh.clear()
         for sequence in list(self._loads):
             for kind, pairs in self._loads[sequence].items():
                 loads.setdefault(kind, []).extend(pairs)
             self._forget_loads(sequence)
-        return BlockCopies(saves, loads, is_urgent) if saves or loads else None
+        copies = BlockCopies(writes, fills, saves, loads, is_urgent)
+        return copies if writes or fills or saves or loads else None
+
+    def fetch(self, sequence: Sequence) -> None:
+        """Begin to read the sequence's blocks that are in files alone."""
+        if self.files is None:
+            return
+        content, path = self._find_path(sequence)
+        first = self._count_hit(path, on_host=True)
+        most = min(pool.num_blocks - 1 for pool in self.host_pools.values())
+        content = content[first * self._width : (first + most) * self._width]
+        if not content:
+            return
+        key = digest_of(path[first - 1]) if first else chain(b"", self._salt + sequence.salt)
+        seconds = math.inf
+        if self.costs is not None:  # no longer than it takes to compute them
+            seconds = self.costs.compute_token_seconds * (len(content) // TOKEN_BYTES)
+
+        def needs(num_blocks: int) -> dict[str, int]:
+            query = (first + num_blocks) * self.block_size
+            return {
+                pool.name: 0 if pool.window is None else max(pool.first_seen(query, self.block_size) - first, 0)
+                for pool in self.pools
+            }
+
+        fetch = Fetch(key, content, self._width, needs, first, sequence, time.perf_counter() + seconds)
+        self._fetches[sequence] = fetch
+        self.files.fetch(fetch)
+
+    def is_fetching(self, sequence: Sequence) -> bool:
+        """Whether blocks of the sequence are being read, and it should wait for them."""
+        fetch = self._fetches.get(sequence)
+        if fetch is not None and fetch.is_late:
+            del self._fetches[sequence]
+            return False
+        return fetch is not None
+
+    def drop_fetch(self, sequence: Sequence) -> None:
+        if (fetch := self._fetches.pop(sequence, None)) is not None:
+            fetch.is_dropped = True
+
+    def take_fetched(self) -> None:
+        """Give blocks that were read a place on the host, where `match_prefix` finds them."""
+        for fetch in [] if self.files is None else self.files.take_fetched():
+            self._fetches.pop(fetch.sequence, None)
+            self._refill(fetch)
+
+    def _refill(self, fetch: Fetch) -> None:
+        sequence = fetch.sequence
+        prefix = self.prefixes.extend(None, self._salt + sequence.salt)
+        content = pack(sequence.tokens(0, fetch.first * self.block_size)) + fetch.content
+        for index in range(fetch.first + len(fetch.blocks)):
+            if prefix is None:  # another one has its hash
+                return
+            child = self.prefixes.extend(prefix, content[index * self._width : (index + 1) * self._width])
+            if child is None:
+                self.prefixes.prune(prefix)
+                return
+            child.num_users += 1  # while others are pushed out
+            for pool in self.pools:
+                host = self.host_pools[pool.name]
+                if (held := child.blocks.get(host.name)) is not None:
+                    host.release(host.share(held))  # used last
+                elif index >= fetch.first and pool.name not in child.blocks:
+                    row = fetch.blocks[index - fetch.first].get(pool.name)
+                    if row is not None and host.can_refill:
+                        host.fills.append((host.refill(child), row))
+            child.num_users -= 1
+            prefix = child
+        self.prefixes.prune(prefix)
+
+    def cached_blocks(self) -> Iterator[tuple[str, int, int, bytes]]:
+        """All cached blocks, the last used first: kind, block or 0, the host's block or 0, key of the file."""
+        for pool in self.pools:
+            held = [(block, 0) for block in reversed(pool.cached)]
+            host = self.host_pools[pool.name]
+            held += [(0, block) for block in reversed(host.cached) if block not in host.fresh]
+            for block, copy in held:
+                prefix = pool.prefix[block] if block else host.prefix[copy]
+                assert prefix, "a cached block has a prefix"
+                yield pool.name, block, copy, digest_of(prefix)
 
     def fork(self, parent: Sequence, child: Sequence) -> int:
         """Give the child the full blocks, less than all, of the prompt that its parent computed; their tokens.
@@ -389,8 +503,18 @@ class KVCache:
         """
         if not self.enable_prefix_caching:
             return []
-        limit = (sequence.num_tokens - 1) // self.block_size
-        content, width = pack(sequence.tokens(0, limit * self.block_size)), self.block_size * TOKEN_BYTES
+        _, path = self._find_path(sequence)
+        num_hit = self._count_hit(path, on_host=False)
+        if self.host_pools:
+            num_found = self._count_hit(path, on_host=True)
+            if self.costs is None or self.costs.pays((num_found - num_hit) * self.block_size):
+                num_hit = num_found
+        return path[:num_hit]
+
+    def _find_path(self, sequence: Sequence) -> tuple[bytes, list[Prefix]]:
+        """The sequence's tokens in whole blocks, less than all; and those prefixes of which full kinds have blocks."""
+        limit, width = (sequence.num_tokens - 1) // self.block_size, self._width
+        content = pack(sequence.tokens(0, limit * self.block_size))
         prefix = self.prefixes.find(None, self._salt + sequence.salt)
         path: list[Prefix] = []
         for index in range(limit):
@@ -398,12 +522,7 @@ class KVCache:
             if not prefix or not all(pool.has(prefix, on_host=True) for pool in self._full):
                 break
             path.append(prefix)
-        num_hit = self._count_hit(path, on_host=False)
-        if self.host_pools:
-            num_found = self._count_hit(path, on_host=True)
-            if self.costs is None or self.costs.pays((num_found - num_hit) * self.block_size):
-                num_hit = num_found
-        return path[:num_hit]
+        return content, path
 
     def _count_hit(self, path: list[Prefix], on_host: bool) -> int:
         """The most prefixes of a path, each a block, behind which a query finds all that it sees."""

@@ -48,6 +48,8 @@ class EngineStats(msgspec.Struct, array_like=True):
     num_blocks_used: int = 0  # of these, held by sequences
     num_host_blocks: int = 0  # of the kind of KV blocks that has most of them in host memory
     num_host_blocks_used: int = 0  # of these, with content
+    num_read_blocks: int = 0  # of KV, read from files since the start
+    num_written_blocks: int = 0  # of KV, written to files since the start
 
     @property
     def kv_cache_usage(self) -> float:

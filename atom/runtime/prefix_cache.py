@@ -35,7 +35,7 @@ def chain_hash(parent: int, content: bytes) -> int:
 class Prefix:
     """A node of the tree. It lives while it has blocks or users: children, and sequences that have come this far."""
 
-    __slots__ = ("blocks", "content", "key", "num_users", "parent")
+    __slots__ = ("blocks", "content", "digest", "key", "num_users", "parent")
 
     def __init__(self, parent: Prefix | None, content: bytes, key: int) -> None:
         self.parent = parent
@@ -43,6 +43,7 @@ class Prefix:
         self.key = key
         self.blocks: dict[str, int] = {}  # cache kind -> the block that holds `content`
         self.num_users = 0
+        self.digest: bytes | None = None  # of all its content, where KV is kept in files
 
 
 class PrefixCache:
@@ -66,14 +67,15 @@ class PrefixCache:
     def leave(self, prefix: Prefix) -> None:
         """Remove one user."""
         prefix.num_users -= 1
-        self._prune(prefix)
+        self.prune(prefix)
 
     def forget(self, prefix: Prefix, kind: str) -> None:
         """Forget its block of that kind, which is used for something else from now on."""
         del prefix.blocks[kind]
-        self._prune(prefix)
+        self.prune(prefix)
 
-    def _prune(self, prefix: Prefix | None) -> None:
+    def prune(self, prefix: Prefix | None) -> None:
+        """Remove a prefix that has neither blocks nor users, and those before it that are left without."""
         while prefix and not prefix.blocks and not prefix.num_users:
             del self.by_hash[prefix.key]
             prefix = prefix.parent

@@ -10,7 +10,7 @@ The host runs ahead of a GPU. On a CPU the step is complete when `execute` retur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -98,6 +98,11 @@ class Runner:
             if not isinstance(error, Exception):
                 raise
             raise self._dead from error
+
+    def keep(self, kept: Iterable[tuple[str, int, int, bytes]], seconds: float) -> None:
+        """Write blocks to files, as `HostBlocks.keep` does, unless they may be others than they seem."""
+        if self.host is not None and self._dead is None:
+            self.host.keep(kept, seconds)
 
     def _execute(self, step: StepInput) -> Pending:
         model = self.model

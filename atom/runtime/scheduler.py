@@ -148,6 +148,8 @@ class Scheduler:
         self.check(sequence)
         self.sequences[sequence.id] = sequence
         insort_right(self.waiting, sequence, key=_priority)
+        if sequence.parent is None and not sequence.needs_prompt:
+            self.cache.fetch(sequence)
 
     def abort(self, id: str, reason: str = "abort") -> Sequence | None:
         """End a sequence, whatever step it is in; None where there is none of that id."""
@@ -156,11 +158,13 @@ class Scheduler:
             return None
         if sequence not in self.running:
             self.waiting.remove(sequence)
+            self.cache.drop_fetch(sequence)
         self._end(sequence, reason)
         return sequence
 
     def schedule(self) -> Plan:
         """Plan the next step. It has no rows where there is no work, or none before a pending plan is committed."""
+        self.cache.take_fetched()
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
@@ -259,11 +263,11 @@ class Scheduler:
 
     def _admit(self, planned: dict[Sequence, int], budget: int) -> None:
         """Admit waiting sequences to the running ones and to the step."""
-        siblings = []
+        passed = []  # that wait for something else than room
         while self.waiting and budget and self._slots:
             sequence = self.waiting.pop(0)
-            if self._waits_for_parent(sequence):
-                siblings.append(sequence)
+            if self._waits_for_parent(sequence) or self.cache.is_fetching(sequence):
+                passed.append(sequence)
                 continue
             num_tokens = 0 if sequence is self._refused else self._start(sequence, budget)
             if not num_tokens:
@@ -275,7 +279,7 @@ class Scheduler:
                 continue
             planned[sequence] = num_tokens
             budget -= num_tokens
-        for sequence in reversed(siblings):
+        for sequence in reversed(passed):
             insort_left(self.waiting, sequence, key=_priority)
 
     def _waits_for_parent(self, sequence: Sequence) -> bool:

@@ -191,8 +191,11 @@ class BlockCopies(msgspec.Struct, tag=True):
     """Copies of blocks to host memory, and then from there, by cache kind: pairs of a block and one of the host.
 
     They begin once the steps before are over, and run beside the next one. The step behind that waits for them.
+    What blocks of the host held goes to files before all others, and what comes from files goes there before loads.
     """
 
+    writes: dict[str, list[tuple[int, bytes]]] = {}  # blocks of the host, and the keys of their files
+    fills: dict[str, list[tuple[int, Any]]] = {}  # blocks of the host, and their content that was read
     saves: dict[str, list[tuple[int, int]]] = {}
     loads: dict[str, list[tuple[int, int]]] = {}
     is_urgent: bool = False  # the next step waits for them, too

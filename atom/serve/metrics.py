@@ -211,6 +211,8 @@ class VLLMCollector:
 class Metrics:
     def __init__(self, engines: Replicas) -> None:
         config = engines.config
+        self.num_open = 0  # requests that are being answered, without those of probes and scrapes
+        self.ended_at = 0.0  # time.perf_counter() when the last of them ended
         self._model = model = config.served_names[0]
         self.registry = CollectorRegistry(auto_describe=False)
         collectors: list[Collector] = [EngineCollector(engines)]

@@ -58,6 +58,8 @@ class Guard:
         if is_anthropic(scope["path"]):
             id_headers.append(b"request-id")  # which Anthropic's SDK reads
         status = 0
+        is_polled = scope["path"] in POLLED_PATHS
+        self._metrics.num_open += not is_polled
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -85,7 +87,9 @@ class Guard:
             line = {"request_id": request_id, "method": scope["method"], "path": shown(scope["path"]), "status": status}
             if log_fields.get("user"):
                 log_fields["user"] = shown(log_fields["user"])
-            if scope["path"] not in POLLED_PATHS:
+            if not is_polled:
+                self._metrics.num_open -= 1
+                self._metrics.ended_at = time.perf_counter()
                 LOG.info("request", extra={"fields": line | {"seconds": seconds} | log_fields})
 
     def has_valid_key(self, headers: dict[bytes, bytes]) -> bool:

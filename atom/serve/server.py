@@ -18,6 +18,7 @@ import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
 from functools import partial
@@ -49,7 +50,7 @@ from atom.serve.engine.replicas import Replicas
 from atom.serve.http import limited_protocol
 from atom.serve.metrics import Metrics
 from atom.serve.middleware import read_keys
-from atom.serve.systemd import notify
+from atom.serve.systemd import adopt, notify
 
 LOG = logging.getLogger("atom.serve")
 TICK_SECONDS = 0.5  # between two checks of the engines
@@ -97,12 +98,14 @@ class Server:
         self._config = config
         self._template = read_template(config)
         self._engines = Replicas(config, worker)
-        metrics = Metrics(self._engines)
+        self._metrics = metrics = Metrics(self._engines)
         self._context = Context(config, self._engines, metrics)
         keys = read_keys(http.api_keys)
         app = create_app(self._context, keys)
         check_certificate(http)
-        self._socket = listen(http.host, http.port)
+        passed = adopt(http.listen_fds, http.listen_pid)
+        self._waits = passed is not None  # requests wait in the socket's queue until the engines are ready
+        self._socket = passed or listen(http.host, http.port)
         if not keys and not is_loopback(self._socket):
             fix = "set serve.http.api_keys (or ATOM_API_KEYS, VLLM_API_KEY), or serve.http.host=127.0.0.1"
             LOG.warning("whoever reaches port %d may use this server, as it has no API keys: %s", self._port, fix)
@@ -123,7 +126,9 @@ class Server:
         )
         self._end_requested = asyncio.Event()
         self._signals: list[int] = []
+        self._is_idle = False  # it ends since nobody has asked for long
         self._has_reported_death = False
+        self._busy_at = 0.0  # time.perf_counter() when it was last seen to load or to answer
         self._fault: Exception | None = None  # an error of this process
         self._code = 0
 
@@ -132,7 +137,7 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle_signal, number)
-        serving = asyncio.create_task(self._uvicorn.serve([self._socket]))
+        serving = asyncio.create_task(self._serve())
         try:
             await self._engines.start()
             # a daemon thread: it may be downloading when the server ends
@@ -140,6 +145,10 @@ class Server:
             announcing = asyncio.create_task(self._announce())
             await self._watch()
             announcing.cancel()
+            if self._is_idle:  # what has come since is answered
+                self._uvicorn.config.timeout_graceful_shutdown = int(self._config.serve.http.drain_seconds)
+                self._uvicorn.end()
+                await serving
         finally:
             self._uvicorn.end()
             self._engines.close("the server ends before this request has been answered")
@@ -148,15 +157,30 @@ class Server:
             engine_end = await self._end()
         if self._fault is not None:
             raise self._fault
-        if not self._signals and not self._engines.ready.is_set():
+        if not self._signals and not self._is_idle and not self._engines.ready.is_set():
             raise self._load_error(engine_end)
         LOG.info("ended", extra={"fields": {"engine": engine_end}})
         return self._code
 
+    async def _serve(self) -> None:
+        """Accept connections, from the start or, of a socket that was passed, once requests can be answered."""
+        if self._waits:
+            ready = asyncio.gather(self._engines.ready.wait(), self._context.has_tokenizer.wait())
+            ending = asyncio.create_task(self._uvicorn.ended.wait())
+            waited: list[asyncio.Future[Any]] = [ready, ending]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            ending.cancel()
+            if not ready.done():
+                ready.cancel()
+                return
+        await self._uvicorn.serve([self._socket])
+
     async def _end(self) -> str:
         """Wait for the engines to end, unless the end is forced or they are dead; return how they ended."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + (0.0 if self._has_reported_death else END_SECONDS)
+        serve = self._config.serve
+        keep_seconds = 0.0 if serve.kv_cache_dir is None else serve.http.drain_seconds  # to write KV to files
+        end = loop.time() + (0.0 if self._has_reported_death else END_SECONDS + keep_seconds)
         while not self._engines.has_ended() and not self._is_forced and loop.time() < end:
             await asyncio.sleep(POLL_SECONDS)
         return await self._engines.end()
@@ -184,6 +208,11 @@ class Server:
         while not self._end_requested.is_set() and self._engines.state is not EngineState.DEAD:
             await wait_for_any(TICK_SECONDS, self._end_requested, self._engines.dead)
             self._engines.check()
+            if self._has_been_idle():
+                self._is_idle = True
+                notify(self._config.serve.http.notify_socket, "STOPPING=1")
+                LOG.info("idle", extra={"fields": {"seconds": self._config.serve.idle_exit_seconds}})
+                return None
         if self._engines.state is EngineState.DEAD:
             return await self._report_death()
         self._end_requested.clear()  # so that the next signal forces the end
@@ -191,6 +220,15 @@ class Server:
         if self._engines.ready.is_set():
             await self._drain()
         return None
+
+    def _has_been_idle(self) -> bool:
+        """Whether no request has come for idle_exit_seconds since the engines have become ready, and none runs."""
+        seconds, now = self._config.serve.idle_exit_seconds, time.perf_counter()
+        has_loaded = self._engines.ready.is_set() and self._context.has_tokenizer.is_set()
+        if not has_loaded or self._metrics.num_open or self._engines.running:
+            self._busy_at = now
+        self._busy_at = max(self._busy_at, self._metrics.ended_at)
+        return seconds is not None and not self._end_requested.is_set() and now - self._busy_at > seconds
 
     async def _drain(self) -> None:
         """Wait until no request runs, or the end is forced."""
@@ -264,7 +302,7 @@ class Server:
 class _Uvicorn(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self._ended = asyncio.Event()
+        self.ended = asyncio.Event()
 
     def capture_signals(self) -> Any:
         """Leave signals to this module."""
@@ -272,13 +310,13 @@ class _Uvicorn(uvicorn.Server):
 
     async def main_loop(self) -> None:
         """Wait for an event, where uvicorn polls ten times a second whether it must end."""
-        while not self._ended.is_set():
+        while not self.ended.is_set():
             await self.on_tick(0)  # updates the date header
-            await wait_for_any(1.0, self._ended)
+            await wait_for_any(1.0, self.ended)
 
     def end(self) -> None:
         self.should_exit = True
-        self._ended.set()
+        self.ended.set()
 
 
 def listen(host: str, port: int) -> socket.socket:

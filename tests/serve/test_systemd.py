@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import serving
 import wire
 
-from atom.serve.systemd import notify
+from atom.errors import ConfigError
+from atom.serve.systemd import adopt, notify
 
 
 @pytest.mark.parametrize("is_abstract", [False, True])
@@ -59,3 +65,78 @@ def test_a_full_queue_of_systemds_does_not_hold_the_server(tmp_path: Path, caplo
         notify(path, "READY=1")
         assert time.monotonic() - start < 5
     assert caplog.messages == [f"cannot send READY=1 to systemd at {path}: timed out"]
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as opened:
+        yield opened
+
+
+PASS = """
+import os, sys
+os.dup2(int(sys.argv[1]), 3)
+os.environ |= {"LISTEN_FDS": "1", "LISTEN_PID": str(os.getpid())}
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+def activate(listening: socket.socket, checkpoint: Path, folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    """Start a server as systemd does: the socket as descriptor 3, its own pid in LISTEN_PID."""
+    command = [sys.executable, "-m", "atom.cli", "job=serve", f"checkpoint={checkpoint}", f"cache={folder / 'cache'}"]
+    command += ["level=0", "dtype=fp32", "serve.kv_cache_memory=16777216", "sampling.max_tokens=16", *overrides]
+    number = listening.fileno()
+    with (folder / "activated.log").open("ab") as log:
+        return subprocess.Popen([sys.executable, "-c", PASS, str(number), *command], pass_fds=[number], stderr=log)
+
+
+def test_the_first_request_waits_and_an_idle_server_ends_and_starts_anew(
+    talker: Path, tmp_path: Path, listening: socket.socket
+):
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+    body = {"prompt": [0, 9], "max_tokens": 3}
+    for _ in range(2):
+        with wire.connect(url) as first, first.makefile("rb") as file:  # before there is any process
+            first.sendall(wire.request("POST", "/v1/completions", body))
+            server = activate(listening, talker, tmp_path, "serve.idle_exit_seconds=1")
+            try:
+                first.settimeout(40)
+                answer = wire.read_answer(file)
+                assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 3
+                assert server.wait(20) == 0
+            finally:
+                server.kill()
+                server.wait()
+    told = [json.loads(line) for line in (tmp_path / "activated.log").read_text().splitlines() if line.startswith("{")]
+    assert sum(each.get("seconds") == 1 and each["message"] == "idle" for each in told) == 2
+
+
+def test_an_idle_server_ends_never_amid_a_request(talker: Path, tmp_path: Path):
+    stub = {"step_seconds": 0.1}
+    server = serving.start(talker, tmp_path, "serve.idle_exit_seconds=0.5", stub=stub)
+    try:
+        stream = wire.Stream(server.url, {"prompt": [0, 9], "max_tokens": 20})  # two seconds
+        events = stream.read_events()
+        assert len(events) == 21 and events[-1] == "[DONE]"
+        start = time.monotonic()
+        while server.process.poll() is None and time.monotonic() < start + 10:
+            time.sleep(0.1)
+            try:
+                wire.ask(server.url, "GET", "/health")  # a probe keeps no server awake
+            except OSError:
+                break
+        assert server.process.wait(10) == 0
+        assert 0.4 < time.monotonic() - start < 8
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_a_socket_of_another_process_or_kind_is_not_taken(monkeypatch: pytest.MonkeyPatch):
+    assert adopt(0, os.getpid()) is None and adopt(1, os.getpid() + 1) is None
+    with pytest.raises(ConfigError, match=r"systemd passes 2 sockets; give the .socket unit one ListenStream="):
+        adopt(2, os.getpid())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        monkeypatch.setattr("atom.serve.systemd.FIRST", os.dup(other.fileno()))
+        with pytest.raises(ConfigError, match=r"does not listen for TCP"):
+            adopt(1, os.getpid())

@@ -78,6 +78,7 @@ class Worker:
         self._sent_state = (0, 0)  # last sent to the HTTP process: `_num_seen`, waiting sequences
         self._is_failing = False  # the last step raised
         self._drafts = DraftLog()
+        self._last: threading.Timer | None = None  # kills the process
 
     @property
     def engine(self) -> Engine:
@@ -114,14 +115,25 @@ class Worker:
         except (EOFError, OSError):
             if self._engine is None:
                 end_group()  # a half-loaded model need not be closed
+            self._limit_end(GRACE_SECONDS)  # a step may take minutes
             self._inbox.put(None)
-            last = threading.Timer(GRACE_SECONDS, end_group)  # a step may take minutes
-            last.daemon = True
-            last.start()
         except Exception as error:
             LOG.exception("the engine cannot go on")
             fail(self._link, error, 1)
             end_group()
+
+    def close(self, seconds: float) -> None:
+        """Close the engine, which may take so long to write what is to be kept."""
+        self._limit_end(seconds + GRACE_SECONDS)
+        self.engine.close()
+
+    def _limit_end(self, seconds: float) -> None:
+        """Have the process killed if it has not ended in so many seconds from now."""
+        if self._last is not None:
+            self._last.cancel()
+        self._last = threading.Timer(seconds, end_group)
+        self._last.daemon = True
+        self._last.start()
 
     def _step(self) -> None:
         """Run a step. A step that raises ends its requests; two in a row, or a lack of memory, end the engine."""
@@ -292,6 +304,7 @@ def main(make: Open = open_real) -> int:
     try:
         worker.load(lambda: make(start, worker.progress), start.config.device)
         worker.run()
+        worker.close(start.config.serve.http.drain_seconds)
     except AtomError as error:
         return fail(link, error, error.exit_code)
     except OSError as error:

@@ -127,7 +127,17 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
         ]
         drafter = open_drafter(config)
         num_stages = 1 + runner.run_ahead if stages_overlap(config) else 1
-        schedulers = [Scheduler(cache, runner.model.limits, runner.run_ahead, drafter, num_stages) for cache in caches]
+        schedulers = [
+            Scheduler(
+                cache,
+                runner.model.limits,
+                runner.run_ahead,
+                drafter,
+                num_stages,
+                delay_factor=serve.scheduler_delay_factor,
+            )
+            for cache in caches
+        ]
         builders = [StepBuilder(runner.capacity) for _ in mesh.leaders]
         print(f"atom-run: {_describe_pool(kinds, num_blocks, config)}", file=sys.stderr)
         if host is not None:

@@ -16,20 +16,22 @@ from collections.abc import Sequence as List
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from atom.build import open_engine
 from atom.checkpoint import Progress, RichProgress, SilentProgress, Tokenizer
 from atom.config import Config
 from atom.config.load import engine_overrides, load
-from atom.errors import EngineDeadError, RequestError, UnsupportedError
+from atom.errors import AtomError, EngineDeadError, RequestError, UnsupportedError
 from atom.runtime.metrics import EngineStats
 from atom.runtime.remote_ranks import serve_rank
 from atom.runtime.speculation import describe_drafts, draft_statistics
 from atom.runtime.types import Sequence, StreamCallback
 from atom.sampling_params import SamplingParams
 
-Prompt = str | list[int]
+Prompt = str | list[int] | Mapping[str, Any]  # a mapping has one of PROMPT_KEYS, as in vLLM
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 class LLMEngine:
@@ -71,16 +73,73 @@ class LLMEngine:
         return self._engine.vocabulary.tokenizer
 
     def generate(
-        self, prompts: List[Prompt], sampling_params: SamplingParams | List[SamplingParams] | None = None
+        self, prompts: Prompt | List[Prompt], sampling_params: SamplingParams | List[SamplingParams] | None = None
     ) -> list[dict[str, Any]]:
-        """Answer every prompt; blocks until all are done.
+        """Answer every prompt, or one text or mapping; blocks until all are done.
 
         A dict for each prompt, or n of them in a row with their `index`: text (None without a tokenizer), token_ids,
         finish_reason, num_tokens_input, num_tokens_output; ttft, tpot and latency in seconds; logprobs and
         prompt_logprobs where asked for. A prompt that fails where others run has finish_reason error and its `error`;
         what fails all that run is raised.
         """
-        ids = self.add_request(prompts, sampling_params)
+        return [answer(sequence) for sequence in self._finish(self.add_request(prompts, sampling_params))]
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | List[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Answer a conversation, or a list of them, by arguments of vLLM's `LLM.chat`; the answers are generate's.
+
+        chat_template: in place of the checkpoint's. continue_final_message: the answer goes on where the last message
+        ends, and add_generation_prompt must be false. chat_template_kwargs: more variables of the template.
+        """
+        if continue_final_message and add_generation_prompt:
+            raise RequestError("continue_final_message=True needs add_generation_prompt=False")
+        if (tokenizer := self.tokenizer) is None:
+            raise RequestError("the checkpoint has no tokenizer; chat needs one")
+        if chat_template is not None:
+            tokenizer = tokenizer.with_template(chat_template)
+        if not messages:
+            raise RequestError("messages is empty; give at least one message")
+        conversations: list[Any] = [messages] if isinstance(messages[0], Mapping) else messages
+        values = {**(chat_template_kwargs or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
+        encoded = [tokenizer.encode_chat(each, is_continued=continue_final_message, **values) for each in conversations]
+        return self.generate(encoded, sampling_params)
+
+    def score(self, data_1: Prompt | List[Prompt], data_2: Prompt | List[Prompt]) -> list[float]:
+        """The cosine similarity of embeddings: of one prompt with each of a list, or of two equally long lists.
+
+        Embeddings are those of serve.pooler_config.pooling_type; RequestError where it is not set.
+        """
+        pooling = self.config.serve.pooler_config.pooling_type
+        if pooling is None:
+            raise RequestError("score needs embeddings; set serve.pooler_config.pooling_type=LAST, or MEAN")
+        first, second = prompts_of(data_1), prompts_of(data_2)
+        if not second or len(first) not in (1, len(second)):
+            raise RequestError(
+                f"data_1 has {len(first)} prompts and data_2 {len(second)}; give 1 or as many, and not none"
+            )
+        params = SamplingParams(max_tokens=1, temperature=0)
+        prepared = [self._engine.prepare(each, params, pooling=pooling) for each in [*first, *second]]
+        vectors = []
+        for sequence in self._finish([self._engine.submit(each) for each in prepared]):
+            if sequence.embedding is None:
+                raise AtomError(f"a prompt could not be embedded: {sequence.error or sequence.finish_reason}")
+            vectors.append(sequence.embedding.astype(np.float64))
+        left, right = np.stack(vectors[: len(first)]), np.stack(vectors[len(first) :])
+        lengths = np.linalg.norm(left, axis=1) * np.linalg.norm(right, axis=1)
+        scores: list[float] = ((left * right).sum(axis=1) / np.maximum(lengths, 1e-8)).tolist()
+        return scores
+
+    def _finish(self, ids: list[str]) -> list[Sequence]:
+        """Step until these requests have ended; their sequences in order. What fails all that run is raised."""
         order = {id: place for place, id in enumerate(ids)}
         mine: list[Sequence] = []
         others: list[Sequence] = []
@@ -97,11 +156,11 @@ class LLMEngine:
             raise
         finally:
             self._ended += others
-        return [answer(sequence) for sequence in sorted(mine, key=lambda s: (order[s.request_id], s.index))]
+        return sorted(mine, key=lambda s: (order[s.request_id], s.index))
 
     def add_request(
         self,
-        prompt_or_tokens_list: List[Prompt],
+        prompt_or_tokens_list: Prompt | List[Prompt],
         sampling_params_list: SamplingParams | List[SamplingParams] | None = None,
         stream_callback: StreamCallback | None = None,
     ) -> list[str]:
@@ -110,10 +169,7 @@ class LLMEngine:
         Without sampling params those of the configuration count, and so does the checkpoint's generation_config.json.
         The callback gets a `RequestOutput` for every token that completes text and one at the end.
         """
-        prompts = prompt_or_tokens_list
-        if isinstance(prompts, str | Mapping):
-            raise RequestError(f"the prompts are one {type(prompts).__name__}; give a list of prompts")
-        prompts = list(prompts)
+        prompts = prompts_of(prompt_or_tokens_list)
         params = sampling_params_list
         if params is None:
             params = SamplingParams(**self.config.sampling.values())
@@ -176,6 +232,23 @@ class LLMEngine:
 class _Closed:
     def __getattr__(self, name: str) -> Any:
         raise EngineDeadError("the engine is closed")
+
+
+def prompts_of(given: Prompt | List[Prompt]) -> list[str | list[int]]:
+    """Prompts as texts or token ids, of one text or mapping, or of a list. RequestError names a wrong key."""
+    many: Any = [given] if isinstance(given, str | Mapping) else given
+    return [prompt_of(each) for each in many]
+
+
+def prompt_of(given: Any) -> Any:
+    """The text or the token ids of a prompt in one of vLLM's forms."""
+    if not isinstance(given, Mapping):
+        return given
+    if wrong := [key for key in given if key not in PROMPT_KEYS]:
+        raise RequestError(f"{wrong[0]!r} is no key of a prompt; there is: {', '.join(PROMPT_KEYS)}")
+    if len(given) != 1:
+        raise RequestError(f"a prompt has {len(given)} of the keys {', '.join(PROMPT_KEYS)}; give one")
+    return next(iter(given.values()))
 
 
 def answer(sequence: Sequence) -> dict[str, Any]:

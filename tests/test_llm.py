@@ -443,8 +443,16 @@ def test_a_pool_of_too_few_blocks_for_the_longest_sequence_is_refused_with_what_
 
 def test_bad_arguments_are_refused_with_what_to_give(open_engine: Open):
     engine = open_engine("llama")
-    with pytest.raises(RequestError, match="give a list"):
+    with pytest.raises(RequestError, match="has no tokenizer; give the prompt as a list"):
         engine.generate("one string")
+    with pytest.raises(RequestError, match="'multi_modal_data' is no key of a prompt"):
+        engine.generate({"prompt": "one", "multi_modal_data": {}})
+    with pytest.raises(RequestError, match="a prompt has 2 of the keys"):
+        engine.generate([{"prompt": "one", "prompt_token_ids": [1]}])
+    with pytest.raises(RequestError, match=r"set serve\.pooler_config\.pooling_type=LAST"):
+        engine.score([[1]], [[2]])
+    with pytest.raises(RequestError, match="has no tokenizer; chat"):
+        engine.chat([{"role": "user", "content": "hi"}])
     with pytest.raises(RequestError, match="2 sampling params for 1 prompts"):
         engine.generate([[1]], [GREEDY, GREEDY])
     with pytest.raises(RequestError, match="101 is no token id"):
@@ -554,3 +562,62 @@ def test_statistics_of_drafts(open_engine: Open, capsys: pytest.CaptureFixture[s
     assert found["average_tokens_per_forward"] == pytest.approx(1 + num_accepted / sum(counts.values()))
     engine.print_mtp_statistics()
     assert f"Accepted/Total Draft tokens: {num_accepted}/{num_drafted}, " in capsys.readouterr().out
+
+
+def test_chats_and_prompts_are_those_of_transformers(tmp_path: Path):
+    folder = serving.save_talker(tmp_path / "talker")
+    engine = LLMEngine(model=str(folder), level=1, dtype="fp32", kv_cache_memory=1 << 22, max_model_len=1024)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    greedy = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    parameters = {"type": "object", "properties": {"x": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "find", "description": "it", "parameters": parameters}}]
+    asked = [{"role": "user", "content": "hello"}]
+    begun = [*asked, {"role": "assistant", "content": "well"}]
+    own = "{% for m in messages %}<{{ m.role }}:{{ m.content }}{{ mood }}>{% endfor %}"
+
+    def check(messages: list[dict[str, str]], ours: dict[str, Any], rendered: dict[str, Any]) -> None:
+        prompt = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **rendered)
+        (answer,) = engine.chat(messages, greedy, **ours)
+        assert answer["num_tokens_input"] == len(prompt)
+        tiny.assert_greedy(answer, prompt, model)
+
+    check(asked, {}, {"add_generation_prompt": True})
+    check(asked, {"tools": tools}, {"tools": tools, "add_generation_prompt": True})
+    going_on = {"add_generation_prompt": False, "continue_final_message": True}
+    check(begun, going_on, going_on)
+    check(asked, {"chat_template": own, "chat_template_kwargs": {"mood": "!"}}, {"chat_template": own, "mood": "!"})
+    both = engine.chat([asked, begun], greedy)
+    assert [each["token_ids"] for each in both] == [
+        engine.chat(each, greedy)[0]["token_ids"] for each in (asked, begun)
+    ]
+    with pytest.raises(RequestError, match="add_generation_prompt=False"):
+        engine.chat(begun, greedy, continue_final_message=True)
+    ids = theirs("hello")["input_ids"]
+    forms: list[Any] = ["hello", ["hello"], [ids], {"prompt": "hello"}, [{"prompt_token_ids": ids}]]
+    expected = engine.generate([ids], greedy)[0]["token_ids"]
+    assert [engine.generate(form, greedy)[0]["token_ids"] for form in forms] == [expected] * len(forms)
+    engine.close()
+
+
+@pytest.mark.parametrize("pooling", ["LAST", "MEAN"])
+def test_scores_are_cosines_of_the_hidden_states_of_transformers(open_engine: Open, references: Any, pooling: str):
+    engine = open_engine("qwen3", **{"serve.pooler_config.pooling_type": pooling})
+    query, *documents = [tiny.prompt(size, seed=size) for size in (6, 1, 19, 33)]
+
+    def embedding(prompt: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            states = references("qwen3").model(torch.tensor([prompt])).last_hidden_state[0]
+        return states[-1] if pooling == "LAST" else states.mean(0)
+
+    def cosine(one: list[int], other: list[int]) -> float:
+        return torch.cosine_similarity(embedding(one), embedding(other), dim=0).item()
+
+    found = engine.score([query], documents)
+    assert found == pytest.approx([cosine(query, each) for each in documents], abs=1e-5)
+    turned = documents[::-1]
+    expected = [cosine(*pair) for pair in zip(documents, turned, strict=True)]
+    assert engine.score(documents, turned) == pytest.approx(expected, abs=1e-5)
+    with pytest.raises(RequestError, match="data_1 has 2 prompts and data_2 3"):
+        engine.score(documents[:2], documents)
+    assert engine._engine.scheduler.cache.usage == 0

@@ -167,8 +167,6 @@ def check(value: Any, at: str = "") -> None:
         check(item, key)
         if "built" in limits and item not in limits["built"]:
             built = [spelled(choice) for choice in limits["built"]]
-            if others := limits.get("others"):
-                raise UnsupportedError(f"{key}={spelled(item)}: {others} is not built yet; there is: {built[0]}")
             if item in limits["later"] or key.startswith("model."):
                 raise UnsupportedError(f"{key}={spelled(item)} is not built yet; there is: {', '.join(built)}")
             hint = did_you_mean(str(item), built)

@@ -24,11 +24,6 @@ def one_of(*built: Any, later: Any = ()) -> Any:
     return field(default=built[0], metadata={"built": built, "later": later})
 
 
-def only(default: Any, others: str) -> Any:
-    """A field of ROCm/ATOM's whose other values are not built yet."""
-    return field(default=default, metadata={"built": (default,), "later": (), "others": others})
-
-
 class Jobs(NamedTuple):
     """The jobs that a field or a block is for, and the job that it implies where no job is named."""
 
@@ -352,7 +347,7 @@ class ServeConfig:
     enable_dp_attention: bool = False  # parallel.data: tensor_parallel_size ranks in data_parallel_size groups
     gpu_memory_utilization: float = number(0.9, 0, 1, above=True)  # share of a GPU's memory to take; a CPU ignores it
     cudagraph_capture_sizes: list[int] | None = None  # decodes in a CUDA graph; null: up to max_num_seqs
-    scheduler_delay_factor: float = only(0.0, "delaying the scheduler")  # wait before the next prompt
+    scheduler_delay_factor: float = number(0.0, 0)  # wait before new prompts, in steps of prompts; 0: none
     method: str | None = one_of(None, "ngram", "mtp", "eagle3", "draft")  # how to draft; eagle3, draft: by draft_model
     draft_model: str | None = None  # folder or hub id: of an EAGLE-3 draft, or of a model with the same vocabulary
     num_speculative_tokens: int | None = number(None, 1, 7)  # that a method drafts for a step; null: 3

@@ -160,7 +160,7 @@ class EngineArgs:
         "serve.gpu_memory_utilization", "share of a GPU's memory; on a CPU --set serve.kv_cache_memory=BYTES"
     )
     scheduler_delay_factor: float | None = flag(
-        "serve.scheduler_delay_factor", "wait before the next prompt", of=(ROCM,)
+        "serve.scheduler_delay_factor", "wait before new prompts, as many times what the last ones' step took"
     )
     cudagraph_capture_sizes: tuple[str, ...] | None = flag(
         "serve.cudagraph_capture_sizes", "batch sizes of captured CUDA graphs"

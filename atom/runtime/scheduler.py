@@ -68,8 +68,14 @@ class Scheduler:
         run_ahead: int = 0,
         drafter: Drafter | None = None,
         num_stages: int = 1,
+        delay_factor: float = 0.0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """drafter: of tokens that decodes verify; where steps run ahead, the runner's. num_stages: with a plan each"""
+        """drafter: of tokens that decodes verify; where steps run ahead, the runner's. num_stages: with a plan each
+
+        delay_factor: a waiting sequence is admitted once one has waited for this many times what the last step with
+        prompts took, so that more wait and are computed together; at once where nothing runs. 0: always at once.
+        """
         assert not run_ahead or drafter is None or isinstance(drafter, RunnerDrafter), "a draft follows known tokens"
         assert limits.max_decodes > 0, "a step needs room for a sequence and a token"
         self.cache, self.limits = cache, limits
@@ -82,6 +88,10 @@ class Scheduler:
         self._acceptance = Acceptance(NUM_REPORTED)
         self._run_ahead = run_ahead  # plans behind the oldest that is pending
         self._num_stages = num_stages
+        self._delay_factor = delay_factor
+        self._clock = clock
+        self._step_began = clock()  # the oldest step that is not committed
+        self._prompt_seconds = 0.0  # that the last step with prompts took
         self._in_flight: Counter[Sequence] = Counter()  # plans that are not committed, by sequence
         self._leaving: set[Sequence] = set()  # preempted once they are in no plan
         self._slots = list(range(self.max_num_seqs - 1, -1, -1))  # free ones
@@ -165,6 +175,8 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan the next step. It has no rows where there is no work, or none before a pending plan is committed."""
         self.cache.take_fetched()
+        if not self._in_flight:
+            self._step_began = self._clock()
         decodes: list[Sequence] = []
         prompts: list[Sequence] = []
         for sequence in self.running:
@@ -197,7 +209,8 @@ class Scheduler:
             if num_tokens:
                 planned[sequence] = num_tokens
                 budget -= num_tokens
-        self._admit(planned, budget)
+        if not self._is_delayed():
+            self._admit(planned, budget)
         decode_rows: list[ScheduledRequest] = []
         other_rows: list[ScheduledRequest] = []
         for sequence, num_tokens in planned.items():
@@ -216,8 +229,11 @@ class Scheduler:
         the plan was made get no token.
         """
         self.stats.num_steps += 1
+        now = self._clock()
         if len(plan.rows) > plan.num_decodes:  # advanced prompts publish blocks, and free those outside their windows
             self._refused = None
+            self._prompt_seconds = now - self._step_began
+        self._step_began = now
         ended = []
         answers = enumerate(zip(sampled.tokens, sampled.logprobs, strict=True))
         for place, row in enumerate(plan.rows):
@@ -260,6 +276,13 @@ class Scheduler:
             row.sequence.num_planned = row.start
             if row.sequence.finish_reason is not None:
                 self._release(row.sequence)
+
+    def _is_delayed(self) -> bool:
+        """Whether those that wait should wait for more, as by vLLM's scheduler_delay_factor."""
+        if not (self._delay_factor and self.waiting and self.running):
+            return False
+        waited = self._clock() - min(sequence.arrival for sequence in self.waiting)
+        return waited <= self._delay_factor * self._prompt_seconds
 
     def _admit(self, planned: dict[Sequence, int], budget: int) -> None:
         """Admit waiting sequences to the running ones and to the step."""

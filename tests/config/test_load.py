@@ -894,7 +894,6 @@ def test_a_wrong_override_is_an_error_of_one_line_with_what_and_where(text: str,
     "text",
     [
         "serve.kv_cache_dtype=fp8_e5m2",
-        "serve.scheduler_delay_factor=0.5",
     ],
 )
 def test_a_value_that_is_not_built_yet_is_refused(text: str):

@@ -83,6 +83,41 @@ def finish_all(scheduler: Scheduler, most_steps: int = 1000) -> None:
     assert all(pool.num_free == pool.num_blocks - 1 for pool in scheduler.cache.pools)
 
 
+def test_a_delay_factor_gathers_prompts_while_others_run() -> None:
+    now = 0.0
+    limits = StepLimits(8, 64, 100)
+    cache = KVCache((FULL,), {"full": 100}, 4, enable_prefix_caching=False)
+    scheduler = Scheduler(cache, limits, delay_factor=0.5, clock=lambda: now)
+
+    def step_of(seconds: float) -> list[str]:
+        nonlocal now
+        plan = scheduler.schedule()
+        now += seconds
+        commit(scheduler, plan)
+        return [row.sequence.id for row in plan.rows]
+
+    def arrive(id: str) -> None:
+        sequence = make(id, 5, max_tokens=20)
+        sequence.arrival = now
+        scheduler.add(sequence)
+
+    arrive("a")
+    assert step_of(2.0) == ["a"], "nothing runs"
+    arrive("b")
+    assert step_of(0.5) == ["a"]
+    arrive("c")
+    assert step_of(0.5) == ["a"], "b has waited for 0.5 s of 0.5 * 2.0"
+    assert step_of(0.1) == ["a"], "and now for just as long"
+    assert step_of(0.4) == ["a", "b", "c"]
+    arrive("d")
+    assert step_of(0.3) == ["a", "b", "c"]
+    assert step_of(0.1) == ["a", "b", "c", "d"], "0.3 s is more than 0.5 * 0.4: a step of decodes counts for nothing"
+    arrive("e")
+    for id in "abcd":
+        scheduler.abort(id)
+    assert step_of(0.1) == ["e"], "nothing runs any more"
+
+
 def test_a_prompt_then_a_token_a_step() -> None:
     scheduler = make_scheduler()
     sequence = make("a", 5, max_tokens=3)

@@ -67,6 +67,9 @@ class StubEngine:
     def watch(self, callback: Callable[[Exception], object]) -> None:
         """It has no ranks that could die."""
 
+    def close(self) -> None:
+        """It has no ranks to end, and keeps nothing."""
+
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)

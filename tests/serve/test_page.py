@@ -15,6 +15,7 @@ import markdown_it
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 from serving import Server, Start
+from wire import wait_until
 
 CHROMIUM = shutil.which("chromium")
 ARGUMENTS = [
@@ -314,6 +315,7 @@ def test_plots_draw_what_the_server_does(server: Server, visit: Open):
     expect(opened.figure("Time to first token")).to_contain_text(measured)
     expect(opened.figure("Inter-token latency")).to_contain_text(measured)
     expect(opened.figure("Generated")).to_contain_text(re.compile(r"rate [1-9]"))
+    wait_until(lambda: accented(opened.page)["Inter-token latency"])  # two looks at the metrics make a line
     opened.page.get_by_role("button", name="Stop").click()
     opened.set(Max_tokens=2)
     opened.send("And briefly?")

@@ -23,6 +23,7 @@ from atom.serve.context import Context
 from atom.serve.engine.protocol import Abort, Finish, Message, Output, Outputs, Ready, Start, Submit, encode, to_engine
 from atom.serve.engine.replicas import Replicas
 from atom.serve.metrics import Metrics
+from atom.serve.tenants import Tenant
 
 
 class Said(NamedTuple):
@@ -44,7 +45,7 @@ def post(
     body: dict[str, Any],
     path: str,
     *,
-    keys: Sequence[str] = (),
+    tenants: Sequence[Tenant] = (),
     headers: dict[str, str] | None = None,
     before: Callable[[Context], object] = lambda context: None,
 ) -> tuple[httpx.Response, list[Submit]]:
@@ -62,7 +63,7 @@ def post(
         await engine.connect(ours)
         await engine.ready.wait()
         before(context)
-        transport = httpx.ASGITransport(create_app(context, keys))
+        transport = httpx.ASGITransport(create_app(context, tenants))
         async with httpx.AsyncClient(transport=transport, base_url="http://atom") as http:
             response = await http.post(path, json=body, headers=headers)
         engine.close("the test is over")
@@ -97,4 +98,4 @@ def answers(script: Script, submit: Submit) -> list[Message]:
     *pieces, last = script.pieces
     finish = Finish(script.reason, len(script.pieces), script.num_cached, 0.0, script.stop)
     outputs = [Output(submit.id, 0, piece, [1]) for piece in pieces]
-    return [Outputs([each], 1, 0) for each in (*outputs, Output(submit.id, 0, last, [1], None, finish))]
+    return [Outputs([each], 1, {}) for each in (*outputs, Output(submit.id, 0, last, [1], None, finish))]

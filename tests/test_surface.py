@@ -88,7 +88,7 @@ serve: enable_prefix_caching enforce_eager tensor_parallel_size pipeline_paralle
 serve: data_parallel_size enable_expert_parallel enable_dp_attention gpu_memory_utilization cudagraph_capture_sizes
 serve.pooler_config: pooling_type normalize
 serve: scheduler_delay_factor method draft_model num_speculative_tokens max_verified_tokens acceptance_length prompt_lookup_min prompt_lookup_max torch_profiler_dir profiler_more
-serve.http: host port root_path ssl_certfile ssl_keyfile served_model_name api_keys cors log chat_template chat_template_kwargs tool_calls max_queue max_input_length max_total_tokens
+serve.http: host port root_path ssl_certfile ssl_keyfile served_model_name api_keys public_keys signature_seconds signing_key cors log chat_template chat_template_kwargs tool_calls max_queue max_input_length max_total_tokens
 serve.http: max_stop_sequences max_top_n_tokens best_of max_body max_values max_items max_header read_seconds write_seconds comment_seconds
 serve.http: drain_seconds heartbeat_seconds vllm_metrics notify_socket listen_fds listen_pid
 job: kind output gpu chat stage pipeline_rank graph save_recipe objective recipes resume entry prune verify export import_from trust
@@ -172,6 +172,8 @@ LOCAL_IMPORTS = {
     "llguidance": "the extra structured",
     "matplotlib": "the extra bench",
     "ray": "the extra ray",
+    "cryptography": "the extra signatures",
+    "http_sf": "the extra signatures",
     "readline": "it changes input(), and is not on Windows",
     "resource": "a benchmark's client may run on Windows",
     "triton": "the extra cuda",
@@ -255,7 +257,15 @@ def test_the_groups_jobs_and_commands():
     assert set(JOBS) == groups["job"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["scripts"] == {"atom-run": "atom.cli:main"}
-    assert set(project["project"]["optional-dependencies"]) == {"amd", "bench", "cuda", "dev", "ray", "structured"}
+    assert set(project["project"]["optional-dependencies"]) == {
+        "amd",
+        "bench",
+        "cuda",
+        "dev",
+        "ray",
+        "signatures",
+        "structured",
+    }
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -294,6 +294,9 @@ class HTTPConfig:
     ssl_keyfile: str | None = None  # PEM file of its private key; null: that is in ssl_certfile
     served_model_name: list[str] | None = None  # what requests may call the model; null: the checkpoint's name
     api_keys: str | None = None  # keys, separated by commas, or @FILE with one a line; null: nobody needs one
+    public_keys: str | None = None  # @FILE with Ed25519 keys of clients that sign their requests; null: none does
+    signature_seconds: float = number(300.0, 0, above=True)  # after its creation in which a signature counts
+    signing_key: str | None = None  # @FILE with the Ed25519 key that signs answers; null: none is signed
     cors: list[str] = field(default_factory=list)  # origins whose pages may read answers; "*": all
     log: str = one_of("auto", "json", "text")  # lines on stderr; auto: text on a terminal, else JSON
     chat_template: str | None = None  # a file that takes the place of the checkpoint's template

@@ -14,15 +14,14 @@ The steps of all groups have one shape, that of the largest, since their ranks m
 
 from __future__ import annotations
 
-from bisect import insort_right
-from collections import ChainMap
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator, MutableMapping
-from operator import attrgetter
 
 from msgspec.structs import replace
 
 from atom.errors import RequestError
 from atom.runtime.bisect_failures import take
+from atom.runtime.fair_queue import FairQueue
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.scheduler import Scheduler
 from atom.runtime.step_builder import StepBuilder
@@ -30,8 +29,6 @@ from atom.runtime.step_input import BatchShape, Scored, StepInput
 from atom.runtime.types import BlockCopies, Plan, Sampled, Sequence
 
 ANSWER_TOKENS = 64  # of a prompt, whose computation costs a group as much as the answer of a sequence that it has
-
-_priority = attrgetter("priority")
 
 
 class DataParallelScheduler:
@@ -41,12 +38,13 @@ class DataParallelScheduler:
         self.groups = groups
         self.limits = groups[0].limits
         self.max_num_seqs = sum(group.max_num_seqs for group in groups)
-        self.waiting: list[Sequence] = []  # those that no group has, by priority
+        self.waiting = FairQueue()  # those that no group has
         self._queued: dict[str, Sequence] = {}  # the same
         self.sequences: MutableMapping[str, Sequence] = ChainMap(self._queued, *(each.sequences for each in groups))
         self.stats = SchedulerStats()  # of all groups, but for the steps, which they take together
         for group in groups:
             group.stats = self.stats
+            group.waiting = FairQueue(self.waiting.counters)
 
     @property
     def has_work(self) -> bool:
@@ -63,6 +61,10 @@ class DataParallelScheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting) + sum(group.num_waiting for group in self.groups)
+
+    @property
+    def num_waiting_by_tenant(self) -> Counter[str]:
+        return sum((group.num_waiting_by_tenant for group in self.groups), self.waiting.counts())
 
     @property
     def fullest(self) -> tuple[int, int]:
@@ -87,7 +89,7 @@ class DataParallelScheduler:
         """Queue a sequence; raises as `check` does, with nothing changed."""
         self.check(sequence)
         self._queued[sequence.id] = sequence
-        insort_right(self.waiting, sequence, key=_priority)
+        self.waiting.add(sequence)
 
     def abort(self, id: str, reason: str = "abort") -> Sequence | None:
         """End a sequence, whatever step it is in; None where there is none of that id."""
@@ -123,14 +125,14 @@ class DataParallelScheduler:
             group.retract(part)
 
     def _place(self) -> None:
-        """Give sequences that wait to groups that can take them in, first come first served."""
+        """Give sequences that wait to groups that can take them in, in turn."""
         num_open = [group.num_open for group in self.groups]
         if not self.waiting or not any(num_open):
             return
         costs = [sum(map(_cost, group.sequences.values())) for group in self.groups]
         num_promised = [0] * len(self.groups)  # blocks
         while self.waiting:
-            sequence = self.waiting[0]
+            sequence = self.waiting.peek()
             cached = [group.find_cached(sequence) for group in self.groups]
             open_groups = [
                 at
@@ -139,7 +141,8 @@ class DataParallelScheduler:
             ]
             if not open_groups:
                 return
-            del self.waiting[0], self._queued[sequence.id]
+            self.waiting.remove(sequence)
+            del self._queued[sequence.id]
             group = min(open_groups, key=lambda at: costs[at] - cached[at].num_tokens)
             if sequence.parent is not None and sequence.parent.group in open_groups:
                 group = sequence.parent.group

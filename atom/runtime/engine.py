@@ -81,9 +81,9 @@ class Engine:
         return self.scheduler.has_work or bool(self._pending) or bool(self._ended) or bool(self._moved)
 
     @property
-    def num_waiting(self) -> int:
-        """Sequences that are not admitted."""
-        return self.scheduler.num_waiting
+    def num_waiting(self) -> dict[str, int]:
+        """Sequences that are not admitted, by tenant."""
+        return self.scheduler.num_waiting_by_tenant
 
     def prepare(
         self,
@@ -93,11 +93,14 @@ class Engine:
         request_id: str | None = None,
         salt: bytes = b"",
         priority: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
         pooling: str | None = None,
     ) -> list[Sequence]:
         """Make the n sequences of a request, nothing queued yet. RequestError where it cannot be served.
 
         salt: requests of another salt share no cached prefix with this one. priority: lower is served earlier.
+        tenant: whose request it is; those that wait are served in turn. weight: its share, relative to the others'.
         pooling: LAST or MEAN, for an embedding of the prompt; the one token behind it counts for nothing.
         """
         tokens = self.vocabulary.tokenize(prompt)
@@ -120,6 +123,8 @@ class Engine:
                 parent=sequences[0] if sequences else None,
                 stop_ids=self.vocabulary.stop_ids,
                 priority=priority,
+                tenant=tenant,
+                weight=weight,
                 pooling=pooling,
                 matcher=matchers[index] if matchers else None,
                 bad_words=bad_words,

@@ -21,7 +21,6 @@ part of the decodes, so that there are as many plans as stages.
 from __future__ import annotations
 
 import time
-from bisect import insort_left, insort_right
 from collections import Counter
 from collections.abc import Callable
 from operator import attrgetter
@@ -30,6 +29,7 @@ import numpy as np
 
 from atom.errors import RequestError
 from atom.runtime.draft_table import Acceptance
+from atom.runtime.fair_queue import FairQueue
 from atom.runtime.kv_cache import Cached, KVCache
 from atom.runtime.metrics import SchedulerStats
 from atom.runtime.speculation import Drafter, RunnerDrafter, is_drafted
@@ -56,9 +56,9 @@ _priority = attrgetter("priority")
 class Scheduler:
     """Continuous batching: decodes first, then prompts in chunks, first come first served; the last is preempted first.
 
-    A lower `priority` counts as an earlier arrival, among waiting and among running sequences; a waiting sequence takes
-    no blocks from a running one. The first running sequence can take the blocks of all others, and `add` refuses what
-    does not fit alone: so every sequence ends.
+    Of several tenants each has its turn (`FairQueue`). A lower `priority` counts as an earlier arrival, among waiting
+    and among running sequences; a waiting sequence takes no blocks from a running one. The first running sequence can
+    take the blocks of all others, and `add` refuses what does not fit alone: so every sequence ends.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Scheduler:
         self.max_num_seqs = limits.max_decodes
         self.stats = SchedulerStats()
         self.sequences: dict[str, Sequence] = {}  # all that wait or run, by id
-        self.waiting: list[Sequence] = []  # by priority
+        self.waiting = FairQueue()
         self.running: dict[Sequence, None] = {}  # in the order of admission
         self._drafter = drafter
         self._acceptance = Acceptance(NUM_REPORTED)
@@ -108,6 +108,10 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self.waiting)
+
+    @property
+    def num_waiting_by_tenant(self) -> Counter[str]:
+        return self.waiting.counts()
 
     @property
     def num_open(self) -> int:
@@ -157,7 +161,7 @@ class Scheduler:
         """Queue a sequence; raises as `check` does, with nothing changed."""
         self.check(sequence)
         self.sequences[sequence.id] = sequence
-        insort_right(self.waiting, sequence, key=_priority)
+        self.waiting.add(sequence)
         if sequence.parent is None and not sequence.needs_prompt:
             self.cache.fetch(sequence)
 
@@ -288,14 +292,14 @@ class Scheduler:
         """Admit waiting sequences to the running ones and to the step."""
         passed = []  # that wait for something else than room
         while self.waiting and budget and self._slots:
-            sequence = self.waiting.pop(0)
+            sequence = self.waiting.pop()
             if self._waits_for_parent(sequence) or self.cache.is_fetching(sequence):
                 passed.append(sequence)
                 continue
             num_tokens = 0 if sequence is self._refused else self._start(sequence, budget)
             if not num_tokens:
                 self._refused = sequence
-                insort_left(self.waiting, sequence, key=_priority)
+                self.waiting.put_back(sequence)
                 break
             self.running[sequence] = None
             if planned and self.cache.num_loading(sequence):  # beside this step
@@ -303,7 +307,7 @@ class Scheduler:
             planned[sequence] = num_tokens
             budget -= num_tokens
         for sequence in reversed(passed):
-            insort_left(self.waiting, sequence, key=_priority)
+            self.waiting.put_back(sequence)
 
     def _waits_for_parent(self, sequence: Sequence) -> bool:
         parent = sequence.parent
@@ -333,6 +337,7 @@ class Scheduler:
         if sequence.admitted_at is None:
             sequence.admitted_at = time.perf_counter()
             sequence.num_cached = num_cached
+            self.waiting.charge(sequence, num_prompt=len(sequence.prompt) - num_cached - num_forked)
         if self.cache.enable_prefix_caching and not sequence.needs_prompt:
             self.stats.num_prefix_queries += sequence.num_tokens
             if self.cache.host_pools:
@@ -345,7 +350,7 @@ class Scheduler:
 
     def _keep_for_prompts(self, has_prompts: bool) -> int:
         """The tokens of a step that are not for drafts."""
-        can_admit = bool(self.waiting and self._slots) and self.waiting[0] is not self._refused
+        can_admit = bool(self.waiting and self._slots) and self.waiting.peek() is not self._refused
         return self.limits.max_num_batched_tokens // 2 if has_prompts or can_admit else 0
 
     def _most_drafts(self, num_decodes: int) -> int:
@@ -436,6 +441,7 @@ class Scheduler:
             reason = finish(sequence)
             if reason is not None or sequence.finish_reason is not None:
                 break
+        self.waiting.charge(sequence, num_output=num_taken)
         if num_drafted:
             self._count_drafts(sequence, num_drafted, min(num_taken, len(tokens) - 1))
             self.stats.num_overrun += len(tokens) - num_taken
@@ -473,7 +479,7 @@ class Scheduler:
         self._leaving.discard(sequence)
         self._release(sequence)
         sequence.num_computed = sequence.num_planned = 0
-        insort_left(self.waiting, sequence, key=_priority)
+        self.waiting.put_back(sequence)
         self.stats.num_preemptions += 1
 
     def _end(self, sequence: Sequence, reason: str) -> None:

@@ -102,6 +102,8 @@ class Request:
     parent: Sequence | None = None  # the sibling whose prompt blocks this sequence shares, once they are computed
     stop_ids: frozenset[int] = frozenset()  # eos tokens
     priority: int = 0  # lower is served earlier
+    tenant: str = ""  # whose request it is; of several, each has its turn
+    weight: float = 1.0  # the tenant's share of all turns, relative to the others'
     pooling: str | None = None  # LAST or MEAN: an embedding is made of these tokens of the prompt; None: no embedding
     matcher: Matcher | None = None  # None: the answer is not constrained
     bad_words: list[list[int]] = field(default_factory=list)  # tokens that may not come one behind the other

@@ -1,7 +1,7 @@
 """The ASGI app: FastAPI's routes behind the guard.
 
 context = Context(config, engines, Metrics(engines))
-app = create_app(context, keys=[])              # for uvicorn, or for httpx.ASGITransport in a test
+app = create_app(context, tenants=[])            # for uvicorn, or for httpx.ASGITransport in a test
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from starlette.types import ASGIApp
 
 import atom
 from atom.errors import AtomError
-from atom.serve import admin, docs, page
+from atom.serve import admin, docs, page, signed_answers
 from atom.serve.anthropic import messages
 from atom.serve.context import Context
 from atom.serve.errors import error_body, error_response, refuse, shown
 from atom.serve.middleware import Guard
 from atom.serve.openai import chat, completions, embeddings, responses, tokenize
+from atom.serve.signatures import Verifier, load_signing_key
+from atom.serve.tenants import Tenant
 
 TITLE = "atom"
 ABOUT = "The APIs of OpenAI and Anthropic, served by atom"
@@ -34,12 +36,20 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(context: Context, keys: Sequence[str]) -> ASGIApp:
-    """Create the app. keys: the API keys; where there are none, no request needs one."""
+def create_app(context: Context, tenants: Sequence[Tenant]) -> ASGIApp:
+    """Create the app. tenants: who has a key; where there are none, no request needs one.
+
+    ConfigError where the key that signs answers cannot be read.
+    """
+    http = context.config.serve.http
+    signing_key = load_signing_key(http.signing_key)
     app = FastAPI(title=TITLE, description=ABOUT, version=atom.__version__, openapi_url=None, responses=REFUSALS)
     for module in (completions, chat, responses, embeddings, messages, tokenize, admin, page):
         app.include_router(module.routes(context))
     app.include_router(docs.routes(app.openapi))
+    app.include_router(signed_answers.routes(signing_key))
+    context.metrics.add_tenants(tenants)
+    context.are_several = len(tenants) > 1
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:
@@ -64,8 +74,10 @@ def create_app(context: Context, keys: Sequence[str]) -> ASGIApp:
     async def end_disconnected(_: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=499)  # the client has left
 
-    origins = context.config.serve.http.cors
-    guarded: ASGIApp = Guard(app, keys, context.metrics, origins, context.config.serve.http.root_path)
+    origins = http.cors
+    public_keys = {each.name: each.public_key for each in tenants if each.public_key is not None}
+    verifier = Verifier(public_keys, http.signature_seconds) if public_keys else None
+    guarded: ASGIApp = Guard(app, tenants, context.metrics, origins, http.root_path, verifier, signing_key)
     if origins:
         guarded = CORSMiddleware(
             guarded, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]

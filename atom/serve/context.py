@@ -46,6 +46,7 @@ class Context:
         self.metrics = metrics
         self.names = config.served_names
         self.tokenizer: Tokenizer | None = None  # before `is_ready`, and where the checkpoint has none
+        self.are_several = False  # several tenants, who take turns
         self.has_tokenizer = asyncio.Event()  # set once it is known whether there is one
         # a terminal has one line for progress bars, the engine's
         self.progress = WatchedProgress(SILENT if sys.stderr.isatty() else RichProgress())

@@ -19,6 +19,7 @@ from starlette.types import Scope
 
 from atom.errors import EngineDeadError, RequestError
 from atom.serve.engine.client import QueueFullError
+from atom.serve.tenants import LimitError
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 MESSAGES = "/v1/messages"
@@ -59,7 +60,7 @@ def status_of(error: Exception) -> int:
             return 404
         case RequestError():
             return 400
-        case QueueFullError():
+        case QueueFullError() | LimitError():
             return 429
         case EngineDeadError():
             return 503
@@ -71,6 +72,8 @@ def body_of(error: Exception) -> dict[str, Any]:
     status = status_of(error)
     message = "internal error, the server's log has it" if status == 500 else str(error)
     code = {404: "model_not_found", 429: "queue_full", 503: "unavailable"}.get(status)
+    if isinstance(error, LimitError):
+        code = error.limit
     return error_body(status, message, getattr(error, "param", None), code)
 
 
@@ -96,7 +99,7 @@ def refuse(scope: Scope, status: int, body: dict[str, Any], headers: dict[str, s
 
 def error_response(scope: Scope, error: Exception) -> Response:
     headers = {}
-    if isinstance(error, QueueFullError):
+    if isinstance(error, QueueFullError | LimitError):
         headers["retry-after"] = str(error.retry_after)
     elif isinstance(error, EngineDeadError):
         headers["retry-after"] = "5"

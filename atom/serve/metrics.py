@@ -26,6 +26,7 @@ from atom.sampling_params import SamplingParams
 from atom.serve.engine.client import EngineState
 from atom.serve.engine.protocol import Finish
 from atom.serve.engine.replicas import Replica, Replicas
+from atom.serve.tenants import Tenant
 
 # vLLM's buckets (vllm/v1/metrics/loggers.py), seconds
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
@@ -104,6 +105,12 @@ COUNTERS: dict[str, tuple[str, Callable[[Replica], float]]] = {
     "engine_restarts": ("starts after the first", lambda engine: engine.num_restarts),
 }
 
+TENANT_COUNTERS: dict[str, tuple[str, Callable[[Tenant], float]]] = {
+    "key_requests": ("requests to the model that were let in", lambda tenant: tenant.num_requests),
+    "key_prompt_tokens": ("tokens of prompts", lambda tenant: tenant.num_prompt_tokens),
+    "key_generation_tokens": ("tokens generated", lambda tenant: tenant.num_output_tokens),
+}
+
 
 class Collector(Protocol):
     def collect(self) -> Iterable[Metric]: ...
@@ -143,6 +150,28 @@ class EngineCollector:
         for engine in self._engines:
             family.add_metric(self._values(labels, engine), value(engine))
         return family
+
+
+class TenantCollector:
+    """Collects the counts of tenants by their names."""
+
+    def __init__(self, tenants: Sequence[Tenant]) -> None:
+        self._tenants = tenants
+
+    def collect(self) -> Iterable[Metric]:
+        for name, (about, value) in TENANT_COUNTERS.items():
+            counter = CounterMetricFamily(f"atom:{name}", about, labels=["key"])
+            for tenant in self._tenants:
+                counter.add_metric([tenant.name], value(tenant))
+            yield counter
+        refused = CounterMetricFamily("atom:key_refused", "requests beyond a limit", labels=["key", "limit"])
+        running = GaugeMetricFamily("atom:key_requests_open", "requests that are being answered", labels=["key"])
+        for tenant in self._tenants:
+            running.add_metric([tenant.name], tenant.num_open)
+            for limit, count in tenant.num_refused.items():
+                refused.add_metric([tenant.name, limit], count)
+        yield refused
+        yield running
 
 
 class Histogram:
@@ -255,6 +284,11 @@ class Metrics:
         self._num_answers = histogram("request_params_n", "answers asked for to a prompt", ANSWERS)
         if config.serve.http.vllm_metrics:
             self.registry.register(VLLMCollector(collectors, has_one_engine=len(engines) == 1))
+
+    def add_tenants(self, tenants: Sequence[Tenant]) -> None:
+        """Have the counts of tenants collected too."""
+        if tenants:
+            self.registry.register(TenantCollector(tenants))
 
     def record_request(self, num_prompt: int, params: Sequence[SamplingParams]) -> None:
         """Record a request. num_prompt: tokens of all its prompts; params: of each of them."""

@@ -1,9 +1,10 @@
-"""Middleware for every request: request id, log line, API key, origin.
+"""Middleware for every request: request id, log line, API key or signature, origin.
 
-    app = Guard(fastapi, keys=read_keys(config.serve.http.api_keys), metrics=metrics)
+    app = Guard(fastapi, tenants=read_tenants(config.serve.http), metrics=metrics)
 
 Access is decided on `scope["path"]`, which the server routes by, and needs a key: `Authorization: Bearer KEY` (OpenAI),
-`x-api-key: KEY` (Anthropic), or the password of Basic (a browser, for the page). Only /health and /ping need none. A
+`x-api-key: KEY` (Anthropic), or the password of Basic (a browser, for the page); or a signature of one of the public
+keys (`atom.serve.signatures`). Only PUBLIC_PATHS need none. A
 browser keeps that password and sends it with any page's requests, so a POST from a page of another origin is refused,
 unless it is in `origins`.
 """
@@ -12,36 +13,63 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import hmac
 import logging
 import re
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from atom.errors import ConfigError
 from atom.serve.errors import body_of, error_body, is_anthropic, refuse, shown
 from atom.serve.ids import new_id
 from atom.serve.metrics import Metrics
+from atom.serve.signatures import (
+    BodyDigest,
+    Fields,
+    SignatureError,
+    Verifier,
+    as_jwk,
+    covers_digest,
+    find_signatures,
+    request_components,
+)
+from atom.serve.signed_answers import DIRECTORY, SigningSend, read_wish
+from atom.serve.tenants import Tenant, digest
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 LOG = logging.getLogger("atom.access")
-PUBLIC_PATHS = ("/health", "/ping")
+PUBLIC_PATHS = ("/health", "/ping", DIRECTORY)
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
-POLLED_PATHS = (*PUBLIC_PATHS, "/ready", "/load", "/metrics")  # polled too often to be logged
+POLLED_PATHS = ("/health", "/ping", "/ready", "/load", "/metrics")  # polled too often to be logged
+ASKED = 'sig=("@method" "@authority" "@path" "@query" "content-digest");created;nonce;keyid'  # of a client
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Guard:
     def __init__(
-        self, app: ASGIApp, keys: Sequence[str], metrics: Metrics, origins: Sequence[str] = (), root_path: str = ""
+        self,
+        app: ASGIApp,
+        tenants: Sequence[Tenant],
+        metrics: Metrics,
+        origins: Sequence[str] = (),
+        root_path: str = "",
+        verifier: Verifier | None = None,
+        signing_key: Ed25519PrivateKey | None = None,
     ) -> None:
-        """root_path: may stand in front of a path, or a proxy has taken it away."""
+        """tenants: where there are none, no request needs a key. verifier: of those that have public keys
+
+        root_path: may stand in front of a path, or a proxy has taken it away. signing_key: of answers
+        """
         self._app, self._metrics, self._origins, self._root_path = app, metrics, origins, root_path
-        self._digests = [digest(key.encode()) for key in keys]
+        self._tenants = {each.name: each for each in tenants}
+        self._digests = [(each, tenant) for tenant in tenants for each in tenant.digests]
+        self._everybody = None if tenants else Tenant()
+        self._verifier, self._signing_key = verifier, signing_key
+        self._key_id = "" if signing_key is None else as_jwk(signing_key.public_key())["kid"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -66,15 +94,10 @@ class Guard:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], *((name, request_id.encode()) for name in id_headers)]
-            await send(message)
+            await scope["state"]["send"](message)
 
         try:
-            if scope["path"] not in PUBLIC_PATHS and not self.has_valid_key(headers):
-                await refuse_unauthorized(scope)(scope, receive, send_with_id)
-            elif scope["method"] not in SAFE_METHODS and not self.is_allowed_origin(headers):
-                await refuse_origin(scope, headers)(scope, receive, send_with_id)
-            else:
-                await self._app(scope, receive, send_with_id)
+            await self._answer(scope, receive, send_with_id)
         except Exception as error:
             LOG.exception("request failed", extra={"fields": {"request_id": request_id}})
             if not status:
@@ -92,12 +115,60 @@ class Guard:
                 self._metrics.ended_at = time.perf_counter()
                 LOG.info("request", extra={"fields": line | {"seconds": seconds} | log_fields})
 
-    def has_valid_key(self, headers: dict[bytes, bytes]) -> bool:
-        """Whether the request has a valid key, compared in constant time."""
-        if not self._digests:
-            return True
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request in, or refuse it."""
+        headers = dict(scope["headers"])
+        if scope["path"] not in PUBLIC_PATHS:
+            try:
+                tenant, receive = await self._find_tenant(scope, headers, receive)
+            except SignatureError as error:
+                return await self._refuse_unauthorized(scope, str(error))(scope, receive, send)
+            if tenant is None:
+                return await self._refuse_unauthorized(scope)(scope, receive, send)
+            scope["state"]["tenant"] = tenant
+            if tenant.name:
+                scope["state"]["log"]["key"] = tenant.name
+        if scope["method"] not in SAFE_METHODS and not self.is_allowed_origin(headers):
+            return await refuse_origin(scope, headers)(scope, receive, send)
+        if self._signing_key is not None and b"accept-signature" in headers:
+            fields = Fields(scope["headers"])
+            try:
+                wish = read_wish(fields, request_components(scope, fields), self._key_id)
+            except SignatureError as error:
+                return await refuse(scope, 400, error_body(400, str(error)))(scope, receive, send)
+            scope["state"]["send"] = SigningSend(scope["state"]["send"], self._signing_key, wish)
+        await self._app(scope, receive, send)
+
+    async def _find_tenant(
+        self, scope: Scope, headers: dict[bytes, bytes], receive: Receive
+    ) -> tuple[Tenant | None, Receive]:
+        """Whose request it is, and what receives its body. SignatureError where its signature does not count."""
+        found = self._everybody or self.find_key_holder(headers)
+        if found is not None or self._verifier is None or b"signature-input" not in headers:
+            return found, receive
+        fields = Fields(scope["headers"])
+        name, signature = self._verifier.verify(find_signatures(fields), request_components(scope, fields))
+        body = BodyDigest(fields.get("content-digest") or "") if covers_digest(signature) else None
+        receive = await read_signed(receive, body)
+        self._verifier.note(signature)
+        return self._tenants[name], receive
+
+    def find_key_holder(self, headers: dict[bytes, bytes]) -> Tenant | None:
+        """The tenant whose API key the request has, compared in constant time."""
         sent = digest(find_key(headers))
-        return any([hmac.compare_digest(sent, each) for each in self._digests])
+        matches = [(hmac.compare_digest(sent, each), tenant) for each, tenant in self._digests]
+        return next((tenant for is_equal, tenant in matches if is_equal), None)
+
+    def _refuse_unauthorized(self, scope: Scope, fault: str | None = None) -> ASGIApp:
+        """fault: of the request's signature"""
+        header = "x-api-key: KEY" if is_anthropic(scope["path"]) else "Authorization: Bearer KEY"
+        if fault is None:
+            body = error_body(401, f"a valid API key is missing: send {header}", code="invalid_api_key")
+        else:
+            body = error_body(401, f"the signature does not count: {fault}", code="invalid_signature")
+        # only Basic: Chromium reads the header as one challenge, and shows no prompt if another scheme follows
+        asked = {"www-authenticate": 'Basic realm="atom"'}
+        return refuse(scope, 401, body, asked | ({"accept-signature": ASKED} if self._verifier else {}))
 
     def is_allowed_origin(self, headers: dict[bytes, bytes]) -> bool:
         """Whether the request comes from no page, from our own page, or from one of `origins`.
@@ -132,40 +203,28 @@ def find_key(headers: dict[bytes, bytes]) -> bytes:
     return b""
 
 
-def digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+async def read_signed(receive: Receive, digest: BodyDigest | None) -> Receive:
+    """Receive a body, and give it again once it has its digest. SignatureError where it has not."""
+    messages: list[Message] = []
+    while not messages or messages[-1].get("more_body", False):
+        messages.append(message := await receive())
+        if message["type"] == "http.disconnect":
+            break
+        if data := message.get("body", b""):
+            if digest is None:
+                raise SignatureError("it does not cover content-digest, and there is a body")
+            digest.update(data)
+    if digest is not None:
+        digest.check()
+    left = iter(messages)
 
+    async def receive_again() -> Message:
+        return next(left, None) or await receive()
 
-def refuse_unauthorized(scope: Scope) -> ASGIApp:
-    header = "x-api-key: KEY" if is_anthropic(scope["path"]) else "Authorization: Bearer KEY"
-    body = error_body(401, f"a valid API key is missing: send {header}", code="invalid_api_key")
-    # only Basic: Chromium reads the header as one challenge, and shows no prompt if another scheme follows
-    return refuse(scope, 401, body, {"www-authenticate": 'Basic realm="atom"'})
+    return receive_again
 
 
 def refuse_origin(scope: Scope, headers: dict[bytes, bytes]) -> ASGIApp:
     origin = shown(headers.get(b"origin", b"").decode("latin-1"))
     fix = "the server's serve.http.cors names the origins that may"
     return refuse(scope, 403, error_body(403, f"a page of {origin or 'another site'} may not post here; {fix}"))
-
-
-def read_keys(stated: str | None) -> list[str]:
-    """Read the keys of serve.http.api_keys. ConfigError for a file without keys: no request would need one."""
-    if stated is None:
-        return []
-    if stated.startswith("@"):
-        try:
-            lines = Path(stated[1:]).expanduser().read_text("utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", error)
-            raise ConfigError(f"serve.http.api_keys={stated}: {reason}") from None
-        found = {at: key for at, line in enumerate(lines, 1) if (key := line.strip()) and key[0] != "#"}
-        if wrong := next((at for at, key in found.items() if len(key.split()) > 1), None):
-            fix = "write one key a line, and comments on lines that begin with #"
-            raise ConfigError(f"serve.http.api_keys={stated}: line {wrong} has more than one word; {fix}")
-        keys = list(found.values())
-    else:
-        keys = [key for each in stated.split(",") if (key := each.strip())]
-    if not keys:
-        raise ConfigError("serve.http.api_keys holds no key; name one, or null for none")
-    return keys

@@ -12,8 +12,8 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -29,6 +29,7 @@ from atom.serve.engine.replicas import PIN
 from atom.serve.engine.stream import RequestStream
 from atom.serve.errors import MAX_MESSAGE, FieldError, body_at, json_response, shown, status_of
 from atom.serve.sse import EventStream, event, until_gone
+from atom.serve.tenants import Tenant
 
 SHORT = 1024  # log probabilities, or bytes of embeddings: to write so many is faster than to wake a thread
 REFUSED = f"{RequestError.__name__}: "  # prefix of the engine's message for an error of the request
@@ -74,9 +75,11 @@ class Choice:
 
 
 class Answering:
-    def __init__(self, context: Context, stream: RequestStream, request: EngineRequest, started: float) -> None:
+    def __init__(
+        self, context: Context, stream: RequestStream, request: EngineRequest, tenant: Tenant, started: float
+    ) -> None:
         """started: perf_counter when the request arrived."""
-        self._context, self._stream, self._started = context, stream, started
+        self._context, self._stream, self._tenant, self._started = context, stream, tenant, started
         self._constraint_field = request.constraint_field
         self._num_answers = num_answers = request.params[0].n  # to each prompt
         self._metrics = context.metrics
@@ -86,19 +89,15 @@ class Answering:
         self.num_prompt = sum(self._prompt_sizes)
         self.choices = [Choice(index // num_answers, index) for index in range(len(request.prompts) * num_answers)]
         self._metrics.record_request(self.num_prompt, request.params)
+        tenant.charge(num_prompt=self.num_prompt)
 
-    async def begin(self, receive: Receive, leave: Callable[[], None]) -> None:
+    async def begin(self, receive: Receive) -> None:
         """Wait for the first outputs, for comment_seconds at most; `collect` or `outputs` returns them later.
 
-        AtomError where the engine refuses the request or dies, ClientDisconnect where the client leaves; `leave` has
-        been called before either is raised.
+        AtomError where the engine refuses the request or dies, ClientDisconnect where the client leaves.
         """
         silence = self._context.config.serve.http.comment_seconds
-        try:
-            self._first_outputs = await until_gone(receive, self._next(silence))
-        except BaseException:
-            leave()
-            raise
+        self._first_outputs = await until_gone(receive, self._next(silence))
 
     async def collect(self) -> list[Choice]:
         """Wait for all choices. AtomError where the engine refuses the request or dies."""
@@ -183,6 +182,7 @@ class Answering:
         choice.embedding = output.embedding or choice.embedding
         if output.tokens:
             metrics.generation_tokens.inc(len(output.tokens))
+            self._tenant.charge(num_output=len(output.tokens))
             if not choice.num_tokens:
                 metrics.ttft.observe(now - self._started)
                 choice.first_at = now
@@ -262,31 +262,33 @@ class Responder(ABC):
         return answering.usage()
 
     async def respond(self, request: Request) -> Response:
-        context, engines = self.context, self.context.engines
+        context, engines, tenant = self.context, self.context.engines, request.state.tenant
         pin = engines.pinned(request.headers.get(PIN))
         size, make = request.state.num_bytes, self.make_request
-        submission = await (context.in_thread(make) if self.renders else context.work(size, make))
-        request.state.log |= {"model": self.model, "user": submission.user, "id": self.id}
-        stream = engines.submit(
-            submission.prompts,
-            submission.params,
-            id=self.id,
-            salt=submission.salt,
-            priority=submission.priority,
-            pooling=submission.pooling,
-            pin=pin,
-        )
-        request.state.log["engine"] = stream.engine
-        answering = Answering(context, stream, submission, self._started)
-        leave = partial(engines.abort, stream)
-        if self.is_streamed:
-            if self.waits:
-                await answering.begin(request.receive, leave)
-            return EventStream(self._events(request, answering), leave)
-        try:
+        with ExitStack() as left:
+            tenant.begin()
+            left.callback(tenant.end)
+            submission = await (context.in_thread(make) if self.renders else context.work(size, make))
+            request.state.log |= {"model": self.model, "user": submission.user, "id": self.id}
+            stream = engines.submit(
+                submission.prompts,
+                submission.params,
+                id=self.id,
+                salt=submission.salt,
+                priority=tenant.prioritize(submission.priority),
+                pooling=submission.pooling,
+                tenant=tenant.name if context.are_several else "",
+                weight=tenant.limits.weight,
+                pin=pin,
+            )
+            left.callback(engines.abort, stream)
+            request.state.log["engine"] = stream.engine
+            answering = Answering(context, stream, submission, tenant, self._started)
+            if self.is_streamed:
+                if self.waits:
+                    await answering.begin(request.receive)
+                return EventStream(self._events(request, answering), left.pop_all().close)
             choices = await until_gone(request.receive, answering.collect())
-        finally:
-            leave()
         kept = best(choices, submission.params[0].n, submission.num_kept)
         request.state.log |= answering.log_fields(usage := self.usage(answering))
         return await answering.write(lambda: json_response(self.response_body(kept, usage)))

@@ -49,8 +49,8 @@ from atom.serve.engine.process import WORKER
 from atom.serve.engine.replicas import Replicas
 from atom.serve.http import limited_protocol
 from atom.serve.metrics import Metrics
-from atom.serve.middleware import read_keys
 from atom.serve.systemd import adopt, notify
+from atom.serve.tenants import read_tenants
 
 LOG = logging.getLogger("atom.serve")
 TICK_SECONDS = 0.5  # between two checks of the engines
@@ -100,13 +100,13 @@ class Server:
         self._engines = Replicas(config, worker)
         self._metrics = metrics = Metrics(self._engines)
         self._context = Context(config, self._engines, metrics)
-        keys = read_keys(http.api_keys)
-        app = create_app(self._context, keys)
+        tenants = read_tenants(http)
+        app = create_app(self._context, tenants)
         check_certificate(http)
         passed = adopt(http.listen_fds, http.listen_pid)
         self._waits = passed is not None  # requests wait in the socket's queue until the engines are ready
         self._socket = passed or listen(http.host, http.port)
-        if not keys and not is_loopback(self._socket):
+        if not tenants and not is_loopback(self._socket):
             fix = "set serve.http.api_keys (or ATOM_API_KEYS, VLLM_API_KEY), or serve.http.host=127.0.0.1"
             LOG.warning("whoever reaches port %d may use this server, as it has no API keys: %s", self._port, fix)
         self._uvicorn = _Uvicorn(

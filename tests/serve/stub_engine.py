@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -82,6 +83,8 @@ class StubEngine:
         request_id: str,
         salt: bytes,
         priority: int,
+        tenant: str,
+        weight: float,
         pooling: str | None,
     ) -> list[Sequence]:
         if prompt[0] == UNPREPARED:
@@ -89,7 +92,16 @@ class StubEngine:
         if len(prompt) > 8192:
             raise RequestError("too long for the stub")
         return [
-            Sequence(f"{request_id}-{index}", prompt, params, request_id=request_id, index=index, priority=priority)
+            Sequence(
+                f"{request_id}-{index}",
+                prompt,
+                params,
+                request_id=request_id,
+                index=index,
+                priority=priority,
+                tenant=tenant,
+                weight=weight,
+            )
             for index in range(params.n)
         ]
 
@@ -180,12 +192,12 @@ class StubEngine:
         return f"trace of {self.replica}"
 
     @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
+    def num_waiting(self) -> dict[str, int]:
+        return Counter(each.tenant for each in list(self.waiting.values()))
 
     def stats(self) -> EngineStats:
         used = sum(-(-each.num_tokens // BLOCK) for each in list(self.running.values()))
-        counts = {"num_running": len(self.running), "num_waiting": self.num_waiting}
+        counts = {"num_running": len(self.running), "num_waiting": len(self.waiting)}
         counts |= {"num_blocks": NUM_BLOCKS, "num_blocks_used": used}
         return EngineStats(SchedulerStats(self.num_steps), **counts)
 

@@ -19,7 +19,8 @@ from atom.serve.app import create_app
 from atom.serve.context import Context
 from atom.serve.engine.replicas import Replicas
 from atom.serve.metrics import Metrics
-from atom.serve.middleware import Guard, read_keys
+from atom.serve.middleware import PUBLIC_PATHS, Guard
+from atom.serve.tenants import digest, read_keys
 
 KEYS = ("first-key", "second-key")
 
@@ -43,7 +44,7 @@ def all_routes() -> Iterator[tuple[str, str]]:
     """Every path of the app with every method that it has."""
     config = load([])
     engines = Replicas(config)
-    app = create_app(Context(config, engines, Metrics(engines)), KEYS)
+    app = create_app(Context(config, engines, Metrics(engines)), read_keys(",".join(KEYS)))
     assert isinstance(app, Guard)
 
     def walk(routes: list[BaseRoute]) -> Iterator[tuple[str, str]]:
@@ -57,15 +58,15 @@ def all_routes() -> Iterator[tuple[str, str]]:
     yield from walk(app._app.routes)  # type: ignore[attr-defined]
 
 
-def test_every_route_but_health_and_ping_needs_a_key(locked: Server):
+def test_every_route_but_health_ping_and_our_public_key_needs_a_key(locked: Server):
     routes = list(all_routes())
     expected = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/models", "/metrics", "/ready", "/version",
                 "/v1/responses", "/v1/embeddings", "/load", "/server_info", "/ping", "/tokenize", "/detokenize", "/start_profile", "/stop_profile", "/docs", "/openapi.json", "/"}  # fmt: skip
     assert expected <= {path for _, path in routes}
     for method, path in routes:
         without, wrong = (wire.ask(locked.url, method, path, headers=headers) for headers in ({}, bearer("first-kex")))
-        if path in ("/health", "/ping"):
-            assert without.status == wrong.status == 200
+        if path in PUBLIC_PATHS:
+            assert without.status == wrong.status == (404 if "well-known" in path else 200)  # it signs nothing
             continue
         assert is_locked_out(without) and is_locked_out(wrong), (method, path)
         opened = wire.ask(locked.url, method, path, headers=bearer("second-key"))
@@ -203,10 +204,12 @@ def test_keys_are_compared_as_digests_all_of_them_whichever_is_right(monkeypatch
 
     monkeypatch.setattr(middleware.hmac, "compare_digest", compare)
     config = load([])
-    guard = Guard(None, KEYS, Metrics(Replicas(config)))  # type: ignore[arg-type]
+    guard = Guard(None, read_keys(",".join(KEYS)), Metrics(Replicas(config)))  # type: ignore[arg-type]
     for given, is_right in ((b"first-key", True), (b"second-key", True), (b"x" * 1000, False), (b"", False)):
         seen.clear()
-        assert guard.has_valid_key({b"x-api-key": given, b"authorization": b"Bearer " + given}) is is_right
+        assert (
+            guard.find_key_holder({b"x-api-key": given, b"authorization": b"Bearer " + given}) is not None
+        ) is is_right
         assert seen == [(32, 32), (32, 32)]  # bytes of SHA-256
 
 
@@ -214,8 +217,11 @@ def test_keys_come_from_a_list_a_file_or_the_environment(tmp_path: Path, monkeyp
     file = tmp_path / "keys"
     file.write_text("# of the team\na\n\n b \r\n  # c d\n#e\nf#g\n")
     assert read_keys(None) == []
-    assert read_keys("a, b,,") == ["a", "b"]
-    assert read_keys(f"@{file}") == ["a", "b", "f#g"]
+    assert [(each.name, *each.digests) for each in read_keys("a, b,,")] == [
+        ("key1", digest(b"a")),
+        ("key2", digest(b"b")),
+    ]
+    assert [each.digests for each in read_keys(f"@{file}")] == [[digest(key)] for key in (b"a", b"b", b"f#g")]
     monkeypatch.setenv("ATOM_API_KEYS", "from-outside")
     assert load([]).serve.http.api_keys == "from-outside"
     monkeypatch.setenv("VLLM_API_KEY", "from-vllm")

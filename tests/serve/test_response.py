@@ -37,8 +37,8 @@ def give_up(error: str) -> Any:
     """Says a word, and then that it cannot go on."""
     finish = Finish("error", 1, 0, 0.0, None, error)
     return lambda submit: [
-        Outputs([Output(submit.id, 0, "Hel", [1])], 1, 0),
-        Outputs([Output(submit.id, 0, "", [], None, finish)], 1, 0),
+        Outputs([Output(submit.id, 0, "Hel", [1])], 1, {}),
+        Outputs([Output(submit.id, 0, "", [], None, finish)], 1, {}),
     ]
 
 

@@ -17,7 +17,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from enum import StrEnum
 from socket import socket
@@ -97,9 +97,9 @@ class EngineClient(asyncio.Protocol):
         self._finished_at = clock()  # when the last sequence finished
         self._interval = 0.0  # mean seconds between two finished sequences
         self._num_sent = 0  # Submit messages
-        self._unseen: deque[tuple[int, int]] = deque()  # Submits that the engine has not received: number, sequences
-        self._num_unseen = 0  # sequences of these Submits
-        self._num_waiting = 0  # sequences that wait in the engine
+        self._unseen: deque[tuple[int, str, int]] = deque()  # Submits that the engine has not received
+        self._num_unseen = Counter[str]()  # sequences of these, by tenant
+        self._num_waiting: dict[str, int] = {}  # sequences that wait in the engine, by tenant
 
     async def connect(self, connection: socket, replica: int = 0) -> None:
         """Connect to the engine process and send the configuration. replica: the engine's number."""
@@ -109,11 +109,17 @@ class EngineClient(asyncio.Protocol):
     @property
     def num_waiting(self) -> int:
         """Sequences that are not admitted, including those that the engine has not received yet."""
-        return self._num_waiting + self._num_unseen
+        return sum(self._num_waiting.values()) + self._num_unseen.total()
 
-    def has_room(self, num_sequences: int) -> bool:
-        """Whether so many more may wait."""
-        return self.num_waiting + num_sequences <= self._config.serve.http.max_queue
+    def has_room(self, num_sequences: int, tenant: str = "") -> bool:
+        """Whether so many more may wait.
+
+        A tenant may have no more of the queue than what is left of it, so that there is always room for others
+        (Choudhury and Hahne, Dynamic queue length thresholds for shared-memory packet switches, 1998).
+        """
+        room = self._config.serve.http.max_queue - self.num_waiting
+        own = self._num_waiting.get(tenant, 0) + self._num_unseen[tenant] if tenant else 0
+        return own + num_sequences <= room
 
     def submit(
         self,
@@ -124,8 +130,10 @@ class EngineClient(asyncio.Protocol):
         salt: bytes = b"",
         priority: int = 0,
         pooling: str | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
     ) -> RequestStream:
-        """Send a request, params for each of its prompts.
+        """Send a request, params for each of its prompts. tenant, weight: as in `Engine.prepare`
 
         QueueFullError beyond max_queue, RequestError for a request that alone exceeds it or whose id is in use,
         EngineDeadError where the engine is dead.
@@ -135,7 +143,7 @@ class EngineClient(asyncio.Protocol):
         num_sequences, limit = sum(one.n for one in params), self._config.serve.http.max_queue
         if num_sequences > limit:
             raise RequestError(f"{num_sequences} answers in a request; at most {limit} may wait (serve.http.max_queue)")
-        if not self.has_room(num_sequences):
+        if not self.has_room(num_sequences, tenant):
             raise QueueFullError(self.num_waiting, self.retry_after())
         ids = [id if len(prompts) == 1 else f"{id}-{index}" for index in range(len(prompts))]
         if taken := next((each for each in ids if each in self._streams), None):
@@ -146,9 +154,9 @@ class EngineClient(asyncio.Protocol):
         for each, prompt, one in zip(ids, prompts, params, strict=True):
             self._streams[each] = stream
             self._num_sent += 1
-            self._unseen.append((self._num_sent, one.n))
-            self._num_unseen += one.n
-            self._send(Submit(each, prompt, one, salt, priority, pooling))
+            self._unseen.append((self._num_sent, tenant, one.n))
+            self._num_unseen[tenant] += one.n
+            self._send(Submit(each, prompt, one, salt, priority, pooling, tenant, weight))
         return stream
 
     def retry_after(self) -> int:
@@ -248,10 +256,11 @@ class EngineClient(asyncio.Protocol):
                 self._streams.pop(id, None)
             self._note_idle()
 
-    def _note_seen(self, num_seen: int, num_waiting: int) -> None:
+    def _note_seen(self, num_seen: int, num_waiting: dict[str, int]) -> None:
         self._num_waiting = num_waiting
         while self._unseen and self._unseen[0][0] <= num_seen:
-            self._num_unseen -= self._unseen.popleft()[1]
+            _, tenant, num_sequences = self._unseen.popleft()
+            self._num_unseen[tenant] -= num_sequences
 
     def _note_idle(self) -> None:
         if not self._streams:
@@ -272,7 +281,7 @@ class EngineClient(asyncio.Protocol):
             stream.fail(EngineDeadError(reason))
         self._streams.clear()
         self._unseen.clear()
-        self._num_unseen = self._num_waiting = self.num_sequences = 0
+        self._num_unseen, self._num_waiting, self.num_sequences = Counter(), {}, 0
         self.stats = replace(self.stats, num_running=0, num_waiting=0, num_blocks_used=0)
         self._note_idle()
         for answer in self._profiling.values():

@@ -43,6 +43,8 @@ class Submit(Message):
     salt: bytes = b""
     priority: int = 0
     pooling: str | None = None  # LAST or MEAN, for an embedding
+    tenant: str = ""
+    weight: float = 1.0  # of the tenant's turns
 
 
 class Abort(Message):
@@ -95,7 +97,7 @@ class Outputs(Message):
 
     outputs: list[Output]
     num_seen: int  # Submit messages received so far
-    num_waiting: int  # sequences of these that are not admitted
+    num_waiting: dict[str, int]  # sequences of these that are not admitted, by tenant
 
 
 class Refused(Message):

@@ -160,6 +160,8 @@ class Replicas:
         salt: bytes = b"",
         priority: int = 0,
         pooling: str | None = None,
+        tenant: str = "",
+        weight: float = 1.0,
         pin: int | None = None,
     ) -> RequestStream:
         """Send a request to a replica, params for each of its prompts. The errors of `EngineClient.submit`.
@@ -167,11 +169,15 @@ class Replicas:
         pin: the replica's number; None: the router chooses.
         """
         request = self._router.hash(prompts, salt)
-        number = self._router.choose(request, self._find_loads(sum(one.n for one in params))) if pin is None else pin
+        number = (
+            self._router.choose(request, self._find_loads(sum(one.n for one in params), tenant)) if pin is None else pin
+        )
         replica = self[number]
         if replica.client.state is not EngineState.READY:
             raise EngineDeadError(f"{replica.name} is {replica.client.state}")
-        stream = replica.client.submit(prompts, params, id=id, salt=salt, priority=priority, pooling=pooling)
+        stream = replica.client.submit(
+            prompts, params, id=id, salt=salt, priority=priority, pooling=pooling, tenant=tenant, weight=weight
+        )
         stream.engine = number
         sent = self._router.send(number, request)
         if self._router.remembers:
@@ -237,12 +243,12 @@ class Replicas:
         await asyncio.gather(*self._watching, return_exceptions=True)
         return ", ".join(await asyncio.gather(*(each.end() for each in self)))
 
-    def _find_loads(self, num_sequences: int) -> dict[int, Load]:
+    def _find_loads(self, num_sequences: int, tenant: str) -> dict[int, Load]:
         """The loads of replicas that serve; of those with room in the queue, where one has. EngineDeadError if none."""
         serving = [each for each in self if each.client.state is EngineState.READY]
         if not serving:
             raise EngineDeadError(f"the engine is {self.state}")
-        roomy = [each for each in serving if each.client.has_room(num_sequences)]
+        roomy = [each for each in serving if each.client.has_room(num_sequences, tenant)]
         return {each.number: each.load for each in roomy or serving}
 
     async def _watch(self, replica: Replica) -> None:

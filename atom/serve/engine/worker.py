@@ -75,7 +75,10 @@ class Worker:
         self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: the HTTP process is gone
         self._outputs: list[Output] = []
         self._num_seen = 0
-        self._sent_state = (0, 0)  # last sent to the HTTP process: `_num_seen`, waiting sequences
+        self._sent_state: tuple[int, dict[str, int]] = (
+            0,
+            {},
+        )  # last sent to the HTTP process: `_num_seen`, waiting sequences
         self._is_failing = False  # the last step raised
         self._drafts = DraftLog()
         self._last: threading.Timer | None = None  # kills the process
@@ -198,6 +201,8 @@ class Worker:
                 request_id=message.id,
                 salt=message.salt,
                 priority=message.priority,
+                tenant=message.tenant,
+                weight=message.weight,
                 pooling=message.pooling,
             )
         except AtomError as error:

@@ -273,7 +273,7 @@ def test_pings_fill_a_silence(ask: Asker):
     [
         (lambda submit: [Refused(submit.id, "no such token")], 400, "invalid_request_error", "no such token"),
         (lambda submit: [Failed("Error", "out of memory", 1)], 503, "overloaded_error", "out of memory"),
-        (lambda submit: [Outputs([Output(submit.id, 0, "", [], None, Finish("error", 0, 0, 0.0))], 1, 0)], 500, "api_error",
+        (lambda submit: [Outputs([Output(submit.id, 0, "", [], None, Finish("error", 0, 0, 0.0))], 1, {})], 500, "api_error",
          "internal error, the server's log has it"),
     ],
 )  # fmt: skip
@@ -306,7 +306,7 @@ def test_either_of_the_sdks_headers_opens_the_door(ask: Asker):
 
 def test_a_full_queue_and_a_server_that_ends_are_errors(ask: Asker):
     def fill(context: Context) -> None:
-        context.engines[0].client._num_waiting = 1
+        context.engines[0].client._num_waiting = {"": 1}
 
     response, _ = ask(HI, ASK, "serve.http.max_queue=1", before=fill)
     assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")

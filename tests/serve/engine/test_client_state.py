@@ -107,9 +107,9 @@ def test_requests_that_the_engine_has_not_heard_of_count_as_waiting():
         assert refused.value.retry_after == 1
         await asyncio.sleep(0.02)
         assert [message.id for message in engine.heard() if isinstance(message, Submit)] == ["r0", "r1", "r2"]
-        await engine.tell(Outputs([token("r0")], num_seen=2, num_waiting=0))
+        await engine.tell(Outputs([token("r0")], num_seen=2, num_waiting={}))
         assert client.num_waiting == 1
-        await engine.tell(Outputs([token("r0", "eos")], num_seen=3, num_waiting=1))
+        await engine.tell(Outputs([token("r0", "eos")], num_seen=3, num_waiting={"": 1}))
         assert client.num_waiting == 1
         assert [output.text for output in await streams[0].next()] == ["a", "a"] and streams[0].is_done
         client.submit([[1]], [ONE], id="r4")
@@ -129,7 +129,7 @@ def test_a_request_that_can_never_wait_is_the_clients_fault():
 def test_a_refusal_ends_all_prompts_of_its_request(told: str, kind: type[AtomError]):
     async def body(client: EngineClient, engine: Engine, now: list[float]) -> None:
         stream = client.submit([[1], [2]], [ONE, ONE], id="r")
-        await engine.tell(Refused("r-1", told), Outputs([token("r-0")], 2, 0))
+        await engine.tell(Refused("r-1", told), Outputs([token("r-0")], 2, {}))
         with pytest.raises(kind, match=told or "could not prepare") as refused:
             await stream.next()
         assert type(refused.value) is kind

@@ -12,7 +12,7 @@ from atom.serve.engine.protocol import Abort, Finish, Output, Outputs, Ready, Su
 SUBMIT = Submit("cmpl-1", [1, 2], SamplingParams(max_tokens=3, logit_bias={5: 1.5}, stop_strings=["é"]), b"\0salt", -2)
 FINISH = Finish("error", 2, 1, 0.5, "stop", "RequestError: no")
 SCORED = Output("cmpl-1", 0, "", [], prompt_logprobs=[None, Logprobs(2, -1.0, 1, [(2, -1.0)])])
-OUTPUTS = Outputs([SCORED, Output("cmpl-1", 0, "é", [7], [Logprobs(7, -0.5, 1, [])], FINISH)], 3, 4)
+OUTPUTS = Outputs([SCORED, Output("cmpl-1", 0, "é", [7], [Logprobs(7, -0.5, 1, [])], FINISH)], 3, {"": 4})
 
 
 def test_a_message_comes_out_as_it_went_in():

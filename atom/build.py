@@ -26,6 +26,7 @@ from atom.checkpoint import DRAFT_PREFIX, Checkpoint, JoinedCheckpoint, Progress
 from atom.compiler import Compiled, compile_graph, compile_model, has_draft, mesh_of, semantic_graph
 from atom.config import Config, ModelConfig
 from atom.config.checkpoint import is_here, open_with_draft
+from atom.config.parallel import devices_of
 from atom.errors import ArtifactError, CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.gc_utils import no_collection
 from atom.graph import HEAD, Graph, Mesh, Recipe, W, ops, show
@@ -42,7 +43,7 @@ from atom.runtime.kv_scales import PROMPT, KVScales, ScalePlan, ScaleStore, meas
 from atom.runtime.model import Model
 from atom.runtime.profiler import Profiler
 from atom.runtime.program import Bindings
-from atom.runtime.ranks import LOOPBACK, RANK, Channel, RankProcess, Ranks
+from atom.runtime.ranks import LOOPBACK, RANK, RANK_ON_GPU, Channel, RankProcess, Ranks
 from atom.runtime.ray_ranks import place_with_ray
 from atom.runtime.remote_ranks import Placement, RemoteRank, await_ranks, without_secrets
 from atom.runtime.runner import Runner
@@ -76,7 +77,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             if checkpoint is None:
                 checkpoint = open_checked(config, progress, opened)
                 check_weights(graph, checkpoint, config)
-            ranks = start_ranks(config, compiled, placement, started)
+            ranks = start_ranks(config, compiled, placement, started, replica)
             tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
             check_same_tokens(tokenizer, checkpoint, config)
             tensors = load_weights(graph, checkpoint, config, progress)
@@ -99,7 +100,9 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
                 ranks.exchange(msgspec.msgpack.encode(plan))
                 communicator = connect(ranks, config, placement, folder)
                 measure = set_kv_scales(scales, plan, mesh, communicator)
-                runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of)
+                runner, num_blocks = open_runner(
+                    compiled, tensors, config, progress, measure, communicator, kinds_of, ranks.exchange
+                )
                 values = gather_kv_scales(scales, ranks.exchange)
                 ranks.wait()
             ranks.limit_silence(serve.http.heartbeat_seconds)
@@ -181,7 +184,9 @@ def place_ranks(config: Config, started: ExitStack) -> Placement | None:
     return placement
 
 
-def start_ranks(config: Config, compiled: Compiled, placement: Placement | None, started: ExitStack) -> Ranks | None:
+def start_ranks(
+    config: Config, compiled: Compiled, placement: Placement | None, started: ExitStack, replica: int = 0
+) -> Ranks | None:
     """Start the other ranks of an engine, which load their weights; None for one rank. The stack ends them."""
     mesh = mesh_of(config)
     if mesh.num_ranks == 1:
@@ -191,7 +196,7 @@ def start_ranks(config: Config, compiled: Compiled, placement: Placement | None,
     texts, before = [*map(digest_of, (compiled.graph, *others))], torch.get_num_threads()
     if placement is None:
         num_threads: int | None = max(before // mesh.num_ranks, 1)  # they share the cores
-        channels: Sequence[Channel] = [RankProcess(RANK) for _ in range(1, mesh.num_ranks)]
+        channels: Sequence[Channel] = [start_rank(config, rank, replica) for rank in range(1, mesh.num_ranks)]
         places = [(config, LOOPBACK)] * len(channels)
     else:
         num_threads, channels = placement.num_threads, (joined := placement.join())
@@ -203,9 +208,16 @@ def start_ranks(config: Config, compiled: Compiled, placement: Placement | None,
     ranks = Ranks(channels, list(map(msgspec.msgpack.encode, openings)))
     started.callback(ranks.close)
     if num_threads is not None:
-        ranks.at_close = functools.partial(torch.set_num_threads, before)
+        ranks.at_close.append(functools.partial(torch.set_num_threads, before))
         torch.set_num_threads(num_threads)
     return ranks
+
+
+def start_rank(config: Config, rank: int, replica: int = 0) -> RankProcess:
+    """Start the process of a rank beside this one. On GPUs it sees its own alone."""
+    if config.device == "cpu":
+        return RankProcess(RANK)
+    return RankProcess(RANK_ON_GPU, CUDA_VISIBLE_DEVICES=devices_of(config.parallel, replica)[rank])
 
 
 def config_of(channel: RemoteRank, rank: int, config: Config) -> Config:
@@ -282,8 +294,11 @@ def connect(ranks: Ranks, config: Config, placement: Placement | None, folder: s
     ranks.tell([folder.encode() if is_one_host else b""] * (mesh.num_ranks - 1))
     host = LOOPBACK if placement is None else placement.host
     shared = Path(folder) if is_one_host else None
-    communicator = connect_rank(config.device, Rendezvous(0, mesh, host, ranks.exchange, shared))
+    rendezvous = Rendezvous(0, mesh, host, ranks.exchange, shared, config.parallel.collectives)
+    communicator = connect_rank(config.device, rendezvous)
     communicator.watch(ranks.check)
+    ranks.watch(lambda _: communicator.abort())
+    ranks.at_close.append(communicator.abort)
     return communicator
 
 
@@ -556,6 +571,15 @@ def plan_stages(kinds_of: Sequence[Sequence[CacheKind]], config: Config) -> dict
     return {kind.name: min(plan[kind.name] for plan in plans if kind.name in plan) for kind in kinds_of_all(kinds_of)}
 
 
+def take_least(plans: Sequence[bytes]) -> dict[str, int]:
+    """The KV blocks that each rank has room for, by cache kind, of what all have exchanged."""
+    least: dict[str, int] = {}
+    for plan in plans:
+        for kind, num_blocks in msgspec.msgpack.decode(plan, type=dict[str, int]).items():
+            least[kind] = min(num_blocks, least.get(kind, num_blocks))
+    return least
+
+
 def open_runner(
     compiled: Compiled,
     tensors: Mapping[Recipe, Loaded],
@@ -564,10 +588,12 @@ def open_runner(
     measure: Callable[[Model], object] | None = None,
     communicator: Communicator | None = None,
     kinds_of: Sequence[Sequence[CacheKind]] | None = None,
+    exchange: Callable[[bytes], list[bytes]] = lambda own: [own],
 ) -> tuple[Runner, dict[str, int]]:
     """Open the runner; with it the KV blocks. On a GPU its graphs are captured, and the pool takes the free memory.
 
-    measure: called with the model before anything is captured. kinds_of: of the caches of each stage of a pipeline
+    measure: called with the model before anything is captured. kinds_of: of the caches of each stage of a pipeline.
+    exchange: that of all ranks, which do all of this in step: they meet in each step that is rehearsed or captured
     """
     serve, is_cpu = config.serve, config.device == "cpu"
     kinds = kinds_of_all(kinds_of := kinds_of or [cache_kinds(compiled.graph)])
@@ -593,12 +619,14 @@ def open_runner(
             measure_costs(runner, config)
             return runner, num_blocks
         use_parameters(runner.model, config, progress)
-        sizes = memory.capture_sizes(serve) if compiled.level == 3 else []
+        # TODO stages
+        sizes = memory.capture_sizes(serve) if compiled.level == 3 and mesh_of(config).pipeline == 1 else []
         with progress.task("compiling kernels"):
             runner.graphs.compile(sizes, serve.max_num_batched_tokens)
         if measure is not None:
             measure(runner.model)
-        num_blocks = plan_kv(kinds, config, memory.measure_left(runner, sizes[-1:], serve))
+        own = plan_kv(cache_kinds(compiled.graph), config, memory.measure_left(runner, sizes[-1:], serve))
+        num_blocks = take_least(exchange(msgspec.msgpack.encode(own)))
         runner.bind(num_blocks)
         with progress.task("capturing CUDA graphs"):
             # a server captures all before it is ready; a run of some prompts needs only few sizes

@@ -217,7 +217,7 @@ def start_rank(config: Config, rank: int, replica: int = 0) -> RankProcess:
     """Start the process of a rank beside this one. On GPUs it sees its own alone."""
     if config.device == "cpu":
         return RankProcess(RANK)
-    return RankProcess(RANK_ON_GPU, CUDA_VISIBLE_DEVICES=devices_of(config.parallel, replica)[rank])
+    return RankProcess(RANK_ON_GPU, devices_of(config.parallel, replica)[rank])
 
 
 def config_of(channel: RemoteRank, rank: int, config: Config) -> Config:

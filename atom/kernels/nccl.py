@@ -210,7 +210,7 @@ class NcclCommunicator:
     def _receive(self, x: Tensor, way: _Group) -> None:
         self._nccl.receive(x.data_ptr(), x.nbytes, BYTES, 0, way.handle, _stream())
 
-    def _warm_up(self, ways: Mapping[tuple[int, ...], _Group]) -> None:
+    def _warm_up(self, ways: Mapping[tuple[int, int], _Group]) -> None:
         """Have NCCL make its connections now: a CUDA graph should find them, and the memory that they take is known."""
         for axis, group in self._groups.items():
             for size in WARM_UP:

@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import msgspec
 
@@ -128,11 +128,12 @@ class Channel(Protocol):
 class RankProcess:
     """A rank that is a child of this process."""
 
-    def __init__(self, code: str, **environment: str) -> None:
-        """code: what it runs, which has a `link`. environment: variables beside our own"""
+    def __init__(self, code: str, device: str | None = None) -> None:
+        """code: what it runs, which has a `link`. device: the GPU that it sees; None: what this process sees"""
         self.most_silent = START_SECONDS
         code = LINK.format(folder=os.getcwd()) + code
-        self._process = start_python(code, stderr=2, has_own_session=False, **environment)
+        seen: dict[str, Any] = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+        self._process = start_python(code, stderr=2, has_own_session=False, **seen)
         assert self._process.stdin is not None and self._process.stdout is not None, "start_python opens them"
         self._in, self._out = self._process.stdin, self._process.stdout
         self._sending = threading.Lock()

@@ -247,7 +247,7 @@ def serve_rank(config: Config) -> int:
         hello = msgspec.msgpack.encode(without_secrets(config))
         if config.device == "cpu":
             return supervise(connection, hello)
-        return supervise(connection, hello, RANK_ON_GPU, CUDA_VISIBLE_DEVICES=own_device(parallel))
+        return supervise(connection, hello, RANK_ON_GPU, own_device(parallel))
     finally:
         for number, handler in handled.items():
             signal.signal(number, handler)
@@ -259,15 +259,15 @@ def without_secrets(config: Config) -> Config:
     return replace(config, overrides=[], serve=replace(config.serve, http=http))
 
 
-def supervise(connection: Connection, hello: bytes, code: str = RANK, **environment: str) -> int:
+def supervise(connection: Connection, hello: bytes, code: str = RANK, device: str | None = None) -> int:
     """Run a rank as a child of this process until the driver ends; the exit code: 1 where the rank ended first.
 
-    environment: its variables beside our own
+    device: the GPU that it sees
     ConfigError where the driver refuses this rank, EngineDeadError where it falls silent.
     """
     connection.limit_silence(START_SECONDS)
     process, frames, decoder = (
-        RankProcess(code, **environment),
+        RankProcess(code, device),
         queue.SimpleQueue[bytes](),
         msgspec.msgpack.Decoder(FromDriver),
     )

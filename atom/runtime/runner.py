@@ -333,7 +333,7 @@ class Pending:
 
 def wait_for(event: torch.cuda.Event, check: Callable[[], object]) -> None:
     """Wait for an event while `check` does not raise."""
-    while not event.query():
+    while not event.query():  # type: ignore[no-untyped-call]
         check()
         time.sleep(POLL_SECONDS)
     check()  # collectives that were ended have computed nothing

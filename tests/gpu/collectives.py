@@ -95,7 +95,7 @@ WORK: dict[str, Callable[[Communicator, int], Any]] = {"ops": ops, "replays": re
 def two_ranks() -> Iterator[tuple[Communicator, Ranks, Callable[[str], tuple[Any, Any]]]]:
     """The communicator here, the other rank, and what runs a function of `WORK` on both."""
     with tempfile.TemporaryDirectory() as folder:
-        ranks = Ranks([RankProcess(CODE, CUDA_VISIBLE_DEVICES="1")], [folder.encode()])
+        ranks = Ranks([RankProcess(CODE, "1")], [folder.encode()])
         try:
             communicator = connect_rank("cuda", Rendezvous(0, MESH, "127.0.0.1", ranks.exchange, Path(folder)))
             ranks.watch(lambda _: communicator.abort())

@@ -70,6 +70,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
     """
     with ExitStack() as started:
         placement = place_ranks(config, started)
+        processes = start_processes(config, replica, started)  # which import torch meanwhile
         with ExitStack() as opened:
             checkpoint = open_checked(config, progress, opened) if is_here(config) else None  # else downloaded last
             compiled = compiled or compile_with(config, progress, checkpoint)
@@ -77,7 +78,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             if checkpoint is None:
                 checkpoint = open_checked(config, progress, opened)
                 check_weights(graph, checkpoint, config)
-            ranks = start_ranks(config, compiled, placement, started, replica)
+            ranks = start_ranks(config, compiled, placement or processes, started)
             tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
             check_same_tokens(tokenizer, checkpoint, config)
             tensors = load_weights(graph, checkpoint, config, progress)
@@ -184,23 +185,39 @@ def place_ranks(config: Config, started: ExitStack) -> Placement | None:
     return placement
 
 
+def start_processes(config: Config, replica: int, started: ExitStack) -> list[RankProcess]:
+    """Start the processes of the other ranks beside this one, unless others do. The stack ends them."""
+    if config.parallel.launcher != "local":
+        return []
+    processes = []
+    for rank in range(1, mesh_of(config).num_ranks):
+        on_gpu = (RANK_ON_GPU, devices_of(config.parallel, replica)[rank])
+        processes.append(RankProcess(RANK) if config.device == "cpu" else RankProcess(*on_gpu))
+        started.callback(processes[-1].close)
+    return processes
+
+
 def start_ranks(
-    config: Config, compiled: Compiled, placement: Placement | None, started: ExitStack, replica: int = 0
+    config: Config, compiled: Compiled, placed: Placement | Sequence[RankProcess], started: ExitStack
 ) -> Ranks | None:
-    """Start the other ranks of an engine, which load their weights; None for one rank. The stack ends them."""
+    """Have the other ranks of an engine load their weights; None for one rank. The stack ends them.
+
+    placed: those that others start, or their processes
+    """
     mesh = mesh_of(config)
     if mesh.num_ranks == 1:
         return None
     lowered = replace(config, level=compiled.level)
     others = (compile_graph(lowered, stage=stage) for stage in range(1, mesh.pipeline))
     texts, before = [*map(digest_of, (compiled.graph, *others))], torch.get_num_threads()
-    if placement is None:
-        num_threads: int | None = max(before // mesh.num_ranks, 1)  # they share the cores
-        channels: Sequence[Channel] = [start_rank(config, rank, replica) for rank in range(1, mesh.num_ranks)]
-        places = [(config, LOOPBACK)] * len(channels)
-    else:
-        num_threads, channels = placement.num_threads, (joined := placement.join())
+    num_threads: int | None = max(before // mesh.num_ranks, 1)  # they share the cores
+    channels: Sequence[Channel]
+    if isinstance(placed, Placement):
+        num_threads, channels = placed.num_threads, (joined := placed.join())
         places = [(config_of(each, rank, config), each.host) for rank, each in enumerate(joined, 1)]
+    else:
+        channels = placed
+        places = [(config, LOOPBACK)] * len(channels)
     openings = [
         RankOpening(replace(own, level=compiled.level), rank, num_threads, texts[mesh.stage(rank)], host)
         for rank, (own, host) in enumerate(places, 1)
@@ -211,13 +228,6 @@ def start_ranks(
         ranks.at_close.append(functools.partial(torch.set_num_threads, before))
         torch.set_num_threads(num_threads)
     return ranks
-
-
-def start_rank(config: Config, rank: int, replica: int = 0) -> RankProcess:
-    """Start the process of a rank beside this one. On GPUs it sees its own alone."""
-    if config.device == "cpu":
-        return RankProcess(RANK)
-    return RankProcess(RANK_ON_GPU, devices_of(config.parallel, replica)[rank])
 
 
 def config_of(channel: RemoteRank, rank: int, config: Config) -> Config:

@@ -159,6 +159,7 @@ def thread_ranks(monkeypatch: pytest.MonkeyPatch) -> list[ThreadRanks]:
         made.append(ThreadRanks(config))
         return made[-1]
 
+    monkeypatch.setattr(build, "start_processes", lambda *_: [])
     monkeypatch.setattr(build, "start_ranks", start)
     monkeypatch.setattr(build, "connect", lambda ranks, *_: ThreadCommunicator(ranks.meeting, 0))
     return made

@@ -45,7 +45,7 @@ BYTES, SUM = DTYPES[torch.uint8], 0
 GRACE = 0.05  # seconds between the word that ranks are gone and the end of their communicators
 WARM_UP = (1, 1 << 20)  # elements of float32: small and large tensors may take connections of their own
 
-_is_walking: ContextVar[bool] = ContextVar("is_walking", default=False)  # of this thread: nothing is launched
+is_walking: ContextVar[bool] = ContextVar("is_walking", default=False)  # of this thread: nothing is launched
 
 
 class UniqueId(ctypes.Structure):
@@ -55,10 +55,10 @@ class UniqueId(ctypes.Structure):
 class Library:
     """The functions of NCCL. UnsupportedError where torch has brought none."""
 
-    def __init__(self, is_one_host: bool) -> None:
+    def __init__(self, *, is_one_host: bool) -> None:
+        self._nccl = _open_library()
         for name, value in (NO_MULTICAST | (ONE_STREAM if is_one_host else {})).items():
             os.putenv(name, value)  # for C's getenv; it is read when the first communicator is made
-        self._nccl = _open_library()
         self._nccl.ncclGetErrorString.restype = ctypes.c_char_p
         pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
         ends = [number, pointer, pointer]  # dtype or rank, communicator, stream
@@ -121,7 +121,7 @@ class _Group(NamedTuple):
 class NcclCommunicator:
     def __init__(self, rendezvous: Rendezvous) -> None:
         mesh, rank = rendezvous.mesh, rendezvous.rank
-        self._nccl, self._is_dead = Library(rendezvous.folder is not None), threading.Event()
+        self._nccl, self._is_dead = Library(is_one_host=rendezvous.folder is not None), threading.Event()
         self._stages = mesh.peers(rank, ops.STAGES)
         meeting = {axis: mesh.peers(rank, axis) for axis in ops.MEETING_AXES if mesh.size(axis) > 1}
         ways = [way for way in directions(self._stages) if rank in way]
@@ -205,7 +205,7 @@ class NcclCommunicator:
         """Whether a collective of this tensor is launched."""
         if self._is_dead.is_set():
             raise EngineDeadError("the ranks have ended")
-        return x.numel() > 0 and not _is_walking.get()
+        return x.numel() > 0 and not is_walking.get()
 
     def _send(self, x: Tensor, way: _Group, stream: Any) -> None:
         self._nccl.send(x.data_ptr(), x.nbytes, BYTES, 1, way.handle, stream.cuda_stream)
@@ -267,11 +267,11 @@ def connect(rendezvous: Rendezvous) -> Communicator:
 @contextmanager
 def compile_launches(_pool: Executor) -> Iterator[None]:
     """Within this context, this thread launches no collective; there is nothing to compile."""
-    token = _is_walking.set(True)
+    token = is_walking.set(True)
     try:
         yield
     finally:
-        _is_walking.reset(token)
+        is_walking.reset(token)
 
 
 def _kernel(op: Op) -> Kernel:

@@ -26,6 +26,7 @@ from atom.checkpoint import DRAFT_PREFIX, Checkpoint, JoinedCheckpoint, Progress
 from atom.compiler import Compiled, compile_graph, compile_model, has_draft, mesh_of, semantic_graph
 from atom.config import Config, ModelConfig
 from atom.config.checkpoint import is_here, open_with_draft
+from atom.config.parallel import devices_of
 from atom.errors import ArtifactError, CheckpointError, ConfigError, RequestError, UnsupportedError
 from atom.gc_utils import no_collection
 from atom.graph import HEAD, Graph, Mesh, Recipe, W, ops, show
@@ -42,7 +43,7 @@ from atom.runtime.kv_scales import PROMPT, KVScales, ScalePlan, ScaleStore, meas
 from atom.runtime.model import Model
 from atom.runtime.profiler import Profiler
 from atom.runtime.program import Bindings
-from atom.runtime.ranks import LOOPBACK, RANK, Channel, RankProcess, Ranks
+from atom.runtime.ranks import LOOPBACK, RANK, RANK_ON_GPU, Channel, RankProcess, Ranks
 from atom.runtime.ray_ranks import place_with_ray
 from atom.runtime.remote_ranks import Placement, RemoteRank, await_ranks, without_secrets
 from atom.runtime.runner import Runner
@@ -69,6 +70,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
     """
     with ExitStack() as started:
         placement = place_ranks(config, started)
+        processes = start_processes(config, replica, started)  # which import torch meanwhile
         with ExitStack() as opened:
             checkpoint = open_checked(config, progress, opened) if is_here(config) else None  # else downloaded last
             compiled = compiled or compile_with(config, progress, checkpoint)
@@ -76,7 +78,7 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
             if checkpoint is None:
                 checkpoint = open_checked(config, progress, opened)
                 check_weights(graph, checkpoint, config)
-            ranks = start_ranks(config, compiled, placement, started)
+            ranks = start_ranks(config, compiled, placement or processes, started)
             tokenizer = checkpoint.tokenizer(trust_remote_code=config.trust_remote_code)
             check_same_tokens(tokenizer, checkpoint, config)
             tensors = load_weights(graph, checkpoint, config, progress)
@@ -99,7 +101,9 @@ def open_engine(config: Config, progress: Progress, compiled: Compiled | None = 
                 ranks.exchange(msgspec.msgpack.encode(plan))
                 communicator = connect(ranks, config, placement, folder)
                 measure = set_kv_scales(scales, plan, mesh, communicator)
-                runner, num_blocks = open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of)
+                runner, num_blocks = open_runner(
+                    compiled, tensors, config, progress, measure, communicator, kinds_of, ranks.exchange
+                )
                 values = gather_kv_scales(scales, ranks.exchange)
                 ranks.wait()
             ranks.limit_silence(serve.http.heartbeat_seconds)
@@ -181,21 +185,39 @@ def place_ranks(config: Config, started: ExitStack) -> Placement | None:
     return placement
 
 
-def start_ranks(config: Config, compiled: Compiled, placement: Placement | None, started: ExitStack) -> Ranks | None:
-    """Start the other ranks of an engine, which load their weights; None for one rank. The stack ends them."""
+def start_processes(config: Config, replica: int, started: ExitStack) -> list[RankProcess]:
+    """Start the processes of the other ranks beside this one, unless others do. The stack ends them."""
+    if config.parallel.launcher != "local":
+        return []
+    processes = []
+    for rank in range(1, mesh_of(config).num_ranks):
+        on_gpu = (RANK_ON_GPU, devices_of(config.parallel, replica)[rank])
+        processes.append(RankProcess(RANK) if config.device == "cpu" else RankProcess(*on_gpu))
+        started.callback(processes[-1].close)
+    return processes
+
+
+def start_ranks(
+    config: Config, compiled: Compiled, placed: Placement | Sequence[RankProcess], started: ExitStack
+) -> Ranks | None:
+    """Have the other ranks of an engine load their weights; None for one rank. The stack ends them.
+
+    placed: those that others start, or their processes
+    """
     mesh = mesh_of(config)
     if mesh.num_ranks == 1:
         return None
     lowered = replace(config, level=compiled.level)
     others = (compile_graph(lowered, stage=stage) for stage in range(1, mesh.pipeline))
     texts, before = [*map(digest_of, (compiled.graph, *others))], torch.get_num_threads()
-    if placement is None:
-        num_threads: int | None = max(before // mesh.num_ranks, 1)  # they share the cores
-        channels: Sequence[Channel] = [RankProcess(RANK) for _ in range(1, mesh.num_ranks)]
-        places = [(config, LOOPBACK)] * len(channels)
-    else:
-        num_threads, channels = placement.num_threads, (joined := placement.join())
+    num_threads: int | None = max(before // mesh.num_ranks, 1)  # they share the cores
+    channels: Sequence[Channel]
+    if isinstance(placed, Placement):
+        num_threads, channels = placed.num_threads, (joined := placed.join())
         places = [(config_of(each, rank, config), each.host) for rank, each in enumerate(joined, 1)]
+    else:
+        channels = placed
+        places = [(config, LOOPBACK)] * len(channels)
     openings = [
         RankOpening(replace(own, level=compiled.level), rank, num_threads, texts[mesh.stage(rank)], host)
         for rank, (own, host) in enumerate(places, 1)
@@ -203,7 +225,7 @@ def start_ranks(config: Config, compiled: Compiled, placement: Placement | None,
     ranks = Ranks(channels, list(map(msgspec.msgpack.encode, openings)))
     started.callback(ranks.close)
     if num_threads is not None:
-        ranks.at_close = functools.partial(torch.set_num_threads, before)
+        ranks.at_close.append(functools.partial(torch.set_num_threads, before))
         torch.set_num_threads(num_threads)
     return ranks
 
@@ -282,8 +304,11 @@ def connect(ranks: Ranks, config: Config, placement: Placement | None, folder: s
     ranks.tell([folder.encode() if is_one_host else b""] * (mesh.num_ranks - 1))
     host = LOOPBACK if placement is None else placement.host
     shared = Path(folder) if is_one_host else None
-    communicator = connect_rank(config.device, Rendezvous(0, mesh, host, ranks.exchange, shared))
+    rendezvous = Rendezvous(0, mesh, host, ranks.exchange, shared, config.parallel.collectives)
+    communicator = connect_rank(config.device, rendezvous)
     communicator.watch(ranks.check)
+    ranks.watch(lambda _: communicator.abort())
+    ranks.at_close.append(communicator.abort)
     return communicator
 
 
@@ -556,6 +581,15 @@ def plan_stages(kinds_of: Sequence[Sequence[CacheKind]], config: Config) -> dict
     return {kind.name: min(plan[kind.name] for plan in plans if kind.name in plan) for kind in kinds_of_all(kinds_of)}
 
 
+def take_least(plans: Sequence[bytes]) -> dict[str, int]:
+    """The KV blocks that each rank has room for, by cache kind, of what all have exchanged."""
+    least: dict[str, int] = {}
+    for plan in plans:
+        for kind, num_blocks in msgspec.msgpack.decode(plan, type=dict[str, int]).items():
+            least[kind] = min(num_blocks, least.get(kind, num_blocks))
+    return least
+
+
 def open_runner(
     compiled: Compiled,
     tensors: Mapping[Recipe, Loaded],
@@ -564,10 +598,12 @@ def open_runner(
     measure: Callable[[Model], object] | None = None,
     communicator: Communicator | None = None,
     kinds_of: Sequence[Sequence[CacheKind]] | None = None,
+    exchange: Callable[[bytes], list[bytes]] = lambda own: [own],
 ) -> tuple[Runner, dict[str, int]]:
     """Open the runner; with it the KV blocks. On a GPU its graphs are captured, and the pool takes the free memory.
 
-    measure: called with the model before anything is captured. kinds_of: of the caches of each stage of a pipeline
+    measure: called with the model before anything is captured. kinds_of: of the caches of each stage of a pipeline.
+    exchange: that of all ranks, which do all of this in step: they meet in each step that is rehearsed or captured
     """
     serve, is_cpu = config.serve, config.device == "cpu"
     kinds = kinds_of_all(kinds_of := kinds_of or [cache_kinds(compiled.graph)])
@@ -593,12 +629,14 @@ def open_runner(
             measure_costs(runner, config)
             return runner, num_blocks
         use_parameters(runner.model, config, progress)
-        sizes = memory.capture_sizes(serve) if compiled.level == 3 else []
+        # TODO stages
+        sizes = memory.capture_sizes(serve) if compiled.level == 3 and mesh_of(config).pipeline == 1 else []
         with progress.task("compiling kernels"):
             runner.graphs.compile(sizes, serve.max_num_batched_tokens)
         if measure is not None:
             measure(runner.model)
-        num_blocks = plan_kv(kinds, config, memory.measure_left(runner, sizes[-1:], serve))
+        own = plan_kv(cache_kinds(compiled.graph), config, memory.measure_left(runner, sizes[-1:], serve))
+        num_blocks = take_least(exchange(msgspec.msgpack.encode(own)))
         runner.bind(num_blocks)
         with progress.task("capturing CUDA graphs"):
             # a server captures all before it is ready; a run of some prompts needs only few sizes

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import queue
 import sys
+import threading
 import traceback
 from collections import deque
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -39,7 +43,7 @@ from atom.runtime.kv_scales import KVScales, ScalePlan
 from atom.runtime.ranks import RankLink
 from atom.runtime.runner import Pending, Runner
 from atom.runtime.step_input import StepInput
-from atom.runtime.types import BlockCopies, Sampled
+from atom.runtime.types import BlockCopies
 
 DECODER = msgspec.msgpack.Decoder(StepInput | BlockCopies)
 
@@ -50,21 +54,39 @@ def main(link: RankLink) -> None:
         runner, is_leader = open_rank(link)
         link.done()
         pending: deque[Pending] = deque()
-        while True:
-            sampled = take(link.receive(), runner, pending)
-            if is_leader and sampled is not None:
-                link.answer(msgspec.msgpack.encode(sampled))
+        started: queue.SimpleQueue[Pending] = queue.SimpleQueue()
+        if is_leader:
+            threading.Thread(target=answer, args=(link, started), name="answer", daemon=True).start()
+        while True:  # ahead of the device, as the driver is
+            step = take(link.receive(), runner, pending)
+            if is_leader and step is not None:
+                started.put(step)
     except Exception as error:
-        if not isinstance(error, AtomError):
-            traceback.print_exc()
-        link.fail(error)
-        sys.exit(1)
+        fail(link, error)
 
 
-def take(body: bytes, runner: Runner, pending: deque[Pending]) -> Sampled | None:
-    """Take a step or copies that the driver tells, or finish the oldest step; what was sampled, if one was finished.
+def answer(link: RankLink, started: queue.SimpleQueue[Pending]) -> None:
+    """Tell the driver what steps sample, one after the other."""
+    try:
+        while True:
+            link.answer(msgspec.msgpack.encode(started.get().wait()))
+    except Exception as error:
+        fail(link, error)
 
-    pending: steps that were not finished
+
+def fail(link: RankLink, error: Exception) -> NoReturn:
+    """Tell the driver of an error, and end this process, whatever a device waits for."""
+    if not isinstance(error, AtomError):
+        traceback.print_exc()
+    link.fail(error)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def take(body: bytes, runner: Runner, pending: deque[Pending]) -> Pending | None:
+    """Take a step or copies that the driver tells, or finish the oldest step; the one that was started to its end.
+
+    pending: steps that were not
     """
     told = None if body == WAIT else DECODER.decode(body)
     if isinstance(told, BlockCopies):
@@ -72,7 +94,7 @@ def take(body: bytes, runner: Runner, pending: deque[Pending]) -> Sampled | None
         return None
     if told is not None:
         pending.append(runner.execute(told))
-    return pending.popleft().wait() if runner.model.defers_logits == (body == WAIT) else None
+    return pending.popleft().finished() if runner.model.defers_logits == (body == WAIT) else None
 
 
 @no_collection()
@@ -101,11 +123,12 @@ def open_rank(link: RankLink) -> tuple[Runner, bool]:
     kinds_of = compare_ranks(link.exchange(describe_rank(compiled.graph, tensors)), mesh)
     plan, *_ = link.exchange(b"")
     folder = link.receive().decode()
-    rendezvous = Rendezvous(opening.rank, mesh, opening.host, link.exchange, Path(folder) if folder else None)
+    shared = Path(folder) if folder else None
+    rendezvous = Rendezvous(opening.rank, mesh, opening.host, link.exchange, shared, config.parallel.collectives)
     communicator = connect_rank(config.device, rendezvous)
     scales = KVScales(compiled.graph, tensors)
     measure = set_kv_scales(scales, msgspec.msgpack.decode(plan, type=ScalePlan), mesh, communicator)
-    runner, _ = open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of)
+    runner, _ = open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of, link.exchange)
     gather_kv_scales(scales, link.exchange)
     settle()
     return runner, opening.rank in mesh.leaders

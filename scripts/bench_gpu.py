@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import atom
-from atom.devices import find_device
+from atom.devices import count_devices, find_device
 
 if TYPE_CHECKING:
     from atom.config import Config
@@ -62,6 +62,7 @@ class Row(NamedTuple):
     sampling: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()  # overrides of the engine
     than: str = ""  # the row whose figure, in the same run, times `target` is to be reached
+    num_gpus: int = 1
 
     def overrides(self, folder: Path) -> list[str]:
         """folder: with a config.json, and those of drafts"""
@@ -83,17 +84,22 @@ MTP = ("model.mtp_layers=1", "serve.method=mtp", "serve.num_speculative_tokens=1
 DRAFTS = ("serve.method=ngram", "serve.acceptance_length=2.5")
 EAGLE3 = ("serve.method=eagle3", "serve.draft_model={folder}/qwen3_8b_eagle3", "serve.acceptance_length=2.5")
 TABLE = (*EAGLE3, "tune=true", "cache={folder}/cache")  # where no other row finds what it measured
+TP2 = ("parallel=tp2",)
 OFF = ("serve.method=ngram", "serve.max_verified_tokens=1")
 
 
 def decodes(
-    title: str, model: str, figures: Sequence[tuple[float | None, float]], setup: tuple[str, ...] = ()
+    title: str,
+    model: str,
+    figures: Sequence[tuple[float | None, float]],
+    setup: tuple[str, ...] = (),
+    num_gpus: int = 1,
 ) -> Iterator[Row]:
     """Rows of 1, 32 and 128 requests; figures: before and target of each."""
     sizes = ((1, "1 request", "128"), (32, "32 requests", "1024"), (128, "128 requests", "1024"))
     for (count, requests, length), (before, target) in zip(sizes, figures, strict=True):
         what = f"{title}, {requests}, {length} in / 256 out"
-        yield Row(what, model, count, length, "256", before, target, setup=setup)
+        yield Row(what, model, count, length, "256", before, target, setup=setup, num_gpus=num_gpus)
 
 
 def multiples(title: str, of: str, factors: dict[int, float], setup: tuple[str, ...]) -> Iterator[Row]:
@@ -129,6 +135,9 @@ ROWS = {
     **named(
         "30b-a3b-fp8",
         decodes("Qwen3-30B-A3B block fp8", "qwen3_30b_a3b", [(236, 650), (2316, 3600), (None, 8500)], BLOCKS),
+    ),
+    **named(
+        "32b-tp2", decodes("Qwen3-32B, 2 GPUs", "qwen3_32b", [(90, 112), (1641, 1950), (2823, 3100)], TP2, num_gpus=2)
     ),
 }  # fmt: skip
 SPEED_UPS = {1: 2.0, 32: 1.8, 128: 1.0, 256: 1.0}
@@ -178,7 +187,8 @@ class Figure:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(NAMES), help="some of these; docs/ are written with all")
+    here = [name for name in NAMES if name not in ROWS or ROWS[name].num_gpus <= count_devices()]
+    parser.add_argument("--only", default=",".join(here), help="some of these; docs/ are written with all")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")
     parser.add_argument("--json", action="store_true")

@@ -34,6 +34,7 @@ from atom.graph import W, show
 from atom.pieces import compile_pieces
 from atom.runtime.ranks import RankProcess, Ranks
 from atom.runtime.remote_ranks import without_secrets
+from atom.runtime.runner import wait_for
 
 __all__ = ["thread_ranks"]
 
@@ -215,6 +216,45 @@ def test_each_rank_is_told_its_own_and_answers():
         for _ in range(2):
             with pytest.raises(EngineDeadError, match="enough"):
                 ranks.receive(1)
+
+
+def test_a_rank_on_a_gpu_sees_that_one_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 6)
+    monkeypatch.setattr(build, "RANK_ON_GPU", "import os; link.answer(os.environ['CUDA_VISIBLE_DEVICES'].encode())")
+    fields = ["parallel=dp2_tp3", "device=cuda"]
+    for visible, replica, expected in ((None, 0, [b"1", b"2"]), ("7,GPU-8f3, 5,4,3,1", 1, [b"3", b"1"])):
+        stated = [] if visible is None else [f"parallel.visible_devices='{visible}'"]
+        with contextlib.ExitStack() as started:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            ranks = Ranks(build.start_processes(load([*fields, *stated]), replica, started), [b"", b""])
+            assert [ranks.receive(rank) for rank in (1, 2)] == expected
+            ranks.close()
+
+
+def test_all_ranks_have_the_blocks_of_the_one_with_the_least_room():
+    plans = [{"full": 9, "window": 4}, {"full": 7, "window": 6}, {"latent": 3}]
+    assert build.take_least(list(map(msgspec.msgpack.encode, plans))) == {"full": 7, "window": 4, "latent": 3}
+
+
+def test_a_device_that_waits_for_a_rank_which_is_gone_is_not_waited_for():
+    class Event:
+        def __init__(self, looks: int) -> None:
+            self.looks = looks
+
+        def query(self) -> bool:
+            self.looks -= 1
+            return self.looks < 0
+
+    checked: list[int] = []
+    wait_for(Event(3), lambda: checked.append(1))  # type: ignore[arg-type]
+    assert len(checked) == 4, "once more behind the event: collectives that were ended have computed nothing"
+
+    def check() -> None:
+        raise EngineDeadError("rank 1 has ended")
+
+    for looks in (0, 1 << 60):
+        with pytest.raises(EngineDeadError, match="rank 1 has ended"):
+            wait_for(Event(looks), check)  # type: ignore[arg-type]
 
 
 def test_ranks_answer_in_turn_and_hear_all_that_they_are_told():

@@ -67,8 +67,8 @@ model.eagle3: input_of output_of target_hidden vocab norm_before_residual use_au
 passes: extra sink_into_head fuse_qkv fuse_gate_up fuse_norm_residual fuse_linear_gate fuse_norm_linear
 passes: fuse_norm_rope_attention
 quant: fmt experts head plain act kv method
-parallel: tensor data experts pipeline replicas visible_devices launcher address key_file host
-parallel.torchrun: rank world_size local_world_size master_addr master_port run_id
+parallel: tensor data experts pipeline replicas visible_devices collectives launcher address key_file host
+parallel.torchrun: rank world_size local_world_size local_rank master_addr master_port run_id
 model.norm: kind eps bias offset before after
 model.attention: kind heads kv_heads head_dim bias o_bias qk_norm scale scale_dim softcap sinks
 model.attention: qkv_by_head full_rope rope_layers no_rope_every window window_from full_every layer_types q_rank kv_rank nope_dim rope_dim value_dim
@@ -120,7 +120,15 @@ ENVIRONMENT = {
     "LISTEN_FDS",
     "LISTEN_PID",
     "VLLM_API_KEY",
-    *("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"),  # torchrun's
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID",
+    ),  # torchrun's
 }
 
 ENGINE_FLAGS = """

@@ -76,6 +76,8 @@ class ThreadCommunicator:
 
     def watch(self, check: object) -> None: ...
 
+    def abort(self) -> None: ...
+
 
 class ThreadRanks:
     def __init__(self, config: Config) -> None:
@@ -103,13 +105,16 @@ class ThreadRanks:
             communicator = ThreadCommunicator(self.meeting, rank)
             scales = KVScales(compiled.graph, tensors)
             measure = build.set_kv_scales(scales, plan, mesh_of(config), communicator)
-            runner, _ = build.open_runner(compiled, tensors, config, progress, measure, communicator, kinds_of)
-            build.gather_kv_scales(scales, partial(self.meeting.exchange, rank))
+            exchange = partial(self.meeting.exchange, rank)
+            runner, _ = build.open_runner(
+                compiled, tensors, config, progress, measure, communicator, kinds_of, exchange
+            )
+            build.gather_kv_scales(scales, exchange)
             pending: deque[Pending] = deque()
             while (step := steps.get()) is not None:
-                sampled = take(step, runner, pending)
-                if rank in self.answers and sampled is not None:
-                    self.answers[rank].put(msgspec.msgpack.encode(sampled))
+                started = take(step, runner, pending)
+                if rank in self.answers and started is not None:
+                    self.answers[rank].put(msgspec.msgpack.encode(started.wait()))
         except BaseException:
             for barrier in (self.meeting.barrier, *self.meeting.stages):
                 barrier.abort()
@@ -126,6 +131,8 @@ class ThreadRanks:
         return self.meeting.exchange(0, own)
 
     def wait(self) -> None: ...
+
+    def check(self) -> None: ...
 
     def watch(self, callback: object) -> None: ...
 
@@ -152,6 +159,7 @@ def thread_ranks(monkeypatch: pytest.MonkeyPatch) -> list[ThreadRanks]:
         made.append(ThreadRanks(config))
         return made[-1]
 
+    monkeypatch.setattr(build, "start_processes", lambda *_: [])
     monkeypatch.setattr(build, "start_ranks", start)
     monkeypatch.setattr(build, "connect", lambda ranks, *_: ThreadCommunicator(ranks.meeting, 0))
     return made

@@ -50,6 +50,23 @@ def derive_parallel(config: Config) -> ParallelConfig:
     return parallel
 
 
+def devices_of(parallel: ParallelConfig, replica: int = 0) -> list[str]:
+    """The GPU of each rank of an engine, as CUDA_VISIBLE_DEVICES has it."""
+    first, last = replica * parallel.num_ranks, (replica + 1) * parallel.num_ranks
+    if parallel.visible_devices is None:
+        return [str(number) for number in range(first, last)]
+    return [device.strip() for device in parallel.visible_devices.split(",")[first:last]]
+
+
+def own_device(parallel: ParallelConfig) -> str:
+    """The GPU of a rank that torchrun has started here, likewise."""
+    number = _whole("LOCAL_RANK", parallel.torchrun.local_rank or "0")
+    devices = devices_of(replace(parallel, tensor=number + 1, data=1, pipeline=1))
+    if len(devices) <= number:
+        raise ConfigError(f"LOCAL_RANK={number}: CUDA_VISIBLE_DEVICES={parallel.visible_devices} has no GPU for it")
+    return devices[number]
+
+
 def _unused(launcher: str) -> tuple[str, ...]:
     """The fields that a launcher has no use for."""
     return {"local": ("address", "key_file", "host"), "torchrun": (), "ray": ("key_file", "host")}[launcher]

@@ -18,7 +18,7 @@ from atom.checkpoint import quantization
 from atom.checkpoint.address import short_name
 from atom.checkpoint.quantization import Quantization, check_pattern
 from atom.checkpoint.stacked import find_stacked
-from atom.config.parallel import derive_parallel
+from atom.config.parallel import ENGINE_JOBS, derive_parallel
 from atom.config.schema import (
     MAX_EXPERTS,
     MAX_RANKS,
@@ -87,7 +87,7 @@ def derive(config: Config, names: Collection[str] = ()) -> Config:
     derived = derive_model(config, max_model_len, names)
     check_parallel(config, derived, device)
     check_speculation(config, device)
-    check_replicas(config, device)
+    check_replicas(config)
     return replace(
         config,
         model=derived,
@@ -208,10 +208,7 @@ def check_speculation(config: Config, device: str) -> None:
 def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
     """Check that ranks can divide the model."""
     ranks, data, experts = config.parallel.tensor, config.parallel.data, config.parallel.experts
-    if config.parallel.num_ranks > 1 and device != "cpu" and config.job.kind not in ("explain", "cache"):
-        stated = next(f"parallel.{name}={size}" for name in ("data", "tensor", "pipeline")
-                      if (size := getattr(config.parallel, name)) > 1)  # fmt: skip
-        raise UnsupportedError(f"{stated}: ranks on GPUs are not built yet; there is: device=cpu")
+    check_devices(config, device)
     check_pipeline(config, model)
     check_files(config)
     if not divides_heads(ranks, model.attention):
@@ -235,6 +232,31 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
         raise ConfigError(f"{stated}: the model has no experts; leave it out")
     if experts > max(fewest, 1):
         raise ConfigError(f"{stated}: a layer has {fewest} experts; set parallel.experts to as many at most")
+
+
+def check_devices(config: Config, device: str) -> None:
+    """Check that each rank has a GPU of its own, and what ranks meet by."""
+    parallel, unfit = config.parallel, {"cpu": ("nccl",), "cuda": ("gloo",)}[device]
+    if parallel.collectives in unfit:
+        there = "auto, gloo" if device == "cpu" else "auto, nccl"
+        raise UnsupportedError(
+            f"parallel.collectives={parallel.collectives} is not for device={device}; there is: {there}"
+        )
+    if parallel.num_ranks * parallel.replicas == 1 or device == "cpu" or config.job.kind not in ENGINE_JOBS:
+        return
+    names = ("data", "tensor", "pipeline", "replicas")
+    stated = " ".join(f"parallel.{name}={size}" for name in names if (size := getattr(parallel, name)) > 1)
+    if parallel.launcher == "ray" and parallel.num_ranks > 1:
+        raise UnsupportedError(
+            f"{stated} on GPUs with parallel.launcher=ray is not built yet; there is: local, torchrun"
+        )
+    if parallel.launcher == "local" and (num_gpus := count_devices()) < (
+        needed := parallel.num_ranks * parallel.replicas
+    ):
+        there = f"needs {needed} GPUs, one a rank, and this machine has {num_gpus}"
+        raise UnsupportedError(f"{stated} {there}; set as many at most, or device=cpu")
+    if config.tune and parallel.num_ranks > 1:
+        raise UnsupportedError(f"tune=true with {stated} is not built yet; leave tune out")
 
 
 def check_pipeline(config: Config, model: ModelConfig) -> None:
@@ -269,16 +291,13 @@ def check_files(config: Config) -> None:
             raise UnsupportedError(f"parallel.{name}={size} with serve.kv_cache_dir is not built yet; {instead}")
 
 
-def check_replicas(config: Config, device: str) -> None:
-    """Check that the job has several engines, and each a GPU of its own."""
+def check_replicas(config: Config) -> None:
+    """Check that the job has several engines."""
     stated, kind = f"parallel.replicas={config.parallel.replicas}", config.job.kind
     if config.parallel.replicas == 1:
         return
     if kind != "serve":
         raise ConfigError(f"{stated}: job={kind} opens one model; leave it out, or write job=serve")
-    if device == "cuda" and (num_gpus := count_devices()) < config.parallel.replicas:
-        there = f"each has a GPU of its own, and this machine has {num_gpus}"
-        raise UnsupportedError(f"{stated}: {there}; set as many at most, or device=cpu")
 
 
 def divides_heads(ranks: int, attention: AttentionConfig) -> bool:

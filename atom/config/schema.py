@@ -253,6 +253,7 @@ class TorchrunConfig:
     rank: str | None = None  # RANK
     world_size: str | None = None  # WORLD_SIZE
     local_world_size: str | None = None  # LOCAL_WORLD_SIZE
+    local_rank: str | None = None  # LOCAL_RANK
     master_addr: str | None = None  # MASTER_ADDR
     master_port: str | None = None  # MASTER_PORT
     run_id: str | None = None  # TORCHELASTIC_RUN_ID
@@ -267,7 +268,8 @@ class ParallelConfig:
     experts: int = number(1, 1, MAX_RANKS)  # parts of all ranks, which divide experts; ranks of a part divide widths
     pipeline: int = number(1, 1, MAX_RANKS)  # stages of layers, each with so many ranks
     replicas: int = number(1, 1, MAX_RANKS)  # engines behind one server, each with the whole model
-    visible_devices: str | None = None  # GPUs, of which each replica gets one; null: 0,1,… of those that there are
+    visible_devices: str | None = None  # GPUs, of which each rank gets one; null: 0,1,… of those that there are
+    collectives: str = one_of("auto", "nccl", "gloo")  # what sums of ranks run on; auto: gloo on a CPU, nccl on GPUs
     launcher: str = one_of("local", "torchrun", "ray")  # what starts ranks; local: the engine, as processes beside it
     address: str | None = None  # of the driver for other hosts: tcp://10.0.0.1:7000; null: MASTER_PORT + 1; Ray: free
     key_file: str | None = None  # of a secret of all hosts, which torchrun's ranks on several show each other

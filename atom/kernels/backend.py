@@ -64,7 +64,10 @@ class Communicator(Protocol):
     def receive(self, like: Tensor, *, axis: str, source: int, columns: int, dtype: str) -> Tensor: ...
 
     def watch(self, check: Callable[[], object]) -> None:
-        """Have a collective that waits call this now and then: it raises where a rank is gone."""
+        """Have a collective in which the host waits call this now and then: it raises where a rank is gone."""
+
+    def abort(self) -> None:
+        """End collectives that a device still waits in. Any thread may call this, once the ranks have ended."""
 
 
 class Rendezvous(NamedTuple):
@@ -75,6 +78,7 @@ class Rendezvous(NamedTuple):
     host: str  # this rank's address, at which the others find it
     exchange: Callable[[bytes], list[bytes]]  # a rank's bytes for those of all, in order; all call it at once
     folder: Path | None  # a private one of all ranks, for memory that they share; None: they are on several hosts
+    collectives: str = "auto"  # parallel.collectives
 
 
 class LoadContext:

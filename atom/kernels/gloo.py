@@ -83,6 +83,9 @@ class GlooCommunicator:
         for peers in self._along.values():
             peers.watch(check)
 
+    def abort(self) -> None:
+        """Nothing waits but the host, which `watch` wakes."""
+
 
 class _Peers:
     """The ranks along one axis that meet in its collectives."""

@@ -41,10 +41,10 @@ ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("inductor", "cpp", "int8", "torch", "gloo", "reference"),
     ),
     "cuda": (
-        ("reference",),
-        ("aiter", "hopper", "triton", "reference"),
-        ("aiter", "hopper", "triton", "generated", "reference"),
-        ("aiter", "hopper", "triton", "generated", "reference"),
+        ("nccl", "reference"),
+        ("aiter", "hopper", "triton", "nccl", "reference"),
+        ("aiter", "hopper", "triton", "generated", "nccl", "reference"),
+        ("aiter", "hopper", "triton", "generated", "nccl", "reference"),
     ),
 }
 BACKENDS = tuple(dict.fromkeys(name for levels in ORDER.values() for name in levels[-1]))

@@ -64,6 +64,10 @@ class Driver:
             self._ranks.tell([bodies[group] for group in self._groups[1:]])
             self.runner.copy(copies)
 
+    def check(self) -> None:
+        """Raise why the ranks cannot go on, if they cannot."""
+        self._ranks.check()
+
     def receive(self, rank: int) -> Sampled:
         """What the group of a rank sampled in the oldest step that was not received."""
         return msgspec.msgpack.decode(self._ranks.receive(rank), type=Sampled)
@@ -95,4 +99,5 @@ class RanksPending:
         """Wait for all groups; what they sampled."""
         with self.driver.fatal():
             self.driver.tell_to_wait()
-            return replace(self.own.wait(), others=list(map(self.driver.receive, self.leaders)))
+            sampled = self.own.wait(self.driver.check)
+            return replace(sampled, others=list(map(self.driver.receive, self.leaders)))

@@ -96,8 +96,7 @@ def take_largest_step(model: Model, num_tokens: int, num_rows: int) -> None:
     shape = BatchShape(num_tokens, num_rows, num_rows)
     packed = model.send(shape.pad(model.padding))
     computed, rows = model.mix(shape, packed), shape.split(packed)
-    logits = computed.logits
-    assert logits is not None, "all rows sample"
+    logits = score(model.head, computed.unscored) if computed.logits is None else computed.logits
     scored = score(model.head, rows_of(computed.hidden, slice(HEAD_ROWS)))
     top_logprobs(scored, torch.arange(len(scored), device=model.device), NUM_TOP)
     reports = top_logprobs(logits, torch.arange(num_rows, device=model.device), NUM_TOP)

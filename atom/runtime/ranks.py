@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import msgspec
 
@@ -49,6 +49,7 @@ BEAT_SECONDS = 1.0  # between a rank's heartbeats
 START_SECONDS = 120.0  # of silence while ranks start
 MAX_GAP = 1.0  # seconds that count of those between two looks at the clock: this process may have been stopped too
 RANK = "from atom.rank import main; main(link)"  # the code of a rank's process
+RANK_ON_GPU = f"from atom.devices import open_early; open_early(); {RANK}"
 # in the folder of its parent, whatever it imports from; beats while the rest is imported
 LINK = "import os, sys; sys.path.insert(0, os.getcwd()); os.chdir({folder!r}); "
 LINK += "from atom.runtime.ranks import RankLink; link = RankLink(); "
@@ -127,10 +128,12 @@ class Channel(Protocol):
 class RankProcess:
     """A rank that is a child of this process."""
 
-    def __init__(self, code: str) -> None:
-        """code: what it runs, which has a `link`"""
+    def __init__(self, code: str, device: str | None = None) -> None:
+        """code: what it runs, which has a `link`. device: the GPU that it sees; None: what this process sees"""
         self.most_silent = START_SECONDS
-        self._process = start_python(LINK.format(folder=os.getcwd()) + code, stderr=2, has_own_session=False)
+        code = LINK.format(folder=os.getcwd()) + code
+        seen: dict[str, Any] = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
+        self._process = start_python(code, stderr=2, has_own_session=False, **seen)
         assert self._process.stdin is not None and self._process.stdout is not None, "start_python opens them"
         self._in, self._out = self._process.stdin, self._process.stdout
         self._sending = threading.Lock()
@@ -158,7 +161,7 @@ class Ranks:
 
     def __init__(self, channels: Sequence[Channel], openings: Sequence[bytes]) -> None:
         """openings: the first frame of each rank"""
-        self.at_close: Callable[[], object] = lambda: None
+        self.at_close: list[Callable[[], object]] = []  # to be called then, the last one first
         self._channels = channels
         self._done: queue.SimpleQueue[Done | None] = queue.SimpleQueue()  # None: a rank is dead
         self._answers: list[queue.SimpleQueue[bytes | None]] = [queue.SimpleQueue() for _ in openings]  # likewise
@@ -239,7 +242,7 @@ class Ranks:
             callback(error)
 
     def close(self) -> None:
-        """End all ranks; then call `at_close`."""
+        """End all ranks; then do what is to be done `at_close`."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
@@ -247,7 +250,8 @@ class Ranks:
             channel.end()
         for channel in self._channels:
             channel.close()
-        self.at_close()
+        while self.at_close:
+            self.at_close.pop()()
 
     def check(self) -> None:
         """Raise why the ranks cannot go on, if they cannot."""

@@ -29,13 +29,14 @@ from dataclasses import replace
 import msgspec
 
 from atom.config import Config
-from atom.config.parallel import UNIX, bracketed, read_key
+from atom.config.parallel import UNIX, bracketed, own_device, read_key
 from atom.config.schema import ParallelConfig
 from atom.errors import ConfigError, EngineDeadError
 from atom.runtime.ranks import (
     BEAT_SECONDS,
     LOOPBACK,
     RANK,
+    RANK_ON_GPU,
     START_SECONDS,
     Alive,
     RankProcess,
@@ -243,7 +244,10 @@ def serve_rank(config: Config) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal or a launcher; the driver may drain first
             handled[number] = signal.signal(number, signal.SIG_IGN)
     try:
-        return supervise(connection, msgspec.msgpack.encode(without_secrets(config)))
+        hello = msgspec.msgpack.encode(without_secrets(config))
+        if config.device == "cpu":
+            return supervise(connection, hello)
+        return supervise(connection, hello, RANK_ON_GPU, own_device(parallel))
     finally:
         for number, handler in handled.items():
             signal.signal(number, handler)
@@ -255,13 +259,18 @@ def without_secrets(config: Config) -> Config:
     return replace(config, overrides=[], serve=replace(config.serve, http=http))
 
 
-def supervise(connection: Connection, hello: bytes, code: str = RANK) -> int:
+def supervise(connection: Connection, hello: bytes, code: str = RANK, device: str | None = None) -> int:
     """Run a rank as a child of this process until the driver ends; the exit code: 1 where the rank ended first.
 
+    device: the GPU that it sees
     ConfigError where the driver refuses this rank, EngineDeadError where it falls silent.
     """
     connection.limit_silence(START_SECONDS)
-    process, frames, decoder = RankProcess(code), queue.SimpleQueue[bytes](), msgspec.msgpack.Decoder(FromDriver)
+    process, frames, decoder = (
+        RankProcess(code, device),
+        queue.SimpleQueue[bytes](),
+        msgspec.msgpack.Decoder(FromDriver),
+    )
     has_failed = threading.Event()
     sending = threading.Thread(target=_tell, args=(process, frames), daemon=True)  # a stopped rank reads nothing
     answering = threading.Thread(target=_answer, args=(process, connection, has_failed), daemon=True)

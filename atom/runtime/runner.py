@@ -10,6 +10,7 @@ The host runs ahead of a GPU. On a CPU the step is complete when `execute` retur
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,7 @@ from atom.runtime.types import BlockCopies, Logprobs, Sampled
 from atom.sampling_params import SAMPLING_KINDS
 
 RUN_AHEAD = 2  # steps behind the one that is waited for: the host may take as long for a step as a GPU for two
+POLL_SECONDS = 2e-5  # between two looks whether a step is over; steps that are behind it keep the GPU busy
 HEAD_ROWS = 256  # rows of a prompt whose logits are computed at a time
 
 
@@ -281,12 +283,22 @@ class Pending:
     drafts: Tensor | None = None  # i64[R, drafts], -1 where there was none
     finish: Callable[[], Pending] | None = None  # samples, where that was deferred
 
-    def wait(self) -> Sampled:
-        """Wait for the device; what was sampled."""
+    def finished(self) -> Pending:
+        """The same step, started to its end."""
+        return self if self.finish is None else self.finish()
+
+    def wait(self, check: Callable[[], object] | None = None) -> Sampled:
+        """Wait for the device; what was sampled.
+
+        check: raises where the device would wait for ever, as for a rank that is gone; it is called now and then
+        """
         if self.finish is not None:
-            return self.finish().wait()
+            return self.finish().wait(check)
         if self.event is not None:
-            self.event.synchronize()
+            if check is None:
+                self.event.synchronize()
+            else:
+                wait_for(self.event, check)
         step, accepted = self.step, self.accepted
         num_drafted = {each.row: len(each.tokens) for each in step.drafts}
         if self.drawn is None:
@@ -317,6 +329,14 @@ class Pending:
         sums: Any = [] if self.pooled is None else self.pooled.numpy()
         pooled = {each.row: one.tobytes() for each, one in zip(step.pooled, sums, strict=True)}
         return Sampled(tokens, logprobs, prompts, accepted, num_drafted, pooled)
+
+
+def wait_for(event: torch.cuda.Event, check: Callable[[], object]) -> None:
+    """Wait for an event while `check` does not raise."""
+    while not event.query():  # type: ignore[no-untyped-call]
+        check()
+        time.sleep(POLL_SECONDS)
+    check()  # collectives that were ended have computed nothing
 
 
 class _Report(NamedTuple):

@@ -978,10 +978,37 @@ def test_replicas_are_for_serving_and_have_a_gpu_each(monkeypatch: pytest.Monkey
             load(["parallel=dp2", f"job={job}", "device=cpu"])
     monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 2)
     assert load(["parallel=dp2", "device=cuda"]).parallel.replicas == 2
-    with pytest.raises(
-        UnsupportedError, match=r"^parallel.replicas=4: each has a GPU of its own, and this machine has 2;"
-    ):
+    needs_four = "needs 4 GPUs, one a rank, and this machine has 2; set as many at most, or device=cpu$"
+    with pytest.raises(UnsupportedError, match=f"^parallel.replicas=4 {needs_four}"):
         load(["parallel=dp4", "device=cuda"])
+    with pytest.raises(UnsupportedError, match=f"^parallel.tensor=2 parallel.replicas=2 {needs_four}"):
+        load(["parallel=dp2_tp2", "device=cuda"])
+
+
+def test_each_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("atom.config.resolve.count_devices", lambda: 2)
+    for fields in (["parallel=tp3"], ["parallel=pp2", "parallel.collectives=nccl"]):
+        assert load([*fields, "device=cuda", "job=bench"]).parallel.num_ranks == 2
+    for job in ("compile", "explain", "cache"):  # which start no rank
+        assert load(["parallel=tp4", "device=cuda", f"job={job}"]).parallel.num_ranks == 4
+    there = "needs 4 GPUs, one a rank, and this machine has 2; set as many at most, or device=cpu$"
+    for fields, stated in (("parallel=tp4", "tensor=4"), ("parallel=tp2_pp2", "tensor=2 parallel.pipeline=2")):
+        with pytest.raises(UnsupportedError, match=f"^parallel.{stated} {there}"):
+            load([fields, "device=cuda"])
+    with pytest.raises(
+        UnsupportedError, match=r"on GPUs with parallel.launcher=ray is not built yet; there is: local, t"
+    ):
+        load(["parallel=tp2", "device=cuda", "parallel.launcher=ray"])
+    with pytest.raises(UnsupportedError, match=r"^tune=true with parallel.tensor=2 is not built yet; leave tune out$"):
+        load(["parallel=tp2", "device=cuda", "tune=true"])
+
+
+def test_collectives_are_those_of_the_device():
+    for device, unfit, there in (("cpu", "nccl", "auto, gloo"), ("cuda", "gloo", "auto, nccl")):
+        with pytest.raises(
+            UnsupportedError, match=f"^parallel.collectives={unfit} is not for device={device}; there is: {there}$"
+        ):
+            load([f"parallel.collectives={unfit}", f"device={device}"])
 
 
 def test_the_gpus_of_replicas_are_those_that_the_environment_lists(monkeypatch: pytest.MonkeyPatch):

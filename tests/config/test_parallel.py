@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from atom.config.load import load
-from atom.config.parallel import read_key, split_address
+from atom.config.parallel import own_device, read_key, split_address
 from atom.errors import ConfigError, UnsupportedError
 
 SAID = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -37,6 +37,16 @@ def test_torchrun_says_the_rank_and_where_the_driver_is(said: pytest.MonkeyPatch
     assert load(fields).parallel.address == "tcp://[fd00::1]:29501"
     stated = load([*fields, "parallel.address=tcp://node0:7000", "parallel.torchrun.rank=0"]).parallel
     assert (stated.rank, stated.address) == (0, "tcp://node0:7000")
+
+
+def test_a_rank_of_torchrun_has_the_gpu_of_its_number_on_its_host(said: pytest.MonkeyPatch, key: Path):
+    said.setenv("LOCAL_RANK", "1")
+    said.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fields = ["parallel=tp3", "parallel.launcher=torchrun", f"parallel.key_file={key}", "device=cuda"]
+    assert own_device(load(fields).parallel) == "1"
+    assert own_device(load([*fields, "parallel.visible_devices='4,6'"]).parallel) == "6"
+    with pytest.raises(ConfigError, match="LOCAL_RANK=1: CUDA_VISIBLE_DEVICES=4 has no GPU for it"):
+        own_device(load([*fields, "parallel.visible_devices='4'"]).parallel)
 
 
 def test_ranks_of_one_host_need_no_key(said: pytest.MonkeyPatch):

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from atom.config import Config
+from atom.config.parallel import devices_of
 from atom.errors import EngineDeadError, RequestError
 from atom.sampling_params import SamplingParams
 from atom.serve import log
@@ -322,8 +323,7 @@ class Learner:
 
 
 def environment_of(config: Config, number: int) -> dict[str, str]:
-    """The variables of a replica's process: of several with GPUs, each sees one."""
+    """The variables of a replica's process: of several with GPUs, each sees those of its ranks."""
     if config.device != "cuda" or config.parallel.replicas == 1:
         return {}
-    devices = (config.parallel.visible_devices or ",".join(map(str, range(config.parallel.replicas)))).split(",")
-    return {"CUDA_VISIBLE_DEVICES": devices[number].strip()}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices_of(config.parallel, number))}

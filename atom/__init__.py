@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from atom.async_llm import AsyncLLMEngine
     from atom.errors import (
         ArtifactError,
         AtomError,
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArtifactError",
+    "AsyncLLMEngine",
     "AtomError",
     "CapacityError",
     "CheckpointError",
@@ -44,7 +46,8 @@ __all__ = [
     "UnsupportedError",
 ]
 
-HOMES = {"LLMEngine": "atom.llm", "SamplingParams": "atom.sampling_params"}  # the others live in atom.errors
+# the others live in atom.errors
+HOMES = {"AsyncLLMEngine": "atom.async_llm", "LLMEngine": "atom.llm", "SamplingParams": "atom.sampling_params"}
 
 
 def __getattr__(name: str) -> Any:

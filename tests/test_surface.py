@@ -27,7 +27,7 @@ SCRIPTS = sorted((ROOT / "scripts").glob("*.py"))
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 PUBLIC = """
-ArtifactError AtomError CapacityError CheckpointError ConfigError EngineDeadError LLMEngine PassError RequestError
+ArtifactError AsyncLLMEngine AtomError CapacityError CheckpointError ConfigError EngineDeadError LLMEngine PassError RequestError
 SamplingParams UnsupportedError
 """
 
@@ -165,6 +165,7 @@ pieces | frontend | passes | weights
 compiler | runtime
 build
 rank | llm
+async_llm
 serve
 jobs
 cli

@@ -1,0 +1,199 @@
+"""The Python API for asyncio: a model in a thread of this process.
+
+    from atom import AsyncLLMEngine, SamplingParams
+
+    engine = AsyncLLMEngine(model="/models/qwen3")
+    async for output in engine.generate("Once upon a time", SamplingParams(max_tokens=32), request_id="1"):
+        print(output["text"])                        # all of it so far
+    engine.shutdown()
+
+Requests of all tasks run in the same steps. One thread opens the model, runs steps and submits; a task awaits the
+outputs of its request, and leaving its loop aborts the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as List
+from concurrent.futures import Future
+from typing import Any
+
+from atom.build import open_engine
+from atom.checkpoint import SilentProgress, Tokenizer
+from atom.config.load import engine_overrides, load
+from atom.errors import CapacityError, EngineDeadError, RequestError, UnsupportedError
+from atom.llm import Prompt, answer, prompt_of
+from atom.runtime.engine import Engine
+from atom.runtime.types import RequestOutput, Sequence
+from atom.sampling_params import SamplingParams
+
+CLOSED = "the engine is closed"
+
+Work = Callable[[], object]  # done by the engine's thread between two steps
+
+
+class AsyncLLMEngine:
+    """Serves one model to the tasks of an event loop. Its arguments are those of `LLMEngine`.
+
+    Raises the errors of `atom.errors`; the constructor returns once the model is loaded.
+    """
+
+    def __init__(self, model: str | None = None, *, config_dirs: List[str] = (), **fields: Any) -> None:
+        self.config = config = load(engine_overrides(model, fields), config_dirs=config_dirs)
+        if config.parallel.replicas > 1 or config.parallel.rank > 0:
+            raise UnsupportedError("AsyncLLMEngine is one engine, without parallel.replicas and torchrun")
+        self._inbox: queue.SimpleQueue[Work | None] = queue.SimpleQueue()  # None: the end
+        self._requests: dict[str, _Request] = {}  # of the event loop's side
+        self._numbers = itertools.count()
+        self._fault: EngineDeadError | None = None
+        opened: Future[Engine] = Future()
+        self._thread = threading.Thread(target=self._run, args=(opened,), name="engine", daemon=True)
+        self._thread.start()
+        self._engine = opened.result()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Answer a prompt: a dict with each new part of an answer, n of them told apart by `index`.
+
+        text and token_ids are all so far, finish_reason is None until the end; the last dict of an answer is that of
+        `LLMEngine.generate`. RequestError for what cannot be served, EngineDeadError where the engine has ended.
+        """
+        self.check_health()
+        params = SamplingParams(**self.config.sampling.values()) if sampling_params is None else sampling_params
+        id = f"generate-{next(self._numbers)}" if request_id is None else request_id
+        if id in self._requests:
+            raise RequestError(f"the request id {id} is in use, choose another")
+        request = self._requests[id] = _Request(asyncio.get_running_loop(), params.n)
+        try:
+            sequences = await asyncio.to_thread(
+                self._engine.prepare, prompt_of(prompt), params, request_id=id, priority=priority
+            )
+            self._inbox.put(lambda: self._submit(sequences, request))
+            self.check_health()  # it may have ended since
+            async for output in request.outputs():
+                yield output
+        finally:
+            del self._requests[id]
+            if request.num_running:
+                self._inbox.put(lambda: self._engine.abort(id))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with finish_reason abort; one that has ended is no error."""
+        self._inbox.put(lambda: self._engine.abort(request_id))
+
+    async def get_tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's tokenizer, None without one."""
+        return self._engine.vocabulary.tokenizer
+
+    def check_health(self) -> None:
+        """EngineDeadError where the engine has ended."""
+        if self._fault is not None:
+            raise self._fault
+
+    def shutdown(self) -> None:
+        """End the engine and all requests."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _submit(self, sequences: list[Sequence], request: _Request) -> None:
+        try:
+            self._engine.submit(sequences, request.push)
+        except RequestError as error:
+            request.fail(error)
+
+    def _run(self, opened: Future[Engine]) -> None:
+        """Open the engine and run it to its end."""
+        try:
+            engine = open_engine(self.config, SilentProgress())
+        except BaseException as error:
+            opened.set_exception(error)
+            return
+        opened.set_result(engine)
+        reason = CLOSED
+        try:
+            self._run_steps(engine)
+        except Exception as error:
+            reason = f"the engine has failed: {error}"
+        finally:
+            self._fault = EngineDeadError(reason)
+            for request in list(self._requests.values()):
+                request.fail(self._fault)
+            engine.close()
+
+    def _run_steps(self, engine: Engine) -> None:
+        """Run steps until the end. A step that raises ends its requests; two in a row end the engine."""
+        is_failing = False
+        while True:
+            while not engine.has_work or not self._inbox.empty():
+                work = self._inbox.get()
+                if work is None:
+                    return
+                work()
+            try:
+                engine.step()
+                is_failing = False
+            except (CapacityError, EngineDeadError):
+                raise
+            except Exception:
+                if is_failing:
+                    raise
+                is_failing = True
+                engine.end_failed()
+
+
+class _Request:
+    """The outputs of a request on their way from the engine's thread to a task."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, num_sequences: int) -> None:
+        self.num_running = num_sequences  # answers that have not ended
+        self._loop = loop
+        self._new = asyncio.Event()
+        self._outputs: deque[RequestOutput] = deque()
+        self._fault: Exception | None = None
+        self._texts = [""] * num_sequences
+        self._tokens: list[list[int]] = [[] for _ in range(num_sequences)]
+
+    def push(self, output: RequestOutput) -> None:
+        """Take an output; of any thread."""
+        self._outputs.append(output)
+        self._loop.call_soon_threadsafe(self._new.set)
+
+    def fail(self, error: Exception) -> None:
+        """End with an error; of any thread."""
+        self._fault = error
+        self._loop.call_soon_threadsafe(self._new.set)
+
+    async def outputs(self) -> AsyncIterator[dict[str, Any]]:
+        while self.num_running:
+            await self._new.wait()
+            self._new.clear()
+            while self._outputs:
+                yield self._describe(self._outputs.popleft())
+            if self._fault is not None and self.num_running:
+                self.num_running = 0
+                raise self._fault
+
+    def _describe(self, output: RequestOutput) -> dict[str, Any]:
+        if output.finished:
+            self.num_running -= 1
+            return {"index": output.index} | answer(output.sequence)
+        at = output.index
+        self._texts[at] += output.text or ""
+        self._tokens[at] += output.token_ids
+        return {
+            "index": at,
+            "text": None if output.text is None else self._texts[at],
+            "token_ids": list(self._tokens[at]),
+            "finish_reason": None,
+        }

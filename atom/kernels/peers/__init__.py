@@ -1,4 +1,4 @@
-"""Collectives over peer memory: what ranks of a host push into each other's GPUs, in Triton.
+"""Collectives over peer memory: ranks push into each other's GPUs, in Triton.
 
     communicator = connect(rendezvous, large)       # on all ranks, at about the same time
     total = communicator.all_reduce(x, axis="tensor")

@@ -41,7 +41,7 @@ from torch import Tensor
 
 from atom.kernels.triton.jit import jit
 
-MAX_PROGRAMS = 128
+MAX_PROGRAMS, MAX_RANKS = 128, 8
 WORD = 8  # bytes in the arena, for 4 of a tensor
 REGION_WORDS = 16384  # of all sources together, for a program in an epoch
 SMALL, LARGE = (512, 4), (1024, 4)  # words of a block, and warps for it

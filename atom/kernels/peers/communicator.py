@@ -20,7 +20,7 @@ from atom.errors import EngineDeadError, UnsupportedError
 from atom.graph import ops
 from atom.kernels.backend import Communicator, Rendezvous
 from atom.kernels.peers import collectives
-from atom.kernels.peers.collectives import DTYPES, MAX_PROGRAMS, Arena, arena_bytes
+from atom.kernels.peers.collectives import DTYPES, MAX_PROGRAMS, MAX_RANKS, Arena, arena_bytes
 from atom.kernels.peers.memory import IpcMemory
 from atom.kernels.triton.gpu import find_gpu
 
@@ -46,8 +46,10 @@ class PeerCommunicator:
         if rendezvous.folder is None:
             raise UnsupportedError("ranks on several hosts share no memory")
         mesh, rank = rendezvous.mesh, rendezvous.rank
+        if mesh.ranks_per_stage > MAX_RANKS:
+            raise UnsupportedError(f"up to {MAX_RANKS} ranks push into each other's memory, not {mesh.ranks_per_stage}")
         peers = {axis: mesh.peers(rank, axis) for axis in ops.MEETING_AXES if mesh.size(axis) > 1}
-        self._large, self._is_dead = large, threading.Event()
+        self.large, self._is_dead = large, threading.Event()
         self._memories: dict[str, Any] = {}
         ready = self._meet(rendezvous, lambda: self._allocate(peers, make_memory))
         programs = min(MAX_PROGRAMS, *(each.units for each in ready))
@@ -91,49 +93,49 @@ class PeerCommunicator:
     def all_reduce(self, x: Tensor, *, axis: str) -> Tensor:
         x = x.contiguous()
         if (arena := self._arena_for(axis, x)) is None or x.dtype not in DTYPES:
-            return self._large.all_reduce(x, axis=axis)
+            return self.large.all_reduce(x, axis=axis)
         if x.nbytes <= min(ONE_SHOT_BYTES.get(arena.ranks, ONE_SHOT_OF_MANY), arena.room):
             return collectives.all_reduce(x, arena)
         if x.nbytes <= min(TWO_SHOT_BYTES, arena.room * arena.ranks // 2):
             return collectives.all_reduce_in_parts(x, arena)
-        return self._large.all_reduce(x, axis=axis)
+        return self.large.all_reduce(x, axis=axis)
 
     def all_gather(self, x: Tensor, *, axis: str, size: int) -> Tensor:
         x = x.contiguous()
         arena, has_words = self._arena_for(axis, x), all(each * x.itemsize % 4 == 0 for each in (x.shape[-1], size))
         if arena is None or not has_words or not self._is_gathered(x.nbytes, arena):
-            return self._large.all_gather(x, axis=axis, size=size)
+            return self.large.all_gather(x, axis=axis, size=size)
         return collectives.all_gather(x, size, arena)
 
     def gather_tokens(self, x: Tensor, weights: Tensor, ids: Tensor, *, axis: str, ranks: int) -> tuple[Tensor, ...]:
         tensors = [each.contiguous() for each in (x, weights, ids)]
         arena = self._arena_for(axis, *tensors)
         if arena is None or not self._is_gathered(sum(each.nbytes for each in tensors), arena):
-            return self._large.gather_tokens(x, weights, ids, axis=axis, ranks=ranks)
+            return self.large.gather_tokens(x, weights, ids, axis=axis, ranks=ranks)
         return tuple(collectives.gather_tokens(tensors, arena))
 
     def reduce_scatter(self, x: Tensor, *, axis: str, ranks: int) -> Tensor:
         x = x.contiguous()
         arena, part = self._arena_for(axis, x), x.nbytes // ranks
         if arena is None or x.dtype not in DTYPES or part % 4 or not self._is_gathered(part, arena):
-            return self._large.reduce_scatter(x, axis=axis, ranks=ranks)
+            return self.large.reduce_scatter(x, axis=axis, ranks=ranks)
         return collectives.reduce_scatter(x, arena)
 
     def send(self, x: Tensor, *, axis: str, to: int) -> Tensor:
-        return self._large.send(x, axis=axis, to=to)
+        return self.large.send(x, axis=axis, to=to)
 
     def receive(self, like: Tensor, *, axis: str, source: int, columns: int, dtype: str) -> Tensor:
-        return self._large.receive(like, axis=axis, source=source, columns=columns, dtype=dtype)
+        return self.large.receive(like, axis=axis, source=source, columns=columns, dtype=dtype)
 
     def watch(self, check: Callable[[], object]) -> None:
-        self._large.watch(check)
+        self.large.watch(check)
 
     def abort(self) -> None:
         """End the kernels that wait for a rank that is gone. None can be called from now on."""
         self._is_dead.set()
         for arena in self.arenas.values():
             stop_waiting(arena)
-        self._large.abort()
+        self.large.abort()
 
     def _arena_for(self, axis: str, *xs: Tensor) -> Arena | None:
         """The arena along an axis; None where a tensor does not consist of whole words."""

@@ -44,6 +44,7 @@ from atom.kernels.triton.jit import jit
 MAX_PROGRAMS, MAX_RANKS = 128, 8
 WORD = 8  # bytes in the arena, for 4 of a tensor
 REGION_WORDS = 16384  # of all sources together, for a program in an epoch
+ARENA_BYTES = 2 * MAX_PROGRAMS * REGION_WORDS * WORD  # of a rank
 SMALL, LARGE = (512, 4), (1024, 4)  # words of a block, and warps for it
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}  # that are added
 
@@ -69,11 +70,6 @@ class Arena(NamedTuple):
     def room(self) -> int:
         """The bytes that each rank can send each other one in a call."""
         return len(self.epochs) * self.region * 4
-
-
-def arena_bytes(programs: int, ranks: int) -> int:
-    """The size of a rank's memory."""
-    return 2 * programs * REGION_WORDS * WORD
 
 
 class Launch(NamedTuple):

@@ -20,7 +20,7 @@ from atom.errors import EngineDeadError, UnsupportedError
 from atom.graph import ops
 from atom.kernels.backend import Communicator, Rendezvous
 from atom.kernels.peers import collectives
-from atom.kernels.peers.collectives import DTYPES, MAX_PROGRAMS, MAX_RANKS, Arena, arena_bytes
+from atom.kernels.peers.collectives import ARENA_BYTES, DTYPES, MAX_PROGRAMS, MAX_RANKS, Arena
 from atom.kernels.peers.memory import IpcMemory
 from atom.kernels.triton.gpu import find_gpu
 
@@ -53,6 +53,7 @@ class PeerCommunicator:
         self._memories: dict[str, Any] = {}
         ready = self._meet(rendezvous, lambda: self._allocate(peers, make_memory))
         programs = min(MAX_PROGRAMS, *(each.units for each in ready))
+        self._stop = Stop(next(iter(self._memories.values())).device)
         self.arenas: dict[str, Arena] = {}
 
         def open_all() -> Ready:
@@ -76,8 +77,8 @@ class PeerCommunicator:
         return every
 
     def _allocate(self, peers: dict[str, tuple[int, ...]], make_memory: Callable[[int], Any]) -> Ready:
-        for axis, ranks in peers.items():
-            self._memories[axis] = make_memory(arena_bytes(MAX_PROGRAMS, len(ranks)))
+        for axis in peers:
+            self._memories[axis] = make_memory(ARENA_BYTES)
         handles = {axis: memory.handle for axis, memory in self._memories.items()}
         device = next(iter(self._memories.values())).device
         return Ready(find_gpu(device).units, handles)
@@ -87,8 +88,7 @@ class PeerCommunicator:
         addresses = [memory.address if each == rank else memory.open(ready[each].handles[axis]) for each in ranks]
         table = torch.tensor(addresses, dtype=torch.int64, device=memory.device)
         epochs = torch.ones(programs, dtype=torch.int32, device=memory.device)
-        stop = torch.zeros(1, dtype=torch.int32, device=memory.device)
-        return Arena(table, epochs, stop, ranks.index(rank))
+        return Arena(table, epochs, self._stop.flag, ranks.index(rank))
 
     def all_reduce(self, x: Tensor, *, axis: str) -> Tensor:
         x = x.contiguous()
@@ -133,8 +133,7 @@ class PeerCommunicator:
     def abort(self) -> None:
         """End the kernels that wait for a rank that is gone. None can be called from now on."""
         self._is_dead.set()
-        for arena in self.arenas.values():
-            stop_waiting(arena)
+        self._stop.set()
         self.large.abort()
 
     def _arena_for(self, axis: str, *xs: Tensor) -> Arena | None:
@@ -148,12 +147,19 @@ class PeerCommunicator:
         return part <= min(TWO_SHOT_BYTES // arena.ranks, arena.room)
 
 
-def stop_waiting(arena: Arena) -> None:
-    """Have the kernels of an arena wait no more, from beside the stream in which one may be waiting."""
-    if arena.stop.device.type == "cpu":
-        arena.stop.fill_(1)
-        return
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        arena.stop.copy_(torch.ones(1, dtype=torch.int32).pin_memory(), non_blocking=True)
-    stream.synchronize()
+class Stop:
+    """A flag that ends the waiting of kernels, set from beside the stream in which they wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        is_gpu = device.type == "cuda"
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self._values = torch.arange(2, dtype=torch.int32, pin_memory=is_gpu)
+        self._stream = torch.cuda.Stream() if is_gpu else None  # type: ignore[no-untyped-call]
+        self._copy(0)  # what CUDA does for the first copy of all could wait for the kernels
+
+    def set(self) -> None:
+        self._copy(1)
+
+    def _copy(self, value: int) -> None:
+        with torch.cuda.stream(self._stream):
+            self.flag.copy_(self._values[value : value + 1], non_blocking=True)

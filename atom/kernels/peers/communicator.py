@@ -24,9 +24,11 @@ from atom.kernels.peers.collectives import ARENA_BYTES, DTYPES, MAX_PROGRAMS, MA
 from atom.kernels.peers.memory import IpcMemory
 from atom.kernels.triton.gpu import find_gpu
 
-ONE_SHOT_BYTES = {2: 4 << 20, 3: 512 << 10, 4: 256 << 10}  # of a tensor, by ranks, up to which each rank gets all
-ONE_SHOT_OF_MANY = 128 << 10  # of more ranks
-TWO_SHOT_BYTES = 4 << 20  # up to which each rank gets a part
+# bytes of a tensor up to which each rank gets all of it, by ranks: measured for 2, for more where others divide
+ONE_SHOT_BYTES = {2: 1 << 20, 3: 512 << 10, 4: 256 << 10}
+ONE_SHOT_OF_MANY = 128 << 10  # for more ranks
+TWO_SHOT_BYTES = 4 << 20  # up to which each rank gets a part; NCCL sends fewer bytes
+GATHERED_BYTES = 8 << 20  # of all ranks together, up to which they get each other's
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -144,7 +146,7 @@ class PeerCommunicator:
 
     def _is_gathered(self, part: int, arena: Arena) -> bool:
         """Whether so many bytes of each rank are pushed to all others."""
-        return part <= min(TWO_SHOT_BYTES // arena.ranks, arena.room)
+        return part <= min(GATHERED_BYTES // arena.ranks, arena.room)
 
 
 class Stop:

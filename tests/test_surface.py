@@ -212,7 +212,7 @@ LOCAL_IMPORTS = {
 # Where a module is imported by a name that is found at run time.
 IMPORTERS = """
 __init__ entrypoints.args jobs.__init__ kernels.aiter.__init__ kernels.aiter.functions kernels.inductor.piece_compiler
-kernels.registry kernels.step kernels.triton.__init__ plugins
+kernels.peers.__init__ kernels.registry kernels.step kernels.triton.__init__ plugins
 """
 
 

@@ -236,9 +236,9 @@ def check_parallel(config: Config, model: ModelConfig, device: str) -> None:
 
 def check_devices(config: Config, device: str) -> None:
     """Check that each rank has a GPU of its own, and what ranks meet by."""
-    parallel, unfit = config.parallel, {"cpu": ("nccl",), "cuda": ("gloo",)}[device]
+    parallel, unfit = config.parallel, {"cpu": ("nccl", "peers"), "cuda": ("gloo",)}[device]
     if parallel.collectives in unfit:
-        there = "auto, gloo" if device == "cpu" else "auto, nccl"
+        there = "auto, gloo" if device == "cpu" else "auto, peers, nccl"
         raise UnsupportedError(
             f"parallel.collectives={parallel.collectives} is not for device={device}; there is: {there}"
         )

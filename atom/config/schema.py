@@ -269,7 +269,7 @@ class ParallelConfig:
     pipeline: int = number(1, 1, MAX_RANKS)  # stages of layers, each with so many ranks
     replicas: int = number(1, 1, MAX_RANKS)  # engines behind one server, each with the whole model
     visible_devices: str | None = None  # GPUs, of which each rank gets one; null: 0,1,… of those that there are
-    collectives: str = one_of("auto", "nccl", "gloo")  # what sums of ranks run on; auto: gloo on a CPU, nccl on GPUs
+    collectives: str = one_of("auto", "peers", "nccl", "gloo")  # auto: gloo on a CPU; on GPUs peers, else nccl
     launcher: str = one_of("local", "torchrun", "ray")  # what starts ranks; local: the engine, as processes beside it
     address: str | None = None  # of the driver for other hosts: tcp://10.0.0.1:7000; null: MASTER_PORT + 1; Ray: free
     key_file: str | None = None  # of a secret of all hosts, which torchrun's ranks on several show each other

@@ -3,6 +3,8 @@
     communicator = connect(rendezvous)              # on all ranks, at about the same time
     total = communicator.all_reduce(x, axis="tensor")
 
+Small tensors are pushed into the peers' memory instead where GPUs can open each other's (`peers`).
+
 NCCL, or RCCL on AMD's GPUs, which has the same functions, is called through ctypes on the current stream, so that a
 CUDA graph takes a collective as any kernel, and nothing watches it but the driver of the ranks. Each group of ranks
 along an axis has a communicator of its own, and so has each direction in which two stages send: a stage that sends
@@ -16,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import sys
 import threading
 import time
 import weakref
@@ -32,6 +35,7 @@ from torch import Tensor
 from atom.errors import EngineDeadError, UnsupportedError
 from atom.graph import TORCH_DTYPES, ops
 from atom.graph.ops import Op
+from atom.kernels import peers
 from atom.kernels.backend import Backend, Communicator, Kernel, LoadContext, Rendezvous, on_device
 
 LIBRARIES = ("libnccl.so.2", "librccl.so.1")  # which torch has loaded
@@ -260,8 +264,18 @@ def abort(nccl: Library, handles: Sequence[int], is_dead: threading.Event) -> No
 
 
 def connect(rendezvous: Rendezvous) -> Communicator:
-    """Connect to the other ranks, which do so at about the same time."""
-    return NcclCommunicator(rendezvous)
+    """Connect to the other ranks, which do so at about the same time. What is small is pushed, where it can be."""
+    whole, meets = NcclCommunicator(rendezvous), any(rendezvous.mesh.size(axis) > 1 for axis in ops.MEETING_AXES)
+    if rendezvous.collectives == "nccl" or not meets:
+        return whole
+    try:
+        return peers.connect(rendezvous, whole)
+    except UnsupportedError as error:
+        if rendezvous.collectives == "peers":
+            raise
+        if rendezvous.rank == 0:
+            print(f"atom-run: ranks meet through NCCL alone: {error}", file=sys.stderr)
+        return whole
 
 
 @contextmanager

@@ -18,12 +18,15 @@ from torch import Tensor
 
 from atom.graph import Mesh
 from atom.kernels import Communicator, Rendezvous, connect_rank
+from atom.kernels.peers import collectives
+from atom.kernels.peers.communicator import PeerCommunicator
 from atom.runtime.ranks import RankLink, RankProcess, Ranks
 
 MESH = Mesh(tensor=2)
 TESTS = Path(__file__).parents[1]
 CODE = f"import sys; sys.path.insert(0, {str(TESTS)!r}); from gpu.collectives import be_second; be_second(link)"
 SHAPES = [(1, 1), (1, 4096), (7, 4096), (513, 577), (2048, 5120)]
+PUSHED = [(1, 2), (1, 576), (7, 5120), (3, 4098), (64, 8192)]
 SIZES = [(1, 5120), (32, 5120), (300, 5120)]  # of the sums in a graph
 
 
@@ -88,7 +91,58 @@ def replays(communicator: Communicator, rank: int) -> list[list[Tensor]]:
     return [[each.cpu() for each in results] for _, results, _ in graphs]
 
 
-WORK: dict[str, Callable[[Communicator, int], Any]] = {"ops": ops, "replays": replays}
+def shots(communicator: Communicator, rank: int) -> list[list[Tensor]]:
+    """Sums by pushing whole tensors and parts, and NCCL's, by shape and dtype."""
+    assert isinstance(communicator, PeerCommunicator), "the GPUs open each other's memory"
+    arena, found = communicator.arenas["tensor"], []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for shape in PUSHED:
+            x = of(rank, shape, dtype).cuda()
+            results = [collectives.all_reduce(x, arena), collectives.all_reduce_in_parts(x, arena)]
+            results.append(communicator.large.all_reduce(x, axis="tensor"))
+            found.append([each.cpu() for each in results])
+    return found
+
+
+def mixed(communicator: Communicator, rank: int) -> list[int]:
+    """Replay a graph of 10 calls of mixed sizes, whose tensors change from replay to replay, with ranks that are late at
+    times; how many numbers were wrong, of how many replays."""
+    assert isinstance(communicator, PeerCommunicator), "the GPUs open each other's memory"
+    arena = communicator.arenas["tensor"]
+    shapes = [(1, 5120), (32, 5120), (3, 4098), (2, 2), (1, 576)]
+    number, wrong = torch.zeros(1, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+
+    def run() -> None:
+        number.add_(1)
+        for place, shape in enumerate(shapes):
+            base = number % 61 + place  # small enough to be exact in bf16
+            x = (base + 3 * rank).to(torch.bfloat16).expand(shape).contiguous()
+            gathered = communicator.all_gather(x, axis="tensor", size=2 * shape[1]).view(-1, 2, shape[1])
+            total = (collectives.all_reduce, collectives.all_reduce_in_parts)[place % 2](x, arena)
+            wrong.add_(
+                (total != 2 * base + 3).sum() + (gathered != base + torch.arange(2, device="cuda")[:, None] * 3).sum()
+            )
+
+    run()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        run()
+        graph.capture_end()
+    late, replays = random.Random(rank), 10_000
+    for turn in range(replays):
+        if late.random() < 0.01:
+            torch.cuda._sleep(late.randrange(1_000_000))
+        graph.replay()
+        if turn % 200 == 0:
+            torch.cuda.synchronize()  # so that ranks come at other times
+    return [int(wrong.item()), replays]
+
+
+WORK: dict[str, Callable[[Communicator, int], Any]] = {
+    "ops": ops, "replays": replays, "shots": shots, "mixed": mixed,
+}  # fmt: skip
 
 
 @contextmanager

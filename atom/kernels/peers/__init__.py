@@ -1,0 +1,21 @@
+"""Collectives over peer memory: ranks push into each other's GPUs, in Triton.
+
+    communicator = connect(rendezvous, large)       # on all ranks, at about the same time
+    total = communicator.all_reduce(x, axis="tensor")
+
+Small tensors take a kernel of `collectives.py`, whose launches a CUDA graph holds; all else, what stages send each
+other included, takes `large`, which is NCCL's communicator. NVLink's multicast is never used.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+from atom.kernels.backend import Communicator, Rendezvous
+
+
+def connect(rendezvous: Rendezvous, large: Communicator) -> Communicator:
+    """Open the memory of the other ranks. UnsupportedError, on all of them, where one cannot."""
+    module = importlib.import_module(f"{__name__}.communicator")  # which imports triton
+    made: Communicator = module.PeerCommunicator(rendezvous, large)
+    return made

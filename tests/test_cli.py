@@ -407,3 +407,9 @@ def test_questions_are_answered_at_once(argv: list[str]):
         return time.perf_counter() - started
 
     assert min(seconds() for _ in range(3)) < 1.0
+
+
+def test_answers_to_prompts_wait_for_no_server_to_be_imported():
+    program = "import sys, atom.jobs.generate; print([name for name in ('fastapi', 'uvicorn') if name in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"

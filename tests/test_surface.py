@@ -200,6 +200,7 @@ LOCAL_IMPORTS = {
     "atom.checkpoint.hub": "huggingface_hub",
     "atom.compiler.artifact": "torch: job=cache lists entries without it",
     "atom.config.recipes.format_recipe": "yaml: a launch that finds its artifact writes no recipe",
+    "atom.jobs.chat": "fastapi: answers to prompts are not parsed",
     "atom.kernels.find_target": "torch, as above",
     "atom.kernels.tuned": "torch, as above",
     "atom.kernels.triton.gpu.load_driver": "triton",

@@ -18,7 +18,6 @@ from typing import Any
 
 from atom.config import Config
 from atom.errors import ConfigError, RequestError
-from atom.jobs import chat
 from atom.llm import LLMEngine, answer
 from atom.runtime.types import RequestOutput, Sequence
 from atom.sampling_params import SamplingParams
@@ -33,6 +32,8 @@ def run(config: Config, report: Callable[[Mapping[str, Any]], None] = lambda num
     report: is called with the numbers of OBJECTIVES.
     """
     if config.job.chat and config.prompts is None and sys.stdin is not None and sys.stdin.isatty():
+        from atom.jobs import chat
+
         return chat.run(config)
     prompts = read_prompts(config.prompts)
     params = SamplingParams(**config.sampling.values())

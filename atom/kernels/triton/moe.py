@@ -396,10 +396,10 @@ def _group_kernel(x, ids, base, rows, order, ends, pairs, x_stride, EXPERTS: tl.
 @jit
 def _own_expert(ids, base, EXPERTS: tl.constexpr):
     """The numbers of experts among those that are here, EXPERTS for those that are not."""
-    if base is None:
-        return ids
-    own = ids - tl.load(base)
-    return tl.where((own >= 0) & (own < EXPERTS), own, EXPERTS)
+    if base is not None:
+        ids -= tl.load(base)
+        ids = tl.where((ids >= 0) & (ids < EXPERTS), ids, EXPERTS)
+    return ids
 
 
 @jit

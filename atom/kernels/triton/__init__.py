@@ -159,10 +159,6 @@ def accepts_latent(target: Target, _q_nope: Type, q_rope: Type, kv_b: Type, *typ
     return f"entries have {rank} + {rotated} dims, more than {MAX_RANK} + {MAX_ROTATED}"
 
 
-def accepts_group(_target: Target, _x: Type, _ids: Type, first: Type | None = None, **_attributes: Any) -> str | None:
-    return None if first is None else "takes all experts, not those of a rank"
-
-
 def accepts_grouped(_target: Target, x: Type, weight: Type, *_types: Any) -> str | None:
     if weight.fmt is None:
         return None
@@ -213,7 +209,7 @@ KERNELS: tuple[Kernel, ...] = (
     _kernel(ops.norm_rope_write_latent, "attention.latent", accepts=accepts_cache),
     _kernel(ops.paged_mla_attention, "attention.latent", accepts=accepts_latent),
     _kernel(ops.router, "moe"),
-    _kernel(ops.group, "moe", accepts=accepts_group),
+    _kernel(ops.group, "moe"),
     _kernel(ops.grouped_linear, "moe", accepts=accepts_grouped, packed=("scaled", "int4", "int8", *FP4)),
     _kernel(ops.combine, "moe"),
 )

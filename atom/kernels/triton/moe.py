@@ -114,20 +114,28 @@ def router(x: Tensor, weight: Tensor, bias: Tensor | None = None, correction: Te
 
 
 def group(x: Tensor, ids: Tensor, first: Tensor | None = None, *, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x [T, H], ids i64[T, k] -> rows [k T, H] by expert, order i64[k T], ends i64[E]"""
-    assert first is None, "accepts_group declines"
+    """x [T, H], ids i64[T, k] -> rows [k T, H] by expert, order i64[k T], ends i64[E]
+
+    first: i64[1], the first of the experts that are here; behind the rows of these, order is k T, and combine takes
+    such rows for zeros
+    """
     assert x.stride(1) == 1 and ids.is_contiguous(), "rows have gaps"
     pairs, top_k = ids.numel(), ids.shape[1]
     if pairs > SEARCHED:
         assert experts < 1 << 15, f"{experts} experts are sorted as 16-bit numbers"
-        by_expert, order = ids.flatten().to(torch.int16).sort(stable=True)
+        of = ids.flatten()
+        if first is not None:
+            of = of - first
+            of = of.where((of >= 0) & (of < experts), experts)
+        by_expert, order = of.to(torch.int16).sort(stable=True)
         every = torch.arange(experts, dtype=torch.int16, device=x.device)
-        return x.index_select(0, order // top_k), order, torch.searchsorted(by_expert, every, right=True)
+        rows, ends = x.index_select(0, order // top_k), torch.searchsorted(by_expert, every, right=True)
+        return rows, order if first is None else order.masked_fill_(by_expert == experts, pairs), ends
     gpu = find_gpu(x.device)
     rows, order, ends = x.new_empty(pairs, x.shape[1]), ids.new_empty(pairs), ids.new_empty(experts)
     _group_kernel[(pairs + experts,)](
-        x, ids, rows, order, ends, pairs, x.stride(0), TOP_K=top_k, WIDTH=x.shape[1], BLOCK_P=256, BLOCK_W=1024,
-        **gpu.options,
+        x, ids, first, rows, order, ends, pairs, x.stride(0), EXPERTS=experts, TOP_K=top_k, WIDTH=x.shape[1],
+        BLOCK_P=256, BLOCK_W=1024, **gpu.options,
     )  # fmt: skip
     return rows, order, ends
 
@@ -261,13 +269,14 @@ def combine(x: Tensor, weights: Tensor, order: Tensor) -> Tensor:
     (tokens, top_k), width = weights.shape, x.shape[1]
     is_searched = len(order) <= SEARCHED
     if not is_searched:  # from here on the row of each pair
-        order = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        places = order.new_full((len(order) + 1,), -1)
+        order = places.scatter_(0, order, torch.arange(len(order), device=order.device))
     gpu = find_gpu(x.device)
     out = x.new_empty(tokens, width)
     block_k = next_power_of_2(top_k)
     block_w = max(64, 4096 // block_k)
     _combine_kernel[(tokens, -(-width // block_w))](
-        x, weights, order, out, len(order), x.stride(0), IS_SEARCHED=is_searched, TOP_K=top_k, WIDTH=width,
+        x, weights, order, out, tokens * top_k, x.stride(0), IS_SEARCHED=is_searched, TOP_K=top_k, WIDTH=width,
         BLOCK_P=256, BLOCK_K=block_k, BLOCK_W=block_w, **gpu.options,
     )  # fmt: skip
     return out
@@ -356,20 +365,24 @@ def _choose_kernel(logits, bias, correction, weights, ids, tokens, scale, NUM_PA
 
 
 @jit(do_not_specialize=["pairs"])
-def _group_kernel(x, ids, rows, order, ends, pairs, x_stride, TOP_K: tl.constexpr, WIDTH: tl.constexpr,
-                  BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+def _group_kernel(x, ids, base, rows, order, ends, pairs, x_stride, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+                  WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_W: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
     """A program for each pair, which counts those before it, and one for each expert, which counts up to its last."""
     wait_for_inputs(PDL)
     pair = tl.program_id(0)
-    expert = tl.load(ids + pair) if pair < pairs else (pair - pairs).to(tl.int64)
+    expert = _own_expert(tl.load(ids + pair), base, EXPERTS) if pair < pairs else (pair - pairs).to(tl.int64)
     earlier = tl.zeros([BLOCK_P], tl.int64)
     for first in range(0, pairs, BLOCK_P):
         others = first + tl.arange(0, BLOCK_P)
         theirs = tl.load(ids + others, mask=others < pairs, other=1 << 62)
+        theirs = tl.where(others < pairs, _own_expert(theirs, base, EXPERTS), 1 << 62)
         earlier += (theirs < expert) | ((theirs == expert) & (others < pair))
     position = tl.sum(earlier)
     if pair >= pairs:
         tl.store(ends + expert, position)
+    elif expert >= EXPERTS:
+        tl.store(order + position, pairs.to(tl.int64))
     else:
         tl.store(order + position, pair.to(tl.int64))
         source = x + (pair // TOP_K).to(tl.int64) * x_stride
@@ -378,6 +391,15 @@ def _group_kernel(x, ids, rows, order, ends, pairs, x_stride, TOP_K: tl.constexp
             columns = first + tl.arange(0, BLOCK_W)
             values = tl.load(source + columns, mask=columns < WIDTH)
             tl.store(target + columns, values, mask=columns < WIDTH)
+
+
+@jit
+def _own_expert(ids, base, EXPERTS: tl.constexpr):
+    """The numbers of experts among those that are here, EXPERTS for those that are not."""
+    if base is not None:
+        ids -= tl.load(base)
+        ids = tl.where((ids >= 0) & (ids < EXPERTS), ids, EXPERTS)
+    return ids
 
 
 @jit
@@ -531,7 +553,10 @@ def _add_bias_kernel(y, bias, ends, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, 
 def _combine_kernel(x, weights, order, out, pairs, x_stride, IS_SEARCHED: tl.constexpr, TOP_K: tl.constexpr,
                     WIDTH: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
                     BLOCK_W: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Some columns of a token; order: the pair of each row, where rows are searched in it, or the row of each pair."""
+    """Some columns of a token; order: the pair of each row, where rows are searched in it, or the row of each pair.
+
+    A pair that has no row, as its expert is not here, gives zeros.
+    """
     wait_for_inputs(PDL)
     token = tl.program_id(0)
     chosen = tl.arange(0, BLOCK_K)
@@ -542,12 +567,13 @@ def _combine_kernel(x, weights, order, out, pairs, x_stride, IS_SEARCHED: tl.con
         for first in range(0, pairs, BLOCK_P):
             others = first + tl.arange(0, BLOCK_P)
             theirs = tl.load(order + others, mask=others < pairs, other=-1)
-            rows += tl.sum(tl.where(theirs[None, :] == own[:, None], others[None, :], 0), axis=1)
+            rows += tl.sum(tl.where(theirs[None, :] == own[:, None], others[None, :] + 1, 0), axis=1)
+        rows -= 1
     else:
-        rows = tl.load(order + own, mask=is_own, other=0)
+        rows = tl.load(order + own, mask=is_own, other=-1)
     columns = tl.program_id(1) * BLOCK_W + tl.arange(0, BLOCK_W)
     is_column = columns < WIDTH
-    is_value = is_own[:, None] & is_column[None, :]
+    is_value = (is_own & (rows >= 0))[:, None] & is_column[None, :]
     values = tl.load(x + rows[:, None] * x_stride + columns[None, :], mask=is_value, other=0.0)
     shares = tl.load(weights + own, mask=is_own, other=0.0)
     total = tl.sum(values.to(tl.float32) * shares[:, None], axis=0)

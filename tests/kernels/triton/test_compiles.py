@@ -132,6 +132,7 @@ for kind in ("greedy", "random", "filtered"):
 sampling.score_drawn(bf16(3, 500), slots, slots, torch.zeros(3), torch.zeros(3), rows)
 x, experts = bf16(7, 256), bf16(8, 64, 256)
 weights, ids = moe.router(x, bf16(8, 256), top_k=2)
+grouped, order, ends = moe.group(x, ids, ids.new_empty(1), experts=8)
 grouped, order, ends = moe.group(x, ids, experts=8)
 moe.grouped_linear(grouped, experts, ends)
 moe.add_bias(bf16(14, 64), bf16(8, 64), ends)

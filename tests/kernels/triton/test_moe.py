@@ -207,6 +207,26 @@ def test_tokens_are_grouped_as_by_the_reference(tokens, top_k, experts, width, i
         assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("first", [0, 4, 20])  # of 5 experts here, of 12; the last has none of them
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 8), (43, 6), (90, 3)])
+def test_experts_that_are_not_here_give_zeros(tokens, top_k, first, is_sorted, triton_device, monkeypatch):
+    monkeypatch.setattr(moe, "SEARCHED", 0 if is_sorted else 2048)
+    x, weight = torch.randn(tokens, 24).to(triton_device), torch.randn(5, 20, 24).to(triton_device)
+    ids, weights = choices(tokens, top_k, 12).to(triton_device), torch.rand(tokens, top_k).to(triton_device)
+    base = torch.tensor([first]).to(triton_device)
+    rows, order, ends = moe.group(x, ids, base, experts=5)
+    expected_rows, expected_order, expected_ends = ops.group.body(x, ids, base, experts=5)
+    here = int(ends[-1])
+    assert torch.equal(ends, expected_ends) and here == ((ids >= first) & (ids < first + 5)).sum()
+    assert torch.equal(rows[:here], expected_rows[:here]) and torch.equal(order[:here], expected_order[:here])
+    assert order[here:].tolist() == [tokens * top_k] * (tokens * top_k - here)
+    y = moe.grouped_linear(rows, weight, ends)
+    y[here:] = NAN  # what nothing writes
+    expected = ops.combine.body(ops.grouped_linear.body(expected_rows, weight, ends), weights, expected_order)
+    assert_equal(moe.combine(y, weights, order), expected)
+
+
 def test_tokens_that_all_choose_one_expert_keep_their_order(triton_device):
     x, ids = torch.randn(40, 4).to(triton_device), torch.full((40, 1), 3).to(triton_device)
     rows, order, ends = moe.group(x, ids, experts=5)

@@ -158,7 +158,7 @@ def _advance(epochs, epoch):
     tl.store(epochs + tl.program_id(0), tl.where(following == 0, 2, following))
 
 
-@jit
+@jit(do_not_specialize=["rank"])
 def _all_reduce_kernel(
     x, out, table, epochs, stop, rank, words, tiles,
     DTYPE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr,
@@ -179,7 +179,7 @@ def _all_reduce_kernel(
     _advance(epochs, epoch)
 
 
-@jit
+@jit(do_not_specialize=["rank"])
 def _reduce_scatter_kernel(
     x, out, table, epochs, stop, rank, words, part, tiles, GATHERS: tl.constexpr,
     DTYPE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr,
@@ -229,7 +229,7 @@ def _reduce_scatter_kernel(
     _advance(epochs, epoch)
 
 
-@jit
+@jit(do_not_specialize=["rank"])
 def _gather_kernel(
     x, y, z, out_x, out_y, out_z, table, epochs, stop, rank, x_words, y_words, z_words, row, out_row, tiles,
     BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, RANKS: tl.constexpr, REGION: tl.constexpr,

@@ -20,7 +20,7 @@ from atom.kernels.peers.communicator import PeerCommunicator
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")
 
-SHAPES = [(1, 2), (1, 576), (3, 98), (2, 1024), (5, 1026), (1, 6000)]
+SHAPES = [(1, 2), (3, 98), (2, 1024), (5, 1026)]
 
 
 def of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -165,7 +165,9 @@ def test_a_backend_is_named_in_the_text_says_why_it_refuses_and_is_part_of_the_k
     file = install("my_backend", plugins.BACKENDS)
     assert 'm = mine.gated_activate(gate_up, kind="silu")' in show(compiled("llama", 1))
     assert "mine." not in show(compiled("llama", 0))
-    gate = next(node for node in compiled("llama_gelu_tanh", 1).programs["body"].nodes if node.target is ops.gated_activate)
+    gate = next(
+        node for node in compiled("llama_gelu_tanh", 1).programs["body"].nodes if node.target is ops.gated_activate
+    )
     assert gate.meta["kernel"] == "reference" and gate.meta["notes"] == ["mine: has no gelu_pytorch_tanh"]
     first = ingredients("level=1", folder=folder)
     assert first.keys() - without.keys() == {"sources of mine"}

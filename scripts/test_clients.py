@@ -7,6 +7,7 @@ The exit status is how many clients failed.
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -16,7 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def main(python: str, *names: str) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="of packages (default: all)")
+    parser.add_argument("--python", default=sys.executable, help="of the environment that has the clients")
+    args = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests"))
     import serving
 
@@ -25,7 +30,7 @@ def main(python: str, *names: str) -> int:
         server = serving.start(talker, Path(folder), "serve.pooler_config.pooling_type=LAST")
         try:
             environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # it would fetch prices
-            command = [python, str(ROOT / "scripts" / "try_clients.py"), server.url, *names]
+            command = [args.python, str(ROOT / "scripts" / "try_clients.py"), server.url, *args.names]
             return subprocess.run(command, env=environment, timeout=600).returncode
         finally:
             server.process.kill()
@@ -33,4 +38,4 @@ def main(python: str, *names: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Find what users plug in: functions of their modules, folders of their packages.
+"""Find what users plug in: functions, backends, folders of their packages.
 
     rewrite = find_function("my_passes:clip_gates", PASSES)     # or by the name of an entry point in that group
     digest_of("my_passes")                                      # changes with each file that the module is made of
@@ -24,6 +24,7 @@ from atom.errors import ConfigError, first_line
 
 PASSES = "atom.passes"  # groups of entry points: functions that rewrite a graph
 CONF = "atom.conf"  # packages with folders like those of conf/
+BACKENDS = "atom.backends"  # kernels: a `Backend`
 
 
 @cache
@@ -42,6 +43,15 @@ def find_function(stated: str, group: str) -> Callable[..., Any]:
     if not callable(function) or not hasattr(function, "__name__"):
         raise ConfigError(f"{stated}: {module} has no function {name}")
     return function  # type: ignore[no-any-return]
+
+
+def find_value(name: str, group: str) -> Any:
+    """What an entry point names, `module:NAME`. ConfigError where there is no such thing."""
+    module, _, value = named(group)[name].partition(":")
+    found = getattr(import_module(module), value, None) if value else None
+    if found is None:
+        raise ConfigError(f"{group}: {name} = {named(group)[name]}: there is no such module:NAME")
+    return found
 
 
 def import_module(name: str, path: Iterable[str] = ()) -> ModuleType:

@@ -259,7 +259,9 @@ def run_script(path: str, argv: list[str], patch: pytest.MonkeyPatch) -> int:
     if script.name == "demo":
         return cli.main(arguments_of_demo(argv))
     if not program.is_file():
-        assert argv in ([], ["--update-golden"], ["-k", "aiter"]), f"{path} {argv}: arguments that nobody has looked at"
+        assert argv in ([], ["--update-golden"], ["-k", "aiter"], ["2.11.0", "2.14.1"]), (
+            f"{path} {argv}: arguments that nobody has looked at"
+        )
         return 0
     patch.setattr(sys, "argv", [path, *argv])
     parse = argparse.ArgumentParser.parse_args

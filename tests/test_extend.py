@@ -15,15 +15,15 @@ import torch
 from law import assert_same_logits
 from probe import logits_of
 
-from atom import LLMEngine, plugins
+from atom import LLMEngine, SamplingParams, plugins
 from atom.compiler import compile_graph
 from atom.compiler.artifact import launch_ingredients, recipe_of
 from atom.config import PassesConfig
 from atom.config.load import load
 from atom.errors import ConfigError, PassError
-from atom.graph import show
+from atom.graph import Graph, ops, show
 from atom.graph.ops import OPS
-from atom.kernels import find_target
+from atom.kernels import find_backend, find_target
 from atom.passes.pipeline import steps_of
 
 DOC = Path(__file__).parents[1] / "docs" / "extend.md"
@@ -110,6 +110,99 @@ def test_an_installed_package_names_its_passes_and_its_models(
         plugins.named.cache_clear()
         for name in [name for name in sys.modules if name.startswith("my_package")]:
             del sys.modules[name]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], Path]]:
+    """Install the module of the page as my_package, with its entry points."""
+
+    def install(name: str, group: str) -> Path:
+        package, about = tmp_path / "my_package", tmp_path / "my_package-1.0.dist-info"
+        package.mkdir()
+        about.mkdir()
+        (text,) = re.findall(rf"```python\n# {name}.py\n(.*?)```", DOC.read_text(), re.DOTALL)
+        (points,) = re.findall(rf"entry-points\.\"{re.escape(group)}\"\]\n(.*?)```", DOC.read_text(), re.DOTALL)
+        (package / "__init__.py").write_text("")
+        (package / f"{name}.py").write_text(text)
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+        (about / "entry_points.txt").write_text(f"[{group}]\n{points}".replace('"', ""))
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.setattr(sys, "dont_write_bytecode", True)
+        plugins.named.cache_clear()
+        importlib.invalidate_caches()
+        return package / f"{name}.py"
+
+    yield install
+    plugins.named.cache_clear()
+    for each in [each for each in sys.modules if each.startswith("my_package")]:
+        del sys.modules[each]
+
+
+@pytest.mark.parametrize("level", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_backend_of_a_package_comes_ahead_of_ours(
+    install: Callable[[str, str], Path], checkpoints: Callable[[str], Path], tmp_path: Path, level: int
+) -> None:
+    file = install("my_backend", plugins.BACKENDS)
+    asked = file.read_text().replace("    gate, up =", "    open('asked', 'w').close()\n    gate, up =")
+    file.write_text(asked.replace("'asked'", repr(str(tmp_path / "asked"))))
+    folder = checkpoints("llama")
+    engine = LLMEngine(
+        model=str(folder), level=level, dtype="fp32", kv_cache_memory=1 << 22, cache=str(tmp_path / "cache")
+    )
+    tokens = tiny.prompt(20)
+    assert_same_logits(logits_of(engine, tokens), tiny.logits(tiny.reference(folder), tokens))
+    assert (tmp_path / "asked").exists()
+    engine.close()
+
+
+def test_a_backend_is_named_in_the_text_says_why_it_refuses_and_is_part_of_the_key(
+    install: Callable[[str, str], Path], checkpoints: Any
+) -> None:
+    def compiled(name: str, level: int) -> Graph:
+        return compile_graph(load([f"checkpoint={checkpoints(name)}", "device=cpu", f"level={level}"]))
+
+    folder = checkpoints("llama")
+    without = ingredients("level=1", folder=folder)
+    file = install("my_backend", plugins.BACKENDS)
+    assert 'm = mine.gated_activate(gate_up, kind="silu")' in show(compiled("llama", 1))
+    assert "mine." not in show(compiled("llama", 0))
+    gate = next(
+        node for node in compiled("llama_gelu_tanh", 1).programs["body"].nodes if node.target is ops.gated_activate
+    )
+    assert gate.meta["kernel"] == "reference" and gate.meta["notes"] == ["mine: has no gelu_tanh"]
+    first = ingredients("level=1", folder=folder)
+    assert first.keys() - without.keys() == {"sources of mine"}
+    file.write_text(file.read_text() + "# changed\n")
+    assert ingredients("level=1", folder=folder)["sources of mine"] != first["sources of mine"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("BACKEND = ", "OTHER = ", "mine = my_package.my_backend:BACKEND: there is no such module:NAME"),
+        ('Backend("mine"', 'Backend("other"', "it is no Backend whose name is mine"),
+        ("import torch\n", "import nowhere\n", r"cannot import my_package.my_backend \(ModuleNotFoundError"),
+    ],
+)
+def test_a_backend_that_is_none_is_named(install: Callable[[str, str], Path], old: str, new: str, message: str) -> None:
+    file = install("my_backend", plugins.BACKENDS)
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(ConfigError, match=message):
+        find_backend("mine")
+
+
+def test_ranks_find_the_pass_and_the_op_of_a_user(module: Path, checkpoints: Callable[[str], Path]) -> None:
+    folder = checkpoints("llama")
+    engine = LLMEngine(
+        model=str(folder), level=0, dtype="fp32", kv_cache_memory=1 << 22,
+        **{"passes.extra": ["my_passes:clip_gates@sink_into_head"], "parallel.tensor": 2},
+    )  # fmt: skip
+    model, tokens = tiny.reference(folder), tiny.prompt(20)
+    for layer in model.model.layers:
+        layer.mlp.act_fn = Clipped()
+    (answer,) = engine.generate([tokens], SamplingParams(temperature=0, max_tokens=6))
+    tiny.assert_greedy(answer, tokens, model)
+    engine.close()
 
 
 def test_what_a_module_imports_is_told_by_its_text(tmp_path: Path) -> None:

@@ -318,6 +318,15 @@ def test_a_wheel_carries_every_package():
     assert set(packages) == folders | {"atom.conf", "atom.recipes"}
 
 
+def test_an_index_shows_the_readme_without_links_to_files(tmp_path: Path):
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    (shown,) = tmp_path.glob("*/PKG-INFO")
+    about, _, text = shown.read_text().partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in about
+    assert re.findall(r"\]\((?!https?://)[^)]*\)", text) == [] and "Configuration, field by field" in text
+
+
 def test_a_wheel_carries_every_file_that_is_no_module():
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     folders = {

@@ -14,6 +14,7 @@ from atom.kernels.backend import (
     Rendezvous,
     Target,
     Tuner,
+    on_device,
 )  # fmt: skip
 from atom.kernels.registry import (
     backends_of,
@@ -57,5 +58,6 @@ __all__ = [
     "find_versions",
     "highest_level",
     "keep_binaries",
+    "on_device",
     "shuffle",
 ]  # fmt: skip

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from atom.errors import UnsupportedError
+from atom import plugins
+from atom.errors import ConfigError, UnsupportedError
 from atom.graph import LaidOut, PackedWeight, Program, Type
 from atom.graph.graph import results_of, type_of
 from atom.graph.ops import Op
@@ -47,17 +48,24 @@ ORDER: dict[str, tuple[tuple[str, ...], ...]] = {
         ("aiter", "hopper", "triton", "generated", "nccl", "reference"),
     ),
 }
-BACKENDS = tuple(dict.fromkeys(name for levels in ORDER.values() for name in levels[-1]))
+BACKENDS = tuple(dict.fromkeys(name for levels in ORDER.values() for name in levels[-1]))  # of atom itself
 
 KNOWN = frozenset(kernel.op for kernel in REFERENCE.kernels)  # ops that are not plugged in
 
 
 def find_backend(name: str) -> Backend:
-    """UnsupportedError where there is none of this name."""
-    if name not in BACKENDS:
-        raise UnsupportedError(f"there is no kernel backend '{name}'; backends: {', '.join(BACKENDS)}")
-    backend: Backend = importlib.import_module(f"atom.kernels.{name}").BACKEND
-    return backend
+    """UnsupportedError where there is none of this name, ConfigError where an entry point does not name one."""
+    plugged_in = plugins.named(plugins.BACKENDS)
+    if name not in BACKENDS and name not in plugged_in:
+        there = ", ".join((*plugged_in, *BACKENDS))
+        raise UnsupportedError(f"there is no kernel backend '{name}'; backends: {there}")
+    if name in BACKENDS:
+        backend: Backend = importlib.import_module(f"atom.kernels.{name}").BACKEND
+        return backend
+    found = plugins.find_value(name, plugins.BACKENDS)
+    if not isinstance(found, Backend) or {found.name, *(kernel.backend for kernel in found.kernels)} != {name}:
+        raise ConfigError(f"{plugins.BACKENDS}: {name} = {plugged_in[name]}: it is no Backend whose name is {name}")
+    return found
 
 
 def highest_level(device: str) -> int:
@@ -65,9 +73,10 @@ def highest_level(device: str) -> int:
 
 
 def backends_of(device: str, level: int | None = None) -> tuple[Backend, ...]:
-    """The backends of a device in the order of a level, or of its highest."""
+    """The backends of a device in the order of a level, or of its highest; from level 1 on users' come first."""
     highest = highest_level(device)
-    return tuple(map(find_backend, ORDER[device][highest if level is None else min(level, highest)]))
+    level = highest if level is None else min(level, highest)
+    return tuple(map(find_backend, (*(plugins.named(plugins.BACKENDS) if level else ()), *ORDER[device][level])))
 
 
 def find_step_kernels(device: str, backend: str | None = None) -> StepKernels:
@@ -110,8 +119,9 @@ def find_target(device: str) -> Target:
 
 
 def find_versions(device: str) -> dict[str, str]:
-    """The libraries of this machine that code for a device depends on."""
-    found: dict[str, str] = {}
+    """The libraries of this machine that code for a device depends on, and the sources of users' backends."""
+    plugged_in = plugins.named(plugins.BACKENDS)
+    found = {f"sources of {name}": plugins.digest_of(plugins.module_of(name, plugins.BACKENDS)) for name in plugged_in}
     for backend in backends_of(device):
         found |= backend.find_versions()
     return found
@@ -133,7 +143,7 @@ def connect_rank(device: str, rendezvous: Rendezvous) -> Communicator:
 
 def shuffle(weight: Tensor | PackedWeight, layout: str) -> Tensor | LaidOut | PackedWeight:
     """A weight [O, I] in a kernel's own layout; of a weight [E, O, I] each expert by itself, but for KEEPS_ROWS."""
-    backends = map(find_backend, BACKENDS)
+    backends = map(find_backend, (*plugins.named(plugins.BACKENDS), *BACKENDS))
     return next(backend.layouts[layout] for backend in backends if layout in backend.layouts)(weight)
 
 

@@ -1,0 +1,163 @@
+"""Try clients that others write against a server, a line each.
+
+Each streams, calls a tool or gives an object, and is `ok` or FAILED with its error. The model is tiny and its weights
+are random, so what is looked at is the form of its answers: grammars make objects of them, and `tool_choice` calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+MODEL, KEY, ASKED = "talker", "none", "Which animal?"
+# no space in JSON, of which a model without sense would write pages, and no thinking, which it would not end
+TERSE = {"logit_bias": dict.fromkeys(("197", "198", "201", "220", "259"), -100), "max_tokens": 200, "temperature": 0}
+
+
+class Animal(BaseModel):
+    """Notes an animal."""
+
+    kind: Literal["cat", "dog"]
+    is_tame: bool
+
+
+def try_openai(url: str) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY)
+    messages: Any = [{"role": "user", "content": ASKED}]
+    parsed = client.chat.completions.parse(model=MODEL, messages=messages, response_format=Animal, **TERSE)
+    assert isinstance(parsed.choices[0].message.parsed, Animal)
+    with client.responses.stream(model=MODEL, input=ASKED, max_output_tokens=8) as stream:
+        kinds = [event.type for event in stream]
+    assert kinds[-1] in ("response.completed", "response.incomplete"), kinds[-1]
+    assert len(client.embeddings.create(model=MODEL, input=[ASKED, "b"]).data) == 2
+
+
+def try_anthropic(url: str) -> None:
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=url, api_key=KEY)
+    messages: Any = [{"role": "user", "content": ASKED}]
+    with client.messages.stream(model=MODEL, max_tokens=8, messages=messages) as stream:
+        events = [event.type for event in stream]
+    assert (events[0], events[-1]) == ("message_start", "message_stop"), events
+    tools: Any = [{"name": "note", "description": "Notes.", "input_schema": Animal.model_json_schema()}]
+    made = client.messages.create(
+        model=MODEL,
+        max_tokens=200,
+        messages=messages,
+        tools=tools,
+        thinking={"type": "disabled"},
+        tool_choice={"type": "tool", "name": "note"},
+    )
+    assert made.content[-1].type == "tool_use", made.content
+
+
+def try_langchain_openai(url: str) -> None:
+    from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+
+    bias = {"logit_bias": TERSE["logit_bias"]}
+    model: Any = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key=KEY, max_tokens=200, temperature=0, **bias)
+    assert "".join(chunk.content for chunk in model.bind(max_tokens=8).stream(ASKED))
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(model.with_structured_output(Animal, method=method).invoke(ASKED), Animal), method
+    answer = model.bind_tools([Animal], tool_choice="Animal").invoke(ASKED)
+    assert answer.tool_calls[0]["name"] == "Animal", answer
+    plain = ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key=KEY, use_responses_api=True, max_tokens=16)  # type: ignore
+    assert plain.invoke(ASKED).content
+    texts = OpenAIEmbeddings(model=MODEL, base_url=f"{url}/v1", api_key=KEY, check_embedding_ctx_length=False)  # type: ignore
+    assert len(texts.embed_documents(["a", "b"])) == 2
+
+
+def try_pydantic_ai(url: str) -> None:
+    from pydantic_ai import Agent, NativeOutput, ToolOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=KEY))
+    for output in (NativeOutput(Animal), ToolOutput(Animal)):
+        made: Any = Agent(model, output_type=output, model_settings=TERSE).run_sync(ASKED)  # type: ignore[arg-type]
+        assert isinstance(made.output, Animal), made
+
+    async def stream() -> str:
+        settings: Any = {"max_tokens": 8, "temperature": 0}
+        async with Agent(model, model_settings=settings).run_stream(ASKED) as run:
+            return "".join([text async for text in run.stream_text(delta=True)])
+
+    assert asyncio.run(stream())
+
+
+def try_openai_agents(url: str) -> None:
+    from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner
+    from agents import set_tracing_disabled as leave_traces
+    from openai import AsyncOpenAI
+
+    leave_traces(True)
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY)
+    settings = ModelSettings(temperature=0, max_tokens=200, extra_body={"logit_bias": TERSE["logit_bias"]})
+    for model in (OpenAIChatCompletionsModel(MODEL, client), OpenAIResponsesModel(MODEL, client)):
+        made = Runner.run_sync(Agent("a", model=model, model_settings=settings, output_type=Animal), ASKED)
+        assert isinstance(made.final_output, Animal), made
+
+
+def try_instructor(url: str) -> None:
+    import instructor
+    import openai
+
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
+        client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key=KEY), mode=mode)
+        made = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": ASKED}], response_model=Animal, max_retries=0, **TERSE
+        )
+        assert isinstance(made, Animal), mode
+
+
+def try_litellm(url: str) -> None:
+    import litellm
+
+    messages = [{"role": "user", "content": ASKED}]
+    for name in (f"openai/{MODEL}", f"hosted_vllm/{MODEL}"):
+        there = {"model": name, "api_base": f"{url}/v1", "api_key": KEY, "messages": messages, "max_tokens": 8}
+        assert litellm.completion(**there).usage.completion_tokens == 8
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in litellm.completion(**there, stream=True))
+        assert text, name
+    asked = there | TERSE
+    made = litellm.completion(**asked, response_format=Animal)
+    assert Animal.model_validate_json(made.choices[0].message.content)
+
+
+CLIENTS: dict[str, Callable[[str], None]] = {
+    "openai": try_openai,
+    "anthropic": try_anthropic,
+    "langchain-openai": try_langchain_openai,
+    "pydantic-ai-slim": try_pydantic_ai,
+    "openai-agents": try_openai_agents,
+    "instructor": try_instructor,
+    "litellm": try_litellm,
+}
+
+
+def main(url: str, *chosen: str) -> int:
+    """Try the clients chosen, or all; how many failed."""
+    failed = 0
+    for name in chosen or CLIENTS:
+        try:
+            CLIENTS[name](url)
+            told = "ok"
+        except Exception as error:  # a client's own, of any kind
+            failed += 1
+            told = f"FAILED {type(error).__name__}: {error}"
+            traceback.print_exc()
+        print(f"{name} {version(name)}: {told}", flush=True)
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

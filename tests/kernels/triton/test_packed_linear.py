@@ -18,7 +18,7 @@ from atom.kernels import Target, find_target
 from atom.kernels.triton import KERNELS
 from atom.kernels.triton.gpu import Gpu
 from atom.kernels.triton.linear import linear as kernels
-from atom.kernels.triton.linear import packed
+from atom.kernels.triton.linear import packed, row_kernels
 from atom.kernels.triton.linear.linear import Matrix, Vector
 from atom.kernels.triton.linear.tune import Product, Trial, agrees, candidates
 from atom.weights.quantize import quantize
@@ -344,7 +344,7 @@ def test_rows_are_rounded_to_the_nearest_integer(triton_device):
     x = torch.cat((torch.full((9, 1), 127.0), torch.arange(-127, 127).repeat(9, 1) + torch.rand(9, 254)), 1)
     x[0, 1:] = x[0, 1:].floor() + 0.5  # of two whole numbers the even one
     x[3] = 0
-    q, scales = packed.quantize_rows(x.to(triton_device), 255, torch.int8, 32)
+    q, scales, *_ = row_kernels.quantize_rows(x.to(triton_device), 255, torch.int8, 32)
     assert (q.shape, scales.shape, q.dtype) == ((32, 255), (32, 1), torch.int8)
     assert torch.equal(q[:9].cpu(), x.round().to(torch.int8)) and not q[9:].any()
 
@@ -355,7 +355,7 @@ def test_rows_are_quantized_with_the_scale_of_their_largest(triton_device, span)
         triton_device
     )
     x = x if triton_device == "cpu" else x.bfloat16()
-    q, scales = packed.quantize_rows(x, span, torch.float8_e4m3fn)
+    q, scales, *_ = row_kernels.quantize_rows(x, span, torch.float8_e4m3fn)
     assert q.shape == (8, 384) and scales.shape == (8, 384 // span)
     assert scales.stride(0) == 1
     spans = x.float().view(5, -1, span)

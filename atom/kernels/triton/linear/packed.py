@@ -2,7 +2,7 @@
 
     operand = operand_of(weight)                 # a plain weight's, or a packed one's parts, and how they hold numbers
     dense = unpack(weight, torch.bfloat16)       # [O, I]
-    y = multiply_quantized(x, weight, None, "fp8[1, *]")     # by the library, of x quantized too
+    y = multiply_quantized(x, weight, None, "fp8[1, *]")     # by the library, of x quantized too, or already
 
 A byte holds one number, or those of an even and the next, odd column, which are multiplied by columns of x of their
 own, so that nothing is interleaved. fp8 and fp4 become floats by their bits alone, which makes them smaller by a power
@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from atom.dtypes import DTYPES
 from atom.graph.formats import parse_format
 from atom.graph.packed import PackedWeight
-from atom.kernels.triton import SPAN
 from atom.kernels.triton.gpu import find_gpu
 from atom.kernels.triton.jit import jit
+from atom.kernels.triton.linear.row_kernels import FP8, QuantizedRows, quantize_rows, span_of
 
-FP8 = torch.float8_e4m3fn
 INT8_ROWS = 4096  # of x at a time: their sums take 4 bytes each
 LEAST_INT8_ROWS = 32  # that the library multiplies
 
@@ -380,31 +380,36 @@ def _unpack_kernel(
     tl.store(y_ptr + row * INNER + column, y, mask=(row < out) & (column < INNER))
 
 
-def multiply_quantized(x: Tensor, weight: PackedWeight, bias: Tensor | None, act: str) -> Tensor:
-    """x [T, I] -> [T, O], by the library, with x quantized to this format, as `accepts_linear` takes it."""
-    if act.startswith("int8"):
+def multiply_quantized(x: Tensor | QuantizedRows, weight: PackedWeight, bias: Tensor | None, act: str) -> Tensor:
+    """x [T, I] -> [T, O], by the library, with x quantized to this format, as `accepts_linear` takes it.
+
+    Rows that come quantized are in fp8, in the order of the weight's columns.
+    """
+    if isinstance(x, Tensor) and act.startswith("int8"):
         return _multiply_int8(x, weight, bias)
+    is_shuffled = weight.layout is not None
+    if isinstance(x, Tensor):
+        x = quantize_rows(x, span_of(act, x.shape[1]), FP8, is_shuffled=is_shuffled)
+    assert x.is_shuffled == is_shuffled, "the columns of x and of the weight are in other orders"
     y = _multiply_fp8(x, weight)
     return y if bias is None else y.add_(bias)
 
 
-def _multiply_fp8(x: Tensor, weight: PackedWeight) -> Tensor:
-    rows, values, scales = len(x), weight.parts["values"].view(FP8), weight.parts["scales"]
-    is_shuffled = weight.layout is not None
+def _multiply_fp8(x: QuantizedRows, weight: PackedWeight) -> Tensor:
+    values, scales = weight.parts["values"].view(FP8), weight.parts["scales"]
+    dtype = getattr(torch, DTYPES[weight.type.dtype].name)
     if parse_format(str(weight.type.fmt)).block[0] == 1:
-        q, q_scales = quantize_rows(x, x.shape[1], FP8, is_shuffled=is_shuffled)
         y = F.scaled_mm(
-            q, values.t(), q_scales, F.ScalingType.RowWise, scales.view(1, -1), F.ScalingType.RowWise,
-            output_dtype=x.dtype, use_fast_accum=True,
+            x.values, values.t(), x.scales, F.ScalingType.RowWise, scales.view(1, -1), F.ScalingType.RowWise,
+            output_dtype=dtype, use_fast_accum=True,
         )  # fmt: skip
     else:
-        q, q_scales = quantize_rows(x, SPAN, FP8, is_shuffled=is_shuffled)
         padded = F.pad(scales, (0, -scales.shape[1] % 4))  # as the library wants it, and as all known models have it
         y = F.scaled_mm(
-            q, values.t(), q_scales, F.ScalingType.BlockWise1x128, padded.t(), F.ScalingType.BlockWise128x128,
-            output_dtype=x.dtype,
+            x.values, values.t(), x.scales, F.ScalingType.BlockWise1x128, padded.t(), F.ScalingType.BlockWise128x128,
+            output_dtype=dtype,
         )  # fmt: skip
-    return y[:rows]
+    return y[: x.rows]
 
 
 def _multiply_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
@@ -413,7 +418,7 @@ def _multiply_int8(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tens
     out = len(values)
     y = x.new_empty(len(x), out)
     for some, part in zip(x.split(INT8_ROWS), y.split(INT8_ROWS), strict=True):
-        q, q_scales = quantize_rows(some, x.shape[1], torch.int8, LEAST_INT8_ROWS)
+        q, q_scales, *_ = quantize_rows(some, x.shape[1], torch.int8, LEAST_INT8_ROWS)
         sums = torch._int_mm(q, values.t())
         _scale_kernel[(-(-out // 1024), len(some))](
             sums, q_scales, scales, bias, part, out, 1024, num_warps=4, **gpu.options
@@ -436,45 +441,3 @@ def _scale_kernel(sums_ptr, row_scales_ptr, scales_ptr, bias_ptr, y_ptr, OUT: tl
     if bias_ptr is not None:
         y += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * OUT + column, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-def quantize_rows(
-    x: Tensor, span: int, dtype: torch.dtype, at_least: int = 4, is_shuffled: bool = False
-) -> tuple[Tensor, Tensor]:
-    """x [T, I] -> numbers [T, I] in fp8 or int8 and scales fp32[T, I / span], whose columns lie together, see
-    `graph.quantize_rows`; T is made a multiple of 4, and at_least that. is_shuffled: as hopper/shuffle.py says"""
-    (rows, inner), gpu = x.shape, find_gpu(x.device)
-    q = x.new_empty(max(-(-rows // 4) * 4, at_least), inner, dtype=dtype)
-    scales = x.new_empty(-(-inner // span), len(q), dtype=torch.float32).t()
-    warps = min(max(triton.next_power_of_2(inner) // 512, 1), 16)
-    _quantize_kernel[(len(q),)](
-        x, q, scales, rows, x.stride(0), len(q), inner, span, is_shuffled, num_warps=warps, **gpu.options,
-    )  # fmt: skip
-    return q, scales
-
-
-@jit(do_not_specialize=["rows"])
-def _quantize_kernel(x_ptr, q_ptr, scales_ptr, rows, x_stride, scales_stride, INNER: tl.constexpr, SPAN: tl.constexpr,
-                     IS_SHUFFLED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """A row; those beyond the end become zeros."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    WIDTH: tl.constexpr = triton.next_power_of_2(SPAN)
-    NUM: tl.constexpr = triton.next_power_of_2(triton.cdiv(INNER, SPAN))
-    LARGEST: tl.constexpr = 127.0 if q_ptr.dtype.element_ty == tl.int8 else 448.0
-    span, place = tl.arange(0, NUM)[:, None], tl.arange(0, WIDTH)[None, :]
-    column = span * SPAN + place
-    mask = (place < SPAN) & (column < INNER)
-    x = tl.load(x_ptr + row * x_stride + column, mask=mask & (row < rows), other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4) / LARGEST  # as DeepSeek-V3 clamps it
-    scale += tl.sum(x * 0.0, axis=1)  # NaN where x has one, or an inf, which numbers of 8 bits do not keep
-    scaled = tl.clamp(x / scale[:, None], -LARGEST, LARGEST)
-    if q_ptr.dtype.element_ty == tl.int8:
-        scaled = (scaled + 12582912.0) - 12582912.0  # 1.5 * 2^23: to the nearest whole number, of two the even one
-    if IS_SHUFFLED:  # as hopper/shuffle.py has the columns of weights
-        scaled = scaled.reshape([NUM, WIDTH // 64, 4, 2, 4, 2]).permute((0, 1, 4, 2, 5, 3)).reshape([NUM, WIDTH])
-    tl.store(q_ptr + row * INNER + column, scaled.to(q_ptr.dtype.element_ty), mask=mask)
-    index = tl.arange(0, NUM)
-    tl.store(scales_ptr + index * scales_stride + row, scale, mask=index * SPAN < INNER)

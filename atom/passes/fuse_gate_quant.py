@@ -19,7 +19,7 @@ from atom.passes.context import PassContext
 def fuse_gate_quant(graph: Graph, context: PassContext) -> Graph:
     for gated in graph.find(ops.gated_linear) + graph.find(ops.norm_linear) + graph.find(ops.add_norm_linear):
         readers = list(results_of(gated)[0].users)
-        if gated.kwargs.get("kind") is None or len(readers) != 1:
+        if gated.kwargs.get("kind") is None or "gives" in gated.kwargs or len(readers) != 1:
             continue
         (linear,) = readers
         act, backend = linear.kwargs.get("act"), gated.meta["kernel"]

@@ -146,8 +146,8 @@ def _refuse_packed(weight: Type) -> str | None:
         return f"takes weights of two dims, not {weight}"
     if known.has_order:
         return f"its columns are not in the order of their blocks: {weight.fmt}"
-    if "mins" in known.parts:
-        return f"blocks of {weight.fmt} have a minimum"
+    if "mins" in known.parts and columns == inner:
+        return f"rows of {weight.fmt} are one block, with a minimum"
     if rows != 1 and known.kind != "scaled":
         return f"blocks of {weight.fmt} have several rows"
     if columns is not None and columns < inner and columns % 32 and known.kind != "nvfp4":

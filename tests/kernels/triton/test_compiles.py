@@ -84,7 +84,7 @@ for parameters in (linear.Matrix(128, 64, 8, 3), linear.Matrix(64, 64, 4, 3, spl
                    linear.Matrix(16, 64, 4, 4, groups=4, block_rows=8)):
     linear.multiply_matrix(x, weight, None, "silu", linear.make_counters(x.device), parameters)
 linear.activate_gates(bf16(100, 2048), "silu")
-formats = ("fp8[1, *]", "fp8[128, 128]", "int8[1, *]", "int4[1, 128]", "awq_int4[1, 32]", "mxfp4", "ct_nvfp4")
+formats = ("fp8[1, *]", "fp8[128, 128]", "int8[1, *]", "int4[1, 128]", "awq_int4[1, 32]", "mxfp4", "ct_nvfp4", "q4_1")
 stored = {fmt: PackedWeight(Type("bf16", (2048, 1024), fmt), quantize(fmt, torch.ones(2048, 1024))) for fmt in formats}
 for fmt, rows in packed_shapes(formats, (1, 16, 32, 60)):
     x = bf16(rows, 1024)

@@ -44,6 +44,9 @@ FORMATS = {  # each with the columns of a weight in it
     "gptq_int4[1, 96]": 576,
     "ct_packed_int8[1, *]": 96,
     "gptq_int8[1, 128]": 384,
+    "q4_0": 96,
+    "q4_1": 96,
+    "q8_0": 96,
     "mxfp4": 576,
     "quark_mxfp4": 96,
     "ct_nvfp4": 96,
@@ -67,6 +70,9 @@ def make_weight(device: str, fmt: str, out: int, inner: int, dtype: str = "fp32"
     parts = quantize(fmt, torch.randn(out, inner))
     if "zeros" in parts:
         parts["zeros"].random_(0, 16 if "int4" in fmt else 256)
+    if "mins" in parts:
+        parts["mins"].normal_()
+        parts["scales"][0] = 0  # as where all numbers of a block are equal
     for name in {"factor", "divisor"} & parts.keys():  # of rows, as those that were joined have them
         parts[name] = parts[name] * (1 + torch.rand(out)) if inner == 576 else parts[name]
     return PackedWeight(Type(dtype, (out, inner), fmt), {name: part.to(device) for name, part in parts.items()})

@@ -44,7 +44,9 @@ from atom.kernels.triton.linear import packed, shuffled
 from atom.kernels.triton.linear.packed import (
     PLAIN,
     Style,
+    are_minima,
     load_factors,
+    load_offsets,
     load_scales,
     load_zeros,
     operand_of,
@@ -487,6 +489,8 @@ def _multiply_row(
         product = low * x + high * odd
         x += odd
     acc = tl.sum(product, axis=2)
+    if are_minima(zeros_ptr):
+        return tl.sum(acc * scale + load_offsets(zeros_ptr + index, block < BLOCKS, scale) * tl.sum(x, axis=2), axis=1)
     if zeros_ptr is not None:
         acc -= load_zeros(zeros_ptr + index, block < BLOCKS, VALUES) * tl.sum(x, axis=2)
     result = tl.sum(acc * scale, axis=1) * rest_of(VALUES, TYPE)
@@ -550,6 +554,27 @@ def _load_scales(
         block = (column + part * WIDTH) // SCALE_COLUMNS
         scales = scales + (load_scales(scales_ptr + blocks + block, block < NUM, FACTOR),)  # type: ignore[assignment]  # noqa: RUF005
     return scales
+
+
+@jit
+def _load_offsets(
+    minima_ptr, blocks, column, scales, PARTS: tl.constexpr, WIDTH: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    NUM: tl.constexpr,
+):  # fmt: skip
+    """`load_offsets` of the scales of each part."""
+    offsets = ()
+    for part in tl.static_range(PARTS):
+        block = (column + part * WIDTH) // SCALE_COLUMNS
+        offsets = offsets + (load_offsets(minima_ptr + blocks + block, block < NUM, scales[part]),)  # type: ignore[assignment]  # noqa: RUF005
+    return offsets
+
+
+@jit
+def _sum_pairs(x, TYPE: tl.constexpr):
+    """The sums of columns of words [I / 2, T] or [G, I / 2, T], fp32[1, T] or [G, 1, T]."""
+    even, odd = split_pairs(x, TYPE)
+    AXIS: tl.constexpr = len(x.shape) - 2
+    return tl.expand_dims(tl.sum(even.to(tl.float32) + odd.to(tl.float32), axis=AXIS), AXIS)
 
 
 @jit
@@ -646,6 +671,7 @@ def _matrix_kernel(
         column = begin + tl.arange(0, GROUPS)[:, None] * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
         acc = tl.zeros([GROUPS, BLOCK_O, PARTS * BLOCK_T], tl.float32)
     UP: tl.constexpr = raise_of(VALUES, TYPE)
+    HAS_MINIMA: tl.constexpr = are_minima(zeros_ptr)
     blocks = weight_row // SCALE_ROWS * BLOCKS  # the first of each row
     place = begin if GROUPS == 1 else begin + tl.arange(0, GROUPS)[:, None] * BLOCK_C
     if BLOCKS > 1:
@@ -660,7 +686,9 @@ def _matrix_kernel(
             acc = tl.dot(w, x, acc, input_precision="ieee")
         else:
             zero = None
-            if zeros_ptr is not None:  # what is loaded here can be subtracted where tensor cores take their operands
+            if (
+                zeros_ptr is not None and not HAS_MINIMA
+            ):  # what is loaded here can be subtracted where tensor cores take their operands
                 if BLOCKS == 1:
                     zero = load_zeros(zeros_ptr + blocks, None, VALUES)[:, None]
                 elif PARTS == 1:
@@ -679,6 +707,12 @@ def _matrix_kernel(
                 )  # fmt: skip
                 product = _multiply_tile(numbers, odd_numbers, x, tl.zeros_like(acc), PER_BYTE, UP)
                 acc += product * _spread(scales, turn // BLOCK_T, PARTS)
+                if HAS_MINIMA:
+                    offsets = _load_offsets(
+                        zeros_ptr, blocks, (place + start) * PER_BYTE, scales, PARTS, BLOCK_I // PARTS, SCALE_COLUMNS,
+                        BLOCKS,
+                    )  # fmt: skip
+                    acc += _spread(offsets, turn // BLOCK_T, PARTS) * _sum_pairs(x, TYPE)
                 scales = next_scales
     if GROUPS > 1:
         acc = tl.sum(acc, axis=0)

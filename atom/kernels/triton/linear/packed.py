@@ -37,7 +37,7 @@ class Style(NamedTuple):
     values: str | None = None  # e4m3, i8, u8, u4, e2m1; None: plain
     rows: int = 1  # that share a scale
     columns: int | None = None  # that share a scale; None: all
-    has_zeros: bool = False
+    offset: str = ""  # of each block: z, a zero point, or m, a minimum
     factor: str | None = None  # of the result: factor or divisor of the tensor, factors or divisors of its rows
     act: str | None = None  # fp8 or int8: what the library multiplies x in; None: in its dtype
     is_shuffled: bool = False  # in the layout of hopper/shuffle.py
@@ -49,7 +49,7 @@ class Style(NamedTuple):
             return ""
         by = f" {self.act}" if self.act else ""
         layout = " wgmma" if self.is_shuffled else ""
-        return f"{self.values}{'z' if self.has_zeros else ''}[{self.rows},{self.columns or '*'}]{by}{layout}"
+        return f"{self.values}{self.offset}[{self.rows},{self.columns or '*'}]{by}{layout}"
 
     @property
     def bits(self) -> int:
@@ -74,7 +74,7 @@ class Operand(NamedTuple):
 
     values: Tensor
     scales: Tensor | None = None
-    zeros: Tensor | None = None
+    zeros: Tensor | None = None  # zero points, u8, or minima, in floating point
     factor: Tensor | None = None
     style: Style = PLAIN
 
@@ -91,7 +91,7 @@ def operand_of(weight: Tensor | PackedWeight) -> Operand:
     values = values if values.dtype == torch.uint8 else values.view(torch.uint8)
     scales = parts["scales"]
     scales = scales.view(torch.uint8) if scales.dtype == FP8 else scales
-    return Operand(values, scales, parts.get("zeros"), factor, style)
+    return Operand(values, scales, parts.get("zeros", parts.get("mins")), factor, style)
 
 
 @cache
@@ -104,7 +104,8 @@ def style_of(fmt: str | None, out: int, act: str | None = None, is_shuffled: boo
     values = {"scaled": "e4m3" if known.parts["values"].dtype == "fp8_e4m3" else "i8", "int4": "u4", "int8": "u8"}
     factor = next((name for name in ("factor", "divisor") if name in known.parts), None)
     by = None if act is None else act.partition("[")[0]
-    return Style(values.get(known.kind, "e2m1"), rows or out, columns, "zeros" in known.parts, factor, by, is_shuffled)
+    offset = "z" if "zeros" in known.parts else "m" if "mins" in known.parts else ""
+    return Style(values.get(known.kind, "e2m1"), rows or out, columns, offset, factor, by, is_shuffled)
 
 
 # Of 4 bytes, as bf16: NVIDIA has no conversion that is as fast. prmt puts bytes where they belong.
@@ -261,6 +262,18 @@ def load_zeros(pointers, mask, VALUES: tl.constexpr):
     return _load(pointers, mask).to(tl.float32) - (8 if VALUES == "u4" else 128)
 
 
+@triton.constexpr_function
+def are_minima(zeros_ptr):
+    """Whether numbers of blocks are floats that are added, and no zero points."""
+    return zeros_ptr is not None and zeros_ptr.dtype.element_ty.is_floating()
+
+
+@jit
+def load_offsets(pointers, mask, scales):
+    """What is added to each number of a block, less 8 and scaled, of 4 bits: its minimum, and 8 times its scale."""
+    return _load(pointers, mask).to(tl.float32) + 8 * scales
+
+
 @jit
 def load_factors(factor_ptr, row, FACTOR: tl.constexpr):
     """The factors of rows, or of the tensor."""
@@ -367,9 +380,15 @@ def _unpack_kernel(
     scale = load_scales(scales_ptr + block, mask, FACTOR)
     if FACTOR is not None:
         scale *= load_factors(factor_ptr, tl.minimum(row, out - 1), FACTOR)
-    zero = 0.0 if zeros_ptr is None else load_zeros(zeros_ptr + block, mask, VALUES)
+    HAS_MINIMA: tl.constexpr = are_minima(zeros_ptr)
+    zero = 0.0 if zeros_ptr is None or HAS_MINIMA else load_zeros(zeros_ptr + block, mask, VALUES)
     UP: tl.constexpr = 2.0 ** exponent_of(VALUES, tl.float32)
-    if PER_BYTE == 1:
+    if HAS_MINIMA:
+        offset = load_offsets(zeros_ptr + block, mask, scale)
+        low = unpack_half(tile, False, tl.float32, VALUES, False)
+        high = unpack_half(tile, True, tl.float32, VALUES, False)
+        y = tl.interleave(low * scale + offset, high * scale + offset)
+    elif PER_BYTE == 1:
         y = (unpack_bytes(tile, tl.float32, VALUES, False) * UP - zero) * scale
     else:
         low = unpack_half(tile, False, tl.float32, VALUES, False)

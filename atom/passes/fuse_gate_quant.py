@@ -1,4 +1,4 @@
-"""Have gates give their rows in the format that the linear behind rounds them to.
+"""Quantize the rows of gates for the linear behind.
 
     m = gated_linear(h, W("gate_up"), kind="silu", act="fp8")  ->  m = gated_linear(…, act="fp8", gives="fp8")
     y = linear(m, W("down"), act="fp8")                            y = linear(m, W("down"), act="fp8")

@@ -1,4 +1,4 @@
-"""Kernels of whole rows: norms, gates, and rows quantized for the library's products in 8 bits.
+"""Kernels of whole rows: norms, gates, and rows quantized to 8 bits.
 
     x, total = normalize(a, b, norm, eps)       # rms_norm(a + b), a + b
     m = activate_gates(x, "silu")               # gates before ups
